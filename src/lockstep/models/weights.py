@@ -1,0 +1,42 @@
+"""What the decoder reads of a model: one pytree of plain arrays, layers stacked, whatever library trains the model."""
+
+import dataclasses
+
+import jax
+from jaxtyping import Array, Float
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerWeights:
+    """Weights of all transformer layers, stacked on a leading layer axis.
+
+    Axes: ``layer``; ``embed`` (hidden size); ``kv_head``; ``group`` (query heads per kv head); ``head`` (head size);
+    ``mlp`` (intermediate size). Query head ``i`` of a Hugging Face checkpoint is ``(kv_head, group) = divmod(i, group)``.
+    """
+
+    attn_norm: Float[Array, "layer embed"]
+    q: Float[Array, "layer embed kv_head group head"]
+    k: Float[Array, "layer embed kv_head head"]
+    v: Float[Array, "layer embed kv_head head"]
+    o: Float[Array, "layer kv_head group head embed"]
+    mlp_norm: Float[Array, "layer embed"]
+    gate: Float[Array, "layer embed mlp"]
+    up: Float[Array, "layer embed mlp"]
+    down: Float[Array, "layer mlp embed"]
+    q_bias: Float[Array, "layer kv_head group head"] | None = None
+    k_bias: Float[Array, "layer kv_head head"] | None = None
+    v_bias: Float[Array, "layer kv_head head"] | None = None
+    q_norm: Float[Array, "layer head"] | None = None
+    k_norm: Float[Array, "layer head"] | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderWeights:
+    """Weights of a Llama-family language model. ``lm_head`` is None when the embedding is tied to it."""
+
+    embed: Float[Array, "vocab embed"]
+    layers: LayerWeights
+    final_norm: Float[Array, " embed"]
+    lm_head: Float[Array, "embed vocab"] | None = None
