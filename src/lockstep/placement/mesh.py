@@ -1,0 +1,129 @@
+"""The device mesh a model trains on, and which logical axis lies on which mesh axis."""
+
+from collections.abc import Sequence
+from typing import Final
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from lockstep.errors import ConfigError
+
+MESH_AXES: Final = ("dp", "fsdp", "tp")
+"""Data parallel (parameters repeated), fully sharded data parallel, tensor parallel."""
+
+PARAMETER_AXES: Final[dict[str, str]] = {"embed": "fsdp", "mlp": "tp", "kv_head": "tp", "vocab": "tp"}
+"""Where a parameter's axes lie between steps: logical axis name to mesh axis."""
+
+COMPUTE_AXES: Final[dict[str, str | tuple[str, ...]]] = {
+    "batch": ("dp", "fsdp"),
+    "mlp": "tp",
+    "kv_head": "tp",
+    "vocab": "tp",
+}
+"""Where the axes of activations (and of parameters in use) lie inside a step."""
+
+FSDP_SPANS_HOSTS: Final = (
+    "FSDP shards parameters over {processes} hosts (mesh {mesh}): every layer is gathered over the network between "
+    "hosts at every step, and text generation in training needs all hosts. If the model fits one host's devices, "
+    "mesh_shape: host_local (data parallel over hosts, FSDP inside) may be faster."
+)
+
+_USAGE: Final = "Use 'auto' (FSDP over all devices), 'host_local', or three sizes 'dp,fsdp,tp' such as '1,-1,1'."
+
+
+def make_mesh(mesh_shape: str = "auto", devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Build the training mesh with axes ``("dp", "fsdp", "tp")``, devices of one host next to each other.
+
+    Args:
+        mesh_shape: ``auto`` = ``1,-1,1``; ``host_local`` = ``dp`` over processes and ``fsdp`` over a process's devices;
+            or the three sizes ``dp,fsdp,tp``, one of which may be -1 (whatever is left).
+        devices: the devices to use; None means all devices of the job.
+
+    Returns:
+        A mesh with `AxisType.Auto` axes. Devices are ordered by (process, id), never by id alone: on large slices the
+        ids of one host are not consecutive.
+
+    Raises:
+        ConfigError: the shape cannot be read, or does not fit the number of devices.
+    """
+    ordered = sorted(jax.devices() if devices is None else devices, key=lambda d: (d.process_index, d.id))
+    if not ordered:
+        raise ConfigError("make_mesh was given an empty list of devices; a mesh needs at least 1. Pass devices=None.")
+    if mesh_shape == "auto":
+        sizes = (1, len(ordered), 1)
+    elif mesh_shape == "host_local":
+        sizes = _host_local_sizes(ordered)
+    else:
+        sizes = _read_sizes(mesh_shape, len(ordered))
+    grid = np.empty(len(ordered), dtype=object)
+    grid[:] = ordered
+    return Mesh(grid.reshape(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def _host_local_sizes(ordered: Sequence[jax.Device]) -> tuple[int, int, int]:
+    counts: dict[int, int] = {}
+    for device in ordered:
+        counts[device.process_index] = counts.get(device.process_index, 0) + 1
+    if len(set(counts.values())) != 1:
+        raise ConfigError(
+            f"mesh_shape is 'host_local', but the processes hold different numbers of devices: {counts} (process: "
+            "devices). Start the job with the same number of devices on every process, or use mesh_shape 'auto'."
+        )
+    return (len(counts), len(ordered) // len(counts), 1)
+
+
+def _read_sizes(mesh_shape: str, n_devices: int) -> tuple[int, int, int]:
+    try:
+        sizes = [int(part) for part in mesh_shape.split(",")]
+    except ValueError:
+        raise ConfigError(f"mesh_shape is {mesh_shape!r}, which is not a mesh shape. {_USAGE}") from None
+    if len(sizes) != 3:
+        raise ConfigError(f"mesh_shape is {mesh_shape!r}: {len(sizes)} sizes where 3 are needed. {_USAGE}")
+    if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
+        raise ConfigError(
+            f"mesh_shape is {mesh_shape!r}: sizes must be at least 1, and at most one may be -1. {_USAGE}"
+        )
+    known = int(np.prod([size for size in sizes if size != -1]))
+    if -1 in sizes and n_devices % known == 0:
+        sizes[sizes.index(-1)] = n_devices // known
+    if int(np.prod(sizes)) != n_devices:
+        raise ConfigError(
+            f"mesh_shape is {mesh_shape!r}, whose given sizes multiply to {known}, but there are {n_devices} devices. "
+            f"Choose sizes whose product is {n_devices}, or put -1 in one place and a divisor of {n_devices} in the "
+            "others."
+        )
+    return (sizes[0], sizes[1], sizes[2])
+
+
+def fsdp_spans_hosts(mesh: Mesh) -> bool:
+    """Say whether one parameter is sharded over devices of more than one host.
+
+    Args:
+        mesh: a mesh from `make_mesh`.
+
+    Returns:
+        True when some row of the ``fsdp`` axis has devices of different processes.
+    """
+    rows = np.moveaxis(mesh.devices, MESH_AXES.index("fsdp"), -1).reshape(-1, mesh.shape["fsdp"])
+    return any(len({device.process_index for device in row}) > 1 for row in rows)
+
+
+def fsdp_warning(mesh: Mesh) -> str | None:
+    """Text of the warning about FSDP between hosts, or None where FSDP stays inside each host.
+
+    Args:
+        mesh: a mesh from `make_mesh`.
+
+    Returns:
+        One sentence with the number of hosts and what to change, or None.
+    """
+    if not fsdp_spans_hosts(mesh):
+        return None
+    processes = len({device.process_index for device in mesh.devices.flat})
+    return FSDP_SPANS_HOSTS.format(processes=processes, mesh=dict(mesh.shape))
+
+
+def data_shards(mesh: Mesh) -> int:
+    """Number of parts a batch is split into on the mesh (``dp`` times ``fsdp``)."""
+    return mesh.shape["dp"] * mesh.shape["fsdp"]

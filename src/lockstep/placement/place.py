@@ -1,0 +1,133 @@
+"""Host data onto global devices, each host touching only what its own devices hold.
+
+``jax.device_put`` of a host array to a sharding over several hosts first compares the array between all of them: an
+all-gather whose memory grows with the number of processes. Nothing here compares or gathers, and nothing here launches
+a device program. That every host brings the same data is the caller's promise (`hosts.Hosts.agree` proves it cheaply).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, Sharding
+from jaxtyping import PyTree
+
+from lockstep.errors import ConfigError
+
+Index = tuple[slice, ...]
+
+
+def place(host_array: np.ndarray, sharding: Sharding) -> jax.Array:
+    """Place an array that every host has, in full, onto a sharding that may span hosts.
+
+    Args:
+        host_array: the whole array, any shape; the same on every host. It is not aliased: it may be changed afterwards.
+        sharding: where each part goes.
+
+    Returns:
+        The global array. No collective, no launch; the extra host memory is the size of the local shards.
+
+    Raises:
+        ConfigError: an axis cannot be divided as the sharding asks.
+    """
+    host_array = np.asarray(host_array)
+    return _from_callback(host_array.shape, host_array.dtype, sharding, lambda index: host_array[index])
+
+
+def place_tree(tree: PyTree, shardings: PyTree) -> PyTree:
+    """Place every array of a tree that each host has in full.
+
+    Args:
+        tree: arrays (`np.ndarray` leaves).
+        shardings: one sharding for all leaves, or a tree of shardings of the same structure.
+
+    Returns:
+        The tree with global arrays as leaves.
+
+    Raises:
+        ConfigError: an axis cannot be divided as its sharding asks.
+    """
+    if isinstance(shardings, Sharding):
+        return jax.tree.map(lambda leaf: place(leaf, shardings), tree)
+    return jax.tree.map(place, tree, shardings)
+
+
+def host_rows(sharding: Sharding, n_rows: int) -> slice:
+    """Which rows of a global batch this host's devices hold.
+
+    Args:
+        sharding: of an array whose axis 0 is the row.
+        n_rows: rows of the global batch.
+
+    Returns:
+        The contiguous range of rows, as a slice with a start and a stop.
+
+    Raises:
+        ConfigError: the rows cannot be divided as the sharding asks, or this host's rows are not contiguous.
+    """
+    _check_divisible((n_rows,), sharding)
+    indices = sharding.addressable_devices_indices_map((n_rows,)).values()
+    held = sorted({_bounds(index[0] if index else slice(None), n_rows) for index in indices})
+    for (_, stop), (start, _) in zip(held, held[1:], strict=False):
+        if stop != start:
+            raise ConfigError(
+                f"this host's devices hold rows {held} of {n_rows}, which are not one range. Build the mesh with "
+                "lockstep.placement.make_mesh, which keeps the devices of a host together."
+            )
+    return slice(held[0][0], held[-1][1])
+
+
+def place_local(local_rows: np.ndarray, sharding: Sharding, n_rows: int) -> jax.Array:
+    """Place a global batch of which each host brings only its own rows.
+
+    Args:
+        local_rows: ``[rows of this host, ...]``: the rows `host_rows` names, in order. Not aliased.
+        sharding: of the global array; axis 0 is the row.
+        n_rows: rows of the global batch.
+
+    Returns:
+        The global array ``[n_rows, ...]``. No collective, no launch.
+
+    Raises:
+        ConfigError: the number of local rows is not what this host's devices hold.
+    """
+    local_rows = np.asarray(local_rows)
+    rows = host_rows(sharding, n_rows)
+    if local_rows.shape[0] != rows.stop - rows.start:
+        raise ConfigError(
+            f"{local_rows.shape[0]} local rows were given, but this host's devices hold rows {rows.start} to "
+            f"{rows.stop} of {n_rows}. Pass exactly the rows that host_rows(sharding, {n_rows}) names."
+        )
+
+    def read(index: Index) -> np.ndarray:
+        start, stop = _bounds(index[0], n_rows)
+        return local_rows[(slice(start - rows.start, stop - rows.start), *index[1:])]
+
+    return _from_callback((n_rows, *local_rows.shape[1:]), local_rows.dtype, sharding, read)
+
+
+def _from_callback(
+    shape: tuple[int, ...], dtype: Any, sharding: Sharding, read: Callable[[Index], np.ndarray]
+) -> jax.Array:
+    _check_divisible(shape, sharding)
+    # A fresh copy per shard: the CPU backend may keep using the very buffer it is given.
+    return jax.make_array_from_callback(
+        shape, sharding, lambda index: np.array(read(index or ()), order="C"), dtype=dtype
+    )
+
+
+def _check_divisible(shape: tuple[int, ...], sharding: Sharding) -> None:
+    try:
+        sharding.shard_shape(shape)
+    except ValueError as error:
+        where = f"{sharding.spec} on mesh {dict(sharding.mesh.shape)}" if isinstance(sharding, NamedSharding) else ""
+        raise ConfigError(
+            f"an array of shape {shape} cannot be placed as {where or sharding}: {error} Choose sizes that the mesh "
+            "axes divide, or another mesh_shape."
+        ) from error
+
+
+def _bounds(index: slice, size: int) -> tuple[int, int]:
+    start, stop, _ = index.indices(size)
+    return start, stop

@@ -1,0 +1,74 @@
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.placement import fsdp_spans_hosts, fsdp_warning, make_mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeDevice:
+    process_index: int
+    id: int
+
+
+def fake_pod(processes: int, per_process: int) -> list[Any]:
+    # Ids of one host are not consecutive, as on v5p:8x8x4; the list comes in id order.
+    devices = [FakeDevice(process_index=i % processes, id=i) for i in range(processes * per_process)]
+    return list(devices)
+
+
+def test_auto_is_fsdp_over_all_devices_grouped_by_host() -> None:
+    mesh = make_mesh("auto", fake_pod(4, 2))
+    assert dict(mesh.shape) == {"dp": 1, "fsdp": 8, "tp": 1}
+    assert [d.process_index for d in mesh.devices.flat] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert fsdp_spans_hosts(mesh)
+
+
+def test_host_local_keeps_fsdp_inside_a_host_though_ids_interleave() -> None:
+    mesh = make_mesh("host_local", fake_pod(4, 2))
+    assert dict(mesh.shape) == {"dp": 4, "fsdp": 2, "tp": 1}
+    for row in mesh.devices[:, :, 0]:
+        assert len({d.process_index for d in row}) == 1
+    assert not fsdp_spans_hosts(mesh)
+    assert fsdp_warning(mesh) is None
+
+
+def test_sizes_and_the_wildcard() -> None:
+    assert make_mesh("2,-1,2", fake_pod(4, 2)).devices.shape == (2, 2, 2)
+    assert make_mesh("1,4,2", fake_pod(4, 2)).devices.shape == (1, 4, 2)
+    assert make_mesh("8,1,1", fake_pod(4, 2)).devices.shape == (8, 1, 1)
+
+
+def test_warning_names_hosts_and_fix() -> None:
+    warning = fsdp_warning(make_mesh("auto", fake_pod(4, 2)))
+    assert warning is not None and "4 hosts" in warning and "host_local" in warning
+
+
+@pytest.mark.parametrize(
+    ("shape", "text"),
+    [
+        ("3,-1,1", r"mesh_shape is '3,-1,1'.*multiply to 3.*8 devices.*product is 8"),
+        ("2,2,1", r"multiply to 4.*8 devices"),
+        ("-1,-1,1", r"at most one may be -1"),
+        ("0,8,1", r"at least 1"),
+        ("8", r"1 sizes where 3 are needed.*host_local"),
+        ("fsdp", r"not a mesh shape.*auto"),
+    ],
+)
+def test_wrong_shapes_say_what_was_given_and_the_fix(shape: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        make_mesh(shape, fake_pod(4, 2))
+
+
+def test_host_local_refuses_uneven_hosts() -> None:
+    with pytest.raises(ConfigError, match=r"\{0: 2, 1: 1\}.*same number of devices"):
+        make_mesh("host_local", [FakeDevice(0, 0), FakeDevice(0, 1), FakeDevice(1, 2)])  # type: ignore[list-item]
+
+
+def test_real_devices() -> None:
+    mesh = make_mesh()
+    assert mesh.devices.size == mesh.shape["fsdp"] >= 1
+    assert isinstance(mesh.devices, np.ndarray)

@@ -1,0 +1,51 @@
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lockstep.errors import ConfigError
+from lockstep.placement import host_rows, make_mesh, place, place_local, place_tree
+
+
+def test_place_without_a_launch_and_without_an_alias() -> None:
+    mesh = make_mesh()
+    values = np.arange(24, dtype=np.float32).reshape(4, 6)
+    expected = values.copy()
+    with jax.no_execution(True):
+        sharded = place(values, NamedSharding(mesh, P(None, None)))
+        tree = place_tree({"a": values, "b": np.int32(3)}, NamedSharding(mesh, P()))
+    values[:] = -1
+    np.testing.assert_array_equal(np.asarray(sharded), expected)
+    np.testing.assert_array_equal(np.asarray(tree["a"]), expected)
+    assert tree["b"].shape == () and int(tree["b"]) == 3
+
+
+def test_place_tree_with_a_tree_of_shardings() -> None:
+    mesh = make_mesh()
+    shardings = {"a": NamedSharding(mesh, P()), "b": NamedSharding(mesh, P(("dp", "tp")))}
+    tree = place_tree({"a": np.ones(3, np.float32), "b": np.ones(4, np.float32)}, shardings)
+    assert {k: v.sharding.spec for k, v in tree.items()} == {"a": P(), "b": P(("dp", "tp"))}
+
+
+def test_one_host_holds_all_rows() -> None:
+    sharding = NamedSharding(make_mesh(), P(("dp", "fsdp")))
+    n_rows = 4 * jax.device_count()
+    assert host_rows(sharding, n_rows) == slice(0, n_rows)
+    rows = np.arange(n_rows * 3, dtype=np.int32).reshape(n_rows, 3)
+    np.testing.assert_array_equal(np.asarray(place_local(rows, sharding, n_rows)), rows)
+
+
+def test_wrong_number_of_local_rows() -> None:
+    sharding = NamedSharding(make_mesh(), P(("dp", "fsdp")))
+    n_rows = 4 * jax.device_count()
+    with pytest.raises(ConfigError, match=rf"3 local rows .* rows 0 to {n_rows}"):
+        place_local(np.zeros((3, 2)), sharding, n_rows)
+
+
+def test_indivisible_rows_name_the_mesh() -> None:
+    mesh = make_mesh()
+    if mesh.shape["fsdp"] == 1:
+        pytest.skip("every size divides on one device")
+    with pytest.raises(ConfigError, match=r"shape \(1,\).*fsdp.*mesh_shape"):
+        place(np.zeros(1), NamedSharding(mesh, P("fsdp")))
