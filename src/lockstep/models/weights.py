@@ -12,7 +12,8 @@ class LayerWeights:
     """Weights of all transformer layers, stacked on a leading layer axis.
 
     Axes: ``layer``; ``embed`` (hidden size); ``kv_head``; ``group`` (query heads per kv head); ``head`` (head size);
-    ``mlp`` (intermediate size). Query head ``i`` of a Hugging Face checkpoint is ``(kv_head, group) = divmod(i, group)``.
+    ``mlp`` (intermediate size). Query head ``i`` of a Hugging Face checkpoint is ``(kv_head, group) = divmod(i, G)``,
+    ``G`` being the number of query heads per kv head.
     """
 
     attn_norm: Float[Array, "layer embed"]
