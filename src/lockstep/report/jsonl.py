@@ -1,0 +1,132 @@
+"""JSON lines on a local disk, whole lines only."""
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import ConfigError, LockstepError
+
+log = logging.getLogger(__name__)
+
+
+def append_jsonl(path: str | os.PathLike[str], records: Iterable[Mapping[str, Any]], *, fsync: bool = False) -> None:
+    """Append a line per record, all in one write.
+
+    A process killed in the middle of a write leaves a torn last line: it is removed first, with a warning. A float
+    that JSON cannot express is written as the text ``NaN``, ``Infinity`` or ``-Infinity``.
+
+    Args:
+        path: a local file; it and its directory are made where they are missing.
+        records: what to write.
+        fsync: return only when the disk has it.
+
+    Raises:
+        ConfigError: the path is a URL.
+        OSError: the file cannot be written.
+    """
+    if "://" in os.fspath(path):
+        raise ConfigError(
+            f"JSON lines cannot be appended to {os.fspath(path)!r}: object stores have no append. Use a local path."
+        )
+    lines = b"".join(json.dumps(_strict(record), ensure_ascii=False).encode() + b"\n" for record in records)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    repair_jsonl(path)
+    with open(path, "ab", buffering=0) as file:
+        view = memoryview(lines)
+        while view:
+            view = view[file.write(view) :]
+        if fsync:
+            os.fsync(file.fileno())
+
+
+def repair_jsonl(path: str | os.PathLike[str]) -> int:
+    """Make the file end with a whole line.
+
+    Args:
+        path: a local file, which may be missing.
+
+    Returns:
+        Bytes of a torn last line that were removed; 0 where the file was whole or only its last newline was missing.
+    """
+    if not os.path.exists(path):
+        return 0
+    with open(path, "rb+") as file:
+        tail = _last_line(file)
+        if not tail:
+            return 0
+        if _is_json(tail):
+            file.seek(0, os.SEEK_END)
+            file.write(b"\n")
+            return 0
+        size = file.seek(0, os.SEEK_END)
+        log.warning("%s ends in a torn line (a process was killed while writing); removed: %r", path, tail[:200])
+        file.truncate(size - len(tail))
+        return len(tail)
+
+
+def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Read every whole line; a torn last line is left out with a warning.
+
+    Args:
+        path: a local file.
+
+    Returns:
+        The objects, in order.
+
+    Raises:
+        LockstepError: a line before the last is not a JSON object: names the file and the line.
+        OSError: the file cannot be read.
+    """
+    records = []
+    lines = Path(path).read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            if number == len(lines):
+                log.warning("%s:%d is a torn line (a process was killed while writing); left out", path, number)
+                continue
+            raise LockstepError(f"{path}:{number}: not JSON ({error}). Remove or mend the line.") from None
+        if not isinstance(record, dict):
+            raise LockstepError(f"{path}:{number}: a JSON object was expected, not {line[:80]!r}.")
+        records.append(record)
+    return records
+
+
+def _last_line(file: Any) -> bytes:
+    """Bytes after the last newline, read backwards in blocks."""
+    end = file.seek(0, os.SEEK_END)
+    tail = b""
+    while end:
+        start = max(0, end - 65536)
+        file.seek(start)
+        block = file.read(end - start)
+        newline = block.rfind(b"\n")
+        if newline >= 0:
+            return bytes(block[newline + 1 :] + tail)
+        tail, end = block + tail, start
+    return tail
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
+
+
+def _strict(value: Any) -> Any:
+    """The value with floats that JSON cannot express as texts."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(item) for item in value]
+    return value

@@ -1,0 +1,6 @@
+"""Text in and out: tokenizers and prompts."""
+
+from lockstep.text.prompts import Prompt, PromptSource, encode, read_prompts
+from lockstep.text.tokenizer import check_vocab, decode, load_tokenizer, stop_ids
+
+__all__ = ["Prompt", "PromptSource", "check_vocab", "decode", "encode", "load_tokenizer", "read_prompts", "stop_ids"]

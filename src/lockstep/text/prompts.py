@@ -1,0 +1,204 @@
+"""Prompts: where they are read from, and how they become token ids."""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import PromptError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+type PromptSource = str | Sequence[str | Mapping[str, Any]]
+"""A path or URL of a .txt or .jsonl file, or a list of texts and mappings."""
+
+INLINE_KEYS = ("prompt", "messages", "answer")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One question to the model: a text, or the messages of a chat.
+
+    Args:
+        id: its number, from 0 in the order of the source.
+        text: what the model continues; None for a chat.
+        messages: ``{"role": …, "content": …}`` each; None for a text.
+        answer: what a metric compares with; None where there is none.
+
+    Raises:
+        PromptError: neither or both of text and messages, an empty one, or a message without role and content.
+    """
+
+    id: int
+    text: str | None = None
+    messages: tuple[Mapping[str, str], ...] | None = None
+    answer: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.text is None) == (self.messages is None):
+            raise PromptError(f"prompt {self.id} needs a text or chat messages, exactly one of the two.")
+        if self.text is not None and not self.text.strip():
+            raise PromptError(f"prompt {self.id} is empty ({self.text!r}). Remove it or give it text.")
+        if self.messages is not None:
+            if not self.messages:
+                raise PromptError(f"prompt {self.id} has an empty list of messages. Remove it or add a user message.")
+            for message in self.messages:
+                if not all(isinstance(message.get(key), str) for key in ("role", "content")):
+                    raise PromptError(
+                        f"prompt {self.id} has the message {dict(message)!r}; a message needs the texts 'role' and "
+                        "'content'."
+                    )
+
+    @property
+    def shown(self) -> str:
+        """The prompt as one text for tables: the text, or a line ``role: content`` per message."""
+        if self.text is not None:
+            return self.text
+        assert self.messages is not None
+        return "\n".join(f"{message['role']}: {message['content']}" for message in self.messages)
+
+
+def read_prompts(source: PromptSource) -> list[Prompt]:
+    """Read prompts from a list or a file.
+
+    Args:
+        source: a list whose items are texts, ``{"prompt": …, "answer": …}`` or ``{"messages": […], "answer": …}``
+            (answers are optional); or the path or URL (``gs://…``, through fsspec) of a ``.txt`` file with one prompt
+            per line or a ``.jsonl`` file with such an item per line. Empty lines are skipped, and other fields of a
+            ``.jsonl`` line are ignored.
+
+    Returns:
+        The prompts, numbered from 0.
+
+    Raises:
+        PromptError: nothing there, a file or line that cannot be read, an empty prompt.
+    """
+    if isinstance(source, str):
+        items = _read_file(source)
+        name = source
+    else:
+        items = [(f"prompts[{index}]", item) for index, item in enumerate(source)]
+        name = "prompts"
+    prompts = []
+    for index, (place, item) in enumerate(items):
+        try:
+            prompts.append(_parse(index, item, strict=not isinstance(source, str)))
+        except PromptError as error:
+            raise PromptError(f"{place}: {error}") from None
+    if not prompts:
+        raise PromptError(f"{name} holds no prompts; at least 1 is needed. Add one, or disable the evaluation.")
+    return prompts
+
+
+def encode(
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: Iterable[Prompt],
+    *,
+    max_seq_len: int | None = None,
+    max_new_tokens: int = 0,
+) -> list[tuple[int, ...]]:
+    """Turn prompts into token ids, chats through the tokenizer's chat template.
+
+    Args:
+        tokenizer: as returned by ``load_tokenizer``.
+        prompts: texts get the tokenizer's special tokens, chats the start of an assistant's turn.
+        max_seq_len: tokens of prompt and answer together at most; None: not checked.
+        max_new_tokens: tokens of the answer, kept free of ``max_seq_len``.
+
+    Returns:
+        Token ids of each prompt, in order.
+
+    Raises:
+        PromptError: a prompt that is too long or has no tokens, or a chat for a tokenizer without a chat template.
+    """
+    encoded = []
+    for prompt in prompts:
+        tokens = _encode_one(tokenizer, prompt)
+        if not tokens:
+            raise PromptError(f"prompt {prompt.id} ({prompt.shown!r}) has 0 tokens; at least 1 is needed. Change it.")
+        if max_seq_len is not None and len(tokens) + max_new_tokens > max_seq_len:
+            room = max_seq_len - max_new_tokens
+            raise PromptError(
+                f"prompt {prompt.id} has {len(tokens)} tokens and max_new_tokens is {max_new_tokens}: together "
+                f"{len(tokens) + max_new_tokens}, but max_seq_len is {max_seq_len}. Shorten the prompt to "
+                f"{max(room, 0)} tokens, or lower max_new_tokens, or raise max_seq_len to at least "
+                f"{len(tokens) + max_new_tokens}."
+            )
+        encoded.append(tokens)
+    return encoded
+
+
+def _encode_one(tokenizer: "PreTrainedTokenizerBase", prompt: Prompt) -> tuple[int, ...]:
+    if prompt.text is not None:
+        return tuple(int(token) for token in tokenizer.encode(prompt.text))
+    assert prompt.messages is not None
+    if not tokenizer.chat_template:
+        raise PromptError(
+            f"prompt {prompt.id} is a chat, but the tokenizer {str(tokenizer.name_or_path)!r} has no chat template. Use "
+            "a tokenizer with one (chat_template.jinja beside tokenizer.json), or write the prompt as plain text."
+        )
+    messages = [dict(message) for message in prompt.messages]
+    try:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # the template is a program of the tokenizer's: it may raise anything
+        raise PromptError(f"prompt {prompt.id}: the tokenizer's chat template refused its messages: {error}") from error
+    assert isinstance(text, str)
+    return tuple(int(token) for token in tokenizer.encode(text, add_special_tokens=False))
+
+
+def _parse(index: int, item: object, *, strict: bool) -> Prompt:
+    if isinstance(item, str):
+        return Prompt(id=index, text=item)
+    if not isinstance(item, Mapping):
+        raise PromptError(f"{item!r} is not a prompt. Write a text, {{prompt, answer}} or {{messages, answer}}.")
+    if strict and (unknown := [key for key in item if key not in INLINE_KEYS]):
+        raise PromptError(f"unknown field {unknown[0]!r}; a prompt has {', '.join(INLINE_KEYS)}.")
+    text, messages, answer = item.get("prompt"), item.get("messages"), item.get("answer")
+    if text is None and messages is None:
+        raise PromptError(f"has neither 'prompt' nor 'messages' (its fields: {', '.join(map(str, item)) or 'none'}).")
+    if text is not None and not isinstance(text, str):
+        raise PromptError(f"'prompt' is {text!r}; it must be a text. For a chat use 'messages'.")
+    if answer is not None and not isinstance(answer, str):
+        raise PromptError(f"'answer' is {answer!r}; it must be a text. Put it in quotes.")
+    if messages is not None and (
+        not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages)
+    ):
+        raise PromptError(f"'messages' is {messages!r}; it must be a list of {{role, content}}.")
+    return Prompt(id=index, text=text, messages=None if messages is None else tuple(messages), answer=answer)
+
+
+def _read_file(path: str) -> list[tuple[str, object]]:
+    if not path.endswith((".txt", ".jsonl")):
+        raise PromptError(
+            f"prompts is the text {path!r}, which is taken as a file and must end in .txt (a prompt per line) or "
+            ".jsonl. For a prompt in the config itself, write a list: prompts: ['…']."
+        )
+    lines = [(f"{path}:{number}", line) for number, line in enumerate(_read_lines(path), start=1) if line.strip()]
+    if path.endswith(".txt"):
+        return [(place, line) for place, line in lines]
+    items: list[tuple[str, object]] = []
+    for place, line in lines:
+        try:
+            items.append((place, json.loads(line)))
+        except json.JSONDecodeError as error:
+            raise PromptError(
+                f'{place}: not JSON ({error.msg} at column {error.colno}). Write one object per line, such as '
+                '{"prompt": "…", "answer": "…"}.'
+            ) from None
+    return items
+
+
+def _read_lines(path: str) -> list[str]:
+    import fsspec
+
+    try:
+        with fsspec.open(path, "rt", encoding="utf-8") as file:
+            text: str = file.read()
+    except FileNotFoundError:
+        raise PromptError(
+            f"prompt file {path!r} does not exist. Fix the path; relative paths start at the working directory."
+        ) from None
+    except Exception as error:  # each file system has its own errors (permissions, credentials, missing package)
+        raise PromptError(f"prompt file {path!r} could not be read ({type(error).__name__}: {error}).") from error
+    return text.split("\n")

@@ -1,0 +1,138 @@
+"""Hugging Face tokenizers: loading one, what ends an answer, and whether it fits the model."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# End-of-turn tokens of chat families whose tokenizers name another token as the end of the sequence.
+END_OF_TURN_TOKENS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> "PreTrainedTokenizerBase":
+    """Load a tokenizer with ``transformers.AutoTokenizer``.
+
+    Args:
+        path: a directory that holds a tokenizer, or a name on the Hugging Face hub such as ``org/model``. A directory
+            is read without any network access.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        ConfigError: there is no such directory or name, or what is there is not a tokenizer.
+    """
+    name = os.fspath(path)
+    if not name:
+        raise ConfigError("tokenizer is empty. Set it to a tokenizer directory or a Hugging Face hub name (org/model).")
+    directory = Path(name).expanduser()
+    if directory.is_dir():
+        if not any((directory / file).is_file() for file in TOKENIZER_FILES):
+            raise ConfigError(
+                f"tokenizer directory {name!r} holds none of {', '.join(TOKENIZER_FILES)}. Point tokenizer at the "
+                "directory that tokenizer.save_pretrained() wrote."
+            )
+    elif not _may_be_hub_name(name):
+        raise ConfigError(
+            f"tokenizer {name!r} was not found: looked for the directory {str(directory.absolute())!r}, and it does "
+            "not have the form of a Hugging Face hub name (org/model). Fix the path (relative paths start at the "
+            "working directory), or copy the tokenizer to a local directory."
+        )
+    try:
+        return _auto_tokenizer().from_pretrained(str(directory) if directory.is_dir() else name)  # type: ignore[no-any-return, no-untyped-call]
+    except Exception as error:  # AutoTokenizer raises whatever its parser or its download raised
+        first_line = str(error).strip().split("\n")[0]
+        where = (
+            f"the directory {name!r} could not be read as a tokenizer"
+            if directory.is_dir()
+            else f"tokenizer {name!r} is neither a local directory nor could it be loaded from the Hugging Face hub"
+        )
+        raise ConfigError(
+            f"{where} ({type(error).__name__}: {first_line}). Check the name, or point tokenizer at a directory that "
+            "tokenizer.save_pretrained() wrote."
+        ) from error
+
+
+def check_vocab(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> None:
+    """Check that every token id of the tokenizer has a row in the model's embedding.
+
+    Args:
+        tokenizer: what turns text into ids.
+        vocab_size: rows of the model's embedding. It may be larger than the tokenizer's (padded embeddings).
+
+    Raises:
+        ConfigError: the tokenizer has an id at or beyond ``vocab_size``.
+    """
+    vocab: dict[str, int] = tokenizer.get_vocab()
+    token, largest = max(vocab.items(), key=lambda item: item[1])
+    if largest >= vocab_size:
+        raise ConfigError(
+            f"tokenizer and model vocabulary do not match: the tokenizer's largest token id is {largest} ({token!r}), "
+            f"the model's vocabulary has {vocab_size} entries (ids 0 to {vocab_size - 1}). Use the tokenizer the "
+            f"model was trained with, or a model with a vocabulary of at least {largest + 1}."
+        )
+
+
+def stop_ids(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
+    """Token ids that end an answer.
+
+    The tokenizer's end-of-sequence token, every ``eos_token_id`` of a ``generation_config.json`` beside it, and the
+    end-of-turn tokens of the chat families (such as ``<|eot_id|>`` and ``<|im_end|>``) that it knows.
+
+    Args:
+        tokenizer: as returned by ``load_tokenizer``.
+
+    Returns:
+        The ids in ascending order; empty when the tokenizer has no such token.
+    """
+    ids: set[int] = set()
+    if tokenizer.eos_token_id is not None:
+        ids.add(int(tokenizer.eos_token_id))
+    vocab: dict[str, int] = tokenizer.get_vocab()
+    ids.update(vocab[token] for token in END_OF_TURN_TOKENS if token in vocab)
+    generation_config = Path(str(tokenizer.name_or_path)) / "generation_config.json"
+    if generation_config.is_file():
+        listed = json.loads(generation_config.read_text(encoding="utf-8")).get("eos_token_id")
+        ids.update([listed] if isinstance(listed, int) else listed or [])
+    return tuple(sorted(ids))
+
+
+def decode(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> str:
+    """Text of token ids, special tokens left out, spaces as they are.
+
+    Args:
+        tokenizer: as returned by ``load_tokenizer``.
+        tokens: token ids.
+
+    Returns:
+        The text.
+    """
+    text = tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return text
+
+
+def _may_be_hub_name(name: str) -> bool:
+    """Whether the hub could know this name: ``model`` or ``org/model``, not a path or an address."""
+    return name.count("/") <= 1 and not name.startswith((".", "/", "~")) and "://" not in name and "\\" not in name
+
+
+def _auto_tokenizer():  # type: ignore[no-untyped-def]
+    """The AutoTokenizer class, imported on first use and without its advice to install torch."""
+    before = os.environ.get("TRANSFORMERS_NO_ADVISORY_WARNINGS")
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+    try:
+        from transformers import AutoTokenizer
+    finally:
+        if before is None:
+            del os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"]
+        else:
+            os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = before
+    return AutoTokenizer
