@@ -1,0 +1,130 @@
+"""A Llama-family transformer over a paged cache, written for one device of a replica (inside ``shard_map``)."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from lockstep.kernels import paged_attention
+from lockstep.models.config import LlamaConfig, rotary_frequencies
+from lockstep.models.weights import DecoderWeights, LayerWeights
+from lockstep.placement.layout import DecodeGrid
+from lockstep.placement.relay import drop_layers, read
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Transformer:
+    """The static part of the model: shapes, and where the weights lie.
+
+    Args:
+        config: of the model.
+        grid: the decode grid.
+        layouts: of the weights that the programs are given; read layer by layer.
+        pages: pages per layer in a replica's pool.
+        vocab_size: token ids that may be sampled; the embedding may have more rows.
+    """
+
+    config: LlamaConfig
+    grid: DecodeGrid
+    layouts: DecoderWeights
+    pages: int
+    vocab_size: int
+
+    def read_outer(self, weights: DecoderWeights) -> DecoderWeights:
+        """Embedding, final norm and output layer as this device needs them; ``layers`` untouched."""
+        outer = read(dataclasses.replace(self.layouts, layers=None), dataclasses.replace(weights, layers=None))
+        return dataclasses.replace(outer, layers=weights.layers)
+
+    def embed(self, weights: DecoderWeights, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch embed"]:
+        """Rows of the embedding; each device of a replica holds a part of the vocabulary."""
+        table = weights.embed
+        if self.grid.tensor == 1:
+            return table[tokens]
+        local = tokens - jax.lax.axis_index(self.grid.tensor_axes) * table.shape[0]
+        mine = (local >= 0) & (local < table.shape[0])
+        return self._sum(jnp.where(mine[..., None], table[jnp.where(mine, local, 0)], 0))
+
+    def logits(self, weights: DecoderWeights, x: Float[Array, "slot embed"]) -> Float[Array, "slot local_vocab"]:
+        """Float32 logits of this device's part of the vocabulary; -inf beyond ``vocab_size``."""
+        x = rms_norm(x, weights.final_norm, self.config.layer_norm_epsilon)
+        if weights.lm_head is None:
+            logits = jnp.einsum("sd,vd->sv", x, weights.embed, preferred_element_type=jnp.float32)
+        else:
+            logits = jnp.einsum("sd,dv->sv", x, weights.lm_head, preferred_element_type=jnp.float32)
+        first = jax.lax.axis_index(self.grid.tensor_axes) * logits.shape[1] if self.grid.tensor > 1 else 0
+        return jnp.where(first + jnp.arange(logits.shape[1]) < self.vocab_size, logits, -jnp.inf)
+
+    def layers(
+        self,
+        weights: LayerWeights,
+        x: Float[Array, "sequence query embed"],
+        pool: Float[Array, "pool_page page_size two_kv_heads head"],
+        *,
+        start: Int[Array, " sequence"],
+        page_table: Int[Array, "sequence page"],
+        write,
+    ) -> tuple[Float[Array, "sequence query embed"], Float[Array, "pool_page page_size two_kv_heads head"]]:
+        """Runs all layers over consecutive positions of each sequence, adding their K/V to the pool.
+
+        Args:
+            weights: this device's blocks of the stacked layers.
+            x: embedded tokens; query ``i`` stands at position ``start + i``.
+            pool: K/V of all layers, flat: page ``p`` of layer ``l`` is at ``l * pages + p``.
+            start: position of the first query of each sequence.
+            page_table: pages of each sequence.
+            write: ``write(pool, first_page_of_layer, kv)`` puts ``kv`` ``[sequence, query, 2 * kv_heads, head]`` there.
+
+        Returns:
+            The residual stream, and the pool.
+        """
+        config, one = self.config, drop_layers(self.layouts.layers)
+        positions = start[:, None] + jnp.arange(x.shape[1])
+        angles = positions[..., None].astype(jnp.float32) * rotary_frequencies(config)
+        turn = (jnp.cos(angles), jnp.sin(angles))
+
+        def layer(carry, inputs):
+            x, pool = carry
+            stored, index = inputs
+            w = read(one, stored)
+            first_page = index * self.pages
+            h = rms_norm(x, w.attn_norm, config.layer_norm_epsilon)
+            q = _project("sqd,dkgh->sqkgh", h, w.q, w.q_bias)
+            k = _project("sqd,dkh->sqkh", h, w.k, w.k_bias)
+            v = _project("sqd,dkh->sqkh", h, w.v, w.v_bias)
+            if config.qk_norm:
+                q = rms_norm(q, w.q_norm, config.layer_norm_epsilon)
+                k = rms_norm(k, w.k_norm, config.layer_norm_epsilon)
+            q, k = rotate(q, *(t[:, :, None, None] for t in turn)), rotate(k, *(t[:, :, None] for t in turn))
+            kv = jnp.stack([k, v], axis=3).reshape(*k.shape[:2], -1, k.shape[-1])
+            pool = write(pool, first_page, kv)
+            attended = paged_attention(q, pool, first_page + page_table, start)
+            x = x + self._sum(jnp.einsum("sqkgh,kghd->sqd", attended, w.o))
+            h = rms_norm(x, w.mlp_norm, config.layer_norm_epsilon)
+            hidden = jax.nn.silu(h @ w.gate) * (h @ w.up)
+            x = x + self._sum(hidden @ w.down)
+            return (x, pool), None
+
+        (x, pool), _ = jax.lax.scan(layer, (x, pool), (weights, jnp.arange(config.num_layers)))
+        return x, pool
+
+    def _sum(self, part):
+        return jax.lax.psum(part, self.grid.tensor_axes) if self.grid.tensor > 1 else part
+
+
+def rms_norm(x: Float[Array, "... width"], scale: Float[Array, " width"], epsilon: float) -> Float[Array, "... width"]:
+    """Root-mean-square normalisation in float32 (Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467, eq. 4)."""
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
+    return wide.astype(x.dtype) * scale
+
+
+def rotate(x: Float[Array, "... head"], cos: Float[Array, "... half"], sin: Float[Array, "... half"]):
+    """Rotary position embedding in float32, half-split as in Hugging Face (https://arxiv.org/abs/2104.09864)."""
+    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
+
+
+def _project(equation: str, x, weight, bias):
+    out = jnp.einsum(equation, x, weight)
+    return out if bias is None else out + bias

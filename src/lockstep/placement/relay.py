@@ -1,0 +1,170 @@
+"""From the training layout to the decode layout: which device holds which part of each weight, and how it gets there.
+
+Explicit collectives inside a scan over layers keep the temporaries at one layer's size; an identity jit with new
+output shardings gathers whole stacked leaves (docs/architecture.md, "Re-laying weights").
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from lockstep.placement.layout import DecodeGrid
+
+TENSOR_DIM = {
+    "embed": 0,
+    "lm_head": 1,
+    "q": 2,
+    "k": 2,
+    "v": 2,
+    "o": 1,
+    "gate": 2,
+    "up": 2,
+    "down": 1,
+    "q_bias": 1,
+    "k_bias": 1,
+    "v_bias": 1,
+}
+"""The axis of each weight (layer axis counted) that a replica's devices split: vocabulary, kv heads or mlp."""
+
+Axes = tuple[str, ...]
+Spec = tuple[Axes, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafLayout:
+    """Where one weight lies and how a device gets the part of it that decoding needs.
+
+    Args:
+        grid: the decode grid.
+        spec: for each axis of the weight, the grid axes that split it.
+        tensor_dim: the axis that the devices of a replica are to split, or None for a copy on each.
+    """
+
+    grid: DecodeGrid
+    spec: Spec
+    tensor_dim: int | None
+
+    @property
+    def partition_spec(self) -> PartitionSpec:
+        """Where the weight lies now."""
+        return PartitionSpec(*(axes or None for axes in self.spec))
+
+    @property
+    def decode(self) -> "LeafLayout":
+        """The same weight in the decode layout: split over the tensor axes, copied over the replicas."""
+        tensor = self.grid.tensor_axes
+        spec = tuple(tensor if dim == self.tensor_dim else () for dim in range(len(self.spec)))
+        return dataclasses.replace(self, spec=spec)
+
+    def drop_layer(self) -> "LeafLayout":
+        """The layout of one layer of a stacked weight."""
+        dim = None if self.tensor_dim is None else self.tensor_dim - 1
+        return dataclasses.replace(self, spec=self.spec[1:], tensor_dim=dim)
+
+    def read(self, block: jax.Array) -> jax.Array:
+        """Inside ``shard_map``: this device's part in the decode layout, from its block in this layout."""
+        if self == self.decode:
+            return block
+        tensor, dim, spec = self.grid.tensor_axes, self.tensor_dim, list(self.spec)
+        if dim is not None and tensor and not spec[dim] and block.shape[dim] % self.grid.tensor == 0:
+            for other, axes in enumerate(spec):
+                if axes[-len(tensor) :] == tensor:
+                    # The replica's devices swap: each gives up a part of `other` for its part of the tensor axis.
+                    block = jax.lax.all_to_all(block, tensor, split_axis=dim, concat_axis=other, tiled=True)
+                    spec[other], spec[dim] = axes[: -len(tensor)], tensor
+                    break
+        for other, axes in enumerate(spec):
+            if axes and not (other == dim and axes == tensor):
+                block = jax.lax.all_gather(block, axes, axis=other, tiled=True)
+        if dim is not None and tensor and spec[dim] != tensor:
+            block = _own_part(block, dim, tensor, self.grid.tensor)
+        return block
+
+
+def _own_part(block: jax.Array, dim: int, axes: Axes, count: int) -> jax.Array:
+    """The part of a whole axis that belongs to this device; a vocabulary that does not divide is padded with zeros."""
+    size = -(-block.shape[dim] // count)
+    padding = [(0, size * count - block.shape[d] if d == dim else 0) for d in range(block.ndim)]
+    return jax.lax.dynamic_slice_in_dim(jnp.pad(block, padding), jax.lax.axis_index(axes) * size, size, axis=dim)
+
+
+def leaf_layouts(weights, grid: DecodeGrid):
+    """The layout of each weight as it lies now, as a pytree like ``weights`` with `LeafLayout` leaves.
+
+    Args:
+        weights: pytree of arrays or shape structs with shardings; a leaf's last path entry is looked up in `TENSOR_DIM`.
+        grid: the decode grid over the same devices.
+
+    Raises:
+        ConfigError: a weight lies somewhere the grid cannot express; named by its path.
+    """
+
+    def layout(path, leaf) -> LeafLayout:
+        spec = grid.training_spec(leaf, jax.tree_util.keystr(path))
+        axes = tuple(_axes(entry) for entry in spec) + ((),) * (leaf.ndim - len(spec))
+        return LeafLayout(grid, axes, TENSOR_DIM.get(path[-1].name))
+
+    return jax.tree_util.tree_map_with_path(layout, weights)
+
+
+def partition_specs(layouts):
+    """The partition spec of each leaf."""
+    return jax.tree.map(lambda leaf: leaf.partition_spec, layouts, is_leaf=_is_layout)
+
+
+def relay_program(layouts, dtype: jnp.dtype, *, gather: bool) -> tuple[Callable, object]:
+    """The program that casts the weights and, with ``gather``, moves them to the decode layout.
+
+    Args:
+        layouts: of the weights as they lie.
+        dtype: floating dtype to decode in; cast before anything moves.
+        gather: whether to move them; otherwise they stay where they are and each step reads through the layouts.
+
+    Returns:
+        The traceable function of the weights, and the layouts of what it returns.
+    """
+    if not gather:
+        return lambda weights: jax.tree.map(lambda leaf: leaf.astype(dtype), weights), layouts
+    target = jax.tree.map(lambda leaf: leaf.decode, layouts, is_leaf=_is_layout)
+    grid = jax.tree.leaves(layouts, is_leaf=_is_layout)[0].grid
+
+    def move(weights):
+        cast = jax.tree.map(lambda leaf: leaf.astype(dtype), weights)
+        outer = read(dataclasses.replace(layouts, layers=None), dataclasses.replace(cast, layers=None))
+        if any(leaf.spec[0] for leaf in jax.tree.leaves(layouts.layers, is_leaf=_is_layout)):
+            return dataclasses.replace(outer, layers=read(layouts.layers, cast.layers))
+        one = drop_layers(layouts.layers)
+        _, layers = jax.lax.scan(lambda _, layer: (None, read(one, layer)), None, cast.layers)
+        return dataclasses.replace(outer, layers=layers)
+
+    moved = jax.shard_map(
+        move,
+        mesh=grid.mesh,
+        in_specs=(partition_specs(layouts),),
+        out_specs=partition_specs(target),
+        check_vma=False,
+    )
+    return moved, target
+
+
+def drop_layers(layouts):
+    """The layouts of one layer of stacked weights."""
+    return jax.tree.map(lambda leaf: leaf.drop_layer(), layouts, is_leaf=_is_layout)
+
+
+def read(layouts, blocks):
+    """`LeafLayout.read` for a whole pytree."""
+    return jax.tree.map(lambda leaf, block: leaf.read(block), layouts, blocks, is_leaf=_is_layout)
+
+
+def _is_layout(leaf) -> bool:
+    return isinstance(leaf, LeafLayout)
+
+
+def _axes(entry) -> Axes:
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)

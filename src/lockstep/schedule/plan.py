@@ -1,0 +1,60 @@
+"""Fixed-shape arrays that tell a device program what to do. Shapes depend on the sizes alone, never on the requests."""
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Float32, Int32, UInt32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScheduleSizes:
+    """Every capacity that the scheduler and the programs share.
+
+    Args:
+        replicas: groups of devices that decode different sequences.
+        slots: sequences that one replica decodes at a time.
+        page_size: tokens in a page.
+        pages: pages in one replica's pool, the null page included.
+        pages_per_sequence: width of a page table; a sequence has at most ``pages_per_sequence * page_size`` tokens.
+        prefill_rows: pages of prompt tokens that one replica prefills in a launch.
+        steps: tokens that a decode launch samples per sequence at most.
+        stop_ids: stop tokens per sequence at most.
+    """
+
+    replicas: int
+    slots: int
+    page_size: int
+    pages: int
+    pages_per_sequence: int
+    prefill_rows: int
+    steps: int
+    stop_ids: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PrefillPlan:
+    """Pages of prompt tokens to compute K/V for. An unused row has length 0 and points to the null page."""
+
+    tokens: Int32[np.ndarray, "replica row page_size"]
+    start: Int32[np.ndarray, "replica row"]
+    """Position of the row's first token, a multiple of the page size."""
+    page: Int32[np.ndarray, "replica row"]
+    """Page that the row's K/V is written to."""
+    page_table: Int32[np.ndarray, "replica row pages_per_sequence"]
+    """Pages of the row's sequence."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class DecodePlan:
+    """Sequences to decode ``num_steps`` tokens of. An idle slot has ``remaining`` 0."""
+
+    num_steps: int
+    token: Int32[np.ndarray, "replica slot"]
+    position: Int32[np.ndarray, "replica slot"]
+    remaining: Int32[np.ndarray, "replica slot"]
+    page_table: Int32[np.ndarray, "replica slot pages_per_sequence"]
+    stop_ids: Int32[np.ndarray, "replica slot stop_ids"]
+    """Padded with -1."""
+    draw: UInt32[np.ndarray, "replica slot 3"]
+    """Seed, prompt and generation: with the position, all that a random draw depends on."""
+    temperature: Float32[np.ndarray, "replica slot"]

@@ -1,0 +1,89 @@
+"""One replica's share of the schedule: its slots, its pages, its prefill queue."""
+
+from collections import deque
+
+from lockstep.schedule.pages import PageAllocator
+from lockstep.schedule.plan import ScheduleSizes
+from lockstep.schedule.prefix import PrefixTable, page_keys
+from lockstep.schedule.sequence import Sequence
+
+
+class Replica:
+    """The host owns slots and pages; the device only ever reads the numbers it is given.
+
+    Args:
+        index: the replica's number.
+        sizes: capacities.
+    """
+
+    def __init__(self, index: int, sizes: ScheduleSizes) -> None:
+        self.index = index
+        self.allocator = PageAllocator(sizes.pages)
+        self.slots: list[Sequence | None] = [None] * sizes.slots
+        self._page_size = sizes.page_size
+        self._prefixes = PrefixTable()
+        self._queue: deque[Sequence] = deque()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a slot is taken."""
+        return any(sequence is not None for sequence in self.slots)
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether prompt tokens wait for prefill."""
+        return bool(self._queue)
+
+    @property
+    def num_free_slots(self) -> int:
+        """Sequences that could still be admitted."""
+        return self.slots.count(None)
+
+    def fits(self, sequence: Sequence) -> bool:
+        """Whether ``sequence`` has a slot and pages for its worst case here."""
+        if not self.num_free_slots:
+            return False
+        shared = self._prefixes.match(self._keys(sequence))
+        return sequence.worst_case_pages(self._page_size) - len(shared) <= self.allocator.num_free
+
+    def admit(self, sequence: Sequence) -> None:
+        """Gives ``sequence`` a slot and all pages it can ever need; what others hold already is shared, not copied.
+
+        Pages are shared before they are written: rows are launched in the order of admission, and within a launch every
+        row's K/V is written before any row reads.
+        """
+        keys = self._keys(sequence)
+        shared = self._prefixes.match(keys)
+        for page in shared:
+            self.allocator.share(page)
+        own = self.allocator.allocate(sequence.worst_case_pages(self._page_size) - len(shared))
+        sequence.pages = shared + own
+        for key, page in zip(keys, sequence.pages, strict=False):
+            self._prefixes.add(key, page)
+        sequence.num_prefilled = len(shared) * self._page_size
+        sequence.replica = self.index
+        sequence.slot = self.slots.index(None)
+        self.slots[sequence.slot] = sequence
+        if sequence.num_prefilled < sequence.num_prefill:
+            self._queue.append(sequence)
+
+    def take_prefill_rows(self, count: int) -> list[tuple[Sequence, int]]:
+        """Takes up to ``count`` (sequence, start position) from the queue, oldest first."""
+        rows = []
+        while self._queue and len(rows) < count:
+            sequence = self._queue[0]
+            rows.append((sequence, sequence.num_prefilled))
+            sequence.num_prefilled = min(sequence.num_prefilled + self._page_size, sequence.num_prefill)
+            if sequence.num_prefilled == sequence.num_prefill:
+                self._queue.popleft()
+        return rows
+
+    def release(self, sequence: Sequence) -> None:
+        """Takes the slot and the pages of a finished sequence back; its page numbers are no longer valid."""
+        self._prefixes.remove(self.allocator.release(sequence.pages))
+        sequence.pages = []
+        self.slots[sequence.slot] = None
+
+    def _keys(self, sequence: Sequence) -> list[bytes]:
+        # Only what prefill writes can be shared: the page of the prompt's last token is written by decode.
+        return page_keys(sequence.request.prompt_tokens[: sequence.num_prefill], self._page_size)

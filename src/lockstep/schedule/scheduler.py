@@ -1,0 +1,149 @@
+"""The scheduler: a pure function of the requests and of the tokens that came back, run alike on every host."""
+
+from collections import deque
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from lockstep.errors import CapacityError
+from lockstep.schedule.pages import NULL_PAGE
+from lockstep.schedule.plan import DecodePlan, PrefillPlan, ScheduleSizes
+from lockstep.schedule.replica import Replica
+from lockstep.schedule.sequence import Sequence
+from lockstep.types import Completion, Request
+
+
+class Scheduler:
+    """Continuous batching over replicas: admits waiting sequences, prefills them page by page, decodes the rest.
+
+    A sequence is admitted when a replica has a slot and pages for its worst case, longest-waiting first, so nothing
+    that was admitted can run out of pages.
+
+    Args:
+        sizes: capacities.
+        requests: all prompts to answer.
+
+    Raises:
+        CapacityError: a request can never fit, whatever finishes before it.
+    """
+
+    def __init__(self, sizes: ScheduleSizes, requests: Seq[Request]) -> None:
+        check_capacity(sizes, requests)
+        self.sizes = sizes
+        self._sequences = [Sequence(request=r, generation_id=g) for r in requests for g in range(r.params.n_generations)]
+        self._waiting = deque(self._sequences)
+        self._replicas = [Replica(i, sizes) for i in range(sizes.replicas)]
+
+    @property
+    def done(self) -> bool:
+        """Whether every sequence is finished."""
+        return not self._waiting and not any(replica.busy for replica in self._replicas)
+
+    def completions(self) -> list[Completion]:
+        """All answers, in the order of the requests, then of the generations."""
+        assert self.done
+        return [sequence.completion() for sequence in self._sequences]
+
+    def next_plan(self) -> PrefillPlan | DecodePlan | None:
+        """Admits what fits and says what to launch next; None when all is done. Every plan must be committed."""
+        self._admit()
+        if any(replica.prefilling for replica in self._replicas):
+            return self._plan_prefill()
+        if self.done:
+            return None
+        return self._plan_decode()
+
+    def commit(
+        self, plan: DecodePlan, tokens: np.ndarray, logprobs: np.ndarray
+    ) -> None:
+        """Takes the tokens of a decode launch, ``[replica, slot, step]``, -1 where a sequence had already ended."""
+        for r, replica in enumerate(self._replicas):
+            for slot, sequence in enumerate(replica.slots):
+                if sequence is None or plan.remaining[r, slot] == 0:
+                    continue
+                for token, logprob in zip(tokens[r, slot], logprobs[r, slot], strict=True):
+                    if token < 0 or sequence.finish_reason is not None:
+                        break
+                    sequence.append(int(token), float(logprob))
+                if sequence.finish_reason is not None:
+                    replica.release(sequence)
+
+    def _admit(self) -> None:
+        while self._waiting:
+            sequence = self._waiting[0]
+            fitting = [i for i, replica in enumerate(self._replicas) if replica.fits(sequence)]
+            if not fitting:
+                return  # longest-waiting first: nobody overtakes
+            index = max(fitting, key=lambda i: (self._replicas[i].num_free_slots, -i))
+            self._replicas[index].admit(self._waiting.popleft())
+
+    def _plan_prefill(self) -> PrefillPlan:
+        sizes = self.sizes
+        rows = (sizes.replicas, sizes.prefill_rows)
+        plan = PrefillPlan(
+            tokens=np.zeros((*rows, sizes.page_size), np.int32),
+            start=np.zeros(rows, np.int32),
+            page=np.full(rows, NULL_PAGE, np.int32),
+            page_table=np.full((*rows, sizes.pages_per_sequence), NULL_PAGE, np.int32),
+        )
+        for r, replica in enumerate(self._replicas):
+            for row, (sequence, start) in enumerate(replica.take_prefill_rows(sizes.prefill_rows)):
+                end = min(start + sizes.page_size, sequence.num_prefill)
+                plan.tokens[r, row, : end - start] = sequence.request.prompt_tokens[start:end]
+                plan.start[r, row] = start
+                plan.page[r, row] = sequence.pages[start // sizes.page_size]
+                plan.page_table[r, row, : len(sequence.pages)] = sequence.pages
+        return plan
+
+    def _plan_decode(self) -> DecodePlan:
+        sizes = self.sizes
+        slots = (sizes.replicas, sizes.slots)
+        active = [s for replica in self._replicas for s in replica.slots if s is not None]
+        # While others wait, a launch ends with its shortest sequence, so that the freed slot is used at once.
+        bound = min if self._waiting else max
+        plan = DecodePlan(
+            num_steps=min(sizes.steps, bound(s.remaining for s in active)),
+            token=np.zeros(slots, np.int32),
+            position=np.zeros(slots, np.int32),
+            remaining=np.zeros(slots, np.int32),
+            page_table=np.full((*slots, sizes.pages_per_sequence), NULL_PAGE, np.int32),
+            stop_ids=np.full((*slots, sizes.stop_ids), -1, np.int32),
+            draw=np.zeros((*slots, 3), np.uint32),
+            temperature=np.zeros(slots, np.float32),
+        )
+        for sequence in active:
+            at = (sequence.replica, sequence.slot)
+            params = sequence.request.params
+            plan.token[at] = sequence.last_token
+            plan.position[at] = sequence.position
+            plan.remaining[at] = sequence.remaining
+            plan.page_table[at][: len(sequence.pages)] = sequence.pages
+            plan.stop_ids[at][: len(params.stop_token_ids)] = params.stop_token_ids
+            plan.draw[at] = (params.seed, sequence.request.prompt_id, sequence.generation_id)
+            plan.temperature[at] = params.temperature
+        return plan
+
+
+def check_capacity(sizes: ScheduleSizes, requests: Seq[Request]) -> None:
+    """Raises CapacityError when a request can never fit: nothing is clamped and nothing is dropped."""
+    limit = sizes.pages_per_sequence * sizes.page_size
+    for request in requests:
+        prompt, new = len(request.prompt_tokens), request.params.max_new_tokens
+        if prompt + new > limit:
+            raise CapacityError(
+                f"prompt {request.prompt_id} has {prompt} tokens and max_new_tokens is {new}, {prompt + new} together; "
+                f"the engine holds {limit} per sequence. Shorten the prompt, lower max_new_tokens to at most "
+                f"{max(limit - prompt, 0)}, or raise max_seq_len to {prompt + new}."
+            )
+        pages = Sequence(request=request, generation_id=0).worst_case_pages(sizes.page_size)
+        if pages > sizes.pages - 1:
+            raise CapacityError(
+                f"prompt {request.prompt_id} needs {pages} pages of {sizes.page_size} tokens for its {prompt} prompt and "
+                f"{new} new tokens; a replica has {sizes.pages - 1}. Raise max_pages to at least {pages + 1}, or lower "
+                "max_new_tokens."
+            )
+        if len(request.params.stop_token_ids) > sizes.stop_ids:
+            raise CapacityError(
+                f"prompt {request.prompt_id} has {len(request.params.stop_token_ids)} stop token ids; the programs were "
+                f"built for {sizes.stop_ids}. Give fewer stop_token_ids."
+            )
