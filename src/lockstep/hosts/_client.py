@@ -1,0 +1,164 @@
+"""The coordination service behind one small interface. The only file of lockstep that touches ``jax._src``."""
+
+import collections
+import threading
+import time
+from typing import Protocol
+
+import jax
+from jax._src import xla_bridge
+from jax._src.distributed import global_state
+
+from lockstep.errors import HostError
+
+
+class Client(Protocol):
+    """A key-value store and barriers that every process of a job shares.
+
+    Keys look like paths. A directory ``a`` holds every key that starts with ``a/``.
+    """
+
+    index: int
+    count: int
+
+    def set(self, key: str, value: bytes) -> None:
+        """Store a value; a key that exists is overwritten."""
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """Wait for a key and return its value; TimeoutError when it does not appear."""
+
+    def get_dir(self, prefix: str) -> dict[str, bytes]:
+        """Every key in the directory ``prefix`` with its value, without waiting."""
+
+    def delete(self, key_or_prefix: str) -> None:
+        """Remove the key and the directory of this name; nothing happens where there is none."""
+
+    def barrier(self, name: str, timeout_s: float) -> None:
+        """Return once every process has called it with this name; TimeoutError on all of them when one does not."""
+
+
+class JaxClient:
+    """The service that ``jax.distributed.initialize`` started.
+
+    Raises:
+        HostError: the service is not running.
+    """
+
+    def __init__(self) -> None:
+        if global_state.client is None:
+            raise HostError("jax.distributed is not initialized; call lockstep.hosts.start() first.")
+        self._client = global_state.client
+        self.index: int = global_state.process_id
+        self.count: int = global_state.num_processes
+
+    def set(self, key: str, value: bytes) -> None:
+        with _translated(key):
+            self._client.key_value_set_bytes(key, value, allow_overwrite=True)
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        with _translated(key):
+            return self._client.blocking_key_value_get_bytes(key, _milliseconds(timeout_s))
+
+    def get_dir(self, prefix: str) -> dict[str, bytes]:
+        with _translated(prefix):
+            return dict(self._client.key_value_dir_get_bytes(prefix.rstrip("/") + "/"))
+
+    def delete(self, key_or_prefix: str) -> None:
+        with _translated(key_or_prefix):
+            self._client.key_value_delete(key_or_prefix.rstrip("/"))
+
+    def barrier(self, name: str, timeout_s: float) -> None:
+        with _translated(name):
+            self._client.wait_at_barrier(name, _milliseconds(timeout_s))
+
+
+class _translated:
+    """Turns the service's errors into TimeoutError and HostError."""
+
+    def __init__(self, key: str):
+        self._key = key
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if not isinstance(error, jax.errors.JaxRuntimeError):
+            return
+        if "DEADLINE_EXCEEDED" in str(error):
+            raise TimeoutError(str(error)) from error
+        raise HostError(
+            f"the coordination service failed at {self._key!r}; most likely another process of the job has died, look "
+            f"for the first error in the logs of all of them. The service says: {error}"
+        ) from error
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, round(seconds * 1000))
+
+
+class MemoryClient:
+    """The same interface between threads of one process: for one-process jobs, and to test host logic quickly."""
+
+    def __init__(self, index: int, count: int, store: "_Store"):
+        self.index = index
+        self.count = count
+        self._store = store
+
+    @classmethod
+    def hub(cls, count: int) -> list["MemoryClient"]:
+        """``count`` clients that share one store; each belongs to one thread."""
+        store = _Store(count)
+        return [cls(index, count, store) for index in range(count)]
+
+    def set(self, key: str, value: bytes) -> None:
+        with self._store.changed:
+            self._store.values[key] = value
+            self._store.changed.notify_all()
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        with self._store.changed:
+            if not self._store.changed.wait_for(lambda: key in self._store.values, timeout_s):
+                raise TimeoutError(f"no key {key!r} within {timeout_s:g} s")
+            return self._store.values[key]
+
+    def get_dir(self, prefix: str) -> dict[str, bytes]:
+        start = prefix.rstrip("/") + "/"
+        with self._store.changed:
+            return {key: value for key, value in self._store.values.items() if key.startswith(start)}
+
+    def delete(self, key_or_prefix: str) -> None:
+        name = key_or_prefix.rstrip("/")
+        with self._store.changed:
+            for key in [key for key in self._store.values if key == name or key.startswith(name + "/")]:
+                del self._store.values[key]
+
+    def barrier(self, name: str, timeout_s: float) -> None:
+        store, deadline = self._store, time.monotonic() + timeout_s
+        with store.changed:
+            store.arrived[name].add(self.index)
+            store.changed.notify_all()
+            while len(store.arrived[name]) < self.count and name not in store.broken:
+                if not store.changed.wait(deadline - time.monotonic()):
+                    store.broken.add(name)  # as in the service: one time-out ends the barrier for all
+                    store.changed.notify_all()
+            if name in store.broken:
+                raise TimeoutError(f"barrier {name!r}: {len(store.arrived[name])} of {self.count} arrived")
+
+
+class _Store:
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.values: dict[str, bytes] = {}
+        self.arrived: collections.defaultdict[str, set[int]] = collections.defaultdict(set)
+        self.broken: set[str] = set()
+        self.changed = threading.Condition()
+
+
+def service_is_running() -> bool:
+    """Whether ``jax.distributed`` was initialized in this process, by us or by the user."""
+    return global_state.client is not None
+
+
+def backend_is_running() -> bool:
+    """Whether JAX has already made its devices, after which ``jax.distributed`` can no longer be initialized."""
+    return xla_bridge.backends_are_initialized()

@@ -1,0 +1,134 @@
+"""What a process holds to talk to the other processes of its job."""
+
+import collections
+import contextlib
+from collections.abc import Iterator, Mapping
+
+from lockstep.errors import HostError
+from lockstep.hosts._client import Client
+from lockstep.hosts.agree import agree
+from lockstep.hosts.barrier import barrier
+from lockstep.hosts.broadcast import broadcast
+from lockstep.hosts.channel import Channel
+from lockstep.hosts.gather import gather
+from lockstep.hosts.settle import settle
+
+ROOT = "lockstep/job"
+
+
+class Hosts:
+    """The processes of a job, seen from one of them. Nothing here launches a device program.
+
+    Every process makes the same calls in the same order, from one thread. Each call but ``phase`` waits for other
+    processes, at most ``timeout_s`` seconds. Keys are deleted by the leader as soon as a later barrier proves that
+    every process has read them, so a scope that ends with a barrier leaves none.
+
+    Args:
+        client: the coordination service, or its in-memory twin.
+        timeout_s: seconds that any wait may last.
+    """
+
+    def __init__(self, client: Client, timeout_s: float = 300.0):
+        self._channel = Channel(client)
+        self._prefix = ROOT
+        self._uses: collections.Counter[str] = collections.Counter()
+        self._counts_names = True
+        self.timeout_s = timeout_s
+        self.index = client.index
+        self.count = client.count
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this is process 0, which alone writes logs, tables and files."""
+        return self.index == 0
+
+    @property
+    def client(self) -> Client:
+        """The coordination service underneath."""
+        return self._channel.client
+
+    @contextlib.contextmanager
+    def scope(self, name: str, timeout_s: float | None = None) -> Iterator["Hosts"]:
+        """Give the names used inside a prefix of their own: ``name#k/``, k counting the uses of ``name`` so far.
+
+        Inside, each name can be used once. An error that leaves the scope becomes this process's phase, so that
+        peers that wait for it in vain are told about it.
+
+        Args:
+            name: the same on every process; with a step number in it, a process that skipped one is found at once.
+            timeout_s: for the waits inside; None keeps the present one.
+
+        Raises:
+            HostError: a name was used twice inside.
+        """
+        inner = object.__new__(Hosts)
+        inner.__dict__.update(self.__dict__)
+        inner._prefix = self._key(name, count=True)
+        inner._uses = collections.Counter()
+        inner._counts_names = False
+        inner.timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        try:
+            yield inner
+        except BaseException as error:
+            with contextlib.suppress(HostError, TimeoutError):
+                self.phase(f"{self._channel.heart.phase} (left by {type(error).__name__}: {error})"[:500])
+            raise
+
+    def phase(self, name: str) -> None:
+        """Say what this process does from now on; others read it when they wait for it in vain."""
+        self._channel.heart.enter(name)
+
+    def barrier(self, name: str) -> None:
+        """Return once every process has called it with this name.
+
+        Raises:
+            HostTimeoutError: not all came in time; names the missing ones and their last phase.
+        """
+        barrier(self._channel, self._key(name), self.timeout_s)
+
+    def broadcast(self, name: str, value: bytes | None) -> bytes:
+        """Return on every process the leader's bytes, of any length; the others pass None. The leader does not wait.
+
+        Raises:
+            HostError: the leader passed None, or another process a value.
+            HostTimeoutError: the leader posted nothing in time.
+        """
+        return broadcast(self._channel, self._key(name), value, self.timeout_s)
+
+    def gather(self, name: str, value: bytes) -> list[bytes] | None:
+        """Return on the leader every process's bytes by process number, of any length; None elsewhere.
+
+        Raises:
+            HostTimeoutError: not all came in time; names the missing ones and their last phase.
+        """
+        return gather(self._channel, self._key(name), value, self.timeout_s)
+
+    def agree(self, name: str, values: Mapping[str, str]) -> None:
+        """Return when every process passed the same values: for each thing to agree on, its name and its digest.
+
+        Raises:
+            DisagreementError: on every process, with the same text: what differs, and who holds what.
+            HostTimeoutError: not all came in time; names the missing ones and their last phase.
+        """
+        agree(self._channel, self._key(name), values, self.timeout_s)
+
+    def settle(self, name: str, error: BaseException | None) -> None:
+        """Return when no process has an error; otherwise all fail alike.
+
+        Raises:
+            PeerError: at least one process passed an error. The text is the same everywhere; an own error is its cause.
+            HostTimeoutError: not all came in time; names the missing ones and their last phase.
+        """
+        settle(self._channel, self._key(name), error, self.timeout_s)
+
+    def _key(self, name: str, count: bool = False) -> str:
+        self._uses[name] += 1
+        uses = self._uses[name]
+        if count or self._counts_names:
+            return f"{self._prefix}/{name}#{uses}"
+        if uses > 1:
+            raise HostError(
+                f"{name!r} is used twice inside the scope {self._prefix!r}; each name can be used once there. Choose "
+                "another name, or open a scope for each repetition."
+            )
+        return f"{self._prefix}/{name}"

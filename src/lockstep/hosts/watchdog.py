@@ -1,0 +1,90 @@
+"""A device call that waits for a missing process cannot be interrupted: report who did what, then end the process."""
+
+import contextlib
+import faulthandler
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import TextIO
+
+from lockstep.errors import HostError
+from lockstep.hosts.heartbeat import heartbeats
+from lockstep.hosts.peers import end_process, tell_peers
+from lockstep.hosts.session import Hosts
+
+WATCHDOG_EXIT_CODE = 86
+"""Exit code of a process that its watchdog has ended."""
+REPORT_S = 5.0
+"""Seconds that the report may wait for the coordination service."""
+
+
+class Watchdog:
+    """Ends the process, with every stack and every process's last phase, when a block outlives its time.
+
+    One thread serves every ``watch``, so a watch costs microseconds and can surround each device call.
+
+    Args:
+        hosts: the processes of the job.
+        timeout_s: seconds that a watched block may last.
+    """
+
+    def __init__(self, hosts: Hosts, timeout_s: float):
+        self._hosts = hosts
+        self._timeout_s = timeout_s
+        self._watched: tuple[str, float] | None = None  # what, and until when (time.monotonic)
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def watch(self, what: str) -> Iterator[None]:
+        """Watch the block. Of nested watches the inner one counts while it lasts.
+
+        Args:
+            what: named in the report.
+        """
+        outer = self._watched
+        self._watched = (what, time.monotonic() + self._timeout_s)
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="lockstep-watchdog", daemon=True)
+                self._thread.start()
+        try:
+            yield
+        finally:
+            self._watched = outer
+
+    def _run(self) -> None:
+        # Every deadline is timeout_s after its watch began, so a look every timeout_s sees it before it has passed:
+        # nobody has to wake this thread.
+        while True:
+            watched = self._watched
+            now = time.monotonic()
+            if watched is not None and now >= watched[1]:
+                self._report(watched[0])
+                end_process(WATCHDOG_EXIT_CODE)
+            time.sleep(self._timeout_s if watched is None else watched[1] - now)
+            with self._lock:
+                if watched is None and self._watched is None:
+                    self._thread = None  # idle: the next watch starts a new one
+                    return
+
+    def _report(self, what: str) -> None:
+        hosts = self._hosts
+        text = f"{what!r} on process {hosts.index} of {hosts.count} did not end within {self._timeout_s:g} s"
+        stream = sys.__stderr__ or sys.stderr
+        print(f"\nlockstep watchdog: {text}. Every process, as it was last heard of:", file=stream)
+        helper = threading.Thread(target=self._print_phases, args=(stream, text), daemon=True)
+        helper.start()
+        helper.join(REPORT_S)
+        print("lockstep watchdog: the stacks of this process:", file=stream, flush=True)
+        with contextlib.suppress(Exception):
+            faulthandler.dump_traceback(file=stream, all_threads=True)
+        print(f"lockstep watchdog: ending with code {WATCHDOG_EXIT_CODE}", file=stream, flush=True)
+
+    def _print_phases(self, stream: TextIO, text: str) -> None:
+        beats = heartbeats(self._hosts.client)
+        for process in range(self._hosts.count):
+            print(f"  process {process}: {beats.get(process, 'never heard of')}", file=stream, flush=True)
+        with contextlib.suppress(HostError, TimeoutError):
+            tell_peers(self._hosts.client, text)

@@ -1,0 +1,163 @@
+"""Run a function of a test module in several real processes, through infra/launch.py.
+
+In a test module of tests/multiprocess::
+
+    from harness import run_processes
+
+    def body_sum(hosts, scale):                 # runs in every process; module level, positional JSON arguments
+        import jax
+        ...
+        return {"loss": 1.5}                    # JSON; None is fine
+
+    def test_sum():
+        results = run_processes(body_sum, processes=2, devices=2, args=(3,))
+        assert results[0] == results[1]         # what each process returned, by process number
+
+The body gets the job's ``lockstep.hosts.Hosts`` (already started, inside a barrier before and after) and then ``args``.
+JAX sees ``devices`` CPU devices per process. Programs are cached on disk between processes and runs (``CACHE``).
+When a process raises, dies or outlives ``timeout_s``, all are ended and the error holds every process's log.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+LAUNCHER = REPOSITORY / "infra" / "launch.py"
+CACHE = REPOSITORY / "build" / "jax-cache"
+HOST_TIMEOUT_S = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """How a command ended on all processes.
+
+    Args:
+        code: exit code of the launcher.
+        output: everything the launcher printed.
+        logs: everything each process printed, by process number.
+    """
+
+    code: int
+    output: str
+    logs: list[str]
+
+
+def run_processes(
+    body: Callable[..., Any] | str,
+    *,
+    processes: int = 2,
+    devices: int = 2,
+    timeout_s: float = 120.0,
+    args: Sequence[Any] = (),
+    env: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Run ``body(hosts, *args)`` in every process and return what each one returned, by process number.
+
+    Args:
+        body: a module-level function, or "path/to/file.py:name".
+        processes: how many.
+        devices: CPU devices of each.
+        timeout_s: seconds after which all are killed.
+        args: JSON values.
+        env: set in every process.
+
+    Raises:
+        AssertionError: a process failed or ran out of time; the text has every process's log.
+    """
+    if isinstance(body, str):
+        file, _, name = body.rpartition(":")
+    else:
+        file, name = body.__code__.co_filename, body.__name__
+    with tempfile.TemporaryDirectory(prefix="lockstep-test-") as directory:
+        command = ["python", __file__, str(Path(file).resolve()), name, directory, json.dumps(list(args))]
+        run = run_command(command, processes=processes, devices=devices, timeout_s=timeout_s, env=env)
+        if run.code != 0:
+            logs = "\n".join(f"---- process {i}\n{log}" for i, log in enumerate(run.logs))
+            raise AssertionError(f"{name} ended with {run.code}\n{logs}\n---- launcher\n{run.output}")
+        return [json.loads((Path(directory) / f"result-{i}.json").read_text()) for i in range(processes)]
+
+
+def run_command(
+    command: Sequence[str],
+    *,
+    processes: int = 2,
+    devices: int = 2,
+    timeout_s: float = 120.0,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> Run:
+    """Run any command (``["lockstep", "train-lm", ...]``) through the launcher and return how it ended.
+
+    Raises:
+        AssertionError: it outlived ``timeout_s``; the text has every process's log.
+    """
+    with tempfile.TemporaryDirectory(prefix="lockstep-logs-") as directory:
+        launcher = [sys.executable, str(LAUNCHER), "--backend", "local", "--processes", str(processes)]
+        launcher += ["--devices_per_process", str(devices), "--prefix", "always", "--log_dir", directory]
+        process = subprocess.Popen(
+            [*launcher, "--grace_s", "3", "--", *command],
+            env={**os.environ, **cache_environment(), **(env or {})},
+            cwd=cwd,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        try:
+            output, _ = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGTERM)
+            try:
+                output, _ = process.communicate(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()  # the kernel then kills the workers: launch.die_with_parent
+                output, _ = process.communicate()
+            raise AssertionError(f"{' '.join(command)} did not end within {timeout_s:g} s\n{output}") from None
+        finally:
+            process.kill()
+        files = [Path(directory) / f"process-{i}.log" for i in range(processes)]
+        logs = [file.read_text(errors="replace") if file.exists() else "" for file in files]
+        return Run(process.returncode, output, logs)
+
+
+def cache_environment() -> dict[str, str]:
+    """Variables with which processes share compiled programs on disk."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(CACHE),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+
+def _worker(file: str, name: str, directory: str, arguments: str) -> None:
+    """One process: join the job, run the body between two barriers, leave its result as a file."""
+    from lockstep import hosts as lockstep_hosts
+
+    def main() -> None:
+        sys.path.insert(0, str(Path(file).parent))
+        spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[Path(file).stem] = module
+        spec.loader.exec_module(module)
+        config = lockstep_hosts.DistributedConfig(timeout_s=HOST_TIMEOUT_S, initialization_timeout_s=60)
+        hosts = lockstep_hosts.start(config)
+        hosts.barrier("test-start")
+        result = getattr(module, name)(hosts, *json.loads(arguments))
+        hosts.barrier("test-end")
+        (Path(directory) / f"result-{hosts.index}.json").write_text(json.dumps(result))
+
+    lockstep_hosts.run_main(main)
+
+
+if __name__ == "__main__":
+    _worker(*sys.argv[1:])
