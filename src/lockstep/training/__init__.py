@@ -1,0 +1,29 @@
+"""Training: configuration, data, objectives, and the loop."""
+
+from lockstep.training.config import TrainerConfig
+from lockstep.training.data import LmDataConfig, PreferenceDataConfig
+from lockstep.training.hooks import Hook, StepInfo
+from lockstep.training.objectives import LossFn, LossParts, SimpoConfig, lm_loss
+from lockstep.training.optimizer import OptimizerConfig
+from lockstep.training.precision import Precision, parse_precision
+from lockstep.training.rows import Batches, Rows
+from lockstep.training.trainer import Trainer, TrainResult
+
+__all__ = [
+    "Batches",
+    "Hook",
+    "LmDataConfig",
+    "LossFn",
+    "LossParts",
+    "OptimizerConfig",
+    "Precision",
+    "PreferenceDataConfig",
+    "Rows",
+    "SimpoConfig",
+    "StepInfo",
+    "TrainResult",
+    "Trainer",
+    "TrainerConfig",
+    "lm_loss",
+    "parse_precision",
+]

@@ -1,0 +1,95 @@
+"""How a run is set up, in Levanter's words."""
+
+import dataclasses
+
+from jax.sharding import Mesh
+
+from lockstep.errors import ConfigError
+from lockstep.hosts import DistributedConfig
+from lockstep.placement import data_shards
+from lockstep.report.trackers import JsonlTrackerConfig, TrackerConfig
+from lockstep.training.precision import Precision, parse_precision
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """Settings of `Trainer`.
+
+    Raises:
+        ConfigError: a value out of its range.
+    """
+
+    seed: int = 0
+    """Of the initial parameters and the order of the data."""
+    num_train_steps: int = 1000
+    """Optimizer steps of the whole run."""
+    train_batch_size: int = 32
+    """Rows of one optimizer step, over all devices."""
+    per_device_parallelism: int = -1
+    """Rows a device works on at a time; a step then takes several microbatches. -1: all its rows at once."""
+    mp: str = "p=f32"
+    """Float types, as in jmp: parameters, compute, output, e.g. ``p=f32,c=bf16``."""
+    mesh_shape: str = "auto"
+    """``auto`` (FSDP over all devices), ``host_local`` (data parallel over hosts), or sizes ``dp,fsdp,tp``."""
+    tracker: TrackerConfig | tuple[TrackerConfig, ...] = dataclasses.field(default_factory=JsonlTrackerConfig)
+    """Where metrics go: one tracker or a list of them (``type: wandb | jsonl | noop``)."""
+    distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
+    """How the hosts find each other."""
+    run_id: str | None = None
+    """Name of the run and of its directory; null: the leader makes one up from the time."""
+    log_dir: str = "runs"
+    """Parent of the run directory."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"trainer.seed is {self.seed}; it must be at least 0 and less than 2**32. Change it.")
+        for name in ("num_train_steps", "train_batch_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"trainer.{name} is {getattr(self, name)}; it must be at least 1. Raise it.")
+        if self.per_device_parallelism < 1 and self.per_device_parallelism != -1:
+            raise ConfigError(
+                f"trainer.per_device_parallelism is {self.per_device_parallelism}; it must be at least 1, or -1 for "
+                "all rows of a device at once."
+            )
+        if self.run_id is not None and (not self.run_id or set(self.run_id) & set("/\\") or self.run_id[0] == "."):
+            raise ConfigError(
+                f"trainer.run_id is {self.run_id!r}; it names a directory, so it must not be empty, hold a slash or "
+                "start with a dot. Choose another, or null."
+            )
+        parse_precision(self.mp)
+
+    @property
+    def precision(self) -> Precision:
+        """The float types that ``mp`` names."""
+        return parse_precision(self.mp)
+
+    def microbatches(self, mesh: Mesh) -> int:
+        """Number of microbatches of one step on a mesh.
+
+        Args:
+            mesh: of the run.
+
+        Returns:
+            1 where ``per_device_parallelism`` is -1.
+
+        Raises:
+            ConfigError: the batch cannot be divided over the devices or over the microbatches.
+        """
+        shards = data_shards(mesh)
+        if self.train_batch_size % shards:
+            below, above = self.train_batch_size // shards * shards, -(-self.train_batch_size // shards) * shards
+            raise ConfigError(
+                f"trainer.train_batch_size is {self.train_batch_size}, but the mesh {dict(mesh.shape)} splits a batch "
+                f"into {shards} equal parts. Use a multiple of {shards}, e.g. {below or above} or {above}, or another "
+                "mesh_shape."
+            )
+        rows = self.train_batch_size // shards
+        if self.per_device_parallelism == -1:
+            return 1
+        if rows % self.per_device_parallelism:
+            divisors = [n for n in range(1, rows + 1) if rows % n == 0]
+            raise ConfigError(
+                f"trainer.per_device_parallelism is {self.per_device_parallelism}, which does not divide the {rows} "
+                f"rows that each device has of a batch of {self.train_batch_size}. Use one of {divisors}, or -1."
+            )
+        return rows // self.per_device_parallelism

@@ -1,0 +1,80 @@
+"""SimPO: preference optimisation without a reference model."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from lockstep.errors import ConfigError
+from lockstep.training.objectives.lm import token_logprobs
+from lockstep.training.objectives.parts import LossParts
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SimpoConfig:
+    """Settings of the SimPO loss.
+
+    Raises:
+        ConfigError: a value out of its range.
+    """
+
+    beta: float = 2.0
+    """Scale of the reward: ``beta`` times the mean log-probability of a response's tokens."""
+    gamma_beta_ratio: float = 0.5
+    """Target margin ``gamma`` between the rewards, as a fraction of ``beta``."""
+
+    def __post_init__(self) -> None:
+        if not self.beta > 0:
+            raise ConfigError(f"simpo.beta is {self.beta}; it must be above 0. The paper uses 2.0 to 10.")
+        if not self.gamma_beta_ratio >= 0:
+            raise ConfigError(
+                f"simpo.gamma_beta_ratio is {self.gamma_beta_ratio}; it must be at least 0. The paper uses 0.1 to 0.8."
+            )
+
+    def __call__(self, model: Any, batch: Mapping[str, Array]) -> LossParts:
+        """SimPO loss of pairs of responses (Meng, Xia & Chen 2024, arXiv 2405.14734, equation 6).
+
+        Args:
+            model: see `lockstep.training.objectives.lm.token_logprobs`.
+            batch: ``tokens`` ``[row, 2, position]`` and ``loss_mask`` of the same shape, true for response tokens;
+                index 0 of axis 1 is the chosen response, 1 the rejected one.
+
+        Returns:
+            Sums with the number of pairs as the weight.
+        """
+        rows, _, positions = batch["tokens"].shape
+        # The pair is the inner axis, so that this reshape moves nothing between devices.
+        logprobs = token_logprobs(model, batch["tokens"].reshape(rows * 2, positions)).reshape(rows, 2, positions - 1)
+        return simpo_parts(self, logprobs, batch["loss_mask"][:, :, 1:].astype(bool))
+
+
+def simpo_parts(
+    config: SimpoConfig, logprobs: Float[Array, "row 2 target"], mask: Bool[Array, "row 2 target"]
+) -> LossParts:
+    r"""Sum :math:`-\log\sigma(\beta\,(\bar p_w - \bar p_l) - \gamma)` over pairs, with mean log-probabilities.
+
+    Args:
+        config: ``beta`` and ``gamma / beta``.
+        logprobs: of each token, chosen then rejected.
+        mask: true for the tokens of the responses.
+
+    Returns:
+        Sums over the pairs; metrics ``reward_chosen``, ``reward_rejected``, ``reward_margin`` and ``accuracy`` (share
+        of pairs whose chosen response has the higher reward).
+    """
+    means = jnp.sum(jnp.where(mask, logprobs, 0.0), axis=-1) / jnp.sum(mask, axis=-1)
+    chosen, rejected = config.beta * means[:, 0], config.beta * means[:, 1]
+    margin = chosen - rejected
+    return LossParts(
+        total=-jnp.sum(jax.nn.log_sigmoid(margin - config.gamma_beta_ratio * config.beta)),
+        weight=jnp.asarray(margin.shape[0], jnp.float32),
+        metrics={
+            "reward_chosen": jnp.sum(chosen),
+            "reward_rejected": jnp.sum(rejected),
+            "reward_margin": jnp.sum(margin),
+            "accuracy": jnp.sum(margin > 0, dtype=jnp.float32),
+        },
+    )

@@ -1,0 +1,129 @@
+"""Showing how a run goes: a bar at a terminal, lines in a log."""
+
+import logging
+import time
+from collections import deque
+from typing import Protocol
+
+import rich
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+log = logging.getLogger(__name__)
+
+
+class ProgressView(Protocol):
+    """Shown by the leader alone."""
+
+    def update(self, completed: int, loss: float) -> None:
+        """Show the state after ``completed`` steps."""
+        ...
+
+    def close(self) -> None:
+        """Show the last state and stop."""
+        ...
+
+
+class NoProgress:
+    """What the other hosts show."""
+
+    def update(self, completed: int, loss: float) -> None:
+        """Show nothing."""
+
+    def close(self) -> None:
+        """Nothing to stop."""
+
+
+class BarProgress:
+    """A bar that stays at the bottom of a terminal.
+
+    Args:
+        total: steps of the run.
+    """
+
+    def __init__(self, total: int) -> None:
+        self._rate = Rate()
+        self._bar = Progress(
+            TextColumn("train"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]:.4f}  {task.fields[rate]:.2f} steps/s"),
+            TimeRemainingColumn(),
+            console=rich.get_console(),
+        )
+        self._task = self._bar.add_task("train", total=total, loss=float("nan"), rate=0.0)
+        self._bar.start()
+
+    def update(self, completed: int, loss: float) -> None:
+        """Move the bar."""
+        self._bar.update(self._task, completed=completed, loss=loss, rate=self._rate.add(completed))
+
+    def close(self) -> None:
+        """Leave the bar as it is and give the terminal back."""
+        self._bar.stop()
+
+
+class LineProgress:
+    """A line every few seconds.
+
+    Args:
+        total: steps of the run.
+        every_s: seconds between lines.
+    """
+
+    def __init__(self, total: int, every_s: float = 10.0) -> None:
+        self._total, self._every_s, self._rate = total, every_s, Rate()
+        self._shown_at = float("-inf")
+        self._shown = -1
+        self._last = (0, float("nan"), 0.0)
+
+    def update(self, completed: int, loss: float) -> None:
+        """Print a line if the last one is long enough ago."""
+        self._last = (completed, loss, self._rate.add(completed))
+        if time.monotonic() - self._shown_at >= self._every_s:
+            self._show()
+
+    def close(self) -> None:
+        """Print the last state unless it was printed already."""
+        if self._shown != self._last[0]:
+            self._show()
+
+    def _show(self) -> None:
+        completed, loss, rate = self._last
+        eta = f"{_clock((self._total - completed) / rate)} left" if rate else "time left unknown"
+        rich.get_console().print(
+            f"step {completed}/{self._total}  loss {loss:.4f}  {rate:.2f} steps/s  {eta}", highlight=False
+        )
+        self._shown_at, self._shown = time.monotonic(), completed
+
+
+class Rate:
+    """Steps per second over the last steps."""
+
+    def __init__(self, window: int = 50) -> None:
+        self._times: deque[tuple[float, int]] = deque(maxlen=window)
+
+    def add(self, completed: int) -> float:
+        """Note that ``completed`` steps are done now, and give the rate; 0 while it is unknown."""
+        self._times.append((time.monotonic(), completed))
+        (start, first), (now, last) = self._times[0], self._times[-1]
+        return (last - first) / (now - start) if last > first and now > start else 0.0
+
+
+def make_progress(total: int, is_leader: bool) -> ProgressView:
+    """Choose how to show progress.
+
+    Args:
+        total: steps of the run.
+        is_leader: only the leader shows anything.
+
+    Returns:
+        A bar where the console is a terminal, else lines.
+    """
+    if not is_leader:
+        return NoProgress()
+    return BarProgress(total) if rich.get_console().is_terminal else LineProgress(total)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"

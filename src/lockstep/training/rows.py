@@ -1,0 +1,98 @@
+"""Tokenised training rows, and the order in which a run draws them."""
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+from jaxtyping import Int
+
+from lockstep.errors import ConfigError
+
+
+class Batches(Protocol):
+    """Where a trainer gets its batches: a pure function of the step, so that every host draws the same order."""
+
+    def batch(self, step: int, batch_size: int, rows: slice) -> Mapping[str, np.ndarray]:
+        """Give some rows of the batch of a step.
+
+        Args:
+            step: 0-based optimizer step.
+            batch_size: rows of the whole batch.
+            rows: which of them this host holds.
+
+        Returns:
+            Arrays by name, the row as axis 0.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rows:
+    """A data set in host memory: arrays of equal length, drawn epoch by epoch.
+
+    Args:
+        columns: arrays by name, the row as axis 0.
+        seed: of the order.
+        shuffle: each epoch in another order; otherwise always the order of the files.
+
+    Raises:
+        ConfigError: there are no rows.
+    """
+
+    columns: Mapping[str, np.ndarray]
+    seed: int
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        assert len({len(column) for column in self.columns.values()}) == 1, "columns of different length"
+        if len(self) == 0:
+            raise ConfigError("the training data holds 0 rows; at least 1 is needed. Check data.train_urls.")
+
+    def __len__(self) -> int:
+        """Number of rows of one epoch."""
+        return len(next(iter(self.columns.values())))
+
+    def indices(self, step: int, batch_size: int) -> Int[np.ndarray, " batch"]:
+        """Which rows make up the batch of a step.
+
+        Args:
+            step: 0-based optimizer step.
+            batch_size: rows of the whole batch.
+
+        Returns:
+            Row numbers. They depend on the seed, the step and the batch size alone. Every row comes once per epoch; a
+            batch may reach over the end of an epoch.
+        """
+        places = np.arange(step * batch_size, (step + 1) * batch_size)
+        epochs, offsets = np.divmod(places, len(self))
+        return np.concatenate([self._order(int(epoch))[offsets[epochs == epoch]] for epoch in np.unique(epochs)])
+
+    def batch(self, step: int, batch_size: int, rows: slice) -> dict[str, np.ndarray]:
+        """Give some rows of the batch of a step, see `Batches.batch`."""
+        chosen = self.indices(step, batch_size)[rows]
+        return {name: column[chosen] for name, column in self.columns.items()}
+
+    def digest(self) -> str:
+        """Digest of all rows and of their order, for hosts to agree on.
+
+        Returns:
+            sha256, in hexadecimal digits.
+        """
+        found = hashlib.sha256(f"{self.seed} {self.shuffle}".encode())
+        for name, column in sorted(self.columns.items()):
+            found.update(f"{name} {column.dtype} {column.shape}".encode())
+            found.update(np.ascontiguousarray(column).data)
+        return found.hexdigest()
+
+    def _order(self, epoch: int) -> Int[np.ndarray, " row"]:
+        if not self.shuffle:
+            return np.arange(len(self))
+        return _permutation(self.seed, epoch, len(self))
+
+
+@functools.lru_cache(maxsize=4)
+def _permutation(seed: int, epoch: int, n_rows: int) -> Int[np.ndarray, " row"]:
+    return np.random.default_rng((seed, epoch)).permutation(n_rows)

@@ -1,0 +1,229 @@
+"""The train step: one program that every host launches alike."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int, PyTree
+
+from lockstep.errors import ConfigError
+from lockstep.placement import COMPUTE_AXES, PARAMETER_AXES
+from lockstep.training.objectives.parts import LossFn, LossParts
+from lockstep.training.precision import Precision, cast_floats
+
+BATCH_SPEC = P(("dp", "fsdp"))
+"""Rows of a batch on the mesh."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """All that a step changes. Donated to the next step: take what you need from the newest state only."""
+
+    step: Int[Array, ""]
+    """Completed steps."""
+    model: PyTree
+    """Parameters in the parameter type and sharding."""
+    opt_state: PyTree
+    """State of the optimizer, sharded as the parameters it belongs to."""
+
+
+def parameter_shardings(tree: PyTree, mesh: Mesh) -> PyTree:
+    """Sharding of every array of a model or of an optimizer state.
+
+    Args:
+        tree: haliax arrays or their shapes; an array without axis names is replicated.
+        mesh: to lie on.
+
+    Returns:
+        The tree with a sharding in place of each array.
+
+    Raises:
+        ConfigError: the mesh does not divide an axis.
+    """
+
+    def sharding(path: tuple[Any, ...], leaf: Any) -> Any:
+        if not _named(leaf):
+            return NamedSharding(mesh, P())
+        for axis in leaf.axes:
+            mesh_axis = PARAMETER_AXES.get(axis.name)
+            if mesh_axis is not None and axis.size % mesh.shape[mesh_axis]:
+                raise ConfigError(
+                    f"parameter {jax.tree_util.keystr(path)}: its axis {axis.name!r} has size {axis.size}, which the "
+                    f"mesh axis {mesh_axis!r} of size {mesh.shape[mesh_axis]} does not divide. Choose a mesh_shape whose "
+                    f"{mesh_axis} divides {axis.size} (mesh now: {dict(mesh.shape)}), or change the model."
+                )
+        spec = P(*(PARAMETER_AXES.get(axis.name) for axis in leaf.axes))
+        return jax.tree.map(lambda _: NamedSharding(mesh, spec), leaf)
+
+    return jax.tree_util.tree_map_with_path(sharding, tree, is_leaf=_named)
+
+
+def init_model(init: Callable[[jax.Array], PyTree], seed: int, mesh: Mesh, precision: Precision) -> PyTree:
+    """Make a model whose parameters come into being on the devices that hold them.
+
+    Args:
+        init: makes a model from a key; traced, never run on one host's memory.
+        seed: of the key.
+        mesh: of the run.
+        precision: gives the parameter type.
+
+    Returns:
+        The model, sharded by `PARAMETER_AXES`; the same numbers on any mesh.
+    """
+
+    def make() -> PyTree:
+        return precision.cast_to_param(init(jax.random.key(seed)))
+
+    with jax.set_mesh(mesh):
+        return jax.jit(make, out_shardings=parameter_shardings(jax.eval_shape(make), mesh))()
+
+
+def init_state(
+    model: PyTree, optimizer: optax.GradientTransformation, mesh: Mesh, precision: Precision
+) -> tuple[TrainState, PyTree]:
+    """Make the first state. The model is donated: use the state's instead.
+
+    Args:
+        model: on the mesh, in any sharding and float type.
+        optimizer: of the run.
+        mesh: of the run.
+        precision: gives the parameter type.
+
+    Returns:
+        The state, and its shardings.
+    """
+
+    def make(model: PyTree) -> TrainState:
+        model = precision.cast_to_param(model)
+        return TrainState(step=jnp.zeros((), jnp.int32), model=model, opt_state=optimizer.init(model))
+
+    with jax.set_mesh(mesh):
+        shardings = parameter_shardings(jax.eval_shape(make, model), mesh)
+        return jax.jit(make, out_shardings=shardings, donate_argnums=0)(model), shardings
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """Figures of one step, read by every host alike."""
+
+    loss: float
+    """Mean loss over the batch, before the update."""
+    stop: bool
+    """Some host was asked to stop."""
+    values: Mapping[str, float]
+    """Further figures by name."""
+
+
+class TrainStep:
+    """The compiled train step, traced once.
+
+    Args:
+        loss_fn: the objective.
+        optimizer: of the run.
+        schedule: learning rate by completed steps, reported as a metric; None: not reported.
+        mesh: of the run.
+        shardings: of the state, from `init_state`.
+        precision: float types.
+        microbatches: parts that the batch is worked on in, one after the other.
+    """
+
+    def __init__(
+        self,
+        *,
+        loss_fn: LossFn,
+        optimizer: optax.GradientTransformation,
+        schedule: optax.Schedule | None,
+        mesh: Mesh,
+        shardings: PyTree,
+        precision: Precision,
+        microbatches: int,
+    ) -> None:
+        self.traces = 0
+        self._loss_fn, self._optimizer, self._schedule = loss_fn, optimizer, schedule
+        self._mesh, self._precision, self._microbatches = mesh, precision, microbatches
+        self._names: tuple[str, ...] = ()
+        replicated = NamedSharding(mesh, P())
+        self._jitted = jax.jit(self._step, donate_argnums=0, out_shardings=(shardings, replicated))
+
+    def __call__(self, state: TrainState, batch: Mapping[str, Array], stop: Int[Array, " host"]) -> Any:
+        """Launch one step.
+
+        Args:
+            state: donated; its arrays are deleted.
+            batch: global arrays, the row as axis 0.
+            stop: above 0 on the devices of a host that was asked to stop.
+
+        Returns:
+            The next state, and the figures as an array for `read`.
+        """
+        # The mesh context is entered for the launch alone: outside it, under a set mesh, an eager jnp call of one host
+        # would be a program on all devices.
+        with jax.set_mesh(self._mesh):
+            return self._jitted(state, dict(batch), stop)
+
+    def read(self, figures: Array) -> StepMetrics:
+        """Wait for a step and fetch its figures; no launch, the same on every host.
+
+        Args:
+            figures: second result of a call.
+        """
+        loss, stop, *others = (float(x) for x in jax.device_get(figures.addressable_data(0)))
+        return StepMetrics(loss=loss, stop=stop > 0, values=dict(zip(self._names, others, strict=True)))
+
+    def _step(self, state: TrainState, batch: dict[str, Array], stop: Array) -> tuple[TrainState, Float[Array, " n"]]:
+        self.traces += 1
+        parts, gradients = self._sums(state.model, batch)
+        gradients = jax.tree.map(lambda g: (g / parts.weight).astype(g.dtype), gradients)
+        updates, opt_state = self._optimizer.update(gradients, state.opt_state, state.model)
+        model = optax.apply_updates(state.model, updates)
+        values = {name: total / parts.weight for name, total in parts.metrics.items()}
+        values["grad_norm"] = optax.global_norm(gradients)
+        if self._schedule is not None:
+            values["learning_rate"] = jnp.asarray(self._schedule(state.step))
+        self._names = tuple(values)
+        figures = [parts.total / parts.weight, jnp.max(stop), *values.values()]
+        new_state = TrainState(step=state.step + 1, model=model, opt_state=opt_state)
+        return new_state, jnp.stack([jnp.asarray(x, jnp.float32) for x in figures])
+
+    def _sums(self, model: PyTree, batch: dict[str, Array]) -> tuple[LossParts, PyTree]:
+        """Sums over the whole batch and the gradient of their total, microbatch by microbatch."""
+        differentiate = eqx.filter_value_and_grad(self._total, has_aux=True)
+        if self._microbatches == 1:
+            (_, parts), gradients = differentiate(model, batch)
+            return parts, gradients
+
+        def add(sums: PyTree, microbatch: dict[str, Array]) -> tuple[PyTree, None]:
+            (_, parts), gradients = differentiate(model, microbatch)
+            return jax.tree.map(jnp.add, sums, (parts, gradients)), None
+
+        split = {name: self._split(rows) for name, rows in batch.items()}
+        (_, parts), gradients = jax.eval_shape(differentiate, model, {k: v[0] for k, v in split.items()})
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (parts, gradients))
+        zeros = (zeros[0], hax.shard(zeros[1], PARAMETER_AXES, self._mesh))
+        (parts, gradients), _ = jax.lax.scan(add, zeros, split)
+        return parts, gradients
+
+    def _total(self, model: PyTree, batch: dict[str, Array]) -> tuple[Array, LossParts]:
+        with hax.axis_mapping(COMPUTE_AXES):
+            parts = self._loss_fn(self._precision.cast_to_compute(model), batch)
+        parts = cast_floats(parts, jnp.dtype(jnp.float32))
+        return parts.total, parts
+
+    def _split(self, rows: Array) -> Array:
+        """``[row, ...]`` to ``[microbatch, row, ...]`` without moving a row to another device."""
+        n_shards = self._mesh.shape["dp"] * self._mesh.shape["fsdp"]
+        parts = rows.reshape(n_shards, self._microbatches, -1, *rows.shape[1:]).swapaxes(0, 1)
+        flat = parts.reshape(self._microbatches, -1, *rows.shape[1:])
+        return jax.lax.with_sharding_constraint(flat, NamedSharding(self._mesh, P(None, *BATCH_SPEC)))
+
+
+def _named(leaf: Any) -> bool:
+    return isinstance(leaf, hax.NamedArray)
