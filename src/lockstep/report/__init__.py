@@ -1,7 +1,9 @@
-"""What a round leaves behind: rows, files, trackers."""
+"""What a round leaves behind: rows, files, metrics, tables, trackers."""
 
 from lockstep.report.jsonl import append_jsonl, read_jsonl
+from lockstep.report.metrics import Metric, exact_match, load_metric, load_metrics, measure, metric_means
 from lockstep.report.rows import COLUMNS, Row, metric_names
+from lockstep.report.table import print_table, terminal_table
 from lockstep.report.trackers import (
     CompositeTracker,
     JsonlTracker,
@@ -21,6 +23,7 @@ __all__ = [
     "CompositeTracker",
     "JsonlTracker",
     "JsonlTrackerConfig",
+    "Metric",
     "NoopTracker",
     "NoopTrackerConfig",
     "Row",
@@ -31,6 +34,13 @@ __all__ = [
     "WandbTrackerConfig",
     "append_jsonl",
     "build_tracker",
+    "exact_match",
+    "load_metric",
+    "load_metrics",
+    "measure",
+    "metric_means",
     "metric_names",
+    "print_table",
     "read_jsonl",
+    "terminal_table",
 ]

@@ -103,8 +103,8 @@ class WandbTracker:
         if len(kept) > MAX_TABLE_ROWS:
             log.warning("table %s: more than %d rows, the oldest are left out of it", name, MAX_TABLE_ROWS)
             del kept[: len(kept) - MAX_TABLE_ROWS]
-        columns = [*COLUMNS, *metric_names(kept)]
-        data = [[values.get(column) for column in columns] for values in (row.to_dict() for row in kept)]
+        columns: list[str | int] = [*COLUMNS, *metric_names(kept)]
+        data = [[values.get(str(column)) for column in columns] for values in (row.to_dict() for row in kept)]
         self._run.log({name: wandb.Table(columns=columns, data=data)}, step=self._advance(step))
 
     def finish(self) -> None:
@@ -199,21 +199,11 @@ class NoopTrackerConfig(TrackerConfig):
 @TrackerConfig.register_subclass("jsonl")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JsonlTrackerConfig(TrackerConfig):
-    """JSON lines below the run's directory.
-
-    Args:
-        file: name of the file.
-    """
-
-    file: str = "metrics.jsonl"
-
-    def __post_init__(self) -> None:
-        if not self.file or Path(self.file).name != self.file:
-            raise ConfigError(f"tracker.file is {self.file!r}; it must be a file name without a directory.")
+    """JSON lines in ``metrics.jsonl`` below the run's directory."""
 
     def build(self, run_dir: str | Path, run_name: str, config: Mapping[str, Any] | None = None) -> Tracker:
         """Start the tracker, see ``TrackerConfig.build``."""
-        return JsonlTracker(Path(run_dir) / self.file)
+        return JsonlTracker(Path(run_dir) / "metrics.jsonl")
 
 
 @TrackerConfig.register_subclass("wandb")

@@ -135,8 +135,8 @@ def _encode_one(tokenizer: "PreTrainedTokenizerBase", prompt: Prompt) -> tuple[i
     assert prompt.messages is not None
     if not tokenizer.chat_template:
         raise PromptError(
-            f"prompt {prompt.id} is a chat, but the tokenizer {str(tokenizer.name_or_path)!r} has no chat template. Use "
-            "a tokenizer with one (chat_template.jinja beside tokenizer.json), or write the prompt as plain text."
+            f"prompt {prompt.id} is a chat, but the tokenizer {str(tokenizer.name_or_path)!r} has no chat template. "
+            "Use a tokenizer with one (chat_template.jinja beside tokenizer.json), or write the prompt as plain text."
         )
     messages = [dict(message) for message in prompt.messages]
     try:
@@ -183,7 +183,7 @@ def _read_file(path: str) -> list[tuple[str, object]]:
             items.append((place, json.loads(line)))
         except json.JSONDecodeError as error:
             raise PromptError(
-                f'{place}: not JSON ({error.msg} at column {error.colno}). Write one object per line, such as '
+                f"{place}: not JSON ({error.msg} at column {error.colno}). Write one object per line, such as "
                 '{"prompt": "…", "answer": "…"}.'
             ) from None
     return items

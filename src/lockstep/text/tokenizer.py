@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError
 
@@ -46,7 +46,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> "PreTrainedTokenizerBase":
             "working directory), or copy the tokenizer to a local directory."
         )
     try:
-        return _auto_tokenizer().from_pretrained(str(directory) if directory.is_dir() else name)  # type: ignore[no-any-return, no-untyped-call]
+        return _auto_tokenizer().from_pretrained(str(directory) if directory.is_dir() else name)
     except Exception as error:  # AutoTokenizer raises whatever its parser or its download raised
         first_line = str(error).strip().split("\n")[0]
         where = (
@@ -124,7 +124,7 @@ def _may_be_hub_name(name: str) -> bool:
     return name.count("/") <= 1 and not name.startswith((".", "/", "~")) and "://" not in name and "\\" not in name
 
 
-def _auto_tokenizer():  # type: ignore[no-untyped-def]
+def _auto_tokenizer() -> Any:
     """The AutoTokenizer class, imported on first use and without its advice to install torch."""
     before = os.environ.get("TRANSFORMERS_NO_ADVISORY_WARNINGS")
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"

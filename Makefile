@@ -1,0 +1,41 @@
+# Each of demo and test does all its own set-up; `make help` lists the targets.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+PYTHON := .venv/bin/python
+PROCESSES ?= 2
+DEVICES ?= 2
+
+# Tests and the demo run on the CPU; programs compiled by one test run are kept for the next.
+export JAX_PLATFORMS := cpu
+test slow: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/build/jax-cache
+test slow: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.5
+
+.PHONY: help setup demo test slow lint format types
+help: ## show this list
+	@echo "Usage: make TARGET"
+	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
+		|| sed -nE 's/^([a-z]+):.*## (.*)/  make \1: \2/p' $(MAKEFILE_LIST)
+
+setup: ## make the environment in .venv (the other targets do it themselves)
+	@scripts/setup.sh
+
+demo: setup ## train a small model on two simulated hosts and watch what it says (about 5 minutes)
+	@$(PYTHON) infra/launch.py --backend local --processes $(PROCESSES) --devices_per_process $(DEVICES) -- \
+		lockstep train-lm --config_path config/demo.yaml $(ARGS)
+
+test: setup ## run the tests (ARGS='-k name' narrows them)
+	@$(PYTHON) -m pytest -m "not slow" $(ARGS)
+
+slow: setup ## run the slow tests, the whole demo among them
+	@$(PYTHON) -m pytest -m slow $(ARGS)
+
+lint: setup ## check style and formatting
+	@$(PYTHON) -m ruff check .
+	@$(PYTHON) -m ruff format --check .
+
+format: setup ## mend style and formatting
+	@$(PYTHON) -m ruff check --fix .
+	@$(PYTHON) -m ruff format .
+
+types: setup ## check types
+	@$(PYTHON) -m mypy

@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# Makes .venv with Python 3.12 and the pinned packages. Does nothing when it is already as it should be.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+want=3.12
+venv=.venv
+stamp=$venv/lockstep-setup
+# What the environment depends on; the directory too, since a moved environment is a broken one.
+key=$(printf '%s\n' "$PWD" | cat - pyproject.toml constraints.txt scripts/setup.sh | cksum)
+
+is_wanted() { [ "$("$@" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = "$want" ]; }
+
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ] && is_wanted $venv/bin/python; then
+  exit 0
+fi
+
+find_python() {
+  local name
+  for name in "python$want" python3 python; do
+    if is_wanted "$name" && "$name" -c 'import ensurepip, venv' 2>/dev/null; then
+      printf '%s\n' "$name"
+      return
+    fi
+  done
+  return 1
+}
+
+SECONDS=0
+if ! is_wanted $venv/bin/python; then
+  if [ -e $venv ]; then
+    echo "setup: $venv is not a working Python $want environment, making it anew"
+    rm -rf $venv
+  fi
+  if python=$(find_python); then
+    echo "setup: making $venv with $(command -v "$python")"
+    "$python" -m venv $venv
+  elif command -v uv >/dev/null 2>&1; then
+    echo "setup: making $venv with uv (it fetches Python $want if it has to)"
+    uv venv --quiet --python "$want" $venv
+  else
+    cat >&2 <<MESSAGE
+setup: Python $want is missing.
+  Looked for: python$want, python3 and python of version $want with the venv module; and for uv.
+  To get it, one of:
+    Debian, Ubuntu:  sudo apt install python$want python$want-venv
+    macOS:           brew install python@$want
+    anywhere:        install uv (https://docs.astral.sh/uv), which fetches Python $want by itself
+  Then run the same command again.
+MESSAGE
+    exit 1
+  fi
+fi
+rm -f "$stamp"
+
+echo "setup: installing the packages pinned in constraints.txt (about a minute)"
+if $venv/bin/python -m pip --version >/dev/null 2>&1; then
+  $venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+elif command -v uv >/dev/null 2>&1; then
+  uv pip install --quiet --python $venv/bin/python -c constraints.txt -e '.[dev]'
+else
+  echo "setup: $venv has no pip and uv is not on the PATH. Remove $venv and run the same command again." >&2
+  exit 1
+fi
+$venv/bin/lockstep --help >/dev/null
+printf '%s\n' "$key" >"$stamp"
+echo "setup: done in $SECONDS s"

@@ -1,0 +1,85 @@
+"""The samples table at the terminal."""
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lockstep.report.metrics import metric_means
+from lockstep.report.rows import Row, metric_names
+
+VISIBLE_CONTROLS = {"\n": "↵", "\r": "␍", "\t": "⇥"}
+
+
+def terminal_table(rows: Sequence[Row], *, title: str, max_rows: int = 10, max_chars: int = 160) -> Table:
+    """Lay rows out for reading: what was asked, what came back, how it ended, how well.
+
+    Nothing is left out unseen: newlines and control characters are shown by a sign, a shortened text ends in the number
+    of characters left out, and a line below the table counts the rows left out.
+
+    Args:
+        rows: of one round.
+        title: line above the table.
+        max_rows: rows shown; the means below the table are over all of them.
+        max_chars: characters shown of a prompt (its end) and of a generated text (its start).
+
+    Returns:
+        A table for ``rich``.
+    """
+    names = metric_names(rows)
+    several = any(row.generation_id for row in rows)
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.ROUNDED, caption_justify="left")
+    table.add_column("prompt", overflow="fold", ratio=2)
+    if several:
+        table.add_column("sample", justify="right", no_wrap=True)
+    table.add_column("generated text", overflow="fold", ratio=3)
+    table.add_column("tokens", justify="right", no_wrap=True)
+    table.add_column("finish", no_wrap=True)
+    for name in names:
+        table.add_column(name.replace("_", "\n"), justify="right", no_wrap=True)
+    for row in rows[:max_rows]:
+        values = [row.metrics.get(name) for name in names]
+        table.add_row(
+            Text(_shortened(row.prompt, max_chars, keep_end=True)),
+            *([Text(str(row.generation_id))] if several else []),
+            Text(_shortened(row.generated_text, max_chars, keep_end=False)),
+            Text(str(row.num_tokens)),
+            Text(row.finish_reason),
+            *(Text("–" if value is None else f"{value:.3g}") for value in values),
+        )
+    table.caption = Text(_below(rows, max_rows))
+    return table
+
+
+def print_table(rows: Sequence[Row], *, title: str, max_rows: int = 10, console: Console | None = None) -> None:
+    """Print the table.
+
+    Args:
+        rows: of one round.
+        title: line above the table.
+        max_rows: rows shown.
+        console: where to; None: standard output, as wide as the terminal or the variable ``COLUMNS`` says, else 80.
+    """
+    (console or Console()).print(terminal_table(rows, title=title, max_rows=max_rows))
+
+
+def visible(text: str) -> str:
+    """The text on one line, with a sign for each newline, tab and control character, space around it left out."""
+    shown = "".join(VISIBLE_CONTROLS.get(each, each) for each in text.strip(" "))
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in shown)
+
+
+def _shortened(text: str, limit: int, *, keep_end: bool) -> str:
+    shown = visible(text)
+    if len(shown) <= limit:
+        return shown
+    left_out = f"{len(shown) - limit} more characters"
+    return f"({left_out}) …{shown[-limit:]}" if keep_end else f"{shown[:limit]}… ({left_out})"
+
+
+def _below(rows: Sequence[Row], max_rows: int) -> str:
+    means = [f"mean {name} {mean:.3g}" for name, mean in metric_means(rows).items()]
+    more = [f"{len(rows) - max_rows} more rows not shown"] if len(rows) > max_rows else []
+    return " · ".join([f"{len(rows)} rows", *more, *means])

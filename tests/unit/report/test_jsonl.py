@@ -1,0 +1,84 @@
+import json
+
+import pytest
+
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.report import Row, append_jsonl, metric_names, read_jsonl
+from lockstep.report.jsonl import repair_jsonl
+
+
+def make_row(**values):
+    row = {
+        "step": 3,
+        "prompt_id": 1,
+        "generation_id": 0,
+        "prompt": "What?",
+        "generated_text": " That.\n",
+        "num_tokens": 4,
+        "finish_reason": "stop",
+        "mean_logprob": -0.25,
+    }
+    return Row(**row | values)
+
+
+def test_appends_whole_lines_and_reads_them_back(tmp_path):
+    path = tmp_path / "below" / "rows.jsonl"
+    append_jsonl(path, [{"a": 1}, {"a": "↵ \n"}])
+    append_jsonl(path, [])
+    append_jsonl(path, [{"a": None}], fsync=True)
+    assert read_jsonl(path) == [{"a": 1}, {"a": "↵ \n"}, {"a": None}]
+    assert path.read_bytes().count(b"\n") == 3
+
+
+def test_floats_that_json_has_no_word_for_stay_readable(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    append_jsonl(path, [{"loss": float("nan"), "all": [float("inf"), -float("inf")], "some": {"x": 1.5}}])
+    (line,) = path.read_text().splitlines()
+    assert json.loads(line, parse_constant=pytest.fail) == {
+        "loss": "NaN",
+        "all": ["Infinity", "-Infinity"],
+        "some": {"x": 1.5},
+    }
+
+
+@pytest.mark.parametrize("filler", [0, 70_000])
+def test_a_torn_last_line_is_removed_with_a_warning(tmp_path, caplog, filler):
+    path = tmp_path / "rows.jsonl"
+    torn = b'{"b": "' + b"x" * filler
+    path.write_bytes(b'{"a": 1}\n' + torn)
+    assert read_jsonl(path) == [{"a": 1}]
+    append_jsonl(path, [{"c": 3}])
+    assert read_jsonl(path) == [{"a": 1}, {"c": 3}]
+    assert "torn line" in caplog.text
+    path.write_bytes(torn)
+    assert repair_jsonl(path) == len(torn)
+    assert path.read_bytes() == b""
+
+
+def test_a_last_line_that_only_lacks_its_newline_is_kept(tmp_path, caplog):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"b": 2}')
+    append_jsonl(path, [{"c": 3}])
+    assert read_jsonl(path) == [{"a": 1}, {"b": 2}, {"c": 3}]
+    assert not caplog.text
+
+
+def test_errors_name_the_file_and_line(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\nnonsense\n{"b": 2}\n')
+    with pytest.raises(LockstepError, match=r"rows\.jsonl:2: not JSON .*Remove or mend the line"):
+        read_jsonl(path)
+    path.write_text("[1]\n")
+    with pytest.raises(LockstepError, match=r"rows\.jsonl:1: a JSON object was expected, not b'\[1\]'"):
+        read_jsonl(path)
+    with pytest.raises(ConfigError, match="object stores have no append. Use a local path"):
+        append_jsonl("gs://bucket/rows.jsonl", [{}])
+
+
+def test_a_row_is_flat_in_a_file_and_comes_back_equal(tmp_path):
+    rows = [make_row(metrics={"exact_match": 1.0}), make_row(step=4, mean_logprob=-float("inf"))]
+    append_jsonl(tmp_path / "rows.jsonl", (row.to_dict() for row in rows))
+    records = read_jsonl(tmp_path / "rows.jsonl")
+    assert list(records[0])[-2:] == ["mean_logprob", "exact_match"]
+    assert [Row.from_dict(record) for record in records] == rows
+    assert metric_names(rows) == ("exact_match",)

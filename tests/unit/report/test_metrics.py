@@ -1,0 +1,75 @@
+import sys
+import types
+
+import pytest
+
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.report import Row, exact_match, load_metric, load_metrics, measure, metric_means
+from lockstep.text import Prompt
+
+PROMPT = Prompt(id=7, text="What is 2 plus 2?", answer="four")
+
+
+def row(text):
+    return Row(
+        step=1,
+        prompt_id=7,
+        generation_id=2,
+        prompt="What is 2 plus 2?",
+        generated_text=text,
+        num_tokens=2,
+        finish_reason="stop",
+        mean_logprob=-0.5,
+    )
+
+
+@pytest.fixture
+def own(monkeypatch):
+    module = types.ModuleType("own_metrics")
+    module.length = lambda row, prompt: len(row.generated_text)
+    module.broken = lambda row, prompt: 1 / 0
+    module.prompt = module.length
+    module.number = 3
+    monkeypatch.setitem(sys.modules, "own_metrics", module)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("four", 1), (" four \nWhat", 1), ("\n four", 1), ("forty", 0), ("four four", 0), ("", 0)]
+)
+def test_exact_match_compares_the_first_line(text, value):
+    assert exact_match(row(text), PROMPT) == value
+
+
+def test_metrics_are_found_by_name(own):
+    assert load_metric("exact_match") is exact_match
+    metrics = load_metrics(["exact_match", "own_metrics:length"])
+    assert measure(metrics, row(" four"), PROMPT).metrics == {"exact_match": 1.0, "length": 5.0}
+
+
+def test_means_are_over_the_rows_that_have_the_metric():
+    rows = [measure({"exact_match": exact_match}, row(text), PROMPT) for text in ("four", "five")]
+    assert metric_means([*rows, row("four")]) == {"exact_match": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["bleu"], r"metric 'bleu' is not known. Use exact_match, or module:function"),
+        (["own_metrics:"], r"metric 'own_metrics:' is not known"),
+        (["no_such_module:f"], r"metric 'no_such_module:f': module .* could not be imported \(ModuleNotFoundError"),
+        (["own_metrics:nothing"], r"module 'own_metrics' has no function 'nothing'"),
+        (["own_metrics:number"], r"module 'own_metrics' has no function 'number'"),
+        (["own_metrics:prompt"], r"the table already has a column 'prompt'"),
+        (["exact_match", "exact_match"], r"the table already has a column 'exact_match'"),
+    ],
+)
+def test_wrong_names_are_refused(own, names, message):
+    with pytest.raises(ConfigError, match=message):
+        load_metrics(names)
+
+
+def test_a_failing_metric_is_named(own):
+    with pytest.raises(LockstepError, match=r"metric 'broken' failed on prompt 7, generation 2: ZeroDivisionError"):
+        measure(load_metrics(["own_metrics:broken"]), row("four"), PROMPT)
+    with pytest.raises(LockstepError, match=r"metric 'exact_match' failed.*prompt 0 has no answer to compare with"):
+        measure(load_metrics(["exact_match"]), row("four"), Prompt(id=0, text="Hello"))

@@ -1,0 +1,108 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import PromptError
+from lockstep.text import Prompt, encode, load_tokenizer, read_prompts
+
+DEMO_TOKENIZER = Path(__file__).parents[3] / "data" / "demo" / "tokenizer"
+CHAT = {"messages": [{"role": "user", "content": "What is 3 plus 4?"}], "answer": "seven"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(DEMO_TOKENIZER)
+
+
+def test_reads_an_inline_list_of_texts_questions_and_chats():
+    prompts = read_prompts(["One", {"prompt": "Two", "answer": "2"}, CHAT])
+    assert [prompt.id for prompt in prompts] == [0, 1, 2]
+    assert [prompt.answer for prompt in prompts] == [None, "2", "seven"]
+    assert [prompt.shown for prompt in prompts] == ["One", "Two", "user: What is 3 plus 4?"]
+
+
+def test_reads_text_and_jsonl_files_and_skips_empty_lines(tmp_path):
+    text = tmp_path / "prompts.txt"
+    text.write_text("One\n\nTwo ↵\n", encoding="utf-8")
+    assert [prompt.text for prompt in read_prompts(str(text))] == ["One", "Two ↵"]
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_text("\n".join([json.dumps({"prompt": "One", "source": "here"}), "", json.dumps(CHAT)]))
+    assert [prompt.shown for prompt in read_prompts(str(lines))] == ["One", "user: What is 3 plus 4?"]
+
+
+def test_reads_a_url_through_fsspec():
+    import fsspec
+
+    with fsspec.open("memory://prompts.jsonl", "wt") as file:
+        file.write('{"prompt": "One"}\n')
+    assert read_prompts("memory://prompts.jsonl") == [Prompt(id=0, text="One")]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ([], r"prompts holds no prompts; at least 1 is needed"),
+        (["One", "  "], r"prompts\[1\]: prompt 1 is empty"),
+        ([{"answer": "2"}], r"prompts\[0\]: has neither 'prompt' nor 'messages' \(its fields: answer\)"),
+        ([{"prompt": "One", "anwser": "2"}], r"prompts\[0\]: unknown field 'anwser'; a prompt has prompt, messages, a"),
+        ([{"prompt": "One", "answer": 2}], r"'answer' is 2; it must be a text. Put it in quotes"),
+        ([{"prompt": 3}], r"'prompt' is 3; it must be a text"),
+        ([{"prompt": "One", **CHAT}], r"prompt 0 needs a text or chat messages, exactly one"),
+        ([{"messages": "hello"}], r"'messages' is 'hello'; it must be a list"),
+        ([{"messages": []}], r"prompt 0 has an empty list of messages"),
+        ([{"messages": [{"role": "user"}]}], r"a message needs the texts 'role' and 'content'"),
+        ([3], r"prompts\[0\]: 3 is not a prompt"),
+        ("Once upon a time", r"'Once upon a time', which is taken as a file and must end in .txt.*write a list"),
+        ("no/such/file.txt", r"prompt file 'no/such/file.txt' does not exist. Fix the path"),
+        ("nosuchscheme://file.txt", r"prompt file 'nosuchscheme://file.txt' could not be read \(ValueError: Protocol"),
+    ],
+)
+def test_wrong_sources_say_where_and_what_to_do(source, message):
+    with pytest.raises(PromptError, match=message):
+        read_prompts(source)
+
+
+def test_wrong_lines_of_a_file_are_named(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "One"}\n\n{"prompt": \n')
+    with pytest.raises(PromptError, match=r"prompts\.jsonl:3: not JSON \(.* at column \d+\)\. Write one object"):
+        read_prompts(str(path))
+    path.write_text('{"prompt": "One"}\n{"prompt": " "}\n')
+    with pytest.raises(PromptError, match=r"prompts\.jsonl:2: prompt 1 is empty"):
+        read_prompts(str(path))
+    path.write_text("\n")
+    with pytest.raises(PromptError, match=r"prompts\.jsonl holds no prompts"):
+        read_prompts(str(path))
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(PromptError, match=r"could not be read \(UnicodeDecodeError"):
+        read_prompts(str(path))
+
+
+def test_encodes_texts_with_special_tokens_and_chats_with_the_template(tokenizer):
+    text, chat = encode(tokenizer, read_prompts(["What is 3 plus 4?", CHAT]))
+    assert text == (tokenizer.bos_token_id, *tokenizer.encode("What is 3 plus 4?", add_special_tokens=False))
+    assert tokenizer.decode(list(chat)) == "<bos><|user|>What is 3 plus 4?<|assistant|>"
+
+
+def test_a_prompt_that_does_not_fit_names_itself_and_the_limits(tokenizer):
+    prompts = read_prompts(["What?", "What is 1234 in words?"])
+    lengths = [len(tokens) for tokens in encode(tokenizer, prompts)]
+    assert len(encode(tokenizer, prompts, max_seq_len=lengths[1] + 5, max_new_tokens=5)) == 2
+    with pytest.raises(PromptError) as raised:
+        encode(tokenizer, prompts, max_seq_len=lengths[1] + 4, max_new_tokens=5)
+    assert str(raised.value) == (
+        f"prompt 1 has {lengths[1]} tokens and max_new_tokens is 5: together {lengths[1] + 5}, but max_seq_len is "
+        f"{lengths[1] + 4}. Shorten the prompt to {lengths[1] - 1} tokens, or lower max_new_tokens, or raise "
+        f"max_seq_len to at least {lengths[1] + 5}."
+    )
+
+
+def test_a_chat_without_a_template_or_one_it_refuses_is_an_error():
+    tokenizer = load_tokenizer(DEMO_TOKENIZER)
+    tokenizer.chat_template = "{{ raise_exception('only one turn') }}"
+    with pytest.raises(PromptError, match="prompt 0: the tokenizer's chat template refused its messages: only one"):
+        encode(tokenizer, read_prompts([CHAT]))
+    tokenizer.chat_template = None
+    with pytest.raises(PromptError, match=r"prompt 0 is a chat, but the tokenizer '.*' has no chat template\. Use a"):
+        encode(tokenizer, read_prompts([CHAT]))

@@ -1,0 +1,86 @@
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.text import check_vocab, decode, load_tokenizer, stop_ids
+
+DEMO_TOKENIZER = Path(__file__).parents[3] / "data" / "demo" / "tokenizer"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(DEMO_TOKENIZER)
+
+
+def test_loads_a_directory_and_decodes_what_it_encodes(tokenizer):
+    ids = tokenizer.encode("What is 12 plus 3?")
+    assert ids[0] == tokenizer.bos_token_id
+    assert decode(tokenizer, ids) == "What is 12 plus 3?"
+    assert decode(tokenizer, [*ids, tokenizer.eos_token_id]) == "What is 12 plus 3?"
+
+
+def test_a_missing_directory_says_what_was_looked_for(tmp_path):
+    with pytest.raises(ConfigError, match=r"looked for the directory '.*/nothing/here/either'.*working directory"):
+        load_tokenizer(tmp_path / "nothing" / "here" / "either")
+    with pytest.raises(ConfigError, match="tokenizer is empty"):
+        load_tokenizer("")
+    with pytest.raises(ConfigError, match="not have the form of a Hugging Face hub name"):
+        load_tokenizer("gs://bucket/tokenizer")
+
+
+def test_a_directory_without_tokenizer_files_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"holds none of tokenizer\.json.*save_pretrained"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_broken_tokenizer_file_is_refused(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{not json")
+    with pytest.raises(ConfigError, match="could not be read as a tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_an_unknown_hub_name_is_refused(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    code = (
+        "from lockstep.text import load_tokenizer\n"
+        "try: load_tokenizer('no-such-organisation/no-such-model')\n"
+        "except Exception as error: print(type(error).__name__, error)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.startswith("ConfigError tokenizer 'no-such-organisation/no-such-model' is neither a local")
+
+
+def test_vocabulary_must_fit_the_model(tokenizer):
+    size = len(tokenizer)
+    check_vocab(tokenizer, size)
+    check_vocab(tokenizer, size + 64)
+    with pytest.raises(ConfigError, match=rf"largest token id is {size - 1} .* has {size - 1} entries .* least {size}"):
+        check_vocab(tokenizer, size - 1)
+
+
+def test_stop_ids_are_eos_end_of_turn_and_those_of_the_generation_config(tokenizer, tmp_path):
+    assert stop_ids(tokenizer) == (tokenizer.eos_token_id,)
+    copy = tmp_path / "tokenizer"
+    shutil.copytree(DEMO_TOKENIZER, copy)
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [4, 2]}))
+    other = load_tokenizer(copy)
+    other.add_special_tokens({"additional_special_tokens": ["<|eot_id|>"]})
+    assert stop_ids(other) == (2, 4, other.convert_tokens_to_ids("<|eot_id|>"))
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": 3}))
+    assert 3 in stop_ids(load_tokenizer(copy))
+
+
+def test_loading_says_nothing_at_the_terminal_and_imports_no_jax():
+    code = (
+        "import sys; from lockstep.text import load_tokenizer\n"
+        "assert 'transformers' not in sys.modules\n"
+        f"load_tokenizer({str(DEMO_TOKENIZER)!r})\n"
+        "assert 'jax' not in sys.modules"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
