@@ -5,6 +5,8 @@ import dataclasses
 import numpy as np
 from jaxtyping import Float32, Int32, UInt32
 
+from lockstep.schedule.pages import NULL_PAGE
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScheduleSizes:
@@ -12,6 +14,7 @@ class ScheduleSizes:
 
     Args:
         replicas: groups of devices that decode different sequences.
+        sequences: sequences decoded at a time over all replicas.
         slots: sequences that one replica decodes at a time.
         page_size: tokens in a page.
         pages: pages in one replica's pool, the null page included.
@@ -22,6 +25,7 @@ class ScheduleSizes:
     """
 
     replicas: int
+    sequences: int
     slots: int
     page_size: int
     pages: int
@@ -43,6 +47,17 @@ class PrefillPlan:
     page_table: Int32[np.ndarray, "replica row pages_per_sequence"]
     """Pages of the row's sequence."""
 
+    @classmethod
+    def empty(cls, sizes: ScheduleSizes) -> "PrefillPlan":
+        """A plan whose rows are all unused."""
+        rows = (sizes.replicas, sizes.prefill_rows)
+        return cls(
+            tokens=np.zeros((*rows, sizes.page_size), np.int32),
+            start=np.zeros(rows, np.int32),
+            page=np.full(rows, NULL_PAGE, np.int32),
+            page_table=np.full((*rows, sizes.pages_per_sequence), NULL_PAGE, np.int32),
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class DecodePlan:
@@ -58,3 +73,18 @@ class DecodePlan:
     draw: UInt32[np.ndarray, "replica slot 3"]
     """Seed, prompt and generation: with the position, all that a random draw depends on."""
     temperature: Float32[np.ndarray, "replica slot"]
+
+    @classmethod
+    def empty(cls, sizes: ScheduleSizes, num_steps: int) -> "DecodePlan":
+        """A plan whose slots are all idle."""
+        slots = (sizes.replicas, sizes.slots)
+        return cls(
+            num_steps=num_steps,
+            token=np.zeros(slots, np.int32),
+            position=np.zeros(slots, np.int32),
+            remaining=np.zeros(slots, np.int32),
+            page_table=np.full((*slots, sizes.pages_per_sequence), NULL_PAGE, np.int32),
+            stop_ids=np.full((*slots, sizes.stop_ids), -1, np.int32),
+            draw=np.zeros((*slots, 3), np.uint32),
+            temperature=np.zeros(slots, np.float32),
+        )

@@ -6,7 +6,6 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from lockstep.errors import CapacityError
-from lockstep.schedule.pages import NULL_PAGE
 from lockstep.schedule.plan import DecodePlan, PrefillPlan, ScheduleSizes
 from lockstep.schedule.replica import Replica
 from lockstep.schedule.sequence import Sequence
@@ -53,9 +52,7 @@ class Scheduler:
             return None
         return self._plan_decode()
 
-    def commit(
-        self, plan: DecodePlan, tokens: np.ndarray, logprobs: np.ndarray
-    ) -> None:
+    def commit(self, plan: DecodePlan, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         """Takes the tokens of a decode launch, ``[replica, slot, step]``, -1 where a sequence had already ended."""
         for r, replica in enumerate(self._replicas):
             for slot, sequence in enumerate(replica.slots):
@@ -68,8 +65,12 @@ class Scheduler:
                 if sequence.finish_reason is not None:
                     replica.release(sequence)
 
+    @property
+    def _num_active(self) -> int:
+        return sum(self.sizes.slots - replica.num_free_slots for replica in self._replicas)
+
     def _admit(self) -> None:
-        while self._waiting:
+        while self._waiting and self._num_active < self.sizes.sequences:
             sequence = self._waiting[0]
             fitting = [i for i, replica in enumerate(self._replicas) if replica.fits(sequence)]
             if not fitting:
@@ -79,13 +80,7 @@ class Scheduler:
 
     def _plan_prefill(self) -> PrefillPlan:
         sizes = self.sizes
-        rows = (sizes.replicas, sizes.prefill_rows)
-        plan = PrefillPlan(
-            tokens=np.zeros((*rows, sizes.page_size), np.int32),
-            start=np.zeros(rows, np.int32),
-            page=np.full(rows, NULL_PAGE, np.int32),
-            page_table=np.full((*rows, sizes.pages_per_sequence), NULL_PAGE, np.int32),
-        )
+        plan = PrefillPlan.empty(sizes)
         for r, replica in enumerate(self._replicas):
             for row, (sequence, start) in enumerate(replica.take_prefill_rows(sizes.prefill_rows)):
                 end = min(start + sizes.page_size, sequence.num_prefill)
@@ -97,20 +92,10 @@ class Scheduler:
 
     def _plan_decode(self) -> DecodePlan:
         sizes = self.sizes
-        slots = (sizes.replicas, sizes.slots)
         active = [s for replica in self._replicas for s in replica.slots if s is not None]
         # While others wait, a launch ends with its shortest sequence, so that the freed slot is used at once.
         bound = min if self._waiting else max
-        plan = DecodePlan(
-            num_steps=min(sizes.steps, bound(s.remaining for s in active)),
-            token=np.zeros(slots, np.int32),
-            position=np.zeros(slots, np.int32),
-            remaining=np.zeros(slots, np.int32),
-            page_table=np.full((*slots, sizes.pages_per_sequence), NULL_PAGE, np.int32),
-            stop_ids=np.full((*slots, sizes.stop_ids), -1, np.int32),
-            draw=np.zeros((*slots, 3), np.uint32),
-            temperature=np.zeros(slots, np.float32),
-        )
+        plan = DecodePlan.empty(sizes, min(sizes.steps, bound(s.remaining for s in active)))
         for sequence in active:
             at = (sequence.replica, sequence.slot)
             params = sequence.request.params

@@ -1,0 +1,5 @@
+"""Paged-attention generation on the devices that a model lies on."""
+
+from lockstep.engine.config import EngineConfig as EngineConfig
+from lockstep.engine.engine import Engine as Engine
+from lockstep.engine.program import Ledger as Ledger

@@ -1,0 +1,78 @@
+"""How much the engine may hold and where it decodes."""
+
+import dataclasses
+
+from lockstep.errors import ConfigError
+
+Layout = str | dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Capacities of the engine. Null means that lockstep works it out; a number is a cap.
+
+    Raises:
+        ConfigError: a value that cannot work; names the field, the value, the limit and the fix.
+    """
+
+    max_seq_len: int | None = None
+    """Tokens of prompt and answer together, per sequence. Null: the longest request so far."""
+    max_seqs: int | None = None
+    """Sequences decoded at a time, over all replicas. Null: all of them, up to 64 per replica."""
+    page_size: int | None = None
+    """Tokens per page of the KV cache. Null: 16."""
+    max_pages: int | None = None
+    """Pages of one replica's KV cache. Null: enough for its sequences at their longest."""
+    max_prefill_size: int | None = None
+    """Prompt tokens that a replica prefills in one launch. Null: up to 512."""
+    max_steps_per_launch: int | None = None
+    """Tokens sampled per sequence in one launch. Null: up to 64."""
+    layout: Layout = "auto"
+    """``training``: weights stay where the trainer has them and are gathered layer by layer at every step.
+    ``{tensor: N}``: weights are moved once per round, N devices share a copy. ``auto``: ``{tensor: 1}``."""
+    dtype: str | None = None
+    """Floating dtype of weights, activations and KV cache while decoding. Null: the dtype of the parameters."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "max_seq_len",
+            "max_seqs",
+            "page_size",
+            "max_pages",
+            "max_prefill_size",
+            "max_steps_per_launch",
+        ):
+            value = getattr(self, name)
+            least = {"max_seq_len": 2, "max_pages": 2}.get(name, 1)
+            if value is not None and value < least:
+                raise ConfigError(
+                    f"{name} is {value}; it must be at least {least}. Set {name} to a larger number, or to null to let "
+                    "lockstep work it out."
+                )
+        if self.page_size is not None and self.max_prefill_size is not None and self.max_prefill_size < self.page_size:
+            raise ConfigError(
+                f"max_prefill_size is {self.max_prefill_size} tokens and page_size is {self.page_size}; prefill works "
+                f"page by page. Set max_prefill_size to at least {self.page_size}."
+            )
+        if self.dtype not in (None, "float32", "bfloat16", "float16"):
+            raise ConfigError(
+                f"dtype is {self.dtype!r}; it must be float32, bfloat16, float16 or null. Use null for the dtype of the "
+                "parameters."
+            )
+        tensor_size(self.layout)
+
+
+def tensor_size(layout: Layout) -> int | None:
+    """Devices that share a copy of the weights in ``layout``; None for ``training`` and ``auto``.
+
+    Raises:
+        ConfigError: not a layout.
+    """
+    if layout in ("auto", "training"):
+        return None
+    if isinstance(layout, dict) and set(layout) == {"tensor"} and isinstance(layout["tensor"], int):
+        if layout["tensor"] >= 1:
+            return layout["tensor"]
+    raise ConfigError(
+        f"layout is {layout!r}; it must be auto, training, or {{tensor: N}} with N at least 1. Use auto if in doubt."
+    )

@@ -1,0 +1,79 @@
+"""The decode program: many steps on pages reserved in advance, so that hosts meet the device once per launch."""
+
+import jax
+import jax.numpy as jnp
+
+from lockstep.engine.sample import sample
+from lockstep.engine.transformer import Transformer
+from lockstep.schedule import NULL_PAGE, DecodePlan, ScheduleSizes
+
+
+def decode_step_function(transformer: Transformer, sizes: ScheduleSizes):
+    """The function that every device runs, inside ``shard_map`` over the decode grid.
+
+    It takes the weights' blocks, the replica's pool, the number of steps, and the arrays of a `DecodePlan` with this
+    replica's entry alone. The number of steps is an argument: it never depends on how long one replica's answers are.
+
+    Returns:
+        A function that returns the pool, and tokens int32 and log-probabilities float32 ``[replica, slot, step]``,
+        whole on every device; tokens are -1 where a sequence had already ended.
+    """
+    grid = transformer.grid
+
+    def decode(weights, pool, num_steps, token, position, remaining, page_table, stop_ids, draw, temperature):
+        weights = transformer.read_outer(weights)
+        token, position, remaining, page_table, stop_ids, draw, temperature = (
+            argument[0] for argument in (token, position, remaining, page_table, stop_ids, draw, temperature)
+        )
+        rows = jnp.arange(sizes.slots)
+
+        def step(state):
+            index, pool, token, position, remaining, tokens, logprobs = state
+            active = remaining > 0
+            page = jnp.where(active, page_table[rows, position // sizes.page_size], NULL_PAGE)
+
+            def write(pool, first_page, kv):
+                return pool.at[first_page + page, position % sizes.page_size].set(kv[:, 0].astype(pool.dtype))
+
+            x = transformer.embed(weights, token[:, None])
+            x, pool = transformer.layers(
+                weights.layers, x, pool, start=position, page_table=page_table, write=write
+            )
+            sampled, logprob = sample(transformer.logits(weights, x[:, 0]), temperature, draw, position + 1, grid)
+            tokens = tokens.at[:, index].set(jnp.where(active, sampled, -1))
+            logprobs = logprobs.at[:, index].set(jnp.where(active, logprob, 0.0))
+            stopped = jnp.any(sampled[:, None] == stop_ids, axis=1)
+            return (
+                index + 1,
+                pool,
+                jnp.where(active, sampled, token),
+                jnp.where(active, position + 1, position),
+                jnp.where(active & ~stopped, remaining - 1, 0),
+                tokens,
+                logprobs,
+            )
+
+        shape = (sizes.slots, sizes.steps)
+        state = (0, pool, token, position, remaining, jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32))
+        _, pool, _, _, _, tokens, logprobs = jax.lax.while_loop(lambda state: state[0] < num_steps, step, state)
+        if grid.replica_axes:
+            tokens = jax.lax.all_gather(tokens, grid.replica_axes)
+            logprobs = jax.lax.all_gather(logprobs, grid.replica_axes)
+        else:
+            tokens, logprobs = tokens[None], logprobs[None]
+        return pool, tokens, logprobs
+
+    return decode
+
+
+def decode_arguments(plan: DecodePlan) -> list:
+    """The arrays of a plan in the order of the decode function's arguments, without the number of steps."""
+    return [
+        plan.token,
+        plan.position,
+        plan.remaining,
+        plan.page_table,
+        plan.stop_ids,
+        plan.draw,
+        plan.temperature,
+    ]

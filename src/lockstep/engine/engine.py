@@ -1,0 +1,213 @@
+"""The engine: requests in, completions out, on a model that lies sharded over the devices of all hosts."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from lockstep.engine.config import EngineConfig, tensor_size
+from lockstep.engine.decode import decode_arguments, decode_step_function
+from lockstep.engine.memory import check_layout, work_out_sizes
+from lockstep.engine.prefill import prefill_arguments, prefill_function
+from lockstep.engine.program import Ledger, Program, compile_program
+from lockstep.engine.transformer import Transformer
+from lockstep.errors import ConfigError
+from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
+from lockstep.placement.layout import DecodeGrid, decode_grid
+from lockstep.placement.place import place
+from lockstep.placement.relay import leaf_layouts, partition_specs, relay_program
+from lockstep.schedule import DecodePlan, PrefillPlan, Scheduler, ScheduleSizes
+from lockstep.types import Completion, Request
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Built:
+    """What was compiled, and for what."""
+
+    signature: Any
+    sizes: ScheduleSizes
+    relay: Program | None
+    new_cache: Program
+    prefill: Program
+    decode: Program
+
+    def programs(self) -> dict[str, Program]:
+        found = (self.relay, self.new_cache, self.prefill, self.decode)
+        return {program.name: program for program in found if program is not None}
+
+
+class Engine:
+    """Generates from a model that is already on the devices of ``mesh``; every host calls it alike.
+
+    The engine keeps compiled programs and nothing else: cache and decode weights live for one `run`.
+
+    Args:
+        config: capacities and layout.
+        mesh: the mesh that the model is sharded over (the trainer's).
+        vocab_size: token ids below it may be sampled; None for all rows of the embedding.
+
+    Raises:
+        ConfigError: the layout does not fit the mesh.
+    """
+
+    def __init__(self, config: EngineConfig, mesh: Mesh, *, vocab_size: int | None = None) -> None:
+        self.config = config
+        self.grid: DecodeGrid = decode_grid(mesh, tensor_size(config.layout) or 1)
+        self.vocab_size = vocab_size
+        self.ledger = Ledger()
+        self._built: _Built | None = None
+
+    @property
+    def sizes(self) -> ScheduleSizes | None:
+        """The capacities in use, or None before the first `prepare`."""
+        return self._built.sizes if self._built else None
+
+    @property
+    def programs(self) -> Mapping[str, Program]:
+        """The compiled programs by name."""
+        return self._built.programs() if self._built else {}
+
+    def prepare(self, model: Any, requests: Sequence[Request]) -> dict[str, str]:
+        """Checks the requests and compiles what they need; launches nothing and talks to no other host.
+
+        Args:
+            model: what `lockstep.models.read_decoder` reads.
+            requests: at least one.
+
+        Returns:
+            The digest of each program by name. Hosts must agree on them before `run`.
+
+        Raises:
+            ConfigError: a capacity, layout or model that cannot work.
+            CapacityError: a request that can never fit.
+        """
+        if not requests:
+            raise ConfigError("there are 0 requests; the engine needs at least 1 to prepare for. Give it a prompt.")
+        config, weights = read_decoder(model)
+        ids = [request.prompt_id for request in requests]
+        if len(set(ids)) < len(ids):
+            raise ConfigError(
+                f"prompt_id {next(i for i in ids if ids.count(i) > 1)} is used by several requests; random draws depend "
+                "on it. Number the prompts differently."
+            )
+        before = self._built
+        sizes = work_out_sizes(self.config, config, self.grid, requests, before.sizes if before else None)
+        Scheduler(sizes, requests)  # refuses what can never fit
+        signature = (config, jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), weights))
+        if before is None or before.signature != signature or before.sizes != sizes:
+            self._built = self._build(config, weights, sizes, signature)
+        return {name: program.digest for name, program in self.programs.items()}
+
+    def run(self, model: Any, requests: Sequence[Request]) -> list[Completion]:
+        """Generates; every host must call it with the same arguments after the same `prepare`.
+
+        Args:
+            model: as given to `prepare`, or a later state of it.
+            requests: as given to `prepare`.
+
+        Returns:
+            Completions in the order of the requests, then of their generations; the same on every host.
+        """
+        built = self._built
+        assert built is not None, "prepare() comes before run()"
+        _, weights = read_decoder(model)
+        if built.relay is not None:
+            weights = built.relay(weights)
+        pool = built.new_cache()
+        scheduler = Scheduler(built.sizes, requests)
+        by_replica = self.grid.sharding(self.grid.replica_axes or None)
+        while (plan := scheduler.next_plan()) is not None:
+            if isinstance(plan, PrefillPlan):
+                pool = built.prefill(weights, pool, *(place(a, by_replica) for a in prefill_arguments(plan)))
+            else:
+                pool, tokens, logprobs = built.decode(
+                    weights,
+                    pool,
+                    place(np.asarray(plan.num_steps, np.int32), self.grid.sharding()),
+                    *(place(a, by_replica) for a in decode_arguments(plan)),
+                )
+                scheduler.commit(plan, _fetch(tokens), _fetch(logprobs))
+        pool.delete()
+        return scheduler.completions()
+
+    def _build(
+        self, config: LlamaConfig, weights: DecoderWeights, sizes: ScheduleSizes, signature: Any
+    ) -> _Built:
+        grid = self.grid
+        check_layout(config, grid)
+        structs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), weights)
+        layouts = leaf_layouts(structs, grid)
+        dtype = jnp.dtype(self.config.dtype or weights.embed.dtype)
+        gather = self.config.layout != "training"
+        relay = None
+        if gather or any(leaf.dtype != dtype for leaf in jax.tree.leaves(structs)):
+            function, layouts = relay_program(layouts, dtype, gather=gather)
+            shardings = jax.tree.map(lambda leaf: grid.sharding(*leaf.partition_spec), layouts)
+            relay = self._compile("relay", function, [structs], out_shardings=shardings)
+            out = jax.eval_shape(function, structs)
+            structs = jax.tree.map(
+                lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), out, shardings
+            )
+        rows = weights.embed.shape[0]
+        transformer = Transformer(
+            config=config,
+            grid=grid,
+            layouts=layouts,
+            pages=sizes.pages,
+            vocab_size=min(self.vocab_size or rows, rows),
+        )
+        pool = jax.ShapeDtypeStruct(
+            (grid.replicas * config.num_layers * sizes.pages, sizes.page_size, 2 * config.num_kv_heads, config.head_size),
+            dtype,
+            sharding=grid.sharding(grid.replica_axes or None, None, grid.tensor_axes or None),
+        )
+        new_cache = self._compile("new_cache", lambda: jnp.zeros(pool.shape, pool.dtype), [], out_shardings=pool.sharding)
+        specs = (partition_specs(layouts), pool.sharding.spec)
+        by_replica = grid.sharding(grid.replica_axes or None)
+        prefill_in = [_struct(a, by_replica) for a in prefill_arguments(PrefillPlan.empty(sizes))]
+        prefill = self._compile(
+            "prefill",
+            jax.shard_map(
+                prefill_function(transformer),
+                mesh=grid.mesh,
+                in_specs=(*specs, *(by_replica.spec for _ in prefill_in)),
+                out_specs=pool.sharding.spec,
+                check_vma=False,
+            ),
+            [structs, pool, *prefill_in],
+            donate=(1,),
+            out_shardings=pool.sharding,
+        )
+        everywhere = grid.sharding()
+        decode_in = [_struct(a, by_replica) for a in decode_arguments(DecodePlan.empty(sizes, 0))]
+        decode = self._compile(
+            "decode",
+            jax.shard_map(
+                decode_step_function(transformer, sizes),
+                mesh=grid.mesh,
+                in_specs=(*specs, everywhere.spec, *(by_replica.spec for _ in decode_in)),
+                out_specs=(pool.sharding.spec, everywhere.spec, everywhere.spec),
+                check_vma=False,
+            ),
+            [structs, pool, jax.ShapeDtypeStruct((), np.int32, sharding=everywhere), *decode_in],
+            donate=(1,),
+            out_shardings=(pool.sharding, everywhere, everywhere),
+        )
+        return _Built(
+            signature=signature, sizes=sizes, relay=relay, new_cache=new_cache, prefill=prefill, decode=decode
+        )
+
+    def _compile(self, name: str, function, arguments, **options) -> Program:
+        return compile_program(name, function, arguments, mesh=self.grid.mesh, ledger=self.ledger, **options)
+
+
+def _fetch(replicated: jax.Array) -> np.ndarray:
+    return np.asarray(replicated.addressable_data(0))
+
+
+def _struct(array: np.ndarray, sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)

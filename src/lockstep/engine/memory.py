@@ -1,0 +1,95 @@
+"""How large everything is: capacities worked out from the configuration and the requests."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from lockstep.engine.config import EngineConfig
+from lockstep.errors import CapacityError, ConfigError
+from lockstep.models.config import LlamaConfig
+from lockstep.placement.layout import DecodeGrid
+from lockstep.schedule import ScheduleSizes
+from lockstep.types import Request
+
+_PAGE_SIZE = 16
+_SLOTS_PER_REPLICA = 64
+_PREFILL_TOKENS = 512
+_STEPS = 64
+_STOP_IDS = 4
+
+
+def work_out_sizes(
+    config: EngineConfig,
+    model: LlamaConfig,
+    grid: DecodeGrid,
+    requests: Sequence[Request],
+    before: ScheduleSizes | None = None,
+) -> ScheduleSizes:
+    """Capacities for ``requests``: explicit values are caps, the rest follows from the requests.
+
+    Args:
+        config: of the engine.
+        model: of the model.
+        grid: the decode grid.
+        requests: at least one.
+        before: sizes of an earlier call; sizes never shrink, so that programs are compiled again only to grow.
+
+    Raises:
+        ConfigError: a capacity beyond what the model or the layout can do.
+        CapacityError: a request that is longer than the cap.
+    """
+    check_layout(model, grid)
+    limit = config.max_seq_len or model.max_seq_len
+    if limit > model.max_seq_len:
+        raise ConfigError(
+            f"max_seq_len of the engine is {limit}; the model was built for {model.max_seq_len} tokens. Set it to at "
+            f"most {model.max_seq_len}."
+        )
+    for request in requests:
+        prompt, new = len(request.prompt_tokens), request.params.max_new_tokens
+        if prompt + new > limit:
+            raise CapacityError(
+                f"prompt {request.prompt_id} has {prompt} tokens and max_new_tokens is {new}, {prompt + new} together; "
+                f"max_seq_len is {limit}. Shorten the prompt, lower max_new_tokens to at most {max(limit - prompt, 0)}, "
+                f"or raise max_seq_len (the model allows {model.max_seq_len})."
+            )
+    page_size = config.page_size or _PAGE_SIZE
+    longest = config.max_seq_len or max(len(r.prompt_tokens) + r.params.max_new_tokens for r in requests)
+    total = sum(r.params.n_generations for r in requests)
+    sequences = min(total, config.max_seqs or _SLOTS_PER_REPLICA * grid.replicas)
+    prefill = max(len(r.prompt_tokens) for r in requests) - 1
+    wanted = ScheduleSizes(
+        replicas=grid.replicas,
+        sequences=sequences,
+        slots=-(-sequences // grid.replicas),
+        page_size=page_size,
+        pages=0,
+        pages_per_sequence=-(-longest // page_size),
+        prefill_rows=0,
+        steps=min(config.max_steps_per_launch or _STEPS, max(r.params.max_new_tokens for r in requests)),
+        stop_ids=_round_up(max(len(r.params.stop_token_ids) for r in requests), _STOP_IDS),
+    )
+    if before is not None:
+        pairs = ((f.name, getattr(wanted, f.name), getattr(before, f.name)) for f in dataclasses.fields(wanted))
+        wanted = ScheduleSizes(**{name: max(new, old) for name, new, old in pairs})
+    pages = wanted.slots * wanted.pages_per_sequence + 1
+    rows = min(wanted.slots * -(-prefill // page_size), (config.max_prefill_size or _PREFILL_TOKENS) // page_size)
+    return dataclasses.replace(
+        wanted,
+        pages=min(pages, config.max_pages or pages),
+        prefill_rows=max(1, rows, before.prefill_rows if before else 0),
+    )
+
+
+def check_layout(model: LlamaConfig, grid: DecodeGrid) -> None:
+    """Raises ConfigError when the model cannot be split over the tensor axes of ``grid``."""
+    for name, size in (("num_kv_heads", model.num_kv_heads), ("intermediate_dim", model.intermediate_dim)):
+        if size % grid.tensor:
+            works = [t for t in range(1, grid.mesh.size + 1) if grid.mesh.size % t == 0 == model.num_kv_heads % t]
+            raise ConfigError(
+                f"layout {{tensor: {grid.tensor}}} splits {name} = {size}, which it does not divide. Set tensor to one "
+                f"of {works}."
+            )
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return max(-(-value // multiple), 1) * multiple

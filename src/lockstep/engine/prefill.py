@@ -1,0 +1,36 @@
+"""The prefill program: writes the K/V of prompt tokens, a page per row; computes no logits at all.
+
+The first token is sampled by the decode program from the prompt's last token, so prefill never needs the output layer.
+"""
+
+from lockstep.engine.transformer import Transformer
+from lockstep.schedule import PrefillPlan
+
+
+def prefill_function(transformer: Transformer):
+    """The function that every device runs, inside ``shard_map`` over the decode grid.
+
+    It takes the weights' blocks, the replica's pool, and the arrays of a `PrefillPlan` with this replica's entry alone.
+    Rows are whole pages: tokens beyond the prompt write numbers that no query can see before decode overwrites them.
+
+    Returns:
+        A function that returns the pool.
+    """
+
+    def prefill(weights, pool, tokens, start, page, page_table):
+        tokens, start, page, page_table = (argument[0] for argument in (tokens, start, page, page_table))
+        weights = transformer.read_outer(weights)
+
+        def write(pool, first_page, kv):
+            return pool.at[first_page + page].set(kv.astype(pool.dtype))
+
+        x = transformer.embed(weights, tokens)
+        _, pool = transformer.layers(weights.layers, x, pool, start=start, page_table=page_table, write=write)
+        return pool
+
+    return prefill
+
+
+def prefill_arguments(plan: PrefillPlan) -> list:
+    """The arrays of a plan in the order of the prefill function's arguments."""
+    return [plan.tokens, plan.start, plan.page, plan.page_table]

@@ -1,0 +1,104 @@
+"""Device programs: compiled ahead of time, known by digest, recorded in order when launched."""
+
+import contextlib
+import dataclasses
+import hashlib
+from collections.abc import Callable, Sequence
+
+import jax
+from jax.sharding import Mesh
+
+from lockstep.errors import LockstepError
+
+
+class Ledger:
+    """Every launch of the library's programs, in order, as one rolling hash that hosts can compare."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256().hexdigest()
+        self.launches: list[str] = []
+
+    def record(self, name: str, digest: str) -> None:
+        """Adds a launch."""
+        self._hash = hashlib.sha256(f"{self._hash} {name} {digest}".encode()).hexdigest()
+        self.launches.append(name)
+
+    def __str__(self) -> str:
+        return f"{len(self.launches)} launches, {self._hash}"
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Program:
+    """One compiled program.
+
+    Args:
+        name: what hosts and people call it.
+        digest: sha256 of its StableHLO and of the versions that compile it; equal on every host that runs the same.
+        traces: times that its Python function was traced; 1 for as long as it lives.
+    """
+
+    name: str
+    digest: str
+    traces: int
+    _compiled: jax.stages.Compiled
+    _ledger: Ledger
+
+    def __call__(self, *arguments):
+        """Launches the program; the launch is recorded first, so that a launch that never returns is on record."""
+        self._ledger.record(self.name, self.digest)
+        return self._compiled(*arguments)
+
+    def memory(self):
+        """The compiler's memory analysis, in bytes per device."""
+        return self._compiled.memory_analysis()
+
+
+def compile_program(
+    name: str,
+    function: Callable,
+    arguments: Sequence,
+    *,
+    mesh: Mesh,
+    ledger: Ledger,
+    donate: tuple[int, ...] = (),
+    out_shardings=None,
+) -> Program:
+    """Traces, lowers and compiles ``function`` for ``arguments``; launches nothing and talks to no other host.
+
+    Args:
+        name: the program's name.
+        function: traceable; weights must be arguments, never captured.
+        arguments: arrays or shape structs with shardings.
+        mesh: entered while tracing, whatever context the caller runs in.
+        ledger: where launches are recorded.
+        donate: positions of arguments that may be overwritten.
+        out_shardings: of the outputs, or None to leave them to the compiler.
+
+    Raises:
+        LockstepError: the compiler refused the program; named.
+    """
+    traces = 0
+
+    def traced(*args):
+        nonlocal traces
+        traces += 1
+        return function(*args)
+
+    traced.__name__ = f"lockstep_{name}"
+    options = {} if out_shardings is None else {"out_shardings": out_shardings}
+    try:
+        with jax.set_mesh(mesh):
+            lowered = jax.jit(traced, donate_argnums=donate, **options).lower(*arguments)
+            compiled = lowered.compile()
+    except Exception as error:
+        raise LockstepError(f"program {name!r} does not compile on the mesh {dict(mesh.shape)}: {error}") from error
+    text = f"jax {jax.__version__}\n{lowered.as_text()}"
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return Program(name=name, digest=digest, traces=traces, _compiled=compiled, _ledger=ledger)
+
+
+@contextlib.contextmanager
+def no_launch():
+    """Inside, every launch of a device program raises: host-only phases prove that they are host-only."""
+    with jax.no_execution(True):
+        yield
