@@ -152,19 +152,20 @@ def test_the_wandb_table_grows_and_keeps_its_newest_rows(monkeypatch, caplog):
 
 OFFLINE_RUN = """
 import sys
+import jax
 from lockstep.report import Row, WandbTrackerConfig, build_tracker
 row = Row(step=1, prompt_id=0, generation_id=0, prompt="p", generated_text="g", num_tokens=1, finish_reason="stop",
           mean_logprob=-1.0, metrics={"exact_match": 1.0})
-tracker = build_tracker(WandbTrackerConfig(mode="offline", project="test"), sys.argv[1], "name", {"seed": 3})
-tracker.log({"train/loss": 2.0}, step=1)
-tracker.log_rows("inference_eval/samples", [row], step=1)
-tracker.log_rows("inference_eval/samples", [row], step=2)
-tracker.finish()
-assert "jax" not in sys.modules, "a tracker imported jax"
+with jax.no_execution(True):
+    tracker = build_tracker(WandbTrackerConfig(mode="offline", project="test"), sys.argv[1], "name", {"seed": 3})
+    tracker.log({"train/loss": 2.0}, step=1)
+    tracker.log_rows("inference_eval/samples", [row], step=1)
+    tracker.log_rows("inference_eval/samples", [row], step=2)
+    tracker.finish()
 """
 
 
-def test_an_offline_wandb_run_is_silent_and_holds_the_growing_table(tmp_path):
+def test_an_offline_wandb_run_is_silent_launches_nothing_and_holds_the_growing_table(tmp_path):
     result = subprocess.run(
         [sys.executable, "-c", OFFLINE_RUN, str(tmp_path / "run")], capture_output=True, text=True, cwd=tmp_path
     )

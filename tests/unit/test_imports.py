@@ -1,0 +1,182 @@
+"""Who may import whom: read from the sources, so that a breach fails here and not in a review."""
+
+import ast
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "lockstep"
+
+# The packages each package may import, besides itself, types and errors (docs/architecture.md).
+BELOW = {
+    "types": set(),
+    "errors": set(),
+    "hosts": set(),
+    "text": set(),
+    "placement": {"hosts"},
+    "kernels": {"hosts"},
+    "models": {"placement", "kernels", "hosts"},
+    "schedule": set(),
+}
+BELOW["engine"] = {"schedule", "models", *BELOW["models"]}
+BELOW["rollout"] = {"engine", "text", *BELOW["engine"]}
+BELOW["report"] = {"engine", "text", *BELOW["engine"]}
+BELOW["callback"] = {"rollout", "report", *BELOW["rollout"], *BELOW["report"]}
+BELOW["training"] = {"callback", *BELOW["callback"]}
+BELOW["plan"] = {"engine", "training", *BELOW["training"]}
+BELOW["main"] = {"plan", "training", *BELOW["plan"]}
+
+# A library and the only files of the package that may import it.
+ONLY_IN = {
+    "wandb": {"report/trackers.py"},
+    "tensorboardX": {"report/trackers.py"},
+    "jax._src": {"hosts/_client.py"},
+    "orbax": {"training/checkpoint.py"},
+    "levanter": {"models/levanter.py"},
+}
+
+# Packages and files without jax, however they get at it.
+NO_JAX = ("types.py", "errors.py", "schedule/", "text/", "report/")
+JAX = {"jax", "jaxlib", "equinox", "haliax", "optax", "orbax", "levanter"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Import:
+    """One imported module: where, what, and whether only a type checker sees it."""
+
+    file: str
+    line: int
+    module: str
+    typing_only: bool
+
+    @property
+    def place(self) -> str:
+        return f"src/lockstep/{self.file}:{self.line} imports {self.module}"
+
+
+def imports_of(source: str, file: str) -> list[Import]:
+    """Every import of a source text, those inside functions too."""
+    tree = ast.parse(source, filename=file)
+    hidden = {
+        id(child)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for statement in node.body
+        for child in ast.walk(statement)
+    }
+    package = ["lockstep", *Path(file).parts[:-1]]
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            module = ".".join(part for part in (base, node.module) if part)
+            # ``from jax import _src`` is an import of jax._src.
+            names = [f"{module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        found += [Import(file, node.lineno, name, id(node) in hidden) for name in names]
+    return found
+
+
+def inside(module: str, name: str) -> bool:
+    return module == name or module.startswith(name + ".")
+
+
+def part_of(file: str) -> str:
+    """The package of a file; '' for the top ``__init__``."""
+    parts = Path(file).parts
+    if len(parts) > 1:
+        return parts[0]
+    return "" if file == "__init__.py" else Path(file).stem
+
+
+def breaches(found: list[Import]) -> list[str]:
+    """What is wrong with some imports, one line each."""
+    wrong = []
+    for each in found:
+        part = part_of(each.file)
+        if inside(each.module, "lockstep"):
+            names = each.module.split(".")[1:]
+            target = names[0] if names else ""
+            allowed = BELOW.get(part, set()) | {part, "types", "errors"}
+            if part and target not in allowed:
+                wrong.append(f"{each.place}: {part} may import only {', '.join(sorted(allowed))}")
+        for library, files in ONLY_IN.items():
+            if inside(each.module, library) and each.file not in files:
+                wrong.append(f"{each.place}: {library} only in {', '.join(sorted(files))}")
+        if each.file.startswith(NO_JAX) and each.module.split(".")[0] in JAX and not each.typing_only:
+            wrong.append(f"{each.place}: no jax here")
+    return wrong
+
+
+def sources() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def test_no_file_imports_what_it_may_not():
+    found = [each for path in sources() for each in imports_of(path.read_text(encoding="utf-8"), name_of(path))]
+    assert len(found) > 100, "the sources were not found"
+    wrong = breaches(found)
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_every_package_has_a_place_in_the_layering():
+    assert {part_of(name_of(path)) for path in sources()} - {""} <= set(BELOW)
+
+
+def test_init_files_only_reexport():
+    wrong = []
+    for path in sources():
+        if path.name != "__init__.py":
+            continue
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            names = isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["__all__"]
+            if not (docstring or names or isinstance(node, ast.Import | ast.ImportFrom)):
+                wrong.append(f"src/lockstep/{name_of(path)}:{node.lineno}: {ast.unparse(node).splitlines()[0]}")
+    assert not wrong, "an __init__ file holds imports and __all__, nothing else:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "message"),
+    [
+        ("schedule/pages.py", "import jax.numpy as jnp", "no jax here"),
+        ("schedule/pages.py", "def f():\n    from jax import lax", "no jax here"),
+        ("types.py", "from equinox import Module", "no jax here"),
+        ("engine/engine.py", "from lockstep.training import Trainer", "engine may import only"),
+        ("engine/engine.py", "from ..callback import SampleCallback", "engine may import only"),
+        ("engine/engine.py", "from lockstep import SampleCallback", "engine may import only"),
+        ("callback/round.py", "import wandb", "wandb only in report/trackers.py"),
+        ("placement/place.py", "from jax._src import distributed", "jax._src only in hosts/_client.py"),
+        ("placement/place.py", "from jax import _src", "jax._src only in hosts/_client.py"),
+        ("training/trainer.py", "import orbax.checkpoint as ocp", "orbax only in training/checkpoint.py"),
+        ("models/llama.py", "from levanter.models import llama", "levanter only in models/levanter.py"),
+        ("text/stop.py", "from lockstep.hosts import Hosts", "text may import only"),
+    ],
+)
+def test_a_breach_is_seen(file, source, message):
+    (wrong,) = breaches(imports_of(source, file))
+    assert message in wrong
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("engine/engine.py", "from lockstep.schedule import Scheduler\nimport jax"),
+        ("engine/engine.py", "from .cache import Cache\nfrom ..types import Request"),
+        ("hosts/_client.py", "from jax._src import distributed"),
+        ("report/trackers.py", "def build():\n    import wandb"),
+        ("schedule/plan.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import jax"),
+        ("__init__.py", "from lockstep.callback import SampleCallback"),
+    ],
+)
+def test_what_is_allowed_passes(file, source):
+    assert not breaches(imports_of(source, file))
