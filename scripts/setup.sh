@@ -62,6 +62,6 @@ else
   echo "setup: $venv has no pip and uv is not on the PATH. Remove $venv and run the same command again." >&2
   exit 1
 fi
-$venv/bin/lockstep --help >/dev/null
+$venv/bin/python -c 'import jax, lockstep'
 printf '%s\n' "$key" >"$stamp"
 echo "setup: done in $SECONDS s"
