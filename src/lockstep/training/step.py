@@ -57,8 +57,8 @@ def parameter_shardings(tree: PyTree, mesh: Mesh) -> PyTree:
             if mesh_axis is not None and axis.size % mesh.shape[mesh_axis]:
                 raise ConfigError(
                     f"parameter {jax.tree_util.keystr(path)}: its axis {axis.name!r} has size {axis.size}, which the "
-                    f"mesh axis {mesh_axis!r} of size {mesh.shape[mesh_axis]} does not divide. Choose a mesh_shape whose "
-                    f"{mesh_axis} divides {axis.size} (mesh now: {dict(mesh.shape)}), or change the model."
+                    f"mesh axis {mesh_axis!r} of size {mesh.shape[mesh_axis]} does not divide. Choose a mesh_shape "
+                    f"whose {mesh_axis} divides {axis.size} (mesh now: {dict(mesh.shape)}), or change the model."
                 )
         spec = P(*(PARAMETER_AXES.get(axis.name) for axis in leaf.axes))
         return jax.tree.map(lambda _: NamedSharding(mesh, spec), leaf)

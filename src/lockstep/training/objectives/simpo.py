@@ -28,10 +28,10 @@ class SimpoConfig:
 
     def __post_init__(self) -> None:
         if not self.beta > 0:
-            raise ConfigError(f"simpo.beta is {self.beta}; it must be above 0. The paper uses 2.0 to 10.")
+            raise ConfigError(f"beta is {self.beta}; it must be above 0. The paper uses 2.0 to 10.")
         if not self.gamma_beta_ratio >= 0:
             raise ConfigError(
-                f"simpo.gamma_beta_ratio is {self.gamma_beta_ratio}; it must be at least 0. The paper uses 0.1 to 0.8."
+                f"gamma_beta_ratio is {self.gamma_beta_ratio}; it must be at least 0. The paper uses 0.1 to 0.8."
             )
 
     def __call__(self, model: Any, batch: Mapping[str, Array]) -> LossParts:

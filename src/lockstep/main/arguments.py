@@ -1,0 +1,218 @@
+"""Configurations from a YAML file and ``--a.b value`` overrides, with errors that name the key."""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import draccus
+from draccus.choice_types import CHOICE_TYPE_KEY, ChoiceType
+from draccus.utils import DecodingError, ParsingError
+
+from lockstep.errors import ConfigError, LockstepError
+
+CONFIG_PATH = "config_path"
+
+
+def parse_arguments[Config](cls: type[Config], arguments: Sequence[str]) -> Config:
+    """Build a configuration from a command line.
+
+    Args:
+        cls: the configuration's dataclass.
+        arguments: ``--config_path FILE`` and ``--key.in.dots VALUE`` or ``--key.in.dots=VALUE``; values are YAML, and
+            what comes later wins. ``--help`` is the caller's.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        ConfigError: an argument or file that cannot be read, an unknown key, or a value out of its range.
+    """
+    overrides = dict(_pairs(arguments))
+    path = overrides.pop(CONFIG_PATH, None)
+    values: dict[str, Any] = {} if path is None else _read_yaml(str(path))
+    for key, value in overrides.items():
+        _set(values, key, value)
+    where = "the command line" if path is None else f"{path} (or the command line)"
+    return decode_config(cls, values, where)
+
+
+def decode_config[Config](cls: type[Config], values: Mapping[str, Any], where: str) -> Config:
+    """Build a configuration from nested mappings.
+
+    Args:
+        cls: the configuration's dataclass.
+        values: as read from YAML.
+        where: they come from, for errors.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        ConfigError: an unknown key, with the closest known one; a missing or wrong value.
+    """
+    check_keys(cls, values, (), where)
+    try:
+        return typing.cast(Config, draccus.decode(cls, dict(values)))
+    except ParsingError as error:
+        raise ConfigError(f"{where}: {_reason(error)}") from error
+
+
+def check_keys(kind: Any, value: Any, path: tuple[str, ...], where: str) -> None:
+    """Look for keys that a configuration does not have; values are left to draccus.
+
+    Args:
+        kind: the type that belongs here.
+        value: as read from YAML.
+        path: keys that lead here.
+        where: the values come from, for errors.
+
+    Raises:
+        ConfigError: an unknown key or choice; names its path and the closest known one.
+    """
+    if isinstance(value, Mapping):
+        cls = _dataclass_of(kind, value, path, where)
+        if cls is None:
+            return
+        hints = typing.get_type_hints(cls)
+        names = [field.name for field in dataclasses.fields(cls)]
+        for key, inner in value.items():
+            if key in names:
+                check_keys(hints[key], inner, (*path, key), where)
+            elif not (key == CHOICE_TYPE_KEY and _choices(kind)):
+                raise ConfigError(
+                    f"{where}: unknown key {'.'.join((*path, str(key)))!r}. {_suggest(str(key), names, 'key')}"
+                )
+    elif isinstance(value, list):
+        for inner_kind in _options(kind):
+            for item_kind in typing.get_args(inner_kind)[:1] if typing.get_origin(inner_kind) in (tuple, list) else ():
+                for index, item in enumerate(value):
+                    check_keys(item_kind, item, (*path, str(index)), where)
+
+
+def describe(cls: type[Any], prefix: str = "") -> Iterator[str]:
+    """List the keys of a configuration with their types and defaults.
+
+    Args:
+        cls: a configuration's dataclass.
+        prefix: key that leads to it, with a dot at its end.
+
+    Yields:
+        One line per key.
+    """
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        key, kind = prefix + field.name, hints[field.name]
+        nested = [option for option in _options(kind) if dataclasses.is_dataclass(option) and not _choices(option)]
+        if nested:
+            yield from describe(typing.cast(type[Any], nested[0]), f"{key}.")
+            continue
+        if field.default is not dataclasses.MISSING:
+            default = f" (default: {field.default})"
+        else:
+            default = "" if field.default_factory is not dataclasses.MISSING else " (required)"
+        choices = [name for option in _options(kind) for name in _choices(option)]
+        shown = f"type: {' | '.join(choices)}" if choices else _type_name(kind)
+        yield f"--{key}  {shown}{default}"
+
+
+def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    rest = list(arguments)
+    while rest:
+        flag = rest.pop(0)
+        if not flag.startswith("--") or flag == "--":
+            raise ConfigError(f"argument {flag!r} was not expected. Write --{CONFIG_PATH} FILE or --key VALUE.")
+        key, equals, text = flag[2:].partition("=")
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise ConfigError(f"argument --{key} has no value. Write --{key} VALUE (true or false for a switch).")
+            text = rest.pop(0)
+        try:
+            yield key, text if key == CONFIG_PATH or not text else draccus.cfgparsing.parse_string(text)
+        except Exception as error:  # the YAML parser has its own errors
+            raise ConfigError(
+                f"argument --{key} has the value {text!r}, which is not YAML: {error}. Quote it."
+            ) from None
+
+
+def _read_yaml(path: str) -> dict[str, Any]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--{CONFIG_PATH} {path} cannot be read: {error}. Check the path.") from error
+    try:
+        values = draccus.cfgparsing.load_config(text)
+    except Exception as error:  # the YAML parser has its own errors
+        raise ConfigError(f"{path} is not YAML: {error}. Correct it there.") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds {type(values).__name__}, not a mapping. Write 'key: value' lines.")
+    return values
+
+
+def _set(values: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    for parent in parents:
+        inner = values.get(parent)
+        values[parent] = values = inner if isinstance(inner, dict) else {}
+    values[last] = value
+
+
+def _options(kind: Any) -> tuple[Any, ...]:
+    """The members of a union, without None; any other type alone."""
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return tuple(option for option in typing.get_args(kind) if option is not type(None))
+    return (kind,)
+
+
+def _choices(kind: Any) -> dict[str, Any]:
+    """Choices of a draccus registry, none for any other type or for one of its choices."""
+    for option in _options(kind):
+        if isinstance(option, type) and issubclass(option, ChoiceType):
+            choices = dict(option.get_known_choices())
+            return {} if option in choices.values() else choices
+    return {}
+
+
+def _dataclass_of(kind: Any, value: Mapping[str, Any], path: tuple[str, ...], where: str) -> type[Any] | None:
+    """The dataclass that a mapping is meant for; None where any keys go."""
+    choices = _choices(kind)
+    if choices:
+        name = value.get(CHOICE_TYPE_KEY)
+        if name is None:
+            default = next(o for o in _options(kind) if isinstance(o, type) and issubclass(o, ChoiceType))
+            name = default.default_choice_name()
+        if name not in choices:
+            raise ConfigError(
+                f"{where}: {'.'.join((*path, CHOICE_TYPE_KEY))!r} is {name!r}. {_suggest(str(name), choices, 'type')}"
+            )
+        return typing.cast(type[Any], choices[name])
+    found = [option for option in _options(kind) if dataclasses.is_dataclass(option)]
+    return typing.cast(type[Any], found[0]) if len(found) == 1 else None
+
+
+def _suggest(given: str, known: typing.Iterable[str], noun: str) -> str:
+    known = sorted(known)
+    close = difflib.get_close_matches(given, known, n=1, cutoff=0.5)
+    listed = f"Known {noun}s here: {', '.join(known)}."
+    return f"Did you mean {close[0]!r}? {listed}" if close else listed
+
+
+def _reason(error: BaseException) -> str:
+    """The message that says most: our own, if it is in the chain of causes, else draccus's with its key."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, LockstepError):
+            return str(cause)
+        cause = cause.__cause__
+    innermost = error
+    while isinstance(innermost.__cause__, DecodingError):
+        innermost = innermost.__cause__
+    return str(innermost)
+
+
+def _type_name(kind: Any) -> str:
+    names = [getattr(o, "__name__", str(o)) if not typing.get_args(o) else str(o) for o in _options(kind)]
+    return " | ".join(names).replace("typing.", "")

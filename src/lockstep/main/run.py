@@ -1,0 +1,245 @@
+"""What the training commands share: from a command line to a trained model, the same steps on every host."""
+
+import contextlib
+import dataclasses
+import logging
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import draccus
+import haliax as hax
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+
+from lockstep.callback import SampleCallback
+from lockstep.callback.config import InferenceEvalConfig
+from lockstep.errors import ConfigError, LockstepError, PeerError
+from lockstep.hosts import Hosts, digest, leader_only, start
+from lockstep.main.arguments import describe, parse_arguments
+from lockstep.main.run_dir import closing_summary, make_run_dir
+from lockstep.models import LlamaConfig, LlamaLMHeadModel, ModelConfig
+from lockstep.models.huggingface import load_config, load_hf, read_hf_config
+from lockstep.models.huggingface_save import save_hf
+from lockstep.placement import PARAMETER_AXES, make_mesh
+from lockstep.report.trackers import NoopTracker, Tracker, build_tracker
+from lockstep.text import check_vocab, load_tokenizer
+from lockstep.training import LossFn, OptimizerConfig, Rows, Trainer, TrainerConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Settings that all training commands have.
+
+    Raises:
+        ConfigError: not exactly one of ``model`` and ``initialize_from_hf`` is given.
+    """
+
+    trainer: TrainerConfig = dataclasses.field(default_factory=TrainerConfig)
+    """The loop."""
+    model: ModelConfig | None = None
+    """Shape of a model from scratch; null with ``initialize_from_hf``."""
+    initialize_from_hf: str | None = None
+    """Hugging Face checkpoint to start from: a directory or a URL; null for a model from scratch."""
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    """AdamW and its schedule."""
+    tokenizer: str
+    """Hugging Face tokenizer: a directory or a name."""
+    inference_eval: InferenceEvalConfig = dataclasses.field(default_factory=InferenceEvalConfig)
+    """Samples while training."""
+    hf_save_path: str | None = None
+    """Where to save the trained model as a Hugging Face checkpoint; a relative path is below the run directory; null:
+    nowhere."""
+
+    def __post_init__(self) -> None:
+        if (self.model is None) == (self.initialize_from_hf is None):
+            given = "neither is" if self.model is None else "both are"
+            raise ConfigError(
+                f"exactly one of model and initialize_from_hf is needed, but {given} given. Set model to train from "
+                "scratch, or initialize_from_hf to go on from a checkpoint."
+            )
+        if self.hf_save_path is not None and "://" in self.hf_save_path:
+            raise ConfigError(f"hf_save_path is {self.hf_save_path!r}, a URL; save to a local directory and copy it.")
+
+
+class LoadsData(Protocol):
+    """The ``data`` block of a command."""
+
+    def load(self, tokenizer: "PreTrainedTokenizerBase", model_max_seq_len: int, seed: int) -> Rows:
+        """Read and tokenise the data."""
+        ...
+
+
+def run_command[Config: RunConfig](
+    cls: type[Config], arguments: Sequence[str], parts: Callable[[Config], tuple[LoadsData, LossFn]]
+) -> int:
+    """Run a training command.
+
+    Args:
+        cls: its configuration.
+        arguments: of its command line.
+        parts: takes data and objective from the configuration.
+
+    Returns:
+        Exit code: 0; 128 + signal for a run that a signal ended; 1 where a host failed.
+
+    Raises:
+        ConfigError: the configuration cannot work.
+        HostError: the hosts lost each other.
+    """
+    if "--help" in arguments or "-h" in arguments:
+        print(f"--config_path  FILE.yaml with any of these keys; keys on the command line win over it\n{_help(cls)}")
+        return 0
+    config = parse_arguments(cls, arguments)
+    data, objective = parts(config)
+    hosts = start(config.trainer.distributed)
+    logging.basicConfig(level=logging.INFO if hosts.is_leader else logging.WARNING, format="%(name)s: %(message)s")
+    try:
+        return train(config, data, objective, hosts)
+    except PeerError as error:
+        # The text is the same everywhere. The stack is of use only where something unforeseen went wrong.
+        if error.__cause__ is not None and not isinstance(error.__cause__, LockstepError):
+            traceback.print_exception(error.__cause__)
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def train(config: RunConfig, data: LoadsData, objective: LossFn, hosts: Hosts) -> int:
+    """Train on every host alike: prepare, agree, train with samples, save, sum up.
+
+    Args:
+        config: of the run.
+        data: what to train on.
+        objective: what to minimise.
+        hosts: of the job.
+
+    Returns:
+        Exit code, see `run_command`.
+
+    Raises:
+        PeerError: preparing or saving failed on a host.
+        DisagreementError: hosts have different configurations or data.
+        ConfigError: the model does not fit the mesh.
+    """
+    hosts.agree("config", {"config": _config_digest(config)})
+    hosts.phase("reading tokenizer and data")
+    with settled(hosts, "prepare"):
+        mesh = make_mesh(config.trainer.mesh_shape)
+        config.trainer.microbatches(mesh)
+        tokenizer = load_tokenizer(config.tokenizer)
+        model_config, vocab_size = _model_shape(config, tokenizer, mesh)
+        check_vocab(tokenizer, vocab_size)
+        rows = data.load(tokenizer, model_config.max_seq_len, config.trainer.seed)
+    hosts.agree(
+        "data", {"training data": rows.digest(), "tokenizer": digest(repr(sorted(tokenizer.get_vocab().items())))}
+    )
+    run_dir = make_run_dir(config.trainer.log_dir, config.trainer.run_id, hosts)
+    tracker: Tracker = NoopTracker()
+    with settled(hosts, "tracker"):
+        if hosts.is_leader:
+            tracker = build_tracker(config.trainer.tracker, run_dir, run_dir.name, draccus.encode(config))
+    try:
+        schedule = config.optimizer.schedule(config.trainer.num_train_steps)
+        optimizer = config.optimizer.build(config.trainer.num_train_steps)
+        trainer = Trainer(config.trainer, optimizer, objective, hosts, mesh=mesh, tracker=tracker, schedule=schedule)
+        if config.inference_eval.enabled:
+            trainer.add_hook(
+                SampleCallback(config.inference_eval, tokenizer, tracker=tracker, output_dir=run_dir, hosts=hosts)
+            )
+        hosts.phase("making the model")
+        model = _make_model(config, model_config, vocab_size, trainer, hosts)
+        if hosts.is_leader:
+            log.info("%s", _announce(config, model, rows, mesh, run_dir))
+        hosts.phase("training")
+        result = trainer.train(model, rows)
+        del model
+        saved = None
+        if result.stopped_by is None and config.hf_save_path is not None:
+            hosts.phase("saving")
+            saved = run_dir / config.hf_save_path
+            save_hf(result.model, saved, tokenizer=tokenizer, hosts=hosts)
+    finally:
+        _finish(tracker, hosts)
+    if hosts.is_leader:
+        print(closing_summary(run_dir, result, config.trainer.num_train_steps, saved), flush=True)
+    return 0 if result.stopped_by is None else 128 + (result.stopped_by or signal.SIGINT)
+
+
+@contextlib.contextmanager
+def settled(hosts: Hosts, name: str) -> Iterator[None]:
+    """Do host-only work whose failure on one host is a failure on all.
+
+    Args:
+        hosts: of the job.
+        name: of the work.
+
+    Raises:
+        PeerError: it failed somewhere; the same text on every host.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    hosts.settle(name, error)
+
+
+def _model_shape(config: RunConfig, tokenizer: "PreTrainedTokenizerBase", mesh: Mesh) -> tuple[LlamaConfig, int]:
+    """Configuration and vocabulary size, before any weight is made or read."""
+    if config.initialize_from_hf is not None:
+        return load_config(config.initialize_from_hf), int(read_hf_config(config.initialize_from_hf)["vocab_size"])
+    assert isinstance(config.model, LlamaConfig)
+    largest = max(tokenizer.get_vocab().values())
+    tp = mesh.shape["tp"]
+    return config.model, -(-(largest + 1) // tp) * tp
+
+
+def _make_model(
+    config: RunConfig, model_config: LlamaConfig, vocab_size: int, trainer: Trainer, hosts: Hosts
+) -> PyTree:
+    if config.initialize_from_hf is None:
+        Vocab = hax.Axis("vocab", vocab_size)
+        return trainer.init_model(lambda key: LlamaLMHeadModel.init(Vocab, model_config, key=key))
+    with settled(hosts, "load checkpoint"):
+        dtype = config.trainer.precision.param
+        model = load_hf(config.initialize_from_hf, trainer.mesh, PARAMETER_AXES, dtype)
+    return model
+
+
+def _config_digest(config: RunConfig) -> str:
+    """Of all that must be the same on every host: each host may be told its own number."""
+    values = draccus.encode(config)
+    del values["trainer"]["distributed"]
+    return digest(repr(values))
+
+
+def _announce(config: RunConfig, model: PyTree, rows: Rows, mesh: Mesh, run_dir: Path) -> str:
+    n_parameters = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(model))
+    shape = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    return (
+        f"{n_parameters:,} parameters on mesh ({shape}); {len(rows):,} rows, batch {config.trainer.train_batch_size}, "
+        f"{config.trainer.num_train_steps} steps; run directory {run_dir}"
+    )
+
+
+def _finish(tracker: Tracker, hosts: Hosts) -> None:
+    try:
+        if hosts.is_leader:
+            with leader_only():
+                tracker.finish()
+    except Exception as error:
+        log.error("the tracker could not finish; what it had written is kept", exc_info=error)
+
+
+def _help(cls: type[Any]) -> str:
+    return "\n".join(describe(cls))

@@ -1,0 +1,78 @@
+"""The directory of a run: its name, and what is in it at the end."""
+
+import secrets
+import time
+from pathlib import Path
+
+from lockstep.errors import ConfigError
+from lockstep.hosts import Hosts
+from lockstep.training import TrainResult
+
+
+def make_run_dir(log_dir: str, run_id: str | None, hosts: Hosts) -> Path:
+    """Make the run directory on the leader and tell its name to all.
+
+    Args:
+        log_dir: its parent.
+        run_id: its name; None: from the leader's clock.
+        hosts: of the job.
+
+    Returns:
+        Its path, the same on every host; it exists on the leader.
+
+    Raises:
+        PeerError: it cannot be made, or holds another run's files.
+    """
+    name = run_id or time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
+    path = Path(log_dir) / hosts.broadcast("run_id", name.encode() if hosts.is_leader else None).decode()
+    error: Exception | None = None
+    if hosts.is_leader:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            if any(path.iterdir()):
+                raise ConfigError(
+                    f"run directory {path} is not empty; the samples and metrics of two runs would mix. Choose another "
+                    "trainer.run_id (null makes one up), or remove the directory."
+                )
+        except (OSError, ConfigError) as caught:
+            error = caught
+    hosts.settle("run directory", error)
+    return path
+
+
+def closing_summary(run_dir: Path, result: TrainResult, num_train_steps: int, saved: Path | None) -> str:
+    """Say what a run left behind and what to try next.
+
+    Args:
+        run_dir: of the run.
+        result: how it ended.
+        num_train_steps: that were asked for.
+        saved: the Hugging Face checkpoint; None if none was saved.
+
+    Returns:
+        Text of several lines.
+    """
+    done = "done" if result.stopped_by is None else "stopped by a signal, no checkpoint was saved"
+    lines = ["", f"{done}: {result.completed_steps} of {num_train_steps} steps, last loss {result.loss:.4f}"]
+    found = [
+        ("samples", run_dir / "samples.jsonl"),
+        *(("metrics", path) for path in sorted(run_dir.glob("metrics*.jsonl"))),
+        *(("W&B run", path) for path in sorted(run_dir.glob("wandb/*run-*"))),
+    ]
+    if saved is not None:
+        found.append(("checkpoint", saved))
+    lines += [f"  {name:<11}{path}" for name, path in found if path.exists()]
+    if result.tracker_errors:
+        lines.append(f"  the tracker failed {result.tracker_errors} times; metrics are incomplete")
+    lines += ["try next:", *(f"  {line}" for line in _next_steps(run_dir, saved))]
+    return "\n".join(lines)
+
+
+def _next_steps(run_dir: Path, saved: Path | None) -> list[str]:
+    steps = []
+    for path in sorted(run_dir.glob("wandb/offline-run-*")):
+        steps.append(f"wandb sync {path}   # upload the run with its table of samples")
+    if saved is not None:
+        steps.append(f"lockstep train-lm --initialize_from_hf {saved} ...   # go on from the trained model")
+    steps.append("--inference_eval.prompts '[\"your prompt\"]'   # ask something else while it trains")
+    return steps
