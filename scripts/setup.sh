@@ -55,7 +55,7 @@ rm -f "$stamp"
 
 echo "setup: installing the packages pinned in constraints.txt (about a minute)"
 if $venv/bin/python -m pip --version >/dev/null 2>&1; then
-  $venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+  $venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
 elif command -v uv >/dev/null 2>&1; then
   uv pip install --quiet --python $venv/bin/python -c constraints.txt -e '.[dev]'
 else

@@ -7,6 +7,7 @@ arithmetic and the English number words; it is dedicated to the public domain (C
 import argparse
 import json
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,18 +48,25 @@ def questions() -> list[tuple[str, str]]:
 
 
 def split() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Training rows and held-out rows; no question is in both. Held-out rows take turns between the two kinds."""
+    """Training rows and held-out rows, those of the two kinds by turns.
+
+    No question is in both, and of a held-out sum the training rows have the other order (a plus b, b plus a) neither.
+    """
     draw = random.Random(SEED)
     pairs = questions()
     draw.shuffle(pairs)
     kinds = [[pair for pair in pairs if word in pair[0]] for word in ("words", "plus")]
     held_out = [pair for both in zip(*(kind[: HELD_OUT_ROWS // 2] for kind in kinds), strict=True) for pair in both]
-    kept = set(held_out)
-    train = [pair for pair in pairs if pair not in kept][:TRAIN_ROWS]
+    hidden = {_numbers(question) for question, _ in held_out}
+    train = [(question, answer) for question, answer in pairs if _numbers(question) not in hidden][:TRAIN_ROWS]
     return (
         [{"prompt": question, "completion": " " + answer} for question, answer in train],
         [{"prompt": question, "answer": answer} for question, answer in held_out],
     )
+
+
+def _numbers(question: str) -> tuple[int, ...]:
+    return tuple(sorted(int(number) for number in re.findall(r"\d+", question)))
 
 
 def texts(rows: list[dict[str, str]]) -> Iterator[str]:

@@ -1,0 +1,102 @@
+"""The demo's data: what make.py writes, nothing held out is trained on, everything fits the demo's model."""
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.text import check_vocab, decode, encode, load_tokenizer, read_prompts
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "data" / "demo"
+FILES = (
+    "train.jsonl",
+    "prompts.jsonl",
+    "tokenizer/tokenizer.json",
+    "tokenizer/tokenizer_config.json",
+    "tokenizer/chat_template.jinja",
+)
+
+
+def rows(name):
+    return [json.loads(line) for line in (DEMO / name).read_text(encoding="utf-8").splitlines()]
+
+
+def load_make():
+    spec = importlib.util.spec_from_file_location("make_demo", DEMO / "make.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(DEMO / "tokenizer")
+
+
+def test_the_script_writes_the_same_bytes(tmp_path):
+    subprocess.run([sys.executable, str(DEMO / "make.py"), "--output", str(tmp_path)], check=True)
+    for name in FILES:
+        assert (tmp_path / name).read_bytes() == (DEMO / name).read_bytes(), name
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (7, "seven"),
+        (13, "thirteen"),
+        (20, "twenty"),
+        (42, "forty-two"),
+        (100, "one hundred"),
+        (198, "one hundred ninety-eight"),
+        (4000, "four thousand"),
+        (7015, "seven thousand fifteen"),
+        (9999, "nine thousand nine hundred ninety-nine"),
+    ],
+)
+def test_number_words(number, words):
+    assert load_make().words(number) == words
+
+
+def test_nothing_held_out_is_trained_on():
+    def numbers(row):
+        return tuple(sorted(map(int, re.findall(r"\d+", row["prompt"]))))
+
+    train = {numbers(row) for row in rows("train.jsonl")}
+    held_out = [numbers(row) for row in rows("prompts.jsonl")]
+    assert len(set(held_out)) == len(held_out) == 32
+    assert not train & set(held_out)
+
+
+def test_held_out_answers_are_right():
+    words = load_make().words
+    for row in rows("prompts.jsonl"):
+        assert row["answer"] == words(sum(map(int, re.findall(r"\d+", row["prompt"]))))
+
+
+def test_the_tokenizer_gives_every_text_back(tokenizer):
+    for row in rows("train.jsonl")[:500]:
+        assert (
+            decode(tokenizer, tokenizer.encode(row["prompt"] + row["completion"])) == row["prompt"] + row["completion"]
+        )
+    odd = "Ünïcode 12.5% ↵"
+    assert decode(tokenizer, tokenizer.encode(odd)) == odd
+    assert [tokenizer.decode([token]) for token in tokenizer.encode("8281", add_special_tokens=False)] == list("8281")
+    assert None not in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    check_vocab(tokenizer, 320)
+
+
+def test_prompt_and_completion_are_the_tokens_of_the_whole(tokenizer):
+    for row in rows("train.jsonl")[:500]:
+        parts = tokenizer.encode(row["prompt"]) + tokenizer.encode(row["completion"], add_special_tokens=False)
+        assert parts == tokenizer.encode(row["prompt"] + row["completion"])
+
+
+def test_the_longest_row_fits_the_demos_model(tokenizer):
+    longest = max(len(tokenizer.encode(row["prompt"] + row["completion"])) + 1 for row in rows("train.jsonl"))
+    assert longest <= 24
+    assert len(encode(tokenizer, read_prompts(str(DEMO / "prompts.jsonl")), max_seq_len=32, max_new_tokens=16)) == 32
