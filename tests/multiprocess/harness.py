@@ -2,7 +2,7 @@
 
 In a test module of tests/multiprocess::
 
-    from harness import run_processes
+    from harness import run_processes           # from elsewhere: from tests.multiprocess.harness import ...
 
     def body_sum(hosts, scale):                 # runs in every process; module level, positional JSON arguments
         import jax
@@ -15,9 +15,11 @@ In a test module of tests/multiprocess::
 
 The body gets the job's ``lockstep.hosts.Hosts`` (already started, inside a barrier before and after) and then ``args``.
 JAX sees ``devices`` CPU devices per process. Programs are cached on disk between processes and runs (``CACHE``).
+``run_threads`` runs a body that needs no devices between threads of the test, in milliseconds.
 When a process raises, dies or outlives ``timeout_s``, all are ended and the error holds every process's log.
 """
 
+import concurrent.futures
 import dataclasses
 import importlib.util
 import json
@@ -29,6 +31,9 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from lockstep import hosts as lockstep_hosts
+from lockstep.hosts import Hosts, MemoryClient
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LAUNCHER = REPOSITORY / "infra" / "launch.py"
@@ -129,6 +134,27 @@ def run_command(
         return Run(process.returncode, output, logs)
 
 
+def run_threads(body: Callable[..., Any], count: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
+    """The same between threads of this process and the in-memory client: host logic without processes or devices.
+
+    Args:
+        body: gets a ``Hosts`` and ``args``.
+        count: how many threads, each of them one "process".
+        args: handed on.
+        timeout_s: of the ``Hosts``.
+
+    Returns:
+        What each one returned, by number.
+
+    Raises:
+        BaseException: the first error of a body.
+    """
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        hosts = [Hosts(client, timeout_s) for client in MemoryClient.hub(count)]
+        futures = [pool.submit(body, one, *args) for one in hosts]
+        return [future.result() for future in futures]
+
+
 def cache_environment() -> dict[str, str]:
     """Variables with which processes share compiled programs on disk."""
     return {
@@ -140,10 +166,9 @@ def cache_environment() -> dict[str, str]:
 
 def _worker(file: str, name: str, directory: str, arguments: str) -> None:
     """One process: join the job, run the body between two barriers, leave its result as a file."""
-    from lockstep import hosts as lockstep_hosts
 
     def main() -> None:
-        sys.path.insert(0, str(Path(file).parent))
+        sys.path[:0] = [str(Path(file).parent), str(REPOSITORY)]
         spec = importlib.util.spec_from_file_location(Path(file).stem, file)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)

@@ -1,18 +1,242 @@
-"""hosts/ between real processes."""
+"""hosts/ between real processes: waits, agreement, guardrails, leader-only work, and how a job ends."""
 
-from harness import run_processes
+import os
+import signal
+import subprocess
+import sys
+import time
 
-from lockstep.hosts import Hosts
+import pytest
+from harness import LAUNCHER, run_command, run_processes
+from host_bodies import check, run_all
+
+from lockstep.errors import HostTimeoutError, LaunchMismatchError
+from lockstep.hosts import Hosts, Watchdog, leader_only, run_main, start
+from lockstep.hosts.start import DistributedConfig
+from lockstep.hosts.watchdog import WATCHDOG_EXIT_CODE
+
+pytestmark = pytest.mark.multiprocess
+
+WAIT_S = 0.5
 
 
-def body_barrier(hosts: Hosts) -> list[int]:
+def body_all(hosts: Hosts):
+    return run_all(hosts, WAIT_S)
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_waits_and_agreement(processes):
+    check(run_processes(body_all, processes=processes, devices=2), WAIT_S)
+
+
+def body_devices_and_sizes(hosts: Hosts):
     import jax
 
-    with hosts.scope("round") as scope:
-        scope.barrier("x")
-        got = scope.broadcast("hello", b"hello" if hosts.is_leader else None)
-    return [hosts.index, hosts.count, jax.device_count(), jax.local_device_count(), len(got)]
+    big = bytes(range(256)) * (33 << 12)  # 33 MiB: more than one piece
+    with hosts.scope("big") as scope:
+        got = scope.broadcast("v", big if hosts.is_leader else None)
+        rows = scope.gather("w", got[: -hosts.index] if hosts.index else got)
+        scope.barrier("end")
+    again = start(DistributedConfig(timeout_s=7.0))
+    sizes = None if rows is None else [len(row) for row in rows]
+    devices = [jax.process_count(), jax.device_count(), jax.local_device_count()]
+    return [got == big, sizes, devices, again is hosts, hosts.timeout_s, len(hosts.client.get_dir("lockstep/job"))]
 
 
-def test_barrier():
-    assert run_processes(body_barrier) == [[0, 2, 4, 2, 5], [1, 2, 4, 2, 5]]
+def test_long_values_and_idempotent_start():
+    first, second = run_processes(body_devices_and_sizes, devices=3)
+    size = 33 << 20
+    assert first == [True, [size, size - 1], [2, 6, 3], True, 7.0, 0]
+    assert second == [True, None, [2, 6, 3], True, 7.0, 0]
+
+
+def body_leader_only(hosts: Hosts):
+    """Every kind of launch raises on the leader, inside the trainer's mesh too, and the programs still agree after."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
+    x = jax.make_array_from_callback((8,), rows, lambda at: np.arange(8.0, dtype=np.float32)[at])
+    total = jax.jit(lambda x: (x * x).sum())
+    compiled = jax.jit(lambda x: x * 3).lower(x).compile()
+    launches = {
+        "cached jit": lambda: total(x),
+        "compiled": lambda: compiled(x),
+        "eager": lambda: x + 1,
+        "zeros": lambda: jnp.zeros(()),
+        "new jit": lambda: jax.jit(lambda x: x - 5)(x),
+    }
+    with jax.set_mesh(mesh):
+        for launch in launches.values():
+            launch()  # on every process
+        hosts.barrier("warm")
+        raised = []
+        if hosts.is_leader:
+            for name, launch in launches.items():
+                try:
+                    with leader_only():
+                        launch()
+                except LaunchMismatchError:
+                    raised.append(name)
+        hosts.barrier("leader is done")
+        return [raised, float(total(x))]
+
+
+def test_leader_only_raises_on_launch():
+    first, second = run_processes(body_leader_only)
+    assert first == [["cached jit", "compiled", "eager", "zeros", "new jit"], 140.0]
+    assert second == [[], 140.0]
+
+
+@pytest.mark.parametrize(
+    ("env", "processes", "text"),
+    [
+        ({"REQUIRE_JAX_PROCESS_COUNT": "4"}, 2, "this job has 2 process(es), but REQUIRE_JAX_PROCESS_COUNT requires 4"),
+        ({"REQUIRE_MULTIHOST": "1"}, 1, "this job has 1 process, but distributed.require_multihost"),
+    ],
+)
+def test_guardrails_stop_every_process_at_once(env, processes, text):
+    begin = time.monotonic()
+    run = run_command(["python", __file__, "start"], processes=processes, env=env)
+    assert run.code == 1
+    assert all(f"error: {text}" in log and "Start the command on every worker" in log for log in run.logs), run.output
+    assert "Traceback" not in run.output
+    assert time.monotonic() - begin < 30
+
+
+def test_a_missing_process_is_waited_for_no_longer_than_told():
+    codes, outputs = _run_by_hand(["start", "2"], started=1)
+    assert codes == [1], outputs
+    assert "not all of the 2 processes of the job" in outputs[0] and "connected within 2 s" in outputs[0]
+
+
+def test_plain_python_needs_no_service():
+    env = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
+    run = subprocess.run(
+        [sys.executable, __file__, "start"], env={**env, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stderr.startswith("lockstep: process 0 of 1 on ") and "backend cpu" in run.stderr
+
+
+@pytest.mark.parametrize("victim", ["0", "1"])
+def test_one_process_that_raises_ends_all(victim):
+    """Without the launcher's help: the processes are started by hand, and the others wait in a barrier."""
+    begin = time.monotonic()
+    codes, outputs = _run_by_hand(["raise", victim])
+    assert time.monotonic() - begin < 20
+    other = 1 - int(victim)
+    assert codes[int(victim)] == 1 and codes[other] == 85, outputs
+    assert "ValueError: boom" in outputs[int(victim)] and "Traceback" in outputs[int(victim)]
+    assert f"process {other} ends because process {victim} failed: ValueError: boom" in outputs[other]
+    assert "Terminating process" not in outputs[other]
+
+
+def test_watchdog_ends_a_process_that_waits_in_a_collective():
+    codes, outputs = _run_by_hand(["stuck"])
+    assert codes[0] == WATCHDOG_EXIT_CODE, outputs
+    assert codes[1] in (85, WATCHDOG_EXIT_CODE), outputs
+    report = outputs[0]
+    assert "lockstep watchdog: 'decode' on process 0 of 2 did not end within 2 s" in report
+    assert "process 0: last phase 'launching decode'" in report
+    assert "process 1: last phase 'reading a slow disk'" in report
+    assert "in scenario_stuck" in report and "Terminating process" not in outputs[1]
+
+
+def test_launcher_shows_the_failing_process():
+    run = run_command(["python", __file__, "raise", "1"])
+    assert run.code == 1
+    assert "launch: process 1 failed, exit code 1" in run.output
+    assert run.output.rstrip().splitlines()[-1].startswith("launch: failed: process 1")
+
+
+def test_ctrl_c_ends_all_processes_quietly():
+    command = [sys.executable, str(LAUNCHER), "--processes", "2", "--", "python", __file__, "wait"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    lines = [process.stdout.readline() for _ in range(4)]  # start-up line and pid of both
+    pids = [int(line.split()[-1]) for line in lines if "pid" in line]
+    assert len(pids) == 2, lines
+    begin = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert time.monotonic() - begin < 12
+    assert "Traceback" not in output, output
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def _run_by_hand(arguments: list[str], started: int = 2) -> tuple[list[int], list[str]]:
+    """Two processes with nobody above them that would end one when the other fails."""
+    sys.path.insert(0, str(LAUNCHER.parent))
+    import launch
+
+    options = launch.parse(["--processes", "2", "--", "x"])
+    address = f"127.0.0.1:{launch.free_port()}"
+    running = [
+        subprocess.Popen(
+            [sys.executable, __file__, *arguments],
+            env=launch.local_environment(os.environ, options, address, index),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index in range(started)
+    ]
+    try:
+        outputs = [process.communicate(timeout=60)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    return [process.returncode for process in running], outputs
+
+
+# ---------------------------------------------------------------- what the processes above run
+
+
+def scenario_start(initialization_timeout_s: str = "60") -> None:
+    start(DistributedConfig(initialization_timeout_s=int(initialization_timeout_s)))
+
+
+def scenario_raise(victim: str) -> None:
+    hosts = start(DistributedConfig(timeout_s=60))
+    hosts.barrier("both")
+    if hosts.index == int(victim):
+        raise ValueError("boom")
+    try:
+        hosts.barrier("never")
+    except HostTimeoutError as error:
+        raise AssertionError("should have been ended before") from error
+
+
+def scenario_stuck() -> None:
+    import jax
+    import numpy as np
+
+    hosts = start(DistributedConfig(timeout_s=60))
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    x = jax.make_array_from_callback((4,), rows, lambda at: np.ones(4)[at])
+    hosts.phase("launching decode" if hosts.is_leader else "reading a slow disk")
+    hosts.barrier("both")
+    if hosts.is_leader:
+        with Watchdog(hosts, 2.0).watch("decode"):
+            jax.jit(lambda x: x.sum())(x).block_until_ready()
+    else:
+        time.sleep(60)
+
+
+def scenario_wait() -> None:
+    hosts = start(DistributedConfig(timeout_s=60))
+    print(f"pid {os.getpid()}", flush=True)
+    hosts.barrier("both")
+    time.sleep(60)
+
+
+if __name__ == "__main__":
+    scenario, *values = sys.argv[1:]
+    run_main(lambda: globals()[f"scenario_{scenario}"](*values))

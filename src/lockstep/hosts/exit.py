@@ -4,15 +4,13 @@ Without this, a process that raises waits in JAX's own exit barrier for peers th
 dies is only missed after ``heartbeat_timeout_s``. Measured on 2 processes: see tests/multiprocess/test_hosts.py.
 """
 
-import contextlib
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
 from lockstep.errors import ConfigError, HostError, PromptError
-from lockstep.hosts.peers import GRACE_S, LEFT, end_process, tell_peers
+from lockstep.hosts.peers import end_process, say_goodbye
 from lockstep.hosts.start import current, shutdown
 
 INTERRUPTED_EXIT_CODE = 130
@@ -73,10 +71,5 @@ def leave(code: int, reason: str) -> NoReturn:
         sys.exit(code)
     if client.count == 1:
         sys.exit(code)
-    with contextlib.suppress(HostError, TimeoutError):
-        tell_peers(client, reason)
-        client.set(f"{LEFT}/{client.index}", b"")
-        deadline = time.monotonic() + GRACE_S + 1.0
-        while client.index == 0 and len(client.get_dir(LEFT)) < client.count and time.monotonic() < deadline:
-            time.sleep(0.02)
+    say_goodbye(client, reason)
     end_process(code)

@@ -6,6 +6,8 @@ import json
 import os
 import sys
 import threading
+import time
+from collections.abc import Callable
 from typing import NoReturn
 
 from lockstep.errors import HostError
@@ -21,36 +23,53 @@ PEER_FAILED_EXIT_CODE = 85
 """Exit code of a process that ends because another one failed."""
 
 
-def tell_peers(client: Client, reason: str) -> None:
-    """Let every process of the job know that this one fails, and why."""
-    client.set(f"{FAILED}/{client.index}", json.dumps(reason[:2000]).encode())
+def say_goodbye(client: Client, reason: str) -> None:
+    """Let every process of the job know that this one fails, and why, just before it ends.
+
+    The leader, whose end is the end of the coordination service, first gives the others time to end on their own:
+    returns when they have, or a second after ``GRACE_S``.
+
+    Args:
+        client: the coordination service.
+        reason: what the others print.
+    """
+    with contextlib.suppress(HostError, TimeoutError):
+        client.set(f"{FAILED}/{client.index}", json.dumps(reason[:2000]).encode())
+        client.set(f"{LEFT}/{client.index}", b"")
+        deadline = time.monotonic() + GRACE_S + 1.0
+        while client.index == 0 and len(client.get_dir(LEFT)) < client.count and time.monotonic() < deadline:
+            time.sleep(0.02)
 
 
-def watch_peers(client: Client) -> threading.Thread:
-    """Start a thread that ends this process soon after another one has said that it fails."""
-    stop = threading.Event()
-    thread = threading.Thread(target=_watch, args=(client, stop), name="lockstep-peers", daemon=True)
+def watch_peers(client: Client) -> Callable[[], None]:
+    """Start a thread that ends this process soon after another one has said that it fails.
+
+    Returns:
+        A function that stops watching; it is also called when Python exits.
+    """
+    stopping = threading.Event()
+    thread = threading.Thread(target=_watch, args=(client, stopping), name="lockstep-peers", daemon=True)
     thread.start()
 
-    @atexit.register
-    def _() -> None:
+    def stop() -> None:
         # A thread inside a call of the service while the interpreter goes down would abort the process.
-        stop.set()
+        stopping.set()
         thread.join(POLL_S)
 
-    return thread
+    atexit.register(stop)
+    return stop
 
 
-def _watch(client: Client, stop: threading.Event) -> None:
+def _watch(client: Client, stopping: threading.Event) -> None:
     failed: dict[str, bytes] = {}
     while not failed:
-        if stop.wait(POLL_S):
+        if stopping.wait(POLL_S):
             return
         try:
             failed = client.get_dir(FAILED)
         except (HostError, TimeoutError):
             return  # the service has ended, and with it the job
-    if f"{FAILED}/{client.index}" in failed or stop.wait(GRACE_S):
+    if f"{FAILED}/{client.index}" in failed or stopping.wait(GRACE_S):
         return
     for key, reason in failed.items():
         text = f"process {client.index} ends because process {key.rpartition('/')[2]} failed: {json.loads(reason)}"

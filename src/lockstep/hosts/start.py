@@ -5,7 +5,7 @@ import dataclasses
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 
@@ -60,6 +60,7 @@ class DistributedConfig:
 
 
 _hosts: Hosts | None = None
+_stop_watching: Callable[[], None] | None = None  # None until start() has succeeded
 
 
 def start(config: DistributedConfig | None = None) -> Hosts:
@@ -79,20 +80,20 @@ def start(config: DistributedConfig | None = None) -> Hosts:
             address was given.
         HostTimeoutError: not every process connected within ``initialization_timeout_s``.
     """
-    global _hosts
-    config = config or DistributedConfig()
-    if _hosts is not None:
-        _hosts.timeout_s = config.timeout_s
-        _check_count(config, _hosts.count)
+    global _hosts, _stop_watching
+    if _hosts is not None and _stop_watching is not None:
+        _check_count(config or DistributedConfig(), _hosts.count)
+        _hosts.timeout_s = config.timeout_s if config else _hosts.timeout_s
         return _hosts
+    config = config or DistributedConfig()
     if not service_is_running():
         _initialize(config)
-    client = _client()
-    _check_count(config, client.count)
-    _hosts = Hosts(client, config.timeout_s)
-    if client.count > 1:
-        watch_peers(client)
-        _hosts.phase("starting devices")
+        _hosts = None  # what current() may have made for a process that was alone until now
+    _hosts = current()
+    _check_count(config, _hosts.count)
+    _hosts.timeout_s = config.timeout_s
+    client = _hosts.client
+    _hosts.phase("starting devices")
     print(
         f"lockstep: process {client.index} of {client.count} on {socket.gethostname()}: backend "
         f"{jax.default_backend()}, {jax.local_device_count()} of {jax.device_count()} devices are local",
@@ -100,6 +101,7 @@ def start(config: DistributedConfig | None = None) -> Hosts:
         flush=True,
     )
     _hosts.phase("started")
+    _stop_watching = watch_peers(client) if client.count > 1 else _nothing
     return _hosts
 
 
@@ -117,15 +119,22 @@ def shutdown() -> None:
     Raises:
         HostTimeoutError: not all processes came to their end in time.
     """
-    global _hosts
+    global _hosts, _stop_watching
     hosts, _hosts = _hosts, None
+    stop_watching, _stop_watching = _stop_watching, None
     if hosts is not None and hosts.count > 1:
         hosts.phase("leaving")
         hosts.barrier("shutdown")
         with contextlib.suppress(HostError, TimeoutError):
             hosts.client.delete("lockstep")
+    if stop_watching is not None:
+        stop_watching()
     if service_is_running():
         jax.distributed.shutdown()
+
+
+def _nothing() -> None:
+    """A process alone watches nobody."""
 
 
 def _client() -> Client:

@@ -5,12 +5,11 @@ import faulthandler
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TextIO
 
-from lockstep.errors import HostError
 from lockstep.hosts.heartbeat import heartbeats
-from lockstep.hosts.peers import end_process, tell_peers
+from lockstep.hosts.peers import end_process, say_goodbye
 from lockstep.hosts.session import Hosts
 
 WATCHDOG_EXIT_CODE = 86
@@ -74,17 +73,20 @@ class Watchdog:
         text = f"{what!r} on process {hosts.index} of {hosts.count} did not end within {self._timeout_s:g} s"
         stream = sys.__stderr__ or sys.stderr
         print(f"\nlockstep watchdog: {text}. Every process, as it was last heard of:", file=stream)
-        helper = threading.Thread(target=self._print_phases, args=(stream, text), daemon=True)
-        helper.start()
-        helper.join(REPORT_S)
+        self._with_help(self._print_phases, stream)
         print("lockstep watchdog: the stacks of this process:", file=stream, flush=True)
         with contextlib.suppress(Exception):
             faulthandler.dump_traceback(file=stream, all_threads=True)
         print(f"lockstep watchdog: ending with code {WATCHDOG_EXIT_CODE}", file=stream, flush=True)
+        self._with_help(say_goodbye, hosts.client, text)
 
-    def _print_phases(self, stream: TextIO, text: str) -> None:
+    def _with_help(self, function: Callable[..., None], *args: object) -> None:
+        """Call what needs the coordination service, which may be the very thing that hangs."""
+        helper = threading.Thread(target=function, args=args, daemon=True)
+        helper.start()
+        helper.join(REPORT_S)
+
+    def _print_phases(self, stream: TextIO) -> None:
         beats = heartbeats(self._hosts.client)
         for process in range(self._hosts.count):
             print(f"  process {process}: {beats.get(process, 'never heard of')}", file=stream, flush=True)
-        with contextlib.suppress(HostError, TimeoutError):
-            tell_peers(self._hosts.client, text)
