@@ -10,6 +10,7 @@ from typing import Any
 
 import draccus
 from draccus.choice_types import CHOICE_TYPE_KEY, ChoiceType
+from draccus.parsers import decoding
 from draccus.utils import DecodingError, ParsingError
 
 from lockstep.errors import ConfigError, LockstepError
@@ -196,7 +197,7 @@ def _dataclass_of(kind: Any, value: Mapping[str, Any], path: tuple[str, ...], wh
 def _suggest(given: str, known: typing.Iterable[str], noun: str) -> str:
     known = sorted(known)
     close = difflib.get_close_matches(given, known, n=1, cutoff=0.5)
-    listed = f"Known {noun}s here: {', '.join(known)}."
+    listed = f"Known {noun}s here: {', '.join(known) or 'none'}."
     return f"Did you mean {close[0]!r}? {listed}" if close else listed
 
 
@@ -211,6 +212,19 @@ def _reason(error: BaseException) -> str:
     while isinstance(innermost.__cause__, DecodingError):
         innermost = innermost.__cause__
     return str(innermost)
+
+
+def _decode_text(value: Any, path: Sequence[str]) -> str:
+    """Texts, and scalars that YAML reads as something else. draccus would make a text of a list or a mapping too, and a
+    field that may be a text or a list would never be a list.
+    """
+    if isinstance(value, str | int | float):
+        return str(value)
+    raise DecodingError(path, f"Expected a text, got {value!r}")
+
+
+draccus.decode.register(str, _decode_text)
+decoding.get_decoding_fn.cache_clear()
 
 
 def _type_name(kind: Any) -> str:

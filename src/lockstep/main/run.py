@@ -17,8 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from lockstep.callback import SampleCallback
-from lockstep.callback.config import InferenceEvalConfig
+from lockstep.callback import InferenceEvalConfig, SampleCallback
 from lockstep.errors import ConfigError, LockstepError, PeerError
 from lockstep.hosts import Hosts, digest, leader_only, start
 from lockstep.main.arguments import describe, parse_arguments
@@ -55,8 +54,8 @@ class RunConfig:
     """AdamW and its schedule."""
     tokenizer: str
     """Hugging Face tokenizer: a directory or a name."""
-    inference_eval: InferenceEvalConfig = dataclasses.field(default_factory=InferenceEvalConfig)
-    """Samples while training."""
+    inference_eval: InferenceEvalConfig = dataclasses.field(default_factory=lambda: InferenceEvalConfig(enabled=False))
+    """Samples while training; without this block there are none."""
     hf_save_path: str | None = None
     """Where to save the trained model as a Hugging Face checkpoint; a relative path is below the run directory; null:
     nowhere."""
@@ -152,12 +151,19 @@ def train(config: RunConfig, data: LoadsData, objective: LossFn, hosts: Hosts) -
         schedule = config.optimizer.schedule(config.trainer.num_train_steps)
         optimizer = config.optimizer.build(config.trainer.num_train_steps)
         trainer = Trainer(config.trainer, optimizer, objective, hosts, mesh=mesh, tracker=tracker, schedule=schedule)
-        if config.inference_eval.enabled:
-            trainer.add_hook(
-                SampleCallback(config.inference_eval, tokenizer, tracker=tracker, output_dir=run_dir, hosts=hosts)
-            )
         hosts.phase("making the model")
         model = _make_model(config, model_config, vocab_size, trainer, hosts)
+        if config.inference_eval.enabled:
+            samples = SampleCallback(
+                config.inference_eval,
+                tokenizer,
+                tracker=tracker,
+                output_dir=run_dir,
+                hosts=hosts,
+                dtype=config.trainer.precision.compute.name,
+            )
+            samples.check(model)
+            trainer.add_hook(samples)
         if hosts.is_leader:
             log.info("%s", _announce(config, model, rows, mesh, run_dir))
         hosts.phase("training")
@@ -184,13 +190,15 @@ def settled(hosts: Hosts, name: str) -> Iterator[None]:
         name: of the work.
 
     Raises:
-        PeerError: it failed somewhere; the same text on every host.
+        PeerError: it failed somewhere; the same text on every host. A single host raises its own error.
     """
     error: Exception | None = None
     try:
         yield
     except Exception as caught:
         error = caught
+    if error is not None and hosts.count == 1:
+        raise error
     hosts.settle(name, error)
 
 
