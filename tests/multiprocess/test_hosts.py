@@ -11,9 +11,7 @@ from harness import LAUNCHER, run_command, run_processes
 from host_bodies import check, run_all
 
 from lockstep.errors import HostTimeoutError, LaunchMismatchError
-from lockstep.hosts import Hosts, Watchdog, leader_only, run_main, start
-from lockstep.hosts.start import DistributedConfig
-from lockstep.hosts.watchdog import WATCHDOG_EXIT_CODE
+from lockstep.hosts import WATCHDOG_EXIT_CODE, DistributedConfig, Hosts, Watchdog, leader_only, run_main, start
 
 pytestmark = pytest.mark.multiprocess
 

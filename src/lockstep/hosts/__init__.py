@@ -4,10 +4,10 @@ from lockstep.hosts._client import Client as Client
 from lockstep.hosts._client import JaxClient as JaxClient
 from lockstep.hosts._client import MemoryClient as MemoryClient
 from lockstep.hosts.agree import digest as digest
+from lockstep.hosts.config import DistributedConfig as DistributedConfig
 from lockstep.hosts.exit import run_main as run_main
 from lockstep.hosts.leader import leader_only as leader_only
 from lockstep.hosts.session import Hosts as Hosts
-from lockstep.hosts.start import DistributedConfig as DistributedConfig
 from lockstep.hosts.start import current as current
 from lockstep.hosts.start import shutdown as shutdown
 from lockstep.hosts.start import start as start

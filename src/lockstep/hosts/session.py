@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from lockstep.errors import HostError
 from lockstep.hosts._client import Client
 from lockstep.hosts.agree import agree
-from lockstep.hosts.barrier import barrier
 from lockstep.hosts.broadcast import broadcast
 from lockstep.hosts.channel import Channel
 from lockstep.hosts.gather import gather
@@ -84,7 +83,7 @@ class Hosts:
         Raises:
             HostTimeoutError: not all came in time; names the missing ones and their last phase.
         """
-        barrier(self._channel, self._key(name), self.timeout_s)
+        self._channel.barrier(self._key(name), self.timeout_s)
 
     def broadcast(self, name: str, value: bytes | None) -> bytes:
         """Return on every process the leader's bytes, of any length; the others pass None. The leader does not wait.

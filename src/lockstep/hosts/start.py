@@ -1,63 +1,29 @@
 """Join the job: ``jax.distributed`` where there are several processes, and a check that all of them are there."""
 
 import contextlib
-import dataclasses
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator
 
 import jax
 
-from lockstep.errors import ConfigError, HostError, HostTimeoutError
+from lockstep.errors import ConfigError, HostTimeoutError
 from lockstep.hosts._client import Client, JaxClient, MemoryClient, backend_is_running, service_is_running
-from lockstep.hosts.peers import watch_peers
+from lockstep.hosts.config import (
+    COORDINATOR_ADDRESS,
+    NUM_PROCESSES,
+    PROCESS_ID,
+    DistributedConfig,
+    check_count,
+    integer,
+)
+from lockstep.hosts.peers import end_process, watch_peers
 from lockstep.hosts.session import Hosts
 
-COORDINATOR_ADDRESS = "LOCKSTEP_COORDINATOR_ADDRESS"
-NUM_PROCESSES = "LOCKSTEP_NUM_PROCESSES"
-PROCESS_ID = "LOCKSTEP_PROCESS_ID"
-REQUIRE_MULTIHOST = "REQUIRE_MULTIHOST"
-REQUIRE_PROCESS_COUNT = "REQUIRE_JAX_PROCESS_COUNT"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DistributedConfig:
-    """How this process finds the others, and how many there must be (``trainer.distributed`` in YAML).
-
-    Raises:
-        ConfigError: a value that cannot work.
-    """
-
-    require_multihost: bool = False
-    """Refuse to run as a single process. The environment variable REQUIRE_MULTIHOST=1 does the same."""
-    require_process_count: int | None = None
-    """Refuse to run with another number of processes; null accepts any. REQUIRE_JAX_PROCESS_COUNT=N does the same."""
-    timeout_s: float = 300.0
-    """Seconds that any wait for other processes may last."""
-    initialization_timeout_s: int = 300
-    """Seconds to wait at the start until every process has connected."""
-    heartbeat_timeout_s: int = 100
-    """Seconds after which a process that gives no sign of life is taken for dead, and the job ends."""
-    coordinator_address: str | None = None
-    """host:port of process 0; null reads LOCKSTEP_COORDINATOR_ADDRESS, then asks the cluster (TPU, Slurm, GKE, MPI)."""
-    num_processes: int | None = None
-    """Processes of the job; null reads LOCKSTEP_NUM_PROCESSES, then asks the cluster."""
-    process_id: int | None = None
-    """This process's number from 0; null reads LOCKSTEP_PROCESS_ID, then asks the cluster."""
-
-    def __post_init__(self) -> None:
-        for name in ("timeout_s", "initialization_timeout_s", "heartbeat_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(
-                    f"distributed.{name} is {getattr(self, name)}; it must be more than 0 seconds. Leave it out to get "
-                    "the default."
-                )
-        for name in ("require_process_count", "num_processes"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"distributed.{name} is {value}; it must be at least 1. Leave it out to accept any.")
-
+ABORT_MARGIN_S = 30
+"""Seconds by which JAX, which aborts without saying what to do, gives up connecting later than we do."""
 
 _hosts: Hosts | None = None
 _stop_watching: Callable[[], None] | None = None  # None until start() has succeeded
@@ -78,11 +44,12 @@ def start(config: DistributedConfig | None = None) -> Hosts:
     Raises:
         ConfigError: on every process: the number of processes is not the required one, or an incomplete or impossible
             address was given.
-        HostTimeoutError: not every process connected within ``initialization_timeout_s``.
+        HostTimeoutError: the coordinator refused. (When processes are missing for ``initialization_timeout_s``, the
+            process prints the same text and ends with code 1: JAX is waiting and cannot be interrupted.)
     """
     global _hosts, _stop_watching
     if _hosts is not None and _stop_watching is not None:
-        _check_count(config or DistributedConfig(), _hosts.count)
+        check_count(config or DistributedConfig(), _hosts.count)
         _hosts.timeout_s = config.timeout_s if config else _hosts.timeout_s
         return _hosts
     config = config or DistributedConfig()
@@ -90,10 +57,11 @@ def start(config: DistributedConfig | None = None) -> Hosts:
         _initialize(config)
         _hosts = None  # what current() may have made for a process that was alone until now
     _hosts = current()
-    _check_count(config, _hosts.count)
+    check_count(config, _hosts.count)
     _hosts.timeout_s = config.timeout_s
     client = _hosts.client
-    _hosts.phase("starting devices")
+    _stop_watching = watch_peers(client) if client.count > 1 else _nothing
+    _hosts.phase("starting devices")  # where processes wait for each other
     print(
         f"lockstep: process {client.index} of {client.count} on {socket.gethostname()}: backend "
         f"{jax.default_backend()}, {jax.local_device_count()} of {jax.device_count()} devices are local",
@@ -101,7 +69,6 @@ def start(config: DistributedConfig | None = None) -> Hosts:
         flush=True,
     )
     _hosts.phase("started")
-    _stop_watching = watch_peers(client) if client.count > 1 else _nothing
     return _hosts
 
 
@@ -125,8 +92,6 @@ def shutdown() -> None:
     if hosts is not None and hosts.count > 1:
         hosts.phase("leaving")
         hosts.barrier("shutdown")
-        with contextlib.suppress(HostError, TimeoutError):
-            hosts.client.delete("lockstep")
     if stop_watching is not None:
         stop_watching()
     if service_is_running():
@@ -151,8 +116,8 @@ def _client() -> Client:
 def _initialize(config: DistributedConfig) -> None:
     """Start ``jax.distributed`` from config, environment or cluster, or find that we are alone."""
     address = config.coordinator_address or os.environ.get(COORDINATOR_ADDRESS)
-    count = config.num_processes if config.num_processes is not None else _integer(os.environ, NUM_PROCESSES)
-    index = config.process_id if config.process_id is not None else _integer(os.environ, PROCESS_ID)
+    count = config.num_processes if config.num_processes is not None else integer(NUM_PROCESSES)
+    index = config.process_id if config.process_id is not None else integer(PROCESS_ID)
     given = {"coordinator_address": address, "num_processes": count, "process_id": index}
     missing = [name for name, value in given.items() if value is None]
     if len(missing) == 3:
@@ -170,7 +135,7 @@ def _initialize(config: DistributedConfig) -> None:
             f"distributed.process_id is {index}; with {count} processes it must be 0 to {count - 1}. Give every "
             "process a number of its own."
         )
-    _check_count(config, count)  # before a wait that would end in a time-out
+    check_count(config, count)  # before a wait that would end in a time-out
     if count == 1:
         return
     if backend_is_running():
@@ -185,7 +150,7 @@ def _initialize(config: DistributedConfig) -> None:
             count,
             index,
             cluster_detection_method="deactivate",
-            initialization_timeout=config.initialization_timeout_s,
+            initialization_timeout=config.initialization_timeout_s + ABORT_MARGIN_S,
             heartbeat_timeout_seconds=config.heartbeat_timeout_s,
         )
 
@@ -195,7 +160,7 @@ def _initialize_from_cluster(config: DistributedConfig) -> None:
     try:
         with _connecting(config, "the processes of this cluster job"):
             jax.distributed.initialize(
-                initialization_timeout=config.initialization_timeout_s,
+                initialization_timeout=config.initialization_timeout_s + ABORT_MARGIN_S,
                 heartbeat_timeout_seconds=config.heartbeat_timeout_s,
             )
     except ValueError as error:
@@ -206,50 +171,23 @@ def _initialize_from_cluster(config: DistributedConfig) -> None:
 
 @contextlib.contextmanager
 def _connecting(config: DistributedConfig, whom: str) -> Iterator[None]:
+    """Time-outs of the block with our text, while the service only knows how to abort the process."""
+    text = (
+        f"not all of {whom} connected within {config.initialization_timeout_s} s. Was the command started on every "
+        "worker (gcloud ... --worker=all, infra/launch.py), and can they reach the coordinator? Raise "
+        "distributed.initialization_timeout_s if they only start slowly."
+    )
+
+    def give_up() -> None:
+        print(f"error: {text}", file=sys.stderr)
+        end_process(1)
+
+    timer = threading.Timer(config.initialization_timeout_s, give_up)
+    timer.daemon = True
+    timer.start()
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        raise HostTimeoutError(
-            f"not all of {whom} connected within {config.initialization_timeout_s} s. Was the command started on every "
-            "worker (gcloud ... --worker=all, infra/launch.py), and can they reach the coordinator? Raise "
-            f"distributed.initialization_timeout_s if they only start slowly. JAX says: {error}"
-        ) from error
-
-
-def _check_count(config: DistributedConfig, count: int) -> None:
-    """The guardrails against a launch on only some of the workers."""
-    fix = (
-        "Start the command on every worker (gcloud ... --worker=all, infra/launch.py), or change the requirement if "
-        "this size is meant."
-    )
-    if count == 1 and (config.require_multihost or _flag(os.environ, REQUIRE_MULTIHOST)):
-        raise ConfigError(
-            "this job has 1 process, but distributed.require_multihost (or REQUIRE_MULTIHOST=1) requires at least 2. "
-            + fix
-        )
-    wanted = {
-        "distributed.require_process_count": config.require_process_count,
-        REQUIRE_PROCESS_COUNT: _integer(os.environ, REQUIRE_PROCESS_COUNT),
-    }
-    for name, required in wanted.items():
-        if required is not None and count != required:
-            raise ConfigError(f"this job has {count} process(es), but {name} requires {required}. {fix}")
-
-
-def _integer(environment: Mapping[str, str], name: str) -> int | None:
-    text = environment.get(name, "").strip()
-    if not text:
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigError(f"the variable {name} is {text!r}; it must be a whole number.") from None
-
-
-def _flag(environment: Mapping[str, str], name: str) -> bool:
-    text = environment.get(name, "").strip().lower()
-    if text in ("", "0", "false", "no"):
-        return False
-    if text in ("1", "true", "yes"):
-        return True
-    raise ConfigError(f"the variable {name} is {text!r}; use 1 to require it and 0 not to.")
+        raise HostTimeoutError(f"{text} JAX says: {error}") from error
+    finally:
+        timer.cancel()

@@ -1,0 +1,95 @@
+"""How a process finds the others of its job, and how many there must be."""
+
+import dataclasses
+import os
+
+from lockstep.errors import ConfigError
+
+COORDINATOR_ADDRESS = "LOCKSTEP_COORDINATOR_ADDRESS"
+NUM_PROCESSES = "LOCKSTEP_NUM_PROCESSES"
+PROCESS_ID = "LOCKSTEP_PROCESS_ID"
+REQUIRE_MULTIHOST = "REQUIRE_MULTIHOST"
+REQUIRE_PROCESS_COUNT = "REQUIRE_JAX_PROCESS_COUNT"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistributedConfig:
+    """How this process finds the others, and how many there must be (``trainer.distributed`` in YAML).
+
+    Raises:
+        ConfigError: a value that cannot work.
+    """
+
+    require_multihost: bool = False
+    """Refuse to run as a single process. The environment variable REQUIRE_MULTIHOST=1 does the same."""
+    require_process_count: int | None = None
+    """Refuse to run with another number of processes; null accepts any. REQUIRE_JAX_PROCESS_COUNT=N does the same."""
+    timeout_s: float = 300.0
+    """Seconds that any wait for other processes may last."""
+    initialization_timeout_s: int = 300
+    """Seconds to wait at the start until every process has connected."""
+    heartbeat_timeout_s: int = 100
+    """Seconds after which a process that gives no sign of life is taken for dead, and the job ends."""
+    coordinator_address: str | None = None
+    """host:port of process 0; null reads LOCKSTEP_COORDINATOR_ADDRESS, then asks the cluster (TPU, Slurm, GKE, MPI)."""
+    num_processes: int | None = None
+    """Processes of the job; null reads LOCKSTEP_NUM_PROCESSES, then asks the cluster."""
+    process_id: int | None = None
+    """This process's number from 0; null reads LOCKSTEP_PROCESS_ID, then asks the cluster."""
+
+    def __post_init__(self) -> None:
+        for name in ("timeout_s", "initialization_timeout_s", "heartbeat_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(
+                    f"distributed.{name} is {getattr(self, name)}; it must be more than 0 seconds. Leave it out to get "
+                    "the default."
+                )
+        for name in ("require_process_count", "num_processes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"distributed.{name} is {value}; it must be at least 1. Leave it out to accept any.")
+
+
+def check_count(config: DistributedConfig, count: int) -> None:
+    """The guardrails against a launch on only some of the workers.
+
+    Raises:
+        ConfigError: ``count`` processes are not what the config or the environment requires.
+    """
+    fix = (
+        "Start the command on every worker (gcloud ... --worker=all, infra/launch.py), or change the requirement if "
+        "this size is meant."
+    )
+    if count == 1 and (config.require_multihost or flag(REQUIRE_MULTIHOST)):
+        raise ConfigError(
+            "this job has 1 process, but distributed.require_multihost (or REQUIRE_MULTIHOST=1) requires at least 2. "
+            + fix
+        )
+    wanted = {
+        "distributed.require_process_count": config.require_process_count,
+        REQUIRE_PROCESS_COUNT: integer(REQUIRE_PROCESS_COUNT),
+    }
+    for name, required in wanted.items():
+        if required is not None and count != required:
+            raise ConfigError(f"this job has {count} process(es), but {name} requires {required}. {fix}")
+
+
+def integer(name: str) -> int | None:
+    """The whole number in an environment variable, None where it is unset or empty."""
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"the variable {name} is {text!r}; it must be a whole number.") from None
+
+
+def flag(name: str) -> bool:
+    """Whether an environment variable says yes."""
+    text = os.environ.get(name, "").strip().lower()
+    if text in ("", "0", "false", "no"):
+        return False
+    if text in ("1", "true", "yes"):
+        return True
+    raise ConfigError(f"the variable {name} is {text!r}; use 1 to require it and 0 not to.")

@@ -1,0 +1,44 @@
+"""The in-memory client keeps the promises of the interface."""
+
+import threading
+import time
+
+import pytest
+
+from lockstep.errors import HostError
+from lockstep.hosts import JaxClient, MemoryClient
+
+
+def test_directories_end_at_a_slash():
+    client, other = MemoryClient.hub(2)
+    for key in ("a", "a/b", "a/b/c", "ab", "a#1/b"):
+        client.set(key, key.encode())
+    assert other.get_dir("a") == other.get_dir("a/") == {"a/b": b"a/b", "a/b/c": b"a/b/c"}
+    other.delete("a")
+    assert sorted(client.get_dir("a")) == [] and client.get("ab", 0) == b"ab" and client.get("a#1/b", 0) == b"a#1/b"
+    other.delete("never was")
+
+
+def test_set_overwrites_and_get_waits():
+    client, other = MemoryClient.hub(2)
+    threading.Timer(0.05, lambda: other.set("late", b"1")).start()
+    assert client.get("late", 5.0) == b"1"
+    other.set("late", b"2")
+    assert client.get("late", 0) == b"2"
+    with pytest.raises(TimeoutError, match="'never' within 0.01 s"):
+        client.get("never", 0.01)
+
+
+def test_a_barrier_that_timed_out_is_broken_for_all():
+    client, other = MemoryClient.hub(2)
+    with pytest.raises(TimeoutError, match="1 of 2 arrived"):
+        client.barrier("x", 0.01)
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError):
+        other.barrier("x", 5.0)
+    assert time.monotonic() - begin < 1.0
+
+
+def test_no_service_no_client():
+    with pytest.raises(HostError, match=r"call lockstep.hosts.start\(\) first"):
+        JaxClient()

@@ -1,0 +1,74 @@
+"""How a single process ends: run_main and the watchdog, each in a process of its own."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.hosts import WATCHDOG_EXIT_CODE, Hosts, MemoryClient, Watchdog, run_main
+
+
+def fail(error: BaseException) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("main", "code", "shown", "stack"),
+    [
+        (lambda: None, 0, "", False),
+        (lambda: 3, 3, "", False),
+        (lambda: fail(ConfigError("page_size is 0")), 1, "error: page_size is 0\n", False),
+        (lambda: fail(OSError("disk")), 1, "OSError: disk\n", True),
+        (lambda: sys.exit(4), 4, "", False),
+        (lambda: sys.exit("what to do"), 1, "what to do\n", False),
+        (lambda: sys.exit(), 0, "", False),
+        (lambda: fail(KeyboardInterrupt()), 130, "", False),
+    ],
+)
+def test_run_main(capsys, main, code, shown, stack):
+    if code == 0:
+        run_main(main)
+    else:
+        with pytest.raises(SystemExit) as caught:
+            run_main(main)
+        assert caught.value.code == code
+    told = capsys.readouterr().err
+    assert told.endswith(shown) and ("Traceback" in told) == stack
+
+
+WATCHED = """
+import time
+from lockstep.hosts import Hosts, MemoryClient, Watchdog
+hosts = Hosts(MemoryClient.hub(2)[0])
+hosts.phase("decode 7")
+def slow_device_call():
+    time.sleep(30)
+with Watchdog(hosts, 0.3).watch("decode"):
+    slow_device_call()
+"""
+
+
+def test_watchdog_reports_and_ends():
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", WATCHED], env=env, capture_output=True, text=True)
+    assert done.returncode == WATCHDOG_EXIT_CODE
+    assert "'decode' on process 0 of 2 did not end within 0.3 s" in done.stderr
+    assert "process 0: last phase 'decode 7' 0 s ago" in done.stderr
+    assert "process 1: never heard of" in done.stderr
+    assert "in slow_device_call" in done.stderr
+
+
+def test_watchdog_leaves_quick_blocks_alone():
+    watchdog = Watchdog(Hosts(*MemoryClient.hub(1)), 0.05)
+    for _ in range(5):
+        with watchdog.watch("outer"), watchdog.watch("inner"):
+            time.sleep(0.02)
+        time.sleep(0.06)
+    begin = time.perf_counter()
+    for _ in range(1000):
+        with watchdog.watch("again"):
+            pass
+    assert (time.perf_counter() - begin) / 1000 < 1e-3

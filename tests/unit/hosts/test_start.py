@@ -1,0 +1,95 @@
+"""Configuration, guardrails and the plain single process."""
+
+import sys
+
+import draccus
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.hosts import DistributedConfig, Hosts, MemoryClient, current, start
+from lockstep.hosts.config import check_count
+
+
+@pytest.fixture(autouse=True)
+def no_job(monkeypatch):
+    """As in a process that has not started and was not launched."""
+    module = sys.modules[start.__module__]
+    monkeypatch.setattr(module, "_hosts", None)
+    monkeypatch.setattr(module, "_stop_watching", None)
+    for name in ("COORDINATOR_ADDRESS", "NUM_PROCESSES", "PROCESS_ID"):
+        monkeypatch.delenv(f"LOCKSTEP_{name}", raising=False)
+    for name in ("REQUIRE_MULTIHOST", "REQUIRE_JAX_PROCESS_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_plain_process_starts_alone(capsys):
+    early = current()
+    hosts = start(DistributedConfig(timeout_s=3.0))
+    assert (hosts.index, hosts.count, hosts.is_leader, hosts.timeout_s) == (0, 1, True, 3.0)
+    assert hosts is start() is current() and early.count == 1
+    assert start(DistributedConfig(timeout_s=4.0)).timeout_s == 4.0
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and line.startswith("lockstep: process 0 of 1 on ")
+
+
+@pytest.mark.parametrize(
+    ("config", "env", "text"),
+    [
+        ({"require_multihost": True}, {}, "this job has 1 process, but distributed.require_multihost"),
+        ({}, {"REQUIRE_MULTIHOST": "1"}, "REQUIRE_MULTIHOST=1\\) requires at least 2. Start the command on every"),
+        ({"require_process_count": 8}, {}, "has 1 process\\(es\\), but distributed.require_process_count requires 8"),
+        ({}, {"REQUIRE_JAX_PROCESS_COUNT": "2"}, "has 1 process\\(es\\), but REQUIRE_JAX_PROCESS_COUNT requires 2"),
+        ({}, {"REQUIRE_JAX_PROCESS_COUNT": "two"}, "REQUIRE_JAX_PROCESS_COUNT is 'two'; it must be a whole number"),
+        ({}, {"REQUIRE_MULTIHOST": "maybe"}, "REQUIRE_MULTIHOST is 'maybe'; use 1"),
+        ({"num_processes": 2}, {}, "distributed.coordinator_address and distributed.process_id is not set"),
+        ({"process_id": 0}, {"LOCKSTEP_NUM_PROCESSES": "2"}, "distributed.coordinator_address is not set"),
+        (
+            {"coordinator_address": "h:1", "num_processes": 2, "process_id": 2},
+            {},
+            "process_id is 2; with 2 processes it must be 0 to 1",
+        ),
+        (
+            {"coordinator_address": "h:1", "num_processes": 2, "process_id": 0, "require_process_count": 4},
+            {},
+            "this job has 2 process\\(es\\), but distributed.require_process_count requires 4",
+        ),
+    ],
+)
+def test_start_refuses(monkeypatch, config, env, text):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=text):
+        start(DistributedConfig(**config))
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"timeout_s": 0}, "distributed.timeout_s is 0; it must be more than 0 seconds"),
+        ({"initialization_timeout_s": -1}, "distributed.initialization_timeout_s is -1"),
+        ({"require_process_count": 0}, "distributed.require_process_count is 0; it must be at least 1"),
+        ({"num_processes": 0}, "distributed.num_processes is 0"),
+    ],
+)
+def test_config_refuses(config, text):
+    with pytest.raises(ConfigError, match=text):
+        DistributedConfig(**config)
+
+
+def test_required_counts_that_are_met(monkeypatch):
+    monkeypatch.setenv("REQUIRE_MULTIHOST", "1")
+    monkeypatch.setenv("REQUIRE_JAX_PROCESS_COUNT", "4")
+    check_count(DistributedConfig(require_process_count=4, require_multihost=True), 4)
+    monkeypatch.setenv("REQUIRE_MULTIHOST", "0")
+    monkeypatch.setenv("REQUIRE_JAX_PROCESS_COUNT", "")
+    check_count(DistributedConfig(), 1)
+
+
+def test_config_is_read_by_draccus():
+    fields = {"require_multihost": True, "require_process_count": 8, "timeout_s": 60}
+    config = draccus.decode(DistributedConfig, fields)
+    assert (config.require_multihost, config.require_process_count, config.timeout_s) == (True, 8, 60.0)
+
+
+def test_hosts_is_made_of_any_client():
+    assert [Hosts(client).is_leader for client in MemoryClient.hub(3)] == [True, False, False]
