@@ -6,7 +6,6 @@ a device program. That every host brings the same data is the caller's promise (
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
@@ -26,13 +25,13 @@ def place(host_array: np.ndarray, sharding: Sharding) -> jax.Array:
         sharding: where each part goes.
 
     Returns:
-        The global array. No collective, no launch; the extra host memory is the size of the local shards.
+        The global array. No collective, no launch; no host memory but that of local shards on the CPU backend.
 
     Raises:
         ConfigError: an axis cannot be divided as the sharding asks.
     """
     host_array = np.asarray(host_array)
-    return _from_callback(host_array.shape, host_array.dtype, sharding, lambda index: host_array[index])
+    return _place_shards(host_array.shape, sharding, lambda index: host_array[index])
 
 
 def place_tree(tree: PyTree, shardings: PyTree) -> PyTree:
@@ -104,17 +103,19 @@ def place_local(local_rows: np.ndarray, sharding: Sharding, n_rows: int) -> jax.
         start, stop = _bounds(index[0], n_rows)
         return local_rows[(slice(start - rows.start, stop - rows.start), *index[1:])]
 
-    return _from_callback((n_rows, *local_rows.shape[1:]), local_rows.dtype, sharding, read)
+    return _place_shards((n_rows, *local_rows.shape[1:]), sharding, read)
 
 
-def _from_callback(
-    shape: tuple[int, ...], dtype: Any, sharding: Sharding, read: Callable[[Index], np.ndarray]
-) -> jax.Array:
+def _place_shards(shape: tuple[int, ...], sharding: Sharding, read: Callable[[Index], np.ndarray]) -> jax.Array:
     _check_divisible(shape, sharding)
-    # A fresh copy per shard: the CPU backend may keep using the very buffer it is given.
-    return jax.make_array_from_callback(
-        shape, sharding, lambda index: np.array(read(index or ()), order="C"), dtype=dtype
-    )
+    # Without may_alias=False the CPU backend may keep using the very buffer it is given.
+    shards = [
+        jax.device_put(read(index or ()), device, may_alias=False)
+        for device, index in sharding.addressable_devices_indices_map(shape).items()
+    ]
+    # The transfers read the caller's memory, which is the caller's again when this returns.
+    jax.block_until_ready(shards)
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
 def _check_divisible(shape: tuple[int, ...], sharding: Sharding) -> None:

@@ -8,9 +8,18 @@ from lockstep.errors import ConfigError
 from lockstep.placement import host_rows, make_mesh, place, place_local, place_tree
 
 
+def aligned(values: np.ndarray) -> np.ndarray:
+    """A copy that starts at a multiple of 64 bytes: the CPU backend would use such a buffer as it is."""
+    buffer = np.empty(values.nbytes + 64, np.uint8)
+    start = -buffer.ctypes.data % 64
+    copy = buffer[start : start + values.nbytes].view(values.dtype).reshape(values.shape)
+    copy[:] = values
+    return copy
+
+
 def test_place_without_a_launch_and_without_an_alias() -> None:
     mesh = make_mesh()
-    values = np.arange(24, dtype=np.float32).reshape(4, 6)
+    values = aligned(np.arange(24, dtype=np.float32).reshape(4, 6))
     expected = values.copy()
     with jax.no_execution(True):
         sharded = place(values, NamedSharding(mesh, P(None, None)))
