@@ -29,6 +29,9 @@ LAST_LINES = 40
 POLL_S = 0.05
 """Seconds between two looks at which processes still run."""
 
+RAISED_S = 0.5
+"""Seconds after a process died of a signal in which another one may turn out to have raised: that is the cause."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, run the backend, and return its exit code."""
@@ -52,8 +55,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--prefix",
         choices=("auto", "always", "never"),
         default="auto",
-        help="put '[i] ' before each line. auto: on, but at a terminal process 0 keeps the terminal for itself, so "
-        "that its live output works; always: on for all; never: off for all",
+        help="put '[i] ' before each line. auto: yes, but at a terminal (and without --log_dir) process 0 writes to it "
+        "directly, so that its live output works; always: on for all; never: off for all",
     )
     local.add_argument("--log_dir", type=Path, help="also write the output of process i to <log_dir>/process-<i>.log")
     local.add_argument("--grace_s", type=float, default=10.0, help="seconds between asking to end and killing")
@@ -83,7 +86,7 @@ def run_local(options: argparse.Namespace) -> int:
     coordinator = f"127.0.0.1:{free_port()}"
     if options.log_dir:
         options.log_dir.mkdir(parents=True, exist_ok=True)
-    own_terminal = options.prefix == "never" or (options.prefix == "auto" and sys.stdout.isatty())
+    own_terminal = options.prefix == "auto" and sys.stdout.isatty() and not options.log_dir
     job = Job(options.grace_s)
     with job.signals():
         for index in range(options.processes):
@@ -175,6 +178,7 @@ class Job:
         self.received: list[int] = []  # signals to the launcher that are not yet passed on
         self.stopped_by: int | None = None  # the first of them
         self.failed: Child | None = None
+        self.first_failure: float | None = None
         self.deadline: float | None = None  # when what still runs is killed
 
     def signals(self) -> "SignalGuard":
@@ -212,10 +216,8 @@ class Job:
             self._pass_signals_on()
             self._read(POLL_S)
             codes = [child.process.poll() for child in self.children]
-            failed = [(code < 0, child) for code, child in zip(codes, self.children, strict=True) if code]
-            if failed and self.failed is None and self.stopped_by is None:
-                # A process that raised, rather than one that its coordination client aborted in consequence.
-                self._fail(min(failed, key=lambda pair: pair[0])[1])
+            if self.failed is None and self.stopped_by is None:
+                self._look_for_failure(last_look=None not in codes)
             if None not in codes:
                 break
             if self.deadline is not None and time.monotonic() > self.deadline:
@@ -225,6 +227,16 @@ class Job:
         for child in self.children:
             self._finish(child)
         return self._code()
+
+    def _look_for_failure(self, last_look: bool) -> None:
+        """Name the process that failed first; rather one that raised than one that was aborted in consequence."""
+        failed = [child for child in self.children if child.process.returncode]
+        raised = [child for child in failed if child.process.returncode > 0]
+        if failed and self.first_failure is None:
+            self.first_failure = time.monotonic()
+        if self.first_failure is not None:
+            if raised or last_look or time.monotonic() - self.first_failure > RAISED_S:
+                self._fail((raised or failed)[0])
 
     def _code(self) -> int:
         if self.stopped_by is not None:
@@ -273,14 +285,14 @@ class Job:
             time.sleep(timeout_s)
             return
         for key, _ in self.selector.select(timeout_s):
-            self._drain(key.data)
+            self._drain(key.data, reads=1)
 
-    def _drain(self, child: Child) -> None:
-        """Take what is in the pipe now; whole lines are shown, the rest waits."""
+    def _drain(self, child: Child, reads: int = 256) -> None:
+        """Take what is in the pipe now, but not for ever; whole lines are shown, the rest waits."""
         stream = child.process.stdout
-        if stream is None or stream.closed:
-            return
-        while True:
+        for _ in range(reads):
+            if stream is None or stream.closed:
+                return
             try:
                 data = os.read(stream.fileno(), 1 << 16)
             except BlockingIOError:
@@ -288,7 +300,6 @@ class Job:
             if not data:
                 self.selector.unregister(stream)
                 stream.close()
-                return
             *lines, child.rest = (child.rest + data).split(b"\n")
             for line in lines:
                 self._show(child, line)

@@ -1,0 +1,172 @@
+"""infra/launch.py, local backend: environment, output, and how a job ends. The commands are tiny Python programs."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+LAUNCHER = Path(__file__).resolve().parents[2] / "infra" / "launch.py"
+sys.path.insert(0, str(LAUNCHER.parent))
+import launch  # noqa: E402
+
+PRELUDE = "import os, signal, subprocess, sys, time; i = int(os.environ['LOCKSTEP_PROCESS_ID'])\n"
+
+
+def command(program: str, *options: str, processes: int = 2) -> list[str]:
+    options = ("--processes", str(processes), "--grace_s", "2", *options)
+    return [sys.executable, str(LAUNCHER), *options, "--", "python", "-u", "-c", PRELUDE + program]
+
+
+def run(program: str, *options: str, processes: int = 2, **kwargs) -> subprocess.CompletedProcess[str]:
+    arguments = command(program, *options, processes=processes)
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=30, **kwargs)
+
+
+def background(program: str, *options: str) -> tuple[subprocess.Popen[str], list[int]]:
+    """Started, and both processes have printed 'ready' and their pid."""
+    process = subprocess.Popen(command(program, *options), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    lines = sorted(process.stdout.readline().split() for _ in range(2))
+    assert [line[:2] for line in lines] == [["[0]", "ready"], ["[1]", "ready"]], lines
+    return process, [int(line[2]) for line in lines]
+
+
+def gone(pid: int) -> bool:
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_environment_of_a_process():
+    options = launch.parse(["--processes", "4", "--devices_per_process", "3", "--env", "A=b=c", "--", "x"])
+    base = {"XLA_FLAGS": "--xla_dump_to=/d --xla_force_host_platform_device_count=9", "PATH": "/bin", "HOME": "/h"}
+    env = launch.local_environment(base, options, "127.0.0.1:5", 2)
+    assert env["XLA_FLAGS"].split() == ["--xla_dump_to=/d", "--xla_force_host_platform_device_count=3"]
+    assert (env["LOCKSTEP_COORDINATOR_ADDRESS"], env["LOCKSTEP_NUM_PROCESSES"]) == ("127.0.0.1:5", "4")
+    assert (env["LOCKSTEP_PROCESS_ID"], env["JAX_PLATFORMS"], env["TPU_SKIP_MDS_QUERY"]) == ("2", "cpu", "1")
+    assert env["A"] == "b=c" and env["HOME"] == "/h" and "no_proxy" not in env
+    assert env["PATH"].split(os.pathsep) == [str(Path(sys.executable).parent), "/bin"]
+    proxied = launch.local_environment({"http_proxy": "p", "NO_PROXY": "corp"}, options, "127.0.0.1:5", 0)
+    assert proxied["no_proxy"] == proxied["NO_PROXY"] == "corp,127.0.0.1,localhost"
+
+
+def test_output_is_prefixed_and_whole():
+    done = run("print('hello'); sys.stderr.write('no end of line')")
+    assert done.returncode == 0 and done.stderr == ""
+    assert sorted(done.stdout.splitlines()) == sorted(f"[{i}] {t}" for i in (0, 1) for t in ("hello", "no end of line"))
+    assert run("print('hello')", "--prefix", "never").stdout == "hello\nhello\n"
+
+
+def test_programs_are_found_beside_the_interpreter():
+    beside = Path(sys.executable).parent / "ruff"
+    assert launch.resolve(["ruff", "check"]) == [str(beside), "check"]
+    assert launch.resolve(["python", "-V"]) == [sys.executable, "-V"]
+    done = subprocess.run([sys.executable, LAUNCHER, "--", "nosuchprogram"], capture_output=True, text=True)
+    assert done.returncode == 127
+    assert "no program 'nosuchprogram' beside" in done.stderr and "make setup" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "no command given: put it after '--'"),
+        (["--processes", "0", "--", "x"], "--processes is 0; it must be at least 1"),
+        (["--env", "A", "--", "x"], "--env A has no '='; write NAME=VALUE"),
+    ],
+)
+def test_wrong_options(capsys, arguments, text):
+    with pytest.raises(SystemExit):
+        launch.parse(arguments)
+    assert text in capsys.readouterr().err
+
+
+def test_one_fails_all_end(tmp_path):
+    program = "print('pid', os.getpid(), flush=True)\nif i == 1: time.sleep(.5); sys.exit('boom')\ntime.sleep(60)"
+    begin = time.monotonic()
+    done = run(program, "--log_dir", str(tmp_path / "logs"))
+    assert time.monotonic() - begin < 10
+    assert done.returncode == 1
+    said = done.stderr.splitlines()
+    assert said[0].startswith("launch: process 1 failed, exit code 1, after ")
+    assert said[1] == "launch: its last lines:" and said[2].startswith("[1] pid") and said[3] == "[1] boom"
+    assert said[4] == "launch: ending the other 1 process(es)"
+    assert said[-1].startswith("launch: failed: process 1, exit code 1")
+    assert (tmp_path / "logs" / "process-1.log").read_text().splitlines()[1] == "boom"
+    assert gone(int((tmp_path / "logs" / "process-0.log").read_text().split()[1]))
+
+
+def test_exit_codes_and_a_peer_that_does_not_want_to_end():
+    ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif i == 1: time.sleep(.3); "
+    assert run(ignore + "sys.exit(7)\ntime.sleep(60)").returncode == 7
+    assert run(ignore + "os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)").returncode == 137
+    # The one that raised is named, not the one that was aborted in consequence.
+    both = run("time.sleep(.5)\nif i == 0: os.abort()\nsys.exit(3)")
+    assert both.returncode == 3 and "launch: failed: process 1" in both.stderr
+
+
+def test_no_grandchild_survives():
+    done = run("child = subprocess.Popen(['sleep', '60']); print(child.pid); time.sleep(.3); sys.exit(i)")
+    assert done.returncode == 1
+    assert all(gone(int(line.split()[1])) for line in done.stdout.splitlines())
+
+
+def test_ctrl_c_is_passed_on_and_quiet():
+    process, pids = background("print('ready', os.getpid()); time.sleep(60)")
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert "launch: SIGINT, ending 2 process(es)" in output and "[1]" not in output
+    assert all(gone(pid) for pid in pids)
+
+
+def test_sigterm_gives_time_to_save():
+    save = "signal.signal(signal.SIGTERM, lambda *_: (print('saved'), sys.exit(0)))\n"
+    process, _ = background(save + "print('ready', os.getpid()); time.sleep(60)")
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=10)
+    assert process.returncode == 143 and "[0] saved" in output
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_ignores_ctrl_c_is_killed(again):
+    process, _ = background("signal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('ready', os.getpid()); time.sleep(60)")
+    begin = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    if again:
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+    process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert (time.monotonic() - begin < 1.8) == again  # at once, or after --grace_s
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends children of a killed parent on Linux only")
+def test_killing_the_launcher_ends_the_processes():
+    process, pids = background("print('ready', os.getpid()); time.sleep(60)")
+    process.kill()
+    process.communicate(timeout=10)
+    assert all(gone(pid) for pid in pids)
+
+
+def test_the_leader_keeps_the_terminal():
+    ours, theirs = pty.openpty()
+    arguments = command("print('tty' if sys.stdout.isatty() else 'pipe')")
+    process = subprocess.Popen(arguments, stdout=theirs, stderr=theirs)
+    assert process.wait(timeout=20) == 0
+    os.close(theirs)
+    assert sorted(os.read(ours, 4096).decode().split("\r\n")) == ["", "[1] pipe", "tty"]
+    os.close(ours)
+
+
+def test_a_flood_on_one_pipe_does_not_hide_the_other():
+    program = "if i == 1: time.sleep(.5); sys.exit(5)\nwhile True: print('x' * 1000)"
+    assert run(program).returncode == 5
