@@ -36,9 +36,7 @@ def decode_step_function(transformer: Transformer, sizes: ScheduleSizes):
                 return pool.at[first_page + page, position % sizes.page_size].set(kv[:, 0].astype(pool.dtype))
 
             x = transformer.embed(weights, token[:, None])
-            x, pool = transformer.layers(
-                weights.layers, x, pool, start=position, page_table=page_table, write=write
-            )
+            x, pool = transformer.layers(weights.layers, x, pool, start=position, page_table=page_table, write=write)
             sampled, logprob = sample(transformer.logits(weights, x[:, 0]), temperature, draw, position + 1, grid)
             tokens = tokens.at[:, index].set(jnp.where(active, sampled, -1))
             logprobs = logprobs.at[:, index].set(jnp.where(active, logprob, 0.0))

@@ -1,7 +1,8 @@
 """The engine: requests in, completions out, on a model that lies sharded over the devices of all hosts."""
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,16 +12,17 @@ from jax.sharding import Mesh
 
 from lockstep.engine.config import EngineConfig, tensor_size
 from lockstep.engine.decode import decode_arguments, decode_step_function
-from lockstep.engine.memory import check_layout, work_out_sizes
+from lockstep.engine.memory import work_out_sizes
 from lockstep.engine.prefill import prefill_arguments, prefill_function
 from lockstep.engine.program import Ledger, Program, compile_program
 from lockstep.engine.transformer import Transformer
 from lockstep.errors import ConfigError
+from lockstep.hosts import Hosts, current, digest
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
 from lockstep.placement.layout import DecodeGrid, decode_grid
 from lockstep.placement.place import place
 from lockstep.placement.relay import leaf_layouts, partition_specs, relay_program
-from lockstep.schedule import DecodePlan, PrefillPlan, Scheduler, ScheduleSizes
+from lockstep.schedule import DecodePlan, PrefillPlan, Scheduler, ScheduleSizes, check_capacity
 from lockstep.types import Completion, Request
 
 
@@ -56,6 +58,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig, mesh: Mesh, *, vocab_size: int | None = None) -> None:
         self.config = config
+        self.mesh = mesh
         self.grid: DecodeGrid = decode_grid(mesh, tensor_size(config.layout) or 1)
         self.vocab_size = vocab_size
         self.ledger = Ledger()
@@ -71,6 +74,33 @@ class Engine:
         """The compiled programs by name."""
         return self._built.programs() if self._built else {}
 
+    def check(self, model: Any, requests: Sequence[Request]) -> ScheduleSizes:
+        """Refuses what can never work, without compiling or launching anything.
+
+        Args:
+            model: what `lockstep.models.read_decoder` reads.
+            requests: at least one.
+
+        Returns:
+            The capacities that `prepare` would use.
+
+        Raises:
+            ConfigError: a capacity, layout or model that cannot work.
+            CapacityError: a request that can never fit.
+        """
+        if not requests:
+            raise ConfigError("there are 0 requests; the engine needs at least 1 to prepare for. Give it a prompt.")
+        config, _ = read_decoder(model)
+        ids = [request.prompt_id for request in requests]
+        if len(set(ids)) < len(ids):
+            raise ConfigError(
+                f"prompt_id {next(i for i in ids if ids.count(i) > 1)} is used by several requests; random draws depend "
+                "on it. Number the prompts differently."
+            )
+        sizes = work_out_sizes(self.config, config, self.grid, requests, self.sizes)
+        check_capacity(sizes, requests)
+        return sizes
+
     def prepare(self, model: Any, requests: Sequence[Request]) -> dict[str, str]:
         """Checks the requests and compiles what they need; launches nothing and talks to no other host.
 
@@ -85,29 +115,27 @@ class Engine:
             ConfigError: a capacity, layout or model that cannot work.
             CapacityError: a request that can never fit.
         """
-        if not requests:
-            raise ConfigError("there are 0 requests; the engine needs at least 1 to prepare for. Give it a prompt.")
         config, weights = read_decoder(model)
-        ids = [request.prompt_id for request in requests]
-        if len(set(ids)) < len(ids):
-            raise ConfigError(
-                f"prompt_id {next(i for i in ids if ids.count(i) > 1)} is used by several requests; random draws depend "
-                "on it. Number the prompts differently."
-            )
         before = self._built
-        sizes = work_out_sizes(self.config, config, self.grid, requests, before.sizes if before else None)
-        Scheduler(sizes, requests)  # refuses what can never fit
+        sizes = self.check(model, requests)
         signature = (config, jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), weights))
         if before is None or before.signature != signature or before.sizes != sizes:
             self._built = self._build(config, weights, sizes, signature)
         return {name: program.digest for name, program in self.programs.items()}
 
-    def run(self, model: Any, requests: Sequence[Request]) -> list[Completion]:
+    def run(
+        self,
+        model: Any,
+        requests: Sequence[Request],
+        *,
+        around_launch: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    ) -> list[Completion]:
         """Generates; every host must call it with the same arguments after the same `prepare`.
 
         Args:
             model: as given to `prepare`, or a later state of it.
             requests: as given to `prepare`.
+            around_launch: called with the program's name; its context surrounds a launch and the wait for its result.
 
         Returns:
             Completions in the order of the requests, then of their generations; the same on every host.
@@ -115,31 +143,64 @@ class Engine:
         built = self._built
         assert built is not None, "prepare() comes before run()"
         _, weights = read_decoder(model)
-        if built.relay is not None:
-            weights = built.relay(weights)
-        pool = built.new_cache()
+        with around_launch("relay"):
+            if built.relay is not None:
+                weights = built.relay(weights)
+            pool = built.new_cache()
         scheduler = Scheduler(built.sizes, requests)
         by_replica = self.grid.sharding(self.grid.replica_axes or None)
         while (plan := scheduler.next_plan()) is not None:
             if isinstance(plan, PrefillPlan):
-                pool = built.prefill(weights, pool, *(place(a, by_replica) for a in prefill_arguments(plan)))
-            else:
+                with around_launch("prefill"):
+                    pool = built.prefill(weights, pool, *(place(a, by_replica) for a in prefill_arguments(plan)))
+                continue
+            with around_launch("decode"):
                 pool, tokens, logprobs = built.decode(
                     weights,
                     pool,
                     place(np.asarray(plan.num_steps, np.int32), self.grid.sharding()),
                     *(place(a, by_replica) for a in decode_arguments(plan)),
                 )
-                scheduler.commit(plan, _fetch(tokens), _fetch(logprobs))
+                tokens, logprobs = _fetch(tokens), _fetch(logprobs)
+            scheduler.commit(plan, tokens, logprobs)
         pool.delete()
         return scheduler.completions()
 
-    def _build(
-        self, config: LlamaConfig, weights: DecoderWeights, sizes: ScheduleSizes, signature: Any
-    ) -> _Built:
+    def generate(self, model: Any, requests: Sequence[Request], *, hosts: Hosts | None = None) -> list[Completion]:
+        """Prepares, agrees with the other hosts, generates, and agrees on the result. Every host calls it alike.
+
+        Args:
+            model: what `lockstep.models.read_decoder` reads.
+            requests: may be none.
+            hosts: of the job; None: the current ones.
+
+        Returns:
+            Completions in the order of the requests, then of their generations; the same on every host.
+
+        Raises:
+            PeerError: on every host alike, when preparation failed on at least one.
+            DisagreementError: hosts were given different requests or compiled different programs.
+        """
+        if not requests:
+            return []
+        with (current() if hosts is None else hosts).scope("generate") as scope:
+            digests, error = {}, None
+            try:
+                digests = self.prepare(model, requests)
+            except Exception as failure:
+                error = failure
+            scope.settle("prepare", error)
+            scope.agree("programs", {"requests": digest(repr(requests)), **digests})
+            completions = self.run(model, requests)
+            scope.agree("tokens", {"tokens": digest(repr(completions)), "launches": str(self.ledger)})
+            scope.barrier("done")
+        return completions
+
+    def _build(self, config: LlamaConfig, weights: DecoderWeights, sizes: ScheduleSizes, signature: Any) -> _Built:
         grid = self.grid
-        check_layout(config, grid)
-        structs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), weights)
+        structs = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), weights
+        )
         layouts = leaf_layouts(structs, grid)
         dtype = jnp.dtype(self.config.dtype or weights.embed.dtype)
         gather = self.config.layout != "training"
@@ -161,11 +222,18 @@ class Engine:
             vocab_size=min(self.vocab_size or rows, rows),
         )
         pool = jax.ShapeDtypeStruct(
-            (grid.replicas * config.num_layers * sizes.pages, sizes.page_size, 2 * config.num_kv_heads, config.head_size),
+            (
+                grid.replicas * config.num_layers * sizes.pages,
+                sizes.page_size,
+                2 * config.num_kv_heads,
+                config.head_size,
+            ),
             dtype,
             sharding=grid.sharding(grid.replica_axes or None, None, grid.tensor_axes or None),
         )
-        new_cache = self._compile("new_cache", lambda: jnp.zeros(pool.shape, pool.dtype), [], out_shardings=pool.sharding)
+        new_cache = self._compile(
+            "new_cache", lambda: jnp.zeros(pool.shape, pool.dtype), [], out_shardings=pool.sharding
+        )
         specs = (partition_specs(layouts), pool.sharding.spec)
         by_replica = grid.sharding(grid.replica_axes or None)
         prefill_in = [_struct(a, by_replica) for a in prefill_arguments(PrefillPlan.empty(sizes))]

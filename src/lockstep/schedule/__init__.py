@@ -6,3 +6,4 @@ from lockstep.schedule.plan import DecodePlan as DecodePlan
 from lockstep.schedule.plan import PrefillPlan as PrefillPlan
 from lockstep.schedule.plan import ScheduleSizes as ScheduleSizes
 from lockstep.schedule.scheduler import Scheduler as Scheduler
+from lockstep.schedule.scheduler import check_capacity as check_capacity

@@ -29,7 +29,9 @@ class Scheduler:
     def __init__(self, sizes: ScheduleSizes, requests: Seq[Request]) -> None:
         check_capacity(sizes, requests)
         self.sizes = sizes
-        self._sequences = [Sequence(request=r, generation_id=g) for r in requests for g in range(r.params.n_generations)]
+        self._sequences = [
+            Sequence(request=r, generation_id=g) for r in requests for g in range(r.params.n_generations)
+        ]
         self._waiting = deque(self._sequences)
         self._replicas = [Replica(i, sizes) for i in range(sizes.replicas)]
 

@@ -1,0 +1,114 @@
+"""The ``inference_eval`` block of a training configuration."""
+
+import dataclasses
+from typing import Any, Literal
+
+from lockstep.engine import EngineConfig
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.report.metrics import load_metrics
+from lockstep.text import read_prompts
+from lockstep.types import SamplingParams
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InferenceEvalConfig:
+    """When to sample during training, what, and within which limits.
+
+    Raises:
+        ConfigError: a value that cannot work; names the field, the value, the limit and the fix.
+        PromptError: an inline list of prompts that is empty or holds an empty prompt.
+    """
+
+    enabled: bool = True
+    """Whether to sample at all."""
+    eval_every: int = 100
+    """Sample after every so many completed steps."""
+    at_start: bool = False
+    """Sample before the first step too."""
+    at_end: bool = True
+    """Sample after the last step too, whatever its number: honour the forced last call of the training loop."""
+    prompts: str | list[str | dict[str, Any]] = dataclasses.field(default_factory=list)
+    """A list of texts, ``{prompt, answer}`` or ``{messages, answer}``, or a .txt or .jsonl file (local or URL)."""
+    max_new_tokens: int = 64
+    """Tokens to sample per answer at most."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    stop_token_ids: list[int] | None = None
+    """Tokens that end an answer; null: the tokenizer's end-of-sequence and end-of-turn tokens."""
+    n_generations: int = 1
+    """Answers per prompt."""
+    seed: int = 0
+    """With prompt, generation and position, all that a random draw depends on."""
+    max_seq_len: int | None = None
+    """Tokens of prompt and answer together; a longer prompt is refused by name. Null: as long as the longest."""
+    max_seqs: int | None = None
+    """Sequences decoded at a time; more wait their turn. Null: worked out."""
+    page_size: int | None = None
+    """Tokens per page of the KV cache. Null: worked out."""
+    max_pages: int | None = None
+    """Pages of one replica's KV cache; what does not fit waits its turn. Null: worked out."""
+    max_prefill_size: int | None = None
+    """Prompt tokens that a replica prefills in one launch. Null: worked out."""
+    layout: str | dict[str, int] = "auto"
+    """auto | training | {tensor: N}: where the weights lie while decoding."""
+    allow_multihost: bool = True
+    """False refuses to sample in a job of several processes."""
+    timeout_s: float = 300.0
+    """Seconds that a wait for other hosts or a device call may last."""
+    on_error: Literal["skip", "raise"] = "skip"
+    """What a failed round does on every host alike: skip it and train on, or raise."""
+    metrics: list[str] = dataclasses.field(default_factory=list)
+    """``exact_match``, or ``module:function`` of (row, prompt) -> float."""
+    skip_samples_table: bool = False
+    """Log scalars only: no table in the tracker and none at the terminal."""
+
+    def __post_init__(self) -> None:
+        if self.eval_every < 1:
+            raise ConfigError(
+                f"inference_eval.eval_every is {self.eval_every}; it must be at least 1. Set enabled: false to switch "
+                "sampling off."
+            )
+        if self.timeout_s <= 0:
+            raise ConfigError(
+                f"inference_eval.timeout_s is {self.timeout_s}; it must be more than 0 seconds. The default is 300."
+            )
+        if self.on_error not in ("skip", "raise"):
+            raise ConfigError(f"inference_eval.on_error is {self.on_error!r}; it must be skip or raise.")
+        try:
+            self.sampling_params(())
+            self.engine_config(None)
+            load_metrics(self.metrics)
+            if self.enabled and not isinstance(self.prompts, str):
+                read_prompts(self.prompts)
+        except LockstepError as error:
+            raise type(error)(f"inference_eval: {error}") from None
+
+    def sampling_params(self, stop_ids: tuple[int, ...]) -> SamplingParams:
+        """How every prompt is sampled.
+
+        Args:
+            stop_ids: of the tokenizer, used where ``stop_token_ids`` is null.
+        """
+        return SamplingParams(
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            stop_token_ids=stop_ids if self.stop_token_ids is None else tuple(self.stop_token_ids),
+            seed=self.seed,
+            n_generations=self.n_generations,
+        )
+
+    def engine_config(self, dtype: str | None) -> EngineConfig:
+        """The engine's part of the block.
+
+        Args:
+            dtype: to decode in; None: the dtype of the parameters.
+        """
+        return EngineConfig(
+            max_seq_len=self.max_seq_len,
+            max_seqs=self.max_seqs,
+            page_size=self.page_size,
+            max_pages=self.max_pages,
+            max_prefill_size=self.max_prefill_size,
+            layout=self.layout,
+            dtype=dtype,
+        )

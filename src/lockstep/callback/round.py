@@ -1,0 +1,121 @@
+"""One round of sampling on all hosts, in the order that keeps a pod alive (docs/architecture.md, "Safety protocol")."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from lockstep.callback.questions import from_bytes, to_bytes
+from lockstep.engine import Engine
+from lockstep.errors import LockstepError
+from lockstep.hosts import Hosts, Watchdog, digest
+from lockstep.text import Prompt
+from lockstep.types import Completion, Request
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoundResult:
+    """What a round produced; the same on every host but for ``prompts``.
+
+    Args:
+        prompts: as the leader read them; None elsewhere.
+        completions: in the order of the prompts, then of the generations.
+        seconds: wall time of each phase.
+    """
+
+    prompts: list[Prompt] | None
+    completions: list[Completion]
+    seconds: Mapping[str, float]
+
+
+def run_round(
+    hosts: Hosts,
+    *,
+    facts: Mapping[str, str],
+    read: Callable[[], tuple[list[Prompt], list[Request]]],
+    engine: Callable[[], Engine],
+    model: Any,
+) -> RoundResult:
+    """Barrier, broadcast, agreement, generation, agreement, barrier: every host makes the same steps or none.
+
+    Args:
+        hosts: inside a scope of this round's own; its ``timeout_s`` bounds every wait and every device call.
+        facts: what every host must hold alike before anything else happens (step, configuration, tokenizer).
+        read: reads the prompts; called on the leader alone.
+        engine: the engine for the model; called on every host, launches nothing.
+        model: what `lockstep.models.read_decoder` reads.
+
+    Raises:
+        PeerError: a host-only phase failed on at least one host; the same on every host, nothing was launched.
+        DisagreementError: hosts differ; the same on every host.
+        HostTimeoutError: a host is missing.
+    """
+    watchdog = Watchdog(hosts, hosts.timeout_s)
+    clock = _Clock()
+
+    @contextlib.contextmanager
+    def watched(program: str) -> Iterator[None]:
+        hosts.phase(program)
+        with watchdog.watch(program):
+            yield
+
+    hosts.phase("waiting for all hosts to begin")
+    hosts.barrier("begin")
+    hosts.agree("facts", facts)
+    clock.lap("barrier")
+
+    prompts, payload = None, None
+    with _settled(hosts, "read prompts"):
+        if hosts.is_leader:
+            prompts, requests = read()
+            payload = to_bytes(requests)
+    requests = from_bytes(hosts.broadcast("prompts", payload))
+    clock.lap("prompts")
+
+    digests: dict[str, str] = {}
+    with _settled(hosts, "prepare"):
+        ready = engine()
+        digests = ready.prepare(model, requests)
+    hosts.agree("programs", {"prompts": digest(repr(requests)), **digests})
+    hosts.barrier("ready")
+    clock.lap("prepare")
+
+    completions: list[Completion] = []
+    with _settled(hosts, "generate"):
+        completions = ready.run(model, requests, around_launch=watched)
+    clock.lap("generate")
+
+    hosts.agree("tokens", {"tokens": digest(repr(completions)), "launches": str(ready.ledger)})
+    hosts.phase("training")
+    hosts.barrier("end")
+    clock.lap("barrier")
+    return RoundResult(prompts=prompts, completions=completions, seconds=clock.seconds)
+
+
+@contextlib.contextmanager
+def _settled(hosts: Hosts, name: str) -> Iterator[None]:
+    """A phase whose outcome is known to all hosts before any of them goes on: ok everywhere, or PeerError everywhere."""
+    hosts.phase(name)
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as failure:
+        error = failure
+    try:
+        hosts.settle(name, error)
+    except LockstepError as settled:
+        raise settled from error
+
+
+class _Clock:
+    """Wall time by phase; a phase that comes twice is added up."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
+        self._last = now

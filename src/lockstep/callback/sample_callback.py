@@ -1,0 +1,272 @@
+"""The hook: when to sample, what a failed round does, and what the leader makes of the answers."""
+
+import dataclasses
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from lockstep.callback.config import InferenceEvalConfig
+from lockstep.callback.questions import read_requests
+from lockstep.callback.round import RoundResult, run_round
+from lockstep.engine import Engine
+from lockstep.errors import ConfigError, DisagreementError, PeerError
+from lockstep.hosts import Hosts, current, digest, leader_only
+from lockstep.models import read_decoder
+from lockstep.report.jsonl import append_jsonl
+from lockstep.report.metrics import load_metrics, measure, metric_means
+from lockstep.report.rows import Row
+from lockstep.report.table import print_table
+from lockstep.report.trackers import NoopTracker, Tracker
+from lockstep.text import Prompt, check_vocab, decode
+from lockstep.types import Completion
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+
+class SampleCallback:
+    """Samples from the model inside a training loop, on all hosts in lockstep; training goes on untouched.
+
+    Call it on every host with anything that has ``step`` and ``model``: it decides from the number of completed steps
+    alone whether a round is due, so every host decides alike. The number is ``info.next_step`` where there is one
+    (Levanter and lockstep count ``step`` from 0), else ``info.step``.
+
+    Args:
+        config: when, what, and within which limits.
+        tokenizer: a Hugging Face tokenizer.
+        tracker: used by the leader alone; None for none.
+        name: prefix of the table and of the metrics; two callbacks in one run need two names.
+        output_dir: where the leader appends ``samples.jsonl``; None for no file.
+        hosts: of the job; None: the current ones.
+        dtype: floating dtype to decode in, the trainer's compute dtype; None: the dtype of the parameters.
+
+    Raises:
+        ConfigError: sampling in several processes is not allowed by ``config``.
+    """
+
+    def __init__(
+        self,
+        config: InferenceEvalConfig,
+        tokenizer: "PreTrainedTokenizerBase",
+        *,
+        tracker: Tracker | None = None,
+        name: str = "inference_eval",
+        output_dir: str | os.PathLike[str] | None = None,
+        hosts: Hosts | None = None,
+        dtype: str | None = None,
+    ) -> None:
+        self.config = config
+        self.name = name
+        self.rounds = 0
+        """Rounds that produced samples."""
+        self.skipped_rounds = 0
+        """Rounds that failed and were skipped on every host."""
+        self.report_errors = 0
+        """Reports that failed on the leader, wholly or in part."""
+        self._tokenizer = tokenizer
+        self._tracker = NoopTracker() if tracker is None else tracker
+        self._samples_path = None if output_dir is None else Path(output_dir) / "samples.jsonl"
+        self._hosts = current() if hosts is None else hosts
+        self._dtype = dtype
+        self._metrics = load_metrics(config.metrics)
+        self._engine: Engine | None = None
+        self._last_step: int | None = None
+        vocab = tokenizer.get_vocab()
+        self._vocab_size = max(vocab.values()) + 1
+        self._facts = {
+            "configuration": digest(json.dumps(dataclasses.asdict(config), sort_keys=True)),
+            "tokenizer": digest(json.dumps(vocab, sort_keys=True)),
+        }
+        if config.enabled and not config.allow_multihost and self._hosts.count > 1:
+            raise ConfigError(
+                f"inference_eval.allow_multihost is false and this job has {self._hosts.count} processes. Set it to true "
+                "to sample on all hosts in lockstep, or set inference_eval.enabled to false."
+            )
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine, or None before the first round."""
+        return self._engine
+
+    def __call__(self, info: Any, force: bool = False) -> None:
+        """See `on_step`."""
+        self.on_step(info, force=force)
+
+    def on_step(self, info: Any, force: bool = False) -> None:
+        """Runs a round if one is due after ``info``'s step. Every host calls it alike.
+
+        Args:
+            info: has ``model``, and ``next_step`` or ``step``. The model is not kept.
+            force: the loop's last call: run unless this step had its round already.
+
+        Raises:
+            PeerError, DisagreementError: the round failed and ``on_error`` is raise; the same on every host.
+            HostTimeoutError: a host is missing.
+        """
+        step = int(getattr(info, "next_step", info.step))
+        if self._due(step, force):
+            self._last_step = step
+            self._round(step, info.model)
+
+    def check(self, model: Any) -> None:
+        """Finds out now, alike on every host, what would make a round fail: prompts, sizes, model, configuration.
+
+        Launches nothing. Training scripts call it before the first step, so that a mistake ends the run there and not
+        in the hundredth step.
+
+        Args:
+            model: what the rounds will get.
+
+        Raises:
+            PeerError: something failed on at least one host; the same text on every host.
+            DisagreementError: hosts hold different configurations or tokenizers.
+        """
+        if not self.config.enabled:
+            return
+        with self._hosts.scope(f"{self.name}/check", self.config.timeout_s) as hosts:
+            hosts.agree("facts", self._facts)
+            error: Exception | None = None
+            try:
+                engine = self._engine_for(model)
+                if hosts.is_leader:
+                    _, requests = read_requests(self.config, self._tokenizer)
+                    engine.check(model, requests)
+            except Exception as failure:
+                error = failure
+            hosts.settle("check", error)
+            hosts.barrier("end")
+
+    def _due(self, step: int, force: bool) -> bool:
+        config = self.config
+        if not config.enabled or step == self._last_step:
+            return False
+        if step == 0:
+            return config.at_start
+        return step % config.eval_every == 0 or (force and config.at_end)
+
+    def _round(self, step: int, model: Any) -> None:
+        try:
+            with self._hosts.scope(self.name, self.config.timeout_s) as hosts:
+                result = run_round(
+                    hosts,
+                    facts={"step": str(step), **self._facts},
+                    read=lambda: read_requests(self.config, self._tokenizer),
+                    engine=lambda: self._engine_for(model),
+                    model=model,
+                )
+        except (PeerError, DisagreementError) as error:
+            self.skipped_rounds += 1
+            if self.config.on_error == "raise":
+                raise
+            if self._hosts.is_leader:
+                log.error("%s: the round after step %d is skipped on every host: %s", self.name, step, error)
+            return
+        self.rounds += 1
+        if self._hosts.is_leader:
+            assert result.prompts is not None
+            self._report(step, result.prompts, result)
+
+    def _engine_for(self, model: Any) -> Engine:
+        """The engine on the mesh that the model lies on; made once, and again only when the mesh changes."""
+        _, weights = read_decoder(model)
+        check_vocab(self._tokenizer, weights.embed.shape[0])
+        mesh = mesh_of(weights.embed)
+        if self._engine is None or self._engine.mesh != mesh:
+            self._engine = Engine(self.config.engine_config(self._dtype), mesh, vocab_size=self._vocab_size)
+        return self._engine
+
+    def _report(self, step: int, prompts: list[Prompt], result: RoundResult) -> None:
+        """The leader's own work: whatever fails here is reported and counted, and training goes on."""
+        start = time.perf_counter()
+        rows: list[Row] = []
+
+        def make_rows() -> None:
+            by_id = {prompt.id: prompt for prompt in prompts}
+            for completion in result.completions:
+                prompt = by_id[completion.prompt_id]
+                rows.append(self._row(step, prompt, completion))
+            for index, row in enumerate(rows):
+                rows[index] = measure(self._metrics, row, by_id[row.prompt_id])
+
+        def write_file() -> None:
+            if self._samples_path is not None:
+                append_jsonl(self._samples_path, [row.to_dict() for row in rows])
+
+        def show() -> None:
+            if not self.config.skip_samples_table:
+                print_table(rows, title=f"{self.name}: what the model says after {step} steps")
+                sys.stdout.flush()
+
+        def track() -> None:
+            if not self.config.skip_samples_table:
+                self._tracker.log_rows(f"{self.name}/samples", rows, step=step)
+            scalars = self._scalars(rows, result, time.perf_counter() - start)
+            self._tracker.log({f"{self.name}/{key}": value for key, value in scalars.items()}, step=step)
+
+        for what in (make_rows, write_file, show, track):
+            try:
+                with leader_only():
+                    what()
+            except Exception as error:
+                self.report_errors += 1
+                log.error(
+                    "%s: %s after step %d failed on the leader; training goes on: %s: %s",
+                    self.name,
+                    what.__name__.replace("_", " "),
+                    step,
+                    type(error).__name__,
+                    error,
+                )
+
+    def _row(self, step: int, prompt: Prompt, completion: Completion) -> Row:
+        return Row(
+            step=step,
+            prompt_id=completion.prompt_id,
+            generation_id=completion.generation_id,
+            prompt=prompt.shown,
+            generated_text=decode(self._tokenizer, completion.tokens),
+            num_tokens=len(completion.tokens),
+            finish_reason=str(completion.finish_reason),
+            mean_logprob=float(np.mean(completion.logprobs)),
+        )
+
+    def _scalars(self, rows: list[Row], result: RoundResult, report_s: float) -> dict[str, float]:
+        tokens = sum(row.num_tokens for row in rows)
+        return {
+            "num_prompts": len({row.prompt_id for row in rows}),
+            "num_completions": len(rows),
+            "generated_tokens": tokens,
+            "tokens_per_second": tokens / result.seconds["generate"],
+            "skipped_rounds": self.skipped_rounds,
+            "report_errors": self.report_errors,
+            **{f"time/{phase}_s": seconds for phase, seconds in result.seconds.items()},
+            "time/report_s": report_s,
+            **metric_means(rows),
+        }
+
+
+def mesh_of(array: jax.Array) -> Mesh:
+    """The mesh that a weight lies on; a mesh of one device for an array that was never sharded.
+
+    Raises:
+        ConfigError: the array lies on several devices without a mesh.
+    """
+    if isinstance(array.sharding, NamedSharding) and isinstance(array.sharding.mesh, Mesh):
+        return array.sharding.mesh
+    if len(array.sharding.device_set) == 1:
+        (device,) = array.sharding.device_set
+        return Mesh(np.array([device]), ("device",), axis_types=(AxisType.Auto,))
+    raise ConfigError(
+        f"the model lies on {len(array.sharding.device_set)} devices as {array.sharding}; sampling needs to know their "
+        "mesh. Shard the model with a jax.sharding.NamedSharding."
+    )
