@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SEED = 20
-TRAIN_ROWS = 12_000
+TRAIN_NUMBERS = 3_000  # sums are the harder kind: all that are not held out are trained on
 HELD_OUT_ROWS = 32
 VOCAB_SIZE = 320
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<|user|>", "<|assistant|>")
@@ -58,7 +58,9 @@ def split() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     kinds = [[pair for pair in pairs if word in pair[0]] for word in ("words", "plus")]
     held_out = [pair for both in zip(*(kind[: HELD_OUT_ROWS // 2] for kind in kinds), strict=True) for pair in both]
     hidden = {_numbers(question) for question, _ in held_out}
-    train = [(question, answer) for question, answer in pairs if _numbers(question) not in hidden][:TRAIN_ROWS]
+    numbers, sums = ([pair for pair in kind if _numbers(pair[0]) not in hidden] for kind in kinds)
+    train = numbers[:TRAIN_NUMBERS] + sums
+    draw.shuffle(train)
     return (
         [{"prompt": question, "completion": " " + answer} for question, answer in train],
         [{"prompt": question, "answer": answer} for question, answer in held_out],

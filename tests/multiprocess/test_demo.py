@@ -1,0 +1,66 @@
+"""The demo as `make demo` runs it: noise at first, right answers to questions never trained on in the end."""
+
+import json
+from pathlib import Path
+
+import pytest
+from harness import run_command
+
+from lockstep.report import COLUMNS, read_jsonl
+
+ROOT = Path(__file__).parents[2]
+PROMPTS = 32
+
+
+def mean(values):
+    values = list(values)
+    return sum(values) / len(values)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_the_demo_learns_and_leaves_everything_it_promises(tmp_path):
+    run = run_command(
+        ["lockstep", "train-lm", "--config_path", "config/demo.yaml"]
+        + ["--trainer.log_dir", str(tmp_path), "--trainer.run_id", "demo"],
+        timeout_s=1800,
+        cwd=ROOT,
+    )
+    assert run.code == 0, run.output
+    run_dir = tmp_path / "demo"
+
+    rows = read_jsonl(run_dir / "samples.jsonl")
+    steps = sorted({row["step"] for row in rows})
+    assert steps[0] == 0
+    assert len(steps) >= 8
+    for step in steps:
+        assert [row["prompt_id"] for row in rows if row["step"] == step] == list(range(PROMPTS))
+    for row in rows:
+        assert list(row) == [*COLUMNS, "exact_match"]
+        assert row["num_tokens"] >= 1
+        assert row["mean_logprob"] <= 0
+        assert row["finish_reason"] in ("stop", "length")
+    curve = {step: mean(row["exact_match"] for row in rows if row["step"] == step) for step in steps}
+    print(curve)
+    assert curve[steps[0]] < 0.1
+    assert curve[steps[-1]] > 0.8
+    assert all(row["finish_reason"] == "stop" for row in rows if row["step"] == steps[-1])
+
+    metrics = read_jsonl(run_dir / "metrics.jsonl")
+    logged = {record["step"]: record["inference_eval/exact_match"] for record in metrics if "train/loss" not in record}
+    assert logged == curve
+    losses = [record["train/loss"] for record in metrics if "train/loss" in record]
+    assert len(losses) == steps[-1]
+    assert mean(losses[-20:]) < 0.1 * mean(losses[:20])
+
+    tables = list(run_dir.glob("wandb/offline-run-*/files/media/table/inference_eval/samples_*.table.json"))
+    contents = sorted((json.loads(path.read_text()) for path in tables), key=lambda table: len(table["data"]))
+    assert [len(table["data"]) for table in contents] == [PROMPTS * (index + 1) for index in range(len(steps))]
+    assert contents[-1]["columns"] == [*COLUMNS, "exact_match"]
+    assert [dict(zip(contents[-1]["columns"], cells, strict=True)) for cells in contents[-1]["data"]] == rows
+
+    leader, other = run.logs
+    assert leader.count("generated text") == len(steps)
+    assert "generated text" not in other
+    for name in ("samples.jsonl", "metrics.jsonl", "offline-run-"):
+        assert name in leader[leader.rindex("done:") :], "the closing summary names what the run left"
