@@ -28,6 +28,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import unittest.mock
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,23 @@ def cache_environment() -> dict[str, str]:
     }
 
 
+def _cache_on_every_process() -> None:
+    """Have every process write the programs that it compiled, not process 0 alone.
+
+    The key of a CPU program of several processes differs between them, so that all but process 0 would compile anew in
+    every run, and process 0, which does not, would wait for them in its first collective (gloo gives up after 30 s).
+    """
+    from jax._src import compiler, distributed
+
+    write = compiler._cache_write
+
+    def write_anyway(*arguments: Any) -> None:
+        with unittest.mock.patch.object(distributed.global_state, "process_id", 0):
+            write(*arguments)
+
+    compiler._cache_write = write_anyway
+
+
 def _worker(file: str, name: str, directory: str, arguments: str) -> None:
     """One process: join the job, run the body between two barriers, leave its result as a file."""
 
@@ -176,6 +194,7 @@ def _worker(file: str, name: str, directory: str, arguments: str) -> None:
         spec.loader.exec_module(module)
         config = lockstep_hosts.DistributedConfig(timeout_s=HOST_TIMEOUT_S, initialization_timeout_s=60)
         hosts = lockstep_hosts.start(config)
+        _cache_on_every_process()
         hosts.barrier("test-start")
         result = getattr(module, name)(hosts, *json.loads(arguments))
         hosts.barrier("test-end")
