@@ -14,7 +14,7 @@ from pathlib import Path
 SEED = 20
 TRAIN_NUMBERS = 3_000  # sums are the harder kind: all that are not held out are trained on
 HELD_OUT_ROWS = 32
-VOCAB_SIZE = 320
+VOCAB_SIZE = 352
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
