@@ -57,7 +57,7 @@ def load_metric(name: str) -> Metric:
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ConfigError(f"metric {name!r}: module {module_name!r} has no function {function_name!r}. Check the name.")
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def load_metrics(names: Iterable[str]) -> dict[str, Metric]:
