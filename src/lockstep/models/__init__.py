@@ -10,6 +10,9 @@ from lockstep.models.config import (
     RotaryConfig,
     rotary_frequencies,
 )
+from lockstep.models.hf_config import config_from_hf, config_to_hf
+from lockstep.models.huggingface import load_config, load_hf, read_hf_config
+from lockstep.models.huggingface_save import save_hf
 from lockstep.models.llama import LlamaLMHeadModel
 from lockstep.models.reader import UnreadableModelError, read_decoder, register_reader
 from lockstep.models.weights import DecoderWeights, LayerWeights
@@ -26,7 +29,13 @@ __all__ = [
     "Qwen3Config",
     "RotaryConfig",
     "UnreadableModelError",
+    "config_from_hf",
+    "config_to_hf",
+    "load_config",
+    "load_hf",
     "read_decoder",
+    "read_hf_config",
     "register_reader",
     "rotary_frequencies",
+    "save_hf",
 ]

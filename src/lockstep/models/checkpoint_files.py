@@ -10,12 +10,15 @@ from typing import Any
 import fsspec
 import ml_dtypes  # noqa: F401  (teaches NumPy the bfloat16 that safetensors returns)
 import numpy as np
-from safetensors import safe_open
+import safetensors
 
 from lockstep.errors import ConfigError
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+
+# The library has no type hints.
+_open_file: Any = safetensors.safe_open
 
 
 class CheckpointFiles:
@@ -87,7 +90,7 @@ class CheckpointFiles:
     def _handle(self, file: str) -> Any:
         if file not in self._open:
             try:
-                self._open[file] = self._stack.enter_context(safe_open(self.directory / file, framework="numpy"))
+                self._open[file] = self._stack.enter_context(_open_file(self.directory / file, framework="numpy"))
             except Exception as error:
                 raise ConfigError(f"{self.directory / file} cannot be read as safetensors: {error}") from error
         return self._open[file]

@@ -55,6 +55,8 @@ def config_from_hf(hf: Mapping[str, Any], *, max_seq_len: int | None = None) -> 
     # The first Llama has no num_key_value_heads; Qwen3's class has a head_dim of its own. Both as in transformers.
     num_kv_heads = hf.get("num_key_value_heads") or num_heads
     head_dim = hf.get("head_dim") or (128 if cls is Qwen3Config else None)
+    if head_dim and head_dim * num_heads == _required(hf, "hidden_size"):
+        head_dim = None  # one spelling, so that equal models have equal configurations
     return cls(
         max_seq_len=max_seq_len,
         hidden_dim=_required(hf, "hidden_size"),
@@ -114,7 +116,6 @@ def config_to_hf(config: LlamaConfig, vocab_size: int) -> dict[str, Any]:
         # transformers 5 reads these two as well as its own rope_parameters; 4 and other programs read only these.
         "rope_theta": config.rope.theta,
         "rope_scaling": rope,
-        "attention_bias": config.qkv_bias,
         "attention_dropout": 0.0,
         "use_cache": True,
     }
@@ -122,9 +123,8 @@ def config_to_hf(config: LlamaConfig, vocab_size: int) -> dict[str, Any]:
         hf["sliding_window"] = None
     if architecture.startswith("Qwen"):
         hf["use_sliding_window"] = False
-    if architecture == "Qwen2ForCausalLM":
-        # Qwen2 always has the bias and knows no such key.
-        del hf["attention_bias"]
+    if architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM"):
+        hf["attention_bias"] = False
     return hf
 
 

@@ -19,6 +19,7 @@ from lockstep.models.config import LlamaConfig
 from lockstep.models.hf_config import config_from_hf
 from lockstep.models.hf_tensors import Parameter, parameters, skeleton
 from lockstep.models.llama import LlamaLMHeadModel
+from lockstep.placement import PARAMETER_AXES
 
 # Buffers that older versions of transformers stored; they follow from the configuration.
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq|.*\.masked_bias")
@@ -59,7 +60,7 @@ def load_config(path: str, *, max_seq_len: int | None = None) -> LlamaConfig:
 def load_hf(
     path: str,
     mesh: Mesh,
-    mapping: ResourceMapping,
+    mapping: ResourceMapping = PARAMETER_AXES,
     dtype: Any = jnp.float32,
     *,
     config: LlamaConfig | None = None,
@@ -184,5 +185,5 @@ def _check_tensors(files: CheckpointFiles, expected: Iterable[Parameter], *, tie
 
 
 def _nearest(name: str, candidates: Sequence[str]) -> str:
-    match = difflib.get_close_matches(name, candidates, n=1, cutoff=0.8)
+    match = difflib.get_close_matches(name, candidates, n=1, cutoff=0.95)
     return f" (there is {match[0]})" if match else ""

@@ -1,0 +1,154 @@
+import dataclasses
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import draccus
+import numpy as np
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.models import (
+    Llama3Scaling,
+    LlamaConfig,
+    MistralConfig,
+    ModelConfig,
+    Qwen2Config,
+    Qwen3Config,
+    RotaryConfig,
+    rotary_frequencies,
+)
+
+SMALL: dict[str, Any] = {
+    "max_seq_len": 64,
+    "hidden_dim": 32,
+    "intermediate_dim": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Script:
+    model: ModelConfig
+
+
+def parse(tmp_path: Path, yaml: str, *arguments: str) -> ModelConfig:
+    file = tmp_path / "config.yaml"
+    file.write_text(textwrap.dedent(yaml))
+    return draccus.parse(Script, config_path=str(file), args=list(arguments)).model
+
+
+@pytest.mark.parametrize(
+    ("name", "cls"),
+    [("llama", LlamaConfig), ("mistral", MistralConfig), ("qwen2", Qwen2Config), ("qwen3", Qwen3Config)],
+)
+def test_every_type_is_read_from_yaml(tmp_path: Path, name: str, cls: type[LlamaConfig]) -> None:
+    yaml = f"""
+        model:
+          type: {name}
+          max_seq_len: 512
+          hidden_dim: 64
+          intermediate_dim: 128
+          num_layers: 3
+          num_heads: 8
+          num_kv_heads: 4
+          head_dim: 16
+          layer_norm_epsilon: 1.0e-5
+          tie_word_embeddings: true
+          initializer_range: 0.01
+          gradient_checkpointing: false
+          rope:
+            theta: 500000.0
+            scaling:
+              factor: 32.0
+        """
+    config = parse(tmp_path, yaml, "--model.num_layers", "5")
+    assert config == cls(
+        max_seq_len=512,
+        hidden_dim=64,
+        intermediate_dim=128,
+        num_layers=5,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=16,
+        layer_norm_epsilon=1e-5,
+        tie_word_embeddings=True,
+        initializer_range=0.01,
+        gradient_checkpointing=False,
+        rope=RotaryConfig(theta=500000.0, scaling=Llama3Scaling(factor=32.0)),
+    )
+    assert type(config) is cls
+    assert (config.qkv_bias, config.qk_norm) == (name == "qwen2", name == "qwen3")
+
+
+def test_a_written_config_reads_back(tmp_path: Path) -> None:
+    config = Script(model=Qwen3Config(**SMALL, rope=RotaryConfig(scaling=Llama3Scaling())))
+    (tmp_path / "config.yaml").write_text(draccus.dump(config))
+    assert draccus.parse(Script, config_path=str(tmp_path / "config.yaml"), args=[]) == config
+
+
+def test_an_unknown_key_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(draccus.utils.DecodingError, match="hidden_size"):
+        parse(tmp_path, "model: {type: llama, hidden_size: 64}")
+
+
+def test_configs_are_hashable_and_frozen() -> None:
+    config = LlamaConfig(**SMALL)
+    assert hash(config) == hash(LlamaConfig(**SMALL))
+    assert config != MistralConfig(**SMALL)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.num_layers = 3  # type: ignore[misc]
+
+
+def test_head_size_follows_from_hidden_dim_unless_given() -> None:
+    assert LlamaConfig(**SMALL).head_size == 8
+    assert LlamaConfig(**SMALL, head_dim=24).head_size == 24
+    assert LlamaConfig(**SMALL).q_heads_per_group == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"num_heads": 6, "num_kv_heads": 4}, r"num_heads is 6 and num_kv_heads is 4; .*one of \[1, 2, 3, 6\]"),
+        ({"hidden_dim": 30}, r"hidden_dim is 30 and num_heads is 4; .*Set head_dim"),
+        ({"head_dim": 7}, r"head size is 7 \(head_dim\); .*even .*Set head_dim to an even number"),
+        ({"hidden_dim": 12}, r"head size is 3 \(hidden_dim // num_heads\)"),
+        ({"num_layers": 0}, r"num_layers is 0; it must be at least 1\. Set num_layers"),
+        ({"max_seq_len": -1}, r"max_seq_len is -1"),
+        ({"layer_norm_epsilon": 0.0}, r"layer_norm_epsilon is 0\.0 .*must be positive"),
+        ({"qkv_bias": True, "qk_norm": True}, r"qkv_bias and qk_norm are both true; .*Set one of them to false"),
+    ],
+)
+def test_values_that_cannot_work_are_refused(change: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        LlamaConfig(**{**SMALL, **change})
+
+
+def test_rotary_values_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"rope\.theta is 1\.0; .*greater than 1"):
+        RotaryConfig(theta=1.0)
+    with pytest.raises(ConfigError, match=r"rope\.scaling\.factor is 0\.5; it must be at least 1"):
+        Llama3Scaling(factor=0.5)
+    with pytest.raises(ConfigError, match=r"low_freq_factor is 4 and .*high_freq_factor is 1"):
+        Llama3Scaling(low_freq_factor=4, high_freq_factor=1)
+    with pytest.raises(ConfigError, match=r"original_max_position_embeddings is 0"):
+        Llama3Scaling(original_max_position_embeddings=0)
+
+
+def test_rotary_frequencies_fall_by_powers_of_theta() -> None:
+    frequencies = rotary_frequencies(LlamaConfig(**SMALL, rope=RotaryConfig(theta=16.0)))
+    assert frequencies.dtype == np.float32
+    np.testing.assert_allclose(frequencies, [1, 1 / 2, 1 / 4, 1 / 8], rtol=1e-6)
+
+
+def test_llama3_scaling_slows_long_waves_and_keeps_short_ones() -> None:
+    # Waves of 2 pi * 4**i tokens: 6.3, 25, 101, 402; the original context is 64, so the bands end at 16 and 64 tokens.
+    scaling = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+    base = rotary_frequencies(LlamaConfig(**SMALL, rope=RotaryConfig(theta=256.0)))
+    scaled = rotary_frequencies(LlamaConfig(**SMALL, rope=RotaryConfig(theta=256.0, scaling=scaling)))
+    assert scaled.dtype == np.float32
+    smooth = (64 / (2 * np.pi * 4) - 1) / 3
+    expected = [1, smooth + (1 - smooth) / 8, 1 / 8, 1 / 8]
+    np.testing.assert_allclose(scaled / base, expected, rtol=1e-6)

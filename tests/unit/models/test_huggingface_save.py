@@ -1,0 +1,113 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import transformers
+from safetensors.numpy import load_file
+
+from lockstep.errors import ConfigError, PeerError
+from lockstep.models import LlamaLMHeadModel, load_config, load_hf, read_hf_config, save_hf
+from lockstep.placement import PARAMETER_AXES, make_mesh
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+FAMILIES = ["llama3", "llama_tied", "mistral", "qwen2", "qwen3"]
+
+
+def load(path: Path, shape: str = "1,2,2", dtype: Any = jnp.float32) -> LlamaLMHeadModel:
+    return load_hf(str(path), make_mesh(shape, jax.devices()[:4]), PARAMETER_AXES, dtype)
+
+
+def same(one: LlamaLMHeadModel, other: LlamaLMHeadModel) -> bool:
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_survives_the_round_trip_exactly(family: str, tmp_path: Path) -> None:
+    model = load(GOLDEN / family, dtype=jnp.bfloat16)
+    save_hf(model, tmp_path / "out")
+    assert same(load(tmp_path / "out", "1,4,1", jnp.bfloat16), model)
+    assert load_config(str(tmp_path / "out")) == load_config(str(GOLDEN / family))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+    ours = load_file(tmp_path / "out" / "model.safetensors")
+    theirs = {n: t for file in (GOLDEN / family).glob("*.safetensors") for n, t in load_file(file).items()}
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype
+        np.testing.assert_array_equal(ours[name], tensor)
+
+
+def test_float32_weights_survive_in_several_files(tmp_path: Path) -> None:
+    model = jax.tree.map(lambda x: x * 1.1, load(GOLDEN / "qwen2"))
+    save_hf(model, tmp_path, max_shard_bytes=40_000)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    sizes = [sum(t.nbytes for t in load_file(tmp_path / file).values()) for file in files]
+    assert max(sizes) <= 40_000 and sum(sizes) == index["metadata"]["total_size"]
+    assert same(load(tmp_path), model)
+    assert read_hf_config(str(tmp_path))["torch_dtype"] == "float32"
+
+
+def test_dtype_casts(tmp_path: Path) -> None:
+    model = load(GOLDEN / "qwen3")
+    save_hf(model, tmp_path, dtype=jnp.bfloat16)
+    assert read_hf_config(str(tmp_path))["torch_dtype"] == "bfloat16"
+    assert same(load(tmp_path), model)
+
+
+def test_a_gather_compiles_once_per_parameter_not_per_layer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = load(GOLDEN / "llama_tied")
+    with jax.log_compiles(True):
+        save_hf(model, tmp_path)
+    compiled = [r for r in caplog.records if "Finished XLA compilation of jit(gather)" in r.getMessage()]
+    assert 0 < len(compiled) <= len(jax.tree.leaves(model))
+
+
+def test_the_tokenizer_and_its_special_tokens_are_saved(tmp_path: Path) -> None:
+    class Tokenizer:
+        bos_token_id, eos_token_id, pad_token_id = 5, 7, None
+
+        def save_pretrained(self, directory: str) -> None:
+            (Path(directory) / "tokenizer.json").write_text("{}")
+
+    save_hf(load(GOLDEN / "llama3"), tmp_path / "out", tokenizer=Tokenizer())
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (5, 7, None)
+
+
+def test_a_checkpoint_is_replaced_whole(tmp_path: Path) -> None:
+    save_hf(load(GOLDEN / "llama_tied"), tmp_path / "out", max_shard_bytes=40_000)
+    save_hf(load(GOLDEN / "llama3"), tmp_path / "out")
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+
+
+def test_what_is_not_a_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+    model = load(GOLDEN / "llama3")
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(PeerError, match=r"is not a checkpoint \(no config\.json\).*Choose another path"):
+        save_hf(model, tmp_path)
+    with pytest.raises(PeerError, match=r"thesis\.tex is a file"):
+        save_hf(model, tmp_path / "thesis.tex")
+    with pytest.raises(ConfigError, match=r"gs://bucket/out; it must be a local directory"):
+        save_hf(model, "gs://bucket/out")
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+def test_a_failure_leaves_the_old_checkpoint_and_nothing_else(tmp_path: Path) -> None:
+    class Broken:
+        def save_pretrained(self, directory: str) -> None:
+            raise OSError("no space left on device")
+
+    old = load(GOLDEN / "llama3")
+    save_hf(old, tmp_path / "out")
+    with pytest.raises(PeerError, match="no space left on device"):
+        save_hf(jax.tree.map(lambda x: x + 1, old), tmp_path / "out", tokenizer=Broken())
+    assert same(load(tmp_path / "out"), old)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]

@@ -1,0 +1,161 @@
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from lockstep.errors import ConfigError
+from lockstep.models import LlamaConfig, LlamaLMHeadModel, Qwen2Config, Qwen3Config
+from lockstep.models.hf_tensors import skeleton
+from lockstep.placement import COMPUTE_AXES, PARAMETER_AXES, make_mesh, place
+
+Vocab = hax.Axis("vocab", 32)
+SIZES: dict[str, Any] = {
+    "max_seq_len": 16,
+    "hidden_dim": 24,
+    "intermediate_dim": 40,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.3,
+}
+CONFIG = LlamaConfig(**SIZES)
+
+
+def mesh_of(shape: str) -> Mesh:
+    return make_mesh(shape, jax.devices()[:4])
+
+
+@functools.cache
+def build(config: LlamaConfig) -> LlamaLMHeadModel:
+    """As from `LlamaLMHeadModel.init`, but without the seconds that its random draws take to compile."""
+    draw = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(0.3 * draw.standard_normal(leaf.shape, np.float32)), skeleton(Vocab.size, config)
+    )
+
+
+def place_on(mesh: Mesh, model: LlamaLMHeadModel) -> LlamaLMHeadModel:
+    with jax.set_mesh(mesh):
+        return hax.shard(model, PARAMETER_AXES)
+
+
+def tokens(batch: int = 4, positions: int = 12) -> hax.NamedArray:
+    ids = np.random.default_rng(0).integers(0, Vocab.size, (batch, positions)).astype(np.int32)
+    return hax.named(ids, ("batch", "position"))
+
+
+def logits_of(model: LlamaLMHeadModel, ids: hax.NamedArray) -> np.ndarray:
+    return np.asarray(hax.named_jit(lambda m, i: m(i))(model, ids).array)
+
+
+def loss_of(model: LlamaLMHeadModel, ids: hax.NamedArray, mapping: Any = None) -> jax.Array:
+    with hax.axis_mapping(mapping or {}):
+        logits = model(ids).astype(jnp.float32)
+        targets = hax.nn.one_hot(hax.roll(ids, -1, "position"), Vocab)
+        return hax.nn.cross_entropy_loss(logits, Vocab, targets).scalar()
+
+
+def test_axes_and_dtype_of_the_logits() -> None:
+    logits = hax.named_jit(lambda m, i: m(i))(build(CONFIG), tokens())
+    assert [(a.name, a.size) for a in logits.axes] == [("batch", 4), ("position", 12), ("vocab", 32)]
+    assert logits.dtype == jnp.float32
+
+
+def test_computes_in_the_dtype_of_the_parameters() -> None:
+    model = build(CONFIG)
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model)
+    logits = hax.named_jit(lambda m, i: m(i))(half, tokens())
+    assert logits.dtype == jnp.bfloat16
+    full = logits_of(model, tokens())
+    assert np.abs(np.asarray(logits.array, np.float32) - full).max() < 0.1 * np.abs(full).max()
+
+
+@pytest.mark.parametrize("config", [CONFIG, Qwen2Config(**SIZES), Qwen3Config(**SIZES)], ids=lambda c: type(c).__name__)
+def test_a_token_changes_nothing_before_it(config: LlamaConfig) -> None:
+    model, ids = build(config), tokens()
+    other = np.array(ids.array)
+    other[:, 7] = (other[:, 7] + 1) % Vocab.size
+    changed = hax.named(other, ids.axes)
+    before, after = logits_of(model, ids), logits_of(model, changed)
+    np.testing.assert_array_equal(before[:, :7], after[:, :7])
+    assert np.abs(before[:, 7:] - after[:, 7:]).max(axis=-1).min() > 0
+
+
+def test_the_head_on_the_activations_is_the_logits() -> None:
+    for config in (CONFIG, dataclasses.replace(CONFIG, tie_word_embeddings=True)):
+        model = build(config)
+        assert (model.lm_head is None) == config.tie_word_embeddings
+        assert model.lm_head_array() is (model.embed if config.tie_word_embeddings else model.lm_head)
+        two_steps = hax.named_jit(lambda m, i: hax.dot(m.activations(i), m.lm_head_array(), axis="embed"))
+        np.testing.assert_array_equal(two_steps(model, tokens()).array, logits_of(model, tokens()))
+
+
+def test_more_positions_than_max_seq_len_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"the input has 17 positions; max_seq_len is 16\..*raise model\.max_seq_len"):
+        logits_of(build(CONFIG), tokens(positions=17))
+
+
+def test_init_draws_the_same_weights_on_any_mesh() -> None:
+    def init(key: jax.Array) -> LlamaLMHeadModel:
+        return LlamaLMHeadModel.init(Vocab, dataclasses.replace(CONFIG, num_layers=3), key=key)
+
+    one = hax.named_jit(init)(jax.random.key(0))
+    with jax.set_mesh(mesh_of("1,2,2")):
+        many = hax.named_jit(init, axis_resources=PARAMETER_AXES)(jax.random.key(0))
+    for ours, theirs in zip(jax.tree.leaves(many), jax.tree.leaves(one), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+    q = many.layers.stacked.attention.q.array
+    assert q.sharding.spec == jax.P(None, "fsdp", "tp", None, None)
+    assert np.std(q) == pytest.approx(CONFIG.initializer_range, rel=0.1)
+    assert len({float(row.std()) for row in np.asarray(q)}) == 3
+    np.testing.assert_array_equal(many.final_norm.array, 1)
+
+
+@pytest.mark.parametrize("shape", ["1,2,2", "2,2,1"])
+def test_logits_are_the_same_on_a_mesh(shape: str) -> None:
+    mesh, reference = mesh_of(shape), build(CONFIG)
+    model = place_on(mesh, reference)
+    with jax.set_mesh(mesh):
+        logits = hax.named_jit(lambda m, i: m(i), axis_resources=COMPUTE_AXES)(model, tokens())
+    expected = logits_of(reference, tokens())
+    assert np.abs(np.asarray(logits.array) - expected).max() < 1e-5 * np.abs(expected).max()
+    assert logits.array.sharding.spec == jax.P(("dp", "fsdp"), None, "tp")
+
+
+def test_rematerialisation_changes_no_gradient_and_saves_memory() -> None:
+    ids, results = tokens(), []
+    for remat in (False, True):
+        model = build(dataclasses.replace(CONFIG, num_layers=6, gradient_checkpointing=remat))
+        compiled = jax.jit(jax.grad(loss_of)).lower(model, ids).compile()
+        results.append((jax.tree.leaves(compiled(model, ids)), compiled.memory_analysis().temp_size_in_bytes))
+    (kept, kept_bytes), (again, again_bytes) = results
+    for ours, theirs in zip(kept, again, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+        assert np.abs(ours).max() > 0
+    assert again_bytes < kept_bytes / 2
+
+
+def test_fsdp_gathers_weights_layer_by_layer_and_never_activations() -> None:
+    mesh = mesh_of("1,4,1")
+    model = place_on(mesh, build(CONFIG))
+    ids = tokens(batch=8)
+    batch = place(np.asarray(ids.array), jax.NamedSharding(mesh, jax.P(("dp", "fsdp"))))
+    gradient = eqx.filter_grad(functools.partial(loss_of, mapping=COMPUTE_AXES))
+    step = hax.named_jit(gradient, in_axis_resources=None, out_axis_resources=PARAMETER_AXES)
+    with jax.set_mesh(mesh):
+        text = step.lower(model, hax.named(batch, ids.axes)).compile().as_text()
+    gathers = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(.*?op_name=\"([^\"]*)\"", text)
+    assert gathers
+    # 12 positions occur in no weight; stacked weights would show their 2 layers in front.
+    stacked_or_activation = [shape for shape, _ in gathers if "12" in shape.split(",") or shape.startswith("2,24,")]
+    assert not stacked_or_activation
+    assert "all-to-all" not in text

@@ -1,0 +1,123 @@
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lockstep.errors import LockstepError
+from lockstep.models import (
+    DecoderWeights,
+    LlamaConfig,
+    LlamaLMHeadModel,
+    Qwen2Config,
+    Qwen3Config,
+    UnreadableModelError,
+    read_decoder,
+    register_reader,
+)
+from lockstep.models.hf_tensors import skeleton
+
+SIZES: dict[str, Any] = {
+    "max_seq_len": 16,
+    "hidden_dim": 12,
+    "intermediate_dim": 20,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 6,
+}
+# Sizes by the axis names in weights.py.
+AXES = {"layer": 3, "embed": 12, "mlp": 20, "kv_head": 2, "group": 2, "head": 6, "vocab": 10}
+
+
+def build(config: LlamaConfig) -> LlamaLMHeadModel:
+    return jax.tree.map(lambda leaf: jnp.ones(leaf.shape), skeleton(10, config))
+
+
+def declared_shapes(cls: type) -> dict[str, tuple[int, ...]]:
+    """Shapes that the jaxtyping annotations in weights.py promise."""
+    shapes = {}
+    for field in dataclasses.fields(cls):
+        kind = getattr(field.type, "__args__", [field.type])[0]
+        if hasattr(kind, "dim_str"):
+            shapes[field.name] = tuple(AXES[name] for name in kind.dim_str.split())
+    return shapes
+
+
+@pytest.mark.parametrize(
+    "config",
+    [LlamaConfig(**SIZES), LlamaConfig(**SIZES, tie_word_embeddings=True), Qwen2Config(**SIZES), Qwen3Config(**SIZES)],
+    ids=["llama", "tied", "qwen2", "qwen3"],
+)
+def test_reading_gives_the_very_same_arrays_and_launches_nothing(config: LlamaConfig) -> None:
+    model = build(config)
+    with jax.no_execution(True):
+        read_config, weights = read_decoder(model)
+    assert read_config is config
+    arrays = {id(leaf) for leaf in jax.tree.leaves(model)}
+    leaves = jax.tree.leaves(weights)
+    assert {id(leaf) for leaf in leaves} == arrays and len(leaves) == len(arrays)
+    layer = model.layers.stacked
+    assert weights.embed is model.embed.array
+    assert weights.final_norm is model.final_norm.array
+    assert weights.layers.q is layer.attention.q.array
+    assert weights.layers.k is layer.attention.k.array
+    assert weights.layers.v is layer.attention.v.array
+    assert weights.layers.attn_norm is layer.attn_norm.array
+    assert weights.layers.mlp_norm is layer.mlp_norm.array
+    assert weights.layers.gate is layer.mlp.gate.array
+    assert weights.layers.up is layer.mlp.up.array
+    assert (weights.lm_head is None) == config.tie_word_embeddings
+    assert (weights.layers.q_bias is not None) == config.qkv_bias
+    assert (weights.layers.q_norm is not None) == config.qk_norm
+    for part in (weights, weights.layers):
+        for name, shape in declared_shapes(type(part)).items():
+            array = getattr(part, name)
+            assert array is None or array.shape == shape, name
+
+
+def test_a_pair_is_read_as_it_is() -> None:
+    config, weights = read_decoder(build(LlamaConfig(**SIZES)))
+    again = read_decoder((config, weights))
+    assert again[0] is config and again[1] is weights
+
+
+def test_reading_works_inside_a_trace() -> None:
+    def first_row(model: LlamaLMHeadModel) -> jax.Array:
+        return read_decoder(model)[1].embed[0]
+
+    model = build(LlamaConfig(**SIZES))
+    np.testing.assert_array_equal(jax.jit(first_row)(model), model.embed.array[0])
+
+
+def test_an_unknown_class_is_named_with_the_supported_ones() -> None:
+    class TheirModel:
+        pass
+
+    with pytest.raises(UnreadableModelError, match=r"TheirModel cannot be read; supported are .*LlamaLMHeadModel") as e:
+        read_decoder(TheirModel())
+    assert isinstance(e.value, LockstepError)
+    assert "register_reader" in str(e.value)
+
+
+def test_a_tuple_of_something_else_is_named() -> None:
+    with pytest.raises(UnreadableModelError, match=r"a tuple of \(builtins\.int, builtins\.str\) cannot be read"):
+        read_decoder((1, "a"))
+
+
+def test_third_parties_can_register_a_reader() -> None:
+    class Wrapper:
+        def __init__(self, inner: LlamaLMHeadModel):
+            self.inner = inner
+
+    class Special(Wrapper):
+        pass
+
+    @register_reader(Wrapper)
+    def read(model: Wrapper) -> tuple[LlamaConfig, DecoderWeights]:
+        return read_decoder(model.inner)
+
+    model = build(LlamaConfig(**SIZES))
+    assert read_decoder(Special(model))[1].embed is model.embed.array
