@@ -29,8 +29,11 @@ LAST_LINES = 40
 POLL_S = 0.05
 """Seconds between two looks at which processes still run."""
 
+PEER_FAILED_EXIT_CODE = 85
+"""How a process ends that was told of another one's failure (lockstep.hosts.peers)."""
+
 RAISED_S = 0.5
-"""Seconds after a process died of a signal in which another one may turn out to have raised: that is the cause."""
+"""Seconds in which, after a process ended in consequence, the one that caused it may turn up."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -229,9 +232,9 @@ class Job:
         return self._code()
 
     def _look_for_failure(self, last_look: bool) -> None:
-        """Name the process that failed first; rather one that raised than one that was aborted in consequence."""
+        """Name the process that failed first; rather one that raised than one that ended in consequence."""
         failed = [child for child in self.children if child.process.returncode]
-        raised = [child for child in failed if child.process.returncode > 0]
+        raised = [c for c in failed if c.process.returncode > 0 and c.process.returncode != PEER_FAILED_EXIT_CODE]
         if failed and self.first_failure is None:
             self.first_failure = time.monotonic()
         if self.first_failure is not None:

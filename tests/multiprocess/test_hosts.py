@@ -11,7 +11,7 @@ from harness import LAUNCHER, run_command, run_processes
 from host_bodies import check, run_all
 
 from lockstep.errors import HostTimeoutError, LaunchMismatchError
-from lockstep.hosts import WATCHDOG_EXIT_CODE, DistributedConfig, Hosts, Watchdog, leader_only, run_main, start
+from lockstep.hosts import WATCHDOG_EXIT_CODE, DistributedConfig, Hosts, Watchdog, current, leader_only, run_main, start
 
 pytestmark = pytest.mark.multiprocess
 
@@ -143,11 +143,18 @@ def test_watchdog_ends_a_process_that_waits_in_a_collective():
     assert "in scenario_stuck" in report and "Terminating process" not in outputs[1]
 
 
-def test_launcher_shows_the_failing_process():
-    run = run_command(["python", __file__, "raise", "1"])
+@pytest.mark.parametrize("victim", ["0", "1"])
+def test_launcher_shows_the_failing_process(victim):
+    run = run_command(["python", __file__, "raise", victim])
     assert run.code == 1
-    assert "launch: process 1 failed, exit code 1" in run.output
-    assert run.output.rstrip().splitlines()[-1].startswith("launch: failed: process 1")
+    assert f"launch: process {victim} failed, exit code 1" in run.output
+    assert run.output.rstrip().splitlines()[-1].startswith(f"launch: failed: process {victim}")
+
+
+def test_a_service_that_the_user_started_is_used():
+    codes, outputs = _run_by_hand(["adopt"])
+    assert codes == [0, 0], outputs
+    assert [f"process {i} of 2" in output for i, output in enumerate(outputs)] == [True, True]
 
 
 def test_ctrl_c_ends_all_processes_quietly():
@@ -226,6 +233,22 @@ def scenario_stuck() -> None:
             jax.jit(lambda x: x.sum())(x).block_until_ready()
     else:
         time.sleep(60)
+
+
+def scenario_adopt() -> None:
+    import jax
+
+    jax.distributed.initialize(
+        os.environ["LOCKSTEP_COORDINATOR_ADDRESS"],
+        int(os.environ["LOCKSTEP_NUM_PROCESSES"]),
+        int(os.environ["LOCKSTEP_PROCESS_ID"]),
+    )
+    jax.devices()
+    hosts = current()
+    assert hosts.count == 2
+    hosts.barrier("before start")
+    assert start() is hosts
+    hosts.barrier("after start")
 
 
 def scenario_wait() -> None:

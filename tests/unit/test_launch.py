@@ -109,8 +109,10 @@ def test_exit_codes_and_a_peer_that_does_not_want_to_end():
     assert run(ignore + "sys.exit(7)\ntime.sleep(60)").returncode == 7
     assert run(ignore + "os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)").returncode == 137
     # The one that raised is named, not the one that was aborted in consequence.
-    both = run("time.sleep(.5)\nif i == 0: os.abort()\nsys.exit(3)")
+    both = run("time.sleep(.1)\nif i == 0: os.abort()\nsys.exit(3)")
     assert both.returncode == 3 and "launch: failed: process 1" in both.stderr
+    told = run("if i == 0: sys.exit(85)\ntime.sleep(.2); sys.exit(4)")
+    assert told.returncode == 4 and "launch: process 1 failed" in told.stderr
 
 
 def test_no_grandchild_survives():

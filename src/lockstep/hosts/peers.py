@@ -26,19 +26,28 @@ PEER_FAILED_EXIT_CODE = 85
 def say_goodbye(client: Client, reason: str) -> None:
     """Let every process of the job know that this one fails, and why, just before it ends.
 
-    The leader, whose end is the end of the coordination service, first gives the others time to end on their own:
-    returns when they have, or a second after ``GRACE_S``.
-
     Args:
         client: the coordination service.
         reason: what the others print.
     """
     with contextlib.suppress(HostError, TimeoutError):
         client.set(f"{FAILED}/{client.index}", json.dumps(reason[:2000]).encode())
+    _go(client)
+
+
+def _go(client: Client) -> None:
+    """Say that this process ends now. The leader, with whom the service ends, first lets the others go.
+
+    Without that they would be aborted, with a page of C++ stacks each. It waits a second longer than ``GRACE_S``.
+    """
+    with contextlib.suppress(HostError, TimeoutError):
         client.set(f"{LEFT}/{client.index}", b"")
+        if client.index != 0:
+            return
         deadline = time.monotonic() + GRACE_S + 1.0
-        while client.index == 0 and len(client.get_dir(LEFT)) < client.count and time.monotonic() < deadline:
+        while len(client.get_dir(LEFT)) < client.count and time.monotonic() < deadline:
             time.sleep(0.02)
+        time.sleep(0.1)  # between a process's word and its end
 
 
 def watch_peers(client: Client) -> Callable[[], None]:
@@ -74,8 +83,7 @@ def _watch(client: Client, stopping: threading.Event) -> None:
     for key, reason in failed.items():
         text = f"process {client.index} ends because process {key.rpartition('/')[2]} failed: {json.loads(reason)}"
         print(f"lockstep: {text}", file=sys.stderr)
-    with contextlib.suppress(HostError, TimeoutError):
-        client.set(f"{LEFT}/{client.index}", b"")
+    _go(client)
     end_process(PEER_FAILED_EXIT_CODE)
 
 
