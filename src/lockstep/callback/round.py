@@ -95,7 +95,7 @@ def run_round(
 
 @contextlib.contextmanager
 def _settled(hosts: Hosts, name: str) -> Iterator[None]:
-    """A phase whose outcome is known to all hosts before any of them goes on: ok everywhere, or PeerError everywhere."""
+    """A phase whose outcome all hosts know before any goes on: ok everywhere or PeerError everywhere."""
     hosts.phase(name)
     error: Exception | None = None
     try:

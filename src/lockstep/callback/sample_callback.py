@@ -89,8 +89,8 @@ class SampleCallback:
         }
         if config.enabled and not config.allow_multihost and self._hosts.count > 1:
             raise ConfigError(
-                f"inference_eval.allow_multihost is false and this job has {self._hosts.count} processes. Set it to true "
-                "to sample on all hosts in lockstep, or set inference_eval.enabled to false."
+                f"inference_eval.allow_multihost is false and this job has {self._hosts.count} processes. Set it to "
+                "true to sample on all hosts in lockstep, or set inference_eval.enabled to false."
             )
 
     @property

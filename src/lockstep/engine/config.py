@@ -56,8 +56,8 @@ class EngineConfig:
             )
         if self.dtype not in (None, "float32", "bfloat16", "float16"):
             raise ConfigError(
-                f"dtype is {self.dtype!r}; it must be float32, bfloat16, float16 or null. Use null for the dtype of the "
-                "parameters."
+                f"dtype is {self.dtype!r}; it must be float32, bfloat16, float16 or null. Use null for the dtype of "
+                "the parameters."
             )
         tensor_size(self.layout)
 

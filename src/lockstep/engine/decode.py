@@ -1,14 +1,20 @@
 """The decode program: many steps on pages reserved in advance, so that hosts meet the device once per launch."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
 
 from lockstep.engine.sample import sample
 from lockstep.engine.transformer import Transformer
+from lockstep.models import DecoderWeights
 from lockstep.schedule import NULL_PAGE, DecodePlan, ScheduleSizes
 
 
-def decode_step_function(transformer: Transformer, sizes: ScheduleSizes):
+def decode_function(transformer: Transformer, sizes: ScheduleSizes) -> Callable[..., tuple[Array, Array, Array]]:
     """The function that every device runs, inside ``shard_map`` over the decode grid.
 
     It takes the weights' blocks, the replica's pool, the number of steps, and the arrays of a `DecodePlan` with this
@@ -20,19 +26,17 @@ def decode_step_function(transformer: Transformer, sizes: ScheduleSizes):
     """
     grid = transformer.grid
 
-    def decode(weights, pool, num_steps, token, position, remaining, page_table, stop_ids, draw, temperature):
+    def decode(weights: DecoderWeights, pool: Array, num_steps: Array, *plan: Array) -> tuple[Array, Array, Array]:
         weights = transformer.read_outer(weights)
-        token, position, remaining, page_table, stop_ids, draw, temperature = (
-            argument[0] for argument in (token, position, remaining, page_table, stop_ids, draw, temperature)
-        )
+        token, position, remaining, page_table, stop_ids, draw, temperature = (argument[0] for argument in plan)
         rows = jnp.arange(sizes.slots)
 
-        def step(state):
+        def step(state: Any) -> Any:
             index, pool, token, position, remaining, tokens, logprobs = state
             active = remaining > 0
             page = jnp.where(active, page_table[rows, position // sizes.page_size], NULL_PAGE)
 
-            def write(pool, first_page, kv):
+            def write(pool: Array, first_page: Array, kv: Array) -> Array:
                 return pool.at[first_page + page, position % sizes.page_size].set(kv[:, 0].astype(pool.dtype))
 
             x = transformer.embed(weights, token[:, None])
@@ -52,7 +56,15 @@ def decode_step_function(transformer: Transformer, sizes: ScheduleSizes):
             )
 
         shape = (sizes.slots, sizes.steps)
-        state = (0, pool, token, position, remaining, jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32))
+        state = (
+            jnp.int32(0),
+            pool,
+            token,
+            position,
+            remaining,
+            jnp.full(shape, -1, jnp.int32),
+            jnp.zeros(shape, jnp.float32),
+        )
         _, pool, _, _, _, tokens, logprobs = jax.lax.while_loop(lambda state: state[0] < num_steps, step, state)
         if grid.replica_axes:
             tokens = jax.lax.all_gather(tokens, grid.replica_axes)
@@ -64,7 +76,7 @@ def decode_step_function(transformer: Transformer, sizes: ScheduleSizes):
     return decode
 
 
-def decode_arguments(plan: DecodePlan) -> list:
+def decode_arguments(plan: DecodePlan) -> list[np.ndarray]:
     """The arrays of a plan in the order of the decode function's arguments, without the number of steps."""
     return [
         plan.token,

@@ -6,24 +6,24 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from lockstep.engine.build import Programs, build_programs
 from lockstep.engine.config import EngineConfig, tensor_size
-from lockstep.engine.decode import decode_arguments, decode_step_function
+from lockstep.engine.decode import decode_arguments
 from lockstep.engine.memory import work_out_sizes
-from lockstep.engine.prefill import prefill_arguments, prefill_function
-from lockstep.engine.program import Ledger, Program, compile_program
-from lockstep.engine.transformer import Transformer
+from lockstep.engine.prefill import prefill_arguments
+from lockstep.engine.program import Ledger, Program
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, current, digest
-from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
+from lockstep.models import read_decoder
 from lockstep.placement.layout import DecodeGrid, decode_grid
 from lockstep.placement.place import place
-from lockstep.placement.relay import leaf_layouts, partition_specs, relay_program
-from lockstep.schedule import DecodePlan, PrefillPlan, Scheduler, ScheduleSizes, check_capacity
+from lockstep.schedule import PrefillPlan, Scheduler, ScheduleSizes, check_capacity
 from lockstep.types import Completion, Request
+
+type AroundLaunch = Callable[[str], contextlib.AbstractContextManager[object]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,14 +32,7 @@ class _Built:
 
     signature: Any
     sizes: ScheduleSizes
-    relay: Program | None
-    new_cache: Program
-    prefill: Program
-    decode: Program
-
-    def programs(self) -> dict[str, Program]:
-        found = (self.relay, self.new_cache, self.prefill, self.decode)
-        return {program.name: program for program in found if program is not None}
+    programs: Programs
 
 
 class Engine:
@@ -72,7 +65,7 @@ class Engine:
     @property
     def programs(self) -> Mapping[str, Program]:
         """The compiled programs by name."""
-        return self._built.programs() if self._built else {}
+        return self._built.programs.by_name() if self._built else {}
 
     def check(self, model: Any, requests: Sequence[Request]) -> ScheduleSizes:
         """Refuses what can never work, without compiling or launching anything.
@@ -94,8 +87,8 @@ class Engine:
         ids = [request.prompt_id for request in requests]
         if len(set(ids)) < len(ids):
             raise ConfigError(
-                f"prompt_id {next(i for i in ids if ids.count(i) > 1)} is used by several requests; random draws depend "
-                "on it. Number the prompts differently."
+                f"prompt_id {next(i for i in ids if ids.count(i) > 1)} is used by several requests; random draws "
+                "depend on it. Number the prompts differently."
             )
         sizes = work_out_sizes(self.config, config, self.grid, requests, self.sizes)
         check_capacity(sizes, requests)
@@ -120,7 +113,10 @@ class Engine:
         sizes = self.check(model, requests)
         signature = (config, jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), weights))
         if before is None or before.signature != signature or before.sizes != sizes:
-            self._built = self._build(config, weights, sizes, signature)
+            programs = build_programs(
+                self.config, config, weights, self.grid, sizes, vocab_size=self.vocab_size, ledger=self.ledger
+            )
+            self._built = _Built(signature=signature, sizes=sizes, programs=programs)
         return {name: program.digest for name, program in self.programs.items()}
 
     def run(
@@ -128,7 +124,7 @@ class Engine:
         model: Any,
         requests: Sequence[Request],
         *,
-        around_launch: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
+        around_launch: AroundLaunch = contextlib.nullcontext,
     ) -> list[Completion]:
         """Generates; every host must call it with the same arguments after the same `prepare`.
 
@@ -140,22 +136,22 @@ class Engine:
         Returns:
             Completions in the order of the requests, then of their generations; the same on every host.
         """
-        built = self._built
-        assert built is not None, "prepare() comes before run()"
+        assert self._built is not None, "prepare() comes before run()"
+        programs = self._built.programs
         _, weights = read_decoder(model)
         with around_launch("relay"):
-            if built.relay is not None:
-                weights = built.relay(weights)
-            pool = built.new_cache()
-        scheduler = Scheduler(built.sizes, requests)
+            if programs.relay is not None:
+                weights = programs.relay(weights)
+            pool = programs.new_cache()
+        scheduler = Scheduler(self._built.sizes, requests)
         by_replica = self.grid.sharding(self.grid.replica_axes or None)
         while (plan := scheduler.next_plan()) is not None:
             if isinstance(plan, PrefillPlan):
                 with around_launch("prefill"):
-                    pool = built.prefill(weights, pool, *(place(a, by_replica) for a in prefill_arguments(plan)))
+                    pool = programs.prefill(weights, pool, *(place(a, by_replica) for a in prefill_arguments(plan)))
                 continue
             with around_launch("decode"):
-                pool, tokens, logprobs = built.decode(
+                pool, tokens, logprobs = programs.decode(
                     weights,
                     pool,
                     place(np.asarray(plan.num_steps, np.int32), self.grid.sharding()),
@@ -196,86 +192,6 @@ class Engine:
             scope.barrier("done")
         return completions
 
-    def _build(self, config: LlamaConfig, weights: DecoderWeights, sizes: ScheduleSizes, signature: Any) -> _Built:
-        grid = self.grid
-        structs = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), weights
-        )
-        layouts = leaf_layouts(structs, grid)
-        dtype = jnp.dtype(self.config.dtype or weights.embed.dtype)
-        gather = self.config.layout != "training"
-        relay = None
-        if gather or any(leaf.dtype != dtype for leaf in jax.tree.leaves(structs)):
-            function, layouts = relay_program(layouts, dtype, gather=gather)
-            shardings = jax.tree.map(lambda leaf: grid.sharding(*leaf.partition_spec), layouts)
-            relay = self._compile("relay", function, [structs], out_shardings=shardings)
-            out = jax.eval_shape(function, structs)
-            structs = jax.tree.map(
-                lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), out, shardings
-            )
-        rows = weights.embed.shape[0]
-        transformer = Transformer(
-            config=config,
-            grid=grid,
-            layouts=layouts,
-            pages=sizes.pages,
-            vocab_size=min(self.vocab_size or rows, rows),
-        )
-        pool = jax.ShapeDtypeStruct(
-            (
-                grid.replicas * config.num_layers * sizes.pages,
-                sizes.page_size,
-                2 * config.num_kv_heads,
-                config.head_size,
-            ),
-            dtype,
-            sharding=grid.sharding(grid.replica_axes or None, None, grid.tensor_axes or None),
-        )
-        new_cache = self._compile(
-            "new_cache", lambda: jnp.zeros(pool.shape, pool.dtype), [], out_shardings=pool.sharding
-        )
-        specs = (partition_specs(layouts), pool.sharding.spec)
-        by_replica = grid.sharding(grid.replica_axes or None)
-        prefill_in = [_struct(a, by_replica) for a in prefill_arguments(PrefillPlan.empty(sizes))]
-        prefill = self._compile(
-            "prefill",
-            jax.shard_map(
-                prefill_function(transformer),
-                mesh=grid.mesh,
-                in_specs=(*specs, *(by_replica.spec for _ in prefill_in)),
-                out_specs=pool.sharding.spec,
-                check_vma=False,
-            ),
-            [structs, pool, *prefill_in],
-            donate=(1,),
-            out_shardings=pool.sharding,
-        )
-        everywhere = grid.sharding()
-        decode_in = [_struct(a, by_replica) for a in decode_arguments(DecodePlan.empty(sizes, 0))]
-        decode = self._compile(
-            "decode",
-            jax.shard_map(
-                decode_step_function(transformer, sizes),
-                mesh=grid.mesh,
-                in_specs=(*specs, everywhere.spec, *(by_replica.spec for _ in decode_in)),
-                out_specs=(pool.sharding.spec, everywhere.spec, everywhere.spec),
-                check_vma=False,
-            ),
-            [structs, pool, jax.ShapeDtypeStruct((), np.int32, sharding=everywhere), *decode_in],
-            donate=(1,),
-            out_shardings=(pool.sharding, everywhere, everywhere),
-        )
-        return _Built(
-            signature=signature, sizes=sizes, relay=relay, new_cache=new_cache, prefill=prefill, decode=decode
-        )
-
-    def _compile(self, name: str, function, arguments, **options) -> Program:
-        return compile_program(name, function, arguments, mesh=self.grid.mesh, ledger=self.ledger, **options)
-
 
 def _fetch(replicated: jax.Array) -> np.ndarray:
     return np.asarray(replicated.addressable_data(0))
-
-
-def _struct(array: np.ndarray, sharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)

@@ -49,8 +49,8 @@ def work_out_sizes(
         if prompt + new > limit:
             raise CapacityError(
                 f"prompt {request.prompt_id} has {prompt} tokens and max_new_tokens is {new}, {prompt + new} together; "
-                f"max_seq_len is {limit}. Shorten the prompt, lower max_new_tokens to at most {max(limit - prompt, 0)}, "
-                f"or raise max_seq_len (the model allows {model.max_seq_len})."
+                f"max_seq_len is {limit}. Shorten the prompt, lower max_new_tokens to at most "
+                f"{max(limit - prompt, 0)}, or raise max_seq_len (the model allows {model.max_seq_len})."
             )
     page_size = config.page_size or _PAGE_SIZE
     longest = config.max_seq_len or max(len(r.prompt_tokens) + r.params.max_new_tokens for r in requests)

@@ -3,11 +3,17 @@
 The first token is sampled by the decode program from the prompt's last token, so prefill never needs the output layer.
 """
 
+from collections.abc import Callable
+
+import numpy as np
+from jaxtyping import Array
+
 from lockstep.engine.transformer import Transformer
+from lockstep.models import DecoderWeights
 from lockstep.schedule import PrefillPlan
 
 
-def prefill_function(transformer: Transformer):
+def prefill_function(transformer: Transformer) -> Callable[..., Array]:
     """The function that every device runs, inside ``shard_map`` over the decode grid.
 
     It takes the weights' blocks, the replica's pool, and the arrays of a `PrefillPlan` with this replica's entry alone.
@@ -17,11 +23,13 @@ def prefill_function(transformer: Transformer):
         A function that returns the pool.
     """
 
-    def prefill(weights, pool, tokens, start, page, page_table):
+    def prefill(
+        weights: DecoderWeights, pool: Array, tokens: Array, start: Array, page: Array, page_table: Array
+    ) -> Array:
         tokens, start, page, page_table = (argument[0] for argument in (tokens, start, page, page_table))
         weights = transformer.read_outer(weights)
 
-        def write(pool, first_page, kv):
+        def write(pool: Array, first_page: Array, kv: Array) -> Array:
             return pool.at[first_page + page].set(kv.astype(pool.dtype))
 
         x = transformer.embed(weights, tokens)
@@ -31,6 +39,6 @@ def prefill_function(transformer: Transformer):
     return prefill
 
 
-def prefill_arguments(plan: PrefillPlan) -> list:
+def prefill_arguments(plan: PrefillPlan) -> list[np.ndarray]:
     """The arrays of a plan in the order of the prefill function's arguments."""
     return [plan.tokens, plan.start, plan.page, plan.page_table]

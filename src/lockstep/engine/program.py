@@ -1,9 +1,9 @@
 """Device programs: compiled ahead of time, known by digest, recorded in order when launched."""
 
-import contextlib
 import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -43,25 +43,25 @@ class Program:
     _compiled: jax.stages.Compiled
     _ledger: Ledger
 
-    def __call__(self, *arguments):
+    def __call__(self, *arguments: Any) -> Any:
         """Launches the program; the launch is recorded first, so that a launch that never returns is on record."""
         self._ledger.record(self.name, self.digest)
         return self._compiled(*arguments)
 
-    def memory(self):
+    def memory(self) -> Any:
         """The compiler's memory analysis, in bytes per device."""
         return self._compiled.memory_analysis()
 
 
 def compile_program(
     name: str,
-    function: Callable,
-    arguments: Sequence,
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
     *,
     mesh: Mesh,
     ledger: Ledger,
     donate: tuple[int, ...] = (),
-    out_shardings=None,
+    out_shardings: Any = None,
 ) -> Program:
     """Traces, lowers and compiles ``function`` for ``arguments``; launches nothing and talks to no other host.
 
@@ -79,13 +79,13 @@ def compile_program(
     """
     traces = 0
 
-    def traced(*args):
+    def traced(*args: Any) -> Any:
         nonlocal traces
         traces += 1
         return function(*args)
 
     traced.__name__ = f"lockstep_{name}"
-    options = {} if out_shardings is None else {"out_shardings": out_shardings}
+    options: dict[str, Any] = {} if out_shardings is None else {"out_shardings": out_shardings}
     try:
         with jax.set_mesh(mesh):
             lowered = jax.jit(traced, donate_argnums=donate, **options).lower(*arguments)
@@ -95,10 +95,3 @@ def compile_program(
     text = f"jax {jax.__version__}\n{lowered.as_text()}"
     digest = hashlib.sha256(text.encode()).hexdigest()
     return Program(name=name, digest=digest, traces=traces, _compiled=compiled, _ledger=ledger)
-
-
-@contextlib.contextmanager
-def no_launch():
-    """Inside, every launch of a device program raises: host-only phases prove that they are host-only."""
-    with jax.no_execution(True):
-        yield

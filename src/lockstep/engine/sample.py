@@ -16,8 +16,8 @@ def sample(
 ) -> tuple[Int[Array, " slot"], Float[Array, " slot"]]:
     """Samples one token per slot, inside ``shard_map``; greedy where the temperature is 0.
 
-    A draw is the argmax of ``logits / temperature + Gumbel noise`` (Gumbel 1954; the "Gumbel-max trick"), with noise that
-    depends on (seed, prompt, generation, position, token) alone. Ties go to the lowest token id.
+    A draw is the argmax of ``logits / temperature + Gumbel noise`` (Gumbel 1954; the "Gumbel-max trick"), with noise
+    that depends on (seed, prompt, generation, position, token) alone. Ties go to the lowest token id.
 
     Args:
         logits: this device's part of the vocabulary, float32, -inf where a token is not allowed.
@@ -33,7 +33,7 @@ def sample(
     first = _part(grid) * size
     ids = first + jnp.arange(size)
 
-    def noisy(scores):
+    def noisy(scores: Array) -> Array:
         noise = jax.vmap(lambda words, at: _gumbel(words, at, ids))(draw, position)
         hot = temperature[:, None] > 0
         return jnp.where(hot, scores / jnp.where(hot, temperature[:, None], 1.0) + noise, scores)
@@ -56,11 +56,11 @@ def sample(
     return token[winner, rows], candidates[winner, rows, 1] - top - jnp.log(total)
 
 
-def _part(grid: DecodeGrid):
+def _part(grid: DecodeGrid) -> Array | int:
     return jax.lax.axis_index(grid.tensor_axes) if grid.tensor > 1 else 0
 
 
-def _gumbel(words, position, ids):
+def _gumbel(words: Array, position: Array, ids: Array) -> Array:
     seed, prompt, generation = words
     key = jax.random.key(seed, impl="threefry2x32")
     for part in (prompt, generation, position):

@@ -1,6 +1,7 @@
 """A Llama-family transformer over a paged cache, written for one device of a replica (inside ``shard_map``)."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,9 @@ from lockstep.kernels import paged_attention
 from lockstep.models.config import LlamaConfig, rotary_frequencies
 from lockstep.models.weights import DecoderWeights, LayerWeights
 from lockstep.placement.layout import DecodeGrid
-from lockstep.placement.relay import drop_layers, read
+from lockstep.placement.relay import LayoutTree, drop_layers, read, read_outer
+
+type Write = Callable[[Array, Array, Array], Array]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,14 +30,13 @@ class Transformer:
 
     config: LlamaConfig
     grid: DecodeGrid
-    layouts: DecoderWeights
+    layouts: LayoutTree
     pages: int
     vocab_size: int
 
     def read_outer(self, weights: DecoderWeights) -> DecoderWeights:
         """Embedding, final norm and output layer as this device needs them; ``layers`` untouched."""
-        outer = read(dataclasses.replace(self.layouts, layers=None), dataclasses.replace(weights, layers=None))
-        return dataclasses.replace(outer, layers=weights.layers)
+        return read_outer(self.layouts, weights)
 
     def embed(self, weights: DecoderWeights, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch embed"]:
         """Rows of the embedding; each device of a replica holds a part of the vocabulary."""
@@ -63,7 +65,7 @@ class Transformer:
         *,
         start: Int[Array, " sequence"],
         page_table: Int[Array, "sequence page"],
-        write,
+        write: Write,
     ) -> tuple[Float[Array, "sequence query embed"], Float[Array, "pool_page page_size two_kv_heads head"]]:
         """Runs all layers over consecutive positions of each sequence, adding their K/V to the pool.
 
@@ -83,7 +85,7 @@ class Transformer:
         angles = positions[..., None].astype(jnp.float32) * rotary_frequencies(config)
         turn = (jnp.cos(angles), jnp.sin(angles))
 
-        def layer(carry, inputs):
+        def layer(carry: tuple[Array, Array], inputs: tuple[LayerWeights, Array]) -> tuple[tuple[Array, Array], None]:
             x, pool = carry
             stored, index = inputs
             w = read(one, stored)
@@ -108,7 +110,7 @@ class Transformer:
         (x, pool), _ = jax.lax.scan(layer, (x, pool), (weights, jnp.arange(config.num_layers)))
         return x, pool
 
-    def _sum(self, part):
+    def _sum(self, part: Array) -> Array:
         return jax.lax.psum(part, self.grid.tensor_axes) if self.grid.tensor > 1 else part
 
 
@@ -119,12 +121,14 @@ def rms_norm(x: Float[Array, "... width"], scale: Float[Array, " width"], epsilo
     return wide.astype(x.dtype) * scale
 
 
-def rotate(x: Float[Array, "... head"], cos: Float[Array, "... half"], sin: Float[Array, "... half"]):
+def rotate(
+    x: Float[Array, "... head"], cos: Float[Array, "... half"], sin: Float[Array, "... half"]
+) -> Float[Array, "... head"]:
     """Rotary position embedding in float32, half-split as in Hugging Face (https://arxiv.org/abs/2104.09864)."""
     low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
 
 
-def _project(equation: str, x, weight, bias):
+def _project(equation: str, x: Array, weight: Array, bias: Array | None) -> Array:
     out = jnp.einsum(equation, x, weight)
     return out if bias is None else out + bias

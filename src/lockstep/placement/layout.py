@@ -84,8 +84,8 @@ def decode_grid(mesh: Mesh, tensor: int) -> DecodeGrid:
     if any(high % low for low, high in zip(ladder, ladder[1:], strict=False)) or tensor > mesh.size:
         works = [t for t in range(1, mesh.size + 1) if _nests(t, ladder, tensor)]
         raise ConfigError(
-            f"layout {{tensor: {tensor}}} does not fit the mesh {dict(shape)} of {mesh.size} devices: tensor groups must "
-            f"nest with the mesh's axes. Set tensor to one of {works}."
+            f"layout {{tensor: {tensor}}} does not fit the mesh {dict(shape)} of {mesh.size} devices: tensor groups "
+            f"must nest with the mesh's axes. Set tensor to one of {works}."
         )
     # Axis i of the refined mesh spans the devices between two rungs; the outermost comes first.
     names = [f"grid{i}" for i in range(len(ladder) - 1)]

@@ -6,10 +6,12 @@ output shardings gathers whole stacked leaves (docs/architecture.md, "Re-laying 
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jaxtyping import PyTree
 
 from lockstep.placement.layout import DecodeGrid
 
@@ -31,6 +33,8 @@ TENSOR_DIM = {
 
 Axes = tuple[str, ...]
 Spec = tuple[Axes, ...]
+type LayoutTree = Any
+"""`DecoderWeights`, or a part of it, with a `LeafLayout` in place of each array."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,18 +95,18 @@ def _own_part(block: jax.Array, dim: int, axes: Axes, count: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(jnp.pad(block, padding), jax.lax.axis_index(axes) * size, size, axis=dim)
 
 
-def leaf_layouts(weights, grid: DecodeGrid):
+def leaf_layouts(weights: PyTree, grid: DecodeGrid) -> LayoutTree:
     """The layout of each weight as it lies now, as a pytree like ``weights`` with `LeafLayout` leaves.
 
     Args:
-        weights: pytree of arrays or shape structs with shardings; a leaf's last path entry is looked up in `TENSOR_DIM`.
+        weights: pytree of arrays or shape structs with shardings; a leaf's last path entry names it in `TENSOR_DIM`.
         grid: the decode grid over the same devices.
 
     Raises:
         ConfigError: a weight lies somewhere the grid cannot express; named by its path.
     """
 
-    def layout(path, leaf) -> LeafLayout:
+    def layout(path: tuple[Any, ...], leaf: jax.Array | jax.ShapeDtypeStruct) -> LeafLayout:
         spec = grid.training_spec(leaf, jax.tree_util.keystr(path))
         axes = tuple(_axes(entry) for entry in spec) + ((),) * (leaf.ndim - len(spec))
         return LeafLayout(grid, axes, TENSOR_DIM.get(path[-1].name))
@@ -110,12 +114,12 @@ def leaf_layouts(weights, grid: DecodeGrid):
     return jax.tree_util.tree_map_with_path(layout, weights)
 
 
-def partition_specs(layouts):
+def partition_specs(layouts: LayoutTree) -> PyTree:
     """The partition spec of each leaf."""
-    return jax.tree.map(lambda leaf: leaf.partition_spec, layouts, is_leaf=_is_layout)
+    return jax.tree.map(lambda leaf: leaf.partition_spec, layouts)
 
 
-def relay_program(layouts, dtype: jnp.dtype, *, gather: bool) -> tuple[Callable, object]:
+def relay_function(layouts: LayoutTree, dtype: jnp.dtype, *, gather: bool) -> tuple[Callable[..., PyTree], LayoutTree]:
     """The program that casts the weights and, with ``gather``, moves them to the decode layout.
 
     Args:
@@ -128,13 +132,13 @@ def relay_program(layouts, dtype: jnp.dtype, *, gather: bool) -> tuple[Callable,
     """
     if not gather:
         return lambda weights: jax.tree.map(lambda leaf: leaf.astype(dtype), weights), layouts
-    target = jax.tree.map(lambda leaf: leaf.decode, layouts, is_leaf=_is_layout)
-    grid = jax.tree.leaves(layouts, is_leaf=_is_layout)[0].grid
+    target = jax.tree.map(lambda leaf: leaf.decode, layouts)
+    grid = jax.tree.leaves(layouts)[0].grid
 
-    def move(weights):
+    def move(weights: Any) -> Any:
         cast = jax.tree.map(lambda leaf: leaf.astype(dtype), weights)
-        outer = read(dataclasses.replace(layouts, layers=None), dataclasses.replace(cast, layers=None))
-        if any(leaf.spec[0] for leaf in jax.tree.leaves(layouts.layers, is_leaf=_is_layout)):
+        outer = read_outer(layouts, cast)
+        if any(leaf.spec[0] for leaf in jax.tree.leaves(layouts.layers)):
             return dataclasses.replace(outer, layers=read(layouts.layers, cast.layers))
         one = drop_layers(layouts.layers)
         _, layers = jax.lax.scan(lambda _, layer: (None, read(one, layer)), None, cast.layers)
@@ -150,21 +154,23 @@ def relay_program(layouts, dtype: jnp.dtype, *, gather: bool) -> tuple[Callable,
     return moved, target
 
 
-def drop_layers(layouts):
+def drop_layers(layouts: LayoutTree) -> LayoutTree:
     """The layouts of one layer of stacked weights."""
-    return jax.tree.map(lambda leaf: leaf.drop_layer(), layouts, is_leaf=_is_layout)
+    return jax.tree.map(lambda leaf: leaf.drop_layer(), layouts)
 
 
-def read(layouts, blocks):
+def read(layouts: LayoutTree, blocks: PyTree) -> PyTree:
     """`LeafLayout.read` for a whole pytree."""
-    return jax.tree.map(lambda leaf, block: leaf.read(block), layouts, blocks, is_leaf=_is_layout)
+    return jax.tree.map(lambda leaf, block: leaf.read(block), layouts, blocks)
 
 
-def _is_layout(leaf) -> bool:
-    return isinstance(leaf, LeafLayout)
+def read_outer(layouts: LayoutTree, weights: PyTree) -> PyTree:
+    """`read` for all but the stacked layers, which stay as they are."""
+    outer = read(dataclasses.replace(layouts, layers=None), dataclasses.replace(weights, layers=None))
+    return dataclasses.replace(outer, layers=weights.layers)
 
 
-def _axes(entry) -> Axes:
+def _axes(entry: Any) -> Axes:
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)

@@ -69,7 +69,7 @@ class Replica:
 
     def take_prefill_rows(self, count: int) -> list[tuple[Sequence, int]]:
         """Takes up to ``count`` (sequence, start position) from the queue, oldest first."""
-        rows = []
+        rows: list[tuple[Sequence, int]] = []
         while self._queue and len(rows) < count:
             sequence = self._queue[0]
             rows.append((sequence, sequence.num_prefilled))

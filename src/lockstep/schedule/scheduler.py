@@ -125,12 +125,12 @@ def check_capacity(sizes: ScheduleSizes, requests: Seq[Request]) -> None:
         pages = Sequence(request=request, generation_id=0).worst_case_pages(sizes.page_size)
         if pages > sizes.pages - 1:
             raise CapacityError(
-                f"prompt {request.prompt_id} needs {pages} pages of {sizes.page_size} tokens for its {prompt} prompt and "
-                f"{new} new tokens; a replica has {sizes.pages - 1}. Raise max_pages to at least {pages + 1}, or lower "
-                "max_new_tokens."
+                f"prompt {request.prompt_id} needs {pages} pages of {sizes.page_size} tokens for its {prompt} prompt "
+                f"and {new} new tokens; a replica has {sizes.pages - 1}. Raise max_pages to at least {pages + 1}, "
+                "or lower max_new_tokens."
             )
         if len(request.params.stop_token_ids) > sizes.stop_ids:
             raise CapacityError(
-                f"prompt {request.prompt_id} has {len(request.params.stop_token_ids)} stop token ids; the programs were "
-                f"built for {sizes.stop_ids}. Give fewer stop_token_ids."
+                f"prompt {request.prompt_id} has {len(request.params.stop_token_ids)} stop token ids; the programs "
+                f"were built for {sizes.stop_ids}. Give fewer stop_token_ids."
             )

@@ -1,0 +1,128 @@
+"""From a model and its sizes to compiled programs."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from lockstep.engine.config import EngineConfig
+from lockstep.engine.decode import decode_arguments, decode_function
+from lockstep.engine.prefill import prefill_arguments, prefill_function
+from lockstep.engine.program import Ledger, Program, compile_program
+from lockstep.engine.transformer import Transformer
+from lockstep.models import DecoderWeights, LlamaConfig
+from lockstep.placement.layout import DecodeGrid
+from lockstep.placement.relay import LayoutTree, leaf_layouts, partition_specs, relay_function
+from lockstep.schedule import DecodePlan, PrefillPlan, ScheduleSizes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Programs:
+    """Everything the engine launches. ``relay`` is None where the weights are read as they lie."""
+
+    relay: Program | None
+    new_cache: Program
+    prefill: Program
+    decode: Program
+
+    def by_name(self) -> dict[str, Program]:
+        """The programs by name, in the order of their first launch."""
+        every = (self.relay, self.new_cache, self.prefill, self.decode)
+        return {program.name: program for program in every if program is not None}
+
+
+def build_programs(
+    config: EngineConfig,
+    model: LlamaConfig,
+    weights: DecoderWeights,
+    grid: DecodeGrid,
+    sizes: ScheduleSizes,
+    *,
+    vocab_size: int | None,
+    ledger: Ledger,
+) -> Programs:
+    """Compiles all programs for a model as it lies; launches nothing.
+
+    Args:
+        config: layout and dtype.
+        model: shapes of the model.
+        weights: arrays or shape structs with shardings.
+        grid: the decode grid.
+        sizes: capacities.
+        vocab_size: token ids below it may be sampled; None for all rows of the embedding.
+        ledger: where launches are recorded.
+
+    Raises:
+        ConfigError: the weights lie somewhere the grid cannot express.
+        LockstepError: a program does not compile.
+    """
+
+    def compiled(name: str, function: Callable[..., Any], arguments: list[Any], **options: Any) -> Program:
+        return compile_program(name, function, arguments, mesh=grid.mesh, ledger=ledger, **options)
+
+    dtype = jnp.dtype(config.dtype or weights.embed.dtype)
+    structs = jax.tree.map(lambda leaf: _struct(leaf, leaf.sharding), weights)
+    layouts = leaf_layouts(structs, grid)
+    relay = None
+    if config.layout != "training" or any(leaf.dtype != dtype for leaf in jax.tree.leaves(structs)):
+        function, layouts = relay_function(layouts, dtype, gather=config.layout != "training")
+        shardings = jax.tree.map(lambda leaf: NamedSharding(grid.mesh, leaf.partition_spec), layouts)
+        relay = compiled("relay", function, [structs], out_shardings=shardings)
+        with jax.set_mesh(grid.mesh):
+            structs = jax.tree.map(_struct, jax.eval_shape(function, structs), shardings)
+
+    pool = jax.ShapeDtypeStruct(
+        (grid.replicas * model.num_layers * sizes.pages, sizes.page_size, 2 * model.num_kv_heads, model.head_size),
+        dtype,
+        sharding=grid.sharding(grid.replica_axes or None, None, grid.tensor_axes or None),
+    )
+    new_cache = compiled("new_cache", lambda: jnp.zeros(pool.shape, pool.dtype), [], out_shardings=pool.sharding)
+
+    rows = weights.embed.shape[0]
+    transformer = Transformer(
+        config=model, grid=grid, layouts=layouts, pages=sizes.pages, vocab_size=min(vocab_size or rows, rows)
+    )
+    prefill = _on_grid(
+        compiled, "prefill", prefill_function(transformer), layouts, structs, pool, grid,
+        steps=[], plan=prefill_arguments(PrefillPlan.empty(sizes)), results=0,
+    )  # fmt: skip
+    decode = _on_grid(
+        compiled, "decode", decode_function(transformer, sizes), layouts, structs, pool, grid,
+        steps=[np.int32(0)], plan=decode_arguments(DecodePlan.empty(sizes, 0)), results=2,
+    )  # fmt: skip
+    return Programs(relay=relay, new_cache=new_cache, prefill=prefill, decode=decode)
+
+
+def _on_grid(
+    compiled: Callable[..., Program],
+    name: str,
+    function: Callable[..., Any],
+    layouts: LayoutTree,
+    weights: DecoderWeights,
+    pool: jax.ShapeDtypeStruct,
+    grid: DecodeGrid,
+    *,
+    steps: list[np.int32],
+    plan: list[np.ndarray],
+    results: int,
+) -> Program:
+    """Compiles a function of (weights, pool, scalars, a replica's part of a plan) that returns the pool and results."""
+    everywhere, by_replica = grid.sharding(), grid.sharding(grid.replica_axes or None)
+    arguments = [*(_struct(a, everywhere) for a in steps), *(_struct(a, by_replica) for a in plan)]
+    outputs = (pool.sharding, *[everywhere] * results) if results else pool.sharding
+    mapped = jax.shard_map(
+        function,
+        mesh=grid.mesh,
+        in_specs=(partition_specs(layouts), pool.sharding.spec, *(a.sharding.spec for a in arguments)),
+        out_specs=jax.tree.map(lambda sharding: sharding.spec, outputs),
+        check_vma=False,
+    )
+    return compiled(name, mapped, [weights, pool, *arguments], donate=(1,), out_shardings=outputs)
+
+
+def _struct(array: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
