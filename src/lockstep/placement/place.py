@@ -6,6 +6,7 @@ a device program. That every host brings the same data is the caller's promise (
 """
 
 from collections.abc import Callable
+from typing import Final
 
 import jax
 import numpy as np
@@ -15,6 +16,9 @@ from jaxtyping import PyTree
 from lockstep.errors import ConfigError
 
 Index = tuple[slice, ...]
+
+CPU_ALIGNMENT: Final = 64
+"""Bytes; what XLA's CPU backend asks of a buffer that it uses as it is."""
 
 
 def place(host_array: np.ndarray, sharding: Sharding) -> jax.Array:
@@ -108,14 +112,28 @@ def place_local(local_rows: np.ndarray, sharding: Sharding, n_rows: int) -> jax.
 
 def _place_shards(shape: tuple[int, ...], sharding: Sharding, read: Callable[[Index], np.ndarray]) -> jax.Array:
     _check_divisible(shape, sharding)
-    # Without may_alias=False the CPU backend may keep using the very buffer it is given.
     shards = [
-        jax.device_put(read(index or ()), device, may_alias=False)
+        jax.device_put(_owned(read(index or ()), device), device)
         for device, index in sharding.addressable_devices_indices_map(shape).items()
     ]
     # The transfers read the caller's memory, which is the caller's again when this returns.
     jax.block_until_ready(shards)
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+
+def _owned(values: np.ndarray, device: jax.Device) -> np.ndarray:
+    """Values that the device may keep.
+
+    The CPU backend goes on using an aligned buffer that it is given (whatever ``may_alias`` says, jax 0.11) and copies
+    any other: an aligned copy is both safe from the caller's changes and the only copy.
+    """
+    if device.platform != "cpu":
+        return values
+    buffer = np.empty(values.nbytes + CPU_ALIGNMENT, np.uint8)
+    start = -buffer.ctypes.data % CPU_ALIGNMENT
+    copy = buffer[start : start + values.nbytes].view(values.dtype).reshape(values.shape)
+    copy[...] = values
+    return copy
 
 
 def _check_divisible(shape: tuple[int, ...], sharding: Sharding) -> None:

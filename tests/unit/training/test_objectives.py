@@ -1,0 +1,66 @@
+import math
+
+import haliax as hax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.training import SimpoConfig, lm_loss
+from lockstep.training.objectives import simpo_parts, token_logprobs
+
+VOCAB = 4
+
+
+def table_model(input_ids):
+    """Logits of the next token that depend on the present token alone."""
+    table = jnp.log(jnp.array([[0.1, 0.2, 0.3, 0.4], [0.25] * 4, [0.7, 0.1, 0.1, 0.1], [0.4, 0.3, 0.2, 0.1]]))
+    return hax.named(table[input_ids.array] + 3.0, ("batch", "position", "vocab"))
+
+
+def test_token_logprobs_by_hand():
+    logprobs = token_logprobs(table_model, jnp.array([[0, 1, 2, 0]]))
+    np.testing.assert_allclose(np.exp(logprobs), [[0.2, 0.25, 0.7]], rtol=1e-6)
+
+
+def test_lm_loss_is_the_mean_over_unmasked_tokens():
+    # Targets: 1 after 0 (0.2), 2 after 1 (masked), 0 after 2 (0.7); the mask of the first token has no effect.
+    batch = {"tokens": jnp.array([[0, 1, 2, 0]]), "loss_mask": jnp.array([[True, True, False, True]])}
+    parts = lm_loss(table_model, batch)
+    assert float(parts.weight) == 2
+    assert float(parts.total) == pytest.approx(-math.log(0.2) - math.log(0.7), rel=1e-6)
+
+
+def test_simpo_by_hand():
+    """Equation 6 of arXiv 2405.14734 worked out by hand for beta = 2, gamma = 1.
+
+    Pair 1: chosen tokens log p = -0.5, -1.5 (mean -1.0), rejected -2.0, -3.0, -4.0 (mean -3.0):
+    margin 2 * (-1 + 3) = 4, loss = -log sigmoid(4 - 1) = log(1 + e^-3) = 0.0485874.
+    Pair 2: chosen -4.0 (mean -4), rejected -2.0, -2.0 (mean -2): margin -4, loss = log(1 + e^5) = 5.0067153.
+    """
+    logprobs = jnp.array([[[-0.5, -1.5, -9.0], [-2.0, -3.0, -4.0]], [[-9.0, -4.0, -9.0], [-2.0, -2.0, -9.0]]])
+    mask = jnp.array([[[1, 1, 0], [1, 1, 1]], [[0, 1, 0], [1, 1, 0]]], bool)
+    parts = simpo_parts(SimpoConfig(beta=2.0, gamma_beta_ratio=0.5), logprobs, mask)
+    assert float(parts.total) == pytest.approx(0.0485874 + 5.0067153, abs=1e-5)
+    assert float(parts.weight) == 2
+    assert {name: float(value) / 2 for name, value in parts.metrics.items()} == pytest.approx(
+        {"reward_chosen": -5.0, "reward_rejected": -5.0, "reward_margin": 0.0, "accuracy": 0.5}
+    )
+
+
+def test_simpo_from_tokens():
+    """Through the model: one target each, p(1 | 0) = 0.2 chosen and p(3 | 0) = 0.4 rejected; beta 10, gamma 0."""
+    batch = {
+        "tokens": jnp.array([[[0, 1, 0], [0, 3, 0]]]),
+        "loss_mask": jnp.array([[[False, True, False], [False, True, False]]]),
+    }
+    parts = SimpoConfig(beta=10.0, gamma_beta_ratio=0.0)(table_model, batch)
+    # sigmoid(10 * log(0.2 / 0.4)) = 1 / (1 + 2**10)
+    assert float(parts.total) == pytest.approx(math.log(1 + 2**10), rel=1e-5)
+    assert float(parts.metrics["accuracy"]) == 0
+
+
+@pytest.mark.parametrize("values", [{"beta": 0.0}, {"gamma_beta_ratio": -0.1}])
+def test_simpo_settings_out_of_range(values):
+    with pytest.raises(ConfigError, match=f"{next(iter(values))} is .*it must be"):
+        SimpoConfig(**values)
