@@ -1,0 +1,209 @@
+"""What a model must answer: full forward passes without a cache, on one device, in one process.
+
+``oracle_completions(model, requests)`` generates the expected answers; ``assert_same_tokens(expected, got)`` compares
+an engine's answers with them and returns the number of ties. The forward pass is the trainable model's own, which
+golden values tie to Hugging Face; random draws are written from their description alone, with their own Threefry.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lockstep.models import LlamaLMHeadModel, read_decoder
+from lockstep.models.hf_tensors import skeleton
+from lockstep.types import Completion, FinishReason, Request
+
+TIE = 1e-5
+"""Two tokens are a tie when the oracle's own scores of them are closer than this."""
+
+ROWS = 8
+"""Sequences in a forward pass: one shape, so that it compiles once."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Expected:
+    """One expected answer, with the scores that decided it."""
+
+    prompt_id: int
+    generation_id: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    scores: np.ndarray
+    """float32 ``[step, vocab]``: logits, or logits / temperature + Gumbel noise; the largest one is sampled."""
+
+
+def oracle_completions(
+    model: Any, requests: Sequence[Request], *, vocab_size: int | None = None, length: int | None = None
+) -> list[Expected]:
+    """Answers requests by one full forward pass per token.
+
+    Args:
+        model: what `lockstep.models.read_decoder` reads, with arrays (or NumPy arrays) that this process can read in
+            full; float32 for ties to mean anything.
+        requests: greedy or with a temperature.
+        vocab_size: tokens from here on are never sampled; None for all rows of the embedding.
+        length: positions of a forward pass; None: enough, a multiple of 64.
+
+    Returns:
+        Expected answers in the order of the requests, then of their generations.
+    """
+    local = _on_one_device(model)
+    longest = max(len(r.prompt_tokens) + r.params.max_new_tokens for r in requests)
+    length = length or min(local.config.max_seq_len, -(-longest // 64) * 64)
+    writers = [_Writer(r, g) for r in requests for g in range(r.params.n_generations)]
+    for first in range(0, len(writers), ROWS):
+        batch = writers[first : first + ROWS]
+        while open_ := [row for row, writer in enumerate(batch) if writer.finish_reason is None]:
+            ids, last = np.zeros((ROWS, length), np.int32), np.zeros(ROWS, np.int32)
+            for row, writer in enumerate(batch):
+                known = [*writer.request.prompt_tokens, *writer.tokens][:length]
+                ids[row, : len(known)], last[row] = known, len(known) - 1
+            logits = np.array(_last_logits(local, ids, last))
+            if vocab_size is not None:
+                logits[:, vocab_size:] = -np.inf
+            for row in open_:
+                batch[row].append(logits[row])
+    return [writer.expected() for writer in writers]
+
+
+def assert_same_tokens(expected: Sequence[Expected], got: Sequence[Completion], *, tie: float = TIE) -> int:
+    """Compares answers token by token; prints and counts ties.
+
+    The only difference accepted is a tie: at the first differing place the oracle's own scores of the two tokens are
+    closer than ``tie``. What comes after a tie is not compared.
+
+    Returns:
+        The number of ties.
+    """
+    names = [(e.prompt_id, e.generation_id) for e in expected]
+    assert [(c.prompt_id, c.generation_id) for c in got] == names, "answers are missing, doubled or in another order"
+    ties = 0
+    for want, have in zip(expected, got, strict=True):
+        name = f"prompt {want.prompt_id} generation {want.generation_id}"
+        assert len(have.logprobs) == len(have.tokens), name
+        differ = [i for i, (a, b) in enumerate(zip(want.tokens, have.tokens, strict=False)) if a != b]
+        if not differ:
+            assert have.tokens == want.tokens, f"{name}: {len(have.tokens)} tokens, {len(want.tokens)} expected"
+            assert have.finish_reason == want.finish_reason, f"{name}: {have.finish_reason}, not {want.finish_reason}"
+            continue
+        at = differ[0]
+        a, b = want.tokens[at], have.tokens[at]
+        gap = abs(float(want.scores[at, a]) - float(want.scores[at, b]))
+        assert gap < tie, (
+            f"{name}: token {at} is {b}, expected {a}; the oracle's scores of the two are {gap:.3g} apart.\n"
+            f"got      {have.tokens}\nexpected {want.tokens}"
+        )
+        ties += 1
+        print(f"tie: {name}, token {at}: {b} for {a}, scores {gap:.3g} apart")
+    return ties
+
+
+def assert_same_logprobs(expected: Sequence[Expected], got: Sequence[Completion], *, atol: float = 1e-5) -> float:
+    """Compares log-probabilities up to the first differing token of each answer; returns the largest difference."""
+    worst = 0.0
+    for want, have in zip(expected, got, strict=True):
+        for a, b, p, q in zip(want.tokens, have.tokens, want.logprobs, have.logprobs, strict=False):
+            if a != b:
+                break
+            worst = max(worst, abs(p - q)) if math.isfinite(q) else math.inf
+    assert worst <= atol, f"log-probabilities differ by {worst:.3g}, more than {atol:.3g}"
+    return worst
+
+
+def gumbel_noise(seed: int, prompt: int, generation: int, position: int, vocab: int) -> np.ndarray:
+    """The noise of one draw, float32 ``[vocab]``.
+
+    ``-log(-log(u))`` with ``u = (word >> 9 + 0.5) / 2**23``; ``word`` is the first of the two words that Threefry-2x32
+    (Salmon et al. 2011) makes of the key (0, seed) after absorbing, one after the other, prompt, generation, position
+    and token, each as the counter (0, value) whose output is the next key.
+    """
+    key = (np.uint32(0), np.uint32(seed))
+    for part in (prompt, generation, position):
+        key = threefry(key, np.uint32(0), np.uint32(part))
+    word, _ = threefry(key, np.zeros(vocab, np.uint32), np.arange(vocab, dtype=np.uint32))
+    uniform = ((word >> np.uint32(9)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
+    return -np.log(-np.log(uniform))
+
+
+def threefry(key: tuple[Any, Any], x0: Any, x1: Any) -> tuple[Any, Any]:
+    """Threefry-2x32 with 20 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3")."""
+    rotations = ((13, 15, 26, 6), (17, 29, 16, 24))
+    keys = (key[0], key[1], key[0] ^ key[1] ^ np.uint32(0x1BD11BDA))
+    with np.errstate(over="ignore"):
+        x0, x1 = x0 + keys[0], x1 + keys[1]
+        for block in range(5):
+            for r in rotations[block % 2]:
+                x0 = x0 + x1
+                x1 = (x1 << np.uint32(r) | x1 >> np.uint32(32 - r)) ^ x0
+            x0, x1 = x0 + keys[(block + 1) % 3], x1 + keys[(block + 2) % 3] + np.uint32(block + 1)
+    return x0, x1
+
+
+@dataclasses.dataclass(eq=False)
+class _Writer:
+    """One answer in the making."""
+
+    request: Request
+    generation_id: int
+    finish_reason: FinishReason | None = None
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    scores: list[np.ndarray] = dataclasses.field(default_factory=list)
+
+    def append(self, logits: np.ndarray) -> None:
+        params, prompt = self.request.params, self.request.prompt_tokens
+        scores = logits.astype(np.float32)
+        if params.temperature > 0:
+            at = len(prompt) + len(self.tokens)
+            noise = gumbel_noise(params.seed, self.request.prompt_id, self.generation_id, at, len(logits))
+            scores = scores / np.float32(params.temperature) + noise
+        token = int(np.argmax(scores))
+        wide = logits.astype(np.float64)
+        self.logprobs.append(float(wide[token] - wide.max() - np.log(np.exp(wide - wide.max()).sum())))
+        self.tokens.append(token)
+        self.scores.append(scores)
+        if token in params.stop_token_ids:
+            self.finish_reason = FinishReason.STOP
+        elif len(self.tokens) == params.max_new_tokens:
+            self.finish_reason = FinishReason.LENGTH
+
+    def expected(self) -> Expected:
+        assert self.finish_reason is not None
+        return Expected(
+            prompt_id=self.request.prompt_id,
+            generation_id=self.generation_id,
+            tokens=tuple(self.tokens),
+            logprobs=tuple(self.logprobs),
+            finish_reason=self.finish_reason,
+            scores=np.stack(self.scores),
+        )
+
+
+def _on_one_device(model: Any) -> LlamaLMHeadModel:
+    """The trainable model with the weights that the decoder reads, on this process's first device."""
+    config, weights = read_decoder(model)
+    layers = dataclasses.asdict(weights.layers)
+    by_name = {**layers, "embed": weights.embed, "final_norm": weights.final_norm, "lm_head": weights.lm_head}
+
+    def fill(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        # Parameters have the decoder's names; the array inside a NamedArray adds an entry of its own.
+        name = next(key.name for key in reversed(path) if getattr(key, "name", None) in by_name)
+        array = np.asarray(by_name[name])
+        assert array.shape == leaf.shape, (name, array.shape, leaf.shape)
+        return jax.device_put(array, jax.local_devices()[0])
+
+    return jax.tree_util.tree_map_with_path(fill, skeleton(weights.embed.shape[0], config))
+
+
+@eqx.filter_jit
+def _last_logits(model: Any, ids: np.ndarray, last: np.ndarray) -> jax.Array:
+    logits = model(hax.named(ids, ("batch", "position"))).array
+    return jnp.take_along_axis(logits, last[:, None, None], axis=1)[:, 0].astype(jnp.float32)
