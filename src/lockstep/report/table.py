@@ -54,7 +54,7 @@ def terminal_table(rows: Sequence[Row], *, title: str, max_rows: int = 10, max_c
 
 
 def print_table(rows: Sequence[Row], *, title: str, max_rows: int = 10, console: Console | None = None) -> None:
-    """Print the table.
+    """Print the table below an empty line.
 
     Args:
         rows: of one round.
@@ -62,7 +62,7 @@ def print_table(rows: Sequence[Row], *, title: str, max_rows: int = 10, console:
         max_rows: rows shown.
         console: where to; None: standard output, as wide as the terminal or the variable ``COLUMNS`` says, else 80.
     """
-    (console or Console()).print(terminal_table(rows, title=title, max_rows=max_rows))
+    (console or Console()).print("", terminal_table(rows, title=title, max_rows=max_rows))
 
 
 def visible(text: str) -> str:
@@ -80,6 +80,5 @@ def _shortened(text: str, limit: int, *, keep_end: bool) -> str:
 
 
 def _below(rows: Sequence[Row], max_rows: int) -> str:
-    means = [f"mean {name} {mean:.3g}" for name, mean in metric_means(rows).items()]
-    more = [f"{len(rows) - max_rows} more rows not shown"] if len(rows) > max_rows else []
-    return " · ".join([f"{len(rows)} rows", *more, *means])
+    shown = f"{max_rows} of {len(rows)} rows" if len(rows) > max_rows else f"{len(rows)} row{'s' * (len(rows) != 1)}"
+    return " · ".join([shown, *(f"mean {name} {mean:.3g}" for name, mean in metric_means(rows).items())])

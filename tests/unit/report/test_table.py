@@ -24,7 +24,8 @@ def row(prompt_id, text, *, prompt="What is 8281 in words?", generation_id=0, **
 def printed(rows, width=80, **options):
     console = Console(file=io.StringIO(), width=width)
     print_table(rows, title="samples · step 150", console=console, **options)
-    lines = console.file.getvalue().splitlines()
+    empty, *lines = console.file.getvalue().splitlines()
+    assert not empty
     assert max(map(len, lines)) <= width
     return lines
 
@@ -37,7 +38,7 @@ def test_every_cell_can_be_read(width):
     assert text.endswith("eight thousand two hundred eighty-one")
     for word in ("prompt", "generated text", "tokens", "finish", "exact", "match", "12", "length"):
         assert any(word in line for line in lines)
-    assert lines[-1].rstrip() == "1 rows · mean exact_match 1"
+    assert lines[-1].rstrip() == "1 row · mean exact_match 1"
 
 
 def test_newlines_and_control_characters_are_visible():
@@ -52,7 +53,7 @@ def test_what_is_left_out_is_counted():
     assert prompt.replace(" ", "").endswith("Whatfollows?")
     assert all("morecharacters" in cell.replace(" ", "") for cell in (prompt, text))
     rows = [row(index, "text", exact_match=float(index < 6)) for index in range(12)]
-    assert printed(rows, max_rows=8)[-1].rstrip() == "12 rows · 4 more rows not shown · mean exact_match 0.5"
+    assert printed(rows, max_rows=8)[-1].rstrip() == "8 of 12 rows · mean exact_match 0.5"
 
 
 def test_samples_of_a_prompt_are_told_apart_and_missing_metrics_marked():
