@@ -65,8 +65,8 @@ def build_programs(
         return compile_program(name, function, arguments, mesh=grid.mesh, ledger=ledger, **options)
 
     dtype = jnp.dtype(config.dtype or weights.embed.dtype)
+    layouts = leaf_layouts(weights, grid)
     structs = jax.tree.map(lambda leaf: _struct(leaf, leaf.sharding), weights)
-    layouts = leaf_layouts(structs, grid)
     relay = None
     if config.layout != "training" or any(leaf.dtype != dtype for leaf in jax.tree.leaves(structs)):
         function, layouts = relay_function(layouts, dtype, gather=config.layout != "training")
@@ -83,9 +83,8 @@ def build_programs(
     new_cache = compiled("new_cache", lambda: jnp.zeros(pool.shape, pool.dtype), [], out_shardings=pool.sharding)
 
     rows = weights.embed.shape[0]
-    transformer = Transformer(
-        config=model, grid=grid, layouts=layouts, pages=sizes.pages, vocab_size=min(vocab_size or rows, rows)
-    )
+    allowed = rows if vocab_size is None else min(vocab_size, rows)
+    transformer = Transformer(config=model, grid=grid, layouts=layouts, pages=sizes.pages, vocab_size=allowed)
     prefill = _on_grid(
         compiled, "prefill", prefill_function(transformer), layouts, structs, pool, grid,
         steps=[], plan=prefill_arguments(PrefillPlan.empty(sizes)), results=0,

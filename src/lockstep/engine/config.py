@@ -4,6 +4,8 @@ import dataclasses
 
 from lockstep.errors import ConfigError
 
+DEFAULT_PAGE_SIZE = 16
+
 Layout = str | dict[str, int]
 
 
@@ -49,10 +51,12 @@ class EngineConfig:
                     f"{name} is {value}; it must be at least {least}. Set {name} to a larger number, or to null to let "
                     "lockstep work it out."
                 )
-        if self.page_size is not None and self.max_prefill_size is not None and self.max_prefill_size < self.page_size:
+        page_size = self.page_size or DEFAULT_PAGE_SIZE
+        if self.max_prefill_size is not None and self.max_prefill_size < page_size:
             raise ConfigError(
-                f"max_prefill_size is {self.max_prefill_size} tokens and page_size is {self.page_size}; prefill works "
-                f"page by page. Set max_prefill_size to at least {self.page_size}."
+                f"max_prefill_size is {self.max_prefill_size} tokens and page_size is {page_size}; prefill works page "
+                f"by page. Set max_prefill_size to at least {page_size}, or page_size to at most "
+                f"{self.max_prefill_size}."
             )
         if self.dtype not in (None, "float32", "bfloat16", "float16"):
             raise ConfigError(

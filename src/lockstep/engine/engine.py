@@ -3,13 +3,14 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from lockstep.engine.build import Programs, build_programs
+from lockstep.engine.check import check_requests
 from lockstep.engine.config import EngineConfig, tensor_size
 from lockstep.engine.decode import decode_arguments
 from lockstep.engine.memory import work_out_sizes
@@ -17,7 +18,7 @@ from lockstep.engine.prefill import prefill_arguments
 from lockstep.engine.program import Ledger, Program
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, current, digest
-from lockstep.models import read_decoder
+from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
 from lockstep.placement.layout import DecodeGrid, decode_grid
 from lockstep.placement.place import place
 from lockstep.schedule import PrefillPlan, Scheduler, ScheduleSizes, check_capacity
@@ -46,10 +47,15 @@ class Engine:
         vocab_size: token ids below it may be sampled; None for all rows of the embedding.
 
     Raises:
-        ConfigError: the layout does not fit the mesh.
+        ConfigError: the layout does not fit the mesh, or no token may be sampled.
     """
 
     def __init__(self, config: EngineConfig, mesh: Mesh, *, vocab_size: int | None = None) -> None:
+        if vocab_size is not None and vocab_size < 1:
+            raise ConfigError(
+                f"vocab_size is {vocab_size}; at least 1 token must be allowed. Give the tokenizer's number of ids, or "
+                "None for all rows of the embedding."
+            )
         self.config = config
         self.mesh = mesh
         self.grid: DecodeGrid = decode_grid(mesh, tensor_size(config.layout) or 1)
@@ -78,18 +84,14 @@ class Engine:
             The capacities that `prepare` would use.
 
         Raises:
-            ConfigError: a capacity, layout or model that cannot work.
+            ConfigError: a capacity, layout, model or request that cannot work.
+            PromptError: a prompt has a token that the model does not have.
             CapacityError: a request that can never fit.
         """
         if not requests:
             raise ConfigError("there are 0 requests; the engine needs at least 1 to prepare for. Give it a prompt.")
-        config, _ = read_decoder(model)
-        ids = [request.prompt_id for request in requests]
-        if len(set(ids)) < len(ids):
-            raise ConfigError(
-                f"prompt_id {next(i for i in ids if ids.count(i) > 1)} is used by several requests; random draws "
-                "depend on it. Number the prompts differently."
-            )
+        config, weights = read_decoder(model)
+        check_requests(requests, weights.embed.shape[0])
         sizes = work_out_sizes(self.config, config, self.grid, requests, self.sizes)
         check_capacity(sizes, requests)
         return sizes
@@ -105,13 +107,14 @@ class Engine:
             The digest of each program by name. Hosts must agree on them before `run`.
 
         Raises:
-            ConfigError: a capacity, layout or model that cannot work.
+            ConfigError: a capacity, layout, model or request that cannot work.
+            PromptError: a prompt has a token that the model does not have.
             CapacityError: a request that can never fit.
         """
         config, weights = read_decoder(model)
         before = self._built
         sizes = self.check(model, requests)
-        signature = (config, jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), weights))
+        signature = _signature(config, weights)
         if before is None or before.signature != signature or before.sizes != sizes:
             programs = build_programs(
                 self.config, config, weights, self.grid, sizes, vocab_size=self.vocab_size, ledger=self.ledger
@@ -131,19 +134,29 @@ class Engine:
         Args:
             model: as given to `prepare`, or a later state of it.
             requests: as given to `prepare`.
-            around_launch: called with the program's name; its context surrounds a launch and the wait for its result.
+            around_launch: called with the program's name; its context surrounds a launch and, for ``decode``, the wait
+                for its result (and so for everything launched before it).
 
         Returns:
             Completions in the order of the requests, then of their generations; the same on every host.
+
+        Raises:
+            ConfigError: the model's shapes, dtypes or placement are not those that were prepared for.
+            CapacityError: a request that was not prepared for does not fit.
         """
         assert self._built is not None, "prepare() comes before run()"
         programs = self._built.programs
-        _, weights = read_decoder(model)
+        config, weights = read_decoder(model)
+        if _signature(config, weights) != self._built.signature:
+            raise ConfigError(
+                "the model's configuration, shapes, dtypes or placement are not those that the engine prepared for. "
+                "Call prepare with this model first."
+            )
+        scheduler = Scheduler(self._built.sizes, requests)
         with around_launch("relay"):
             if programs.relay is not None:
                 weights = programs.relay(weights)
             pool = programs.new_cache()
-        scheduler = Scheduler(self._built.sizes, requests)
         by_replica = self.grid.sharding(self.grid.replica_axes or None)
         while (plan := scheduler.next_plan()) is not None:
             if isinstance(plan, PrefillPlan):
@@ -167,30 +180,41 @@ class Engine:
 
         Args:
             model: what `lockstep.models.read_decoder` reads.
-            requests: may be none.
+            requests: may be none, on every host.
             hosts: of the job; None: the current ones.
 
         Returns:
             Completions in the order of the requests, then of their generations; the same on every host.
 
         Raises:
-            PeerError: on every host alike, when preparation failed on at least one.
+            PeerError: on every host alike, when preparation or generation failed on at least one.
             DisagreementError: hosts were given different requests or compiled different programs.
         """
-        if not requests:
-            return []
         with (current() if hosts is None else hosts).scope("generate") as scope:
-            digests, error = {}, None
-            try:
-                digests = self.prepare(model, requests)
-            except Exception as failure:
-                error = failure
-            scope.settle("prepare", error)
-            scope.agree("programs", {"requests": digest(repr(requests)), **digests})
-            completions = self.run(model, requests)
+            digests = _settled(scope, "prepare", lambda: self.prepare(model, requests) if requests else {})
+            scope.agree("programs", {"requests": digest(repr(list(requests))), **digests})
+            if not requests:
+                return []
+            completions = _settled(scope, "generate", lambda: self.run(model, requests))
             scope.agree("tokens", {"tokens": digest(repr(completions)), "launches": str(self.ledger)})
             scope.barrier("done")
         return completions
+
+
+def _settled[T](scope: Hosts, name: str, work: Callable[[], T]) -> T:
+    """Does ``work`` on every host; when it fails on any, all raise the same error."""
+    result, error = None, None
+    try:
+        result = work()
+    except Exception as failure:
+        error = failure
+    scope.settle(name, error)
+    return cast(T, result)
+
+
+def _signature(config: LlamaConfig, weights: DecoderWeights) -> object:
+    """All that programs depend on besides the sizes."""
+    return config, jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, getattr(leaf, "sharding", None)), weights)
 
 
 def _fetch(replicated: jax.Array) -> np.ndarray:

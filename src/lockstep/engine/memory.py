@@ -3,14 +3,13 @@
 import dataclasses
 from collections.abc import Sequence
 
-from lockstep.engine.config import EngineConfig
-from lockstep.errors import CapacityError, ConfigError
+from lockstep.engine.config import DEFAULT_PAGE_SIZE, EngineConfig
+from lockstep.errors import ConfigError
 from lockstep.models.config import LlamaConfig
-from lockstep.placement.layout import DecodeGrid
-from lockstep.schedule import ScheduleSizes
+from lockstep.placement.layout import DecodeGrid, tensor_sizes
+from lockstep.schedule import ScheduleSizes, check_length
 from lockstep.types import Request
 
-_PAGE_SIZE = 16
 _SLOTS_PER_REPLICA = 64
 _PREFILL_TOKENS = 512
 _STEPS = 64
@@ -45,14 +44,8 @@ def work_out_sizes(
             f"most {model.max_seq_len}."
         )
     for request in requests:
-        prompt, new = len(request.prompt_tokens), request.params.max_new_tokens
-        if prompt + new > limit:
-            raise CapacityError(
-                f"prompt {request.prompt_id} has {prompt} tokens and max_new_tokens is {new}, {prompt + new} together; "
-                f"max_seq_len is {limit}. Shorten the prompt, lower max_new_tokens to at most "
-                f"{max(limit - prompt, 0)}, or raise max_seq_len (the model allows {model.max_seq_len})."
-            )
-    page_size = config.page_size or _PAGE_SIZE
+        check_length(request, limit, model.max_seq_len)
+    page_size = config.page_size or DEFAULT_PAGE_SIZE
     longest = config.max_seq_len or max(len(r.prompt_tokens) + r.params.max_new_tokens for r in requests)
     total = sum(r.params.n_generations for r in requests)
     sequences = min(total, config.max_seqs or _SLOTS_PER_REPLICA * grid.replicas)
@@ -82,9 +75,10 @@ def work_out_sizes(
 
 def check_layout(model: LlamaConfig, grid: DecodeGrid) -> None:
     """Raises ConfigError when the model cannot be split over the tensor axes of ``grid``."""
-    for name, size in (("num_kv_heads", model.num_kv_heads), ("intermediate_dim", model.intermediate_dim)):
+    split = {"num_kv_heads": model.num_kv_heads, "intermediate_dim": model.intermediate_dim}
+    for name, size in split.items():
         if size % grid.tensor:
-            works = [t for t in range(1, grid.mesh.size + 1) if grid.mesh.size % t == 0 == model.num_kv_heads % t]
+            works = [t for t in tensor_sizes(grid.training_shape) if not any(size % t for size in split.values())]
             raise ConfigError(
                 f"layout {{tensor: {grid.tensor}}} splits {name} = {size}, which it does not divide. Set tensor to one "
                 f"of {works}."

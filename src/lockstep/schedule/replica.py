@@ -4,7 +4,7 @@ from collections import deque
 
 from lockstep.schedule.pages import PageAllocator
 from lockstep.schedule.plan import ScheduleSizes
-from lockstep.schedule.prefix import PrefixTable, page_keys
+from lockstep.schedule.prefix import PrefixTable
 from lockstep.schedule.sequence import Sequence
 
 
@@ -43,7 +43,7 @@ class Replica:
         """Whether ``sequence`` has a slot and pages for its worst case here."""
         if not self.num_free_slots:
             return False
-        shared = self._prefixes.match(self._keys(sequence))
+        shared = self._prefixes.match(sequence.prefix_keys)
         return sequence.worst_case_pages(self._page_size) - len(shared) <= self.allocator.num_free
 
     def admit(self, sequence: Sequence) -> None:
@@ -52,13 +52,12 @@ class Replica:
         Pages are shared before they are written: rows are launched in the order of admission, and within a launch every
         row's K/V is written before any row reads.
         """
-        keys = self._keys(sequence)
-        shared = self._prefixes.match(keys)
+        shared = self._prefixes.match(sequence.prefix_keys)
         for page in shared:
             self.allocator.share(page)
         own = self.allocator.allocate(sequence.worst_case_pages(self._page_size) - len(shared))
         sequence.pages = shared + own
-        for key, page in zip(keys, sequence.pages, strict=False):
+        for key, page in zip(sequence.prefix_keys, sequence.pages, strict=False):
             self._prefixes.add(key, page)
         sequence.num_prefilled = len(shared) * self._page_size
         sequence.replica = self.index
@@ -83,7 +82,3 @@ class Replica:
         self._prefixes.remove(self.allocator.release(sequence.pages))
         sequence.pages = []
         self.slots[sequence.slot] = None
-
-    def _keys(self, sequence: Sequence) -> list[bytes]:
-        # Only what prefill writes can be shared: the page of the prompt's last token is written by decode.
-        return page_keys(sequence.request.prompt_tokens[: sequence.num_prefill], self._page_size)

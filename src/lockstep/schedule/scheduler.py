@@ -5,8 +5,9 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from lockstep.errors import CapacityError
+from lockstep.schedule.capacity import check_capacity
 from lockstep.schedule.plan import DecodePlan, PrefillPlan, ScheduleSizes
+from lockstep.schedule.prefix import page_keys
 from lockstep.schedule.replica import Replica
 from lockstep.schedule.sequence import Sequence
 from lockstep.types import Completion, Request
@@ -29,9 +30,12 @@ class Scheduler:
     def __init__(self, sizes: ScheduleSizes, requests: Seq[Request]) -> None:
         check_capacity(sizes, requests)
         self.sizes = sizes
-        self._sequences = [
-            Sequence(request=r, generation_id=g) for r in requests for g in range(r.params.n_generations)
-        ]
+        self._sequences = []
+        for request in requests:
+            # Only what prefill writes can be shared: the page of the prompt's last token is written by decode.
+            keys = page_keys(request.prompt_tokens[:-1], sizes.page_size)
+            for generation in range(request.params.n_generations):
+                self._sequences.append(Sequence(request=request, generation_id=generation, prefix_keys=keys))
         self._waiting = deque(self._sequences)
         self._replicas = [Replica(i, sizes) for i in range(sizes.replicas)]
 
@@ -46,7 +50,7 @@ class Scheduler:
         return [sequence.completion() for sequence in self._sequences]
 
     def next_plan(self) -> PrefillPlan | DecodePlan | None:
-        """Admits what fits and says what to launch next; None when all is done. Every plan must be committed."""
+        """Admits what fits and says what to launch next; None when all is done. A DecodePlan must be committed."""
         self._admit()
         if any(replica.prefilling for replica in self._replicas):
             return self._plan_prefill()
@@ -109,28 +113,3 @@ class Scheduler:
             plan.draw[at] = (params.seed, sequence.request.prompt_id, sequence.generation_id)
             plan.temperature[at] = params.temperature
         return plan
-
-
-def check_capacity(sizes: ScheduleSizes, requests: Seq[Request]) -> None:
-    """Raises CapacityError when a request can never fit: nothing is clamped and nothing is dropped."""
-    limit = sizes.pages_per_sequence * sizes.page_size
-    for request in requests:
-        prompt, new = len(request.prompt_tokens), request.params.max_new_tokens
-        if prompt + new > limit:
-            raise CapacityError(
-                f"prompt {request.prompt_id} has {prompt} tokens and max_new_tokens is {new}, {prompt + new} together; "
-                f"the engine holds {limit} per sequence. Shorten the prompt, lower max_new_tokens to at most "
-                f"{max(limit - prompt, 0)}, or raise max_seq_len to {prompt + new}."
-            )
-        pages = Sequence(request=request, generation_id=0).worst_case_pages(sizes.page_size)
-        if pages > sizes.pages - 1:
-            raise CapacityError(
-                f"prompt {request.prompt_id} needs {pages} pages of {sizes.page_size} tokens for its {prompt} prompt "
-                f"and {new} new tokens; a replica has {sizes.pages - 1}. Raise max_pages to at least {pages + 1}, "
-                "or lower max_new_tokens."
-            )
-        if len(request.params.stop_token_ids) > sizes.stop_ids:
-            raise CapacityError(
-                f"prompt {request.prompt_id} has {len(request.params.stop_token_ids)} stop token ids; the programs "
-                f"were built for {sizes.stop_ids}. Give fewer stop_token_ids."
-            )

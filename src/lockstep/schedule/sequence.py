@@ -14,6 +14,8 @@ class Sequence:
 
     request: Request
     generation_id: int
+    prefix_keys: list[bytes] = dataclasses.field(default_factory=list)
+    """Names of the full pages that prefill writes (`page_keys`)."""
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     finish_reason: FinishReason | None = None

@@ -1,0 +1,64 @@
+"""Which requests can never fit, whatever finishes before them."""
+
+from collections.abc import Sequence as Seq
+
+from lockstep.errors import CapacityError
+from lockstep.schedule.plan import ScheduleSizes
+from lockstep.schedule.sequence import Sequence
+from lockstep.types import Request
+
+
+def check_length(request: Request, limit: int, largest: int | None = None) -> None:
+    """Refuses a request that is longer than a sequence may be.
+
+    Args:
+        request: to check.
+        limit: ``max_seq_len`` in use, tokens of prompt and answer together.
+        largest: what ``max_seq_len`` could be raised to; None if there is no bound.
+
+    Raises:
+        CapacityError: names the lengths, the limit and the changes that would help.
+    """
+    prompt, new = len(request.prompt_tokens), request.params.max_new_tokens
+    if prompt + new <= limit:
+        return
+    ways = []
+    if limit > new:
+        ways.append(f"shorten the prompt to at most {limit - new} tokens")
+    if limit > prompt:
+        ways.append(f"lower max_new_tokens to at most {limit - prompt}")
+    if largest is None or prompt + new <= largest:
+        ways.append(f"raise max_seq_len to at least {prompt + new}")
+    if not ways:
+        ways.append("shorten the prompt and lower max_new_tokens")
+    bound = "" if largest is None else f" (the model allows {largest})"
+    fix = ", or ".join(ways)
+    raise CapacityError(
+        f"prompt {request.prompt_id} has {prompt} tokens and max_new_tokens is {new}, {prompt + new} together; "
+        f"max_seq_len is {limit}{bound}. {fix[0].upper()}{fix[1:]}."
+    )
+
+
+def check_capacity(sizes: ScheduleSizes, requests: Seq[Request]) -> None:
+    """Refuses requests that can never fit: nothing is clamped and nothing is dropped.
+
+    Raises:
+        CapacityError: names the prompt, what it needs, the limit and the fix.
+    """
+    for request in requests:
+        check_length(request, sizes.pages_per_sequence * sizes.page_size)
+        prompt, new = len(request.prompt_tokens), request.params.max_new_tokens
+        pages = Sequence(request=request, generation_id=0).worst_case_pages(sizes.page_size)
+        if pages > sizes.pages - 1:
+            room = (sizes.pages - 1) * sizes.page_size + 1 - prompt
+            other = f"lower max_new_tokens to at most {room}" if room >= 1 else "shorten the prompt"
+            raise CapacityError(
+                f"prompt {request.prompt_id} needs {pages} pages of {sizes.page_size} tokens for its {prompt} prompt "
+                f"and {new} new tokens; a replica has {sizes.pages - 1} (max_pages less the null page). Raise "
+                f"max_pages to at least {pages + 1}, or {other}."
+            )
+        if len(request.params.stop_token_ids) > sizes.stop_ids:
+            raise CapacityError(
+                f"prompt {request.prompt_id} has {len(request.params.stop_token_ids)} stop token ids; the programs "
+                f"were built for {sizes.stop_ids}. Give fewer stop_token_ids."
+            )
