@@ -1,4 +1,4 @@
-"""Sampling inside training changes nothing about training: losses bit for bit, traces, memory, launches on every host."""
+"""Sampling inside training changes nothing about it: losses bit for bit, traces, memory, launches on every host."""
 
 import gc
 import json
@@ -92,7 +92,7 @@ def train(hosts, mesh_shape, layout, sample):
     return found | {
         "losses": losses,
         "train_step_traces": trainer.train_step_traces,
-        "launches": [launch.name for launch in launches],
+        "launches": launches,
     }
 
 

@@ -1,0 +1,69 @@
+"""The same tokens on 1, 2 and 4 processes, in every layout and batch, as one process without a cache makes.
+
+The oracle runs in the test's own process: two hosts that agree on a wrong answer agree all the same.
+"""
+
+import dataclasses
+
+import pytest
+from harness import run_processes
+
+from lockstep.engine import Engine, EngineConfig
+from lockstep.placement import make_mesh
+from lockstep.types import Completion, FinishReason
+from tests import tiny
+from tests.oracle import assert_same_tokens, oracle_completions
+
+TIGHT = {"max_seqs": 3, "page_size": 8, "max_pages": 15, "max_prefill_size": 16, "max_steps_per_launch": 5}
+"""Few slots, pages and steps: sequences wait their turn, prompts are prefilled in parts."""
+
+
+def all_requests():
+    greedy = tiny.requests(lengths=(1, 5, 17, 40))
+    sampled = tiny.requests(temperature=0.8, n_generations=2, lengths=(3, 17, 33))
+    return greedy + [dataclasses.replace(r, prompt_id=r.prompt_id + 100) for r in sampled]
+
+
+def body(hosts, mesh_shape, layout, options):
+    mesh = make_mesh(mesh_shape)
+    model = (tiny.CONFIG, tiny.placed_weights(mesh))
+    requests = all_requests()
+    engine = Engine(EngineConfig(layout=layout, **options), mesh)
+    straight = engine.generate(model, requests, hosts=hosts)
+    # The batch order is another one, so slots and replicas are; draws must not depend on it.
+    turned = engine.generate(model, requests[::-1], hosts=hosts)
+    by_id = {(c.prompt_id, c.generation_id): c.tokens for c in turned}
+    return {
+        "completions": [dataclasses.asdict(completion) for completion in straight],
+        "order_matters": [c.prompt_id for c in straight if by_id[c.prompt_id, c.generation_id] != c.tokens],
+        "traces": [program.traces for program in engine.programs.values()],
+        "ledger": str(engine.ledger),
+    }
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return oracle_completions((tiny.CONFIG, tiny.numpy_weights()), all_requests())
+
+
+@pytest.mark.parametrize(
+    ("processes", "mesh_shape", "layout", "options"),
+    [
+        (2, "auto", "auto", {}),
+        (2, "auto", "training", TIGHT),
+        (2, "1,2,2", {"tensor": 2}, TIGHT),
+        (4, "host_local", {"tensor": 2}, {}),
+        (4, "auto", "training", {}),
+    ],
+)
+def test_tokens_are_those_of_one_process(expected, processes, mesh_shape, layout, options):
+    results = run_processes(body, processes=processes, timeout_s=240, args=(mesh_shape, layout, options))
+    assert len({result["ledger"] for result in results}) == 1
+    for result in results:
+        got = [
+            Completion(**c | {"tokens": tuple(c["tokens"]), "finish_reason": FinishReason(c["finish_reason"])})
+            for c in result["completions"]
+        ]
+        assert assert_same_tokens(expected, got) == 0, "random weights have no ties here"
+        assert result["order_matters"] == []
+        assert set(result["traces"]) == {1}
