@@ -2,6 +2,7 @@ import math
 import os
 import signal
 
+import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -9,14 +10,29 @@ import numpy as np
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.models import LlamaConfig, LlamaLMHeadModel
 from lockstep.placement import make_mesh
 from lockstep.training import OptimizerConfig, Rows, Trainer, TrainerConfig, lm_loss
 from lockstep.training.step import parameter_shardings
 
-MODEL = LlamaConfig(max_seq_len=16, hidden_dim=16, intermediate_dim=32, num_layers=2, num_heads=2, num_kv_heads=1)
-VOCAB = hax.Axis("vocab", 16)
+VOCAB, EMBED = hax.Axis("vocab", 16), hax.Axis("embed", 16)
 STEPS = 4
+
+
+class Bigrams(eqx.Module):
+    """The smallest language model with named axes: the next token from the present one. It compiles in no time."""
+
+    embed: hax.NamedArray
+    norm: hax.NamedArray
+    head: hax.NamedArray
+
+    @classmethod
+    def init(cls, key):
+        keys = jax.random.split(key)
+        embed, head = (hax.random.normal(k, (VOCAB, EMBED)) for k in keys)
+        return cls(embed=embed, norm=hax.ones(EMBED), head=head)
+
+    def __call__(self, input_ids):
+        return hax.dot(hax.tanh(self.embed.take(VOCAB, input_ids)) * self.norm, self.head, axis=EMBED)
 
 
 def rows(n=32):
@@ -35,7 +51,7 @@ def make_trainer(tracker=None, **values):
 
 
 def init(trainer):
-    return trainer.init_model(lambda key: LlamaLMHeadModel.init(VOCAB, MODEL, key=key))
+    return trainer.init_model(Bigrams.init)
 
 
 def losses(**values):
@@ -62,7 +78,7 @@ def test_training_is_deterministic_to_the_bit(plain):
 
 
 def test_accumulation_gives_the_same_losses(plain):
-    for rows_at_a_time in (1, 4):
+    for rows_at_a_time in (1, 8 // jax.device_count()):
         np.testing.assert_allclose(losses(per_device_parallelism=rows_at_a_time)[0], plain[0], rtol=1e-5)
 
 
@@ -182,9 +198,7 @@ def test_a_parameter_that_the_mesh_does_not_divide_is_named():
         shape = {"dp": 1, "fsdp": 3, "tp": 1}
 
     with pytest.raises(ConfigError, match=r"parameter .*embed.*'embed' has size 16.*'fsdp' of size 3"):
-        parameter_shardings(
-            jax.eval_shape(lambda: LlamaLMHeadModel.init(VOCAB, MODEL, key=jax.random.key(0))), Mesh()
-        )
+        parameter_shardings(jax.eval_shape(lambda: Bigrams.init(jax.random.key(0))), Mesh())
 
 
 def test_parameters_come_into_being_in_their_place():

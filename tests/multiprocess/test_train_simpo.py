@@ -1,0 +1,57 @@
+"""`lockstep train-simpo` on two hosts, samples in the loop, from the command line as a user starts it."""
+
+import json
+from pathlib import Path
+
+import pytest
+from harness import run_command
+
+pytestmark = pytest.mark.multiprocess
+
+ROOT = Path(__file__).parents[2]
+COMMAND = ["lockstep", "train-simpo", "--config_path", "config/simpo_tiny.yaml"]
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_simpo_trains_and_samples(tmp_path):
+    arguments = ["--trainer.log_dir", str(tmp_path), "--trainer.run_id", "run", "--hf_save_path", "model"]
+    run = run_command([*COMMAND, *arguments], cwd=ROOT, timeout_s=240)
+    assert run.code == 0, run.output
+
+    metrics = [line for line in read(tmp_path / "run" / "metrics.jsonl") if "train/loss" in line]
+    assert [line["step"] for line in metrics] == list(range(1, 31))
+    assert metrics[-1]["train/loss"] < 0.1 < metrics[0]["train/loss"]
+    assert metrics[-1]["train/accuracy"] == 1.0
+    assert metrics[-1]["train/reward_margin"] > 1.375  # gamma
+
+    samples = read(tmp_path / "run" / "samples.jsonl")
+    assert [(row["step"], row["prompt_id"]) for row in samples] == [(s, p) for s in (0, 10, 20, 30) for p in (0, 1)]
+    assert (tmp_path / "run" / "model" / "config.json").exists()
+
+    leader, other = run.logs
+    assert "done: 30 of 30 steps" in leader and "after 20 steps" in leader
+    for path in ("samples.jsonl", "metrics.jsonl", "model"):
+        assert str(tmp_path / "run" / path) in leader
+    assert "after 20 steps" not in other and "done:" not in other
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--tokenizer", "./data/none"], "data/none"),
+        (["--data.max_seq_len", "8"], "sums.jsonl:1 (chosen) has 19 tokens, but a row has 8"),
+        (["--trainer.train_batch_size", "6"], "train_batch_size is 6"),
+        (["--inference_eval.max_seq_len", "16"], "max_seq_len is 16"),
+        (["--trainer.nm_train_steps", "3"], "Did you mean 'num_train_steps'?"),
+    ],
+    ids=["tokenizer", "rows", "batch", "prompts", "key"],
+)
+def test_wrong_input_ends_every_process_before_training(tmp_path, arguments, text):
+    run = run_command([*COMMAND, "--trainer.log_dir", str(tmp_path), *arguments], cwd=ROOT, timeout_s=120)
+    assert run.code == 1, run.output
+    for log in run.logs:
+        assert text in log, run.output
+        assert "Traceback" not in log and "step 1/" not in log

@@ -1,0 +1,76 @@
+"""The training loop on several real processes."""
+
+import numpy as np
+import pytest
+from harness import run_processes
+
+pytestmark = pytest.mark.multiprocess
+
+STEPS = 4
+
+
+def build(mesh_shape, hosts, **values):
+    import haliax as hax
+
+    from lockstep.models import LlamaConfig, LlamaLMHeadModel
+    from lockstep.training import OptimizerConfig, Rows, Trainer, TrainerConfig, lm_loss
+
+    model = LlamaConfig(max_seq_len=16, hidden_dim=16, intermediate_dim=32, num_layers=2, num_heads=4, num_kv_heads=2)
+    settings = {"num_train_steps": STEPS, "train_batch_size": 16, "mesh_shape": mesh_shape} | values
+    config = TrainerConfig(**settings)
+    trainer = Trainer(config, OptimizerConfig(learning_rate=1e-2).build(STEPS), lm_loss, hosts)
+    rng = np.random.default_rng(0)
+    mask = np.arange(16)[None, :] < rng.integers(2, 16, (32, 1))
+    rows = Rows(columns={"tokens": rng.integers(0, 16, (32, 16)).astype(np.int32), "loss_mask": mask}, seed=0)
+    Vocab = hax.Axis("vocab", 16)
+    return trainer, trainer.init_model(lambda key: LlamaLMHeadModel.init(Vocab, model, key=key)), rows
+
+
+def body_losses(hosts, mesh_shape, values):
+    trainer, model, rows = build(mesh_shape, hosts, **values)
+    losses = []
+    trainer.add_hook(lambda info: losses.append(info.loss))
+    trainer.train(model, rows)
+    assert trainer.train_step_traces == 1
+    return losses
+
+
+def body_stop(hosts):
+    import os
+    import signal
+
+    trainer, model, rows = build("auto", hosts, num_train_steps=1000)
+    if hosts.index == 1:
+        trainer.add_hook(lambda info: os.kill(os.getpid(), signal.SIGTERM) if info.next_step == 3 else None)
+    result = trainer.train(model, rows)
+    return [result.completed_steps, result.stopped_by]
+
+
+def body_host_memory(hosts):
+    """The share of the parameters that each host holds."""
+    import jax
+
+    _, model, _ = build("auto", hosts)
+    leaves = jax.tree.leaves(model)
+    local = sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards)
+    return local / sum(leaf.nbytes for leaf in leaves)
+
+
+def test_losses_do_not_depend_on_processes_mesh_or_accumulation():
+    (oracle,) = run_processes(body_losses, processes=1, devices=1, args=("auto", {}))
+    for processes, mesh_shape, values in [
+        (2, "host_local", {"per_device_parallelism": 2}),
+        (4, "2,2,2", {"per_device_parallelism": 1}),
+    ]:
+        found = run_processes(body_losses, processes=processes, devices=2, args=(mesh_shape, values))
+        assert all(losses == found[0] for losses in found), "hosts read different losses"
+        np.testing.assert_allclose(found[0], oracle, rtol=1e-5)
+
+
+def test_a_signal_on_one_host_stops_all_after_the_same_step():
+    assert run_processes(body_stop, processes=2, devices=2) == [[4, 0], [4, 15]]
+
+
+def test_a_host_holds_only_its_part_of_the_parameters():
+    for share in run_processes(body_host_memory, processes=2, devices=2):
+        assert share == pytest.approx(0.5)

@@ -1,0 +1,103 @@
+import dataclasses
+
+import draccus
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.main import cli
+from lockstep.main.arguments import decode_config, describe, parse_arguments
+
+
+class Shape(draccus.ChoiceRegistry):
+    """A choice."""
+
+
+@Shape.register_subclass("round")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Round(Shape):
+    radius: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inner:
+    steps: int = 1
+
+    def __post_init__(self):
+        if self.steps < 1:
+            raise ConfigError(f"inner.steps is {self.steps}; it must be at least 1. Raise it.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outer:
+    inner: Inner = dataclasses.field(default_factory=Inner)
+    shape: Shape | None = None
+    shapes: Shape | tuple[Shape, ...] = ()
+    text: str | list[str | dict[str, int]] = "x"
+    name: str
+
+
+def test_the_command_line_wins_over_the_file_and_later_over_earlier(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("name: a\ninner: {steps: 2}\nshape: {type: round, radius: 3e-1}\n")
+    arguments = ["--config_path", str(path), "--inner.steps", "3", "--inner.steps=4", "--shape.radius", "5"]
+    config = parse_arguments(Outer, arguments)
+    assert (config.name, config.inner.steps, config.shape) == ("a", 4, Round(radius=5.0))
+    assert parse_arguments(Outer, ["--config_path", str(path)]).shape == Round(radius=0.3)
+
+
+def test_a_text_or_a_list_stays_what_it_is():
+    assert decode_config(Outer, {"name": 7, "text": "y"}, "here") == Outer(name="7", text="y")
+    assert decode_config(Outer, {"name": "a", "text": ["y", {"z": 1}]}, "here").text == ["y", {"z": 1}]
+    assert decode_config(Outer, {"name": "a", "shapes": [{"type": "round"}]}, "here").shapes == (Round(),)
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"nam": "a"}, r"here: unknown key 'nam'. Did you mean 'name'\? Known keys here: inner, name, shape"),
+        ({"name": "a", "inner": {"stepps": 1}}, r"unknown key 'inner.stepps'. Did you mean 'steps'\?"),
+        ({"name": "a", "shape": {"type": "rund"}}, r"'shape.type' is 'rund'. Did you mean 'round'\?"),
+        ({"name": "a", "shape": {"type": "round", "radios": 1}}, r"'shape.radios'. Did you mean 'radius'\?"),
+        ({"name": "a", "shapes": [{"type": "round", "x": 1}]}, r"unknown key 'shapes.0.x'"),
+        ({"name": "a", "inner": {"steps": 0}}, r"inner.steps is 0; it must be at least 1"),
+        ({"name": "a", "inner": {"steps": "many"}}, r"inner.steps.*'many'"),
+        ({"name": ["a"]}, r"name.*Expected a text, got \['a'\]"),
+        ({}, r"Missing required field\(s\) `name`"),
+    ],
+)
+def test_what_is_wrong_is_named(values, text):
+    with pytest.raises(ConfigError, match=text):
+        decode_config(Outer, values, "here")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["name", "a"], "argument 'name' was not expected"),
+        (["--name"], "argument --name has no value"),
+        (["--name", "--inner.steps", "1"], "argument --name has no value"),
+        (["--name", "[a"], "not YAML"),
+        (["--config_path", "none.yaml"], "none.yaml cannot be read"),
+    ],
+)
+def test_arguments_that_cannot_be_read(arguments, text):
+    with pytest.raises(ConfigError, match=text):
+        parse_arguments(Outer, arguments)
+
+
+def test_help_lists_every_key():
+    lines = list(describe(Outer))
+    assert "--inner.steps  int (default: 1)" in lines
+    assert any(line.startswith("--shape  type: round") for line in lines)
+    assert any(line.startswith("--name") and "(required)" in line for line in lines)
+
+
+def test_commands(capsys):
+    assert cli.run(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in cli.COMMANDS)
+    assert cli.run([]) == 2
+    with pytest.raises(ConfigError, match="unknown command 'train'. Known commands: train-lm, train-simpo"):
+        cli.run(["train"])
+    assert cli.run(["train-simpo", "--help"]) == 0
+    assert "--gamma_beta_ratio" in capsys.readouterr().out
