@@ -1,0 +1,223 @@
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.errors import CapacityError
+from lockstep.schedule import DecodePlan, PrefillPlan, Scheduler, ScheduleSizes, check_capacity
+from lockstep.types import Request, SamplingParams
+from tests.unit.schedule.fake_device import VOCAB, answer_alone, play
+
+
+def request(number: int, prompt: int | tuple[int, ...], new: int, generations: int = 1, **options) -> Request:
+    tokens = tuple(range(prompt)) if isinstance(prompt, int) else prompt
+    params = SamplingParams(max_new_tokens=new, n_generations=generations, **options)
+    return Request(prompt_id=number, prompt_tokens=tokens, params=params)
+
+
+def sizes_of(**values: int) -> ScheduleSizes:
+    default = {"replicas": 1, "sequences": 4, "slots": 4, "page_size": 2, "pages": 40, "pages_per_sequence": 8}
+    default |= {"prefill_rows": 4, "steps": 4, "stop_ids": 2}
+    return ScheduleSizes(**{**default, **values})
+
+
+def pages_of(one: Request, page_size: int) -> int:
+    """Positions that can be written: all but the last sampled token's."""
+    return -(-(len(one.prompt_tokens) + one.params.max_new_tokens - 1) // page_size)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[ScheduleSizes, list[Request]]:
+    """Few slots, few pages, prompts that share beginnings."""
+    page_size = draw(st.sampled_from([1, 2, 4]))
+    requests = [
+        request(
+            number,
+            tuple(draw(st.lists(st.integers(0, 1), min_size=1, max_size=14))),
+            draw(st.integers(1, 8)),
+            draw(st.integers(1, 3)),
+            stop_token_ids=tuple(draw(st.lists(st.integers(0, VOCAB - 1), max_size=2))),
+            seed=draw(st.integers(0, 2**32 - 1)),
+            temperature=draw(st.sampled_from([0.0, 0.5])),
+        )
+        for number in draw(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=6, unique=True))
+    ]
+    replicas, slots = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    largest = max(pages_of(r, page_size) for r in requests)
+    longest = max(len(r.prompt_tokens) + r.params.max_new_tokens for r in requests)
+    sizes = ScheduleSizes(
+        replicas=replicas,
+        sequences=draw(st.integers(1, replicas * slots)),
+        slots=slots,
+        page_size=page_size,
+        pages=1 + largest + draw(st.integers(0, 2 * largest)),
+        pages_per_sequence=-(-longest // page_size) + draw(st.integers(0, 2)),
+        prefill_rows=draw(st.integers(1, 4)),
+        steps=draw(st.integers(1, 5)),
+        stop_ids=2,
+    )
+    return sizes, requests
+
+
+class Checks:
+    """What must hold after every plan."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+
+    def __call__(self) -> None:
+        scheduler, sizes = self.scheduler, self.scheduler.sizes
+        admitted = [sequence.replica >= 0 for sequence in scheduler._sequences]
+        assert admitted == sorted(admitted, reverse=True), "somebody overtook"
+        active = [[s for s in replica.slots if s is not None] for replica in scheduler._replicas]
+        assert sum(len(each) for each in active) <= sizes.sequences
+        for replica, live in zip(scheduler._replicas, active, strict=True):
+            readers = replica.allocator._readers
+            held = [page for sequence in live for page in sequence.pages]
+            assert {page: held.count(page) for page in held} == readers
+            assert replica.allocator.num_free == sizes.pages - 1 - len(readers)
+            for i, a in enumerate(live):
+                assert len(a.pages) == pages_of(a.request, sizes.page_size)
+                for b in live[:i]:
+                    self.check_shared(a, b, sizes.page_size)
+        if scheduler._waiting and sum(len(each) for each in active) < sizes.sequences:
+            head = scheduler._waiting[0]
+            assert not any(replica.fits(head) for replica in scheduler._replicas), "something fits and waits"
+
+    @staticmethod
+    def check_shared(a, b, page_size: int) -> None:
+        for page in set(a.pages) & set(b.pages):
+            index = a.pages.index(page)
+            assert b.pages.index(page) == index
+            end = (index + 1) * page_size
+            assert end < min(len(a.request.prompt_tokens), len(b.request.prompt_tokens)), "not a full prompt page"
+            assert a.request.prompt_tokens[:end] == b.request.prompt_tokens[:end], "not a common prefix"
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(cases())
+def test_everything_is_answered_as_if_it_were_alone(case: tuple[ScheduleSizes, list[Request]]) -> None:
+    sizes, requests = case
+    scheduler = Scheduler(sizes, requests)
+    played = play(scheduler, Checks(scheduler))
+
+    expected = [(r, g) for r in requests for g in range(r.params.n_generations)]
+    assert [(c.prompt_id, c.generation_id) for c in played.completions] == [(r.prompt_id, g) for r, g in expected]
+    for completion, (one, generation) in zip(played.completions, expected, strict=True):
+        assert (completion.tokens, completion.finish_reason) == answer_alone(one, generation)
+        assert completion.logprobs == tuple(-0.5 * token for token in completion.tokens)
+
+    for replica in scheduler._replicas:
+        assert replica.allocator.num_free == sizes.pages - 1, "pages leak"
+        assert not replica.busy and not replica.prefilling
+        assert not replica._prefixes._pages and not replica._prefixes._keys, "prefixes of free pages are listed"
+    tokens = sum(len(c.tokens) for c in played.completions)
+    rows = sum(-(-(len(r.prompt_tokens) - 1) // sizes.page_size) for r, _ in expected)
+    assert len(played.plans) <= tokens + rows, "a launch that gets nowhere"
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(cases())
+def test_plans_are_a_pure_function_of_fixed_shapes(case: tuple[ScheduleSizes, list[Request]]) -> None:
+    sizes, requests = case
+    first, second = (play(Scheduler(sizes, list(requests))) for _ in range(2))
+    assert len(first.plans) == len(second.plans)
+    shapes = {
+        PrefillPlan: PrefillPlan.empty(sizes),
+        DecodePlan: DecodePlan.empty(sizes, 0),
+    }
+    for a, b in zip(first.plans, second.plans, strict=True):
+        assert type(a) is type(b)
+        for field in dataclasses.fields(a):
+            left, right = getattr(a, field.name), getattr(b, field.name)
+            np.testing.assert_array_equal(left, right)
+            if field.name != "num_steps":
+                empty = getattr(shapes[type(a)], field.name)
+                assert (left.shape, left.dtype) == (empty.shape, empty.dtype)
+
+
+def test_generations_of_a_prompt_share_its_full_pages_and_prefill_them_once() -> None:
+    scheduler = Scheduler(sizes_of(), [request(0, 8, 4, generations=3)])
+    plan = scheduler.next_plan()
+    assert isinstance(plan, PrefillPlan)
+    first, second, third = (s.pages for s in scheduler._replicas[0].slots[:3])
+    assert first[:3] == second[:3] == third[:3], "positions 0 to 5 are on shared pages"
+    assert len({*first[3:], *second[3:], *third[3:]}) == 9, "the page of the last prompt token is everybody's own"
+    # 3 shared pages and position 6, which each prefills on its own page.
+    rows = [int((p.page != 0).sum()) for p in play(scheduler).plans if isinstance(p, PrefillPlan)]
+    assert int((plan.page != 0).sum()) + sum(rows) == 3 + 3
+
+
+def test_waiting_sequences_get_a_slot_as_soon_as_one_is_free() -> None:
+    scheduler = Scheduler(sizes_of(slots=2, sequences=2), [request(0, 1, 4), request(1, 1, 2), request(2, 1, 4)])
+    played = play(scheduler)
+    assert [p.num_steps for p in played.plans] == [2, 4], "while one waits, a launch ends with its shortest sequence"
+    assert played.most_active == 2
+
+
+def test_sequences_spread_over_replicas_and_never_more_than_asked() -> None:
+    scheduler = Scheduler(sizes_of(replicas=3, slots=2, sequences=4), [request(i, 1, 2) for i in range(7)])
+    plan = scheduler.next_plan()
+    assert isinstance(plan, DecodePlan)
+    assert (plan.remaining > 0).sum(axis=1).tolist() == [2, 1, 1]
+
+
+def test_fewer_sequences_than_replicas() -> None:
+    requests = [request(i, 3, 2) for i in range(5)]
+    played = play(Scheduler(sizes_of(replicas=4, slots=1, sequences=2), requests))
+    assert played.most_active == 2
+    assert [c.tokens for c in played.completions] == [answer_alone(r, 0)[0] for r in requests]
+
+
+def test_a_large_request_at_the_head_is_not_starved_by_small_ones_behind_it() -> None:
+    small = [request(i, 2, 3) for i in range(1, 12)]
+    scheduler = Scheduler(sizes_of(pages=9, slots=3, sequences=3), [small[0], request(99, 12, 4), *small[1:]])
+    admitted = []
+
+    def watch() -> None:
+        admitted.extend(s.request.prompt_id for s in scheduler._sequences if s.replica >= 0)
+
+    play(scheduler, watch)
+    order = list(dict.fromkeys(admitted))
+    assert order == [1, 99, *range(2, 12)]
+
+
+@pytest.mark.parametrize(
+    ("one", "sizes", "message"),
+    [
+        (
+            request(7, 10, 8),
+            sizes_of(),
+            r"prompt 7 has 10 tokens and max_new_tokens is 8, 18 together; max_seq_len is 16\. Shorten the prompt to "
+            r"at most 8 tokens, or lower max_new_tokens to at most 6, or raise max_seq_len to at least 18\.",
+        ),
+        (request(7, 16, 3), sizes_of(), r"16\. Shorten the prompt to at most 13 tokens, or raise max_seq_len"),
+        (request(7, 3, 16), sizes_of(), r"16\. Lower max_new_tokens to at most 13, or raise max_seq_len"),
+        (request(7, 16, 16), sizes_of(), r"max_seq_len is 16\. Raise max_seq_len to at least 32\.$"),
+        (
+            request(7, 6, 5),
+            sizes_of(pages=5),
+            r"prompt 7 needs 5 pages of 2 tokens for its 6 prompt and 5 new tokens; a replica has 4 .* Raise max_pages "
+            r"to at least 6, or lower max_new_tokens to at most 3\.",
+        ),
+        (request(7, 12, 1), sizes_of(pages=5), r"Raise max_pages to at least 7, or shorten the prompt\."),
+        (request(7, 1, 1, stop_token_ids=(1, 2, 3)), sizes_of(), "3 stop token ids; the programs were built for 2"),
+    ],
+)
+def test_what_can_never_fit_is_refused(one: Request, sizes: ScheduleSizes, message: str) -> None:
+    with pytest.raises(CapacityError, match=message):
+        Scheduler(sizes, [request(0, 1, 1), one])
+
+
+@pytest.mark.parametrize("prompt", [1, 2, 5, 12])
+def test_the_values_that_a_refusal_names_work(prompt: int) -> None:
+    for pages in range(2, 9):
+        sizes = sizes_of(pages=pages)
+        room = (pages - 1) * sizes.page_size + 1 - prompt
+        if 1 <= room <= 16 - prompt:
+            check_capacity(sizes, [request(0, prompt, room)])
+        if room + 1 <= 16 - prompt:
+            with pytest.raises(CapacityError):
+                check_capacity(sizes, [request(0, prompt, max(room + 1, 1))])
