@@ -16,6 +16,7 @@ def paged_attention(
     Args:
         q: queries; query ``i`` of a sequence stands at position ``start + i``.
         pool: K and V interleaved on the head axis (K of kv head ``h`` at ``2 * h``, V at ``2 * h + 1``).
+            What lies beyond a query has weight 0, so it must be finite: 0 times NaN is NaN.
         page_table: pool pages of each sequence, in order; position ``p`` lies on page ``p // page_size``.
         start: position of each sequence's first query.
 
