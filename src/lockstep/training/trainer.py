@@ -80,6 +80,7 @@ class Trainer:
         self._hooks = Hooks()
         self._step: TrainStep | None = None
         self._tracker_errors = 0
+        self._warned_of_loss = False
 
     @property
     def train_step_traces(self) -> int:
@@ -181,8 +182,9 @@ class Trainer:
         values = step_metrics(info, metrics, self.config.train_batch_size)
         with self._tracking():
             self.tracker.log(values, step=info.next_step)
-        if not math.isfinite(info.loss):
-            log.warning("the loss is %s after %d steps", info.loss, info.next_step)
+        if not math.isfinite(info.loss) and not self._warned_of_loss:
+            self._warned_of_loss = True
+            log.warning("the loss is %s after %d steps; training goes on", info.loss, info.next_step)
 
     @contextlib.contextmanager
     def _tracking(self) -> Iterator[None]:
