@@ -135,13 +135,15 @@ def relay_function(layouts: LayoutTree, dtype: jnp.dtype, *, gather: bool) -> tu
     target = jax.tree.map(lambda leaf: leaf.decode, layouts)
     grid = jax.tree.leaves(layouts)[0].grid
 
+    def cast(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
+
     def move(weights: Any) -> Any:
-        cast = jax.tree.map(lambda leaf: leaf.astype(dtype), weights)
-        outer = read_outer(layouts, cast)
+        outer = read_outer(layouts, cast(dataclasses.replace(weights, layers=None)))
         if any(leaf.spec[0] for leaf in jax.tree.leaves(layouts.layers)):
-            return dataclasses.replace(outer, layers=read(layouts.layers, cast.layers))
+            return dataclasses.replace(outer, layers=read(layouts.layers, cast(weights.layers)))
         one = drop_layers(layouts.layers)
-        _, layers = jax.lax.scan(lambda _, layer: (None, read(one, layer)), None, cast.layers)
+        _, layers = jax.lax.scan(lambda _, layer: (None, read(one, cast(layer))), None, weights.layers)
         return dataclasses.replace(outer, layers=layers)
 
     moved = jax.shard_map(
