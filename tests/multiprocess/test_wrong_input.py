@@ -1,0 +1,144 @@
+"""Wrong input: on every process an error that says what was given, the limit and the fix, before any device work."""
+
+import dataclasses
+
+import pytest
+from harness import run_command, run_processes
+from launches import record_launches
+
+from lockstep.callback import InferenceEvalConfig, SampleCallback
+from tests import tiny
+
+LONG = "What is 12 plus 7? " * 8
+GOOD = {"prompts": ["one"], "max_new_tokens": 4}
+
+
+def config_of(case, index):
+    """The configuration of a case on one process."""
+    return {
+        "empty prompt list": {"prompts": []},
+        "empty prompt": {"prompts": ["one", "  "]},
+        "too long prompt": {"prompts": [LONG], "max_seq_len": 32},
+        "longer than the model": {"prompts": [LONG * 4]},
+        "no new tokens": {"max_new_tokens": 0},
+        "no page": {"page_size": 0},
+        "no generations": {"n_generations": 0},
+        "negative temperature": {"temperature": -1.0},
+        "no multihost": {"allow_multihost": False},
+        "layout of a typo": {"layout": "tensro"},
+        "layout that does not divide": {"layout": {"tensor": 3}},
+        "too few pages": {"page_size": 4, "max_pages": 2, "max_new_tokens": 40},
+        "missing prompt file": {"prompts": "no/such/prompts.jsonl"},
+        "missing metric": {"metrics": ["no_such_module:score"]},
+        "prompts differ": {"prompts": [["one"], ["two"]][index]},
+        "configurations differ": {"max_new_tokens": 4 + index},
+    }[case]
+
+
+EXPECTED = {
+    "empty prompt list": ["0 prompts|no prompts", "at least 1", "Add one"],
+    "empty prompt": ["prompts[1]", "empty", "Remove it or give it text"],
+    "too long prompt": ["prompt 0 has", "max_seq_len is 32", "raise max_seq_len"],
+    "longer than the model": ["prompt 0 has", "max_seq_len is 64", "Shorten the prompt"],
+    "no new tokens": ["max_new_tokens is 0", "at least 1", "Set max_new_tokens"],
+    "no page": ["page_size is 0", "at least 1", "Set page_size"],
+    "no generations": ["n_generations is 0", "at least 1", "Set n_generations"],
+    "negative temperature": ["temperature is -1.0", "at least 0", "Use 0"],
+    "no multihost": ["allow_multihost is false", "2 processes", "Set it to true"],
+    "layout of a typo": ["'tensro'", "auto, training", "Use auto"],
+    "layout that does not divide": ["{tensor: 3}", "4 devices", "[1, 2, 4]"],
+    "too few pages": ["pages of 4 tokens", "has 1", "Raise max_pages to at least"],
+    "missing prompt file": ["no/such/prompts.jsonl", "does not exist", "Fix the path"],
+    "missing metric": ["no_such_module", "could not be imported", "PYTHONPATH"],
+    "prompts differ": ["configuration", "process 0", "process 1", "Every process must be started with the same"],
+    "configurations differ": ["configuration", "process 0", "process 1", "Every process must be started with the same"],
+}
+
+
+def body(hosts, cases):
+    trainer = tiny.make_trainer("auto", 1, hosts)
+    model = tiny.init_model(trainer)
+    texts = {}
+    with record_launches() as launches:
+        for case in cases:
+            try:
+                config = InferenceEvalConfig(**GOOD | config_of(case, hosts.index))
+                SampleCallback(config, tiny.tokenizer(), hosts=hosts).check(model)
+            except Exception as error:
+                texts[case] = f"{type(error).__name__}: {error}"
+    return {"texts": texts, "launches": launches}
+
+
+def test_every_mistake_is_named_everywhere_before_any_device_work():
+    results = run_processes(body, timeout_s=180, args=(list(EXPECTED),))
+    for case, parts in EXPECTED.items():
+        texts = [result["texts"].get(case) for result in results]
+        assert None not in texts, f"{case}: {texts}"
+        assert len(set(texts)) == 1, f"{case}: {texts}"
+        for part in parts:
+            assert any(each in texts[0] for each in part.split("|")), f"{case}: {part!r} is not in {texts[0]!r}"
+    assert [result["launches"] for result in results] == [[], []]
+
+
+def test_different_tokens_than_the_leaders_are_found():
+    """A round on hosts whose tokenizers differ is refused before it starts."""
+    texts = run_processes(body_tokenizers, timeout_s=120)
+    assert len(set(texts)) == 1
+    assert "tokenizer" in texts[0] and "DisagreementError" in texts[0]
+
+
+def body_tokenizers(hosts):
+    tokenizer = tiny.tokenizer()
+    if hosts.index == 1:
+        tokenizer.add_tokens(["<only here>"])
+    trainer = tiny.make_trainer("auto", 1, hosts)
+    model = tiny.init_model(trainer)
+    try:
+        SampleCallback(InferenceEvalConfig(**GOOD, on_error="raise"), tokenizer, hosts=hosts)(tiny.Info(100, model))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "parts"),
+    [
+        (["--inference_eval.page_sise", "8"], {}, ["page_sise", "page_size"]),
+        ([], {"REQUIRE_JAX_PROCESS_COUNT": "3"}, ["has 2 process", "requires 3", "Start the command on every worker"]),
+        ([], {"REQUIRE_JAX_PROCESS_COUNT": "1"}, ["has 2 process", "requires 1", "change the requirement"]),
+        (
+            ["--model", "null", "--initialize_from_hf", "tests/golden/llama3"],
+            {},
+            ["tokenizer and model vocabulary do not match", "largest token id", "Use the tokenizer"],
+        ),
+    ],
+    ids=["unknown key", "one process fewer", "one process more", "tokenizer of another model"],
+)
+def test_command_line_mistakes_end_every_process_with_the_same_words(arguments, environment, parts, tmp_path):
+    command = ["lockstep", "train-lm", "--config_path", "config/demo.yaml", "--trainer.log_dir", str(tmp_path)]
+    run = run_command([*command, *arguments], env=environment, timeout_s=120)
+    assert run.code != 0
+    for log in run.logs:
+        for part in parts:
+            assert part in log, f"{part!r} is not in {log!r}"
+        assert "Traceback" not in log
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_requests_that_differ_are_found_by_the_engine():
+    texts = run_processes(body_requests, timeout_s=120)
+    assert len(set(texts)) == 1
+    assert "DisagreementError" in texts[0] and "requests" in texts[0]
+
+
+def body_requests(hosts):
+    from lockstep.engine import Engine, EngineConfig
+    from lockstep.placement import make_mesh
+
+    mesh = make_mesh("auto")
+    requests = [dataclasses.replace(r, prompt_tokens=(1 + hosts.index, 2)) for r in tiny.requests(lengths=(2,))]
+    with record_launches() as launches:
+        try:
+            Engine(EngineConfig(), mesh).generate((tiny.CONFIG, tiny.placed_weights(mesh)), requests, hosts=hosts)
+        except Exception as error:
+            assert launches == []
+            return f"{type(error).__name__}: {error}"
