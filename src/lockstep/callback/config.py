@@ -27,7 +27,7 @@ class InferenceEvalConfig:
     """Sample before the first step too."""
     at_end: bool = True
     """Sample after the last step too, whatever its number: honour the forced last call of the training loop."""
-    prompts: str | list[str | dict[str, Any]] = dataclasses.field(default_factory=list)
+    prompts: list[dict[str, Any] | str] | str = dataclasses.field(default_factory=list)
     """A list of texts, ``{prompt, answer}`` or ``{messages, answer}``, or a .txt or .jsonl file (local or URL)."""
     max_new_tokens: int = 64
     """Tokens to sample per answer at most."""
@@ -49,7 +49,7 @@ class InferenceEvalConfig:
     """Pages of one replica's KV cache; what does not fit waits its turn. Null: worked out."""
     max_prefill_size: int | None = None
     """Prompt tokens that a replica prefills in one launch. Null: worked out."""
-    layout: str | dict[str, int] = "auto"
+    layout: dict[str, int] | str = "auto"
     """auto | training | {tensor: N}: where the weights lie while decoding."""
     allow_multihost: bool = True
     """False refuses to sample in a job of several processes."""

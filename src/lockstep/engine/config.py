@@ -6,7 +6,7 @@ from lockstep.errors import ConfigError
 
 DEFAULT_PAGE_SIZE = 16
 
-Layout = str | dict[str, int]
+Layout = dict[str, int] | str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,179 @@
+"""When the callback samples, and that it works in any loop; what it does among hosts is in tests/multiprocess."""
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import pytest
+
+import lockstep
+from lockstep.callback import InferenceEvalConfig, SampleCallback
+from lockstep.callback.questions import from_bytes, read_requests, to_bytes
+from lockstep.errors import ConfigError, PromptError
+from lockstep.models import UnreadableModelError
+from lockstep.placement import make_mesh
+from lockstep.report.trackers import NoopTracker
+from tests import tiny
+
+
+@dataclasses.dataclass
+class LevanterInfo:
+    """Levanter counts steps from 0."""
+
+    step: int
+    model: Any = None
+
+    @property
+    def next_step(self):
+        return self.step + 1
+
+
+class Counting(SampleCallback):
+    """Notes the rounds instead of running them."""
+
+    def __init__(self, **values):
+        super().__init__(InferenceEvalConfig(prompts=["one"], **values), tiny.tokenizer())
+        self.steps = []
+
+    def _round(self, step, model):
+        self.steps.append(step)
+
+
+def test_a_round_is_due_every_so_many_completed_steps():
+    callback = Counting(eval_every=3)
+    for step in range(8):
+        callback.on_step(LevanterInfo(step))
+    assert callback.steps == [3, 6]
+
+
+def test_a_plain_loop_counts_completed_steps():
+    callback = Counting(eval_every=3)
+    for step in range(1, 8):
+        callback(tiny.Info(step, None))
+    assert callback.steps == [3, 6]
+
+
+@pytest.mark.parametrize(("at_start", "steps"), [(False, [4]), (True, [0, 4])])
+def test_before_the_first_step(at_start, steps):
+    callback = Counting(eval_every=4, at_start=at_start)
+    for step in range(-1, 5):
+        callback.on_step(LevanterInfo(step))
+    assert callback.steps == steps
+
+
+def test_levanter_forces_the_last_step_once_more():
+    """Every hook is called twice at the end: once because it is its turn, once by force."""
+    callback = Counting(eval_every=2)
+    for step in range(4):
+        callback.on_step(LevanterInfo(step))
+    callback.on_step(LevanterInfo(3), force=True)
+    assert callback.steps == [2, 4]
+
+
+@pytest.mark.parametrize(("at_end", "steps"), [(True, [2, 4, 5]), (False, [2, 4])])
+def test_forced_at_the_end(at_end, steps):
+    callback = Counting(eval_every=2, at_end=at_end)
+    for step in range(5):
+        callback.on_step(LevanterInfo(step))
+    callback(LevanterInfo(4), force=True)
+    assert callback.steps == steps
+
+
+def test_disabled_does_nothing_and_needs_no_prompts():
+    callback = SampleCallback(InferenceEvalConfig(enabled=False), tiny.tokenizer())
+    callback(tiny.Info(100, object()), force=True)
+    callback.check(object())
+    assert callback.rounds == 0
+
+
+class Recorder(NoopTracker):
+    def __init__(self):
+        self.rows, self.scalars = [], []
+
+    def log_rows(self, name, rows, *, step):
+        self.rows.append((name, step, list(rows)))
+
+    def log(self, metrics, *, step):
+        self.scalars.append((step, dict(metrics)))
+
+
+def test_a_plain_jax_loop_on_one_device(tmp_path, capsys):
+    mesh = make_mesh("1,1,1", jax.devices()[:1])
+    weights = tiny.placed_weights(mesh, vocab=tiny.vocab_size())
+    tracker = Recorder()
+    config = InferenceEvalConfig(
+        eval_every=1,
+        prompts=[{"prompt": "one", "answer": "two"}, {"prompt": "two", "answer": "x"}],
+        max_new_tokens=5,
+        temperature=1.0,
+        n_generations=2,
+        metrics=["exact_match"],
+        on_error="raise",
+    )
+    callback = lockstep.SampleCallback(config, tiny.tokenizer(), tracker=tracker, output_dir=tmp_path)
+    for step in (1, 2):
+        callback(tiny.Info(step, (tiny.CONFIG, weights)))
+    assert (callback.rounds, callback.report_errors) == (2, 0)
+    assert {name: program.traces for name, program in callback.engine.programs.items()} == {
+        "relay": 1,
+        "new_cache": 1,
+        "prefill": 1,
+        "decode": 1,
+    }
+    written = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["prompt_id"], row["generation_id"]) for row in written] == [
+        (step, prompt, generation) for step in (1, 2) for prompt in (0, 1) for generation in (0, 1)
+    ]
+    first, second = written[:4], written[4:]
+    # The weights are the same, and draws depend on seed, prompt, generation and position alone.
+    assert [row["generated_text"] for row in first] == [row["generated_text"] for row in second]
+    assert first[0]["generated_text"] != first[1]["generated_text"]
+    assert all(1 <= row["num_tokens"] <= 5 and row["mean_logprob"] < 0 for row in written)
+    assert [(name, step, len(rows)) for name, step, rows in tracker.rows] == [
+        ("inference_eval/samples", 1, 4),
+        ("inference_eval/samples", 2, 4),
+    ]
+    assert tracker.scalars[0][1]["inference_eval/exact_match"] == 0
+    assert tracker.scalars[0][1]["inference_eval/num_completions"] == 4
+    assert "after 2 steps" in capsys.readouterr().out
+
+
+def test_the_table_can_be_left_out(capsys):
+    mesh = make_mesh("1,1,1", jax.devices()[:1])
+    tracker = Recorder()
+    config = InferenceEvalConfig(eval_every=1, prompts=["one"], max_new_tokens=2, skip_samples_table=True)
+    callback = SampleCallback(config, tiny.tokenizer(), tracker=tracker)
+    callback(tiny.Info(1, (tiny.CONFIG, tiny.placed_weights(mesh, vocab=tiny.vocab_size()))))
+    assert tracker.rows == [] and len(tracker.scalars) == 1
+    assert capsys.readouterr().out == ""
+
+
+def test_a_model_that_cannot_be_read_is_named_at_check():
+    callback = SampleCallback(InferenceEvalConfig(prompts=["one"]), tiny.tokenizer())
+    with pytest.raises(lockstep.LockstepError, match=r"dict cannot be read; supported are .*LlamaLMHeadModel"):
+        callback.check({"weights": 1})
+    assert issubclass(UnreadableModelError, lockstep.LockstepError)
+
+
+def test_requests_survive_the_broadcast():
+    config = InferenceEvalConfig(prompts=["one", "What is 2 plus 3?"], temperature=0.5, n_generations=3, seed=7)
+    _, requests = read_requests(config, tiny.tokenizer())
+    assert from_bytes(to_bytes(requests)) == requests
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "text"),
+    [
+        ({"prompts": []}, PromptError, "inference_eval: prompts holds no prompts; at least 1 is needed"),
+        ({"eval_every": 0}, ConfigError, "eval_every is 0; it must be at least 1. Set enabled: false"),
+        ({"timeout_s": 0}, ConfigError, "timeout_s is 0; it must be more than 0"),
+        ({"on_error": "ignore"}, ConfigError, "on_error is 'ignore'; it must be skip or raise"),
+        ({"max_new_tokens": 0}, ConfigError, "inference_eval: max_new_tokens is 0; it must be at least 1"),
+        ({"layout": {"tensor": 0}}, ConfigError, "layout is {'tensor': 0}; it must be auto, training"),
+        ({"metrics": ["perplexity"]}, ConfigError, "metric 'perplexity' is not known"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(values, error, text):
+    with pytest.raises(error, match=text.replace("{", r"\{")):
+        InferenceEvalConfig(**{"prompts": ["one"]} | values)
