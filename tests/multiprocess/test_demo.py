@@ -1,12 +1,22 @@
 """The demo as `make demo` runs it: noise at first, right answers to questions never trained on in the end."""
 
+import dataclasses
 import json
 from pathlib import Path
 
+import jax
 import pytest
-from harness import run_command
+from harness import run_command, run_processes
 
+from lockstep.callback import InferenceEvalConfig
+from lockstep.callback.questions import read_requests
+from lockstep.engine import Engine, EngineConfig
+from lockstep.models.huggingface import load_hf
+from lockstep.placement import make_mesh
 from lockstep.report import COLUMNS, read_jsonl
+from lockstep.text import load_tokenizer
+from lockstep.types import Completion, FinishReason
+from tests.oracle import assert_same_tokens, oracle_completions
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = 32
@@ -15,6 +25,43 @@ PROMPTS = 32
 def mean(values):
     values = list(values)
     return sum(values) / len(values)
+
+
+def all_requests(checkpoint):
+    """The demo's questions, greedy and sampled."""
+    requests = []
+    for temperature in (0.0, 0.8):
+        config = InferenceEvalConfig(
+            prompts=str(ROOT / "data/demo/prompts.jsonl"), max_new_tokens=12, temperature=temperature
+        )
+        _, read = read_requests(config, load_tokenizer(checkpoint))
+        requests += [dataclasses.replace(request, prompt_id=len(requests) + i) for i, request in enumerate(read)]
+    return requests
+
+
+def body_generate(hosts, checkpoint, mesh_shape, layout):
+    mesh = make_mesh(mesh_shape)
+    engine = Engine(EngineConfig(layout=layout), mesh)
+    completions = engine.generate(load_hf(checkpoint, mesh), all_requests(checkpoint), hosts=hosts)
+    return [dataclasses.asdict(completion) for completion in completions]
+
+
+def check_the_checkpoint(checkpoint, shown):
+    """Every layout and number of processes gives the tokens of one process without a cache, without a single tie."""
+    requests = all_requests(checkpoint)
+    expected = oracle_completions(load_hf(checkpoint, make_mesh("1,1,1", jax.devices()[:1])), requests)
+    tokenizer = load_tokenizer(checkpoint)
+    texts = [tokenizer.decode(answer.tokens, skip_special_tokens=True) for answer in expected[:PROMPTS]]
+    assert texts == shown, "the trainer's last samples are those of the checkpoint it saved"
+    for processes, mesh_shape, layout in [(2, "auto", "auto"), (2, "1,2,2", {"tensor": 2}), (4, "auto", "training")]:
+        for result in run_processes(
+            body_generate, processes=processes, timeout_s=300, args=(str(checkpoint), mesh_shape, layout)
+        ):
+            got = [
+                Completion(**c | {"tokens": tuple(c["tokens"]), "finish_reason": FinishReason(c["finish_reason"])})
+                for c in result
+            ]
+            assert assert_same_tokens(expected, got) == 0
 
 
 @pytest.mark.slow
@@ -64,3 +111,5 @@ def test_the_demo_learns_and_leaves_everything_it_promises(tmp_path):
     assert "generated text" not in other
     for name in ("samples.jsonl", "metrics.jsonl", "offline-run-"):
         assert name in leader[leader.rindex("done:") :], "the closing summary names what the run left"
+
+    check_the_checkpoint(run_dir / "checkpoint", [row["generated_text"] for row in rows[-PROMPTS:]])

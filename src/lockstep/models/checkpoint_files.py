@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import pathlib
 import tempfile
 from collections.abc import Iterator
@@ -97,7 +98,7 @@ class CheckpointFiles:
 
 
 @contextlib.contextmanager
-def local_directory(path: str, *, pattern: str = "*") -> Iterator[pathlib.Path]:
+def local_directory(path: str | os.PathLike[str], *, pattern: str = "*") -> Iterator[pathlib.Path]:
     """The directory at a path; for a URL, a temporary copy that is removed at the end.
 
     Args:
@@ -107,6 +108,7 @@ def local_directory(path: str, *, pattern: str = "*") -> Iterator[pathlib.Path]:
     Raises:
         ConfigError: there is no such directory, or it is empty.
     """
+    path = os.fspath(path)
     if "://" not in path:
         directory = pathlib.Path(path).expanduser()
         if not directory.is_dir():

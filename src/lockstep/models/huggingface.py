@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -25,7 +26,7 @@ from lockstep.placement import PARAMETER_AXES
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq|.*\.masked_bias")
 
 
-def read_hf_config(path: str) -> dict[str, Any]:
+def read_hf_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The parsed ``config.json`` of a checkpoint.
 
     Args:
@@ -44,7 +45,7 @@ def read_hf_config(path: str) -> dict[str, Any]:
             raise ConfigError(f"{path}/config.json is not JSON: {error}. Download the checkpoint again.") from error
 
 
-def load_config(path: str, *, max_seq_len: int | None = None) -> LlamaConfig:
+def load_config(path: str | os.PathLike[str], *, max_seq_len: int | None = None) -> LlamaConfig:
     """The configuration of a Hugging Face checkpoint.
 
     Args:
@@ -58,7 +59,7 @@ def load_config(path: str, *, max_seq_len: int | None = None) -> LlamaConfig:
 
 
 def load_hf(
-    path: str,
+    path: str | os.PathLike[str],
     mesh: Mesh,
     mapping: ResourceMapping = PARAMETER_AXES,
     dtype: Any = jnp.float32,

@@ -1,6 +1,6 @@
 """Showing how a run goes: a bar at a terminal, lines in a log."""
 
-import logging
+import math
 import time
 from collections import deque
 from typing import Protocol
@@ -8,7 +8,7 @@ from typing import Protocol
 import rich
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-log = logging.getLogger(__name__)
+UNKNOWN = "–"
 
 
 class ProgressView(Protocol):
@@ -46,16 +46,18 @@ class BarProgress:
             TextColumn("train"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]:.4f}  {task.fields[rate]:.2f} steps/s"),
+            TextColumn("loss {task.fields[loss]}  {task.fields[rate]} steps/s"),
             TimeRemainingColumn(),
             console=rich.get_console(),
         )
-        self._task = self._bar.add_task("train", total=total, loss=float("nan"), rate=0.0)
+        self._task = self._bar.add_task("train", total=total, loss=UNKNOWN, rate=UNKNOWN)
         self._bar.start()
 
     def update(self, completed: int, loss: float) -> None:
         """Move the bar."""
-        self._bar.update(self._task, completed=completed, loss=loss, rate=self._rate.add(completed))
+        self._bar.update(
+            self._task, completed=completed, loss=_number(loss, 4), rate=_number(self._rate.add(completed), 2)
+        )
 
     def close(self) -> None:
         """Leave the bar as it is and give the terminal back."""
@@ -89,9 +91,10 @@ class LineProgress:
 
     def _show(self) -> None:
         completed, loss, rate = self._last
-        eta = f"{_clock((self._total - completed) / rate)} left" if rate else "time left unknown"
+        eta = f"{_clock((self._total - completed) / rate)} left" if rate else "starting"
         rich.get_console().print(
-            f"step {completed}/{self._total}  loss {loss:.4f}  {rate:.2f} steps/s  {eta}", highlight=False
+            f"step {completed}/{self._total}  loss {_number(loss, 4)}  {_number(rate, 2)} steps/s  {eta}",
+            highlight=False,
         )
         self._shown_at, self._shown = time.monotonic(), completed
 
@@ -122,6 +125,11 @@ def make_progress(total: int, is_leader: bool) -> ProgressView:
     if not is_leader:
         return NoProgress()
     return BarProgress(total) if rich.get_console().is_terminal else LineProgress(total)
+
+
+def _number(value: float, digits: int) -> str:
+    """The number, or a dash where there is none yet."""
+    return f"{value:.{digits}f}" if value and math.isfinite(value) else UNKNOWN
 
 
 def _clock(seconds: float) -> str:
