@@ -50,14 +50,16 @@ def work_out_sizes(
     total = sum(r.params.n_generations for r in requests)
     sequences = min(total, config.max_seqs or _SLOTS_PER_REPLICA * grid.replicas)
     prefill = max(len(r.prompt_tokens) for r in requests) - 1
+    slots = -(-sequences // grid.replicas)
+    rows = min(slots * -(-prefill // page_size), (config.max_prefill_size or _PREFILL_TOKENS) // page_size)
     wanted = ScheduleSizes(
         replicas=grid.replicas,
         sequences=sequences,
-        slots=-(-sequences // grid.replicas),
+        slots=slots,
         page_size=page_size,
         pages=0,
         pages_per_sequence=-(-longest // page_size),
-        prefill_rows=0,
+        prefill_rows=max(1, rows),
         steps=min(config.max_steps_per_launch or _STEPS, max(r.params.max_new_tokens for r in requests)),
         stop_ids=_round_up(max(len(r.params.stop_token_ids) for r in requests), _STOP_IDS),
     )
@@ -65,12 +67,7 @@ def work_out_sizes(
         pairs = ((f.name, getattr(wanted, f.name), getattr(before, f.name)) for f in dataclasses.fields(wanted))
         wanted = ScheduleSizes(**{name: max(new, old) for name, new, old in pairs})
     pages = wanted.slots * wanted.pages_per_sequence + 1
-    rows = min(wanted.slots * -(-prefill // page_size), (config.max_prefill_size or _PREFILL_TOKENS) // page_size)
-    return dataclasses.replace(
-        wanted,
-        pages=min(pages, config.max_pages or pages),
-        prefill_rows=max(1, rows, before.prefill_rows if before else 0),
-    )
+    return dataclasses.replace(wanted, pages=min(pages, config.max_pages or pages))
 
 
 def check_layout(model: LlamaConfig, grid: DecodeGrid) -> None:

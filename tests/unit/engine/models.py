@@ -1,0 +1,77 @@
+"""Tiny models of every family, sharded as the trainer shards them."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import haliax as hax
+import jax
+import numpy as np
+
+from lockstep.models import LlamaConfig, LlamaLMHeadModel, Qwen2Config, Qwen3Config
+from lockstep.models.config import Llama3Scaling, RotaryConfig
+from lockstep.models.hf_tensors import skeleton
+from lockstep.placement import PARAMETER_AXES, make_mesh, place
+from lockstep.types import Request, SamplingParams
+
+SIZES: dict[str, Any] = {
+    "max_seq_len": 64,
+    "hidden_dim": 16,
+    "intermediate_dim": 24,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "gradient_checkpointing": False,
+}
+LLAMA = LlamaConfig(**SIZES)
+FAMILIES = {
+    "llama": LLAMA,
+    "llama3": LlamaConfig(
+        **SIZES, rope=RotaryConfig(theta=100.0, scaling=Llama3Scaling(original_max_position_embeddings=16))
+    ),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen3": Qwen3Config(**SIZES),
+    "tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+}
+VOCAB = 40
+
+
+@functools.cache
+def model_on(mesh_shape: str, config: LlamaConfig = LLAMA, vocab: int = VOCAB) -> LlamaLMHeadModel:
+    """A model with random weights, the same on every mesh; nothing is compiled."""
+    mesh = mesh_of(mesh_shape)
+    rng = np.random.default_rng(1)
+
+    def draw(leaf: hax.NamedArray) -> hax.NamedArray:
+        values = 0.5 * rng.standard_normal([axis.size for axis in leaf.axes]).astype(np.float32)
+        spec = jax.sharding.PartitionSpec(*(PARAMETER_AXES.get(axis.name) for axis in leaf.axes))
+        return dataclasses.replace(leaf, array=place(values, jax.sharding.NamedSharding(mesh, spec)))
+
+    return jax.tree.map(draw, skeleton(vocab, config), is_leaf=lambda leaf: isinstance(leaf, hax.NamedArray))
+
+
+@functools.cache
+def mesh_of(shape: str) -> jax.sharding.Mesh:
+    """A mesh of the first devices."""
+    return make_mesh(shape, jax.devices()[: int(np.prod([int(size) for size in shape.split(",")]))])
+
+
+def request(number: int, prompt: int | tuple[int, ...], new: int = 8, **params: Any) -> Request:
+    """A request; a prompt given by its length is random, with the beginning it has in every other."""
+    if isinstance(prompt, int):
+        prompt = tuple(np.random.default_rng(5).integers(0, 30, 64)[: prompt - 1].tolist()) + (number % 30,)
+    return Request(prompt_id=number, prompt_tokens=prompt, params=SamplingParams(max_new_tokens=new, **params))
+
+
+def mixed_requests() -> list[Request]:
+    """Greedy and sampled; alone and in groups; short, of whole pages, and long; with common beginnings and stops."""
+    return [
+        request(0, 1, 12),
+        request(1, 33, 12, n_generations=2),
+        request(2, 17, 12, temperature=0.8, seed=3, n_generations=3),
+        request(3, 33, 6, temperature=0.8, seed=2**32 - 1),
+        request(2**32 - 1, 9, 12, temperature=0.8, stop_token_ids=(1, 5, 8, 13, 21)),
+        request(5, 24, 12, stop_token_ids=(2, 3, 4)),
+        request(6, 40, 1, temperature=1.5),
+    ]

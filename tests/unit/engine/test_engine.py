@@ -1,0 +1,268 @@
+"""What the engine does besides the right tokens: launches, compilations, memory, order, refusals."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lockstep.engine import Engine, EngineConfig
+from lockstep.errors import CapacityError, ConfigError, LockstepError, PromptError
+from lockstep.hosts import current
+from lockstep.types import Request
+from tests.oracle import assert_same_tokens, oracle_completions
+from tests.unit.engine.models import LLAMA, VOCAB, mesh_of, mixed_requests, model_on, request
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine(EngineConfig(layout={"tensor": 2}, page_size=8, max_seqs=4, max_steps_per_launch=5), mesh_of("1,2,2"))
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return model_on("1,2,2")
+
+
+LISTENERS: list[list[str]] = []
+
+
+def _listen(event: str, duration: float, **_: Any) -> None:
+    if event.startswith("/jax/core/compile"):
+        for events in LISTENERS:
+            events.append(event)
+
+
+jax.monitoring.register_event_duration_secs_listener(_listen)
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[list[str]]:
+    """Names of what is traced, lowered or compiled inside."""
+    events: list[str] = []
+    LISTENERS.append(events)
+    yield events
+    LISTENERS.remove(events)
+
+
+def test_preparing_launches_nothing_and_a_second_run_compiles_nothing(engine: Engine, model: Any) -> None:
+    requests = mixed_requests()
+    with compilations() as events, jax.no_execution(True):
+        digests = engine.prepare(model, requests)
+    assert events, "the listener hears nothing"
+    assert list(digests) == list(engine.programs) == ["relay", "new_cache", "prefill", "decode"]
+    first = engine.run(model, requests)
+    launches = list(engine.ledger.launches)
+    with compilations() as events:
+        assert engine.prepare(model, requests) == digests
+        second = engine.run(model, requests)
+    assert not events, "the second round compiles"
+    assert first == second
+    assert engine.ledger.launches == launches * 2
+    assert launches[:3] == ["relay", "new_cache", "prefill"] and "decode" in launches
+    assert {name: program.traces for name, program in engine.programs.items()} == dict.fromkeys(digests, 1)
+
+
+def test_device_memory_is_what_it_was(engine: Engine, model: Any) -> None:
+    engine.generate(model, mixed_requests())
+    before = jax.live_arrays()
+    engine.generate(model, mixed_requests())
+    after = jax.live_arrays()
+    assert len(after) == len(before)
+    assert sum(a.nbytes for a in after) == sum(a.nbytes for a in before)
+
+
+def test_the_model_is_left_as_it_was(engine: Engine, model: Any) -> None:
+    before = jax.tree.map(np.asarray, model)
+    engine.generate(model, mixed_requests())
+    jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, model))
+
+
+def test_around_each_launch(engine: Engine, model: Any) -> None:
+    engine.prepare(model, mixed_requests())
+    seen: list[str] = []
+
+    @contextlib.contextmanager
+    def around(name: str) -> Iterator[None]:
+        start = len(engine.ledger.launches)
+        yield
+        assert name in engine.ledger.launches[start:]
+        seen.append(name)
+
+    engine.run(model, mixed_requests(), around_launch=around)
+    assert seen[0] == "relay" and set(seen) == {"relay", "prefill", "decode"}
+
+
+def test_a_changed_model_gives_its_own_tokens_without_a_compilation(engine: Engine, model: Any) -> None:
+    requests = [request(0, 9, 8), request(1, 20, 8)]
+    before = engine.generate(model, requests)
+    changed = jax.tree.map(lambda leaf: leaf[..., ::-1] * 1.5, model)
+    changed = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), changed, model)
+    digests = engine.prepare(model, requests)
+    assert engine.prepare(changed, requests) == digests
+    after = engine.run(changed, requests)
+    assert [c.tokens for c in after] != [c.tokens for c in before]
+    assert assert_same_tokens(oracle_completions(changed, requests), after) == 0
+
+
+def test_no_requests_no_answers(engine: Engine, model: Any) -> None:
+    launches = len(engine.ledger.launches)
+    assert engine.generate(model, []) == []
+    assert len(engine.ledger.launches) == launches
+
+
+def test_any_mesh_context_will_do(engine: Engine, model: Any) -> None:
+    requests = [request(0, 9, 4)]
+    expected = oracle_completions(model, requests)
+    other = Engine(engine.config, mesh_of("1,2,2"))
+    with jax.set_mesh(mesh_of("2,2,1")), hax.axis_mapping({"vocab": "fsdp"}):
+        assert assert_same_tokens(expected, other.generate(model, requests)) == 0
+
+
+def test_capacities_grow_once_and_never_shrink() -> None:
+    engine, model = Engine(EngineConfig(page_size=8), mesh_of("1,1,1")), model_on("1,1,1")
+    small, large = [request(0, 5, 3)], [request(i, 30, 9, stop_token_ids=tuple(range(30, 35))) for i in range(3)]
+    compiled = []
+    for requests in (small, large, small, large):
+        engine.generate(model, requests)
+        if not compiled or compiled[-1] is not engine.programs["decode"]:
+            compiled.append(engine.programs["decode"])
+    assert len(compiled) == 2
+    sizes = engine.sizes
+    assert sizes is not None
+    assert (sizes.slots, sizes.pages_per_sequence, sizes.pages, sizes.stop_ids, sizes.steps) == (3, 5, 16, 8, 9)
+
+
+def test_a_model_that_lies_elsewhere_is_compiled_for_again_and_never_run_unprepared(model: Any) -> None:
+    requests = [request(0, 9, 4)]
+    engine = Engine(EngineConfig(), mesh_of("1,2,2"))
+    expected = engine.generate(model, requests)
+    moved = eqx.tree_at(
+        lambda m: m.embed.array,
+        model,
+        jax.device_put(model.embed.array, jax.sharding.NamedSharding(mesh_of("1,2,2"), jax.sharding.PartitionSpec())),
+    )
+    launches = len(engine.ledger.launches)
+    with pytest.raises(ConfigError, match="are not those that the engine prepared for. Call prepare with this model"):
+        engine.run(moved, requests)
+    assert len(engine.ledger.launches) == launches
+    before = engine.programs["decode"]
+    assert engine.generate(moved, requests) == expected
+    assert engine.programs["decode"] is not before
+
+
+@pytest.mark.parametrize("layout", ["training", {"tensor": 2}])
+def test_half_precision(model: Any, layout: Any) -> None:
+    requests = mixed_requests()
+    engine = Engine(EngineConfig(dtype="bfloat16", layout=layout), mesh_of("1,2,2"))
+    got = engine.generate(model, requests)
+    # The cache is half as large; the log-probabilities are those of float32 to within the precision of bfloat16.
+    expected = {(e.prompt_id, e.generation_id): e for e in oracle_completions(model, requests)}
+    assert [(c.prompt_id, c.generation_id) for c in got] == list(expected)
+    same = [c for c in got if c.tokens[0] == expected[c.prompt_id, c.generation_id].tokens[0]]
+    assert len(same) > len(got) // 2
+    for c in same:
+        assert abs(c.logprobs[0] - expected[c.prompt_id, c.generation_id].logprobs[0]) < 0.2
+    assert all(np.isfinite(c.logprobs).all() for c in got)
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model)
+    native = Engine(EngineConfig(layout=layout), mesh_of("1,2,2"))
+    half = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), half, model)
+    assert native.generate(half, requests) == got
+
+
+def test_the_cache_is_written_in_place() -> None:
+    # 32 layers, so that a copy of the pool would show beside what attention gathers of one layer.
+    config = dataclasses.replace(LLAMA, max_seq_len=256, num_layers=32)
+    model = model_on("1,1,1", config)
+    engine = Engine(EngineConfig(max_seq_len=256, max_steps_per_launch=4), mesh_of("1,1,1"))
+    engine.prepare(model, [request(i, 20, 8) for i in range(8)])
+    sizes = engine.sizes
+    assert sizes is not None
+    pool = 32 * sizes.pages * sizes.page_size * 2 * config.num_kv_heads * config.head_size * 4
+    for name in ("prefill", "decode"):
+        memory = engine.programs[name].memory()
+        print(f"{name}: pool {pool}, aliased {memory.alias_size_in_bytes}, temporaries {memory.temp_size_in_bytes}")
+        assert memory.alias_size_in_bytes == pool
+        assert memory.temp_size_in_bytes < pool / 2
+
+
+REFUSED: list[tuple[dict[str, Any], list[Request], type[Exception], str]] = [
+    ({}, [], ConfigError, "there are 0 requests; the engine needs at least 1"),
+    ({}, [request(4, 3), request(4, 5)], ConfigError, "prompt_id 4 is used by several requests"),
+    ({}, [request(0, (1, 2)), request(2**32, (1,))], ConfigError, "prompt_id is 4294967296; it must be at least 0 and"),
+    ({}, [request(-1, (1,))], ConfigError, "prompt_id is -1; it must be at least 0"),
+    ({}, [request(3, (1, VOCAB))], PromptError, "token 1 of prompt 3 is 40; the model's vocabulary has ids 0 to 39"),
+    ({}, [request(3, (-1, 2))], PromptError, "token 0 of prompt 3 is -1"),
+    ({}, [request(3, 5, stop_token_ids=(2, 99))], ConfigError, "stop_token_ids of prompt 3 has 99; the model's vocab"),
+    (
+        {},
+        [request(3, 60, 8)],
+        CapacityError,
+        r"prompt 3 has 60 tokens and max_new_tokens is 8, 68 together; max_seq_len is 64 \(the model allows 64\)\. "
+        r"Shorten the prompt to at most 56 tokens, or lower max_new_tokens to at most 4\.",
+    ),
+    ({"max_seq_len": 16}, [request(3, 12, 8)], CapacityError, r"is 16 \(the .* 64\)\..* or raise max_seq_len to at le"),
+    ({"max_seq_len": 8}, [request(3, 60, 60)], CapacityError, "Shorten the prompt and lower max_new_tokens"),
+    ({"max_seq_len": 65}, [request(3, 5)], ConfigError, "max_seq_len of the engine is 65; the model was built for 64"),
+    (
+        {"max_pages": 3, "page_size": 8},
+        [request(3, 17)],
+        CapacityError,
+        r"prompt 3 needs 3 pages of 8 tokens for its 17 prompt and 8 new tokens; a replica has 2 .* Raise max_pages to "
+        r"at least 4, or shorten the prompt\.",
+    ),
+    (
+        {"layout": {"tensor": 4}},
+        [request(3, 5)],
+        ConfigError,
+        r"splits num_kv_heads = 2.* Set tensor to one of \[1, 2\]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "requests", "error", "message"), REFUSED)
+def test_refused_before_any_device_work(
+    model: Any, options: dict[str, Any], requests: list[Request], error: type[Exception], message: str
+) -> None:
+    engine = Engine(EngineConfig(**options), mesh_of("1,2,2"))
+    with compilations() as events, jax.no_execution(True):
+        for call in (engine.check, engine.prepare):
+            with pytest.raises(error, match=message):
+                call(model, requests)
+        if requests:
+            with pytest.raises(LockstepError, match=message):
+                engine.generate(model, requests)
+    assert not events and engine.sizes is None and not engine.ledger.launches
+
+
+def test_a_layout_that_does_not_fit_the_mesh() -> None:
+    with pytest.raises(ConfigError, match=r"layout \{tensor: 3\} does not fit the mesh .* to one of \[1, 2, 4"):
+        Engine(EngineConfig(layout={"tensor": 3}), mesh_of("1,4,1"))
+
+
+def test_a_vocabulary_of_nothing() -> None:
+    with pytest.raises(ConfigError, match="vocab_size is 0; at least 1 token must be allowed"):
+        Engine(EngineConfig(), mesh_of("1,4,1"), vocab_size=0)
+
+
+def test_a_model_in_host_memory_or_on_another_mesh(model: Any) -> None:
+    engine = Engine(EngineConfig(), mesh_of("1,2,2"))
+    with pytest.raises(ConfigError, match=r"the weight \.embed is placed in host memory; the decode grid needs"):
+        engine.prepare(jax.tree.map(np.asarray, model), [request(0, 3)])
+    with pytest.raises(ConfigError, match=r"the weight \.embed is placed on 4 devices .* the training mesh"):
+        engine.prepare(model_on("1,4,1"), [request(0, 3)])
+
+
+def test_a_launch_that_fails_is_known_to_all(engine: Engine, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(engine, "run", fail)
+    with pytest.raises(LockstepError, match="out of memory"):
+        engine.generate(model, [request(0, 3)], hosts=current())

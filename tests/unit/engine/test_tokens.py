@@ -1,0 +1,96 @@
+"""Tokens and log-probabilities equal those of full forward passes, whatever the model, layout and capacities."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from lockstep.engine import Engine, EngineConfig
+from lockstep.types import Completion, FinishReason
+from tests.oracle import Expected, assert_same_logprobs, assert_same_tokens, oracle_completions
+from tests.unit.engine.models import FAMILIES, VOCAB, mesh_of, mixed_requests, model_on, request
+
+LAYOUTS: dict[str, Any] = {"auto": "auto", "training": "training", "tensor2": {"tensor": 2}}
+# Spread over the families, so that each family and each layout meets several: page sizes, prefill in chunks, few
+# sequences, few pages, short launches.
+OPTIONS: list[dict[str, int]] = [
+    {"page_size": 8, "max_prefill_size": 8, "max_steps_per_launch": 5, "max_seqs": 6},
+    {"page_size": 16, "max_steps_per_launch": 1, "max_seqs": 3},
+    {"page_size": 8, "max_steps_per_launch": 64, "max_pages": 9},
+    {"page_size": 16, "max_prefill_size": 32, "max_steps_per_launch": 5, "max_pages": 5},
+    {},
+]
+MESHES = {"auto": ("1,4,1", "2,2,1"), "training": ("1,2,2", "2,2,1"), "tensor2": ("1,2,2", "1,4,1")}
+CASES = [
+    (family, layout, MESHES[layout][i % 2], OPTIONS[(i + 2 * j) % len(OPTIONS)])
+    for i, family in enumerate(FAMILIES)
+    for j, layout in enumerate(LAYOUTS)
+]
+
+
+@functools.cache
+def expected(family: str, vocab: int, vocab_size: int | None = None) -> list[Expected]:
+    return oracle_completions(model_on("1,4,1", FAMILIES[family], vocab), mixed_requests(), vocab_size=vocab_size)
+
+
+def check(want: Sequence[Expected], got: Sequence[Completion]) -> None:
+    ties = assert_same_tokens(want, got)
+    worst = assert_same_logprobs(want, got)
+    print(f"{ties} ties in {sum(len(e.tokens) for e in want)} tokens; log-probabilities differ by {worst:.1e} at most")
+
+
+@pytest.mark.parametrize(("family", "layout", "mesh", "options"), CASES)
+def test_every_family_and_layout(family: str, layout: str, mesh: str, options: dict[str, int]) -> None:
+    # A vocabulary that two devices cannot share evenly, where the trainer does not split it.
+    vocab = VOCAB - 1 if mesh == "1,4,1" else VOCAB
+    engine = Engine(EngineConfig(layout=LAYOUTS[layout], **options), mesh_of(mesh))
+    model, want = model_on(mesh, FAMILIES[family], vocab), expected(family, vocab)
+    check(want, engine.generate(model, mixed_requests()))
+    assert {program.traces for program in engine.programs.values()} == {1}
+    # Other slots, other pages, other replicas, other company.
+    turned = engine.generate(model, mixed_requests()[::-1])
+    order = {(e.prompt_id, e.generation_id): e for e in want}
+    check([order[c.prompt_id, c.generation_id] for c in turned], turned)
+    assert {program.traces for program in engine.programs.values()} == {1}
+
+
+@pytest.mark.parametrize("vocab_size", [30, 18])
+def test_rows_beyond_the_vocabulary_are_never_sampled(vocab_size: int) -> None:
+    # Two devices have 20 rows each: with 18 tokens the second has none that may be sampled.
+    engine = Engine(EngineConfig(layout={"tensor": 2}), mesh_of("1,2,2"), vocab_size=vocab_size)
+    got = engine.generate(model_on("1,2,2"), mixed_requests())
+    check(expected("llama", VOCAB, vocab_size), got)
+    assert max(token for c in got for token in c.tokens) < vocab_size
+
+
+def test_one_device() -> None:
+    engine = Engine(EngineConfig(), mesh_of("1,1,1"))
+    check(expected("llama", VOCAB), engine.generate(model_on("1,1,1"), mixed_requests()))
+
+
+def test_the_oracle_sees_a_wrong_token() -> None:
+    # The comparison itself: a wrong token, a missing one, a lost answer.
+    want = oracle_completions(model_on("1,4,1"), [request(0, 5, 4)])
+    (one,) = want
+
+    def answer(tokens: tuple[int, ...]) -> list[Completion]:
+        logprobs = one.logprobs[: len(tokens)]
+        return [
+            Completion(prompt_id=0, generation_id=0, tokens=tokens, logprobs=logprobs, finish_reason=one.finish_reason)
+        ]
+
+    assert assert_same_tokens(want, answer(one.tokens)) == 0
+    with pytest.raises(AssertionError, match="token 1 is .* expected"):
+        assert_same_tokens(want, answer((one.tokens[0], one.tokens[1] ^ 1, *one.tokens[2:])))
+    with pytest.raises(AssertionError, match="3 tokens, 4 expected"):
+        assert_same_tokens(want, answer(one.tokens[:-1]))
+    with pytest.raises(AssertionError, match="answers are missing"):
+        assert_same_tokens(want, [])
+
+
+def test_what_is_compared_has_both_endings_and_many_lengths() -> None:
+    for family in FAMILIES:
+        want = expected(family, VOCAB)
+        assert {e.finish_reason for e in want} == {FinishReason.STOP, FinishReason.LENGTH}, family
+        assert len({e.tokens for e in want}) > len(want) // 2, family
