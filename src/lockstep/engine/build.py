@@ -68,8 +68,9 @@ def build_programs(
     layouts = leaf_layouts(weights, grid)
     structs = jax.tree.map(lambda leaf: _struct(leaf, leaf.sharding), weights)
     relay = None
-    if config.layout != "training" or any(leaf.dtype != dtype for leaf in jax.tree.leaves(structs)):
-        function, layouts = relay_function(layouts, dtype, gather=config.layout != "training")
+    moves = config.layout != "training" and any(leaf != leaf.decode for leaf in jax.tree.leaves(layouts))
+    if moves or any(leaf.dtype != dtype for leaf in jax.tree.leaves(structs)):
+        function, layouts = relay_function(layouts, dtype, gather=moves)
         shardings = jax.tree.map(lambda leaf: NamedSharding(grid.mesh, leaf.partition_spec), layouts)
         relay = compiled("relay", function, [structs], out_shardings=shardings)
         with jax.set_mesh(grid.mesh):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import importlib.metadata
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -92,6 +93,6 @@ def compile_program(
             compiled = lowered.compile()
     except Exception as error:
         raise LockstepError(f"program {name!r} does not compile on the mesh {dict(mesh.shape)}: {error}") from error
-    text = f"jax {jax.__version__}\n{lowered.as_text()}"
+    text = f"jax {jax.__version__} jaxlib {importlib.metadata.version('jaxlib')}\n{lowered.as_text()}"
     digest = hashlib.sha256(text.encode()).hexdigest()
     return Program(name=name, digest=digest, traces=traces, _compiled=compiled, _ledger=ledger)

@@ -125,6 +125,26 @@ def test_any_mesh_context_will_do(engine: Engine, model: Any) -> None:
         assert assert_same_tokens(expected, other.generate(model, requests)) == 0
 
 
+@pytest.mark.parametrize(
+    ("mesh", "options", "moved"),
+    [
+        ("1,1,1", {}, False),
+        ("4,1,1", {}, False),
+        ("4,1,1", {"dtype": "bfloat16"}, True),
+        ("1,1,4", {"layout": {"tensor": 4}}, False),
+        ("1,4,1", {}, True),
+    ],
+)
+def test_weights_that_lie_right_are_not_copied(mesh: str, options: dict[str, Any], moved: bool) -> None:
+    config = dataclasses.replace(LLAMA, num_kv_heads=4)
+    engine, model = Engine(EngineConfig(**options), mesh_of(mesh)), model_on(mesh, config)
+    requests = [request(0, 9, 4), request(1, 20, 4, temperature=0.8)]
+    got = engine.generate(model, requests)
+    assert ("relay" in engine.programs) == moved
+    if "dtype" not in options:
+        assert assert_same_tokens(oracle_completions(model, requests), got) == 0
+
+
 def test_capacities_grow_once_and_never_shrink() -> None:
     engine, model = Engine(EngineConfig(page_size=8), mesh_of("1,1,1")), model_on("1,1,1")
     small, large = [request(0, 5, 3)], [request(i, 30, 9, stop_token_ids=tuple(range(30, 35))) for i in range(3)]
