@@ -10,8 +10,11 @@ from jaxtyping import Array
 
 from lockstep.engine.sample import sample
 from lockstep.engine.transformer import Transformer
+from lockstep.kernels import Context, attend_context, extend_context, lay_out_context
 from lockstep.models import DecoderWeights
 from lockstep.schedule import NULL_PAGE, DecodePlan, ScheduleSizes
+
+type Cache = tuple[Array, Context]
 
 
 def decode_function(transformer: Transformer, sizes: ScheduleSizes) -> Callable[..., tuple[Array, Array, Array]]:
@@ -32,22 +35,26 @@ def decode_function(transformer: Transformer, sizes: ScheduleSizes) -> Callable[
         rows = jnp.arange(sizes.slots)
 
         def step(state: Any) -> Any:
-            index, pool, token, position, remaining, tokens, logprobs = state
+            index, cache, token, position, remaining, tokens, logprobs = state
             active = remaining > 0
             page = jnp.where(active, page_table[rows, position // sizes.page_size], NULL_PAGE)
 
-            def write(pool: Array, first_page: Array, kv: Array) -> Array:
-                return pool.at[first_page + page, position % sizes.page_size].set(kv[:, 0].astype(pool.dtype))
+            def attend(cache: Cache, layer: Array, q: Array, kv: Array) -> tuple[Cache, Array]:
+                pool, context = cache
+                at = (layer * transformer.pages + page, position % sizes.page_size)
+                pool = pool.at[at].set(kv[:, 0].astype(pool.dtype))
+                context = extend_context(context, layer, kv[:, 0], position)
+                return (pool, context), attend_context(q[:, 0], context, layer, position)[:, None]
 
             x = transformer.embed(weights, token[:, None])
-            x, pool = transformer.layers(weights.layers, x, pool, start=position, page_table=page_table, write=write)
+            x, cache = transformer.layers(weights.layers, x, cache, start=position, attend=attend)
             sampled, logprob = sample(transformer.logits(weights, x[:, 0]), temperature, draw, position + 1, grid)
             tokens = tokens.at[:, index].set(jnp.where(active, sampled, -1))
             logprobs = logprobs.at[:, index].set(jnp.where(active, logprob, 0.0))
             stopped = jnp.any(sampled[:, None] == stop_ids, axis=1)
             return (
                 index + 1,
-                pool,
+                cache,
                 jnp.where(active, sampled, token),
                 jnp.where(active, position + 1, position),
                 jnp.where(active & ~stopped, remaining - 1, 0),
@@ -58,14 +65,14 @@ def decode_function(transformer: Transformer, sizes: ScheduleSizes) -> Callable[
         shape = (sizes.slots, sizes.steps)
         state = (
             jnp.int32(0),
-            pool,
+            (pool, lay_out_context(pool, page_table, transformer.config.num_layers)),
             token,
             position,
             remaining,
             jnp.full(shape, -1, jnp.int32),
             jnp.zeros(shape, jnp.float32),
         )
-        _, pool, _, _, _, tokens, logprobs = jax.lax.while_loop(lambda state: state[0] < num_steps, step, state)
+        _, (pool, _), _, _, _, tokens, logprobs = jax.lax.while_loop(lambda state: state[0] < num_steps, step, state)
         if grid.replica_axes:
             tokens = jax.lax.all_gather(tokens, grid.replica_axes)
             logprobs = jax.lax.all_gather(logprobs, grid.replica_axes)

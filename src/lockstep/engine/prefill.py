@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from lockstep.engine.transformer import Transformer
+from lockstep.kernels import paged_attention
 from lockstep.models import DecoderWeights
 from lockstep.schedule import PrefillPlan
 
@@ -29,11 +30,13 @@ def prefill_function(transformer: Transformer) -> Callable[..., Array]:
         tokens, start, page, page_table = (argument[0] for argument in (tokens, start, page, page_table))
         weights = transformer.read_outer(weights)
 
-        def write(pool: Array, first_page: Array, kv: Array) -> Array:
-            return pool.at[first_page + page].set(kv.astype(pool.dtype))
+        def attend(pool: Array, layer: Array, q: Array, kv: Array) -> tuple[Array, Array]:
+            first_page = layer * transformer.pages
+            pool = pool.at[first_page + page].set(kv.astype(pool.dtype))
+            return pool, paged_attention(q, pool, first_page + page_table, start)
 
         x = transformer.embed(weights, tokens)
-        _, pool = transformer.layers(weights.layers, x, pool, start=start, page_table=page_table, write=write)
+        _, pool = transformer.layers(weights.layers, x, pool, start=start, attend=attend)
         return pool
 
     return prefill

@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lockstep.kernels import paged_attention
 from lockstep.models.config import LlamaConfig, rotary_frequencies
 from lockstep.models.weights import DecoderWeights, LayerWeights
 from lockstep.placement.layout import DecodeGrid
 from lockstep.placement.relay import LayoutTree, drop_layers, read, read_outer
 
-type Write = Callable[[Array, Array, Array], Array]
+type Attend[Cache] = Callable[[Cache, Array, Array, Array], tuple[Cache, Array]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,58 +56,55 @@ class Transformer:
         first = jax.lax.axis_index(self.grid.tensor_axes) * logits.shape[1] if self.grid.tensor > 1 else 0
         return jnp.where(first + jnp.arange(logits.shape[1]) < self.vocab_size, logits, -jnp.inf)
 
-    def layers(
+    def layers[Cache](
         self,
         weights: LayerWeights,
         x: Float[Array, "sequence query embed"],
-        pool: Float[Array, "pool_page page_size two_kv_heads head"],
+        cache: Cache,
         *,
         start: Int[Array, " sequence"],
-        page_table: Int[Array, "sequence page"],
-        write: Write,
-    ) -> tuple[Float[Array, "sequence query embed"], Float[Array, "pool_page page_size two_kv_heads head"]]:
-        """Runs all layers over consecutive positions of each sequence, adding their K/V to the pool.
+        attend: Attend[Cache],
+    ) -> tuple[Float[Array, "sequence query embed"], Cache]:
+        """Runs all layers over consecutive positions of each sequence, adding their K/V to the cache.
 
         Args:
             weights: this device's blocks of the stacked layers.
             x: embedded tokens; query ``i`` stands at position ``start + i``.
-            pool: K/V of all layers, flat: page ``p`` of layer ``l`` is at ``l * pages + p``.
+            cache: K/V of all layers in whatever form ``attend`` keeps it.
             start: position of the first query of each sequence.
-            page_table: pages of each sequence.
-            write: ``write(pool, first_page_of_layer, kv)`` puts ``kv`` ``[sequence, query, 2 * kv_heads, head]`` there.
+            attend: ``attend(cache, layer, q, kv)`` puts ``kv`` ``[sequence, query, 2 * kv_heads, head]`` into the cache
+                and returns it, and what the queries ``[sequence, query, kv_head, group, head]`` find there.
 
         Returns:
-            The residual stream, and the pool.
+            The residual stream, and the cache.
         """
         config, one = self.config, drop_layers(self.layouts.layers)
         positions = start[:, None] + jnp.arange(x.shape[1])
         angles = positions[..., None].astype(jnp.float32) * rotary_frequencies(config)
         turn = (jnp.cos(angles), jnp.sin(angles))
 
-        def layer(carry: tuple[Array, Array], inputs: tuple[LayerWeights, Array]) -> tuple[tuple[Array, Array], None]:
-            x, pool = carry
+        def layer(carry: tuple[Array, Cache], inputs: tuple[LayerWeights, Array]) -> tuple[tuple[Array, Cache], None]:
+            x, cache = carry
             stored, index = inputs
             w = read(one, stored)
-            first_page = index * self.pages
             h = rms_norm(x, w.attn_norm, config.layer_norm_epsilon)
-            q = _project("sqd,dkgh->sqkgh", h, w.q, w.q_bias)
-            k = _project("sqd,dkh->sqkh", h, w.k, w.k_bias)
-            v = _project("sqd,dkh->sqkh", h, w.v, w.v_bias)
+            q = _project(h, w.q, w.q_bias)
+            k = _project(h, w.k, w.k_bias)
+            v = _project(h, w.v, w.v_bias)
             if config.qk_norm:
                 q = rms_norm(q, w.q_norm, config.layer_norm_epsilon)
                 k = rms_norm(k, w.k_norm, config.layer_norm_epsilon)
             q, k = rotate(q, *(t[:, :, None, None] for t in turn)), rotate(k, *(t[:, :, None] for t in turn))
             kv = jnp.stack([k, v], axis=3).reshape(*k.shape[:2], -1, k.shape[-1])
-            pool = write(pool, first_page, kv)
-            attended = paged_attention(q, pool, first_page + page_table, start)
-            x = x + self._sum(jnp.einsum("sqkgh,kghd->sqd", attended, w.o))
+            cache, attended = attend(cache, index, q, kv)
+            x = x + self._sum(attended.reshape(*x.shape[:2], -1) @ w.o.reshape(-1, x.shape[-1]))
             h = rms_norm(x, w.mlp_norm, config.layer_norm_epsilon)
             hidden = jax.nn.silu(h @ w.gate) * (h @ w.up)
             x = x + self._sum(hidden @ w.down)
-            return (x, pool), None
+            return (x, cache), None
 
-        (x, pool), _ = jax.lax.scan(layer, (x, pool), (weights, jnp.arange(config.num_layers)))
-        return x, pool
+        (x, cache), _ = jax.lax.scan(layer, (x, cache), (weights, jnp.arange(config.num_layers)))
+        return x, cache
 
     def _sum(self, part: Array) -> Array:
         return jax.lax.psum(part, self.grid.tensor_axes) if self.grid.tensor > 1 else part
@@ -129,6 +125,7 @@ def rotate(
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
 
 
-def _project(equation: str, x: Array, weight: Array, bias: Array | None) -> Array:
-    out = jnp.einsum(equation, x, weight)
+def _project(x: Array, weight: Array, bias: Array | None) -> Array:
+    """``x @ weight`` with the weight's other axes flattened: one plain matrix product on every backend."""
+    out = (x @ weight.reshape(weight.shape[0], -1)).reshape(*x.shape[:-1], *weight.shape[1:])
     return out if bias is None else out + bias

@@ -1,3 +1,7 @@
 """Attention over paged K/V, one implementation per kind of device."""
 
+from lockstep.kernels.context import Context as Context
+from lockstep.kernels.context import attend_context as attend_context
+from lockstep.kernels.context import extend_context as extend_context
+from lockstep.kernels.context import lay_out_context as lay_out_context
 from lockstep.kernels.reference import paged_attention as paged_attention
