@@ -28,7 +28,7 @@ class TrainerConfig:
     per_device_parallelism: int = -1
     """Rows a device works on at a time; a step then takes several microbatches. -1: all its rows at once."""
     mp: str = "p=f32"
-    """Float types, as in jmp: parameters, compute, output, e.g. ``p=f32,c=bf16``."""
+    """Float types, as in jmp: those of the parameters and of the arithmetic, e.g. ``p=f32,c=bf16``."""
     mesh_shape: str = "auto"
     """``auto`` (FSDP over all devices), ``host_local`` (data parallel over hosts), or sizes ``dp,fsdp,tp``."""
     tracker: TrackerConfig | tuple[TrackerConfig, ...] = dataclasses.field(default_factory=JsonlTrackerConfig)
