@@ -1,6 +1,18 @@
 """Text in and out: tokenizers and prompts."""
 
 from lockstep.text.prompts import Prompt, PromptSource, encode, read_prompts
+from lockstep.text.stop import StopFinder, cut_at_stop
 from lockstep.text.tokenizer import check_vocab, decode, load_tokenizer, stop_ids
 
-__all__ = ["Prompt", "PromptSource", "check_vocab", "decode", "encode", "load_tokenizer", "read_prompts", "stop_ids"]
+__all__ = [
+    "Prompt",
+    "PromptSource",
+    "StopFinder",
+    "check_vocab",
+    "cut_at_stop",
+    "decode",
+    "encode",
+    "load_tokenizer",
+    "read_prompts",
+    "stop_ids",
+]

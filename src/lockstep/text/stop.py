@@ -1,0 +1,92 @@
+"""Stop strings: the token at which one is complete, and the text before it."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lockstep.errors import ConfigError
+from lockstep.text.tokenizer import decode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_REPLACEMENT = "\ufffd"
+"""What an incomplete character decodes to."""
+_CHARACTER_BYTES = 4
+
+
+class StopFinder:
+    """Finds stop strings in what a tokenizer decodes tokens to, also where they straddle tokens.
+
+    A pure host function: every host that calls it with the same tokens gets the same answer. The text of some tokens
+    is what `decode` shows (special tokens left out) without an incomplete character at its end. Only the tail is
+    decoded: as many tokens as could hold the beginning of a stop string.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        self._tokenizer = tokenizer
+        vocab: dict[str, int] = tokenizer.get_vocab()
+        self._special = frozenset(int(token) for token in tokenizer.all_special_ids)
+        # SentencePiece's byte fallback decodes a run of bytes as a whole: one wrong byte changes those before it.
+        byte_names = (f"<0x{byte:02X}>" for byte in range(256)) if "<0x00>" in vocab else ()
+        self._bytes = frozenset(vocab[name] for name in byte_names if name in vocab)
+
+    def check(self, stops: Sequence[str]) -> None:
+        """Refuses stop strings that can never be found.
+
+        Raises:
+            ConfigError: a stop string is the name of a special token, which has no text.
+        """
+        vocab: dict[str, int] = self._tokenizer.get_vocab()
+        for stop in stops:
+            if vocab.get(stop) in self._special:
+                raise ConfigError(
+                    f"stop has {stop!r}, which is a special token of the tokenizer and never part of the text. Put its "
+                    f"id, {vocab[stop]}, in stop_token_ids."
+                )
+
+    def __call__(self, tokens: Sequence[int], start: int, stops: Sequence[str]) -> int | None:
+        """The least number of tokens, more than ``start``, whose text holds a stop string; None if there is none.
+
+        Args:
+            tokens: of an answer so far.
+            start: leading tokens that are known to hold none.
+            stops: stop strings, none of them empty.
+        """
+        if start == len(tokens):
+            return None
+        first = self._window(tokens, start, max(map(len, stops)))
+        known = len(self._text(tokens[first:start]))
+
+        def holds(end: int) -> bool:
+            text = self._text(tokens[first:end])
+            return any(text.find(stop, max(0, known - len(stop) + 1)) >= 0 for stop in stops)
+
+        # Text only ever grows, so one look at all of it is enough; but for byte fallback, see above.
+        if self._bytes.isdisjoint(tokens[first:]) and not holds(len(tokens)):
+            return None
+        return next((end for end in range(start + 1, len(tokens) + 1) if holds(end)), None)
+
+    def _window(self, tokens: Sequence[int], start: int, longest: int) -> int:
+        """First token of a tail whose text up to ``start`` is longer than ``longest``, wherever decoding begins."""
+        back = longest + _CHARACTER_BYTES
+        while (first := start - back) > 0:
+            back *= 2
+            while first > 0 and (tokens[first] in self._special or tokens[first] in self._bytes):
+                first -= 1
+            # The first token's text may lose a leading space, or be the end of a character: it does not count.
+            begun = len(decode(self._tokenizer, tokens[first : first + 1])) + _CHARACTER_BYTES
+            if len(self._text(tokens[first:start])) >= begun + longest:
+                return first
+        return 0
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return decode(self._tokenizer, tokens).rstrip(_REPLACEMENT)
+
+
+def cut_at_stop(text: str, stops: Sequence[str]) -> str:
+    """The text before the first stop string in it; all of it if there is none."""
+    found = [at for stop in stops if (at := text.find(stop)) >= 0]
+    return text[: min(found)] if found else text
