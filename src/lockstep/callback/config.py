@@ -33,6 +33,22 @@ class InferenceEvalConfig:
     """Tokens to sample per answer at most."""
     temperature: float = 0.0
     """0 is greedy."""
+    top_k: int | None = None
+    """Draw from the k most probable tokens; null: from all."""
+    top_p: float = 1.0
+    """Draw from the smallest set of most probable tokens that has this probability; 1: from all."""
+    min_p: float = 0.0
+    """Draw from the tokens at least this times as probable as the most probable one; 0: from all."""
+    repetition_penalty: float = 1.0
+    """Divides the positive logits of tokens seen before and multiplies the negative ones; 1: none."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of every token in the answer so far."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token once for each time it is in the answer so far."""
+    min_tokens: int = 0
+    """Tokens to sample before an answer may end with a stop token."""
+    ignore_eos: bool = False
+    """Stop tokens do not end an answer: every answer has ``max_new_tokens``."""
     stop_token_ids: list[int] | None = None
     """Tokens that end an answer; null: the tokenizer's end-of-sequence and end-of-turn tokens."""
     n_generations: int = 1
@@ -74,6 +90,7 @@ class InferenceEvalConfig:
             )
         if self.on_error not in ("skip", "raise"):
             raise ConfigError(f"inference_eval.on_error is {self.on_error!r}; it must be skip or raise.")
+        self._check_effect()
         try:
             self.sampling_params(())
             self.engine_config(None)
@@ -82,6 +99,21 @@ class InferenceEvalConfig:
                 read_prompts(self.prompts)
         except LockstepError as error:
             raise type(error)(f"inference_eval: {error}") from None
+
+    def _check_effect(self) -> None:
+        """Refuses what would do nothing: a configuration says what happens."""
+        neutral: dict[str, Any] = {"top_k": None, "top_p": 1.0, "min_p": 0.0}
+        for name, value in neutral.items():
+            if self.temperature == 0 and getattr(self, name) != value:
+                raise ConfigError(
+                    f"inference_eval.{name} is {getattr(self, name)} and temperature is 0, which is greedy: {name} "
+                    f"would do nothing. Set temperature to more than 0, or remove {name}."
+                )
+        if self.ignore_eos and self.min_tokens:
+            raise ConfigError(
+                f"inference_eval.min_tokens is {self.min_tokens} and ignore_eos is true: no stop token ends an answer, "
+                "so min_tokens would do nothing. Remove one of the two."
+            )
 
     def sampling_params(self, stop_ids: tuple[int, ...]) -> SamplingParams:
         """How every prompt is sampled.
@@ -95,6 +127,14 @@ class InferenceEvalConfig:
             stop_token_ids=stop_ids if self.stop_token_ids is None else tuple(self.stop_token_ids),
             seed=self.seed,
             n_generations=self.n_generations,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            min_tokens=self.min_tokens,
+            ignore_eos=self.ignore_eos,
         )
 
     def engine_config(self, dtype: str | None) -> EngineConfig:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lockstep.callback.config import InferenceEvalConfig
 from lockstep.text import Prompt, encode, read_prompts, stop_ids
@@ -44,7 +44,16 @@ def from_bytes(data: bytes) -> list[Request]:
         Request(
             prompt_id=item["prompt_id"],
             prompt_tokens=tuple(item["prompt_tokens"]),
-            params=SamplingParams(**item["params"] | {"stop_token_ids": tuple(item["params"]["stop_token_ids"])}),
+            params=_params(item["params"]),
         )
         for item in json.loads(data)
     ]
+
+
+def _params(values: dict[str, Any]) -> SamplingParams:
+    """JSON has lists where the parameters have tuples."""
+    return SamplingParams(**{name: _tuples(value) for name, value in values.items()})
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(each) for each in value) if isinstance(value, list) else value

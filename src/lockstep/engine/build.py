@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from lockstep.engine.config import EngineConfig
-from lockstep.engine.decode import decode_arguments, decode_function
+from lockstep.engine.decode import decode_arguments, decode_function, num_results
 from lockstep.engine.prefill import prefill_arguments, prefill_function
 from lockstep.engine.program import Ledger, Program, compile_program
 from lockstep.engine.transformer import Transformer
@@ -92,7 +92,7 @@ def build_programs(
     )  # fmt: skip
     decode = _on_grid(
         compiled, "decode", decode_function(transformer, sizes), layouts, structs, pool, grid,
-        steps=[np.int32(0)], plan=decode_arguments(DecodePlan.empty(sizes, 0)), results=2,
+        steps=[np.int32(0)], plan=decode_arguments(DecodePlan.empty(sizes, 0)), results=num_results(sizes),
     )  # fmt: skip
     return Programs(relay=relay, new_cache=new_cache, prefill=prefill, decode=decode)
 

@@ -6,15 +6,17 @@ from lockstep.errors import ConfigError, PromptError
 from lockstep.types import Request
 
 
-def check_requests(requests: Sequence[Request], rows: int) -> None:
+def check_requests(requests: Sequence[Request], rows: int, vocab_size: int | None = None) -> None:
     """Refuses requests that a model cannot be asked.
 
     Args:
         requests: any number.
         rows: of the model's embedding.
+        vocab_size: token ids below it may be sampled; None for all rows.
 
     Raises:
-        ConfigError: a prompt_id is used twice or out of range, or a stop token that the model does not have.
+        ConfigError: a prompt_id is used twice or out of range, a token that the model does not have is asked for, or
+            nothing is left to sample.
         PromptError: a prompt has a token that the model does not have.
     """
     seen: set[int] = set()
@@ -42,3 +44,26 @@ def check_requests(requests: Sequence[Request], rows: int) -> None:
                     f"stop_token_ids of prompt {number} has {token}; the model's vocabulary has ids 0 to {rows - 1}, "
                     "so that it would never stop. Remove it, or use the tokenizer that the model was trained with."
                 )
+        _check_sampling(request, rows if vocab_size is None else min(vocab_size, rows))
+
+
+def _check_sampling(request: Request, vocab: int) -> None:
+    number, params = request.prompt_id, request.params
+    asked = {"logit_bias": [token for token, _ in params.logit_bias], "allowed_token_ids": params.allowed_token_ids}
+    for name, tokens in asked.items():
+        for token in tokens or ():
+            if not 0 <= token < vocab:
+                raise ConfigError(
+                    f"{name} of prompt {number} has {token}; the ids that can be sampled are 0 to {vocab - 1}. Remove "
+                    "it, or use the tokenizer that the model was trained with."
+                )
+    if params.top_logprobs > vocab:
+        raise ConfigError(
+            f"top_logprobs of prompt {number} is {params.top_logprobs}; there are {vocab} tokens. Set it to at most "
+            f"{vocab}."
+        )
+    if params.rules_out_stops and set(range(vocab)) <= set(params.stops):
+        raise ConfigError(
+            f"all {vocab} tokens are stop tokens of prompt {number} and min_tokens is {params.min_tokens}, so that "
+            "none could be sampled. Remove a stop token, or set min_tokens to 0."
+        )

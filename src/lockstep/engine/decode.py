@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from lockstep.engine.sample import sample
+from lockstep.engine.sampler import start_sampler
+from lockstep.engine.top_logprobs import top_logprobs
 from lockstep.engine.transformer import Transformer
 from lockstep.kernels import Context, attend_context, extend_context, lay_out_context
 from lockstep.models import DecoderWeights
@@ -17,25 +18,36 @@ from lockstep.schedule import NULL_PAGE, DecodePlan, ScheduleSizes
 type Cache = tuple[Array, Context]
 
 
-def decode_function(transformer: Transformer, sizes: ScheduleSizes) -> Callable[..., tuple[Array, Array, Array]]:
+def decode_function(transformer: Transformer, sizes: ScheduleSizes) -> Callable[..., tuple[Array, ...]]:
     """The function that every device runs, inside ``shard_map`` over the decode grid.
 
     It takes the weights' blocks, the replica's pool, the number of steps, and the arrays of a `DecodePlan` with this
     replica's entry alone. The number of steps is an argument: it never depends on how long one replica's answers are.
 
     Returns:
-        A function that returns the pool, and tokens int32 and log-probabilities float32 ``[replica, slot, step]``,
-        whole on every device; tokens are -1 where a sequence had already ended.
+        A function that returns the pool and `num_results` arrays ``[replica, slot, step, ...]``, whole on every device:
+        tokens int32, -1 where a sequence had already ended; their log-probabilities float32 under the model, and under
+        the distribution that they were drawn from; ids and log-probabilities of the most probable tokens, where asked.
     """
     grid = transformer.grid
+    names = list(DecodePlan.empty(sizes, 0).sampling.arrays())
 
-    def decode(weights: DecoderWeights, pool: Array, num_steps: Array, *plan: Array) -> tuple[Array, Array, Array]:
+    def decode(weights: DecoderWeights, pool: Array, num_steps: Array, *plan: Array) -> tuple[Array, ...]:
         weights = transformer.read_outer(weights)
-        token, position, remaining, page_table, stop_ids, draw, temperature = (argument[0] for argument in plan)
+        token, position, remaining, page_table, stop_ids, draw, temperature, *rest = (argument[0] for argument in plan)
         rows = jnp.arange(sizes.slots)
+        sampler, seen = start_sampler(
+            draw,
+            temperature,
+            stop_ids,
+            dict(zip(names, rest, strict=True)),
+            active=remaining > 0,
+            local_vocab=weights.embed.shape[0] if weights.lm_head is None else weights.lm_head.shape[1],
+            grid=grid,
+        )
 
         def step(state: Any) -> Any:
-            index, cache, token, position, remaining, tokens, logprobs = state
+            index, cache, token, position, remaining, seen, results = state
             active = remaining > 0
             page = jnp.where(active, page_table[rows, position // sizes.page_size], NULL_PAGE)
 
@@ -48,39 +60,53 @@ def decode_function(transformer: Transformer, sizes: ScheduleSizes) -> Callable[
 
             x = transformer.embed(weights, token[:, None])
             x, cache = transformer.layers(weights.layers, x, cache, start=position, attend=attend)
-            sampled, logprob = sample(transformer.logits(weights, x[:, 0]), temperature, draw, position + 1, grid)
-            tokens = tokens.at[:, index].set(jnp.where(active, sampled, -1))
-            logprobs = logprobs.at[:, index].set(jnp.where(active, logprob, 0.0))
-            stopped = jnp.any(sampled[:, None] == stop_ids, axis=1)
+            logits = transformer.logits(weights, x[:, 0])
+            sampled = sampler.draw(logits, seen, position + 1)
+            found = [
+                jnp.where(active, sampled.token, -1),
+                sampled.logprob,
+                sampled.sampled_logprob,
+            ]
+            if sizes.top_logprobs:
+                found += top_logprobs(logits, sizes.top_logprobs, sampled, grid)
+            stopped = jnp.any(sampled.token[:, None] == stop_ids, axis=1)
             return (
                 index + 1,
                 cache,
-                jnp.where(active, sampled, token),
+                jnp.where(active, sampled.token, token),
                 jnp.where(active, position + 1, position),
                 jnp.where(active & ~stopped, remaining - 1, 0),
-                tokens,
-                logprobs,
+                sampler.count(seen, sampled.token, active),
+                [result.at[:, index].set(one) for result, one in zip(results, found, strict=True)],
             )
 
         shape = (sizes.slots, sizes.steps)
+        results = [jnp.full(shape, -1, jnp.int32), jnp.zeros(shape), jnp.zeros(shape)]
+        if sizes.top_logprobs:
+            wide = (*shape, sizes.top_logprobs)
+            results += [jnp.zeros(wide, jnp.int32), jnp.zeros(wide)]
         state = (
             jnp.int32(0),
             (pool, lay_out_context(pool, page_table, transformer.config.num_layers)),
             token,
             position,
             remaining,
-            jnp.full(shape, -1, jnp.int32),
-            jnp.zeros(shape, jnp.float32),
+            seen,
+            results,
         )
-        _, (pool, _), _, _, _, tokens, logprobs = jax.lax.while_loop(lambda state: state[0] < num_steps, step, state)
+        _, (pool, _), _, _, _, _, results = jax.lax.while_loop(lambda state: state[0] < num_steps, step, state)
         if grid.replica_axes:
-            tokens = jax.lax.all_gather(tokens, grid.replica_axes)
-            logprobs = jax.lax.all_gather(logprobs, grid.replica_axes)
+            results = [jax.lax.all_gather(result, grid.replica_axes) for result in results]
         else:
-            tokens, logprobs = tokens[None], logprobs[None]
-        return pool, tokens, logprobs
+            results = [result[None] for result in results]
+        return pool, *results
 
     return decode
+
+
+def num_results(sizes: ScheduleSizes) -> int:
+    """Arrays that the decode function returns beside the pool."""
+    return 5 if sizes.top_logprobs else 3
 
 
 def decode_arguments(plan: DecodePlan) -> list[np.ndarray]:
@@ -93,4 +119,5 @@ def decode_arguments(plan: DecodePlan) -> list[np.ndarray]:
         plan.stop_ids,
         plan.draw,
         plan.temperature,
+        *plan.sampling.arrays().values(),
     ]

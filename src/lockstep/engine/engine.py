@@ -91,7 +91,7 @@ class Engine:
         if not requests:
             raise ConfigError("there are 0 requests; the engine needs at least 1 to prepare for. Give it a prompt.")
         config, weights = read_decoder(model)
-        check_requests(requests, weights.embed.shape[0])
+        check_requests(requests, weights.embed.shape[0], self.vocab_size)
         sizes = work_out_sizes(self.config, config, self.grid, requests, self.sizes)
         check_capacity(sizes, requests)
         return sizes
@@ -164,14 +164,14 @@ class Engine:
                     pool = programs.prefill(weights, pool, *(place(a, by_replica) for a in prefill_arguments(plan)))
                 continue
             with around_launch("decode"):
-                pool, tokens, logprobs = programs.decode(
+                pool, *results = programs.decode(
                     weights,
                     pool,
                     place(np.asarray(plan.num_steps, np.int32), self.grid.sharding()),
                     *(place(a, by_replica) for a in decode_arguments(plan)),
                 )
-                tokens, logprobs = _fetch(tokens), _fetch(logprobs)
-            scheduler.commit(plan, tokens, logprobs)
+                results = [_fetch(result) for result in results]
+            scheduler.commit(plan, *results)
         pool.delete()
         return scheduler.completions()
 

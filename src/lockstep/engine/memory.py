@@ -7,7 +7,7 @@ from lockstep.engine.config import DEFAULT_PAGE_SIZE, EngineConfig
 from lockstep.errors import ConfigError
 from lockstep.models.config import LlamaConfig
 from lockstep.placement.layout import DecodeGrid, tensor_sizes
-from lockstep.schedule import ScheduleSizes, check_length
+from lockstep.schedule import ScheduleSizes, check_length, sampling_sizes
 from lockstep.types import Request
 
 _SLOTS_PER_REPLICA = 64
@@ -62,6 +62,7 @@ def work_out_sizes(
         prefill_rows=max(1, rows),
         steps=min(config.max_steps_per_launch or _STEPS, max(r.params.max_new_tokens for r in requests)),
         stop_ids=_round_up(max(len(r.params.stop_token_ids) for r in requests), _STOP_IDS),
+        **sampling_sizes(r.params for r in requests),
     )
     if before is not None:
         pairs = ((f.name, getattr(wanted, f.name), getattr(before, f.name)) for f in dataclasses.fields(wanted))

@@ -1,63 +1,152 @@
 """The next token of each sequence, drawn alike whatever the batch, the layout or the number of hosts."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Int, UInt
 
+from lockstep.engine.filters import Kept, keep_all, min_p, order_image, top_k, top_p
 from lockstep.placement.layout import DecodeGrid
+
+
+class Draws(NamedTuple):
+    """How each slot's token is drawn."""
+
+    words: UInt[Array, "slot 3"]
+    """Seed, prompt number, generation number."""
+    temperature: Float[Array, " slot"]
+    """0 is greedy."""
+    top_k: Int[Array, " slot"]
+    """0 keeps all tokens."""
+    top_p: Float[Array, " slot"]
+    """1 keeps all tokens."""
+    log_min_p: Float[Array, " slot"]
+    """-inf keeps all tokens."""
+
+
+class Uses(NamedTuple):
+    """What any slot of any replica needs: the same on every device, for there are collectives in what depends on it."""
+
+    temperature: Bool[Array, ""]
+    top_k: Bool[Array, ""]
+    top_p: Bool[Array, ""]
+    min_p: Bool[Array, ""]
+
+
+class Sampled(NamedTuple):
+    """One token per slot, the same on every device of a replica."""
+
+    token: Int[Array, " slot"]
+    logprob: Float[Array, " slot"]
+    """Under the model: temperature 1, nothing filtered."""
+    sampled_logprob: Float[Array, " slot"]
+    """Under the distribution that it was drawn from; 0 where the temperature is 0."""
+    top: Float[Array, " slot"]
+    """The largest of the model's logits."""
+    log_total: Float[Array, " slot"]
+    """Log of the sum of ``exp(logits - top)``."""
+
+
+def uses_of(draws: Draws, active: Bool[Array, " slot"], grid: DecodeGrid) -> Uses:
+    """What the active slots of all replicas need; one collective."""
+    hot = active & (draws.temperature > 0)
+    needs = [hot, hot & (draws.top_k > 0), hot & (draws.top_p < 1), hot & (draws.log_min_p > -jnp.inf)]
+    flags = jnp.stack([jnp.any(need) for need in needs]).astype(jnp.int32)
+    if grid.replica_axes:
+        flags = jax.lax.pmax(flags, grid.replica_axes)
+    return Uses(*(flags > 0))
 
 
 def sample(
     logits: Float[Array, "slot local_vocab"],
-    temperature: Float[Array, " slot"],
-    draw: UInt[Array, "slot 3"],
+    shaped: Float[Array, "slot local_vocab"],
+    draws: Draws,
+    uses: Uses,
     position: Int[Array, " slot"],
     grid: DecodeGrid,
-) -> tuple[Int[Array, " slot"], Float[Array, " slot"]]:
+) -> Sampled:
     """Samples one token per slot, inside ``shard_map``; greedy where the temperature is 0.
 
-    A draw is the argmax of ``logits / temperature + Gumbel noise`` (Gumbel 1954; the "Gumbel-max trick"), with noise
-    that depends on (seed, prompt, generation, position, token) alone. Ties go to the lowest token id.
+    A draw is the argmax of ``shaped / temperature + Gumbel noise`` (Gumbel 1954; the "Gumbel-max trick") over what the
+    filters keep, with noise that depends on (seed, prompt, generation, position, token) alone. Ties go to the lowest
+    token id.
 
     Args:
-        logits: this device's part of the vocabulary, float32, -inf where a token is not allowed.
-        temperature: per slot.
-        draw: seed, prompt number, generation number.
+        logits: this device's part of the vocabulary, float32, -inf where a token is not allowed: the model's own.
+        shaped: the same after penalties and bias.
+        draws: parameters per slot.
+        uses: which of them are not neutral.
         position: position of the token to sample.
         grid: the decode grid; the vocabulary is split over its tensor axes.
-
-    Returns:
-        Token ids, and their natural-log probabilities at temperature 1; the same on every device of a replica.
     """
-    size = logits.shape[1]
-    first = _part(grid) * size
+    size, rows = logits.shape[1], jnp.arange(logits.shape[0])
+    first = first_id(size, grid)
     ids = first + jnp.arange(size)
 
-    def noisy(scores: Array) -> Array:
-        noise = jax.vmap(lambda words, at: _gumbel(words, at, ids))(draw, position)
-        hot = temperature[:, None] > 0
-        return jnp.where(hot, scores / jnp.where(hot, temperature[:, None], 1.0) + noise, scores)
+    def draw(shaped: Array) -> tuple[Array, ...]:
+        hot = draws.temperature[:, None] > 0
+        tempered = jnp.where(hot, shaped / jnp.where(hot, draws.temperature[:, None], 1.0), shaped)
+        image = order_image(tempered)
+        kept = _filter(tempered, image, draws, uses, ids, grid)
+        inside = jnp.where(kept.mask(image, ids), tempered, -jnp.inf)
+        noise = jax.vmap(lambda words, at: _gumbel(words, at, ids))(draws.words, position)
+        scores = jnp.where(hot, inside + noise, shaped)
+        best = jnp.argmax(scores, axis=1)
+        return best, scores[rows, best], inside[rows, best], *_top_and_mass(inside)
 
-    scores = jax.lax.cond(jnp.any(temperature > 0), noisy, lambda scores: scores, logits)
-    best = jnp.argmax(scores, axis=1)
+    def take_largest(shaped: Array) -> tuple[Array, ...]:
+        best = jnp.argmax(shaped, axis=1)
+        zeros = jnp.zeros(len(rows), shaped.dtype)
+        return best, shaped[rows, best], zeros, zeros, zeros
+
+    best, *scores = jax.lax.cond(uses.temperature, draw, take_largest, shaped)
+    token, own = first + best, jnp.stack([*scores, logits[rows, best], *_top_and_mass(logits)])
+    if grid.tensor > 1:
+        tokens = jax.lax.all_gather(token, grid.tensor_axes)
+        parts = jax.lax.all_gather(own, grid.tensor_axes, axis=1)  # [number, part, slot]; parts in order of token id
+        winner = jnp.argmax(parts[0], axis=0)
+        token, parts_of_winner = tokens[winner, rows], parts[:, winner, rows]
+        drawn, drawn_top, drawn_mass = parts_of_winner[1], *_join(parts[2], parts[3])
+        raw, top, mass = parts_of_winner[4], *_join(parts[5], parts[6])
+    else:
+        _, drawn, drawn_top, drawn_mass, raw, top, mass = own
+    log_total = jnp.log(mass)
+    sampled_logprob = jnp.where(draws.temperature > 0, drawn - drawn_top - jnp.log(drawn_mass), 0.0)
+    return Sampled(token, raw - top - log_total, sampled_logprob, top, log_total)
+
+
+def first_id(size: int, grid: DecodeGrid) -> Array | int:
+    """The first token id of this device's part of the vocabulary.
+
+    Args:
+        size: of a part.
+        grid: the decode grid.
+    """
+    return jax.lax.axis_index(grid.tensor_axes) * size if grid.tensor > 1 else 0
+
+
+def _filter(scores: Array, image: Array, draws: Draws, uses: Uses, ids: Array, grid: DecodeGrid) -> Kept:
+    """Top-k, then top-p of what it left, then min-p, each only where a slot needs it."""
+    kept = keep_all(scores.shape[0])
+    kept = jax.lax.cond(uses.top_k, lambda kept: top_k(image, draws.top_k, ids, grid), lambda kept: kept, kept)
+    kept = jax.lax.cond(
+        uses.top_p, lambda kept: top_p(scores, image, kept, draws.top_p, ids, grid), lambda kept: kept, kept
+    )
+    return jax.lax.cond(
+        uses.min_p, lambda kept: min_p(scores, image, kept, draws.log_min_p, grid), lambda kept: kept, kept
+    )
+
+
+def _top_and_mass(logits: Array) -> tuple[Array, Array]:
     top = jnp.max(logits, axis=1)
-    rows = jnp.arange(len(best))
-    mass = jnp.sum(jnp.exp(logits - jnp.where(jnp.isfinite(top), top, 0.0)[:, None]), axis=1)
-    candidates = jnp.stack([scores[rows, best], logits[rows, best], top, mass], axis=-1)
-    token = first + best
-    if grid.tensor == 1:
-        return token, candidates[:, 1] - candidates[:, 2] - jnp.log(candidates[:, 3])
-    candidates = jax.lax.all_gather(candidates, grid.tensor_axes)  # [part, slot, 4]; parts in order of token id
-    token = jax.lax.all_gather(token, grid.tensor_axes)
-    winner = jnp.argmax(candidates[..., 0], axis=0)
-    tops, masses = candidates[..., 2], candidates[..., 3]
+    return top, jnp.sum(jnp.exp(logits - jnp.where(jnp.isfinite(top), top, 0.0)[:, None]), axis=1)
+
+
+def _join(tops: Array, masses: Array) -> tuple[Array, Array]:
+    """The largest logit and the mass relative to it, of all parts together."""
     top = jnp.max(tops, axis=0)
-    total = jnp.sum(jnp.where(jnp.isfinite(tops), masses * jnp.exp(tops - top), 0.0), axis=0)
-    return token[winner, rows], candidates[winner, rows, 1] - top - jnp.log(total)
-
-
-def _part(grid: DecodeGrid) -> Array | int:
-    return jax.lax.axis_index(grid.tensor_axes) if grid.tensor > 1 else 0
+    return top, jnp.sum(jnp.where(jnp.isfinite(tops), masses * jnp.exp(tops - top), 0.0), axis=0)
 
 
 def _gumbel(words: Array, position: Array, ids: Array) -> Array:

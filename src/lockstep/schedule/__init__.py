@@ -7,4 +7,6 @@ from lockstep.schedule.pages import PageAllocator as PageAllocator
 from lockstep.schedule.plan import DecodePlan as DecodePlan
 from lockstep.schedule.plan import PrefillPlan as PrefillPlan
 from lockstep.schedule.plan import ScheduleSizes as ScheduleSizes
+from lockstep.schedule.sampling import SamplingPlan as SamplingPlan
+from lockstep.schedule.sampling import sampling_sizes as sampling_sizes
 from lockstep.schedule.scheduler import Scheduler as Scheduler

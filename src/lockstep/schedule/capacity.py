@@ -4,6 +4,7 @@ from collections.abc import Sequence as Seq
 
 from lockstep.errors import CapacityError
 from lockstep.schedule.plan import ScheduleSizes
+from lockstep.schedule.sampling import sampling_sizes
 from lockstep.schedule.sequence import Sequence
 from lockstep.types import Request
 
@@ -62,3 +63,9 @@ def check_capacity(sizes: ScheduleSizes, requests: Seq[Request]) -> None:
                 f"prompt {request.prompt_id} has {len(request.params.stop_token_ids)} stop token ids; the programs "
                 f"were built for {sizes.stop_ids}. Give fewer stop_token_ids."
             )
+        for feature, size in sampling_sizes([request.params]).items():
+            if size > getattr(sizes, feature):
+                raise CapacityError(
+                    f"prompt {request.prompt_id} needs {feature} {size} of the sampler; the programs were built with "
+                    f"{feature} {getattr(sizes, feature)}. Prepare the engine with this request too."
+                )

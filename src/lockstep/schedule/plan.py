@@ -6,6 +6,7 @@ import numpy as np
 from jaxtyping import Float32, Int32, UInt32
 
 from lockstep.schedule.pages import NULL_PAGE
+from lockstep.schedule.sampling import SamplingPlan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,11 @@ class ScheduleSizes:
         prefill_rows: pages of prompt tokens that one replica prefills in a launch.
         steps: tokens that a decode launch samples per sequence at most.
         stop_ids: stop tokens per sequence at most.
+        penalties: 1 where the decode program counts tokens, for penalties; 0 leaves that out.
+        min_tokens: 1 where the decode program rules out stop tokens at first; 0 leaves that out.
+        bias_ids: entries of a sequence's logit_bias at most; 0 leaves it out.
+        allowed_ids: entries of a sequence's allowed_token_ids at most; 0 leaves them out.
+        top_logprobs: most probable tokens that the decode program reports per step; 0 for none.
     """
 
     replicas: int
@@ -33,6 +39,11 @@ class ScheduleSizes:
     prefill_rows: int
     steps: int
     stop_ids: int
+    penalties: int = 0
+    min_tokens: int = 0
+    bias_ids: int = 0
+    allowed_ids: int = 0
+    top_logprobs: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,6 +84,7 @@ class DecodePlan:
     draw: UInt32[np.ndarray, "replica slot 3"]
     """Seed, prompt and generation: with the position, all that a random draw depends on."""
     temperature: Float32[np.ndarray, "replica slot"]
+    sampling: SamplingPlan
 
     @classmethod
     def empty(cls, sizes: ScheduleSizes, num_steps: int) -> "DecodePlan":
@@ -87,4 +99,5 @@ class DecodePlan:
             stop_ids=np.full((*slots, sizes.stop_ids), -1, np.int32),
             draw=np.zeros((*slots, 3), np.uint32),
             temperature=np.zeros(slots, np.float32),
+            sampling=SamplingPlan.empty(sizes),
         )

@@ -58,16 +58,42 @@ class Scheduler:
             return None
         return self._plan_decode()
 
-    def commit(self, plan: DecodePlan, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        """Takes the tokens of a decode launch, ``[replica, slot, step]``, -1 where a sequence had already ended."""
+    def commit(
+        self,
+        plan: DecodePlan,
+        tokens: np.ndarray,
+        logprobs: np.ndarray,
+        sampled_logprobs: np.ndarray | None = None,
+        top_ids: np.ndarray | None = None,
+        top_logprobs: np.ndarray | None = None,
+    ) -> None:
+        """Takes the results of a decode launch.
+
+        Args:
+            plan: of the launch.
+            tokens: ``[replica, slot, step]``, -1 where a sequence had already ended.
+            logprobs: of the tokens under the model.
+            sampled_logprobs: of the tokens under the distribution that they were drawn from; None for zeros.
+            top_ids: ``[replica, slot, step, n]``, most probable first; None where no sequence asks for them.
+            top_logprobs: of ``top_ids``.
+        """
+        if sampled_logprobs is None:
+            sampled_logprobs = np.zeros_like(logprobs)
         for r, replica in enumerate(self._replicas):
             for slot, sequence in enumerate(replica.slots):
                 if sequence is None or plan.remaining[r, slot] == 0:
                     continue
-                for token, logprob in zip(tokens[r, slot], logprobs[r, slot], strict=True):
+                count = sequence.request.params.top_logprobs
+                drawn = zip(tokens[r, slot], logprobs[r, slot], sampled_logprobs[r, slot], strict=True)
+                for step, (token, logprob, sampled_logprob) in enumerate(drawn):
                     if token < 0 or sequence.finish_reason is not None:
                         break
-                    sequence.append(int(token), float(logprob))
+                    top: tuple[tuple[int, float], ...] = ()
+                    if count:
+                        assert top_ids is not None and top_logprobs is not None
+                        at = (r, slot, step, slice(count))
+                        top = tuple(zip(top_ids[at].tolist(), top_logprobs[at].tolist(), strict=True))
+                    sequence.append(int(token), float(logprob), float(sampled_logprob), top)
                 if sequence.finish_reason is not None:
                     replica.release(sequence)
 
@@ -109,7 +135,8 @@ class Scheduler:
             plan.position[at] = sequence.position
             plan.remaining[at] = sequence.remaining
             plan.page_table[at][: len(sequence.pages)] = sequence.pages
-            plan.stop_ids[at][: len(params.stop_token_ids)] = params.stop_token_ids
+            plan.stop_ids[at][: len(params.stops)] = params.stops
             plan.draw[at] = (params.seed, sequence.request.prompt_id, sequence.generation_id)
             plan.temperature[at] = params.temperature
+            plan.sampling.set(at, sequence)
         return plan

@@ -18,6 +18,8 @@ class Sequence:
     """Names of the full pages that prefill writes (`page_keys`)."""
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
+    sampled_logprobs: list[float] = dataclasses.field(default_factory=list)
+    top_logprobs: list[tuple[tuple[int, float], ...]] = dataclasses.field(default_factory=list)
     finish_reason: FinishReason | None = None
     replica: int = -1
     slot: int = -1
@@ -49,12 +51,21 @@ class Sequence:
         positions = len(self.request.prompt_tokens) + self.request.params.max_new_tokens - 1
         return -(-positions // page_size)
 
-    def append(self, token: int, logprob: float) -> None:
+    def append(
+        self,
+        token: int,
+        logprob: float,
+        sampled_logprob: float = 0.0,
+        top_logprobs: tuple[tuple[int, float], ...] = (),
+    ) -> None:
         """Takes a sampled token; sets ``finish_reason`` when it is the last one."""
         assert self.finish_reason is None
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        if token in self.request.params.stop_token_ids:
+        self.sampled_logprobs.append(sampled_logprob)
+        if top_logprobs:
+            self.top_logprobs.append(top_logprobs)
+        if token in self.request.params.stops:
             self.finish_reason = FinishReason.STOP
         elif self.remaining == 0:
             self.finish_reason = FinishReason.LENGTH
@@ -68,4 +79,6 @@ class Sequence:
             tokens=tuple(self.tokens),
             logprobs=tuple(self.logprobs),
             finish_reason=self.finish_reason,
+            sampled_logprobs=tuple(self.sampled_logprobs),
+            top_logprobs=tuple(self.top_logprobs),
         )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lockstep.engine import Engine, EngineConfig
-from lockstep.engine.sample import sample
+from lockstep.engine.sample import Draws, sample, uses_of
 from lockstep.placement.layout import decode_grid
 from tests.oracle import gumbel_noise, oracle_completions
 from tests.unit.engine.models import LLAMA, mesh_of, model_on, request
@@ -38,7 +38,15 @@ def draws(words: list[tuple[int, int, int]], positions: list[int], vocab: int = 
 
 @jax.jit
 def _sample(logits, temperature, words, position):
-    return sample(logits, temperature, words, position, decode_grid(mesh_of("1,1,1"), 1))
+    return unfiltered(logits, temperature, words, position, decode_grid(mesh_of("1,1,1"), 1))
+
+
+def unfiltered(logits, temperature, words, position, grid):
+    """Token and log-probability under the model."""
+    count = len(temperature)
+    draws = Draws(words, temperature, jnp.zeros(count, jnp.int32), jnp.ones(count), jnp.full(count, -jnp.inf))
+    uses = uses_of(draws, jnp.ones(count, bool), grid)
+    return sample(logits, logits, draws, uses, position, grid)[:2]
 
 
 BASE, AT = (7, 5, 3), 11
@@ -84,7 +92,7 @@ def test_devices_that_share_the_vocabulary_draw_what_one_draws(tensor: int) -> N
     position = np.arange(16, dtype=np.int32)
     P = jax.sharding.PartitionSpec
     split = jax.shard_map(
-        functools.partial(sample, grid=grid),
+        functools.partial(unfiltered, grid=grid),
         mesh=grid.mesh,
         in_specs=(P(None, grid.tensor_axes), P(), P(), P()),
         out_specs=(P(), P()),

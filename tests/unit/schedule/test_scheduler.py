@@ -130,12 +130,18 @@ def test_plans_are_a_pure_function_of_fixed_shapes(case: tuple[ScheduleSizes, li
     }
     for a, b in zip(first.plans, second.plans, strict=True):
         assert type(a) is type(b)
-        for field in dataclasses.fields(a):
-            left, right = getattr(a, field.name), getattr(b, field.name)
-            np.testing.assert_array_equal(left, right)
-            if field.name != "num_steps":
-                empty = getattr(shapes[type(a)], field.name)
-                assert (left.shape, left.dtype) == (empty.shape, empty.dtype)
+        left, right, empty = arrays_of(a), arrays_of(b), arrays_of(shapes[type(a)])
+        assert left.keys() == right.keys() == empty.keys()
+        for name in left:
+            np.testing.assert_array_equal(left[name], right[name])
+            assert (left[name].shape, left[name].dtype) == (empty[name].shape, empty[name].dtype)
+
+
+def arrays_of(plan: PrefillPlan | DecodePlan) -> dict[str, np.ndarray]:
+    """Every number of a plan, by name."""
+    values = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
+    sampling = values.pop("sampling").arrays() if isinstance(plan, DecodePlan) else {}
+    return {name: np.asarray(value) for name, value in {**values, **sampling}.items()}
 
 
 def test_generations_of_a_prompt_share_its_full_pages_and_prefill_them_once() -> None:

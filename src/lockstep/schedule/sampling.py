@@ -1,0 +1,119 @@
+"""What the sampler is told of each slot, and which features of it a decode program has."""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float32, Int32
+
+from lockstep.schedule.sequence import Sequence
+from lockstep.types import SamplingParams
+
+_LEAST_WIDTH = 8
+
+
+def sampling_sizes(params: Iterable[SamplingParams]) -> dict[str, int]:
+    """The fields of `ScheduleSizes` that say which sampling features the programs need; 0 leaves a feature out.
+
+    Args:
+        params: of all requests.
+    """
+    sizes = {"penalties": 0, "min_tokens": 0, "bias_ids": 0, "allowed_ids": 0, "top_logprobs": 0}
+    for one in params:
+        wanted = {
+            "penalties": int(one.has_penalties),
+            "min_tokens": int(one.rules_out_stops),
+            "bias_ids": _round_up(len(one.logit_bias)),
+            "allowed_ids": _round_up(len(one.allowed_token_ids or ())),
+            "top_logprobs": one.top_logprobs,
+        }
+        sizes = {name: max(size, wanted[name]) for name, size in sizes.items()}
+    return sizes
+
+
+def _round_up(width: int) -> int:
+    """To a power of two, so that lists of other lengths seldom need other programs."""
+    return max(_LEAST_WIDTH, 1 << (width - 1).bit_length()) if width else 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class SamplingPlan:
+    """Parameters of each slot's draw beside seed and temperature. A feature that no program has is None."""
+
+    top_k: Int32[np.ndarray, "replica slot"]
+    """0 keeps all tokens."""
+    top_p: Float32[np.ndarray, "replica slot"]
+    """1 keeps all tokens."""
+    log_min_p: Float32[np.ndarray, "replica slot"]
+    """Natural log, taken on the host so that every layout compares with the same number; -inf keeps all tokens."""
+    stop_from: Int32[np.ndarray, "replica slot"] | None
+    """First position that a stop token may have."""
+    history: Int32[np.ndarray, "replica slot length"] | None
+    """Prompt and answer so far, padded with -1; only of slots with penalties."""
+    prompt_length: Int32[np.ndarray, "replica slot"] | None
+    penalties: Float32[np.ndarray, "replica slot 3"] | None
+    """Repetition, presence, frequency."""
+    bias_ids: Int32[np.ndarray, "replica slot bias_ids"] | None
+    """Padded with -1."""
+    bias: Float32[np.ndarray, "replica slot bias_ids"] | None
+    allowed_ids: Int32[np.ndarray, "replica slot allowed_ids"] | None
+    """Padded with -1; nothing but -1 allows every token."""
+
+    @classmethod
+    def empty(cls, sizes: Any) -> "SamplingPlan":
+        """Every slot at the neutral values.
+
+        Args:
+            sizes: `ScheduleSizes`.
+        """
+        slots = (sizes.replicas, sizes.slots)
+        length = sizes.pages_per_sequence * sizes.page_size
+        return cls(
+            top_k=np.zeros(slots, np.int32),
+            top_p=np.ones(slots, np.float32),
+            log_min_p=np.full(slots, -np.inf, np.float32),
+            stop_from=np.zeros(slots, np.int32) if sizes.min_tokens else None,
+            history=np.full((*slots, length), -1, np.int32) if sizes.penalties else None,
+            prompt_length=np.zeros(slots, np.int32) if sizes.penalties else None,
+            penalties=np.tile(np.array([1, 0, 0], np.float32), (*slots, 1)) if sizes.penalties else None,
+            bias_ids=np.full((*slots, sizes.bias_ids), -1, np.int32) if sizes.bias_ids else None,
+            bias=np.zeros((*slots, sizes.bias_ids), np.float32) if sizes.bias_ids else None,
+            allowed_ids=np.full((*slots, sizes.allowed_ids), -1, np.int32) if sizes.allowed_ids else None,
+        )
+
+    def set(self, at: tuple[int, int], sequence: Sequence) -> None:
+        """Writes a sequence's parameters.
+
+        Args:
+            at: replica and slot.
+            sequence: in that slot.
+        """
+        params, prompt = sequence.request.params, sequence.request.prompt_tokens
+        if params.top_k is not None:
+            self.top_k[at] = min(params.top_k, np.iinfo(np.int32).max)
+        self.top_p[at] = params.top_p
+        if params.min_p > 0:
+            self.log_min_p[at] = math.log(params.min_p)
+        if params.rules_out_stops:
+            assert self.stop_from is not None
+            self.stop_from[at] = len(prompt) + params.min_tokens
+        if params.has_penalties:
+            assert self.history is not None and self.prompt_length is not None and self.penalties is not None
+            known = (*prompt, *sequence.tokens)
+            self.history[at][: len(known)] = known
+            self.prompt_length[at] = len(prompt)
+            self.penalties[at] = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        if params.logit_bias:
+            assert self.bias_ids is not None and self.bias is not None
+            for i, (token, bias) in enumerate(params.logit_bias):
+                self.bias_ids[at][i], self.bias[at][i] = token, bias
+        if params.allowed_token_ids is not None:
+            assert self.allowed_ids is not None
+            self.allowed_ids[at][: len(params.allowed_token_ids)] = params.allowed_token_ids
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The arrays that there are, by field."""
+        every = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: array for name, array in every.items() if array is not None}
