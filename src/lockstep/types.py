@@ -10,9 +10,13 @@ class FinishReason(enum.StrEnum):
     """Why a completion ended."""
 
     STOP = "stop"
-    """A stop token was sampled."""
+    """A stop token was sampled, or a stop string was complete."""
     LENGTH = "length"
     """``max_new_tokens`` were sampled."""
+    BUDGET = "budget"
+    """The time was over; the completion has what was sampled until then, maybe nothing."""
+    CANCELLED = "cancelled"
+    """It was cancelled; the completion has what was sampled until then, maybe nothing."""
 
 
 _LEAST_TEMPERATURE = 1e-4
@@ -52,6 +56,9 @@ class SamplingParams:
         logit_bias: pairs of token id and what is added to its logit, -100 to 100.
         allowed_token_ids: the only tokens that may be sampled; None: all.
         top_logprobs: most probable tokens to report at each step, see `Completion`.
+        stop: a completion ends with the token at which the text first holds one of these strings, whatever
+            ``min_tokens`` and ``ignore_eos``; that token is kept, the text shown ends before the string. The engine
+            needs ``find_stop`` for them.
 
     Raises:
         ConfigError: a value out of its range, or values that together leave no token to sample.
@@ -73,6 +80,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     top_logprobs: int = 0
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -99,6 +107,15 @@ class SamplingParams:
         self._check_filters()
         self._check_penalties()
         self._check_token_lists()
+        self._check_stop()
+
+    def _check_stop(self) -> None:
+        given: object = self.stop
+        if isinstance(given, str):
+            raise ConfigError(f"stop is {given!r}; it must be a list of strings. Use [{given!r}].")
+        for at, text in enumerate(self.stop):
+            if not text:
+                raise ConfigError(f"stop has an empty string at place {at}; every text holds it. Remove it.")
 
     def _check_filters(self) -> None:
         if self.top_k is not None and self.top_k < 1:
@@ -202,7 +219,8 @@ class Completion:
     Args:
         prompt_id: of the request.
         generation_id: 0 to ``n_generations - 1``.
-        tokens: sampled token ids, a stop token included.
+        tokens: sampled token ids, a stop token (or the token that completed a stop string) included; none where the
+            time was over, or it was cancelled, before the first.
         logprobs: natural-log probability of each token under the model (temperature 1), same length as ``tokens``.
         finish_reason: why it ended.
         sampled_logprobs: natural-log probability of each token under the distribution that it was drawn from, after

@@ -9,4 +9,5 @@ from lockstep.schedule.plan import PrefillPlan as PrefillPlan
 from lockstep.schedule.plan import ScheduleSizes as ScheduleSizes
 from lockstep.schedule.sampling import SamplingPlan as SamplingPlan
 from lockstep.schedule.sampling import sampling_sizes as sampling_sizes
+from lockstep.schedule.scheduler import FindStop as FindStop
 from lockstep.schedule.scheduler import Scheduler as Scheduler

@@ -23,6 +23,7 @@ class Replica:
         self._page_size = sizes.page_size
         self._prefixes = PrefixTable()
         self._queue: deque[Sequence] = deque()
+        self._admitted: list[Sequence] = []
 
     @property
     def busy(self) -> bool:
@@ -63,6 +64,7 @@ class Replica:
         sequence.replica = self.index
         sequence.slot = self.slots.index(None)
         self.slots[sequence.slot] = sequence
+        self._admitted.append(sequence)
         if sequence.num_prefilled < sequence.num_prefill:
             self._queue.append(sequence)
 
@@ -78,7 +80,31 @@ class Replica:
         return rows
 
     def release(self, sequence: Sequence) -> None:
-        """Takes the slot and the pages of a finished sequence back; its page numbers are no longer valid."""
+        """Takes the slot and the pages of an ended sequence back; its page numbers are no longer valid.
+
+        What it has not prefilled of pages that others share, they prefill themselves.
+        """
+        self._admitted.remove(sequence)
+        if sequence in self._queue:
+            self._queue.remove(sequence)
+            self._hand_over(sequence)
         self._prefixes.remove(self.allocator.release(sequence.pages))
         sequence.pages = []
         self.slots[sequence.slot] = None
+
+    def release_all(self) -> None:
+        """Takes everything back."""
+        self._queue.clear()
+        for sequence in list(self._admitted):
+            self.release(sequence)
+
+    def _hand_over(self, leaving: Sequence) -> None:
+        """Has the sharers of pages that ``leaving`` will not write write them: each page once, first come first."""
+        orphans = set(leaving.pages[leaving.num_prefilled // self._page_size : len(leaving.prefix_keys)])
+        for sequence in self._admitted:
+            mine = [index for index, page in enumerate(sequence.pages) if page in orphans]
+            if mine:
+                # Shared pages are a beginning, so from the first one on all that follows is its own to write.
+                sequence.num_prefilled = min(sequence.num_prefilled, mine[0] * self._page_size)
+                orphans.difference_update(sequence.pages)
+        self._queue = deque(each for each in self._admitted if each.num_prefilled < each.num_prefill)

@@ -1,16 +1,23 @@
 """The scheduler: a pure function of the requests and of the tokens that came back, run alike on every host."""
 
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import numpy as np
 
+from lockstep.errors import ConfigError
 from lockstep.schedule.capacity import check_capacity
+from lockstep.schedule.launch_length import launch_steps
 from lockstep.schedule.plan import DecodePlan, PrefillPlan, ScheduleSizes
 from lockstep.schedule.prefix import page_keys
 from lockstep.schedule.replica import Replica
 from lockstep.schedule.sequence import Sequence
-from lockstep.types import Completion, Request
+from lockstep.types import Completion, FinishReason, Request
+
+type FindStop = Callable[[Seq[int], int, Seq[str]], int | None]
+"""Takes an answer's tokens, how many of them are known to hold no stop string, and the stop strings. Returns the least
+number of tokens whose text holds one, or None. A pure function of these, alike on every host."""
 
 
 class Scheduler:
@@ -22,15 +29,24 @@ class Scheduler:
     Args:
         sizes: capacities.
         requests: all prompts to answer.
+        find_stop: finds stop strings; needed if a request has any.
 
     Raises:
         CapacityError: a request can never fit, whatever finishes before it.
+        ConfigError: a request has stop strings and there is no ``find_stop``.
     """
 
-    def __init__(self, sizes: ScheduleSizes, requests: Seq[Request]) -> None:
+    def __init__(self, sizes: ScheduleSizes, requests: Seq[Request], find_stop: FindStop | None = None) -> None:
         check_capacity(sizes, requests)
+        for request in requests:
+            if request.params.stop and find_stop is None:
+                raise ConfigError(
+                    f"prompt {request.prompt_id} has the stop strings {list(request.params.stop)}; the engine knows no "
+                    "tokenizer. Pass find_stop=lockstep.StopFinder(tokenizer)."
+                )
         self.sizes = sizes
-        self._sequences = []
+        self._find_stop = find_stop
+        self._sequences: list[Sequence] = []
         for request in requests:
             # Only what prefill writes can be shared: the page of the prompt's last token is written by decode.
             keys = page_keys(request.prompt_tokens[:-1], sizes.page_size)
@@ -48,6 +64,44 @@ class Scheduler:
         """All answers, in the order of the requests, then of the generations."""
         assert self.done
         return [sequence.completion() for sequence in self._sequences]
+
+    def unfinished(self) -> list[tuple[int, int]]:
+        """(prompt_id, generation_id) of every sequence that waits or is being decoded, longest-waiting first."""
+        return [(s.request.prompt_id, s.generation_id) for s in self._sequences if s.finish_reason is None]
+
+    def tokens_so_far(self, prompt_id: int, generation_id: int) -> tuple[int, ...]:
+        """What has been sampled of an answer, finished or not.
+
+        Raises:
+            ConfigError: there is no such sequence.
+        """
+        return tuple(self._find(prompt_id, generation_id).tokens)
+
+    def cancel(self, prompt_id: int, generation_id: int) -> None:
+        """Ends a sequence between two launches, with what it has; its slot and pages are free at once.
+
+        All others go on as if it had ended by itself. A sequence that is finished already stays as it is.
+
+        Raises:
+            ConfigError: there is no such sequence.
+        """
+        sequence = self._find(prompt_id, generation_id)
+        if sequence.finish_reason is not None:
+            return
+        sequence.finish_reason = FinishReason.CANCELLED
+        if sequence.replica < 0:
+            self._waiting.remove(sequence)
+        else:
+            self._replicas[sequence.replica].release(sequence)
+
+    def abandon(self, reason: FinishReason) -> None:
+        """Ends all unfinished sequences between two launches, with what they have: no slot or page stays taken."""
+        self._waiting.clear()
+        for sequence in self._sequences:
+            if sequence.finish_reason is None:
+                sequence.finish_reason = reason
+        for replica in self._replicas:
+            replica.release_all()
 
     def next_plan(self) -> PrefillPlan | DecodePlan | None:
         """Admits what fits and says what to launch next; None when all is done. A DecodePlan must be committed."""
@@ -83,6 +137,7 @@ class Scheduler:
             for slot, sequence in enumerate(replica.slots):
                 if sequence is None or plan.remaining[r, slot] == 0:
                     continue
+                before = len(sequence.tokens)
                 count = sequence.request.params.top_logprobs
                 drawn = zip(tokens[r, slot], logprobs[r, slot], sampled_logprobs[r, slot], strict=True)
                 for step, (token, logprob, sampled_logprob) in enumerate(drawn):
@@ -94,8 +149,21 @@ class Scheduler:
                         at = (r, slot, step, slice(count))
                         top = tuple(zip(top_ids[at].tolist(), top_logprobs[at].tolist(), strict=True))
                     sequence.append(int(token), float(logprob), float(sampled_logprob), top)
+                if stop := sequence.request.params.stop:
+                    assert self._find_stop is not None
+                    if (end := self._find_stop(sequence.tokens, before, stop)) is not None:
+                        sequence.stop_at(end)
                 if sequence.finish_reason is not None:
                     replica.release(sequence)
+
+    def _find(self, prompt_id: int, generation_id: int) -> Sequence:
+        for sequence in self._sequences:
+            if (sequence.request.prompt_id, sequence.generation_id) == (prompt_id, generation_id):
+                return sequence
+        raise ConfigError(
+            f"prompt {prompt_id} generation {generation_id} is not among the {len(self._sequences)} sequences of this "
+            "run. Use a (prompt_id, generation_id) that unfinished() lists."
+        )
 
     @property
     def _num_active(self) -> int:
@@ -125,9 +193,13 @@ class Scheduler:
     def _plan_decode(self) -> DecodePlan:
         sizes = self.sizes
         active = [s for replica in self._replicas for s in replica.slots if s is not None]
-        # While others wait, a launch ends with its shortest sequence, so that the freed slot is used at once.
-        bound = min if self._waiting else max
-        plan = DecodePlan.empty(sizes, min(sizes.steps, bound(s.remaining for s in active)))
+        steps = launch_steps(
+            [sequence.remaining for sequence in active],
+            sizes.steps,
+            waiting=bool(self._waiting),
+            may_stop=any(s.request.params.stops or s.request.params.stop for s in active),
+        )
+        plan = DecodePlan.empty(sizes, steps)
         for sequence in active:
             at = (sequence.replica, sequence.slot)
             params = sequence.request.params

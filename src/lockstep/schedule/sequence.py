@@ -70,6 +70,13 @@ class Sequence:
         elif self.remaining == 0:
             self.finish_reason = FinishReason.LENGTH
 
+    def stop_at(self, count: int) -> None:
+        """Ends the answer with its first ``count`` tokens; those after them never were."""
+        assert 0 < count <= len(self.tokens)
+        for values in (self.tokens, self.logprobs, self.sampled_logprobs, self.top_logprobs):
+            del values[count:]
+        self.finish_reason = FinishReason.STOP
+
     def completion(self) -> Completion:
         """The finished answer."""
         assert self.finish_reason is not None

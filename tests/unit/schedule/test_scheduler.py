@@ -157,9 +157,10 @@ def test_generations_of_a_prompt_share_its_full_pages_and_prefill_them_once() ->
 
 
 def test_waiting_sequences_get_a_slot_as_soon_as_one_is_free() -> None:
-    scheduler = Scheduler(sizes_of(slots=2, sequences=2), [request(0, 1, 4), request(1, 1, 2), request(2, 1, 4)])
+    sizes = sizes_of(slots=2, sequences=2, steps=16, pages=80, pages_per_sequence=40)
+    scheduler = Scheduler(sizes, [request(0, 1, 26), request(1, 1, 10), request(2, 1, 16)])
     played = play(scheduler)
-    assert [p.num_steps for p in played.plans] == [2, 4], "while one waits, a launch ends with its shortest sequence"
+    assert [p.num_steps for p in played.plans] == [10, 16], "while one waits, a launch may end with the shortest"
     assert played.most_active == 2
 
 

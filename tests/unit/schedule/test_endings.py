@@ -1,0 +1,211 @@
+"""Sequences that do not end by themselves: cancelled, out of time, by a stop string. The others go on as before."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from lockstep.errors import ConfigError
+from lockstep.schedule import PrefillPlan, Scheduler, ScheduleSizes
+from lockstep.schedule.launch_length import launch_steps
+from lockstep.types import Completion, FinishReason, Request
+from tests.unit.schedule.fake_device import FakeDevice, answer_alone
+from tests.unit.schedule.test_scheduler import cases, pages_of, request, sizes_of
+
+
+def find_stop(tokens: Sequence[int], start: int, stops: Sequence[str]) -> int | None:
+    """Stop strings over an alphabet of one letter per token."""
+    text = "".join(chr(ord("a") + token) for token in tokens)
+    return next((n for n in range(start + 1, len(text) + 1) if any(stop in text[:n] for stop in stops)), None)
+
+
+def answer(one: Request, generation: int) -> tuple[tuple[int, ...], FinishReason]:
+    tokens, reason = answer_alone(one, generation)
+    end = find_stop(tokens, 0, one.params.stop) if one.params.stop else None
+    return (tokens, reason) if end is None else (tokens[:end], FinishReason.STOP)
+
+
+class Run:
+    """A scheduler and its device, launch by launch."""
+
+    def __init__(self, sizes: ScheduleSizes, requests: list[Request]) -> None:
+        self.scheduler = Scheduler(sizes, requests, find_stop)
+        self.device = FakeDevice(sizes)
+        self.requests = {r.prompt_id: r for r in requests}
+
+    def launch(self) -> bool:
+        plan = self.scheduler.next_plan()
+        if isinstance(plan, PrefillPlan):
+            self.device.prefill(plan)
+        elif plan is not None:
+            readers = [r.allocator._readers for r in self.scheduler._replicas]
+            self.scheduler.commit(plan, *self.device.decode(plan, readers))
+        return plan is not None
+
+    def check_pages(self) -> None:
+        """Exactly what the sequences in slots hold is taken."""
+        sizes = self.scheduler.sizes
+        for replica in self.scheduler._replicas:
+            held = [page for s in replica.slots if s is not None for page in s.pages]
+            assert {page: held.count(page) for page in held} == replica.allocator._readers
+            assert replica.allocator.num_free == sizes.pages - 1 - len(set(held))
+            assert set(replica._prefixes._keys) <= set(held), "prefixes of free pages are listed"
+            assert all(s in replica.slots for s in replica._queue)
+            for sequence in replica.slots:
+                if sequence is not None:
+                    assert sequence.finish_reason is None
+                    assert len(sequence.pages) == pages_of(sequence.request, sizes.page_size)
+
+    def check_completion(self, completion: Completion) -> None:
+        tokens, reason = answer(self.requests[completion.prompt_id], completion.generation_id)
+        name = (completion.prompt_id, completion.generation_id)
+        if completion.finish_reason in (FinishReason.CANCELLED, FinishReason.BUDGET):
+            assert completion.tokens == tokens[: len(completion.tokens)], name
+        else:
+            assert (completion.tokens, completion.finish_reason) == (tokens, reason), name
+        assert len(completion.logprobs) == len(completion.sampled_logprobs) == len(completion.tokens)
+
+
+@st.composite
+def cases_with_stops(draw: st.DrawFn) -> tuple[ScheduleSizes, list[Request]]:
+    sizes, requests = draw(cases())
+    stops = st.lists(st.text("abcdefg", min_size=1, max_size=3), max_size=2).map(tuple)
+    return sizes, [dataclasses.replace(r, params=dataclasses.replace(r.params, stop=draw(stops))) for r in requests]
+
+
+class Endings(RuleBasedStateMachine):
+    """Launches, cancels and at most one end of time, in any order."""
+
+    @initialize(case=cases_with_stops())
+    def start(self, case: tuple[ScheduleSizes, list[Request]]) -> None:
+        self.run = Run(*case)
+        self.cancelled: set[tuple[int, int]] = set()
+
+    @rule()
+    def launch(self) -> None:
+        self.run.launch()
+
+    @precondition(lambda self: self.run.scheduler.unfinished())
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(self.run.scheduler.unfinished()))
+        before = self.run.scheduler.tokens_so_far(*name)
+        self.run.scheduler.cancel(*name)
+        self.cancelled.add(name)
+        assert self.run.scheduler.tokens_so_far(*name) == before
+        assert name not in self.run.scheduler.unfinished()
+
+    @rule(share=st.integers(0, 19))
+    def time_is_over(self, share: int) -> None:
+        if share == 0:
+            self.run.scheduler.abandon(FinishReason.BUDGET)
+            assert self.run.scheduler.done and self.run.scheduler.unfinished() == []
+
+    @invariant()
+    def pages_are_accounted_for(self) -> None:
+        if hasattr(self, "run"):
+            self.run.check_pages()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "run"):
+            return
+        while self.run.launch():
+            self.run.check_pages()
+        completions = self.run.scheduler.completions()
+        assert [(c.prompt_id, c.generation_id) for c in completions] == [
+            (number, g) for number, r in self.run.requests.items() for g in range(r.params.n_generations)
+        ]
+        for completion in completions:
+            self.run.check_completion(completion)
+            cancelled = (completion.prompt_id, completion.generation_id) in self.cancelled
+            assert cancelled == (completion.finish_reason is FinishReason.CANCELLED)
+        for replica in self.run.scheduler._replicas:
+            assert replica.allocator.num_free == self.run.scheduler.sizes.pages - 1, "pages leak"
+
+
+Endings.TestCase.settings = settings(max_examples=150, stateful_step_count=25, deadline=None, derandomize=True)
+test_any_order_of_endings = Endings.TestCase
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(cases_with_stops())
+def test_stop_strings_end_answers_whatever_the_launches(case: tuple[ScheduleSizes, list[Request]]) -> None:
+    sizes, requests = case
+    for steps in {1, sizes.steps, 7}:
+        run = Run(dataclasses.replace(sizes, steps=steps), requests)
+        while run.launch():
+            pass
+        for completion in run.scheduler.completions():
+            run.check_completion(completion)
+
+
+def test_a_writer_that_leaves_has_the_sharers_write_its_pages() -> None:
+    requests = [request(0, 12, 2), request(1, (*range(8), 9, 9), 2), request(2, 12, 2, generations=2)]
+    run = Run(sizes_of(prefill_rows=1, pages=40), requests)
+    assert run.launch()  # one page of prompt 0, admitted with all others
+    run.scheduler.cancel(0, 0)
+    run.check_pages()
+    while run.launch():
+        pass
+    cancelled, *others = run.scheduler.completions()
+    assert (cancelled.tokens, cancelled.finish_reason) == ((), FinishReason.CANCELLED)
+    for completion in others:
+        run.check_completion(completion)
+
+
+def test_a_free_slot_is_used_at_the_next_launch() -> None:
+    run = Run(sizes_of(slots=1, sequences=1), [request(0, 1, 8), request(1, 1, 2)])
+    run.launch()
+    run.scheduler.cancel(0, 0)
+    run.launch()
+    first, second = run.scheduler.completions()
+    assert 0 < len(first.tokens) < 8 and second.finish_reason is FinishReason.LENGTH
+
+
+def test_cancelling_twice_is_cancelling_once_and_strangers_are_refused() -> None:
+    scheduler = Scheduler(sizes_of(), [request(3, 1, 2)])
+    scheduler.cancel(3, 0)
+    scheduler.cancel(3, 0)
+    assert scheduler.next_plan() is None
+    with pytest.raises(ConfigError, match="prompt 4 generation 0 is not among the 1 sequences of this run"):
+        scheduler.cancel(4, 0)
+
+
+def test_out_of_time_before_the_first_launch() -> None:
+    scheduler = Scheduler(sizes_of(), [request(0, 5, 2), request(1, 5, 2, generations=9)])
+    scheduler.abandon(FinishReason.BUDGET)
+    assert scheduler.next_plan() is None
+    assert {(c.tokens, c.finish_reason) for c in scheduler.completions()} == {((), FinishReason.BUDGET)}
+
+
+def test_stop_strings_need_a_finder() -> None:
+    with pytest.raises(ConfigError, match=r"prompt 7 has the stop strings \['x'\]; .* find_stop=lockstep.StopFinder"):
+        Scheduler(sizes_of(), [request(7, 1, 2, stop=("x",))])
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=70), st.integers(1, 128), st.booleans(), st.booleans())
+def test_a_launch_is_never_empty_nor_longer_than_anyone_needs(
+    remaining: list[int], limit: int, waiting: bool, may_stop: bool
+) -> None:
+    steps = launch_steps(remaining, limit, waiting=waiting, may_stop=may_stop)
+    assert 1 <= steps <= min(limit, max(remaining))
+    assert steps == launch_steps(remaining[::-1], limit, waiting=waiting, may_stop=may_stop)
+    if not waiting:
+        assert steps == min(limit, max(remaining))
+    elif not may_stop:
+
+        def rate(length: int) -> float:
+            return sum(min(left, length) for left in remaining) / (length + 4)
+
+        best = max(rate(length) for length in range(1, min(limit, max(remaining)) + 1))
+        assert np.isclose(rate(steps), best)
+
+
+def test_one_short_sequence_does_not_end_the_launch_of_many_long_ones() -> None:
+    assert launch_steps([1, *[64] * 63], 64, waiting=True, may_stop=False) == 64
+    assert launch_steps([*[4] * 63, 64], 64, waiting=True, may_stop=False) == 4
+    assert launch_steps([64] * 64, 64, waiting=True, may_stop=True) == 16
