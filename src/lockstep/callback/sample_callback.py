@@ -9,9 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
 
 from lockstep.callback.config import InferenceEvalConfig
 from lockstep.callback.questions import read_requests
@@ -20,6 +18,7 @@ from lockstep.engine import Engine
 from lockstep.errors import ConfigError, DisagreementError, PeerError
 from lockstep.hosts import Hosts, current, digest, leader_only
 from lockstep.models import read_decoder
+from lockstep.placement import mesh_of
 from lockstep.report.jsonl import append_jsonl
 from lockstep.report.metrics import load_metrics, measure, metric_means
 from lockstep.report.rows import Row
@@ -253,20 +252,3 @@ class SampleCallback:
             "time/report_s": report_s,
             **metric_means(rows),
         }
-
-
-def mesh_of(array: jax.Array) -> Mesh:
-    """The mesh that a weight lies on; a mesh of one device for an array that was never sharded.
-
-    Raises:
-        ConfigError: the array lies on several devices without a mesh.
-    """
-    if isinstance(array.sharding, NamedSharding) and isinstance(array.sharding.mesh, Mesh):
-        return array.sharding.mesh
-    if len(array.sharding.device_set) == 1:
-        (device,) = array.sharding.device_set
-        return Mesh(np.array([device]), ("device",), axis_types=(AxisType.Auto,))
-    raise ConfigError(
-        f"the model lies on {len(array.sharding.device_set)} devices as {array.sharding}; sampling needs to know their "
-        "mesh. Shard the model with a jax.sharding.NamedSharding."
-    )

@@ -1,5 +1,6 @@
 """Device programs: compiled ahead of time, known by digest, recorded in order when launched."""
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -7,9 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from lockstep.errors import LockstepError
+from lockstep.models import DecoderWeights, LlamaConfig
+
+type AroundLaunch = Callable[[str], contextlib.AbstractContextManager[object]]
+"""Takes a program's name; the context surrounds a launch."""
 
 
 class Ledger:
@@ -96,3 +102,13 @@ def compile_program(
     text = f"jax {jax.__version__} jaxlib {importlib.metadata.version('jaxlib')}\n{lowered.as_text()}"
     digest = hashlib.sha256(text.encode()).hexdigest()
     return Program(name=name, digest=digest, traces=traces, _compiled=compiled, _ledger=ledger)
+
+
+def signature_of(config: LlamaConfig, weights: DecoderWeights) -> object:
+    """All of a model that programs depend on: configuration, shapes, dtypes and placement."""
+    return config, jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, getattr(leaf, "sharding", None)), weights)
+
+
+def fetch(replicated: jax.Array) -> np.ndarray:
+    """The value of an array that is whole on every device; waits for it."""
+    return np.asarray(replicated.addressable_data(0))

@@ -15,6 +15,7 @@ from lockstep.models.huggingface import load_config, load_hf, read_hf_config
 from lockstep.models.huggingface_save import save_hf
 from lockstep.models.llama import LlamaLMHeadModel
 from lockstep.models.reader import UnreadableModelError, read_decoder, register_reader
+from lockstep.models.trainable import as_trainable
 from lockstep.models.weights import DecoderWeights, LayerWeights
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Qwen3Config",
     "RotaryConfig",
     "UnreadableModelError",
+    "as_trainable",
     "config_from_hf",
     "config_to_hf",
     "load_config",

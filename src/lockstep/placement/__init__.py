@@ -8,6 +8,7 @@ from lockstep.placement.mesh import (
     fsdp_spans_hosts,
     fsdp_warning,
     make_mesh,
+    mesh_of,
 )
 from lockstep.placement.place import host_rows, place, place_local, place_tree
 
@@ -20,6 +21,7 @@ __all__ = [
     "fsdp_warning",
     "host_rows",
     "make_mesh",
+    "mesh_of",
     "place",
     "place_local",
     "place_tree",

@@ -5,7 +5,7 @@ from typing import Final
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from lockstep.errors import ConfigError
 
@@ -127,3 +127,20 @@ def fsdp_warning(mesh: Mesh) -> str | None:
 def data_shards(mesh: Mesh) -> int:
     """Number of parts a batch is split into on the mesh (``dp`` times ``fsdp``)."""
     return mesh.shape["dp"] * mesh.shape["fsdp"]
+
+
+def mesh_of(array: jax.Array) -> Mesh:
+    """The mesh that a weight lies on; a mesh of one device for an array that was never sharded.
+
+    Raises:
+        ConfigError: the array lies on several devices without a mesh.
+    """
+    if isinstance(array.sharding, NamedSharding) and isinstance(array.sharding.mesh, Mesh):
+        return array.sharding.mesh
+    if len(array.sharding.device_set) == 1:
+        (device,) = array.sharding.device_set
+        return Mesh(np.array([device]), ("device",), axis_types=(AxisType.Auto,))
+    raise ConfigError(
+        f"the model lies on {len(array.sharding.device_set)} devices as {array.sharding}; sampling needs to know their "
+        "mesh. Shard the model with a jax.sharding.NamedSharding."
+    )

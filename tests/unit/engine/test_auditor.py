@@ -1,0 +1,100 @@
+"""The audit: the engine's log-probabilities are the training forward's, and a wrong one is found."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import lockstep
+from lockstep.engine import Auditor, Engine, EngineConfig
+from lockstep.errors import ConfigError
+from lockstep.models import as_trainable, read_decoder
+from lockstep.types import Completion, FinishReason
+from tests.unit.engine.models import FAMILIES, mesh_of, mixed_requests, model_on, request
+
+TOLERANCE = 1e-5
+
+
+def answers(mesh: str, model: Any, **options: Any) -> list[Completion]:
+    return Engine(EngineConfig(), mesh_of(mesh), **options).generate(model, mixed_requests())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mesh", ["1,1,1", "1,2,2"])
+def test_the_engine_agrees_with_the_training_forward(mesh: str, family: str) -> None:
+    model = model_on(mesh, FAMILIES[family])
+    gap = lockstep.audit(model, mixed_requests(), answers(mesh, model))
+    print(f"{family} on {mesh}: {gap:.2e}")
+    assert gap <= TOLERANCE
+
+
+def test_a_wrong_log_probability_is_found() -> None:
+    model = model_on("1,2,2")
+    right = answers("1,2,2", model)
+    pair = read_decoder(model)
+    for at, change, gap in ((0, 1e-3, 1e-3), (-1, -0.25, 0.25), (2, math.nan, math.inf)):
+        logprobs = list(right[at].logprobs)
+        logprobs[-1] += change
+        wrong = list(right)
+        wrong[at] = dataclasses.replace(right[at], logprobs=tuple(logprobs))
+        assert lockstep.audit(pair, mixed_requests(), wrong) == pytest.approx(gap, abs=TOLERANCE)
+
+
+def test_tokens_beyond_the_vocabulary_have_no_part_in_it() -> None:
+    model = model_on("1,2,2")
+    got = answers("1,2,2", model, vocab_size=30)
+    assert lockstep.audit(model, mixed_requests(), got, vocab_size=30) <= TOLERANCE
+    assert lockstep.audit(model, mixed_requests(), got) > 1e-3
+
+
+def test_half_precision_is_compared_in_half_precision() -> None:
+    model = model_on("1,2,2")
+    got = Engine(EngineConfig(dtype="bfloat16"), mesh_of("1,2,2")).generate(model, mixed_requests())
+    assert lockstep.audit(model, mixed_requests(), got, dtype="bfloat16") < 0.5
+
+
+def test_one_program_for_all_rounds_and_nothing_left_behind() -> None:
+    model = model_on("1,2,2")
+    got = answers("1,2,2", model)
+    auditor = Auditor(mesh_of("1,2,2"))
+    with jax.no_execution(True):
+        digests = auditor.prepare(model, mixed_requests())
+    live = len(jax.live_arrays())
+    gaps = []
+    for _ in range(2):
+        assert auditor.prepare(model, mixed_requests()) == digests
+        gaps.append(auditor.run(model, mixed_requests(), got))
+    assert gaps[0] == gaps[1] and auditor.program is not None and auditor.program.traces == 1
+    assert auditor.ledger.launches == ["audit"] * 2 * -(-len(got) // 4)
+    assert len(jax.live_arrays()) == live
+
+
+def test_nothing_sampled_nothing_to_compare() -> None:
+    model = model_on("1,1,1")
+    nothing = Completion(prompt_id=0, generation_id=0, tokens=(), logprobs=(), finish_reason=FinishReason.BUDGET)
+    assert lockstep.audit(model, [request(0, 3)], [nothing]) == 0
+    assert lockstep.audit(model, [], []) == 0
+
+
+def test_completions_of_other_requests_and_other_models_are_refused() -> None:
+    model = model_on("1,1,1")
+    stranger = Completion(prompt_id=9, generation_id=0, tokens=(1,), logprobs=(0.0,), finish_reason=FinishReason.LENGTH)
+    with pytest.raises(lockstep.LockstepError, match="a completion is of prompt 9, which none of the 1 requests has"):
+        lockstep.audit(model, [request(0, 3)], [stranger])
+    auditor = Auditor(mesh_of("1,1,1"))
+    auditor.prepare(model, [request(0, 3)])
+    with pytest.raises(ConfigError, match="not those that the auditor prepared for. Call prepare"):
+        auditor.run(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model), [request(0, 3)], [])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "tied"])
+def test_the_view_is_the_model(family: str) -> None:
+    model = model_on("1,1,1", FAMILIES[family])
+    config, weights = read_decoder(model)
+    view = as_trainable(config, weights)
+    assert jax.tree.structure(view) == jax.tree.structure(model)
+    assert all(a is b for a, b in zip(jax.tree.leaves(view), jax.tree.leaves(model), strict=True))
+    assert view.config == FAMILIES[family]
