@@ -20,18 +20,23 @@ class EngineConfig:
     max_seq_len: int | None = None
     """Tokens of prompt and answer together, per sequence. Null: the longest request so far."""
     max_seqs: int | None = None
-    """Sequences decoded at a time, over all replicas. Null: all of them, up to 64 per replica."""
+    """Sequences decoded at a time, over all replicas. Null: all of them, up to 64 per replica, or as many as fit."""
     page_size: int | None = None
     """Tokens per page of the KV cache. Null: 16."""
     max_pages: int | None = None
-    """Pages of one replica's KV cache. Null: enough for its sequences at their longest."""
+    """Pages of one replica's KV cache. Null: enough for its sequences at their longest, or what fits."""
     max_prefill_size: int | None = None
-    """Prompt tokens that a replica prefills in one launch. Null: up to 512."""
+    """Prompt tokens that a replica prefills in one launch. Null: up to 512; fewer if memory is short."""
     max_steps_per_launch: int | None = None
     """Tokens sampled per sequence in one launch. Null: up to 64."""
     layout: Layout = "auto"
     """``training``: weights stay where the trainer has them and are gathered layer by layer at every step.
-    ``{tensor: N}``: weights are moved once per round, N devices share a copy. ``auto``: ``{tensor: 1}``."""
+    ``{tensor: N}``: weights are moved once per round, N devices share a copy. ``auto``: of those that fit, the one with
+    the least predicted time."""
+    hbm_utilization: float = 0.9
+    """Share of the free device memory that sampling may use; free is what the fullest device of all hosts has left."""
+    memory_bytes_per_device: int | None = None
+    """Free memory to assume on each device of this host, in bytes. Null: ask the device."""
     dtype: str | None = None
     """Floating dtype of weights, activations and KV cache while decoding. Null: the dtype of the parameters."""
 
@@ -51,6 +56,16 @@ class EngineConfig:
                     f"{name} is {value}; it must be at least {least}. Set {name} to a larger number, or to null to let "
                     "lockstep work it out."
                 )
+        if not 0 < self.hbm_utilization <= 1:
+            raise ConfigError(
+                f"hbm_utilization is {self.hbm_utilization}; it must be more than 0 and at most 1, as a share of the "
+                "free device memory. The default is 0.9."
+            )
+        if self.memory_bytes_per_device is not None and self.memory_bytes_per_device < 1:
+            raise ConfigError(
+                f"memory_bytes_per_device is {self.memory_bytes_per_device}; it must be at least 1. Set it to null to "
+                "ask the device."
+            )
         page_size = self.page_size or DEFAULT_PAGE_SIZE
         if self.max_prefill_size is not None and self.max_prefill_size < page_size:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""How large everything is: capacities worked out from the configuration and the requests."""
+"""How large everything would be if memory were no matter: capacities for the requests, within the caps."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -73,14 +73,22 @@ def work_out_sizes(
 
 def check_layout(model: LlamaConfig, grid: DecodeGrid) -> None:
     """Raises ConfigError when the model cannot be split over the tensor axes of ``grid``."""
-    split = {"num_kv_heads": model.num_kv_heads, "intermediate_dim": model.intermediate_dim}
-    for name, size in split.items():
+    for name, size in _split(model).items():
         if size % grid.tensor:
-            works = [t for t in tensor_sizes(grid.training_shape) if not any(size % t for size in split.values())]
+            works = [tensor for tensor in tensor_sizes(grid.training_shape) if fits_model(model, tensor)]
             raise ConfigError(
                 f"layout {{tensor: {grid.tensor}}} splits {name} = {size}, which it does not divide. Set tensor to one "
                 f"of {works}."
             )
+
+
+def fits_model(model: LlamaConfig, tensor: int) -> bool:
+    """Whether so many devices can split the model."""
+    return not any(size % tensor for size in _split(model).values())
+
+
+def _split(model: LlamaConfig) -> dict[str, int]:
+    return {"num_kv_heads": model.num_kv_heads, "intermediate_dim": model.intermediate_dim}
 
 
 def _round_up(value: int, multiple: int) -> int:

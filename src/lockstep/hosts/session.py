@@ -10,6 +10,7 @@ from lockstep.hosts.agree import agree
 from lockstep.hosts.broadcast import broadcast
 from lockstep.hosts.channel import Channel
 from lockstep.hosts.gather import gather
+from lockstep.hosts.least import least
 from lockstep.hosts.settle import settle
 
 ROOT = "lockstep/job"
@@ -110,6 +111,14 @@ class Hosts:
             HostTimeoutError: not all came in time; names the missing ones and their last phase.
         """
         agree(self._channel, self._key(name), values, self.timeout_s)
+
+    def least(self, name: str, value: int) -> int:
+        """Return on every process the smallest value that any of them passed.
+
+        Raises:
+            HostTimeoutError: not all came in time; names the missing ones and their last phase.
+        """
+        return least(self._channel, self._key(name), value, self.timeout_s)
 
     def settle(self, name: str, error: BaseException | None) -> None:
         """Return when no process has an error; otherwise all fail alike.

@@ -1,0 +1,100 @@
+"""Seconds that decoding should take at best: the numbers by which ``layout: auto`` compares layouts."""
+
+import dataclasses
+
+import numpy as np
+
+from lockstep.engine.fit import Demand, waves
+from lockstep.engine.footprint import OUTER, Shapes
+from lockstep.engine.hardware import Chip, Link
+from lockstep.placement.layout import DecodeGrid
+from lockstep.schedule import ScheduleSizes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Predicted seconds; a lower bound that is good for comparing, not for promising.
+
+    Args:
+        relay_s: of moving the weights, once per round.
+        memory_s: per step, of reading weights and K/V.
+        compute_s: per step, of the matrix products; hidden behind ``memory_s`` or the other way round.
+        collectives_s: per step.
+        steps: decode steps until all requests are answered.
+        active: sequences that decode at a time.
+    """
+
+    relay_s: float
+    memory_s: float
+    compute_s: float
+    collectives_s: float
+    steps: float
+    active: float
+
+    @property
+    def step_s(self) -> float:
+        """Of one decode step."""
+        return max(self.memory_s, self.compute_s) + self.collectives_s
+
+    @property
+    def total_s(self) -> float:
+        """Of answering all requests, prefill left out: it is the same work in every layout."""
+        return self.relay_s + self.steps * self.step_s
+
+
+def estimate(shapes: Shapes, sizes: ScheduleSizes, demand: Demand, chip: Chip) -> Estimate:
+    """Predicts a round.
+
+    Args:
+        shapes: of the model in a layout.
+        sizes: that fit.
+        demand: of the requests.
+        chip: what a device can do.
+    """
+    grid, config, item = shapes.grid, shapes.config, shapes.dtype.itemsize
+    turns = waves(sizes, demand)
+    active = demand.sequences / turns
+    slots = active / grid.replicas
+    read = sum(shapes.decode_bytes(leaf, layout) for _, leaf, layout in shapes.leaves)
+    if shapes.weights.lm_head is not None:  # of an embedding that is not the output layer too, rows are read
+        read -= sum(shapes.decode_bytes(leaf, layout) for name, leaf, layout in shapes.leaves if name == "embed")
+    kv = slots * demand.context * shapes.kv_bytes
+    # CPU devices of a process share its cores and its memory.
+    share = _local_devices(grid) if grid.mesh.devices.flat[0].platform == "cpu" else 1
+
+    link = _link(grid, chip, grid.tensor)
+    moved = max(1.0, slots) * config.hidden_dim * item
+    reductions = 2 * config.num_layers + 3 if grid.tensor > 1 else 0  # two per layer, embedding, two for the sample
+    collectives = reductions * (link.latency_s + 2 * (grid.tensor - 1) / grid.tensor * moved / link.bandwidth)
+    whole, far = grid.replicas * grid.tensor, _link(grid, chip, grid.replicas * grid.tensor)
+    written = 0
+    if shapes.gathered:
+        size = sum(shapes.gathered.values())
+        written = 2 * size  # what is gathered is written, and read once more
+        count = sum(1 if name in OUTER else config.num_layers for name in shapes.gathered)
+        collectives += count * far.latency_s + size * (whole - 1) / whole / far.bandwidth
+    relay = 0.0
+    if shapes.moves:
+        relay = len(shapes.leaves) * config.num_layers * far.latency_s
+        relay += shapes.copied * (whole - 1) / whole / far.bandwidth + 2 * shapes.copied * share / chip.bandwidth
+    elif shapes.copied:
+        relay = 3 * shapes.copied * share / chip.bandwidth
+    return Estimate(
+        relay_s=relay,
+        memory_s=(read + kv + written) * share / chip.bandwidth,
+        compute_s=2 * read / item * max(1.0, slots) * share / chip.flops,
+        collectives_s=collectives,
+        steps=turns * demand.new_tokens,
+        active=active,
+    )
+
+
+def _link(grid: DecodeGrid, chip: Chip, group: int) -> Link:
+    """The slowest way inside groups of so many consecutive devices."""
+    hosts = np.array([device.process_index for device in grid.mesh.devices.flat]).reshape(-1, group)
+    return chip.link if (hosts == hosts[:, :1]).all() else chip.network
+
+
+def _local_devices(grid: DecodeGrid) -> int:
+    """Devices that the fullest process has in the grid."""
+    return int(np.bincount([device.process_index for device in grid.mesh.devices.flat]).max())

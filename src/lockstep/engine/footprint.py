@@ -1,0 +1,185 @@
+"""Bytes per device that sampling takes beside the model as it lies: predicted from shapes, or read off the compiler."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from lockstep.engine.build import Programs
+from lockstep.engine.free_memory import block_bytes
+from lockstep.models import DecoderWeights, LlamaConfig
+from lockstep.placement.layout import DecodeGrid
+from lockstep.placement.relay import LeafLayout, leaf_layouts
+from lockstep.schedule import ScheduleSizes
+
+OUTER = ("embed", "lm_head", "final_norm")
+"""Weights that are not stacked."""
+
+_CHUNK = 512
+"""Positions that decode attends at a time, at most: a longer context is padded to a multiple."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """Bytes per device beside the model as the trainer holds it.
+
+    Args:
+        weights: of the decode copy; 0 where the weights are read as they lie.
+        pool: of the KV cache.
+        relay: what moving the weights takes beside their copy, before there is a pool.
+        temporaries: what the hungrier of prefill and decode takes beside weights and pool.
+    """
+
+    weights: int
+    pool: int
+    relay: int
+    temporaries: int
+
+    @property
+    def total(self) -> int:
+        """At the moment of worst use."""
+        return self.weights + max(self.relay, self.pool + self.temporaries)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shapes:
+    """A model as one layout has it: everything that bytes and seconds are predicted from.
+
+    Args:
+        config: of the model.
+        weights: arrays or shape structs with shardings.
+        grid: the decode grid.
+        dtype: to decode in.
+        gather: whether the layout is not ``training``: weights are moved into the grid, if they are not there.
+    """
+
+    config: LlamaConfig
+    weights: DecoderWeights
+    grid: DecodeGrid
+    dtype: jnp.dtype
+    gather: bool
+
+    @functools.cached_property
+    def leaves(self) -> list[tuple[str, Any, LeafLayout]]:
+        """Name, array and layout of each weight."""
+        layouts = jax.tree.leaves(leaf_layouts(self.weights, self.grid))
+        found = jax.tree_util.tree_leaves_with_path(self.weights)
+        return [(path[-1].name, leaf, layout) for (path, leaf), layout in zip(found, layouts, strict=True)]
+
+    @functools.cached_property
+    def moves(self) -> bool:
+        """Whether the weights are moved before decoding."""
+        return self.gather and any(layout != layout.decode for _, _, layout in self.leaves)
+
+    @functools.cached_property
+    def copied(self) -> int:
+        """Bytes of the copy of the weights that decoding needs, if any."""
+        if self.moves:
+            return sum(self.decode_bytes(leaf, layout) for _, leaf, layout in self.leaves)
+        if any(leaf.dtype != self.dtype for _, leaf, _ in self.leaves):
+            return sum(self.cast_bytes(leaf) for _, leaf, _ in self.leaves)
+        return 0
+
+    def decode_bytes(self, leaf: Any, layout: LeafLayout) -> int:
+        """Of one weight on a device, in the decode layout and dtype."""
+        dims = list(leaf.shape)
+        if layout.tensor_dim is not None:
+            dims[layout.tensor_dim] = -(-dims[layout.tensor_dim] // self.grid.tensor)
+        return math.prod(dims) * self.dtype.itemsize
+
+    def cast_bytes(self, leaf: Any) -> int:
+        """Of one weight on a device, where the trainer has it, in the decode dtype."""
+        return block_bytes(leaf) * self.dtype.itemsize // leaf.dtype.itemsize
+
+    @functools.cached_property
+    def gathered(self) -> dict[str, int]:
+        """Bytes of the weights that ``training`` gathers anew while it decodes; of stacked ones, of all layers."""
+        if self.gather:
+            return {}
+        return {name: self.decode_bytes(leaf, at) for name, leaf, at in self.leaves if at != at.decode}
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of K and V at one position, all layers, on a device."""
+        config = self.config
+        heads = -(-config.num_kv_heads // self.grid.tensor)
+        return config.num_layers * 2 * heads * config.head_size * self.dtype.itemsize
+
+    def footprint(self, sizes: ScheduleSizes) -> Footprint:
+        """What the programs for ``sizes`` take, predicted; the compiler has the last word (`measured`)."""
+        relay = 0
+        if self.moves and any(leaf.dtype != self.dtype for _, leaf, _ in self.leaves):
+            # The compiler casts all layers before the loop that moves them.
+            relay = sum(self.cast_bytes(leaf) for _, leaf, _ in self.leaves)
+        return Footprint(
+            weights=self.copied,
+            pool=sizes.pages * sizes.page_size * self.kv_bytes,
+            relay=relay,
+            temporaries=max(self._prefill(sizes), self._decode(sizes)) + self._rewritten,
+        )
+
+    @functools.cached_property
+    def _rewritten(self) -> int:
+        """The TPU compiler keeps the stacked projections of a layer loop a second time, in the order it wants."""
+        if self.grid.mesh.devices.flat[0].platform != "tpu" or self.gathered:
+            return 0
+        return sum(self.decode_bytes(leaf, at) for name, leaf, at in self.leaves if name in ("q", "k", "o"))
+
+    def _decode(self, sizes: ScheduleSizes) -> int:
+        config, tensor = self.config, self.grid.tensor
+        outer = sum(size for name, size in self.gathered.items() if name in OUTER)
+        vocab = -(-self.weights.embed.shape[0] // tensor)
+        context = sizes.slots * self._context_bytes(sizes)
+        heads = config.num_heads // min(tensor, config.num_kv_heads)
+        scores = 3 * heads * min(_CHUNK, sizes.pages_per_sequence * sizes.page_size) * 4
+        # Logits, scores and noise in float32, and a count per token where there are penalties.
+        sampling = (4 + sizes.penalties) * vocab * 4 + 8 * sizes.steps
+        return outer + self._one_layer + context + sizes.slots * (scores + sampling + self._activations)
+
+    def _prefill(self, sizes: ScheduleSizes) -> int:
+        config, tensor = self.config, self.grid.tensor
+        length = sizes.pages_per_sequence * sizes.page_size
+        heads = config.num_heads // min(tensor, config.num_kv_heads)
+        context = 2 * length * self.kv_bytes // config.num_layers
+        scores = 3 * heads * sizes.page_size * length * 4
+        outer = max((self.gathered.get(name, 0) for name in ("embed", "lm_head")), default=0)
+        one_layer = context + scores + sizes.page_size * self._activations
+        return max(outer, self._one_layer) + sizes.prefill_rows * one_layer
+
+    @functools.cached_property
+    def _one_layer(self) -> int:
+        """Two layers of what ``training`` gathers: one in use, the next on its way."""
+        stacked = sum(size for name, size in self.gathered.items() if name not in OUTER)
+        return 2 * stacked // self.config.num_layers
+
+    @functools.cached_property
+    def _activations(self) -> int:
+        """Of one token."""
+        config = self.config
+        return 4 * (6 * config.hidden_dim + 3 * -(-config.intermediate_dim // self.grid.tensor))
+
+    def _context_bytes(self, sizes: ScheduleSizes) -> int:
+        """Of the context of one slot as decode lays it out once per launch, in whole chunks where it is long."""
+        length = sizes.pages_per_sequence * sizes.page_size
+        return self.kv_bytes * (length if length <= _CHUNK else -(-length // _CHUNK) * _CHUNK)
+
+
+def measured(programs: Programs) -> Footprint:
+    """What compiled programs take, by the compiler's own memory analysis."""
+    relay = weights = 0
+    if programs.relay is not None:
+        memory = programs.relay.memory()
+        weights, relay = int(memory.output_size_in_bytes), int(memory.temp_size_in_bytes)
+    pool = int(programs.new_cache.memory().output_size_in_bytes)
+    temporaries = []
+    for program in (programs.prefill, programs.decode):
+        memory = program.memory()
+        # Arguments hold the weights, the pool and the plan; the plan is a few KiB and its device copy is not counted.
+        temporaries.append(
+            int(memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes)
+            + int(memory.generated_code_size_in_bytes)
+        )
+    return Footprint(weights=weights, pool=pool, relay=relay, temporaries=max(temporaries))

@@ -1,0 +1,100 @@
+"""What a chip can do at best: published numbers, with which layouts are compared before anything is compiled."""
+
+import dataclasses
+
+import jax
+
+_GB = 10**9
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Link:
+    """A way between devices.
+
+    Args:
+        bandwidth: bytes per second that one device can send while it receives as much.
+        latency_s: seconds that a collective takes however little it moves.
+    """
+
+    bandwidth: float
+    latency_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chip:
+    """One kind of device.
+
+    Args:
+        name: what people call it.
+        memory: bytes, as published; a running device says itself what it has.
+        bandwidth: bytes per second between memory and cores.
+        flops: 16-bit matrix operations per second.
+        link: between devices of one host (of a TPU slice: between all of them).
+        network: between devices of different hosts.
+    """
+
+    name: str
+    memory: int
+    bandwidth: float
+    flops: float
+    link: Link
+    network: Link
+
+
+def _tpu(name: str, memory_gb: int, bandwidth: float, flops: float, link: float) -> Chip:
+    # A ring uses both directions of one axis: two links. 1 us per collective: "How to Scale Your Model", part 2.
+    ici = Link(bandwidth=2 * link, latency_s=1e-6)
+    return Chip(name=name, memory=memory_gb * _GB, bandwidth=bandwidth, flops=flops, link=ici, network=ici)
+
+
+def _gpu(name: str, memory_gb: int, bandwidth: float) -> Chip:
+    return Chip(
+        name=name,
+        memory=memory_gb * _GB,
+        bandwidth=bandwidth,
+        flops=989e12,  # dense
+        link=Link(bandwidth=450e9, latency_s=1e-5),  # NVLink 4: 900 GB/s, both directions together
+        network=Link(bandwidth=50e9, latency_s=3e-5),  # one 400 Gbit/s adapter per GPU, as in DGX systems
+    )
+
+
+# Memory and its bandwidth: https://cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e. One-way bandwidth of a link:
+# https://jax-ml.github.io/scaling-book/tpus/, table of TPU specifications.
+_V4 = _tpu("TPU v4", 32, 1.23e12, 275e12, 45e9)
+_V5E = _tpu("TPU v5e", 16, 819e9, 197e12, 45e9)
+_V5P = _tpu("TPU v5p", 95, 2.765e12, 459e12, 90e9)
+_V6E = _tpu("TPU v6e", 32, 1.64e12, 918e12, 90e9)
+# https://www.nvidia.com/en-us/data-center/h100/ and /h200/, SXM.
+_H100 = _gpu("H100", 80, 3.35e12)
+_H200 = _gpu("H200", 141, 4.8e12)
+# Measured on two shared cores (docs/architecture.md): a copy moves about 10 GB/s, a matrix product does 50 Gflop/s, an
+# all-reduce of a few KiB takes 0.2 ms between devices of a process and 1 ms between processes.
+_CPU = Chip(
+    name="CPU",
+    memory=8 * _GB,
+    bandwidth=10e9,
+    flops=50e9,
+    link=Link(bandwidth=2e9, latency_s=2e-4),
+    network=Link(bandwidth=0.5e9, latency_s=1e-3),
+)
+
+# The beginning of ``device.device_kind``; of several that match, the longest counts.
+_KINDS = {
+    "TPU v4": _V4,
+    "TPU v5": _V5P,
+    "TPU v5p": _V5P,
+    "TPU v5 lite": _V5E,
+    "TPU v5e": _V5E,
+    "TPU v6 lite": _V6E,
+    "TPU v6e": _V6E,
+    "NVIDIA H100": _H100,
+    "NVIDIA H200": _H200,
+}
+
+
+def chip_of(device: jax.Device) -> Chip:
+    """The numbers of a device; of a kind that is not in the table, those of the nearest that is."""
+    kinds = [kind for kind in _KINDS if device.device_kind.startswith(kind)]
+    if kinds:
+        return _KINDS[max(kinds, key=len)]
+    return {"tpu": _V5P, "gpu": _H100}.get(device.platform, _CPU)

@@ -1,0 +1,86 @@
+"""From requests to programs that fit: chosen by prediction, compiled, and held against the compiler's own figures."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from jax.sharding import Mesh
+
+from lockstep.engine.build import Programs, build_programs
+from lockstep.engine.choose import Chooser
+from lockstep.engine.config import EngineConfig, tensor_size
+from lockstep.engine.footprint import measured
+from lockstep.engine.program import Ledger, signature_of
+from lockstep.engine.sizing import Sizing, layout_text
+from lockstep.models import DecoderWeights, LlamaConfig
+from lockstep.placement.layout import DecodeGrid, decode_grid
+from lockstep.types import Request
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What was compiled, for what, and why in these sizes."""
+
+    signature: object
+    sizing: Sizing
+    grid: DecodeGrid
+    programs: Programs
+
+
+def prepare_programs(
+    config: EngineConfig,
+    mesh: Mesh,
+    model: LlamaConfig,
+    weights: DecoderWeights,
+    requests: Sequence[Request],
+    *,
+    free: int,
+    vocab_size: int | None,
+    ledger: Ledger,
+    before: Prepared | None = None,
+) -> Prepared:
+    """Chooses layout and capacities, compiles, and chooses smaller ones where the compiler needs more than predicted.
+
+    Launches nothing. Everything follows from the arguments and from compiled programs, which hosts agree on.
+
+    Args:
+        config: of the engine.
+        mesh: that the model is sharded over.
+        model: of the model.
+        weights: arrays or shape structs with shardings.
+        requests: at least one; checked.
+        free: bytes on the fullest device of all hosts.
+        vocab_size: token ids below it may be sampled; None for all rows of the embedding.
+        ledger: where launches are recorded.
+        before: of an earlier call; returned as it is if it does for these requests too.
+
+    Raises:
+        ConfigError: a capacity, layout or model that cannot work.
+        CapacityError: a request that can never fit.
+        LockstepError: a program does not compile.
+    """
+    signature = signature_of(model, weights)
+    if before is not None and before.signature != signature:
+        before = None
+    excess: dict[str, int] = {}
+    while True:
+        chooser = Chooser(config, model, weights, mesh, free, excess)
+        sizing = chooser.choose(requests, before.sizing if before else None)
+        if before is not None and sizing.layout == before.sizing.layout and sizing.sizes == before.sizing.sizes:
+            return before if sizing.wanted == before.sizing.wanted else dataclasses.replace(before, sizing=sizing)
+        grid = decode_grid(mesh, tensor_size(sizing.layout) or 1)
+        programs = build_programs(
+            dataclasses.replace(config, layout=sizing.layout),
+            model,
+            weights,
+            grid,
+            sizing.sizes,
+            vocab_size=vocab_size,
+            ledger=ledger,
+        )
+        compiled = measured(programs)
+        if compiled.total <= sizing.budget:
+            sizing = dataclasses.replace(sizing, compiled=compiled)
+            return Prepared(signature=signature, sizing=sizing, grid=grid, programs=programs)
+        # At least a hundredth of the budget more each time, so that this ends.
+        name, beyond = layout_text(sizing.layout), compiled.total - sizing.predicted.total
+        excess[name] = max(beyond, excess.get(name, 0) + sizing.budget // 100 + 1)
