@@ -2,7 +2,8 @@
 
 ``oracle_completions(model, requests)`` generates the expected answers; ``assert_same_tokens(expected, got)`` compares
 an engine's answers with them and returns the number of ties. The forward pass is the trainable model's own, which
-golden values tie to Hugging Face; random draws are written from their description alone, with their own Threefry.
+golden values tie to Hugging Face; random draws are written from their description alone, with their own Threefry, and
+so is what sampling parameters do (`tests.sampling_oracle`).
 """
 
 import dataclasses
@@ -19,6 +20,7 @@ import numpy as np
 from lockstep.models import LlamaLMHeadModel, read_decoder
 from lockstep.models.hf_tensors import skeleton
 from lockstep.types import Completion, FinishReason, Request
+from tests.sampling_oracle import log_softmax, step_of
 
 TIE = 1e-5
 """Two tokens are a tie when the oracle's own scores of them are closer than this."""
@@ -37,7 +39,10 @@ class Expected:
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     scores: np.ndarray
-    """float32 ``[step, vocab]``: logits, or logits / temperature + Gumbel noise; the largest one is sampled."""
+    """float32 ``[step, vocab]``: logits after penalties, bias and filters, divided by the temperature and with Gumbel
+    noise where it is not 0; the largest one is sampled."""
+    sampled_logprobs: tuple[float, ...]
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...]
 
 
 def oracle_completions(
@@ -48,7 +53,7 @@ def oracle_completions(
     Args:
         model: what `lockstep.models.read_decoder` reads, with arrays (or NumPy arrays) that this process can read in
             full; float32 for ties to mean anything.
-        requests: greedy or with a temperature.
+        requests: with any sampling parameters.
         vocab_size: tokens from here on are never sampled; None for all rows of the embedding.
         length: positions of a forward pass; None: enough, a multiple of 64.
 
@@ -110,10 +115,18 @@ def assert_same_logprobs(expected: Sequence[Expected], got: Sequence[Completion]
     """Compares log-probabilities up to the first differing token of each answer; returns the largest difference."""
     worst = 0.0
     for want, have in zip(expected, got, strict=True):
-        for a, b, p, q in zip(want.tokens, have.tokens, want.logprobs, have.logprobs, strict=False):
+        assert len(have.logprobs) == len(have.sampled_logprobs) == len(have.tokens)
+        assert len(have.top_logprobs) == (len(have.tokens) if want.top_logprobs else 0)
+        for at, (a, b) in enumerate(zip(want.tokens, have.tokens, strict=False)):
             if a != b:
                 break
-            worst = max(worst, abs(p - q)) if math.isfinite(q) else math.inf
+            pairs = [(want.logprobs[at], have.logprobs[at]), (want.sampled_logprobs[at], have.sampled_logprobs[at])]
+            if want.top_logprobs:
+                # By rank: two tokens that are as probable may change places.
+                tops = zip(want.top_logprobs[at], have.top_logprobs[at], strict=True)
+                pairs += [(p, q) for (_, p), (_, q) in tops]
+            for p, q in pairs:
+                worst = max(worst, abs(p - q)) if math.isfinite(q) else math.inf
     assert worst <= atol, f"log-probabilities differ by {worst:.3g}, more than {atol:.3g}"
     return worst
 
@@ -157,20 +170,26 @@ class _Writer:
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     scores: list[np.ndarray] = dataclasses.field(default_factory=list)
+    sampled_logprobs: list[float] = dataclasses.field(default_factory=list)
+    top_logprobs: list[tuple[tuple[int, float], ...]] = dataclasses.field(default_factory=list)
 
     def append(self, logits: np.ndarray) -> None:
         params, prompt = self.request.params, self.request.prompt_tokens
-        scores = logits.astype(np.float32)
+        step = step_of(logits, params, prompt, self.tokens)
+        scores = step.scores
         if params.temperature > 0:
             at = len(prompt) + len(self.tokens)
             noise = gumbel_noise(params.seed, self.request.prompt_id, self.generation_id, at, len(logits))
-            scores = scores / np.float32(params.temperature) + noise
-        token = int(np.argmax(scores))
-        wide = logits.astype(np.float64)
-        self.logprobs.append(float(wide[token] - wide.max() - np.log(np.exp(wide - wide.max()).sum())))
+            scores = scores + noise
+        token, raw = int(np.argmax(scores)), log_softmax(logits)
+        self.logprobs.append(float(raw[token]))
+        self.sampled_logprobs.append(float(step.logprobs[token]))
+        if params.top_logprobs:
+            order = np.argsort(-logits, kind="stable")[: params.top_logprobs]
+            self.top_logprobs.append(tuple((int(i), float(raw[i])) for i in order))
         self.tokens.append(token)
         self.scores.append(scores)
-        if token in params.stop_token_ids:
+        if token in params.stops:
             self.finish_reason = FinishReason.STOP
         elif len(self.tokens) == params.max_new_tokens:
             self.finish_reason = FinishReason.LENGTH
@@ -184,6 +203,8 @@ class _Writer:
             logprobs=tuple(self.logprobs),
             finish_reason=self.finish_reason,
             scores=np.stack(self.scores),
+            sampled_logprobs=tuple(self.sampled_logprobs),
+            top_logprobs=tuple(self.top_logprobs),
         )
 
 
