@@ -51,22 +51,19 @@ def decode_function(transformer: Transformer, sizes: ScheduleSizes) -> Callable[
             active = remaining > 0
             page = jnp.where(active, page_table[rows, position // sizes.page_size], NULL_PAGE)
 
-            def attend(cache: Cache, layer: Array, q: Array, kv: Array) -> tuple[Cache, Array]:
+            def write(cache: Cache, layer: Array, kv: Array) -> Cache:
                 pool, context = cache
                 at = (layer * transformer.pages + page, position % sizes.page_size)
-                pool = pool.at[at].set(kv[:, 0].astype(pool.dtype))
-                context = extend_context(context, layer, kv[:, 0], position)
-                return (pool, context), attend_context(q[:, 0], context, layer, position)[:, None]
+                return pool.at[at].set(kv[:, 0].astype(pool.dtype)), extend_context(context, layer, kv[:, 0], position)
+
+            def attend(cache: Cache, layer: Array, q: Array) -> Array:
+                return attend_context(q[:, 0], cache[1], layer, position)[:, None]
 
             x = transformer.embed(weights, token[:, None])
-            x, cache = transformer.layers(weights.layers, x, cache, start=position, attend=attend)
+            x, cache = transformer.layers(weights.layers, x, cache, start=position, write=write, attend=attend)
             logits = transformer.logits(weights, x[:, 0])
             sampled = sampler.draw(logits, seen, position + 1)
-            found = [
-                jnp.where(active, sampled.token, -1),
-                sampled.logprob,
-                sampled.sampled_logprob,
-            ]
+            found = [jnp.where(active, sampled.token, -1), sampled.logprob, sampled.sampled_logprob]
             if sizes.top_logprobs:
                 found += top_logprobs(logits, sizes.top_logprobs, sampled, grid)
             stopped = jnp.any(sampled.token[:, None] == stop_ids, axis=1)
@@ -87,7 +84,7 @@ def decode_function(transformer: Transformer, sizes: ScheduleSizes) -> Callable[
             results += [jnp.zeros(wide, jnp.int32), jnp.zeros(wide)]
         state = (
             jnp.int32(0),
-            (pool, lay_out_context(pool, page_table, transformer.config.num_layers)),
+            (pool, lay_out_context(pool, page_table, jnp.max(position), transformer.config.num_layers)),
             token,
             position,
             remaining,

@@ -30,14 +30,14 @@ def prefill_function(transformer: Transformer) -> Callable[..., Array]:
         tokens, start, page, page_table = (argument[0] for argument in (tokens, start, page, page_table))
         weights = transformer.read_outer(weights)
 
-        def attend(pool: Array, layer: Array, q: Array, kv: Array) -> tuple[Array, Array]:
-            first_page = layer * transformer.pages
-            pool = pool.at[first_page + page].set(kv.astype(pool.dtype))
-            return pool, paged_attention(q, pool, first_page + page_table, start)
+        def write(pool: Array, layer: Array, kv: Array) -> Array:
+            return pool.at[layer * transformer.pages + page].set(kv.astype(pool.dtype))
+
+        def attend(pool: Array, layer: Array, q: Array) -> Array:
+            return paged_attention(q, pool, layer * transformer.pages + page_table, start)
 
         x = transformer.embed(weights, tokens)
-        _, pool = transformer.layers(weights.layers, x, pool, start=start, attend=attend)
-        return pool
+        return transformer.fill_cache(weights.layers, x, pool, start=start, write=write, attend=attend)
 
     return prefill
 

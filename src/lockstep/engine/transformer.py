@@ -12,7 +12,10 @@ from lockstep.models.weights import DecoderWeights, LayerWeights
 from lockstep.placement.layout import DecodeGrid
 from lockstep.placement.relay import LayoutTree, drop_layers, read, read_outer
 
-type Attend[Cache] = Callable[[Cache, Array, Array, Array], tuple[Cache, Array]]
+type Write[Cache] = Callable[[Cache, Array, Array], Cache]
+type Attend[Cache] = Callable[[Cache, Array, Array], Array]
+type Turn = tuple[Array, Array]
+"""Cosines and sines of the rotary angles, ``[sequence, query, half_head]``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +66,7 @@ class Transformer:
         cache: Cache,
         *,
         start: Int[Array, " sequence"],
+        write: Write[Cache],
         attend: Attend[Cache],
     ) -> tuple[Float[Array, "sequence query embed"], Cache]:
         """Runs all layers over consecutive positions of each sequence, adding their K/V to the cache.
@@ -70,41 +74,66 @@ class Transformer:
         Args:
             weights: this device's blocks of the stacked layers.
             x: embedded tokens; query ``i`` stands at position ``start + i``.
-            cache: K/V of all layers in whatever form ``attend`` keeps it.
+            cache: K/V of all layers in whatever form ``write`` and ``attend`` keep it.
             start: position of the first query of each sequence.
-            attend: ``attend(cache, layer, q, kv)`` puts ``kv`` ``[sequence, query, 2 * kv_heads, head]`` into the cache
-                and returns it, and what the queries ``[sequence, query, kv_head, group, head]`` find there.
+            write: ``write(cache, layer, kv)`` puts ``kv`` ``[sequence, query, 2 * kv_heads, head]`` into the cache.
+            attend: ``attend(cache, layer, q)`` gives what ``q`` ``[sequence, query, kv_head, group, head]`` finds.
 
         Returns:
             The residual stream, and the cache.
         """
-        config, one = self.config, drop_layers(self.layouts.layers)
-        positions = start[:, None] + jnp.arange(x.shape[1])
-        angles = positions[..., None].astype(jnp.float32) * rotary_frequencies(config)
-        turn = (jnp.cos(angles), jnp.sin(angles))
+        turn = self._turn(x, start)
 
-        def layer(carry: tuple[Array, Cache], inputs: tuple[LayerWeights, Array]) -> tuple[tuple[Array, Cache], None]:
+        def layer(index: Array, carry: tuple[Array, Cache]) -> tuple[Array, Cache]:
             x, cache = carry
-            stored, index = inputs
-            w = read(one, stored)
-            h = rms_norm(x, w.attn_norm, config.layer_norm_epsilon)
-            q = _project(h, w.q, w.q_bias)
-            k = _project(h, w.k, w.k_bias)
-            v = _project(h, w.v, w.v_bias)
-            if config.qk_norm:
-                q = rms_norm(q, w.q_norm, config.layer_norm_epsilon)
-                k = rms_norm(k, w.k_norm, config.layer_norm_epsilon)
-            q, k = rotate(q, *(t[:, :, None, None] for t in turn)), rotate(k, *(t[:, :, None] for t in turn))
-            kv = jnp.stack([k, v], axis=3).reshape(*k.shape[:2], -1, k.shape[-1])
-            cache, attended = attend(cache, index, q, kv)
+            w = self._layer(weights, index)
+            q, kv = self._project(w, x, turn)
+            cache = write(cache, index, kv)
+            attended = attend(cache, index, q)
             x = x + self._sum(attended.reshape(*x.shape[:2], -1) @ w.o.reshape(-1, x.shape[-1]))
-            h = rms_norm(x, w.mlp_norm, config.layer_norm_epsilon)
+            h = rms_norm(x, w.mlp_norm, self.config.layer_norm_epsilon)
             hidden = jax.nn.silu(h @ w.gate) * (h @ w.up)
-            x = x + self._sum(hidden @ w.down)
-            return (x, cache), None
+            return x + self._sum(hidden @ w.down), cache
 
-        (x, cache), _ = jax.lax.scan(layer, (x, cache), (weights, jnp.arange(config.num_layers)))
-        return x, cache
+        return jax.lax.fori_loop(0, self.config.num_layers, layer, (x, cache))
+
+    def fill_cache[Cache](
+        self,
+        weights: LayerWeights,
+        x: Float[Array, "sequence query embed"],
+        cache: Cache,
+        *,
+        start: Int[Array, " sequence"],
+        write: Write[Cache],
+        attend: Attend[Cache],
+    ) -> Cache:
+        """`layers` for the cache alone: of the last layer nothing but K/V is computed."""
+        last = self.config.num_layers - 1
+        most = dataclasses.replace(self, config=dataclasses.replace(self.config, num_layers=last))
+        x, cache = most.layers(weights, x, cache, start=start, write=write, attend=attend)
+        _, kv = self._project(self._layer(weights, jnp.int32(last)), x, self._turn(x, start))
+        return write(cache, jnp.int32(last), kv)
+
+    def _layer(self, weights: LayerWeights, index: Array) -> LayerWeights:
+        """One layer's weights as this device needs them. Indexed inside a loop, they are read where they lie."""
+        stored = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), weights)
+        one: LayerWeights = read(drop_layers(self.layouts.layers), stored)
+        return one
+
+    def _turn(self, x: Array, start: Array) -> Turn:
+        positions = start[:, None] + jnp.arange(x.shape[1])
+        angles = positions[..., None].astype(jnp.float32) * rotary_frequencies(self.config)
+        return jnp.cos(angles), jnp.sin(angles)
+
+    def _project(self, w: LayerWeights, x: Array, turn: Turn) -> tuple[Array, Array]:
+        """Queries, and K and V interleaved by head, turned to their positions."""
+        epsilon = self.config.layer_norm_epsilon
+        h = rms_norm(x, w.attn_norm, epsilon)
+        q, k, v = _linear(h, w.q, w.q_bias), _linear(h, w.k, w.k_bias), _linear(h, w.v, w.v_bias)
+        if w.q_norm is not None and w.k_norm is not None:
+            q, k = rms_norm(q, w.q_norm, epsilon), rms_norm(k, w.k_norm, epsilon)
+        q, k = rotate(q, *(t[:, :, None, None] for t in turn)), rotate(k, *(t[:, :, None] for t in turn))
+        return q, jnp.stack([k, v], axis=3).reshape(*k.shape[:2], -1, k.shape[-1])
 
     def _sum(self, part: Array) -> Array:
         return jax.lax.psum(part, self.grid.tensor_axes) if self.grid.tensor > 1 else part
@@ -125,7 +154,7 @@ def rotate(
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
 
 
-def _project(x: Array, weight: Array, bias: Array | None) -> Array:
+def _linear(x: Array, weight: Array, bias: Array | None) -> Array:
     """``x @ weight`` with the weight's other axes flattened: one plain matrix product on every backend."""
     out = (x @ weight.reshape(weight.shape[0], -1)).reshape(*x.shape[:-1], *weight.shape[1:])
     return out if bias is None else out + bias

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-CHUNK = 512
-"""Positions attended at a time; of a longer context, chunks beyond the longest sequence are not read."""
+from lockstep.kernels.softmax import CHUNK, attend
 
 
 class Context(NamedTuple):
@@ -22,30 +21,40 @@ class Context(NamedTuple):
 
 
 def lay_out_context(
-    pool: Float[Array, "pool_page page_size two_kv_heads head"], page_table: Int[Array, "slot page"], num_layers: int
+    pool: Float[Array, "pool_page page_size two_kv_heads head"],
+    page_table: Int[Array, "slot page"],
+    longest: Int[Array, ""],
+    num_layers: int,
 ) -> Context:
-    """Copies the pages of each slot end to end.
+    """Copies the pages of each slot end to end, as far as the longest sequence reaches; the rest is zeros.
 
     Args:
         pool: K/V of all layers, flat: page ``p`` of layer ``l`` is at ``l * pages + p``; K of kv head ``h`` at
             ``2 * h``, V at ``2 * h + 1``.
         page_table: pages of each slot, in order.
+        longest: positions that any slot has.
         num_layers: of the model.
 
     Returns:
         Positions up to what the page table holds, rounded up to whole chunks.
     """
-    slots, pages = page_table.shape
-    length = pages * pool.shape[1]
-    padded = length if length <= CHUNK else -(-length // CHUNK) * CHUNK
+    slots, num_pages = page_table.shape
+    page_size, two_kv_heads, head = pool.shape[1:]
+    pages = min(max(CHUNK // page_size, 1), num_pages)
+    num_chunks = -(-num_pages // pages)
+    padded = jnp.pad(page_table, ((0, 0), (0, num_chunks * pages - num_pages)))
+    first_pages = jnp.arange(num_layers) * (pool.shape[0] // num_layers)
 
-    def layer(index: Array) -> Context:
-        stored = pool[index * (pool.shape[0] // num_layers) + page_table]
-        heads = stored.reshape(slots, length, -1, 2, pool.shape[3]).transpose(3, 0, 2, 1, 4)
-        k, v = jnp.pad(heads, ((0, 0), (0, 0), (0, 0), (0, padded - length), (0, 0)))
-        return Context(k, v)
+    def copy(index: Array, context: Context) -> Context:
+        table = jax.lax.dynamic_slice_in_dim(padded, index * pages, pages, axis=1)
+        chunk = pool[first_pages[:, None, None] + table]
+        heads = chunk.reshape(num_layers, slots, pages * page_size, two_kv_heads // 2, 2, head)
+        k, v = heads.transpose(4, 0, 1, 3, 2, 5)
+        at = (0, 0, 0, index * pages * page_size, 0)
+        return Context(jax.lax.dynamic_update_slice(context.k, k, at), jax.lax.dynamic_update_slice(context.v, v, at))
 
-    return Context(*jax.lax.map(layer, jnp.arange(num_layers)))
+    empty = jnp.zeros((num_layers, slots, two_kv_heads // 2, num_chunks * pages * page_size, head), pool.dtype)
+    return jax.lax.fori_loop(0, -(-longest // (pages * page_size)), copy, Context(empty, empty))
 
 
 def extend_context(
@@ -68,37 +77,14 @@ def attend_context(
     layer: Int[Array, ""],
     position: Int[Array, " slot"],
 ) -> Float[Array, "slot kv_head group head"]:
-    """Attends one query per slot to the positions up to and including its own; softmax in float32.
-
-    Beyond a chunk the softmax is accumulated chunk by chunk (Milakov & Gimelshein 2018,
-    https://arxiv.org/abs/1805.02867, algorithm 3).
-    """
-    scale = q.shape[-1] ** -0.5
+    """Attends one query per slot to the positions up to and including its own; softmax in float32."""
     length = context.k.shape[3]
+    size = length if length <= CHUNK or length % CHUNK else CHUNK
 
-    def scores(k: Array, first: Array | int) -> Array:
-        found = jnp.einsum("skgh,skth->skgt", q, k, preferred_element_type=jnp.float32) * scale
-        visible = first + jnp.arange(k.shape[2]) <= position[:, None]
-        return jnp.where(visible[:, None, None], found, -jnp.inf)
+    def read(index: Array | int) -> tuple[Array, Array]:
+        first = (layer, 0, 0, index * size, 0)
+        k, v = (jax.lax.dynamic_slice(a, first, (1, *a.shape[1:3], size, a.shape[4]))[0] for a in context)
+        return k, v
 
-    if length <= CHUNK:
-        weights = jax.nn.softmax(scores(context.k[layer], 0), axis=-1)
-        return jnp.einsum("skgt,skth->skgh", weights.astype(q.dtype), context.v[layer]).astype(q.dtype)
-
-    def chunk(index: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        top, mass, out = state
-        k, v = (
-            jax.lax.dynamic_slice(a, (layer, 0, 0, index * CHUNK, 0), (1, *a.shape[1:3], CHUNK, a.shape[4]))[0]
-            for a in context
-        )
-        found = scores(k, index * CHUNK)
-        new_top = jnp.maximum(top, found.max(axis=-1))
-        shrink, weights = jnp.exp(top - new_top), jnp.exp(found - new_top[..., None])
-        added = jnp.einsum("skgt,skth->skgh", weights.astype(q.dtype), v, preferred_element_type=jnp.float32)
-        return new_top, mass * shrink + weights.sum(axis=-1), out * shrink[..., None] + added
-
-    # Position 0 is visible to every query and lies in the first chunk, so the running maximum is finite after it.
-    lowest = jnp.full(q.shape[:3], jnp.finfo(jnp.float32).min)
-    empty = lowest, jnp.zeros_like(lowest), jnp.zeros(q.shape, jnp.float32)
-    _, mass, out = jax.lax.fori_loop(0, jnp.max(position) // CHUNK + 1, chunk, empty)
-    return (out / mass[..., None]).astype(q.dtype)
+    every = jnp.broadcast_to(position[:, None], (q.shape[0], q.shape[2]))
+    return attend(q, every, read, length // size, size)

@@ -1,8 +1,10 @@
-"""Paged attention in plain JAX: what every kernel must agree with, and what runs on CPU."""
+"""Paged attention in plain JAX: what every kernel must agree with, and what prefill runs without one."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from lockstep.kernels.softmax import CHUNK, attend
 
 
 def paged_attention(
@@ -23,13 +25,18 @@ def paged_attention(
     Returns:
         Attention output in the dtype of ``q``; softmax in float32.
     """
-    num_sequences, num_pages = page_table.shape
-    page_size, head = pool.shape[1], pool.shape[3]
-    context = pool[page_table].reshape(num_sequences, num_pages * page_size, -1, 2, head)
-    k, v = context[..., 0, :], context[..., 1, :]
-    scores = jnp.einsum("sqkgh,stkh->skgqt", q, k, preferred_element_type=jnp.float32) * head**-0.5
-    query_position = start[:, None] + jnp.arange(q.shape[1])
-    visible = jnp.arange(num_pages * page_size) <= query_position[..., None]
-    scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("skgqt,stkh->sqkgh", weights, v).astype(q.dtype)
+    sequences, queries, kv_heads, group, head = q.shape
+    num_pages, page_size = page_table.shape[1], pool.shape[1]
+    pages = min(max(CHUNK // page_size, 1), num_pages)
+    num_chunks = -(-num_pages // pages)
+    padded = jnp.pad(page_table, ((0, 0), (0, num_chunks * pages - num_pages)))
+
+    def read(index: Array | int) -> tuple[Array, Array]:
+        chunk = pool[jax.lax.dynamic_slice_in_dim(padded, index * pages, pages, axis=1)]
+        heads = chunk.reshape(sequences, pages * page_size, kv_heads, 2, head).transpose(3, 0, 2, 1, 4)
+        return heads[0], heads[1]
+
+    rows = q.transpose(0, 2, 1, 3, 4).reshape(sequences, kv_heads, queries * group, head)
+    position = jnp.repeat(start[:, None] + jnp.arange(queries), group, axis=1)
+    out = attend(rows, position, read, num_chunks, pages * page_size)
+    return out.reshape(sequences, kv_heads, queries, group, head).transpose(0, 2, 1, 3, 4)

@@ -1,0 +1,218 @@
+"""Ours, the floor, and the peers: each generates a load and says how long it took."""
+
+import dataclasses
+import functools
+import importlib.util
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from benchmarks.shapes import MODEL, VOCAB, Load, random_weights
+from lockstep.engine import Engine, EngineConfig
+from lockstep.models import DecoderWeights
+
+
+class Contestant(Protocol):
+    """Something that generates. ``new_tokens`` 1 measures prefill; more, less that time, measures decode."""
+
+    def generate(self, load: Load, new_tokens: int) -> float:
+        """Seconds of one call, the device waited for."""
+        ...
+
+
+class Floor:
+    """The matrix products of the weights alone, layers stacked and scanned: no attention, norms, cache or sampling."""
+
+    def __init__(self) -> None:
+        mesh = Mesh(np.array(jax.devices()[:1]), ("fsdp",))
+        self._weights = random_weights(mesh)
+        self._run = jax.jit(_products)
+
+    def generate(self, load: Load, new_tokens: int) -> float:
+        """Products of the prompt's tokens, then of ``new_tokens - 1`` steps."""
+        prompt = jnp.ones((load.prompts * load.prompt_tokens, MODEL.hidden_dim))
+        step = jnp.ones((load.prompts, MODEL.hidden_dim))
+        start = time.perf_counter()
+        jax.block_until_ready(self._run(prompt, self._weights, 1))
+        jax.block_until_ready(self._run(step, self._weights, new_tokens - 1))
+        return time.perf_counter() - start
+
+
+def _products(x: jax.Array, weights: DecoderWeights, steps: int) -> jax.Array:
+    width = x.shape[1]
+
+    def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+        q, k, v = (x @ each.reshape(width, -1) for each in (w.q, w.k, w.v))
+        x = (q + jnp.concatenate([k, v], axis=1)) @ w.o.reshape(-1, width)
+        return (x @ w.gate * (x @ w.up)) @ w.down, None
+
+    def step(_: int, x: jax.Array) -> jax.Array:
+        x, _ = jax.lax.scan(layer, x, weights.layers)
+        logits = x[: min(len(x), 64)] @ weights.lm_head
+        return x + jnp.max(logits) * 1e-30  # so that nothing can be left out
+
+    return jax.lax.fori_loop(0, steps, step, x)
+
+
+class Ours:
+    """lockstep's engine on a mesh."""
+
+    def __init__(self, mesh: Mesh, **options: Any) -> None:
+        self.engine = Engine(EngineConfig(max_seq_len=MODEL.max_seq_len // 2, **options), mesh)
+        self.model = (MODEL, random_weights(mesh))
+
+    def generate(self, load: Load, new_tokens: int) -> float:
+        """A call of the engine, compiling where it has to."""
+        requests = load.requests(new_tokens)
+        start = time.perf_counter()
+        self.engine.generate(self.model, requests)
+        return time.perf_counter() - start
+
+
+class Levanter:
+    """Levanter's inference engine on a mesh (marin-levanter)."""
+
+    def __init__(self, load: Load, mesh: Mesh) -> None:
+        import haliax as hax
+        from levanter.inference.engine import InferenceEngine, InferenceEngineConfig
+        from levanter.layers.attention import AttentionBackend
+        from levanter.models.llama import LlamaConfig as LevanterLlama
+        from levanter.models.llama import LlamaLMHeadModel
+
+        self._mesh = mesh
+        config = LevanterLlama(
+            max_seq_len=MODEL.max_seq_len,
+            hidden_dim=MODEL.hidden_dim,
+            intermediate_dim=MODEL.intermediate_dim,
+            num_layers=MODEL.num_layers,
+            num_heads=MODEL.num_heads,
+            num_kv_heads=MODEL.num_kv_heads,
+            attn_backend=AttentionBackend.VANILLA,
+        )
+        self._mapping = {"embed": "fsdp"} if mesh.size > 1 else {}
+        self._compute = {"batch": "fsdp"} if mesh.size > 1 else {}
+        vocab = hax.Axis("vocab", VOCAB)
+        with jax.set_mesh(mesh), hax.axis_mapping(self._mapping):
+            model = hax.named_jit(
+                lambda key: LlamaLMHeadModel.init(vocab, config, key=key), out_axis_resources=self._mapping
+            )(jax.random.PRNGKey(0))
+        pages = -(-(load.prompt_tokens + load.new_tokens) // 16)
+        options = InferenceEngineConfig(
+            max_seq_len=load.prompt_tokens + load.new_tokens,
+            max_pages=load.prompts * pages,
+            page_size=16,
+            max_seqs=load.prompts,
+            max_seqs_in_prefill=load.prompts,
+            max_prefill_size=load.prompts * load.prompt_tokens,
+            max_queued_tokens=max(512, load.prompts),
+            max_rounds=64,
+            compute_dtype=jnp.float32,
+        )
+        with jax.set_mesh(mesh), hax.axis_mapping(self._compute):
+            self._engine = InferenceEngine.from_model_with_config(
+                model, tokenizer=None, config=options, axis_resources=self._compute
+            )
+
+    def generate(self, load: Load, new_tokens: int) -> float:
+        """A call of its engine."""
+        import haliax as hax
+        from levanter.inference.engine import Request
+        from levanter.inference.jit_scheduler import SeqDecodingParams
+
+        start = time.perf_counter()
+        with jax.set_mesh(self._mesh), hax.axis_mapping(self._compute):
+            params = dataclasses.replace(
+                SeqDecodingParams.default(),
+                max_num_tokens=jnp.array(load.prompt_tokens + new_tokens, jnp.int32),
+            )
+            requests = [
+                Request(
+                    prompt_tokens=list(r.prompt_tokens), request_id=r.prompt_id, decode_params=params, n_generations=1
+                )
+                for r in load.requests(new_tokens)
+            ]
+            result = self._engine.generate(requests)
+        seconds = time.perf_counter() - start
+        lengths = {len(tokens) for tokens in result.tokens}
+        assert lengths == {new_tokens} or lengths == {load.prompt_tokens + new_tokens}, lengths
+        return seconds
+
+
+class Transformers:
+    """transformers + torch on the CPU with its dynamic cache."""
+
+    def __init__(self) -> None:
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        self._torch = torch
+        config = LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=MODEL.hidden_dim,
+            intermediate_size=MODEL.intermediate_dim,
+            num_hidden_layers=MODEL.num_layers,
+            num_attention_heads=MODEL.num_heads,
+            num_key_value_heads=MODEL.num_kv_heads,
+        )
+        self._model = LlamaForCausalLM(config).eval()
+
+    def generate(self, load: Load, new_tokens: int) -> float:
+        """A call of its ``generate``."""
+        ids = self._torch.tensor([r.prompt_tokens for r in load.requests()])
+        start = time.perf_counter()
+        with self._torch.inference_mode():
+            self._model.generate(
+                ids, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, pad_token_id=0
+            )
+        return time.perf_counter() - start
+
+
+def installed(*modules: str) -> bool:
+    """Whether a peer can be measured here."""
+    return all(importlib.util.find_spec(module) is not None for module in modules)
+
+
+@dataclasses.dataclass
+class Times:
+    """Seconds of repeated calls; figures are medians."""
+
+    prefill: list[float] = dataclasses.field(default_factory=list)
+    whole: list[float] = dataclasses.field(default_factory=list)
+
+    def prefill_rate(self, load: Load) -> float:
+        """Prompt tokens per second up to and including the first new token."""
+        return load.prompts * load.prompt_tokens / float(np.median(self.prefill))
+
+    def decode_rate(self, load: Load) -> float:
+        """New tokens per second after the first one."""
+        seconds = float(np.median(np.array(self.whole) - np.array(self.prefill)))
+        return load.prompts * (load.new_tokens - 1) / seconds
+
+
+def side_by_side(contestants: dict[str, Contestant], load: Load, repeats: int) -> dict[str, Times]:
+    """Measures in turn, again and again, so that a machine that slows down slows all of them."""
+    times = {name: Times() for name in contestants}
+    for contestant in contestants.values():
+        contestant.generate(load, 1)
+        contestant.generate(load, load.new_tokens)
+    for _ in range(repeats):
+        for name, contestant in contestants.items():
+            times[name].prefill.append(contestant.generate(load, 1))
+            times[name].whole.append(contestant.generate(load, load.new_tokens))
+    return times
+
+
+def ratio(times: dict[str, Times], rate: str, other: str, load: Load) -> float | None:
+    """How many times the rate of ``other`` ours is; None where ``other`` was not measured."""
+    if other not in times:
+        return None
+    ours, theirs = (getattr(times[name], rate)(load) for name in ("ours", other))
+    return float(ours / theirs)
+
+
+one_device: Callable[[], Mesh] = functools.cache(lambda: Mesh(np.array(jax.devices()[:1]), ("fsdp",)))

@@ -1,0 +1,215 @@
+"""How fast the engine is, next to its peers and to the floor.
+
+    python -m benchmarks.decode [--quick] [--json PATH]
+
+Rows are ratios measured side by side in one run; compile time is apart. A peer that is not installed (extra ``[bench]``
+for Levanter; transformers' model needs torch) gives null. Floor: the weights' matrix products alone, see `Floor`.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.contestants import (
+    Contestant,
+    Floor,
+    Levanter,
+    Ours,
+    Transformers,
+    installed,
+    one_device,
+    ratio,
+    side_by_side,
+)
+from benchmarks.shapes import Load, mixed_requests
+
+SMALL, LARGE = Load(8, 64, 64), Load(16, 256, 128)
+GOALS = {
+    "decode_vs_floor": (">=", 0.8),
+    "prefill_vs_floor": (">=", 0.8),
+    "decode_vs_transformers": (">=", 1.7),
+    "decode_vs_levanter": (">=", 3.5),
+    "prefill_vs_transformers": (">=", 1.3),
+    "prefill_vs_levanter": (">=", 3.0),
+    "multiprocess_vs_levanter": (">=", 10.0),
+    "compile_vs_levanter": ("<=", 0.3),
+    "recompiles": ("<=", 0),
+    "mixed_vs_steady": (">=", 0.8),
+    "host_share": ("<=", 0.05),
+}
+
+
+def main() -> int:
+    """Measure, print a table, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one load, few repeats, few mixed requests")
+    parser.add_argument("--json", type=Path, help="write one key per row to this file")
+    parser.add_argument("--worker", choices=["ours", "levanter"], help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        return worker(arguments.worker)
+    console = Console(stderr=True)
+    rows = measure(arguments.quick, console)
+    show(rows)
+    if arguments.json:
+        temporary = arguments.json.with_suffix(".tmp")
+        temporary.write_text(json.dumps(rows, indent=2) + "\n")
+        temporary.replace(arguments.json)
+    return 0
+
+
+def measure(quick: bool, console: Console) -> dict[str, Any]:
+    """All rows; keys beyond the table's are further figures."""
+    rows: dict[str, Any] = dict.fromkeys(GOALS)
+    repeats = 3 if quick else 7
+    ours = Ours(one_device())
+    contestants: dict[str, Contestant] = {"floor": Floor(), "ours": ours}
+    first = {"ours": ours.generate(SMALL, SMALL.new_tokens)}
+    console.print(f"ours: first call {first['ours']:.1f} s, compile included")
+    if installed("levanter"):
+        levanter = contestants["levanter"] = Levanter(SMALL, one_device())
+        first["levanter"] = levanter.generate(SMALL, SMALL.new_tokens)
+        console.print(f"levanter: first call {first['levanter']:.1f} s, compile included")
+        rows["compile_vs_levanter"] = first["ours"] / first["levanter"]
+    if installed("torch", "transformers"):
+        contestants["transformers"] = Transformers()
+    programs = dict(ours.engine.programs)
+    for load in (SMALL,) if quick else (SMALL, LARGE):
+        if load is LARGE and "levanter" in contestants:
+            contestants["levanter"] = Levanter(load, one_device())
+        times = side_by_side(contestants, load, repeats)
+        suffix = "" if load is SMALL else "_16x256"
+        for name, each in times.items():
+            rows[f"{name}_decode_tokens_per_s{suffix}"] = each.decode_rate(load)
+            rows[f"{name}_prefill_tokens_per_s{suffix}"] = each.prefill_rate(load)
+            console.print(
+                f"{load}: {name}: decode {each.decode_rate(load):,.0f} tokens/s, "
+                f"prefill {each.prefill_rate(load):,.0f} tokens/s"
+            )
+        for other in ("floor", "transformers", "levanter"):
+            rows[f"decode_vs_{other}{suffix}"] = ratio(times, "decode_rate", other, load)
+            rows[f"prefill_vs_{other}{suffix}"] = ratio(times, "prefill_rate", other, load)
+        if load is SMALL:
+            rows["recompiles"] = sum(p is not programs.get(name) for name, p in ours.engine.programs.items())
+    rows |= mixed(60 if quick else 1000, console)
+    rows |= host_share(console)
+    rows |= multiprocess(quick, console)
+    return rows
+
+
+def mixed(count: int, console: Console) -> dict[str, float]:
+    """Total tokens per second, prompt and new, of mixed requests, next to the steady decode rate of as many slots."""
+    slots = 32
+    contestant = Ours(one_device(), max_seqs=slots)
+    requests = mixed_requests(count)
+    steady = Load(slots, 128, 64)
+    contestant.engine.prepare(contestant.model, requests)
+    times = side_by_side({"ours": contestant}, steady, 3)
+    start = time.perf_counter()
+    completions = contestant.engine.generate(contestant.model, requests)
+    seconds = time.perf_counter() - start
+    new = sum(len(completion.tokens) for completion in completions)
+    total = new + sum(len(request.prompt_tokens) for request in requests)
+    rate = times["ours"].decode_rate(steady)
+    console.print(
+        f"{count} mixed requests on {slots} slots: {total / seconds:,.0f} tokens/s in all ({new / seconds:,.0f} new); "
+        f"steady decode {rate:,.0f}"
+    )
+    return {
+        "mixed_vs_steady": total / seconds / rate,
+        "mixed_tokens_per_s": total / seconds,
+        "mixed_new_tokens_per_s": new / seconds,
+    }
+
+
+def host_share(console: Console) -> dict[str, float]:
+    """Host time between launches, as a share of the launches, at 256 sequences."""
+    contestant = Ours(one_device())
+    load = Load(256, 16, 32)
+    requests = load.requests()
+    contestant.engine.generate(contestant.model, requests)
+    inside = 0.0
+
+    @contextlib.contextmanager
+    def around(_: str) -> Iterator[None]:
+        nonlocal inside
+        start = time.perf_counter()
+        yield
+        inside += time.perf_counter() - start
+
+    start = time.perf_counter()
+    contestant.engine.run(contestant.model, requests, around_launch=around)
+    outside = time.perf_counter() - start - inside
+    console.print(f"256 sequences: {inside:.2f} s in launches, {outside * 1e3:.1f} ms on the host between them")
+    return {"host_share": outside / inside}
+
+
+def multiprocess(quick: bool, console: Console) -> dict[str, float | None]:
+    """Decode on 2 processes × 2 devices with FSDP-trained weights, ours over Levanter's."""
+    rates: dict[str, float] = {}
+    for name in ("ours", "levanter") if installed("levanter") else ("ours",):
+        root = Path(__file__).resolve().parents[1]
+        command = [sys.executable, str(root / "infra" / "launch.py"), "--backend", "local", "--prefix", "never"]
+        command += ["--processes", "2", "--devices_per_process", "2", "--"]
+        command += ["python", "-m", "benchmarks.decode", "--worker", name] + (["--quick"] if quick else [])
+        run = subprocess.run(command, capture_output=True, text=True, cwd=root)
+        found = [line for line in run.stdout.splitlines() if line.startswith("rate ")]
+        if run.returncode or not found:
+            raise RuntimeError(f"{name} on 2 processes ended with {run.returncode}:\n{run.stdout}\n{run.stderr}")
+        rates[name] = float(found[-1].split()[1])
+        console.print(f"2 processes × 2 devices: {name}: decode {rates[name]:,.0f} tokens/s")
+    if "levanter" not in rates:
+        return {"multiprocess_vs_levanter": None, "multiprocess_ours_tokens_per_s": rates["ours"]}
+    return {
+        "multiprocess_vs_levanter": rates["ours"] / rates["levanter"],
+        "multiprocess_ours_tokens_per_s": rates["ours"],
+        "multiprocess_levanter_tokens_per_s": rates["levanter"],
+    }
+
+
+def worker(name: str) -> int:
+    """One process of the multi-process row: measures one contestant on all devices."""
+    from lockstep.hosts import run_main, start
+    from lockstep.placement import make_mesh
+
+    def run() -> None:
+        hosts = start()
+        mesh = make_mesh("auto")
+        contestant = Ours(mesh) if name == "ours" else Levanter(SMALL, mesh)
+        times = side_by_side({name: contestant}, SMALL, 2)
+        if hosts.is_leader:
+            print(f"rate {times[name].decode_rate(SMALL)}", flush=True)
+
+    run_main(run)
+    return 0
+
+
+def show(rows: dict[str, Any]) -> None:
+    """The rows of the goal table."""
+    table = Table(title="engine benchmark (ratios of one run)", title_justify="left")
+    for column in ("row", "measured", "goal", ""):
+        table.add_column(column, justify="right" if column == "measured" else "left")
+    for name, (sign, goal) in GOALS.items():
+        value = rows[name]
+        if value is None:
+            table.add_row(name, "–", f"{sign} {goal}", "not installed")
+            continue
+        met = value >= goal if sign == ">=" else value <= goal
+        table.add_row(name, f"{value:.3g}", f"{sign} {goal}", "met" if met else "[bold]not met[/bold]")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""What is generated: one random Llama and a few loads, the same for every contestant."""
+
+import dataclasses
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from lockstep.models import DecoderWeights, LayerWeights, LlamaConfig
+from lockstep.placement import place
+from lockstep.types import Request, SamplingParams
+
+VOCAB = 32000
+MODEL = LlamaConfig(max_seq_len=1024, hidden_dim=512, intermediate_dim=1376, num_layers=8, num_heads=8, num_kv_heads=4)
+"""56 M parameters."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """Prompts of equal length.
+
+    Args:
+        prompts: how many.
+        prompt_tokens: of each.
+        new_tokens: of each, greedy, never stopped early.
+    """
+
+    prompts: int
+    prompt_tokens: int
+    new_tokens: int
+
+    def requests(self, new_tokens: int | None = None) -> list[Request]:
+        """The prompts, with another number of new tokens if one is given."""
+        rng = np.random.default_rng(0)
+        params = SamplingParams(max_new_tokens=new_tokens or self.new_tokens)
+        return [
+            Request(
+                prompt_id=i, prompt_tokens=tuple(rng.integers(0, VOCAB, self.prompt_tokens).tolist()), params=params
+            )
+            for i in range(self.prompts)
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.prompts} × {self.prompt_tokens} prompt tokens, {self.new_tokens} new"
+
+
+def mixed_requests(count: int) -> list[Request]:
+    """Prompts of 16 to 512 tokens with 16 to 256 new tokens each."""
+    rng = np.random.default_rng(1)
+    return [
+        Request(
+            prompt_id=i,
+            prompt_tokens=tuple(rng.integers(0, VOCAB, rng.integers(16, 513)).tolist()),
+            params=SamplingParams(max_new_tokens=int(rng.integers(16, 257))),
+        )
+        for i in range(count)
+    ]
+
+
+def random_weights(mesh: Mesh) -> DecoderWeights:
+    """Float32 weights, sharded over ``fsdp`` along the embedding axis as lockstep's trainer shards them."""
+    config, rng = MODEL, np.random.default_rng(0)
+    layers, embed, mlp, head = config.num_layers, config.hidden_dim, config.intermediate_dim, config.head_size
+    kv, group = config.num_kv_heads, config.q_heads_per_group
+
+    def normal(*shape: int, fsdp: int) -> jax.Array:
+        host = rng.standard_normal(shape, np.float32) * 0.02
+        return place(
+            host, NamedSharding(mesh, PartitionSpec(*("fsdp" if i == fsdp else None for i in range(len(shape)))))
+        )
+
+    def ones(*shape: int) -> jax.Array:
+        return place(np.ones(shape, np.float32), NamedSharding(mesh, PartitionSpec(*[None] * (len(shape) - 1), "fsdp")))
+
+    return DecoderWeights(
+        embed=normal(VOCAB, embed, fsdp=1),
+        layers=LayerWeights(
+            attn_norm=ones(layers, embed),
+            q=normal(layers, embed, kv, group, head, fsdp=1),
+            k=normal(layers, embed, kv, head, fsdp=1),
+            v=normal(layers, embed, kv, head, fsdp=1),
+            o=normal(layers, kv, group, head, embed, fsdp=4),
+            mlp_norm=ones(layers, embed),
+            gate=normal(layers, embed, mlp, fsdp=1),
+            up=normal(layers, embed, mlp, fsdp=1),
+            down=normal(layers, mlp, embed, fsdp=2),
+        ),
+        final_norm=ones(embed),
+        lm_head=normal(embed, VOCAB, fsdp=0),
+    )

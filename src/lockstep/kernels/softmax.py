@@ -1,0 +1,63 @@
+"""Softmax attention over a context that is read chunk by chunk, as far as the longest sequence reaches."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+CHUNK = 128
+"""Positions attended at a time."""
+
+type ReadChunk = Callable[[Array | int], tuple[Array, Array]]
+"""K and V ``[sequence, kv_head, position, head]`` of the chunk with this number."""
+
+
+def attend(
+    q: Float[Array, "sequence kv_head query head"],
+    position: Int[Array, "sequence query"],
+    read: ReadChunk,
+    num_chunks: int,
+    chunk_size: int,
+) -> Float[Array, "sequence kv_head query head"]:
+    """Attends each query to all positions up to and including its own; softmax in float32.
+
+    Beyond one chunk the softmax is accumulated chunk by chunk (Milakov & Gimelshein 2018,
+    https://arxiv.org/abs/1805.02867, algorithm 3).
+
+    Args:
+        q: queries of each sequence, those of a kv head together.
+        position: of each query.
+        read: gives K and V of a chunk.
+        num_chunks: that ``read`` knows.
+        chunk_size: positions in a chunk.
+
+    Returns:
+        In the dtype of ``q``.
+    """
+    scale = q.shape[-1] ** -0.5
+
+    def scores(k: Array, first: Array | int) -> Array:
+        found = jnp.einsum("skqh,skth->skqt", q, k, preferred_element_type=jnp.float32) * scale
+        visible = first + jnp.arange(chunk_size) <= position[..., None]
+        return jnp.where(visible[:, None], found, -jnp.inf)
+
+    if num_chunks == 1:
+        k, v = read(0)
+        weights = jax.nn.softmax(scores(k, 0), axis=-1).astype(v.dtype)
+        return jnp.einsum("skqt,skth->skqh", weights, v).astype(q.dtype)
+
+    def chunk(index: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        top, mass, out = state
+        k, v = read(index)
+        found = scores(k, index * chunk_size)
+        new_top = jnp.maximum(top, found.max(axis=-1))
+        shrink, weights = jnp.exp(top - new_top), jnp.exp(found - new_top[..., None])
+        added = jnp.einsum("skqt,skth->skqh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        return new_top, mass * shrink + weights.sum(axis=-1), out * shrink[..., None] + added
+
+    # Position 0 is visible to every query and lies in the first chunk, so the running maximum is finite after it.
+    lowest = jnp.full(q.shape[:3], jnp.finfo(jnp.float32).min)
+    empty = lowest, jnp.zeros_like(lowest), jnp.zeros(q.shape, jnp.float32)
+    _, mass, out = jax.lax.fori_loop(0, jnp.max(position) // chunk_size + 1, chunk, empty)
+    return (out / mass[..., None]).astype(q.dtype)
