@@ -63,6 +63,8 @@ class InferenceEvalConfig:
     """Tokens per page of the KV cache. Null: worked out."""
     max_pages: int | None = None
     """Pages of one replica's KV cache; what does not fit waits its turn. Null: worked out."""
+    hbm_utilization: float = 0.9
+    """Share of the free device memory that sampling may use; free is what the fullest device of all hosts has left."""
     max_prefill_size: int | None = None
     """Prompt tokens that a replica prefills in one launch. Null: worked out."""
     layout: dict[str, int] | str = "auto"
@@ -148,6 +150,7 @@ class InferenceEvalConfig:
             max_seqs=self.max_seqs,
             page_size=self.page_size,
             max_pages=self.max_pages,
+            hbm_utilization=self.hbm_utilization,
             max_prefill_size=self.max_prefill_size,
             layout=self.layout,
             dtype=dtype,

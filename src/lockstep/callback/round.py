@@ -73,10 +73,13 @@ def run_round(
     requests = from_bytes(hosts.broadcast("prompts", payload))
     clock.lap("prompts")
 
+    with _settled(hosts, "measure memory"):
+        ready = engine()
+        free = ready.free_bytes(model)
+    free = hosts.least("free memory", free)
     digests: dict[str, str] = {}
     with _settled(hosts, "prepare"):
-        ready = engine()
-        digests = ready.prepare(model, requests)
+        digests = ready.prepare(model, requests, free=free)
     hosts.agree("programs", {"prompts": digest(repr(requests)), **digests})
     hosts.barrier("ready")
     clock.lap("prepare")

@@ -15,6 +15,7 @@ from lockstep.callback.config import InferenceEvalConfig
 from lockstep.callback.questions import read_requests
 from lockstep.callback.round import RoundResult, run_round
 from lockstep.engine import Engine
+from lockstep.engine.sizing import Sizing
 from lockstep.errors import ConfigError, DisagreementError, PeerError
 from lockstep.hosts import Hosts, current, digest, leader_only
 from lockstep.models import read_decoder
@@ -80,6 +81,7 @@ class SampleCallback:
         self._metrics = load_metrics(config.metrics)
         self._engine: Engine | None = None
         self._last_step: int | None = None
+        self._told: Sizing | None = None
         vocab = tokenizer.get_vocab()
         self._vocab_size = max(vocab.values()) + 1
         self._facts = {
@@ -173,6 +175,7 @@ class SampleCallback:
         self.rounds += 1
         if self._hosts.is_leader:
             assert result.prompts is not None
+            self._tell_sizing()
             self._report(step, result.prompts, result)
 
     def _engine_for(self, model: Any) -> Engine:
@@ -183,6 +186,13 @@ class SampleCallback:
         if self._engine is None or self._engine.mesh != mesh:
             self._engine = Engine(self.config.engine_config(self._dtype), mesh, vocab_size=self._vocab_size)
         return self._engine
+
+    def _tell_sizing(self) -> None:
+        """Logs layout and capacities, and why, when they are new."""
+        sizing = self._engine.sizing if self._engine else None
+        if sizing is not None and sizing != self._told:
+            log.info("%s: %s", self.name, sizing.describe())
+            self._told = sizing
 
     def _report(self, step: int, prompts: list[Prompt], result: RoundResult) -> None:
         """The leader's own work: whatever fails here is reported and counted, and training goes on."""

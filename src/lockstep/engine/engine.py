@@ -1,39 +1,33 @@
 """The engine: requests in, completions out, on a model that lies sharded over the devices of all hosts."""
 
 import contextlib
-import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from lockstep.engine.build import Programs, build_programs
+from lockstep.engine.agreement import settled
 from lockstep.engine.check import check_requests
+from lockstep.engine.choose import Chooser
 from lockstep.engine.config import EngineConfig, tensor_size
 from lockstep.engine.decode import decode_arguments
-from lockstep.engine.memory import work_out_sizes
+from lockstep.engine.free_memory import free_bytes
 from lockstep.engine.prefill import prefill_arguments
-from lockstep.engine.program import Ledger, Program
+from lockstep.engine.prepared import Prepared, prepare_programs
+from lockstep.engine.program import AroundLaunch, Ledger, Program, fetch, signature_of
+from lockstep.engine.sizing import Sizing
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, current, digest
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
 from lockstep.placement.layout import DecodeGrid, decode_grid
 from lockstep.placement.place import place
-from lockstep.schedule import PrefillPlan, Scheduler, ScheduleSizes, check_capacity
+from lockstep.schedule import FindStop, PrefillPlan, Scheduler, ScheduleSizes
 from lockstep.types import Completion, Request
 
-type AroundLaunch = Callable[[str], contextlib.AbstractContextManager[object]]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Built:
-    """What was compiled, and for what."""
-
-    signature: Any
-    sizes: ScheduleSizes
-    programs: Programs
+type BetweenLaunches = Callable[[Scheduler], None]
+"""Looks at the scheduler before each launch; may ``cancel`` sequences or ``abandon`` the rest. Alike on every host."""
 
 
 class Engine:
@@ -61,47 +55,60 @@ class Engine:
         self.grid: DecodeGrid = decode_grid(mesh, tensor_size(config.layout) or 1)
         self.vocab_size = vocab_size
         self.ledger = Ledger()
-        self._built: _Built | None = None
+        self._built: Prepared | None = None
 
     @property
     def sizes(self) -> ScheduleSizes | None:
         """The capacities in use, or None before the first `prepare`."""
-        return self._built.sizes if self._built else None
+        return self._built.sizing.sizes if self._built else None
+
+    @property
+    def sizing(self) -> Sizing | None:
+        """Layout and capacities in use and why, or None before the first `prepare`; ``describe()`` is for reading."""
+        return self._built.sizing if self._built else None
 
     @property
     def programs(self) -> Mapping[str, Program]:
         """The compiled programs by name."""
         return self._built.programs.by_name() if self._built else {}
 
-    def check(self, model: Any, requests: Sequence[Request]) -> ScheduleSizes:
+    def free_bytes(self, model: Any = None) -> int:
+        """Free memory on the fullest device of this process; hosts agree on the least (``Hosts.least``) to `prepare`.
+
+        Args:
+            model: needed only for a mesh of devices that can be compiled for but not run on.
+        """
+        if self.config.memory_bytes_per_device is not None:
+            return self.config.memory_bytes_per_device
+        return free_bytes(self.mesh, None if model is None else read_decoder(model)[1])
+
+    def check(self, model: Any, requests: Sequence[Request], *, free: int | None = None) -> ScheduleSizes:
         """Refuses what can never work, without compiling or launching anything.
 
         Args:
             model: what `lockstep.models.read_decoder` reads.
             requests: at least one.
+            free: bytes on the fullest device of all hosts; None: of this process.
 
         Returns:
-            The capacities that `prepare` would use.
+            The capacities that `prepare` would begin with.
 
         Raises:
             ConfigError: a capacity, layout, model or request that cannot work.
             PromptError: a prompt has a token that the model does not have.
             CapacityError: a request that can never fit.
         """
-        if not requests:
-            raise ConfigError("there are 0 requests; the engine needs at least 1 to prepare for. Give it a prompt.")
-        config, weights = read_decoder(model)
-        check_requests(requests, weights.embed.shape[0], self.vocab_size)
-        sizes = work_out_sizes(self.config, config, self.grid, requests, self.sizes)
-        check_capacity(sizes, requests)
-        return sizes
+        config, weights = self._checked(model, requests)
+        free = self.free_bytes(model) if free is None else free
+        return Chooser(self.config, config, weights, self.mesh, free).choose(requests, self.sizing).sizes
 
-    def prepare(self, model: Any, requests: Sequence[Request]) -> dict[str, str]:
+    def prepare(self, model: Any, requests: Sequence[Request], *, free: int | None = None) -> dict[str, str]:
         """Checks the requests and compiles what they need; launches nothing and talks to no other host.
 
         Args:
             model: what `lockstep.models.read_decoder` reads.
             requests: at least one.
+            free: bytes on the fullest device of all hosts, agreed on; None: of this process.
 
         Returns:
             The digest of each program by name. Hosts must agree on them before `run`.
@@ -111,15 +118,19 @@ class Engine:
             PromptError: a prompt has a token that the model does not have.
             CapacityError: a request that can never fit.
         """
-        config, weights = read_decoder(model)
-        before = self._built
-        sizes = self.check(model, requests)
-        signature = _signature(config, weights)
-        if before is None or before.signature != signature or before.sizes != sizes:
-            programs = build_programs(
-                self.config, config, weights, self.grid, sizes, vocab_size=self.vocab_size, ledger=self.ledger
-            )
-            self._built = _Built(signature=signature, sizes=sizes, programs=programs)
+        config, weights = self._checked(model, requests)
+        self._built = prepare_programs(
+            self.config,
+            self.mesh,
+            config,
+            weights,
+            requests,
+            free=self.free_bytes(model) if free is None else free,
+            vocab_size=self.vocab_size,
+            ledger=self.ledger,
+            before=self._built,
+        )
+        self.grid = self._built.grid
         return {name: program.digest for name, program in self.programs.items()}
 
     def run(
@@ -128,6 +139,8 @@ class Engine:
         requests: Sequence[Request],
         *,
         around_launch: AroundLaunch = contextlib.nullcontext,
+        find_stop: FindStop | None = None,
+        between_launches: BetweenLaunches | None = None,
     ) -> list[Completion]:
         """Generates; every host must call it with the same arguments after the same `prepare`.
 
@@ -136,29 +149,38 @@ class Engine:
             requests: as given to `prepare`.
             around_launch: called with the program's name; its context surrounds a launch and, for ``decode``, the wait
                 for its result (and so for everything launched before it).
+            find_stop: finds stop strings, such as ``lockstep.StopFinder(tokenizer)``; needed if a request has any.
+            between_launches: called with the scheduler before each launch, to cancel sequences or to end the run. It
+                must do the same on every host.
 
         Returns:
             Completions in the order of the requests, then of their generations; the same on every host.
 
         Raises:
-            ConfigError: the model's shapes, dtypes or placement are not those that were prepared for.
+            ConfigError: the model's shapes, dtypes or placement are not those that were prepared for, or a request has
+                stop strings and there is no ``find_stop``.
             CapacityError: a request that was not prepared for does not fit.
         """
         assert self._built is not None, "prepare() comes before run()"
         programs = self._built.programs
         config, weights = read_decoder(model)
-        if _signature(config, weights) != self._built.signature:
+        if signature_of(config, weights) != self._built.signature:
             raise ConfigError(
                 "the model's configuration, shapes, dtypes or placement are not those that the engine prepared for. "
                 "Call prepare with this model first."
             )
-        scheduler = Scheduler(self._built.sizes, requests)
+        scheduler = Scheduler(self._built.sizing.sizes, requests, find_stop)
         with around_launch("relay"):
             if programs.relay is not None:
                 weights = programs.relay(weights)
             pool = programs.new_cache()
         by_replica = self.grid.sharding(self.grid.replica_axes or None)
-        while (plan := scheduler.next_plan()) is not None:
+        while True:
+            if between_launches is not None:
+                between_launches(scheduler)
+            plan = scheduler.next_plan()
+            if plan is None:
+                break
             if isinstance(plan, PrefillPlan):
                 with around_launch("prefill"):
                     pool = programs.prefill(weights, pool, *(place(a, by_replica) for a in prefill_arguments(plan)))
@@ -170,18 +192,28 @@ class Engine:
                     place(np.asarray(plan.num_steps, np.int32), self.grid.sharding()),
                     *(place(a, by_replica) for a in decode_arguments(plan)),
                 )
-                results = [_fetch(result) for result in results]
+                results = [fetch(result) for result in results]
             scheduler.commit(plan, *results)
         pool.delete()
         return scheduler.completions()
 
-    def generate(self, model: Any, requests: Sequence[Request], *, hosts: Hosts | None = None) -> list[Completion]:
+    def generate(
+        self,
+        model: Any,
+        requests: Sequence[Request],
+        *,
+        hosts: Hosts | None = None,
+        find_stop: FindStop | None = None,
+        between_launches: BetweenLaunches | None = None,
+    ) -> list[Completion]:
         """Prepares, agrees with the other hosts, generates, and agrees on the result. Every host calls it alike.
 
         Args:
             model: what `lockstep.models.read_decoder` reads.
             requests: may be none, on every host.
             hosts: of the job; None: the current ones.
+            find_stop: as for `run`.
+            between_launches: as for `run`.
 
         Returns:
             Completions in the order of the requests, then of their generations; the same on every host.
@@ -191,31 +223,20 @@ class Engine:
             DisagreementError: hosts were given different requests or compiled different programs.
         """
         with (current() if hosts is None else hosts).scope("generate") as scope:
-            digests = _settled(scope, "prepare", lambda: self.prepare(model, requests) if requests else {})
+            free = scope.least("free memory", settled(scope, "free memory of each", self.free_bytes))
+            digests = settled(scope, "prepare", lambda: self.prepare(model, requests, free=free) if requests else {})
             scope.agree("programs", {"requests": digest(repr(list(requests))), **digests})
             if not requests:
                 return []
-            completions = _settled(scope, "generate", lambda: self.run(model, requests))
+            run = functools.partial(self.run, model, requests, find_stop=find_stop, between_launches=between_launches)
+            completions = settled(scope, "generate", run)
             scope.agree("tokens", {"tokens": digest(repr(completions)), "launches": str(self.ledger)})
             scope.barrier("done")
         return completions
 
-
-def _settled[T](scope: Hosts, name: str, work: Callable[[], T]) -> T:
-    """Does ``work`` on every host; when it fails on any, all raise the same error."""
-    result, error = None, None
-    try:
-        result = work()
-    except Exception as failure:
-        error = failure
-    scope.settle(name, error)
-    return cast(T, result)
-
-
-def _signature(config: LlamaConfig, weights: DecoderWeights) -> object:
-    """All that programs depend on besides the sizes."""
-    return config, jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, getattr(leaf, "sharding", None)), weights)
-
-
-def _fetch(replicated: jax.Array) -> np.ndarray:
-    return np.asarray(replicated.addressable_data(0))
+    def _checked(self, model: Any, requests: Sequence[Request]) -> tuple[LlamaConfig, DecoderWeights]:
+        if not requests:
+            raise ConfigError("there are 0 requests; the engine needs at least 1 to prepare for. Give it a prompt.")
+        config, weights = read_decoder(model)
+        check_requests(requests, weights.embed.shape[0], self.vocab_size)
+        return config, weights

@@ -94,7 +94,12 @@ _KINDS = {
 
 def chip_of(device: jax.Device) -> Chip:
     """The numbers of a device; of a kind that is not in the table, those of the nearest that is."""
-    kinds = [kind for kind in _KINDS if device.device_kind.startswith(kind)]
+    return chip_named(device.device_kind, device.platform)
+
+
+def chip_named(kind: str, platform: str) -> Chip:
+    """The same for a ``device_kind`` and a platform: cpu, gpu or tpu."""
+    kinds = [known for known in _KINDS if kind.startswith(known)]
     if kinds:
         return _KINDS[max(kinds, key=len)]
-    return {"tpu": _V5P, "gpu": _H100}.get(device.platform, _CPU)
+    return {"tpu": _V5P, "gpu": _H100}.get(platform, _CPU)
