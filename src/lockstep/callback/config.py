@@ -51,6 +51,8 @@ class InferenceEvalConfig:
     """Stop tokens do not end an answer: every answer has ``max_new_tokens``."""
     stop_token_ids: list[int] | None = None
     """Tokens that end an answer; null: the tokenizer's end-of-sequence and end-of-turn tokens."""
+    stop: list[str] = dataclasses.field(default_factory=list)
+    """Texts that end an answer, also where they straddle tokens; what is shown ends before the text."""
     n_generations: int = 1
     """Answers per prompt."""
     seed: int = 0
@@ -73,10 +75,15 @@ class InferenceEvalConfig:
     """False refuses to sample in a job of several processes."""
     timeout_s: float = 300.0
     """Seconds that a wait for other hosts or a device call may last."""
+    max_seconds: float | None = None
+    """Seconds that generation may last in a round, by the leader's clock, looked at between launches; compiling does
+    not count. Unfinished answers are shown as far as they got, with finish_reason "budget". Null: no limit."""
     on_error: Literal["skip", "raise"] = "skip"
     """What a failed round does on every host alike: skip it and train on, or raise."""
     metrics: list[str] = dataclasses.field(default_factory=list)
     """``exact_match``, or ``module:function`` of (row, prompt) -> float."""
+    audit: bool = False
+    """Recompute every log-probability with the training forward and log the largest difference, ``logprob_gap``."""
     skip_samples_table: bool = False
     """Log scalars only: no table in the tracker and none at the terminal."""
 
@@ -90,6 +97,13 @@ class InferenceEvalConfig:
             raise ConfigError(
                 f"inference_eval.timeout_s is {self.timeout_s}; it must be more than 0 seconds. The default is 300."
             )
+        if self.max_seconds is not None and self.max_seconds <= 0:
+            raise ConfigError(
+                f"inference_eval.max_seconds is {self.max_seconds}; it must be more than 0. Use null for no limit."
+            )
+        given: object = self.stop
+        if isinstance(given, str):
+            raise ConfigError(f"inference_eval.stop is {given!r}; it must be a list of strings. Use [{given!r}].")
         if self.on_error not in ("skip", "raise"):
             raise ConfigError(f"inference_eval.on_error is {self.on_error!r}; it must be skip or raise.")
         self._check_effect()
@@ -127,6 +141,7 @@ class InferenceEvalConfig:
             max_new_tokens=self.max_new_tokens,
             temperature=self.temperature,
             stop_token_ids=stop_ids if self.stop_token_ids is None else tuple(self.stop_token_ids),
+            stop=tuple(self.stop),
             seed=self.seed,
             n_generations=self.n_generations,
             top_k=self.top_k,

@@ -5,7 +5,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from lockstep.callback.config import InferenceEvalConfig
-from lockstep.text import Prompt, encode, read_prompts, stop_ids
+from lockstep.text import Prompt, StopFinder, encode, read_prompts, stop_ids
 from lockstep.types import Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -22,7 +22,9 @@ def read_requests(
 
     Raises:
         PromptError: a prompt or file that cannot be used.
+        ConfigError: a stop string that can never be found.
     """
+    StopFinder(tokenizer).check(config.stop)
     prompts = read_prompts(config.prompts)
     params = config.sampling_params(stop_ids(tokenizer))
     encoded = encode(tokenizer, prompts, max_seq_len=config.max_seq_len, max_new_tokens=config.max_new_tokens)

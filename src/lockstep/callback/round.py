@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from lockstep.callback.questions import from_bytes, to_bytes
-from lockstep.engine import Engine
+from lockstep.engine import Auditor, Budget, Engine
 from lockstep.errors import LockstepError
 from lockstep.hosts import Hosts, Watchdog, digest
+from lockstep.schedule import FindStop
 from lockstep.text import Prompt
 from lockstep.types import Completion, Request
 
@@ -22,11 +23,13 @@ class RoundResult:
         prompts: as the leader read them; None elsewhere.
         completions: in the order of the prompts, then of the generations.
         seconds: wall time of each phase.
+        logprob_gap: largest difference between a log-probability and that of the training forward; None without audit.
     """
 
     prompts: list[Prompt] | None
     completions: list[Completion]
     seconds: Mapping[str, float]
+    logprob_gap: float | None = None
 
 
 def run_round(
@@ -36,6 +39,9 @@ def run_round(
     read: Callable[[], tuple[list[Prompt], list[Request]]],
     engine: Callable[[], Engine],
     model: Any,
+    find_stop: FindStop | None = None,
+    max_seconds: float | None = None,
+    auditor: Callable[[], Auditor | None] = lambda: None,
 ) -> RoundResult:
     """Barrier, broadcast, agreement, generation, agreement, barrier: every host makes the same steps or none.
 
@@ -45,6 +51,9 @@ def run_round(
         read: reads the prompts; called on the leader alone.
         engine: the engine for the model; called on every host, launches nothing.
         model: what `lockstep.models.read_decoder` reads.
+        find_stop: finds stop strings.
+        max_seconds: that generation may last; None for no limit.
+        auditor: recomputes the log-probabilities, or None; called on every host after ``engine``, launches nothing.
 
     Raises:
         PeerError: a host-only phase failed on at least one host; the same on every host, nothing was launched.
@@ -78,22 +87,34 @@ def run_round(
         free = ready.free_bytes(model)
     free = hosts.least("free memory", free)
     digests: dict[str, str] = {}
+    auditing: Auditor | None = None
     with _settled(hosts, "prepare"):
         digests = ready.prepare(model, requests, free=free)
+        if (auditing := auditor()) is not None:
+            digests |= auditing.prepare(model, requests)
     hosts.agree("programs", {"prompts": digest(repr(requests)), **digests})
     hosts.barrier("ready")
     clock.lap("prepare")
 
     completions: list[Completion] = []
     with _settled(hosts, "generate"):
-        completions = ready.run(model, requests, around_launch=watched)
+        budget = None if max_seconds is None else Budget(hosts, max_seconds)
+        completions = ready.run(model, requests, around_launch=watched, find_stop=find_stop, between_launches=budget)
     clock.lap("generate")
 
-    hosts.agree("tokens", {"tokens": digest(repr(completions)), "launches": str(ready.ledger)})
+    gap = None
+    if auditing is not None:
+        with _settled(hosts, "audit"):
+            gap = auditing.run(model, requests, completions, around_launch=watched)
+        clock.lap("audit")
+
+    hosts.agree(
+        "tokens", {"tokens": digest(repr(completions)), "logprob_gap": repr(gap), "launches": str(ready.ledger)}
+    )
     hosts.phase("training")
     hosts.barrier("end")
     clock.lap("barrier")
-    return RoundResult(prompts=prompts, completions=completions, seconds=clock.seconds)
+    return RoundResult(prompts=prompts, completions=completions, seconds=clock.seconds, logprob_gap=gap)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import numpy as np
 from lockstep.callback.config import InferenceEvalConfig
 from lockstep.callback.questions import read_requests
 from lockstep.callback.round import RoundResult, run_round
-from lockstep.engine import Engine
+from lockstep.engine import Auditor, Engine
 from lockstep.engine.sizing import Sizing
 from lockstep.errors import ConfigError, DisagreementError, PeerError
 from lockstep.hosts import Hosts, current, digest, leader_only
@@ -25,8 +25,8 @@ from lockstep.report.metrics import load_metrics, measure, metric_means
 from lockstep.report.rows import Row
 from lockstep.report.table import print_table
 from lockstep.report.trackers import NoopTracker, Tracker
-from lockstep.text import Prompt, check_vocab, decode
-from lockstep.types import Completion
+from lockstep.text import Prompt, StopFinder, check_vocab, cut_at_stop, decode
+from lockstep.types import Completion, FinishReason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -80,6 +80,8 @@ class SampleCallback:
         self._dtype = dtype
         self._metrics = load_metrics(config.metrics)
         self._engine: Engine | None = None
+        self._auditor: Auditor | None = None
+        self._find_stop = StopFinder(tokenizer) if config.stop else None
         self._last_step: int | None = None
         self._told: Sizing | None = None
         vocab = tokenizer.get_vocab()
@@ -164,6 +166,9 @@ class SampleCallback:
                     read=lambda: read_requests(self.config, self._tokenizer),
                     engine=lambda: self._engine_for(model),
                     model=model,
+                    find_stop=self._find_stop,
+                    max_seconds=self.config.max_seconds,
+                    auditor=self._auditor_or_none,
                 )
         except (PeerError, DisagreementError) as error:
             self.skipped_rounds += 1
@@ -186,6 +191,16 @@ class SampleCallback:
         if self._engine is None or self._engine.mesh != mesh:
             self._engine = Engine(self.config.engine_config(self._dtype), mesh, vocab_size=self._vocab_size)
         return self._engine
+
+    def _auditor_or_none(self) -> Auditor | None:
+        """The auditor beside the engine, where the configuration asks for one."""
+        engine = self._engine
+        assert engine is not None
+        if not self.config.audit:
+            return None
+        if self._auditor is None or self._auditor.mesh != engine.mesh:
+            self._auditor = Auditor(engine.mesh, vocab_size=self._vocab_size, dtype=self._dtype, ledger=engine.ledger)
+        return self._auditor
 
     def _tell_sizing(self) -> None:
         """Logs layout and capacities, and why, when they are new."""
@@ -243,10 +258,10 @@ class SampleCallback:
             prompt_id=completion.prompt_id,
             generation_id=completion.generation_id,
             prompt=prompt.shown,
-            generated_text=decode(self._tokenizer, completion.tokens),
+            generated_text=cut_at_stop(decode(self._tokenizer, completion.tokens), self.config.stop),
             num_tokens=len(completion.tokens),
             finish_reason=str(completion.finish_reason),
-            mean_logprob=float(np.mean(completion.logprobs)),
+            mean_logprob=float(np.mean(completion.logprobs)) if completion.logprobs else 0.0,
         )
 
     def _scalars(self, rows: list[Row], result: RoundResult, report_s: float) -> dict[str, float]:
@@ -254,11 +269,13 @@ class SampleCallback:
         return {
             "num_prompts": len({row.prompt_id for row in rows}),
             "num_completions": len(rows),
+            "unfinished_completions": sum(row.finish_reason == FinishReason.BUDGET for row in rows),
             "generated_tokens": tokens,
             "tokens_per_second": tokens / result.seconds["generate"],
             "skipped_rounds": self.skipped_rounds,
             "report_errors": self.report_errors,
             **{f"time/{phase}_s": seconds for phase, seconds in result.seconds.items()},
             "time/report_s": report_s,
+            **({} if result.logprob_gap is None else {"logprob_gap": result.logprob_gap}),
             **metric_means(rows),
         }

@@ -28,8 +28,8 @@ class Row:
         prompt: the prompt's text.
         generated_text: the answer's text.
         num_tokens: tokens sampled, a stop token included.
-        finish_reason: ``stop`` or ``length``.
-        mean_logprob: mean natural-log probability of the sampled tokens.
+        finish_reason: ``stop``, ``length``, ``budget`` or ``cancelled``.
+        mean_logprob: mean natural-log probability of the sampled tokens; 0 where none was sampled.
         metrics: a value by metric name.
     """
 

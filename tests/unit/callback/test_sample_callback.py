@@ -146,6 +146,53 @@ def test_the_table_can_be_left_out(capsys):
     assert capsys.readouterr().out == ""
 
 
+def run_one_round(tmp_path, **values):
+    """Rows and scalars of a round on one device."""
+    mesh = make_mesh("1,1,1", jax.devices()[:1])
+    tracker = Recorder()
+    config = InferenceEvalConfig(eval_every=1, prompts=["one"], temperature=1.0, on_error="raise", **values)
+    callback = SampleCallback(config, tiny.tokenizer(), tracker=tracker, output_dir=tmp_path)
+    callback(tiny.Info(1, (tiny.CONFIG, tiny.placed_weights(mesh, vocab=tiny.vocab_size()))))
+    assert callback.report_errors == 0
+    (scalars,) = tracker.scalars
+    return [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()], scalars[1]
+
+
+def test_the_text_ends_before_a_stop_string(tmp_path):
+    free, _ = run_one_round(tmp_path / "free", max_new_tokens=20, n_generations=3)
+    # Two characters from the middle of each answer: wherever their tokens begin.
+    stops = [row["generated_text"][at : at + 2] for row in free if (at := len(row["generated_text"]) // 2)]
+    rows, _ = run_one_round(tmp_path / "stop", max_new_tokens=20, n_generations=3, stop=stops)
+    for before, row in zip(free, rows, strict=True):
+        text = before["generated_text"]
+        assert row["generated_text"] == text[: min(at for stop in stops if (at := text.find(stop)) >= 0)]
+        assert row["finish_reason"] == "stop" and row["num_tokens"] <= before["num_tokens"]
+
+
+def test_out_of_time_before_the_first_token(tmp_path, recwarn):
+    rows, scalars = run_one_round(tmp_path, max_new_tokens=8, max_seconds=1e-9, n_generations=2, audit=True)
+    assert [(row["generated_text"], row["num_tokens"], row["mean_logprob"]) for row in rows] == [("", 0, 0.0)] * 2
+    assert {row["finish_reason"] for row in rows} == {"budget"}
+    assert scalars["inference_eval/unfinished_completions"] == 2
+    assert scalars["inference_eval/logprob_gap"] == 0
+    assert not [warning for warning in recwarn if issubclass(warning.category, RuntimeWarning)]
+
+
+@pytest.mark.parametrize("audit", [True, False])
+def test_the_audit_is_a_metric_that_can_be_switched_on(tmp_path, audit):
+    _, scalars = run_one_round(tmp_path, max_new_tokens=6, n_generations=3, audit=audit)
+    assert ("inference_eval/logprob_gap" in scalars) == audit
+    assert scalars.get("inference_eval/logprob_gap", 0.0) <= 1e-5
+
+
+def test_a_stop_string_that_is_a_special_token_is_refused_at_check():
+    mesh = make_mesh("1,1,1", jax.devices()[:1])
+    token = tiny.tokenizer().eos_token
+    callback = SampleCallback(InferenceEvalConfig(prompts=["one"], stop=[token]), tiny.tokenizer())
+    with pytest.raises(lockstep.LockstepError, match="is a special token of the tokenizer .* in stop_token_ids"):
+        callback.check((tiny.CONFIG, tiny.placed_weights(mesh, vocab=tiny.vocab_size())))
+
+
 def test_a_model_that_cannot_be_read_is_named_at_check():
     callback = SampleCallback(InferenceEvalConfig(prompts=["one"]), tiny.tokenizer())
     with pytest.raises(lockstep.LockstepError, match=r"dict cannot be read; supported are .*LlamaLMHeadModel"):
@@ -154,7 +201,7 @@ def test_a_model_that_cannot_be_read_is_named_at_check():
 
 
 def test_requests_survive_the_broadcast():
-    config = InferenceEvalConfig(prompts=["one", "What is 2 plus 3?"], temperature=0.5, n_generations=3, seed=7)
+    config = InferenceEvalConfig(prompts=["one", "What is 2 plus 3?"], temperature=0.5, stop=["x", "yz"], seed=7)
     _, requests = read_requests(config, tiny.tokenizer())
     assert from_bytes(to_bytes(requests)) == requests
 
@@ -165,6 +212,9 @@ def test_requests_survive_the_broadcast():
         ({"prompts": []}, PromptError, "inference_eval: prompts holds no prompts; at least 1 is needed"),
         ({"eval_every": 0}, ConfigError, "eval_every is 0; it must be at least 1. Set enabled: false"),
         ({"timeout_s": 0}, ConfigError, "timeout_s is 0; it must be more than 0"),
+        ({"max_seconds": 0}, ConfigError, "max_seconds is 0; it must be more than 0. Use null for no limit"),
+        ({"stop": "###"}, ConfigError, "inference_eval.stop is '###'; it must be a list of strings"),
+        ({"stop": ["", "x"]}, ConfigError, "inference_eval: stop has an empty string at place 0"),
         ({"on_error": "ignore"}, ConfigError, "on_error is 'ignore'; it must be skip or raise"),
         ({"max_new_tokens": 0}, ConfigError, "inference_eval: max_new_tokens is 0; it must be at least 1"),
         ({"layout": {"tensor": 0}}, ConfigError, "layout is {'tensor': 0}; it must be auto, training"),

@@ -1,0 +1,144 @@
+"""Stop strings, budget, cancel and audit on two processes: the same on both, and training bit for bit untouched."""
+
+import dataclasses
+
+from harness import run_processes
+from launches import record_launches
+
+import lockstep
+from lockstep.callback import InferenceEvalConfig, SampleCallback
+from lockstep.engine import Budget, Engine, EngineConfig
+from lockstep.placement import make_mesh
+from lockstep.report.trackers import NoopTracker
+from tests import tiny
+
+STEPS, EVERY = 6, 3
+STOPS = ["e", "a "]
+OPTIONS = {
+    "stop strings": {"stop": STOPS, "audit": True},
+    "budget": {"max_seconds": 1e-9, "audit": True, "stop": STOPS},
+}
+
+
+class Recorder(NoopTracker):
+    def __init__(self):
+        self.rows, self.scalars = [], []
+
+    def log_rows(self, name, rows, *, step):
+        self.rows += [row.to_dict() for row in rows]
+
+    def log(self, metrics, *, step):
+        self.scalars.append(dict(metrics))
+
+
+def train(hosts, options):
+    trainer = tiny.make_trainer("auto", STEPS, hosts)
+    losses, tracker, callback = [], Recorder(), None
+    trainer.add_hook(lambda info: losses.append(float(info.loss).hex()))
+    if options is not None:
+        config = InferenceEvalConfig(
+            eval_every=EVERY,
+            prompts=["What is 12 plus 7?", "one"],
+            max_new_tokens=24,
+            temperature=0.8,
+            n_generations=4,
+            page_size=8,
+            max_seqs=4,
+            on_error="raise",
+            **options,
+        )
+        callback = SampleCallback(config, tiny.tokenizer(), tracker=tracker, hosts=hosts)
+        trainer.add_hook(callback)
+    model = tiny.init_model(trainer)
+    with record_launches() as launches:
+        trainer.train(model, tiny.rows())
+    return {
+        "losses": losses,
+        "launches": launches,
+        "train_step_traces": trainer.train_step_traces,
+        "rows": tracker.rows,
+        "scalars": tracker.scalars,
+        "ledger": callback and str(callback.engine.ledger),
+        "launched": callback and callback.engine.ledger.launches,
+        "report_errors": callback and callback.report_errors,
+        "key_count": len(hosts.client.get_dir("lockstep/job/inference_eval")),
+    }
+
+
+def body_callback(hosts):
+    return {name: train(hosts, options) for name, options in {"plain": None, **OPTIONS}.items()}
+
+
+def test_in_the_callback():
+    leader, follower = run_processes(body_callback, timeout_s=240)
+    for name in ("plain", *OPTIONS):
+        for result in (leader, follower):
+            assert result[name]["losses"] == leader["plain"]["losses"], name
+            assert result[name]["train_step_traces"] == 1
+        assert leader[name]["launches"] == follower[name]["launches"], name
+        assert leader[name]["ledger"] == follower[name]["ledger"], name
+        assert not leader[name]["report_errors"] and follower[name]["rows"] == []
+
+    rows = leader["stop strings"]["rows"]
+    assert len(rows) == 2 * 4 * STEPS // EVERY
+    for row in rows:
+        assert not any(stop in row["generated_text"] for stop in STOPS)
+    stopped = [row for row in rows if row["finish_reason"] == "stop"]
+    assert stopped and all(row["num_tokens"] < 24 or row in stopped for row in rows)
+    for scalars in leader["stop strings"]["scalars"]:
+        assert 0 < scalars["inference_eval/logprob_gap"] <= 1e-5
+        assert scalars["inference_eval/time/audit_s"] > 0
+    assert "audit" in leader["stop strings"]["launched"]
+
+    for row in leader["budget"]["rows"]:
+        assert (row["generated_text"], row["num_tokens"], row["mean_logprob"]) == ("", 0, 0.0)
+        assert row["finish_reason"] == "budget"
+    assert [s["inference_eval/unfinished_completions"] for s in leader["budget"]["scalars"]] == [8] * (STEPS // EVERY)
+    assert "decode" not in leader["budget"]["launched"]
+
+
+def body_engine(hosts):
+    mesh = make_mesh("auto")
+    model = (tiny.CONFIG, tiny.placed_weights(mesh))
+    requests = tiny.requests(temperature=0.8, n_generations=2)
+    engine = Engine(EngineConfig(page_size=8, max_seqs=4, max_steps_per_launch=5), mesh)
+    plain = engine.generate(model, requests, hosts=hosts)
+
+    def cancel(scheduler):
+        if (1, 1) in scheduler.unfinished() and scheduler.tokens_so_far(1, 1):
+            scheduler.cancel(1, 1)
+        scheduler.cancel(5, 0)
+
+    cancelled = engine.generate(model, requests, hosts=hosts, between_launches=cancel)
+    with hosts.scope("own budget") as scope:
+        # The follower's clock says that the time was over long ago; the leader's decides.
+        ticks = iter(range(1000)) if hosts.is_leader else iter(range(0, 10**6, 1000))
+        budget = Budget(scope, 6, clock=lambda: float(next(ticks)))
+        late = engine.generate(model, requests, hosts=hosts, between_launches=budget)
+        scope.barrier("end")
+    gap = lockstep.audit(model, requests, plain, hosts=hosts)
+    wrong = [dataclasses.replace(c, logprobs=(*c.logprobs[:-1], c.logprobs[-1] + 0.01)) for c in plain]
+    return {
+        "plain": [dataclasses.asdict(c) for c in plain],
+        "cancelled": [dataclasses.asdict(c) for c in cancelled],
+        "late": [dataclasses.asdict(c) for c in late],
+        "gap": gap,
+        "wrong gap": lockstep.audit(model, requests, wrong, hosts=hosts),
+        "ledger": str(engine.ledger),
+    }
+
+
+def test_in_the_engine():
+    leader, follower = run_processes(body_engine, timeout_s=240)
+    assert leader == follower
+    assert leader["gap"] <= 1e-5
+    assert abs(leader["wrong gap"] - 0.01) <= 1e-5
+    plain = leader["plain"]
+    for name, reason in (("cancelled", "cancelled"), ("late", "budget")):
+        ended = [c for c in leader[name] if c["finish_reason"] == reason]
+        assert 0 < len(ended) < len(plain), name
+        for before, after in zip(plain, leader[name], strict=True):
+            if after in ended:
+                assert before["tokens"][: len(after["tokens"])] == after["tokens"]
+            else:
+                assert before == after
