@@ -92,6 +92,8 @@ def sample(
         inside = jnp.where(kept.mask(image, ids), tempered, -jnp.inf)
         noise = jax.vmap(lambda words, at: _gumbel(words, at, ids))(draws.words, position)
         scores = jnp.where(hot, inside + noise, shaped)
+        # Else the noise is made again for each of its uses, inside reductions that the CPU does not vectorise.
+        inside, scores = jax.lax.optimization_barrier((inside, scores))
         best = jnp.argmax(scores, axis=1)
         return best, scores[rows, best], inside[rows, best], *_top_and_mass(inside)
 
