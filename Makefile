@@ -10,23 +10,25 @@ export JAX_PLATFORMS := cpu
 test slow: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/build/jax-cache
 test slow: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.5
 
-.PHONY: help setup demo test slow lint format types
+.PHONY: help setup setup-tests demo test slow lint format types
 help: ## show this list
 	@echo "Usage: make TARGET"
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
 		|| sed -nE 's/^([a-z]+):.*## (.*)/  make \1: \2/p' $(MAKEFILE_LIST)
 
 setup: ## make the environment in .venv (the other targets do it themselves)
-	@scripts/setup.sh
+	@scripts/setup.sh dev
+setup-tests: setup
+	@scripts/setup.sh dev plan
 
 demo: setup ## train a small model on two simulated hosts and watch what it says (about 5 minutes)
 	@$(PYTHON) infra/launch.py --backend local --processes $(PROCESSES) --devices_per_process $(DEVICES) -- \
 		lockstep train-lm --config_path config/demo.yaml $(ARGS)
 
-test: setup ## run the tests (ARGS='-k name' narrows them)
+test: setup-tests ## run the tests (ARGS='-k name' narrows them)
 	@$(PYTHON) -m pytest -m "not slow" $(ARGS)
 
-slow: setup ## run the slow tests, the whole demo among them
+slow: setup-tests ## run the slow tests, the whole demo among them
 	@$(PYTHON) -m pytest -m slow $(ARGS)
 
 lint: setup ## check style and formatting

@@ -1,17 +1,23 @@
 #!/usr/bin/env bash
 # Makes .venv with Python 3.12 and the pinned packages. Does nothing when it is already as it should be.
+#   scripts/setup.sh [EXTRA ...]     extras of pyproject.toml, "dev" unless told otherwise
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 want=3.12
 venv=.venv
-stamp=$venv/lockstep-setup
+extras=("${@:-dev}")
 # What the environment depends on; the directory too, since a moved environment is a broken one.
 key=$(printf '%s\n' "$PWD" | cat - pyproject.toml constraints.txt scripts/setup.sh | cksum)
 
 is_wanted() { [ "$("$@" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = "$want" ]; }
 
-if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ] && is_wanted $venv/bin/python; then
+stamp() { printf '%s/lockstep-setup-%s\n' "$venv" "$1"; }
+missing=()
+for extra in "${extras[@]}"; do
+  [ "$(cat "$(stamp "$extra")" 2>/dev/null)" = "$key" ] || missing+=("$extra")
+done
+if [ ${#missing[@]} -eq 0 ] && is_wanted $venv/bin/python; then
   exit 0
 fi
 
@@ -51,17 +57,18 @@ MESSAGE
     exit 1
   fi
 fi
-rm -f "$stamp"
+for extra in "${extras[@]}"; do rm -f "$(stamp "$extra")"; done
+wanted=".[$(IFS=,; printf '%s' "${extras[*]}")]"
 
 echo "setup: installing the packages pinned in constraints.txt (about a minute)"
 if $venv/bin/python -m pip --version >/dev/null 2>&1; then
-  $venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
+  $venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e "$wanted"
 elif command -v uv >/dev/null 2>&1; then
-  uv pip install --quiet --python $venv/bin/python -c constraints.txt -e '.[dev]'
+  uv pip install --quiet --python $venv/bin/python -c constraints.txt -e "$wanted"
 else
   echo "setup: $venv has no pip and uv is not on the PATH. Remove $venv and run the same command again." >&2
   exit 1
 fi
 $venv/bin/python -c 'import jax, lockstep'
-printf '%s\n' "$key" >"$stamp"
+for extra in "${extras[@]}"; do printf '%s\n' "$key" >"$(stamp "$extra")"; done
 echo "setup: done in $SECONDS s"
