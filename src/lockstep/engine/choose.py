@@ -132,6 +132,7 @@ class Chooser:
         prompt, new = len(hungry.prompt_tokens), hungry.params.max_new_tokens
         best = min(choices, key=lambda choice: self._needed(choice))
         need, layout = best.footprint, best.layout
+        temporaries = need.temporaries + self._excess.get(layout_text(layout), 0)
         longest = self._longest(best)
         ways = []
         if longest > new:
@@ -154,7 +155,7 @@ class Chooser:
         return (
             f"prompt {hungry.prompt_id} has {prompt} tokens and max_new_tokens is {new}; decoding it alone needs "
             f"{bytes_text(self._needed(best))} per device in layout {layout_text(layout)} ({bytes_text(need.weights)} "
-            f"decode weights, {bytes_text(need.pool)} KV cache, {bytes_text(need.temporaries)} temporaries, "
+            f"decode weights, {bytes_text(need.pool)} KV cache, {bytes_text(temporaries)} temporaries, "
             f"{bytes_text(need.relay)} while weights move). There are {bytes_text(self._budget)}: hbm_utilization "
             f"{self._config.hbm_utilization:g} of the {bytes_text(self._free)} that the fullest device of all hosts "
             f"has free. {reach} {fix[0].upper()}{fix[1:]}."
