@@ -12,7 +12,7 @@ from lockstep.engine import Engine, EngineConfig
 from lockstep.placement import make_mesh
 from lockstep.types import Completion, FinishReason
 from tests import tiny
-from tests.oracle import assert_same_tokens, oracle_completions
+from tests.oracle import assert_same_logprobs, assert_same_tokens, oracle_completions
 
 TIGHT = {"max_seqs": 3, "page_size": 8, "max_pages": 15, "max_prefill_size": 16, "max_steps_per_launch": 5}
 """Few slots, pages and steps: sequences wait their turn, prompts are prefilled in parts."""
@@ -21,7 +21,26 @@ TIGHT = {"max_seqs": 3, "page_size": 8, "max_pages": 15, "max_prefill_size": 16,
 def all_requests():
     greedy = tiny.requests(lengths=(1, 5, 17, 40))
     sampled = tiny.requests(temperature=0.8, n_generations=2, lengths=(3, 17, 33))
-    return greedy + [dataclasses.replace(r, prompt_id=r.prompt_id + 100) for r in sampled]
+    features = {
+        "top_k": 20,
+        "top_p": 0.9,
+        "min_p": 0.01,
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.3,
+        "logit_bias": ((7, 2.0),),
+        "allowed_token_ids": tuple(range(0, 64, 3)) + (7,),
+        "min_tokens": 3,
+        "top_logprobs": 2,
+    }
+    featured = [
+        dataclasses.replace(r, params=dataclasses.replace(r.params, **features))
+        for r in tiny.requests(temperature=0.8, lengths=(5, 33))
+    ]
+    return [
+        dataclasses.replace(r, prompt_id=r.prompt_id + 100 * group)
+        for group, requests in enumerate((greedy, sampled, featured))
+        for r in requests
+    ]
 
 
 def body(hosts, mesh_shape, layout, options):
@@ -65,5 +84,6 @@ def test_tokens_are_those_of_one_process(expected, processes, mesh_shape, layout
             for c in result["completions"]
         ]
         assert assert_same_tokens(expected, got) == 0, "random weights have no ties here"
+        assert_same_logprobs(expected, got)
         assert result["order_matters"] == []
         assert set(result["traces"]) == {1}
