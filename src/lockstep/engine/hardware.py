@@ -67,8 +67,7 @@ _V6E = _tpu("TPU v6e", 32, 1.64e12, 918e12, 90e9)
 # https://www.nvidia.com/en-us/data-center/h100/ and /h200/, SXM.
 _H100 = _gpu("H100", 80, 3.35e12)
 _H200 = _gpu("H200", 141, 4.8e12)
-# Measured on two shared cores (docs/architecture.md): a copy moves about 10 GB/s, a matrix product does 50 Gflop/s, an
-# all-reduce of a few KiB takes 0.2 ms between devices of a process and 1 ms between processes.
+# Rough guesses, not measurements: a CPU is for trying things out, and all it needs is an order of magnitude.
 _CPU = Chip(
     name="CPU",
     memory=8 * _GB,
