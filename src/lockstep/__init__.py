@@ -9,6 +9,7 @@ from lockstep.errors import LockstepError as LockstepError
 from lockstep.hosts import DistributedConfig as DistributedConfig
 from lockstep.hosts import Hosts as Hosts
 from lockstep.hosts import leader_only as leader_only
+from lockstep.hosts import run_main as run_main
 from lockstep.hosts import start as start
 from lockstep.text import StopFinder as StopFinder
 from lockstep.types import Completion as Completion
