@@ -63,7 +63,7 @@ class Ours:
     """lockstep's engine on a mesh."""
 
     def __init__(self, mesh: Mesh, **options: Any) -> None:
-        self.engine = Engine(EngineConfig(max_seq_len=MODEL.max_seq_len // 2, **options), mesh)
+        self.engine = Engine(EngineConfig(**options), mesh)
         self.model = (MODEL, random_weights(mesh))
 
     def generate(self, load: Load, new_tokens: int) -> float:
