@@ -35,6 +35,9 @@ PEER_FAILED_EXIT_CODE = 85
 RAISED_S = 0.5
 """Seconds in which, after a process ended in consequence, the one that caused it may turn up."""
 
+OWN_WORDS_S = 3.0
+"""Seconds that the others have, after a process failed, to say what is wrong before they are asked to end."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, run the backend, and return its exit code."""
@@ -182,6 +185,7 @@ class Job:
         self.stopped_by: int | None = None  # the first of them
         self.failed: Child | None = None
         self.first_failure: float | None = None
+        self.asked_at: float | None = None  # when what still runs after a failure is asked to end
         self.deadline: float | None = None  # when what still runs is killed
 
     def signals(self) -> "SignalGuard":
@@ -223,6 +227,8 @@ class Job:
                 self._look_for_failure(last_look=None not in codes)
             if None not in codes:
                 break
+            if self.asked_at is not None and time.monotonic() > self.asked_at:
+                self._ask_the_others()
             if self.deadline is not None and time.monotonic() > self.deadline:
                 self._all(signal.SIGKILL)
         self._all(signal.SIGKILL)  # whatever they started and left behind
@@ -263,18 +269,23 @@ class Job:
             self.deadline = time.monotonic() + self.grace_s
 
     def _fail(self, child: Child) -> None:
-        """Say who failed and with what last words, and ask the others to end."""
+        """Say who failed and with what last words; the others get a moment to say themselves what is wrong."""
         self.failed = child
         self._drain(child)
-        others = [other for other in self.children if other.process.poll() is None]
         print(f"launch: process {child.index} failed, {describe(child)}", file=sys.stderr)
         if child.last:
             print("launch: its last lines:", file=sys.stderr)
             for line in child.last:
                 print(f"[{child.index}] " + line.decode(errors="replace"), file=sys.stderr)
-        if others:
-            print(f"launch: ending the other {len(others)} process(es)", file=sys.stderr)
         sys.stderr.flush()
+        self.asked_at = time.monotonic() + min(self.grace_s, OWN_WORDS_S)
+
+    def _ask_the_others(self) -> None:
+        """Ask what still runs after a failure to end."""
+        self.asked_at = None
+        others = [other for other in self.children if other.process.poll() is None]
+        if others:
+            print(f"launch: ending the other {len(others)} process(es)", file=sys.stderr, flush=True)
         for other in others:
             other.signal(signal.SIGTERM)
         self.deadline = time.monotonic() + min(self.grace_s, 3.0)
