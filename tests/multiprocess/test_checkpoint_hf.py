@@ -32,7 +32,7 @@ def body_load_and_save(hosts: Hosts, family: str, target: str) -> dict[str, Any]
         counted += block.nbytes
         return block
 
-    checkpoint_files.CheckpointFiles.read = counting  # type: ignore[method-assign]
+    checkpoint_files.CheckpointFiles.read = counting  # type: ignore[method-assign] (counts reads)
     mesh = make_mesh("auto")
     with jax.no_execution(True):
         model = load_hf(str(GOLDEN / family), mesh)

@@ -99,7 +99,7 @@ def test_configs_are_hashable_and_frozen() -> None:
     assert hash(config) == hash(LlamaConfig(**SMALL))
     assert config != MistralConfig(**SMALL)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        config.num_layers = 3  # type: ignore[misc]
+        config.num_layers = 3  # type: ignore[misc] (frozen: it must raise)
 
 
 def test_head_size_follows_from_hidden_dim_unless_given() -> None:

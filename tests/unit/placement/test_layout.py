@@ -116,7 +116,7 @@ def test_weights_that_lie_elsewhere_are_refused_by_name() -> None:
             grid.training_spec(struct, ".layers.q")
         assert "Shard the model over the mesh before sampling" in str(error.value), kind
     with pytest.raises(ConfigError, match=r"the weight \.embed is placed in host memory"):
-        grid.training_spec(np.zeros((8, 8)), ".embed")  # type: ignore[arg-type]
+        grid.training_spec(np.zeros((8, 8)), ".embed")  # type: ignore[arg-type] (wrong on purpose)
 
 
 def test_one_device_means_this_device() -> None:

@@ -65,7 +65,7 @@ def test_wrong_shapes_say_what_was_given_and_the_fix(shape: str, text: str) -> N
 
 def test_host_local_refuses_uneven_hosts() -> None:
     with pytest.raises(ConfigError, match=r"\{0: 2, 1: 1\}.*same number of devices"):
-        make_mesh("host_local", [FakeDevice(0, 0), FakeDevice(0, 1), FakeDevice(1, 2)])  # type: ignore[list-item]
+        make_mesh("host_local", [FakeDevice(0, 0), FakeDevice(0, 1), FakeDevice(1, 2)])  # type: ignore[list-item] (has what is read of a device)
 
 
 def test_real_devices() -> None:

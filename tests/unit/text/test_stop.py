@@ -127,7 +127,7 @@ def test_only_the_tail_is_decoded() -> None:
             decoded.append(len(tokens))
             return tokenizer.decode(tokens, **options)
 
-    finder = StopFinder(Counting())  # type: ignore[arg-type]
+    finder = StopFinder(Counting())  # type: ignore[arg-type] (decodes, no more)
     letter = tokenizer.encode("a", add_special_tokens=False)[-1]
     assert finder([letter] * 4000, 3990, ["\n\n"]) is None
     assert sum(decoded) < 100, decoded
