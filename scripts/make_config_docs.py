@@ -19,9 +19,10 @@ from draccus.choice_types import ChoiceType
 
 from lockstep.main.train_lm import TrainLmConfig
 from lockstep.main.train_simpo import TrainSimpoConfig
+from lockstep.sampler import SampleConfig
 
 OUTPUT = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
-COMMANDS = {"train-lm": TrainLmConfig, "train-simpo": TrainSimpoConfig}
+COMMANDS = {"train-lm": TrainLmConfig, "train-simpo": TrainSimpoConfig, "sample": SampleConfig}
 HEAD = """\
 # Configuration
 

@@ -25,8 +25,9 @@ BELOW["rollout"] = {"engine", "text", *BELOW["engine"]}
 BELOW["report"] = {"engine", "text", *BELOW["engine"]}
 BELOW["callback"] = {"rollout", "report", *BELOW["rollout"], *BELOW["report"]}
 BELOW["training"] = {"callback", *BELOW["callback"]}
-BELOW["plan"] = {"engine", "training", *BELOW["training"]}
-BELOW["main"] = {"plan", "training", *BELOW["plan"]}
+BELOW["sampler"] = {"report", *BELOW["report"]}
+BELOW["plan"] = {"engine", "training", "sampler", *BELOW["training"], *BELOW["sampler"]}
+BELOW["main"] = {"plan", "training", "sampler", *BELOW["plan"]}
 
 # A library and the only files of the package that may import it.
 ONLY_IN = {

@@ -7,6 +7,8 @@ import pytest
 from lockstep.main.arguments import parse_arguments
 from lockstep.main.train_lm import TrainLmConfig
 from lockstep.main.train_simpo import TrainSimpoConfig
+from lockstep.sampler import SampleConfig
+from lockstep.text import read_prompts
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = sorted((ROOT / "config").rglob("*.yaml"))
@@ -14,15 +16,17 @@ COMMANDS = {"demo": TrainLmConfig, "train_lm": TrainLmConfig, "lm": TrainLmConfi
 
 
 def command_of(path):
-    """The class that reads a file, by the first word of its name."""
+    """The class that reads a file, by its directory or the first word of its name."""
+    if path.parent.name == "sampler":
+        return SampleConfig
     return COMMANDS[path.stem.split("_")[0]]
 
 
 def test_there_are_configurations():
-    assert {"demo", "simpo_tiny"} <= {path.stem for path in CONFIGS}
+    assert {"demo", "simpo_tiny", "sample_llama8b_multihost"} <= {path.stem for path in CONFIGS}
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT / "config")))
 def test_every_configuration_parses(path):
     parse_arguments(command_of(path), ["--config_path", str(path)])
 
@@ -40,3 +44,24 @@ def test_simpo_on_a_pod_is_what_was_promised():
         shape = {"dp": 1, "fsdp": 32, "tp": 1}
 
     assert config.trainer.microbatches(Pod()) == 4
+
+
+SAMPLER = ROOT / "config" / "sampler"
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "prompts", "new_tokens", "hosts"),
+    [
+        ("", "global_mesh", 5, 512, 2),
+        ("_real", "global_mesh", 100, 4096, 2),
+        ("_128prompts_2048_hostdp_wandb_v5p16", "host_data_parallel", 128, 2048, 2),
+        ("_128prompts_2048_hostdp_wandb_v5p32", "host_data_parallel", 128, 2048, 4),
+    ],
+)
+def test_sampling_on_a_pod_is_what_was_promised(name, mode, prompts, new_tokens, hosts, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config = parse_arguments(SampleConfig, ["--config_path", str(SAMPLER / f"sample_llama8b_multihost{name}.yaml")])
+    assert (config.inference_mode, config.max_new_tokens) == (mode, new_tokens)
+    assert config.trainer.distributed.require_process_count == hosts
+    assert len(read_prompts(config.prompts)) == prompts
+    assert config.max_new_tokens < config.engine.max_seq_len
