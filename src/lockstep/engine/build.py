@@ -11,27 +11,32 @@ from jax.sharding import NamedSharding
 
 from lockstep.engine.config import EngineConfig
 from lockstep.engine.decode import decode_arguments, decode_function, num_results
+from lockstep.engine.fork import fork_arguments, fork_function
 from lockstep.engine.prefill import prefill_arguments, prefill_function
 from lockstep.engine.program import Ledger, Program, compile_program
 from lockstep.engine.transformer import Transformer
 from lockstep.models import DecoderWeights, LlamaConfig
 from lockstep.placement.layout import DecodeGrid
 from lockstep.placement.relay import LayoutTree, leaf_layouts, partition_specs, relay_function
-from lockstep.schedule import DecodePlan, PrefillPlan, ScheduleSizes
+from lockstep.schedule import DecodePlan, ForkPlan, PrefillPlan, ScheduleSizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Programs:
-    """Everything the engine launches. ``relay`` is None where the weights are read as they lie."""
+    """Everything the engine launches.
+
+    ``relay`` is None where the weights are read as they lie, ``fork`` where no two sequences have the same prompt.
+    """
 
     relay: Program | None
     new_cache: Program
     prefill: Program
+    fork: Program | None
     decode: Program
 
     def by_name(self) -> dict[str, Program]:
         """The programs by name, in the order of their first launch."""
-        every = (self.relay, self.new_cache, self.prefill, self.decode)
+        every = (self.relay, self.new_cache, self.prefill, self.fork, self.decode)
         return {program.name: program for program in every if program is not None}
 
 
@@ -90,11 +95,23 @@ def build_programs(
         compiled, "prefill", prefill_function(transformer), layouts, structs, pool, grid,
         steps=[], plan=prefill_arguments(PrefillPlan.empty(sizes)), results=0,
     )  # fmt: skip
+    fork = None
+    if sizes.forks:
+        by_replica = grid.sharding(grid.replica_axes or None)
+        plan = [_struct(array, by_replica) for array in fork_arguments(ForkPlan.empty(sizes))]
+        mapped = jax.shard_map(
+            fork_function(model.num_layers, sizes.pages),
+            mesh=grid.mesh,
+            in_specs=(pool.sharding.spec, *(array.sharding.spec for array in plan)),
+            out_specs=pool.sharding.spec,
+            check_vma=False,
+        )
+        fork = compiled("fork", mapped, [pool, *plan], donate=(0,), out_shardings=pool.sharding)
     decode = _on_grid(
         compiled, "decode", decode_function(transformer, sizes), layouts, structs, pool, grid,
         steps=[np.int32(0)], plan=decode_arguments(DecodePlan.empty(sizes, 0)), results=num_results(sizes),
     )  # fmt: skip
-    return Programs(relay=relay, new_cache=new_cache, prefill=prefill, decode=decode)
+    return Programs(relay=relay, new_cache=new_cache, prefill=prefill, fork=fork, decode=decode)
 
 
 def _on_grid(

@@ -29,6 +29,8 @@ class EngineConfig:
     """Prompt tokens that a replica prefills in one launch. Null: up to 512; fewer if memory is short."""
     max_steps_per_launch: int | None = None
     """Tokens sampled per sequence in one launch. Null: up to 64."""
+    share_prefixes: bool = True
+    """Keep what several sequences begin with once, and prefill it once. False: every sequence by itself."""
     layout: Layout = "auto"
     """``training``: weights stay where the trainer has them and are gathered layer by layer at every step.
     ``{tensor: N}``: weights are moved once per round, N devices share a copy. ``auto``: of those that fit, the one with

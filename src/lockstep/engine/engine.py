@@ -14,6 +14,7 @@ from lockstep.engine.choose import Chooser
 from lockstep.engine.config import EngineConfig, tensor_size
 from lockstep.engine.decode import decode_arguments
 from lockstep.engine.free_memory import free_bytes
+from lockstep.engine.fork import fork_arguments
 from lockstep.engine.prefill import prefill_arguments
 from lockstep.engine.prepared import Prepared, prepare_programs
 from lockstep.engine.program import AroundLaunch, Ledger, Program, fetch, signature_of
@@ -23,7 +24,7 @@ from lockstep.hosts import Hosts, current, digest
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
 from lockstep.placement.layout import DecodeGrid, decode_grid
 from lockstep.placement.place import place
-from lockstep.schedule import FindStop, PrefillPlan, Scheduler, ScheduleSizes
+from lockstep.schedule import FindStop, ForkPlan, PrefillPlan, Scheduler, ScheduleSizes
 from lockstep.types import Completion, Request
 
 type BetweenLaunches = Callable[[Scheduler], None]
@@ -169,7 +170,7 @@ class Engine:
                 "the model's configuration, shapes, dtypes or placement are not those that the engine prepared for. "
                 "Call prepare with this model first."
             )
-        scheduler = Scheduler(self._built.sizing.sizes, requests, find_stop)
+        scheduler = Scheduler(self._built.sizing.sizes, requests, find_stop, share_prefixes=self.config.share_prefixes)
         with around_launch("relay"):
             if programs.relay is not None:
                 weights = programs.relay(weights)
@@ -184,6 +185,11 @@ class Engine:
             if isinstance(plan, PrefillPlan):
                 with around_launch("prefill"):
                     pool = programs.prefill(weights, pool, *(place(a, by_replica) for a in prefill_arguments(plan)))
+                continue
+            if isinstance(plan, ForkPlan):
+                assert programs.fork is not None
+                with around_launch("fork"):
+                    pool = programs.fork(pool, *(place(a, by_replica) for a in fork_arguments(plan)))
                 continue
             with around_launch("decode"):
                 pool, *results = programs.decode(

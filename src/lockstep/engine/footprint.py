@@ -175,7 +175,9 @@ def measured(programs: Programs) -> Footprint:
         weights, relay = int(memory.output_size_in_bytes), int(memory.temp_size_in_bytes)
     pool = int(programs.new_cache.memory().output_size_in_bytes)
     temporaries = []
-    for program in (programs.prefill, programs.decode):
+    for program in (programs.prefill, programs.fork, programs.decode):
+        if program is None:
+            continue
         memory = program.memory()
         # Arguments hold the weights, the pool and the plan; the plan is a few KiB and its device copy is not counted.
         temporaries.append(

@@ -62,6 +62,7 @@ def work_out_sizes(
         prefill_rows=max(1, rows),
         steps=min(config.max_steps_per_launch or _STEPS, max(r.params.max_new_tokens for r in requests)),
         stop_ids=_round_up(max(len(r.params.stop_token_ids) for r in requests), _STOP_IDS),
+        forks=int(config.share_prefixes and _fork(requests, page_size)),
         **sampling_sizes(r.params for r in requests),
     )
     if before is not None:
@@ -89,6 +90,18 @@ def fits_model(model: LlamaConfig, tensor: int) -> bool:
 
 def _split(model: LlamaConfig) -> dict[str, int]:
     return {"num_kv_heads": model.num_kv_heads, "intermediate_dim": model.intermediate_dim}
+
+
+def _fork(requests: Sequence[Request], page_size: int) -> bool:
+    """Whether several sequences have the same prompt, and prefill ends on a partial page."""
+    seen: set[tuple[int, ...]] = set()
+    for request in requests:
+        if (len(request.prompt_tokens) - 1) % page_size:
+            prompt = request.prompt_tokens[:-1]
+            if request.params.n_generations > 1 or prompt in seen:
+                return True
+            seen.add(prompt)
+    return False
 
 
 def _round_up(value: int, multiple: int) -> int:

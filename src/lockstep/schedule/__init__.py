@@ -5,6 +5,7 @@ from lockstep.schedule.capacity import check_length as check_length
 from lockstep.schedule.pages import NULL_PAGE as NULL_PAGE
 from lockstep.schedule.pages import PageAllocator as PageAllocator
 from lockstep.schedule.plan import DecodePlan as DecodePlan
+from lockstep.schedule.plan import ForkPlan as ForkPlan
 from lockstep.schedule.plan import PrefillPlan as PrefillPlan
 from lockstep.schedule.plan import ScheduleSizes as ScheduleSizes
 from lockstep.schedule.sampling import SamplingPlan as SamplingPlan

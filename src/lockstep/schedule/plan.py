@@ -28,6 +28,7 @@ class ScheduleSizes:
         bias_ids: entries of a sequence's logit_bias at most; 0 leaves it out.
         allowed_ids: entries of a sequence's allowed_token_ids at most; 0 leaves them out.
         top_logprobs: most probable tokens that the decode program reports per step; 0 for none.
+        forks: 1 where there is a program that copies partial pages of prompts; 0 leaves it out.
     """
 
     replicas: int
@@ -44,6 +45,7 @@ class ScheduleSizes:
     bias_ids: int = 0
     allowed_ids: int = 0
     top_logprobs: int = 0
+    forks: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,6 +70,20 @@ class PrefillPlan:
             page=np.full(rows, NULL_PAGE, np.int32),
             page_table=np.full((*rows, sizes.pages_per_sequence), NULL_PAGE, np.int32),
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ForkPlan:
+    """Pages to copy. An unused entry copies the null page to itself."""
+
+    source: Int32[np.ndarray, "replica slot"]
+    target: Int32[np.ndarray, "replica slot"]
+
+    @classmethod
+    def empty(cls, sizes: ScheduleSizes) -> "ForkPlan":
+        """A plan that copies nothing."""
+        shape = (sizes.replicas, sizes.slots)
+        return cls(source=np.full(shape, NULL_PAGE, np.int32), target=np.full(shape, NULL_PAGE, np.int32))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

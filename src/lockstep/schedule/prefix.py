@@ -16,6 +16,21 @@ def page_keys(tokens: Sequence[int], page_size: int) -> list[bytes]:
     return keys
 
 
+def tail_key(tokens: Sequence[int], page_size: int, keys: Sequence[bytes]) -> bytes | None:
+    """Names the partial page at the end of ``tokens`` likewise; None where they end with a full one.
+
+    Args:
+        tokens: from position 0 on.
+        page_size: tokens in a page.
+        keys: of the full pages among them (`page_keys`).
+    """
+    tail = tokens[len(keys) * page_size :]
+    if not tail:
+        return None
+    before = keys[-1] if keys else b""
+    return hashlib.sha256(b"tail" + before + np.asarray(tail, dtype="<i4").tobytes()).digest()
+
+
 class PrefixTable:
     """Finds the page that already holds a prefix. A page is listed from its allocation until it is free again."""
 

@@ -18,6 +18,9 @@ class Replica:
 
     def __init__(self, index: int, sizes: ScheduleSizes) -> None:
         self.index = index
+        self._can_fork = bool(sizes.forks)
+        self._forks: list[tuple[Sequence, Sequence]] = []
+        self._tails: dict[bytes, Sequence] = {}
         self.allocator = PageAllocator(sizes.pages)
         self.slots: list[Sequence | None] = [None] * sizes.slots
         self._page_size = sizes.page_size
@@ -36,9 +39,20 @@ class Replica:
         return bool(self._queue)
 
     @property
+    def forking(self) -> bool:
+        """Whether partial pages wait to be copied."""
+        return bool(self._forks)
+
+    @property
     def num_free_slots(self) -> int:
         """Sequences that could still be admitted."""
         return self.slots.count(None)
+
+    def num_in_common(self, sequence: Sequence) -> int:
+        """Tokens of ``sequence`` that need no prefill here, for others have or will have them."""
+        if sequence.tail_key is not None and sequence.tail_key in self._tails:
+            return sequence.num_prefill
+        return len(self._prefixes.match(sequence.prefix_keys)) * self._page_size
 
     def fits(self, sequence: Sequence) -> bool:
         """Whether ``sequence`` has a slot and pages for its worst case here."""
@@ -51,7 +65,8 @@ class Replica:
         """Gives ``sequence`` a slot and all pages it can ever need; what others hold already is shared, not copied.
 
         Pages are shared before they are written: rows are launched in the order of admission, and within a launch every
-        row's K/V is written before any row reads.
+        row's K/V is written before any row reads. The partial page that a prompt ends with is everybody's own, for
+        decode goes on in it: whoever has the same prompt gets a copy when all prefill is done (`take_forks`).
         """
         shared = self._prefixes.match(sequence.prefix_keys)
         for page in shared:
@@ -61,6 +76,11 @@ class Replica:
         for key, page in zip(sequence.prefix_keys, sequence.pages, strict=False):
             self._prefixes.add(key, page)
         sequence.num_prefilled = len(shared) * self._page_size
+        if self._can_fork and sequence.tail_key is not None:
+            first = self._tails.setdefault(sequence.tail_key, sequence)
+            if first is not sequence:
+                self._forks.append((first, sequence))
+                sequence.num_prefilled = sequence.num_prefill
         sequence.replica = self.index
         sequence.slot = self.slots.index(None)
         self.slots[sequence.slot] = sequence
@@ -79,22 +99,41 @@ class Replica:
                 self._queue.popleft()
         return rows
 
+    def take_forks(self) -> list[tuple[int, int]]:
+        """Takes all (page to copy, page to copy it to); comes after all prefill and before decode."""
+        assert not self._queue
+        forks, self._forks = self._forks, []
+        return [(a.pages[len(a.prefix_keys)], b.pages[len(b.prefix_keys)]) for a, b in forks]
+
     def release(self, sequence: Sequence) -> None:
         """Takes the slot and the pages of an ended sequence back; its page numbers are no longer valid.
 
-        What it has not prefilled of pages that others share, they prefill themselves.
+        What it has not prefilled of pages that others share, they prefill themselves; so does the first of those that
+        still wait for a copy of its partial page, and the rest of them copy from there.
         """
         self._admitted.remove(sequence)
         if sequence in self._queue:
-            self._queue.remove(sequence)
             self._hand_over(sequence)
+        heirs = [target for source, target in self._forks if source is sequence]
+        if heirs:
+            heirs[0].num_prefilled = min(heirs[0].num_prefilled, len(heirs[0].prefix_keys) * self._page_size)
+        self._forks = [
+            (heirs[0] if source is sequence else source, target)
+            for source, target in self._forks
+            if target is not sequence and target.num_prefilled == target.num_prefill
+        ]
+        if sequence.tail_key is not None and self._tails.get(sequence.tail_key) is sequence:
+            del self._tails[sequence.tail_key]
+            others = (each for each in self._admitted if each.tail_key == sequence.tail_key)
+            if (first := next(others, None)) is not None:
+                self._tails[sequence.tail_key] = first
+        self._queue = deque(each for each in self._admitted if each.num_prefilled < each.num_prefill)
         self._prefixes.remove(self.allocator.release(sequence.pages))
         sequence.pages = []
         self.slots[sequence.slot] = None
 
     def release_all(self) -> None:
         """Takes everything back."""
-        self._queue.clear()
         for sequence in list(self._admitted):
             self.release(sequence)
 
@@ -107,4 +146,3 @@ class Replica:
                 # Shared pages are a beginning, so from the first one on all that follows is its own to write.
                 sequence.num_prefilled = min(sequence.num_prefilled, mine[0] * self._page_size)
                 orphans.difference_update(sequence.pages)
-        self._queue = deque(each for each in self._admitted if each.num_prefilled < each.num_prefill)

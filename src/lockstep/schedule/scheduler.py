@@ -9,8 +9,8 @@ import numpy as np
 from lockstep.errors import ConfigError
 from lockstep.schedule.capacity import check_capacity
 from lockstep.schedule.launch_length import launch_steps
-from lockstep.schedule.plan import DecodePlan, PrefillPlan, ScheduleSizes
-from lockstep.schedule.prefix import page_keys
+from lockstep.schedule.plan import DecodePlan, ForkPlan, PrefillPlan, ScheduleSizes
+from lockstep.schedule.prefix import page_keys, tail_key
 from lockstep.schedule.replica import Replica
 from lockstep.schedule.sequence import Sequence
 from lockstep.types import Completion, FinishReason, Request
@@ -30,13 +30,21 @@ class Scheduler:
         sizes: capacities.
         requests: all prompts to answer.
         find_stop: finds stop strings; needed if a request has any.
+        share_prefixes: whether sequences that begin alike have the pages of that beginning in common.
 
     Raises:
         CapacityError: a request can never fit, whatever finishes before it.
         ConfigError: a request has stop strings and there is no ``find_stop``.
     """
 
-    def __init__(self, sizes: ScheduleSizes, requests: Seq[Request], find_stop: FindStop | None = None) -> None:
+    def __init__(
+        self,
+        sizes: ScheduleSizes,
+        requests: Seq[Request],
+        find_stop: FindStop | None = None,
+        *,
+        share_prefixes: bool = True,
+    ) -> None:
         check_capacity(sizes, requests)
         for request in requests:
             if request.params.stop and find_stop is None:
@@ -49,9 +57,13 @@ class Scheduler:
         self._sequences: list[Sequence] = []
         for request in requests:
             # Only what prefill writes can be shared: the page of the prompt's last token is written by decode.
-            keys = page_keys(request.prompt_tokens[:-1], sizes.page_size)
+            shared = request.prompt_tokens[:-1] if share_prefixes else ()
+            keys = page_keys(shared, sizes.page_size)
+            tail = tail_key(shared, sizes.page_size, keys)
             for generation in range(request.params.n_generations):
-                self._sequences.append(Sequence(request=request, generation_id=generation, prefix_keys=keys))
+                self._sequences.append(
+                    Sequence(request=request, generation_id=generation, prefix_keys=keys, tail_key=tail)
+                )
         self._waiting = deque(self._sequences)
         self._replicas = [Replica(i, sizes) for i in range(sizes.replicas)]
 
@@ -103,11 +115,13 @@ class Scheduler:
         for replica in self._replicas:
             replica.release_all()
 
-    def next_plan(self) -> PrefillPlan | DecodePlan | None:
+    def next_plan(self) -> PrefillPlan | ForkPlan | DecodePlan | None:
         """Admits what fits and says what to launch next; None when all is done. A DecodePlan must be committed."""
         self._admit()
         if any(replica.prefilling for replica in self._replicas):
             return self._plan_prefill()
+        if any(replica.forking for replica in self._replicas):
+            return self._plan_forks()
         if self.done:
             return None
         return self._plan_decode()
@@ -175,8 +189,16 @@ class Scheduler:
             fitting = [i for i, replica in enumerate(self._replicas) if replica.fits(sequence)]
             if not fitting:
                 return  # longest-waiting first: nobody overtakes
-            index = max(fitting, key=lambda i: (self._replicas[i].num_free_slots, -i))
-            self._replicas[index].admit(self._waiting.popleft())
+            # While all slots will be taken anyway, a sequence goes where its prompt is, to be prefilled once and not
+            # once per replica.
+            free = min(self.sizes.sequences - self._num_active, sum(r.num_free_slots for r in self._replicas))
+            crowded = len(self._waiting) >= free
+
+            def worth(i: int, sequence: Sequence = sequence, crowded: bool = crowded) -> tuple[int, int, int]:
+                replica = self._replicas[i]
+                return replica.num_in_common(sequence) if crowded else 0, replica.num_free_slots, -i
+
+            self._replicas[max(fitting, key=worth)].admit(self._waiting.popleft())
 
     def _plan_prefill(self) -> PrefillPlan:
         sizes = self.sizes
@@ -184,10 +206,20 @@ class Scheduler:
         for r, replica in enumerate(self._replicas):
             for row, (sequence, start) in enumerate(replica.take_prefill_rows(sizes.prefill_rows)):
                 end = min(start + sizes.page_size, sequence.num_prefill)
+                # What follows the prompt on its last page is seen by nobody, but its numbers must be finite: not those of
+                # some token, but of one that the row's queries see anyway.
+                plan.tokens[r, row] = sequence.request.prompt_tokens[start]
                 plan.tokens[r, row, : end - start] = sequence.request.prompt_tokens[start:end]
                 plan.start[r, row] = start
                 plan.page[r, row] = sequence.pages[start // sizes.page_size]
                 plan.page_table[r, row, : len(sequence.pages)] = sequence.pages
+        return plan
+
+    def _plan_forks(self) -> ForkPlan:
+        plan = ForkPlan.empty(self.sizes)
+        for r, replica in enumerate(self._replicas):
+            for at, (source, target) in enumerate(replica.take_forks()):
+                plan.source[r, at], plan.target[r, at] = source, target
         return plan
 
     def _plan_decode(self) -> DecodePlan:

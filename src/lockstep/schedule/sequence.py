@@ -16,6 +16,8 @@ class Sequence:
     generation_id: int
     prefix_keys: list[bytes] = dataclasses.field(default_factory=list)
     """Names of the full pages that prefill writes (`page_keys`)."""
+    tail_key: bytes | None = None
+    """Name of the partial page that prefill ends with (`tail_key`); None where there is none."""
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     sampled_logprobs: list[float] = dataclasses.field(default_factory=list)

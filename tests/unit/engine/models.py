@@ -69,7 +69,7 @@ def mixed_requests() -> list[Request]:
     return [
         request(0, 1, 12),
         request(1, 33, 12, n_generations=2),
-        request(2, 17, 12, temperature=0.8, seed=3, n_generations=3),
+        request(2, 22, 12, temperature=0.8, seed=3, n_generations=3),
         request(3, 33, 6, temperature=0.8, seed=2**32 - 1),
         request(2**32 - 1, 9, 12, temperature=0.8, stop_token_ids=tuple(range(1, 18, 2))),
         request(5, 24, 12, stop_token_ids=tuple(range(0, 39, 3))),

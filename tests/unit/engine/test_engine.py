@@ -56,7 +56,7 @@ def test_preparing_launches_nothing_and_a_second_run_compiles_nothing(engine: En
     with compilations() as events, jax.no_execution(True):
         digests = engine.prepare(model, requests)
     assert events, "the listener hears nothing"
-    assert list(digests) == list(engine.programs) == ["relay", "new_cache", "prefill", "decode"]
+    assert list(digests) == list(engine.programs) == ["relay", "new_cache", "prefill", "fork", "decode"]
     first = engine.run(model, requests)
     launches = list(engine.ledger.launches)
     with compilations() as events:
@@ -96,7 +96,7 @@ def test_around_each_launch(engine: Engine, model: Any) -> None:
         seen.append(name)
 
     engine.run(model, mixed_requests(), around_launch=around)
-    assert seen[0] == "relay" and set(seen) == {"relay", "prefill", "decode"}
+    assert seen[0] == "relay" and set(seen) == {"relay", "prefill", "fork", "decode"}
 
 
 def test_a_changed_model_gives_its_own_tokens_without_a_compilation(engine: Engine, model: Any) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.schedule import NULL_PAGE, DecodePlan, PrefillPlan, Scheduler, ScheduleSizes
+from lockstep.schedule import NULL_PAGE, DecodePlan, ForkPlan, PrefillPlan, Scheduler, ScheduleSizes
 from lockstep.types import Completion, FinishReason, Request
 
 VOCAB = 7
@@ -68,6 +68,30 @@ class FakeDevice:
                     context = self.context(replica, table, start + i)
                     self.pool[replica, page, i] = cached(context, int(token), int(start) + i)
 
+    def fork(self, plan: ForkPlan, readers: list[dict[int, int]]) -> None:
+        """All pages are read before any is written; one that is written has one reader, who wrote nothing to it yet."""
+        before = self.pool.copy()
+        for at in np.ndindex(plan.source.shape):
+            replica, source, target = at[0], plan.source[at], plan.target[at]
+            if target == NULL_PAGE:
+                assert source == NULL_PAGE, "an unused entry points to a page"
+                continue
+            assert source != target and readers[replica][source] >= 1 and readers[replica][target] == 1
+            self.pool[replica, target] = before[replica, source]
+        targets = [[p for p in row if p != NULL_PAGE] for row in plan.target.tolist()]
+        assert any(targets), "a launch that copies nothing"
+        assert all(len(row) == len(set(row)) for row in targets), "a page is written twice"
+
+    def launch(self, scheduler: Scheduler, plan: PrefillPlan | ForkPlan | DecodePlan) -> None:
+        """Does what a plan says, and commits it where it must be."""
+        readers = [replica.allocator._readers for replica in scheduler._replicas]
+        if isinstance(plan, PrefillPlan):
+            self.prefill(plan)
+        elif isinstance(plan, ForkPlan):
+            self.fork(plan, readers)
+        else:
+            scheduler.commit(plan, *self.decode(plan, readers))
+
     def decode(self, plan: DecodePlan, readers: list[dict[int, int]]) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and log-probabilities of a launch; ``readers`` counts the readers of each page of each replica."""
         sizes = self.sizes
@@ -99,7 +123,7 @@ class Played:
     """What a scheduler did from the first plan to the last."""
 
     completions: list[Completion]
-    plans: list[PrefillPlan | DecodePlan]
+    plans: list[PrefillPlan | ForkPlan | DecodePlan]
     most_active: int
 
 
@@ -109,9 +133,7 @@ def play(scheduler: Scheduler, check: Any = lambda: None) -> Played:
     while (plan := scheduler.next_plan()) is not None:
         check()
         plans.append(plan)
-        if isinstance(plan, PrefillPlan):
-            device.prefill(plan)
-            continue
-        most = max(most, int((plan.remaining > 0).sum()))
-        scheduler.commit(plan, *device.decode(plan, [r.allocator._readers for r in scheduler._replicas]))
+        if isinstance(plan, DecodePlan):
+            most = max(most, int((plan.remaining > 0).sum()))
+        device.launch(scheduler, plan)
     return Played(scheduler.completions(), plans, most)

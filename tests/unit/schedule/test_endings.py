@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lockstep.errors import ConfigError
-from lockstep.schedule import PrefillPlan, Scheduler, ScheduleSizes
+from lockstep.schedule import Scheduler, ScheduleSizes
 from lockstep.schedule.launch_length import launch_steps
 from lockstep.types import Completion, FinishReason, Request
 from tests.unit.schedule.fake_device import FakeDevice, answer_alone
@@ -39,11 +39,8 @@ class Run:
 
     def launch(self) -> bool:
         plan = self.scheduler.next_plan()
-        if isinstance(plan, PrefillPlan):
-            self.device.prefill(plan)
-        elif plan is not None:
-            readers = [r.allocator._readers for r in self.scheduler._replicas]
-            self.scheduler.commit(plan, *self.device.decode(plan, readers))
+        if plan is not None:
+            self.device.launch(self.scheduler, plan)
         return plan is not None
 
     def check_pages(self) -> None:
@@ -55,6 +52,10 @@ class Run:
             assert replica.allocator.num_free == sizes.pages - 1 - len(set(held))
             assert set(replica._prefixes._keys) <= set(held), "prefixes of free pages are listed"
             assert all(s in replica.slots for s in replica._queue)
+            assert all(s in replica.slots for s in replica._tails.values())
+            for source, target in replica._forks:
+                assert source in replica.slots and target in replica.slots and target not in replica._queue
+                assert source.request.prompt_tokens[:-1] == target.request.prompt_tokens[:-1]
             for sequence in replica.slots:
                 if sequence is not None:
                     assert sequence.finish_reason is None

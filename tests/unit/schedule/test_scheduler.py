@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import CapacityError
-from lockstep.schedule import DecodePlan, PrefillPlan, Scheduler, ScheduleSizes, check_capacity
+from lockstep.schedule import DecodePlan, ForkPlan, PrefillPlan, Scheduler, ScheduleSizes, check_capacity
 from lockstep.types import Request, SamplingParams
-from tests.unit.schedule.fake_device import VOCAB, answer_alone, play
+from tests.unit.schedule.fake_device import VOCAB, FakeDevice, answer_alone, play
 
 
 def request(number: int, prompt: int | tuple[int, ...], new: int, generations: int = 1, **options) -> Request:
@@ -57,6 +57,7 @@ def cases(draw: st.DrawFn) -> tuple[ScheduleSizes, list[Request]]:
         prefill_rows=draw(st.integers(1, 4)),
         steps=draw(st.integers(1, 5)),
         stop_ids=2,
+        forks=draw(st.integers(0, 1)),
     )
     return sizes, requests
 
@@ -118,6 +119,58 @@ def test_everything_is_answered_as_if_it_were_alone(case: tuple[ScheduleSizes, l
     assert len(played.plans) <= tokens + rows, "a launch that gets nowhere"
 
 
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(cases(), st.booleans())
+def test_what_prompts_have_in_common_is_prefilled_once(case: tuple[ScheduleSizes, list[Request]], share: bool) -> None:
+    sizes, requests = case
+    total = sum(r.params.n_generations for r in requests)
+    pages = sum(r.params.n_generations * pages_of(r, sizes.page_size) for r in requests)
+    roomy = dataclasses.replace(sizes, replicas=1, slots=total, sequences=total, pages=pages + 1, forks=1)
+    scheduler = Scheduler(roomy, requests, share_prefixes=share)
+    played = play(scheduler, Checks(scheduler))
+    size = sizes.page_size
+    # A row writes one page: of all prompts, each different beginning of whole pages, and each different prompt that
+    # ends on a partial one.
+    rows, copies = [], 0
+    for r in requests:
+        known, generations = r.prompt_tokens[:-1], r.params.n_generations
+        own = [known[: (i + 1) * size] for i in range(-(-len(known) // size))]
+        rows += own * (1 if share else generations)
+    if share:
+        copies = sum(r.params.n_generations for r in requests if (len(r.prompt_tokens) - 1) % size)
+        copies -= len({row for row in rows if len(row) % size})
+        rows = list(set(rows))
+    assert sum(int((p.page != 0).sum()) for p in played.plans if isinstance(p, PrefillPlan)) == len(rows)
+    assert sum(int((p.target != 0).sum()) for p in played.plans if isinstance(p, ForkPlan)) == copies
+    for completion, (one, generation) in zip(
+        played.completions, [(r, g) for r in requests for g in range(r.params.n_generations)], strict=True
+    ):
+        assert (completion.tokens, completion.finish_reason) == answer_alone(one, generation)
+
+
+def test_a_generation_that_comes_later_copies_from_one_that_is_there() -> None:
+    one = request(0, 7, 5, generations=3)
+    scheduler = Scheduler(sizes_of(page_size=4, slots=2, sequences=2, forks=1), [one])
+    device, kinds = FakeDevice(scheduler.sizes), []
+    while (plan := scheduler.next_plan()) is not None:
+        device.launch(scheduler, plan)
+        kinds.append(type(plan))
+        if isinstance(plan, DecodePlan):
+            scheduler.cancel(0, 0)  # its slot is free, its neighbour decodes on
+    assert kinds[:5] == [PrefillPlan, ForkPlan, DecodePlan, ForkPlan, DecodePlan] and kinds.count(PrefillPlan) == 1
+    assert [c.tokens for c in scheduler.completions()[1:]] == [answer_alone(one, g)[0] for g in (1, 2)]
+
+
+def test_all_generations_go_where_their_prompt_is_while_others_wait() -> None:
+    sizes = sizes_of(replicas=2, slots=4, sequences=8, forks=1)
+    many = Scheduler(sizes, [request(i, (i, 1, 2, 3), 4, generations=4) for i in range(4)])
+    many.next_plan()
+    assert [[s.request.prompt_id for s in replica.slots] for replica in many._replicas] == [[0] * 4, [1] * 4]
+    few = Scheduler(sizes, [request(0, 4, 4, generations=4)])
+    few.next_plan()
+    assert [sum(s is not None for s in replica.slots) for replica in few._replicas] == [2, 2]
+
+
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(cases())
 def test_plans_are_a_pure_function_of_fixed_shapes(case: tuple[ScheduleSizes, list[Request]]) -> None:
@@ -126,6 +179,7 @@ def test_plans_are_a_pure_function_of_fixed_shapes(case: tuple[ScheduleSizes, li
     assert len(first.plans) == len(second.plans)
     shapes = {
         PrefillPlan: PrefillPlan.empty(sizes),
+        ForkPlan: ForkPlan.empty(sizes),
         DecodePlan: DecodePlan.empty(sizes, 0),
     }
     for a, b in zip(first.plans, second.plans, strict=True):
@@ -137,7 +191,7 @@ def test_plans_are_a_pure_function_of_fixed_shapes(case: tuple[ScheduleSizes, li
             assert (left[name].shape, left[name].dtype) == (empty[name].shape, empty[name].dtype)
 
 
-def arrays_of(plan: PrefillPlan | DecodePlan) -> dict[str, np.ndarray]:
+def arrays_of(plan: PrefillPlan | ForkPlan | DecodePlan) -> dict[str, np.ndarray]:
     """Every number of a plan, by name."""
     values = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
     sampling = values.pop("sampling").arrays() if isinstance(plan, DecodePlan) else {}

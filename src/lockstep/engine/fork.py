@@ -1,0 +1,39 @@
+"""The fork program: copies the partial page that a prompt ends with to each sequence that goes on from it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array
+
+from lockstep.schedule import ForkPlan
+
+
+def fork_function(num_layers: int, pages: int) -> Callable[..., Any]:
+    """The function that every device runs, inside ``shard_map`` over the decode grid.
+
+    It takes the replica's pool and the arrays of a `ForkPlan` with this replica's entry alone. What lies on a copied page
+    beyond the prompt comes along; no query sees it before decode overwrites it.
+
+    Args:
+        num_layers: of the model.
+        pages: per layer in a replica's pool.
+
+    Returns:
+        A function that returns the pool.
+    """
+
+    def fork(pool: Any, source: Array, target: Array) -> Any:
+        def layer(index: Array, pool: Any) -> Any:
+            first = index * pages
+            return jax.tree.map(lambda part: part.at[first + target[0]].set(part[first + source[0]]), pool)
+
+        return jax.lax.fori_loop(0, num_layers, layer, pool)
+
+    return fork
+
+
+def fork_arguments(plan: ForkPlan) -> list[np.ndarray]:
+    """The arrays of a plan in the order of the fork function's arguments."""
+    return [plan.source, plan.target]
