@@ -13,8 +13,8 @@ from lockstep.engine.check import check_requests
 from lockstep.engine.choose import Chooser
 from lockstep.engine.config import EngineConfig, tensor_size
 from lockstep.engine.decode import decode_arguments
-from lockstep.engine.free_memory import free_bytes
 from lockstep.engine.fork import fork_arguments
+from lockstep.engine.free_memory import free_bytes
 from lockstep.engine.prefill import prefill_arguments
 from lockstep.engine.prepared import Prepared, prepare_programs
 from lockstep.engine.program import AroundLaunch, Ledger, Program, fetch, signature_of

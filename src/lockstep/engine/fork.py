@@ -13,8 +13,8 @@ from lockstep.schedule import ForkPlan
 def fork_function(num_layers: int, pages: int) -> Callable[..., Any]:
     """The function that every device runs, inside ``shard_map`` over the decode grid.
 
-    It takes the replica's pool and the arrays of a `ForkPlan` with this replica's entry alone. What lies on a copied page
-    beyond the prompt comes along; no query sees it before decode overwrites it.
+    It takes the replica's pool and the arrays of a `ForkPlan` with this replica's entry alone. What lies on a copied
+    page beyond the prompt comes along; no query sees it before decode overwrites it.
 
     Args:
         num_layers: of the model.

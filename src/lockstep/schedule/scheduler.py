@@ -206,8 +206,8 @@ class Scheduler:
         for r, replica in enumerate(self._replicas):
             for row, (sequence, start) in enumerate(replica.take_prefill_rows(sizes.prefill_rows)):
                 end = min(start + sizes.page_size, sequence.num_prefill)
-                # What follows the prompt on its last page is seen by nobody, but its numbers must be finite: not those of
-                # some token, but of one that the row's queries see anyway.
+                # What follows the prompt on its last page is seen by nobody, but 0 times NaN is NaN: so it is no token
+                # but one that the row's queries see anyway.
                 plan.tokens[r, row] = sequence.request.prompt_tokens[start]
                 plan.tokens[r, row, : end - start] = sequence.request.prompt_tokens[start:end]
                 plan.start[r, row] = start
