@@ -13,6 +13,25 @@ class PromptError(LockstepError, ValueError):
     """A prompt that cannot be answered (empty, too long, not readable)."""
 
 
+class CompilerError(LockstepError, RuntimeError):
+    """A program that the compiler refused."""
+
+    def __init__(self, text: str, *, needed: int = 0, limit: int = 0) -> None:
+        super().__init__(text)
+        self.needed = needed
+        """Bytes that it needs, 0 where the compiler does not say."""
+        self.limit = limit
+        """Bytes that there are, 0 where the compiler does not say."""
+
+
+class HbmError(CompilerError):
+    """A program that needs more device memory than there is."""
+
+
+class VmemError(CompilerError):
+    """A kernel that needs more of a TPU core's vector memory than it may have."""
+
+
 class CapacityError(LockstepError, ValueError):
     """A request that can never fit the engine, whatever finishes before it."""
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from lockstep.engine.compiling import Compile, compile_lowered
 from lockstep.engine.config import EngineConfig
 from lockstep.engine.decode import decode_arguments, decode_function, num_results
 from lockstep.engine.fork import fork_arguments, fork_function
@@ -49,6 +50,7 @@ def build_programs(
     *,
     vocab_size: int | None,
     ledger: Ledger,
+    compile_with: Compile = compile_lowered,
 ) -> Programs:
     """Compiles all programs for a model as it lies; launches nothing.
 
@@ -60,14 +62,17 @@ def build_programs(
         sizes: capacities.
         vocab_size: token ids below it may be sampled; None for all rows of the embedding.
         ledger: where launches are recorded.
+        compile_with: the compiler.
 
     Raises:
         ConfigError: the weights lie somewhere the grid cannot express.
-        LockstepError: a program does not compile.
+        CompilerError: a program does not compile.
     """
 
     def compiled(name: str, function: Callable[..., Any], arguments: list[Any], **options: Any) -> Program:
-        return compile_program(name, function, arguments, mesh=grid.mesh, ledger=ledger, **options)
+        return compile_program(
+            name, function, arguments, mesh=grid.mesh, ledger=ledger, compile_with=compile_with, **options
+        )
 
     dtype = jnp.dtype(config.dtype or weights.embed.dtype)
     layouts = leaf_layouts(weights, grid)

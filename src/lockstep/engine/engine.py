@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from lockstep.engine.agreement import settled
 from lockstep.engine.check import check_requests
 from lockstep.engine.choose import Chooser
+from lockstep.engine.compiling import Compile, compile_lowered
 from lockstep.engine.config import EngineConfig, tensor_size
 from lockstep.engine.decode import decode_arguments
 from lockstep.engine.fork import fork_arguments
@@ -40,12 +41,20 @@ class Engine:
         config: capacities and layout.
         mesh: the mesh that the model is sharded over (the trainer's).
         vocab_size: token ids below it may be sampled; None for all rows of the embedding.
+        compile_with: the compiler; one that gives figures alone is enough to `prepare`, not to `run`.
 
     Raises:
         ConfigError: the layout does not fit the mesh, or no token may be sampled.
     """
 
-    def __init__(self, config: EngineConfig, mesh: Mesh, *, vocab_size: int | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        mesh: Mesh,
+        *,
+        vocab_size: int | None = None,
+        compile_with: Compile = compile_lowered,
+    ) -> None:
         if vocab_size is not None and vocab_size < 1:
             raise ConfigError(
                 f"vocab_size is {vocab_size}; at least 1 token must be allowed. Give the tokenizer's number of ids, or "
@@ -55,6 +64,7 @@ class Engine:
         self.mesh = mesh
         self.grid: DecodeGrid = decode_grid(mesh, tensor_size(config.layout) or 1)
         self.vocab_size = vocab_size
+        self._compile_with = compile_with
         self.ledger = Ledger()
         self._built: Prepared | None = None
 
@@ -130,6 +140,7 @@ class Engine:
             vocab_size=self.vocab_size,
             ledger=self.ledger,
             before=self._built,
+            compile_with=self._compile_with,
         )
         self.grid = self._built.grid
         return {name: program.digest for name, program in self.programs.items()}

@@ -5,6 +5,10 @@ import dataclasses
 import jax
 
 _GB = 10**9
+_TPU_SOURCE = (
+    "memory: the TPU compiler; bandwidth and operations: https://cloud.google.com/tpu/docs; links: "
+    "https://jax-ml.github.io/scaling-book/tpus/"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,11 +30,13 @@ class Chip:
 
     Args:
         name: what people call it.
-        memory: bytes, as published; a running device says itself what it has.
+        memory: bytes that programs may use: of a TPU what its compiler says, else as published; a running device says
+            itself what it has.
         bandwidth: bytes per second between memory and cores.
         flops: 16-bit matrix operations per second.
         link: between devices of one host (of a TPU slice: between all of them).
         network: between devices of different hosts.
+        source: of the numbers.
     """
 
     name: str
@@ -39,18 +45,28 @@ class Chip:
     flops: float
     link: Link
     network: Link
+    source: str = "rough guesses"
 
 
-def _tpu(name: str, memory_gb: int, bandwidth: float, flops: float, link: float) -> Chip:
+def _tpu(name: str, memory_gib: float, bandwidth: float, flops: float, link: float) -> Chip:
     # A ring uses both directions of one axis: two links. 1 us per collective: "How to Scale Your Model", part 2.
     ici = Link(bandwidth=2 * link, latency_s=1e-6)
-    return Chip(name=name, memory=memory_gb * _GB, bandwidth=bandwidth, flops=flops, link=ici, network=ici)
+    return Chip(
+        name=name,
+        memory=int(memory_gib * 2**30),
+        bandwidth=bandwidth,
+        flops=flops,
+        link=ici,
+        network=ici,
+        source=_TPU_SOURCE,
+    )
 
 
 def _gpu(name: str, memory_gb: int, bandwidth: float) -> Chip:
     return Chip(
         name=name,
         memory=memory_gb * _GB,
+        source="https://www.nvidia.com/en-us/data-center/ (SXM)",
         bandwidth=bandwidth,
         flops=989e12,  # dense
         link=Link(bandwidth=450e9, latency_s=1e-5),  # NVLink 4: 900 GB/s, both directions together
@@ -58,12 +74,13 @@ def _gpu(name: str, memory_gb: int, bandwidth: float) -> Chip:
     )
 
 
-# Memory and its bandwidth: https://cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e. One-way bandwidth of a link:
-# https://jax-ml.github.io/scaling-book/tpus/, table of TPU specifications.
-_V4 = _tpu("TPU v4", 32, 1.23e12, 275e12, 45e9)
-_V5E = _tpu("TPU v5e", 16, 819e9, 197e12, 45e9)
-_V5P = _tpu("TPU v5p", 95, 2.765e12, 459e12, 90e9)
-_V6E = _tpu("TPU v6e", 32, 1.64e12, 918e12, 90e9)
+# Memory: "available HBM" in the words of the TPU compiler (libtpu 0.0.46.3) when it refuses a program; what is published
+# (32, 16, 95 and 32 GB) is rounded. Bandwidth and operations: https://cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e.
+# One-way bandwidth of a link: https://jax-ml.github.io/scaling-book/tpus/, table of TPU specifications.
+_V4 = _tpu("TPU v4", 2 * 15.25, 1.23e12, 275e12, 45e9)
+_V5E = _tpu("TPU v5e", 15.75, 819e9, 197e12, 45e9)
+_V5P = _tpu("TPU v5p", 95.73, 2.765e12, 459e12, 90e9)
+_V6E = _tpu("TPU v6e", 31.24, 1.64e12, 918e12, 90e9)
 # https://www.nvidia.com/en-us/data-center/h100/ and /h200/, SXM.
 _H100 = _gpu("H100", 80, 3.35e12)
 _H200 = _gpu("H200", 141, 4.8e12)

@@ -7,10 +7,12 @@ from jax.sharding import Mesh
 
 from lockstep.engine.build import Programs, build_programs
 from lockstep.engine.choose import Chooser
+from lockstep.engine.compiling import Compile, compile_lowered
 from lockstep.engine.config import EngineConfig, tensor_size
 from lockstep.engine.footprint import measured
 from lockstep.engine.program import Ledger, signature_of
 from lockstep.engine.sizing import Sizing, layout_text
+from lockstep.errors import HbmError
 from lockstep.models import DecoderWeights, LlamaConfig
 from lockstep.placement.layout import DecodeGrid, decode_grid
 from lockstep.types import Request
@@ -37,6 +39,7 @@ def prepare_programs(
     vocab_size: int | None,
     ledger: Ledger,
     before: Prepared | None = None,
+    compile_with: Compile = compile_lowered,
 ) -> Prepared:
     """Chooses layout and capacities, compiles, and chooses smaller ones where the compiler needs more than predicted.
 
@@ -52,11 +55,12 @@ def prepare_programs(
         vocab_size: token ids below it may be sampled; None for all rows of the embedding.
         ledger: where launches are recorded.
         before: of an earlier call; returned as it is if it does for these requests too.
+        compile_with: the compiler.
 
     Raises:
         ConfigError: a capacity, layout or model that cannot work.
         CapacityError: a request that can never fit.
-        LockstepError: a program does not compile.
+        CompilerError: a program does not compile.
     """
     signature = signature_of(model, weights)
     if before is not None and before.signature != signature:
@@ -68,19 +72,25 @@ def prepare_programs(
         if before is not None and sizing.layout == before.sizing.layout and sizing.sizes == before.sizing.sizes:
             return before if sizing.wanted == before.sizing.wanted else dataclasses.replace(before, sizing=sizing)
         grid = decode_grid(mesh, tensor_size(sizing.layout) or 1)
-        programs = build_programs(
-            dataclasses.replace(config, layout=sizing.layout),
-            model,
-            weights,
-            grid,
-            sizing.sizes,
-            vocab_size=vocab_size,
-            ledger=ledger,
-        )
-        compiled = measured(programs)
-        if compiled.total <= sizing.budget:
-            sizing = dataclasses.replace(sizing, compiled=compiled)
-            return Prepared(signature=signature, sizing=sizing, grid=grid, programs=programs)
+        try:
+            programs = build_programs(
+                dataclasses.replace(config, layout=sizing.layout),
+                model,
+                weights,
+                grid,
+                sizing.sizes,
+                vocab_size=vocab_size,
+                ledger=ledger,
+                compile_with=compile_with,
+            )
+        except HbmError as error:
+            beyond = max(error.needed - error.limit, sizing.budget // 10)
+        else:
+            compiled = measured(programs)
+            if compiled.total <= sizing.budget:
+                sizing = dataclasses.replace(sizing, compiled=compiled)
+                return Prepared(signature=signature, sizing=sizing, grid=grid, programs=programs)
+            beyond = compiled.total - sizing.predicted.total
         # At least a hundredth of the budget more each time, so that this ends.
-        name, beyond = layout_text(sizing.layout), compiled.total - sizing.predicted.total
+        name = layout_text(sizing.layout)
         excess[name] = max(beyond, excess.get(name, 0) + sizing.budget // 100 + 1)

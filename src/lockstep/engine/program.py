@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from lockstep.errors import LockstepError
+from lockstep.engine.compiling import Compile, compile_lowered, explain
 from lockstep.models import DecoderWeights, LlamaConfig
 
 type AroundLaunch = Callable[[str], contextlib.AbstractContextManager[object]]
@@ -47,7 +47,7 @@ class Program:
     name: str
     digest: str
     traces: int
-    _compiled: jax.stages.Compiled
+    _compiled: Any
     _ledger: Ledger
 
     def __call__(self, *arguments: Any) -> Any:
@@ -59,6 +59,10 @@ class Program:
         """The compiler's memory analysis, in bytes per device."""
         return self._compiled.memory_analysis()
 
+    def text(self) -> str:
+        """The optimised program as the compiler prints it."""
+        return str(self._compiled.as_text())
+
 
 def compile_program(
     name: str,
@@ -69,6 +73,7 @@ def compile_program(
     ledger: Ledger,
     donate: tuple[int, ...] = (),
     out_shardings: Any = None,
+    compile_with: Compile = compile_lowered,
 ) -> Program:
     """Traces, lowers and compiles ``function`` for ``arguments``; launches nothing and talks to no other host.
 
@@ -80,9 +85,10 @@ def compile_program(
         ledger: where launches are recorded.
         donate: positions of arguments that may be overwritten.
         out_shardings: of the outputs, or None to leave them to the compiler.
+        compile_with: the compiler; another one may give figures alone.
 
     Raises:
-        LockstepError: the compiler refused the program; named.
+        CompilerError: the compiler refused the program; named.
     """
     traces = 0
 
@@ -96,12 +102,17 @@ def compile_program(
     try:
         with jax.set_mesh(mesh):
             lowered = jax.jit(traced, donate_argnums=donate, **options).lower(*arguments)
-            compiled = lowered.compile()
+            compiled = compile_with(lowered, name)
     except Exception as error:
-        raise LockstepError(f"program {name!r} does not compile on the mesh {dict(mesh.shape)}: {error}") from error
-    text = f"jax {jax.__version__} jaxlib {importlib.metadata.version('jaxlib')}\n{lowered.as_text()}"
-    digest = hashlib.sha256(text.encode()).hexdigest()
+        raise explain(name, dict(mesh.shape), error) from error
+    digest = lowered_digest(lowered)
     return Program(name=name, digest=digest, traces=traces, _compiled=compiled, _ledger=ledger)
+
+
+def lowered_digest(lowered: jax.stages.Lowered) -> str:
+    """sha256 of a program's StableHLO and of the versions that compile it."""
+    text = f"jax {jax.__version__} jaxlib {importlib.metadata.version('jaxlib')}\n{lowered.as_text()}"
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def signature_of(config: LlamaConfig, weights: DecoderWeights) -> object:

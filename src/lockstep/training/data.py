@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+import jax
 import numpy as np
 
 from lockstep.errors import ConfigError, PromptError
@@ -60,6 +61,18 @@ class DataConfig:
             )
         return self.max_seq_len
 
+    def columns(self, model_max_seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape and type of one row of each column that ``load`` makes, without reading any data.
+
+        Args:
+            model_max_seq_len: the longest sequence of the model, in tokens.
+
+        Raises:
+            ConfigError: the rows would be longer than the model allows.
+        """
+        row = (self.row_length(model_max_seq_len),)
+        return {"tokens": jax.ShapeDtypeStruct(row, np.int32), "loss_mask": jax.ShapeDtypeStruct(row, np.bool_)}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LmDataConfig(DataConfig):
@@ -98,6 +111,10 @@ class PreferenceDataConfig(DataConfig):
     """Data of `train-simpo`: JSON lines in the chat format of UltraFeedback-binarized, fields ``chosen`` and
     ``rejected``, each a list of ``{role, content}`` that ends with the assistant's answer; all before it is the prompt.
     """
+
+    def columns(self, model_max_seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
+        single = super().columns(model_max_seq_len)
+        return {name: jax.ShapeDtypeStruct((2, *one.shape), one.dtype) for name, one in single.items()}
 
     def load(self, tokenizer: "PreTrainedTokenizerBase", model_max_seq_len: int, seed: int) -> Rows:
         """Read and tokenise the pairs.

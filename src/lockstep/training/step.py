@@ -14,12 +14,15 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
 from lockstep.errors import ConfigError
-from lockstep.placement import COMPUTE_AXES, PARAMETER_AXES
+from lockstep.placement import COMPUTE_AXES, MESH_AXES, PARAMETER_AXES
 from lockstep.training.objectives.parts import LossFn, LossParts
 from lockstep.training.precision import Precision, cast_floats
 
 BATCH_SPEC = P(("dp", "fsdp"))
 """Rows of a batch on the mesh."""
+
+STOP_SPEC = P(MESH_AXES)
+"""The stop flags on the mesh: one per device."""
 
 
 @jax.tree_util.register_dataclass
@@ -100,14 +103,56 @@ def init_state(
     Returns:
         The state, and its shardings.
     """
+    make = _state_maker(optimizer, precision)
+    with jax.set_mesh(mesh):
+        shardings = parameter_shardings(jax.eval_shape(make, model), mesh)
+        return jax.jit(make, out_shardings=shardings, donate_argnums=0)(model), shardings
 
+
+def state_structs(
+    init: Callable[[jax.Array], PyTree], optimizer: optax.GradientTransformation, mesh: Mesh, precision: Precision
+) -> tuple[TrainState, PyTree]:
+    """What `init_model` and `init_state` would make, as shapes: nothing is allocated, and no device is needed.
+
+    Args:
+        init: makes a model from a key.
+        optimizer: of the run.
+        mesh: of the run; its devices may be ones that can only be compiled for.
+        precision: gives the parameter type.
+
+    Returns:
+        The state with a shape struct in place of each array, and its shardings.
+    """
+    make = _state_maker(optimizer, precision)
+    with jax.set_mesh(mesh):
+        shapes = jax.eval_shape(lambda: make(init(jax.random.key(0))))
+    shardings = parameter_shardings(shapes, mesh)
+    structs = jax.tree.map(
+        lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding), shapes, shardings
+    )
+    return structs, shardings
+
+
+def batch_structs(columns: Mapping[str, jax.ShapeDtypeStruct], n_rows: int, mesh: Mesh) -> dict[str, Any]:
+    """A batch as shapes.
+
+    Args:
+        columns: shape and type of one row of each column.
+        n_rows: of the batch.
+        mesh: of the run.
+    """
+    sharding = NamedSharding(mesh, BATCH_SPEC)
+    return {
+        name: jax.ShapeDtypeStruct((n_rows, *one.shape), one.dtype, sharding=sharding) for name, one in columns.items()
+    }
+
+
+def _state_maker(optimizer: optax.GradientTransformation, precision: Precision) -> Callable[[PyTree], TrainState]:
     def make(model: PyTree) -> TrainState:
         model = precision.cast_to_param(model)
         return TrainState(step=jnp.zeros((), jnp.int32), model=model, opt_state=optimizer.init(model))
 
-    with jax.set_mesh(mesh):
-        shardings = parameter_shardings(jax.eval_shape(make, model), mesh)
-        return jax.jit(make, out_shardings=shardings, donate_argnums=0)(model), shardings
+    return make
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,6 +213,18 @@ class TrainStep:
         # would be a program on all devices.
         with jax.set_mesh(self._mesh):
             return self._jitted(state, dict(batch), stop)
+
+    def lower(self, state: TrainState, batch: Mapping[str, Any]) -> jax.stages.Lowered:
+        """Trace the step for shapes; launches nothing.
+
+        Args:
+            state: arrays or shape structs with shardings.
+            batch: the same for the columns of a batch.
+        """
+        sharding = NamedSharding(self._mesh, STOP_SPEC)
+        stop = jax.ShapeDtypeStruct((self._mesh.size,), jnp.int32, sharding=sharding)
+        with jax.set_mesh(self._mesh):
+            return self._jitted.lower(state, dict(batch), stop)
 
     def read(self, figures: Array) -> StepMetrics:
         """Wait for a step and fetch its figures; no launch, the same on every host.

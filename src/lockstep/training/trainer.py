@@ -12,18 +12,17 @@ import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from lockstep.hosts import Hosts, current, leader_only
-from lockstep.placement import MESH_AXES, fsdp_warning, host_rows, make_mesh, place_local
+from lockstep.placement import fsdp_warning, host_rows, make_mesh, place_local
 from lockstep.report.trackers import NoopTracker, Tracker
 from lockstep.training.config import TrainerConfig
 from lockstep.training.hooks import Hook, Hooks, StepInfo
 from lockstep.training.objectives.parts import LossFn
 from lockstep.training.progress import make_progress
 from lockstep.training.rows import Batches
-from lockstep.training.step import BATCH_SPEC, StepMetrics, TrainStep, init_model, init_state
+from lockstep.training.step import BATCH_SPEC, STOP_SPEC, StepMetrics, TrainStep, init_model, init_state
 from lockstep.training.stopping import StopRequest
 
 log = logging.getLogger(__name__)
@@ -172,7 +171,7 @@ class Trainer:
 
     def _stop_array(self, flag: int) -> jax.Array:
         """One number per device: this host's devices hold ``flag``."""
-        sharding = NamedSharding(self.mesh, P(MESH_AXES))
+        sharding = NamedSharding(self.mesh, STOP_SPEC)
         n_local = len(sharding.addressable_devices)
         return place_local(np.full(n_local, flag, np.int32), sharding, self.mesh.size)
 

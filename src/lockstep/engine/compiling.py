@@ -1,0 +1,92 @@
+"""What a compiler's refusal means: which memory is too small, by how much, and what to change."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import jax
+
+from lockstep.errors import CompilerError, HbmError, VmemError
+
+type Compile = Callable[[jax.stages.Lowered, str], Any]
+"""Takes a lowered program and its name; gives what `jax.stages.Compiled` gives, or its figures alone where nothing will
+run."""
+
+_UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE: Final = r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?\b"
+_VMEM: Final = re.compile(r"scoped.?vmem|memory space vmem|vmem (?:limit|capacity)|on vmem", re.IGNORECASE)
+_HBM: Final = (
+    re.compile(rf"required for [^(]*\({_SIZE}\) exceeds available HBM \({_SIZE}\)"),
+    re.compile(rf"Used {_SIZE} of {_SIZE} hbm"),
+)
+_PAIR: Final = (
+    re.compile(rf"size {_SIZE} and limit {_SIZE}"),
+    re.compile(rf"Used {_SIZE} of {_SIZE} vmem"),
+)
+_SHOWN: Final = 300
+"""Characters of a compiler's message; a kernel's message holds the whole kernel."""
+
+
+def compile_lowered(lowered: jax.stages.Lowered, name: str) -> jax.stages.Compiled:
+    """Compile a program to run it.
+
+    Args:
+        lowered: the program.
+        name: for people; unused here.
+    """
+    del name
+    return lowered.compile()
+
+
+def explain(name: str, mesh: Mapping[str, int], error: Exception) -> CompilerError:
+    """Turn a compiler's error into one that says what to change.
+
+    Args:
+        name: of the program.
+        mesh: axes and sizes of what it was compiled for.
+        error: as the compiler raised it.
+
+    Returns:
+        A `VmemError` where a kernel needs more of a core's fast memory than it may have, an `HbmError` where a program
+        needs more device memory than there is, else a `CompilerError` with the beginning of the compiler's words.
+    """
+    text = str(error)
+    if "RESOURCE_EXHAUSTED" in text or "Ran out of memory" in text:
+        if _VMEM.search(text):
+            needed, limit = _sizes(_PAIR, text)
+            sizes = f": it needs {_mib(needed)}, and the limit is {_mib(limit)}" if needed else ""
+            return VmemError(
+                f"program {name!r}: an attention kernel does not fit the vector memory (VMEM) of a TPU core{sizes}. "
+                "Use smaller blocks or give the kernel a higher vmem_limit_bytes; lockstep's own table of blocks has "
+                "both for every shape it knows, so leave the blocks to it, or lower max_prefill_size.",
+                needed=needed,
+                limit=limit,
+            )
+        needed, limit = _sizes(_HBM, text)
+        if needed:
+            return HbmError(
+                f"program {name!r} needs {_gib(needed)} of device memory (HBM) and there are {_gib(limit)}.",
+                needed=needed,
+                limit=limit,
+            )
+    first = " ".join(text.split())
+    return CompilerError(
+        f"program {name!r} does not compile on the mesh {dict(mesh)}: {first[:_SHOWN]}"
+        f"{'…' if len(first) > _SHOWN else ''}"
+    )
+
+
+def _sizes(patterns: tuple[re.Pattern[str], ...], text: str) -> tuple[int, int]:
+    for pattern in patterns:
+        if found := pattern.search(text):
+            first, first_unit, second, second_unit = found.groups()
+            return int(float(first) * _UNITS[first_unit]), int(float(second) * _UNITS[second_unit])
+    return 0, 0
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.2f} MiB"
