@@ -1,0 +1,62 @@
+"""Attention in plain JAX: on CPU, and wherever there is no kernel."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from lockstep.kernels.attention import Heads, Stored
+from lockstep.kernels.context import Context, attend_context, extend_context, lay_out_context
+from lockstep.kernels.reference import paged_attention
+
+type Cache = tuple[Array, Context]
+type Rows = tuple[Array, Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlainAttention:
+    """`Attention` that lays the context of each slot out once per decode launch.
+
+    Args:
+        heads: of a device.
+    """
+
+    heads: Heads
+
+    @property
+    def stored(self) -> Stored:
+        """The model's own."""
+        return Stored(kv_heads=self.heads.kv_heads, head_size=self.heads.head_size)
+
+    def pack(self, kv: Array) -> Array:
+        """As it is."""
+        return kv
+
+    def begin_decode(self, pool: Array, page_table: Array, position: Array, num_layers: int) -> Cache:
+        """The pool, and its pages laid end to end."""
+        return pool, lay_out_context(pool, page_table, jnp.max(position), num_layers)
+
+    def end_decode(self, cache: Cache) -> Array:
+        """The pool."""
+        return cache[0]
+
+    def write(self, cache: Cache, layer: Array, page: Array, position: Array, kv: Array) -> Cache:
+        """To the pool and to the context."""
+        pool, context = cache
+        at = (page, position % pool.shape[1])
+        return pool.at[at].set(kv.astype(pool.dtype)), extend_context(context, layer, kv, position)
+
+    def decode(
+        self, q: Array, cache: Cache, layer: Array, page_table: Array, position: Array, active: Array
+    ) -> Array:
+        """`attend_context`."""
+        return attend_context(q, cache[1], layer, position)
+
+    def arrange(self, start: Array, page_table: Array, used: Array) -> Rows:
+        """Nothing to work out."""
+        return start, page_table
+
+    def prefill(self, q: Array, pool: Array, first_page: Array, rows: Rows) -> Array:
+        """`paged_attention`."""
+        start, page_table = rows
+        return paged_attention(q, pool, first_page + page_table, start)

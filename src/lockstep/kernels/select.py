@@ -1,0 +1,48 @@
+"""Which attention a device runs."""
+
+import jax
+import jax.numpy as jnp
+
+from lockstep.kernels.attention import Attention, Heads, Stored
+from lockstep.kernels.plain import PlainAttention
+from lockstep.kernels.ragged_tpu import RaggedAttention
+from lockstep.kernels.tpu_blocks import BlockKey, blocks_for, generation, stored_head_size, stored_heads
+
+
+def has_kernel(device: jax.Device) -> bool:
+    """Whether attention on the device is a kernel: on TPUs, running ones and those that can only be compiled for."""
+    return device.platform == "tpu"
+
+
+def stored(device: jax.Device, heads: Heads, dtype: jnp.dtype) -> Stored:
+    """Heads of the pool on a device."""
+    if not has_kernel(device):
+        return Stored(kv_heads=heads.kv_heads, head_size=heads.head_size)
+    return Stored(
+        kv_heads=stored_heads(heads.kv_heads, jnp.dtype(dtype).itemsize),
+        head_size=stored_head_size(heads.head_size),
+    )
+
+
+def select_attention(device: jax.Device, heads: Heads, *, page_size: int, dtype: jnp.dtype) -> Attention:
+    """The attention for a device, by its platform.
+
+    Args:
+        device: of the decode grid; all are of one kind.
+        heads: of the model, on one device.
+        page_size: tokens in a page.
+        dtype: of queries and pool.
+    """
+    if not has_kernel(device):
+        return PlainAttention(heads=heads)
+    pool = stored(device, heads, dtype)
+    key = BlockKey(
+        generation=generation(device.device_kind),
+        q_heads=pool.kv_heads * heads.group,
+        kv_heads=pool.kv_heads,
+        head_size=pool.head_size,
+        page_size=page_size,
+        dtype=jnp.dtype(dtype).name,
+    )
+    decode, prefill = blocks_for(key)
+    return RaggedAttention(heads=heads, stored=pool, page_size=page_size, decode_blocks=decode, prefill_blocks=prefill)
