@@ -15,7 +15,8 @@ from lockstep.engine.decode import decode_arguments, decode_function, num_result
 from lockstep.engine.fork import fork_arguments, fork_function
 from lockstep.engine.prefill import prefill_arguments, prefill_function
 from lockstep.engine.program import Ledger, Program, compile_program
-from lockstep.engine.transformer import Transformer
+from lockstep.engine.transformer import Transformer, device_heads
+from lockstep.kernels import select_attention
 from lockstep.models import DecoderWeights, LlamaConfig
 from lockstep.placement.layout import DecodeGrid
 from lockstep.placement.relay import LayoutTree, leaf_layouts, partition_specs, relay_function
@@ -86,8 +87,16 @@ def build_programs(
         with jax.set_mesh(grid.mesh):
             structs = jax.tree.map(_struct, jax.eval_shape(function, structs), shardings)
 
+    device = grid.mesh.devices.flat[0]
+    attention = select_attention(device, device_heads(model, grid), page_size=sizes.page_size, dtype=dtype)
+    stored = attention.stored
     pool = jax.ShapeDtypeStruct(
-        (grid.replicas * model.num_layers * sizes.pages, sizes.page_size, 2 * model.num_kv_heads, model.head_size),
+        (
+            grid.replicas * model.num_layers * sizes.pages,
+            sizes.page_size,
+            2 * grid.tensor * stored.kv_heads,
+            stored.head_size,
+        ),
         dtype,
         sharding=grid.sharding(grid.replica_axes or None, None, grid.tensor_axes or None),
     )
@@ -97,7 +106,7 @@ def build_programs(
     allowed = rows if vocab_size is None else min(vocab_size, rows)
     transformer = Transformer(config=model, grid=grid, layouts=layouts, pages=sizes.pages, vocab_size=allowed)
     prefill = _on_grid(
-        compiled, "prefill", prefill_function(transformer), layouts, structs, pool, grid,
+        compiled, "prefill", prefill_function(transformer, attention), layouts, structs, pool, grid,
         steps=[], plan=prefill_arguments(PrefillPlan.empty(sizes)), results=0,
     )  # fmt: skip
     fork = None
@@ -113,7 +122,7 @@ def build_programs(
         )
         fork = compiled("fork", mapped, [pool, *plan], donate=(0,), out_shardings=pool.sharding)
     decode = _on_grid(
-        compiled, "decode", decode_function(transformer, sizes), layouts, structs, pool, grid,
+        compiled, "decode", decode_function(transformer, sizes, attention), layouts, structs, pool, grid,
         steps=[np.int32(0)], plan=decode_arguments(DecodePlan.empty(sizes, 0)), results=num_results(sizes),
     )  # fmt: skip
     return Programs(relay=relay, new_cache=new_cache, prefill=prefill, fork=fork, decode=decode)

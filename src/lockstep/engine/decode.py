@@ -11,14 +11,14 @@ from jaxtyping import Array
 from lockstep.engine.sampler import start_sampler
 from lockstep.engine.top_logprobs import top_logprobs
 from lockstep.engine.transformer import Transformer
-from lockstep.kernels import Context, attend_context, extend_context, lay_out_context
+from lockstep.kernels import Attention
 from lockstep.models import DecoderWeights
 from lockstep.schedule import NULL_PAGE, DecodePlan, ScheduleSizes
 
-type Cache = tuple[Array, Context]
 
-
-def decode_function(transformer: Transformer, sizes: ScheduleSizes) -> Callable[..., tuple[Array, ...]]:
+def decode_function(
+    transformer: Transformer, sizes: ScheduleSizes, attention: Attention
+) -> Callable[..., tuple[Array, ...]]:
     """The function that every device runs, inside ``shard_map`` over the decode grid.
 
     It takes the weights' blocks, the replica's pool, the number of steps, and the arrays of a `DecodePlan` with this
@@ -51,13 +51,12 @@ def decode_function(transformer: Transformer, sizes: ScheduleSizes) -> Callable[
             active = remaining > 0
             page = jnp.where(active, page_table[rows, position // sizes.page_size], NULL_PAGE)
 
-            def write(cache: Cache, layer: Array, kv: Array) -> Cache:
-                pool, context = cache
-                at = (layer * transformer.pages + page, position % sizes.page_size)
-                return pool.at[at].set(kv[:, 0].astype(pool.dtype)), extend_context(context, layer, kv[:, 0], position)
+            def write(cache: Any, layer: Array, kv: Array) -> Any:
+                return attention.write(cache, layer, layer * transformer.pages + page, position, kv[:, 0])
 
-            def attend(cache: Cache, layer: Array, q: Array) -> Array:
-                return attend_context(q[:, 0], cache[1], layer, position)[:, None]
+            def attend(cache: Any, layer: Array, q: Array) -> Array:
+                table = layer * transformer.pages + page_table
+                return attention.decode(q[:, 0], cache, layer, table, position, active)[:, None]
 
             x = transformer.embed(weights, token[:, None])
             x, cache = transformer.layers(weights.layers, x, cache, start=position, write=write, attend=attend)
@@ -84,19 +83,19 @@ def decode_function(transformer: Transformer, sizes: ScheduleSizes) -> Callable[
             results += [jnp.zeros(wide, jnp.int32), jnp.zeros(wide)]
         state = (
             jnp.int32(0),
-            (pool, lay_out_context(pool, page_table, jnp.max(position), transformer.config.num_layers)),
+            attention.begin_decode(pool, page_table, position, transformer.config.num_layers),
             token,
             position,
             remaining,
             seen,
             results,
         )
-        _, (pool, _), _, _, _, _, results = jax.lax.while_loop(lambda state: state[0] < num_steps, step, state)
+        _, cache, _, _, _, _, results = jax.lax.while_loop(lambda state: state[0] < num_steps, step, state)
         if grid.replica_axes:
             results = [jax.lax.all_gather(result, grid.replica_axes) for result in results]
         else:
             results = [result[None] for result in results]
-        return pool, *results
+        return attention.end_decode(cache), *results
 
     return decode
 

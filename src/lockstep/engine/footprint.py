@@ -10,6 +10,8 @@ import jax.numpy as jnp
 
 from lockstep.engine.build import Programs
 from lockstep.engine.free_memory import block_bytes
+from lockstep.engine.transformer import device_heads
+from lockstep.kernels import has_kernel, stored
 from lockstep.models import DecoderWeights, LlamaConfig
 from lockstep.placement.layout import DecodeGrid
 from lockstep.placement.relay import LeafLayout, leaf_layouts
@@ -105,8 +107,8 @@ class Shapes:
     def kv_bytes(self) -> int:
         """Of K and V at one position, all layers, on a device."""
         config = self.config
-        heads = -(-config.num_kv_heads // self.grid.tensor)
-        return config.num_layers * 2 * heads * config.head_size * self.dtype.itemsize
+        held = stored(self.grid.mesh.devices.flat[0], device_heads(config, self.grid), self.dtype)
+        return config.num_layers * 2 * held.kv_heads * held.head_size * self.dtype.itemsize
 
     def footprint(self, sizes: ScheduleSizes) -> Footprint:
         """What the programs for ``sizes`` take, predicted; the compiler has the last word (`measured`)."""
@@ -122,9 +124,14 @@ class Shapes:
         )
 
     @functools.cached_property
+    def _kernel(self) -> bool:
+        """Whether attention reads K/V where they lie."""
+        return has_kernel(self.grid.mesh.devices.flat[0])
+
+    @functools.cached_property
     def _rewritten(self) -> int:
         """The TPU compiler keeps the stacked projections of a layer loop a second time, in the order it wants."""
-        if self.grid.mesh.devices.flat[0].platform != "tpu" or self.gathered:
+        if not self._kernel or self.gathered:
             return 0
         return sum(self.decode_bytes(leaf, at) for name, leaf, at in self.leaves if name in ("q", "k", "o"))
 
@@ -132,7 +139,7 @@ class Shapes:
         config, tensor = self.config, self.grid.tensor
         outer = sum(size for name, size in self.gathered.items() if name in OUTER)
         vocab = -(-self.weights.embed.shape[0] // tensor)
-        context = sizes.slots * self._context_bytes(sizes)
+        context = sizes.slots * (0 if self._kernel else self._context_bytes(sizes))
         heads = config.num_heads // min(tensor, config.num_kv_heads)
         scores = 3 * heads * min(_CHUNK, sizes.pages_per_sequence * sizes.page_size) * 4
         # Logits, scores and noise in float32, and a count per token where there are penalties.

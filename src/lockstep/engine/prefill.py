@@ -9,12 +9,12 @@ import numpy as np
 from jaxtyping import Array
 
 from lockstep.engine.transformer import Transformer
-from lockstep.kernels import paged_attention
+from lockstep.kernels import Attention
 from lockstep.models import DecoderWeights
-from lockstep.schedule import PrefillPlan
+from lockstep.schedule import NULL_PAGE, PrefillPlan
 
 
-def prefill_function(transformer: Transformer) -> Callable[..., Array]:
+def prefill_function(transformer: Transformer, attention: Attention) -> Callable[..., Array]:
     """The function that every device runs, inside ``shard_map`` over the decode grid.
 
     It takes the weights' blocks, the replica's pool, and the arrays of a `PrefillPlan` with this replica's entry alone.
@@ -29,12 +29,13 @@ def prefill_function(transformer: Transformer) -> Callable[..., Array]:
     ) -> Array:
         tokens, start, page, page_table = (argument[0] for argument in (tokens, start, page, page_table))
         weights = transformer.read_outer(weights)
+        rows = attention.arrange(start, page_table, page != NULL_PAGE)
 
         def write(pool: Array, layer: Array, kv: Array) -> Array:
-            return pool.at[layer * transformer.pages + page].set(kv.astype(pool.dtype))
+            return pool.at[layer * transformer.pages + page].set(attention.pack(kv).astype(pool.dtype))
 
         def attend(pool: Array, layer: Array, q: Array) -> Array:
-            return paged_attention(q, pool, layer * transformer.pages + page_table, start)
+            return attention.prefill(q, pool, layer * transformer.pages, rows)
 
         x = transformer.embed(weights, tokens)
         return transformer.fill_cache(weights.layers, x, pool, start=start, write=write, attend=attend)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from lockstep.kernels import Heads
 from lockstep.models.config import LlamaConfig, rotary_frequencies
 from lockstep.models.weights import DecoderWeights, LayerWeights
 from lockstep.placement.layout import DecodeGrid
@@ -16,6 +17,13 @@ type Write[Cache] = Callable[[Cache, Array, Array], Cache]
 type Attend[Cache] = Callable[[Cache, Array, Array], Array]
 type Turn = tuple[Array, Array]
 """Cosines and sines of the rotary angles, ``[sequence, query, half_head]``."""
+
+
+def device_heads(config: LlamaConfig, grid: DecodeGrid) -> Heads:
+    """Attention heads of one device."""
+    return Heads(
+        kv_heads=config.num_kv_heads // grid.tensor, group=config.q_heads_per_group, head_size=config.head_size
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

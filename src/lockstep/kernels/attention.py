@@ -1,7 +1,7 @@
 """What the engine asks of attention over paged K/V, whatever the kind of device."""
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Array, Bool, Float, Int
 
@@ -34,10 +34,11 @@ class Stored:
     head_size: int
 
 
+@runtime_checkable
 class Attention(Protocol):
-    """Attention over a flat pool ``[layer * pages + page, page_size, 2 * kv_heads, head]``, K of head ``h`` at ``2 * h``.
+    """Attention over a flat pool ``[layer * pages + page, page_size, 2 * kv_heads, head]``.
 
-    ``cache`` is whatever a decode launch carries; only these functions look inside.
+    K of kv head ``h`` is at ``2 * h`` of the pool's heads, V at ``2 * h + 1``. ``cache`` is whatever a decode launch carries; only these functions look inside.
     """
 
     @property
@@ -80,9 +81,7 @@ class Attention(Protocol):
     ) -> Float[Array, "slot kv_head group head"]:
         """Attends one query per slot to the positions up to and including its own; ``page_table`` is of the pool."""
 
-    def arrange(
-        self, start: Int[Array, " row"], page_table: Int[Array, "row page"], used: Bool[Array, " row"]
-    ) -> Any:
+    def arrange(self, start: Int[Array, " row"], page_table: Int[Array, "row page"], used: Bool[Array, " row"]) -> Any:
         """What a prefill launch works out once, for all layers."""
 
     def prefill(

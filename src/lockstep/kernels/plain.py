@@ -46,9 +46,7 @@ class PlainAttention:
         at = (page, position % pool.shape[1])
         return pool.at[at].set(kv.astype(pool.dtype)), extend_context(context, layer, kv, position)
 
-    def decode(
-        self, q: Array, cache: Cache, layer: Array, page_table: Array, position: Array, active: Array
-    ) -> Array:
+    def decode(self, q: Array, cache: Cache, layer: Array, page_table: Array, position: Array, active: Array) -> Array:
         """`attend_context`."""
         return attend_context(q, cache[1], layer, position)
 

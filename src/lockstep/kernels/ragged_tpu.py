@@ -61,9 +61,7 @@ class RaggedAttention:
         """Where it belongs in the pool."""
         return cache.at[page, position % self.page_size].set(self.pack(kv).astype(cache.dtype))
 
-    def decode(
-        self, q: Array, cache: Array, layer: Array, page_table: Array, position: Array, active: Array
-    ) -> Array:
+    def decode(self, q: Array, cache: Array, layer: Array, page_table: Array, position: Array, active: Array) -> Array:
         """One query token per slot; an idle slot reads one position of what its page table names first."""
         slots = q.shape[0]
         lengths = jnp.where(active, position + 1, 1)

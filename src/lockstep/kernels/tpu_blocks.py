@@ -1,7 +1,7 @@
 """Block sizes of the TPU attention kernel: how much K/V and how many queries it holds in VMEM at a time.
 
-Too large and the kernel does not compile; too small and it copies in dribs and drabs. What compiles is known only to the
-compiler, so the sizes are a table (`tpu_block_table`) that ``scripts/make_tpu_blocks.py`` makes by compiling.
+Too large and the kernel does not compile; too small and it copies in dribs and drabs. What compiles is known only to
+the compiler, so the sizes are a table (`tpu_block_table`) that ``scripts/make_tpu_blocks.py`` makes by compiling.
 """
 
 import dataclasses
