@@ -82,7 +82,8 @@ class SampleCallback:
         self._engine: Engine | None = None
         self._auditor: Auditor | None = None
         self._find_stop = StopFinder(tokenizer) if config.stop else None
-        self._last_step: int | None = None
+        self.last_step: int | None = None
+        """The step of the last round, finished or failed; None before the first."""
         self._told: Sizing | None = None
         vocab = tokenizer.get_vocab()
         self._vocab_size = max(vocab.values()) + 1
@@ -118,7 +119,7 @@ class SampleCallback:
         """
         step = int(getattr(info, "next_step", info.step))
         if self._due(step, force):
-            self._last_step = step
+            self.last_step = step
             self._round(step, info.model)
 
     def check(self, model: Any) -> None:
@@ -151,7 +152,7 @@ class SampleCallback:
 
     def _due(self, step: int, force: bool) -> bool:
         config = self.config
-        if not config.enabled or step == self._last_step:
+        if not config.enabled or step == self.last_step:
             return False
         if step == 0:
             return config.at_start

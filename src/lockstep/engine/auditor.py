@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from lockstep.engine.agreement import settled
 from lockstep.engine.program import AroundLaunch, Ledger, Program, compile_program, fetch, signature_of
@@ -18,6 +18,7 @@ from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, current, digest
 from lockstep.models import DecoderWeights, LlamaConfig, as_trainable, read_decoder
 from lockstep.placement import mesh_of, place
+from lockstep.placement.stored import blueprints, sources
 from lockstep.types import Completion, Request
 
 _LENGTH_STEP = 64
@@ -72,8 +73,8 @@ class Auditor:
             ids = jax.ShapeDtypeStruct((self.mesh.size, length + 1), np.int32, sharding=self._rows)
             program = compile_program(
                 "audit",
-                self._forward(config, length),
-                [jax.tree.map(_struct, weights), ids],
+                self._forward(config, length, blueprints(weights)),
+                [jax.tree.map(_struct, sources(weights)), ids],
                 mesh=self.mesh,
                 ledger=self.ledger,
                 out_shardings=NamedSharding(self.mesh, PartitionSpec()),
@@ -126,7 +127,7 @@ class Auditor:
                 known = (*prompts[completion.prompt_id], *completion.tokens)
                 ids[row, : len(known)] = known
             with around_launch("audit"):
-                logprobs = fetch(program(weights, place(ids, self._rows)))
+                logprobs = fetch(program(sources(weights), place(ids, self._rows)))
             for row, completion in enumerate(batch):
                 first = len(prompts[completion.prompt_id]) - 1
                 own = logprobs[row, first : first + len(completion.tokens)]
@@ -134,9 +135,10 @@ class Auditor:
                 gap = max(gap, difference if math.isfinite(difference) else math.inf)
         return gap
 
-    def _forward(self, config: LlamaConfig, length: int) -> Any:
-        def forward(weights: DecoderWeights, ids: Int[Array, "sequence tokens"]) -> Float[Array, "sequence position"]:
+    def _forward(self, config: LlamaConfig, length: int, plans: PyTree) -> Any:
+        def forward(parts: PyTree, ids: Int[Array, "sequence tokens"]) -> Float[Array, "sequence position"]:
             """Log-probability of each token but the first, given those before it."""
+            weights: DecoderWeights = jax.tree.map(lambda plan, part: plan.make(part), plans, parts)
             if self.dtype is not None:
                 weights = jax.tree.map(lambda leaf: leaf.astype(self.dtype), weights)
             with hax.axis_mapping({"batch": self.mesh.axis_names}):

@@ -19,7 +19,8 @@ from lockstep.engine.transformer import Transformer, device_heads
 from lockstep.kernels import select_attention
 from lockstep.models import DecoderWeights, LlamaConfig
 from lockstep.placement.layout import DecodeGrid
-from lockstep.placement.relay import LayoutTree, leaf_layouts, partition_specs, relay_function
+from lockstep.placement.relay import LayoutTree, assembly_function, leaf_layouts, partition_specs, relay_function
+from lockstep.placement.stored import is_stored, sources
 from lockstep.schedule import DecodePlan, ForkPlan, PrefillPlan, ScheduleSizes
 
 
@@ -80,8 +81,13 @@ def build_programs(
     structs = jax.tree.map(lambda leaf: _struct(leaf, leaf.sharding), weights)
     relay = None
     moves = config.layout != "training" and any(leaf != leaf.decode for leaf in jax.tree.leaves(layouts))
-    if moves or any(leaf.dtype != dtype for leaf in jax.tree.leaves(structs)):
-        function, layouts = relay_function(layouts, dtype, gather=moves)
+    stored = is_stored(weights)
+    if stored or moves or any(leaf.dtype != dtype for leaf in jax.tree.leaves(structs)):
+        if stored:
+            structs = jax.tree.map(lambda part: _struct(part, part.sharding), sources(weights))
+            function, layouts = assembly_function(weights, layouts, dtype, gather=moves)
+        else:
+            function, layouts = relay_function(layouts, dtype, gather=moves)
         shardings = jax.tree.map(lambda leaf: NamedSharding(grid.mesh, leaf.partition_spec), layouts)
         relay = compiled("relay", function, [structs], out_shardings=shardings)
         with jax.set_mesh(grid.mesh):

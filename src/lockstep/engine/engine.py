@@ -25,6 +25,7 @@ from lockstep.hosts import Hosts, current, digest
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
 from lockstep.placement.layout import DecodeGrid, decode_grid
 from lockstep.placement.place import place
+from lockstep.placement.stored import is_stored, sources
 from lockstep.schedule import FindStop, ForkPlan, PrefillPlan, Scheduler, ScheduleSizes
 from lockstep.types import Completion, Request
 
@@ -184,7 +185,7 @@ class Engine:
         scheduler = Scheduler(self._built.sizing.sizes, requests, find_stop, share_prefixes=self.config.share_prefixes)
         with around_launch("relay"):
             if programs.relay is not None:
-                weights = programs.relay(weights)
+                weights = programs.relay(sources(weights) if is_stored(weights) else weights)
             pool = programs.new_cache()
         by_replica = self.grid.sharding(self.grid.replica_axes or None)
         while True:

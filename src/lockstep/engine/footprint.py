@@ -15,6 +15,7 @@ from lockstep.kernels import has_kernel, stored
 from lockstep.models import DecoderWeights, LlamaConfig
 from lockstep.placement.layout import DecodeGrid
 from lockstep.placement.relay import LeafLayout, leaf_layouts
+from lockstep.placement.stored import is_stored
 from lockstep.schedule import ScheduleSizes
 
 OUTER = ("embed", "lm_head", "final_norm")
@@ -81,7 +82,7 @@ class Shapes:
         """Bytes of the copy of the weights that decoding needs, if any."""
         if self.moves:
             return sum(self.decode_bytes(leaf, layout) for _, leaf, layout in self.leaves)
-        if any(leaf.dtype != self.dtype for _, leaf, _ in self.leaves):
+        if is_stored(self.weights) or any(leaf.dtype != self.dtype for _, leaf, _ in self.leaves):
             return sum(self.cast_bytes(leaf) for _, leaf, _ in self.leaves)
         return 0
 
@@ -113,7 +114,7 @@ class Shapes:
     def footprint(self, sizes: ScheduleSizes) -> Footprint:
         """What the programs for ``sizes`` take, predicted; the compiler has the last word (`measured`)."""
         relay = 0
-        if self.moves and any(leaf.dtype != self.dtype for _, leaf, _ in self.leaves):
+        if self.moves and (is_stored(self.weights) or any(leaf.dtype != self.dtype for _, leaf, _ in self.leaves)):
             # The compiler casts all layers before the loop that moves them.
             relay = sum(self.cast_bytes(leaf) for _, leaf, _ in self.leaves)
         return Footprint(

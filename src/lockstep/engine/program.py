@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from lockstep.engine.compiling import Compile, compile_lowered, explain
 from lockstep.models import DecoderWeights, LlamaConfig
+from lockstep.placement.stored import blueprints, sources
 
 type AroundLaunch = Callable[[str], contextlib.AbstractContextManager[object]]
 """Takes a program's name; the context surrounds a launch."""
@@ -117,7 +118,11 @@ def lowered_digest(lowered: jax.stages.Lowered) -> str:
 
 def signature_of(config: LlamaConfig, weights: DecoderWeights) -> object:
     """All of a model that programs depend on: configuration, shapes, dtypes and placement."""
-    return config, jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, getattr(leaf, "sharding", None)), weights)
+
+    def describe(leaf: Any) -> tuple[object, ...]:
+        return leaf.shape, leaf.dtype, getattr(leaf, "sharding", None)
+
+    return config, jax.tree.map(describe, weights), jax.tree.map(describe, sources(weights)), blueprints(weights)
 
 
 def fetch(replicated: jax.Array) -> np.ndarray:

@@ -137,7 +137,9 @@ class Transformer:
         """Queries, and K and V interleaved by head, turned to their positions."""
         epsilon = self.config.layer_norm_epsilon
         h = rms_norm(x, w.attn_norm, epsilon)
-        q, k, v = _linear(h, w.q, w.q_bias), _linear(h, w.k, w.k_bias), _linear(h, w.v, w.v_bias)
+        kv_head = (self.config.num_kv_heads // self.grid.tensor, self.config.head_size)
+        q_head = (kv_head[0], self.config.q_heads_per_group, kv_head[1])
+        q, k, v = _linear(h, w.q, w.q_bias, q_head), _linear(h, w.k, w.k_bias, kv_head), _linear(h, w.v, w.v_bias, kv_head)
         if w.q_norm is not None and w.k_norm is not None:
             q, k = rms_norm(q, w.q_norm, epsilon), rms_norm(k, w.k_norm, epsilon)
         q, k = rotate(q, *(t[:, :, None, None] for t in turn)), rotate(k, *(t[:, :, None] for t in turn))
@@ -162,7 +164,7 @@ def rotate(
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
 
 
-def _linear(x: Array, weight: Array, bias: Array | None) -> Array:
+def _linear(x: Array, weight: Array, bias: Array | None, out: tuple[int, ...]) -> Array:
     """``x @ weight`` with the weight's other axes flattened: one plain matrix product on every backend."""
-    out = (x @ weight.reshape(weight.shape[0], -1)).reshape(*x.shape[:-1], *weight.shape[1:])
-    return out if bias is None else out + bias
+    flat = x @ weight.reshape(weight.shape[0], -1)
+    return (flat if bias is None else flat + bias.reshape(-1)).reshape(*x.shape[:-1], *out)

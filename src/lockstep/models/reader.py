@@ -1,6 +1,8 @@
 """How the decoder reads a trained model, whatever library it is written in: by reference, without device work."""
 
 import functools
+import importlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +35,9 @@ def read_decoder(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
     Raises:
         UnreadableModelError: there is no reader for the class of ``model``.
     """
+    if _is_levanter(model) and "lockstep.models.levanter" not in sys.modules:
+        importlib.import_module("lockstep.models.levanter")
+        return read_decoder(model)
     supported = ", ".join(sorted(_name(cls) for cls in read_decoder.registry if cls not in (object, tuple)))
     raise UnreadableModelError(
         f"a model of class {_name(type(model))} cannot be read; supported are {supported}, their subclasses, and a "
@@ -104,6 +109,11 @@ def _array(named: NamedArray, *axes: str) -> Any:
 
 def _optional(named: NamedArray | None, *axes: str) -> Any:
     return None if named is None else _array(named, *axes)
+
+
+def _is_levanter(model: Any) -> bool:
+    """Whether the class is Levanter's or extends one of its; its readers are imported on first use."""
+    return any(cls.__module__.split(".")[0] == "levanter" for cls in type(model).__mro__)
 
 
 def _name(cls: type) -> str:

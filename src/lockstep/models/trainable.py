@@ -24,7 +24,6 @@ def as_trainable(config: LlamaConfig, weights: DecoderWeights) -> LlamaLMHeadMod
     def fill(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         # Parameters have the decoder's names; the array inside a NamedArray adds an entry of its own.
         name = next(key.name for key in reversed(path) if getattr(key, "name", None) in by_name)
-        assert by_name[name].shape == leaf.shape, (name, by_name[name].shape, leaf.shape)
-        return by_name[name]
+        return by_name[name].reshape(leaf.shape)  # axes of heads may be flattened
 
     return jax.tree_util.tree_map_with_path(fill, skeleton(weights.embed.shape[0], config))

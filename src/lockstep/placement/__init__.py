@@ -11,11 +11,13 @@ from lockstep.placement.mesh import (
     mesh_of,
 )
 from lockstep.placement.place import host_rows, place, place_local, place_tree
+from lockstep.placement.stored import StoredWeight, view
 
 __all__ = [
     "COMPUTE_AXES",
     "MESH_AXES",
     "PARAMETER_AXES",
+    "StoredWeight",
     "data_shards",
     "fsdp_spans_hosts",
     "fsdp_warning",
@@ -25,4 +27,5 @@ __all__ = [
     "place",
     "place_local",
     "place_tree",
+    "view",
 ]

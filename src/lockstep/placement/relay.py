@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from lockstep.placement.layout import DecodeGrid
+from lockstep.placement.stored import blueprints, sources
 
 TENSOR_DIM = {
     "embed": 0,
@@ -152,6 +153,52 @@ def relay_function(layouts: LayoutTree, dtype: jnp.dtype, *, gather: bool) -> tu
         in_specs=(partition_specs(layouts),),
         out_specs=partition_specs(target),
         check_vma=False,
+    )
+    return moved, target
+
+
+def assembly_function(
+    weights: PyTree, layouts: LayoutTree, dtype: jnp.dtype, *, gather: bool
+) -> tuple[Callable[..., PyTree], LayoutTree]:
+    """`relay_function` for weights of which some are yet to be made of what the trainer holds (`StoredWeight`).
+
+    Each is made of the blocks where they lie, layer by layer, and then moved.
+
+    Args:
+        weights: arrays, shape structs or `StoredWeight`; not kept.
+        layouts: of the weights as the decoder sees them.
+        dtype: floating dtype to decode in.
+        gather: whether to move them.
+
+    Returns:
+        The traceable function of `sources(weights)`, and the layouts of what it returns.
+
+    Raises:
+        ConfigError: a part lies somewhere the grid cannot express; named by its path.
+    """
+    plans = blueprints(weights)
+    grid = jax.tree.leaves(layouts)[0].grid
+    target = jax.tree.map(lambda leaf: leaf.decode, layouts) if gather else layouts
+    specs = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: grid.training_spec(leaf, jax.tree_util.keystr(path)), sources(weights)
+    )
+
+    def move(parts: Any) -> Any:
+        def made(plan: Any, layout: LeafLayout, part: Any) -> jax.Array:
+            block = plan.recipe(*part).astype(dtype)
+            return layout.read(block) if gather else block
+
+        outer = jax.tree.map(made, *(dataclasses.replace(tree, layers=None) for tree in (plans, layouts, parts)))
+        stacked = jax.tree.map(lambda plan, part: plan.layers(part), plans.layers, parts.layers)
+        if any(leaf.spec[0] for leaf in jax.tree.leaves(layouts.layers)):
+            whole = jax.tree.map(lambda plan, part: jax.vmap(plan.recipe)(*part).astype(dtype), plans.layers, stacked)
+            return dataclasses.replace(outer, layers=read(layouts.layers, whole) if gather else whole)
+        one = drop_layers(layouts.layers)
+        _, layers = jax.lax.scan(lambda _, layer: (None, jax.tree.map(made, plans.layers, one, layer)), None, stacked)
+        return dataclasses.replace(outer, layers=layers)
+
+    moved = jax.shard_map(
+        move, mesh=grid.mesh, in_specs=(specs,), out_specs=partition_specs(target), check_vma=False
     )
     return moved, target
 

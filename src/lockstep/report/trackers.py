@@ -75,6 +75,26 @@ class JsonlTracker:
         """Do nothing: each line is on its way to the disk when ``log`` returns."""
 
 
+class WandbTables:
+    """Makes W&B tables that hold all rows so far, for a W&B table cannot change once it is logged."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, list[Row]] = {}
+
+    def add(self, name: str, rows: Sequence[Row]) -> "wandb.Table":
+        """The table ``name`` with these rows added."""
+        import wandb
+
+        kept = self._rows.setdefault(name, [])
+        kept.extend(rows)
+        if len(kept) > MAX_TABLE_ROWS:
+            log.warning("table %s: more than %d rows, the oldest are left out of it", name, MAX_TABLE_ROWS)
+            del kept[: len(kept) - MAX_TABLE_ROWS]
+        columns: list[str | int] = [*COLUMNS, *metric_names(kept)]
+        data = [[values.get(str(column)) for column in columns] for values in (row.to_dict() for row in kept)]
+        return wandb.Table(columns=columns, data=data)
+
+
 class WandbTracker:
     """Logs to a Weights & Biases run.
 
@@ -87,7 +107,7 @@ class WandbTracker:
     def __init__(self, run: "wandb.Run") -> None:
         self._run = run
         self._step = 0
-        self._rows: dict[str, list[Row]] = {}
+        self._tables = WandbTables()
         self._finished = False
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
@@ -95,17 +115,8 @@ class WandbTracker:
         self._run.log({name: float(value) for name, value in metrics.items()}, step=self._advance(step))
 
     def log_rows(self, name: str, rows: Sequence[Row], *, step: int) -> None:
-        """Log the table with all rows so far: a W&B table cannot change once it is logged."""
-        import wandb
-
-        kept = self._rows.setdefault(name, [])
-        kept.extend(rows)
-        if len(kept) > MAX_TABLE_ROWS:
-            log.warning("table %s: more than %d rows, the oldest are left out of it", name, MAX_TABLE_ROWS)
-            del kept[: len(kept) - MAX_TABLE_ROWS]
-        columns: list[str | int] = [*COLUMNS, *metric_names(kept)]
-        data = [[values.get(str(column)) for column in columns] for values in (row.to_dict() for row in kept)]
-        self._run.log({name: wandb.Table(columns=columns, data=data)}, step=self._advance(step))
+        """Log the table with all rows so far."""
+        self._run.log({name: self._tables.add(name, rows)}, step=self._advance(step))
 
     def finish(self) -> None:
         """Close the run; online, wait for the upload."""

@@ -1,0 +1,80 @@
+"""Tiny Levanter models and what their own dense forward answers: the oracle of everything that reads them."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from levanter.layers.attention import AttentionMask
+from levanter.models.llama import LlamaConfig
+from levanter.utils.tree_utils import inference_mode
+
+from lockstep.types import Completion, FinishReason, Request
+from tests.oracle import Expected
+from tests.sampling_oracle import log_softmax
+
+SIZES: dict[str, Any] = {
+    "max_seq_len": 64,
+    "hidden_dim": 32,
+    "intermediate_dim": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "gradient_checkpointing": False,
+}
+LLAMA = LlamaConfig(**SIZES)
+LENGTH, ROWS = 64, 8
+
+
+def build(config: Any, vocab: int = 64, *, scale: float = 1.0, seed: int = 0) -> Any:
+    """A model with random weights, every one of them away from its neutral value."""
+    model = config.build(hax.Axis("vocab", vocab), key=jax.random.key(seed))
+    leaves, tree = jax.tree.flatten(model)
+    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
+    noisy = [leaf + scale * 0.3 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
+    return inference_mode(jax.tree.unflatten(tree, noisy), True)
+
+
+def dense_completions(model: Any, requests: Sequence[Request]) -> list[Expected]:
+    """Greedy answers by one full forward pass of Levanter's own per token, on one device."""
+    expected = []
+    for first in range(0, len(requests), ROWS):
+        batch = requests[first : first + ROWS]
+        answers: list[list[int]] = [[] for _ in batch]
+        logits_of: list[list[np.ndarray]] = [[] for _ in batch]
+        for _ in range(max(request.params.max_new_tokens for request in batch)):
+            ids = np.zeros((ROWS, LENGTH), np.int32)
+            known = [[*request.prompt_tokens, *answer] for request, answer in zip(batch, answers, strict=True)]
+            for row, tokens in enumerate(known):
+                ids[row, : len(tokens)] = tokens
+            logits = np.asarray(_forward(model, ids))
+            for row, (request, answer) in enumerate(zip(batch, answers, strict=True)):
+                done = len(answer) == request.params.max_new_tokens or (answer and answer[-1] in request.params.stops)
+                if not done:
+                    logits_of[row].append(logits[row, len(known[row]) - 1])
+                    answer.append(int(np.argmax(logits_of[row][-1])))
+        for request, answer, rows in zip(batch, answers, logits_of, strict=True):
+            logprobs = tuple(float(log_softmax(row)[token]) for row, token in zip(rows, answer, strict=True))
+            expected.append(
+                Expected(
+                    prompt_id=request.prompt_id,
+                    generation_id=0,
+                    tokens=tuple(answer),
+                    logprobs=logprobs,
+                    finish_reason=FinishReason.STOP if answer[-1] in request.params.stops else FinishReason.LENGTH,
+                    scores=np.stack(rows),
+                    sampled_logprobs=logprobs,
+                    top_logprobs=(),
+                )
+            )
+    return expected
+
+
+@eqx.filter_jit
+def _forward(model: Any, ids: np.ndarray) -> jax.Array:
+    logits = model(hax.named(ids, ("batch", "position")), attn_mask=AttentionMask.causal())
+    return logits.rearrange(("batch", "position", "vocab")).array.astype(jnp.float32)
