@@ -1,6 +1,5 @@
 """Tiny Levanter models and what their own dense forward answers: the oracle of everything that reads them."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from levanter.layers.attention import AttentionMask
 from levanter.models.llama import LlamaConfig
 from levanter.utils.tree_utils import inference_mode
 
-from lockstep.types import Completion, FinishReason, Request
+from lockstep.types import FinishReason, Request
 from tests.oracle import Expected
 from tests.sampling_oracle import log_softmax
 

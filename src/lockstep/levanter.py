@@ -30,9 +30,9 @@ def sample_callback(
     """A hook for ``trainer.add_hook(…, every=N)`` that shows what the model says. Every process makes it alike.
 
     Levanter's ``every`` is the schedule: a round runs after each step that it divides, and after the last step if
-    ``config.at_end``; ``config.eval_every`` is what to pass as ``every``. The model is the evaluation model (the averaged
-    one where there is model averaging, the policy of a DPO model) in the trainer's compute dtype. The samples go to the
-    trainer's trackers.
+    ``config.at_end``; ``config.eval_every`` is what to pass as ``every``. The model is the evaluation model (the
+    averaged one where there is model averaging, the policy of a DPO model) in the trainer's compute dtype. The samples
+    go to the trainer's trackers.
 
     Args:
         config: what to sample, and within which limits.
@@ -48,7 +48,9 @@ def sample_callback(
         ConfigError: ``config.at_start`` is set: Levanter calls no hook before the first step.
         PeerError: with ``model``: it, the prompts or the capacities cannot work; the same on every process.
     """
-    return LevanterSampleCallback(config, tokenizer, trainer, model=model, name=name, output_dir=output_dir, hosts=hosts)
+    return LevanterSampleCallback(
+        config, tokenizer, trainer, model=model, name=name, output_dir=output_dir, hosts=hosts
+    )
 
 
 class LevanterSampleCallback(Callback):
@@ -125,8 +127,8 @@ class LevanterTracker:
     """Levanter's trackers as `lockstep.report.Tracker`, called by process 0 alone.
 
     The trackers are called themselves: ``levanter.tracker.log`` asks first whether it is being traced, by way of
-    ``jnp.zeros(())``, and under a global mesh that is a program on the devices of all processes. The step is Levanter's,
-    which counts from 0; with ours, W&B would refuse what Levanter logs after its hooks.
+    ``jnp.zeros(())``, and under a global mesh that is a program on the devices of all processes. The step is
+    Levanter's, which counts from 0; with ours, W&B would refuse what Levanter logs after its hooks.
 
     Args:
         tracker: the trainer's.

@@ -1,5 +1,6 @@
 """Real Levanter training runs, small: what the tests of the hook run in every process."""
 
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -47,11 +48,12 @@ def trainer_config(directory: str | Path, steps: int, axes: dict[str, int], **va
     return TrainerConfig(**(settings | values))
 
 
-def examples(count: int = 64, vocab: int | None = None) -> list[LmExample]:
-    """Random training examples."""
+@functools.cache
+def examples(count: int = 192) -> list[LmExample]:
+    """Random training examples; made by eager launches, so make them before launches are recorded."""
     rng = np.random.default_rng(0)
     Pos = hax.Axis("position", LENGTH)
-    rows = rng.integers(0, vocab or tiny.vocab_size(), (count, LENGTH)).astype(np.int32)
+    rows = rng.integers(0, tiny.vocab_size(), (count, LENGTH)).astype(np.int32)
     return [LmExample.causal(hax.named(jax.numpy.asarray(row), Pos)) for row in rows]
 
 
@@ -74,7 +76,9 @@ def train(
         The last ``StepInfo``.
     """
     config.initialize()
-    optimizer = AdamConfig(learning_rate=learning_rate, warmup=0.0, lr_schedule="constant").build(config.num_train_steps)
+    optimizer = AdamConfig(learning_rate=learning_rate, warmup=0.0, lr_schedule="constant").build(
+        config.num_train_steps
+    )
     data = examples()
 
     def loss(model: Any, example: LmExample, *, key: Any = None) -> Any:

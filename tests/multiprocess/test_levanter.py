@@ -3,14 +3,17 @@
 import json
 from pathlib import Path
 
+import jax
 import levanter.tracker
 import pytest
 from harness import run_processes
 from launches import record_launches
-from levanter.tracker import NoopConfig
+from levanter.tracker import NoopConfig, NoopTracker, current_tracker
 
 import lockstep.levanter
 from lockstep.callback import InferenceEvalConfig
+from lockstep.errors import LaunchMismatchError
+from lockstep.hosts import leader_only
 from tests import tiny
 from tests.multiprocess import levanter_runs as runs
 
@@ -27,8 +30,35 @@ SAMPLING = InferenceEvalConfig(
 MESHES = {"fsdp": runs.FSDP, "tensor": runs.TENSOR}
 
 
+class NaiveTracker:
+    """Logs as one would: through ``levanter.tracker.log``, which launches a program on all devices."""
+
+    def log(self, metrics, *, step):
+        levanter.tracker.log(metrics, step=step)
+
+    def log_rows(self, name, rows, *, step):
+        pass
+
+
+def leader_logs_alone(hosts, mesh):
+    """What ``levanter.tracker.log`` of the leader alone launches under the global mesh; whether our scope lets it."""
+    refused = False
+    with current_tracker(NoopTracker()), jax.set_mesh(mesh):
+        with record_launches() as launches:
+            if hosts.is_leader:
+                levanter.tracker.log({"loss": 1.0}, step=1)
+        if hosts.is_leader:
+            try:
+                with leader_only():
+                    levanter.tracker.log({"loss": 1.0}, step=1)
+            except LaunchMismatchError:
+                refused = True
+    return {"launches": launches, "refused": refused}
+
+
 def body_same_losses(hosts, directory, mesh):
     found = {}
+    runs.examples()
     for name in ("plain", "sampled"):
         losses, made = [], []
 
@@ -37,6 +67,9 @@ def body_same_losses(hosts, directory, mesh):
             if name == "sampled":
                 made.append(lockstep.levanter.sample_callback(SAMPLING, tiny.tokenizer(), trainer, model=state.model))
                 trainer.add_hook(made[0], every=EVERY)
+                made.append(lockstep.levanter.sample_callback(SAMPLING, tiny.tokenizer(), trainer, name="naive"))
+                made[1].sampler._tracker = NaiveTracker()
+                trainer.add_hook(made[1], every=STEPS)
 
         tracker = {} if name == "sampled" else {"tracker": NoopConfig()}
         config = runs.trainer_config(Path(directory) / name, STEPS, MESHES[mesh], **tracker)
@@ -46,6 +79,8 @@ def body_same_losses(hosts, directory, mesh):
     sampler = made[0].sampler
     found["rounds"], found["report_errors"] = sampler.rounds, sampler.report_errors
     found["ledger"] = sampler.engine.ledger.launches
+    found["naive"] = [made[1].sampler.rounds, made[1].sampler.report_errors]
+    found["trap"] = leader_logs_alone(hosts, config.device_mesh)
     found["traces"] = {name: program.traces for name, program in sampler.engine.programs.items()}
     return found
 
@@ -65,6 +100,10 @@ def test_a_run_with_samples_has_the_same_losses_and_launches(mesh, tmp_path):
     assert leader["ledger"] == other["ledger"] and "decode" in leader["ledger"]
     assert_same_launches(leader["plain"]["launches"], other["plain"]["launches"])
     assert_same_launches(leader["sampled"]["launches"], other["sampled"]["launches"])
+    assert leader["trap"]["launches"] and leader["trap"]["refused"]
+    with pytest.raises(AssertionError):
+        assert_same_launches(leader["trap"]["launches"], other["trap"]["launches"])
+    assert leader["naive"] == [1, 1] and other["naive"] == [1, 0]  # refused by the scope: no launch, one report error
     tables = sorted((tmp_path / "sampled").rglob("*.table.json"), key=lambda path: len(path.read_text()))
     assert len(tables) == STEPS // EVERY
     table = json.loads(tables[-1].read_text())

@@ -139,7 +139,11 @@ class Transformer:
         h = rms_norm(x, w.attn_norm, epsilon)
         kv_head = (self.config.num_kv_heads // self.grid.tensor, self.config.head_size)
         q_head = (kv_head[0], self.config.q_heads_per_group, kv_head[1])
-        q, k, v = _linear(h, w.q, w.q_bias, q_head), _linear(h, w.k, w.k_bias, kv_head), _linear(h, w.v, w.v_bias, kv_head)
+        q, k, v = (
+            _linear(h, w.q, w.q_bias, q_head),
+            _linear(h, w.k, w.k_bias, kv_head),
+            _linear(h, w.v, w.v_bias, kv_head),
+        )
         if w.q_norm is not None and w.k_norm is not None:
             q, k = rms_norm(q, w.q_norm, epsilon), rms_norm(k, w.k_norm, epsilon)
         q, k = rotate(q, *(t[:, :, None, None] for t in turn)), rotate(k, *(t[:, :, None] for t in turn))

@@ -12,7 +12,7 @@ from haliax.nn.mup import LinearStandardParam
 from haliax.nn.scan import BlockSeq, Stacked
 from haliax.quantization import DefaultDotGeneralOp
 from jaxtyping import Array
-from levanter.adaptor.lora import LORA_R, LoraLinear
+from levanter.adaptor.lora import LoraLinear
 from levanter.dpo import DpoModel
 from levanter.layers.rotary import DefaultRotaryEmbeddingsConfig, Llama3RotaryEmbeddingsConfig
 from levanter.models.llama import LlamaLMHeadModel
@@ -207,7 +207,8 @@ class _Layers:
         if not isinstance(plain, StoredWeight):  # already in the wanted order
             array, sharding = base[0].array, resharded(base[0].array, axis_specs(base[0].array))
             plain = StoredWeight((array,), _same, array.shape, array.dtype, sharding, stacked="layer" in names[0])
-        letters = dict(zip(dict.fromkeys(name for own in names for name in own if name != "layer"), string.ascii_letters))
+        every = dict.fromkeys(name for own in names for name in own if name != "layer")
+        letters = dict(zip(every, string.ascii_letters, strict=False))
         weight, a, b = ("".join(letters[name] for name in own if name != "layer") for own in names)
         parts = [array.array for array in base], [pair[0].array for pair in low], [pair[1].array for pair in low]
         return dataclasses.replace(

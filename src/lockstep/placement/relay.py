@@ -197,9 +197,7 @@ def assembly_function(
         _, layers = jax.lax.scan(lambda _, layer: (None, jax.tree.map(made, plans.layers, one, layer)), None, stacked)
         return dataclasses.replace(outer, layers=layers)
 
-    moved = jax.shard_map(
-        move, mesh=grid.mesh, in_specs=(specs,), out_specs=partition_specs(target), check_vma=False
-    )
+    moved = jax.shard_map(move, mesh=grid.mesh, in_specs=(specs,), out_specs=partition_specs(target), check_vma=False)
     return moved, target
 
 

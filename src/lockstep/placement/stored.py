@@ -67,8 +67,8 @@ class Reorder:
 def view(array: Any, pattern: str, **picks: int) -> Any:
     """A weight as the decoder wants it from an array, or one array per layer, in another order of axes.
 
-    Nothing is launched or copied. The first name ``layer`` says that an array holds all layers; a list or tuple of arrays
-    holds one layer each, and the weight gets the layer axis in front.
+    Nothing is launched or copied. The first name ``layer`` says that an array holds all layers; a list or tuple has an
+    array for each layer, and the weight gets the layer axis in front.
 
     Args:
         array: an array or shape struct, or a list of one for each layer.
@@ -88,8 +88,8 @@ def view(array: Any, pattern: str, **picks: int) -> Any:
     fits = len(have) == len(set(have)) == first.ndim and sorted(have) == sorted([*want, *picks])
     if not fits or ("layer" in have and (by_layer or have[0] != "layer" or want[0] != "layer")):
         raise ConfigError(
-            f"the pattern {pattern!r} with {picks or 'no picks'} does not fit an array of shape {tuple(first.shape)}: it "
-            "must name each axis of the array once, the layer first, and every axis must be wanted or picked."
+            f"the pattern {pattern!r} with {picks or 'no picks'} does not fit an array of shape {tuple(first.shape)}: "
+            "it must name each axis of the array once, the layer first, and every axis must be wanted or picked."
         )
     for layer in layers:
         if (layer.shape, layer.dtype, layer.sharding) != (first.shape, first.dtype, first.sharding):
@@ -151,9 +151,11 @@ class Blueprint:
 def blueprints(weights: PyTree) -> PyTree:
     """The blueprint of each weight; a plain array is its own only part."""
     return jax.tree.map(
-        lambda leaf: Blueprint(leaf.recipe, leaf.stacked, leaf.by_layer)
-        if isinstance(leaf, StoredWeight)
-        else Blueprint(_keep, stacked=False, by_layer=False),
+        lambda leaf: (
+            Blueprint(leaf.recipe, leaf.stacked, leaf.by_layer)
+            if isinstance(leaf, StoredWeight)
+            else Blueprint(_keep, stacked=False, by_layer=False)
+        ),
         weights,
     )
 
