@@ -9,6 +9,7 @@ from lockstep.errors import ConfigError
 
 COMMANDS: Final = {
     "train-lm": ("lockstep.main.train_lm", "train a language model on text, completions or chats"),
+    "plan": ("lockstep.main.plan", "compile a configuration for a TPU slice without a TPU: does it fit, how fast"),
     "train-simpo": ("lockstep.main.train_simpo", "train on preference pairs with SimPO"),
 }
 """Command to (module with ``main(arguments) -> exit code``, what it does)."""

@@ -13,6 +13,7 @@ from lockstep.models.config import (
 from lockstep.models.hf_config import config_from_hf, config_to_hf
 from lockstep.models.huggingface import load_config, load_hf, read_hf_config
 from lockstep.models.huggingface_save import save_hf
+from lockstep.models.known import KnownModel, known_model
 from lockstep.models.llama import LlamaLMHeadModel
 from lockstep.models.reader import UnreadableModelError, read_decoder, register_reader
 from lockstep.models.trainable import as_trainable
@@ -21,6 +22,7 @@ from lockstep.models.weights import DecoderWeights, LayerWeights
 __all__ = [
     "DecoderWeights",
     "LayerWeights",
+    "KnownModel",
     "Llama3Scaling",
     "LlamaConfig",
     "LlamaLMHeadModel",
@@ -33,6 +35,7 @@ __all__ = [
     "as_trainable",
     "config_from_hf",
     "config_to_hf",
+    "known_model",
     "load_config",
     "load_hf",
     "read_decoder",

@@ -1,9 +1,9 @@
 """Training: configuration, data, objectives, and the loop."""
 
 from lockstep.training.config import TrainerConfig
-from lockstep.training.data import LmDataConfig, PreferenceDataConfig
+from lockstep.training.data import GrpoDataConfig, LmDataConfig, PreferenceDataConfig
 from lockstep.training.hooks import Hook, StepInfo
-from lockstep.training.objectives import LossFn, LossParts, SimpoConfig, lm_loss
+from lockstep.training.objectives import GrpoConfig, LossFn, LossParts, SimpoConfig, lm_loss
 from lockstep.training.optimizer import OptimizerConfig
 from lockstep.training.precision import Precision, parse_precision
 from lockstep.training.rows import Batches, Rows
@@ -11,6 +11,8 @@ from lockstep.training.trainer import Trainer, TrainResult
 
 __all__ = [
     "Batches",
+    "GrpoConfig",
+    "GrpoDataConfig",
     "Hook",
     "LmDataConfig",
     "LossFn",

@@ -155,6 +155,29 @@ class PreferenceDataConfig(DataConfig):
         return Rows(columns=columns, seed=seed, shuffle=self.shuffle)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GrpoDataConfig(DataConfig):
+    """Data of `train-grpo`: JSON lines in the format of GSM8K, fields ``question`` and ``answer``. ``max_seq_len`` is
+    the row: prompt and sampled answer together.
+    """
+
+    def columns(self, model_max_seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape and type of one sampled answer as `GrpoConfig` reads it; ``reference_logprobs`` left out.
+
+        Args:
+            model_max_seq_len: the longest sequence of the model, in tokens.
+
+        Raises:
+            ConfigError: the rows would be longer than the model allows.
+        """
+        row = super().columns(model_max_seq_len)
+        return {
+            **row,
+            "old_logprobs": jax.ShapeDtypeStruct(row["tokens"].shape, np.float32),
+            "advantage": jax.ShapeDtypeStruct((), np.float32),
+        }
+
+
 def _document(tokenizer: "PreTrainedTokenizerBase", record: Record) -> list[int]:
     return [*tokenizer.encode(field(record, "text")), *_end(tokenizer)]
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.main.arguments import parse_arguments
+from lockstep.main.train_grpo import TrainGrpoConfig
 from lockstep.main.train_lm import TrainLmConfig
 from lockstep.main.train_simpo import TrainSimpoConfig
 from lockstep.sampler import SampleConfig
@@ -12,7 +13,13 @@ from lockstep.text import read_prompts
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = sorted((ROOT / "config").rglob("*.yaml"))
-COMMANDS = {"demo": TrainLmConfig, "train_lm": TrainLmConfig, "lm": TrainLmConfig, "simpo": TrainSimpoConfig}
+COMMANDS = {
+    "demo": TrainLmConfig,
+    "train_lm": TrainLmConfig,
+    "lm": TrainLmConfig,
+    "simpo": TrainSimpoConfig,
+    "grpo": TrainGrpoConfig,
+}
 
 
 def command_of(path):

@@ -1,0 +1,66 @@
+"""``lockstep train-grpo``: group-relative policy optimisation. Its configuration is here; the command comes later."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Final
+
+from lockstep.errors import ConfigError
+from lockstep.main.run import RunConfig
+from lockstep.rollout import RolloutConfig
+from lockstep.training import GrpoConfig, GrpoDataConfig
+
+NOT_YET: Final = (
+    "lockstep train-grpo cannot train yet: the loss and the configuration are there, the loop that samples, rewards "
+    "and learns is not. Today lockstep plan --config_path FILE.yaml --topology v6e-16 plans its programs."
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainGrpoConfig(RunConfig):
+    """Settings of ``train-grpo``. The command cannot train yet; ``lockstep plan`` reads them.
+
+    Raises:
+        ConfigError: a value out of its range, or a batch that is not whole groups.
+    """
+
+    data: GrpoDataConfig
+    """Questions with answers that can be checked."""
+    rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
+    """How answers are sampled."""
+    clip_epsilon: float = 0.2
+    """See `GrpoConfig`."""
+    kl_coefficient: float = 0.0
+    """See `GrpoConfig`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.objective
+        batch, group = self.trainer.train_batch_size, self.rollout.n_generations
+        if batch % group:
+            raise ConfigError(
+                f"trainer.train_batch_size is {batch} answers and rollout.n_generations is {group}; a batch is made of "
+                f"whole groups. Use a multiple of {group}, e.g. {max(1, batch // group) * group}."
+            )
+        length, new = self.data.max_seq_len, self.rollout.max_new_tokens
+        if length is not None and new >= length:
+            raise ConfigError(
+                f"rollout.max_new_tokens is {new} and data.max_seq_len is {length}; prompt and answer together must "
+                f"fit a row. Lower rollout.max_new_tokens to less than {length}, or raise data.max_seq_len."
+            )
+
+    @property
+    def objective(self) -> GrpoConfig:
+        """The loss with these settings."""
+        return GrpoConfig(clip_epsilon=self.clip_epsilon, kl_coefficient=self.kl_coefficient)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Say that it comes later.
+
+    Args:
+        arguments: after ``lockstep train-grpo``.
+
+    Raises:
+        ConfigError: always.
+    """
+    raise ConfigError(NOT_YET)
