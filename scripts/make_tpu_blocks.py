@@ -1,0 +1,160 @@
+"""Writes src/lockstep/kernels/tpu_block_table.py: block sizes of the TPU attention kernel that are known to compile.
+
+    JAX_PLATFORMS=cpu .venv/bin/python scripts/make_tpu_blocks.py [--only v5p]
+
+For each TPU generation, heads, dtype and page size it compiles the kernel with the TPU compiler (no TPU is needed), the
+wanted sizes first, and keeps the first that compile. Wanted is, in order: enough K/V per copy to hide its latency, and
+little enough not to fetch much beyond the end of a sequence, since the kernel fetches whole blocks; for decode few
+queries, because each sequence has one and the rest of a block is computed for nothing; for prefill what jax's own table
+has for blocks of this kind (``tuned_block_sizes.py``, measured on v5e and v6e: mostly 1024 positions, 32 queries).
+Nothing here was measured on a TPU by us.
+"""
+
+import argparse
+import itertools
+import os
+import pprint
+import sys
+import time
+from pathlib import Path
+
+os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from lockstep.kernels.tpu_blocks import stored_head_size, stored_heads
+
+TABLE = Path(__file__).parents[1] / "src" / "lockstep" / "kernels" / "tpu_block_table.py"
+
+TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+# Bytes that a kernel may use. VMEM has 32 MiB on v4 (16 per core), 128 on v5e and v6e, 64 per core on v5p
+# (https://jax-ml.github.io/scaling-book/tpus/); a part is left to the compiler for what runs beside the kernel.
+VMEM_LIMIT = {"v4": 14 << 20, "v5e": 96 << 20, "v5p": 48 << 20, "v6e": 96 << 20}
+
+# Query heads, kv heads and head size of models, and the numbers of devices that share them.
+MODELS = {
+    "Llama-3.1-8B, Mistral-7B, Qwen3-8B": (32, 8, 128),
+    "Llama-3.1-70B, Qwen2.5-72B": (64, 8, 128),
+    "Llama-3.2-3B": (24, 8, 128),
+    "Llama-3.2-1B": (32, 8, 64),
+    "Llama-2-7B": (32, 32, 128),
+    "Qwen2.5-0.5B": (14, 2, 64),
+    "Qwen2.5-1.5B": (12, 2, 128),
+    "Qwen2.5-3B": (16, 2, 128),
+    "Qwen2.5-7B": (28, 4, 128),
+    "Qwen2.5-14B, 32B": (40, 8, 128),
+    "Qwen3-0.6B": (16, 8, 128),
+    "Phi-3-mini": (32, 32, 96),
+}
+PAGE_SIZES = (16, 32, 64, 128)
+DTYPES = ("bfloat16", "float32")
+
+DECODE = list(itertools.product((512, 256, 128), (8, 4, 2, 1)))
+PREFILL = list(itertools.product((1024, 512, 256, 128), (32, 16, 8)))
+TOKENS, SEQUENCES, POSITIONS = 512, 64, 4096
+
+type Heads = tuple[int, int, int, str]
+
+
+def heads() -> list[Heads]:
+    """Query heads, kv heads and head size as a device stores them, and the dtype."""
+    found = set()
+    for (q_heads, kv_heads, size), dtype in itertools.product(MODELS.values(), DTYPES):
+        for tensor in (1, 2, 4, 8, 16):
+            # Beyond its kv heads a model's heads are replicated and its groups split.
+            kv, q = max(1, kv_heads // tensor), -(-q_heads // tensor)
+            held = stored_heads(kv, jnp.dtype(dtype).itemsize)
+            found.add((q // kv * held, held, stored_head_size(size), dtype))
+    return sorted(found)
+
+
+def compiles(device: jax.Device, key: Heads, page_size: int, pages: int, queries: int, limit: int) -> str:
+    """Empty, or why not."""
+    q_heads, kv_heads, head_size, dtype = key
+    mesh = Mesh(np.array([device]), ("x",), axis_types=(AxisType.Auto,))
+
+    def struct(*shape: int, dtype: str = "int32") -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    arguments = (
+        struct(TOKENS, q_heads, head_size, dtype=dtype),
+        struct(1024, page_size, 2 * kv_heads, head_size, dtype=dtype),
+        struct(SEQUENCES),
+        struct(SEQUENCES, POSITIONS // page_size),
+        struct(SEQUENCES + 1),
+        struct(1),
+    )
+
+    def attend(*arrays: jax.Array) -> jax.Array:
+        return ragged_paged_attention(
+            *arrays, num_kv_pages_per_block=pages, num_queries_per_block=queries, vmem_limit_bytes=limit
+        )
+
+    try:
+        with jax.set_mesh(mesh):
+            jax.jit(attend).lower(*arguments).compile()
+    except Exception as error:
+        return str(error).replace("\n", " ")
+    return ""
+
+
+def first(
+    device: jax.Device, key: Heads, page_size: int, candidates: list[tuple[int, int]], limit: int
+) -> tuple[int, int] | None:
+    """Pages and queries of the first candidate that compiles."""
+    for tokens, queries in candidates:
+        why = compiles(device, key, page_size, tokens // page_size, queries, limit)
+        if not why:
+            return tokens // page_size, queries
+        print(f"    {key} pages of {page_size}: {tokens} positions, {queries} queries: {why[:160]}", flush=True)
+    return None
+
+
+def main() -> None:
+    """Compiles and writes the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=TOPOLOGIES, help="make this generation anew and keep the others")
+    only = parser.parse_args().only
+    blocks: dict[str, dict[Heads, dict[int, tuple[tuple[int, int], tuple[int, int]]]]] = {}
+    if only:
+        from lockstep.kernels.tpu_block_table import BLOCKS
+
+        blocks = dict(BLOCKS)
+    for name in [only] if only else TOPOLOGIES:
+        device = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[name]).devices[0]
+        start, blocks[name] = time.time(), {}
+        for key in heads():
+            sizes = {}
+            for page_size in PAGE_SIZES:
+                decode = first(device, key, page_size, DECODE, VMEM_LIMIT[name])
+                prefill = first(device, key, page_size, PREFILL, VMEM_LIMIT[name])
+                if decode and prefill:
+                    sizes[page_size] = (decode, prefill)
+                else:
+                    print(f"  {name} {key} pages of {page_size}: NOTHING compiles", flush=True)
+            if sizes:
+                blocks[name][key] = sizes
+        print(f"{name}: {len(blocks[name])} heads in {time.time() - start:.0f} s", flush=True)
+    text = (
+        '"""Made by scripts/make_tpu_blocks.py, which says how; do not edit."""\n\n'
+        f"VMEM_LIMIT: dict[str, int] = {VMEM_LIMIT!r}\n"
+        '"""Bytes of VMEM that the kernel may use, by TPU generation."""\n\n'
+        "# fmt: off\n"
+        "BLOCKS: dict[str, dict[tuple[int, int, int, str], dict[int, tuple[tuple[int, int], tuple[int, int]]]]] = (\n"
+        f"{pprint.pformat(blocks, width=110)}\n)\n"
+        "# fmt: on\n"
+        '"""By generation, then (query heads, kv heads, head size, dtype), then page size: (pages, queries) of decode\n'
+        'blocks, and of prefill blocks."""\n'
+    )
+    written = TABLE.with_suffix(".new")
+    written.write_text(text, encoding="utf-8")
+    written.rename(TABLE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
