@@ -23,16 +23,19 @@ class Context(NamedTuple):
 def lay_out_context(
     pool: Float[Array, "pool_page page_size two_kv_heads head"],
     page_table: Int[Array, "slot page"],
-    longest: Int[Array, ""],
+    lengths: Int[Array, " slot"],
     num_layers: int,
 ) -> Context:
-    """Copies the pages of each slot end to end, as far as the longest sequence reaches; the rest is zeros.
+    """Copies the pages of each slot end to end, as far as its sequence reaches; V beyond it is zeros.
+
+    What lies on a page from whoever had it before may be anything. Beyond a query it has weight 0, and 0 times infinity
+    would be NaN: of K that does not matter, for its scores are replaced.
 
     Args:
         pool: K/V of all layers, flat: page ``p`` of layer ``l`` is at ``l * pages + p``; K of kv head ``h`` at
             ``2 * h``, V at ``2 * h + 1``.
         page_table: pages of each slot, in order.
-        longest: positions that any slot has.
+        lengths: positions that each slot has.
         num_layers: of the model.
 
     Returns:
@@ -50,11 +53,13 @@ def lay_out_context(
         chunk = pool[first_pages[:, None, None] + table]
         heads = chunk.reshape(num_layers, slots, pages * page_size, two_kv_heads // 2, 2, head)
         k, v = heads.transpose(4, 0, 1, 3, 2, 5)
+        mine = index * pages * page_size + jnp.arange(pages * page_size) < jnp.reshape(lengths, (-1, 1))
+        v = jnp.where(mine[:, None, :, None], v, 0)
         at = (0, 0, 0, index * pages * page_size, 0)
         return Context(jax.lax.dynamic_update_slice(context.k, k, at), jax.lax.dynamic_update_slice(context.v, v, at))
 
     empty = jnp.zeros((num_layers, slots, two_kv_heads // 2, num_chunks * pages * page_size, head), pool.dtype)
-    return jax.lax.fori_loop(0, -(-longest // (pages * page_size)), copy, Context(empty, empty))
+    return jax.lax.fori_loop(0, -(-jnp.max(lengths) // (pages * page_size)), copy, Context(empty, empty))
 
 
 def extend_context(

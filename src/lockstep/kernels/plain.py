@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax.numpy as jnp
 from jaxtyping import Array
 
 from lockstep.kernels.attention import Heads, Stored
@@ -34,7 +33,7 @@ class PlainAttention:
 
     def begin_decode(self, pool: Array, page_table: Array, position: Array, num_layers: int) -> Cache:
         """The pool, and its pages laid end to end."""
-        return pool, lay_out_context(pool, page_table, jnp.max(position), num_layers)
+        return pool, lay_out_context(pool, page_table, position, num_layers)
 
     def end_decode(self, cache: Cache) -> Array:
         """The pool."""

@@ -18,7 +18,7 @@ def paged_attention(
     Args:
         q: queries; query ``i`` of a sequence stands at position ``start + i``.
         pool: K and V interleaved on the head axis (K of kv head ``h`` at ``2 * h``, V at ``2 * h + 1``).
-            What lies beyond a query has weight 0, so it must be finite: 0 times NaN is NaN.
+            Beyond a sequence's last query it may hold anything, infinities too.
         page_table: pool pages of each sequence, in order; position ``p`` lies on page ``p // page_size``.
         start: position of each sequence's first query.
 
@@ -34,7 +34,10 @@ def paged_attention(
     def read(index: Array | int) -> tuple[Array, Array]:
         chunk = pool[jax.lax.dynamic_slice_in_dim(padded, index * pages, pages, axis=1)]
         heads = chunk.reshape(sequences, pages * page_size, kv_heads, 2, head).transpose(3, 0, 2, 1, 4)
-        return heads[0], heads[1]
+        # What is masked has weight 0, and 0 times infinity is NaN.
+        place = index * pages * page_size + jnp.arange(pages * page_size)
+        mine = place < (start + queries)[:, None]
+        return heads[0], jnp.where(mine[:, None, :, None], heads[1], 0)
 
     rows = q.transpose(0, 2, 1, 3, 4).reshape(sequences, kv_heads, queries * group, head)
     position = jnp.repeat(start[:, None] + jnp.arange(queries), group, axis=1)

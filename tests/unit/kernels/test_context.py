@@ -35,7 +35,7 @@ def test_it_equals_paged_attention(arrays, chunk, position, monkeypatch):
         expected = paged_attention(jnp.asarray(q)[:, None], jnp.asarray(written), jnp.asarray(pages), jnp.asarray(at))
 
         def attend(pool, page_table, q, kv, at, layer=layer):
-            context = lay_out_context(pool, page_table, jnp.max(at), LAYERS)
+            context = lay_out_context(pool, page_table, at, LAYERS)
             return attend_context(q, extend_context(context, jnp.int32(layer), kv, at), jnp.int32(layer), at)
 
         got = jax.jit(attend)(pool, page_table, q, kv, at)
@@ -45,7 +45,8 @@ def test_it_equals_paged_attention(arrays, chunk, position, monkeypatch):
 def test_chunks_beyond_the_longest_sequence_are_not_read(arrays, monkeypatch):
     monkeypatch.setattr(module, "CHUNK", 4)
     pool, page_table, q, _ = arrays
-    context = lay_out_context(jnp.asarray(pool), jnp.asarray(page_table), jnp.int32(PAGES * PAGE_SIZE), LAYERS)
+    lengths = jnp.full(page_table.shape[0], PAGES * PAGE_SIZE)
+    context = lay_out_context(jnp.asarray(pool), jnp.asarray(page_table), lengths, LAYERS)
     # NaN would spread through a masked position: weight 0 times NaN is NaN.
     broken = module.Context(*(array.at[..., 8:, :].set(jnp.nan) for array in context))
     at = jnp.array([3, 7, 0], jnp.int32)

@@ -51,7 +51,7 @@ def test_where_the_pages_lie_does_not_matter() -> None:
     np.testing.assert_array_equal(attend(q, moved, order[table], start), attend(q, pool, table, start))
 
 
-@pytest.mark.parametrize("garbage", [HUGE, -HUGE])
+@pytest.mark.parametrize("garbage", [HUGE, -HUGE, np.inf, np.nan])
 @pytest.mark.parametrize("queries", [1, 8])
 def test_what_lies_beyond_a_query_has_no_influence(queries: int, garbage: float) -> None:
     q, k, v, pool, table, start = case(8, queries)
