@@ -3,7 +3,8 @@
     python -m benchmarks.decode [--quick] [--json PATH]
 
 Rows are ratios measured side by side in one run; compile time is apart. A peer that is not installed (extra ``[bench]``
-for Levanter; transformers' model needs torch) gives null. Floor: the weights' matrix products alone, see `Floor`.
+for Levanter; transformers' model needs torch) gives null, and so does what ``--quick`` leaves out. Floor: the weights'
+matrix products alone, see `Floor`.
 """
 
 import argparse
@@ -33,9 +34,10 @@ from benchmarks.contestants import (
     ratio,
     side_by_side,
 )
-from benchmarks.shapes import Load, mixed_requests
+from benchmarks.shapes import Load, Mix
 
 SMALL, LARGE = Load(8, 64, 64), Load(16, 256, 128)
+MIX, QUICK_MIX = Mix(1000, 512, 256, slots=32), Mix(64, 128, 64, slots=8)
 GOALS = {
     "decode_vs_floor": (">=", 0.8),
     "prefill_vs_floor": (">=", 0.8),
@@ -54,7 +56,9 @@ GOALS = {
 def main() -> int:
     """Measure, print a table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one load, few repeats, few mixed requests")
+    parser.add_argument(
+        "--quick", action="store_true", help="under a minute: one load, short mixed requests, no several processes"
+    )
     parser.add_argument("--json", type=Path, help="write one key per row to this file")
     parser.add_argument("--worker", choices=["ours", "levanter"], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -103,18 +107,18 @@ def measure(quick: bool, console: Console) -> dict[str, Any]:
             rows[f"prefill_vs_{other}{suffix}"] = ratio(times, "prefill_rate", other, load)
         if load is SMALL:
             rows["recompiles"] = sum(p is not programs.get(name) for name, p in ours.engine.programs.items())
-    rows |= mixed(60 if quick else 1000, console)
+    rows |= mixed(QUICK_MIX if quick else MIX, console)
     rows |= host_share(console)
-    rows |= multiprocess(quick, console)
+    if not quick:
+        rows |= multiprocess(console)
     return rows
 
 
-def mixed(count: int, console: Console) -> dict[str, float]:
+def mixed(mix: Mix, console: Console) -> dict[str, float]:
     """Total tokens per second, prompt and new, of mixed requests, next to the steady decode rate of as many slots."""
-    slots = 32
-    contestant = Ours(one_device(), max_seqs=slots)
-    requests = mixed_requests(count)
-    steady = Load(slots, 128, 64)
+    contestant = Ours(one_device(), max_seqs=mix.slots)
+    requests = mix.requests()
+    steady = Load(mix.slots, mix.prompt_tokens // 2, mix.new_tokens // 2)
     contestant.engine.prepare(contestant.model, requests)
     times = side_by_side({"ours": contestant}, steady, 3)
     start = time.perf_counter()
@@ -124,8 +128,7 @@ def mixed(count: int, console: Console) -> dict[str, float]:
     total = new + sum(len(request.prompt_tokens) for request in requests)
     rate = times["ours"].decode_rate(steady)
     console.print(
-        f"{count} mixed requests on {slots} slots: {total / seconds:,.0f} tokens/s in all ({new / seconds:,.0f} new); "
-        f"steady decode {rate:,.0f}"
+        f"{mix}: {total / seconds:,.0f} tokens/s in all ({new / seconds:,.0f} new); steady decode {rate:,.0f}"
     )
     return {
         "mixed_vs_steady": total / seconds / rate,
@@ -156,14 +159,14 @@ def host_share(console: Console) -> dict[str, float]:
     return {"host_share": outside / inside}
 
 
-def multiprocess(quick: bool, console: Console) -> dict[str, float | None]:
+def multiprocess(console: Console) -> dict[str, float | None]:
     """Decode on 2 processes × 2 devices with FSDP-trained weights, ours over Levanter's."""
     rates: dict[str, float] = {}
     for name in ("ours", "levanter") if installed("levanter") else ("ours",):
         root = Path(__file__).resolve().parents[1]
         command = [sys.executable, str(root / "infra" / "launch.py"), "--backend", "local", "--prefix", "never"]
         command += ["--processes", "2", "--devices_per_process", "2", "--"]
-        command += ["python", "-m", "benchmarks.decode", "--worker", name] + (["--quick"] if quick else [])
+        command += ["python", "-m", "benchmarks.decode", "--worker", name]
         run = subprocess.run(command, capture_output=True, text=True, cwd=root)
         found = [line for line in run.stdout.splitlines() if line.startswith("rate ")]
         if run.returncode or not found:
@@ -204,7 +207,7 @@ def show(rows: dict[str, Any]) -> None:
     for name, (sign, goal) in GOALS.items():
         value = rows[name]
         if value is None:
-            table.add_row(name, "–", f"{sign} {goal}", "not installed")
+            table.add_row(name, "–", f"{sign} {goal}", "not measured")
             continue
         met = value >= goal if sign == ">=" else value <= goal
         table.add_row(name, f"{value:.3g}", f"{sign} {goal}", "met" if met else "[bold]not met[/bold]")

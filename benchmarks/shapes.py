@@ -44,17 +44,39 @@ class Load:
         return f"{self.prompts} × {self.prompt_tokens} prompt tokens, {self.new_tokens} new"
 
 
-def mixed_requests(count: int) -> list[Request]:
-    """Prompts of 16 to 512 tokens with 16 to 256 new tokens each."""
-    rng = np.random.default_rng(1)
-    return [
-        Request(
-            prompt_id=i,
-            prompt_tokens=tuple(rng.integers(0, VOCAB, rng.integers(16, 513)).tolist()),
-            params=SamplingParams(max_new_tokens=int(rng.integers(16, 257))),
+@dataclasses.dataclass(frozen=True)
+class Mix:
+    """Requests of different lengths, more of them than fit at once.
+
+    Args:
+        count: of requests.
+        prompt_tokens: from 16 to so many each.
+        new_tokens: from 16 to so many each.
+        slots: sequences that decode at a time.
+    """
+
+    count: int
+    prompt_tokens: int
+    new_tokens: int
+    slots: int
+
+    def requests(self) -> list[Request]:
+        """The same at every call."""
+        rng = np.random.default_rng(1)
+        return [
+            Request(
+                prompt_id=i,
+                prompt_tokens=tuple(rng.integers(0, VOCAB, rng.integers(16, self.prompt_tokens + 1)).tolist()),
+                params=SamplingParams(max_new_tokens=int(rng.integers(16, self.new_tokens + 1))),
+            )
+            for i in range(self.count)
+        ]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.count} requests on {self.slots} slots, "
+            f"prompts of 16 to {self.prompt_tokens}, 16 to {self.new_tokens} new"
         )
-        for i in range(count)
-    ]
 
 
 def random_weights(mesh: Mesh) -> DecoderWeights:

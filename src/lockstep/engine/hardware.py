@@ -84,7 +84,7 @@ _V6E = _tpu("TPU v6e", 31.24, 1.64e12, 918e12, 90e9)
 # https://www.nvidia.com/en-us/data-center/h100/ and /h200/, SXM.
 _H100 = _gpu("H100", 80, 3.35e12)
 _H200 = _gpu("H200", 141, 4.8e12)
-# Measured 2026-11-20 on two shared cores of an AMD EPYC with 2 processes × 2 devices (benchmarks/README.md): a decode step
+# Measured on two shared cores of an AMD EPYC, 2 processes × 2 devices (benchmarks/README.md): a decode step
 # without collectives reads 15 GB/s, an all-reduce of a few KiB takes 2 to 3 ms inside a process as well as between two.
 _CPU = Chip(
     name="CPU",

@@ -10,14 +10,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lockstep.kernels.softmax import CHUNK, attend
+from lockstep.kernels.softmax import attend
+
+CHUNK = 128
+"""Positions attended at a time."""
 
 
 class Context(NamedTuple):
-    """K and V of all layers, contiguous per slot and head."""
+    """K and V of all layers; a chunk of positions of all slots is contiguous, so that it is read where it lies."""
 
-    k: Float[Array, "layer slot kv_head position head"]
-    v: Float[Array, "layer slot kv_head position head"]
+    k: Float[Array, "layer chunk slot kv_head position head"]
+    v: Float[Array, "layer chunk slot kv_head position head"]
 
 
 def lay_out_context(
@@ -46,20 +49,25 @@ def lay_out_context(
     pages = min(max(CHUNK // page_size, 1), num_pages)
     num_chunks = -(-num_pages // pages)
     padded = jnp.pad(page_table, ((0, 0), (0, num_chunks * pages - num_pages)))
-    first_pages = jnp.arange(num_layers) * (pool.shape[0] // num_layers)
 
-    def copy(index: Array, context: Context) -> Context:
+    # A layer at a time: the chunk on its way is small, and nothing of it is carried from one turn to the next.
+    def copy(turn: Array, context: Context) -> Context:
+        index, layer = turn // num_layers, turn % num_layers
         table = jax.lax.dynamic_slice_in_dim(padded, index * pages, pages, axis=1)
-        chunk = pool[first_pages[:, None, None] + table]
-        heads = chunk.reshape(num_layers, slots, pages * page_size, two_kv_heads // 2, 2, head)
-        k, v = heads.transpose(4, 0, 1, 3, 2, 5)
-        mine = index * pages * page_size + jnp.arange(pages * page_size) < jnp.reshape(lengths, (-1, 1))
+        chunk = pool[layer * (pool.shape[0] // num_layers) + table]
+        heads = chunk.reshape(slots, pages * page_size, two_kv_heads // 2, 2, head)
+        k, v = heads.transpose(3, 0, 2, 1, 4)
+        mine = index * pages * page_size + jnp.arange(pages * page_size) < lengths[:, None]
         v = jnp.where(mine[:, None, :, None], v, 0)
-        at = (0, 0, 0, index * pages * page_size, 0)
-        return Context(jax.lax.dynamic_update_slice(context.k, k, at), jax.lax.dynamic_update_slice(context.v, v, at))
+        at = (layer, index, 0, 0, 0, 0)
+        return Context(
+            jax.lax.dynamic_update_slice(context.k, k[None, None], at),
+            jax.lax.dynamic_update_slice(context.v, v[None, None], at),
+        )
 
-    empty = jnp.zeros((num_layers, slots, two_kv_heads // 2, num_chunks * pages * page_size, head), pool.dtype)
-    return jax.lax.fori_loop(0, -(-jnp.max(lengths) // (pages * page_size)), copy, Context(empty, empty))
+    shape = (num_layers, num_chunks, slots, two_kv_heads // 2, pages * page_size, head)
+    empty = Context(jnp.zeros(shape, pool.dtype), jnp.zeros(shape, pool.dtype))
+    return jax.lax.fori_loop(0, num_layers * -(-jnp.max(lengths) // (pages * page_size)), copy, empty)
 
 
 def extend_context(
@@ -69,10 +77,11 @@ def extend_context(
     position: Int[Array, " slot"],
 ) -> Context:
     """Writes one position per slot."""
-    rows = jnp.arange(kv.shape[0])
+    chunk, offset = jnp.divmod(position, context.k.shape[4])
+    at = (layer, chunk, jnp.arange(kv.shape[0]), slice(None), offset)
     return Context(
-        context.k.at[layer, rows, :, position].set(kv[:, 0::2].astype(context.k.dtype)),
-        context.v.at[layer, rows, :, position].set(kv[:, 1::2].astype(context.v.dtype)),
+        context.k.at[at].set(kv[:, 0::2].astype(context.k.dtype)),
+        context.v.at[at].set(kv[:, 1::2].astype(context.v.dtype)),
     )
 
 
@@ -83,13 +92,11 @@ def attend_context(
     position: Int[Array, " slot"],
 ) -> Float[Array, "slot kv_head group head"]:
     """Attends one query per slot to the positions up to and including its own; softmax in float32."""
-    length = context.k.shape[3]
-    size = length if length <= CHUNK or length % CHUNK else CHUNK
 
     def read(index: Array | int) -> tuple[Array, Array]:
-        first = (layer, 0, 0, index * size, 0)
-        k, v = (jax.lax.dynamic_slice(a, first, (1, *a.shape[1:3], size, a.shape[4]))[0] for a in context)
+        first = (layer, index, 0, 0, 0, 0)
+        k, v = (jax.lax.dynamic_slice(a, first, (1, 1, *a.shape[2:]))[0, 0] for a in context)
         return k, v
 
     every = jnp.broadcast_to(position[:, None], (q.shape[0], q.shape[2]))
-    return attend(q, every, read, length // size, size)
+    return attend(q, every, read, context.k.shape[1], context.k.shape[4])

@@ -4,7 +4,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lockstep.kernels.softmax import CHUNK, attend
+from lockstep.kernels.softmax import attend
+
+CHUNK = 64
+"""Positions attended at a time. A row of queries gathers its own, so fewer than in decode are kept at once."""
 
 
 def paged_attention(

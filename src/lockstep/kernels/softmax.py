@@ -6,9 +6,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-CHUNK = 128
-"""Positions attended at a time."""
-
 type ReadChunk = Callable[[Array | int], tuple[Array, Array]]
 """K and V ``[sequence, kv_head, position, head]`` of the chunk with this number."""
 
