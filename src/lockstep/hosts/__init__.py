@@ -8,6 +8,7 @@ from lockstep.hosts.config import DistributedConfig as DistributedConfig
 from lockstep.hosts.exit import run_main as run_main
 from lockstep.hosts.leader import leader_only as leader_only
 from lockstep.hosts.session import Hosts as Hosts
+from lockstep.hosts.settled import settled as settled
 from lockstep.hosts.start import current as current
 from lockstep.hosts.start import shutdown as shutdown
 from lockstep.hosts.start import start as start

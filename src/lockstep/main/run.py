@@ -1,12 +1,11 @@
 """What the training commands share: from a command line to a trained model, the same steps on every host."""
 
-import contextlib
 import dataclasses
 import logging
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,7 +18,7 @@ from jaxtyping import PyTree
 
 from lockstep.callback import InferenceEvalConfig, SampleCallback
 from lockstep.errors import ConfigError, LockstepError, PeerError
-from lockstep.hosts import Hosts, digest, leader_only, start
+from lockstep.hosts import Hosts, digest, leader_only, settled, start
 from lockstep.main.arguments import describe, parse_arguments
 from lockstep.main.run_dir import closing_summary, make_run_dir
 from lockstep.models import LlamaConfig, LlamaLMHeadModel, ModelConfig
@@ -179,27 +178,6 @@ def train(config: RunConfig, data: LoadsData, objective: LossFn, hosts: Hosts) -
     if hosts.is_leader:
         print(closing_summary(run_dir, result, config.trainer.num_train_steps, saved), flush=True)
     return 0 if result.stopped_by is None else 128 + (result.stopped_by or signal.SIGINT)
-
-
-@contextlib.contextmanager
-def settled(hosts: Hosts, name: str) -> Iterator[None]:
-    """Do host-only work whose failure on one host is a failure on all.
-
-    Args:
-        hosts: of the job.
-        name: of the work.
-
-    Raises:
-        PeerError: it failed somewhere; the same text on every host. A single host raises its own error.
-    """
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as caught:
-        error = caught
-    if error is not None and hosts.count == 1:
-        raise error
-    hosts.settle(name, error)
 
 
 def _model_shape(config: RunConfig, tokenizer: "PreTrainedTokenizerBase", mesh: Mesh) -> tuple[LlamaConfig, int]:

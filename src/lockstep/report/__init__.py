@@ -2,7 +2,7 @@
 
 from lockstep.report.jsonl import append_jsonl, read_jsonl
 from lockstep.report.metrics import Metric, exact_match, load_metric, load_metrics, measure, metric_means
-from lockstep.report.rows import COLUMNS, Row, metric_names
+from lockstep.report.rows import COLUMNS, SAMPLE_COLUMNS, Row, SampleRow, TableRow, metric_names
 from lockstep.report.table import print_table, terminal_table
 from lockstep.report.trackers import (
     CompositeTracker,
@@ -27,6 +27,9 @@ __all__ = [
     "NoopTracker",
     "NoopTrackerConfig",
     "Row",
+    "SampleRow",
+    "SAMPLE_COLUMNS",
+    "TableRow",
     "Tracker",
     "TrackerChoice",
     "TrackerConfig",

@@ -2,39 +2,86 @@
 
 import dataclasses
 import importlib
+import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.report.rows import COLUMNS, Row
+from lockstep.report.answers import last_number, same_number
+from lockstep.report.rows import COLUMNS, SAMPLE_COLUMNS, Row, SampleRow, TableRow
 from lockstep.text.prompts import Prompt
 
-type Metric = Callable[[Row, Prompt], float]
+type AnyRow = Row | SampleRow
+"""A row of training or of ``lockstep sample``; a metric may read what both have."""
+type Metric = Callable[[AnyRow, Prompt], float]
 """Takes a row and its prompt, returns a number."""
 
+_NGRAM = 4
+_DIGITS = 4
+"""Significant digits of the perplexity: more of them depend on how the model is split over devices."""
 
-def exact_match(row: Row, prompt: Prompt) -> float:
+
+def exact_match(row: AnyRow, prompt: Prompt) -> float:
     """1 where the first line of the answer is the prompt's answer, space around it aside; else 0.
 
     Raises:
         LockstepError: the prompt has no answer.
     """
-    if prompt.answer is None:
-        raise LockstepError(
-            f"prompt {prompt.id} has no answer to compare with. Write it as {{prompt: …, answer: …}}, or remove "
-            "exact_match from metrics."
-        )
     first_line = row.generated_text.strip().split("\n")[0].strip()
-    return float(first_line == prompt.answer.strip())
+    return float(first_line == _reference(prompt, "exact_match").strip())
 
 
-BUILT_IN: Mapping[str, Metric] = {"exact_match": exact_match}
+def gsm8k(row: AnyRow, prompt: Prompt) -> float:
+    r"""1 where the answer ends in the number of the prompt's answer, as in GSM8K; else 0.
+
+    The number of either text is what stands after ``####``, else in the last ``\boxed{}``, else the last number in
+    it (Cobbe et al. 2021, https://arxiv.org/abs/2110.14168). Numbers are compared by value: 1,200.0 is 1200.
+
+    Raises:
+        LockstepError: the prompt has no answer, or one without a number.
+    """
+    expected = last_number(_reference(prompt, "gsm8k"))
+    if expected is None:
+        raise LockstepError(f"the answer of prompt {prompt.id}, {prompt.answer!r}, has no number. Correct the answer.")
+    return float(same_number(last_number(row.generated_text), expected))
+
+
+def length(row: AnyRow, prompt: Prompt) -> float:
+    """Tokens of the answer."""
+    return float(row.num_tokens)
+
+
+def repetition(row: AnyRow, prompt: Prompt) -> float:
+    """Share of the answer's runs of four words that were there before: 0 for none, towards 1 for a loop."""
+    words = row.generated_text.split()
+    runs = [tuple(words[i : i + _NGRAM]) for i in range(len(words) - _NGRAM + 1)]
+    return 1 - len(set(runs)) / len(runs) if runs else 0.0
+
+
+def perplexity(row: AnyRow, prompt: Prompt) -> float:
+    """Of the answer under the model at temperature 1: the exponential of the mean negative log-probability per token.
+
+    To four digits; the last one may differ between layouts.
+    """
+    return float(f"{math.exp(min(-row.mean_logprob, 700.0)):.{_DIGITS}g}")
+
+
+BUILT_IN: Mapping[str, Metric] = {
+    "exact_match": exact_match,
+    "gsm8k": gsm8k,
+    "length": length,
+    "repetition": repetition,
+    "perplexity": perplexity,
+}
+_REGEX = "regex="
 
 
 def load_metric(name: str) -> Metric:
     """Find a metric by name.
 
     Args:
-        name: ``exact_match``, or ``module:function`` of an importable module.
+        name: ``exact_match``, ``gsm8k``, ``length``, ``repetition``, ``perplexity``, ``regex=PATTERN`` (1 where the
+            pattern is found in the answer), or ``module:function`` of an importable module.
 
     Returns:
         The function.
@@ -44,9 +91,13 @@ def load_metric(name: str) -> Metric:
     """
     if name in BUILT_IN:
         return BUILT_IN[name]
+    if name.startswith(_REGEX):
+        return _regex(name)
     module_name, colon, function_name = name.partition(":")
     if not (module_name and colon and function_name):
-        raise ConfigError(f"metric {name!r} is not known. Use {', '.join(BUILT_IN)}, or module:function for your own.")
+        raise ConfigError(
+            f"metric {name!r} is not known. Use {', '.join(BUILT_IN)}, regex=PATTERN, or module:function for your own."
+        )
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # importing runs the module's own code
@@ -67,21 +118,24 @@ def load_metrics(names: Iterable[str]) -> dict[str, Metric]:
         names: as for ``load_metric``.
 
     Returns:
-        The functions by column: the name itself, of ``module:function`` the part after the colon.
+        The functions by column: the name itself, of ``module:function`` the part after the colon, of a regular
+        expression ``regex``, or ``regex_2`` and so on of several.
 
     Raises:
         ConfigError: no such metric, or a column that is there already.
     """
     metrics: dict[str, Metric] = {}
     for name in names:
-        column = name.rpartition(":")[2]
-        if column in metrics or column in COLUMNS:
+        column = "regex" if name.startswith(_REGEX) else name.rpartition(":")[2]
+        if column == "regex" and column in metrics:
+            column = f"regex_{sum(each.startswith('regex') for each in metrics) + 1}"
+        if column in metrics or column in COLUMNS or column in SAMPLE_COLUMNS:
             raise ConfigError(f"metric {name!r}: the table already has a column {column!r}. Rename or remove it.")
         metrics[column] = load_metric(name)
     return metrics
 
 
-def measure(metrics: Mapping[str, Metric], row: Row, prompt: Prompt) -> Row:
+def measure[R: AnyRow](metrics: Mapping[str, Metric], row: R, prompt: Prompt) -> R:
     """Apply metrics to a row.
 
     Args:
@@ -107,7 +161,24 @@ def measure(metrics: Mapping[str, Metric], row: Row, prompt: Prompt) -> Row:
     return dataclasses.replace(row, metrics=values)
 
 
-def metric_means(rows: Iterable[Row]) -> dict[str, float]:
+def _reference(prompt: Prompt, metric: str) -> str:
+    if prompt.answer is None:
+        raise LockstepError(
+            f"prompt {prompt.id} has no answer to compare with. Write it as {{prompt: …, answer: …}}, or remove "
+            f"{metric} from metrics."
+        )
+    return prompt.answer
+
+
+def _regex(name: str) -> Metric:
+    try:
+        pattern = re.compile(name.removeprefix(_REGEX), re.MULTILINE)
+    except re.error as error:
+        raise ConfigError(f"metric {name!r}: not a regular expression of Python ({error}). Correct it.") from None
+    return lambda row, prompt: float(pattern.search(row.generated_text) is not None)
+
+
+def metric_means(rows: Iterable[TableRow]) -> dict[str, float]:
     """Mean of each metric over the rows that have it, by name."""
     values: dict[str, list[float]] = {}
     for row in rows:

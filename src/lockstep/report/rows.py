@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 COLUMNS = (
     "step",
@@ -15,6 +15,25 @@ COLUMNS = (
     "mean_logprob",
 )
 """Columns that every row has, in the order of the table; metrics follow."""
+
+
+SAMPLE_COLUMNS = ("round", "prompt_id", "generation_id", "prompt", "generated_text", "num_tokens")
+"""Columns of a row of ``lockstep sample`` in the order of its table; metrics follow."""
+
+
+class TableRow(Protocol):
+    """What a table takes: the names of its first columns, and one flat mapping per row."""
+
+    columns: ClassVar[tuple[str, ...]]
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """A value by metric name; columns after the first ones."""
+        ...
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row as one flat mapping; a table takes its columns from it."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,6 +51,8 @@ class Row:
         mean_logprob: mean natural-log probability of the sampled tokens; 0 where none was sampled.
         metrics: a value by metric name.
     """
+
+    columns: ClassVar[tuple[str, ...]] = COLUMNS
 
     step: int
     prompt_id: int
@@ -59,6 +80,52 @@ class Row:
         return cls(**columns | {"mean_logprob": float(columns["mean_logprob"])}, metrics=metrics)
 
 
-def metric_names(rows: Iterable[Row]) -> tuple[str, ...]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SampleRow:
+    """What a checkpoint said to one prompt in one round of ``lockstep sample``.
+
+    Args:
+        round: from 0.
+        prompt_id: the prompt's number.
+        generation_id: 0 to ``n_generations - 1``.
+        prompt: the prompt's text.
+        generated_text: the answer's text.
+        num_tokens: tokens sampled, a stop token included.
+        finish_reason: ``stop`` or ``length``.
+        mean_logprob: mean natural-log probability of the sampled tokens, for metrics; not written, because its last
+            digits depend on how the model is split over devices.
+        metrics: a value by metric name.
+    """
+
+    columns: ClassVar[tuple[str, ...]] = SAMPLE_COLUMNS
+
+    round: int
+    prompt_id: int
+    generation_id: int
+    prompt: str
+    generated_text: str
+    num_tokens: int
+    finish_reason: str
+    mean_logprob: float = 0.0
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row as it is written: ``SAMPLE_COLUMNS``, how it ended, then its metrics."""
+        columns = {column: getattr(self, column) for column in SAMPLE_COLUMNS}
+        return {**columns, "finish_reason": self.finish_reason, **self.metrics}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "SampleRow":
+        """The row that ``to_dict`` was called on.
+
+        Raises:
+            KeyError: a column is missing.
+        """
+        own = (*SAMPLE_COLUMNS, "finish_reason")
+        metrics = {name: float(value) for name, value in values.items() if name not in own}
+        return cls(**{name: values[name] for name in own}, metrics=metrics)
+
+
+def metric_names(rows: Iterable[TableRow]) -> tuple[str, ...]:
     """Names of the metrics that any of the rows has, in order of first appearance."""
     return tuple(dict.fromkeys(name for row in rows for name in row.metrics))

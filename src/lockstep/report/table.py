@@ -8,12 +8,12 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.report.metrics import metric_means
-from lockstep.report.rows import Row, metric_names
+from lockstep.report.rows import Row, SampleRow, metric_names
 
 VISIBLE_CONTROLS = {"\n": "↵", "\r": "␍", "\t": "⇥"}
 
 
-def terminal_table(rows: Sequence[Row], *, title: str, max_rows: int = 10, max_chars: int = 160) -> Table:
+def terminal_table(rows: Sequence[Row | SampleRow], *, title: str, max_rows: int = 10, max_chars: int = 160) -> Table:
     """Lay rows out for reading: what was asked, what came back, how it ended, how well.
 
     Nothing is left out unseen: newlines and control characters are shown by a sign, a shortened text ends in the number
@@ -53,7 +53,9 @@ def terminal_table(rows: Sequence[Row], *, title: str, max_rows: int = 10, max_c
     return table
 
 
-def print_table(rows: Sequence[Row], *, title: str, max_rows: int = 10, console: Console | None = None) -> None:
+def print_table(
+    rows: Sequence[Row | SampleRow], *, title: str, max_rows: int = 10, console: Console | None = None
+) -> None:
     """Print the table below an empty line.
 
     Args:
@@ -79,6 +81,6 @@ def _shortened(text: str, limit: int, *, keep_end: bool) -> str:
     return f"({left_out}) …{shown[-limit:]}" if keep_end else f"{shown[:limit]}… ({left_out})"
 
 
-def _below(rows: Sequence[Row], max_rows: int) -> str:
+def _below(rows: Sequence[Row | SampleRow], max_rows: int) -> str:
     shown = f"{max_rows} of {len(rows)} rows" if len(rows) > max_rows else f"{len(rows)} row{'s' * (len(rows) != 1)}"
     return " · ".join([shown, *(f"mean {name} {mean:.3g}" for name, mean in metric_means(rows).items())])

@@ -11,7 +11,7 @@ import draccus
 
 from lockstep.errors import ConfigError
 from lockstep.report.jsonl import append_jsonl
-from lockstep.report.rows import COLUMNS, Row, metric_names
+from lockstep.report.rows import TableRow, metric_names
 
 if TYPE_CHECKING:
     import wandb
@@ -25,11 +25,11 @@ MAX_TABLE_ROWS = 10_000
 class Tracker(Protocol):
     """Takes numbers and rows as training goes on."""
 
-    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Record scalars at a step."""
+    def log(self, metrics: Mapping[str, float | str], *, step: int) -> None:
+        """Record scalars, and now and then a text, at a step."""
         ...
 
-    def log_rows(self, name: str, rows: Sequence[Row], *, step: int) -> None:
+    def log_rows(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
         """Add rows to the growing table ``name``."""
         ...
 
@@ -41,10 +41,10 @@ class Tracker(Protocol):
 class NoopTracker:
     """Drops everything: what every process but the leader holds."""
 
-    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+    def log(self, metrics: Mapping[str, float | str], *, step: int) -> None:
         """Drop the scalars."""
 
-    def log_rows(self, name: str, rows: Sequence[Row], *, step: int) -> None:
+    def log_rows(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
         """Drop the rows."""
 
     def finish(self) -> None:
@@ -63,12 +63,12 @@ class JsonlTracker:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
-    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+    def log(self, metrics: Mapping[str, float | str], *, step: int) -> None:
         """Append one line; ``time`` is in seconds since the epoch."""
-        values = {name: float(value) for name, value in metrics.items()}
+        values = {name: _plain(value) for name, value in metrics.items()}
         append_jsonl(self.path, [{"step": int(step), "time": round(time.time(), 3)} | values])
 
-    def log_rows(self, name: str, rows: Sequence[Row], *, step: int) -> None:
+    def log_rows(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
         """Do nothing: rows are in ``samples.jsonl``."""
 
     def finish(self) -> None:
@@ -79,9 +79,9 @@ class WandbTables:
     """Makes W&B tables that hold all rows so far, for a W&B table cannot change once it is logged."""
 
     def __init__(self) -> None:
-        self._rows: dict[str, list[Row]] = {}
+        self._rows: dict[str, list[TableRow]] = {}
 
-    def add(self, name: str, rows: Sequence[Row]) -> "wandb.Table":
+    def add(self, name: str, rows: Sequence[TableRow]) -> "wandb.Table":
         """The table ``name`` with these rows added."""
         import wandb
 
@@ -90,7 +90,7 @@ class WandbTables:
         if len(kept) > MAX_TABLE_ROWS:
             log.warning("table %s: more than %d rows, the oldest are left out of it", name, MAX_TABLE_ROWS)
             del kept[: len(kept) - MAX_TABLE_ROWS]
-        columns: list[str | int] = [*COLUMNS, *metric_names(kept)]
+        columns: list[str | int] = [*kept[-1].columns, *metric_names(kept)]
         data = [[values.get(str(column)) for column in columns] for values in (row.to_dict() for row in kept)]
         return wandb.Table(columns=columns, data=data)
 
@@ -110,11 +110,11 @@ class WandbTracker:
         self._tables = WandbTables()
         self._finished = False
 
-    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+    def log(self, metrics: Mapping[str, float | str], *, step: int) -> None:
         """Record scalars; those of the same step become one history entry."""
-        self._run.log({name: float(value) for name, value in metrics.items()}, step=self._advance(step))
+        self._run.log({name: _plain(value) for name, value in metrics.items()}, step=self._advance(step))
 
-    def log_rows(self, name: str, rows: Sequence[Row], *, step: int) -> None:
+    def log_rows(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
         """Log the table with all rows so far."""
         self._run.log({name: self._tables.add(name, rows)}, step=self._advance(step))
 
@@ -139,7 +139,7 @@ class CompositeTracker:
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self.trackers = tuple(trackers)
 
-    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+    def log(self, metrics: Mapping[str, float | str], *, step: int) -> None:
         """Record scalars in each.
 
         Raises:
@@ -147,7 +147,7 @@ class CompositeTracker:
         """
         self._each(lambda tracker: tracker.log(metrics, step=step))
 
-    def log_rows(self, name: str, rows: Sequence[Row], *, step: int) -> None:
+    def log_rows(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
         """Add rows in each.
 
         Raises:
@@ -262,6 +262,11 @@ class WandbTrackerConfig(TrackerConfig):
                 "offline in the tracker's config and upload later with `wandb sync`."
             ) from error
         return WandbTracker(run)
+
+
+def _plain(value: float | str) -> float | str:
+    """NumPy's numbers as Python's."""
+    return value if isinstance(value, str) else float(value)
 
 
 type TrackerChoice = TrackerConfig | tuple[TrackerConfig, ...]

@@ -1,17 +1,19 @@
 """Text in and out: tokenizers and prompts."""
 
-from lockstep.text.prompts import Prompt, PromptSource, encode, read_prompts
+from lockstep.text.prompts import Prompt, PromptFields, PromptSource, encode, iter_prompts, read_prompts
 from lockstep.text.stop import StopFinder, cut_at_stop
 from lockstep.text.tokenizer import check_vocab, decode, load_tokenizer, stop_ids
 
 __all__ = [
     "Prompt",
+    "PromptFields",
     "PromptSource",
     "StopFinder",
     "check_vocab",
     "cut_at_stop",
     "decode",
     "encode",
+    "iter_prompts",
     "load_tokenizer",
     "read_prompts",
     "stop_ids",

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import PromptError
@@ -59,6 +59,15 @@ class Prompt:
         return "\n".join(f"{message['role']}: {message['content']}" for message in self.messages)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptFields:
+    """Which fields of a ``.jsonl`` line hold what."""
+
+    prompt: str = "prompt"
+    messages: str = "messages"
+    answer: str = "answer"
+
+
 def read_prompts(source: PromptSource) -> list[Prompt]:
     """Read prompts from a list or a file.
 
@@ -74,21 +83,37 @@ def read_prompts(source: PromptSource) -> list[Prompt]:
     Raises:
         PromptError: nothing there, a file or line that cannot be read, an empty prompt.
     """
+    return list(iter_prompts(source))
+
+
+def iter_prompts(source: PromptSource, fields: PromptFields | None = None) -> Iterator[Prompt]:
+    """Read prompts one by one, so that a file of any length takes the memory of a line.
+
+    Args:
+        source: as for `read_prompts`.
+        fields: names in the lines of a ``.jsonl`` file; None for the usual ones.
+
+    Yields:
+        The prompts, numbered from 0.
+
+    Raises:
+        PromptError: as `read_prompts`, when the item is reached.
+    """
+    items: Iterable[tuple[str, object]]
     if isinstance(source, str):
-        items = _read_file(source)
-        name = source
+        items, name, strict = _read_file(source), source, False
     else:
-        items = [(f"prompts[{index}]", item) for index, item in enumerate(source)]
-        name = "prompts"
-    prompts = []
+        items = ((f"prompts[{index}]", item) for index, item in enumerate(source))
+        name, fields, strict = "prompts", None, True
+    index = -1
     for index, (place, item) in enumerate(items):
         try:
-            prompts.append(_parse(index, item, strict=not isinstance(source, str)))
+            prompt = _parse(index, item, fields or PromptFields(), strict=strict)
         except PromptError as error:
             raise PromptError(f"{place}: {error}") from None
-    if not prompts:
+        yield prompt
+    if index < 0:
         raise PromptError(f"{name} holds no prompts; at least 1 is needed. Add one, or disable the evaluation.")
-    return prompts
 
 
 def encode(
@@ -147,58 +172,62 @@ def _encode_one(tokenizer: "PreTrainedTokenizerBase", prompt: Prompt) -> tuple[i
     return tuple(int(token) for token in tokenizer.encode(text, add_special_tokens=False))
 
 
-def _parse(index: int, item: object, *, strict: bool) -> Prompt:
+def _parse(index: int, item: object, fields: PromptFields, *, strict: bool) -> Prompt:
     if isinstance(item, str):
         return Prompt(id=index, text=item)
     if not isinstance(item, Mapping):
         raise PromptError(f"{item!r} is not a prompt. Write a text, {{prompt, answer}} or {{messages, answer}}.")
     if strict and (unknown := [key for key in item if key not in INLINE_KEYS]):
         raise PromptError(f"unknown field {unknown[0]!r}; a prompt has {', '.join(INLINE_KEYS)}.")
-    text, messages, answer = item.get("prompt"), item.get("messages"), item.get("answer")
+    text, messages, answer = item.get(fields.prompt), item.get(fields.messages), item.get(fields.answer)
     if text is None and messages is None:
-        raise PromptError(f"has neither 'prompt' nor 'messages' (its fields: {', '.join(map(str, item)) or 'none'}).")
+        raise PromptError(
+            f"has neither {fields.prompt!r} nor {fields.messages!r} (its fields: "
+            f"{', '.join(map(str, item)) or 'none'})."
+        )
     if text is not None and not isinstance(text, str):
-        raise PromptError(f"'prompt' is {text!r}; it must be a text. For a chat use 'messages'.")
+        raise PromptError(f"{fields.prompt!r} is {text!r}; it must be a text. For a chat use {fields.messages!r}.")
     if answer is not None and not isinstance(answer, str):
-        raise PromptError(f"'answer' is {answer!r}; it must be a text. Put it in quotes.")
+        raise PromptError(f"{fields.answer!r} is {answer!r}; it must be a text. Put it in quotes.")
     if messages is not None and (
         not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages)
     ):
-        raise PromptError(f"'messages' is {messages!r}; it must be a list of {{role, content}}.")
+        raise PromptError(f"{fields.messages!r} is {messages!r}; it must be a list of {{role, content}}.")
     return Prompt(id=index, text=text, messages=None if messages is None else tuple(messages), answer=answer)
 
 
-def _read_file(path: str) -> list[tuple[str, object]]:
+def _read_file(path: str) -> Iterator[tuple[str, object]]:
     if not path.endswith((".txt", ".jsonl")):
         raise PromptError(
             f"prompts is the text {path!r}, which is taken as a file and must end in .txt (a prompt per line) or "
             ".jsonl. For a prompt in the config itself, write a list: prompts: ['…']."
         )
-    lines = [(f"{path}:{number}", line) for number, line in enumerate(_read_lines(path), start=1) if line.strip()]
-    if path.endswith(".txt"):
-        return [(place, line) for place, line in lines]
-    items: list[tuple[str, object]] = []
-    for place, line in lines:
+    for number, line in enumerate(_read_lines(path), start=1):
+        place = f"{path}:{number}"
+        if not line.strip():
+            continue
+        if path.endswith(".txt"):
+            yield place, line
+            continue
         try:
-            items.append((place, json.loads(line)))
+            yield place, json.loads(line)
         except json.JSONDecodeError as error:
             raise PromptError(
                 f"{place}: not JSON ({error.msg} at column {error.colno}). Write one object per line, such as "
                 '{"prompt": "…", "answer": "…"}.'
             ) from None
-    return items
 
 
-def _read_lines(path: str) -> list[str]:
+def _read_lines(path: str) -> Iterator[str]:
     import fsspec
 
     try:
         with fsspec.open(path, "rt", encoding="utf-8") as file:
-            text: str = file.read()
+            for line in file:
+                yield line.removesuffix("\n")
     except FileNotFoundError:
         raise PromptError(
             f"prompt file {path!r} does not exist. Fix the path; relative paths start at the working directory."
         ) from None
     except Exception as error:  # each file system has its own errors (permissions, credentials, missing package)
         raise PromptError(f"prompt file {path!r} could not be read ({type(error).__name__}: {error}).") from error
-    return text.split("\n")
