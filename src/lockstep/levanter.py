@@ -13,7 +13,7 @@ from levanter.tracker.wandb import WandbTracker
 from lockstep.callback import InferenceEvalConfig, SampleCallback
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts
-from lockstep.report.rows import Row
+from lockstep.report.rows import TableRow
 from lockstep.report.trackers import WandbTables
 
 
@@ -138,12 +138,12 @@ class LevanterTracker:
         self._trackers = _flat(tracker)
         self._tables = WandbTables()
 
-    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+    def log(self, metrics: Mapping[str, float | str], *, step: int) -> None:
         """Record scalars in every tracker."""
         for tracker in self._trackers:
             tracker.log(dict(metrics), step=step - 1)
 
-    def log_rows(self, name: str, rows: Sequence[Row], *, step: int) -> None:
+    def log_rows(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
         """Log the table with all rows so far to W&B; Levanter's other trackers have no tables."""
         for tracker in self._trackers:
             if isinstance(getattr(tracker, "wrapped", tracker), WandbTracker):

@@ -11,6 +11,7 @@ COMMANDS: Final = {
     "train-lm": ("lockstep.main.train_lm", "train a language model on text, completions or chats"),
     "plan": ("lockstep.main.plan", "compile a configuration for a TPU slice without a TPU: does it fit, how fast"),
     "train-simpo": ("lockstep.main.train_simpo", "train on preference pairs with SimPO"),
+    "sample": ("lockstep.main.sample", "answer prompts from a checkpoint, every prompt exactly once"),
 }
 """Command to (module with ``main(arguments) -> exit code``, what it does)."""
 

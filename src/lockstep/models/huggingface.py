@@ -1,10 +1,13 @@
 """Loads Hugging Face checkpoints into sharded models: a host reads only the bytes that its devices hold."""
 
+import concurrent.futures
+import contextlib
 import difflib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import haliax as hax
@@ -21,6 +24,13 @@ from lockstep.models.hf_config import config_from_hf
 from lockstep.models.hf_tensors import Parameter, parameters, skeleton
 from lockstep.models.llama import LlamaLMHeadModel
 from lockstep.placement import PARAMETER_AXES
+
+type OnRead = Callable[[int, int], None]
+"""Takes bytes just read on this host, and all that it will read."""
+
+_THREADS = 8
+_UNDER_WAY = 256 << 20
+"""Bytes of parameters that are read at a time, where one alone is not more."""
 
 # Buffers that older versions of transformers stored; they follow from the configuration.
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq|.*\.masked_bias")
@@ -65,6 +75,7 @@ def load_hf(
     dtype: Any = jnp.float32,
     *,
     config: LlamaConfig | None = None,
+    on_read: OnRead | None = None,
 ) -> LlamaLMHeadModel:
     """A model with the weights of a Hugging Face checkpoint, sharded over a mesh.
 
@@ -78,6 +89,8 @@ def load_hf(
         mapping: from the names of parameter axes to axes of the mesh.
         dtype: of the parameters.
         config: used in place of the checkpoint's own, for instance with another ``max_seq_len``.
+        on_read: called from several threads, each time with the bytes of parameters just placed on this host's devices
+            and all that there will be.
 
     Returns:
         The model.
@@ -93,10 +106,7 @@ def load_hf(
         expected = parameters(model)
         _check_tensors(files, expected, tied=config.tie_word_embeddings)
         shardings = [_sharding(parameter, mesh, mapping) for parameter in expected]
-        arrays = [
-            _load_parameter(files, parameter, sharding, jnp.dtype(dtype))
-            for parameter, sharding in zip(expected, shardings, strict=True)
-        ]
+        arrays = _load_all(files, expected, shardings, jnp.dtype(dtype), on_read)
     leaves, structure = jax.tree.flatten(model)
     assert len(leaves) == len(arrays)
     return jax.tree.unflatten(structure, arrays)
@@ -127,6 +137,58 @@ def read_block(
         stored = files.read(parameter.stored.name(layer), slices)
         block[row] = parameter.stored.from_stored(stored, where, parameter.axes, sizes)
     return block
+
+
+def _load_all(
+    files: CheckpointFiles,
+    expected: Sequence[Parameter],
+    shardings: Sequence[NamedSharding],
+    dtype: np.dtype[Any],
+    on_read: OnRead | None,
+) -> list[jax.Array]:
+    """Several parameters at a time, never more bytes of them under way than `_UNDER_WAY`, or a single one."""
+    sizes = [_local_bytes(p.value.array.shape, s, dtype) for p, s in zip(expected, shardings, strict=True)]
+    gate = _Gate(_UNDER_WAY)
+
+    def one(parameter: Parameter, sharding: NamedSharding, size: int) -> jax.Array:
+        with gate.hold(size):
+            array = jax.block_until_ready(_load_parameter(files, parameter, sharding, dtype))
+        if on_read is not None:
+            on_read(size, sum(sizes))
+        return array
+
+    with concurrent.futures.ThreadPoolExecutor(_THREADS, "lockstep-load") as pool:
+        futures = [pool.submit(one, *each) for each in zip(expected, shardings, sizes, strict=True)]
+        try:
+            return [future.result() for future in futures]
+        finally:
+            for future in futures:
+                future.cancel()
+
+
+class _Gate:
+    """Lets through as many as have so many bytes together; one that has more alone goes alone."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._held = limit, 0
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def hold(self, size: int) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._held == 0 or self._held + size <= self._limit)
+            self._held += size
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held -= size
+                self._changed.notify_all()
+
+
+def _local_bytes(shape: tuple[int, ...], sharding: NamedSharding, dtype: np.dtype[Any]) -> int:
+    """Bytes of a parameter on this host's devices."""
+    return int(np.prod(sharding.shard_shape(shape))) * dtype.itemsize * len(sharding.addressable_devices)
 
 
 def _load_parameter(

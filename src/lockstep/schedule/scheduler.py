@@ -1,5 +1,6 @@
 """The scheduler: a pure function of the requests and of the tokens that came back, run alike on every host."""
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -18,6 +19,23 @@ from lockstep.types import Completion, FinishReason, Request
 type FindStop = Callable[[Seq[int], int, Seq[str]], int | None]
 """Takes an answer's tokens, how many of them are known to hold no stop string, and the stop strings. Returns the least
 number of tokens whose text holds one, or None. A pure function of these, alike on every host."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Counts:
+    """How far a scheduler is.
+
+    Args:
+        finished: sequences.
+        tokens: sampled so far, of unfinished sequences too.
+        pages: in use, over all replicas.
+        max_pages: there are.
+    """
+
+    finished: int
+    tokens: int
+    pages: int
+    max_pages: int
 
 
 class Scheduler:
@@ -71,6 +89,18 @@ class Scheduler:
     def done(self) -> bool:
         """Whether every sequence is finished."""
         return not self._waiting and not any(replica.busy for replica in self._replicas)
+
+    @property
+    def counts(self) -> Counts:
+        """How far it is: what a view of a running job shows."""
+        allocators = [replica.allocator for replica in self._replicas]
+        max_pages = sum(each.num_pages - 1 for each in allocators)
+        return Counts(
+            finished=sum(sequence.finish_reason is not None for sequence in self._sequences),
+            tokens=sum(len(sequence.tokens) for sequence in self._sequences),
+            pages=max_pages - sum(each.num_free for each in allocators),
+            max_pages=max_pages,
+        )
 
     def completions(self) -> list[Completion]:
         """All answers, in the order of the requests, then of the generations."""

@@ -1,0 +1,42 @@
+"""``lockstep sample``: answers from a checkpoint, on any number of hosts."""
+
+import logging
+import sys
+import traceback
+from collections.abc import Sequence
+
+from lockstep.errors import LockstepError, PeerError
+from lockstep.hosts import start
+from lockstep.main.arguments import describe, parse_arguments
+from lockstep.sampler import SampleConfig
+from lockstep.sampler.run import sample
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Sample as the command line says.
+
+    Args:
+        arguments: after ``lockstep sample``.
+
+    Returns:
+        Exit code: 0; 1 where a host failed.
+
+    Raises:
+        ConfigError: the configuration cannot work.
+        HostError: the hosts lost each other.
+    """
+    if "--help" in arguments or "-h" in arguments:
+        print("--config_path  FILE.yaml with any of these keys; keys on the command line win over it")
+        print("\n".join(describe(SampleConfig)))
+        return 0
+    config = parse_arguments(SampleConfig, arguments)
+    hosts = start(config.trainer.distributed)
+    logging.basicConfig(level=logging.INFO if hosts.is_leader else logging.WARNING, format="%(name)s: %(message)s")
+    try:
+        return sample(config, hosts)
+    except PeerError as error:
+        # The text is the same everywhere. The stack is of use only where something unforeseen went wrong.
+        if error.__cause__ is not None and not isinstance(error.__cause__, LockstepError):
+            traceback.print_exception(error.__cause__)
+        print(f"error: {error}", file=sys.stderr)
+        return 1

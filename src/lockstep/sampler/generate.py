@@ -1,0 +1,218 @@
+"""Batch after batch through the engine, each on disk before the next: in lockstep, or every host for itself."""
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Int
+
+from lockstep.engine import Engine, EngineConfig
+from lockstep.hosts import Hosts, Watchdog, digest, leader_only, settled
+from lockstep.report.metrics import Metric, load_metrics, measure
+from lockstep.report.rows import SampleRow
+from lockstep.sampler.config import SampleConfig
+from lockstep.sampler.progress import Meter
+from lockstep.sampler.row_files import RowFile
+from lockstep.sampler.spool import PromptSpool
+from lockstep.sampler.work import Batch, JobShape, batches, prompts_per_batch
+from lockstep.schedule import Scheduler
+from lockstep.text import StopFinder, cut_at_stop, decode
+from lockstep.types import Completion, Request
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+
+class Generator:
+    """Generates the rows of a job that this host takes part in.
+
+    Args:
+        hosts: of the job.
+        config: of the run.
+        spool: all prompts.
+        tokenizer: for the texts.
+        stop_ids: tokens that end an answer.
+    """
+
+    def __init__(
+        self,
+        hosts: Hosts,
+        config: SampleConfig,
+        spool: PromptSpool,
+        tokenizer: "PreTrainedTokenizerBase",
+        stop_ids: tuple[int, ...],
+    ) -> None:
+        self._hosts, self._config, self._spool, self._tokenizer = hosts, config, spool, tokenizer
+        self._params = [config.sampling_params(stop_ids, round_) for round_ in range(config.n_rounds)]
+        self._metrics: Mapping[str, Metric] = load_metrics(config.metrics)
+        self._find_stop = StopFinder(tokenizer) if config.stop else None
+        self._watchdog = Watchdog(hosts, hosts.timeout_s)
+        self.lockstep = config.inference_mode == "global_mesh"
+        """Whether all hosts work on the same prompts."""
+        self.batch_prompts = 0
+        """Prompts of a batch at most; known after `prepare`."""
+        self._free = 0
+        self._engine: Engine | None = None
+        self._model: Any = None
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine, or None before `prepare`."""
+        return self._engine
+
+    @property
+    def floor(self) -> float:
+        """Tokens per second that the memory bandwidth of this host's engine allows, as predicted; 0 if unknown."""
+        sizing = self._engine.sizing if self._engine else None
+        return sizing.estimate.active / sizing.estimate.step_s if sizing else 0.0
+
+    def prepare(self, model: Any, mesh: Mesh, shape: JobShape, units: Int[np.ndarray, " pending"]) -> None:
+        """Choose sizes, compile, and agree, before anything is launched. Every host calls it alike.
+
+        Args:
+            model: on the mesh.
+            mesh: of all devices, or of this host's.
+            shape: of the job.
+            units: of this host, as `pending_units` orders them; may be none where hosts work for themselves.
+
+        Raises:
+            PeerError: a host cannot work like this; the same on every host.
+            DisagreementError: hosts compiled different programs.
+        """
+        config = self._config
+        longest = int(self._spool.lengths.max()) + config.max_new_tokens
+        vocab_size = max(self._tokenizer.get_vocab().values()) + 1
+        with self._hosts.scope("engine") as scope:
+            free = 0
+            with settled(scope, "memory"):
+                engine_config = dataclasses.replace(config.engine, max_seq_len=longest)
+                self._engine = engine = Engine(engine_config, mesh, vocab_size=vocab_size)
+                free = engine.free_bytes(model)
+            self._free = scope.least("free memory", free)
+            digests: dict[str, str] = {}
+            with settled(scope, "prepare"):
+                self._model = model
+                first = self._probe(engine_config, mesh, shape, units)
+                digests = engine.prepare(model, first, free=self._free) if first else {}
+            if self.lockstep:
+                scope.agree("programs", {"batch": str(self.batch_prompts), **digests})
+            scope.barrier("ready")
+
+    def run(
+        self, shape: JobShape, units: Int[np.ndarray, " pending"], rows: RowFile | None, meter: Meter | None
+    ) -> None:
+        """Generate units and write their rows.
+
+        Args:
+            shape: of the job.
+            units: as given to `prepare`.
+            rows: file of this host; None on hosts that write none.
+            meter: told of progress; None on hosts that show none.
+
+        Raises:
+            PeerError: hosts work in lockstep and one of them failed; the same on every host.
+            DisagreementError: hosts work in lockstep and computed different tokens.
+        """
+        for batch in batches(shape, units, max(1, self.batch_prompts)):
+            completions = self._together(batch, meter) if self.lockstep else self._alone(batch, meter)
+            error: Exception | None = None
+            tokens = sum(len(completion.tokens) for completion in completions)
+            if rows is not None:
+                try:
+                    with leader_only():
+                        rows.append([row.to_dict() for row in self._rows(batch, completions)])
+                except Exception as caught:
+                    error = caught
+            if self.lockstep:
+                self._hosts.settle("rows", error)
+            elif error is not None:
+                raise error
+            if meter is not None:
+                meter.end_batch(len(completions), tokens)
+
+    def _probe(
+        self, engine_config: EngineConfig, mesh: Mesh, shape: JobShape, units: Int[np.ndarray, " pending"]
+    ) -> list[Request]:
+        """The first batch; its size follows from the sequences that fit at a time."""
+        engine, config = self._engine, self._config
+        assert engine is not None
+        if not len(units):
+            return []
+        enough = next(batches(shape, units, 1 + (engine_config.max_seqs or 64 * mesh.size)))
+        sizes = engine.check(self._model, self._requests(enough), free=self._free)
+        self.batch_prompts = prompts_per_batch(
+            sizes.sequences, config.n_generations, config.max_new_tokens, config.max_prompts_per_batch
+        )
+        return self._requests(next(batches(shape, units, self.batch_prompts)))
+
+    def _requests(self, batch: Batch) -> list[Request]:
+        params = self._params[batch.round]
+        return [
+            Request(prompt_id=number, prompt_tokens=self._spool[number].tokens, params=params)
+            for number in batch.prompts
+        ]
+
+    def _together(self, batch: Batch, meter: Meter | None) -> list[Completion]:
+        """All hosts the same: nothing is launched before all have agreed, nothing is written before they have again."""
+        engine = self._engine
+        assert engine is not None
+        with self._hosts.scope("batch") as scope:
+            requests, digests = self._requests(batch), dict[str, str]()
+            with settled(scope, "prepare"):
+                digests = engine.prepare(self._model, requests, free=self._free)
+            scope.agree("programs", {"requests": digest(repr(requests)), **digests})
+            completions: list[Completion] = []
+            with settled(scope, "generate"):
+                completions = self._launch(engine, requests, meter)
+            scope.agree("tokens", {"tokens": digest(repr(completions)), "launches": str(engine.ledger)})
+            scope.barrier("end")
+        return completions
+
+    def _alone(self, batch: Batch, meter: Meter | None) -> list[Completion]:
+        """This host's devices alone: no program of its spans hosts."""
+        engine, requests = self._engine, self._requests(batch)
+        assert engine is not None
+        engine.prepare(self._model, requests, free=self._free)
+        return self._launch(engine, requests, meter)
+
+    def _launch(self, engine: Engine, requests: Sequence[Request], meter: Meter | None) -> list[Completion]:
+        def look(scheduler: Scheduler) -> None:
+            if meter is None:
+                return
+            try:
+                with leader_only():
+                    meter(scheduler)
+            except Exception as error:  # a view that fails on one host must not part it from the others
+                log.warning("the live view failed: %s: %s", type(error).__name__, error)
+
+        return engine.run(
+            self._model, requests, around_launch=self._watched, find_stop=self._find_stop, between_launches=look
+        )
+
+    @contextlib.contextmanager
+    def _watched(self, program: str) -> Iterator[None]:
+        self._hosts.phase(program)
+        with self._watchdog.watch(program):
+            yield
+
+    def _rows(self, batch: Batch, completions: Sequence[Completion]) -> Iterator[SampleRow]:
+        """Rows of a batch by prompt and generation, so that a file reads in order as far as it can."""
+        for completion in sorted(completions, key=lambda each: (each.prompt_id, each.generation_id)):
+            prompt = self._spool[completion.prompt_id].prompt
+            row = SampleRow(
+                round=batch.round,
+                prompt_id=completion.prompt_id,
+                generation_id=completion.generation_id,
+                prompt=prompt.shown,
+                generated_text=cut_at_stop(decode(self._tokenizer, completion.tokens), self._config.stop),
+                num_tokens=len(completion.tokens),
+                finish_reason=str(completion.finish_reason),
+                mean_logprob=float(np.mean(completion.logprobs)) if completion.logprobs else 0.0,
+            )
+            yield measure(self._metrics, row, prompt)

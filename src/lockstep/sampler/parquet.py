@@ -1,0 +1,60 @@
+"""Merged rows as Parquet, where pyarrow is installed."""
+
+import itertools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import ConfigError
+
+_ROWS = 4096
+"""Rows in memory at a time."""
+
+
+def check_pyarrow() -> None:
+    """Find out before hours of generating that there is nothing to write Parquet with.
+
+    Raises:
+        ConfigError: pyarrow is not installed.
+    """
+    _pyarrow()
+
+
+def write_parquet(merged: Path) -> Path:
+    """Write the rows of a file of JSON lines as Parquet beside it.
+
+    Args:
+        merged: at least one line, all with the same fields.
+
+    Returns:
+        The file; it appears under its name only when it is complete.
+
+    Raises:
+        ConfigError: pyarrow is not installed.
+    """
+    pa, pq = _pyarrow()
+    path = merged.with_suffix(".parquet")
+    temporary = path.with_name(f".{path.name}.tmp")
+    writer = None
+    with open(merged, "rb") as lines:
+        while rows := [json.loads(line) for line in itertools.islice(lines, _ROWS)]:
+            table = pa.Table.from_pylist(rows, schema=writer and writer.schema)
+            writer = writer or pq.ParquetWriter(temporary, table.schema)
+            writer.write_table(table)
+    assert writer is not None, "a job has at least one row"
+    writer.close()
+    os.replace(temporary, path)
+    return path
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ConfigError(
+            f"write_parquet is true, and pyarrow cannot be imported ({error}). Install it on the leader with "
+            "pip install 'jax-lockstep[parquet]', or set write_parquet to false."
+        ) from error
+    return pyarrow, pyarrow.parquet

@@ -1,0 +1,131 @@
+"""What the leader makes of a finished job: figures, table, closing words."""
+
+import dataclasses
+import itertools
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich import box
+from rich.table import Table
+
+from lockstep.report.rows import SampleRow
+from lockstep.report.trackers import MAX_TABLE_ROWS, Tracker
+from lockstep.sampler.config import SampleConfig
+from lockstep.sampler.totals import Totals
+
+log = logging.getLogger(__name__)
+
+TABLE = "sample/samples"
+_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A finished job as the leader knows it.
+
+    Args:
+        totals: over all rows.
+        prompts: asked.
+        hosts: processes of this run.
+        mode: ``global_mesh`` or ``host_data_parallel``.
+        found: rows that were there when this run began.
+        tokens: sampled in this run.
+        seconds: of generating in this run, on the host that took longest.
+        load_s: of loading the checkpoint.
+        loaded_bytes: read by all hosts.
+        memory: bytes on the fullest device by moment.
+        errors: reports that failed so far.
+    """
+
+    totals: Totals
+    prompts: int
+    hosts: int
+    mode: str
+    found: int
+    tokens: int
+    seconds: float
+    load_s: float
+    loaded_bytes: int
+    memory: Mapping[str, int]
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second of this run; 0 where there was nothing left to do."""
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+def metrics(outcome: Outcome) -> dict[str, float | str]:
+    """The figures of a job under the names that a tracker gets."""
+    return {
+        "sample/total_prompts": outcome.prompts,
+        "sample/total_generated_tokens": outcome.totals.tokens,
+        "sample/num_hosts": outcome.hosts,
+        "sample/inference_mode": outcome.mode,
+        "sample/tokens_per_second": outcome.rate,
+        "sample/total_completions": outcome.totals.rows,
+        "sample/resumed_completions": outcome.found,
+        "sample/time/generate_s": outcome.seconds,
+        "sample/time/load_s": outcome.load_s,
+        **({"sample/load_bytes_per_second": outcome.loaded_bytes / outcome.load_s} if outcome.load_s else {}),
+        **{f"sample/hbm/{moment}_bytes": used for moment, used in outcome.memory.items()},
+        **{f"sample/finish/{reason}": count for reason, count in sorted(outcome.totals.finish.items())},
+        **{f"sample/{name}": mean for name, mean in outcome.totals.means.items()},
+    }
+
+
+def log_job(tracker: Tracker, outcome: Outcome, merged: Path | None, config: SampleConfig, *, step: int) -> None:
+    """Give a tracker the figures and, where rows were gathered and are wanted, the table."""
+    if merged is not None and not config.skip_samples_table:
+        if outcome.totals.rows > MAX_TABLE_ROWS:
+            log.warning(
+                "the table has the first %d of %d rows; all are in %s", MAX_TABLE_ROWS, outcome.totals.rows, merged
+            )
+        tracker.log_rows(TABLE, first_rows(merged, MAX_TABLE_ROWS), step=step)
+    tracker.log(metrics(outcome), step=step)
+
+
+def first_rows(merged: Path, count: int) -> list[SampleRow]:
+    """The first rows of a merged file."""
+    with open(merged, "rb") as lines:
+        return [SampleRow.from_dict(json.loads(each)) for each in itertools.islice(lines, count)]
+
+
+def summary_table(outcome: Outcome) -> Table:
+    """The figures of a job, for reading."""
+    totals = outcome.totals
+    table = Table(title="sample: summary", title_justify="left", title_style="bold", box=box.ROUNDED, show_header=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    again = f", {outcome.found:,} of them from before" if outcome.found else ""
+    table.add_row("answers", f"{totals.rows:,} to {outcome.prompts:,} prompts{again}")
+    mean = f", {totals.tokens / totals.rows:,.1f} per answer" if totals.rows else ""
+    table.add_row("tokens", f"{totals.tokens:,}{mean}")
+    table.add_row("ended by", ", ".join(f"{reason} {count:,}" for reason, count in sorted(totals.finish.items())))
+    for name, value in totals.means.items():
+        table.add_row(name, f"mean {value:.4g}")
+    hosts = f"{outcome.hosts} host{'s' * (outcome.hosts != 1)}, {outcome.mode}"
+    if outcome.tokens:
+        table.add_row(
+            "speed", f"{outcome.rate:,.0f} tokens/s ({outcome.tokens:,} in {outcome.seconds:.1f} s) on {hosts}"
+        )
+    else:
+        table.add_row("speed", f"nothing was left to generate; {hosts}")
+    if outcome.load_s:
+        rate = outcome.loaded_bytes / outcome.load_s / _GIB
+        table.add_row(
+            "loading",
+            f"{outcome.loaded_bytes / _GIB:.3g} GiB in {outcome.load_s:.1f} s, {rate:.3g} GiB/s over all hosts",
+        )
+    if outcome.memory:
+        held = ", ".join(f"{moment.replace('_', ' ')} {used / _GIB:.2f}" for moment, used in outcome.memory.items())
+        table.add_row("HBM of the fullest device, GiB", held)
+    else:
+        table.add_row("HBM", "this backend does not count it")
+    return table
+
+
+def closing_words(files: Sequence[tuple[str, Path]]) -> str:
+    """Where everything is."""
+    return "\n".join(["", "done:", *(f"  {name:<11}{path}" for name, path in files if path.exists())])
