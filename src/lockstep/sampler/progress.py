@@ -167,8 +167,8 @@ class Board:
                 late = ", ".join(f"process {i}" for i, post in enumerate(posts) if not post.done)
                 raise HostTimeoutError(
                     f"{late} made no progress on its share of the prompts for {timeout_s:g} s. Look for the first "
-                    "error in its log, or raise trainer.distributed.timeout_s if a launch takes so long. What is answered is "
-                    "kept; start again to go on."
+                    "error in its log, or raise trainer.distributed.timeout_s if a launch takes so long. What is "
+                    "answered is kept; start again to go on."
                 )
 
     def _posts(self) -> list[HostProgress]:
