@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import tempfile
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import safetensors
 
 from lockstep.errors import ConfigError
+from lockstep.models.remote_tensors import RemoteFile
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -23,31 +25,40 @@ _open_file: Any = safetensors.safe_open
 
 
 class CheckpointFiles:
-    """Opens the files of a checkpoint when they are first needed; use as a context manager.
+    """Opens the files of a checkpoint when they are first needed; use as a context manager. Threads may share it.
 
     Args:
-        directory: local, holds ``model.safetensors``, or ``model.safetensors.index.json`` and the files it names.
+        directory: a local directory or an fsspec URL; holds ``model.safetensors``, or ``model.safetensors.index.json``
+            and the files it names. Behind a URL, ranges are read; nothing is copied to this host's disk.
 
     Raises:
         ConfigError: there is no such file.
     """
 
-    def __init__(self, directory: pathlib.Path):
-        self.directory = directory
+    def __init__(self, directory: str | os.PathLike[str]):
+        self.directory = os.fspath(directory)
         self._stack = contextlib.ExitStack()
         self._open: dict[str, Any] = {}
-        index = directory / INDEX_NAME
-        if index.is_file():
-            self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            for file in sorted(set(self._file_of.values())):
-                if not (directory / file).is_file():
-                    raise ConfigError(f"{index} names {file}, which is not there. Download the checkpoint again.")
-        elif (directory / SINGLE_NAME).is_file():
+        self._lock = threading.Lock()
+        self._remote = "://" in self.directory
+        self._filesystem, root = fsspec.core.url_to_fs(self.directory)
+        self._root = root.rstrip("/")
+        listed = [path for path in self._filesystem.glob(f"{self._root}/*") if not self._filesystem.isdir(path)]
+        names = {path.rsplit("/", 1)[-1] for path in listed}
+        if INDEX_NAME in names:
+            index = json.loads(self._filesystem.cat_file(f"{self._root}/{INDEX_NAME}"))
+            self._file_of: dict[str, str] = index["weight_map"]
+            if missing := sorted(set(self._file_of.values()) - names):
+                raise ConfigError(
+                    f"{self.directory}/{INDEX_NAME} names {', '.join(missing)}, which is not there. Download the "
+                    "checkpoint again."
+                )
+        elif SINGLE_NAME in names:
             self._file_of = dict.fromkeys(self._handle(SINGLE_NAME).keys(), SINGLE_NAME)
         else:
-            found = ", ".join(sorted(p.name for p in directory.iterdir())) or "nothing"
+            found = ", ".join(sorted(names)) or "nothing"
             raise ConfigError(
-                f"{directory} has neither {SINGLE_NAME} nor {INDEX_NAME}; found {found}. Save the checkpoint as "
+                f"{self.directory} has neither {SINGLE_NAME} nor {INDEX_NAME}; found {found}. Save the checkpoint as "
                 "safetensors (transformers: save_pretrained)."
             )
 
@@ -89,12 +100,17 @@ class CheckpointFiles:
         return handle.get_slice(name)
 
     def _handle(self, file: str) -> Any:
-        if file not in self._open:
-            try:
-                self._open[file] = self._stack.enter_context(_open_file(self.directory / file, framework="numpy"))
-            except Exception as error:
-                raise ConfigError(f"{self.directory / file} cannot be read as safetensors: {error}") from error
-        return self._open[file]
+        with self._lock:
+            if file not in self._open:
+                path = f"{self._root}/{file}"
+                try:
+                    if self._remote:
+                        self._open[file] = RemoteFile(self._filesystem, path)
+                    else:
+                        self._open[file] = self._stack.enter_context(_open_file(path, framework="numpy"))
+                except Exception as error:
+                    raise ConfigError(f"{self.directory}/{file} cannot be read as safetensors: {error}") from error
+            return self._open[file]
 
 
 @contextlib.contextmanager

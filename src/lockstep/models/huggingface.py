@@ -80,8 +80,9 @@ def load_hf(
     """A model with the weights of a Hugging Face checkpoint, sharded over a mesh.
 
     Every host of the mesh calls it and reads the slices that its own devices hold; hosts exchange nothing and nothing
-    is launched. An error may therefore hit one host alone: settle it before the next collective. From a URL each host
-    first copies the whole checkpoint into a temporary local directory (reading ranges remotely is not done yet).
+    is launched. An error may therefore hit one host alone: settle it before the next collective. From a URL a host
+    reads the rows of stored tensors that hold its slices, in pieces of 64 MiB; where a tensor is split along another
+    dimension than its rows, that is all of it.
 
     Args:
         path: a local directory or an fsspec URL, with ``config.json`` and safetensors.
@@ -102,7 +103,7 @@ def load_hf(
     hf = read_hf_config(path)
     config = config_from_hf(hf) if config is None else config
     model = skeleton(int(hf["vocab_size"]), config)
-    with local_directory(path) as directory, CheckpointFiles(directory) as files:
+    with CheckpointFiles(path) as files:
         expected = parameters(model)
         _check_tensors(files, expected, tied=config.tie_word_embeddings)
         shardings = [_sharding(parameter, mesh, mapping) for parameter in expected]

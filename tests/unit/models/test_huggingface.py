@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from safetensors.numpy import load_file, save_file
 
 from lockstep.errors import ConfigError
-from lockstep.models import Qwen3Config, load_config, load_hf, read_hf_config
+from lockstep.models import Qwen3Config, load_config, load_hf, read_hf_config, remote_tensors
 from lockstep.models.checkpoint_files import CheckpointFiles
 from lockstep.models.hf_tensors import parameters, skeleton
 from lockstep.models.huggingface import read_block
@@ -76,13 +76,19 @@ def test_any_mapping_gives_the_same_weights(mapping: dict[str, str]) -> None:
 
 
 class CountingFiles(CheckpointFiles):
-    """Counts the bytes of each tensor's slices."""
+    """Counts the bytes of each tensor's slices; several threads read."""
 
-    bytes_read = 0
+    def __init__(self, directory: str | Path) -> None:
+        super().__init__(directory)
+        self.blocks: list[int] = []
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(self.blocks)
 
     def read(self, name: str, slices: tuple[slice, ...]) -> np.ndarray:
         block = super().read(name, slices)
-        self.bytes_read += block.nbytes
+        self.blocks.append(block.nbytes)
         return block
 
 
@@ -119,16 +125,44 @@ def test_loading_reads_each_block_once_however_many_devices_hold_it(monkeypatch:
     assert counters[0].bytes_read == sum(leaf.size * 2 for leaf in jax.tree.leaves(model))
 
 
-def test_a_url_is_copied_first() -> None:
+@pytest.mark.parametrize("shape", ["1,1,1", "1,4,1", "1,2,2"])
+def test_a_url_is_read_in_ranges(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = fsspec.filesystem("memory")
     memory.put(str(GOLDEN / "mistral") + "/", "/bucket/mistral/", recursive=True)
     assert load_config("memory://bucket/mistral") == load_config(str(GOLDEN / "mistral"))
-    ours = load_hf("memory://bucket/mistral", mesh_of("1,1,1", 1))
-    theirs = load_hf(str(GOLDEN / "mistral"), mesh_of("1,1,1", 1))
+    monkeypatch.setattr(remote_tensors, "CHUNK_BYTES", 1000)
+    longest = []
+    fetch, copy = type(memory).cat_file, type(memory).get_file
+
+    def get_file(self: Any, path: str, *arguments: Any, **options: Any) -> None:
+        assert path.endswith("config.json"), f"{path} was copied"
+        copy(self, path, *arguments, **options)
+
+    monkeypatch.setattr(type(memory), "get_file", get_file)
+
+    def cat_file(self: Any, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
+        if path.endswith(".safetensors"):
+            longest.append((end or 0) - (start or 0))
+        return fetch(self, path, start, end, **options)
+
+    monkeypatch.setattr(type(memory), "cat_file", cat_file)
+    devices = int(np.prod([int(size) for size in shape.split(",")]))
+    ours = load_hf("memory://bucket/mistral", mesh_of(shape, devices))
+    theirs = load_hf(str(GOLDEN / "mistral"), mesh_of(shape, devices))
     for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_array_equal(one, other)
+    smallest = min(path.stat().st_size for path in (GOLDEN / "mistral").glob("*.safetensors"))
+    assert 0 < max(longest) < smallest, "a piece at a time"
     with pytest.raises(ConfigError, match=r"there are no files config\.json at memory://bucket/nothing"):
         load_config("memory://bucket/nothing")
+
+
+def test_progress_counts_every_byte_of_this_host() -> None:
+    told: list[tuple[int, int]] = []
+    model = load_hf(str(GOLDEN / "qwen3"), mesh_of("1,4,1"), on_read=lambda *counts: told.append(counts))
+    held = sum(shard.data.nbytes for leaf in jax.tree.leaves(model) for shard in leaf.addressable_shards)
+    assert sum(read for read, _ in told) == held
+    assert {total for _, total in told} == {held}
 
 
 def test_a_given_config_replaces_the_stored_one(tmp_path: Path) -> None:
