@@ -170,6 +170,8 @@ class Board:
                     "error in its log, or raise trainer.distributed.timeout_s if a launch takes so long. What is "
                     "answered is kept; start again to go on."
                 )
+        if self._hosts.is_leader:
+            self._show(self.job())
 
     def _posts(self) -> list[HostProgress]:
         posts = self._hosts.client.get_dir(_DIRECTORY)

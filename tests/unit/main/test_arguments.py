@@ -97,7 +97,7 @@ def test_commands(capsys):
     shown = capsys.readouterr().out
     assert all(name in shown for name in cli.COMMANDS)
     assert cli.run([]) == 2
-    with pytest.raises(ConfigError, match="unknown command 'train'. Known commands: train-lm, train-simpo"):
+    with pytest.raises(ConfigError, match="unknown command 'train'. Known commands: train-lm, .*train-simpo"):
         cli.run(["train"])
     assert cli.run(["train-simpo", "--help"]) == 0
     assert "--gamma_beta_ratio" in capsys.readouterr().out
