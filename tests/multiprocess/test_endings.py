@@ -50,6 +50,7 @@ def train(hosts, options):
         callback = SampleCallback(config, tiny.tokenizer(), tracker=tracker, hosts=hosts)
         trainer.add_hook(callback)
     model = tiny.init_model(trainer)
+    before = hosts.ledger.count
     with record_launches() as launches:
         trainer.train(model, tiny.rows())
     return {
@@ -58,8 +59,8 @@ def train(hosts, options):
         "train_step_traces": trainer.train_step_traces,
         "rows": tracker.rows,
         "scalars": tracker.scalars,
-        "ledger": callback and str(callback.engine.ledger),
-        "launched": callback and callback.engine.ledger.launches,
+        "ledger": str(hosts.ledger),
+        "launched": hosts.ledger.launches[before:],
         "report_errors": callback and callback.report_errors,
         "key_count": len(hosts.client.get_dir("lockstep/job/inference_eval")),
     }

@@ -80,6 +80,9 @@ class InferenceEvalConfig:
     not count. Unfinished answers are shown as far as they got, with finish_reason "budget". Null: no limit."""
     on_error: Literal["skip", "raise"] = "skip"
     """What a failed round does on every host alike: skip it and train on, or raise."""
+    max_consecutive_errors: int | None = 5
+    """After so many rounds in a row that were skipped, sampling switches itself off for the rest of the run, and says
+    so. Null: never."""
     metrics: list[str] = dataclasses.field(default_factory=list)
     """``exact_match``, or ``module:function`` of (row, prompt) -> float."""
     audit: bool = False
@@ -106,6 +109,11 @@ class InferenceEvalConfig:
             raise ConfigError(f"inference_eval.stop is {given!r}; it must be a list of strings. Use [{given!r}].")
         if self.on_error not in ("skip", "raise"):
             raise ConfigError(f"inference_eval.on_error is {self.on_error!r}; it must be skip or raise.")
+        if self.max_consecutive_errors is not None and self.max_consecutive_errors < 1:
+            raise ConfigError(
+                f"inference_eval.max_consecutive_errors is {self.max_consecutive_errors}; it must be at least 1. Use "
+                "null to go on sampling whatever fails."
+            )
         self._check_effect()
         try:
             self.sampling_params(())

@@ -6,10 +6,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax
+
 from lockstep.callback.questions import from_bytes, to_bytes
 from lockstep.engine import Auditor, Budget, Engine
 from lockstep.errors import LockstepError
-from lockstep.hosts import Hosts, Watchdog, digest
+from lockstep.hosts import Hosts, Watchdog, digest, environment
 from lockstep.schedule import FindStop
 from lockstep.text import Prompt
 from lockstep.types import Completion, Request
@@ -42,7 +44,7 @@ def run_round(
     find_stop: FindStop | None = None,
     max_seconds: float | None = None,
     auditor: Callable[[], Auditor | None] = lambda: None,
-) -> RoundResult:
+) -> RoundResult | None:
     """Barrier, broadcast, agreement, generation, agreement, barrier: every host makes the same steps or none.
 
     Args:
@@ -55,9 +57,13 @@ def run_round(
         max_seconds: that generation may last; None for no limit.
         auditor: recomputes the log-probabilities, or None; called on every host after ``engine``, launches nothing.
 
+    Returns:
+        None where the job is asked to end: the round was abandoned between two launches, on every host at the same.
+
     Raises:
         PeerError: a host-only phase failed on at least one host; the same on every host, nothing was launched.
         DisagreementError: hosts differ; the same on every host.
+        LaunchMismatchError: hosts launched different programs; the same on every host.
         HostTimeoutError: a host is missing.
     """
     watchdog = Watchdog(hosts, hosts.timeout_s)
@@ -71,8 +77,11 @@ def run_round(
 
     hosts.phase("waiting for all hosts to begin")
     hosts.barrier("begin")
-    hosts.agree("facts", facts)
+    hosts.agree("facts", {**facts, **environment(), "debug": str(hosts.debug)})
     clock.lap("barrier")
+    if hosts.preempted("preempted"):
+        hosts.barrier("end")
+        return None
 
     prompts, payload = None, None
     with _settled(hosts, "read prompts"):
@@ -97,23 +106,25 @@ def run_round(
     clock.lap("prepare")
 
     completions: list[Completion] = []
-    with _settled(hosts, "generate"):
-        budget = None if max_seconds is None else Budget(hosts, max_seconds)
+    budget = Budget(hosts, max_seconds)
+    # A launch from a second thread could come before one of ours on this host and after it on another.
+    with _settled(hosts, "generate"), jax.thread_guard(True):
         completions = ready.run(model, requests, around_launch=watched, find_stop=find_stop, between_launches=budget)
     clock.lap("generate")
 
     gap = None
-    if auditing is not None:
-        with _settled(hosts, "audit"):
+    if auditing is not None and not budget.preempted:
+        with _settled(hosts, "audit"), jax.thread_guard(True):
             gap = auditing.run(model, requests, completions, around_launch=watched)
         clock.lap("audit")
 
-    hosts.agree(
-        "tokens", {"tokens": digest(repr(completions)), "logprob_gap": repr(gap), "launches": str(ready.ledger)}
-    )
+    hosts.agree_launches("launches", ready.ledger)
+    hosts.agree("tokens", {"tokens": digest(repr(completions)), "logprob_gap": repr(gap)})
     hosts.phase("training")
     hosts.barrier("end")
     clock.lap("barrier")
+    if budget.preempted:
+        return None
     return RoundResult(prompts=prompts, completions=completions, seconds=clock.seconds, logprob_gap=gap)
 
 

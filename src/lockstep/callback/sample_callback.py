@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,8 @@ from lockstep.callback.questions import read_requests
 from lockstep.callback.round import RoundResult, run_round
 from lockstep.engine import Auditor, Engine
 from lockstep.engine.sizing import Sizing
-from lockstep.errors import ConfigError, DisagreementError, PeerError
-from lockstep.hosts import Hosts, current, digest, leader_only
+from lockstep.errors import ConfigError, DisagreementError, HostError, PeerError
+from lockstep.hosts import Hosts, current, digest, environment, leader_only
 from lockstep.models import read_decoder
 from lockstep.placement import mesh_of
 from lockstep.report.jsonl import append_jsonl
@@ -71,6 +72,10 @@ class SampleCallback:
         """Rounds that produced samples."""
         self.skipped_rounds = 0
         """Rounds that failed and were skipped on every host."""
+        self.abandoned_rounds = 0
+        """Rounds that ended without samples because the job was asked to end."""
+        self.switched_off = False
+        """Whether ``max_consecutive_errors`` rounds in a row were skipped, so that no more are tried."""
         self.report_errors = 0
         """Reports that failed on the leader, wholly or in part."""
         self._tokenizer = tokenizer
@@ -84,6 +89,7 @@ class SampleCallback:
         self._find_stop = StopFinder(tokenizer) if config.stop else None
         self.last_step: int | None = None
         """The step of the last round, finished or failed; None before the first."""
+        self._errors_in_a_row = 0
         self._told: Sizing | None = None
         vocab = tokenizer.get_vocab()
         self._vocab_size = max(vocab.values()) + 1
@@ -115,6 +121,7 @@ class SampleCallback:
 
         Raises:
             PeerError, DisagreementError: the round failed and ``on_error`` is raise; the same on every host.
+            LaunchMismatchError: hosts launched different programs; the same on every host.
             HostTimeoutError: a host is missing.
         """
         step = int(getattr(info, "next_step", info.step))
@@ -138,7 +145,7 @@ class SampleCallback:
         if not self.config.enabled:
             return
         with self._hosts.scope(f"{self.name}/check", self.config.timeout_s) as hosts:
-            hosts.agree("facts", self._facts)
+            hosts.agree("facts", {**self._facts, **environment()})
             error: Exception | None = None
             try:
                 engine = self._engine_for(model)
@@ -152,7 +159,7 @@ class SampleCallback:
 
     def _due(self, step: int, force: bool) -> bool:
         config = self.config
-        if not config.enabled or step == self.last_step:
+        if not config.enabled or self.switched_off or step == self.last_step:
             return False
         if step == 0:
             return config.at_start
@@ -172,11 +179,13 @@ class SampleCallback:
                     auditor=self._auditor_or_none,
                 )
         except (PeerError, DisagreementError) as error:
-            self.skipped_rounds += 1
-            if self.config.on_error == "raise":
-                raise
+            self._skip(step, error)
+            return
+        self._errors_in_a_row = 0
+        if result is None:
+            self.abandoned_rounds += 1
             if self._hosts.is_leader:
-                log.error("%s: the round after step %d is skipped on every host: %s", self.name, step, error)
+                log.warning("%s: the job is asked to end: no samples after step %d", self.name, step)
             return
         self.rounds += 1
         if self._hosts.is_leader:
@@ -184,13 +193,37 @@ class SampleCallback:
             self._tell_sizing()
             self._report(step, result.prompts, result)
 
+    def _skip(self, step: int, error: HostError) -> None:
+        """Counts a failed round, alike on every host, and raises ``error`` again where the configuration says so."""
+        self.skipped_rounds += 1
+        if self.config.on_error == "raise":
+            raise error
+        self._errors_in_a_row += 1
+        self.switched_off = self._errors_in_a_row == self.config.max_consecutive_errors
+        if not self._hosts.is_leader:
+            return
+        log.error("%s: the round after step %d is skipped on every host: %s", self.name, step, error)
+        if self.switched_off:
+            log.error(
+                "%s: %d rounds in a row failed (max_consecutive_errors): sampling is switched off for the rest of the "
+                "run; training goes on",
+                self.name,
+                self._errors_in_a_row,
+            )
+        self._guarded("count the skipped round", step, lambda: self._track_counts(step))
+
+    def _track_counts(self, step: int) -> None:
+        counts = {"skipped_rounds": self.skipped_rounds, "report_errors": self.report_errors}
+        self._tracker.log({f"{self.name}/{key}": value for key, value in counts.items()}, step=step)
+
     def _engine_for(self, model: Any) -> Engine:
         """The engine on the mesh that the model lies on; made once, and again only when the mesh changes."""
         _, weights = read_decoder(model)
         check_vocab(self._tokenizer, weights.embed.shape[0])
         mesh = mesh_of(weights.embed)
         if self._engine is None or self._engine.mesh != mesh:
-            self._engine = Engine(self.config.engine_config(self._dtype), mesh, vocab_size=self._vocab_size)
+            config = self.config.engine_config(self._dtype)
+            self._engine = Engine(config, mesh, vocab_size=self._vocab_size, ledger=self._hosts.ledger)
         return self._engine
 
     def _auditor_or_none(self) -> Auditor | None:
@@ -239,19 +272,23 @@ class SampleCallback:
             self._tracker.log({f"{self.name}/{key}": value for key, value in scalars.items()}, step=step)
 
         for what in (make_rows, write_file, show, track):
-            try:
-                with leader_only():
-                    what()
-            except Exception as error:
-                self.report_errors += 1
-                log.error(
-                    "%s: %s after step %d failed on the leader; training goes on: %s: %s",
-                    self.name,
-                    what.__name__.replace("_", " "),
-                    step,
-                    type(error).__name__,
-                    error,
-                )
+            self._guarded(what.__name__.replace("_", " "), step, what)
+
+    def _guarded(self, name: str, step: int, what: Callable[[], None]) -> None:
+        """Does a part of the leader's work, in which a launch raises; what fails is logged and counted."""
+        try:
+            with leader_only():
+                what()
+        except Exception as error:
+            self.report_errors += 1
+            log.error(
+                "%s: %s after step %d failed on the leader; training goes on: %s: %s",
+                self.name,
+                name,
+                step,
+                type(error).__name__,
+                error,
+            )
 
     def _row(self, step: int, prompt: Prompt, completion: Completion) -> Row:
         return Row(

@@ -13,9 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
 from lockstep.engine.agreement import settled
-from lockstep.engine.program import AroundLaunch, Ledger, Program, compile_program, fetch, signature_of
+from lockstep.engine.program import AroundLaunch, Program, compile_program, fetch, signature_of
 from lockstep.errors import ConfigError
-from lockstep.hosts import Hosts, current, digest
+from lockstep.hosts import Hosts, Ledger, current, digest
 from lockstep.models import DecoderWeights, LlamaConfig, as_trainable, read_decoder
 from lockstep.placement import mesh_of, place
 from lockstep.placement.stored import blueprints, sources
@@ -63,7 +63,7 @@ class Auditor:
             requests: at least one.
 
         Returns:
-            The program's digest by name. Hosts must agree on it before `run`.
+            The program's digests by name. Hosts must agree on it before `run`.
         """
         config, weights = read_decoder(model)
         length = max(len(r.prompt_tokens) + r.params.max_new_tokens for r in requests)
@@ -80,7 +80,7 @@ class Auditor:
                 out_shardings=NamedSharding(self.mesh, PartitionSpec()),
             )
             self._built = (signature, length, program)
-        return {"audit": self._built[2].digest}
+        return dict(self._built[2].digests)
 
     def run(
         self,
@@ -199,7 +199,8 @@ def audit(
         if not completions:
             return 0.0
         gap = settled(scope, "audit", lambda: auditor.run(model, requests, completions))
-        scope.agree("gap", {"gap": repr(gap), "launches": str(auditor.ledger)})
+        scope.agree_launches("launches", auditor.ledger)
+        scope.agree("gap", {"gap": repr(gap)})
         scope.barrier("done")
     return gap
 

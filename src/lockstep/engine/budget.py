@@ -1,4 +1,4 @@
-"""A limit on the time of a run: what is unfinished then comes back as it is."""
+"""What ends a run early, looked at between launches: its time is over, or the whole job is asked to end."""
 
 import time
 from collections.abc import Callable
@@ -7,33 +7,44 @@ from lockstep.hosts import Hosts
 from lockstep.schedule import Scheduler
 from lockstep.types import FinishReason
 
-_OVER, _GO_ON = b"over", b"go on"
+_OVER, _PREEMPTED, _GO_ON = b"over", b"preempted", b"go on"
 
 
 class Budget:
-    """Abandons a run when its time is over: pass it as ``between_launches``, on every host.
+    """Abandons a run when its time is over or its job is to end: pass it as ``between_launches``, on every host.
 
-    The leader's clock decides, and tells the others before each launch, without a device program (about a millisecond).
-    A launch is never interrupted, so a run can take longer by one launch.
+    The leader decides, by its own clock and by the signals that any process has told of, and tells the others before
+    each launch, without a device program (about a millisecond). A launch is never interrupted, so a run can take longer
+    by one launch; a signal that comes at the same moment as the leader's look is seen one launch later.
 
     Args:
         hosts: inside a scope in which no name begins with ``budget/``.
-        max_seconds: that the run may last, from now on.
+        max_seconds: that the run may last, from now on; None for no limit.
         clock: seconds; read on the leader alone.
     """
 
-    def __init__(self, hosts: Hosts, max_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, hosts: Hosts, max_seconds: float | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._hosts = hosts
         self._clock = clock
-        self._end = clock() + max_seconds
+        self._end = None if max_seconds is None else clock() + max_seconds
         self._checks = 0
+        self.preempted = False
+        """Whether the run was abandoned because the job is asked to end; the same on every host."""
 
     def __call__(self, scheduler: Scheduler) -> None:
         if scheduler.done:
             return
         self._checks += 1
-        word = None
-        if self._hosts.is_leader:
-            word = _OVER if self._clock() >= self._end else _GO_ON
-        if self._hosts.broadcast(f"budget/{self._checks}", word) == _OVER:
-            scheduler.abandon(FinishReason.BUDGET)
+        self._hosts.preemption.tell()
+        word = self._verdict() if self._hosts.is_leader else None
+        word = self._hosts.broadcast(f"budget/{self._checks}", word)
+        self.preempted = word == _PREEMPTED
+        if word != _GO_ON:
+            scheduler.abandon(FinishReason.CANCELLED if self.preempted else FinishReason.BUDGET)
+
+    def _verdict(self) -> bytes:
+        if self._hosts.preemption.look():
+            return _PREEMPTED
+        return _OVER if self._end is not None and self._clock() >= self._end else _GO_ON

@@ -14,8 +14,9 @@ from lockstep.engine.config import EngineConfig
 from lockstep.engine.decode import decode_arguments, decode_function, num_results
 from lockstep.engine.fork import fork_arguments, fork_function
 from lockstep.engine.prefill import prefill_arguments, prefill_function
-from lockstep.engine.program import Ledger, Program, compile_program
+from lockstep.engine.program import Program, compile_program
 from lockstep.engine.transformer import Transformer, device_heads
+from lockstep.hosts import Ledger
 from lockstep.kernels import select_attention
 from lockstep.models import DecoderWeights, LlamaConfig
 from lockstep.placement.layout import DecodeGrid

@@ -18,10 +18,10 @@ from lockstep.engine.fork import fork_arguments
 from lockstep.engine.free_memory import free_bytes
 from lockstep.engine.prefill import prefill_arguments
 from lockstep.engine.prepared import Prepared, prepare_programs
-from lockstep.engine.program import AroundLaunch, Ledger, Program, fetch, signature_of
+from lockstep.engine.program import AroundLaunch, Program, fetch, signature_of
 from lockstep.engine.sizing import Sizing
 from lockstep.errors import ConfigError
-from lockstep.hosts import Hosts, current, digest
+from lockstep.hosts import Hosts, Ledger, current, digest, environment
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
 from lockstep.placement.layout import DecodeGrid, decode_grid
 from lockstep.placement.place import place
@@ -43,6 +43,7 @@ class Engine:
         mesh: the mesh that the model is sharded over (the trainer's).
         vocab_size: token ids below it may be sampled; None for all rows of the embedding.
         compile_with: the compiler; one that gives figures alone is enough to `prepare`, not to `run`.
+        ledger: where launches are recorded, such as that of the job (``hosts.ledger``); None for one of its own.
 
     Raises:
         ConfigError: the layout does not fit the mesh, or no token may be sampled.
@@ -55,6 +56,7 @@ class Engine:
         *,
         vocab_size: int | None = None,
         compile_with: Compile = compile_lowered,
+        ledger: Ledger | None = None,
     ) -> None:
         if vocab_size is not None and vocab_size < 1:
             raise ConfigError(
@@ -66,7 +68,7 @@ class Engine:
         self.grid: DecodeGrid = decode_grid(mesh, tensor_size(config.layout) or 1)
         self.vocab_size = vocab_size
         self._compile_with = compile_with
-        self.ledger = Ledger()
+        self.ledger = Ledger() if ledger is None else ledger
         self._built: Prepared | None = None
 
     @property
@@ -123,7 +125,7 @@ class Engine:
             free: bytes on the fullest device of all hosts, agreed on; None: of this process.
 
         Returns:
-            The digest of each program by name. Hosts must agree on them before `run`.
+            The digests of all programs by name. Hosts must agree on them before `run`.
 
         Raises:
             ConfigError: a capacity, layout, model or request that cannot work.
@@ -144,7 +146,7 @@ class Engine:
             compile_with=self._compile_with,
         )
         self.grid = self._built.grid
-        return {name: program.digest for name, program in self.programs.items()}
+        return {name: text for program in self.programs.values() for name, text in program.digests.items()}
 
     def run(
         self,
@@ -238,9 +240,11 @@ class Engine:
 
         Raises:
             PeerError: on every host alike, when preparation or generation failed on at least one.
-            DisagreementError: hosts were given different requests or compiled different programs.
+            DisagreementError: hosts were given different requests, versions or flags, or compiled different programs.
+        LaunchMismatchError: hosts launched different programs.
         """
         with (current() if hosts is None else hosts).scope("generate") as scope:
+            scope.agree("environment", environment())
             free = scope.least("free memory", settled(scope, "free memory of each", self.free_bytes))
             digests = settled(scope, "prepare", lambda: self.prepare(model, requests, free=free) if requests else {})
             scope.agree("programs", {"requests": digest(repr(list(requests))), **digests})
@@ -248,7 +252,8 @@ class Engine:
                 return []
             run = functools.partial(self.run, model, requests, find_stop=find_stop, between_launches=between_launches)
             completions = settled(scope, "generate", run)
-            scope.agree("tokens", {"tokens": digest(repr(completions)), "launches": str(self.ledger)})
+            scope.agree_launches("launches", self.ledger)
+            scope.agree("tokens", {"tokens": digest(repr(completions))})
             scope.barrier("done")
         return completions
 

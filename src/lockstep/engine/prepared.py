@@ -10,9 +10,10 @@ from lockstep.engine.choose import Chooser
 from lockstep.engine.compiling import Compile, compile_lowered
 from lockstep.engine.config import EngineConfig, tensor_size
 from lockstep.engine.footprint import measured
-from lockstep.engine.program import Ledger, signature_of
+from lockstep.engine.program import signature_of
 from lockstep.engine.sizing import Sizing, layout_text
 from lockstep.errors import HbmError
+from lockstep.hosts import Ledger
 from lockstep.models import DecoderWeights, LlamaConfig
 from lockstep.placement.layout import DecodeGrid, decode_grid
 from lockstep.types import Request

@@ -2,9 +2,9 @@
 
 import contextlib
 import dataclasses
-import hashlib
-import importlib.metadata
-from collections.abc import Callable, Sequence
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,27 +12,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from lockstep.engine.compiling import Compile, compile_lowered, explain
+from lockstep.hosts import Ledger, digest, environment
 from lockstep.models import DecoderWeights, LlamaConfig
 from lockstep.placement.stored import blueprints, sources
 
 type AroundLaunch = Callable[[str], contextlib.AbstractContextManager[object]]
 """Takes a program's name; the context surrounds a launch."""
-
-
-class Ledger:
-    """Every launch of the library's programs, in order, as one rolling hash that hosts can compare."""
-
-    def __init__(self) -> None:
-        self._hash = hashlib.sha256().hexdigest()
-        self.launches: list[str] = []
-
-    def record(self, name: str, digest: str) -> None:
-        """Adds a launch."""
-        self._hash = hashlib.sha256(f"{self._hash} {name} {digest}".encode()).hexdigest()
-        self.launches.append(name)
-
-    def __str__(self) -> str:
-        return f"{len(self.launches)} launches, {self._hash}"
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -41,15 +26,20 @@ class Program:
 
     Args:
         name: what hosts and people call it.
-        digest: sha256 of its StableHLO and of the versions that compile it; equal on every host that runs the same.
+        digests: of its StableHLO, its optimised HLO, and what else it was compiled with, by name.
         traces: times that its Python function was traced; 1 for as long as it lives.
     """
 
     name: str
-    digest: str
+    digests: Mapping[str, str]
     traces: int
     _compiled: Any
     _ledger: Ledger
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """sha256 of all ``digests``: equal on every host that runs the same."""
+        return digest(*(part for item in sorted(self.digests.items()) for part in item))
 
     def __call__(self, *arguments: Any) -> Any:
         """Launches the program; the launch is recorded first, so that a launch that never returns is on record."""
@@ -106,14 +96,27 @@ def compile_program(
             compiled = compile_with(lowered, name)
     except Exception as error:
         raise explain(name, dict(mesh.shape), error) from error
-    digest = lowered_digest(lowered)
-    return Program(name=name, digest=digest, traces=traces, _compiled=compiled, _ledger=ledger)
+    optimised = compiled.as_text() if hasattr(compiled, "as_text") else None  # a compiler may give figures alone
+    digests = {
+        f"{name}: StableHLO": digest(lowered.as_text()),
+        f"{name}: optimised HLO": digest(without_places(optimised or "")),
+        f"{name}: devices and options": digest(_devices(mesh), repr(donate), *map(repr, environment().items())),
+    }
+    return Program(name=name, digests=digests, traces=traces, _compiled=compiled, _ledger=ledger)
 
 
-def lowered_digest(lowered: jax.stages.Lowered) -> str:
-    """sha256 of a program's StableHLO and of the versions that compile it."""
-    text = f"jax {jax.__version__} jaxlib {importlib.metadata.version('jaxlib')}\n{lowered.as_text()}"
-    return hashlib.sha256(text.encode()).hexdigest()
+_METADATA = re.compile(r", metadata=\{[^}]*\}")
+_TABLES = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n(?:.+\n)*\n?", re.MULTILINE)
+
+
+def without_places(hlo: str) -> str:
+    """Optimised HLO without the places in source files, whose numbering differs once a program comes from a cache."""
+    return _METADATA.sub("", _TABLES.sub("", hlo))
+
+
+def _devices(mesh: Mesh) -> str:
+    """Which device of which process computes which part."""
+    return repr([(device.id, device.process_index, device.device_kind) for device in mesh.devices.flat])
 
 
 def signature_of(config: LlamaConfig, weights: DecoderWeights) -> object:

@@ -5,8 +5,10 @@ from lockstep.hosts._client import JaxClient as JaxClient
 from lockstep.hosts._client import MemoryClient as MemoryClient
 from lockstep.hosts.agree import digest as digest
 from lockstep.hosts.config import DistributedConfig as DistributedConfig
+from lockstep.hosts.environment import environment as environment
 from lockstep.hosts.exit import run_main as run_main
 from lockstep.hosts.leader import leader_only as leader_only
+from lockstep.hosts.ledger import Ledger as Ledger
 from lockstep.hosts.session import Hosts as Hosts
 from lockstep.hosts.settled import settled as settled
 from lockstep.hosts.start import current as current

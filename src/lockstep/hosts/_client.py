@@ -27,6 +27,9 @@ class Client(Protocol):
     def get(self, key: str, timeout_s: float) -> bytes:
         """Wait for a key and return its value; TimeoutError when it does not appear."""
 
+    def peek(self, key: str) -> bytes | None:
+        """The value of a key that is there already, else None, without waiting."""
+
     def get_dir(self, prefix: str) -> dict[str, bytes]:
         """Every key in the directory ``prefix`` with its value, without waiting."""
 
@@ -58,6 +61,15 @@ class JaxClient:
     def get(self, key: str, timeout_s: float) -> bytes:
         with _translated(key):
             return self._client.blocking_key_value_get_bytes(key, _milliseconds(timeout_s))
+
+    def peek(self, key: str) -> bytes | None:
+        with _translated(key):
+            try:
+                return self._client.key_value_try_get_bytes(key)
+            except jax.errors.JaxRuntimeError as error:
+                if "NOT_FOUND" in str(error):
+                    return None
+                raise
 
     def get_dir(self, prefix: str) -> dict[str, bytes]:
         with _translated(prefix):
@@ -120,6 +132,10 @@ class MemoryClient:
             if not self._store.changed.wait_for(lambda: key in self._store.values, timeout_s):
                 raise TimeoutError(f"no key {key!r} within {timeout_s:g} s")
             return self._store.values[key]
+
+    def peek(self, key: str) -> bytes | None:
+        with self._store.changed:
+            return self._store.values.get(key)
 
     def get_dir(self, prefix: str) -> dict[str, bytes]:
         start = prefix.rstrip("/") + "/"

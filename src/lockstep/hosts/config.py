@@ -30,6 +30,9 @@ class DistributedConfig:
     """Seconds to wait at the start until every process has connected."""
     heartbeat_timeout_s: int = 100
     """Seconds after which a process that gives no sign of life is taken for dead, and the job ends."""
+    debug: bool = False
+    """Compare what every process is about to launch before each launch of the library's programs, which costs a wait
+    of some milliseconds. A difference is then an error before it can hang the job; else it is found after the round."""
     coordinator_address: str | None = None
     """host:port of process 0; null reads LOCKSTEP_COORDINATOR_ADDRESS, then asks the cluster (TPU, Slurm, GKE, MPI)."""
     num_processes: int | None = None

@@ -11,9 +11,12 @@ from lockstep.hosts.broadcast import broadcast
 from lockstep.hosts.channel import Channel
 from lockstep.hosts.gather import gather
 from lockstep.hosts.least import least
+from lockstep.hosts.ledger import Ledger, agree_launches
+from lockstep.hosts.preemption import Preemption
 from lockstep.hosts.settle import settle
 
 ROOT = "lockstep/job"
+LAUNCHES = "lockstep/launch"
 
 
 class Hosts:
@@ -36,6 +39,19 @@ class Hosts:
         self.timeout_s = timeout_s
         self.index = client.index
         self.count = client.count
+        self.ledger = Ledger()
+        """Every launch of the library's programs in this process."""
+        self.preemption = Preemption(client)
+        """Whether the job is asked to end."""
+
+    @property
+    def debug(self) -> bool:
+        """Whether the processes compare what they launch before every launch of the library's programs."""
+        return self.ledger.before_launch is not None
+
+    @debug.setter
+    def debug(self, on: bool) -> None:
+        self.ledger.before_launch = self._compare_launch if on else None
 
     @property
     def is_leader(self) -> bool:
@@ -112,6 +128,16 @@ class Hosts:
         """
         agree(self._channel, self._key(name), values, self.timeout_s)
 
+    def preempted(self, name: str) -> bool:
+        """Whether any process is asked to end (a noted signal, JAX's preemption notice); the same on every process.
+
+        Raises:
+            HostTimeoutError: the leader posted nothing in time.
+        """
+        self.preemption.tell()
+        word = (b"yes" if self.preemption.look() else b"no") if self.is_leader else None
+        return self.broadcast(name, word) == b"yes"
+
     def least(self, name: str, value: int) -> int:
         """Return on every process the smallest value that any of them passed.
 
@@ -119,6 +145,19 @@ class Hosts:
             HostTimeoutError: not all came in time; names the missing ones and their last phase.
         """
         return least(self._channel, self._key(name), value, self.timeout_s)
+
+    def agree_launches(self, name: str, ledger: Ledger | None = None) -> None:
+        """Return when every process has launched the same programs in the same order.
+
+        Args:
+            name: of this agreement.
+            ledger: to compare; None: that of the job.
+
+        Raises:
+            LaunchMismatchError: on every process alike: the first launch that differs, and who made which.
+            HostTimeoutError: not all came in time; names the missing ones and their last phase.
+        """
+        agree_launches(self._channel, self._key(name), self.ledger if ledger is None else ledger, self.timeout_s)
 
     def settle(self, name: str, error: BaseException | None) -> None:
         """Return when no process has an error; otherwise all fail alike.
@@ -128,6 +167,10 @@ class Hosts:
             HostTimeoutError: not all came in time; names the missing ones and their last phase.
         """
         settle(self._channel, self._key(name), error, self.timeout_s)
+
+    def _compare_launch(self) -> None:
+        # The number of the launch is in the key, so that a process which makes another one waits elsewhere.
+        agree_launches(self._channel, f"{LAUNCHES}/{self.ledger.count - 1}", self.ledger, self.timeout_s)
 
     def _key(self, name: str, count: bool = False) -> str:
         self._uses[name] += 1

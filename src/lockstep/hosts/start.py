@@ -30,7 +30,7 @@ _stop_watching: Callable[[], None] | None = None  # None until start() has succe
 
 
 def start(config: DistributedConfig | None = None) -> Hosts:
-    """Join the job and return its ``Hosts``; called again, return the same with the new ``timeout_s``.
+    """Join the job and return its ``Hosts``; called again, return the same with the new settings.
 
     Call it before any JAX computation. A plain ``python`` process needs no service and starts none. Where the user has
     called ``jax.distributed.initialize`` already, that service is used.
@@ -50,7 +50,8 @@ def start(config: DistributedConfig | None = None) -> Hosts:
     global _hosts, _stop_watching
     if _hosts is not None and _stop_watching is not None:
         check_count(config or DistributedConfig(), _hosts.count)
-        _hosts.timeout_s = config.timeout_s if config else _hosts.timeout_s
+        if config is not None:
+            _hosts.timeout_s, _hosts.debug = config.timeout_s, config.debug
         return _hosts
     config = config or DistributedConfig()
     if not service_is_running():
@@ -58,7 +59,7 @@ def start(config: DistributedConfig | None = None) -> Hosts:
         _hosts = None  # what current() may have made for a process that was alone until now
     _hosts = current()
     check_count(config, _hosts.count)
-    _hosts.timeout_s = config.timeout_s
+    _hosts.timeout_s, _hosts.debug = config.timeout_s, config.debug
     client = _hosts.client
     _stop_watching = watch_peers(client) if client.count > 1 else _nothing
     _hosts.phase("starting devices")  # where processes wait for each other

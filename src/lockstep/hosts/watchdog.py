@@ -14,12 +14,14 @@ from lockstep.hosts.session import Hosts
 
 WATCHDOG_EXIT_CODE = 86
 """Exit code of a process that its watchdog has ended."""
+SHOWN_LAUNCHES = 10
+"""Launches in the report."""
 REPORT_S = 5.0
 """Seconds that the report may wait for the coordination service."""
 
 
 class Watchdog:
-    """Ends the process, with every stack and every process's last phase, when a block outlives its time.
+    """Ends the process, with stacks, last launches and every process's phase, when a block outlives its time.
 
     One thread serves every ``watch``, so a watch costs microseconds and can surround each device call.
 
@@ -74,6 +76,8 @@ class Watchdog:
         stream = sys.__stderr__ or sys.stderr
         print(f"\nlockstep watchdog: {text}. Every process, as it was last heard of:", file=stream)
         self._with_help(self._print_phases, stream)
+        launches = [f"{index} {name!r} ({digest})" for index, name, digest in hosts.ledger.last(SHOWN_LAUNCHES)]
+        print(f"lockstep watchdog: last launches here: {', '.join(launches) or 'none'}", file=stream)
         print("lockstep watchdog: the stacks of this process:", file=stream, flush=True)
         with contextlib.suppress(Exception):
             faulthandler.dump_traceback(file=stream, all_threads=True)

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from safetensors.numpy import save_file
 
 from lockstep.errors import ConfigError
-from lockstep.hosts import Hosts, current, leader_only
+from lockstep.hosts import Hosts, Watchdog, current, leader_only
 from lockstep.models.checkpoint_files import INDEX_NAME, SINGLE_NAME
 from lockstep.models.hf_config import config_to_hf
 from lockstep.models.hf_tensors import Parameter, parameters
@@ -63,6 +63,7 @@ def save_hf(
     target = pathlib.Path(path).expanduser().absolute()
     temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
     files = _plan_files(_tensors(model, dtype), max_shard_bytes)
+    watchdog = Watchdog(hosts, hosts.timeout_s)
     with hosts.scope("save_hf") as scope, _removed_at_the_end(temporary, enabled=hosts.is_leader):
 
         def leader_does(name: str, work: Callable[[], object]) -> None:
@@ -79,7 +80,8 @@ def save_hf(
         for file, tensors in files.items():
             gathered: dict[str, np.ndarray] = {}
             for tensor in tensors:
-                whole = tensor.gather()
+                with watchdog.watch(f"gathering {tensor.name}"):
+                    whole = tensor.gather()
                 if hosts.is_leader:
                     gathered[tensor.name] = tensor.to_stored(whole)
             leader_does(file, functools.partial(save_file, gathered, temporary / file, metadata={"format": "pt"}))

@@ -1,8 +1,8 @@
 """The train step: one program that every host launches alike."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import equinox as eqx
 import haliax as hax
@@ -13,7 +13,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
+from lockstep.engine import Program, compile_program
 from lockstep.errors import ConfigError
+from lockstep.hosts import Ledger
 from lockstep.placement import COMPUTE_AXES, MESH_AXES, PARAMETER_AXES
 from lockstep.training.objectives.parts import LossFn, LossParts
 from lockstep.training.precision import Precision, cast_floats
@@ -69,7 +71,25 @@ def parameter_shardings(tree: PyTree, mesh: Mesh) -> PyTree:
     return jax.tree_util.tree_map_with_path(sharding, tree, is_leaf=_named)
 
 
-def init_model(init: Callable[[jax.Array], PyTree], seed: int, mesh: Mesh, precision: Precision) -> PyTree:
+class Launch(Protocol):
+    """Compiles a function that all hosts call alike, agrees on the program, launches it once."""
+
+    def __call__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        arguments: Sequence[Any],
+        *,
+        out_shardings: Any,
+        donate: tuple[int, ...] = (),
+    ) -> Any:
+        """The function's result, see `lockstep.engine.compile_program`."""
+        ...
+
+
+def init_model(
+    init: Callable[[jax.Array], PyTree], seed: int, mesh: Mesh, precision: Precision, launch: Launch
+) -> PyTree:
     """Make a model whose parameters come into being on the devices that hold them.
 
     Args:
@@ -77,6 +97,7 @@ def init_model(init: Callable[[jax.Array], PyTree], seed: int, mesh: Mesh, preci
         seed: of the key.
         mesh: of the run.
         precision: gives the parameter type.
+        launch: launches the program that makes it.
 
     Returns:
         The model, sharded by `PARAMETER_AXES`; the same numbers on any mesh.
@@ -86,11 +107,12 @@ def init_model(init: Callable[[jax.Array], PyTree], seed: int, mesh: Mesh, preci
         return precision.cast_to_param(init(jax.random.key(seed)))
 
     with jax.set_mesh(mesh):
-        return jax.jit(make, out_shardings=parameter_shardings(jax.eval_shape(make), mesh))()
+        shardings = parameter_shardings(jax.eval_shape(make), mesh)
+    return launch("init_model", make, [], out_shardings=shardings)
 
 
 def init_state(
-    model: PyTree, optimizer: optax.GradientTransformation, mesh: Mesh, precision: Precision
+    model: PyTree, optimizer: optax.GradientTransformation, mesh: Mesh, precision: Precision, launch: Launch
 ) -> tuple[TrainState, PyTree]:
     """Make the first state. The model is donated: use the state's instead.
 
@@ -99,6 +121,7 @@ def init_state(
         optimizer: of the run.
         mesh: of the run.
         precision: gives the parameter type.
+        launch: launches the program that makes it.
 
     Returns:
         The state, and its shardings.
@@ -106,7 +129,7 @@ def init_state(
     make = _state_maker(optimizer, precision)
     with jax.set_mesh(mesh):
         shardings = parameter_shardings(jax.eval_shape(make, model), mesh)
-        return jax.jit(make, out_shardings=shardings, donate_argnums=0)(model), shardings
+    return launch("init_state", make, [model], out_shardings=shardings, donate=(0,)), shardings
 
 
 def state_structs(
@@ -161,14 +184,14 @@ class StepMetrics:
 
     loss: float
     """Mean loss over the batch, before the update."""
-    stop: bool
-    """Some host was asked to stop."""
+    stop: int
+    """Largest signal that asked a host to stop; 0: none did."""
     values: Mapping[str, float]
     """Further figures by name."""
 
 
 class TrainStep:
-    """The compiled train step, traced once.
+    """The train step: compiled ahead of time, so that hosts agree on it before its first launch; traced once.
 
     Args:
         loss_fn: the objective.
@@ -191,28 +214,58 @@ class TrainStep:
         precision: Precision,
         microbatches: int,
     ) -> None:
-        self.traces = 0
         self._loss_fn, self._optimizer, self._schedule = loss_fn, optimizer, schedule
         self._mesh, self._precision, self._microbatches = mesh, precision, microbatches
         self._names: tuple[str, ...] = ()
-        replicated = NamedSharding(mesh, P())
-        self._jitted = jax.jit(self._step, donate_argnums=0, out_shardings=(shardings, replicated))
+        self._out_shardings = shardings, NamedSharding(mesh, P())
+        self._program: Program | None = None
 
-    def __call__(self, state: TrainState, batch: Mapping[str, Array], stop: Int[Array, " host"]) -> Any:
+    @property
+    def traces(self) -> int:
+        """How often the step was traced."""
+        return 0 if self._program is None else self._program.traces
+
+    def compile(
+        self, state: TrainState, batch: Mapping[str, Array], stop: Int[Array, " device"], ledger: Ledger
+    ) -> Mapping[str, str]:
+        """Compile for arguments of these shapes; launches nothing and talks to no other host.
+
+        Args:
+            state: as for a call; kept as it is.
+            batch: as for a call.
+            stop: as for a call.
+            ledger: where launches are recorded.
+
+        Returns:
+            The program's digests, which all hosts must agree on before the first call.
+
+        Raises:
+            LockstepError: the compiler refused the program.
+        """
+        self._program = compile_program(
+            "train_step",
+            self._step,
+            [state, dict(batch), stop],
+            mesh=self._mesh,
+            ledger=ledger,
+            donate=(0,),
+            out_shardings=self._out_shardings,
+        )
+        return self._program.digests
+
+    def __call__(self, state: TrainState, batch: Mapping[str, Array], stop: Int[Array, " device"]) -> Any:
         """Launch one step.
 
         Args:
             state: donated; its arrays are deleted.
             batch: global arrays, the row as axis 0.
-            stop: above 0 on the devices of a host that was asked to stop.
+            stop: on the devices of a host that was asked to stop, the signal that asked; else 0.
 
         Returns:
             The next state, and the figures as an array for `read`.
         """
-        # The mesh context is entered for the launch alone: outside it, under a set mesh, an eager jnp call of one host
-        # would be a program on all devices.
-        with jax.set_mesh(self._mesh):
-            return self._jitted(state, dict(batch), stop)
+        assert self._program is not None, "compile() comes before the first call"
+        return self._program(state, dict(batch), stop)
 
     def lower(self, state: TrainState, batch: Mapping[str, Any]) -> jax.stages.Lowered:
         """Trace the step for shapes; launches nothing.
@@ -224,7 +277,8 @@ class TrainStep:
         sharding = NamedSharding(self._mesh, STOP_SPEC)
         stop = jax.ShapeDtypeStruct((self._mesh.size,), jnp.int32, sharding=sharding)
         with jax.set_mesh(self._mesh):
-            return self._jitted.lower(state, dict(batch), stop)
+            jitted = jax.jit(self._step, donate_argnums=0, out_shardings=self._out_shardings)
+            return jitted.lower(state, dict(batch), stop)
 
     def read(self, figures: Array) -> StepMetrics:
         """Wait for a step and fetch its figures; no launch, the same on every host.
@@ -233,10 +287,9 @@ class TrainStep:
             figures: second result of a call.
         """
         loss, stop, *others = (float(x) for x in jax.device_get(figures.addressable_data(0)))
-        return StepMetrics(loss=loss, stop=stop > 0, values=dict(zip(self._names, others, strict=True)))
+        return StepMetrics(loss=loss, stop=int(stop), values=dict(zip(self._names, others, strict=True)))
 
     def _step(self, state: TrainState, batch: dict[str, Array], stop: Array) -> tuple[TrainState, Float[Array, " n"]]:
-        self.traces += 1
         parts, gradients = self._sums(state.model, batch)
         gradients = jax.tree.map(lambda g: (g / parts.weight).astype(g.dtype), gradients)
         updates, opt_state = self._optimizer.update(gradients, state.opt_state, state.model)

@@ -5,7 +5,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
-from lockstep.hosts import Hosts, current, leader_only
+from lockstep.engine import Program, compile_program, settled
+from lockstep.hosts import Hosts, Watchdog, current, environment, leader_only
 from lockstep.placement import fsdp_warning, host_rows, make_mesh, place_local
 from lockstep.report.trackers import NoopTracker, Tracker
 from lockstep.training.config import TrainerConfig
@@ -22,7 +23,7 @@ from lockstep.training.hooks import Hook, Hooks, StepInfo
 from lockstep.training.objectives.parts import LossFn
 from lockstep.training.progress import make_progress
 from lockstep.training.rows import Batches
-from lockstep.training.step import BATCH_SPEC, STOP_SPEC, StepMetrics, TrainStep, init_model, init_state
+from lockstep.training.step import BATCH_SPEC, STOP_SPEC, StepMetrics, TrainState, TrainStep, init_model, init_state
 from lockstep.training.stopping import StopRequest
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class TrainResult:
     loss: float
     """Of the last step; nan if there was none."""
     stopped_by: int | None
-    """Signal on this or another host that ended the run early (0 where it was another's); None for a full run."""
+    """Signal that ended the run early, on whichever host it came; the same on all. None for a full run."""
     tracker_errors: int
     """Times the tracker failed; training went on."""
 
@@ -78,6 +79,7 @@ class Trainer:
         self._microbatches = config.microbatches(self.mesh)
         self._hooks = Hooks()
         self._step: TrainStep | None = None
+        self._watchdog = Watchdog(self.hosts, self.hosts.timeout_s)
         self._tracker_errors = 0
         self._warned_of_loss = False
 
@@ -107,7 +109,7 @@ class Trainer:
         Returns:
             The model in the parameter type and sharding.
         """
-        return init_model(init, self.config.seed, self.mesh, self.config.precision)
+        return init_model(init, self.config.seed, self.mesh, self.config.precision, self._launch)
 
     def train(self, model: PyTree, batches: Batches) -> TrainResult:
         """Train for ``num_train_steps`` steps.
@@ -116,6 +118,11 @@ class Trainer:
             model: on the mesh; donated, use the result's model afterwards.
             batches: gives each host its rows of each batch.
 
+        Raises:
+            PeerError: the train step does not compile on some host; the same on all.
+            DisagreementError: hosts compiled different train steps, or with different versions or flags.
+            LaunchMismatchError: hosts launched different programs, found at the end (in debug mode, before the launch).
+
         Returns:
             The trained model and how the run ended. A signal (Ctrl-C, SIGTERM) on any host ends the run after a step,
             the same on all hosts, without the forced last hooks.
@@ -123,38 +130,32 @@ class Trainer:
         config = self.config
         if self.hosts.is_leader and (warning := fsdp_warning(self.mesh)):
             log.warning(warning)
-        state, shardings = init_state(model, self._optimizer, self.mesh, config.precision)
+        state, shardings = init_state(model, self._optimizer, self.mesh, config.precision, self._launch)
         del model
-        self._step = step_fn = TrainStep(
-            loss_fn=self._loss_fn,
-            optimizer=self._optimizer,
-            schedule=self._schedule,
-            mesh=self.mesh,
-            shardings=shardings,
-            precision=config.precision,
-            microbatches=self._microbatches,
-        )
+        step_fn = self._compile(state, shardings, batches)
         info = StepInfo(step=-1, model=state.model, loss=math.nan, step_duration=0.0)
         stopped_by: int | None = None
-        stop_arrays = [self._stop_array(flag) for flag in (0, 1)]
         progress = make_progress(config.num_train_steps, self.hosts.is_leader)
-        with StopRequest() as stop, contextlib.closing(progress):
+        # A launch from a second thread could come before the train step on one host and after it on another.
+        with StopRequest(self.hosts.preemption) as stop, contextlib.closing(progress), jax.thread_guard(True):
             self._hooks.before_first_step(info)
             for step in range(config.num_train_steps):
                 batch = self._place(batches, step)
                 start = time.perf_counter()
-                state, figures = step_fn(state, batch, stop_arrays[stop.signal is not None])
-                metrics = step_fn.read(figures)
+                with self._watchdog.watch("train_step"):
+                    state, figures = step_fn(state, batch, self._stop_array(stop.signal or 0))
+                    metrics = step_fn.read(figures)
                 duration = time.perf_counter() - start
                 info = StepInfo(step=step, model=state.model, loss=metrics.loss, step_duration=duration)
                 progress.update(info.next_step, info.loss)
                 self._log(info, metrics)
                 if metrics.stop:
-                    stopped_by = stop.signal or 0
+                    stopped_by = metrics.stop
                     break
                 self._hooks.after_step(info)
             else:
                 self._hooks.after_last_step(info)
+            self.hosts.agree_launches("launches of training")
         return TrainResult(
             model=state.model,
             completed_steps=info.next_step,
@@ -163,6 +164,44 @@ class Trainer:
             tracker_errors=self._tracker_errors,
         )
 
+    def _compile(self, state: TrainState, shardings: PyTree, batches: Batches) -> TrainStep:
+        """The train step that every host has compiled alike; nobody launches it before all are ready."""
+        step_fn = TrainStep(
+            loss_fn=self._loss_fn,
+            optimizer=self._optimizer,
+            schedule=self._schedule,
+            mesh=self.mesh,
+            shardings=shardings,
+            precision=self.config.precision,
+            microbatches=self._microbatches,
+        )
+        arguments = state, self._place(batches, 0), self._stop_array(0)
+        self._agreed("train_step", lambda: step_fn.compile(*arguments, self.hosts.ledger))
+        self._step = step_fn
+        return step_fn
+
+    def _agreed(self, name: str, compile: Callable[[], Mapping[str, str]]) -> None:
+        """Have every host compile a program, agree on its digests, and wait until all are ready to launch it."""
+        self.hosts.phase(f"compiling {name}")
+        with self.hosts.scope(name) as scope:
+            scope.agree("environment", environment() | {"debug": str(scope.debug)})
+            scope.agree("program", settled(scope, "compile", compile))
+            scope.barrier("ready")
+        self.hosts.phase("training")
+
+    def _launch(self, name: str, function: Callable[..., Any], arguments: Sequence[Any], **options: Any) -> Any:
+        """Compile, agree, launch once, wait; see `lockstep.training.step.Launch`."""
+        programs: list[Program] = []
+
+        def compile() -> Mapping[str, str]:
+            ledger = self.hosts.ledger
+            programs.append(compile_program(name, function, arguments, mesh=self.mesh, ledger=ledger, **options))
+            return programs[0].digests
+
+        self._agreed(name, compile)
+        with self._watchdog.watch(name):
+            return jax.block_until_ready(programs[0](*arguments))
+
     def _place(self, batches: Batches, step: int) -> dict[str, jax.Array]:
         n_rows = self.config.train_batch_size
         sharding = NamedSharding(self.mesh, BATCH_SPEC)
@@ -170,7 +209,7 @@ class Trainer:
         return {name: place_local(rows, sharding, n_rows) for name, rows in local.items()}
 
     def _stop_array(self, flag: int) -> jax.Array:
-        """One number per device: this host's devices hold ``flag``."""
+        """One number per device: this host's devices hold ``flag``, a signal or 0."""
         sharding = NamedSharding(self.mesh, STOP_SPEC)
         n_local = len(sharding.addressable_devices)
         return place_local(np.full(n_local, flag, np.int32), sharding, self.mesh.size)

@@ -1,3 +1,4 @@
+import os
 from typing import Any
 
 import jax
@@ -7,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lockstep.engine import Ledger
-from lockstep.engine.program import Program, compile_program
+from lockstep.engine.program import Program, compile_program, without_places
 from lockstep.errors import LockstepError
 from tests.unit.engine.models import mesh_of
 
@@ -31,13 +32,38 @@ def test_compiling_launches_nothing() -> None:
         build(lambda x: x + 1)
 
 
-def test_launches_are_recorded_in_order() -> None:
-    ledgers = [Ledger() for _ in range(3)]
-    for ledger, order in zip(ledgers, ("aab", "aba", "aab"), strict=True):
-        for name in order:
-            ledger.record(name, f"digest of {name}")
-    assert str(ledgers[0]) == str(ledgers[2]) != str(ledgers[1])
-    assert ledgers[0].launches == ["a", "a", "b"] and str(ledgers[0]).startswith("3 launches, ")
+def test_the_digests_say_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    double, triple = build(lambda x: 2 * x), build(lambda x: 3 * x)
+    assert list(double.digests) == ["double: StableHLO", "double: optimised HLO", "double: devices and options"]
+    differ = [name for name, text in double.digests.items() if triple.digests[name] != text]
+    assert differ == ["double: StableHLO", "double: optimised HLO"]
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_fast_math=true")
+    flagged = build(lambda x: 2 * x)
+    assert [name for name, text in double.digests.items() if flagged.digests[name] != text] == [
+        "double: devices and options"
+    ]
+
+
+def test_places_in_source_files_are_no_part_of_a_program() -> None:
+    """Their numbers differ between a program that was compiled and the same from the cache on disk."""
+    hlo = """HloModule jit_f, is_scheduled=true
+
+FileNames
+1 "a.py"
+
+FunctionNames
+1 "f"
+
+StackFrames
+1 {file_location_id=%d parent_frame_id=1}
+
+
+ENTRY %%main (x: f32[]) -> f32[] {
+  ROOT %%add = f32[] add(%%x, %%x), metadata={op_name="jit(f)/add" stack_frame_id=%d}
+}
+"""
+    found = {without_places(hlo % (number, number)) for number in (1, 2)}
+    assert len(found) == 1 and "ROOT %add = f32[] add(%x, %x)\n" in found.pop()
 
 
 def test_a_launch_that_fails_is_on_record() -> None:

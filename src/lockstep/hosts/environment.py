@@ -1,0 +1,65 @@
+"""What programs depend on besides their own text: versions, flags, and the code that makes them."""
+
+import functools
+import hashlib
+import importlib.metadata
+import os
+from pathlib import Path
+
+import jax
+
+FLAG_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+DISTRIBUTIONS = ("jax", "jaxlib", "libtpu")
+OPTIONS = (
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_disable_most_optimizations",
+    "jax_enable_x64",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+    "jax_threefry_partitionable",
+    "jax_use_shardy_partitioner",
+)
+"""Settings of JAX that change what is compiled."""
+_OWN_PLACE = ("--xla_dump", "--xla_gpu_dump")
+"""Flags that may name a place of the process's own, and change no program."""
+
+
+def environment() -> dict[str, str]:
+    """All that must be alike on every host for programs to be alike, by name: short texts, and a digest of our code.
+
+    Each flag of ``XLA_FLAGS`` and ``LIBTPU_INIT_ARGS`` has an entry of its own, so that a difference is named.
+    """
+    return {**_fixed(), **_flags(), **_options()}
+
+
+@functools.cache
+def _fixed() -> dict[str, str]:
+    """Versions, and the source of this package: it cannot change while the process lives."""
+    total = hashlib.sha256()
+    package = Path(__file__).parents[1]
+    for path in sorted(package.rglob("*.py")):
+        total.update(f"{path.relative_to(package).as_posix()} {path.stat().st_size}\n".encode())
+        total.update(path.read_bytes())
+    return {**{f"{name} version": _version(name) for name in DISTRIBUTIONS}, "code of lockstep": total.hexdigest()}
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _flags() -> dict[str, str]:
+    found = {}
+    for variable in FLAG_VARIABLES:
+        for flag in os.environ.get(variable, "").split():
+            name, _, value = flag.partition("=")
+            if not name.startswith(_OWN_PLACE):
+                found[f"{variable} {name}"] = value or "set"
+    return found
+
+
+def _options() -> dict[str, str]:
+    return {f"compile option {name}": str(getattr(jax.config, name)) for name in OPTIONS if hasattr(jax.config, name)}

@@ -1,0 +1,110 @@
+"""Every device program that this process launched, in order, and the proof that all processes launched the same."""
+
+import collections
+import hashlib
+from collections.abc import Callable, Sequence
+
+from lockstep.errors import LaunchMismatchError
+from lockstep.hosts.channel import Channel
+
+REMEMBERED = 4096
+"""Launches whose names a process keeps; older ones are in the hash alone."""
+SHOWN_DIGITS = 12
+
+
+class Ledger:
+    """The launches of the library's programs, in order, as names and as one rolling hash that hosts compare."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256().hexdigest()
+        self._launches: collections.deque[tuple[str, str]] = collections.deque(maxlen=REMEMBERED)
+        self.count = 0
+        """Launches so far."""
+        self.before_launch: Callable[[], None] | None = None
+        """Called after each entry and before its launch, in debug mode; what it raises prevents the launch."""
+
+    def record(self, name: str, digest: str) -> None:
+        """Adds a launch, before it is made, so that one that never returns is on record.
+
+        Raises:
+            LaunchMismatchError: in debug mode, when another process is about to launch something else.
+        """
+        self._hash = hashlib.sha256(f"{self._hash} {name} {digest}".encode()).hexdigest()
+        self._launches.append((name, digest[:SHOWN_DIGITS]))
+        self.count += 1
+        if self.before_launch is not None:
+            self.before_launch()
+
+    @property
+    def launches(self) -> list[str]:
+        """The names of the last launches, oldest first; all of them up to `REMEMBERED`."""
+        return [name for name, _ in self._launches]
+
+    @property
+    def state(self) -> str:
+        """Number and rolling hash of all launches: equal where the same was launched in the same order."""
+        return f"{self.count} {self._hash}"
+
+    def last(self, number: int = REMEMBERED) -> list[tuple[int, str, str]]:
+        """Index (from 0), name and short digest of up to ``number`` last launches, oldest first."""
+        first = self.count - len(self._launches)
+        entries = [(first + i, name, digest) for i, (name, digest) in enumerate(self._launches)]
+        return entries[-number:]
+
+    def __str__(self) -> str:
+        return f"{self.count} launches, {self._hash}"
+
+
+def agree_launches(channel: Channel, key: str, ledger: Ledger, timeout_s: float) -> None:
+    """Return when every process has launched the same programs in the same order.
+
+    Args:
+        channel: this process's end of the service.
+        key: the same on every process.
+        ledger: of this process.
+        timeout_s: seconds to wait for the others.
+
+    Raises:
+        LaunchMismatchError: on every process, with the same text: the first launch that differs, and who made which.
+        HostTimeoutError: not all came within ``timeout_s``; names the missing ones and their last phase.
+    """
+    states = channel.exchange(key, ledger.state, timeout_s, str)
+    if len(set(states)) > 1:
+        entries = [list(entry) for entry in ledger.last()]
+        # Beside the key, not below it: the leader deletes what is below the key at this very barrier.
+        held = channel.exchange(f"{key}, each", entries, timeout_s, _entries)
+        raise LaunchMismatchError(_describe(key, held))
+
+
+def _describe(key: str, held: Sequence[list[list[object]]]) -> str:
+    by_process = [{int(str(index)): (str(name), str(digest)) for index, name, digest in one} for one in held]
+    first = max(min(one, default=0) for one in by_process)
+    last = max(max(one, default=-1) for one in by_process)
+    text = f"the processes of this job launched different device programs, found at {key!r}. "
+    for index in range(first, last + 1):
+        made: collections.defaultdict[tuple[str, str] | None, list[int]] = collections.defaultdict(list)
+        for process, one in enumerate(by_process):
+            made[one.get(index)].append(process)
+        if len(made) > 1:
+            parts = [f"{_launch(launch)} on {_who(who)}" for launch, who in sorted(made.items(), key=lambda m: m[1])]
+            text += f"Launch {index} was {'; '.join(parts)}. "
+            break
+    else:
+        text += f"They differ before launch {first}, which is no longer remembered; the last {last - first + 1} agree. "
+    return text + (
+        "On a pod such a job hangs or dies. Look for a call that only some processes make (a branch on the process "
+        "number, a tracker or metric that uses jax); debug: true finds it before the launch."
+    )
+
+
+def _launch(launch: tuple[str, str] | None) -> str:
+    return "nothing" if launch is None else f"{launch[0]!r} ({launch[1]})"
+
+
+def _who(processes: Sequence[int]) -> str:
+    return f"process{'es' if len(processes) > 1 else ''} {', '.join(map(str, processes))}"
+
+
+def _entries(value: object) -> list[list[object]]:
+    assert isinstance(value, list)
+    return value

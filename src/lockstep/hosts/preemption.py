@@ -1,0 +1,50 @@
+"""That the job is asked to end: a signal on any process, or JAX's own notice that a machine is about to be taken."""
+
+import contextlib
+import signal
+
+from lockstep.errors import HostError
+from lockstep.hosts._client import Client
+
+DIRECTORY = "lockstep/preempted"
+JAX_NOTICE = "RECEIVED_PREEMPTION_NOTICE"
+"""The key under which JAX's preemption service, where it runs, shows all processes that one of them got a SIGTERM."""
+
+
+class Preemption:
+    """Whether this process, or another one that has told so, is asked to end.
+
+    Args:
+        client: the coordination service.
+    """
+
+    def __init__(self, client: Client):
+        self._client = client
+        self._told = False
+        self.signal: int | None = None
+        """The signal that asked this process to end, or None."""
+
+    def note(self, number: int) -> None:
+        """Remember a signal; does nothing else, so a signal handler may call it."""
+        if self.signal is None:
+            self.signal = number
+
+    def tell(self) -> None:
+        """Let the other processes know of a noted signal."""
+        if self.signal is not None and not self._told:
+            self._told = True
+            self._client.set(f"{DIRECTORY}/{self._client.index}", b"")
+
+    def look(self) -> bool:
+        """Whether any process is asked to end; JAX's notice is noted as a SIGTERM."""
+        if self.signal is None and self._client.peek(JAX_NOTICE) is not None:
+            self.note(signal.SIGTERM)
+        return self.signal is not None or bool(self._client.get_dir(DIRECTORY))
+
+    def clear(self) -> None:
+        """Forget a noted signal, once what it ended has ended."""
+        self.signal = None
+        if self._told:
+            self._told = False
+            with contextlib.suppress(HostError, TimeoutError):
+                self._client.delete(f"{DIRECTORY}/{self._client.index}")
