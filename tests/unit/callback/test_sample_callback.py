@@ -117,7 +117,7 @@ def test_a_plain_jax_loop_on_one_device(tmp_path, capsys):
     assert (callback.rounds, callback.report_errors) == (2, 0)
     # On one device the weights lie right already: no program moves them.
     traces = {name: program.traces for name, program in callback.engine.programs.items()}
-    assert traces == {"new_cache": 1, "prefill": 1, "decode": 1}
+    assert traces == {"new_cache": 1, "prefill": 1, "fork": 1, "decode": 1}
     written = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert [(row["step"], row["prompt_id"], row["generation_id"]) for row in written] == [
         (step, prompt, generation) for step in (1, 2) for prompt in (0, 1) for generation in (0, 1)
