@@ -14,7 +14,7 @@ from levanter.utils.tree_utils import inference_mode
 
 from lockstep.types import FinishReason, Request
 from tests.oracle import Expected
-from tests.sampling_oracle import log_softmax
+from tests.sampling_oracle import log_softmax, step_of
 
 SIZES: dict[str, Any] = {
     "max_seq_len": 64,
@@ -58,6 +58,7 @@ def dense_completions(model: Any, requests: Sequence[Request]) -> list[Expected]
                     answer.append(int(np.argmax(logits_of[row][-1])))
         for request, answer, rows in zip(batch, answers, logits_of, strict=True):
             logprobs = tuple(float(log_softmax(row)[token]) for row, token in zip(rows, answer, strict=True))
+            drawn = [step_of(row, request.params, request.prompt_tokens, []) for row in rows]
             expected.append(
                 Expected(
                     prompt_id=request.prompt_id,
@@ -66,7 +67,7 @@ def dense_completions(model: Any, requests: Sequence[Request]) -> list[Expected]
                     logprobs=logprobs,
                     finish_reason=FinishReason.STOP if answer[-1] in request.params.stops else FinishReason.LENGTH,
                     scores=np.stack(rows),
-                    sampled_logprobs=logprobs,
+                    sampled_logprobs=tuple(float(s.logprobs[t]) for s, t in zip(drawn, answer, strict=True)),
                     top_logprobs=(),
                 )
             )

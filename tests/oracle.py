@@ -213,6 +213,7 @@ def _on_one_device(model: Any) -> LlamaLMHeadModel:
     config, weights = read_decoder(model)
     layers = dataclasses.asdict(weights.layers)
     by_name = {**layers, "embed": weights.embed, "final_norm": weights.final_norm, "lm_head": weights.lm_head}
+    by_name["embed_norm"] = weights.embed_norm
 
     def fill(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         # Parameters have the decoder's names; the array inside a NamedArray adds an entry of its own.

@@ -23,3 +23,33 @@ def test_a_loop_of_ones_own_samples_on_two_hosts(tmp_path):
     assert "what the model says after 4 steps" in leader and "generated text" in leader
     assert "generated text" not in other
     assert "skipped" not in leader and "failed" not in leader
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["train_lm", "train_dpo"])
+def test_levanter_with_our_block_in_its_yaml(name, tmp_path):
+    """Its data caches, its configuration, its trainer, on two processes; resumed, it goes on where it was."""
+    arguments = ["--config_path", f"examples/levanter_{name}.yaml", "--trainer.id", "test"]
+    arguments += ["--data.cache_dir", str(tmp_path / "cache"), "--trainer.log_dir", str(tmp_path)]
+    arguments += ["--trainer.checkpointer.base_path", str(tmp_path / "checkpoints")]
+    arguments += ["--inference_eval.eval_every", "2", "--inference_eval.max_new_tokens", "3"]
+    for steps, shown, not_shown in ((4, (2, 4), (6,)), (6, (6,), (2, 4))):
+        command = ["python", f"examples/levanter_{name}.py", *arguments, "--trainer.num_train_steps", str(steps)]
+        run = run_command(command, cwd=ROOT, timeout_s=240)
+        assert run.code == 0, run.output
+        leader, other = run.logs
+        assert all(f"what the model says after {step} steps" in leader for step in shown)
+        assert not any(f"what the model says after {step} steps" in leader for step in not_shown)
+        assert "generated text" not in other
+        assert "skipped on every host" not in leader and "failed on the leader" not in leader
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dict_loop", "nnx_loop"])
+def test_models_of_ones_own_are_read_on_two_hosts(name, tmp_path):
+    arguments = ["--steps", "4", "--eval_every", "2", "--output_dir", str(tmp_path)]
+    run = run_command(["python", f"examples/{name}.py", *arguments], cwd=ROOT, timeout_s=180)
+    assert run.code == 0, run.output
+    rows = read_jsonl(tmp_path / "samples.jsonl")
+    assert [(row["step"], row["prompt_id"]) for row in rows] == [(s, p) for s in (2, 4) for p in range(2)]
+    assert "skipped on every host" not in run.logs[0] and "failed on the leader" not in run.logs[0]

@@ -1,19 +1,31 @@
 """Our hook in real Levanter runs on real processes: losses, launches, tracker, schedule, its other hooks."""
 
+import dataclasses
+import functools
 import json
 from pathlib import Path
 
 import jax
+import jmp
 import levanter.tracker
 import pytest
 from harness import run_processes
 from launches import record_launches
+from levanter.callbacks import Callback
+from levanter.checkpoint import CheckpointerConfig
+from levanter.data.dataset import ListAsyncDataset
+from levanter.models.gpt2 import Gpt2Config
+from levanter.optim.model_averaging import EmaModelAveragingConfig
 from levanter.tracker import NoopConfig, NoopTracker, current_tracker
 
 import lockstep.levanter
 from lockstep.callback import InferenceEvalConfig
-from lockstep.errors import LaunchMismatchError
+from lockstep.errors import ConfigError, LaunchMismatchError, PeerError
 from lockstep.hosts import leader_only
+from lockstep.report import read_jsonl
+from lockstep.text.tokenizer import decode
+from lockstep.types import Request, SamplingParams
+from tests import levanter_models as models
 from tests import tiny
 from tests.multiprocess import levanter_runs as runs
 
@@ -113,3 +125,152 @@ def test_a_run_with_samples_has_the_same_losses_and_launches(mesh, tmp_path):
 
 def assert_same_launches(one, two):
     assert one == two, [pair for pair in zip(one, two, strict=False) if pair[0] != pair[1]][:5]
+
+
+def body_beside_its_hooks(hosts, directory):
+    """One run of 6 steps, and one that ends after 4 and is resumed; every hook at the same steps."""
+    directory, found = Path(directory), {}
+    for name, ends in (("whole", [6]), ("resumed", [4, 6])):
+        losses, steps, checked = {}, [], []
+        for end in ends:
+
+            def add_hooks(trainer, state, losses=losses, steps=steps, checked=checked, name=name, end=end):
+                trainer.add_eval_hook(ListAsyncDataset(runs.examples()[:16]))
+                hook = lockstep.levanter.sample_callback(
+                    SAMPLING, tiny.tokenizer(), trainer, output_dir=directory / name
+                )
+                trainer.add_hook(hook, every=2)
+                trainer.add_hook(lambda info: losses.update({int(info.step): float(info.loss).hex()}))
+                trainer.add_hook(lambda info: steps.append(hook.sampler.rounds), every=2)
+                checked.append(int(state.step))
+
+            config = runs.trainer_config(
+                directory / name,
+                end,
+                runs.FSDP,
+                tracker=NoopConfig(),
+                steps_per_eval=2,
+                max_eval_batches=1,
+                mp=jmp.get_policy("p=f32,c=bfloat16"),
+                checkpointer=CheckpointerConfig(
+                    base_path=str(directory / name / "checkpoints"), save_interval=None, keep=[{"every": 1}]
+                ),
+            )
+            ended = runs.train(config, add_hooks)
+        found[name] = {"losses": [losses[step] for step in sorted(losses)], "rounds": steps, "started": checked}
+        found[name]["last"] = int(ended.next_step)
+    return found
+
+
+@pytest.mark.slow
+def test_it_runs_beside_evaluation_and_checkpoints_and_resumes(tmp_path):
+    results = run_processes(body_beside_its_hooks, args=(str(tmp_path),), timeout_s=400)
+    for result in results:
+        assert result["whole"]["losses"] == result["resumed"]["losses"]
+        assert len(result["whole"]["losses"]) == 6
+        assert result["whole"]["rounds"] == [1, 2, 3, 3]  # the forced last call finds its step done
+        assert result["resumed"]["rounds"] == [1, 2, 2, 1, 1]
+        assert result["resumed"]["started"] == [0, 4]
+    whole, resumed = (read_jsonl(tmp_path / name / "samples.jsonl") for name in ("whole", "resumed"))
+    assert whole == resumed
+    assert [row["step"] for row in whole] == [2] * 6 + [4] * 6 + [6] * 6
+    saved = {path.name for path in (tmp_path / "whole" / "checkpoints" / "test").iterdir()}
+    assert saved >= {"step-1", "step-3", "step-5"}, saved  # Levanter counts from 0
+
+
+class Events(Callback):
+    """Every progress event, as Levanter's watchdog sees it."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_step(self, info, force=False):
+        pass
+
+    def on_event(self, event):
+        self.seen.append(str(event))
+
+
+def body_alone(hosts, directory):
+    """Schedule, events and the averaged model, in one process that can compute Levanter's own answers."""
+    asked = SAMPLING.prompts
+    config = dataclasses.replace(SAMPLING, temperature=0.0, n_generations=1, stop_token_ids=[])
+    found = {"rounds": {}, "same": []}
+    for at_end in (True, False):
+        events, directory_of = Events(), Path(directory) / f"{at_end}"
+
+        def add_hooks(trainer, state, at_end=at_end, events=events, directory_of=directory_of):
+            hook = lockstep.levanter.sample_callback(
+                dataclasses.replace(config, at_end=at_end), tiny.tokenizer(), trainer, output_dir=directory_of
+            )
+            trainer.add_hook(hook, every=2)
+            trainer.add_hook(events)
+            if at_end:
+                trainer.add_hook(functools.partial(compare, trainer=trainer), every=4)
+
+        def compare(info, trainer, directory_of=directory_of):
+            rows = [row for row in read_jsonl(directory_of / "samples.jsonl") if row["step"] == info.next_step]
+            requests = [
+                Request(
+                    prompt_id=i,
+                    prompt_tokens=tuple(tiny.tokenizer().encode(prompt)),
+                    params=SamplingParams(max_new_tokens=config.max_new_tokens),
+                )
+                for i, prompt in enumerate(asked)
+            ]
+            for model in (info.eval_model, info.model):
+                answers = models.dense_completions(jax.device_get(model), requests)
+                texts = [decode(tiny.tokenizer(), answer.tokens) for answer in answers]
+                found["same"].append(texts == [row["generated_text"] for row in rows])
+
+        settings = runs.trainer_config(
+            directory_of,
+            5,
+            runs.FSDP,
+            tracker=NoopConfig(),
+            model_averaging=EmaModelAveragingConfig(beta=0.99),
+        )
+        runs.train(settings, add_hooks, learning_rate=0.1)
+        found["rounds"][str(at_end)] = sorted({row["step"] for row in read_jsonl(directory_of / "samples.jsonl")})
+        found["events"] = [events.seen.count(name) for name in ("evaluation_started", "evaluation_finished")]
+    return found
+
+
+@pytest.mark.slow
+def test_schedule_events_and_the_averaged_model(tmp_path):
+    (found,) = run_processes(body_alone, processes=1, devices=2, args=(str(tmp_path),), timeout_s=300)
+    assert found["rounds"] == {"True": [2, 4, 5], "False": [2, 4]}
+    assert found["events"] == [2, 2]
+    assert found["same"][0] and not found["same"][1]  # the averaged model speaks, and the trained one says otherwise
+
+
+def body_refused(hosts, directory):
+    """At hook creation with a model, after the first step without one."""
+    found = []
+    config = runs.trainer_config(directory, 3, runs.FSDP, tracker=NoopConfig())
+    for give in (True, False):
+        steps = []
+
+        def add_hooks(trainer, state, give=give, steps=steps):
+            trainer.add_hook(lambda info: steps.append(info.next_step))
+            model = {"model": state.model} if give else {}
+            trainer.add_hook(lockstep.levanter.sample_callback(SAMPLING, tiny.tokenizer(), trainer, **model), every=3)
+
+        try:
+            runs.train(config, add_hooks, model=Gpt2Config(num_layers=1, hidden_dim=32, num_heads=2, max_seq_len=64))
+        except PeerError as error:
+            found.append([steps, str(error)])
+    try:
+        lockstep.levanter.sample_callback(dataclasses.replace(SAMPLING, at_start=True), None, None)
+    except ConfigError as error:
+        found.append([[], str(error)])
+    return found
+
+
+@pytest.mark.slow
+def test_an_unsupported_model_is_refused_by_name_at_once(tmp_path):
+    (found,) = run_processes(body_refused, processes=1, devices=2, args=(str(tmp_path),), timeout_s=200)
+    assert [steps for steps, _ in found] == [[], [1], []]
+    for _, text in found[:2]:
+        assert "Gpt2LMHeadModel cannot be read; supported are Apertus" in text
+    assert "at_start is true" in found[2][1]

@@ -150,6 +150,8 @@ class Auditor:
                     states, targets = part
                     named = hax.named(states, ("batch", "position", "embed"))
                     logits = hax.auto_sharded(hax.dot(named, head, axis="embed")).array.astype(jnp.float32)
+                    cap = config.variant.logit_soft_cap
+                    logits = logits if cap is None else cap * jnp.tanh(logits / cap)
                     allowed = jnp.arange(logits.shape[-1]) < (self.vocab_size or logits.shape[-1])
                     logprobs = jax.nn.log_softmax(jnp.where(allowed, logits, -jnp.inf), axis=-1)
                     return jnp.take_along_axis(logprobs, targets[..., None], axis=-1)[..., 0]

@@ -82,9 +82,9 @@ def build_programs(
     structs = jax.tree.map(lambda leaf: _struct(leaf, leaf.sharding), weights)
     relay = None
     moves = config.layout != "training" and any(leaf != leaf.decode for leaf in jax.tree.leaves(layouts))
-    stored = is_stored(weights)
-    if stored or moves or any(leaf.dtype != dtype for leaf in jax.tree.leaves(structs)):
-        if stored:
+    unmade = is_stored(weights)
+    if unmade or moves or any(leaf.dtype != dtype for leaf in jax.tree.leaves(structs)):
+        if unmade:
             structs = jax.tree.map(lambda part: _struct(part, part.sharding), sources(weights))
             function, layouts = assembly_function(weights, layouts, dtype, gather=moves)
         else:

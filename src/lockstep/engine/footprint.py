@@ -18,7 +18,7 @@ from lockstep.placement.relay import LeafLayout, leaf_layouts
 from lockstep.placement.stored import is_stored
 from lockstep.schedule import ScheduleSizes
 
-OUTER = ("embed", "lm_head", "final_norm")
+OUTER = ("embed", "lm_head", "final_norm", "embed_norm")
 """Weights that are not stacked."""
 
 _CHUNK = 512

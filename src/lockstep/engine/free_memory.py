@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh
 
 from lockstep.engine.hardware import chip_of
-from lockstep.models import DecoderWeights
+from lockstep.models import DecoderWeights, StoredWeight
 
 UNBOUNDED = 2**62
 """What a process says that has no device in the mesh."""
@@ -37,7 +37,7 @@ def free_bytes(mesh: Mesh, weights: DecoderWeights | None = None) -> int:
     return min((_free(device) for device in mine), default=UNBOUNDED)
 
 
-def block_bytes(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
+def block_bytes(leaf: jax.Array | jax.ShapeDtypeStruct | StoredWeight) -> int:
     """Bytes of one array on each of its devices."""
     shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
     size: int = leaf.dtype.itemsize

@@ -1,13 +1,14 @@
 """A Llama-family transformer over a paged cache, written for one device of a replica (inside ``shard_map``)."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lockstep.kernels import Heads
+from lockstep.kernels import Heads, Scores
 from lockstep.models.config import LlamaConfig, rotary_frequencies
 from lockstep.models.weights import DecoderWeights, LayerWeights
 from lockstep.placement.layout import DecodeGrid
@@ -22,7 +23,10 @@ type Turn = tuple[Array, Array]
 def device_heads(config: LlamaConfig, grid: DecodeGrid) -> Heads:
     """Attention heads of one device."""
     return Heads(
-        kv_heads=config.num_kv_heads // grid.tensor, group=config.q_heads_per_group, head_size=config.head_size
+        kv_heads=config.num_kv_heads // grid.tensor,
+        group=config.q_heads_per_group,
+        head_size=config.head_size,
+        scores=Scores(soft_cap=config.variant.attention_soft_cap, window=config.variant.sliding_window),
     )
 
 
@@ -50,20 +54,24 @@ class Transformer:
 
     def embed(self, weights: DecoderWeights, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch embed"]:
         """Rows of the embedding; each device of a replica holds a part of the vocabulary."""
-        table = weights.embed
+        table, scale = weights.embed, self.config.variant.embed_scale
         if self.grid.tensor == 1:
-            return table[tokens]
-        local = tokens - jax.lax.axis_index(self.grid.tensor_axes) * table.shape[0]
-        mine = (local >= 0) & (local < table.shape[0])
-        return self._sum(jnp.where(mine[..., None], table[jnp.where(mine, local, 0)], 0))
+            x = table[tokens]
+        else:
+            local = tokens - jax.lax.axis_index(self.grid.tensor_axes) * table.shape[0]
+            mine = (local >= 0) & (local < table.shape[0])
+            x = self._sum(jnp.where(mine[..., None], table[jnp.where(mine, local, 0)], 0))
+        return self._norm(x if scale is None else x * jnp.asarray(scale, x.dtype), weights.embed_norm)
 
     def logits(self, weights: DecoderWeights, x: Float[Array, "slot embed"]) -> Float[Array, "slot local_vocab"]:
         """Float32 logits of this device's part of the vocabulary; -inf beyond ``vocab_size``."""
-        x = rms_norm(x, weights.final_norm, self.config.layer_norm_epsilon)
+        x = self._norm(x, weights.final_norm)
         if weights.lm_head is None:
             logits = jnp.einsum("sd,vd->sv", x, weights.embed, preferred_element_type=jnp.float32)
         else:
             logits = jnp.einsum("sd,dv->sv", x, weights.lm_head, preferred_element_type=jnp.float32)
+        cap = self.config.variant.logit_soft_cap
+        logits = logits if cap is None else cap * jnp.tanh(logits / cap)
         first = jax.lax.axis_index(self.grid.tensor_axes) * logits.shape[1] if self.grid.tensor > 1 else 0
         return jnp.where(first + jnp.arange(logits.shape[1]) < self.vocab_size, logits, -jnp.inf)
 
@@ -98,10 +106,10 @@ class Transformer:
             q, kv = self._project(w, x, turn)
             cache = write(cache, index, kv)
             attended = attend(cache, index, q)
-            x = x + self._sum(attended.reshape(*x.shape[:2], -1) @ w.o.reshape(-1, x.shape[-1]))
-            h = rms_norm(x, w.mlp_norm, self.config.layer_norm_epsilon)
-            hidden = jax.nn.silu(h @ w.gate) * (h @ w.up)
-            return x + self._sum(hidden @ w.down), cache
+            out = self._sum(attended.reshape(*x.shape[:2], -1) @ w.o.reshape(-1, x.shape[-1]))
+            x = x + self._norm(out, w.attn_post_norm)
+            hidden = self._hidden(w, self._norm(x, w.mlp_norm))
+            return x + self._norm(self._sum(hidden @ w.down), w.mlp_post_norm), cache
 
         return jax.lax.fori_loop(0, self.config.num_layers, layer, (x, cache))
 
@@ -135,8 +143,7 @@ class Transformer:
 
     def _project(self, w: LayerWeights, x: Array, turn: Turn) -> tuple[Array, Array]:
         """Queries, and K and V interleaved by head, turned to their positions."""
-        epsilon = self.config.layer_norm_epsilon
-        h = rms_norm(x, w.attn_norm, epsilon)
+        h = self._norm(x, w.attn_norm)
         kv_head = (self.config.num_kv_heads // self.grid.tensor, self.config.head_size)
         q_head = (kv_head[0], self.config.q_heads_per_group, kv_head[1])
         q, k, v = (
@@ -144,19 +151,63 @@ class Transformer:
             _linear(h, w.k, w.k_bias, kv_head),
             _linear(h, w.v, w.v_bias, kv_head),
         )
-        if w.q_norm is not None and w.k_norm is not None:
-            q, k = rms_norm(q, w.q_norm, epsilon), rms_norm(k, w.k_norm, epsilon)
+        q, k = self._norm(q, w.q_norm), self._norm(k, w.k_norm)
+        if w.q_wide_norm is not None and w.k_wide_norm is not None:
+            q, k = self._wide_norm(q, w.q_wide_norm), self._wide_norm(k, w.k_wide_norm)
         q, k = rotate(q, *(t[:, :, None, None] for t in turn)), rotate(k, *(t[:, :, None] for t in turn))
+        scale = self.config.variant.attention_scale
+        q = q if scale is None else q * jnp.asarray(scale * q.shape[-1] ** 0.5, q.dtype)
         return q, jnp.stack([k, v], axis=3).reshape(*k.shape[:2], -1, k.shape[-1])
+
+    def _hidden(self, w: LayerWeights, h: Array) -> Array:
+        """What the MLP projects down."""
+        up = h @ w.up
+        if w.gate is not None:
+            return ACTIVATIONS[self.config.variant.activation](h @ w.gate) * up
+        parameters = (w.xielu_p, w.xielu_n, w.xielu_beta, w.xielu_eps)
+        return xielu(up, *(p for p in parameters if p is not None))
+
+    def _norm(self, x: Array, scale: Array | None) -> Array:
+        """RMSNorm where there is one."""
+        if scale is None:
+            return x
+        return rms_norm(x, scale, self.config.layer_norm_epsilon, plus_one=self.config.variant.norm_plus_one)
+
+    def _wide_norm(self, x: Array, scale: Array) -> Array:
+        """RMSNorm over all heads of all devices of the replica."""
+        wide = x.astype(jnp.float32)
+        heads = range(x.ndim - scale.ndim, x.ndim)
+        mean = self._sum(jnp.sum(wide * wide, axis=tuple(heads), keepdims=True)) / (scale.size * self.grid.tensor)
+        return (wide * jax.lax.rsqrt(mean + self.config.layer_norm_epsilon)).astype(x.dtype) * scale
 
     def _sum(self, part: Array) -> Array:
         return jax.lax.psum(part, self.grid.tensor_axes) if self.grid.tensor > 1 else part
 
 
-def rms_norm(x: Float[Array, "... width"], scale: Float[Array, " width"], epsilon: float) -> Float[Array, "... width"]:
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+}
+"""Of the gated MLP, by `Variant.activation`."""
+
+
+def xielu(x: Array, p: Array, n: Array, beta: Array, eps: Array) -> Array:
+    """The activation of Apertus (Huang & Schlag 2024, https://arxiv.org/abs/2411.13010); its parameters are scalars."""
+    p, n = jax.nn.softplus(p), beta + jax.nn.softplus(n)
+    negative = (jnp.expm1(jnp.minimum(x, eps)) - x) * n + beta * x
+    return jnp.where(x > 0, p * x * x + beta * x, negative).astype(x.dtype)
+
+
+def rms_norm(
+    x: Float[Array, "... width"], scale: Float[Array, " width"], epsilon: float, *, plus_one: bool = False
+) -> Float[Array, "... width"]:
     """Root-mean-square normalisation in float32 (Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467, eq. 4)."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
+    if plus_one:
+        return (wide * (1 + scale.astype(jnp.float32))).astype(x.dtype)
     return wide.astype(x.dtype) * scale
 
 

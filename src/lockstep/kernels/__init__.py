@@ -13,3 +13,4 @@ from lockstep.kernels.reference import paged_attention as paged_attention
 from lockstep.kernels.select import has_kernel as has_kernel
 from lockstep.kernels.select import select_attention as select_attention
 from lockstep.kernels.select import stored as stored
+from lockstep.kernels.softmax import Scores as Scores

@@ -5,6 +5,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Array, Bool, Float, Int
 
+from lockstep.kernels.softmax import Scores
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Heads:
@@ -14,11 +16,13 @@ class Heads:
         kv_heads: key/value heads.
         group: query heads that share a key/value head.
         head_size: numbers in a head.
+        scores: soft cap and window.
     """
 
     kv_heads: int
     group: int
     head_size: int
+    scores: Scores = Scores()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lockstep.kernels.softmax import attend
+from lockstep.kernels.softmax import Scores, attend
 
 CHUNK = 128
 """Positions attended at a time."""
@@ -90,6 +90,7 @@ def attend_context(
     context: Context,
     layer: Int[Array, ""],
     position: Int[Array, " slot"],
+    rules: Scores = Scores(),  # noqa: B008  (frozen)
 ) -> Float[Array, "slot kv_head group head"]:
     """Attends one query per slot to the positions up to and including its own; softmax in float32."""
 
@@ -99,4 +100,4 @@ def attend_context(
         return k, v
 
     every = jnp.broadcast_to(position[:, None], (q.shape[0], q.shape[2]))
-    return attend(q, every, read, context.k.shape[1], context.k.shape[4])
+    return attend(q, every, read, context.k.shape[1], context.k.shape[4], rules)

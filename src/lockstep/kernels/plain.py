@@ -47,7 +47,7 @@ class PlainAttention:
 
     def decode(self, q: Array, cache: Cache, layer: Array, page_table: Array, position: Array, active: Array) -> Array:
         """`attend_context`."""
-        return attend_context(q, cache[1], layer, position)
+        return attend_context(q, cache[1], layer, position, self.heads.scores)
 
     def arrange(self, start: Array, page_table: Array, used: Array) -> Rows:
         """Nothing to work out."""
@@ -56,4 +56,4 @@ class PlainAttention:
     def prefill(self, q: Array, pool: Array, first_page: Array, rows: Rows) -> Array:
         """`paged_attention`."""
         start, page_table = rows
-        return paged_attention(q, pool, first_page + page_table, start)
+        return paged_attention(q, pool, first_page + page_table, start, self.heads.scores)

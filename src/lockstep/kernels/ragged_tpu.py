@@ -5,7 +5,7 @@ sequence ``i`` are ``q_starts[i] .. q_starts[i + 1]`` and are the *last* of its 
 its page table holds positions ``j * page_size`` on; K of kv head ``h`` is at ``2 * h`` of a page, V at ``2 * h + 1``.
 Sequences from ``count`` on are not looked at, and query tokens of none come out as whatever the memory held. Each
 sequence is at least 1 long: a length of 0 would leave a copy in flight that nobody waits for. It fetches whole blocks
-of pages, per block of query tokens. Sliding windows and soft caps exist there and in no model here.
+of pages, per block of query tokens.
 """
 
 import dataclasses
@@ -109,6 +109,8 @@ class RaggedAttention:
             rows.q_starts,
             rows.count,
             sm_scale=head**-0.5,
+            sliding_window=self.heads.scores.window,
+            soft_cap=self.heads.scores.soft_cap,
             num_kv_pages_per_block=min(blocks.pages, rows.page_table.shape[1]),
             num_queries_per_block=min(blocks.queries, tokens),
             vmem_limit_bytes=blocks.vmem_limit,

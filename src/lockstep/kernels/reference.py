@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lockstep.kernels.softmax import attend
+from lockstep.kernels.softmax import Scores, attend
 
 CHUNK = 64
 """Positions attended at a time. A row of queries gathers its own, so fewer than in decode are kept at once."""
@@ -15,6 +15,7 @@ def paged_attention(
     pool: Float[Array, "pool_page page_size two_kv_heads head"],
     page_table: Int[Array, "sequence page"],
     start: Int[Array, " sequence"],
+    rules: Scores = Scores(),  # noqa: B008  (frozen)
 ) -> Float[Array, "sequence query kv_head group head"]:
     """Attends each query to all positions of its own sequence up to and including its own.
 
@@ -24,6 +25,7 @@ def paged_attention(
             Beyond a sequence's last query it may hold anything, infinities too.
         page_table: pool pages of each sequence, in order; position ``p`` lies on page ``p // page_size``.
         start: position of each sequence's first query.
+        rules: soft cap and window.
 
     Returns:
         Attention output in the dtype of ``q``; softmax in float32.
@@ -44,5 +46,5 @@ def paged_attention(
 
     rows = q.transpose(0, 2, 1, 3, 4).reshape(sequences, kv_heads, queries * group, head)
     position = jnp.repeat(start[:, None] + jnp.arange(queries), group, axis=1)
-    out = attend(rows, position, read, num_chunks, pages * page_size)
+    out = attend(rows, position, read, num_chunks, pages * page_size, rules)
     return out.reshape(sequences, kv_heads, queries, group, head).transpose(0, 2, 1, 3, 4)

@@ -1,5 +1,6 @@
 """Softmax attention over a context that is read chunk by chunk, as far as the longest sequence reaches."""
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -10,12 +11,26 @@ type ReadChunk = Callable[[Array | int], tuple[Array, Array]]
 """K and V ``[sequence, kv_head, position, head]`` of the chunk with this number."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scores:
+    """What a model does to attention scores beside the causal mask; each None costs nothing.
+
+    Args:
+        soft_cap: scores s become ``soft_cap * tanh(s / soft_cap)``.
+        window: positions that a query sees, its own among them.
+    """
+
+    soft_cap: float | None = None
+    window: int | None = None
+
+
 def attend(
     q: Float[Array, "sequence kv_head query head"],
     position: Int[Array, "sequence query"],
     read: ReadChunk,
     num_chunks: int,
     chunk_size: int,
+    rules: Scores = Scores(),  # noqa: B008  (frozen)
 ) -> Float[Array, "sequence kv_head query head"]:
     """Attends each query to all positions up to and including its own; softmax in float32.
 
@@ -28,6 +43,7 @@ def attend(
         read: gives K and V of a chunk.
         num_chunks: that ``read`` knows.
         chunk_size: positions in a chunk.
+        rules: soft cap and window.
 
     Returns:
         In the dtype of ``q``.
@@ -36,7 +52,10 @@ def attend(
 
     def scores(k: Array, first: Array | int) -> Array:
         found = jnp.einsum("skqh,skth->skqt", q, k, preferred_element_type=jnp.float32) * scale
-        visible = first + jnp.arange(chunk_size) <= position[..., None]
+        if rules.soft_cap is not None:
+            found = rules.soft_cap * jnp.tanh(found / rules.soft_cap)
+        behind = position[..., None] - (first + jnp.arange(chunk_size))
+        visible = behind >= 0 if rules.window is None else (behind >= 0) & (behind < rules.window)
         return jnp.where(visible[:, None], found, -jnp.inf)
 
     if num_chunks == 1:
@@ -53,7 +72,7 @@ def attend(
         added = jnp.einsum("skqt,skth->skqh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
         return new_top, mass * shrink + weights.sum(axis=-1), out * shrink[..., None] + added
 
-    # Position 0 is visible to every query and lies in the first chunk, so the running maximum is finite after it.
+    # The running maximum starts finite, so a chunk of which a query sees nothing adds exactly 0.
     lowest = jnp.full(q.shape[:3], jnp.finfo(jnp.float32).min)
     empty = lowest, jnp.zeros_like(lowest), jnp.zeros(q.shape, jnp.float32)
     _, mass, out = jax.lax.fori_loop(0, jnp.max(position) // chunk_size + 1, chunk, empty)

@@ -21,7 +21,7 @@ from lockstep.errors import ConfigError, LockstepError, PeerError
 from lockstep.hosts import Hosts, digest, leader_only, settled, start
 from lockstep.main.arguments import describe, parse_arguments
 from lockstep.main.run_dir import closing_summary, make_run_dir
-from lockstep.models import LlamaConfig, LlamaLMHeadModel, ModelConfig
+from lockstep.models import LlamaConfig, LlamaLMHeadModel, ModelConfig, config_to_hf
 from lockstep.models.huggingface import load_config, load_hf, read_hf_config
 from lockstep.models.huggingface_save import save_hf
 from lockstep.placement import PARAMETER_AXES, make_mesh
@@ -186,6 +186,8 @@ def _model_shape(config: RunConfig, tokenizer: "PreTrainedTokenizerBase", mesh: 
         return load_config(config.initialize_from_hf), int(read_hf_config(config.initialize_from_hf)["vocab_size"])
     assert isinstance(config.model, LlamaConfig)
     largest = max(tokenizer.get_vocab().values())
+    if config.hf_save_path is not None:
+        config_to_hf(config.model, largest + 1)  # refuses now what could not be saved after the last step
     tp = mesh.shape["tp"]
     return config.model, -(-(largest + 1) // tp) * tp
 

@@ -17,7 +17,9 @@ from lockstep.models.known import KnownModel, known_model
 from lockstep.models.llama import LlamaLMHeadModel
 from lockstep.models.reader import UnreadableModelError, read_decoder, register_reader
 from lockstep.models.trainable import as_trainable
+from lockstep.models.variant import Variant
 from lockstep.models.weights import DecoderWeights, LayerWeights
+from lockstep.placement.stored import StoredWeight, view
 
 __all__ = [
     "DecoderWeights",
@@ -31,7 +33,9 @@ __all__ = [
     "Qwen2Config",
     "Qwen3Config",
     "RotaryConfig",
+    "StoredWeight",
     "UnreadableModelError",
+    "Variant",
     "as_trainable",
     "config_from_hf",
     "config_to_hf",
@@ -43,4 +47,5 @@ __all__ = [
     "register_reader",
     "rotary_frequencies",
     "save_hf",
+    "view",
 ]

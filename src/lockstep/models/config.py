@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Float
 
 from lockstep.errors import ConfigError
+from lockstep.models.variant import Variant
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,6 +102,8 @@ class LlamaConfig(ModelConfig):
     """Query, key and value projections have a bias (Qwen2)."""
     qk_norm: bool = False
     """Queries and keys go through an RMSNorm over the head before the rotation (Qwen3)."""
+    variant: Variant = dataclasses.field(default_factory=Variant)
+    """How the model departs from Llama."""
     gradient_checkpointing: bool = True
     """Keep only each layer's input for the backward pass and compute the rest again (rematerialisation)."""
 
@@ -133,6 +136,10 @@ class LlamaConfig(ModelConfig):
             raise ConfigError(
                 "qkv_bias and qk_norm are both true; no architecture that Hugging Face can load has both, so the model "
                 "could not be saved. Set one of them to false (qwen2 has qkv_bias, qwen3 has qk_norm)."
+            )
+        if self.variant.wide_qk_norm and not self.qk_norm:
+            raise ConfigError(
+                "variant.wide_qk_norm is true and qk_norm is false: there is no norm. Set qk_norm to true."
             )
 
     @property

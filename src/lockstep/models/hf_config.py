@@ -12,6 +12,7 @@ from lockstep.models.config import (
     Qwen3Config,
     RotaryConfig,
 )
+from lockstep.models.variant import Variant
 
 ARCHITECTURES: dict[str, type[LlamaConfig]] = {
     "LlamaForCausalLM": LlamaConfig,
@@ -85,6 +86,11 @@ def config_to_hf(config: LlamaConfig, vocab_size: int) -> dict[str, Any]:
     Returns:
         A mapping that JSON can hold.
     """
+    if config.variant != Variant():
+        raise ConfigError(
+            f"a model with {config.variant} cannot be saved as a Hugging Face checkpoint: lockstep writes "
+            f"{', '.join(ARCHITECTURES)} only. Leave model.variant at its defaults, or do not save."
+        )
     if config.qkv_bias:
         architecture = "Qwen2ForCausalLM"
     elif config.qk_norm:

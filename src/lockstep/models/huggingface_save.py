@@ -59,6 +59,7 @@ def save_hf(
     """
     if "://" in str(path):
         raise ConfigError(f"the path to save to is {path}; it must be a local directory. Save there, then copy it.")
+    config_to_hf(model.config, model.Vocab.size)  # refuses what Hugging Face has no name for
     hosts = current() if hosts is None else hosts
     target = pathlib.Path(path).expanduser().absolute()
     temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")

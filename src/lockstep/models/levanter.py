@@ -1,6 +1,7 @@
 """Reads Levanter's language models: by reference, whatever order, stacking or adapter their weights have."""
 
 import dataclasses
+import math
 import string
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,15 +15,30 @@ from haliax.quantization import DefaultDotGeneralOp
 from jaxtyping import Array
 from levanter.adaptor.lora import LoraLinear
 from levanter.dpo import DpoModel
+from levanter.layers.attention import Attention
 from levanter.layers.rotary import DefaultRotaryEmbeddingsConfig, Llama3RotaryEmbeddingsConfig
+from levanter.models.apertus import ApertusLMHeadModel
+from levanter.models.gemma import Gemma2LMHeadModel, Gemma3LMHeadModel, GemmaLMHeadModel
 from levanter.models.llama import LlamaLMHeadModel
 from levanter.models.lm_model import LmHeadModel
+from levanter.models.mistral import MistralLMHeadModel
+from levanter.models.olmo import Olmo2Attention, Olmo2LMHeadModel
+from levanter.models.qwen import QwenConfig, QwenLMHeadModel
 
 from lockstep.models.config import Llama3Scaling, LlamaConfig, RotaryConfig
 from lockstep.models.reader import UnreadableModelError, read_decoder, register_reader
+from lockstep.models.variant import Activation, Variant
 from lockstep.models.weights import DecoderWeights, LayerWeights
 from lockstep.placement.stored import StoredWeight, axis_specs, resharded, view
 
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "relu": "relu",
+}
+"""Of a gated MLP: Levanter's names and ours."""
 QUERY, KV = "kv_head q_heads_per_group head_size", "kv_head head_size"
 
 
@@ -42,48 +58,128 @@ def _read_policy(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
 
 
 @register_reader(LlamaLMHeadModel)
+@register_reader(MistralLMHeadModel)
+@register_reader(QwenLMHeadModel)
 def _read_llama(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
     layers = _Layers(model)
-    config = dataclasses.replace(_config(model, layers), intermediate_dim=layers.first.mlp.up_proj.Out.size)
-    return config, _weights(model, LayerWeights(**_attention(layers), **_mlp(layers)))
+    norms = {
+        "attn_norm": layers.norm(lambda layer: layer.input_layernorm),
+        "mlp_norm": layers.norm(lambda layer: layer.post_attention_layernorm),
+        "attn_post_norm": layers.norm(lambda layer: getattr(layer, "post_attn_layernorm", None)),
+        "mlp_post_norm": layers.norm(lambda layer: getattr(layer, "post_mlp_layernorm", None)),
+    }
+    variant = Variant(
+        activation=_activation(model),
+        post_norm=norms["attn_post_norm"] is not None,
+        embed_norm=model.embeddings.norm is not None,
+    )
+    return _read(model, layers, norms | _gated_mlp(layers), variant)
 
 
-def _config(model: Any, layers: "_Layers") -> LlamaConfig:
-    """What all families have in common."""
-    attention = layers.first.self_attn.config
-    norm = model.transformer.norm
-    return LlamaConfig(
-        max_seq_len=model.config.max_seq_len,
-        hidden_dim=model.embeddings.token_embeddings.Embed.size,
+@register_reader(GemmaLMHeadModel)
+def _read_gemma(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
+    layers = _Layers(model)
+    norms = {
+        "attn_norm": layers.norm(lambda layer: layer.input_layernorm),
+        "mlp_norm": layers.norm(lambda layer: layer.post_attention_layernorm),
+    }
+    return _read(model, layers, norms | _gated_mlp(layers), _gemma(model, post_norm=False))
+
+
+@register_reader(Gemma2LMHeadModel)
+@register_reader(Gemma3LMHeadModel)
+def _read_gemma2(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
+    layers = _Layers(model)
+    norms = {
+        "attn_norm": layers.norm(lambda layer: layer.input_layernorm),
+        "attn_post_norm": layers.norm(lambda layer: layer.post_attention_layernorm),
+        "mlp_norm": layers.norm(lambda layer: layer.pre_feedforward_layernorm),
+        "mlp_post_norm": layers.norm(lambda layer: layer.post_feedforward_layernorm),
+    }
+    return _read(model, layers, norms | _gated_mlp(layers), _gemma(model, post_norm=True))
+
+
+@register_reader(Olmo2LMHeadModel)
+def _read_olmo2(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
+    layers = _Layers(model)
+    norms = {
+        "attn_post_norm": layers.norm(lambda layer: layer.post_attention_layernorm),
+        "mlp_post_norm": layers.norm(lambda layer: layer.post_feedforward_layernorm),
+    }
+    variant = Variant(activation=_activation(model), pre_norm=False, post_norm=True, wide_qk_norm=True)
+    return _read(model, layers, norms | _gated_mlp(layers), variant)
+
+
+@register_reader(ApertusLMHeadModel)
+def _read_apertus(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
+    layers = _Layers(model)
+    weights = {
+        "attn_norm": layers.norm(lambda layer: layer.attention_layernorm),
+        "mlp_norm": layers.norm(lambda layer: layer.feedforward_layernorm),
+        "up": layers.weight(lambda layer: layer.mlp.up_proj, "embed mlp"),
+        "down": layers.weight(lambda layer: layer.mlp.down_proj, "mlp embed"),
+        "xielu_p": layers.array(lambda layer: layer.mlp.act_fn.alpha_p, ""),
+        "xielu_n": layers.array(lambda layer: layer.mlp.act_fn.alpha_n, ""),
+        "xielu_beta": layers.array(lambda layer: layer.mlp.act_fn.beta, ""),
+        "xielu_eps": layers.array(lambda layer: layer.mlp.act_fn.eps, ""),
+    }
+    return _read(model, layers, weights, Variant(activation="xielu"))
+
+
+def _read(
+    model: Any, layers: "_Layers", weights: dict[str, Any], variant: Variant
+) -> tuple[LlamaConfig, DecoderWeights]:
+    """What all families have in common: attention, embedding and output layer."""
+    attention = layers.first.self_attn
+    if type(attention) not in (Attention, Olmo2Attention):
+        raise _unreadable(model, f"its attention is {type(attention).__name__}", "Attention and Olmo2Attention")
+    shape = attention.config
+    variant = dataclasses.replace(
+        variant,
+        attention_scale=shape.scaling_factor,
+        attention_soft_cap=shape.logits_soft_cap,
+        sliding_window=shape.sliding_window,
+    )
+    norm = "_wide_norm" if variant.wide_qk_norm else "_norm"
+    q_axes, k_axes = (QUERY, KV) if variant.wide_qk_norm else ("head_size", "head_size")
+    config = LlamaConfig(
+        max_seq_len=_max_seq_len(model.config),
+        hidden_dim=shape.Embed.size,
+        intermediate_dim=_base(layers.first.mlp.up_proj).Out.size,
         num_layers=layers.count,
-        num_heads=attention.num_heads,
-        num_kv_heads=attention.num_kv_heads,
-        head_dim=attention.head_size,
-        layer_norm_epsilon=norm.eps,
-        rope=_rope(model, attention.rope),
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_size,
+        layer_norm_epsilon=model.transformer.norm.eps,
+        rope=_rope(model, shape.rope),
         tie_word_embeddings=model.lm_head is None,
-        qkv_bias=layers.first.self_attn.q_proj.bias is not None,
-        qk_norm=attention.qk_norm is not None,
+        qkv_bias=_base(attention.q_proj).bias is not None,
+        qk_norm=shape.qk_norm is not None,
+        variant=variant,
+    )
+    stacked = LayerWeights(
+        **weights,
+        q=layers.weight(lambda layer: layer.self_attn.q_proj, f"embed {QUERY}", bias=True),
+        k=layers.weight(lambda layer: layer.self_attn.k_proj, f"embed {KV}", bias=True),
+        v=layers.weight(lambda layer: layer.self_attn.v_proj, f"embed {KV}", bias=True),
+        o=layers.weight(lambda layer: layer.self_attn.o_proj, "heads head_size embed"),
+        q_bias=layers.array(lambda layer: _base(layer.self_attn.q_proj).bias, QUERY),
+        k_bias=layers.array(lambda layer: _base(layer.self_attn.k_proj).bias, KV),
+        v_bias=layers.array(lambda layer: _base(layer.self_attn.v_proj).bias, KV),
+        **{f"q{norm}": layers.norm(lambda layer: layer.self_attn.q_norm, q_axes)},
+        **{f"k{norm}": layers.norm(lambda layer: layer.self_attn.k_norm, k_axes)},
+    )
+    outer = _Layers(model, outer=True)
+    return config, DecoderWeights(
+        embed=outer.array(lambda model: model.embeddings.token_embeddings.weight, "vocab embed"),
+        layers=stacked,
+        final_norm=outer.norm(lambda model: model.transformer.norm),
+        lm_head=outer.weight(lambda model: model.lm_head, "embed vocab"),
+        embed_norm=outer.norm(lambda model: getattr(model.embeddings, "norm", None)),
     )
 
 
-def _attention(layers: "_Layers") -> dict[str, Any]:
-    return {
-        "attn_norm": layers.norm(lambda layer: layer.input_layernorm),
-        "mlp_norm": layers.norm(lambda layer: layer.post_attention_layernorm),
-        "q": layers.weight(lambda layer: layer.self_attn.q_proj, f"embed {QUERY}"),
-        "k": layers.weight(lambda layer: layer.self_attn.k_proj, f"embed {KV}"),
-        "v": layers.weight(lambda layer: layer.self_attn.v_proj, f"embed {KV}"),
-        "o": layers.weight(lambda layer: layer.self_attn.o_proj, "heads head_size embed"),
-        "q_bias": layers.bias(lambda layer: layer.self_attn.q_proj, QUERY),
-        "k_bias": layers.bias(lambda layer: layer.self_attn.k_proj, KV),
-        "v_bias": layers.bias(lambda layer: layer.self_attn.v_proj, KV),
-        "q_norm": layers.norm(lambda layer: layer.self_attn.q_norm, "head_size"),
-        "k_norm": layers.norm(lambda layer: layer.self_attn.k_norm, "head_size"),
-    }
-
-
-def _mlp(layers: "_Layers") -> dict[str, Any]:
+def _gated_mlp(layers: "_Layers") -> dict[str, Any]:
     return {
         "gate": layers.weight(lambda layer: layer.mlp.gate_proj, "embed mlp"),
         "up": layers.weight(lambda layer: layer.mlp.up_proj, "embed mlp"),
@@ -91,14 +187,27 @@ def _mlp(layers: "_Layers") -> dict[str, Any]:
     }
 
 
-def _weights(model: Any, layers: LayerWeights) -> DecoderWeights:
-    outer = _Layers(model, outer=True)
-    return DecoderWeights(
-        embed=outer.named([model.embeddings.token_embeddings.weight], "vocab embed"),
-        layers=layers,
-        final_norm=outer.norm(lambda model: model.transformer.norm),
-        lm_head=outer.weight(lambda model: model.lm_head, "embed vocab"),
+def _gemma(model: Any, *, post_norm: bool) -> Variant:
+    return Variant(
+        activation=_activation(model),
+        post_norm=post_norm,
+        norm_plus_one=True,
+        embed_norm=model.embeddings.norm is not None,
+        embed_scale=math.sqrt(model.config.hidden_dim),
     )
+
+
+def _activation(model: Any) -> Activation:
+    name = str(model.config.activation_function)
+    if name not in ACTIVATIONS:
+        raise _unreadable(model, f"activation_function is {name}", f"{', '.join(ACTIVATIONS)}, and Apertus's xielu")
+    return ACTIVATIONS[name]
+
+
+def _max_seq_len(config: Any) -> int:
+    """Levanter's Qwen2 refuses sequences that are longer than its window, where it has one."""
+    windowed = isinstance(config, QwenConfig) and config.use_sliding_window and config.sliding_window is not None
+    return min(config.max_seq_len, config.sliding_window) if windowed else int(config.max_seq_len)
 
 
 def _rope(model: Any, rope: Any) -> RotaryConfig:
@@ -154,27 +263,37 @@ class _Layers:
         if norms[0].weight is None or norms[0].bias is not None:
             what = "no weight" if norms[0].weight is None else "a bias"
             raise _unreadable(self.model, f"a {type(norms[0]).__name__} has {what}", "norms with a weight and no bias")
-        return self.named([norm.weight for norm in norms], axes)
+        if norms[0].eps != self.model.transformer.norm.eps:
+            raise _unreadable(self.model, "its norms have different eps", "one eps for all norms")
+        return self._named([norm.weight for norm in norms], axes)
 
-    def bias(self, get: Callable[[Any], Any], axes: str) -> Any:
-        """The bias of a linear layer, None where there is none."""
-        biases = [_base(get(block)).bias for block in self._blocks]
-        return None if biases[0] is None else self.named(biases, axes)
+    def array(self, get: Callable[[Any], Any], axes: str) -> Any:
+        """A named array, None where there is none."""
+        arrays = [get(block) for block in self._blocks]
+        return None if arrays[0] is None else self._named(arrays, axes)
 
-    def weight(self, get: Callable[[Any], Any], axes: str) -> Any:
-        """The weight of a linear layer, with its adapter merged; None where there is no layer."""
+    def weight(self, get: Callable[[Any], Any], axes: str, *, bias: bool = False) -> Any:
+        """The weight of a linear layer, with its adapter merged; None where there is no layer.
+
+        Args:
+            get: finds it in a layer.
+            axes: that the decoder wants.
+            bias: whether the decoder reads its bias, too; otherwise it may have none.
+        """
         linears = [get(block) for block in self._blocks]
         if linears[0] is None:
             return None
         for linear in linears:
             self._check(linear)
+            if _base(linear).bias is not None and not bias:
+                raise _unreadable(self.model, "it has a bias beside those of q, k and v", "biases of q, k and v")
         base = [_base(linear).weight for linear in linears]
         if not isinstance(linears[0], LoraLinear):
-            return self.named(base, axes)
+            return self._named(base, axes)
         low = [(linear.lora.lora_A.weight, linear.lora.lora_B.weight) for linear in linears]
         return self._merged(base, low, linears[0].lora.scale, axes)
 
-    def named(self, arrays: Sequence[NamedArray], axes: str) -> Any:
+    def _named(self, arrays: Sequence[NamedArray], axes: str) -> Any:
         """Named arrays in the wanted order of axes."""
         have = self._names(arrays[0])
         held = [array.array for array in arrays] if self.by_layer else arrays[0].array
@@ -192,7 +311,7 @@ class _Layers:
 
     def _merged(self, base: Sequence[NamedArray], low: Sequence[Any], scale: float, axes: str) -> StoredWeight:
         """``W + scale * A B``, block by block: the axes that a factor shares with ``W`` are split alike."""
-        plain = self.named(base, axes)
+        plain = self._named(base, axes)
         names = [self._names(array) for array in (base[0], *low[0])]
         where = dict(zip(names[0], axis_specs(base[0].array), strict=True))
         for array, own in zip(low[0], names[1:], strict=True):

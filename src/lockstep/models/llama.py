@@ -1,6 +1,8 @@
 """The Llama family as a trainable haliax + equinox model: named axes, layers stacked and scanned."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Self
 
 import equinox as eqx
@@ -39,21 +41,24 @@ class LlamaAxes:
         )
 
 
-def rms_norm(x: NamedArray, weight: NamedArray, axis: Axis, epsilon: float) -> NamedArray:
+def rms_norm(x: NamedArray, weight: NamedArray | None, config: LlamaConfig) -> NamedArray:
     """Root-mean-square normalisation (https://arxiv.org/abs/1910.07467, eq. 4), the mean square in float32.
 
     Args:
-        x: any axes, ``axis`` among them.
-        weight: ``[axis]``.
-        axis: the axis to normalise.
-        epsilon: added to the mean square.
+        x: any axes, those of ``weight`` among them.
+        weight: its axes are normalised; None for no normalisation.
+        config: of the model: ``layer_norm_epsilon`` is added to the mean square.
 
     Returns:
         The axes and dtype of ``x``.
     """
+    if weight is None:
+        return x
     wide = x.astype(jnp.float32)
-    scale = hax.rsqrt(hax.mean(hax.square(wide), axis) + epsilon)
-    return (wide * scale).astype(x.dtype) * weight
+    wide = wide * hax.rsqrt(hax.mean(hax.square(wide), weight.axes) + config.layer_norm_epsilon)
+    if config.variant.norm_plus_one:
+        return (wide * (1.0 + weight.astype(jnp.float32))).rearrange(x.axes).astype(x.dtype)
+    return wide.astype(x.dtype) * weight
 
 
 def rotate(x: NamedArray, angles: NamedArray, HeadSize: Axis) -> NamedArray:
@@ -88,6 +93,8 @@ class LlamaAttention(eqx.Module):
     v_bias: NamedArray | None
     q_norm: NamedArray | None
     k_norm: NamedArray | None
+    q_wide_norm: NamedArray | None
+    k_wide_norm: NamedArray | None
     config: LlamaConfig = eqx.field(static=True)
 
     @classmethod
@@ -95,7 +102,8 @@ class LlamaAttention(eqx.Module):
         """Random projections, zero biases, unit norms."""
         ax = LlamaAxes.of(config)
         keys = jax.random.split(key, 4)
-        std, bias, norm = config.initializer_range, config.qkv_bias, config.qk_norm
+        std, bias, wide = config.initializer_range, config.qkv_bias, config.variant.wide_qk_norm
+        norm = config.qk_norm and not wide
         return cls(
             q=hax.random.normal(keys[0], (ax.Embed, ax.KVHead, ax.Group, ax.HeadSize)) * std,
             k=hax.random.normal(keys[1], (ax.Embed, ax.KVHead, ax.HeadSize)) * std,
@@ -104,8 +112,10 @@ class LlamaAttention(eqx.Module):
             q_bias=hax.zeros((ax.KVHead, ax.Group, ax.HeadSize)) if bias else None,
             k_bias=hax.zeros((ax.KVHead, ax.HeadSize)) if bias else None,
             v_bias=hax.zeros((ax.KVHead, ax.HeadSize)) if bias else None,
-            q_norm=hax.ones(ax.HeadSize) if norm else None,
-            k_norm=hax.ones(ax.HeadSize) if norm else None,
+            q_norm=_neutral(config, ax.HeadSize) if norm else None,
+            k_norm=_neutral(config, ax.HeadSize) if norm else None,
+            q_wide_norm=_neutral(config, ax.KVHead, ax.Group, ax.HeadSize) if wide else None,
+            k_wide_norm=_neutral(config, ax.KVHead, ax.HeadSize) if wide else None,
             config=config,
         )
 
@@ -120,17 +130,18 @@ class LlamaAttention(eqx.Module):
         Returns:
             ``[batch, position, embed]``.
         """
-        ax = LlamaAxes.of(self.config)
+        ax, variant = LlamaAxes.of(self.config), self.config.variant
         q = _add(hax.dot(x, self.q, axis=ax.Embed), self.q_bias)
         k = _add(hax.dot(x, self.k, axis=ax.Embed), self.k_bias)
         v = _add(hax.dot(x, self.v, axis=ax.Embed), self.v_bias)
-        if self.q_norm is not None and self.k_norm is not None:
-            q = rms_norm(q, self.q_norm, ax.HeadSize, self.config.layer_norm_epsilon)
-            k = rms_norm(k, self.k_norm, ax.HeadSize, self.config.layer_norm_epsilon)
+        q, k = rms_norm(q, self.q_norm, self.config), rms_norm(k, self.k_norm, self.config)
+        q, k = rms_norm(q, self.q_wide_norm, self.config), rms_norm(k, self.k_wide_norm, self.config)
         q = hax.auto_sharded(rotate(q, angles, ax.HeadSize))
         k = hax.auto_sharded(rotate(k, angles, ax.HeadSize)).rename({"position": "key_position"})
         v = hax.auto_sharded(v).rename({"position": "key_position"})
-        scores = hax.dot(q, k, axis=ax.HeadSize, preferred_element_type=jnp.float32) * ax.HeadSize.size**-0.5
+        scale = ax.HeadSize.size**-0.5 if variant.attention_scale is None else variant.attention_scale
+        scores = hax.dot(q, k, axis=ax.HeadSize, preferred_element_type=jnp.float32) * scale
+        scores = _soft_cap(scores, variant.attention_soft_cap)
         scores = hax.where(mask, scores, jnp.finfo(jnp.float32).min)
         probabilities = hnn.softmax(scores, axis="key_position").astype(v.dtype)
         attended = hax.dot(probabilities, v, axis="key_position")
@@ -138,57 +149,89 @@ class LlamaAttention(eqx.Module):
 
 
 class LlamaMlp(eqx.Module):
-    """Gated MLP, SwiGLU (https://arxiv.org/abs/2002.05202, eq. 6)."""
+    """Gated MLP, SwiGLU and its like (https://arxiv.org/abs/2002.05202, eq. 6), or xIELU without a gate."""
 
-    gate: NamedArray
+    gate: NamedArray | None
     up: NamedArray
     down: NamedArray
+    xielu_p: NamedArray | None
+    xielu_n: NamedArray | None
+    xielu_beta: NamedArray | None
+    xielu_eps: NamedArray | None
+    config: LlamaConfig = eqx.field(static=True)
 
     @classmethod
     def init(cls, config: LlamaConfig, *, key: jax.Array) -> Self:
         """Random projections."""
         ax, std = LlamaAxes.of(config), config.initializer_range
-        keys = jax.random.split(key, 3)
+        keys, gated = jax.random.split(key, 3), config.variant.gated
+
+        def scalar(value: float) -> NamedArray | None:
+            return None if gated else hax.named(jnp.float32(value), ())
+
         return cls(
-            gate=hax.random.normal(keys[0], (ax.Embed, ax.Mlp)) * std,
+            gate=hax.random.normal(keys[0], (ax.Embed, ax.Mlp)) * std if gated else None,
             up=hax.random.normal(keys[1], (ax.Embed, ax.Mlp)) * std,
             down=hax.random.normal(keys[2], (ax.Mlp, ax.Embed)) * std,
+            # As published: softplus(p) = 0.8, 0.5 + softplus(n) = 0.8.
+            xielu_p=scalar(0.2033),
+            xielu_n=scalar(-1.0502),
+            xielu_beta=scalar(0.5),
+            xielu_eps=scalar(-1e-6),
+            config=config,
         )
 
     def __call__(self, x: NamedArray) -> NamedArray:
         """``[batch, position, embed]`` to the same."""
-        inner = hnn.silu(hax.dot(x, self.gate, axis="embed")) * hax.dot(x, self.up, axis="embed")
+        inner = hax.dot(x, self.up, axis="embed")
+        if self.gate is not None:
+            inner = ACTIVATIONS[self.config.variant.activation](hax.dot(x, self.gate, axis="embed")) * inner
+        else:
+            inner = self._xielu(inner)
         return hax.dot(hax.auto_sharded(inner), self.down, axis="mlp").rearrange(x.axes)
+
+    def _xielu(self, x: NamedArray) -> NamedArray:
+        """The activation of Apertus (https://arxiv.org/abs/2411.13010)."""
+        beta, eps = self.xielu_beta, self.xielu_eps
+        p, n = hnn.softplus(self.xielu_p), beta + hnn.softplus(self.xielu_n)
+        negative = (hax.expm1(hax.minimum(x, eps)) - x) * n + beta * x
+        return hax.where(x > 0, p * x * x + beta * x, negative).rearrange(x.axes).astype(x.dtype)
 
 
 class LlamaLayer(eqx.Module):
-    """One transformer layer: attention and MLP, each behind an RMSNorm and added to the stream."""
+    """One transformer layer: attention and MLP, each with its RMSNorms and added to the stream."""
 
-    attn_norm: NamedArray
+    attn_norm: NamedArray | None
     attention: LlamaAttention
-    mlp_norm: NamedArray
+    attn_post_norm: NamedArray | None
+    mlp_norm: NamedArray | None
     mlp: LlamaMlp
+    mlp_post_norm: NamedArray | None
 
     @classmethod
     def init(cls, config: LlamaConfig, *, key: jax.Array) -> Self:
         """Random projections, unit norms."""
         Embed = LlamaAxes.of(config).Embed
         attention_key, mlp_key = jax.random.split(key)
+        pre, post = config.variant.pre_norm, config.variant.post_norm
         return cls(
-            attn_norm=hax.ones(Embed),
+            attn_norm=_neutral(config, Embed) if pre else None,
             attention=LlamaAttention.init(config, key=attention_key),
-            mlp_norm=hax.ones(Embed),
+            attn_post_norm=_neutral(config, Embed) if post else None,
+            mlp_norm=_neutral(config, Embed) if pre else None,
             mlp=LlamaMlp.init(config, key=mlp_key),
+            mlp_post_norm=_neutral(config, Embed) if post else None,
         )
 
     def __call__(self, x: NamedArray, angles: NamedArray, mask: NamedArray) -> NamedArray:
         """``[batch, position, embed]`` to the same; see `LlamaAttention` for the other arguments."""
-        Embed = x.resolve_axis("embed")
-        epsilon = self.attention.config.layer_norm_epsilon
+        config = self.attention.config
         # Pinning the stream to the batch axes makes XLA gather weights (FSDP) rather than split activations by embed.
         x = hax.auto_sharded(x)
-        x = hax.auto_sharded(x + self.attention(rms_norm(x, self.attn_norm, Embed, epsilon), angles, mask))
-        return hax.auto_sharded(x + self.mlp(rms_norm(x, self.mlp_norm, Embed, epsilon)))
+        attended = self.attention(rms_norm(x, self.attn_norm, config), angles, mask)
+        x = hax.auto_sharded(x + rms_norm(attended, self.attn_post_norm, config))
+        out = self.mlp(rms_norm(x, self.mlp_norm, config))
+        return hax.auto_sharded(x + rms_norm(out, self.mlp_post_norm, config))
 
 
 class LlamaLMHeadModel(eqx.Module):
@@ -198,6 +241,7 @@ class LlamaLMHeadModel(eqx.Module):
     """
 
     embed: NamedArray
+    embed_norm: NamedArray | None
     layers: Stacked[LlamaLayer]
     final_norm: NamedArray
     lm_head: NamedArray | None
@@ -217,8 +261,9 @@ class LlamaLMHeadModel(eqx.Module):
         stacked = Stacked.init(ax.Layer, LlamaLayer, gradient_checkpointing=config.gradient_checkpointing)
         return cls(
             embed=hax.random.normal(embed_key, (Vocab, ax.Embed)) * std,
+            embed_norm=_neutral(config, ax.Embed) if config.variant.embed_norm else None,
             layers=stacked(config, key=jax.random.split(layer_key, config.num_layers)),
-            final_norm=hax.ones(ax.Embed),
+            final_norm=_neutral(config, ax.Embed),
             lm_head=None if config.tie_word_embeddings else hax.random.normal(head_key, (ax.Embed, Vocab)) * std,
             config=config,
         )
@@ -248,13 +293,17 @@ class LlamaLMHeadModel(eqx.Module):
             )
         positions = hax.arange(Position)
         KeyPosition = Position.alias("key_position")
-        mask = positions.broadcast_axis(KeyPosition) >= hax.arange(KeyPosition)
+        behind = positions.broadcast_axis(KeyPosition) - hax.arange(KeyPosition)
+        mask, window = behind >= 0, config.variant.sliding_window
+        mask = mask if window is None else mask & (behind < window)
         frequencies = hax.named(jnp.asarray(rotary_frequencies(config)), "half_head")
         angles = positions.astype(jnp.float32).broadcast_axis(frequencies.axes) * frequencies
         # Looking up in a table split by embed would leave the stream split by embed, and XLA would replicate it.
         x = hax.auto_sharded(hax.auto_sharded(self.embed).take("vocab", input_ids))
-        x = self.layers.fold(x, angles, mask)
-        return rms_norm(x, self.final_norm, x.resolve_axis("embed"), config.layer_norm_epsilon)
+        if config.variant.embed_scale is not None:
+            x = x * jnp.asarray(config.variant.embed_scale, x.dtype)
+        x = self.layers.fold(rms_norm(x, self.embed_norm, config), angles, mask)
+        return rms_norm(x, self.final_norm, config)
 
     def lm_head_array(self) -> NamedArray:
         """The output layer: ``[embed, vocab]``, or the embedding itself ``[vocab, embed]`` where the two are tied."""
@@ -270,7 +319,25 @@ class LlamaLMHeadModel(eqx.Module):
             ``[batch, position, vocab]`` in the dtype of the parameters.
         """
         logits = hax.dot(self.activations(input_ids), self.lm_head_array(), axis="embed")
-        return hax.auto_sharded(logits)
+        return hax.auto_sharded(_soft_cap(logits, self.config.variant.logit_soft_cap))
+
+
+ACTIVATIONS: dict[str, Callable[[NamedArray], NamedArray]] = {
+    "silu": hnn.silu,
+    "gelu": functools.partial(hnn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(hnn.gelu, approximate=True),
+    "relu": hnn.relu,
+}
+"""Of the gated MLP, by `Variant.activation`."""
+
+
+def _neutral(config: LlamaConfig, *axes: Axis) -> NamedArray:
+    """The weight of a norm that multiplies by 1."""
+    return hax.zeros(axes) if config.variant.norm_plus_one else hax.ones(axes)
+
+
+def _soft_cap(x: NamedArray, cap: float | None) -> NamedArray:
+    return x if cap is None else cap * hax.tanh(x / cap)
 
 
 def _add(x: NamedArray, bias: NamedArray | None) -> NamedArray:

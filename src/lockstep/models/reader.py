@@ -77,13 +77,15 @@ def _read_llama(model: LlamaLMHeadModel) -> tuple[LlamaConfig, DecoderWeights]:
     head = ("kv_head", "q_heads_per_group", "head_size")
     kv_head = ("kv_head", "head_size")
     layers = LayerWeights(
-        attn_norm=_array(layer.attn_norm, "layer", "embed"),
+        attn_norm=_optional(layer.attn_norm, "layer", "embed"),
+        attn_post_norm=_optional(layer.attn_post_norm, "layer", "embed"),
+        mlp_post_norm=_optional(layer.mlp_post_norm, "layer", "embed"),
         q=_array(attention.q, "layer", "embed", *head),
         k=_array(attention.k, "layer", "embed", *kv_head),
         v=_array(attention.v, "layer", "embed", *kv_head),
         o=_array(attention.o, "layer", *head, "embed"),
-        mlp_norm=_array(layer.mlp_norm, "layer", "embed"),
-        gate=_array(mlp.gate, "layer", "embed", "mlp"),
+        mlp_norm=_optional(layer.mlp_norm, "layer", "embed"),
+        gate=_optional(mlp.gate, "layer", "embed", "mlp"),
         up=_array(mlp.up, "layer", "embed", "mlp"),
         down=_array(mlp.down, "layer", "mlp", "embed"),
         q_bias=_optional(attention.q_bias, "layer", *head),
@@ -91,9 +93,16 @@ def _read_llama(model: LlamaLMHeadModel) -> tuple[LlamaConfig, DecoderWeights]:
         v_bias=_optional(attention.v_bias, "layer", *kv_head),
         q_norm=_optional(attention.q_norm, "layer", "head_size"),
         k_norm=_optional(attention.k_norm, "layer", "head_size"),
+        q_wide_norm=_optional(attention.q_wide_norm, "layer", *head),
+        k_wide_norm=_optional(attention.k_wide_norm, "layer", *kv_head),
+        xielu_p=_optional(mlp.xielu_p, "layer"),
+        xielu_n=_optional(mlp.xielu_n, "layer"),
+        xielu_beta=_optional(mlp.xielu_beta, "layer"),
+        xielu_eps=_optional(mlp.xielu_eps, "layer"),
     )
     weights = DecoderWeights(
         embed=_array(model.embed, "vocab", "embed"),
+        embed_norm=_optional(model.embed_norm, "embed"),
         layers=layers,
         final_norm=_array(model.final_norm, "embed"),
         lm_head=_optional(model.lm_head, "embed", "vocab"),

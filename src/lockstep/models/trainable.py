@@ -20,6 +20,7 @@ def as_trainable(config: LlamaConfig, weights: DecoderWeights) -> LlamaLMHeadMod
     """
     layers = {field.name: getattr(weights.layers, field.name) for field in dataclasses.fields(weights.layers)}
     by_name = {**layers, "embed": weights.embed, "final_norm": weights.final_norm, "lm_head": weights.lm_head}
+    by_name["embed_norm"] = weights.embed_norm
 
     def fill(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         # Parameters have the decoder's names; the array inside a NamedArray adds an entry of its own.

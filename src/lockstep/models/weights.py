@@ -17,28 +17,40 @@ class LayerWeights:
     order. A weight with another order of axes, or with one array per layer, is a `lockstep.placement.StoredWeight`.
     """
 
-    attn_norm: Float[Array, "layer embed"]
     q: Float[Array, "layer embed kv_head group head"]
     k: Float[Array, "layer embed kv_head head"]
     v: Float[Array, "layer embed kv_head head"]
     o: Float[Array, "layer kv_head group head embed"]
-    mlp_norm: Float[Array, "layer embed"]
-    gate: Float[Array, "layer embed mlp"]
     up: Float[Array, "layer embed mlp"]
     down: Float[Array, "layer mlp embed"]
+    gate: Float[Array, "layer embed mlp"] | None = None
+    attn_norm: Float[Array, "layer embed"] | None = None
+    mlp_norm: Float[Array, "layer embed"] | None = None
+    attn_post_norm: Float[Array, "layer embed"] | None = None
+    mlp_post_norm: Float[Array, "layer embed"] | None = None
     q_bias: Float[Array, "layer kv_head group head"] | None = None
     k_bias: Float[Array, "layer kv_head head"] | None = None
     v_bias: Float[Array, "layer kv_head head"] | None = None
     q_norm: Float[Array, "layer head"] | None = None
     k_norm: Float[Array, "layer head"] | None = None
+    q_wide_norm: Float[Array, "layer kv_head group head"] | None = None
+    k_wide_norm: Float[Array, "layer kv_head head"] | None = None
+    xielu_p: Float[Array, " layer"] | None = None
+    xielu_n: Float[Array, " layer"] | None = None
+    xielu_beta: Float[Array, " layer"] | None = None
+    xielu_eps: Float[Array, " layer"] | None = None
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderWeights:
-    """Weights of a Llama-family language model. ``lm_head`` is None when the embedding is tied to it."""
+    """Weights of a language model. ``lm_head`` is None when the embedding is tied to it.
+
+    What is None is not computed; which weights there are must agree with `LlamaConfig`.
+    """
 
     embed: Float[Array, "vocab embed"]
     layers: LayerWeights
     final_norm: Float[Array, " embed"]
     lm_head: Float[Array, "embed vocab"] | None = None
+    embed_norm: Float[Array, " embed"] | None = None

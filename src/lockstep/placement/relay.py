@@ -29,6 +29,8 @@ TENSOR_DIM = {
     "q_bias": 1,
     "k_bias": 1,
     "v_bias": 1,
+    "q_wide_norm": 1,
+    "k_wide_norm": 1,
 }
 """The axis of each weight (layer axis counted) that a replica's devices split: vocabulary, kv heads or mlp."""
 

@@ -92,10 +92,11 @@ def view(array: Any, pattern: str, **picks: int) -> Any:
             "it must name each axis of the array once, the layer first, and every axis must be wanted or picked."
         )
     for layer in layers:
-        if (layer.shape, layer.dtype, layer.sharding) != (first.shape, first.dtype, first.sharding):
+        one, other = ((each.shape, each.dtype, _sharding(each)) for each in (first, layer))
+        if one != other:
             raise ConfigError(
-                f"the layers of a weight differ: {first.shape} {first.dtype} {first.sharding} and {layer.shape} "
-                f"{layer.dtype} {layer.sharding}. All layers must have the same shape, dtype and placement."
+                f"the layers of a weight differ: {one} and {other}. All layers must have the same shape, dtype and "
+                "placement."
             )
     if not by_layer and have == want:
         return array
@@ -121,13 +122,14 @@ def view(array: Any, pattern: str, **picks: int) -> Any:
 
 def axis_specs(array: Any) -> tuple[Any, ...]:
     """For each axis of an array, the mesh axes that split it; None where it is not split or not on a mesh."""
-    spec = tuple(array.sharding.spec) if isinstance(array.sharding, NamedSharding) else ()
+    sharding = _sharding(array)
+    spec = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
     return spec + (None,) * (array.ndim - len(spec))
 
 
 def resharded(array: Any, spec: Sequence[Any]) -> Sharding | None:
     """The sharding of ``array`` with other entries."""
-    sharding: Sharding | None = array.sharding
+    sharding = _sharding(array)
     return NamedSharding(sharding.mesh, PartitionSpec(*spec)) if isinstance(sharding, NamedSharding) else sharding
 
 
@@ -168,6 +170,11 @@ def sources(weights: PyTree) -> PyTree:
 def is_stored(weights: PyTree) -> bool:
     """Whether any weight has yet to be made."""
     return any(isinstance(leaf, StoredWeight) for leaf in jax.tree.leaves(weights))
+
+
+def _sharding(array: Any) -> Sharding | None:
+    """Where an array lies; None for one of NumPy."""
+    return getattr(array, "sharding", None)
 
 
 def _keep(block: Array) -> Array:

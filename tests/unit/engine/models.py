@@ -8,7 +8,7 @@ import haliax as hax
 import jax
 import numpy as np
 
-from lockstep.models import LlamaConfig, LlamaLMHeadModel, Qwen2Config, Qwen3Config
+from lockstep.models import LlamaConfig, LlamaLMHeadModel, Qwen2Config, Qwen3Config, Variant
 from lockstep.models.config import Llama3Scaling, RotaryConfig
 from lockstep.models.hf_tensors import skeleton
 from lockstep.placement import PARAMETER_AXES, make_mesh, place
@@ -33,7 +33,29 @@ FAMILIES = {
     "qwen2": Qwen2Config(**SIZES),
     "qwen3": Qwen3Config(**SIZES),
     "tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "gemma": LlamaConfig(
+        **SIZES,
+        tie_word_embeddings=True,
+        qk_norm=True,
+        variant=Variant(
+            activation="gelu_tanh",
+            post_norm=True,
+            norm_plus_one=True,
+            embed_scale=4.0,
+            attention_scale=0.3,
+            attention_soft_cap=2.0,
+            logit_soft_cap=3.0,
+        ),
+    ),
+    "olmo": LlamaConfig(
+        **SIZES,
+        qk_norm=True,
+        variant=Variant(pre_norm=False, post_norm=True, wide_qk_norm=True, sliding_window=6),
+    ),
+    "apertus": LlamaConfig(**SIZES, qk_norm=True, variant=Variant(activation="xielu", embed_norm=True)),
 }
+VARIANTS = ("gemma", "olmo", "apertus")
+"""Those that depart from Llama in more than a switch."""
 VOCAB = 40
 
 

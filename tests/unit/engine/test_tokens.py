@@ -9,7 +9,7 @@ import pytest
 from lockstep.engine import Engine, EngineConfig
 from lockstep.types import Completion, FinishReason
 from tests.oracle import Expected, assert_same_logprobs, assert_same_tokens, oracle_completions
-from tests.unit.engine.models import FAMILIES, VOCAB, mesh_of, mixed_requests, model_on, request
+from tests.unit.engine.models import FAMILIES, VARIANTS, VOCAB, mesh_of, mixed_requests, model_on, request
 
 LAYOUTS: dict[str, Any] = {"auto": "auto", "training": "training", "tensor2": {"tensor": 2}}
 # Spread over the families, so that each family and each layout meets several: page sizes, prefill in chunks, few
@@ -23,7 +23,13 @@ OPTIONS: list[dict[str, int]] = [
 ]
 MESHES = {"auto": ("1,4,1", "2,2,1"), "training": ("1,2,2", "2,2,1"), "tensor2": ("1,2,2", "1,4,1")}
 CASES = [
-    (family, layout, MESHES[layout][i % 2], OPTIONS[(i + 2 * j) % len(OPTIONS)])
+    pytest.param(
+        family,
+        layout,
+        MESHES[layout][i % 2],
+        OPTIONS[(i + 2 * j) % len(OPTIONS)],
+        marks=[pytest.mark.slow] if family in VARIANTS and layout != "tensor2" else [],
+    )
     for i, family in enumerate(FAMILIES)
     for j, layout in enumerate(LAYOUTS)
 ]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lockstep.kernels import attend_context, extend_context, lay_out_context, paged_attention
+from lockstep.kernels import Scores, attend_context, extend_context, lay_out_context, paged_attention
 from lockstep.kernels import context as module
 
 LAYERS, SLOTS, PAGES, PAGE_SIZE, KV_HEADS, GROUP, HEAD = 2, 3, 5, 4, 2, 3, 8
@@ -24,7 +24,8 @@ def arrays():
 
 @pytest.mark.parametrize("chunk", [PAGES * PAGE_SIZE, 8, 4])
 @pytest.mark.parametrize("position", [(0, 0, 0), (0, 7, 19), (8, 3, 12)])
-def test_it_equals_paged_attention(arrays, chunk, position, monkeypatch):
+@pytest.mark.parametrize("rules", [Scores(), Scores(soft_cap=2.0, window=5)])
+def test_it_equals_paged_attention(arrays, chunk, position, rules, monkeypatch):
     monkeypatch.setattr(module, "CHUNK", chunk)
     pool, page_table, q, kv = arrays
     at = np.array(position, np.int32)
@@ -32,11 +33,13 @@ def test_it_equals_paged_attention(arrays, chunk, position, monkeypatch):
         pages = layer * POOL_PAGES + page_table
         written = pool.copy()
         written[pages[np.arange(SLOTS), at // PAGE_SIZE], at % PAGE_SIZE] = kv
-        expected = paged_attention(jnp.asarray(q)[:, None], jnp.asarray(written), jnp.asarray(pages), jnp.asarray(at))
+        expected = paged_attention(
+            jnp.asarray(q)[:, None], jnp.asarray(written), jnp.asarray(pages), jnp.asarray(at), rules
+        )
 
         def attend(pool, page_table, q, kv, at, layer=layer):
             context = lay_out_context(pool, page_table, at, LAYERS)
-            return attend_context(q, extend_context(context, jnp.int32(layer), kv, at), jnp.int32(layer), at)
+            return attend_context(q, extend_context(context, jnp.int32(layer), kv, at), jnp.int32(layer), at, rules)
 
         got = jax.jit(attend)(pool, page_table, q, kv, at)
         np.testing.assert_allclose(got, expected[:, 0], rtol=1e-5, atol=1e-6)

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from lockstep.kernels import paged_attention
+from lockstep.kernels import Scores, paged_attention
 
 KV_HEADS, GROUP, HEAD = 2, 3, 4
 HUGE = float(np.finfo(np.float32).max)
@@ -81,3 +81,19 @@ def test_half_precision_in_half_precision_out() -> None:
     out = attend(q.astype(jax.numpy.bfloat16), pool.astype(jax.numpy.bfloat16), table, start)
     assert out.dtype == jax.numpy.bfloat16
     np.testing.assert_allclose(np.asarray(out, np.float32), plain(q, k, v, start), rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("queries", [1, 8])
+@pytest.mark.parametrize(("cap", "window"), [(None, 3), (2.0, None), (0.5, 6)])
+def test_soft_cap_and_window(queries: int, cap: float | None, window: int | None) -> None:
+    q, k, v, pool, table, start = case(8, queries)
+    out = np.zeros(q.shape)
+    for s, i, h, g in np.ndindex(q.shape[:-1]):
+        seen = slice(0 if window is None else max(0, start[s] + i + 1 - window), start[s] + i + 1)
+        scores = k[s, seen, h].astype(np.float64) @ q[s, i, h, g] / np.sqrt(HEAD)
+        scores = scores if cap is None else cap * np.tanh(scores / cap)
+        weights = np.exp(scores - scores.max())
+        out[s, i, h, g] = weights / weights.sum() @ v[s, seen, h]
+    ruled = jax.jit(functools.partial(paged_attention, rules=Scores(soft_cap=cap, window=window)))
+    got = ruled(q, pool, table, start)
+    np.testing.assert_allclose(got, out, rtol=0, atol=1e-5)

@@ -159,4 +159,6 @@ def test_every_weight_has_a_known_axis_or_is_small() -> None:
     # A new weight that is forgotten in TENSOR_DIM would be copied to every device and be wrong where it is split.
     layers = {field.name for field in dataclasses.fields(tiny.numpy_weights().layers)}
     outer = {field.name for field in dataclasses.fields(DecoderWeights)} - {"layers"}
-    assert (layers | outer) - set(TENSOR_DIM) == {"attn_norm", "mlp_norm", "final_norm", "q_norm", "k_norm"}
+    norms = {"attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm", "final_norm", "embed_norm", "q_norm", "k_norm"}
+    scalars = {"xielu_p", "xielu_n", "xielu_beta", "xielu_eps"}
+    assert (layers | outer) - set(TENSOR_DIM) == norms | scalars

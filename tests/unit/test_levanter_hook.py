@@ -1,0 +1,64 @@
+"""What our Levanter hook refuses when it is made, and where its tracker writes."""
+
+from types import SimpleNamespace
+
+import haliax as hax
+import jax
+import jmp
+import pytest
+from levanter.models.gpt2 import Gpt2Config
+from levanter.tracker import CompositeTracker, NoopTracker
+
+from lockstep.callback import InferenceEvalConfig
+from lockstep.errors import ConfigError, PeerError
+from lockstep.levanter import LevanterTracker, sample_callback
+from tests import tiny
+
+
+class Recorder(NoopTracker):
+    def __init__(self):
+        self.logged = []
+
+    def log(self, metrics, *, step, commit=None):
+        self.logged.append((step, dict(metrics)))
+
+
+def trainer(tracker=None):
+    hooks = []
+    return SimpleNamespace(
+        tracker=tracker or NoopTracker(),
+        mp=jmp.get_policy("p=f32,c=bfloat16"),
+        add_hook=lambda fn, every=1: hooks.append((fn, every)),
+        hooks=hooks,
+    )
+
+
+def test_an_unsupported_model_is_refused_by_name_when_the_hook_is_made():
+    config = Gpt2Config(num_layers=1, hidden_dim=32, num_heads=2)
+    model = jax.eval_shape(lambda: config.build(hax.Axis("vocab", 64), key=jax.random.key(0)))
+    with pytest.raises(PeerError, match="Gpt2LMHeadModel cannot be read; supported are Apertus"):
+        sample_callback(InferenceEvalConfig(prompts=["one"]), tiny.tokenizer(), trainer(), model=model)
+
+
+def test_at_start_is_refused_for_there_is_no_such_hook():
+    config = InferenceEvalConfig(prompts=["one"], at_start=True)
+    with pytest.raises(ConfigError, match="at_start is true, but Levanter calls no hook"):
+        sample_callback(config, tiny.tokenizer(), trainer())
+
+
+def test_it_decodes_in_the_compute_dtype_and_checks_the_model_after_the_first_step():
+    made = trainer()
+    hook = sample_callback(InferenceEvalConfig(prompts=["one"]), tiny.tokenizer(), made)
+    assert hook.sampler._dtype == "bfloat16"
+    ((check, every),) = made.hooks
+    assert every == 1
+    with pytest.raises(PeerError, match="cannot be read"):
+        check(SimpleNamespace(eval_model=object()))
+
+
+def test_it_logs_at_levanters_step_to_every_tracker():
+    one, two = Recorder(), Recorder()
+    LevanterTracker(CompositeTracker([one, CompositeTracker([two])])).log({"a": 1.0}, step=5)
+    assert one.logged == two.logged == [(4, {"a": 1.0})]
+    LevanterTracker(one).log_rows("samples", [], step=5)
+    assert len(one.logged) == 1  # a table is for W&B alone
