@@ -75,7 +75,8 @@ def _gpu(name: str, memory_gb: int, bandwidth: float) -> Chip:
 
 
 # Memory: "available HBM" in the words of the TPU compiler (libtpu 0.0.46.3) when it refuses a program; what is
-# published (32, 16, 95, 32 GB) is rounded. Bandwidth, operations: https://cloud.google.com/tpu/docs (v4, v5e, v5p, v6e).
+# published (32, 16, 95, 32 GB) is rounded. Bandwidth, operations: https://cloud.google.com/tpu/docs (v4, v5e, v5p,
+# v6e).
 # One-way bandwidth of a link: https://jax-ml.github.io/scaling-book/tpus/, table of TPU specifications.
 _V4 = _tpu("TPU v4", 2 * 15.25, 1.23e12, 275e12, 45e9)
 _V5E = _tpu("TPU v5e", 15.75, 819e9, 197e12, 45e9)

@@ -42,7 +42,8 @@ class Stored:
 class Attention(Protocol):
     """Attention over a flat pool ``[layer * pages + page, page_size, 2 * kv_heads, head]``.
 
-    K of kv head ``h`` is at ``2 * h`` of the pool's heads, V at ``2 * h + 1``. ``cache`` is whatever a decode launch carries; only these functions look inside.
+    K of kv head ``h`` is at ``2 * h`` of the pool's heads, V at ``2 * h + 1``. ``cache`` is whatever a decode launch
+    carries; only these functions look inside.
     """
 
     @property
