@@ -24,7 +24,7 @@ class Rows(NamedTuple):
     lengths: Int[Array, " row"]
     page_table: Int[Array, "row page"]
     q_starts: Int[Array, " row_and_one"]
-    count: Int[Array, " one"]
+    count: Int[Array, " one"]  # type: ignore[assignment]  # hides a method of tuple that nobody calls
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

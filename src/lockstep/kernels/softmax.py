@@ -30,7 +30,7 @@ def attend(
     read: ReadChunk,
     num_chunks: int,
     chunk_size: int,
-    rules: Scores = Scores(),  # noqa: B008  (frozen)
+    rules: Scores = Scores(),
 ) -> Float[Array, "sequence kv_head query head"]:
     """Attends each query to all positions up to and including its own; softmax in float32.
 
