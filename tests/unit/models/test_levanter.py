@@ -6,6 +6,7 @@ from typing import Any
 import haliax as hax
 import jax
 import pytest
+from jax.sharding import AxisType
 from levanter.adaptor.lora import LoraConfig, loraize
 from levanter.dpo import DpoModel
 from levanter.layers.rotary import Llama3RotaryEmbeddingsConfig, YarnRotaryEmbeddingsConfig
@@ -45,14 +46,21 @@ UNSTACKED = {
 }
 
 
-def check(model: Any) -> None:
+def sharded(model: Any) -> Any:
+    """The model as Levanter shards it over 2 × 2 devices, with FSDP and tensor parallelism."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        return hax.shard(model, {"embed": "data", "mlp": "model", "heads": "model"})
+
+
+def check(model: Any, oracle: Any = None) -> None:
     """Reads without a launch, generates, compares tokens and log-probabilities, audits."""
     asked = requests()
     with record_launches() as launches:
         _, weights = read_decoder(model)
     assert launches == []
     got = lockstep.Engine(lockstep.EngineConfig(), mesh_of(weights.embed)).generate(model, asked)
-    expected = models.dense_completions(getattr(model, "policy", model), asked)
+    expected = models.dense_completions(getattr(model, "policy", model) if oracle is None else oracle, asked)
     assert len({answer.tokens for answer in expected}) > 3
     assert assert_same_tokens(expected, got) == 0
     assert_same_logprobs(expected, got, atol=3e-5)
@@ -74,12 +82,12 @@ def test_layers_need_not_be_stacked(name):
     check(models.build(UNSTACKED[name]))
 
 
-@pytest.mark.parametrize("name", slow_but({"stacked"}, ["stacked", "by layer"]))
+@pytest.mark.parametrize("name", slow_but({"sharded"}, ["sharded", "stacked", "by layer"]))
 def test_lora_is_merged_on_the_way(name):
     lora = LoraConfig(r=4, alpha=8.0, a_init_mode="random")
-    config = models.LLAMA if name == "stacked" else UNSTACKED["olmo2"]
+    config = UNSTACKED["olmo2"] if name == "by layer" else models.LLAMA
     model = loraize(models.build(config), lora, key=jax.random.key(5))
-    check(model)
+    check(sharded(model) if name == "sharded" else model, model)
 
 
 @pytest.mark.slow
