@@ -33,7 +33,7 @@ LEVANTER_BATCH = 64
 def main() -> int:
     """Measure, print a table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="100 prompts and 32 new tokens, not 1,000 and 64")
+    parser.add_argument("--quick", action="store_true", help="48 prompts and 32 new tokens, not 1,000 and 64")
     parser.add_argument("--prompts", type=int, help="another number of prompts")
     parser.add_argument("--only", choices=[*MODES, "levanter"], action="append", help="leave the others out")
     parser.add_argument("--json", type=Path, help="write one key per row to this file")
@@ -41,7 +41,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.levanter:
         return levanter(arguments.levanter)
-    prompts, new_tokens = (100, 32) if arguments.quick else (1000, 64)
+    prompts, new_tokens = (48, 32) if arguments.quick else (1000, 64)
     rows = measure(arguments.prompts or prompts, new_tokens, arguments.only or [*MODES, "levanter"])
     show(rows)
     if arguments.json:

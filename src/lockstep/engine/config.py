@@ -27,6 +27,8 @@ class EngineConfig:
     """Pages of one replica's KV cache. Null: enough for its sequences at their longest, or what fits."""
     max_prefill_size: int | None = None
     """Prompt tokens that a replica prefills in one launch. Null: up to 512; fewer if memory is short."""
+    max_seqs_in_prefill: int | None = None
+    """Sequences whose prompts a replica prefills in one launch. Null: as many as ``max_prefill_size`` has room for."""
     max_steps_per_launch: int | None = None
     """Tokens sampled per sequence in one launch. Null: up to 64."""
     share_prefixes: bool = True
@@ -49,6 +51,7 @@ class EngineConfig:
             "page_size",
             "max_pages",
             "max_prefill_size",
+            "max_seqs_in_prefill",
             "max_steps_per_launch",
         ):
             value = getattr(self, name)

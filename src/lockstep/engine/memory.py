@@ -63,6 +63,7 @@ def work_out_sizes(
         steps=min(config.max_steps_per_launch or _STEPS, max(r.params.max_new_tokens for r in requests)),
         stop_ids=_round_up(max(len(r.params.stop_token_ids) for r in requests), _STOP_IDS),
         forks=int(config.share_prefixes and _fork(requests, page_size)),
+        prefill_sequences=config.max_seqs_in_prefill or 0,
         **sampling_sizes(r.params for r in requests),
     )
     if before is not None:

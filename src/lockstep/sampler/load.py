@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from lockstep.engine.sizing import bytes_text
 from lockstep.hosts import Hosts, settled
 from lockstep.models import LlamaLMHeadModel, load_hf, read_hf_config
 from lockstep.sampler.source import stored_dtype
@@ -37,13 +38,8 @@ class LoadProgress:
             now = time.monotonic()
             if self._tell and (now - self._last >= _TELL_S or self.bytes >= total):
                 self._last = now
-                seconds = max(now - self._start, 1e-9)
-                log.info(
-                    "loading: %.2f of %.2f GiB on this host, %.3g GiB/s",
-                    self.bytes / 2**30,
-                    total / 2**30,
-                    self.bytes / seconds / 2**30,
-                )
+                rate = bytes_text(round(self.bytes / max(now - self._start, 1e-9)))
+                log.info("loading: %s of %s on this host, %s/s", bytes_text(self.bytes), bytes_text(total), rate)
 
 
 def load(hosts: Hosts, checkpoint: str, mesh: Mesh, dtype: str | None) -> tuple[LlamaLMHeadModel, int, float]:

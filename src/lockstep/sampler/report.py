@@ -10,6 +10,7 @@ from pathlib import Path
 from rich import box
 from rich.table import Table
 
+from lockstep.engine.sizing import bytes_text
 from lockstep.report.rows import SampleRow
 from lockstep.report.trackers import MAX_TABLE_ROWS, Tracker
 from lockstep.sampler.config import SampleConfig
@@ -18,7 +19,6 @@ from lockstep.sampler.totals import Totals
 log = logging.getLogger(__name__)
 
 TABLE = "sample/samples"
-_GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,14 +113,12 @@ def summary_table(outcome: Outcome) -> Table:
     else:
         table.add_row("speed", f"nothing was left to generate; {hosts}")
     if outcome.load_s:
-        rate = outcome.loaded_bytes / outcome.load_s / _GIB
-        table.add_row(
-            "loading",
-            f"{outcome.loaded_bytes / _GIB:.3g} GiB in {outcome.load_s:.1f} s, {rate:.3g} GiB/s over all hosts",
-        )
+        rate = bytes_text(round(outcome.loaded_bytes / outcome.load_s))
+        read = bytes_text(outcome.loaded_bytes)
+        table.add_row("loading", f"{read} in {outcome.load_s:.1f} s, {rate}/s over all hosts")
     if outcome.memory:
-        held = ", ".join(f"{moment.replace('_', ' ')} {used / _GIB:.2f}" for moment, used in outcome.memory.items())
-        table.add_row("HBM of the fullest device, GiB", held)
+        held = ", ".join(f"{moment.replace('_', ' ')} {bytes_text(used)}" for moment, used in outcome.memory.items())
+        table.add_row("HBM, fullest device", held)
     else:
         table.add_row("HBM", "this backend does not count it")
     return table

@@ -111,7 +111,9 @@ def panel(job: JobProgress, title: str) -> RenderableType:
     figures.add_row("speed", f"{job.rate:,.0f} tokens/s, {_floor(job)}")
     figures.add_row("KV cache", _pages(job))
     figures.add_row("time", f"{_clock(job.seconds)} so far, {_eta(job)} left")
-    parts: list[RenderableType] = [ProgressBar(total=max(1, job.rows), completed=job.rows_done), figures]
+    bar = Table.grid(expand=True)  # a bar of its own would not end its line
+    bar.add_row(ProgressBar(total=max(1, job.rows), completed=job.rows_done))
+    parts: list[RenderableType] = [bar, figures]
     if len(job.hosts) > 1:
         parts.append(_hosts(job))
     return Panel(Group(*parts), title=title, title_align="left", box=box.ROUNDED)

@@ -29,6 +29,7 @@ class ScheduleSizes:
         allowed_ids: entries of a sequence's allowed_token_ids at most; 0 leaves them out.
         top_logprobs: most probable tokens that the decode program reports per step; 0 for none.
         forks: 1 where there is a program that copies partial pages of prompts; 0 leaves it out.
+        prefill_sequences: whose prompts one replica prefills in a launch at most; 0 for any number.
     """
 
     replicas: int
@@ -46,6 +47,7 @@ class ScheduleSizes:
     allowed_ids: int = 0
     top_logprobs: int = 0
     forks: int = 0
+    prefill_sequences: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -88,10 +88,19 @@ class Replica:
         if sequence.num_prefilled < sequence.num_prefill:
             self._queue.append(sequence)
 
-    def take_prefill_rows(self, count: int) -> list[tuple[Sequence, int]]:
-        """Takes up to ``count`` (sequence, start position) from the queue, oldest first."""
+    def take_prefill_rows(self, count: int, sequences: int = 0) -> list[tuple[Sequence, int]]:
+        """Takes up to ``count`` (sequence, start position) from the queue, oldest first.
+
+        Args:
+            count: rows at most.
+            sequences: that the rows may be of; 0 for any number.
+        """
         rows: list[tuple[Sequence, int]] = []
+        taken: set[int] = set()
         while self._queue and len(rows) < count:
+            taken.add(id(self._queue[0]))
+            if sequences and len(taken) > sequences:
+                break
             sequence = self._queue[0]
             rows.append((sequence, sequence.num_prefilled))
             sequence.num_prefilled = min(sequence.num_prefilled + self._page_size, sequence.num_prefill)

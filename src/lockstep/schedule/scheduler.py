@@ -234,7 +234,9 @@ class Scheduler:
         sizes = self.sizes
         plan = PrefillPlan.empty(sizes)
         for r, replica in enumerate(self._replicas):
-            for row, (sequence, start) in enumerate(replica.take_prefill_rows(sizes.prefill_rows)):
+            for row, (sequence, start) in enumerate(
+                replica.take_prefill_rows(sizes.prefill_rows, sizes.prefill_sequences)
+            ):
                 end = min(start + sizes.page_size, sequence.num_prefill)
                 # What follows the prompt on its last page is seen by nobody, but 0 times NaN is NaN: so it is no token
                 # but one that the row's queries see anyway.

@@ -58,6 +58,7 @@ def cases(draw: st.DrawFn) -> tuple[ScheduleSizes, list[Request]]:
         steps=draw(st.integers(1, 5)),
         stop_ids=2,
         forks=draw(st.integers(0, 1)),
+        prefill_sequences=draw(st.integers(0, 2)),
     )
     return sizes, requests
 
@@ -282,3 +283,15 @@ def test_the_values_that_a_refusal_names_work(prompt: int) -> None:
         if room + 1 <= 16 - prompt:
             with pytest.raises(CapacityError):
                 check_capacity(sizes, [request(0, prompt, max(room + 1, 1))])
+
+
+@pytest.mark.parametrize(("cap", "launches"), [(0, [{0, 1, 2}]), (1, [{0}, {1}, {2}]), (2, [{0, 1}, {2}])])
+def test_a_launch_prefills_the_prompts_of_no_more_sequences_than_allowed(cap, launches):
+    scheduler = Scheduler(
+        sizes_of(prefill_rows=12, prefill_sequences=cap), [request(i, tuple([i] * 6), 2) for i in range(3)]
+    )
+    seen = []
+    while isinstance(plan := scheduler.next_plan(), PrefillPlan):
+        used = plan.page[0] > 0
+        seen.append(set(plan.tokens[0][used][:, 0].tolist()))
+    assert seen == launches

@@ -1,0 +1,65 @@
+"""Loading a sharded checkpoint: a process never holds much more than its part."""
+
+import dataclasses
+import threading
+import time
+from pathlib import Path
+
+import jax
+import pytest
+from harness import run_processes
+from jax.sharding import Mesh
+
+from lockstep.models import as_trainable, save_hf
+from tests import tiny
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+SHARD = 24 << 20
+CONFIG = dataclasses.replace(tiny.CONFIG, hidden_dim=512, intermediate_dim=2048, num_layers=8, num_heads=8)
+VOCAB = 8192
+
+
+def anonymous():
+    """Bytes of this process that are not pages of a file, which the kernel may drop."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+
+
+def body_load(hosts, checkpoint):
+    from lockstep.placement import make_mesh
+    from lockstep.sampler.load import load
+
+    mesh = make_mesh("auto")
+    jax.block_until_ready(jax.device_put(1.0, jax.local_devices()[0]))
+    before, peak, done = anonymous(), [0], threading.Event()
+
+    def watch():
+        while not done.is_set():
+            peak[0] = max(peak[0], anonymous())
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    model, read, seconds = load(hosts, checkpoint, mesh, None)
+    done.set()
+    thread.join()
+    held = sum(s.data.nbytes for leaf in jax.tree.leaves(model) for s in leaf.addressable_shards)
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(model))
+    return {"grown": peak[0] - before, "held": held, "total": total, "read": read, "seconds": seconds}
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_a_process_holds_its_part_and_a_file_at_most(tmp_path, processes):
+    weights = tiny.numpy_weights(CONFIG, VOCAB)
+    mesh = Mesh([jax.devices()[0]], ("fsdp",))
+    model = as_trainable(CONFIG, jax.device_put(weights, jax.NamedSharding(mesh, jax.P())))
+    save_hf(model, tmp_path / "checkpoint", max_shard_bytes=SHARD)
+    files = [path.stat().st_size for path in (tmp_path / "checkpoint").glob("*.safetensors")]
+    assert len(files) > 5
+    for result in run_processes(body_load, processes=processes, args=(str(tmp_path / "checkpoint"),)):
+        print({name: round(value / 2**20, 1) for name, value in result.items()})
+        assert result["read"] == result["held"]
+        # Vectors are on every device; all else is split.
+        assert result["held"] < result["total"] / processes * 1.02
+        assert result["grown"] < result["held"] + max(files)
