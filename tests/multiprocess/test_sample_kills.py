@@ -1,5 +1,6 @@
 """``lockstep sample`` killed at random moments, one process or all, and started again on another number of hosts."""
 
+import contextlib
 import os
 import random
 import signal
@@ -47,9 +48,10 @@ def kill_after(config, processes, count, whom, log, directory):
     while rows(directory) < count and job.poll() is None:
         assert time.monotonic() < end, "no rows came"
         time.sleep(0.01)
-    workers = children(job.pid)
+    workers = children(job.pid) if job.poll() is None else []
     for worker in workers if whom == "all" else workers[whom : whom + 1]:
-        os.kill(worker, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)
     code = job.wait(timeout=LIMIT_S)
     return code
 

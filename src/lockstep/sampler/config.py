@@ -109,7 +109,8 @@ class SampleConfig:
     seed: int = 0
     """With round, prompt, generation and position, all that a random draw depends on."""
     metrics: list[str] = dataclasses.field(default_factory=list)
-    """Numbers per answer, and their means: ``exact_match``, or ``module:function`` of (row, prompt) -> float."""
+    """Numbers per answer, and their means: ``exact_match``, ``gsm8k``, ``regex=PATTERN``, ``length``, ``repetition``,
+    ``perplexity``, or ``module:function`` of (row, prompt) -> float."""
     host_data_parallel_output_dir: str | None = None
     """Local directory of every host's rows and of the merged file, shared between hosts or not; null: ``samples`` in
     the run directory. A run goes on where it was interrupted when it is started again with the same directory."""

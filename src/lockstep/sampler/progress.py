@@ -170,8 +170,16 @@ class Board:
                     "error in its log, or raise trainer.distributed.timeout_s if a launch takes so long. What is "
                     "answered is kept; start again to go on."
                 )
+
+    def close(self) -> JobProgress:
+        """What all have done in the end. Every host calls it alike; nothing is left on the service."""
+        self._hosts.barrier("last progress posted")
+        job = self.job()
+        self._hosts.barrier("last progress read")
         if self._hosts.is_leader:
-            self._show(self.job())
+            self._hosts.client.delete(_DIRECTORY)
+            self._show(job)
+        return job
 
     def _posts(self) -> list[HostProgress]:
         posts = self._hosts.client.get_dir(_DIRECTORY)

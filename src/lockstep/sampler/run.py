@@ -193,10 +193,7 @@ class _Run:
             if separate:
                 hosts.phase("waiting for the other hosts' shares")
                 board.wait_for_all(hosts.timeout_s)
-            hosts.barrier("generated")
-            job = board.job()
-            if hosts.is_leader:
-                shown(job)
+            job = board.close()
         self.memory.note_peak()
         return job
 

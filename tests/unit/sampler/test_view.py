@@ -59,6 +59,8 @@ def body_board(hosts, steps):
         board.post(HostProgress(rows=rows), now=True)
     board.post(HostProgress(rows=5, done=hosts.index == 0 or steps[1] > 0), now=True)
     board.wait_for_all(0.3)
+    assert board.close().rows_done == 10
+    assert not hosts.client.get_dir("lockstep/sample") or not hosts.is_leader
     return seen[-1].rows_done if hosts.is_leader else None
 
 
