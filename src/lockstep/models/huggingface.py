@@ -24,13 +24,16 @@ from lockstep.models.hf_config import config_from_hf
 from lockstep.models.hf_tensors import Parameter, parameters, skeleton
 from lockstep.models.llama import LlamaLMHeadModel
 from lockstep.placement import PARAMETER_AXES
+from lockstep.placement.place import aligned_empty
 
 type OnRead = Callable[[int, int], None]
 """Takes bytes just read on this host, and all that it will read."""
 
 _THREADS = 8
 _UNDER_WAY = 256 << 20
-"""Bytes of parameters that are read at a time, where one alone is not more."""
+"""Bytes of parameters that are read at a time at most, where one alone is not more."""
+_PARTS = 8
+"""Part of all bytes that is read at a time, where one parameter alone is not more."""
 
 # Buffers that older versions of transformers stored; they follow from the configuration.
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq|.*\.masked_bias")
@@ -127,7 +130,7 @@ def read_block(
     sizes, axes = parameter.sizes, parameter.value.axes
     where = {a.name: slice(*part.indices(a.size)[:2]) for a, part in zip(axes, index, strict=True)}
     lengths = [where[a.name].stop - where[a.name].start for a in axes]
-    block = np.empty(lengths, dtype)
+    block = aligned_empty(lengths, dtype)
     slices = parameter.stored.stored_slices(where, sizes)
     if "layer" not in sizes:
         stored = files.read(parameter.stored.name(None), slices)
@@ -147,9 +150,9 @@ def _load_all(
     dtype: np.dtype[Any],
     on_read: OnRead | None,
 ) -> list[jax.Array]:
-    """Several parameters at a time, never more bytes of them under way than `_UNDER_WAY`, or a single one."""
+    """Several parameters at a time, but of all bytes only a small part, or a single parameter."""
     sizes = [_local_bytes(p.value.array.shape, s, dtype) for p, s in zip(expected, shardings, strict=True)]
-    gate = _Gate(_UNDER_WAY)
+    gate = _Gate(min(_UNDER_WAY, sum(sizes) // _PARTS))
 
     def one(parameter: Parameter, sharding: NamedSharding, size: int) -> jax.Array:
         with gate.hold(size):
@@ -203,7 +206,9 @@ def _load_parameter(
     shards = []
     for index, devices in devices_of.items():
         block = read_block(files, parameter, index, dtype)
-        shards += [jax.device_put(block, device) for device in devices]
+        # The CPU backend takes the block over, so that no other device may have it too.
+        blocks = [block, *(block.copy() for _ in devices[1:])]
+        shards += [jax.device_put(*each) for each in zip(blocks, devices, strict=True)]
     return jax.make_array_from_single_device_arrays(shape, sharding, shards, dtype=dtype)
 
 

@@ -5,8 +5,9 @@ all-gather whose memory grows with the number of processes. Nothing here compare
 a device program. That every host brings the same data is the caller's promise (`hosts.Hosts.agree` proves it cheaply).
 """
 
-from collections.abc import Callable
-from typing import Final
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -110,6 +111,14 @@ def place_local(local_rows: np.ndarray, sharding: Sharding, n_rows: int) -> jax.
     return _place_shards((n_rows, *local_rows.shape[1:]), sharding, read)
 
 
+def aligned_empty(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray:
+    """An array that the CPU backend takes over as it is, where ``jax.device_put`` would copy any other."""
+    size = math.prod(shape) * dtype.itemsize
+    buffer = np.empty(size + CPU_ALIGNMENT, np.uint8)
+    start = -buffer.ctypes.data % CPU_ALIGNMENT
+    return buffer[start : start + size].view(dtype).reshape(shape)
+
+
 def _place_shards(shape: tuple[int, ...], sharding: Sharding, read: Callable[[Index], np.ndarray]) -> jax.Array:
     _check_divisible(shape, sharding)
     shards = [
@@ -129,9 +138,7 @@ def _owned(values: np.ndarray, device: jax.Device) -> np.ndarray:
     """
     if device.platform != "cpu":
         return values
-    buffer = np.empty(values.nbytes + CPU_ALIGNMENT, np.uint8)
-    start = -buffer.ctypes.data % CPU_ALIGNMENT
-    copy = buffer[start : start + values.nbytes].view(values.dtype).reshape(values.shape)
+    copy = aligned_empty(values.shape, values.dtype)
     copy[...] = values
     return copy
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 
 from lockstep.engine import Engine, EngineConfig
-from lockstep.hosts import Hosts, Watchdog, digest, leader_only, settled
+from lockstep.hosts import Hosts, Watchdog, digest, environment, leader_only, settled
 from lockstep.report.metrics import Metric, load_metrics, measure
 from lockstep.report.rows import SampleRow
 from lockstep.sampler.config import SampleConfig
@@ -89,10 +89,13 @@ class Generator:
         longest = int(self._spool.lengths.max()) + config.max_new_tokens
         vocab_size = max(self._tokenizer.get_vocab().values()) + 1
         with self._hosts.scope("engine") as scope:
+            scope.agree("environment", environment())
             free = 0
             with settled(scope, "memory"):
                 engine_config = dataclasses.replace(config.engine, max_seq_len=longest)
-                self._engine = engine = Engine(engine_config, mesh, vocab_size=vocab_size)
+                # Where hosts work for themselves, their launches are no matter of the job's.
+                ledger = self._hosts.ledger if self.lockstep else None
+                self._engine = engine = Engine(engine_config, mesh, vocab_size=vocab_size, ledger=ledger)
                 free = engine.free_bytes(model)
             self._free = scope.least("free memory", free)
             digests: dict[str, str] = {}
@@ -170,7 +173,8 @@ class Generator:
             completions: list[Completion] = []
             with settled(scope, "generate"):
                 completions = self._launch(engine, requests, meter)
-            scope.agree("tokens", {"tokens": digest(repr(completions)), "launches": str(engine.ledger)})
+            scope.agree("tokens", {"tokens": digest(repr(completions))})
+            scope.agree_launches("launches", engine.ledger)
             scope.barrier("end")
         return completions
 
