@@ -32,13 +32,27 @@ def parse_arguments[Config](cls: type[Config], arguments: Sequence[str]) -> Conf
     Raises:
         ConfigError: an argument or file that cannot be read, an unknown key, or a value out of its range.
     """
+    path = dict(_pairs(arguments)).get(CONFIG_PATH)
+    values = read_values(arguments)
+    where = "the command line" if path is None else f"{path} (or the command line)"
+    return decode_config(cls, values, where)
+
+
+def read_values(arguments: Sequence[str]) -> dict[str, Any]:
+    """The values of a command line and its file, before they are made a configuration.
+
+    Args:
+        arguments: as for `parse_arguments`.
+
+    Raises:
+        ConfigError: an argument or file that cannot be read.
+    """
     overrides = dict(_pairs(arguments))
     path = overrides.pop(CONFIG_PATH, None)
     values: dict[str, Any] = {} if path is None else _read_yaml(str(path))
     for key, value in overrides.items():
         _set(values, key, value)
-    where = "the command line" if path is None else f"{path} (or the command line)"
-    return decode_config(cls, values, where)
+    return values
 
 
 def decode_config[Config](cls: type[Config], values: Mapping[str, Any], where: str) -> Config:

@@ -9,9 +9,10 @@ from lockstep.errors import ConfigError
 
 COMMANDS: Final = {
     "train-lm": ("lockstep.main.train_lm", "train a language model on text, completions or chats"),
-    "plan": ("lockstep.main.plan", "compile a configuration for a TPU slice without a TPU: does it fit, how fast"),
     "train-simpo": ("lockstep.main.train_simpo", "train on preference pairs with SimPO"),
     "sample": ("lockstep.main.sample", "answer prompts from a checkpoint, every prompt exactly once"),
+    "plan": ("lockstep.main.plan", "compile a configuration for a TPU slice without a TPU: does it fit, how fast"),
+    "train-grpo": ("lockstep.main.train_grpo", "GRPO; cannot train yet, lockstep plan reads its configurations"),
 }
 """Command to (module with ``main(arguments) -> exit code``, what it does)."""
 

@@ -140,8 +140,15 @@ def topology(name: str) -> Topology:
         raise ConfigError(f"topology {name!r} is not known. Known: {listed}.")
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError(NO_COMPILER)
-    # The compiler would ask the machine which TPU it has, and wait for an answer that never comes.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    # The compiler would ask the machine which TPU it has, wait for an answer that never comes, and complain;
+    # and it would let one process at a time load it, as if there were a device to share.
+    for variable, value in (
+        ("TPU_SKIP_MDS_QUERY", "1"),
+        ("TPU_WORKER_HOSTNAMES", "localhost"),
+        ("TPU_MIN_LOG_LEVEL", "3"),
+        ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
+    ):
+        os.environ.setdefault(variable, value)
     family, grid = known[name]
     options = dict(family.options)
     if grid in family.single_host:
@@ -154,7 +161,6 @@ def topology(name: str) -> Topology:
     except Exception as error:  # the plugin raises what it likes
         raise ConfigError(
             f"the TPU compiler does not know topology {name} ({family.compiler_name}:{sizes}): {error}. Install the "
-            "version of libtpu that the extra [plan] names, and let one process at a time use it, or set "
-            "ALLOW_MULTIPLE_LIBTPU_LOAD=1."
+            "version of libtpu that the extra [plan] names."
         ) from error
     return Topology(name=name, grid=grid, devices=tuple(found))

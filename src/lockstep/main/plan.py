@@ -1,0 +1,156 @@
+"""``lockstep plan``: compiles a configuration for a TPU slice on a machine without a TPU."""
+
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+from rich.console import Console
+
+from lockstep.errors import ConfigError
+from lockstep.main.arguments import CONFIG_PATH, parse_arguments, read_values
+from lockstep.main.work import CONFIGS, work_of
+from lockstep.plan import CompileCache, Plan, Progress, as_json, default_directory, make_plan, place_of, print_plan
+from lockstep.plan.topology import topology
+
+USAGE: Final = """\
+usage: lockstep plan --config_path FILE.yaml --topology NAME [options] [--key.in.dots VALUE ...]
+
+Compiles the programs of a configuration (train step, moving the weights, prefill, decode) for a TPU slice, on a machine
+without a TPU: what fits, what is exchanged, how fast it can be at best. Exit code 0 if it fits, 1 if it does not.
+
+--topology NAME    v4-N, v5p-N, v5litepod-N or v6e-N
+--command NAME     whose configuration it is, where that is not clear: {commands}
+--model NAME       shape to plan with: a directory with a config.json, or the name of a well-known checkpoint
+--json PATH        write all numbers there, - for standard output
+--cache_dir DIR    where the compiler's results are kept, none for nowhere (default: {cache})
+
+Any other key is one of the configuration and wins over the file: --trainer.per_device_parallelism 4"""
+
+_OWN: Final = ("topology", "command", "model", "json", "cache_dir")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Plan as the command line says.
+
+    Args:
+        arguments: after ``lockstep plan``.
+
+    Returns:
+        0 if it fits, else 1.
+
+    Raises:
+        ConfigError: the configuration cannot be read, or there is no such slice.
+    """
+    if "--help" in arguments or "-h" in arguments:
+        print(USAGE.format(commands=", ".join(CONFIGS), cache=default_directory()))
+        return 0
+    own, rest = _split(arguments)
+    if "topology" not in own:
+        raise ConfigError("--topology is missing: name the slice to plan for, such as --topology v5p-64.")
+    overrides = [flag[2:].partition("=")[0] for flag in rest if flag.startswith("--")]
+    # On a TPU host too, the devices there are left alone.
+    jax.config.update("jax_platforms", "cpu")
+    # A program that is only compiled cannot be read back from JAX's own cache.
+    jax.config.update("jax_enable_compilation_cache", False)
+    slice_ = topology(own["topology"])
+    command, config = _read(own.get("command"), rest)
+    progress = Progress()
+    cache = CompileCache(own["topology"], _cache_directory(own.get("cache_dir")), progress)
+    with progress.live():
+        plan = make_plan(work_of(command, config, own.get("model")), slice_, cache)
+    path = _config_path(rest)
+    places = [dataclasses.replace(one, place=place_of(path, one.key, overrides)) for one in plan.refusals]
+    plan = dataclasses.replace(plan, refusals=places)
+    _show(plan, own.get("json"))
+    return 0 if plan.fits else 1
+
+
+def _show(plan: Plan, json_path: str | None) -> None:
+    if json_path is not None:
+        text = json.dumps(as_json(plan), indent=2) + "\n"
+        if json_path == "-":
+            sys.stdout.write(text)
+            return
+        _write(Path(json_path), text)
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    print_plan(plan, console)
+
+
+def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """The command's own options, and those of the configuration."""
+    own: dict[str, str] = {}
+    rest: list[str] = []
+    todo = list(arguments)
+    while todo:
+        flag = todo.pop(0)
+        name, equals, value = flag.removeprefix("--").partition("=")
+        if not flag.startswith("--") or name not in _OWN:
+            rest.append(flag)
+        elif equals:
+            own[name] = value
+        elif todo and (name == "json" or not todo[0].startswith("--")):
+            own[name] = todo.pop(0)
+        else:
+            raise ConfigError(f"argument --{name} has no value. See lockstep plan --help.")
+    return own, rest
+
+
+def _read(command: str | None, rest: Sequence[str]) -> tuple[str, Any]:
+    """The configuration, by the command that can read all of its keys."""
+    if command is not None:
+        if command not in CONFIGS:
+            raise ConfigError(f"--command is {command!r}; it must be one of {', '.join(CONFIGS)}.")
+        return command, parse_arguments(CONFIGS[command], rest)
+    parsed: dict[str, Any] = {}
+    wrong: dict[str, ConfigError] = {}
+    for name, cls in CONFIGS.items():
+        try:
+            parsed[name] = parse_arguments(cls, rest)
+        except ConfigError as error:
+            wrong[name] = error
+    if len(parsed) == 1:
+        return next(iter(parsed.items()))
+    if parsed:
+        first = next(iter(parsed))
+        raise ConfigError(f"the configuration could be of {' or '.join(parsed)}. Say which: --command {first}.")
+    # The command whose keys it fits best explains best what is wrong.
+    values = read_values(rest)
+    nearest = max(CONFIGS, key=lambda name: _score(name, values))
+    raise ConfigError(f"as a configuration of {nearest}: {wrong[nearest]}")
+
+
+def _score(name: str, values: dict[str, Any]) -> int:
+    known = {field.name for field in dataclasses.fields(CONFIGS[name])}
+    return sum(1 if key in known else -1 for key in values)
+
+
+def _config_path(rest: Sequence[str]) -> Path | None:
+    for index, flag in enumerate(rest):
+        name, equals, value = flag.partition("=")
+        if name == f"--{CONFIG_PATH}":
+            return Path(value if equals else rest[index + 1])
+    return None
+
+
+def _cache_directory(given: str | None) -> Path | None:
+    if given is None:
+        return default_directory()
+    return None if given == "none" else Path(given)
+
+
+def _write(path: Path, text: str) -> None:
+    """To a temporary name first, so that a reader never sees half of it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(temporary).replace(path)
+    except OSError as error:
+        raise ConfigError(f"--json {path} cannot be written: {error}. Give another path.") from error

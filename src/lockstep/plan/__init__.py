@@ -1,0 +1,28 @@
+"""What a configuration would do on a TPU slice, worked out with the TPU compiler and no TPU."""
+
+from lockstep.plan.cache import CompileCache, default_directory
+from lockstep.plan.planner import Plan, make_plan
+from lockstep.plan.progress import Progress
+from lockstep.plan.refusal import Refusal, place_of
+from lockstep.plan.report import as_json
+from lockstep.plan.table import print_plan
+from lockstep.plan.topology import Topology, known_names, topology
+from lockstep.plan.work import SamplingWork, TrainingWork, Work
+
+__all__ = [
+    "CompileCache",
+    "Plan",
+    "Progress",
+    "Refusal",
+    "SamplingWork",
+    "Topology",
+    "TrainingWork",
+    "Work",
+    "as_json",
+    "default_directory",
+    "known_names",
+    "make_plan",
+    "place_of",
+    "print_plan",
+    "topology",
+]

@@ -1,0 +1,185 @@
+"""What the compiler said of a program, kept on disk by the program's digest."""
+
+import contextlib
+import dataclasses
+import gzip
+import hashlib
+import importlib.metadata
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+
+from lockstep.engine.compiling import explain
+from lockstep.engine.program import lowered_digest
+from lockstep.errors import ConfigError, HbmError, VmemError
+
+_FIGURES: Final = (
+    "argument_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes", "temp_size_in_bytes",
+    "generated_code_size_in_bytes", "peak_memory_in_bytes",
+)  # fmt: skip
+_REFUSALS: Final[dict[str, type[HbmError | VmemError]]] = {"hbm": HbmError, "vmem": VmemError}
+_FORMAT: Final = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes per device of one compiled program, in the compiler's words."""
+
+    argument_size_in_bytes: int
+    output_size_in_bytes: int
+    alias_size_in_bytes: int
+    temp_size_in_bytes: int
+    generated_code_size_in_bytes: int
+    peak_memory_in_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Summary:
+    """Stands in for `jax.stages.Compiled` where nothing will run.
+
+    Args:
+        memory: of the program.
+        text: the optimised program.
+        digest: of the program that was given to the compiler.
+        seconds: that compiling took; of a cached one, that it took then.
+        cached: whether it was on disk.
+    """
+
+    memory: Memory
+    text: str
+    digest: str
+    seconds: float
+    cached: bool
+
+    def memory_analysis(self) -> Memory:
+        """Bytes per device."""
+        return self.memory
+
+    def as_text(self) -> str:
+        """The optimised program."""
+        return self.text
+
+
+def default_directory() -> Path:
+    """Where results are kept unless told otherwise."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep" / "plan"
+
+
+class CompileCache:
+    """Compiles for one topology and remembers what came out, refusals for lack of memory too.
+
+    Args:
+        topology: name of the slice.
+        directory: of the results; None keeps nothing.
+        report: called with (program, what happens) before and after each program.
+    """
+
+    def __init__(self, topology: str, directory: Path | None, report: Callable[[str, str], None]) -> None:
+        self._topology, self._directory, self._report = topology, directory, report
+        self.summaries: dict[str, Summary] = {}
+        """The latest result by name of the program."""
+
+    def __call__(self, lowered: jax.stages.Lowered, name: str) -> Summary:
+        """Look a program up, or compile it.
+
+        Args:
+            lowered: the program.
+            name: of the program.
+
+        Raises:
+            HbmError, VmemError: the compiler refused it, now or when the result was kept.
+            Exception: whatever else the compiler raised.
+        """
+        key = self._key(lowered)
+        found = self._read(key)
+        if found is None:
+            self._report(name, "compiling")
+            start = time.monotonic()
+            found = self._compile(lowered, name, lowered_digest(lowered))
+            self._write(key, found)
+            took = f"{time.monotonic() - start:.1f} s"
+            self._report(name, f"does not fit ({took})" if "refused" in found else f"compiled in {took}")
+            cached = False
+        else:
+            self._report(name, "known to be too large, from the cache" if "refused" in found else "from the cache")
+            cached = True
+        if "refused" in found:
+            raise _REFUSALS[found["refused"]](found["message"], needed=found["needed"], limit=found["limit"])
+        summary = Summary(
+            memory=Memory(**found["memory"]),
+            text=found["text"],
+            digest=found["digest"],
+            seconds=found["seconds"],
+            cached=cached,
+        )
+        self.summaries[name] = summary
+        return summary
+
+    def _compile(self, lowered: jax.stages.Lowered, name: str, digest: str) -> dict[str, Any]:
+        start = time.monotonic()
+        try:
+            compiled = lowered.compile()
+        except Exception as error:
+            refusal = explain(name, {}, error)
+            for kind, cls in _REFUSALS.items():
+                if isinstance(refusal, cls):
+                    return {
+                        "refused": kind, "message": str(refusal), "needed": refusal.needed, "limit": refusal.limit,
+                    }  # fmt: skip
+            raise
+        analysis = compiled.memory_analysis()
+        memory = {figure: int(getattr(analysis, figure, 0)) for figure in _FIGURES}
+        return {
+            "memory": memory,
+            "text": compiled.as_text() or "",
+            "digest": digest,
+            "seconds": time.monotonic() - start,
+        }
+
+    def _key(self, lowered: jax.stages.Lowered) -> str:
+        try:
+            compiler = importlib.metadata.version("libtpu")
+        except importlib.metadata.PackageNotFoundError:
+            compiler = "none"
+        words = f"{_FORMAT} {self._topology} libtpu {compiler} {os.environ.get('LIBTPU_INIT_ARGS', '')}"
+        return hashlib.sha256(f"{words} {lowered_digest(lowered)}".encode()).hexdigest()
+
+    def _path(self, key: str) -> Path | None:
+        return None if self._directory is None else self._directory / f"{key}.json.gz"
+
+    def _read(self, key: str) -> dict[str, Any] | None:
+        path = self._path(key)
+        if path is None or not path.exists():
+            return None
+        try:
+            with gzip.open(path, "rt", encoding="utf-8") as file:
+                return dict(json.load(file))
+        except (OSError, EOFError, ValueError):  # a file that was damaged is compiled again
+            return None
+
+    def _write(self, key: str, values: Mapping[str, Any]) -> None:
+        path = self._path(key)
+        if path is None:
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    file.write(gzip.compress(json.dumps(values).encode(), compresslevel=5))
+                Path(temporary).replace(path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    Path(temporary).unlink()
+                raise
+        except OSError as error:
+            raise ConfigError(
+                f"the result of compiling cannot be kept in {path.parent}: {error}. Give another --cache_dir, or "
+                "--cache_dir none."
+            ) from error

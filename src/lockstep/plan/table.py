@@ -1,0 +1,182 @@
+"""A plan for people: tables at the terminal."""
+
+from collections.abc import Iterable
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from lockstep.engine.sizing import bytes_text, layout_text
+from lockstep.plan.collectives import Collective, vmem
+from lockstep.plan.planner import Plan, SamplingPlan
+from lockstep.plan.report import moments, train_time
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """Print a plan.
+
+    Args:
+        plan: to print.
+        console: where to.
+    """
+    mesh = ", ".join(f"{name} {size}" for name, size in plan.mesh_shape.items())
+    console.print(f"[bold]{plan.work.command}[/] on [bold]{escape(plan.topology.describe())}[/]")
+    if mesh:
+        console.print(
+            f"mesh ({mesh}){' on each host' if plan.work.one_host else ''}, {plan.chip.name}", highlight=False
+        )
+    for note in plan.work.notes:
+        console.print(f"[dim]- {escape(note)}[/]", highlight=False)
+    console.print()
+    if plan.training or plan.sampling:
+        console.print(_memory(plan))
+        console.print(_programs(plan))
+        console.print(_traffic(plan))
+        console.print(_speed(plan))
+        for one in plan.sampling:
+            console.print(_sizes(one))
+            console.print(_considered(one))
+        console.print(
+            f"[dim]predicted at best, not measured; {plan.chip.name}: {bytes_text(plan.memory)} HBM, "
+            f"{plan.chip.bandwidth / 1e9:.4g} GB/s, {plan.chip.flops / 1e12:.4g} TFLOP/s, "
+            f"{plan.chip.link.bandwidth / 1e9:.4g} GB/s over its links ({escape(plan.chip.source)})[/]",
+            highlight=False,
+        )
+        console.print()
+    _verdict(plan, console)
+
+
+def _table(title: str, *columns: str) -> Table:
+    # The title is the head of the first column: above the table it would be broken at the table's width.
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, column in enumerate((title, *columns)):
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0)
+    return table
+
+
+def _memory(plan: Plan) -> Table:
+    every = moments(plan)
+    worst = max(moment.total for moment in every)
+    names = [f"{moment.name}{' (worst)' if moment.total == worst else ''}" for moment in every]
+    table = _table("HBM per device", *names)
+    for part in every[0].parts:
+        if any(moment.parts[part] for moment in every):
+            table.add_row(part, *(bytes_text(moment.parts[part]) if moment.parts[part] else "-" for moment in every))
+    table.add_section()
+    table.add_row("total", *(bytes_text(moment.total) for moment in every), style="bold")
+    style = "red" if any(moment.headroom < 0 for moment in every) else "green"
+    table.add_row(
+        f"headroom of {bytes_text(plan.memory)}", *(bytes_text(moment.headroom) for moment in every), style=style
+    )
+    return table
+
+
+def _programs(plan: Plan) -> Table:
+    table = _table("programs", "VMEM of the hungriest operation", "digest")
+    if plan.training is not None:
+        summary = plan.training.summary
+        table.add_row("train step", bytes_text(vmem(summary.text)), summary.digest[:12])
+    for one in plan.sampling:
+        for name, digest in one.digests.items():
+            table.add_row(_named(one, name), bytes_text(one.vmem[name]), digest[:12])
+    return table
+
+
+def _traffic(plan: Plan) -> Table:
+    table = _table("collectives", "kind", "times", "received", "devices", "across hosts")
+
+    def rows(name: str, found: Iterable[Collective]) -> None:
+        none = True
+        for one in found:
+            crosses = "yes" if one.crosses_hosts else "no"
+            table.add_row(name, one.kind, f"{one.count:,}", bytes_text(one.bytes), str(one.devices), crosses)
+            name, none = "", False
+        if none:
+            table.add_row(name, "none", "", "", "", "")
+
+    if plan.training is not None:
+        rows("per train step", plan.training_collectives)
+    for one in plan.sampling:
+        if "relay" in one.collectives:
+            rows(_named(one, "per move of the weights"), one.collectives["relay"])
+        rows(_named(one, "per decoded token"), one.collectives["decode"])
+    return table
+
+
+def _speed(plan: Plan) -> Table:
+    table = _table("time at best", "memory (floor)", "compute", "collectives", "together", "tokens/s", "per chip")
+    chips = len(plan.topology.devices)
+    time = train_time(plan)
+    if time is not None:
+        rate = time.tokens / time.step_s
+        table.add_row(
+            "train step", _seconds(time.memory_s), _seconds(time.compute_s), _seconds(time.collectives_s),
+            _seconds(time.step_s), f"{rate:,.0f}", f"{rate / chips:,.0f}",
+        )  # fmt: skip
+    for one in plan.sampling:
+        found = one.sizing.estimate
+        # With a mesh on each host, the prediction is that of one host.
+        groups = plan.topology.hosts if plan.work.one_host else 1
+        rate = groups * found.active / found.step_s
+        table.add_row(
+            _named(one, f"decode step of {groups * found.active:.4g} sequences"),
+            _seconds(found.memory_s), _seconds(found.compute_s), _seconds(found.collectives_s),
+            _seconds(found.step_s), f"{rate:,.0f}", f"{rate / chips:,.0f}",
+        )  # fmt: skip
+    return table
+
+
+def _sizes(one: SamplingPlan) -> Table:
+    sizing = one.sizing
+    table = _table(
+        f"{one.work.name or 'sampling'}: layout {layout_text(sizing.layout)}, {sizing.sizes.replicas} replicas, "
+        f"{sizing.sizes.slots} sequences in each",
+        "chosen",
+        "bounded by",
+    )
+    for name, (value, why) in sizing.reasons.items():
+        table.add_row(one.work.key(name), f"{value:,}", why)
+    return table
+
+
+def _considered(one: SamplingPlan) -> Table:
+    table = _table("layouts considered", "per device", "decode step", "moving weights", "whole round")
+    for choice in one.sizing.considered:
+        mark = "* " if choice.layout == one.sizing.layout else "  "
+        found = choice.estimate
+        times = ["does not fit", "", ""] if found is None else [
+            _seconds(found.step_s), _seconds(found.relay_s), _seconds(found.total_s)
+        ]  # fmt: skip
+        table.add_row(mark + layout_text(choice.layout), bytes_text(choice.footprint.total), *times)
+    return table
+
+
+def _verdict(plan: Plan, console: Console) -> None:
+    if plan.fits:
+        worst = max(moments(plan), key=lambda moment: moment.total)
+        console.print(
+            f"[bold green]fits[/]: {bytes_text(worst.headroom)} of {bytes_text(plan.memory)} stay free per device at "
+            f"the worst moment ({worst.name})",
+            highlight=False,
+        )
+        return
+    for refusal in plan.refusals:
+        console.print(f"[bold red]does not fit[/]: {escape(refusal.text)}", highlight=False, soft_wrap=True)
+        if refusal.largest is not None:
+            console.print(
+                f"  {refusal.key} is {refusal.value}; the largest that works is [bold]{refusal.largest}[/]",
+                highlight=False,
+            )
+        console.print(f"  change {refusal.key} at {escape(refusal.place)}", highlight=False, soft_wrap=True)
+
+
+def _named(one: SamplingPlan, what: str) -> str:
+    return f"{one.work.name}: {what}" if one.work.name else what
+
+
+def _seconds(value: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if value >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return "0" if value == 0 else f"{value * 1e6:.2g} µs"

@@ -1,0 +1,323 @@
+"""The train step of a plan: compiled from shapes, its bytes told apart, and the largest microbatch that fits."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+from jax.sharding import Mesh
+
+from lockstep.engine.free_memory import block_bytes
+from lockstep.errors import HbmError
+from lockstep.models import LlamaConfig, LlamaLMHeadModel
+from lockstep.plan.cache import CompileCache, Summary
+from lockstep.plan.refusal import Refusal, RefusedError
+from lockstep.plan.work import TrainingWork, Work
+from lockstep.training.step import TrainStep, batch_structs, state_structs
+
+NAME = "train_step"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class State:
+    """What lies on a device for the whole run, in bytes.
+
+    Args:
+        structs: the state as shapes with shardings.
+        shardings: of the state.
+        parameters: of the model.
+        optimizer: of its state.
+        reference: of a frozen copy of the model.
+    """
+
+    structs: Any
+    shardings: Any
+    parameters: int
+    optimizer: int
+    reference: int
+
+    @property
+    def resident(self) -> int:
+        """All of it."""
+        return self.parameters + self.optimizer + self.reference
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainStepPlan:
+    """A train step that fits.
+
+    Args:
+        summary: what the compiler said.
+        batch: bytes per device of a batch.
+        activations: bytes per device that the forward pass keeps for the backward pass.
+        temporaries: bytes per device of everything else at the worst moment.
+        microbatches: parts that a batch is worked on in.
+        flops: of the whole step, over all devices.
+    """
+
+    summary: Summary
+    batch: int
+    activations: int
+    temporaries: int
+    microbatches: int
+    flops: float
+
+
+def make_state(work: Work, mesh: Mesh) -> State:
+    """Shapes and bytes of parameters and optimizer state.
+
+    Args:
+        work: with training.
+        mesh: of the run.
+
+    Raises:
+        ConfigError: the mesh does not divide an axis of the model.
+    """
+    training = work.training
+    assert training is not None
+    precision = training.trainer.precision
+    optimizer = training.optimizer.build(training.trainer.num_train_steps)
+    structs, shardings = state_structs(_init(work.model, work.vocab_size), optimizer, mesh, precision)
+    parameters = _bytes(structs.model)
+    reference = parameters * precision.compute.itemsize // precision.param.itemsize if training.reference else 0
+    return State(
+        structs=structs,
+        shardings=shardings,
+        parameters=parameters,
+        optimizer=_bytes(structs.opt_state),
+        reference=reference,
+    )
+
+
+def compile_step(
+    work: Work, mesh: Mesh, state: State, cache: CompileCache, *, microbatches: int, length: int | None = None
+) -> Summary:
+    """Compile the train step as the trainer makes it.
+
+    Args:
+        work: with training.
+        mesh: of the run.
+        state: of the run.
+        cache: compiles.
+        microbatches: parts that a batch is worked on in.
+        length: tokens of a sequence; None: as configured.
+
+    Raises:
+        HbmError: it does not fit a device.
+    """
+    training = work.training
+    assert training is not None
+    steps = training.trainer.num_train_steps
+    step = TrainStep(
+        loss_fn=training.loss,
+        optimizer=training.optimizer.build(steps),
+        schedule=training.optimizer.schedule(steps),
+        mesh=mesh,
+        shardings=state.shardings,
+        precision=training.trainer.precision,
+        microbatches=microbatches,
+    )
+    batch = batch_structs(_columns(training, length), training.trainer.train_batch_size, mesh)
+    return cache(step.lower(state.structs, batch), NAME)
+
+
+def plan_step(work: Work, mesh: Mesh, state: State, cache: CompileCache, memory: int) -> TrainStepPlan:
+    """Compile the train step, or find out what would fit.
+
+    Args:
+        work: with training.
+        mesh: of the run.
+        state: of the run.
+        cache: compiles.
+        memory: bytes of a device.
+
+    Raises:
+        RefusedError: it does not fit.
+        ConfigError: batch and mesh do not go together.
+    """
+    training = work.training
+    assert training is not None
+    memory -= state.reference
+    microbatches = training.trainer.microbatches(mesh)
+    try:
+        summary = _fitting(lambda: compile_step(work, mesh, state, cache, microbatches=microbatches), memory)
+    except HbmError as error:
+        raise RefusedError(_what_fits(work, mesh, state, cache, memory, error)) from error
+    batch = sum(
+        block_bytes(leaf) for leaf in batch_structs(training.columns, training.trainer.train_batch_size, mesh).values()
+    )
+    rows = training.trainer.train_batch_size // (mesh.shape["dp"] * mesh.shape["fsdp"]) // microbatches
+    beyond = max(0, peak(summary) - state.parameters - state.optimizer - batch)
+    kept = min(beyond, saved_bytes(work, rows) // mesh.shape["tp"])
+    return TrainStepPlan(
+        summary=summary,
+        batch=batch,
+        activations=kept,
+        temporaries=beyond - kept,
+        microbatches=microbatches,
+        flops=step_flops(work),
+    )
+
+
+def peak(summary: Summary) -> int:
+    """Bytes per device at the worst moment of a program, its own code included."""
+    memory = summary.memory
+    largest = memory.peak_memory_in_bytes or memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    return largest + memory.generated_code_size_in_bytes
+
+
+def saved_bytes(work: Work, rows: int) -> int:
+    """Bytes of what the forward pass of some rows keeps for the backward pass, parameters left out.
+
+    Args:
+        work: with training.
+        rows: of a device's microbatch.
+    """
+    training = work.training
+    assert training is not None
+    precision = training.trainer.precision
+
+    def residuals() -> Any:
+        model = precision.cast_to_compute(_init(work.model, work.vocab_size)(jax.random.key(0)))
+        arrays, rest = eqx.partition(model, eqx.is_array)
+        batch = {name: jax.numpy.zeros((rows, *one.shape), one.dtype) for name, one in training.columns.items()}
+        return arrays, jax.vjp(lambda m: training.loss(eqx.combine(m, rest), batch).total, arrays)[1]
+
+    model, kept = jax.eval_shape(residuals)
+    weights = {leaf.shape for leaf in jax.tree.leaves(model)}
+    return sum(
+        math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept) if leaf.shape not in weights
+    )
+
+
+def step_flops(work: Work) -> float:
+    """Operations of a train step: 2 per weight and token forward, 4 backward, 2 again where layers are computed twice.
+
+    Attention counts all pairs of positions, for that is what is computed.
+    """
+    training, config = work.training, work.model
+    assert training is not None
+    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_size
+    layer = config.hidden_dim * (heads + config.num_heads * config.head_size + 3 * config.intermediate_dim)
+    tokens = training.trainer.train_batch_size * training.sequences_per_row * training.length
+    pairs = 2 * 2 * config.num_heads * config.head_size * training.length
+    layers = config.num_layers * (2.0 * layer + pairs) * tokens
+    output = 2.0 * config.hidden_dim * work.vocab_size * tokens
+    return (4 if config.gradient_checkpointing else 3) * layers + 3 * output
+
+
+def _fitting(compile_it: Callable[[], Summary], memory: int) -> Summary:
+    summary = compile_it()
+    if peak(summary) > memory:
+        raise HbmError(
+            f"program {NAME!r} needs {peak(summary) / 2**30:.2f} GiB of device memory (HBM) and there are "
+            f"{memory / 2**30:.2f} GiB.",
+            needed=peak(summary),
+            limit=memory,
+        )
+    return summary
+
+
+def _what_fits(work: Work, mesh: Mesh, state: State, cache: CompileCache, memory: int, error: HbmError) -> Refusal:
+    """The largest microbatch, else the longest row, that the compiler accepts."""
+    training = work.training
+    assert training is not None
+    trainer = training.trainer
+    rows = trainer.train_batch_size // (mesh.shape["dp"] * mesh.shape["fsdp"])
+    given = rows // trainer.microbatches(mesh)
+    first = f"the train step needs {error.needed / 2**30:.2f} GiB per device and there are {memory / 2**30:.2f} GiB"
+    fixed = state.parameters + state.optimizer
+    if fixed >= memory:
+        return Refusal(
+            key=work.model_key,
+            value=f"{fixed / 2**30:.2f} GiB",
+            largest=None,
+            text=f"parameters and optimizer state take {fixed / 2**30:.2f} GiB per device, of which there are "
+            f"{memory / 2**30:.2f} GiB: no batch is small enough. Use a larger slice or a smaller model, or set "
+            "trainer.mp to p=bf16.",
+        )
+
+    def works(microbatches: int, length: int | None = None) -> bool:
+        try:
+            _fitting(lambda: compile_step(work, mesh, state, cache, microbatches=microbatches, length=length), memory)
+        except HbmError:
+            return False
+        return True
+
+    # Gradients are added up from microbatch to microbatch: as large as the parameters.
+    constant = fixed + state.parameters
+    sizes = [size for size in range(1, given) if rows % size == 0]
+    per_row = max(1.0, (error.needed - constant) / given)
+    guess = [size for size in sizes if constant + per_row * size <= memory]
+    best = largest_that_works(sizes, guess[-1] if guess else 1, lambda size: works(rows // size))
+    if best is not None:
+        return Refusal(
+            key="trainer.per_device_parallelism",
+            value=trainer.per_device_parallelism,
+            largest=best,
+            text=f"{first}: {given} {training.rows} of {training.length} tokens at a time are too many for a device. "
+            f"The largest trainer.per_device_parallelism that works is {best}.",
+        )
+    unit = 128
+    lengths = list(range(unit, training.length, unit))
+    scale = max(1.0, (error.needed - constant) / given / training.length)
+    guesses = [length for length in lengths if constant + scale * length <= memory]
+    longest = largest_that_works(lengths, guesses[-1] if guesses else unit, lambda length: works(rows, length))
+    return Refusal(
+        key=training.row_key,
+        value=training.length,
+        largest=longest,
+        text=f"{first}, even with one of {training.rows} at a time. "
+        + (
+            f"The largest {training.row_key} that works, in steps of {unit}, is {longest} (with "
+            "trainer.per_device_parallelism 1)."
+            if longest
+            else f"Not even {unit} tokens work: use a larger slice."
+        ),
+    )
+
+
+def largest_that_works(values: Sequence[int], guess: int, works: Callable[[int], bool]) -> int | None:
+    """Search from a guess; what works is smaller than what does not.
+
+    Args:
+        values: to choose from, rising.
+        guess: where to begin, one of ``values``.
+        works: asks the compiler, which takes long.
+
+    Returns:
+        None if none works.
+    """
+    low, high = -1, len(values)
+    at = values.index(guess) if guess in values else 0
+    stride = 1
+    while high - low > 1:
+        if works(values[at]):
+            low = at
+            at = min(at + stride, high - 1) if high == len(values) else (low + high) // 2
+        else:
+            high = at
+            at = max(at - stride, low + 1) if low == -1 else (low + high) // 2
+        stride *= 2
+    return None if low < 0 else values[low]
+
+
+def _columns(training: TrainingWork, length: int | None) -> dict[str, jax.ShapeDtypeStruct]:
+    if length is None:
+        return dict(training.columns)
+    changed = {}
+    for name, one in training.columns.items():
+        shape = tuple(length if size == training.length else size for size in one.shape)
+        changed[name] = jax.ShapeDtypeStruct(shape, one.dtype)
+    return changed
+
+
+def _init(model: LlamaConfig, vocab_size: int) -> Callable[[jax.Array], LlamaLMHeadModel]:
+    return lambda key: LlamaLMHeadModel.init(hax.Axis("vocab", vocab_size), model, key=key)
+
+
+def _bytes(tree: Any) -> int:
+    return sum(block_bytes(leaf) for leaf in jax.tree.leaves(tree))

@@ -1,0 +1,213 @@
+"""`lockstep plan` with the real TPU compiler, as a user calls it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra [plan]")
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "config" / "simpo_tiny.yaml"
+SAMPLER = "sampler/sample_llama8b_multihost"
+
+
+def plan(*arguments, cache, timeout=1500):
+    """Exit code, what was printed, what was written as JSON."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    out = Path(cache) / "plan.json"
+    out.unlink(missing_ok=True)
+    code = "import sys; from lockstep.main.cli import main; sys.argv[0] = 'lockstep'; main()"
+    run = subprocess.run(
+        [sys.executable, "-c", code, "plan", "--cache_dir", str(cache), "--json", str(out), *map(str, arguments)],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout,
+    )  # fmt: skip
+    found = json.loads(out.read_text()) if out.exists() else None
+    return run.returncode, run.stdout + run.stderr, found
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("plan")
+
+
+@pytest.fixture(scope="module")
+def tiny(cache):
+    return plan("--config_path", TINY, "--topology", "v6e-8", cache=cache)
+
+
+def test_what_fits_is_told_in_full(tiny):
+    code, text, found = tiny
+    assert code == 0, text
+    assert found["fits"] and found["refusals"] == [] and found["topology"]["hosts"] == 1
+    assert "fits" in text and "HBM per device" in text
+    step, samples = found["hbm_bytes_per_device"]["training step"], found["hbm_bytes_per_device"]["inference_eval"]
+    assert step["parameters"] == samples["parameters"] > 0, "training state stays while sampling"
+    assert step["optimizer"] >= 2 * step["parameters"], "two moments"
+    for moment in (step, samples):
+        parts = sum(value for name, value in moment.items() if name not in ("total", "headroom"))
+        assert parts == moment["total"] and moment["total"] + moment["headroom"] == found["chip"]["memory_bytes"]
+    assert samples["KV pages"] > 0 and step["KV pages"] == 0
+    assert set(found["sampling"]["inference_eval"]["digests"]) >= {"new_cache", "prefill", "decode"}
+    assert found["train_step"]["microbatches"] == 1
+    assert found["train_step"]["collectives"], "FSDP gathers"
+    assert not any(one["crosses_hosts"] for one in found["train_step"]["collectives"]), "a v6e-8 is one host"
+    assert found["sampling"]["inference_eval"]["predicted_at_best"]["tokens_per_s"] > 0
+
+
+def test_the_second_time_comes_from_the_cache(tiny, cache):
+    code, text, found = plan("--config_path", TINY, "--topology", "v6e-8", cache=cache)
+    assert code == 0 and "compiling" not in text and "from the cache" in text
+    assert found == tiny[2]
+
+
+def test_what_does_not_fit_is_refused_with_the_line_to_change(cache):
+    """Long answers in a thousandth of the memory; a batch that the slice cannot split."""
+    code, text, found = plan(
+        "--config_path", TINY, "--topology", "v6e-8", "--model.max_seq_len", "200000",
+        "--inference_eval.max_new_tokens", "100000", "--inference_eval.hbm_utilization", "0.001",
+        "--trainer.train_batch_size", "36", cache=cache,
+    )  # fmt: skip
+    assert code == 1, text
+    by_key = {refusal["key"]: refusal for refusal in found["refusals"]}
+    answer = by_key["inference_eval.max_new_tokens"]
+    assert 0 < answer["largest"] < 100000 and "--inference_eval.max_new_tokens on the command line" in text
+    batch = by_key["trainer.train_batch_size"]
+    assert "multiple of 8" in batch["text"]
+    assert "Traceback" not in text
+
+
+def test_the_job_must_have_the_slices_hosts(cache):
+    code, text, _ = plan("--config_path", TINY, "--topology", "v6e-8", "--trainer.distributed.require_process_count",
+                         "8", cache=cache)  # fmt: skip
+    assert code == 1 and "require_process_count is 8, and v6e-8 has 1 hosts" in text
+
+
+SAME = """
+import json, sys
+import jax
+from lockstep.engine import Engine
+from lockstep.main.arguments import parse_arguments
+from lockstep.main.work import CONFIGS, work_of
+from lockstep.placement import make_mesh
+from lockstep.plan import CompileCache, make_plan, topology
+from lockstep.plan.train_step import make_state
+
+work = work_of("train-simpo", parse_arguments(CONFIGS["train-simpo"], ["--config_path", "config/simpo_tiny.yaml"]))
+slice_ = topology(sys.argv[1])
+plan = make_plan(work, slice_, CompileCache(slice_.name, None, lambda *_: None))
+(planned,) = plan.sampling
+
+# What the callback does on those devices: an engine of its own that compiles with the compiler itself.
+mesh = make_mesh("auto", list(slice_.devices))
+(one,) = work.sampling
+engine = Engine(one.engine, mesh)
+digests = engine.prepare(make_state(work, mesh).structs.model, one.requests, free=plan.memory - plan.resident)
+print(json.dumps({
+    "same": [engine.sizing.layout == planned.sizing.layout, engine.sizing.sizes == planned.sizing.sizes,
+             engine.sizing.compiled == planned.sizing.compiled, digests == planned.digests],
+    "digests": digests | {"train": plan.training.summary.digest},
+}))
+"""
+
+
+def test_plan_and_engine_choose_alike_on_every_process():
+    """One function, two callers; two processes of their own compile the same programs."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", SAME, "v5p-16"], cwd=ROOT, env=environment, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    found = []
+    for run in runs:
+        out, error = run.communicate(timeout=600)
+        assert run.returncode == 0, error[-4000:]
+        found.append(json.loads(out.splitlines()[-1]))
+    assert found[0]["same"] == found[1]["same"] == [True] * 4
+    assert found[0]["digests"] == found[1]["digests"] and len(found[0]["digests"]) >= 4
+
+
+VMEM = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from lockstep.engine.program import Ledger, compile_program
+from lockstep.errors import VmemError
+from lockstep.plan import topology
+
+mesh = Mesh(np.array(topology("v5p-8").devices[:1]), ("x",), axis_types=(AxisType.Auto,))
+def struct(*shape, dtype=jnp.int32):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
+arguments = [struct(1024, 32, 128, dtype=jnp.bfloat16), struct(288, 128, 16, 128, dtype=jnp.bfloat16), struct(64),
+             struct(64, 36), struct(65), struct(1)]
+def prefill(*arrays):
+    return ragged_paged_attention(*arrays, num_kv_pages_per_block=32, num_queries_per_block=8)
+mapped = jax.shard_map(prefill, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+try:
+    compile_program("prefill", mapped, arguments, mesh=mesh, ledger=Ledger())
+except VmemError as error:
+    print("VMEM:", error, error.needed, error.limit)
+"""
+
+
+def test_a_kernel_beyond_the_vector_memory_is_told_as_such():
+    """The failure that cost earlier attempts days: blocks of 32 pages and 8 queries, no limit."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", VMEM], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    last = run.stdout.splitlines()[-1]
+    assert last.startswith("VMEM: program 'prefill': an attention kernel does not fit the vector memory"), run.stdout
+    assert "leave the blocks to it" in last and int(last.split()[-2]) > int(last.split()[-1]) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "slice_"),
+    [
+        ("simpo_ultrafeedback_llama3_8b_v5p_64_inference", "v5p-64"),
+        ("grpo_gsm8k_qwen25_3b_v6e_8", "v6e-8"),
+        ("grpo_gsm8k_qwen25_3b_v6e_16", "v6e-16"),
+        (SAMPLER, "v5p-16"),
+        (f"{SAMPLER}_real", "v5p-16"),
+        (f"{SAMPLER}_128prompts_2048_hostdp_wandb_v5p16", "v5p-16"),
+        (f"{SAMPLER}_128prompts_2048_hostdp_wandb_v5p32", "v5p-32"),
+    ],
+)
+def test_every_pod_configuration_fits_its_slice(name, slice_, cache):
+    code, text, found = plan("--config_path", f"config/{name}.yaml", "--topology", slice_, cache=cache)
+    print(text)
+    assert code == 0 and found["fits"], text
+
+
+@pytest.mark.slow
+def test_the_sizes_that_used_to_fail_work(cache):
+    """100 prompts × 4,096 tokens with a prefill of 8,192 tokens: our blocks compile, or it is refused with advice."""
+    code, text, found = plan(
+        "--config_path", f"config/{SAMPLER}_real.yaml", "--topology", "v5p-16", "--engine.max_prefill_size", "8192",
+        cache=cache,
+    )  # fmt: skip
+    print(text)
+    assert code == 0, text
+    sizes = found["sampling"]["sampling"]["sizes"]
+    assert sizes["sequences"] >= 50 and sizes["prefill_rows"] * sizes["page_size"] >= 2048
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slice_", ["v5p-512", "v6e-256"])
+def test_big_slices(slice_, cache):
+    hosts = "64"
+    code, text, found = plan(
+        "--config_path", "config/simpo_ultrafeedback_llama3_8b_v5p_64_inference.yaml", "--topology", slice_,
+        "--trainer.distributed.require_process_count", hosts, "--trainer.per_device_parallelism", "1", cache=cache,
+    )  # fmt: skip
+    print(text)
+    assert found["topology"]["hosts"] == 64
+    assert code == 0, text
