@@ -21,7 +21,7 @@ def print_plan(plan: Plan, console: Console) -> None:
         console: where to.
     """
     mesh = ", ".join(f"{name} {size}" for name, size in plan.mesh_shape.items())
-    console.print(f"[bold]{plan.work.command}[/] on [bold]{escape(plan.topology.describe())}[/]")
+    console.print(f"[bold]{plan.work.command}[/] on [bold]{escape(plan.topology.describe())}[/]", highlight=False)
     if mesh:
         console.print(
             f"mesh ({mesh}){' on each host' if plan.work.one_host else ''}, {plan.chip.name}", highlight=False
