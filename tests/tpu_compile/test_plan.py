@@ -105,7 +105,8 @@ plan = make_plan(work, slice_, CompileCache(slice_.name, None, lambda *_: None))
 mesh = make_mesh("auto", list(slice_.devices))
 (one,) = work.sampling
 engine = Engine(one.engine, mesh)
-digests = engine.prepare(make_state(work, mesh).structs.model, one.requests, free=plan.memory - plan.resident)
+engine.prepare(make_state(work, mesh).structs.model, one.requests, free=plan.memory - plan.resident)
+digests = {name: program.digest for name, program in engine.programs.items()}
 print(json.dumps({
     "same": [engine.sizing.layout == planned.sizing.layout, engine.sizing.sizes == planned.sizing.sizes,
              engine.sizing.compiled == planned.sizing.compiled, digests == planned.digests],

@@ -16,7 +16,6 @@ from typing import Any, Final
 import jax
 
 from lockstep.engine.compiling import explain
-from lockstep.engine.program import lowered_digest
 from lockstep.errors import ConfigError, HbmError, VmemError
 
 _FIGURES: Final = (
@@ -69,6 +68,11 @@ class Summary:
 def default_directory() -> Path:
     """Where results are kept unless told otherwise."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep" / "plan"
+
+
+def lowered_digest(lowered: jax.stages.Lowered) -> str:
+    """sha256 of a program as the compiler gets it."""
+    return hashlib.sha256(lowered.as_text().encode()).hexdigest()
 
 
 class CompileCache:
@@ -147,7 +151,7 @@ class CompileCache:
             compiler = importlib.metadata.version("libtpu")
         except importlib.metadata.PackageNotFoundError:
             compiler = "none"
-        words = f"{_FORMAT} {self._topology} libtpu {compiler} {os.environ.get('LIBTPU_INIT_ARGS', '')}"
+        words = f"{_FORMAT} {self._topology} jaxlib {importlib.metadata.version('jaxlib')} libtpu {compiler} {os.environ.get('LIBTPU_INIT_ARGS', '')}"
         return hashlib.sha256(f"{words} {lowered_digest(lowered)}".encode()).hexdigest()
 
     def _path(self, key: str) -> Path | None:

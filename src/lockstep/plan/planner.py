@@ -215,7 +215,7 @@ def _plan_sampling(
     """What `Engine.prepare` chooses there: the very function that sizes the engine on the pod."""
     engine = Engine(one.engine, mesh, vocab_size=one.vocab_size, compile_with=cache)
     try:
-        digests = engine.prepare((model, weights), one.requests, free=free)
+        engine.prepare((model, weights), one.requests, free=free)
     except CapacityError as error:
         raise RefusedError(_shorter(one, mesh, model, weights, cache, free, error)) from error
     except ConfigError as error:
@@ -229,7 +229,7 @@ def _plan_sampling(
     return SamplingPlan(
         work=one,
         sizing=engine.sizing,
-        digests=digests,
+        digests={name: program.digest for name, program in programs.items()},
         collectives={name: collectives(program.text(), hosts) for name, program in programs.items()},
         vmem={name: vmem(program.text()) for name, program in programs.items()},
         code=sum(int(program.memory().generated_code_size_in_bytes) for program in programs.values()),
