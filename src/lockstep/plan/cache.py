@@ -151,7 +151,8 @@ class CompileCache:
             compiler = importlib.metadata.version("libtpu")
         except importlib.metadata.PackageNotFoundError:
             compiler = "none"
-        words = f"{_FORMAT} {self._topology} jaxlib {importlib.metadata.version('jaxlib')} libtpu {compiler} {os.environ.get('LIBTPU_INIT_ARGS', '')}"
+        jaxlib, flags = importlib.metadata.version("jaxlib"), os.environ.get("LIBTPU_INIT_ARGS", "")
+        words = f"{_FORMAT} {self._topology} jaxlib {jaxlib} libtpu {compiler} {flags}"
         return hashlib.sha256(f"{words} {lowered_digest(lowered)}".encode()).hexdigest()
 
     def _path(self, key: str) -> Path | None:
