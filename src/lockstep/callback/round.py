@@ -76,6 +76,7 @@ def run_round(
             yield
 
     hosts.phase("waiting for all hosts to begin")
+    hosts.preemption.tell()
     hosts.barrier("begin")
     hosts.agree("facts", {**facts, **environment(), "debug": str(hosts.debug)})
     clock.lap("barrier")

@@ -4,9 +4,12 @@ Without this, a process that raises waits in JAX's own exit barrier for peers th
 dies is only missed after ``heartbeat_timeout_s``. Measured on 2 processes: see tests/multiprocess/test_hosts.py.
 """
 
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
+from types import FrameType
 from typing import NoReturn
 
 from lockstep.errors import ConfigError, HostError, PromptError
@@ -19,6 +22,7 @@ INTERRUPTED_EXIT_CODE = 130
 def run_main(main: Callable[[], object]) -> None:
     """Run a program's main function and leave the job in order, or at once when it fails.
 
+    SIGTERM ends the program in the same way, with code 143, unless a handler of its own is there, as in `Trainer`.
     A ConfigError or PromptError is printed as its text, any other error with its stack; the peers are told, and the
     process ends. In a job of several processes it does so without Python's exit handlers.
 
@@ -29,6 +33,9 @@ def run_main(main: Callable[[], object]) -> None:
         SystemExit: in a job of one process, with the code of the failure; never when ``main`` returns None or 0.
     """
     code, text = 0, ""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        # Python's default ends the process without a word to its peers, who would wait for it.
+        signal.signal(signal.SIGTERM, _terminate)
     try:
         result = main()
         code = result if isinstance(result, int) else 0
@@ -51,6 +58,10 @@ def run_main(main: Callable[[], object]) -> None:
         traceback.print_exc()
     if code != 0:
         leave(code, text)
+
+
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 def leave(code: int, reason: str) -> NoReturn:

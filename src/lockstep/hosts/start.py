@@ -145,6 +145,7 @@ def _initialize(config: DistributedConfig) -> None:
             "others. Call start() first (also before jax.devices())."
         )
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    _keep_sigterm()
     with _connecting(config, f"the {count} processes of the job (coordinator {address})"):
         jax.distributed.initialize(
             address,
@@ -156,8 +157,17 @@ def _initialize(config: DistributedConfig) -> None:
         )
 
 
+def _keep_sigterm() -> None:
+    """Have JAX not catch SIGTERM: a loop that never asks its preemption service would not end on it.
+
+    Who wants that service calls ``jax.distributed.initialize`` first; its notices then end rounds of samples too.
+    """
+    jax.config.update("jax_enable_preemption_service", False)
+
+
 def _initialize_from_cluster(config: DistributedConfig) -> None:
     """TPU pods, GKE, Slurm and MPI, as JAX finds them."""
+    _keep_sigterm()
     try:
         with _connecting(config, "the processes of this cluster job"):
             jax.distributed.initialize(

@@ -25,6 +25,7 @@ from lockstep.models import LlamaConfig, LlamaLMHeadModel, ModelConfig, config_t
 from lockstep.models.huggingface import load_config, load_hf, read_hf_config
 from lockstep.models.huggingface_save import save_hf
 from lockstep.placement import PARAMETER_AXES, make_mesh
+from lockstep.report.background import BackgroundTracker
 from lockstep.report.trackers import NoopTracker, Tracker, build_tracker
 from lockstep.text import check_vocab, load_tokenizer
 from lockstep.training import LossFn, OptimizerConfig, Rows, Trainer, TrainerConfig
@@ -145,7 +146,8 @@ def train(config: RunConfig, data: LoadsData, objective: LossFn, hosts: Hosts) -
     tracker: Tracker = NoopTracker()
     with settled(hosts, "tracker"):
         if hosts.is_leader:
-            tracker = build_tracker(config.trainer.tracker, run_dir, run_dir.name, draccus.encode(config))
+            built = build_tracker(config.trainer.tracker, run_dir, run_dir.name, draccus.encode(config))
+            tracker = BackgroundTracker(built, leader_only)
     try:
         schedule = config.optimizer.schedule(config.trainer.num_train_steps)
         optimizer = config.optimizer.build(config.trainer.num_train_steps)
@@ -169,15 +171,17 @@ def train(config: RunConfig, data: LoadsData, objective: LossFn, hosts: Hosts) -
         result = trainer.train(model, rows)
         del model
         saved = None
-        if result.stopped_by is None and config.hf_save_path is not None:
+        # A machine that is taken away (SIGTERM) leaves what it has; Ctrl-C ends at once.
+        if result.stopped_by in (None, signal.SIGTERM) and config.hf_save_path is not None:
             hosts.phase("saving")
-            saved = run_dir / config.hf_save_path
+            steps = "" if result.stopped_by is None else f"-step-{result.completed_steps}"
+            saved = run_dir / (config.hf_save_path + steps)
             save_hf(result.model, saved, tokenizer=tokenizer, hosts=hosts)
     finally:
         _finish(tracker, hosts)
     if hosts.is_leader:
         print(closing_summary(run_dir, result, config.trainer.num_train_steps, saved), flush=True)
-    return 0 if result.stopped_by is None else 128 + (result.stopped_by or signal.SIGINT)
+    return 0 if result.stopped_by is None else 128 + result.stopped_by
 
 
 def _model_shape(config: RunConfig, tokenizer: "PreTrainedTokenizerBase", mesh: Mesh) -> tuple[LlamaConfig, int]:

@@ -52,7 +52,9 @@ def closing_summary(run_dir: Path, result: TrainResult, num_train_steps: int, sa
     Returns:
         Text of several lines.
     """
-    done = "done" if result.stopped_by is None else "stopped by a signal, no checkpoint was saved"
+    done = "done" if result.stopped_by is None else "stopped by a signal"
+    if result.stopped_by is not None and saved is None:
+        done += ", no checkpoint was saved"
     lines = ["", f"{done}: {result.completed_steps} of {num_train_steps} steps, last loss {result.loss:.4f}"]
     found = [
         ("samples", run_dir / "samples.jsonl"),

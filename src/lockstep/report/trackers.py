@@ -240,7 +240,13 @@ class WandbTrackerConfig(TrackerConfig):
 
     def build(self, run_dir: str | Path, run_name: str, config: Mapping[str, Any] | None = None) -> Tracker:
         """Start the tracker, see ``TrackerConfig.build``."""
-        import wandb
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError(
+                f"the tracker is wandb, which cannot be imported: {error}. Install it (pip install wandb), or choose "
+                "type: jsonl."
+            ) from error
 
         Path(run_dir).mkdir(parents=True, exist_ok=True)
         try:

@@ -1,0 +1,184 @@
+"""What a round of samples costs outside prefill and decode: barriers, agreement, settling, the table.
+
+    python -m benchmarks.round_overhead [--json PATH]
+
+Rounds of a tiny model on 2 and 4 real processes, and the host protocol alone (`run_round` without devices) between 2 to
+64 clients in memory, where every call to the service sleeps as long as one took on the real service.
+"""
+
+import argparse
+import concurrent.futures
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+ROOT = Path(__file__).resolve().parents[1]
+ROUNDS, WARM = 12, 2
+SIMULATED = (2, 4, 8, 16, 32, 64)
+GOAL_MS = 50.0
+
+
+def main() -> int:
+    """Measure, print, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        from lockstep.hosts import run_main
+
+        run_main(worker)
+        return 0
+    rows: dict[str, Any] = {}
+    for processes in (2, 4):
+        found = on_processes(processes)
+        rows |= {f"{name}_{processes}_processes_ms": value for name, value in found.items()}
+        print(f"{processes} processes: {json.dumps(found)}", flush=True)
+    latency_ms = rows["call_2_processes_ms"]
+    for count in SIMULATED:
+        rows[f"protocol_{count}_clients_ms"] = in_memory(count, latency_ms / 1000)
+        print(f"{count} clients in memory: {rows[f'protocol_{count}_clients_ms']:.1f} ms", flush=True)
+    growth = rows["protocol_64_clients_ms"] / rows["protocol_2_clients_ms"]
+    rows |= {"goal_2_processes_ms": GOAL_MS, "protocol_growth_2_to_64": growth, "linear_growth_2_to_64": 32.0}
+    print(f"64 clients take {growth:.1f} times as long as 2; linear would be 32 times")
+    if arguments.json:
+        temporary = arguments.json.with_suffix(".tmp")
+        temporary.write_text(json.dumps(rows, indent=2) + "\n")
+        temporary.replace(arguments.json)
+    return 0
+
+
+def on_processes(processes: int) -> dict[str, float]:
+    """Median milliseconds of a round on real processes, as the leader sees it."""
+    command = [sys.executable, str(ROOT / "infra" / "launch.py"), "--processes", str(processes), "--prefix", "never"]
+    command += ["--devices_per_process", "1", "--", "python", "-m", "benchmarks.round_overhead", "--worker"]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    found = [line for line in run.stdout.splitlines() if line.startswith("figures ")]
+    if run.returncode or not found:
+        raise RuntimeError(f"{processes} processes ended with {run.returncode}:\n{run.stdout}\n{run.stderr}")
+    figures: dict[str, float] = json.loads(found[-1].removeprefix("figures "))
+    return figures
+
+
+def worker() -> None:
+    """One process: rounds of the callback, timed whole and inside launches."""
+    from lockstep import InferenceEvalConfig, SampleCallback, start
+    from lockstep.engine import Engine
+    from tests import tiny
+
+    hosts = start()
+    trainer = tiny.make_trainer("auto", 1, hosts)
+    model = tiny.init_model(trainer)
+    config = InferenceEvalConfig(eval_every=1, prompts=["one", "two"], max_new_tokens=16, on_error="raise")
+    callback = SampleCallback(config, tiny.tokenizer(), hosts=hosts)
+    inside = 0.0
+    run = Engine.run
+
+    def timed(self: Engine, *args: Any, around_launch: Callable[[str], Any], **options: Any) -> Any:
+        @contextlib.contextmanager
+        def around(name: str) -> Iterator[None]:
+            nonlocal inside
+            with around_launch(name):
+                begin = time.perf_counter()
+                yield
+                inside += time.perf_counter() - begin
+
+        return run(self, *args, around_launch=around, **options)
+
+    laps, calls = [], []
+    with mock.patch.object(Engine, "run", timed):
+        for step in range(ROUNDS):
+            hosts.barrier("between rounds")
+            inside, begin = 0.0, time.perf_counter()
+            with contextlib.redirect_stdout(sys.stderr):
+                callback(SimpleNamespace(step=step + 1, model=model))
+            total = time.perf_counter() - begin
+            laps.append((total, inside))
+            for _ in range(5):
+                begin = time.perf_counter()
+                hosts.client.set(f"lockstep/benchmark/{hosts.index}", b"x")
+                calls.append(time.perf_counter() - begin)
+    laps = laps[WARM:]
+    figures = {
+        "outside": 1000 * statistics.median(total - inside for total, inside in laps),
+        "inside": 1000 * statistics.median(inside for _, inside in laps),
+        "call": 1000 * statistics.median(calls),
+    }
+    hosts.barrier("all have measured")
+    if hosts.is_leader:
+        print(f"figures {json.dumps(figures)}", flush=True)
+
+
+class SlowClient:
+    """A client in memory, each of whose calls takes as long as one to the real service."""
+
+    def __init__(self, client: Any, latency_s: float) -> None:
+        self._client, self._latency_s = client, latency_s
+        self.index, self.count = client.index, client.count
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._client, name)
+
+        def slow(*args: Any) -> Any:
+            time.sleep(self._latency_s)
+            return call(*args)
+
+        return slow
+
+
+def in_memory(count: int, latency_s: float) -> float:
+    """Median milliseconds of the host protocol of a round between ``count`` threads."""
+    import jax
+
+    from lockstep.callback.round import run_round
+    from lockstep.hosts import Hosts, Ledger, MemoryClient
+
+    class NoEngine:
+        """Launches nothing; the scheduler is looked at twice, as in a short round."""
+
+        def __init__(self) -> None:
+            self.ledger = Ledger()
+
+        def free_bytes(self, model: Any) -> int:
+            return 0
+
+        def prepare(self, model: Any, requests: Any, *, free: int) -> dict[str, str]:
+            return {"decode": "x"}
+
+        def run(self, model: Any, requests: Any, *, between_launches: Any, **_: Any) -> list[Any]:
+            for _ in range(2):
+                between_launches(SimpleNamespace(done=False))
+            return []
+
+    def rounds(client: Any) -> list[float]:
+        hosts, engine, laps = Hosts(SlowClient(client, latency_s)), NoEngine(), []
+        for step in range(ROUNDS):
+            hosts.barrier("between rounds")
+            begin = time.perf_counter()
+            with hosts.scope("round") as scope:
+                run_round(scope, facts={"step": str(step)}, read=lambda: ([], []), engine=lambda: engine, model=None)
+            laps.append(time.perf_counter() - begin)
+        return laps[WARM:]
+
+    # The threads stand for processes, each of which would have a guard of its own.
+    with (
+        mock.patch.object(jax, "thread_guard", lambda _: contextlib.nullcontext()),
+        concurrent.futures.ThreadPoolExecutor(count) as pool,
+    ):
+        laps = list(pool.map(rounds, MemoryClient.hub(count)))
+    return 1000 * statistics.median(laps[0])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""Trackers behind a bounded queue: one that is down or slow neither blocks nor fails training."""
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from lockstep.report.rows import Row
+from lockstep.report.trackers import Tracker
+
+log = logging.getLogger(__name__)
+
+QUEUE_SIZE = 1000
+"""Calls that may wait for the tracker; further ones are dropped and counted."""
+FINISH_S = 60.0
+"""Seconds that finishing may take."""
+
+type Guard = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+class BackgroundTracker:
+    """Passes calls on to a tracker from a thread of its own, in order, and returns at once.
+
+    Args:
+        tracker: called from that thread alone.
+        guard: a context around each of its calls, such as ``lockstep.leader_only``: it must not launch programs.
+        size: calls that may wait; further ones are dropped and counted.
+        finish_s: seconds that ``finish`` waits for what is left.
+    """
+
+    def __init__(
+        self,
+        tracker: Tracker,
+        guard: Guard = contextlib.nullcontext,
+        *,
+        size: int = QUEUE_SIZE,
+        finish_s: float = FINISH_S,
+    ) -> None:
+        self.dropped = 0
+        """Calls that found the queue full, or were left when time was over."""
+        self.errors = 0
+        """Calls in which the tracker failed."""
+        self._tracker, self._guard, self._finish_s = tracker, guard, finish_s
+        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(size)
+        self._thread: threading.Thread | None = None
+        self._finished = False
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Have the scalars recorded soon."""
+        values = dict(metrics)
+        self._put(lambda: self._tracker.log(values, step=step))
+
+    def log_rows(self, name: str, rows: Sequence[Row], *, step: int) -> None:
+        """Have the rows added soon."""
+        kept = list(rows)
+        self._put(lambda: self._tracker.log_rows(name, kept, step=step))
+
+    def finish(self) -> None:
+        """Wait for what is left and finish the tracker, ``finish_s`` seconds in all; then say what was lost."""
+        if self._finished:
+            return
+        deadline = time.monotonic() + self._finish_s
+        with contextlib.suppress(queue.Full):
+            self._put(self._tracker.finish, wait_s=self._finish_s)
+            self._queue.put(None, timeout=max(0.0, deadline - time.monotonic()))
+        self._finished = True
+        if self._thread is not None:
+            self._thread.join(max(0.0, deadline - time.monotonic()))
+            if self._thread.is_alive():
+                self.dropped += self._queue.qsize()
+                log.error("the tracker did not finish within %g s; it is left behind", self._finish_s)
+        if self.dropped or self.errors:
+            log.warning("the tracker failed %d times, and %d calls were dropped", self.errors, self.dropped)
+
+    def _put(self, call: Callable[[], None], wait_s: float = 0.0) -> None:
+        if self._finished:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="lockstep-tracker", daemon=True)
+            self._thread.start()
+        try:
+            self._queue.put(call, block=wait_s > 0, timeout=wait_s or None)
+        except queue.Full:
+            self.dropped += 1
+            if self.dropped == 1:
+                log.error("the tracker is too slow: what it cannot take is dropped and counted; training goes on")
+
+    def _run(self) -> None:
+        while (call := self._queue.get()) is not None:
+            try:
+                with self._guard():
+                    call()
+            except Exception as error:
+                self.errors += 1
+                if self.errors == 1:
+                    log.error("the tracker failed; training goes on, later failures are counted", exc_info=error)
