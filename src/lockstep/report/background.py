@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from lockstep.report.rows import Row
+from lockstep.report.rows import TableRow
 from lockstep.report.trackers import Tracker
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class BackgroundTracker:
         values = dict(metrics)
         self._put(lambda: self._tracker.log(values, step=step))
 
-    def log_rows(self, name: str, rows: Sequence[Row], *, step: int) -> None:
+    def log_rows(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
         """Have the rows added soon."""
         kept = list(rows)
         self._put(lambda: self._tracker.log_rows(name, kept, step=step))
