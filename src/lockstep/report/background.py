@@ -47,7 +47,7 @@ class BackgroundTracker:
         self._thread: threading.Thread | None = None
         self._finished = False
 
-    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+    def log(self, metrics: Mapping[str, float | str], *, step: int) -> None:
         """Have the scalars recorded soon."""
         values = dict(metrics)
         self._put(lambda: self._tracker.log(values, step=step))
