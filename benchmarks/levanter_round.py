@@ -1,6 +1,6 @@
 """A round of samples inside a Levanter training run: our hook, and Levanter's own engine called in the same place.
 
-    python -m benchmarks.levanter_round [--json PATH] [--only ours|levanter|plain]
+    python -m benchmarks.levanter_round [--json PATH] [--only ours|levanter|plain] [--rounds 4]
 
 2 processes × 2 devices, FSDP, Levanter's ``Trainer``; 8 prompts of 64 tokens, 64 new tokens each, greedy, never stopped
 early. The first round compiles. Extra memory is the peak of a process's resident memory during a round less what it had
@@ -24,7 +24,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 64, 64
-STEPS, EVERY = 17, 4
+EVERY = 4
 CONTESTANTS = ("plain", "ours", "levanter")
 
 
@@ -34,14 +34,15 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="add the figures to this file")
     parser.add_argument("--only", choices=CONTESTANTS, help="measure one contestant")
     parser.add_argument("--worker", choices=CONTESTANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=4, help="rounds of samples, the first of which compiles")
     arguments = parser.parse_args()
     if arguments.worker:
-        return worker(arguments.worker)
+        return worker(arguments.worker, EVERY * arguments.rounds + 1)
     rows: dict[str, Any] = {}
     if arguments.json and arguments.json.exists():
         rows = json.loads(arguments.json.read_text())
     for name in [arguments.only] if arguments.only else CONTESTANTS:
-        rows[name] = measure(name)
+        rows[name] = measure(name, arguments.rounds)
         print(name, json.dumps(rows[name]), flush=True)
     if "ours" in rows and "levanter" in rows:
         rows["later_rounds_over_levanter"] = rows["levanter"]["later_round_s"] / rows["ours"]["later_round_s"]
@@ -54,43 +55,43 @@ def main() -> int:
     return 0
 
 
-def measure(name: str) -> dict[str, Any]:
+def measure(name: str, rounds: int) -> dict[str, Any]:
     """Figures of one contestant; memory is that of the process that needed most."""
     command = [sys.executable, str(ROOT / "infra" / "launch.py"), "--backend", "local", "--prefix", "never"]
     command += ["--processes", "2", "--devices_per_process", "2", "--"]
-    command += ["python", "-m", "benchmarks.levanter_round", "--worker", name]
+    command += ["python", "-m", "benchmarks.levanter_round", "--worker", name, "--rounds", str(rounds)]
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     found = [json.loads(line.split(" ", 1)[1]) for line in run.stdout.splitlines() if line.startswith("figures ")]
     if run.returncode or len(found) != 2:
         raise RuntimeError(f"{name} ended with {run.returncode}:\n{run.stdout}\n{run.stderr}")
     leader = next(each for each in found if each["process"] == 0)
-    steps, rounds = leader["steps"], leader["rounds"]
+    steps, seconds = leader["steps"], leader["rounds"]
     figures: dict[str, Any] = {"step_s_before": float(np.median(steps[1:EVERY]))}
-    after = [seconds for step, seconds in enumerate(steps) if step > EVERY and step % EVERY]
+    after = [taken for step, taken in enumerate(steps) if step > EVERY and step % EVERY]
     figures["step_s_after"] = float(np.median(after))
-    if rounds:
-        figures["first_round_s"], figures["later_round_s"] = rounds[0], float(np.median(rounds[1:]))
-        figures["rounds_s"] = rounds
+    if seconds:
+        figures["first_round_s"], figures["later_round_s"] = seconds[0], float(np.median(seconds[1:]))
+        figures["rounds_s"] = seconds
         figures["first_round_extra_mb"] = max(each["extra"][0] for each in found) / 2**20
         figures["later_round_extra_mb"] = max(float(np.median(each["extra"][1:])) for each in found) / 2**20
     return figures
 
 
-def worker(name: str) -> int:
+def worker(name: str, steps: int) -> int:
     """One process: train, sample in the hook, print what it took."""
     from lockstep.hosts import run_main, start
 
     def run() -> None:
         hosts = start()
         with tempfile.TemporaryDirectory() as directory:
-            figures = train(name, directory)
+            figures = train(name, directory, steps)
         print("figures " + json.dumps({"process": hosts.index, **figures}), flush=True)
 
     run_main(run)
     return 0
 
 
-def train(name: str, directory: str) -> dict[str, list[float]]:
+def train(name: str, directory: str, num_steps: int) -> dict[str, list[float]]:
     """Levanter's loop with one contestant as a hook; seconds of each step and round, bytes of each round."""
     import haliax as hax
     import jax
@@ -119,7 +120,7 @@ def train(name: str, directory: str) -> dict[str, list[float]]:
     )
     config = TrainerConfig(
         id="bench",
-        num_train_steps=STEPS,
+        num_train_steps=num_steps,
         train_batch_size=8,
         tracker=NoopConfig(),
         log_dir=Path(directory),
@@ -131,7 +132,7 @@ def train(name: str, directory: str) -> dict[str, list[float]]:
     )
     config.initialize()
     rng = np.random.default_rng(0)
-    rows = rng.integers(0, len(tokenizer), (8 * STEPS, 64)).astype(np.int32)
+    rows = rng.integers(0, len(tokenizer), (8 * num_steps, 64)).astype(np.int32)
     data = [LmExample.causal(hax.named(jax.numpy.asarray(row), hax.Axis("position", 64))) for row in rows]
     steps: list[float] = []
     rounds: list[float] = []
@@ -152,10 +153,10 @@ def train(name: str, directory: str) -> dict[str, list[float]]:
     def loss(model: Any, example: LmExample, *, key: Any = None) -> Any:
         return model.compute_next_token_loss(example, key=key)
 
-    with Trainer(config, AdamConfig(learning_rate=1e-4).build(STEPS), loss, add_default_hooks=False) as trainer:
+    with Trainer(config, AdamConfig(learning_rate=1e-4).build(num_steps), loss, add_default_hooks=False) as trainer:
         key = jax.random.PRNGKey(0)
         state = trainer.initial_state(key, model_init=lambda: model.build(hax.Axis("vocab", vocab), key=key))
-        trainer.add_hook(lambda info: steps.append(info.step_duration) if len(steps) < STEPS else None)
+        trainer.add_hook(lambda info: steps.append(info.step_duration) if len(steps) < num_steps else None)
         if name == "ours":
             trainer.add_hook(timed(our_round(tokenizer, trainer)), every=EVERY)
         if name == "levanter":
