@@ -86,7 +86,8 @@ def test_layers_need_not_be_stacked(name):
 def test_lora_is_merged_on_the_way(name):
     lora = LoraConfig(r=4, alpha=8.0, a_init_mode="random")
     config = UNSTACKED["olmo2"] if name == "by layer" else models.LLAMA
-    model = loraize(models.build(config), lora, key=jax.random.key(5))
+    # The adapters add to what the weights give: with smaller weights, logits are as large as in the other tests.
+    model = loraize(models.build(config, scale=0.5), lora, key=jax.random.key(5))
     check(sharded(model) if name == "sharded" else model, model)
 
 
