@@ -65,11 +65,11 @@ def test_the_second_time_comes_from_the_cache(tiny, cache):
 
 
 def test_what_does_not_fit_is_refused_with_the_line_to_change(cache):
-    """Long answers in a thousandth of the memory; a batch that the slice cannot split."""
+    """Long answers in a thousandth of the memory; a batch that the slice cannot split; a job of another size."""
     code, text, found = plan(
         "--config_path", TINY, "--topology", "v6e-8", "--model.max_seq_len", "200000",
         "--inference_eval.max_new_tokens", "100000", "--inference_eval.hbm_utilization", "0.001",
-        "--trainer.train_batch_size", "36", cache=cache,
+        "--trainer.train_batch_size", "36", "--trainer.distributed.require_process_count", "8", cache=cache,
     )  # fmt: skip
     assert code == 1, text
     by_key = {refusal["key"]: refusal for refusal in found["refusals"]}
@@ -77,13 +77,8 @@ def test_what_does_not_fit_is_refused_with_the_line_to_change(cache):
     assert 0 < answer["largest"] < 100000 and "--inference_eval.max_new_tokens on the command line" in text
     batch = by_key["trainer.train_batch_size"]
     assert "multiple of 8" in batch["text"]
+    assert "require_process_count is 8, and v6e-8 has 1 hosts" in text
     assert "Traceback" not in text
-
-
-def test_the_job_must_have_the_slices_hosts(cache):
-    code, text, _ = plan("--config_path", TINY, "--topology", "v6e-8", "--trainer.distributed.require_process_count",
-                         "8", cache=cache)  # fmt: skip
-    assert code == 1 and "require_process_count is 8, and v6e-8 has 1 hosts" in text
 
 
 SAME = """
@@ -115,6 +110,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 def test_plan_and_engine_choose_alike_on_every_process():
     """One function, two callers; two processes of their own compile the same programs."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
