@@ -15,7 +15,7 @@ from tests import tiny
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
-SHARD = 24 << 20
+SHARD = 32 << 20
 CONFIG = dataclasses.replace(tiny.CONFIG, hidden_dim=512, intermediate_dim=2048, num_layers=8, num_heads=8)
 VOCAB = 8192
 
@@ -56,7 +56,7 @@ def test_a_process_holds_its_part_and_a_file_at_most(tmp_path, processes):
     model = as_trainable(CONFIG, jax.device_put(weights, jax.NamedSharding(mesh, jax.P())))
     save_hf(model, tmp_path / "checkpoint", max_shard_bytes=SHARD)
     files = [path.stat().st_size for path in (tmp_path / "checkpoint").glob("*.safetensors")]
-    assert len(files) > 5
+    assert len(files) > 3
     for result in run_processes(body_load, processes=processes, args=(str(tmp_path / "checkpoint"),)):
         print({name: round(value / 2**20, 1) for name, value in result.items()})
         assert result["read"] == result["held"]

@@ -71,6 +71,7 @@ class LineView:
         self._print, self._every_s, self._clock = print_line, every_s, clock
         self._next = 0.0
         self._pending: JobProgress | None = None
+        self._printed = ""
 
     def update(self, job: JobProgress) -> None:
         """Print a line if the last one is old enough."""
@@ -81,9 +82,10 @@ class LineView:
 
     def close(self) -> None:
         """Print what was not printed yet."""
-        if self._pending is not None:
-            self._print(line(self._pending))
-            self._pending = None
+        if self._pending is not None and (text := line(self._pending)) != self._printed:
+            self._print(text)
+            self._printed = text
+        self._pending = None
 
 
 def make_view(title: str) -> View:

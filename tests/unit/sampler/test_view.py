@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 from rich.console import Console
 
@@ -45,11 +47,14 @@ def test_lines_come_every_few_seconds_and_at_the_end():
     view = LineView(printed.append, every_s=10.0, clock=lambda: now[0])
     for second in range(25):
         now[0] = float(second)
-        view.update(JOB)
+        view.update(dataclasses.replace(JOB, found=second))
     assert len(printed) == 3
     view.close()
     view.close()
     assert len(printed) == 4
+    view.update(dataclasses.replace(JOB, found=24))
+    view.close()
+    assert len(printed) == 4, "nothing is said twice"
 
 
 def body_board(hosts, steps):
