@@ -133,6 +133,16 @@ def test_one_process_that_raises_ends_all(victim):
     assert "Terminating process" not in outputs[other]
 
 
+@pytest.mark.parametrize("victim", ["0", "1"])
+def test_sigterm_to_one_process_ends_all(victim):
+    """A loop of one's own, which catches no signal: JAX's preemption service would swallow it."""
+    begin = time.monotonic()
+    codes, outputs = _run_by_hand(["terminate", victim])
+    assert time.monotonic() - begin < 20
+    assert codes[int(victim)] == 143 and codes[1 - int(victim)] == 85, outputs
+    assert f"because process {victim} failed: exit code 143" in outputs[1 - int(victim)]
+
+
 def test_watchdog_ends_a_process_that_waits_in_a_collective():
     codes, outputs = _run_by_hand(["stuck"])
     assert codes[0] == WATCHDOG_EXIT_CODE, outputs
@@ -141,6 +151,7 @@ def test_watchdog_ends_a_process_that_waits_in_a_collective():
     assert "lockstep watchdog: 'decode' on process 0 of 2 did not end within 2 s" in report
     assert "process 0: last phase 'launching decode'" in report
     assert "process 1: last phase 'reading a slow disk'" in report
+    assert "lockstep watchdog: last launches here: none" in report
     assert "in scenario_stuck" in report and "Terminating process" not in outputs[1]
 
 
@@ -217,6 +228,14 @@ def scenario_raise(victim: str) -> None:
         hosts.barrier("never")
     except HostTimeoutError as error:
         raise AssertionError("should have been ended before") from error
+
+
+def scenario_terminate(victim: str) -> None:
+    hosts = start(DistributedConfig(timeout_s=60))
+    hosts.barrier("both")
+    if hosts.index == int(victim):
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
 
 
 def scenario_stuck() -> None:

@@ -117,7 +117,12 @@ def test_shapes_of_the_state_are_those_of_the_real_one():
         return LlamaLMHeadModel.init(hax.Axis("vocab", VOCAB), LLAMA, key=key)
 
     planned, _ = state_structs(init, optimizer, mesh, precision)
-    real, _ = init_state(init_model(init, 0, mesh, precision), optimizer, mesh, precision)
+
+    def launch(name, function, arguments, *, out_shardings, donate=()):
+        with jax.set_mesh(mesh):
+            return jax.jit(function, out_shardings=out_shardings, donate_argnums=donate)(*arguments)
+
+    real, _ = init_state(init_model(init, 0, mesh, precision, launch), optimizer, mesh, precision, launch)
     assert jax.tree.structure(planned) == jax.tree.structure(real)
     for plan, array in zip(jax.tree.leaves(planned), jax.tree.leaves(real), strict=True):
         assert (plan.shape, plan.dtype, plan.sharding) == (array.shape, array.dtype, array.sharding)

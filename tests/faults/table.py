@@ -1,0 +1,60 @@
+"""The faults that are tested, and what docs/reliability.md says of them."""
+
+import dataclasses
+
+GOES_ON, EXITS, STOPS = "training goes on", "every process exits", "training stops in order"
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A row: the test ``test_<name>`` proves it.
+
+    Args:
+        name: of the test, without ``test_``.
+        what: happens.
+        ends: how it ends for training.
+        sees: what the user is told; the test finds this text.
+        deadline_s: seconds within which the test must see it, compiling for the round included; ``timeout_s`` in the
+            tests that wait for one is 2.
+        on_four: tested on 4 processes too, because more than one peer matters.
+    """
+
+    name: str
+    what: str
+    ends: str
+    sees: str
+    deadline_s: float
+    on_four: bool = False
+
+
+FAULTS = [
+    Fault("leader_tokenizer_raises", "the leader's tokenizer raises", GOES_ON, "the tokenizer is broken", 10, True),
+    Fault("prompt_file_missing_on_one_host", "the prompt file is missing", GOES_ON, "does not exist", 10),
+    Fault("prompts_differ", "hosts have different prompts", GOES_ON, "disagree", 10, True),
+    Fault("configuration_differs", "hosts have different settings", GOES_ON, "'configuration'", 10, True),
+    Fault("tokenizers_differ", "hosts have different tokenizers", GOES_ON, "'tokenizer'", 10),
+    Fault("xla_flags_differ", "hosts have different XLA flags", GOES_ON, "XLA_FLAGS --xla_cpu_enable_fast_math", 10),
+    Fault("jax_versions_differ", "hosts have different versions of jax", GOES_ON, "'jax version'", 10),
+    Fault("code_differs", "hosts run different code", GOES_ON, "'code of lockstep'", 10),
+    Fault("a_host_is_late_but_in_time", "a host comes late, within timeout_s", GOES_ON, "", 30, True),
+    Fault("metric_raises", "a metric raises", GOES_ON, "no such score", 30),
+    Fault("metric_launches", "a metric launches a device program", GOES_ON, "leader-only work", 30),
+    Fault("tracker_raises", "the tracker (W&B) raises", GOES_ON, "the tracker is down", 30),
+    Fault("tracker_blocks", "the tracker (W&B) blocks for a minute", GOES_ON, "too slow", 30),
+    Fault("disk_full", "the disk is full while samples are written", GOES_ON, "No space left on device", 30),
+    Fault("jsonl_torn", "the last line of samples.jsonl is torn", GOES_ON, "ends in a torn line", 30),
+    Fault("out_of_pages", "a prompt can never fit the pages", GOES_ON, "Raise max_pages to at least", 10),
+    Fault("out_of_device_memory_on_one_host", "one host has no device memory left", GOES_ON, "memory", 10, True),
+    Fault("nan_weights", "the weights are not numbers", GOES_ON, "", 30),
+    Fault("token_ids_out_of_range", "the tokenizer has ids that the model has not", GOES_ON, "do not match", 10),
+    Fault("deleted_model", "the model was donated to the next step", GOES_ON, "deleted", 30),
+    Fault("errors_in_a_row", "max_consecutive_errors rounds fail", GOES_ON, "sampling is switched off", 10),
+    Fault("sigterm_while_reading_prompts", "SIGTERM on one host while prompts are read", STOPS, "asked to end", 10),
+    Fault("sigterm_while_generating", "SIGTERM on one host during generation", STOPS, "asked to end", 10, True),
+    Fault("sigterm_while_reporting", "SIGTERM on the leader while it reports", STOPS, "", 10),
+    Fault("a_launch_of_one_host", "one host launches a program that others do not", EXITS, "Launch ", 20, True),
+    Fault("wandb_is_missing", "wandb is not installed", EXITS, "cannot be imported", 10),
+    Fault("follower_config_file_differs", "a host has another configuration file", EXITS, "'config'", 60),
+    Fault("a_host_is_too_late", "a host comes after timeout_s", EXITS, "timed out after 2 s", 30),
+    Fault("a_host_stalls_during_decode", "a host stalls in Python between launches", EXITS, "stalling", 30),
+]

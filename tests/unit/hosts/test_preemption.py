@@ -1,0 +1,53 @@
+"""That the job is asked to end, between threads; with real signals: tests/faults."""
+
+import signal
+
+from lockstep.engine import Budget
+from lockstep.hosts import Hosts
+from lockstep.hosts.preemption import JAX_NOTICE
+from lockstep.schedule import Scheduler
+from lockstep.types import FinishReason
+from tests.multiprocess.harness import run_threads
+from tests.unit.schedule.test_scheduler import request, sizes_of
+
+
+def asked(hosts: Hosts, who: int):
+    found = []
+    with hosts.scope("round") as scope:
+        found.append(scope.preempted("before"))
+        scope.barrier("nobody has noted")
+        if hosts.index == who:
+            hosts.preemption.note(signal.SIGTERM)
+        hosts.preemption.tell()
+        scope.barrier("told")
+        found.append(scope.preempted("after"))
+        scope.barrier("all have heard")
+        hosts.preemption.clear()
+        scope.barrier("cleared")
+        found.append(scope.preempted("at the end"))
+        scope.barrier("end")
+    return found
+
+
+def test_a_signal_on_any_process_is_known_to_all():
+    for who in range(3):
+        assert run_threads(asked, 3, who) == [[False, True, False]] * 3
+
+
+def abandons(hosts: Hosts, who: int):
+    if hosts.index == who:
+        hosts.client.set(JAX_NOTICE, b"2026-11-20")  # what JAX's preemption service sets on a SIGTERM
+    hosts.barrier("noted")
+    scheduler, finished = (Scheduler(sizes_of(), [request(0, 5, 2)]) for _ in range(2))
+    finished.abandon(FinishReason.BUDGET)
+    with hosts.scope("round") as scope:
+        budget = Budget(scope)
+        budget(finished)
+        before = budget.preempted
+        budget(scheduler)
+        scope.barrier("end")
+    return [before, budget.preempted, [completion.finish_reason for completion in scheduler.completions()]]
+
+
+def test_jax_own_notice_abandons_a_run_between_launches():
+    assert run_threads(abandons, 3, 2) == [[False, True, [FinishReason.CANCELLED]]] * 3
