@@ -56,6 +56,8 @@ class SamplingParams:
         logit_bias: pairs of token id and what is added to its logit, -100 to 100.
         allowed_token_ids: the only tokens that may be sampled; None: all.
         top_logprobs: most probable tokens to report at each step, see `Completion`.
+        prompt_logprobs: report the log-probabilities of the prompt's own tokens too, see `Completion`; the prompt is
+            read twice for that.
         stop: a completion ends with the token at which the text first holds one of these strings, whatever
             ``min_tokens`` and ``ignore_eos``; that token is kept, the text shown ends before the string. The engine
             needs ``find_stop`` for them.
@@ -80,6 +82,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     top_logprobs: int = 0
+    prompt_logprobs: bool = False
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -227,6 +230,10 @@ class Completion:
             penalties, bias, temperature and filters; 0 where decoding is greedy.
         top_logprobs: for each token the ``top_logprobs`` most probable (id, natural-log probability) under the model
             (temperature 1) at its place, most probable first; empty unless asked for.
+        prompt_logprobs: natural-log probability of each prompt token under the model (temperature 1), given those
+            before it; None for the first. Empty unless asked for, and where the answer ended before its prompt was read.
+        prompt_top_logprobs: for each prompt token what ``top_logprobs`` has for each sampled one; nothing for the
+            first. Empty unless both were asked for.
     """
 
     prompt_id: int
@@ -236,3 +243,5 @@ class Completion:
     finish_reason: FinishReason
     sampled_logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    prompt_logprobs: tuple[float | None, ...] = ()
+    prompt_top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()

@@ -91,6 +91,7 @@ class SampleCallback:
         """The step of the last round, finished or failed; None before the first."""
         self._errors_in_a_row = 0
         self._told: Sizing | None = None
+        self._told_compilations = 0
         vocab = tokenizer.get_vocab()
         self._vocab_size = max(vocab.values()) + 1
         self._facts = {
@@ -222,6 +223,7 @@ class SampleCallback:
         check_vocab(self._tokenizer, weights.embed.shape[0])
         mesh = mesh_of(weights.embed)
         if self._engine is None or self._engine.mesh != mesh:
+            self._told_compilations = 0
             config = self.config.engine_config(self._dtype)
             self._engine = Engine(config, mesh, vocab_size=self._vocab_size, ledger=self._hosts.ledger)
         return self._engine
@@ -237,11 +239,16 @@ class SampleCallback:
         return self._auditor
 
     def _tell_sizing(self) -> None:
-        """Logs layout and capacities, and why, when they are new."""
+        """Logs layout and capacities, and why, and what was compiled, as far as they are new."""
         sizing = self._engine.sizing if self._engine else None
         if sizing is not None and sizing != self._told:
             log.info("%s: %s", self.name, sizing.describe())
             self._told = sizing
+        compilations = self._engine.compilations if self._engine else ()
+        if new := compilations[self._told_compilations :]:
+            lines = "\n".join(f"  {each}" for each in new)
+            log.info("%s: compiled %d programs:\n%s", self.name, len(new), lines)
+            self._told_compilations = len(compilations)
 
     def _report(self, step: int, prompts: list[Prompt], result: RoundResult) -> None:
         """The leader's own work: whatever fails here is reported and counted, and training goes on."""

@@ -15,6 +15,7 @@ from lockstep.engine.decode import decode_arguments, decode_function, num_result
 from lockstep.engine.fork import fork_arguments, fork_function
 from lockstep.engine.prefill import prefill_arguments, prefill_function
 from lockstep.engine.program import Program, compile_program
+from lockstep.engine.score import num_scores, score_arguments, score_function
 from lockstep.engine.transformer import Transformer, device_heads
 from lockstep.hosts import Ledger
 from lockstep.kernels import select_attention
@@ -22,25 +23,27 @@ from lockstep.models import DecoderWeights, LlamaConfig
 from lockstep.placement.layout import DecodeGrid
 from lockstep.placement.relay import LayoutTree, assembly_function, leaf_layouts, partition_specs, relay_function
 from lockstep.placement.stored import is_stored, sources
-from lockstep.schedule import DecodePlan, ForkPlan, PrefillPlan, ScheduleSizes
+from lockstep.schedule import DecodePlan, ForkPlan, PrefillPlan, ScheduleSizes, ScorePlan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Programs:
     """Everything the engine launches.
 
-    ``relay`` is None where the weights are read as they lie, ``fork`` where no two sequences have the same prompt.
+    ``relay`` is None where the weights are read as they lie, ``fork`` where no two sequences have the same prompt,
+    ``score`` where nobody asks for log-probabilities of prompts.
     """
 
     relay: Program | None
     new_cache: Program
     prefill: Program
     fork: Program | None
+    score: Program | None
     decode: Program
 
     def by_name(self) -> dict[str, Program]:
         """The programs by name, in the order of their first launch."""
-        every = (self.relay, self.new_cache, self.prefill, self.fork, self.decode)
+        every = (self.relay, self.new_cache, self.prefill, self.fork, self.score, self.decode)
         return {program.name: program for program in every if program is not None}
 
 
@@ -128,11 +131,17 @@ def build_programs(
             check_vma=False,
         )
         fork = compiled("fork", mapped, [pool, *plan], donate=(0,), out_shardings=pool.sharding)
+    score = None
+    if sizes.prompt_logprobs:
+        score = _on_grid(
+            compiled, "score", score_function(transformer, sizes, attention), layouts, structs, pool, grid,
+            steps=[], plan=score_arguments(ScorePlan.empty(sizes)), results=num_scores(sizes), reads_only=True,
+        )  # fmt: skip
     decode = _on_grid(
         compiled, "decode", decode_function(transformer, sizes, attention), layouts, structs, pool, grid,
         steps=[np.int32(0)], plan=decode_arguments(DecodePlan.empty(sizes, 0)), results=num_results(sizes),
     )  # fmt: skip
-    return Programs(relay=relay, new_cache=new_cache, prefill=prefill, fork=fork, decode=decode)
+    return Programs(relay=relay, new_cache=new_cache, prefill=prefill, fork=fork, score=score, decode=decode)
 
 
 def _on_grid(
@@ -147,11 +156,17 @@ def _on_grid(
     steps: list[np.int32],
     plan: list[np.ndarray],
     results: int,
+    reads_only: bool = False,
 ) -> Program:
-    """Compiles a function of (weights, pool, scalars, a replica's part of a plan) that returns the pool and results."""
+    """Compiles a function of (weights, pool, scalars, a replica's part of a plan) that returns the pool and results.
+
+    One that ``reads_only`` leaves the pool as it is and returns results alone.
+    """
     everywhere, by_replica = grid.sharding(), grid.sharding(grid.replica_axes or None)
     arguments = [*(_struct(a, everywhere) for a in steps), *(_struct(a, by_replica) for a in plan)]
     outputs = (pool.sharding, *[everywhere] * results) if results else pool.sharding
+    if reads_only:
+        outputs = (everywhere,) * results
     mapped = jax.shard_map(
         function,
         mesh=grid.mesh,
@@ -159,7 +174,7 @@ def _on_grid(
         out_specs=jax.tree.map(lambda sharding: sharding.spec, outputs),
         check_vma=False,
     )
-    return compiled(name, mapped, [weights, pool, *arguments], donate=(1,), out_shardings=outputs)
+    return compiled(name, mapped, [weights, pool, *arguments], donate=() if reads_only else (1,), out_shardings=outputs)
 
 
 def _struct(array: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:

@@ -18,7 +18,8 @@ from lockstep.engine.fork import fork_arguments
 from lockstep.engine.free_memory import free_bytes
 from lockstep.engine.prefill import prefill_arguments
 from lockstep.engine.prepared import Prepared, prepare_programs
-from lockstep.engine.program import AroundLaunch, Program, fetch, signature_of
+from lockstep.engine.program import AroundLaunch, Compilation, Program, fetch, signature_of
+from lockstep.engine.score import score_arguments
 from lockstep.engine.sizing import Sizing
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, Ledger, current, digest, environment
@@ -26,7 +27,7 @@ from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
 from lockstep.placement.layout import DecodeGrid, decode_grid
 from lockstep.placement.place import place
 from lockstep.placement.stored import is_stored, sources
-from lockstep.schedule import FindStop, ForkPlan, PrefillPlan, Scheduler, ScheduleSizes
+from lockstep.schedule import FindStop, ForkPlan, PrefillPlan, Scheduler, ScheduleSizes, ScorePlan
 from lockstep.types import Completion, Request
 
 type BetweenLaunches = Callable[[Scheduler], None]
@@ -70,6 +71,7 @@ class Engine:
         self._compile_with = compile_with
         self.ledger = Ledger() if ledger is None else ledger
         self._built: Prepared | None = None
+        self._compilations: list[Compilation] = []
 
     @property
     def sizes(self) -> ScheduleSizes | None:
@@ -85,6 +87,11 @@ class Engine:
     def programs(self) -> Mapping[str, Program]:
         """The compiled programs by name."""
         return self._built.programs.by_name() if self._built else {}
+
+    @property
+    def compilations(self) -> Sequence[Compilation]:
+        """Programs compiled for use so far, in order: name, shapes, seconds. None is added once requests repeat."""
+        return tuple(self._compilations)
 
     def free_bytes(self, model: Any = None) -> int:
         """Free memory on the fullest device of this process; hosts agree on the least (``Hosts.least``) to `prepare`.
@@ -146,6 +153,9 @@ class Engine:
             compile_with=self._compile_with,
         )
         self.grid = self._built.grid
+        known = {id(compilation) for compilation in self._compilations}
+        compiled = [program.compilation for program in self.programs.values()]
+        self._compilations += [each for each in compiled if id(each) not in known]
         return {name: text for program in self.programs.values() for name, text in program.digests.items()}
 
     def run(
@@ -162,8 +172,8 @@ class Engine:
         Args:
             model: as given to `prepare`, or a later state of it.
             requests: as given to `prepare`.
-            around_launch: called with the program's name; its context surrounds a launch and, for ``decode``, the wait
-                for its result (and so for everything launched before it).
+            around_launch: called with the program's name; its context surrounds a launch and, for ``decode`` and
+                ``score``, the wait for its result (and so for everything launched before it).
             find_stop: finds stop strings, such as ``lockstep.StopFinder(tokenizer)``; needed if a request has any.
             between_launches: called with the scheduler before each launch, to cancel sequences or to end the run. It
                 must do the same on every host.
@@ -204,6 +214,13 @@ class Engine:
                 assert programs.fork is not None
                 with around_launch("fork"):
                     pool = programs.fork(pool, *(place(a, by_replica) for a in fork_arguments(plan)))
+                continue
+            if isinstance(plan, ScorePlan):
+                assert programs.score is not None
+                with around_launch("score"):
+                    found = programs.score(weights, pool, *(place(a, by_replica) for a in score_arguments(plan)))
+                    results = [fetch(result) for result in found]
+                scheduler.commit_scores(plan, *results)
                 continue
             with around_launch("decode"):
                 pool, *results = programs.decode(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from lockstep.engine.build import Programs
 from lockstep.engine.free_memory import block_bytes
+from lockstep.engine.score import SCORE_CHUNK
 from lockstep.engine.transformer import device_heads
 from lockstep.kernels import has_kernel, stored
 from lockstep.models import DecoderWeights, LlamaConfig
@@ -33,7 +34,7 @@ class Footprint:
         weights: of the decode copy; 0 where the weights are read as they lie.
         pool: of the KV cache.
         relay: what moving the weights takes beside their copy, before there is a pool.
-        temporaries: what the hungrier of prefill and decode takes beside weights and pool.
+        temporaries: what the hungriest of prefill, score and decode takes beside weights and pool.
     """
 
     weights: int
@@ -121,7 +122,7 @@ class Shapes:
             weights=self.copied,
             pool=sizes.pages * sizes.page_size * self.kv_bytes,
             relay=relay,
-            temporaries=max(self._prefill(sizes), self._decode(sizes)) + self._rewritten,
+            temporaries=max(self._prefill(sizes), self._score(sizes), self._decode(sizes)) + self._rewritten,
         )
 
     @functools.cached_property
@@ -146,6 +147,14 @@ class Shapes:
         # Logits, scores and noise in float32, and a count per token where there are penalties.
         sampling = (4 + sizes.penalties) * vocab * 4 + 8 * sizes.steps
         return outer + self._one_layer + context + sizes.slots * (scores + sampling + self._activations)
+
+    def _score(self, sizes: ScheduleSizes) -> int:
+        if not sizes.prompt_logprobs:
+            return 0
+        outer = sum(size for name, size in self.gathered.items() if name in OUTER)
+        chunk = min(SCORE_CHUNK, sizes.prefill_rows * sizes.page_size)
+        logits = 3 * chunk * -(-self.weights.embed.shape[0] // self.grid.tensor) * 4
+        return self._prefill(sizes) + outer + logits
 
     def _prefill(self, sizes: ScheduleSizes) -> int:
         config, tensor = self.config, self.grid.tensor
@@ -183,7 +192,7 @@ def measured(programs: Programs) -> Footprint:
         weights, relay = int(memory.output_size_in_bytes), int(memory.temp_size_in_bytes)
     pool = int(programs.new_cache.memory().output_size_in_bytes)
     temporaries = []
-    for program in (programs.prefill, programs.fork, programs.decode):
+    for program in (programs.prefill, programs.fork, programs.score, programs.decode):
         if program is None:
             continue
         memory = program.memory()

@@ -3,7 +3,9 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +22,24 @@ type AroundLaunch = Callable[[str], contextlib.AbstractContextManager[object]]
 """Takes a program's name; the context surrounds a launch."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compilation:
+    """How a program was compiled.
+
+    Args:
+        name: of the program.
+        shapes: of its arguments: single arrays as ``float32[2,64]``, trees of them (weights) by count and bytes.
+        seconds: that tracing, lowering and compiling took on this process.
+    """
+
+    name: str
+    shapes: tuple[str, ...]
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.name} ({', '.join(self.shapes)}): {self.seconds:.2f} s"
+
+
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Program:
     """One compiled program.
@@ -27,12 +47,14 @@ class Program:
     Args:
         name: what hosts and people call it.
         digests: of its StableHLO, its optimised HLO, and what else it was compiled with, by name.
+        compilation: its shapes, and how long it took.
         traces: times that its Python function was traced; 1 for as long as it lives.
     """
 
     name: str
     digests: Mapping[str, str]
     traces: int
+    compilation: Compilation
     _compiled: Any
     _ledger: Ledger
 
@@ -89,6 +111,7 @@ def compile_program(
         return function(*args)
 
     traced.__name__ = f"lockstep_{name}"
+    begin = time.perf_counter()
     options: dict[str, Any] = {} if out_shardings is None else {"out_shardings": out_shardings}
     try:
         with jax.set_mesh(mesh):
@@ -96,13 +119,30 @@ def compile_program(
             compiled = compile_with(lowered, name)
     except Exception as error:
         raise explain(name, dict(mesh.shape), error) from error
+    shapes = tuple(_shape_text(argument) for argument in arguments)
+    compilation = Compilation(name=name, shapes=shapes, seconds=time.perf_counter() - begin)
     optimised = compiled.as_text() if hasattr(compiled, "as_text") else None  # a compiler may give figures alone
     digests = {
         f"{name}: StableHLO": digest(lowered.as_text()),
         f"{name}: optimised HLO": digest(without_places(optimised or "")),
         f"{name}: devices and options": digest(_devices(mesh), repr(donate), *map(repr, environment().items())),
     }
-    return Program(name=name, digests=digests, traces=traces, _compiled=compiled, _ledger=ledger)
+    return Program(
+        name=name,
+        digests=digests,
+        traces=traces,
+        compilation=compilation,
+        _compiled=compiled,
+        _ledger=ledger,
+    )
+
+
+def _shape_text(argument: Any) -> str:
+    leaves = jax.tree.leaves(argument)
+    if len(leaves) == 1:
+        return f"{leaves[0].dtype}[{','.join(map(str, leaves[0].shape))}]"
+    size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    return f"{len(leaves)} arrays of {size} bytes"
 
 
 _METADATA = re.compile(r", metadata=\{[^}]*\}")

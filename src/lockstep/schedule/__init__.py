@@ -8,6 +8,7 @@ from lockstep.schedule.plan import DecodePlan as DecodePlan
 from lockstep.schedule.plan import ForkPlan as ForkPlan
 from lockstep.schedule.plan import PrefillPlan as PrefillPlan
 from lockstep.schedule.plan import ScheduleSizes as ScheduleSizes
+from lockstep.schedule.plan import ScorePlan as ScorePlan
 from lockstep.schedule.sampling import SamplingPlan as SamplingPlan
 from lockstep.schedule.sampling import sampling_sizes as sampling_sizes
 from lockstep.schedule.scheduler import FindStop as FindStop

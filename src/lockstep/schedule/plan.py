@@ -28,6 +28,7 @@ class ScheduleSizes:
         bias_ids: entries of a sequence's logit_bias at most; 0 leaves it out.
         allowed_ids: entries of a sequence's allowed_token_ids at most; 0 leaves them out.
         top_logprobs: most probable tokens that the decode program reports per step; 0 for none.
+        prompt_logprobs: 1 where there is a program for the log-probabilities of prompt tokens; 0 leaves it out.
         forks: 1 where there is a program that copies partial pages of prompts; 0 leaves it out.
         prefill_sequences: whose prompts one replica prefills in a launch at most; 0 for any number.
     """
@@ -46,6 +47,7 @@ class ScheduleSizes:
     bias_ids: int = 0
     allowed_ids: int = 0
     top_logprobs: int = 0
+    prompt_logprobs: int = 0
     forks: int = 0
     prefill_sequences: int = 0
 
@@ -86,6 +88,30 @@ class ForkPlan:
         """A plan that copies nothing."""
         shape = (sizes.replicas, sizes.slots)
         return cls(source=np.full(shape, NULL_PAGE, np.int32), target=np.full(shape, NULL_PAGE, np.int32))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ScorePlan:
+    """Pages of prompt tokens, all with K/V in the pool, to compute log-probabilities for."""
+
+    tokens: Int32[np.ndarray, "replica row page_size"]
+    targets: Int32[np.ndarray, "replica row page_size"]
+    """The token that follows each, -1 where there is none; an unused row has none."""
+    start: Int32[np.ndarray, "replica row"]
+    """Position of the row's first token, a multiple of the page size."""
+    page_table: Int32[np.ndarray, "replica row pages_per_sequence"]
+    """Pages of a sequence that has the prompt."""
+
+    @classmethod
+    def empty(cls, sizes: ScheduleSizes) -> "ScorePlan":
+        """A plan whose rows are all unused."""
+        rows = (sizes.replicas, sizes.prefill_rows)
+        return cls(
+            tokens=np.zeros((*rows, sizes.page_size), np.int32),
+            targets=np.full((*rows, sizes.page_size), -1, np.int32),
+            start=np.zeros(rows, np.int32),
+            page_table=np.full((*rows, sizes.pages_per_sequence), NULL_PAGE, np.int32),
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

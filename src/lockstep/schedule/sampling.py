@@ -21,6 +21,7 @@ def sampling_sizes(params: Iterable[SamplingParams]) -> dict[str, int]:
         params: of all requests.
     """
     sizes = {"penalties": 0, "min_tokens": 0, "bias_ids": 0, "allowed_ids": 0, "top_logprobs": 0}
+    sizes["prompt_logprobs"] = 0
     for one in params:
         wanted = {
             "penalties": int(one.has_penalties),
@@ -28,6 +29,7 @@ def sampling_sizes(params: Iterable[SamplingParams]) -> dict[str, int]:
             "bias_ids": _round_up(len(one.logit_bias)),
             "allowed_ids": _round_up(len(one.allowed_token_ids or ())),
             "top_logprobs": one.top_logprobs,
+            "prompt_logprobs": int(one.prompt_logprobs),
         }
         sizes = {name: max(size, wanted[name]) for name, size in sizes.items()}
     return sizes

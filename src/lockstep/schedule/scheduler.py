@@ -10,9 +10,10 @@ import numpy as np
 from lockstep.errors import ConfigError
 from lockstep.schedule.capacity import check_capacity
 from lockstep.schedule.launch_length import launch_steps
-from lockstep.schedule.plan import DecodePlan, ForkPlan, PrefillPlan, ScheduleSizes
+from lockstep.schedule.plan import DecodePlan, ForkPlan, PrefillPlan, ScheduleSizes, ScorePlan
 from lockstep.schedule.prefix import page_keys, tail_key
 from lockstep.schedule.replica import Replica
+from lockstep.schedule.scores import PromptScores
 from lockstep.schedule.sequence import Sequence
 from lockstep.types import Completion, FinishReason, Request
 
@@ -78,11 +79,13 @@ class Scheduler:
             shared = request.prompt_tokens[:-1] if share_prefixes else ()
             keys = page_keys(shared, sizes.page_size)
             tail = tail_key(shared, sizes.page_size, keys)
+            scores = PromptScores(request=request) if request.params.prompt_logprobs else None
             for generation in range(request.params.n_generations):
                 self._sequences.append(
-                    Sequence(request=request, generation_id=generation, prefix_keys=keys, tail_key=tail)
+                    Sequence(request=request, generation_id=generation, prefix_keys=keys, tail_key=tail, scores=scores)
                 )
         self._waiting = deque(self._sequences)
+        self._scoring: list[tuple[int, int, PromptScores]] = []
         self._replicas = [Replica(i, sizes) for i in range(sizes.replicas)]
 
     @property
@@ -145,13 +148,18 @@ class Scheduler:
         for replica in self._replicas:
             replica.release_all()
 
-    def next_plan(self) -> PrefillPlan | ForkPlan | DecodePlan | None:
-        """Admits what fits and says what to launch next; None when all is done. A DecodePlan must be committed."""
+    def next_plan(self) -> PrefillPlan | ForkPlan | ScorePlan | DecodePlan | None:
+        """Admits what fits and says what to launch next; None when all is done.
+
+        A DecodePlan must be committed (`commit`), and so must a ScorePlan (`commit_scores`).
+        """
         self._admit()
         if any(replica.prefilling for replica in self._replicas):
             return self._plan_prefill()
         if any(replica.forking for replica in self._replicas):
             return self._plan_forks()
+        if (scoring := self._plan_scores()) is not None:
+            return scoring
         if self.done:
             return None
         return self._plan_decode()
@@ -199,6 +207,27 @@ class Scheduler:
                         sequence.stop_at(end)
                 if sequence.finish_reason is not None:
                     replica.release(sequence)
+
+    def commit_scores(
+        self,
+        plan: ScorePlan,
+        logprobs: np.ndarray,
+        top_ids: np.ndarray | None = None,
+        top_logprobs: np.ndarray | None = None,
+    ) -> None:
+        """Takes the results of a launch that scored prompts.
+
+        Args:
+            plan: of the launch.
+            logprobs: of the plan's targets, ``[replica, row, position]``.
+            top_ids: ``[replica, row, position, n]``, most probable first; None where no sequence asks for them.
+            top_logprobs: of ``top_ids``.
+        """
+        for r, row, scores in self._scoring:
+            known = int((plan.targets[r, row] >= 0).sum())
+            ids, values = (None if part is None else part[r, row, :known] for part in (top_ids, top_logprobs))
+            scores.add(logprobs[r, row, :known], ids, values)
+        self._scoring = []
 
     def _find(self, prompt_id: int, generation_id: int) -> Sequence:
         for sequence in self._sequences:
@@ -253,6 +282,31 @@ class Scheduler:
             for at, (source, target) in enumerate(replica.take_forks()):
                 plan.source[r, at], plan.target[r, at] = source, target
         return plan
+
+    def _plan_scores(self) -> ScorePlan | None:
+        """Rows of prompts whose K/V is complete; of several generations any will do, the first is taken."""
+        sizes, plan, begun = self.sizes, ScorePlan.empty(self.sizes), set[PromptScores]()
+        for r, replica in enumerate(self._replicas):
+            row = 0
+            for sequence in replica.slots:
+                scores = None if sequence is None else sequence.scores
+                if sequence is None or scores is None or scores.done or scores in begun:
+                    continue
+                begun.add(scores)
+                prompt = sequence.request.prompt_tokens
+                for start in range(len(scores.logprobs), len(prompt) - 1, sizes.page_size):
+                    if row == sizes.prefill_rows:
+                        break
+                    end = min(start + sizes.page_size, len(prompt) - 1)
+                    known, following = prompt[start:end], prompt[start + 1 : end + 1]
+                    plan.tokens[r, row] = known[0]
+                    plan.tokens[r, row, : len(known)] = known
+                    plan.targets[r, row, : len(following)] = following
+                    plan.start[r, row] = start
+                    plan.page_table[r, row, : len(sequence.pages)] = sequence.pages
+                    self._scoring.append((r, row, scores))
+                    row += 1
+        return plan if self._scoring else None
 
     def _plan_decode(self) -> DecodePlan:
         sizes = self.sizes

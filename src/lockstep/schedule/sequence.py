@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from lockstep.schedule.scores import PromptScores
 from lockstep.types import Completion, FinishReason, Request
 
 
@@ -18,6 +19,8 @@ class Sequence:
     """Names of the full pages that prefill writes (`page_keys`)."""
     tail_key: bytes | None = None
     """Name of the partial page that prefill ends with (`tail_key`); None where there is none."""
+    scores: PromptScores | None = None
+    """Of the prompt, the same for all its generations; None where nobody asks for them."""
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     sampled_logprobs: list[float] = dataclasses.field(default_factory=list)
@@ -82,6 +85,7 @@ class Sequence:
     def completion(self) -> Completion:
         """The finished answer."""
         assert self.finish_reason is not None
+        prompt_logprobs, prompt_top_logprobs = ((), ()) if self.scores is None else self.scores.result()
         return Completion(
             prompt_id=self.request.prompt_id,
             generation_id=self.generation_id,
@@ -90,4 +94,6 @@ class Sequence:
             finish_reason=self.finish_reason,
             sampled_logprobs=tuple(self.sampled_logprobs),
             top_logprobs=tuple(self.top_logprobs),
+            prompt_logprobs=prompt_logprobs,
+            prompt_top_logprobs=prompt_top_logprobs,
         )

@@ -57,12 +57,19 @@ def test_preparing_launches_nothing_and_a_second_run_compiles_nothing(engine: En
         digests = engine.prepare(model, requests)
     assert events, "the listener hears nothing"
     assert list(digests) == list(engine.programs) == ["relay", "new_cache", "prefill", "fork", "decode"]
+    compiled = engine.compilations
+    assert [each.name for each in compiled] == list(digests) and all(each.seconds > 0 for each in compiled)
+    sizes = engine.sizes
+    assert sizes is not None
+    pool = f"float32[{2 * 2 * sizes.pages},8,4,8]"  # replicas, layers; two kv heads of 8 with K and V
+    assert [pool in each.shapes for each in compiled] == [False, False, True, True, True]
     first = engine.run(model, requests)
     launches = list(engine.ledger.launches)
     with compilations() as events:
         assert engine.prepare(model, requests) == digests
         second = engine.run(model, requests)
     assert not events, "the second round compiles"
+    assert engine.compilations == compiled
     assert first == second
     assert engine.ledger.launches == launches * 2
     assert launches[:3] == ["relay", "new_cache", "prefill"] and "decode" in launches

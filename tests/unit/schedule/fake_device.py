@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.schedule import NULL_PAGE, DecodePlan, ForkPlan, PrefillPlan, Scheduler, ScheduleSizes
+from lockstep.schedule import NULL_PAGE, DecodePlan, ForkPlan, PrefillPlan, Scheduler, ScheduleSizes, ScorePlan
 from lockstep.types import Completion, FinishReason, Request
 
 VOCAB = 7
@@ -18,6 +18,21 @@ def cached(context: tuple[int, ...], token: int, position: int) -> int:
 
 def sampled(number: int, draw: tuple[int, ...], temperature: float) -> int:
     return hash((number, draw, temperature)) % VOCAB
+
+
+def worth(number: int, target: int) -> float:
+    return -float(hash((number, target)) % 1000)
+
+
+def scores_alone(request: Request) -> tuple[float | None, ...]:
+    """The log-probabilities that the device gives to a prompt's own tokens."""
+    found: list[float | None] = [None]
+    context: tuple[int, ...] = ()
+    prompt = request.prompt_tokens
+    for position, (token, target) in enumerate(zip(prompt, prompt[1:], strict=False)):
+        context = (*context, cached(context, token, position))
+        found.append(worth(context[-1], target))
+    return tuple(found)
 
 
 def answer_alone(request: Request, generation_id: int) -> tuple[tuple[int, ...], FinishReason]:
@@ -82,13 +97,26 @@ class FakeDevice:
         assert any(targets), "a launch that copies nothing"
         assert all(len(row) == len(set(row)) for row in targets), "a page is written twice"
 
-    def launch(self, scheduler: Scheduler, plan: PrefillPlan | ForkPlan | DecodePlan) -> None:
+    def score(self, plan: ScorePlan) -> np.ndarray:
+        """Minus a number that depends on everything up to the token before the target; nothing is written."""
+        found = np.zeros(plan.targets.shape, np.float64)
+        for replica, row, at in np.argwhere(plan.targets >= 0):
+            position = int(plan.start[replica, row]) + int(at)
+            context = self.context(replica, plan.page_table[replica, row], position + 1)
+            token = int(plan.tokens[replica, row, at])
+            assert context[-1] == cached(context[:-1], token, position), "K/V of the prompt is not complete"
+            found[replica, row, at] = worth(context[-1], int(plan.targets[replica, row, at]))
+        return found
+
+    def launch(self, scheduler: Scheduler, plan: PrefillPlan | ForkPlan | ScorePlan | DecodePlan) -> None:
         """Does what a plan says, and commits it where it must be."""
         readers = [replica.allocator._readers for replica in scheduler._replicas]
         if isinstance(plan, PrefillPlan):
             self.prefill(plan)
         elif isinstance(plan, ForkPlan):
             self.fork(plan, readers)
+        elif isinstance(plan, ScorePlan):
+            scheduler.commit_scores(plan, self.score(plan))
         else:
             scheduler.commit(plan, *self.decode(plan, readers))
 
@@ -123,7 +151,7 @@ class Played:
     """What a scheduler did from the first plan to the last."""
 
     completions: list[Completion]
-    plans: list[PrefillPlan | ForkPlan | DecodePlan]
+    plans: list[PrefillPlan | ForkPlan | ScorePlan | DecodePlan]
     most_active: int
 
 

@@ -13,7 +13,7 @@ from lockstep.errors import ConfigError
 from lockstep.schedule import Scheduler, ScheduleSizes
 from lockstep.schedule.launch_length import launch_steps
 from lockstep.types import Completion, FinishReason, Request
-from tests.unit.schedule.fake_device import FakeDevice, answer_alone
+from tests.unit.schedule.fake_device import FakeDevice, answer_alone, scores_alone
 from tests.unit.schedule.test_scheduler import cases, pages_of, request, sizes_of
 
 
@@ -68,6 +68,9 @@ class Run:
             assert completion.tokens == tokens[: len(completion.tokens)], name
         else:
             assert (completion.tokens, completion.finish_reason) == (tokens, reason), name
+        one = self.requests[completion.prompt_id]
+        if completion.prompt_logprobs or completion.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            assert completion.prompt_logprobs == (scores_alone(one) if one.params.prompt_logprobs else ())
         assert len(completion.logprobs) == len(completion.sampled_logprobs) == len(completion.tokens)
 
 

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import CapacityError
-from lockstep.schedule import DecodePlan, ForkPlan, PrefillPlan, Scheduler, ScheduleSizes, check_capacity
+from lockstep.schedule import DecodePlan, ForkPlan, PrefillPlan, Scheduler, ScheduleSizes, ScorePlan, check_capacity
 from lockstep.types import Request, SamplingParams
-from tests.unit.schedule.fake_device import VOCAB, FakeDevice, answer_alone, play
+from tests.unit.schedule.fake_device import VOCAB, FakeDevice, answer_alone, play, scores_alone
 
 
 def request(number: int, prompt: int | tuple[int, ...], new: int, generations: int = 1, **options) -> Request:
@@ -41,6 +41,7 @@ def cases(draw: st.DrawFn) -> tuple[ScheduleSizes, list[Request]]:
             stop_token_ids=tuple(draw(st.lists(st.integers(0, VOCAB - 1), max_size=2))),
             seed=draw(st.integers(0, 2**32 - 1)),
             temperature=draw(st.sampled_from([0.0, 0.5])),
+            prompt_logprobs=draw(st.booleans()),
         )
         for number in draw(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=6, unique=True))
     ]
@@ -59,6 +60,7 @@ def cases(draw: st.DrawFn) -> tuple[ScheduleSizes, list[Request]]:
         stop_ids=2,
         forks=draw(st.integers(0, 1)),
         prefill_sequences=draw(st.integers(0, 2)),
+        prompt_logprobs=1,
     )
     return sizes, requests
 
@@ -109,6 +111,7 @@ def test_everything_is_answered_as_if_it_were_alone(case: tuple[ScheduleSizes, l
     assert [(c.prompt_id, c.generation_id) for c in played.completions] == [(r.prompt_id, g) for r, g in expected]
     for completion, (one, generation) in zip(played.completions, expected, strict=True):
         assert (completion.tokens, completion.finish_reason) == answer_alone(one, generation)
+        assert completion.prompt_logprobs == (scores_alone(one) if one.params.prompt_logprobs else ())
         assert completion.logprobs == tuple(-0.5 * token for token in completion.tokens)
 
     for replica in scheduler._replicas:
@@ -116,7 +119,7 @@ def test_everything_is_answered_as_if_it_were_alone(case: tuple[ScheduleSizes, l
         assert not replica.busy and not replica.prefilling
         assert not replica._prefixes._pages and not replica._prefixes._keys, "prefixes of free pages are listed"
     tokens = sum(len(c.tokens) for c in played.completions)
-    rows = sum(-(-(len(r.prompt_tokens) - 1) // sizes.page_size) for r, _ in expected)
+    rows = 2 * sum(-(-(len(r.prompt_tokens) - 1) // sizes.page_size) for r, _ in expected)
     assert len(played.plans) <= tokens + rows, "a launch that gets nowhere"
 
 
@@ -130,6 +133,9 @@ def test_what_prompts_have_in_common_is_prefilled_once(case: tuple[ScheduleSizes
     scheduler = Scheduler(roomy, requests, share_prefixes=share)
     played = play(scheduler, Checks(scheduler))
     size = sizes.page_size
+    scored = [-(-(len(r.prompt_tokens) - 1) // size) for r in requests if r.params.prompt_logprobs]
+    rows_scored = [int((p.targets[..., 0] >= 0).sum()) for p in played.plans if isinstance(p, ScorePlan)]
+    assert sum(rows_scored) == sum(scored), "a prompt is scored once, whatever its generations"
     # A row writes one page: of all prompts, each different beginning of whole pages, and each different prompt that
     # ends on a partial one.
     rows, copies = [], 0
@@ -181,6 +187,7 @@ def test_plans_are_a_pure_function_of_fixed_shapes(case: tuple[ScheduleSizes, li
     shapes = {
         PrefillPlan: PrefillPlan.empty(sizes),
         ForkPlan: ForkPlan.empty(sizes),
+        ScorePlan: ScorePlan.empty(sizes),
         DecodePlan: DecodePlan.empty(sizes, 0),
     }
     for a, b in zip(first.plans, second.plans, strict=True):
@@ -192,7 +199,7 @@ def test_plans_are_a_pure_function_of_fixed_shapes(case: tuple[ScheduleSizes, li
             assert (left[name].shape, left[name].dtype) == (empty[name].shape, empty[name].dtype)
 
 
-def arrays_of(plan: PrefillPlan | ForkPlan | DecodePlan) -> dict[str, np.ndarray]:
+def arrays_of(plan: PrefillPlan | ForkPlan | ScorePlan | DecodePlan) -> dict[str, np.ndarray]:
     """Every number of a plan, by name."""
     values = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
     sampling = values.pop("sampling").arrays() if isinstance(plan, DecodePlan) else {}

@@ -1,0 +1,98 @@
+"""Log-probabilities of prompt tokens are those of the training forward, whatever the pages, chunks and layout."""
+
+import dataclasses
+from typing import Any
+
+import haliax as hax
+import numpy as np
+import pytest
+
+from lockstep.engine import Engine, EngineConfig
+from lockstep.engine import score as module
+from lockstep.errors import CapacityError
+from lockstep.types import Request
+from tests.oracle import assert_same_tokens, oracle_completions
+from tests.sampling_oracle import log_softmax
+from tests.unit.engine.models import FAMILIES, VOCAB, mesh_of, model_on, request
+
+
+def by_the_training_forward(model: Any, one: Request) -> np.ndarray:
+    """``[prompt token, vocabulary]``: what the model says in each token's place, given those before it."""
+    logits = model(hax.named(np.asarray([one.prompt_tokens]), ("batch", "position"))).array
+    return np.stack([log_softmax(np.asarray(row, np.float32)) for row in logits[0]])[:-1]
+
+
+def requests_with_and_without() -> list[Request]:
+    return [
+        request(0, 34, 4, prompt_logprobs=True, n_generations=3, temperature=0.8),
+        request(1, 17, 4),
+        request(2, 1, 4, prompt_logprobs=True),
+        request(3, 40, 4, prompt_logprobs=True, top_logprobs=3),
+        request(4, 34, 4),
+        request(5, 34, 4, prompt_logprobs=True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "layout", "options"),
+    [
+        ("llama3", "1,1,1", "auto", {"page_size": 16}),
+        ("qwen3", "1,2,2", {"tensor": 2}, {"page_size": 8, "max_prefill_size": 16, "max_seqs": 3}),
+        ("tied", "2,2,1", "training", {"page_size": 32, "max_prefill_size": 32}),
+    ],
+)
+def test_they_are_the_models(
+    family: str, mesh: str, layout: Any, options: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SCORE_CHUNK", 12)  # several chunks, the last one not full
+    model, requests = model_on(mesh, FAMILIES[family]), requests_with_and_without()
+    engine = Engine(EngineConfig(layout=layout, **options), mesh_of(mesh))
+    got = engine.generate(model, requests)
+    by_id = {one.prompt_id: one for one in requests}
+    worst = 0.0
+    for c in got:
+        one = by_id[c.prompt_id]
+        if not one.params.prompt_logprobs:
+            assert c.prompt_logprobs == () == c.prompt_top_logprobs
+            continue
+        assert c.prompt_logprobs[0] is None and len(c.prompt_logprobs) == len(one.prompt_tokens)
+        if len(one.prompt_tokens) == 1:
+            continue
+        want = by_the_training_forward(model_on("1,1,1", FAMILIES[family]), one)
+        own = want[np.arange(len(want)), one.prompt_tokens[1:]]
+        worst = max(worst, float(np.abs(own - np.asarray(c.prompt_logprobs[1:])).max()))
+        if one.params.top_logprobs:
+            assert c.prompt_top_logprobs[0] == ()
+            for row, top in zip(want, c.prompt_top_logprobs[1:], strict=True):
+                assert [i for i, _ in top] == np.argsort(-row, kind="stable")[:3].tolist()
+                worst = max(worst, max(abs(row[i] - value) for i, value in top))
+        else:
+            assert c.prompt_top_logprobs == ()
+    print(f"log-probabilities of prompt tokens differ by {worst:.1e} at most")
+    assert worst < 1e-5
+
+    # Who asks samples what it would sample anyway, and so does everybody else.
+    assert assert_same_tokens(oracle_completions(model, requests), got) == 0
+    silent = [dataclasses.replace(r, params=dataclasses.replace(r.params, prompt_logprobs=False)) for r in requests]
+    fresh = Engine(EngineConfig(layout=layout, **options), mesh_of(mesh))
+    plain = fresh.generate(model, silent)
+    assert "score" in engine.programs and "score" not in fresh.programs
+    assert [dataclasses.replace(c, prompt_logprobs=(), prompt_top_logprobs=()) for c in got] == plain
+
+
+def test_logits_are_held_in_chunks() -> None:
+    vocab = 4096
+    model = model_on("1,1,1", dataclasses.replace(FAMILIES["llama"], max_seq_len=1024), vocab)
+    engine = Engine(EngineConfig(max_prefill_size=1024, page_size=128), mesh_of("1,1,1"))
+    prompt = tuple(np.random.default_rng(0).integers(0, VOCAB, 1000).tolist())
+    engine.prepare(model, [request(0, prompt, 1, prompt_logprobs=True)])
+    temporaries = engine.programs["score"].memory().temp_size_in_bytes
+    print(f"{temporaries / 2**20:.1f} MiB of temporaries; all logits would be {1000 * vocab * 4 / 2**20:.1f} MiB")
+    assert temporaries - engine.programs["prefill"].memory().temp_size_in_bytes < 4 * module.SCORE_CHUNK * vocab * 4
+
+
+def test_an_engine_that_was_not_prepared_for_them_says_so() -> None:
+    model, engine = model_on("1,1,1"), Engine(EngineConfig(), mesh_of("1,1,1"))
+    engine.prepare(model, [request(0, 5, 2)])
+    with pytest.raises(CapacityError, match="prompt 0 needs prompt_logprobs 1 of the sampler"):
+        engine.run(model, [request(0, 5, 2, prompt_logprobs=True)])
