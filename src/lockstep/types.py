@@ -231,7 +231,7 @@ class Completion:
         top_logprobs: for each token the ``top_logprobs`` most probable (id, natural-log probability) under the model
             (temperature 1) at its place, most probable first; empty unless asked for.
         prompt_logprobs: natural-log probability of each prompt token under the model (temperature 1), given those
-            before it; None for the first. Empty unless asked for, and where the answer ended before its prompt was read.
+            before it; None for the first. Empty unless asked for, and where an answer ended before its prompt was read.
         prompt_top_logprobs: for each prompt token what ``top_logprobs`` has for each sampled one; nothing for the
             first. Empty unless both were asked for.
     """

@@ -69,6 +69,8 @@ class InferenceEvalConfig:
     """Share of the free device memory that sampling may use; free is what the fullest device of all hosts has left."""
     max_prefill_size: int | None = None
     """Prompt tokens that a replica prefills in one launch. Null: worked out."""
+    max_prompts_per_batch: int | None = None
+    """Prompts that are held at a time; the next begins when one has all its answers. Null: worked out."""
     layout: dict[str, int] | str = "auto"
     """auto | training | {tensor: N}: where the weights lie while decoding."""
     allow_multihost: bool = True
@@ -175,6 +177,7 @@ class InferenceEvalConfig:
             max_pages=self.max_pages,
             hbm_utilization=self.hbm_utilization,
             max_prefill_size=self.max_prefill_size,
+            max_prompts_per_batch=self.max_prompts_per_batch,
             layout=self.layout,
             dtype=dtype,
         )

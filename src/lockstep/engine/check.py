@@ -23,10 +23,7 @@ def check_requests(requests: Sequence[Request], rows: int, vocab_size: int | Non
     for request in requests:
         number = request.prompt_id
         if number in seen:
-            raise ConfigError(
-                f"prompt_id {number} is used by several requests; random draws depend on it. Number the prompts "
-                "differently."
-            )
+            raise repeated(number)
         seen.add(number)
         if not 0 <= number < 2**32:
             raise ConfigError(
@@ -45,6 +42,13 @@ def check_requests(requests: Sequence[Request], rows: int, vocab_size: int | Non
                     "so that it would never stop. Remove it, or use the tokenizer that the model was trained with."
                 )
         _check_sampling(request, rows if vocab_size is None else min(vocab_size, rows))
+
+
+def repeated(number: int) -> ConfigError:
+    """The error of a prompt_id that several requests have."""
+    return ConfigError(
+        f"prompt_id {number} is used by several requests; random draws depend on it. Number the prompts differently."
+    )
 
 
 def _check_sampling(request: Request, vocab: int) -> None:

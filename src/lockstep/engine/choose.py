@@ -11,7 +11,7 @@ from lockstep.engine.estimate import estimate
 from lockstep.engine.fit import Demand, fit
 from lockstep.engine.footprint import Footprint, Shapes
 from lockstep.engine.hardware import chip_of
-from lockstep.engine.memory import fits_model, work_out_sizes
+from lockstep.engine.memory import fits_model, prompts_at_a_time, work_out_sizes
 from lockstep.engine.sizing import Choice, Sizing, bytes_text, layout_text, reasons
 from lockstep.errors import CapacityError
 from lockstep.models import DecoderWeights, LlamaConfig
@@ -71,15 +71,17 @@ class Chooser:
         demand = Demand.of(requests, best.sizes.page_size)
         longest = max(len(request.prompt_tokens) for request in requests) - 1
         rows = max(1, best.sizes.slots * -(-longest // best.sizes.page_size))
+        max_prompts = prompts_at_a_time(self._config, best.sizes, requests)
         return Sizing(
             layout=best.layout,
             wanted=best.wanted,
             sizes=best.sizes,
-            reasons=reasons(self._config, best.wanted, best.sizes, demand, rows),
+            reasons=reasons(self._config, best.wanted, best.sizes, demand, rows, max_prompts, len(requests)),
             predicted=best.footprint,
             compiled=None,
             free=self._free,
             utilization=self._config.hbm_utilization,
+            max_prompts=max_prompts,
             estimate=best.estimate,
             considered=tuple(choices),
             chip=chip_of(self._mesh.devices.flat[0]).name,

@@ -31,6 +31,9 @@ class EngineConfig:
     """Sequences whose prompts a replica prefills in one launch. Null: as many as ``max_prefill_size`` has room for."""
     max_steps_per_launch: int | None = None
     """Tokens sampled per sequence in one launch. Null: up to 64."""
+    max_prompts_per_batch: int | None = None
+    """Prompts that the scheduler holds at a time, waiting and being answered; the next is read when one has all its
+    answers. Null: enough to fill every slot twice."""
     share_prefixes: bool = True
     """Keep what several sequences begin with once, and prefill it once. False: every sequence by itself."""
     layout: Layout = "auto"
@@ -53,6 +56,7 @@ class EngineConfig:
             "max_prefill_size",
             "max_seqs_in_prefill",
             "max_steps_per_launch",
+            "max_prompts_per_batch",
         ):
             value = getattr(self, name)
             least = {"max_seq_len": 2, "max_pages": 2}.get(name, 1)

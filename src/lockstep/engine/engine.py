@@ -2,14 +2,14 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
 
 from lockstep.engine.agreement import settled
-from lockstep.engine.check import check_requests
+from lockstep.engine.check import check_requests, repeated
 from lockstep.engine.choose import Chooser
 from lockstep.engine.compiling import Compile, compile_lowered
 from lockstep.engine.config import EngineConfig, tensor_size
@@ -186,15 +186,81 @@ class Engine:
                 stop strings and there is no ``find_stop``.
             CapacityError: a request that was not prepared for does not fit.
         """
+        weights = self._prepared_for(model)
+        scheduler = self._scheduler(requests, find_stop)
+        for _ in self._launches(weights, scheduler, around_launch, between_launches):
+            pass
+        return scheduler.completions()
+
+    def stream(
+        self,
+        model: Any,
+        requests: Iterable[Request],
+        *,
+        around_launch: AroundLaunch = contextlib.nullcontext,
+        find_stop: FindStop | None = None,
+        between_launches: BetweenLaunches | None = None,
+    ) -> Iterator[list[Completion]]:
+        """`run` for any number of prompts: they are read as room becomes free, and answers leave as they are complete.
+
+        At most ``max_prompts_per_batch`` prompts are held at a time, and new ones are read while others are still being
+        answered, so that no slot waits for the end of a batch. Cache and decode weights are freed when the iterator
+        ends or is closed. Every host must take the same steps: between two of them it may do what a host can do alone,
+        but launch nothing.
+
+        Args:
+            model: as for `run`.
+            requests: read one by one, the same on every host. `prepare` must have seen requests that need as much as
+                any of them: as long, with as many stop tokens, with the same sampling features.
+            around_launch: as for `run`.
+            find_stop: as for `run`.
+            between_launches: as for `run`.
+
+        Yields:
+            After each launch that finished any prompt, all completions of those prompts, in the order of the requests.
+
+        Raises:
+            ConfigError, PromptError, CapacityError: as for `prepare` and `run`, when the request is read.
+        """
+        weights = self._prepared_for(model)
+        scheduler = self._scheduler(_checked(requests, weights.embed.shape[0], self.vocab_size), find_stop)
+        for _ in self._launches(weights, scheduler, around_launch, between_launches):
+            if answered := scheduler.take_answered():
+                yield answered
+        if answered := scheduler.take_answered():
+            yield answered
+
+    def _prepared_for(self, model: Any) -> DecoderWeights:
         assert self._built is not None, "prepare() comes before run()"
-        programs = self._built.programs
         config, weights = read_decoder(model)
         if signature_of(config, weights) != self._built.signature:
             raise ConfigError(
                 "the model's configuration, shapes, dtypes or placement are not those that the engine prepared for. "
                 "Call prepare with this model first."
             )
-        scheduler = Scheduler(self._built.sizing.sizes, requests, find_stop, share_prefixes=self.config.share_prefixes)
+        return weights
+
+    def _scheduler(self, requests: Iterable[Request], find_stop: FindStop | None) -> Scheduler:
+        assert self._built is not None
+        sizing = self._built.sizing
+        return Scheduler(
+            sizing.sizes,
+            requests,
+            find_stop,
+            share_prefixes=self.config.share_prefixes,
+            max_prompts=sizing.max_prompts,
+        )
+
+    def _launches(
+        self,
+        weights: DecoderWeights,
+        scheduler: Scheduler,
+        around_launch: AroundLaunch,
+        between_launches: BetweenLaunches | None,
+    ) -> Iterator[None]:
+        """Launches until all is answered; gives way after each launch whose results were committed."""
+        assert self._built is not None
+        programs = self._built.programs
         with around_launch("relay"):
             if programs.relay is not None:
                 weights = programs.relay(sources(weights) if is_stored(weights) else weights)
@@ -231,8 +297,8 @@ class Engine:
                 )
                 results = [fetch(result) for result in results]
             scheduler.commit(plan, *results)
+            yield
         pool.delete()
-        return scheduler.completions()
 
     def generate(
         self,
@@ -280,3 +346,14 @@ class Engine:
         config, weights = read_decoder(model)
         check_requests(requests, weights.embed.shape[0], self.vocab_size)
         return config, weights
+
+
+def _checked(requests: Iterable[Request], rows: int, vocab_size: int | None) -> Iterator[Request]:
+    """Requests one by one, each checked as `check_requests` checks all together."""
+    seen: set[int] = set()
+    for request in requests:
+        check_requests([request], rows, vocab_size)
+        if request.prompt_id in seen:
+            raise repeated(request.prompt_id)
+        seen.add(request.prompt_id)
+        yield request

@@ -47,7 +47,8 @@ def work_out_sizes(
         check_length(request, limit, model.max_seq_len)
     page_size = config.page_size or DEFAULT_PAGE_SIZE
     longest = config.max_seq_len or max(len(r.prompt_tokens) + r.params.max_new_tokens for r in requests)
-    total = sum(r.params.n_generations for r in requests)
+    counts = sorted((r.params.n_generations for r in requests), reverse=True)
+    total = sum(counts[: config.max_prompts_per_batch])
     sequences = min(total, config.max_seqs or _SLOTS_PER_REPLICA * grid.replicas)
     prefill = max(len(r.prompt_tokens) for r in requests) - 1
     slots = -(-sequences // grid.replicas)
@@ -71,6 +72,18 @@ def work_out_sizes(
         wanted = ScheduleSizes(**{name: max(new, old) for name, new, old in pairs})
     pages = wanted.slots * wanted.pages_per_sequence + 1
     return dataclasses.replace(wanted, pages=min(pages, config.max_pages or pages))
+
+
+def prompts_at_a_time(config: EngineConfig, sizes: ScheduleSizes, requests: Sequence[Request]) -> int:
+    """How many prompts the scheduler holds: as configured, else enough to fill every slot twice.
+
+    Args:
+        config: of the engine.
+        sizes: in use.
+        requests: at least one.
+    """
+    fewest = min(r.params.n_generations for r in requests)
+    return config.max_prompts_per_batch or -(-2 * sizes.sequences // fewest)
 
 
 def check_layout(model: LlamaConfig, grid: DecodeGrid) -> None:

@@ -71,7 +71,11 @@ def prepare_programs(
         chooser = Chooser(config, model, weights, mesh, free, excess)
         sizing = chooser.choose(requests, before.sizing if before else None)
         if before is not None and sizing.layout == before.sizing.layout and sizing.sizes == before.sizing.sizes:
-            return before if sizing.wanted == before.sizing.wanted else dataclasses.replace(before, sizing=sizing)
+            if sizing.wanted == before.sizing.wanted:
+                if sizing.max_prompts == before.sizing.max_prompts:
+                    return before
+                sizing = dataclasses.replace(before.sizing, max_prompts=sizing.max_prompts, reasons=sizing.reasons)
+            return dataclasses.replace(before, sizing=sizing)
         grid = decode_grid(mesh, tensor_size(sizing.layout) or 1)
         try:
             programs = build_programs(

@@ -38,11 +38,12 @@ class Sizing:
         wanted: sizes for the requests and the caps, whatever memory there is.
         sizes: in use.
         reasons: for each capacity by its name in `EngineConfig`, its value and what bounds it: ``all requests fit``,
-            ``cap given``, ``default`` or ``memory``.
+            ``cap given``, ``default`` or ``memory``, or the other capacity that does.
         predicted: bytes per device, before anything was compiled.
         compiled: the same by the compiler's memory analysis; None before.
         free: bytes on the fullest device of all hosts, before the engine took any.
         utilization: share of ``free`` that may be used.
+        max_prompts: prompts that the scheduler holds at a time.
         estimate: predicted seconds.
         considered: all layouts that were compared, the chosen one included.
         chip: whose numbers the prediction used.
@@ -56,6 +57,7 @@ class Sizing:
     compiled: Footprint | None
     free: int
     utilization: float
+    max_prompts: int
     estimate: Estimate
     considered: tuple[Choice, ...]
     chip: str
@@ -105,7 +107,13 @@ def _outlook(choice: Choice) -> str:
 
 
 def reasons(
-    config: EngineConfig, wanted: ScheduleSizes, sizes: ScheduleSizes, demand: Demand, prompt_rows: int
+    config: EngineConfig,
+    wanted: ScheduleSizes,
+    sizes: ScheduleSizes,
+    demand: Demand,
+    prompt_rows: int,
+    max_prompts: int,
+    num_prompts: int,
 ) -> dict[str, tuple[int, str]]:
     """What bounds each capacity.
 
@@ -115,6 +123,8 @@ def reasons(
         sizes: in use.
         demand: of the requests.
         prompt_rows: pages of prompt tokens of all slots.
+        max_prompts: that the scheduler holds at a time.
+        num_prompts: of the requests.
     """
     page = sizes.page_size
     # Name in the configuration, value, value if there were memory, value that the requests would need, in its unit.
@@ -133,6 +143,14 @@ def reasons(
         else:
             why = "default" if getattr(config, name) is None else "cap given"
         found[name] = (value, why)
+    count, why = found["max_seqs"]
+    if why in ("default", "cap given") and config.max_prompts_per_batch and count != config.max_seqs:
+        found["max_seqs"] = (count, "max_prompts_per_batch")
+    if max_prompts >= num_prompts:
+        why = "all requests fit"
+    else:
+        why = "fills max_seqs twice" if config.max_prompts_per_batch is None else "cap given"
+    found["max_prompts_per_batch"] = (min(max_prompts, num_prompts), why)
     return found
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -47,9 +47,10 @@ class Scheduler:
 
     Args:
         sizes: capacities.
-        requests: all prompts to answer.
+        requests: all prompts to answer; of an iterator no more is read than ``max_prompts`` allows.
         find_stop: finds stop strings; needed if a request has any.
         share_prefixes: whether sequences that begin alike have the pages of that beginning in common.
+        max_prompts: prompts to hold at a time, waiting and being answered; None for all.
 
     Raises:
         CapacityError: a request can never fit, whatever finishes before it.
@@ -59,39 +60,32 @@ class Scheduler:
     def __init__(
         self,
         sizes: ScheduleSizes,
-        requests: Seq[Request],
+        requests: Iterable[Request],
         find_stop: FindStop | None = None,
         *,
         share_prefixes: bool = True,
+        max_prompts: int | None = None,
     ) -> None:
-        check_capacity(sizes, requests)
-        for request in requests:
-            if request.params.stop and find_stop is None:
-                raise ConfigError(
-                    f"prompt {request.prompt_id} has the stop strings {list(request.params.stop)}; the engine knows no "
-                    "tokenizer. Pass find_stop=lockstep.StopFinder(tokenizer)."
-                )
         self.sizes = sizes
         self._find_stop = find_stop
+        self._share_prefixes = share_prefixes
+        self._max_prompts = max_prompts
+        self._checked = isinstance(requests, Seq)
+        if isinstance(requests, Seq):
+            self._check(requests)
+        self._source: Iterator[Request] = iter(requests)
+        self._next = next(self._source, None)
         self._sequences: list[Sequence] = []
-        for request in requests:
-            # Only what prefill writes can be shared: the page of the prompt's last token is written by decode.
-            shared = request.prompt_tokens[:-1] if share_prefixes else ()
-            keys = page_keys(shared, sizes.page_size)
-            tail = tail_key(shared, sizes.page_size, keys)
-            scores = PromptScores(request=request) if request.params.prompt_logprobs else None
-            for generation in range(request.params.n_generations):
-                self._sequences.append(
-                    Sequence(request=request, generation_id=generation, prefix_keys=keys, tail_key=tail, scores=scores)
-                )
-        self._waiting = deque(self._sequences)
+        self._unanswered: dict[int, int] = {}
+        self._waiting: deque[Sequence] = deque()
         self._scoring: list[tuple[int, int, PromptScores]] = []
         self._replicas = [Replica(i, sizes) for i in range(sizes.replicas)]
+        self._read()
 
     @property
     def done(self) -> bool:
-        """Whether every sequence is finished."""
-        return not self._waiting and not any(replica.busy for replica in self._replicas)
+        """Whether every sequence is finished and nothing is left to read."""
+        return self._next is None and not self._waiting and not any(replica.busy for replica in self._replicas)
 
     @property
     def counts(self) -> Counts:
@@ -106,12 +100,19 @@ class Scheduler:
         )
 
     def completions(self) -> list[Completion]:
-        """All answers, in the order of the requests, then of the generations."""
+        """All answers that were not taken, in the order of the requests, then of the generations."""
         assert self.done
         return [sequence.completion() for sequence in self._sequences]
 
+    def take_answered(self) -> list[Completion]:
+        """Answers of those prompts that have all theirs, in the order of the requests; they are forgotten here."""
+        answered = [s for s in self._sequences if s.request.prompt_id not in self._unanswered]
+        if answered:
+            self._sequences = [s for s in self._sequences if s.request.prompt_id in self._unanswered]
+        return [sequence.completion() for sequence in answered]
+
     def unfinished(self) -> list[tuple[int, int]]:
-        """(prompt_id, generation_id) of every sequence that waits or is being decoded, longest-waiting first."""
+        """(prompt_id, generation_id) of every sequence here that waits or is being decoded, longest-waiting first."""
         return [(s.request.prompt_id, s.generation_id) for s in self._sequences if s.finish_reason is None]
 
     def tokens_so_far(self, prompt_id: int, generation_id: int) -> tuple[int, ...]:
@@ -134,14 +135,22 @@ class Scheduler:
         if sequence.finish_reason is not None:
             return
         sequence.finish_reason = FinishReason.CANCELLED
+        self._ended(sequence)
         if sequence.replica < 0:
             self._waiting.remove(sequence)
         else:
             self._replicas[sequence.replica].release(sequence)
+        self._read()
 
     def abandon(self, reason: FinishReason) -> None:
-        """Ends all unfinished sequences between two launches, with what they have: no slot or page stays taken."""
+        """Ends all unfinished sequences between two launches, with what they have: no slot or page stays taken.
+
+        What was not read yet is read now, and ends too.
+        """
+        while self._read_one() is not None:
+            pass
         self._waiting.clear()
+        self._unanswered.clear()
         for sequence in self._sequences:
             if sequence.finish_reason is None:
                 sequence.finish_reason = reason
@@ -207,6 +216,8 @@ class Scheduler:
                         sequence.stop_at(end)
                 if sequence.finish_reason is not None:
                     replica.release(sequence)
+                    self._ended(sequence)
+        self._read()
 
     def commit_scores(
         self,
@@ -229,10 +240,60 @@ class Scheduler:
             scores.add(logprobs[r, row, :known], ids, values)
         self._scoring = []
 
+    def _check(self, requests: Seq[Request]) -> None:
+        check_capacity(self.sizes, requests)
+        for request in requests:
+            if request.params.stop and self._find_stop is None:
+                raise ConfigError(
+                    f"prompt {request.prompt_id} has the stop strings {list(request.params.stop)}; the engine knows no "
+                    "tokenizer. Pass find_stop=lockstep.StopFinder(tokenizer)."
+                )
+
+    def _read(self) -> None:
+        """Reads prompts until as many are held as may be."""
+        while self._max_prompts is None or len(self._unanswered) < self._max_prompts:
+            if self._read_one() is None:
+                return
+
+    def _read_one(self) -> list[Sequence] | None:
+        """Takes the next prompt in; None if there is none."""
+        request = self._next
+        if request is None:
+            return None
+        if not self._checked:
+            self._check([request])
+        self._next = next(self._source, None)
+        size = self.sizes.page_size
+        # Only what prefill writes can be shared: the page of the prompt's last token is written by decode.
+        shared = request.prompt_tokens[:-1] if self._share_prefixes else ()
+        keys = page_keys(shared, size)
+        tail = tail_key(shared, size, keys)
+        scores = PromptScores(request=request) if request.params.prompt_logprobs else None
+        sequences = [
+            Sequence(request=request, generation_id=generation, prefix_keys=keys, tail_key=tail, scores=scores)
+            for generation in range(request.params.n_generations)
+        ]
+        assert request.prompt_id not in self._unanswered
+        self._unanswered[request.prompt_id] = len(sequences)
+        self._sequences += sequences
+        self._waiting += sequences
+        return sequences
+
+    def _ended(self, sequence: Sequence) -> None:
+        """Counts a finished sequence; its prompt makes room for another one when it was the last."""
+        number = sequence.request.prompt_id
+        self._unanswered[number] -= 1
+        if not self._unanswered[number]:
+            del self._unanswered[number]
+
     def _find(self, prompt_id: int, generation_id: int) -> Sequence:
-        for sequence in self._sequences:
-            if (sequence.request.prompt_id, sequence.generation_id) == (prompt_id, generation_id):
-                return sequence
+        """The sequence of that name; reads on until it is there."""
+        unseen: Seq[Sequence] | None = self._sequences
+        while unseen is not None:
+            for sequence in unseen:
+                if (sequence.request.prompt_id, sequence.generation_id) == (prompt_id, generation_id):
+                    return sequence
+            unseen = self._read_one()
         raise ConfigError(
             f"prompt {prompt_id} generation {generation_id} is not among the {len(self._sequences)} sequences of this "
             "run. Use a (prompt_id, generation_id) that unfinished() lists."
@@ -285,7 +346,10 @@ class Scheduler:
 
     def _plan_scores(self) -> ScorePlan | None:
         """Rows of prompts whose K/V is complete; of several generations any will do, the first is taken."""
-        sizes, plan, begun = self.sizes, ScorePlan.empty(self.sizes), set[PromptScores]()
+        sizes = self.sizes
+        if not sizes.prompt_logprobs:
+            return None
+        plan, begun = ScorePlan.empty(sizes), set[PromptScores]()
         for r, replica in enumerate(self._replicas):
             row = 0
             for sequence in replica.slots:
@@ -314,7 +378,7 @@ class Scheduler:
         steps = launch_steps(
             [sequence.remaining for sequence in active],
             sizes.steps,
-            waiting=bool(self._waiting),
+            waiting=bool(self._waiting) or self._next is not None,
             may_stop=any(s.request.params.stops or s.request.params.stop for s in active),
         )
         plan = DecodePlan.empty(sizes, steps)

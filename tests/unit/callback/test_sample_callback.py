@@ -98,7 +98,8 @@ class Recorder(NoopTracker):
         self.scalars.append((step, dict(metrics)))
 
 
-def test_a_plain_jax_loop_on_one_device(tmp_path, capsys):
+def test_a_plain_jax_loop_on_one_device(tmp_path, capsys, caplog):
+    caplog.set_level("INFO", "lockstep")
     mesh = make_mesh("1,1,1", jax.devices()[:1])
     weights = tiny.placed_weights(mesh, vocab=tiny.vocab_size())
     tracker = Recorder()
@@ -118,6 +119,8 @@ def test_a_plain_jax_loop_on_one_device(tmp_path, capsys):
     # On one device the weights lie right already: no program moves them.
     traces = {name: program.traces for name, program in callback.engine.programs.items()}
     assert traces == {"new_cache": 1, "prefill": 1, "fork": 1, "decode": 1}
+    told = [record.message for record in caplog.records if "compiled 4 programs" in record.message]
+    assert len(told) == 1 and all(f"  {name} (" in told[0] for name in traces), "told once, and nothing after it"
     written = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert [(row["step"], row["prompt_id"], row["generation_id"]) for row in written] == [
         (step, prompt, generation) for step in (1, 2) for prompt in (0, 1) for generation in (0, 1)

@@ -73,6 +73,7 @@ class Checks:
 
     def __call__(self) -> None:
         scheduler, sizes = self.scheduler, self.scheduler.sizes
+        assert scheduler._max_prompts is None or len(scheduler._unanswered) <= scheduler._max_prompts
         admitted = [sequence.replica >= 0 for sequence in scheduler._sequences]
         assert admitted == sorted(admitted, reverse=True), "somebody overtook"
         active = [[s for s in replica.slots if s is not None] for replica in scheduler._replicas]
@@ -101,10 +102,12 @@ class Checks:
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(cases())
-def test_everything_is_answered_as_if_it_were_alone(case: tuple[ScheduleSizes, list[Request]]) -> None:
+@given(cases(), st.none() | st.integers(1, 4), st.booleans())
+def test_everything_is_answered_as_if_it_were_alone(
+    case: tuple[ScheduleSizes, list[Request]], max_prompts: int | None, one_by_one: bool
+) -> None:
     sizes, requests = case
-    scheduler = Scheduler(sizes, requests)
+    scheduler = Scheduler(sizes, iter(requests) if one_by_one else requests, max_prompts=max_prompts)
     played = play(scheduler, Checks(scheduler))
 
     expected = [(r, g) for r in requests for g in range(r.params.n_generations)]
@@ -153,6 +156,30 @@ def test_what_prompts_have_in_common_is_prefilled_once(case: tuple[ScheduleSizes
         played.completions, [(r, g) for r in requests for g in range(r.params.n_generations)], strict=True
     ):
         assert (completion.tokens, completion.finish_reason) == answer_alone(one, generation)
+
+
+def test_prompts_are_read_as_others_are_answered_and_answers_leave_whole() -> None:
+    every = [request(n, (n % 3, 1, 2), 1 + n % 4, generations=2) for n in range(40)]
+    read: list[int] = []
+
+    def source():
+        for one in every:
+            read.append(one.prompt_id)
+            yield one
+
+    scheduler = Scheduler(sizes_of(forks=1), source(), max_prompts=5)
+    device, taken = FakeDevice(scheduler.sizes), []
+    while (plan := scheduler.next_plan()) is not None:
+        device.launch(scheduler, plan)
+        for completion in scheduler.take_answered():
+            taken.append((completion.prompt_id, completion.generation_id))
+            one = every[completion.prompt_id]
+            assert completion.tokens == answer_alone(one, completion.generation_id)[0]
+        # One more is known than is held, so that the end is seen before it is reached.
+        assert len(read) <= len({number for number, _ in taken}) + 5 + 1
+        assert len(scheduler._sequences) <= 2 * 5
+    assert sorted(taken) == [(number, g) for number in range(40) for g in range(2)]
+    assert scheduler.completions() == []
 
 
 def test_a_generation_that_comes_later_copies_from_one_that_is_there() -> None:
