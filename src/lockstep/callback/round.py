@@ -102,6 +102,7 @@ def run_round(
         digests = ready.prepare(model, requests, free=free)
         if (auditing := auditor()) is not None:
             digests |= auditing.prepare(model, requests)
+            auditing.check_memory(free, ready.config.hbm_utilization)
     hosts.agree("programs", {"prompts": digest(repr(requests)), **digests})
     hosts.barrier("ready")
     clock.lap("prepare")

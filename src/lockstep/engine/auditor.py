@@ -14,7 +14,8 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from lockstep.engine.agreement import settled
 from lockstep.engine.program import AroundLaunch, Program, compile_program, fetch, signature_of
-from lockstep.errors import ConfigError
+from lockstep.engine.sizing import bytes_text
+from lockstep.errors import CapacityError, ConfigError
 from lockstep.hosts import Hosts, Ledger, current, digest
 from lockstep.models import DecoderWeights, LlamaConfig, as_trainable, read_decoder
 from lockstep.placement import mesh_of, place
@@ -81,6 +82,26 @@ class Auditor:
             )
             self._built = (signature, length, program)
         return dict(self._built[2].digests)
+
+    def check_memory(self, free: int, utilization: float) -> None:
+        """Refuses an audit that needs more memory than there is when cache and decode weights are gone again.
+
+        Args:
+            free: bytes on the fullest device of all hosts, agreed on.
+            utilization: share of them that may be used.
+
+        Raises:
+            CapacityError: names what is needed, what there is, and the fix.
+        """
+        assert self._built is not None, "prepare() comes before check_memory()"
+        memory = self._built[2].memory()
+        need = int(memory.temp_size_in_bytes + memory.output_size_in_bytes + memory.generated_code_size_in_bytes)
+        if need > free * utilization:
+            raise CapacityError(
+                f"the audit needs {bytes_text(need)} per device for sequences of {self._built[1]} tokens; there are "
+                f"{bytes_text(int(free * utilization))}: hbm_utilization {utilization:g} of the {bytes_text(free)} "
+                "that the fullest device of all hosts has free. Set audit to false, or shorten prompts and answers."
+            )
 
     def run(
         self,

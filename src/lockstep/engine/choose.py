@@ -11,7 +11,7 @@ from lockstep.engine.estimate import estimate
 from lockstep.engine.fit import Demand, fit
 from lockstep.engine.footprint import Footprint, Shapes
 from lockstep.engine.hardware import chip_of
-from lockstep.engine.memory import fits_model, prompts_at_a_time, work_out_sizes
+from lockstep.engine.memory import fits_model, prompts_at_a_time, slots_worth, work_out_sizes
 from lockstep.engine.sizing import Choice, Sizing, bytes_text, layout_text, reasons
 from lockstep.errors import CapacityError
 from lockstep.models import DecoderWeights, LlamaConfig
@@ -107,7 +107,9 @@ class Chooser:
     def _consider(self, layout: Layout, requests: Sequence[Request], before: Sizing | None) -> Choice:
         shapes = self._shapes(layout)
         old = before if before is not None and before.layout == layout else None
-        wanted = work_out_sizes(self._config, self._model, shapes.grid, requests, old.wanted if old else None)
+        device = self._mesh.devices.flat[0]
+        slots = slots_worth(device.device_kind, device.platform, shapes.dtype.itemsize)
+        wanted = work_out_sizes(self._config, self._model, shapes.grid, requests, old.wanted if old else None, slots)
         check_capacity(wanted, requests)
         demand = Demand.of(requests, wanted.page_size)
         budget = self._budget - self._excess.get(layout_text(layout), 0)

@@ -20,7 +20,8 @@ class EngineConfig:
     max_seq_len: int | None = None
     """Tokens of prompt and answer together, per sequence. Null: the longest request so far."""
     max_seqs: int | None = None
-    """Sequences decoded at a time, over all replicas. Null: all of them, up to 64 per replica, or as many as fit."""
+    """Sequences decoded at a time, over all replicas. Null: all of them, or as many as fit, up to where a step begins
+    to take longer with each: 64 to 512 per replica, by the device's memory bandwidth and speed."""
     page_size: int | None = None
     """Tokens per page of the KV cache. Null: 16."""
     max_pages: int | None = None

@@ -4,13 +4,16 @@ import dataclasses
 from collections.abc import Sequence
 
 from lockstep.engine.config import DEFAULT_PAGE_SIZE, EngineConfig
+from lockstep.engine.hardware import chip_named
 from lockstep.errors import ConfigError
 from lockstep.models.config import LlamaConfig
 from lockstep.placement.layout import DecodeGrid, tensor_sizes
 from lockstep.schedule import ScheduleSizes, check_length, sampling_sizes
 from lockstep.types import Request
 
-_SLOTS_PER_REPLICA = 64
+SLOTS_PER_REPLICA = 64
+"""Sequences that a replica decodes at a time unless the device is worth more (`slots_worth`)."""
+_MOST_SLOTS = 512
 _PREFILL_TOKENS = 512
 _STEPS = 64
 _STOP_IDS = 4
@@ -22,6 +25,7 @@ def work_out_sizes(
     grid: DecodeGrid,
     requests: Sequence[Request],
     before: ScheduleSizes | None = None,
+    slots_per_replica: int = SLOTS_PER_REPLICA,
 ) -> ScheduleSizes:
     """Capacities for ``requests``: explicit values are caps, the rest follows from the requests.
 
@@ -31,6 +35,7 @@ def work_out_sizes(
         grid: the decode grid.
         requests: at least one.
         before: sizes of an earlier call; sizes never shrink, so that programs are compiled again only to grow.
+        slots_per_replica: sequences per replica where ``max_seqs`` is null.
 
     Raises:
         ConfigError: a capacity beyond what the model or the layout can do.
@@ -49,7 +54,7 @@ def work_out_sizes(
     longest = config.max_seq_len or max(len(r.prompt_tokens) + r.params.max_new_tokens for r in requests)
     counts = sorted((r.params.n_generations for r in requests), reverse=True)
     total = sum(counts[: config.max_prompts_per_batch])
-    sequences = min(total, config.max_seqs or _SLOTS_PER_REPLICA * grid.replicas)
+    sequences = min(total, config.max_seqs or slots_per_replica * grid.replicas)
     prefill = max(len(r.prompt_tokens) for r in requests) - 1
     slots = -(-sequences // grid.replicas)
     rows = min(slots * -(-prefill // page_size), (config.max_prefill_size or _PREFILL_TOKENS) // page_size)
@@ -72,6 +77,24 @@ def work_out_sizes(
         wanted = ScheduleSizes(**{name: max(new, old) for name, new, old in pairs})
     pages = wanted.slots * wanted.pages_per_sequence + 1
     return dataclasses.replace(wanted, pages=min(pages, config.max_pages or pages))
+
+
+def slots_worth(kind: str, platform: str, itemsize: int) -> int:
+    """Sequences per replica up to which a step takes hardly longer: reading the weights takes longer than using them.
+
+    That is where ``2 * slots * weights / flops`` reaches ``itemsize * weights / bandwidth``. In whole 64s, at least 64
+    and at most 512; of CPUs, whose numbers are guesses, 64.
+
+    Args:
+        kind: ``device_kind`` of a device.
+        platform: cpu, gpu or tpu.
+        itemsize: bytes of a weight.
+    """
+    if platform == "cpu":
+        return SLOTS_PER_REPLICA
+    chip = chip_named(kind, platform)
+    knee = chip.flops * itemsize / (2 * chip.bandwidth)
+    return min(_MOST_SLOTS, max(SLOTS_PER_REPLICA, int(knee) // 64 * 64))
 
 
 def prompts_at_a_time(config: EngineConfig, sizes: ScheduleSizes, requests: Sequence[Request]) -> int:

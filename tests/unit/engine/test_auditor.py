@@ -10,7 +10,7 @@ import pytest
 
 import lockstep
 from lockstep.engine import Auditor, Engine, EngineConfig
-from lockstep.errors import ConfigError
+from lockstep.errors import CapacityError, ConfigError
 from lockstep.models import as_trainable, read_decoder
 from lockstep.types import Completion, FinishReason
 from tests.unit.engine.models import FAMILIES, mesh_of, mixed_requests, model_on, request
@@ -70,6 +70,14 @@ def test_one_program_for_all_rounds_and_nothing_left_behind() -> None:
     assert gaps[0] == gaps[1] and auditor.program is not None and auditor.program.traces == 1
     assert auditor.ledger.launches == ["audit"] * 2 * -(-len(got) // 4)
     assert len(jax.live_arrays()) == live
+
+
+def test_an_audit_that_does_not_fit_is_refused() -> None:
+    auditor = Auditor(mesh_of("1,2,2"))
+    auditor.prepare(model_on("1,2,2"), mixed_requests())
+    auditor.check_memory(2**30, 0.9)
+    with pytest.raises(CapacityError, match="the audit needs .* for sequences of 64 tokens; there are 90 B: hbm_util"):
+        auditor.check_memory(100, 0.9)
 
 
 def test_nothing_sampled_nothing_to_compare() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from lockstep.engine import EngineConfig
-from lockstep.engine.memory import check_layout, work_out_sizes
+from lockstep.engine.memory import check_layout, slots_worth, work_out_sizes
 from lockstep.errors import ConfigError
 from lockstep.models import LlamaConfig
 from lockstep.placement.layout import decode_grid, tensor_sizes
@@ -80,3 +80,11 @@ def test_a_refused_layout_names_exactly_the_sizes_that_work(shape: str, kv_heads
             assert f"layout {{tensor: {tensor}}} splits" in str(error)
             said.add(str(error).split("Set tensor to one of ")[1])
     assert works and said <= {f"{works}."}
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "itemsize", "slots"),
+    [("cpu", "cpu", 4, 64), ("tpu", "TPU v5p", 2, 128), ("tpu", "TPU v6 lite", 2, 512), ("gpu", "NVIDIA H200", 2, 192)],
+)
+def test_sequences_that_a_device_is_worth(platform: str, kind: str, itemsize: int, slots: int) -> None:
+    assert slots_worth(kind, platform, itemsize) == slots

@@ -1,5 +1,7 @@
 """More prompts than are held at a time: the same tokens, nothing compiled, what is not prepared for refused by name."""
 
+import gc
+
 import jax
 import pytest
 
@@ -39,8 +41,11 @@ def test_prompts_stream_through() -> None:
     assert assert_same_tokens(oracle_completions(model, requests), parts) == 0
     assert engine.run(model, requests) == parts
 
+    gc.collect()  # what the oracle left behind
+    live = len(jax.live_arrays())
     closed = engine.stream(model, requests)
     next(closed)
+    assert len(jax.live_arrays()) > live
     closed.close()
     assert len(jax.live_arrays()) == live, "an iterator that is closed leaves its cache behind"
 
