@@ -56,9 +56,10 @@ def test_preparing_launches_nothing_and_a_second_run_compiles_nothing(engine: En
     with compilations() as events, jax.no_execution(True):
         digests = engine.prepare(model, requests)
     assert events, "the listener hears nothing"
-    assert list(digests) == list(engine.programs) == ["relay", "new_cache", "prefill", "fork", "decode"]
+    names = ["relay", "new_cache", "prefill", "fork", "decode"]
+    assert list(dict.fromkeys(name.partition(":")[0] for name in digests)) == list(engine.programs) == names
     compiled = engine.compilations
-    assert [each.name for each in compiled] == list(digests) and all(each.seconds > 0 for each in compiled)
+    assert [each.name for each in compiled] == names and all(each.seconds > 0 for each in compiled)
     sizes = engine.sizes
     assert sizes is not None
     pool = f"float32[{2 * 2 * sizes.pages},8,4,8]"  # replicas, layers; two kv heads of 8 with K and V
@@ -73,7 +74,7 @@ def test_preparing_launches_nothing_and_a_second_run_compiles_nothing(engine: En
     assert first == second
     assert engine.ledger.launches == launches * 2
     assert launches[:3] == ["relay", "new_cache", "prefill"] and "decode" in launches
-    assert {name: program.traces for name, program in engine.programs.items()} == dict.fromkeys(digests, 1)
+    assert {name: program.traces for name, program in engine.programs.items()} == dict.fromkeys(names, 1)
 
 
 def test_device_memory_is_what_it_was(engine: Engine, model: Any) -> None:
