@@ -44,6 +44,7 @@ def run_round(
     find_stop: FindStop | None = None,
     max_seconds: float | None = None,
     auditor: Callable[[], Auditor | None] = lambda: None,
+    watchdog: Watchdog | None = None,
 ) -> RoundResult | None:
     """Barrier, broadcast, agreement, generation, agreement, barrier: every host makes the same steps or none.
 
@@ -56,6 +57,7 @@ def run_round(
         find_stop: finds stop strings.
         max_seconds: that generation may last; None for no limit.
         auditor: recomputes the log-probabilities, or None; called on every host after ``engine``, launches nothing.
+        watchdog: of device calls; None for one of its own, whose thread outlives the round by up to ``timeout_s``.
 
     Returns:
         None where the job is asked to end: the round was abandoned between two launches, on every host at the same.
@@ -66,7 +68,7 @@ def run_round(
         LaunchMismatchError: hosts launched different programs; the same on every host.
         HostTimeoutError: a host is missing.
     """
-    watchdog = Watchdog(hosts, hosts.timeout_s)
+    watchdog = Watchdog(hosts, hosts.timeout_s) if watchdog is None else watchdog
     clock = _Clock()
 
     @contextlib.contextmanager

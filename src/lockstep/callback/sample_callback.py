@@ -18,7 +18,7 @@ from lockstep.callback.round import RoundResult, run_round
 from lockstep.engine import Auditor, Engine
 from lockstep.engine.sizing import Sizing
 from lockstep.errors import ConfigError, DisagreementError, HostError, PeerError
-from lockstep.hosts import Hosts, current, digest, environment, leader_only
+from lockstep.hosts import Hosts, Watchdog, current, digest, environment, leader_only
 from lockstep.models import read_decoder
 from lockstep.placement import mesh_of
 from lockstep.report.jsonl import append_jsonl
@@ -90,6 +90,7 @@ class SampleCallback:
         self.last_step: int | None = None
         """The step of the last round, finished or failed; None before the first."""
         self._errors_in_a_row = 0
+        self._watchdog: Watchdog | None = None
         self._told: Sizing | None = None
         self._told_compilations = 0
         vocab = tokenizer.get_vocab()
@@ -178,6 +179,7 @@ class SampleCallback:
                     find_stop=self._find_stop,
                     max_seconds=self.config.max_seconds,
                     auditor=self._auditor_or_none,
+                    watchdog=self._watchdog_of_all_rounds(),
                 )
         except (PeerError, DisagreementError) as error:
             self._skip(step, error)
@@ -227,6 +229,12 @@ class SampleCallback:
             config = self.config.engine_config(self._dtype)
             self._engine = Engine(config, mesh, vocab_size=self._vocab_size, ledger=self._hosts.ledger)
         return self._engine
+
+    def _watchdog_of_all_rounds(self) -> Watchdog:
+        """One for all rounds: each has a thread that lives for up to ``timeout_s`` after its last watch."""
+        if self._watchdog is None or self._watchdog.timeout_s != self.config.timeout_s:
+            self._watchdog = Watchdog(self._hosts, self.config.timeout_s)
+        return self._watchdog
 
     def _auditor_or_none(self) -> Auditor | None:
         """The auditor beside the engine, where the configuration asks for one."""

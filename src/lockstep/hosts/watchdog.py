@@ -32,7 +32,7 @@ class Watchdog:
 
     def __init__(self, hosts: Hosts, timeout_s: float):
         self._hosts = hosts
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._watched: tuple[str, float] | None = None  # what, and until when (time.monotonic)
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -45,7 +45,7 @@ class Watchdog:
             what: named in the report.
         """
         outer = self._watched
-        self._watched = (what, time.monotonic() + self._timeout_s)
+        self._watched = (what, time.monotonic() + self.timeout_s)
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="lockstep-watchdog", daemon=True)
@@ -64,7 +64,7 @@ class Watchdog:
             if watched is not None and now >= watched[1]:
                 self._report(watched[0])
                 end_process(WATCHDOG_EXIT_CODE)
-            time.sleep(self._timeout_s if watched is None else watched[1] - now)
+            time.sleep(self.timeout_s if watched is None else watched[1] - now)
             with self._lock:
                 if watched is None and self._watched is None:
                     self._thread = None  # idle: the next watch starts a new one
@@ -72,7 +72,7 @@ class Watchdog:
 
     def _report(self, what: str) -> None:
         hosts = self._hosts
-        text = f"{what!r} on process {hosts.index} of {hosts.count} did not end within {self._timeout_s:g} s"
+        text = f"{what!r} on process {hosts.index} of {hosts.count} did not end within {self.timeout_s:g} s"
         stream = sys.__stderr__ or sys.stderr
         print(f"\nlockstep watchdog: {text}. Every process, as it was last heard of:", file=stream)
         self._with_help(self._print_phases, stream)
