@@ -27,7 +27,7 @@ from jax.experimental import topologies
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from lockstep.kernels.tpu_blocks import stored_head_size, stored_heads
+from lockstep.kernels.tpu_blocks import stored_head_size, stored_heads, takes
 
 TABLE = Path(__file__).parents[1] / "src" / "lockstep" / "kernels" / "tpu_block_table.py"
 
@@ -52,7 +52,8 @@ MODELS = {
     "Phi-3-mini": (32, 32, 96),
 }
 PAGE_SIZES = (16, 32, 64, 128)
-DTYPES = ("bfloat16", "float32")
+# Who decodes in float32 tries things out.
+DTYPES = {"bfloat16": list(MODELS.values()), "float32": [(32, 8, 128), (16, 2, 128)]}
 
 DECODE = list(itertools.product((512, 256, 128), (8, 4, 2, 1)))
 PREFILL = list(itertools.product((1024, 512, 256, 128), (32, 16, 8)))
@@ -64,11 +65,13 @@ type Heads = tuple[int, int, int, str]
 def heads() -> list[Heads]:
     """Query heads, kv heads and head size as a device stores them, and the dtype."""
     found = set()
-    for (q_heads, kv_heads, size), dtype in itertools.product(MODELS.values(), DTYPES):
+    for dtype, (q_heads, kv_heads, size) in ((dtype, model) for dtype in DTYPES for model in DTYPES[dtype]):
         for tensor in (1, 2, 4, 8, 16):
             # Beyond its kv heads a model's heads are replicated and its groups split.
             kv, q = max(1, kv_heads // tensor), -(-q_heads // tensor)
             held = stored_heads(kv, jnp.dtype(dtype).itemsize)
+            if not takes(q // kv * held, held, jnp.dtype(dtype).itemsize):
+                continue
             found.add((q // kv * held, held, stored_head_size(size), dtype))
     return sorted(found)
 

@@ -3,10 +3,11 @@
 import jax
 import jax.numpy as jnp
 
+from lockstep.errors import ConfigError
 from lockstep.kernels.attention import Attention, Heads, Stored
 from lockstep.kernels.plain import PlainAttention
 from lockstep.kernels.ragged_tpu import RaggedAttention
-from lockstep.kernels.tpu_blocks import BlockKey, blocks_for, generation, stored_head_size, stored_heads
+from lockstep.kernels.tpu_blocks import BlockKey, blocks_for, generation, stored_head_size, stored_heads, takes
 
 
 def has_kernel(device: jax.Device) -> bool:
@@ -44,5 +45,11 @@ def select_attention(device: jax.Device, heads: Heads, *, page_size: int, dtype:
         page_size=page_size,
         dtype=jnp.dtype(dtype).name,
     )
+    if not takes(key.q_heads, key.kv_heads, jnp.dtype(dtype).itemsize):
+        raise ConfigError(
+            f"the TPU attention kernel cannot take {key.q_heads} query heads and {key.kv_heads} kv heads per device in "
+            f"{key.dtype}: in {8 * jnp.dtype(dtype).itemsize} bits, 4 kv heads must serve a multiple of 8 query heads. "
+            "Set dtype to bfloat16, or layout to {tensor: N} with an N that leaves at most 4 kv heads to a device."
+        )
     decode, prefill = blocks_for(key)
     return RaggedAttention(heads=heads, stored=pool, page_size=page_size, decode_blocks=decode, prefill_blocks=prefill)

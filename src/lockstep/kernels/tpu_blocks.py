@@ -104,6 +104,19 @@ def stored_heads(kv_heads: int, itemsize: int) -> int:
     return count
 
 
+def takes(q_heads: int, kv_heads: int, itemsize: int) -> bool:
+    """Whether the kernel can cut the query heads as it cuts the kv heads.
+
+    It takes kv heads by the tile (``16 / itemsize`` of them) where they are whole tiles, and their query heads must then
+    be a multiple of 8, or all there are. In 16 bits they always are.
+    """
+    tile = 16 // itemsize
+    if kv_heads % tile:
+        return True
+    part = tile * (q_heads // kv_heads)
+    return part == q_heads or part % 8 == 0
+
+
 def stored_head_size(head_size: int) -> int:
     """The head size, rounded up to whole rows of `LANES` numbers."""
     return -(-head_size // LANES) * LANES
