@@ -124,7 +124,7 @@ def build_programs(
         by_replica = grid.sharding(grid.replica_axes or None)
         plan = [_struct(array, by_replica) for array in fork_arguments(ForkPlan.empty(sizes))]
         mapped = jax.shard_map(
-            fork_function(model.num_layers, sizes.pages),
+            fork_function(model.num_layers, sizes.pages, attention),
             mesh=grid.mesh,
             in_specs=(pool.sharding.spec, *(array.sharding.spec for array in plan)),
             out_specs=pool.sharding.spec,

@@ -7,10 +7,11 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
+from lockstep.kernels import Attention
 from lockstep.schedule import ForkPlan
 
 
-def fork_function(num_layers: int, pages: int) -> Callable[..., Any]:
+def fork_function(num_layers: int, pages: int, attention: Attention) -> Callable[..., Any]:
     """The function that every device runs, inside ``shard_map`` over the decode grid.
 
     It takes the replica's pool and the arrays of a `ForkPlan` with this replica's entry alone. What lies on a copied
@@ -19,6 +20,7 @@ def fork_function(num_layers: int, pages: int) -> Callable[..., Any]:
     Args:
         num_layers: of the model.
         pages: per layer in a replica's pool.
+        attention: of the devices; it knows how they copy pages.
 
     Returns:
         A function that returns the pool.
@@ -27,7 +29,7 @@ def fork_function(num_layers: int, pages: int) -> Callable[..., Any]:
     def fork(pool: Any, source: Array, target: Array) -> Any:
         def layer(index: Array, pool: Any) -> Any:
             first = index * pages
-            return jax.tree.map(lambda part: part.at[first + target[0]].set(part[first + source[0]]), pool)
+            return jax.tree.map(lambda part: attention.copy_pages(part, first + source[0], first + target[0]), pool)
 
         return jax.lax.fori_loop(0, num_layers, layer, pool)
 

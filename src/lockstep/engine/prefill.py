@@ -32,7 +32,7 @@ def prefill_function(transformer: Transformer, attention: Attention) -> Callable
         rows = attention.arrange(start, page_table, page != NULL_PAGE)
 
         def write(pool: Array, layer: Array, kv: Array) -> Array:
-            return pool.at[layer * transformer.pages + page].set(attention.pack(kv).astype(pool.dtype))
+            return attention.write_pages(pool, layer * transformer.pages + page, kv)
 
         def attend(pool: Array, layer: Array, q: Array) -> Array:
             return attention.prefill(q, pool, layer * transformer.pages, rows)

@@ -53,6 +53,22 @@ class Attention(Protocol):
     def pack(self, kv: Float[Array, "... two_kv_heads head"]) -> Float[Array, "... stored_two_kv_heads stored_head"]:
         """K and V as the pool has them."""
 
+    def write_pages(
+        self,
+        pool: Float[Array, "pool_page page_size two_kv_heads head"],
+        page: Int[Array, " row"],
+        kv: Float[Array, "row page_size two_kv_heads head"],
+    ) -> Float[Array, "pool_page page_size two_kv_heads head"]:
+        """Puts whole pages into the pool; of a page that several rows name, any."""
+
+    def copy_pages(
+        self,
+        pool: Float[Array, "pool_page page_size two_kv_heads head"],
+        source: Int[Array, " row"],
+        target: Int[Array, " row"],
+    ) -> Float[Array, "pool_page page_size two_kv_heads head"]:
+        """Copies pages inside the pool; no target is the source of another row."""
+
     def begin_decode(
         self,
         pool: Float[Array, "pool_page page_size two_kv_heads head"],

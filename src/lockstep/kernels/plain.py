@@ -31,6 +31,14 @@ class PlainAttention:
         """As it is."""
         return kv
 
+    def write_pages(self, pool: Array, page: Array, kv: Array) -> Array:
+        """One scatter."""
+        return pool.at[page].set(kv.astype(pool.dtype))
+
+    def copy_pages(self, pool: Array, source: Array, target: Array) -> Array:
+        """One gather and one scatter."""
+        return pool.at[target].set(pool[source])
+
     def begin_decode(self, pool: Array, page_table: Array, position: Array, num_layers: int) -> Cache:
         """The pool, and its pages laid end to end."""
         return pool, lay_out_context(pool, page_table, position, num_layers)

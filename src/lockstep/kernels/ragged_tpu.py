@@ -11,6 +11,7 @@ of pages, per block of query tokens.
 import dataclasses
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
@@ -48,6 +49,27 @@ class RaggedAttention:
     def pack(self, kv: Array) -> Array:
         """Padded with zeros to the heads that the kernel can read."""
         return _pad(kv, -2, 2 * self.stored.kv_heads, -1, self.stored.head_size)
+
+    # The TPU compiler turns a scatter of whole pages into one over another order of the axes, and copies the pool into
+    # it and back at every layer. Updates one page at a time are made in place.
+
+    def write_pages(self, pool: Array, page: Array, kv: Array) -> Array:
+        """A page at a time."""
+        packed = self.pack(kv).astype(pool.dtype)
+
+        def write(row: Array, pool: Array) -> Array:
+            return jax.lax.dynamic_update_index_in_dim(pool, packed[row], page[row], 0)
+
+        return jax.lax.fori_loop(0, page.shape[0], write, pool)
+
+    def copy_pages(self, pool: Array, source: Array, target: Array) -> Array:
+        """A page at a time."""
+
+        def copy(row: Array, pool: Array) -> Array:
+            moved = jax.lax.dynamic_index_in_dim(pool, source[row], 0, keepdims=False)
+            return jax.lax.dynamic_update_index_in_dim(pool, moved, target[row], 0)
+
+        return jax.lax.fori_loop(0, source.shape[0], copy, pool)
 
     def begin_decode(self, pool: Array, page_table: Array, position: Array, num_layers: int) -> Array:
         """The pool itself: there is no second copy of K/V."""

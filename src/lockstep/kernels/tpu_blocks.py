@@ -107,8 +107,8 @@ def stored_heads(kv_heads: int, itemsize: int) -> int:
 def takes(q_heads: int, kv_heads: int, itemsize: int) -> bool:
     """Whether the kernel can cut the query heads as it cuts the kv heads.
 
-    It takes kv heads by the tile (``16 / itemsize`` of them) where they are whole tiles, and their query heads must then
-    be a multiple of 8, or all there are. In 16 bits they always are.
+    It takes kv heads by the tile (``16 / itemsize`` of them) where they are whole tiles, and their query heads must
+    then be a multiple of 8, or all there are. In 16 bits they always are.
     """
     tile = 16 // itemsize
     if kv_heads % tile:
