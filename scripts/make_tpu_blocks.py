@@ -23,15 +23,15 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPL
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import topologies
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lockstep.kernels.tpu_blocks import stored_head_size, stored_heads, takes
+from lockstep.plan.topology import topology
 
 TABLE = Path(__file__).parents[1] / "src" / "lockstep" / "kernels" / "tpu_block_table.py"
 
-TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+TOPOLOGIES = {"v4": "v4-8", "v5e": "v5litepod-4", "v5p": "v5p-8", "v6e": "v6e-4"}
 # Bytes that a kernel may use. VMEM has 32 MiB on v4 (16 per core), 128 on v5e and v6e, 64 per core on v5p
 # (https://jax-ml.github.io/scaling-book/tpus/); a part is left to the compiler for what runs beside the kernel.
 VMEM_LIMIT = {"v4": 14 << 20, "v5e": 96 << 20, "v5p": 48 << 20, "v6e": 96 << 20}
@@ -65,7 +65,8 @@ type Heads = tuple[int, int, int, str]
 def heads() -> list[Heads]:
     """Query heads, kv heads and head size as a device stores them, and the dtype."""
     found = set()
-    for dtype, (q_heads, kv_heads, size) in ((dtype, model) for dtype in DTYPES for model in DTYPES[dtype]):
+    shapes = [(dtype, *model) for dtype, models in DTYPES.items() for model in models]
+    for dtype, q_heads, kv_heads, size in shapes:
         for tensor in (1, 2, 4, 8, 16):
             # Beyond its kv heads a model's heads are replicated and its groups split.
             kv, q = max(1, kv_heads // tensor), -(-q_heads // tensor)
@@ -129,7 +130,7 @@ def main() -> None:
 
         blocks = dict(BLOCKS)
     for name in [only] if only else TOPOLOGIES:
-        device = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[name]).devices[0]
+        device = topology(TOPOLOGIES[name]).devices[0]
         start, blocks[name] = time.time(), {}
         for key in heads():
             sizes = {}

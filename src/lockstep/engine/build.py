@@ -99,13 +99,13 @@ def build_programs(
 
     device = grid.mesh.devices.flat[0]
     attention = select_attention(device, device_heads(model, grid), page_size=sizes.page_size, dtype=dtype)
-    stored = attention.stored
+    held = attention.stored
     pool = jax.ShapeDtypeStruct(
         (
             grid.replicas * model.num_layers * sizes.pages,
             sizes.page_size,
-            2 * grid.tensor * stored.kv_heads,
-            stored.head_size,
+            2 * grid.tensor * held.kv_heads,
+            held.head_size,
         ),
         dtype,
         sharding=grid.sharding(grid.replica_axes or None, None, grid.tensor_axes or None),

@@ -23,7 +23,7 @@ class EngineConfig:
     """Sequences decoded at a time, over all replicas. Null: all of them, or as many as fit, up to where a step begins
     to take longer with each: 64 to 512 per replica, by the device's memory bandwidth and speed."""
     page_size: int | None = None
-    """Tokens per page of the KV cache. Null: 16."""
+    """Tokens per page of the KV cache. Null: 16, on TPU 64."""
     max_pages: int | None = None
     """Pages of one replica's KV cache. Null: enough for its sequences at their longest, or what fits."""
     max_prefill_size: int | None = None

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from lockstep.engine.config import DEFAULT_PAGE_SIZE, EngineConfig
 from lockstep.engine.hardware import chip_named
 from lockstep.errors import ConfigError
+from lockstep.kernels import has_kernel
 from lockstep.models.config import LlamaConfig
 from lockstep.placement.layout import DecodeGrid, tensor_sizes
 from lockstep.schedule import ScheduleSizes, check_length, sampling_sizes
@@ -14,6 +15,7 @@ from lockstep.types import Request
 SLOTS_PER_REPLICA = 64
 """Sequences that a replica decodes at a time unless the device is worth more (`slots_worth`)."""
 _MOST_SLOTS = 512
+_TPU_PAGE_SIZE = 64
 _PREFILL_TOKENS = 512
 _STEPS = 64
 _STOP_IDS = 4
@@ -50,7 +52,7 @@ def work_out_sizes(
         )
     for request in requests:
         check_length(request, limit, model.max_seq_len)
-    page_size = config.page_size or DEFAULT_PAGE_SIZE
+    page_size = config.page_size or _page_size(config, grid)
     longest = config.max_seq_len or max(len(r.prompt_tokens) + r.params.max_new_tokens for r in requests)
     counts = sorted((r.params.n_generations for r in requests), reverse=True)
     total = sum(counts[: config.max_prompts_per_batch])
@@ -127,6 +129,14 @@ def fits_model(model: LlamaConfig, tensor: int) -> bool:
 
 def _split(model: LlamaConfig) -> dict[str, int]:
     return {"num_kv_heads": model.num_kv_heads, "intermediate_dim": model.intermediate_dim}
+
+
+def _page_size(config: EngineConfig, grid: DecodeGrid) -> int:
+    """On TPU larger pages: the attention kernel copies page by page, and a small copy takes as long as a large one."""
+    size = _TPU_PAGE_SIZE if has_kernel(grid.mesh.devices.flat[0]) else DEFAULT_PAGE_SIZE
+    while config.max_prefill_size is not None and size > config.max_prefill_size:
+        size //= 2
+    return size
 
 
 def _fork(requests: Sequence[Request], page_size: int) -> bool:

@@ -3,9 +3,9 @@
 The kernel's contract, as far as it is used here: query tokens of all sequences stand one after another; those of
 sequence ``i`` are ``q_starts[i] .. q_starts[i + 1]`` and are the *last* of its ``lengths[i]`` positions; page ``j`` of
 its page table holds positions ``j * page_size`` on; K of kv head ``h`` is at ``2 * h`` of a page, V at ``2 * h + 1``.
-Sequences from ``count`` on are not looked at, and query tokens of none come out as whatever the memory held. Each
-sequence is at least 1 long: a length of 0 would leave a copy in flight that nobody waits for. It fetches whole blocks
-of pages, per block of query tokens.
+Sequences from ``num_sequences`` on are not looked at, and query tokens of none come out as whatever the memory held.
+Each sequence is at least 1 long: a length of 0 would leave a copy in flight that nobody waits for. It fetches whole
+blocks of pages, per block of query tokens.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ class Rows(NamedTuple):
     lengths: Int[Array, " row"]
     page_table: Int[Array, "row page"]
     q_starts: Int[Array, " row_and_one"]
-    count: Int[Array, " one"]  # type: ignore[assignment]  # hides a method of tuple that nobody calls
+    num_sequences: Int[Array, " one"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ class RaggedAttention:
             lengths=lengths,
             page_table=page_table[jnp.minimum(first, rows - 1)],
             q_starts=jnp.append(first, total) * size,
-            count=jnp.sum(used & ~follows, dtype=jnp.int32)[None],
+            num_sequences=jnp.sum(used & ~follows, dtype=jnp.int32)[None],
         )
 
     def prefill(self, q: Array, pool: Array, first_page: Array, rows: Rows) -> Array:
@@ -129,7 +129,7 @@ class RaggedAttention:
             rows.lengths,
             first_page + rows.page_table,
             rows.q_starts,
-            rows.count,
+            rows.num_sequences,
             sm_scale=head**-0.5,
             sliding_window=self.heads.scores.window,
             soft_cap=self.heads.scores.soft_cap,

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from lockstep.placement.layout import DecodeGrid
+from lockstep.placement.move import cast, read_by_pieces
 from lockstep.placement.stored import blueprints, sources
 
 TENSOR_DIM = {
@@ -138,15 +139,19 @@ def relay_function(layouts: LayoutTree, dtype: jnp.dtype, *, gather: bool) -> tu
     target = jax.tree.map(lambda leaf: leaf.decode, layouts)
     grid = jax.tree.leaves(layouts)[0].grid
 
-    def cast(tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
+    def cast_all(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: cast(leaf, dtype), tree)
 
     def move(weights: Any) -> Any:
-        outer = read_outer(layouts, cast(dataclasses.replace(weights, layers=None)))
+        outer = jax.tree.map(
+            lambda leaf, block: read_by_pieces(leaf, block, dtype),
+            dataclasses.replace(layouts, layers=None),
+            dataclasses.replace(weights, layers=None),
+        )
         if any(leaf.spec[0] for leaf in jax.tree.leaves(layouts.layers)):
-            return dataclasses.replace(outer, layers=read(layouts.layers, cast(weights.layers)))
+            return dataclasses.replace(outer, layers=read(layouts.layers, cast_all(weights.layers)))
         one = drop_layers(layouts.layers)
-        _, layers = jax.lax.scan(lambda _, layer: (None, read(one, cast(layer))), None, weights.layers)
+        _, layers = jax.lax.scan(lambda _, layer: (None, read(one, cast_all(layer))), None, weights.layers)
         return dataclasses.replace(outer, layers=layers)
 
     moved = jax.shard_map(

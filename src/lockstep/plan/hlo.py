@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -28,7 +28,9 @@ COLLECTIVES: Final = (
 )
 _HEAD: Final = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _ARRAY: Final = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](\{[^{}]*\})?")
-_CALLED: Final = re.compile(r"\b(calls|to_apply|body|condition|branch_computations|called_computations)=\{?((?:%[\w.\-]+(?:, )?)+)")
+_CALLED: Final = re.compile(
+    r"\b(calls|to_apply|body|condition|branch_computations|called_computations)=\{?((?:%[\w.\-]+(?:, )?)+)"
+)
 _FREE: Final = frozenset(
     "parameter constant get-tuple-element tuple bitcast while conditional call after-all partition-id replica-id "
     "opt-barrier add-dependency iota".split()
@@ -149,7 +151,7 @@ class Hlo:
         return found
 
     def turns(self, computation: str, loop: Op) -> int | None:
-        """How often a ``while`` turns: of a counter that begins and ends at constants; None where the end is not one."""
+        """How often a ``while`` turns, of a counter between constants; None where its end is not one."""
         called = loop.called()
         condition, body = (self.computations[called[role][0]] for role in ("condition", "body"))
         test = next(op for op in condition.values() if op.root)
@@ -272,7 +274,7 @@ def _fusion(hlo: Hlo, op: Op, operands: Sequence[Sequence[Array]]) -> int:
 
 
 def _use(hlo: Hlo, computation: str, number: int) -> tuple[int, bool] | None:
-    """Bytes that a computation reads and writes of a parameter, and whether it updates it in place; None for all of it."""
+    """Bytes that a computation moves of a parameter, and whether it updates it in place; None for all of it."""
     inside = hlo.computations[computation]
     users: dict[str, list[tuple[Op, int]]] = {}
     for each in inside.values():
@@ -376,13 +378,11 @@ def _rows(ids: np.ndarray) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(int(device) for device in row) for row in ids)
 
 
-def pool_copies(hlo: Hlo, dims: Mapping[str, tuple[int, ...]] | tuple[int, ...]) -> list[Op]:
-    """Operations that make a second array of these dimensions in memory: a copy of the page pool, say."""
-    wanted = {dims} if isinstance(dims, tuple) else set(dims.values())
-    found = []
-    for run in hlo.runs:
-        if run.op.kind in ("copy", "copy-start", "transpose", "reshape", "broadcast") and any(
-            array.dims in wanted and array.in_hbm for array in run.op.arrays
-        ):
-            found.append(run.op)
-    return found
+def copies(hlo: Hlo, dims: tuple[int, ...]) -> list[Op]:
+    """Operations that make another array of these dimensions in memory: a second page pool, say."""
+    kinds = ("copy", "copy-start", "transpose", "broadcast", "concatenate")
+    return [
+        run.op
+        for run in hlo.runs
+        if run.op.kind in kinds and any(array.dims == dims and array.in_hbm for array in run.op.arrays)
+    ]

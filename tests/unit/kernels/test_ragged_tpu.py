@@ -105,7 +105,7 @@ def test_rows_that_continue_each_other_are_one_sequence() -> None:
     _, ragged = attentions(Heads(kv_heads=2, group=1, head_size=128), 2, 8)
     start, table, page = rows()
     got = ragged.arrange(jnp.asarray(start), jnp.asarray(table), jnp.asarray(page != 0))
-    assert got.count.tolist() == [2]
+    assert got.num_sequences.tolist() == [2]
     assert got.q_starts.tolist()[:3] == [0, 24, 32]
     assert got.lengths.tolist()[:2] == [24, 16]
     np.testing.assert_array_equal(got.page_table[:2], table[[0, 3]])
@@ -116,7 +116,7 @@ def test_a_launch_without_rows_still_has_a_sequence() -> None:
     _, ragged = attentions(Heads(kv_heads=2, group=1, head_size=128), 2, 8)
     nothing = np.zeros(3, np.int32)
     got = ragged.arrange(jnp.asarray(nothing), jnp.zeros((3, 4), jnp.int32), jnp.asarray(nothing > 0))
-    assert (got.count.tolist(), got.lengths.tolist()[:1], got.q_starts.tolist()[:2]) == (
+    assert (got.num_sequences.tolist(), got.lengths.tolist()[:1], got.q_starts.tolist()[:2]) == (
         [1],
         [PAGE_SIZE],
         [0, PAGE_SIZE],

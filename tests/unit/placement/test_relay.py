@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from lockstep.errors import ConfigError
 from lockstep.models import DecoderWeights, LlamaConfig
-from lockstep.placement import make_mesh, place
+from lockstep.placement import make_mesh, move, place
 from lockstep.placement.layout import DecodeGrid, decode_grid
 from lockstep.placement.relay import TENSOR_DIM, LeafLayout, leaf_layouts, partition_specs, read, relay_function
 from tests import tiny
@@ -127,6 +127,32 @@ def test_cast_to_bfloat16_before_anything_moves() -> None:
     host, placed, mesh = weights_on("1,2,2", 8)
     relaid = check_relay(host, placed, decode_grid(mesh, 2), jnp.bfloat16, gather=True)
     assert {leaf.dtype for leaf in jax.tree.leaves(relaid)} == {jnp.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize(("shape", "tensor"), [("1,2,2", 2), ("1,4,1", 2), ("1,4,1", 4), ("4,1,1", 2)])
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_a_large_weight_moves_in_pieces(shape: str, tensor: int, dtype: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(move, "PIECE_BYTES", 64)
+    grid, rng = grid_of(shape, tensor), np.random.default_rng(0)
+    host = rng.standard_normal((16, 8), np.float32)
+    host[0, 0], host[1, 1], host[2, 2] = np.inf, 1e-39, 3.4e38
+    loops = 0
+    for spec in every_spec(grid, 2):
+        for dim in (0, 1):
+            layout = LeafLayout(grid, spec, dim)
+            moved = jax.jit(
+                jax.shard_map(
+                    lambda block, layout=layout: move.read_by_pieces(layout, block, dtype),
+                    mesh=grid.mesh,
+                    in_specs=(layout.partition_spec,),
+                    out_specs=layout.decode.partition_spec,
+                    check_vma=False,
+                )
+            )
+            placed = place(host, NamedSharding(grid.mesh, layout.partition_spec))
+            loops += "while" in moved.lower(placed).as_text()
+            check_shards(moved(placed), host.astype(dtype), layout)
+    assert loops > 3
 
 
 def test_weights_split_by_layer() -> None:

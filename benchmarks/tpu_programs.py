@@ -1,0 +1,208 @@
+"""What the TPU compiler makes of the engine's programs for a model and a slice; no TPU is needed.
+
+    JAX_PLATFORMS=cpu .venv/bin/python -m benchmarks.tpu_programs --slice v5p-16 --tensor 1 --batch 64 --context 1024
+
+Prints one JSON object. ``docs/performance.md`` says what the numbers mean; ``--table FILE…`` makes its table of such
+objects.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from lockstep.engine import Engine, EngineConfig
+from lockstep.engine.footprint import Shapes
+from lockstep.engine.hardware import chip_of
+from lockstep.engine.transformer import device_heads
+from lockstep.kernels import select_attention
+from lockstep.models import DecoderWeights, LayerWeights, LlamaConfig
+from lockstep.models.known import KNOWN, KnownModel
+from lockstep.placement import make_mesh
+from lockstep.plan.decode_bytes import step_bytes
+from lockstep.plan.hlo import Hlo, collectives, copies
+from lockstep.plan.topology import topology
+from lockstep.types import Request, SamplingParams
+
+_OPTIMIZER_COPIES = 4  # the parameters, two moments of Adam, and the gradients' accumulator, all float32
+
+
+def weights_on(mesh: Mesh, model: KnownModel, dtype: str) -> DecoderWeights:
+    """Shapes of a model's weights, split over all devices as the trainer has them (FSDP)."""
+    config = model.config
+    layers, width, mlp, head = config.num_layers, config.hidden_dim, config.intermediate_dim, config.head_size
+    kv, group = config.num_kv_heads, config.q_heads_per_group
+
+    def struct(*shape: int, fsdp: int) -> Any:
+        spec = PartitionSpec(*("fsdp" if dim == fsdp else None for dim in range(len(shape))))
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, spec))
+
+    return DecoderWeights(
+        embed=struct(model.vocab_size, width, fsdp=1),
+        final_norm=struct(width, fsdp=0),
+        lm_head=None if config.tie_word_embeddings else struct(width, model.vocab_size, fsdp=0),
+        layers=LayerWeights(
+            attn_norm=struct(layers, width, fsdp=1),
+            mlp_norm=struct(layers, width, fsdp=1),
+            q=struct(layers, width, kv, group, head, fsdp=1),
+            k=struct(layers, width, kv, head, fsdp=1),
+            v=struct(layers, width, kv, head, fsdp=1),
+            o=struct(layers, kv, group, head, width, fsdp=4),
+            gate=struct(layers, width, mlp, fsdp=1),
+            up=struct(layers, width, mlp, fsdp=1),
+            down=struct(layers, mlp, width, fsdp=2),
+        ),
+    )
+
+
+def compile_for(
+    slice_name: str, tensor: int, batch: int, context: int, *, model: str = "llama-3.1-8b", dtype: str = "float32",
+    new_tokens: int = 64, **params: Any,
+) -> tuple[Engine, Shapes]:  # fmt: skip
+    """An engine with programs for a batch per replica, and what they were made from; nothing can be run."""
+    known, found = KNOWN[model], topology(slice_name)
+    mesh = make_mesh("auto", list(found.devices))
+    weights = weights_on(mesh, known, dtype)
+    resident = sum(leaf.size for leaf in jax.tree.leaves(weights)) * 4 * _OPTIMIZER_COPIES // mesh.size
+    config: LlamaConfig = known.config
+    sequences = batch * mesh.size // tensor
+    engine = Engine(
+        EngineConfig(
+            layout={"tensor": tensor},
+            dtype="bfloat16",
+            max_seqs=sequences,
+            max_seq_len=context + new_tokens,
+            memory_bytes_per_device=chip_of(found.devices[0]).memory - resident,
+            hbm_utilization=1.0,
+        ),
+        mesh,
+    )
+    sampling = SamplingParams(max_new_tokens=new_tokens, temperature=0.7, **params)
+    prompt = tuple(range(context))
+    engine.prepare(
+        (config, weights), [Request(prompt_id=i, prompt_tokens=prompt, params=sampling) for i in range(sequences)]
+    )
+    shapes = Shapes(config=config, weights=weights, grid=engine.grid, dtype=jnp.dtype("bfloat16"), gather=True)
+    return engine, shapes
+
+
+def figures(engine: Engine, shapes: Shapes, context: int) -> dict[str, Any]:
+    """What is to be known of the programs, ready for JSON. Bytes are per device."""
+    sizes, grid, sizing = engine.sizes, engine.grid, engine.sizing
+    assert sizes is not None and sizing is not None
+    devices = list(grid.mesh.devices.flat)
+    replica = [place // grid.tensor for place in range(len(devices))]
+    host = [device.process_index for device in devices]
+    attention = select_attention(
+        devices[0], device_heads(shapes.config, grid), page_size=sizes.page_size, dtype=shapes.dtype
+    )
+    block = min(attention.decode_blocks.pages, sizes.pages_per_sequence)  # type: ignore[attr-defined]
+    programs: dict[str, Any] = {}
+    for name, program in engine.programs.items():
+        memory, hlo = program.memory(), Hlo(program.text())
+        pool = (
+            shapes.config.num_layers * sizes.pages, sizes.page_size, 2 * attention.stored.kv_heads,
+            attention.stored.head_size,
+        )  # fmt: skip
+        programs[name] = {
+            "arguments": int(memory.argument_size_in_bytes),
+            "outputs": int(memory.output_size_in_bytes),
+            "aliased": int(memory.alias_size_in_bytes),
+            "temporaries": int(memory.temp_size_in_bytes),
+            "code": int(memory.generated_code_size_in_bytes),
+            "pool_copies": len(copies(hlo, pool)),
+            "kernels": sum(run.op.kind == "custom-call" and "tpu_custom_call" in run.op.line for run in hlo.runs),
+            "collectives": [
+                {
+                    "kind": one.kind,
+                    "times": one.times,
+                    "in_step": one.in_step,
+                    "bytes": one.bytes,
+                    "crosses_replicas": one.crosses(replica),
+                    "crosses_hosts": one.crosses(host),
+                }
+                for one in collectives(hlo, len(devices))
+            ],
+        }
+    moved = step_bytes(engine.programs["decode"].text(), shapes, sizes, context=context, block_pages=block)
+    chip = chip_of(devices[0])
+    steps = [one for one in programs["decode"]["collectives"] if one["in_step"]]
+    width = (grid.tensor - 1) / grid.tensor
+    wait = sum(one["times"] * (chip.link.latency_s + 2 * width * one["bytes"] / chip.link.bandwidth) for one in steps)
+    seconds = moved.compiled(sizes.steps) / chip.bandwidth + wait
+    return {
+        "tensor": grid.tensor,
+        "replicas": grid.replicas,
+        "slots": sizes.slots,
+        "context": context,
+        "chip": chip.name,
+        "pool": sizes.pages * sizes.page_size * shapes.kv_bytes,
+        "weights": shapes.copied,
+        "floor": moved.floor,
+        "floor_weights": moved.floor_weights,
+        "floor_kv": moved.floor_kv,
+        "program": moved.program,
+        "kernel": moved.kernel,
+        "per_launch": moved.per_launch,
+        "steps": sizes.steps,
+        "ratio": moved.ratio(sizes.steps),
+        "step_s": seconds,
+        "collectives_s": wait,
+        "tokens_per_s_per_chip": sizes.slots / grid.tensor / seconds,
+        "floor_tokens_per_s_per_chip": sizes.slots / grid.tensor / (moved.floor / chip.bandwidth),
+        "predicted": {
+            "relay": sizing.predicted.relay, "pool": sizing.predicted.pool, "weights": sizing.predicted.weights,
+            "temporaries": sizing.predicted.temporaries,
+        },
+        "programs": programs,
+    }  # fmt: skip
+
+
+def table(files: list[Path]) -> str:
+    """The rows of ``docs/performance.md``, in Markdown."""
+    lines = [
+        "| slice | tensor | B per replica | floor, GB | compiled, GB | of it kernel | ratio | step, ms "
+        "| tokens/s per chip | at the floor |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for file in files:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        moved = found["ratio"] * found["floor"]
+        lines.append(
+            f"| {found['slice']} | {found['tensor']} | {found['slots']} | {found['floor'] / 1e9:.2f} "
+            f"| {moved / 1e9:.2f} | {found['kernel'] / 1e9:.2f} | {found['ratio']:.3f} | {1e3 * found['step_s']:.2f} | "
+            f"{found['tokens_per_s_per_chip']:,.0f} | {found['floor_tokens_per_s_per_chip']:,.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Compiles, and prints what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--slice", default="v5p-16")
+    parser.add_argument("--model", default="llama-3.1-8b", choices=KNOWN)
+    parser.add_argument("--dtype", default="float32", help="of the parameters; decoding is in bfloat16")
+    parser.add_argument("--tensor", type=int, default=1)
+    parser.add_argument("--batch", type=int, default=64, help="sequences per replica")
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--table", type=Path, nargs="+", metavar="FILE")
+    options = parser.parse_args()
+    if options.table:
+        print(table(options.table))
+        return
+    engine, shapes = compile_for(
+        options.slice, options.tensor, options.batch, options.context, model=options.model, dtype=options.dtype
+    )
+    print(json.dumps({"slice": options.slice, "model": options.model} | figures(engine, shapes, options.context)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
