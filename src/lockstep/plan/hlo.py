@@ -152,6 +152,9 @@ class Hlo:
 
     def turns(self, computation: str, loop: Op) -> int | None:
         """How often a ``while`` turns, of a counter between constants; None where its end is not one."""
+        known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.line)
+        if known:
+            return int(known[1])
         called = loop.called()
         condition, body = (self.computations[called[role][0]] for role in ("condition", "body"))
         test = next(op for op in condition.values() if op.root)

@@ -1,0 +1,108 @@
+"""Counts read off compiled programs, on programs whose counts are known."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from lockstep.plan.hlo import Array, Hlo, collectives, copies, traffic
+
+OUTER, INNER = 5, 3
+
+
+def program(steps: int | None) -> str:
+    """A loop of ``steps`` turns (None: an argument says) around a loop of 3 with two sums; one sum after."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    spec = PartitionSpec("a", "b")
+
+    def device(x: Any, turns: Any) -> Any:
+        def inner(_: int, x: Any) -> Any:
+            return jax.lax.psum(jnp.sin(jax.lax.psum(x, "b")), "b")
+
+        def outer(_: int, x: Any) -> Any:
+            return jax.lax.fori_loop(0, INNER, inner, x)
+
+        return jax.lax.psum(jax.lax.fori_loop(0, turns if steps is None else steps, outer, x), "a")
+
+    mapped = jax.shard_map(
+        device, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=PartitionSpec(None, "b"), check_vma=False
+    )
+    arguments = (
+        jax.ShapeDtypeStruct((8, 16), np.float32, sharding=NamedSharding(mesh, spec)),
+        jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(mesh, PartitionSpec())),
+    )
+    return jax.jit(mapped).lower(*arguments).compile().as_text()
+
+
+@pytest.mark.parametrize("steps", [OUTER, None])
+def test_loops_count_as_they_turn(steps: int | None) -> None:
+    found = collectives(Hlo(program(steps)), 4)
+    inside = sum(one.times for one in found if set(one.groups) == {(0, 1), (2, 3)})
+    after = [one for one in found if set(one.groups) == {(0, 2), (1, 3)}]
+    # XLA may run the last turn of a loop apart from the others; the sum stays.
+    assert inside == 2 * INNER * (steps or 1)
+    assert [one.times for one in after] == [1]
+    assert {one.bytes for one in found} == {4 * 8 * 4}
+    assert {one.in_step for one in found} == ({False} if steps else {True, False})
+    assert not after[0].crosses([0, 1, 0, 1]) and after[0].crosses([0, 0, 1, 1])
+
+
+TEXT = """HloModule known
+
+%fused (p0: bf16[6,64,64], p1: s32[], p2: bf16[8,64]) -> bf16[8,64] {
+  %p0 = bf16[6,64,64]{2,1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %p2 = bf16[8,64]{1,0:S(1)} parameter(2)
+  %zero = s32[] constant(0)
+  %slice = bf16[1,64,64]{2,1,0} dynamic-slice(%p0, %p1, %zero, %zero), dynamic_slice_sizes={1,64,64}
+  %flat = bf16[64,64]{1,0} bitcast(%slice)
+  ROOT %dot = bf16[8,64]{1,0} dot(%p2, %flat), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%body (s: (s32[], bf16[8,64], bf16[6,64,64])) -> (s32[], bf16[8,64], bf16[6,64,64]) {
+  %s = (s32[], bf16[8,64]{1,0:S(1)}, bf16[6,64,64]{2,1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %x = bf16[8,64]{1,0:S(1)} get-tuple-element(%s), index=1
+  %w = bf16[6,64,64]{2,1,0} get-tuple-element(%s), index=2
+  %one = s32[] constant(2)
+  %next = s32[] add(%i, %one)
+  %y = bf16[8,64]{1,0:S(1)} fusion(%w, %i, %x), kind=kOutput, calls=%fused
+  ROOT %t = (s32[], bf16[8,64]{1,0:S(1)}, bf16[6,64,64]{2,1,0}) tuple(%next, %y, %w)
+}
+
+%condition (s: (s32[], bf16[8,64], bf16[6,64,64])) -> pred[] {
+  %s = (s32[], bf16[8,64]{1,0:S(1)}, bf16[6,64,64]{2,1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %n = s32[] constant(6)
+  ROOT %lt = pred[] compare(%i, %n), direction=LT
+}
+
+ENTRY %main (w: bf16[6,64,64], x: bf16[8,64]) -> bf16[6,64,64] {
+  %w = bf16[6,64,64]{2,1,0} parameter(0)
+  %x = bf16[8,64]{1,0:S(1)} parameter(1)
+  %start = s32[] constant(1)
+  %init = (s32[], bf16[8,64]{1,0:S(1)}, bf16[6,64,64]{2,1,0}) tuple(%start, %x, %w)
+  %loop = (s32[], bf16[8,64]{1,0:S(1)}, bf16[6,64,64]{2,1,0}) while(%init), condition=%condition, body=%body
+  %same = bf16[6,64,64]{2,1,0} get-tuple-element(%loop), index=2
+  ROOT %copy = bf16[6,64,64]{0,1,2} copy(%same)
+}
+"""
+
+
+def test_bytes_of_a_text_with_a_known_answer() -> None:
+    # From 1 to 6 by twos: three turns, each of which reads one slice of the stack; x never leaves the core.
+    hlo = Hlo(TEXT)
+    moved = {run.op.name: (size, run.times) for run, size in traffic(hlo, lambda op, operands: 0)}
+    scalars = 4
+    assert moved["y"] == (2 * 64 * 64 + scalars, 3)
+    assert moved["copy"] == (2 * 2 * 6 * 64 * 64, 1)
+    assert [op.name for op in copies(hlo, (6, 64, 64))] == ["copy"]
+    assert Array("bf16", (8, 64), True).bytes == 1024
+
+
+def test_what_is_no_program_is_refused() -> None:
+    with pytest.raises(ValueError, match="no ENTRY"):
+        Hlo("hello")
