@@ -81,5 +81,5 @@ def test_llama3_8b_compiles_for_v5p_16(layout):
     for program in ("prefill", "decode"):
         # The pool is updated in place: it is an output that shares the argument's memory.
         assert figures[program]["aliased"] == figures["pool"], program
-    # Weights move a layer at a time: at most a cast copy of what a chip holds already (the compiler hoists the cast).
-    assert figures["relay"]["temporaries"] <= 0.5 * figures["relay"]["arguments"]
+    # Weights move a layer at a time, large ones in pieces, and are cast on the way; where none move, all are cast.
+    assert figures["relay"]["temporaries"] <= 0.1 * figures["relay"]["arguments"]

@@ -132,7 +132,7 @@ def test_cast_to_bfloat16_before_anything_moves() -> None:
 @pytest.mark.parametrize(("shape", "tensor"), [("1,2,2", 2), ("1,4,1", 2), ("1,4,1", 4), ("4,1,1", 2)])
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_a_large_weight_moves_in_pieces(shape: str, tensor: int, dtype: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(move, "PIECE_BYTES", 64)
+    monkeypatch.setattr(move, "PIECE_BYTES", 32)
     grid, rng = grid_of(shape, tensor), np.random.default_rng(0)
     host = rng.standard_normal((16, 8), np.float32)
     host[0, 0], host[1, 1], host[2, 2] = np.inf, 1e-39, 3.4e38
