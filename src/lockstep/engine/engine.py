@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -200,7 +200,7 @@ class Engine:
         around_launch: AroundLaunch = contextlib.nullcontext,
         find_stop: FindStop | None = None,
         between_launches: BetweenLaunches | None = None,
-    ) -> Iterator[list[Completion]]:
+    ) -> Generator[list[Completion], None, None]:
         """`run` for any number of prompts: they are read as room becomes free, and answers leave as they are complete.
 
         At most ``max_prompts_per_batch`` prompts are held at a time, and new ones are read while others are still being

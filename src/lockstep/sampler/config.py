@@ -80,8 +80,8 @@ class SampleConfig:
     n_generations: int = 1
     """Answers per prompt and round."""
     max_prompts_per_batch: int | None = None
-    """Prompts of a batch at most; what is answered is on disk after each batch. Null: worked out from the lengths of
-    the prompts and the memory."""
+    """Prompts that are in the engine at a time, and that are written together, at most. Null: worked out from the
+    lengths of the prompts and the memory."""
     max_new_tokens: int = 256
     """Tokens to sample per answer at most."""
     temperature: float = 0.0

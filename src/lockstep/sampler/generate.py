@@ -1,8 +1,9 @@
-"""Batch after batch through the engine, each on disk before the next: in lockstep, or every host for itself."""
+"""A round of prompts streams through the engine, batch after batch on disk: in lockstep, or every host for itself."""
 
 import contextlib
 import dataclasses
 import logging
+from collections.abc import Generator as Stream
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ from lockstep.types import Completion, Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+type Answers = Stream[list[Completion], None, None]
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +59,7 @@ class Generator:
         self.lockstep = config.inference_mode == "global_mesh"
         """Whether all hosts work on the same prompts."""
         self.batch_prompts = 0
-        """Prompts of a batch at most; known after `prepare`."""
+        """Prompts whose answers are written together, about; known after `prepare`."""
         self._free = 0
         self._engine: Engine | None = None
         self._model: Any = None
@@ -92,7 +95,8 @@ class Generator:
             scope.agree("environment", environment())
             free = 0
             with settled(scope, "memory"):
-                engine_config = dataclasses.replace(config.engine, max_seq_len=longest)
+                window = config.max_prompts_per_batch or config.engine.max_prompts_per_batch
+                engine_config = dataclasses.replace(config.engine, max_seq_len=longest, max_prompts_per_batch=window)
                 # Where hosts work for themselves, their launches are no matter of the job's.
                 ledger = self._hosts.ledger if self.lockstep else None
                 self._engine = engine = Engine(engine_config, mesh, vocab_size=vocab_size, ledger=ledger)
@@ -122,22 +126,23 @@ class Generator:
             PeerError: hosts work in lockstep and one of them failed; the same on every host.
             DisagreementError: hosts work in lockstep and computed different tokens.
         """
-        for batch in batches(shape, units, max(1, self.batch_prompts)):
-            completions = self._together(batch, meter) if self.lockstep else self._alone(batch, meter)
-            error: Exception | None = None
-            tokens = sum(len(completion.tokens) for completion in completions)
-            if rows is not None:
-                try:
-                    with leader_only():
-                        rows.append([row.to_dict() for row in self._rows(batch, completions)])
-                except Exception as caught:
-                    error = caught
-            if self.lockstep:
-                self._hosts.settle("rows", error)
-            elif error is not None:
-                raise error
-            if meter is not None:
-                meter.end_batch(len(completions), tokens)
+        for work in batches(shape, units, max(1, len(units))):
+            with contextlib.closing(self._stream(work, meter)) as answers:
+                while completions := self._batch(answers, meter):
+                    self._write(work.round, completions, rows)
+
+    def _write(self, round_: int, completions: Sequence[Completion], rows: RowFile | None) -> None:
+        error: Exception | None = None
+        if rows is not None:
+            try:
+                with leader_only():
+                    rows.append([row.to_dict() for row in self._rows(round_, completions)])
+            except Exception as caught:
+                error = caught
+        if self.lockstep:
+            self._hosts.settle("rows", error)
+        elif error is not None:
+            raise error
 
     def _probe(
         self, engine_config: EngineConfig, mesh: Mesh, shape: JobShape, units: Int[np.ndarray, " pending"]
@@ -155,37 +160,60 @@ class Generator:
         return self._requests(next(batches(shape, units, self.batch_prompts)))
 
     def _requests(self, batch: Batch) -> list[Request]:
-        params = self._params[batch.round]
-        return [
-            Request(prompt_id=number, prompt_tokens=self._spool[number].tokens, params=params)
-            for number in batch.prompts
-        ]
+        return [self._request(batch.round, number) for number in batch.prompts]
 
-    def _together(self, batch: Batch, meter: Meter | None) -> list[Completion]:
-        """All hosts the same: nothing is launched before all have agreed, nothing is written before they have again."""
+    def _request(self, round_: int, number: int) -> Request:
+        return Request(prompt_id=number, prompt_tokens=self._spool[number].tokens, params=self._params[round_])
+
+    def _stream(self, work: Batch, meter: Meter | None) -> Answers:
+        """Prepare for a round and begin it: no slot waits for the end of a batch, weights are moved once."""
         engine = self._engine
         assert engine is not None
-        with self._hosts.scope("batch") as scope:
-            requests, digests = self._requests(batch), dict[str, str]()
+        # Longest first, so the first batch needs as much as any.
+        first = self._requests(dataclasses.replace(work, prompts=work.prompts[: self.batch_prompts]))
+        if not self.lockstep:  # this host's devices alone: no program of its spans hosts
+            engine.prepare(self._model, first, free=self._free)
+            return self._launch(engine, work, meter)
+        with self._hosts.scope("round") as scope:
+            digests = dict[str, str]()
             with settled(scope, "prepare"):
-                digests = engine.prepare(self._model, requests, free=self._free)
-            scope.agree("programs", {"requests": digest(repr(requests)), **digests})
-            completions: list[Completion] = []
+                digests = engine.prepare(self._model, first, free=self._free)
+            scope.agree("programs", {"prompts": digest(repr(work)), **digests})
+            scope.barrier("ready")
+        return self._launch(engine, work, meter)
+
+    def _batch(self, answers: Answers, meter: Meter | None) -> list[Completion]:
+        """The next answers, of about a batch of prompts; none when all are answered.
+
+        In lockstep nothing is written before all hosts have agreed on the tokens.
+        """
+        if not self.lockstep:
+            return self._collect(answers, meter)
+        engine = self._engine
+        assert engine is not None
+        completions: list[Completion] = []
+        with self._hosts.scope("batch") as scope:
             with settled(scope, "generate"):
-                completions = self._launch(engine, requests, meter)
+                completions = self._collect(answers, meter)
             scope.agree("tokens", {"tokens": digest(repr(completions))})
             scope.agree_launches("launches", engine.ledger)
             scope.barrier("end")
         return completions
 
-    def _alone(self, batch: Batch, meter: Meter | None) -> list[Completion]:
-        """This host's devices alone: no program of its spans hosts."""
-        engine, requests = self._engine, self._requests(batch)
-        assert engine is not None
-        engine.prepare(self._model, requests, free=self._free)
-        return self._launch(engine, requests, meter)
+    def _collect(self, answers: Answers, meter: Meter | None) -> list[Completion]:
+        found: list[Completion] = []
+        while len(found) < self.batch_prompts * self._config.n_generations:
+            answered = next(answers, None)
+            if answered is None:
+                break
+            found += answered
+            if meter is not None:
+                meter.take(len(answered), sum(len(completion.tokens) for completion in answered))
+        if meter is not None:
+            meter.pause()
+        return found
 
-    def _launch(self, engine: Engine, requests: Sequence[Request], meter: Meter | None) -> list[Completion]:
+    def _launch(self, engine: Engine, work: Batch, meter: Meter | None) -> Answers:
         def look(scheduler: Scheduler) -> None:
             if meter is None:
                 return
@@ -195,7 +223,8 @@ class Generator:
             except Exception as error:  # a view that fails on one host must not part it from the others
                 log.warning("the live view failed: %s: %s", type(error).__name__, error)
 
-        return engine.run(
+        requests = (self._request(work.round, number) for number in work.prompts)
+        return engine.stream(
             self._model, requests, around_launch=self._watched, find_stop=self._find_stop, between_launches=look
         )
 
@@ -205,12 +234,12 @@ class Generator:
         with self._watchdog.watch(program):
             yield
 
-    def _rows(self, batch: Batch, completions: Sequence[Completion]) -> Iterator[SampleRow]:
+    def _rows(self, round_: int, completions: Sequence[Completion]) -> Iterator[SampleRow]:
         """Rows of a batch by prompt and generation, so that a file reads in order as far as it can."""
         for completion in sorted(completions, key=lambda each: (each.prompt_id, each.generation_id)):
             prompt = self._spool[completion.prompt_id].prompt
             row = SampleRow(
-                round=batch.round,
+                round=round_,
                 prompt_id=completion.prompt_id,
                 generation_id=completion.generation_id,
                 prompt=prompt.shown,

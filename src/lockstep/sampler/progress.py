@@ -204,7 +204,7 @@ class Meter:
         self._since: float | None = None
 
     def __call__(self, scheduler: Scheduler) -> None:
-        """Look at a batch that is being generated."""
+        """Look at what is being generated."""
         now = time.monotonic()
         self._since = self._since or now
         counts = scheduler.counts
@@ -219,14 +219,17 @@ class Meter:
             )
         )
 
-    def end_batch(self, rows: int, tokens: int) -> None:
-        """Count a batch that is generated and on disk."""
+    def take(self, rows: int, tokens: int) -> None:
+        """Count answers that have left the scheduler."""
         self._rows += rows
         self._tokens += tokens
+
+    def pause(self) -> None:
+        """Stop the clock until the next look: answers are being written."""
         if self._since is not None:
             self._seconds += time.monotonic() - self._since
         self._since = None
 
     def total(self, *, done: bool) -> HostProgress:
-        """All batches so far; no page is in use between them."""
+        """All so far; no page is in use any more."""
         return HostProgress(rows=self._rows, tokens=self._tokens, seconds=self._seconds, floor=self._floor(), done=done)
