@@ -6,9 +6,10 @@ golden values tie to Hugging Face; random draws are written from their descripti
 so is what sampling parameters do (`tests.sampling_oracle`).
 """
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -16,6 +17,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from lockstep.models import LlamaLMHeadModel, read_decoder
 from lockstep.models.hf_tensors import skeleton
@@ -46,7 +48,12 @@ class Expected:
 
 
 def oracle_completions(
-    model: Any, requests: Sequence[Request], *, vocab_size: int | None = None, length: int | None = None
+    model: Any,
+    requests: Sequence[Request],
+    *,
+    vocab_size: int | None = None,
+    length: int | None = None,
+    int8_cache: bool = False,
 ) -> list[Expected]:
     """Answers requests by one full forward pass per token.
 
@@ -56,6 +63,7 @@ def oracle_completions(
         requests: with any sampling parameters.
         vocab_size: tokens from here on are never sampled; None for all rows of the embedding.
         length: positions of a forward pass; None: enough, a multiple of 64.
+        int8_cache: K and V are rounded before attention sees them, as a KV cache in 8 bits rounds them.
 
     Returns:
         Expected answers in the order of the requests, then of their generations.
@@ -71,7 +79,7 @@ def oracle_completions(
             for row, writer in enumerate(batch):
                 known = [*writer.request.prompt_tokens, *writer.tokens][:length]
                 ids[row, : len(known)], last[row] = known, len(known) - 1
-            logits = np.array(_last_logits(local, ids, last))
+            logits = np.array(_last_logits(local, ids, last, int8_cache))
             if vocab_size is not None:
                 logits[:, vocab_size:] = -np.inf
             for row in open_:
@@ -225,7 +233,27 @@ def _on_one_device(model: Any) -> LlamaLMHeadModel:
     return jax.tree_util.tree_map_with_path(fill, skeleton(weights.embed.shape[0], config))
 
 
+@contextlib.contextmanager
+def rounded_kv() -> Iterator[None]:
+    """Attention traced inside sees each head of K and V as whole multiples of a 127th of its largest number."""
+    rename = hax.NamedArray.rename
+
+    def round_after(self: Any, names: Any) -> Any:
+        named = rename(self, names)
+        # K and V, and nothing else in floating point, get an axis of their own for positions.
+        if "key_position" not in names.values() or not jnp.issubdtype(named.dtype, jnp.floating):
+            return named
+        assert named.axes[-1].name == "head_size", named.axes
+        step = jnp.max(jnp.abs(named.array), axis=-1, keepdims=True) * np.float32(1 / 127)
+        return hax.NamedArray(jnp.round(named.array / step) * step, named.axes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hax.NamedArray, "rename", round_after)
+        yield
+
+
 @eqx.filter_jit
-def _last_logits(model: Any, ids: np.ndarray, last: np.ndarray) -> jax.Array:
-    logits = model(hax.named(ids, ("batch", "position"))).array
+def _last_logits(model: Any, ids: np.ndarray, last: np.ndarray, int8_cache: bool) -> jax.Array:
+    with rounded_kv() if int8_cache else contextlib.nullcontext():
+        logits = model(hax.named(ids, ("batch", "position"))).array
     return jnp.take_along_axis(logits, last[:, None, None], axis=1)[:, 0].astype(jnp.float32)

@@ -71,6 +71,9 @@ class InferenceEvalConfig:
     """Prompt tokens that a replica prefills in one launch. Null: worked out."""
     max_prompts_per_batch: int | None = None
     """Prompts that are held at a time; the next begins when one has all its answers. Null: worked out."""
+    kv_cache_dtype: str = "auto"
+    """``auto`` | ``int8``: the KV cache in the compute dtype, or in 8 bits with a scale for each token and head. With
+    int8, ``logprob_gap`` of ``audit`` measures the rounding too. Not on TPU."""
     layout: dict[str, int] | str = "auto"
     """auto | training | {tensor: N}: where the weights lie while decoding."""
     allow_multihost: bool = True
@@ -180,4 +183,5 @@ class InferenceEvalConfig:
             max_prompts_per_batch=self.max_prompts_per_batch,
             layout=self.layout,
             dtype=dtype,
+            kv_cache_dtype=self.kv_cache_dtype,
         )

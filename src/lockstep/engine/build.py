@@ -61,7 +61,7 @@ def build_programs(
     """Compiles all programs for a model as it lies; launches nothing.
 
     Args:
-        config: layout and dtype.
+        config: layout, dtype, dtype of the KV cache.
         model: shapes of the model.
         weights: arrays or shape structs with shardings.
         grid: the decode grid.
@@ -81,6 +81,7 @@ def build_programs(
         )
 
     dtype = jnp.dtype(config.dtype or weights.embed.dtype)
+    kv_dtype = config.kv_dtype(dtype)
     layouts = leaf_layouts(weights, grid)
     structs = jax.tree.map(lambda leaf: _struct(leaf, leaf.sharding), weights)
     relay = None
@@ -98,7 +99,8 @@ def build_programs(
             structs = jax.tree.map(_struct, jax.eval_shape(function, structs), shardings)
 
     device = grid.mesh.devices.flat[0]
-    attention = select_attention(device, device_heads(model, grid), page_size=sizes.page_size, dtype=dtype)
+    heads = device_heads(model, grid)
+    attention = select_attention(device, heads, page_size=sizes.page_size, dtype=dtype, kv_dtype=kv_dtype)
     held = attention.stored
     pool = jax.ShapeDtypeStruct(
         (
@@ -107,7 +109,7 @@ def build_programs(
             2 * grid.tensor * held.kv_heads,
             held.head_size,
         ),
-        dtype,
+        kv_dtype,
         sharding=grid.sharding(grid.replica_axes or None, None, grid.tensor_axes or None),
     )
     new_cache = compiled("new_cache", lambda: jnp.zeros(pool.shape, pool.dtype), [], out_shardings=pool.sharding)

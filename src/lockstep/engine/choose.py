@@ -85,6 +85,7 @@ class Chooser:
             estimate=best.estimate,
             considered=tuple(choices),
             chip=chip_of(self._mesh.devices.flat[0]).name,
+            kv_dtype=self._shapes(best.layout).cache_dtype.name,
         )
 
     def layouts(self) -> list[Layout]:
@@ -96,12 +97,14 @@ class Chooser:
         return [*({"tensor": tensor} for tensor in sizes), "training"]
 
     def _shapes(self, layout: Layout) -> Shapes:
+        dtype = jnp.dtype(self._config.dtype or self._weights.embed.dtype)
         return Shapes(
             config=self._model,
             weights=self._weights,
             grid=decode_grid(self._mesh, tensor_size(layout) or 1),
-            dtype=jnp.dtype(self._config.dtype or self._weights.embed.dtype),
+            dtype=dtype,
             gather=layout != "training",
+            kv_dtype=self._config.kv_dtype(dtype),
         )
 
     def _consider(self, layout: Layout, requests: Sequence[Request], before: Sizing | None) -> Choice:

@@ -23,6 +23,7 @@ from lockstep.engine.score import score_arguments
 from lockstep.engine.sizing import Sizing
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, Ledger, current, digest, environment
+from lockstep.kernels import check_cache_dtype
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
 from lockstep.placement.layout import DecodeGrid, decode_grid
 from lockstep.placement.place import place
@@ -47,7 +48,7 @@ class Engine:
         ledger: where launches are recorded, such as that of the job (``hosts.ledger``); None for one of its own.
 
     Raises:
-        ConfigError: the layout does not fit the mesh, or no token may be sampled.
+        ConfigError: the layout does not fit the mesh, no token may be sampled, or the devices cannot read such a cache.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Engine:
                 f"vocab_size is {vocab_size}; at least 1 token must be allowed. Give the tokenizer's number of ids, or "
                 "None for all rows of the embedding."
             )
+        check_cache_dtype(mesh.devices.flat[0], config.kv_cache_dtype)
         self.config = config
         self.mesh = mesh
         self.grid: DecodeGrid = decode_grid(mesh, tensor_size(config.layout) or 1)

@@ -58,6 +58,7 @@ class Shapes:
         grid: the decode grid.
         dtype: to decode in.
         gather: whether the layout is not ``training``: weights are moved into the grid, if they are not there.
+        kv_dtype: of the KV cache; None: ``dtype``.
     """
 
     config: LlamaConfig
@@ -65,6 +66,7 @@ class Shapes:
     grid: DecodeGrid
     dtype: jnp.dtype
     gather: bool
+    kv_dtype: jnp.dtype | None = None
 
     @functools.cached_property
     def leaves(self) -> list[tuple[str, Any, LeafLayout]]:
@@ -106,11 +108,16 @@ class Shapes:
         return {name: self.decode_bytes(leaf, at) for name, leaf, at in self.leaves if at != at.decode}
 
     @property
+    def cache_dtype(self) -> jnp.dtype:
+        """Of the KV cache."""
+        return self.kv_dtype or self.dtype
+
+    @property
     def kv_bytes(self) -> int:
-        """Of K and V at one position, all layers, on a device."""
+        """Of K and V at one position, all layers, on a device; in 8 bits with their scales."""
         config = self.config
-        held = stored(self.grid.mesh.devices.flat[0], device_heads(config, self.grid), self.dtype)
-        return config.num_layers * 2 * held.kv_heads * held.head_size * self.dtype.itemsize
+        held = stored(self.grid.mesh.devices.flat[0], device_heads(config, self.grid), self.cache_dtype)
+        return config.num_layers * 2 * held.kv_heads * held.head_size * self.cache_dtype.itemsize
 
     def footprint(self, sizes: ScheduleSizes) -> Footprint:
         """What the programs for ``sizes`` take, predicted; the compiler has the last word (`measured`)."""
@@ -145,7 +152,8 @@ class Shapes:
         vocab = -(-self.weights.embed.shape[0] // tensor)
         context = sizes.slots * (0 if self._kernel else self._context_bytes(sizes))
         heads = config.num_heads // min(tensor, config.num_kv_heads)
-        scores = 3 * heads * min(_CHUNK, sizes.pages_per_sequence * sizes.page_size) * 4
+        chunk = min(_CHUNK, sizes.pages_per_sequence * sizes.page_size)
+        scores = 3 * heads * chunk * 4 + self._widened(chunk)
         # Logits, scores and noise in float32, and a count per token where there are penalties.
         sampling = (4 + sizes.penalties) * vocab * 4 + 8 * sizes.steps
         return outer + self._one_layer + context + sizes.slots * (scores + sampling + self._activations)
@@ -163,11 +171,18 @@ class Shapes:
         length = sizes.pages_per_sequence * sizes.page_size
         heads = config.num_heads // min(tensor, config.num_kv_heads)
         # A kernel reads K/V where they lie and keeps scores in the core.
-        context = 0 if self._kernel else 2 * length * self.kv_bytes // config.num_layers
+        context = 0 if self._kernel else 2 * length * self.kv_bytes // config.num_layers + self._widened(length)
         scores = 0 if self._kernel else 3 * heads * sizes.page_size * length * 4
         outer = max((self.gathered.get(name, 0) for name in ("embed", "lm_head")), default=0)
         one_layer = context + scores + sizes.page_size * self._activations
         return max(outer, self._one_layer) + sizes.prefill_rows * one_layer
+
+    def _widened(self, positions: int) -> int:
+        """K and V of a layer at so many positions in the dtype to compute in, where they are kept in another."""
+        if self.cache_dtype == self.dtype:
+            return 0
+        heads = device_heads(self.config, self.grid)
+        return 2 * positions * heads.kv_heads * heads.head_size * self.dtype.itemsize
 
     @functools.cached_property
     def _three_layers(self) -> int:

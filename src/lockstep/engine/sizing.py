@@ -47,6 +47,7 @@ class Sizing:
         estimate: predicted seconds.
         considered: all layouts that were compared, the chosen one included.
         chip: whose numbers the prediction used.
+        kv_dtype: of the KV cache.
     """
 
     layout: Layout
@@ -61,6 +62,7 @@ class Sizing:
     estimate: Estimate
     considered: tuple[Choice, ...]
     chip: str
+    kv_dtype: str
 
     @property
     def budget(self) -> int:
@@ -79,10 +81,10 @@ class Sizing:
         text = bytes_text
         lines = [
             f"layout {layout_text(self.layout)}, {self.sizes.replicas} replicas, {self.sizes.slots} sequences in each",
-            f"memory per device, {source}: {text(need.weights)} decode weights, {text(need.pool)} KV cache, "
-            f"{text(need.temporaries)} temporaries, {text(need.relay)} while weights move; {text(need.total)} at the "
-            f"worst moment of {text(self.budget)} (hbm_utilization {self.utilization:g} of the {text(self.free)} free "
-            f"on the fullest device of all hosts); {text(self.headroom)} stay free",
+            f"memory per device, {source}: {text(need.weights)} decode weights, {text(need.pool)} KV cache in "
+            f"{self.kv_dtype}, {text(need.temporaries)} temporaries, {text(need.relay)} while weights move; "
+            f"{text(need.total)} at the worst moment of {text(self.budget)} (hbm_utilization {self.utilization:g} of "
+            f"the {text(self.free)} free on the fullest device of all hosts); {text(self.headroom)} stay free",
         ]
         if self.compiled:
             lines[-1] += f"; {bytes_text(self.predicted.total)} were predicted"

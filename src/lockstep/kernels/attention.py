@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, Protocol, runtime_checkable
 
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from lockstep.kernels.softmax import Scores
 
@@ -27,7 +27,8 @@ class Heads:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stored:
-    """Heads as the pool has them: a kernel may need more and wider ones than the model has; the rest is zeros.
+    """Heads as the pool has them: a kernel may need more and wider ones than the model has, the rest zeros; in 8 bits
+    each is wider by its scale.
 
     Args:
         kv_heads: key/value heads.
@@ -50,35 +51,35 @@ class Attention(Protocol):
     def stored(self) -> Stored:
         """Heads of the pool."""
 
-    def pack(self, kv: Float[Array, "... two_kv_heads head"]) -> Float[Array, "... stored_two_kv_heads stored_head"]:
+    def pack(self, kv: Float[Array, "... two_kv_heads head"]) -> Shaped[Array, "... stored_two_kv_heads stored_head"]:
         """K and V as the pool has them."""
 
     def write_pages(
         self,
-        pool: Float[Array, "pool_page page_size two_kv_heads head"],
+        pool: Shaped[Array, "pool_page page_size two_kv_heads stored_head"],
         page: Int[Array, " row"],
         kv: Float[Array, "row page_size two_kv_heads head"],
-    ) -> Float[Array, "pool_page page_size two_kv_heads head"]:
+    ) -> Shaped[Array, "pool_page page_size two_kv_heads stored_head"]:
         """Puts whole pages into the pool; of a page that several rows name, any."""
 
     def copy_pages(
         self,
-        pool: Float[Array, "pool_page page_size two_kv_heads head"],
+        pool: Shaped[Array, "pool_page page_size two_kv_heads stored_head"],
         source: Int[Array, " row"],
         target: Int[Array, " row"],
-    ) -> Float[Array, "pool_page page_size two_kv_heads head"]:
+    ) -> Shaped[Array, "pool_page page_size two_kv_heads stored_head"]:
         """Copies pages inside the pool; no target is the source of another row."""
 
     def begin_decode(
         self,
-        pool: Float[Array, "pool_page page_size two_kv_heads head"],
+        pool: Shaped[Array, "pool_page page_size two_kv_heads stored_head"],
         page_table: Int[Array, "slot page"],
         position: Int[Array, " slot"],
         num_layers: int,
     ) -> Any:
         """The cache of a decode launch, made once."""
 
-    def end_decode(self, cache: Any) -> Float[Array, "pool_page page_size two_kv_heads head"]:
+    def end_decode(self, cache: Any) -> Shaped[Array, "pool_page page_size two_kv_heads stored_head"]:
         """The pool with all that was written."""
 
     def write(
@@ -108,7 +109,7 @@ class Attention(Protocol):
     def prefill(
         self,
         q: Float[Array, "row query kv_head group head"],
-        pool: Float[Array, "pool_page page_size two_kv_heads head"],
+        pool: Shaped[Array, "pool_page page_size two_kv_heads stored_head"],
         first_page: Int[Array, ""],
         rows: Any,
     ) -> Float[Array, "row query kv_head group head"]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from lockstep.kernels.softmax import Scores, attend
 
@@ -17,14 +17,16 @@ CHUNK = 128
 
 
 class Context(NamedTuple):
-    """K and V of all layers; a chunk of positions of all slots is contiguous, so that it is read where it lies."""
+    """K and V of all layers, as the pool has them; a chunk of positions of all slots is contiguous, so that it is read
+    where it lies.
+    """
 
-    k: Float[Array, "layer chunk slot kv_head position head"]
-    v: Float[Array, "layer chunk slot kv_head position head"]
+    k: Shaped[Array, "layer chunk slot kv_head position stored_head"]
+    v: Shaped[Array, "layer chunk slot kv_head position stored_head"]
 
 
 def lay_out_context(
-    pool: Float[Array, "pool_page page_size two_kv_heads head"],
+    pool: Shaped[Array, "pool_page page_size two_kv_heads stored_head"],
     page_table: Int[Array, "slot page"],
     lengths: Int[Array, " slot"],
     num_layers: int,
@@ -73,7 +75,7 @@ def lay_out_context(
 def extend_context(
     context: Context,
     layer: Int[Array, ""],
-    kv: Float[Array, "slot two_kv_heads head"],
+    kv: Shaped[Array, "slot two_kv_heads stored_head"],
     position: Int[Array, " slot"],
 ) -> Context:
     """Writes one position per slot."""

@@ -6,6 +6,7 @@ from jaxtyping import Array
 
 from lockstep.kernels.attention import Heads, Stored
 from lockstep.kernels.context import Context, attend_context, extend_context, lay_out_context
+from lockstep.kernels.int8 import SCALE_BYTES, quantise
 from lockstep.kernels.reference import paged_attention
 
 type Cache = tuple[Array, Context]
@@ -18,22 +19,25 @@ class PlainAttention:
 
     Args:
         heads: of a device.
+        int8: keep K and V in 8 bits, in the pool and in what is laid out. They are rounded once, when they are written,
+            and whoever reads them, in prefill, score or decode, reads the same numbers.
     """
 
     heads: Heads
+    int8: bool = False
 
     @property
     def stored(self) -> Stored:
-        """The model's own."""
-        return Stored(kv_heads=self.heads.kv_heads, head_size=self.heads.head_size)
+        """The model's own; in 8 bits each with its scale."""
+        return Stored(kv_heads=self.heads.kv_heads, head_size=self.heads.head_size + SCALE_BYTES * self.int8)
 
     def pack(self, kv: Array) -> Array:
-        """As it is."""
-        return kv
+        """As it is, or rounded."""
+        return quantise(kv) if self.int8 else kv
 
     def write_pages(self, pool: Array, page: Array, kv: Array) -> Array:
         """One scatter."""
-        return pool.at[page].set(kv.astype(pool.dtype))
+        return pool.at[page].set(self.pack(kv).astype(pool.dtype))
 
     def copy_pages(self, pool: Array, source: Array, target: Array) -> Array:
         """One gather and one scatter."""
@@ -50,8 +54,8 @@ class PlainAttention:
     def write(self, cache: Cache, layer: Array, page: Array, position: Array, kv: Array) -> Cache:
         """To the pool and to the context."""
         pool, context = cache
-        at = (page, position % pool.shape[1])
-        return pool.at[at].set(kv.astype(pool.dtype)), extend_context(context, layer, kv, position)
+        packed, at = self.pack(kv), (page, position % pool.shape[1])
+        return pool.at[at].set(packed.astype(pool.dtype)), extend_context(context, layer, packed, position)
 
     def decode(self, q: Array, cache: Cache, layer: Array, page_table: Array, position: Array, active: Array) -> Array:
         """`attend_context`."""

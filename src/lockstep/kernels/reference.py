@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from lockstep.kernels.softmax import Scores, attend
 
@@ -12,7 +12,7 @@ CHUNK = 64
 
 def paged_attention(
     q: Float[Array, "sequence query kv_head group head"],
-    pool: Float[Array, "pool_page page_size two_kv_heads head"],
+    pool: Shaped[Array, "pool_page page_size two_kv_heads stored_head"],
     page_table: Int[Array, "sequence page"],
     start: Int[Array, " sequence"],
     rules: Scores = Scores(),  # noqa: B008  (frozen)
@@ -21,8 +21,8 @@ def paged_attention(
 
     Args:
         q: queries; query ``i`` of a sequence stands at position ``start + i``.
-        pool: K and V interleaved on the head axis (K of kv head ``h`` at ``2 * h``, V at ``2 * h + 1``).
-            Beyond a sequence's last query it may hold anything, infinities too.
+        pool: K and V interleaved on the head axis (K of kv head ``h`` at ``2 * h``, V at ``2 * h + 1``), as they are
+            or as `quantise` makes them. Beyond a sequence's last query it may hold anything, infinities too.
         page_table: pool pages of each sequence, in order; position ``p`` lies on page ``p // page_size``.
         start: position of each sequence's first query.
         rules: soft cap and window.
@@ -31,14 +31,14 @@ def paged_attention(
         Attention output in the dtype of ``q``; softmax in float32.
     """
     sequences, queries, kv_heads, group, head = q.shape
-    num_pages, page_size = page_table.shape[1], pool.shape[1]
+    num_pages, (page_size, _, stored_head) = page_table.shape[1], pool.shape[1:]
     pages = min(max(CHUNK // page_size, 1), num_pages)
     num_chunks = -(-num_pages // pages)
     padded = jnp.pad(page_table, ((0, 0), (0, num_chunks * pages - num_pages)))
 
     def read(index: Array | int) -> tuple[Array, Array]:
         chunk = pool[jax.lax.dynamic_slice_in_dim(padded, index * pages, pages, axis=1)]
-        heads = chunk.reshape(sequences, pages * page_size, kv_heads, 2, head).transpose(3, 0, 2, 1, 4)
+        heads = chunk.reshape(sequences, pages * page_size, kv_heads, 2, stored_head).transpose(3, 0, 2, 1, 4)
         # What is masked has weight 0, and 0 times infinity is NaN.
         place = index * pages * page_size + jnp.arange(pages * page_size)
         mine = place < (start + queries)[:, None]

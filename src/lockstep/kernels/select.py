@@ -16,26 +16,49 @@ def has_kernel(device: jax.Device) -> bool:
 
 
 def stored(device: jax.Device, heads: Heads, dtype: jnp.dtype) -> Stored:
-    """Heads of the pool on a device."""
+    """Heads of the pool on a device.
+
+    Args:
+        device: of the decode grid.
+        heads: of the model, on one device.
+        dtype: of the pool.
+    """
     if not has_kernel(device):
-        return Stored(kv_heads=heads.kv_heads, head_size=heads.head_size)
+        return PlainAttention(heads=heads, int8=dtype == jnp.int8).stored
     return Stored(
         kv_heads=stored_heads(heads.kv_heads, jnp.dtype(dtype).itemsize),
         head_size=stored_head_size(heads.head_size),
     )
 
 
-def select_attention(device: jax.Device, heads: Heads, *, page_size: int, dtype: jnp.dtype) -> Attention:
+def check_cache_dtype(device: jax.Device, kv_cache_dtype: str) -> None:
+    """Refuses a KV cache that attention on the device cannot read in place.
+
+    Raises:
+        ConfigError: int8 where attention is a kernel.
+    """
+    if kv_cache_dtype == "int8" and has_kernel(device):
+        raise ConfigError(
+            f"kv_cache_dtype is int8 and the devices are {device.device_kind}: the attention kernel there takes one "
+            "scale for a whole launch, and int8 here has one for each token and head. Without the kernel each decode "
+            "launch would copy its context, which takes the memory that int8 saves. Set kv_cache_dtype to auto."
+        )
+
+
+def select_attention(
+    device: jax.Device, heads: Heads, *, page_size: int, dtype: jnp.dtype, kv_dtype: jnp.dtype | None = None
+) -> Attention:
     """The attention for a device, by its platform.
 
     Args:
         device: of the decode grid; all are of one kind.
         heads: of the model, on one device.
         page_size: tokens in a page.
-        dtype: of queries and pool.
+        dtype: of queries.
+        kv_dtype: of the pool: int8, or that of the queries, as with None.
     """
     if not has_kernel(device):
-        return PlainAttention(heads=heads)
+        return PlainAttention(heads=heads, int8=kv_dtype == jnp.int8)
     pool = stored(device, heads, dtype)
     key = BlockKey(
         generation=generation(device.device_kind),

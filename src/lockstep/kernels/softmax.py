@@ -7,8 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from lockstep.kernels.int8 import unpack
+
 type ReadChunk = Callable[[Array | int], tuple[Array, Array]]
-"""K and V ``[sequence, kv_head, position, head]`` of the chunk with this number."""
+"""K and V ``[sequence, kv_head, position, head]`` of the chunk with this number, as they are or as `quantise` makes
+them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,17 +53,31 @@ def attend(
     """
     scale = q.shape[-1] ** -0.5
 
+    # Of K and V in 8 bits the whole numbers are multiplied, which any float dtype holds exactly. Their scales belong to
+    # positions, so they multiply scores and weights instead, in float32.
     def scores(k: Array, first: Array | int) -> Array:
-        found = jnp.einsum("skqh,skth->skqt", q, k, preferred_element_type=jnp.float32) * scale
+        if k.dtype == jnp.int8:
+            k, size = unpack(k)
+            found = jnp.einsum("skqh,skth->skqt", q, k.astype(q.dtype), preferred_element_type=jnp.float32)
+            found = found * (size * scale)[:, :, None]
+        else:
+            found = jnp.einsum("skqh,skth->skqt", q, k, preferred_element_type=jnp.float32) * scale
         if rules.soft_cap is not None:
             found = rules.soft_cap * jnp.tanh(found / rules.soft_cap)
         behind = position[..., None] - (first + jnp.arange(chunk_size))
         visible = behind >= 0 if rules.window is None else (behind >= 0) & (behind < rules.window)
         return jnp.where(visible[:, None], found, -jnp.inf)
 
+    def weighed(weights: Array, v: Array) -> tuple[Array, Array]:
+        if v.dtype != jnp.int8:
+            return weights.astype(v.dtype), v
+        v, size = unpack(v)
+        dtype = jnp.float32 if q.dtype == jnp.float16 else q.dtype  # products that small are nothing in float16
+        return (weights * size[:, :, None]).astype(dtype), v.astype(dtype)
+
     if num_chunks == 1:
         k, v = read(0)
-        weights = jax.nn.softmax(scores(k, 0), axis=-1).astype(v.dtype)
+        weights, v = weighed(jax.nn.softmax(scores(k, 0), axis=-1), v)
         return jnp.einsum("skqt,skth->skqh", weights, v).astype(q.dtype)
 
     def chunk(index: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -69,7 +86,7 @@ def attend(
         found = scores(k, index * chunk_size)
         new_top = jnp.maximum(top, found.max(axis=-1))
         shrink, weights = jnp.exp(top - new_top), jnp.exp(found - new_top[..., None])
-        added = jnp.einsum("skqt,skth->skqh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        added = jnp.einsum("skqt,skth->skqh", *weighed(weights, v), preferred_element_type=jnp.float32)
         return new_top, mass * shrink + weights.sum(axis=-1), out * shrink[..., None] + added
 
     # The running maximum starts finite, so a chunk of which a query sees nothing adds exactly 0.

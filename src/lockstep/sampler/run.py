@@ -137,6 +137,7 @@ class _Run:
             "prompts": f"{len(spool)} with digest {spool.digest[:16]}",
             "n_rounds": config.n_rounds,
             "dtype": config.engine.dtype,
+            "kv_cache_dtype": config.engine.kv_cache_dtype,
             "metrics": config.metrics,
             **{name: _plain(value) for name, value in dataclasses.asdict(params).items()},
         }

@@ -17,6 +17,7 @@ CONFIGS: tuple[tuple[str, Any, dict[str, Any]], ...] = (
     ("1,4,1", {"tensor": 1}, {"page_size": 8, "max_steps_per_launch": 1, "max_seqs": 3, "share_prefixes": False}),
     ("1,2,2", {"tensor": 2}, {"page_size": 64, "max_steps_per_launch": 7, "max_pages": 4}),
     ("4,1,1", "auto", {"page_size": 32, "max_prefill_size": 32, "max_steps_per_launch": 3, "share_prefixes": False}),
+    ("1,2,2", {"tensor": 2}, {"page_size": 16, "max_prefill_size": 16, "max_seqs": 5, "kv_cache_dtype": "int8"}),
 )
 """Mesh of four devices, layout, capacities. Few, for each is compiled once per family."""
 
@@ -49,9 +50,9 @@ def pool() -> tuple[Request, ...]:
 
 
 @functools.cache
-def expected(family: str) -> dict[tuple[int, int], Expected]:
+def expected(family: str, int8_cache: bool) -> dict[tuple[int, int], Expected]:
     """What each request must be answered, by prompt and generation; by full forward passes in this process."""
-    answers = oracle_completions(model_on("1,1,1", FAMILIES[family]), pool())
+    answers = oracle_completions(model_on("1,1,1", FAMILIES[family]), pool(), int8_cache=int8_cache)
     return {(one.prompt_id, one.generation_id): one for one in answers}
 
 
@@ -78,7 +79,8 @@ def answer(case: Case, hosts: Any = None) -> list[Completion]:
 
 def check(case: Case, got: Sequence[Completion]) -> int:
     """Compares with the oracle; returns the number of ties."""
-    want = [expected(case.family)[at, g] for at in case.prompts for g in range(pool()[at].params.n_generations)]
+    answers = expected(case.family, "kv_cache_dtype" in CONFIGS[case.config][2])
+    want = [answers[at, g] for at in case.prompts for g in range(pool()[at].params.n_generations)]
     ties = assert_same_tokens(want, got)
     if not ties:
         assert_same_logprobs(want, got)

@@ -25,9 +25,17 @@ def poisoned(mesh: str, token: int = POISON) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "layout", "page_size"), [("1,1,1", "auto", 8), ("1,2,2", {"tensor": 2}, 32), ("1,2,1", "training", 16)]
+    ("mesh", "layout", "page_size", "kv_cache_dtype"),
+    [
+        ("1,1,1", "auto", 8, "auto"),
+        ("1,2,2", {"tensor": 2}, 32, "auto"),
+        ("1,2,1", "training", 16, "auto"),
+        pytest.param("1,1,1", "auto", 8, "int8", marks=pytest.mark.slow),
+    ],
 )
-def test_pages_of_a_poisoned_sequence_are_as_good_as_new(mesh: str, layout: Any, page_size: int) -> None:
+def test_pages_of_a_poisoned_sequence_are_as_good_as_new(
+    mesh: str, layout: Any, page_size: int, kv_cache_dtype: str
+) -> None:
     model = poisoned(mesh)
     allowed = tuple(range(POISON))
     sick = [request(i, (*range(i, i + 9), POISON, *range(9 + i)), 30, allowed_token_ids=allowed) for i in range(6)]
@@ -37,12 +45,13 @@ def test_pages_of_a_poisoned_sequence_are_as_good_as_new(mesh: str, layout: Any,
         request(12, 12, 4, allowed_token_ids=allowed),
     ]
     # Three at a time on few pages: who is well gets pages of who is sick, in the company of who is sick.
-    config = EngineConfig(layout=layout, page_size=page_size, max_seqs=3, max_pages=2 + 3 * 64 // page_size)
+    caps = {"page_size": page_size, "max_seqs": 3, "max_pages": 2 + 3 * 64 // page_size}
+    config = EngineConfig(layout=layout, kv_cache_dtype=kv_cache_dtype, **caps)
     engine = Engine(config, mesh_of(mesh))
     order = [*sick[:2], well[0], sick[2], well[1], *sick[3:], well[2]]
     got = engine.generate(model, order)
     assert all(np.isnan(c.logprobs).all() for c in got if c.prompt_id < 6), "nobody is sick"
-    want = oracle_completions(model, well)
+    want = oracle_completions(model, well, int8_cache=kv_cache_dtype == "int8")
     mine = [c for c in got if c.prompt_id >= 10]
     print(f"{assert_same_tokens(want, mine)} ties, log-probabilities differ by {assert_same_logprobs(want, mine):.1e}")
 
