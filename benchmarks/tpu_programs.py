@@ -22,15 +22,22 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lockstep.engine import Engine, EngineConfig
 from lockstep.engine.footprint import Shapes
 from lockstep.engine.hardware import chip_of
+from lockstep.engine.sample import never_used
 from lockstep.engine.transformer import device_heads
 from lockstep.kernels import select_attention
 from lockstep.models import DecoderWeights, LayerWeights, LlamaConfig
 from lockstep.models.known import KNOWN, KnownModel
 from lockstep.placement import make_mesh
+from lockstep.plan.collectives import collectives
 from lockstep.plan.decode_bytes import step_bytes
-from lockstep.plan.hlo import Hlo, collectives, copies
+from lockstep.plan.hlo import Hlo
 from lockstep.plan.topology import topology
+from lockstep.plan.traffic import copies
 from lockstep.types import Request, SamplingParams
+
+SAMPLED = SamplingParams(max_new_tokens=64, temperature=0.7)
+UNMET = never_used([SAMPLED])
+"""Filters that the decode program holds and does not run."""
 
 _OPTIMIZER_COPIES = 4  # the parameters, two moments of Adam, and the gradients' accumulator, all float32
 
@@ -65,7 +72,6 @@ def weights_on(mesh: Mesh, model: KnownModel, dtype: str) -> DecoderWeights:
 
 def compile_for(
     slice_name: str, tensor: int, batch: int, context: int, *, model: str = "llama-3.1-8b", dtype: str = "float32",
-    new_tokens: int = 64, **params: Any,
 ) -> tuple[Engine, Shapes]:  # fmt: skip
     """An engine with programs for a batch per replica, and what they were made from; nothing can be run."""
     known, found = KNOWN[model], topology(slice_name)
@@ -79,16 +85,15 @@ def compile_for(
             layout={"tensor": tensor},
             dtype="bfloat16",
             max_seqs=sequences,
-            max_seq_len=context + new_tokens,
+            max_seq_len=context + SAMPLED.max_new_tokens,
             memory_bytes_per_device=chip_of(found.devices[0]).memory - resident,
             hbm_utilization=1.0,
         ),
         mesh,
     )
-    sampling = SamplingParams(max_new_tokens=new_tokens, temperature=0.7, **params)
     prompt = tuple(range(context))
     engine.prepare(
-        (config, weights), [Request(prompt_id=i, prompt_tokens=prompt, params=sampling) for i in range(sequences)]
+        (config, weights), [Request(prompt_id=i, prompt_tokens=prompt, params=SAMPLED) for i in range(sequences)]
     )
     shapes = Shapes(config=config, weights=weights, grid=engine.grid, dtype=jnp.dtype("bfloat16"), gather=True)
     return engine, shapes
@@ -107,7 +112,7 @@ def figures(engine: Engine, shapes: Shapes, context: int) -> dict[str, Any]:
     block = min(attention.decode_blocks.pages, sizes.pages_per_sequence)  # type: ignore[attr-defined]
     programs: dict[str, Any] = {}
     for name, program in engine.programs.items():
-        memory, hlo = program.memory(), Hlo(program.text())
+        memory, hlo = program.memory(), Hlo(program.text(), UNMET)
         pool = (
             shapes.config.num_layers * sizes.pages, sizes.page_size, 2 * attention.stored.kv_heads,
             attention.stored.head_size,
@@ -132,7 +137,7 @@ def figures(engine: Engine, shapes: Shapes, context: int) -> dict[str, Any]:
                 for one in collectives(hlo, len(devices))
             ],
         }
-    moved = step_bytes(engine.programs["decode"].text(), shapes, sizes, context=context, block_pages=block)
+    moved = step_bytes(engine.programs["decode"].text(), shapes, sizes, context=context, block_pages=block, unmet=UNMET)
     chip = chip_of(devices[0])
     steps = [one for one in programs["decode"]["collectives"] if one["in_step"]]
     width = (grid.tensor - 1) / grid.tensor
@@ -158,10 +163,7 @@ def figures(engine: Engine, shapes: Shapes, context: int) -> dict[str, Any]:
         "collectives_s": wait,
         "tokens_per_s_per_chip": sizes.slots / grid.tensor / seconds,
         "floor_tokens_per_s_per_chip": sizes.slots / grid.tensor / (moved.floor / chip.bandwidth),
-        "predicted": {
-            "relay": sizing.predicted.relay, "pool": sizing.predicted.pool, "weights": sizing.predicted.weights,
-            "temporaries": sizing.predicted.temporaries,
-        },
+        "predicted": shapes.temporaries(sizes) | {"relay": sizing.predicted.relay},
         "programs": programs,
     }  # fmt: skip
 

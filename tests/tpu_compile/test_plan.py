@@ -55,7 +55,12 @@ def test_what_fits_is_told_in_full(tiny):
     assert found["train_step"]["microbatches"] == 1
     assert found["train_step"]["collectives"], "FSDP gathers"
     assert not any(one["crosses_hosts"] for one in found["train_step"]["collectives"]), "a v6e-8 is one host"
-    assert found["sampling"]["inference_eval"]["predicted_at_best"]["tokens_per_s"] > 0
+    sampling = found["sampling"]["inference_eval"]
+    assert sampling["predicted_at_best"]["tokens_per_s"] > 0
+    # Each replica is a device: its steps are its own, and the launch gathers the three results of all replicas.
+    assert sampling["layout"] == {"tensor": 1} and sampling["collectives_per_decode_step"] == []
+    once = {one["kind"]: one["count"] for one in sampling["collectives_per_decode_launch"]}
+    assert once == {"all-reduce": 1, "all-gather": 3}
 
 
 def test_the_second_time_comes_from_the_cache(tiny, cache):

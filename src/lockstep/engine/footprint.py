@@ -126,13 +126,21 @@ class Shapes:
             # The compiler casts all layers before the loop that moves them; `placement.move.cast` keeps it inside.
             relay = sum(self.cast_bytes(leaf) for _, leaf, _ in self.leaves)
             if self._kernel and not is_stored(self.weights) and self.dtype == jnp.bfloat16:
-                relay = self._three_layers
+                relay = self._on_its_way
         return Footprint(
             weights=self.copied,
             pool=sizes.pages * sizes.page_size * self.kv_bytes,
             relay=relay,
-            temporaries=max(self._prefill(sizes), self._score(sizes), self._decode(sizes)) + self._rewritten,
+            temporaries=max(self.temporaries(sizes).values()),
         )
+
+    def temporaries(self, sizes: ScheduleSizes) -> dict[str, int]:
+        """What each program takes beside weights and pool."""
+        return {
+            "prefill": self._prefill(sizes),
+            "score": self._score(sizes),
+            "decode": self._decode(sizes) + self._rewritten,
+        }
 
     @functools.cached_property
     def _kernel(self) -> bool:
@@ -141,10 +149,10 @@ class Shapes:
 
     @functools.cached_property
     def _rewritten(self) -> int:
-        """The TPU compiler keeps the stacked projections of a layer loop a second time, in the order it wants."""
+        """Decode's stacked projections, which the TPU compiler keeps a second time in the order that it wants."""
         if not self._kernel or self.gathered:
             return 0
-        return sum(self.decode_bytes(leaf, at) for name, leaf, at in self.leaves if name in ("q", "k", "o"))
+        return sum(self.decode_bytes(leaf, at) for name, leaf, at in self.leaves if name in ("q", "k", "v"))
 
     def _decode(self, sizes: ScheduleSizes) -> int:
         config, tensor = self.config, self.grid.tensor
@@ -185,10 +193,15 @@ class Shapes:
         return 2 * positions * heads.kv_heads * heads.head_size * self.dtype.itemsize
 
     @functools.cached_property
-    def _three_layers(self) -> int:
-        """Of the decode copy: what is on its way while weights move, read off the TPU compiler for Llama-3.1-8B."""
-        stacked = sum(self.decode_bytes(leaf, at) for name, leaf, at in self.leaves if name not in OUTER)
-        return 3 * stacked // self.config.num_layers
+    def _on_its_way(self) -> int:
+        """While weights move, read off the TPU compiler for Llama-3.1-8B, at most.
+
+        Without a tensor group one stacked weight of a layer after the other is gathered where it belongs; else parts of
+        several layers wait for their turn.
+        """
+        layer = [self.decode_bytes(leaf, at) for name, leaf, at in self.leaves if name not in OUTER]
+        waiting = max(layer) if self.grid.tensor == 1 else 34 * sum(layer) // 10
+        return waiting // self.config.num_layers
 
     @functools.cached_property
     def _one_layer(self) -> int:

@@ -1,5 +1,6 @@
 """The next token of each sequence, drawn alike whatever the batch, the layout or the number of hosts."""
 
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import jax
@@ -8,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from lockstep.engine.filters import Kept, keep_all, min_p, order_image, top_k, top_p
 from lockstep.placement.layout import DecodeGrid
+from lockstep.types import SamplingParams
 
 
 class Draws(NamedTuple):
@@ -26,7 +28,10 @@ class Draws(NamedTuple):
 
 
 class Uses(NamedTuple):
-    """What any slot of any replica needs: the same on every device, for there are collectives in what depends on it."""
+    """What any slot of any replica needs: the same on every device, for there are collectives in what depends on it.
+
+    What depends on a field is a `jax.lax.cond` in a scope of the field's name, by which `plan` finds it in the program.
+    """
 
     temperature: Bool[Array, ""]
     top_k: Bool[Array, ""]
@@ -46,6 +51,18 @@ class Sampled(NamedTuple):
     """The largest of the model's logits."""
     log_total: Float[Array, " slot"]
     """Log of the sum of ``exp(logits - top)``."""
+
+
+def never_used(requested: Iterable[SamplingParams]) -> frozenset[str]:
+    """The fields of `Uses` that are false at every step of such requests."""
+    hot = [params for params in requested if params.temperature > 0]
+    needs = {
+        "temperature": bool(hot),
+        "top_k": any(params.top_k is not None for params in hot),
+        "top_p": any(params.top_p < 1 for params in hot),
+        "min_p": any(params.min_p > 0 for params in hot),
+    }
+    return frozenset(name for name in Uses._fields if not needs[name])
 
 
 def uses_of(draws: Draws, active: Bool[Array, " slot"], grid: DecodeGrid) -> Uses:
@@ -102,7 +119,8 @@ def sample(
         zeros = jnp.zeros(len(rows), shaped.dtype)
         return best, shaped[rows, best], zeros, zeros, zeros
 
-    best, *scores = jax.lax.cond(uses.temperature, draw, take_largest, shaped)
+    with jax.named_scope("temperature"):
+        best, *scores = jax.lax.cond(uses.temperature, draw, take_largest, shaped)
     token, own = first + best, jnp.stack([*scores, logits[rows, best], *_top_and_mass(logits)])
     if grid.tensor > 1:
         tokens = jax.lax.all_gather(token, grid.tensor_axes)
@@ -130,14 +148,14 @@ def first_id(size: int, grid: DecodeGrid) -> Array | int:
 
 def _filter(scores: Array, image: Array, draws: Draws, uses: Uses, ids: Array, grid: DecodeGrid) -> Kept:
     """Top-k, then top-p of what it left, then min-p, each only where a slot needs it."""
-    kept = keep_all(scores.shape[0])
-    kept = jax.lax.cond(uses.top_k, lambda kept: top_k(image, draws.top_k, ids, grid), lambda kept: kept, kept)
-    kept = jax.lax.cond(
-        uses.top_p, lambda kept: top_p(scores, image, kept, draws.top_p, ids, grid), lambda kept: kept, kept
-    )
-    return jax.lax.cond(
-        uses.min_p, lambda kept: min_p(scores, image, kept, draws.log_min_p, grid), lambda kept: kept, kept
-    )
+
+    def filter_if(name: str, narrow: Callable[[Kept], Kept], kept: Kept) -> Kept:
+        with jax.named_scope(name):
+            return jax.lax.cond(getattr(uses, name), narrow, lambda kept: kept, kept)
+
+    kept = filter_if("top_k", lambda kept: top_k(image, draws.top_k, ids, grid), keep_all(scores.shape[0]))
+    kept = filter_if("top_p", lambda kept: top_p(scores, image, kept, draws.top_p, ids, grid), kept)
+    return filter_if("min_p", lambda kept: min_p(scores, image, kept, draws.log_min_p, grid), kept)
 
 
 def _top_and_mass(logits: Array) -> tuple[Array, Array]:

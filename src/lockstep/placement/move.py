@@ -46,7 +46,7 @@ def read_by_pieces(layout: "LeafLayout", block: jax.Array, dtype: jnp.dtype) -> 
     # The first axis of the block is ``own`` parts, of which each device of the replica gets one; or that of the whole
     # is the blocks of several devices. A piece is some rows of every part, and ends up as some rows of every block.
     rows = block.shape[0] // own
-    count = next(n for n in range(pieces, rows + 1) if rows % n == 0)
+    count = next((n for n in range(pieces, rows) if rows % n == 0), rows)  # a row at a time where there are too few
     size = rows // count
     others = whole.shape[0] // rows
 

@@ -1,38 +1,74 @@
-"""Collectives of a compiled program: how often, how much, between which devices. Loops are counted as they turn."""
+"""Collectives of an optimised program: how often, how much, between which devices."""
 
 import collections
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
 
-_ITEM: Final = {
-    "pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8,
-    "u64": 8, "f64": 8,
-}  # fmt: skip
+from lockstep.plan.hlo import Hlo, Op, Run
+
 _KINDS: Final = (
     "all-gather",
     "all-reduce",
-    "reduce-scatter",
     "all-to-all",
-    "collective-permute",
     "collective-broadcast",
+    "collective-permute",
+    "ragged-all-to-all",
+    "reduce-scatter",
 )
-_COMPUTATION: Final = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_OP: Final = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = (.*?[}\])]) ([\w\-]+)\(")
-_SHAPE: Final = re.compile(r"\b(\w+)\[([\d,]*)\]")
-_CALLED: Final = re.compile(
-    r"(?:calls|to_apply|body|condition|branch_computations|called_computations)=\{?((?:%[\w.\-]+(?:, )?)+)"
-)
-_CONSTANT: Final = re.compile(r"= [su]32\[\][^=]* constant\((\d+)\)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collective:
-    """Collectives of one kind in one run of a program, or in one turn of its loop without a fixed end.
+    """A collective operation.
+
+    Args:
+        name: of the operation.
+        kind: such as ``all-reduce``.
+        times: it runs in a launch; per step, where ``in_step``.
+        in_step: whether it is inside the loop over steps.
+        bytes: of its result on a device.
+        groups: devices that exchange with each other, as positions in the program's order.
+    """
+
+    name: str
+    kind: str
+    times: int
+    in_step: bool
+    bytes: int
+    groups: tuple[tuple[int, ...], ...]
+
+    def crosses(self, owners: Sequence[int]) -> bool:
+        """Whether a group has devices of different owners: processes, say, or replicas."""
+        return any(len({owners[device] for device in group}) > 1 for group in self.groups)
+
+    @property
+    def devices(self) -> int:
+        """That take part in one; of a permutation, in all its pairs."""
+        if self.kind == "collective-permute":
+            return len({device for pair in self.groups for device in pair})
+        return max(map(len, self.groups), default=1)
+
+    @property
+    def received(self) -> int:
+        """Bytes that a device receives in one, as a ring does it."""
+        count = self.devices
+        if self.kind == "all-reduce":
+            return 2 * self.bytes * (count - 1) // count
+        if self.kind == "reduce-scatter":
+            return self.bytes * (count - 1)
+        if self.kind in ("all-gather", "all-to-all"):
+            return self.bytes * (count - 1) // count
+        return self.bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CollectiveSum:
+    """Collectives of one kind, alike in what they connect, in one launch or in one of its steps.
 
     Args:
         kind: such as ``all-reduce``.
@@ -49,145 +85,99 @@ class Collective:
     crosses_hosts: bool
 
 
-def collectives(text: str, hosts: Sequence[int]) -> list[Collective]:
-    """Read the collectives off an optimised program.
+def collectives(hlo: Hlo, devices: int) -> list[Collective]:
+    """All collectives of a program over so many devices; those of an asynchronous pair count once."""
+    return [
+        Collective(
+            name=op.name,
+            kind=op.kind.removesuffix("-start"),
+            times=run.times,
+            in_step=run.in_step,
+            bytes=_result(op),
+            groups=_groups(op.line, devices),
+        )
+        for run, op in _found(hlo)
+    ]
+
+
+def summed(found: Iterable[Collective], hosts: Sequence[int]) -> list[CollectiveSum]:
+    """Sums of those between at least two devices, most bytes first.
 
     Args:
-        text: as the compiler prints it.
+        found: collectives.
         hosts: process of each device, in the order of the program's devices.
-
-    Returns:
-        One entry per kind, number of devices and crossing, most bytes first. A loop counts as often as it turns; one
-        whose end is an argument, such as the steps of decode, counts once.
     """
-    bodies, entry = _computations(text)
-    turns = _turns(bodies, entry)
     sums: dict[tuple[str, int, bool], list[int]] = collections.defaultdict(lambda: [0, 0])
-    for name, times in turns.items():
-        for line in bodies.get(name, ()):
-            found = _OP.match(line)
-            if found is None:
-                continue
-            kind = found[3].removesuffix("-start")
-            if kind not in _KINDS or not times:
-                continue
-            groups = _groups(line, len(hosts))
-            width = max((len(group) for group in groups), default=1)
-            if width < 2:
-                continue
-            crosses = any(len({hosts[device] for device in group}) > 1 for group in groups)
-            if kind == "collective-permute":
-                width = len({device for group in groups for device in group})
-            entry_ = sums[kind, width, crosses]
-            entry_[0] += times
-            entry_[1] += times * _received(found[3], found[2], width)
+    for one in found:
+        if one.times and max(map(len, one.groups), default=1) > 1:
+            of_kind = sums[one.kind, one.devices, one.crosses(hosts)]
+            of_kind[0] += one.times
+            of_kind[1] += one.times * one.received
     return sorted(
         (
-            Collective(kind=kind, count=count, bytes=size, devices=width, crosses_hosts=crosses)
+            CollectiveSum(kind=kind, count=count, bytes=size, devices=width, crosses_hosts=crosses)
             for (kind, width, crosses), (count, size) in sums.items()
         ),
         key=lambda one: -one.bytes,
     )
 
 
-def vmem(text: str) -> int:
-    """Bytes of vector memory of the hungriest operation of an optimised TPU program."""
-    found = re.findall(r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+","size":"(\d+)"', text)
-    return max(map(int, found), default=0)
+def _found(hlo: Hlo) -> Iterator[tuple[Run, Op]]:
+    """Collectives with the run that they are part of; the compiler may put one into a fusion, or into two of a pair."""
+    fused: set[tuple[str, str]] = set()
+    for run in hlo.runs:
+        if run.op.kind.removesuffix("-start") in _KINDS:
+            yield run, run.op
+        elif run.op.kind == "fusion":
+            for op in _inside(hlo, run.op):
+                channel = re.search(r"channel_id=(\d+)", op.line)
+                key = run.computation, channel[1] if channel else op.name
+                if key not in fused:
+                    fused.add(key)
+                    yield run, op
 
 
-def _computations(text: str) -> tuple[dict[str, list[str]], str]:
-    bodies: dict[str, list[str]] = {}
-    entry, current = "", None
-    for line in text.splitlines():
-        head = _COMPUTATION.match(line)
-        if head and not line.startswith(" "):
-            current = bodies.setdefault(head[2], [])
-            entry = head[2] if head[1] else entry
-        elif line.startswith("}"):
-            current = None
-        elif current is not None:
-            current.append(line)
-    return bodies, entry
+def _inside(hlo: Hlo, fusion: Op) -> Iterator[Op]:
+    for name in fusion.called().get("calls", ()):
+        for op in hlo.computations.get(name, {}).values():
+            if op.kind.removesuffix("-start") in _KINDS:
+                yield op
+            elif op.kind == "fusion":
+                yield from _inside(hlo, op)
 
 
-def _turns(bodies: Mapping[str, Sequence[str]], entry: str) -> dict[str, int]:
-    """How often each computation runs."""
-    runs: dict[str, int] = collections.defaultdict(int)
-
-    def visit(name: str, times: int) -> None:
-        runs[name] += times
-        for line in bodies.get(name, ()):
-            names = [each.strip().lstrip("%") for group in _CALLED.findall(line) for each in group.split(",")]
-            loop = re.search(r"condition=%([\w.\-]+), body=%([\w.\-]+)", line)
-            for called in names:
-                if called in bodies:
-                    many = _trips(bodies, loop[1], line) if loop and called == loop[2] else 1
-                    visit(called, times * many)
-
-    visit(entry, 1)
-    return runs
+def _result(op: Op) -> int:
+    """Bytes of the result; the start of a pair has its operands before it, and words of its own after."""
+    arrays = list(op.arrays)
+    if op.kind.endswith("-start") and op.kind != "all-reduce-start":
+        arrays = [array for array in arrays if array.dims] or arrays
+        arrays = arrays[len(arrays) // 2 :]
+    return sum(array.bytes for array in arrays)
 
 
-def _trips(bodies: Mapping[str, Sequence[str]], condition: str, line: str) -> int:
-    """Turns of a loop: as the compiler says, else the constant in its condition; 1 where the end is an argument."""
-    known = re.search(r"known_trip_count[^\d]*(\d+)", line)
-    if known:
-        return int(known[1])
-    constants: list[int] = []
-    seen, todo = set(), [condition]
-    while todo:
-        name = todo.pop()
-        if name in seen:
-            continue
-        seen.add(name)
-        for inner in bodies.get(name, ()):
-            constants += [int(value) for value in _CONSTANT.findall(inner)]
-            todo += [each.strip().lstrip("%") for group in _CALLED.findall(inner) for each in group.split(",")]
-    return max([value for value in constants if value > 0], default=1)
-
-
-def _groups(line: str, devices: int) -> list[list[int]]:
-    """Devices that exchange with each other, as positions in the program's order."""
+def _groups(line: str, devices: int) -> tuple[tuple[int, ...], ...]:
     pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)+)\}", line)
     if pairs:
-        return [[int(a), int(b)] for a, b in re.findall(r"(\d+),(\d+)", pairs[1])]
+        return tuple((int(a), int(b)) for a, b in re.findall(r"(\d+),(\d+)", pairs[1]))
     mesh = re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", line)
     if mesh:
         axes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
         over = re.findall(r"'([^']+)'", mesh[2])
-        ids = np.arange(math.prod(axes.values())).reshape(list(axes.values()))
-        places = [list(axes).index(name) for name in over]
-        moved = np.moveaxis(ids, places, range(-len(places), 0))
-        return [list(map(int, row)) for row in moved.reshape(-1, math.prod(axes[name] for name in over))]
+        ids = np.arange(math.prod(axes.values())).reshape(tuple(axes.values()))
+        ids = np.moveaxis(ids, [list(axes).index(name) for name in over], range(-len(over), 0))
+        return _rows(ids.reshape(-1, math.prod(axes[name] for name in over)))
     iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
     if iota:
-        shape, source = ([int(x) for x in part.split(",")] for part in (iota[1], iota[2]))
+        shape, source = ([int(size) for size in part.split(",")] for part in (iota[1], iota[2]))
         ids = np.arange(math.prod(source)).reshape(source)
         if iota[3]:
-            ids = ids.transpose([int(x) for x in iota[3].split(",")])
-        return [list(map(int, row)) for row in ids.reshape(shape)]
-    listed = re.search(r"replica_groups=\{(\{.*?\})\}", line)
+            ids = ids.transpose([int(axis) for axis in iota[3].split(",")])
+        return _rows(ids.reshape(shape))
+    listed = re.search(r"replica_groups=\{(\{[\d,]+\}(?:,\{[\d,]+\})*)\}", line)
     if listed:
-        return [[int(x) for x in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", listed[1])]
-    return [list(range(devices))]
+        return tuple(tuple(int(d) for d in group.split(",")) for group in re.findall(r"\{([\d,]+)\}", listed[1]))
+    return (tuple(range(devices)),)
 
 
-def _received(operation: str, shape: str, width: int) -> int:
-    """Bytes that one device receives."""
-    kind = operation.removesuffix("-start")
-    sizes = [
-        _ITEM.get(dtype, 4) * math.prod(int(x) for x in dims.split(",") if x) for dtype, dims in _SHAPE.findall(shape)
-    ]
-    if operation.endswith("-start") and kind != "all-reduce":
-        # Operands, then results, then whatever the start hands to the end.
-        sizes = [size for size in sizes if size > 4] or sizes
-        sizes = sizes[len(sizes) // 2 :]
-    total = sum(sizes)
-    if kind == "all-reduce":
-        return 2 * total * (width - 1) // width
-    if kind == "reduce-scatter":
-        return total * (width - 1)
-    if kind in ("all-gather", "all-to-all"):
-        return total * (width - 1) // width
-    return total
+def _rows(ids: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(int(device) for device in row) for row in ids)

@@ -1,10 +1,11 @@
 """Bytes that a decode step moves between memory and core: the least that it could, and what its program does."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from lockstep.engine.footprint import Shapes
-from lockstep.plan.hlo import Array, Hlo, Op, traffic
+from lockstep.plan.hlo import Array, Hlo, Op
+from lockstep.plan.traffic import traffic
 from lockstep.schedule import ScheduleSizes
 
 
@@ -40,7 +41,9 @@ class StepBytes:
         return self.compiled(steps) / self.floor
 
 
-def step_bytes(text: str, shapes: Shapes, sizes: ScheduleSizes, *, context: int, block_pages: int) -> StepBytes:
+def step_bytes(
+    text: str, shapes: Shapes, sizes: ScheduleSizes, *, context: int, block_pages: int, unmet: Collection[str] = ()
+) -> StepBytes:
     """Counts a decode program's bytes.
 
     The attention kernel is a black box to the compiler, so its bytes follow from its contract: per sequence whole
@@ -52,6 +55,7 @@ def step_bytes(text: str, shapes: Shapes, sizes: ScheduleSizes, *, context: int,
         sizes: of the program.
         context: positions that every slot attends to.
         block_pages: pages that the kernel fetches at a time.
+        unmet: scopes of conditions that do not hold, see `Hlo`.
     """
     positions = block_pages * sizes.page_size
     fetched = -(-context // positions) * positions
@@ -63,7 +67,7 @@ def step_bytes(text: str, shapes: Shapes, sizes: ScheduleSizes, *, context: int,
         return moved + sum(array.bytes for arrays in (*scalars, queries, op.arrays) for array in arrays)
 
     program = kernels = launch = 0
-    for run, size in traffic(Hlo(text), kernel):
+    for run, size in traffic(Hlo(text, unmet), kernel):
         if not run.in_step:
             launch += size * run.times
         elif run.op.kind == "custom-call" and "tpu_custom_call" in run.op.line:

@@ -11,13 +11,15 @@ from jax.sharding import Mesh
 from lockstep.engine import Engine
 from lockstep.engine.free_memory import block_bytes
 from lockstep.engine.hardware import Chip, chip_of
+from lockstep.engine.sample import never_used
 from lockstep.engine.sizing import Sizing
 from lockstep.errors import CapacityError, CompilerError, ConfigError
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
 from lockstep.models.hf_tensors import skeleton
 from lockstep.placement import make_mesh
 from lockstep.plan.cache import CompileCache
-from lockstep.plan.collectives import Collective, collectives, vmem
+from lockstep.plan.collectives import CollectiveSum, collectives, summed
+from lockstep.plan.hlo import Hlo, vmem
 from lockstep.plan.refusal import Refusal, RefusedError, key_in
 from lockstep.plan.topology import Topology, names_of
 from lockstep.plan.train_step import State, TrainStepPlan, make_state, plan_step
@@ -40,7 +42,9 @@ class SamplingPlan:
         work: what was asked.
         sizing: layout, capacities, what else was considered; the engine's own.
         digests: of each program by name.
-        collectives: of each program; of decode, per decoded token and sequence.
+        collectives: of a launch of each program; of decode, without those of its steps.
+        step_collectives: of a step of decode: per decoded token and sequence. With the filters that the requests ask
+            for and no others.
         vmem: bytes of vector memory of the hungriest operation of each program.
         code: bytes per device of the programs themselves.
     """
@@ -48,7 +52,8 @@ class SamplingPlan:
     work: SamplingWork
     sizing: Sizing
     digests: dict[str, str]
-    collectives: dict[str, list[Collective]]
+    collectives: dict[str, list[CollectiveSum]]
+    step_collectives: list[CollectiveSum]
     vmem: dict[str, int]
     code: int
 
@@ -82,7 +87,7 @@ class Plan:
     optimizer: int
     reference: int
     training: TrainStepPlan | None
-    training_collectives: list[Collective]
+    training_collectives: list[CollectiveSum]
     sampling: list[SamplingPlan]
     refusals: list[Refusal]
     seconds: float
@@ -161,7 +166,7 @@ def make_plan(work: Work, topology: Topology, cache: CompileCache) -> Plan:
         optimizer=state.optimizer if state else 0,
         reference=state.reference if state else 0,
         training=training,
-        training_collectives=collectives(training.summary.text, hosts) if training else [],
+        training_collectives=summed(collectives(Hlo(training.summary.text), len(hosts)), hosts) if training else [],
         sampling=sampling,
         refusals=refusals,
         seconds=sum(summary.seconds for summary in cache.summaries.values()),
@@ -226,11 +231,16 @@ def _plan_sampling(
         raise RefusedError(Refusal(key=key, value=value, largest=None, text=str(error))) from error
     assert engine.sizing is not None
     programs = engine.programs
+    unmet = never_used(request.params for request in one.requests)
+    found = {name: collectives(Hlo(program.text(), unmet), len(hosts)) for name, program in programs.items()}
+    steps = [each for each in found["decode"] if each.in_step]
+    found["decode"] = [each for each in found["decode"] if not each.in_step]
     return SamplingPlan(
         work=one,
         sizing=engine.sizing,
         digests={name: program.digest for name, program in programs.items()},
-        collectives={name: collectives(program.text(), hosts) for name, program in programs.items()},
+        collectives={name: summed(of_program, hosts) for name, of_program in found.items()},
+        step_collectives=summed(steps, hosts),
         vmem={name: vmem(program.text()) for name, program in programs.items()},
         code=sum(int(program.memory().generated_code_size_in_bytes) for program in programs.values()),
     )

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.engine.sizing import layout_text
-from lockstep.plan.collectives import Collective, vmem
+from lockstep.plan.collectives import CollectiveSum
+from lockstep.plan.hlo import vmem
 from lockstep.plan.planner import Plan, SamplingPlan
 from lockstep.plan.train_step import peak
 
@@ -166,7 +167,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _collectives(found: list[Collective]) -> list[dict[str, Any]]:
+def _collectives(found: list[CollectiveSum]) -> list[dict[str, Any]]:
     return [dataclasses.asdict(one) for one in found]
 
 
@@ -178,7 +179,8 @@ def _sampling(one: SamplingPlan) -> dict[str, Any]:
         "capacities": {name: {"value": value, "bound_by": why} for name, (value, why) in sizing.reasons.items()},
         "digests": one.digests,
         "vmem_bytes": one.vmem,
-        "collectives_per_decode_step": _collectives(one.collectives["decode"]),
+        "collectives_per_decode_step": _collectives(one.step_collectives),
+        "collectives_per_decode_launch": _collectives(one.collectives["decode"]),
         "collectives_per_relay": _collectives(one.collectives.get("relay", [])),
         "collectives_per_prefill_launch": _collectives(one.collectives["prefill"]),
         "budget_bytes": sizing.budget,

@@ -8,7 +8,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from lockstep.engine.sizing import bytes_text, layout_text
-from lockstep.plan.collectives import Collective, vmem
+from lockstep.plan.collectives import CollectiveSum
+from lockstep.plan.hlo import vmem
 from lockstep.plan.planner import Plan, SamplingPlan
 from lockstep.plan.report import moments, train_time
 
@@ -86,7 +87,7 @@ def _programs(plan: Plan) -> Table:
 def _traffic(plan: Plan) -> Table:
     table = _table("collectives", "kind", "times", "received", "devices", "across hosts")
 
-    def rows(name: str, found: Iterable[Collective]) -> None:
+    def rows(name: str, found: Iterable[CollectiveSum]) -> None:
         none = True
         for one in found:
             crosses = "yes" if one.crosses_hosts else "no"
@@ -100,7 +101,8 @@ def _traffic(plan: Plan) -> Table:
     for one in plan.sampling:
         if "relay" in one.collectives:
             rows(_named(one, "per move of the weights"), one.collectives["relay"])
-        rows(_named(one, "per decoded token"), one.collectives["decode"])
+        rows(_named(one, "per decoded token"), one.step_collectives)
+        rows(_named(one, f"once per launch of {one.sizing.sizes.steps} steps"), one.collectives["decode"])
     return table
 
 

@@ -6,7 +6,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from lockstep.placement import make_mesh
-from lockstep.plan.collectives import collectives, vmem
+from lockstep.plan.collectives import collectives, summed
+from lockstep.plan.hlo import Hlo, vmem
 
 TEXT = """HloModule jit_f, is_scheduled=true
 
@@ -18,6 +19,7 @@ TEXT = """HloModule jit_f, is_scheduled=true
 
 %condition (p.1: (s32[], bf16[8,128])) -> pred[] {
   %p.1 = (s32[], bf16[8,128]) parameter(0)
+  %i.1 = s32[] get-tuple-element(%p.1), index=0
   %constant.7 = s32[]{:T(128)} constant(32)
   ROOT %compare = pred[] compare(%i.1, %constant.7), direction=LT
 }
@@ -26,13 +28,33 @@ TEXT = """HloModule jit_f, is_scheduled=true
   ROOT %all-gather.3 = bf16[32,128]{1,0} all-gather(%q), channel_id=2, replica_groups=[1,4]<=[4], dimensions={0}
 }
 
+%quiet (v: bf16[8,128]) -> bf16[8,128] {
+  %v = bf16[8,128] parameter(0)
+  ROOT %collective-permute.9 = bf16[8,128] collective-permute(%v), source_target_pairs={{0,1},{1,0}}
+}
+
+%heard (v.1: bf16[8,128]) -> bf16[8,128] {
+  %v.1 = bf16[8,128] parameter(0)
+  ROOT %fusion.9 = bf16[8,128] fusion(%v.1), kind=kCustom, calls=%scattered
+}
+
+%scattered (u: bf16[8,128]) -> bf16[8,128] {
+  %u = bf16[8,128] parameter(0)
+  ROOT %all-to-all.9 = bf16[8,128] all-to-all(%u), channel_id=7, replica_groups={{0,1},{2,3}}
+}
+
 %outer_body (r: (s32[], bf16[8,128])) -> (s32[], bf16[8,128]) {
-  %while.1 = (s32[], bf16[8,128]) while(%r), condition=%condition, body=%body
+  %zero = s32[] constant(0)
+  %turned = (s32[], bf16[8,128]) tuple(%zero, %x)
+  %while.1 = (s32[], bf16[8,128]) while(%turned), condition=%condition, body=%body
+  %conditional.1 = bf16[8,128] conditional(%which, %x, %x), branch_computations={%quiet, %heard}, META
   %cp = (bf16[4,4]{1,0}, bf16[4,4]{1,0}, u32[]) collective-permute-start(%y), source_target_pairs={{0,2},{1,3}}
   ROOT %t.2 = (s32[], bf16[8,128]) tuple(%i, %z)
 }
 
 %outer_condition (r.1: (s32[], bf16[8,128], s32[])) -> pred[] {
+  %i.2 = s32[] get-tuple-element(%r.1), index=0
+  %steps = s32[] get-tuple-element(%r.1), index=2
   ROOT %compare.2 = pred[] compare(%i.2, %steps), direction=LT
 }
 
@@ -44,12 +66,17 @@ ENTRY %main (a: bf16[8,128]) -> bf16[8,128] {
 }
 """
 USED = '"used_scoped_memory_configs":[{"memory_space":"1","offset":"0","size":"%d"}]'
-TEXT = TEXT.replace("SMALL", USED % 4096).replace("LARGE", USED % 3145728)
+TEXT = (
+    TEXT.replace("META", 'metadata={op_name="while/body/SCOPE/cond"}')
+    .replace("SMALL", USED % 4096)
+    .replace("LARGE", USED % 3145728)
+)
 
 
 def test_loops_count_as_often_as_they_turn_and_groups_know_their_hosts():
-    found = {one.kind: one for one in collectives(TEXT, hosts=[0, 0, 1, 1])}
-    assert set(found) == {"all-reduce", "all-gather", "collective-permute"}
+    every = collectives(Hlo(TEXT), 4)
+    found = {one.kind: one for one in summed(every, hosts=[0, 0, 1, 1])}
+    assert set(found) == {"all-reduce", "all-gather", "collective-permute", "all-to-all"}
     # 32 layers in a loop whose own number of turns is an argument, counted once: 2 KiB, a device receives as much.
     assert (found["all-reduce"].count, found["all-reduce"].bytes) == (32, 32 * 2 * 2048 // 2)
     assert (found["all-reduce"].devices, found["all-reduce"].crosses_hosts) == (2, False)
@@ -57,6 +84,14 @@ def test_loops_count_as_often_as_they_turn_and_groups_know_their_hosts():
     assert (found["all-gather"].devices, found["all-gather"].crosses_hosts) == (4, True)
     assert (found["collective-permute"].count, found["collective-permute"].crosses_hosts) == (1, True)
     assert found["collective-permute"].bytes == 32
+    # What is outside that loop is of a launch, not of a step.
+    assert {one.kind for one in every if not one.in_step} == {"all-gather"}
+
+
+def test_one_branch_of_a_condition_counts():
+    held, unmet = ({one.name for one in collectives(Hlo(TEXT, names), 4)} for names in ((), ("SCOPE",)))
+    assert held - unmet == {"all-to-all.9"}, "a collective inside a fusion"
+    assert unmet - held == {"collective-permute.9"}
 
 
 def test_vector_memory_of_the_hungriest_operation():
@@ -77,8 +112,9 @@ def test_a_real_program(layers):
 
     mapped = jax.shard_map(f, mesh=mesh, in_specs=P("fsdp", None), out_specs=P("fsdp", None), check_vma=False)
     text = jax.jit(mapped).lower(jnp.zeros((4, 64), jnp.float32)).compile().as_text()
-    found = collectives(text, [0, 0, 1, 1])
+    every = collectives(Hlo(text), 4)
+    found = summed(every, [0, 0, 1, 1])
     assert {one.kind for one in found} == {"all-reduce"}
     assert sum(one.bytes for one in found) == 2 * layers * 2 * 64 * 4, "each device sums half of 1 KiB"
     assert not any(one.crosses_hosts for one in found)
-    assert any(one.crosses_hosts for one in collectives(text, [0, 1, 0, 1]))
+    assert any(one.crosses_hosts for one in summed(every, [0, 1, 0, 1]))

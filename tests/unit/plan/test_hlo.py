@@ -1,5 +1,6 @@
 """Counts read off compiled programs, on programs whose counts are known."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -8,7 +9,13 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from lockstep.plan.hlo import Array, Hlo, collectives, copies, traffic
+from lockstep.engine.sample import Draws, never_used, sample, uses_of
+from lockstep.placement import make_mesh
+from lockstep.placement.layout import decode_grid
+from lockstep.plan.collectives import collectives
+from lockstep.plan.hlo import Array, Hlo
+from lockstep.plan.traffic import copies, traffic
+from lockstep.types import SamplingParams
 
 OUTER, INNER = 5, 3
 
@@ -62,6 +69,18 @@ TEXT = """HloModule known
   ROOT %dot = bf16[8,64]{1,0} dot(%p2, %flat), lhs_contracting_dims={1}, rhs_contracting_dims={0}
 }
 
+%renamed (q0: bf16[64,64]) -> bf16[64,64] {
+  %q0 = bf16[64,64]{1,0} parameter(0)
+  ROOT %as_is = bf16[64,64]{1,0} bitcast(%q0)
+}
+
+%nested (n0: bf16[64,64], n1: bf16[8,64]) -> bf16[8,64] {
+  %n0 = bf16[64,64]{1,0} parameter(0)
+  %n1 = bf16[8,64]{1,0:S(1)} parameter(1)
+  %inner = bf16[64,64]{1,0} fusion(%n0), kind=kLoop, calls=%renamed
+  ROOT %product = bf16[8,64]{1,0:S(1)} dot(%n1, %inner), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
 %body (s: (s32[], bf16[8,64], bf16[6,64,64])) -> (s32[], bf16[8,64], bf16[6,64,64]) {
   %s = (s32[], bf16[8,64]{1,0:S(1)}, bf16[6,64,64]{2,1,0}) parameter(0)
   %i = s32[] get-tuple-element(%s), index=0
@@ -83,6 +102,8 @@ TEXT = """HloModule known
 ENTRY %main (w: bf16[6,64,64], x: bf16[8,64]) -> bf16[6,64,64] {
   %w = bf16[6,64,64]{2,1,0} parameter(0)
   %x = bf16[8,64]{1,0:S(1)} parameter(1)
+  %head = bf16[64,64]{1,0} parameter(2)
+  %last = bf16[8,64]{1,0:S(1)} fusion(%head, %x), kind=kOutput, calls=%nested
   %start = s32[] constant(1)
   %init = (s32[], bf16[8,64]{1,0:S(1)}, bf16[6,64,64]{2,1,0}) tuple(%start, %x, %w)
   %loop = (s32[], bf16[8,64]{1,0:S(1)}, bf16[6,64,64]{2,1,0}) while(%init), condition=%condition, body=%body
@@ -98,6 +119,8 @@ def test_bytes_of_a_text_with_a_known_answer() -> None:
     moved = {run.op.name: (size, run.times) for run, size in traffic(hlo, lambda op, operands: 0)}
     scalars = 4
     assert moved["y"] == (2 * 64 * 64 + scalars, 3)
+    # All of a weight, though a fusion inside the fusion does no more than give it another shape.
+    assert moved["last"] == (2 * 64 * 64, 1)
     assert moved["copy"] == (2 * 2 * 6 * 64 * 64, 1)
     assert [op.name for op in copies(hlo, (6, 64, 64))] == ["copy"]
     assert Array("bf16", (8, 64), True).bytes == 1024
@@ -106,3 +129,41 @@ def test_bytes_of_a_text_with_a_known_answer() -> None:
 def test_what_is_no_program_is_refused() -> None:
     with pytest.raises(ValueError, match="no ENTRY"):
         Hlo("hello")
+
+
+def test_filters_that_nobody_asks_for_are_not_counted() -> None:
+    """The scopes of `Uses` are in a compiled program, and a condition that never holds costs its quiet branch."""
+    grid, rows, size = decode_grid(make_mesh("1,1,2", jax.devices()[:2]), 2), 2, 256
+
+    def device(logits: Any, slots: Any) -> Any:
+        draws = Draws(
+            words=jnp.zeros((rows, 3), jnp.uint32),
+            temperature=slots,
+            top_k=slots.astype(jnp.int32),
+            top_p=slots,
+            log_min_p=slots,
+        )
+        uses = uses_of(draws, slots > 0, grid)
+        return sample(logits, logits, draws, uses, jnp.zeros(rows, jnp.int32), grid).token
+
+    split = PartitionSpec(None, grid.tensor_axes)
+    mapped = jax.shard_map(
+        device, mesh=grid.mesh, in_specs=(split, PartitionSpec()), out_specs=PartitionSpec(), check_vma=False
+    )
+    arguments = (
+        jax.ShapeDtypeStruct((rows, 2 * size), np.float32, sharding=NamedSharding(grid.mesh, split)),
+        jax.ShapeDtypeStruct((rows,), np.float32, sharding=grid.sharding()),
+    )
+    text = jax.jit(mapped).lower(*arguments).compile().as_text()
+
+    def times(*params: SamplingParams) -> int:
+        return sum(one.times for one in collectives(Hlo(text, never_used(params)), 2))
+
+    greedy, plain = SamplingParams(max_new_tokens=1), SamplingParams(max_new_tokens=1, temperature=0.7)
+    # Tokens and their numbers are gathered at each step; only a filter searches the whole vocabulary.
+    assert times(greedy) == times(plain) == 2
+    filtered = [dataclasses.replace(plain, **asked) for asked in ({"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1})]
+    each = [times(params) - 2 for params in filtered]
+    assert min(each) > 0
+    assert times(greedy, *filtered) == 2 + sum(each)
+    assert never_used([dataclasses.replace(greedy, top_k=5)]) == {"temperature", "top_k", "top_p", "min_p"}
