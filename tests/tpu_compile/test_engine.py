@@ -67,7 +67,10 @@ print(json.dumps(figures))
 """
 
 
-@pytest.mark.parametrize("layout", [{"tensor": 4}, "training"], ids=["tensor-4", "training"])
+# With a tensor group, `test_programs.py` has a cheaper look at the same programs.
+@pytest.mark.parametrize(
+    "layout", [pytest.param({"tensor": 4}, id="tensor-4", marks=pytest.mark.slow), pytest.param("training")]
+)
 def test_llama3_8b_compiles_for_v5p_16(layout):
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     run = subprocess.run(
