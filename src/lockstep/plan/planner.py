@@ -218,8 +218,8 @@ def _plan_sampling(
     hosts: Sequence[int],
 ) -> SamplingPlan:
     """What `Engine.prepare` chooses there: the very function that sizes the engine on the pod."""
-    engine = Engine(one.engine, mesh, vocab_size=one.vocab_size, compile_with=cache)
     try:
+        engine = Engine(one.engine, mesh, vocab_size=one.vocab_size, compile_with=cache)
         engine.prepare((model, weights), one.requests, free=free)
     except CapacityError as error:
         raise RefusedError(_shorter(one, mesh, model, weights, cache, free, error)) from error
