@@ -18,7 +18,7 @@ def render(page: str) -> str:
     """
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
-    lines = ["| fault | how it ends | what the user reads | seen within |", "|---|---|---|---:|"]
+    lines = ["| fault | how it ends | what the user reads | limit in the test |", "|---|---|---|---:|"]
     for fault in _faults():
         mark = " ⁴" if fault.on_four else ""
         sees = f"… {fault.sees} …".replace("|", "\\|") if fault.sees else "nothing, or the system's own words"

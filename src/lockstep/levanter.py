@@ -108,6 +108,8 @@ class LevanterSampleCallback(Callback):
         step = info.next_step
         config = self.sampler.config
         if not config.enabled or step == self.sampler.last_step or (force and not config.at_end):
+            if force:
+                self.sampler.flush()
             return
         with progress_event_scope(info.emit_event, ProgressEvent.EVALUATION_STARTED, ProgressEvent.EVALUATION_FINISHED):
             self.sampler.on_step(_Step(step, info.eval_model), force=force)

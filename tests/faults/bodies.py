@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 import types
 from unittest import mock
@@ -16,11 +17,11 @@ import jax
 import jax.numpy as jnp
 from launches import record_launches
 
-from lockstep import leader_only
 from lockstep.callback import InferenceEvalConfig, SampleCallback
 from lockstep.engine import engine as engine_module
-from lockstep.report.background import BackgroundTracker
+from lockstep.main.run import RunConfig, train
 from lockstep.report.trackers import NoopTracker
+from lockstep.training import OptimizerConfig, TrainerConfig, lm_loss
 from tests import tiny
 
 environment_module = sys.modules["lockstep.hosts.environment"]
@@ -120,7 +121,7 @@ class Faults:
         self.round(info, tracker=Broken())
 
     def tracker_blocks(self, info):
-        self.round(info, tracker=BackgroundTracker(Blocking(), leader_only, size=1), times=3)
+        self.round(info, tracker=Blocking(), times=3)
 
     def disk_full(self, info):
         path = os.path.join(self.directory, "full")
@@ -217,10 +218,55 @@ class Killing(NoopTracker):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def body_sigterm(hosts):
-    """A signal on one host in each phase: when training ended, and what became of the round."""
+class Data:
+    """The ``data`` block of a command: random rows."""
+
+    def load(self, tokenizer, model_max_seq_len, seed):
+        return tiny.rows()
+
+
+def train_and_save(hosts, directory, steps, **settings):
+    """The whole command after its command line: exit code."""
+    config = RunConfig(
+        trainer=TrainerConfig(num_train_steps=steps, train_batch_size=8, log_dir=directory, run_id=f"run-{steps}"),
+        model=tiny.CONFIG,
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup=0, lr_schedule="constant"),
+        tokenizer=tiny.TOKENIZER,
+        hf_save_path="hf",
+        **settings,
+    )
+    return train(config, Data(), lm_loss, hosts)
+
+
+def body_saved_on_sigterm(hosts, directory):
+    """A command gets a signal while a round reads prompts, after step 2; another ends after step 3 by itself."""
+    say = hosts._channel.heart.enter
+
+    def enter(name):
+        if name == "read prompts" and hosts.is_leader:
+            os.kill(os.getpid(), signal.SIGTERM)
+        say(name)
+
+    samples = InferenceEvalConfig(**GOOD | {"eval_every": 2})
+    with mock.patch.object(hosts._channel.heart, "enter", enter):
+        code = train_and_save(hosts, directory, 50, inference_eval=samples)
+    return [code, train_and_save(hosts, directory, 3)]
+
+
+SIGNALS = {
+    "reading_prompts": "waiting for all hosts to begin",
+    "preparing": "prepare",
+    "generating": "prefill",
+    "decoding": "decode",
+    "reporting": None,
+}
+"""The phase at whose beginning a process gets the signal; None: from its tracker."""
+
+
+def body_sigterm(hosts, directory):
+    """A signal on one host in each phase: when training ended, and what became of the round; then, what is saved."""
     results = {}
-    for phase in ("reading_prompts", "generating", "reporting"):
+    for phase, kill_at in SIGNALS.items():
         tokenizer, tracker = tiny.tokenizer(), None
         odd = hosts.index == hosts.count - 1
         trainer = tiny.make_trainer("auto", 50, hosts)
@@ -229,12 +275,11 @@ def body_sigterm(hosts):
         config = InferenceEvalConfig(**GOOD | {"eval_every": 2, "max_new_tokens": 24})
         callback = SampleCallback(config, tokenizer, hosts=hosts, tracker=tracker)
         trainer.add_hook(callback)
-        kill_at = {"reading_prompts": "waiting for all hosts to begin", "generating": "prefill"}.get(phase)
         say, log = hosts._channel.heart.enter, io.StringIO()
 
         def enter(name, say=say, kill_at=kill_at, odd=odd):
             # Between launches the leader does not wait for the others: only its own signal is seen at once for sure.
-            if name == kill_at and (odd if name != "prefill" else hosts.is_leader):
+            if name == kill_at and (hosts.is_leader if name in ("prefill", "decode") else odd):
                 os.kill(os.getpid(), signal.SIGTERM)
             say(name)
 
@@ -255,7 +300,48 @@ def body_sigterm(hosts):
             "seconds": time.monotonic() - begin,
         }
         hosts.barrier(f"after {phase}")
-    return results
+    return {"phases": results, "codes": body_saved_on_sigterm(hosts, directory)}
+
+
+def in_a_thread(array):
+    """What a launch from a second thread raises; empty where it passes."""
+    raised = []
+
+    def launch():
+        try:
+            jax.block_until_ready(array + 1)
+        except Exception as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=launch)
+    thread.start()
+    thread.join()
+    return "".join(raised)
+
+
+def body_threads(hosts):
+    """Launches from a second thread: in a train step's hook, in a round outside training, and after both."""
+    seen = {}
+    trainer = tiny.make_trainer("auto", 1, hosts)
+
+    def in_training(info):
+        seen["training"] = in_a_thread(jax.tree.leaves(info.model)[0])
+
+    trainer.add_hook(in_training)
+    model = trainer.train(tiny.init_model(trainer), tiny.rows()).model
+    array = jax.tree.leaves(model)[0]
+    say = hosts._channel.heart.enter
+
+    def enter(name):
+        say(name)
+        if name == "decode":
+            seen["round"] = in_a_thread(array)
+
+    callback = SampleCallback(InferenceEvalConfig(**GOOD, on_error="raise"), tiny.tokenizer(), hosts=hosts)
+    with mock.patch.object(hosts._channel.heart, "enter", enter), contextlib.redirect_stdout(io.StringIO()):
+        callback(tiny.Info(1, model))
+    seen["after"] = in_a_thread(array)
+    return seen | {"rounds": callback.rounds}
 
 
 def body_exits(hosts):
@@ -265,7 +351,7 @@ def body_exits(hosts):
     from lockstep.main.run import settled
     from lockstep.report.trackers import WandbTrackerConfig
 
-    texts = {}
+    texts, threads = {}, body_threads(hosts)
 
     def caught(name, function):
         try:
@@ -293,12 +379,12 @@ def body_exits(hosts):
     caught("wandb_is_missing", without_wandb)
     caught("eager", one_host_launches)
     caught("ledger", one_host_launches_ours)
-    return texts
+    return {"texts": texts, "threads": threads}
 
 
-def body_ends(hosts, how):
-    """Ends the process: too late, stalled, or killed."""
-    odd = hosts.index == hosts.count - 1
+def body_ends(hosts, how, victim=-1):
+    """Ends the process ``victim``: too late, stalled, or killed before, during or after generation."""
+    odd = hosts.index == victim % hosts.count
     trainer = tiny.make_trainer("auto", 50, hosts)
     config = InferenceEvalConfig(**GOOD | {"eval_every": 1, "max_new_tokens": 40, "timeout_s": 2.0})
     callback = SampleCallback(config, tiny.tokenizer(), hosts=hosts)
@@ -312,15 +398,22 @@ def body_ends(hosts, how):
             callback.config = config
             if how == "late" and odd and rounds[0] == 2:
                 time.sleep(20)
+            if how == "die before" and odd and rounds[0] == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
         say(name)
         if name == "decode" and odd and rounds[0] == 2:
             if how == "stall":
                 say("stalling")
                 time.sleep(60)
-            if how == "die":
+            if how == "die during":
                 os.kill(os.getpid(), signal.SIGKILL)
 
+    def after(info):
+        if how == "die after" and odd and info.next_step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
     trainer.add_hook(callback)
+    trainer.add_hook(after)
     model = tiny.init_model(trainer)
     with mock.patch.object(hosts._channel.heart, "enter", enter), contextlib.redirect_stdout(io.StringIO()):
         trainer.train(model, tiny.rows())

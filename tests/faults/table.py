@@ -14,8 +14,8 @@ class Fault:
         what: happens.
         ends: how it ends for training.
         sees: what the user is told; the test finds this text.
-        deadline_s: seconds within which the test must see it, compiling for the round included; ``timeout_s`` in the
-            tests that wait for one is 2.
+        deadline_s: the test fails if it ends later: seconds from the fault, compiling for the round included, or, where
+            a process dies, from its death to the end of the last other; ``timeout_s`` is 2 where a wait must run out.
         on_four: tested on 4 processes too, because more than one peer matters.
     """
 
@@ -40,7 +40,7 @@ FAULTS = [
     Fault("metric_raises", "a metric raises", GOES_ON, "no such score", 30),
     Fault("metric_launches", "a metric launches a device program", GOES_ON, "leader-only work", 30),
     Fault("tracker_raises", "the tracker (W&B) raises", GOES_ON, "the tracker is down", 30),
-    Fault("tracker_blocks", "the tracker (W&B) blocks for a minute", GOES_ON, "too slow", 30),
+    Fault("tracker_blocks", "the tracker (W&B) blocks for a minute", GOES_ON, "the tracker is slow", 30),
     Fault("disk_full", "the disk is full while samples are written", GOES_ON, "No space left on device", 30),
     Fault("jsonl_torn", "the last line of samples.jsonl is torn", GOES_ON, "ends in a torn line", 30),
     Fault("out_of_pages", "a prompt can never fit the pages", GOES_ON, "Raise max_pages to at least", 10),
@@ -50,11 +50,17 @@ FAULTS = [
     Fault("deleted_model", "the model was donated to the next step", GOES_ON, "deleted", 30),
     Fault("errors_in_a_row", "max_consecutive_errors rounds fail", GOES_ON, "sampling is switched off", 10),
     Fault("sigterm_while_reading_prompts", "SIGTERM on one host while prompts are read", STOPS, "asked to end", 10),
-    Fault("sigterm_while_generating", "SIGTERM on one host during generation", STOPS, "asked to end", 10, True),
+    Fault("sigterm_while_preparing", "SIGTERM on one host as it compiles for a round", STOPS, "asked to end", 10, True),
+    Fault("sigterm_while_generating", "SIGTERM on the leader between launches", STOPS, "asked to end", 10, True),
+    Fault("sigterm_while_decoding", "SIGTERM on the leader in a round's last launch", STOPS, "", 10),
     Fault("sigterm_while_reporting", "SIGTERM on the leader while it reports", STOPS, "", 10),
     Fault("a_launch_of_one_host", "one host launches a program that others do not", EXITS, "Launch ", 20, True),
     Fault("wandb_is_missing", "wandb is not installed", EXITS, "cannot be imported", 10),
     Fault("follower_config_file_differs", "a host has another configuration file", EXITS, "'config'", 60),
     Fault("a_host_is_too_late", "a host comes after timeout_s", EXITS, "timed out after 2 s", 30),
     Fault("a_host_stalls_during_decode", "a host stalls in Python between launches", EXITS, "stalling", 30),
+    Fault("a_host_dies_before_generation", "a host dies (SIGKILL) before a round", EXITS, "Missing: process", 15),
+    Fault("a_host_dies_during_generation", "a host dies during generation", EXITS, "Missing: process", 15, True),
+    Fault("a_host_dies_after_generation", "a host dies in training", EXITS, "another process has died", 15),
+    Fault("the_leader_dies", "process 0 dies, at any time", EXITS, "leader task was preempted/died", 10, True),
 ]

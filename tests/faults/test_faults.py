@@ -5,13 +5,15 @@ The table in docs/reliability.md is made from tests/faults/table.py by scripts/m
 
 import functools
 import importlib.util
+import json
 import re
+import signal
 import tempfile
 import time
 from pathlib import Path
 
 import pytest
-from harness import run_command, run_processes
+from harness import run_command, run_processes, run_unattended
 
 from tests.faults.table import FAULTS, GOES_ON
 
@@ -48,8 +50,19 @@ def went_on(processes):
 
 
 @functools.cache
-def body(name, processes):
-    return run_processes(f"{BODIES}:{name}", processes=processes, devices=1, timeout_s=240)
+def exits(processes):
+    return run_processes(f"{BODIES}:body_exits", processes=processes, devices=1, timeout_s=240)
+
+
+@functools.cache
+def sigterms(processes):
+    """What each process saw, and the bytes of the weights that were saved, by directory."""
+    with tempfile.TemporaryDirectory() as directory:
+        found = run_processes(
+            f"{BODIES}:body_sigterm", processes=processes, devices=1, timeout_s=400, args=(directory,)
+        )
+        weights = Path(directory).glob("*/*/model.safetensors")
+        return found, {str(file.parent.relative_to(directory)): file.read_bytes() for file in weights}
 
 
 def check_goes_on(name, processes):
@@ -85,39 +98,53 @@ def test_training_goes_on_on_two_processes_after(name):
 
 
 @pytest.mark.parametrize("processes", [2, ON_FOUR])
-@pytest.mark.parametrize("phase", ["reading_prompts", "generating", "reporting"])
+@pytest.mark.parametrize("phase", ["reading_prompts", "preparing", "generating", "decoding", "reporting"])
 def test_sigterm_while(phase, processes):
-    results = body("body_sigterm", processes)
-    leader = results[0][phase]
+    results, _ = sigterms(processes)
+    leader = results[0]["phases"][phase]
+    complete = phase in ("decoding", "reporting")
     for result in results:
-        one = result[phase]
+        one = result["phases"][phase]
         assert (one["steps"], one["stopped_by"]) == (3, 15)  # the round is after step 2, the flag travels with step 3
         assert one["launches"] == leader["launches"]
-        assert (one["rounds"], one["abandoned"]) == ((1, 0) if phase == "reporting" else (0, 1))
-        assert one["seconds"] < BY_NAME["sigterm_while_generating"].deadline_s * 2
-    if phase != "reporting":
-        assert "asked to end" in leader["log"]
-        assert "decode" not in leader["launches"]
-    assert ("prefill" in leader["launches"]) == (phase != "reading_prompts")
+        assert (one["rounds"], one["abandoned"]) == ((1, 0) if complete else (0, 1))
+        assert one["seconds"] < BY_NAME[f"sigterm_while_{phase}"].deadline_s * 2
+    assert ("asked to end" in leader["log"]) == ("decode" not in leader["launches"]) == (not complete)
+    assert ("prefill" in leader["launches"]) == (phase in ("generating", "decoding", "reporting"))
+
+
+@pytest.mark.parametrize("processes", [2, ON_FOUR])
+def test_sigterm_saves_the_weights_of_the_step_it_stopped_at(processes):
+    results, saved = sigterms(processes)
+    assert [result["codes"] for result in results] == [[143, 0]] * processes
+    assert saved.keys() == {"run-50/hf-step-3", "run-3/hf"}
+    assert saved["run-50/hf-step-3"] == saved["run-3/hf"]
 
 
 @pytest.mark.parametrize("processes", [2, ON_FOUR])
 def test_a_launch_of_one_host(processes):
-    texts = body("body_exits", processes)
+    texts = [result["texts"] for result in exits(processes)]
     for text in texts:
         assert text == texts[0]
     eager = texts[0]["eager"]
     assert eager.startswith("AssertionError: launch 0 differs: process 0: jit(") and "process 1: nothing" in eager
     others = "process 1" if processes == 2 else "processes 1, 2, 3"
     ledger = texts[0]["ledger"]
-    pattern = rf"LaunchMismatchError: .*Launch 0 was 'decode' \(0+\) on process 0; 'init_model' .* on {others}"
+    pattern = rf"LaunchMismatchError: .*Launch \d+ was 'decode' \(0+\) on process 0; 'init_model' .* on {others}"
     assert re.search(pattern, ledger), ledger
 
 
 def test_wandb_is_missing():
-    for texts in body("body_exits", 2):
-        assert texts["wandb_is_missing"].startswith("PeerError: 1 of 2 processes failed")
-        assert BY_NAME["wandb_is_missing"].sees in texts["wandb_is_missing"]
+    for result in exits(2):
+        assert result["texts"]["wandb_is_missing"].startswith("PeerError: 1 of 2 processes failed")
+        assert BY_NAME["wandb_is_missing"].sees in result["texts"]["wandb_is_missing"]
+
+
+def test_a_second_thread_cannot_launch_during_training_or_a_round():
+    for result in exits(2):
+        threads = result["threads"]
+        assert "thread guard" in threads["training"] and "thread guard" in threads["round"], threads
+        assert (threads["after"], threads["rounds"]) == ("", 1)
 
 
 def test_follower_config_file_differs(tmp_path):
@@ -136,8 +163,47 @@ def test_follower_config_file_differs(tmp_path):
     ],
 )
 def test_every_process_exits_when(name, how, tmp_path):
-    command = ["python", str(ROOT / "tests" / "multiprocess" / "harness.py"), str(BODIES), "body_ends", str(tmp_path)]
-    check_exit(name, [*command, f'["{how}"]'])
+    check_exit(name, ends_command(tmp_path, how))
+
+
+def ends_command(directory, *arguments):
+    harness = ROOT / "tests" / "multiprocess" / "harness.py"
+    return ["python", str(harness), str(BODIES), "body_ends", str(directory), json.dumps(arguments)]
+
+
+@pytest.mark.parametrize(
+    ("when", "processes"),
+    [("before", 2), ("during", 2), ("after", 2), pytest.param("during", 4, marks=pytest.mark.slow)],
+)
+def test_a_host_dies(when, processes, tmp_path):
+    check_death(f"a_host_dies_{when}_generation", when, processes - 1, processes, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("when", "processes"),
+    [
+        pytest.param("before", 2, marks=pytest.mark.slow),
+        ("during", 2),
+        pytest.param("after", 2, marks=pytest.mark.slow),
+        pytest.param("during", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_the_leader_dies(when, processes, tmp_path):
+    check_death("the_leader_dies", when, 0, processes, tmp_path)
+
+
+def check_death(name, when, victim, processes, directory):
+    """No launcher ends the survivors."""
+    fault = BY_NAME[name]
+    ends = run_unattended(ends_command(directory, f"die {when}", victim), processes=processes)
+    assert ends[victim].code == -signal.SIGKILL and ends[victim].seconds == 0
+    for index, end in enumerate(ends):
+        if index != victim:
+            assert end.code != 0 and end.seconds < fault.deadline_s, end
+            assert fault.sees in end.log, end.log
+            if fault.sees == "Missing: process":
+                assert f"Missing: process {victim} " in end.log, end.log
+            print(f"{name}, {when}: process {index} of {processes} ended {end.seconds:.1f} s later with {end.code}")
 
 
 def check_exit(name, command):
@@ -152,7 +218,8 @@ def check_exit(name, command):
 def test_every_row_of_the_table_has_a_test():
     text = Path(__file__).read_text()
     for fault in FAULTS:
-        assert fault.ends == GOES_ON or fault.name in text or fault.name.removeprefix("sigterm_while_") in text
+        name = fault.name.removeprefix("sigterm_while_").partition("_dies_")[0]
+        assert fault.ends == GOES_ON or name in text
 
 
 def test_the_page_is_up_to_date():

@@ -28,6 +28,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import unittest.mock
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -133,6 +134,65 @@ def run_command(
         files = [Path(directory) / f"process-{i}.log" for i in range(processes)]
         logs = [file.read_text(errors="replace") if file.exists() else "" for file in files]
         return Run(process.returncode, output, logs)
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """How one process ended that nobody stood above.
+
+    Args:
+        code: exit code; minus the signal that killed it.
+        seconds: after the first process of the job had ended.
+        log: everything it printed.
+    """
+
+    code: int
+    seconds: float
+    log: str
+
+
+def run_unattended(
+    command: Sequence[str], *, processes: int = 2, devices: int = 1, timeout_s: float = 120.0
+) -> list[End]:
+    """Run a command in processes that no launcher ends when one of them dies, and return how each ended by itself.
+
+    Raises:
+        AssertionError: one outlived ``timeout_s``; the text has every process's log.
+    """
+    if str(LAUNCHER.parent) not in sys.path:
+        sys.path.insert(0, str(LAUNCHER.parent))
+    import launch
+
+    options = launch.parse(["--devices_per_process", str(devices), "--processes", str(processes), "--", *command])
+    address = f"127.0.0.1:{launch.free_port()}"
+    with tempfile.TemporaryDirectory(prefix="lockstep-logs-") as directory:
+        files = [Path(directory) / str(index) for index in range(processes)]
+        running = []
+        for index, file in enumerate(files):
+            with file.open("wb") as log:
+                environment = launch.local_environment(os.environ, options, address, index) | cache_environment()
+                running.append(
+                    subprocess.Popen(launch.resolve(command), env=environment, stdout=log, stderr=subprocess.STDOUT)
+                )
+        ends: dict[int, float] = {}
+        try:
+            deadline = time.monotonic() + timeout_s
+            while len(ends) < processes and time.monotonic() < deadline:
+                for index, process in enumerate(running):
+                    if index not in ends and process.poll() is not None:
+                        ends[index] = time.monotonic()
+                time.sleep(0.02)
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
+        logs = [file.read_text(errors="replace") for file in files]
+        if len(ends) < processes:
+            text = "\n".join(f"---- process {index}\n{log}" for index, log in enumerate(logs))
+            left = [index for index in range(processes) if index not in ends]
+            raise AssertionError(f"{' '.join(command)}: processes {left} did not end within {timeout_s:g} s\n{text}")
+        first = min(ends.values())
+        return [End(process.returncode, ends[i] - first, logs[i]) for i, process in enumerate(running)]
 
 
 def run_threads(body: Callable[..., Any], count: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:

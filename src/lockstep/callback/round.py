@@ -106,6 +106,7 @@ def run_round(
             digests |= auditing.prepare(model, requests)
             auditing.check_memory(free, ready.config.hbm_utilization)
     hosts.agree("programs", {"prompts": digest(repr(requests)), **digests})
+    hosts.preemption.tell()  # before the barrier, so that the leader knows it before the first launch
     hosts.barrier("ready")
     clock.lap("prepare")
 

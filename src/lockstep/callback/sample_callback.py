@@ -21,6 +21,7 @@ from lockstep.errors import ConfigError, DisagreementError, HostError, PeerError
 from lockstep.hosts import Hosts, Watchdog, current, digest, environment, leader_only
 from lockstep.models import read_decoder
 from lockstep.placement import mesh_of
+from lockstep.report.background import FINISH_S, BackgroundTracker
 from lockstep.report.jsonl import append_jsonl
 from lockstep.report.metrics import load_metrics, measure, metric_means
 from lockstep.report.rows import Row
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+TRACKER_WAIT_S = 2.0
+"""Seconds that a call waits for a tracker which keeps up, so that the loop's own later calls come later."""
+
 
 class SampleCallback:
     """Samples from the model inside a training loop, on all hosts in lockstep; training goes on untouched.
@@ -45,7 +49,9 @@ class SampleCallback:
     Args:
         config: when, what, and within which limits.
         tokenizer: a Hugging Face tokenizer.
-        tracker: used by the leader alone; None for none.
+        tracker: used by the leader alone, from a thread of its own behind a bounded queue, so that it may be slow: a
+            round waits 2 s for it, and not at all until it has caught up. It stays the caller's to finish. A
+            `BackgroundTracker` is used as it is; None for none.
         name: prefix of the table and of the metrics; two callbacks in one run need two names.
         output_dir: where the leader appends ``samples.jsonl``; None for no file.
         hosts: of the job; None: the current ones.
@@ -79,7 +85,11 @@ class SampleCallback:
         self.report_errors = 0
         """Reports that failed on the leader, wholly or in part."""
         self._tokenizer = tokenizer
-        self._tracker = NoopTracker() if tracker is None else tracker
+        self._tracker: Tracker = NoopTracker() if tracker is None else tracker
+        self._queue: BackgroundTracker | None = None
+        if tracker is not None and not isinstance(tracker, BackgroundTracker):
+            wait_s = min(TRACKER_WAIT_S, config.timeout_s / 4)  # the other hosts wait for the leader meanwhile
+            self._tracker = self._queue = BackgroundTracker(tracker, leader_only, wait_s=wait_s)
         self._samples_path = None if output_dir is None else Path(output_dir) / "samples.jsonl"
         self._hosts = current() if hosts is None else hosts
         self._dtype = dtype
@@ -119,7 +129,7 @@ class SampleCallback:
 
         Args:
             info: has ``model``, and ``next_step`` or ``step``. The model is not kept.
-            force: the loop's last call: run unless this step had its round already.
+            force: the loop's last call: run unless this step had its round already, then `flush`.
 
         Raises:
             PeerError, DisagreementError: the round failed and ``on_error`` is raise; the same on every host.
@@ -130,6 +140,14 @@ class SampleCallback:
         if self._due(step, force):
             self.last_step = step
             self._round(step, info.model)
+        if force:
+            self.flush()
+
+    def flush(self) -> None:
+        """Waits on the leader, at most 60 s, until the tracker has taken all it was given; says so where it has not."""
+        wait_s = min(FINISH_S, self.config.timeout_s / 2)
+        if self._queue is not None and not self._queue.flush(wait_s):
+            log.error("%s: the tracker did not take all samples within %g s; some may be lost", self.name, wait_s)
 
     def check(self, model: Any) -> None:
         """Finds out now, alike on every host, what would make a round fail: prompts, sizes, model, configuration.

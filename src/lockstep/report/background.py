@@ -1,6 +1,7 @@
 """Trackers behind a bounded queue: one that is down or slow neither blocks nor fails training."""
 
 import contextlib
+import dataclasses
 import logging
 import queue
 import threading
@@ -28,6 +29,8 @@ class BackgroundTracker:
         guard: a context around each of its calls, such as ``lockstep.leader_only``: it must not launch programs.
         size: calls that may wait; further ones are dropped and counted.
         finish_s: seconds that ``finish`` waits for what is left.
+        wait_s: seconds that a call waits for the tracker, so that what others log later comes later; an error in that
+            time is raised. As long as earlier calls are not done, it does not wait. 0 returns at once.
     """
 
     def __init__(
@@ -37,25 +40,39 @@ class BackgroundTracker:
         *,
         size: int = QUEUE_SIZE,
         finish_s: float = FINISH_S,
+        wait_s: float = 0.0,
     ) -> None:
         self.dropped = 0
         """Calls that found the queue full, or were left when time was over."""
         self.errors = 0
         """Calls in which the tracker failed."""
-        self._tracker, self._guard, self._finish_s = tracker, guard, finish_s
-        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(size)
+        self._tracker, self._guard, self._finish_s, self._wait_s = tracker, guard, finish_s, wait_s
+        self._queue: queue.Queue[_Call | None] = queue.Queue(size)
+        self._last: _Call | None = None
+        self._told_slow = False
         self._thread: threading.Thread | None = None
         self._finished = False
 
     def log(self, metrics: Mapping[str, float | str], *, step: int) -> None:
         """Have the scalars recorded soon."""
         values = dict(metrics)
-        self._put(lambda: self._tracker.log(values, step=step))
+        self._call(lambda: self._tracker.log(values, step=step))
 
     def log_rows(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
         """Have the rows added soon."""
         kept = list(rows)
-        self._put(lambda: self._tracker.log_rows(name, kept, step=step))
+        self._call(lambda: self._tracker.log_rows(name, kept, step=step))
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until the tracker has done all calls so far.
+
+        Args:
+            timeout_s: seconds to wait at most.
+
+        Returns:
+            Whether it has.
+        """
+        return self._last is None or self._last.done.wait(timeout_s)
 
     def finish(self) -> None:
         """Wait for what is left and finish the tracker, ``finish_s`` seconds in all; then say what was lost."""
@@ -74,25 +91,52 @@ class BackgroundTracker:
         if self.dropped or self.errors:
             log.warning("the tracker failed %d times, and %d calls were dropped", self.errors, self.dropped)
 
-    def _put(self, call: Callable[[], None], wait_s: float = 0.0) -> None:
-        if self._finished:
+    def _call(self, work: Callable[[], None]) -> None:
+        waits = self._wait_s > 0 and self.flush(0.0)
+        call = self._put(work)
+        if not waits or call is None:
             return
+        if call.done.wait(self._wait_s):
+            if call.error is not None:
+                raise call.error
+        elif not self._told_slow:
+            self._told_slow = True
+            log.error("the tracker is slow, more than %g s for a call: training does not wait for it", self._wait_s)
+
+    def _put(self, work: Callable[[], None], wait_s: float = 0.0) -> "_Call | None":
+        if self._finished:
+            return None
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="lockstep-tracker", daemon=True)
             self._thread.start()
+        call = _Call(work)
         try:
             self._queue.put(call, block=wait_s > 0, timeout=wait_s or None)
         except queue.Full:
             self.dropped += 1
             if self.dropped == 1:
                 log.error("the tracker is too slow: what it cannot take is dropped and counted; training goes on")
+            return None
+        self._last = call
+        return call
 
     def _run(self) -> None:
         while (call := self._queue.get()) is not None:
             try:
                 with self._guard():
-                    call()
+                    call.work()
             except Exception as error:
                 self.errors += 1
+                call.error = error
                 if self.errors == 1:
                     log.error("the tracker failed; training goes on, later failures are counted", exc_info=error)
+            call.done.set()
+
+
+@dataclasses.dataclass
+class _Call:
+    """What the tracker is to do; then, whether it is done and what it raised."""
+
+    work: Callable[[], None]
+    done: threading.Event = dataclasses.field(default_factory=threading.Event)
+    error: Exception | None = None

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from lockstep.engine import Program, compile_program, settled
+from lockstep.errors import HostError
 from lockstep.hosts import Hosts, Watchdog, current, environment, leader_only
 from lockstep.placement import fsdp_warning, host_rows, make_mesh, place_local
 from lockstep.report.trackers import NoopTracker, Tracker
@@ -122,6 +123,7 @@ class Trainer:
             PeerError: the train step does not compile on some host; the same on all.
             DisagreementError: hosts compiled different train steps, or with different versions or flags.
             LaunchMismatchError: hosts launched different programs, found at the end (in debug mode, before the launch).
+            HostError: a step failed while it ran on several hosts, most likely because one of them has died.
 
         Returns:
             The trained model and how the run ended. A signal (Ctrl-C, SIGTERM) on any host ends the run after a step,
@@ -142,7 +144,7 @@ class Trainer:
             for step in range(config.num_train_steps):
                 batch = self._place(batches, step)
                 start = time.perf_counter()
-                with self._watchdog.watch("train_step"):
+                with self._named_failure(step), self._watchdog.watch("train_step"):
                     state, figures = step_fn(state, batch, self._stop_array(stop.signal or 0))
                     metrics = step_fn.read(figures)
                 duration = time.perf_counter() - start
@@ -163,6 +165,20 @@ class Trainer:
             stopped_by=stopped_by,
             tracker_errors=self._tracker_errors,
         )
+
+    @contextlib.contextmanager
+    def _named_failure(self, step: int) -> Iterator[None]:
+        """What a collective says of a dead peer does not say that: here the user reads what to look for."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            if self.hosts.count == 1:
+                raise
+            raise HostError(
+                f"the train step after {step} steps failed on process {self.hosts.index} of {self.hosts.count}. If the "
+                "runtime speaks of a connection, a peer or a time-out, another process has died: look for the log that "
+                f"ends without an error. The runtime says: {error}"
+            ) from error
 
     def _compile(self, state: TrainState, shardings: PyTree, batches: Batches) -> TrainStep:
         """The train step that every host has compiled alike; nobody launches it before all are ready."""

@@ -1,13 +1,22 @@
 """Sequences that do not end by themselves: cancelled, out of time, by a stop string. The others go on as before."""
 
+import collections
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from lockstep.errors import ConfigError
 from lockstep.schedule import Scheduler, ScheduleSizes
@@ -29,11 +38,16 @@ def answer(one: Request, generation: int) -> tuple[tuple[int, ...], FinishReason
     return (tokens, reason) if end is None else (tokens[:end], FinishReason.STOP)
 
 
+SEEN: collections.Counter[str] = collections.Counter()
+"""What the state machine has come across."""
+
+
 class Run:
     """A scheduler and its device, launch by launch."""
 
-    def __init__(self, sizes: ScheduleSizes, requests: list[Request]) -> None:
-        self.scheduler = Scheduler(sizes, requests, find_stop)
+    def __init__(self, sizes: ScheduleSizes, requests: list[Request], **options: Any) -> None:
+        source = requests if options.get("max_prompts") is None else iter(requests)
+        self.scheduler = Scheduler(sizes, source, find_stop, **options)
         self.device = FakeDevice(sizes)
         self.requests = {r.prompt_id: r for r in requests}
 
@@ -41,7 +55,29 @@ class Run:
         plan = self.scheduler.next_plan()
         if plan is not None:
             self.device.launch(self.scheduler, plan)
+            SEEN[type(plan).__name__] += 1
         return plan is not None
+
+    def see(self, what: str, name: tuple[int, int] | None = None) -> None:
+        """Counts in which state sequences end: that of ``name``, or any."""
+        for replica in self.scheduler._replicas:
+            sources = [source for source, _ in replica._forks]
+            states = {
+                "copied from": sources,
+                "copied to": [target for _, target in replica._forks],
+                "prefilling": replica._queue,
+                "sharing pages": [s for s in replica.slots if s and set(s.pages) & self.shared_pages(replica)],
+            }
+            for state, sequences in states.items():
+                names = [(s.request.prompt_id, s.generation_id) for s in sequences]
+                SEEN[f"{what} {state}"] += name in names if name else bool(names)
+        SEEN[f"{what} waiting"] += any(
+            name in (None, (s.request.prompt_id, s.generation_id)) for s in self.scheduler._waiting
+        )
+
+    @staticmethod
+    def shared_pages(replica: Any) -> set[int]:
+        return {page for page, readers in replica.allocator._readers.items() if readers > 1}
 
     def check_pages(self) -> None:
         """Exactly what the sequences in slots hold is taken."""
@@ -81,12 +117,47 @@ def cases_with_stops(draw: st.DrawFn) -> tuple[ScheduleSizes, list[Request]]:
     return sizes, [dataclasses.replace(r, params=dataclasses.replace(r.params, stop=draw(stops))) for r in requests]
 
 
+@st.composite
+def cases_with_copies(draw: st.DrawFn) -> tuple[ScheduleSizes, list[Request]]:
+    """A prompt that ends within a page, several times, prefilled in several launches: copies are due for long."""
+    page_size, slots = draw(st.sampled_from([2, 4])), draw(st.integers(2, 4))
+    length = page_size * draw(st.integers(1, 3)) + 1 + draw(st.integers(1, page_size - 1))
+    requests = [
+        request(
+            number,
+            (*range(length), *([number] * page_size * draw(st.integers(0, 1)))),
+            draw(st.integers(1, 6)),
+            draw(st.integers(1, 4)),
+            seed=number,
+            temperature=0.5,
+        )
+        for number in range(draw(st.integers(1, 4)))
+    ]
+    largest = max(pages_of(r, page_size) for r in requests)
+    sizes = sizes_of(
+        replicas=draw(st.integers(1, 2)),
+        sequences=slots,
+        slots=slots,
+        page_size=page_size,
+        pages=1 + largest * draw(st.integers(2, 4)),
+        pages_per_sequence=largest + 1,
+        prefill_rows=draw(st.integers(1, 2)),
+        steps=draw(st.integers(1, 3)),
+        forks=1,
+    )
+    return sizes, requests
+
+
 class Endings(RuleBasedStateMachine):
     """Launches, cancels and at most one end of time, in any order."""
 
-    @initialize(case=cases_with_stops())
-    def start(self, case: tuple[ScheduleSizes, list[Request]]) -> None:
-        self.run = Run(*case)
+    @initialize(
+        case=cases_with_stops() | cases_with_copies(),
+        share=st.integers(0, 4),
+        max_prompts=st.none() | st.integers(1, 4),
+    )
+    def start(self, case: tuple[ScheduleSizes, list[Request]], share: int, max_prompts: int | None) -> None:
+        self.run = Run(*case, share_prefixes=share > 0, max_prompts=max_prompts)
         self.cancelled: set[tuple[int, int]] = set()
 
     @rule()
@@ -97,6 +168,7 @@ class Endings(RuleBasedStateMachine):
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(self.run.scheduler.unfinished()))
+        self.run.see("cancelled", name)
         before = self.run.scheduler.tokens_so_far(*name)
         self.run.scheduler.cancel(*name)
         self.cancelled.add(name)
@@ -106,6 +178,7 @@ class Endings(RuleBasedStateMachine):
     @rule(share=st.integers(0, 19))
     def time_is_over(self, share: int) -> None:
         if share == 0:
+            self.run.see("out of time")
             self.run.scheduler.abandon(FinishReason.BUDGET)
             assert self.run.scheduler.done and self.run.scheduler.unfinished() == []
 
@@ -131,8 +204,14 @@ class Endings(RuleBasedStateMachine):
             assert replica.allocator.num_free == self.run.scheduler.sizes.pages - 1, "pages leak"
 
 
-Endings.TestCase.settings = settings(max_examples=150, stateful_step_count=25, deadline=None, derandomize=True)
-test_any_order_of_endings = Endings.TestCase
+def test_any_order_of_endings() -> None:
+    SEEN.clear()
+    how = settings(max_examples=200, stateful_step_count=25, deadline=None, derandomize=True)
+    run_state_machine_as_test(Endings, settings=how)
+    states = ("copied from", "copied to", "prefilling", "sharing pages", "waiting")
+    wanted = [f"{what} {state}" for what in ("cancelled", "out of time") for state in states]
+    wanted += ["PrefillPlan", "ForkPlan", "ScorePlan", "DecodePlan"]
+    assert not [each for each in wanted if not SEEN[each]], SEEN
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
