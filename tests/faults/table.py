@@ -16,6 +16,7 @@ class Fault:
         sees: what the user is told; the test finds this text.
         deadline_s: the test fails if it ends later: seconds from the fault, compiling for the round included, or, where
             a process dies, from its death to the end of the last other; ``timeout_s`` is 2 where a wait must run out.
+            On 4 processes, which share the same two cores, twice that where they compile.
         on_four: tested on 4 processes too, because more than one peer matters.
     """
 
@@ -49,11 +50,11 @@ FAULTS = [
     Fault("token_ids_out_of_range", "the tokenizer has ids that the model has not", GOES_ON, "do not match", 10),
     Fault("deleted_model", "the model was donated to the next step", GOES_ON, "deleted", 30),
     Fault("errors_in_a_row", "max_consecutive_errors rounds fail", GOES_ON, "sampling is switched off", 10),
-    Fault("sigterm_while_reading_prompts", "SIGTERM on one host while prompts are read", STOPS, "asked to end", 10),
-    Fault("sigterm_while_preparing", "SIGTERM on one host as it compiles for a round", STOPS, "asked to end", 10, True),
-    Fault("sigterm_while_generating", "SIGTERM on the leader between launches", STOPS, "asked to end", 10, True),
-    Fault("sigterm_while_decoding", "SIGTERM on the leader in a round's last launch", STOPS, "", 10),
-    Fault("sigterm_while_reporting", "SIGTERM on the leader while it reports", STOPS, "", 10),
+    Fault("sigterm_while_reading_prompts", "SIGTERM on one host while prompts are read", STOPS, "asked to end", 20),
+    Fault("sigterm_while_preparing", "SIGTERM on one host as it compiles for a round", STOPS, "asked to end", 20, True),
+    Fault("sigterm_while_generating", "SIGTERM on the leader between launches", STOPS, "asked to end", 20, True),
+    Fault("sigterm_while_decoding", "SIGTERM on the leader in a round's last launch", STOPS, "", 20),
+    Fault("sigterm_while_reporting", "SIGTERM on the leader while it reports", STOPS, "", 20),
     Fault("a_launch_of_one_host", "one host launches a program that others do not", EXITS, "Launch ", 20, True),
     Fault("wandb_is_missing", "wandb is not installed", EXITS, "cannot be imported", 10),
     Fault("follower_config_file_differs", "a host has another configuration file", EXITS, "'config'", 60),

@@ -75,7 +75,7 @@ def check_goes_on(name, processes):
         assert found["error"] is None, found["error"]
         assert found["launches"] == leader["launches"]
         assert (found["rounds"], found["skipped"]) == (leader["rounds"], leader["skipped"])
-        assert found["seconds"] < fault.deadline_s
+        assert found["seconds"] < fault.deadline_s * processes / 2
     assert fault.sees in leader["log"], leader["log"]
     if name in SKIPPED:
         assert (leader["rounds"], leader["skipped"], leader["report_errors"]) == (0, 1, 0)
@@ -108,7 +108,7 @@ def test_sigterm_while(phase, processes):
         assert (one["steps"], one["stopped_by"]) == (3, 15)  # the round is after step 2, the flag travels with step 3
         assert one["launches"] == leader["launches"]
         assert (one["rounds"], one["abandoned"]) == ((1, 0) if complete else (0, 1))
-        assert one["seconds"] < BY_NAME[f"sigterm_while_{phase}"].deadline_s * 2
+        assert one["seconds"] < BY_NAME[f"sigterm_while_{phase}"].deadline_s * processes / 2
     assert ("asked to end" in leader["log"]) == ("decode" not in leader["launches"]) == (not complete)
     assert ("prefill" in leader["launches"]) == (phase in ("generating", "decoding", "reporting"))
 
@@ -200,9 +200,11 @@ def check_death(name, when, victim, processes, directory):
     for index, end in enumerate(ends):
         if index != victim:
             assert end.code != 0 and end.seconds < fault.deadline_s, end
-            assert fault.sees in end.log, end.log
-            if fault.sees == "Missing: process":
-                assert f"Missing: process {victim} " in end.log, end.log
+            # On 4 processes a collective fails on some survivors; the watchdog ends those that still wait in it.
+            hung = processes > 2 and "lockstep watchdog: 'decode' on process" in end.log
+            assert hung or fault.sees in end.log, end.log
+            if fault.sees == "Missing: process" or hung:
+                assert re.search(rf"process {victim}\b.*last phase", end.log), end.log
             print(f"{name}, {when}: process {index} of {processes} ended {end.seconds:.1f} s later with {end.code}")
 
 
