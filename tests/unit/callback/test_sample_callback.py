@@ -221,7 +221,7 @@ def test_requests_survive_the_broadcast():
         ({"on_error": "ignore"}, ConfigError, "on_error is 'ignore'; it must be skip or raise"),
         ({"max_new_tokens": 0}, ConfigError, "inference_eval: max_new_tokens is 0; it must be at least 1"),
         ({"layout": {"tensor": 0}}, ConfigError, "layout is {'tensor': 0}; it must be auto, training"),
-        ({"metrics": ["perplexity"]}, ConfigError, "metric 'perplexity' is not known"),
+        ({"metrics": ["bleu"]}, ConfigError, "metric 'bleu' is not known"),
     ],
 )
 def test_wrong_values_are_refused_by_name(values, error, text):
