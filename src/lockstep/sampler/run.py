@@ -280,15 +280,17 @@ class _Shown:
     def __init__(self, view: View | None, tracker: Tracker, *, defer: bool) -> None:
         self._view, self._tracker, self._defer = view, tracker, defer
         self._kept: list[JobProgress] = []
+        self._last: JobProgress | None = None
         self._next = 0.0
 
     def __call__(self, job: JobProgress) -> None:
         assert self._view is not None
         with leader_only():
             self._view.update(job)
+            self._last = job
             if job.seconds >= self._next:
                 self._next = job.seconds + 10.0
-                self._kept.append(job)
+                self._keep(job)
                 if not self._defer:
                     self._flush()
 
@@ -297,7 +299,14 @@ class _Shown:
             return
         self._view.close()
         if sys.exc_info()[0] is None:
+            if self._last is not None:
+                self._keep(self._last)
             _guarded("the tracker", self._flush)
+
+    def _keep(self, job: JobProgress) -> None:
+        """For the tracker, unless it is there: how it ended is told whenever that is."""
+        self._last = None
+        self._kept.append(job)
 
     def _flush(self) -> None:
         kept, self._kept = self._kept, []
