@@ -173,7 +173,12 @@ def ends_command(directory, *arguments):
 
 @pytest.mark.parametrize(
     ("when", "processes"),
-    [("before", 2), ("during", 2), ("after", 2), pytest.param("during", 4, marks=pytest.mark.slow)],
+    [
+        pytest.param("before", 2, marks=pytest.mark.slow),
+        ("during", 2),
+        pytest.param("after", 2, marks=pytest.mark.slow),
+        pytest.param("during", 4, marks=pytest.mark.slow),
+    ],
 )
 def test_a_host_dies(when, processes, tmp_path):
     check_death(f"a_host_dies_{when}_generation", when, processes - 1, processes, tmp_path)

@@ -43,9 +43,10 @@ def test_simpo_trains_and_samples(tmp_path):
     [
         (["--tokenizer", "./data/none"], "data/none"),
         (["--data.max_seq_len", "8"], "sums.jsonl:1 (chosen) has 19 tokens, but a row has 8"),
-        (["--trainer.train_batch_size", "6"], "train_batch_size is 6"),
-        (["--inference_eval.max_seq_len", "16"], "max_seq_len is 16"),
-        (["--trainer.nm_train_steps", "3"], "Did you mean 'num_train_steps'?"),
+        # Every command checks these with the same code: two kinds are enough for `make test`.
+        pytest.param(["--trainer.train_batch_size", "6"], "train_batch_size is 6", marks=pytest.mark.slow),
+        pytest.param(["--inference_eval.max_seq_len", "16"], "max_seq_len is 16", marks=pytest.mark.slow),
+        pytest.param(["--trainer.nm_train_steps", "3"], "Did you mean 'num_train_steps'?", marks=pytest.mark.slow),
     ],
     ids=["tokenizer", "rows", "batch", "prompts", "key"],
 )

@@ -102,7 +102,12 @@ def body(hosts, mesh_shape, layout):
 
 @pytest.mark.parametrize(
     ("processes", "mesh_shape", "layout"),
-    [(2, "auto", "auto"), (2, "auto", "training"), (2, "1,2,2", {"tensor": 2}), (4, "host_local", "auto")],
+    [
+        (2, "auto", "auto"),
+        (2, "auto", "training"),
+        pytest.param(2, "1,2,2", {"tensor": 2}, marks=pytest.mark.slow),
+        pytest.param(4, "host_local", "auto", marks=pytest.mark.slow),
+    ],
 )
 def test_losses_are_equal_bit_for_bit(processes, mesh_shape, layout):
     results = run_processes(body, processes=processes, devices=2, timeout_s=300, args=(mesh_shape, layout))

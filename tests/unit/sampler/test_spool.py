@@ -46,6 +46,7 @@ def test_a_prompt_that_cannot_be_read_ends_the_job_on_every_host():
     run_threads(body_refused, 2)
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_prompts_take_little_memory():
     def some():
         for number in range(100_000):
