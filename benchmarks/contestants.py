@@ -198,8 +198,8 @@ def side_by_side(contestants: dict[str, Contestant], load: Load, repeats: int) -
     """Measures in turn, again and again, so that a machine that slows down slows all of them."""
     times = {name: Times() for name in contestants}
     for contestant in contestants.values():
+        contestant.generate(load, load.new_tokens)  # first, for the layout is chosen by what is asked for first
         contestant.generate(load, 1)
-        contestant.generate(load, load.new_tokens)
     for _ in range(repeats):
         for name, contestant in contestants.items():
             # Short, and so the first to be disturbed: the median of three.
