@@ -59,6 +59,7 @@ DECODE = list(itertools.product((512, 256, 128), (8, 4, 2, 1)))
 PREFILL = list(itertools.product((1024, 512, 256, 128), (32, 16, 8)))
 TOKENS, SEQUENCES, POSITIONS = 512, 64, 4096
 
+type Block = tuple[int, int]
 type Heads = tuple[int, int, int, str]
 
 
@@ -107,16 +108,39 @@ def compiles(device: jax.Device, key: Heads, page_size: int, pages: int, queries
     return ""
 
 
-def first(
-    device: jax.Device, key: Heads, page_size: int, candidates: list[tuple[int, int]], limit: int
-) -> tuple[int, int] | None:
-    """Pages and queries of the first candidate that compiles."""
+def first(device: jax.Device, key: Heads, candidates: list[Block], limit: int) -> Block | None:
+    """Positions and queries of the first candidate that compiles with every page size."""
     for tokens, queries in candidates:
-        why = compiles(device, key, page_size, tokens // page_size, queries, limit)
-        if not why:
-            return tokens // page_size, queries
-        print(f"    {key} pages of {page_size}: {tokens} positions, {queries} queries: {why[:160]}", flush=True)
+        for page_size in PAGE_SIZES:
+            why = compiles(device, key, page_size, tokens // page_size, queries, limit)
+            if why:
+                print(f"    {key} pages of {page_size}: {tokens} positions, {queries} queries: {why[:160]}", flush=True)
+                break
+        else:
+            return tokens, queries
     return None
+
+
+def write(blocks: dict[str, dict[tuple[Block, Block], list[Heads]]]) -> None:
+    """The table as a module."""
+    text = (
+        '"""Made by scripts/make_tpu_blocks.py, which says how; do not edit."""\n\n'
+        "type Block = tuple[int, int]\n"
+        "type Heads = tuple[int, int, int, str]\n\n"
+        "# fmt: off\n"
+        f"VMEM_LIMIT: dict[str, int] = {VMEM_LIMIT!r}\n"
+        '"""Bytes of VMEM that the kernel may use, by TPU generation."""\n\n'
+        f"PAGE_SIZES = {PAGE_SIZES!r}\n"
+        '"""Tokens in a page; every block below compiles with each of them."""\n\n'
+        "BLOCKS: dict[str, dict[tuple[Block, Block], list[Heads]]] = (\n"
+        f"{pprint.pformat(blocks, width=118, compact=True)}\n)\n"
+        "# fmt: on\n"
+        '"""By generation, then blocks of decode and of prefill as (positions of K/V, queries): the heads they are\n'
+        'for, as (query heads, kv heads, head size, dtype)."""\n'
+    )
+    written = TABLE.with_suffix(".new")
+    written.write_text(text, encoding="utf-8")
+    written.rename(TABLE)
 
 
 def main() -> None:
@@ -124,7 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=TOPOLOGIES, help="make this generation anew and keep the others")
     only = parser.parse_args().only
-    blocks: dict[str, dict[Heads, dict[int, tuple[tuple[int, int], tuple[int, int]]]]] = {}
+    blocks: dict[str, dict[tuple[Block, Block], list[Heads]]] = {}
     if only:
         from lockstep.kernels.tpu_block_table import BLOCKS
 
@@ -133,31 +157,15 @@ def main() -> None:
         device = topology(TOPOLOGIES[name]).devices[0]
         start, blocks[name] = time.time(), {}
         for key in heads():
-            sizes = {}
-            for page_size in PAGE_SIZES:
-                decode = first(device, key, page_size, DECODE, VMEM_LIMIT[name])
-                prefill = first(device, key, page_size, PREFILL, VMEM_LIMIT[name])
-                if decode and prefill:
-                    sizes[page_size] = (decode, prefill)
-                else:
-                    print(f"  {name} {key} pages of {page_size}: NOTHING compiles", flush=True)
-            if sizes:
-                blocks[name][key] = sizes
-        print(f"{name}: {len(blocks[name])} heads in {time.time() - start:.0f} s", flush=True)
-    text = (
-        '"""Made by scripts/make_tpu_blocks.py, which says how; do not edit."""\n\n'
-        f"VMEM_LIMIT: dict[str, int] = {VMEM_LIMIT!r}\n"
-        '"""Bytes of VMEM that the kernel may use, by TPU generation."""\n\n'
-        "# fmt: off\n"
-        "BLOCKS: dict[str, dict[tuple[int, int, int, str], dict[int, tuple[tuple[int, int], tuple[int, int]]]]] = (\n"
-        f"{pprint.pformat(blocks, width=110)}\n)\n"
-        "# fmt: on\n"
-        '"""By generation, then (query heads, kv heads, head size, dtype), then page size: (pages, queries) of decode\n'
-        'blocks, and of prefill blocks."""\n'
-    )
-    written = TABLE.with_suffix(".new")
-    written.write_text(text, encoding="utf-8")
-    written.rename(TABLE)
+            decode = first(device, key, DECODE, VMEM_LIMIT[name])
+            prefill = first(device, key, PREFILL, VMEM_LIMIT[name])
+            if decode and prefill:
+                blocks[name].setdefault((decode, prefill), []).append(key)
+            else:
+                print(f"  {name} {key}: NOTHING compiles", flush=True)
+        known = sum(map(len, blocks[name].values()))
+        print(f"{name}: {known} heads in {time.time() - start:.0f} s", flush=True)
+    write(blocks)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import functools
 import logging
 import re
 
-from lockstep.kernels.tpu_block_table import BLOCKS, VMEM_LIMIT
+from lockstep.kernels.tpu_block_table import BLOCKS, PAGE_SIZES, VMEM_LIMIT
 
 logger = logging.getLogger(__name__)
 
@@ -66,22 +66,22 @@ class BlockKey:
 def blocks_for(key: BlockKey) -> tuple[Blocks, Blocks]:
     """Block sizes for decode and for prefill; what is not in the table gets small ones by `safe`, and a warning."""
     limit = VMEM_LIMIT.get(key.generation, min(VMEM_LIMIT.values()))
-    found = BLOCKS.get(key.generation, {}).get(key.heads, {}).get(key.page_size)
+    blocks = BLOCKS.get(key.generation, {}) if key.page_size in PAGE_SIZES else {}
+    found = next((sizes for sizes, heads in blocks.items() if key.heads in heads), None)
     if found is None:
         _warn(key)
-        decode, prefill = safe(key), safe(key)
-        return decode, prefill
-    (pages, queries), (prefill_pages, prefill_queries) = found
-    return (
-        Blocks(pages=pages, queries=queries, vmem_limit=limit, known=True),
-        Blocks(pages=prefill_pages, queries=prefill_queries, vmem_limit=limit, known=True),
+        return safe(key), safe(key)
+    decode, prefill = (
+        Blocks(pages=positions // key.page_size, queries=queries, vmem_limit=limit, known=True)
+        for positions, queries in found
     )
+    return decode, prefill
 
 
 def safe(key: BlockKey) -> Blocks:
     """Small sizes for heads outside the table: 128 positions, and 512 rows of queries of all heads, at most 8 tokens.
 
-    What the kernel keeps then is below 8 MiB for 128 heads of 256 float32 numbers, half of what the smallest
+    What the kernel keeps then is below 4 MiB for 128 heads of 128 float32 numbers, a quarter of what the smallest
     generation lets a kernel have unless told otherwise; compiled for every generation by the tests.
     """
     return Blocks(
