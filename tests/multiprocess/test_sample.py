@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import jax
 import pytest
@@ -13,12 +14,15 @@ from lockstep.placement import make_mesh
 from lockstep.report import read_jsonl
 from lockstep.text import decode, encode, load_tokenizer, read_prompts, stop_ids
 from lockstep.types import Request
-from tests import tiny
+from tests import tiny, wandb_run
 from tests.oracle import oracle_completions
 
 pytestmark = pytest.mark.multiprocess
 
 ROUNDS, GENERATIONS, NEW = 2, 2, 12
+WITH_WANDB = ("global_mesh", "quiet")
+HBM = 1 << 30
+"""What a device is said to hold, since CPU counts nothing."""
 PROMPTS = [
     {"prompt": "What is 12 plus 7?", "answer": "nineteen"},
     "one",
@@ -72,16 +76,19 @@ def expected(checkpoint):
 
 def body_sample(hosts, checkpoint, directory):
     from lockstep.errors import PeerError
+    from lockstep.report.trackers import JsonlTrackerConfig, WandbTrackerConfig
     from lockstep.sampler import JobConfig, SampleConfig
     from lockstep.sampler.run import sample
 
     def config(name, **values):
-        trainer = JobConfig(log_dir=directory, run_id=name)
+        trackers = (JsonlTrackerConfig(), WandbTrackerConfig(mode="offline", project="test"))
+        trainer = JobConfig(log_dir=directory, run_id=name, tracker=trackers if name in WITH_WANDB else trackers[0])
         return SampleConfig(hf_checkpoint=checkpoint, prompts=PROMPTS, trainer=trainer, **{**OPTIONS, **values})
 
     launches = {}
     for mode in ("global_mesh", "host_data_parallel"):
-        with record_launches() as launched:
+        used = [{"bytes_in_use": HBM + hosts.index, "peak_bytes_in_use": 2 * HBM + hosts.index}]
+        with record_launches() as launched, mock.patch("lockstep.sampler.memory._stats", lambda used=used: used):
             assert sample(config(mode, inference_mode=mode), hosts) == 0
         launches[mode] = launched
     # An interrupted run, by hand: half the rows of one host, the other host's torn in the middle of a line.
@@ -138,3 +145,29 @@ def test_both_modes_give_the_rows_of_the_oracle_and_go_on_where_they_were_cut_of
     assert final["sample/total_prompts"] == last_metrics("quiet")[-1]["sample/total_prompts"]
     assert last_metrics("quiet")[-1]["sample/total_completions"] == len(rows)
     assert not (tmp_path / "quiet/samples/samples.jsonl").exists()
+
+    check_wandb(tmp_path, rows)
+
+
+def check_wandb(directory, rows):
+    """Table, columns and figures have the promised names, from the leader alone; without a table, figures remain."""
+    (run,) = (directory / "global_mesh").glob("wandb/offline-run-*")
+    (table,) = wandb_run.tables(run, "sample/samples")
+    columns = ["round", "prompt_id", "generation_id", "prompt", "generated_text", "num_tokens"]
+    assert table["columns"] == [*columns, "length", "regex"]
+    assert table["data"] == [[row[column] for column in table["columns"]] for row in rows]
+    (quiet,) = (directory / "quiet").glob("wandb/offline-run-*")
+    assert not wandb_run.tables(quiet, "sample/samples")
+    for each, mode, name in ((run, "global_mesh", "global_mesh"), (quiet, "host_data_parallel", "quiet")):
+        step, values = wandb_run.history(each)[-1]
+        assert step == len(rows)
+        tokens = sum(row["num_tokens"] for row in rows)
+        assert values["sample/total_prompts"] == len(PROMPTS)
+        assert values["sample/total_generated_tokens"] == tokens
+        assert (values["sample/num_hosts"], values["sample/inference_mode"]) == (2, mode)
+        assert values["sample/tokens_per_second"] > 0
+        of_file = read_jsonl(directory / name / "metrics.jsonl")[-1]
+        assert {k: v for k, v in of_file.items() if k not in ("step", "time")}.items() <= values.items()
+    hbm = {f"sample/hbm/{moment}_bytes": HBM + 1 for moment in ("before_load", "after_load", "after_engine")}
+    values = wandb_run.history(run)[-1][1]
+    assert {k: v for k, v in values.items() if "hbm" in k} == hbm | {"sample/hbm/peak_bytes": 2 * HBM + 1}

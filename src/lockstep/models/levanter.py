@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import operator
 import string
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,9 +47,11 @@ QUERY, KV = "kv_head q_heads_per_group head_size", "kv_head head_size"
 def _refuse(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
     supported = sorted(cls.__name__ for cls in read_decoder.registry if cls.__module__.startswith("levanter.models."))
     supported.remove(LmHeadModel.__name__)
+    experts = any(getattr(model.config, name, 0) for name in ("n_routed_experts", "num_experts"))
+    why = ": the decoder has no experts" if experts else ""
     raise UnreadableModelError(
-        f"Levanter's {type(model).__name__} cannot be read; supported are {', '.join(supported)} and their subclasses. "
-        "Train one of these, or register a reader for the class with lockstep.models.register_reader."
+        f"Levanter's {type(model).__name__} cannot be read{why}; supported are {', '.join(supported)} and their "
+        "subclasses. Train one of these, or register a reader for the class with lockstep.models.register_reader."
     )
 
 
@@ -62,12 +65,9 @@ def _read_policy(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
 @register_reader(QwenLMHeadModel)
 def _read_llama(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
     layers = _Layers(model)
-    norms = {
-        "attn_norm": layers.norm(lambda layer: layer.input_layernorm),
-        "mlp_norm": layers.norm(lambda layer: layer.post_attention_layernorm),
-        "attn_post_norm": layers.norm(lambda layer: getattr(layer, "post_attn_layernorm", None)),
-        "mlp_post_norm": layers.norm(lambda layer: getattr(layer, "post_mlp_layernorm", None)),
-    }
+    norms = layers.norms(attn_norm="input_layernorm", mlp_norm="post_attention_layernorm")
+    norms["attn_post_norm"] = layers.norm(lambda layer: getattr(layer, "post_attn_layernorm", None))
+    norms["mlp_post_norm"] = layers.norm(lambda layer: getattr(layer, "post_mlp_layernorm", None))
     variant = Variant(
         activation=_activation(model),
         post_norm=norms["attn_post_norm"] is not None,
@@ -79,10 +79,7 @@ def _read_llama(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
 @register_reader(GemmaLMHeadModel)
 def _read_gemma(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
     layers = _Layers(model)
-    norms = {
-        "attn_norm": layers.norm(lambda layer: layer.input_layernorm),
-        "mlp_norm": layers.norm(lambda layer: layer.post_attention_layernorm),
-    }
+    norms = layers.norms(attn_norm="input_layernorm", mlp_norm="post_attention_layernorm")
     return _read(model, layers, norms | _gated_mlp(layers), _gemma(model, post_norm=False))
 
 
@@ -90,22 +87,19 @@ def _read_gemma(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
 @register_reader(Gemma3LMHeadModel)
 def _read_gemma2(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
     layers = _Layers(model)
-    norms = {
-        "attn_norm": layers.norm(lambda layer: layer.input_layernorm),
-        "attn_post_norm": layers.norm(lambda layer: layer.post_attention_layernorm),
-        "mlp_norm": layers.norm(lambda layer: layer.pre_feedforward_layernorm),
-        "mlp_post_norm": layers.norm(lambda layer: layer.post_feedforward_layernorm),
-    }
+    norms = layers.norms(
+        attn_norm="input_layernorm",
+        attn_post_norm="post_attention_layernorm",
+        mlp_norm="pre_feedforward_layernorm",
+        mlp_post_norm="post_feedforward_layernorm",
+    )
     return _read(model, layers, norms | _gated_mlp(layers), _gemma(model, post_norm=True))
 
 
 @register_reader(Olmo2LMHeadModel)
 def _read_olmo2(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
     layers = _Layers(model)
-    norms = {
-        "attn_post_norm": layers.norm(lambda layer: layer.post_attention_layernorm),
-        "mlp_post_norm": layers.norm(lambda layer: layer.post_feedforward_layernorm),
-    }
+    norms = layers.norms(attn_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm")
     variant = Variant(activation=_activation(model), pre_norm=False, post_norm=True, wide_qk_norm=True)
     return _read(model, layers, norms | _gated_mlp(layers), variant)
 
@@ -113,9 +107,7 @@ def _read_olmo2(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
 @register_reader(ApertusLMHeadModel)
 def _read_apertus(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
     layers = _Layers(model)
-    weights = {
-        "attn_norm": layers.norm(lambda layer: layer.attention_layernorm),
-        "mlp_norm": layers.norm(lambda layer: layer.feedforward_layernorm),
+    weights = layers.norms(attn_norm="attention_layernorm", mlp_norm="feedforward_layernorm") | {
         "up": layers.weight(lambda layer: layer.mlp.up_proj, "embed mlp"),
         "down": layers.weight(lambda layer: layer.mlp.down_proj, "mlp embed"),
         "xielu_p": layers.array(lambda layer: layer.mlp.act_fn.alpha_p, ""),
@@ -254,6 +246,10 @@ class _Layers:
     def first(self) -> Any:
         """The first layer, or all of them stacked."""
         return self._blocks[0]
+
+    def norms(self, **attributes: str) -> dict[str, Any]:
+        """Weights of normalisations: the decoder's name of each and the attribute of a layer that it is."""
+        return {name: self.norm(operator.attrgetter(attribute)) for name, attribute in attributes.items()}
 
     def norm(self, get: Callable[[Any], Any], axes: str = "embed") -> Any:
         """The weight of a normalisation, None where there is none."""

@@ -18,6 +18,7 @@ from levanter.models.mistral import MistralConfig
 from levanter.models.mixtral import MixtralConfig
 from levanter.models.olmo import Olmo2Config
 from levanter.models.qwen import Qwen3Config, QwenConfig
+from levanter.models.qwen3_moe import Qwen3MoeConfig
 
 import lockstep
 from lockstep.models import UnreadableModelError, read_decoder
@@ -101,7 +102,8 @@ def test_the_policy_of_a_dpo_model_is_sampled():
     ("config", "text"),
     [
         (Gpt2Config(num_layers=1, hidden_dim=32, num_heads=2), "Gpt2LMHeadModel cannot be read; supported are Apertus"),
-        (MixtralConfig(**models.SIZES), "MixtralLMHeadModel cannot be read; supported are"),
+        (MixtralConfig(**models.SIZES), "MixtralLMHeadModel cannot be read: the decoder has no experts; supported are"),
+        (Qwen3MoeConfig(**models.SIZES), "Qwen3MoeLMHeadModel cannot be read: the decoder has no experts; supported"),
         (dataclasses.replace(models.LLAMA, rope=YarnRotaryEmbeddingsConfig()), "LlamaLMHeadModel cannot be read: rope"),
         (dataclasses.replace(models.LLAMA, use_bias=True), "a RmsNorm has a bias"),
         (dataclasses.replace(models.LLAMA, activation_function="quick_gelu"), "activation_function is quick_gelu"),

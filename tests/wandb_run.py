@@ -1,0 +1,48 @@
+"""What an offline W&B run holds, read from the file that `wandb sync` would upload."""
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from wandb.proto import wandb_internal_pb2
+
+_BLOCK, _FILE_HEADER, _HEADER = 32768, 7, struct.Struct("<IHB")
+_FULL, _LAST = 1, 4
+
+
+def history(run: Path) -> list[tuple[int, dict[str, Any]]]:
+    """(step, values) of every history entry of ``wandb/offline-run-…``, without W&B's own keys."""
+    (file,) = run.glob("*.wandb")
+    found = []
+    for data in _records(file.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "history":
+            items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            found.append((record.history.step.num, {k: v for k, v in items.items() if not k.startswith("_")}))
+    return found
+
+
+def tables(run: Path, name: str) -> list[dict[str, Any]]:
+    """The contents of every table that was logged as ``name``, shortest first."""
+    files = (run / "files" / "media" / "table").glob(f"{name}_*.table.json")
+    return sorted((json.loads(file.read_text()) for file in files), key=lambda table: len(table["data"]))
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    """Records of a LevelDB log: checksum, length and kind before each part, parts never across blocks."""
+    assert data[:4] == b":W&B", data[:4]
+    at, whole = _FILE_HEADER, b""
+    while at + _HEADER.size <= len(data):
+        if (left := _BLOCK - at % _BLOCK) < _HEADER.size:
+            at += left
+            continue
+        _, length, kind = _HEADER.unpack_from(data, at)
+        at += _HEADER.size
+        whole += data[at : at + length]
+        at += length
+        if kind in (_FULL, _LAST):
+            yield whole
+            whole = b""
