@@ -75,7 +75,7 @@ class InferenceEvalConfig:
     """``auto`` | ``int8``: the KV cache in the compute dtype, or in 8 bits with a scale for each token and head. With
     int8, ``logprob_gap`` of ``audit`` measures the rounding too. Not on TPU."""
     layout: dict[str, int] | str = "auto"
-    """auto | training | {tensor: N}: where the weights lie while decoding."""
+    """auto | training | {tensor: N} | {tensor: 1, replicas: M}: where the weights lie while decoding."""
     allow_multihost: bool = True
     """False refuses to sample in a job of several processes."""
     timeout_s: float = 300.0

@@ -118,7 +118,7 @@ def build_programs(
     allowed = rows if vocab_size is None else min(vocab_size, rows)
     transformer = Transformer(config=model, grid=grid, layouts=layouts, pages=sizes.pages, vocab_size=allowed)
     prefill = _on_grid(
-        compiled, "prefill", prefill_function(transformer, attention), layouts, structs, pool, grid,
+        compiled, "prefill", prefill_function(transformer, sizes, attention), layouts, structs, pool, grid,
         steps=[], plan=prefill_arguments(PrefillPlan.empty(sizes)), results=0,
     )  # fmt: skip
     fork = None

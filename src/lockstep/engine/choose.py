@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from lockstep.engine.config import EngineConfig, Layout, tensor_size
-from lockstep.engine.estimate import estimate
+from lockstep.engine.config import EngineConfig, Layout, resting_replicas, tensor_size
+from lockstep.engine.estimate import estimate, one_per_process
 from lockstep.engine.fit import Demand, fit
 from lockstep.engine.footprint import Footprint, Shapes
 from lockstep.engine.hardware import chip_of
@@ -94,7 +94,9 @@ class Chooser:
 
     def _possible(self) -> list[Layout]:
         sizes = [tensor for tensor in tensor_sizes(self._mesh.shape) if fits_model(self._model, tensor)]
-        return [*({"tensor": tensor} for tensor in sizes), "training"]
+        few = one_per_process(decode_grid(self._mesh, 1))
+        fewer: list[Layout] = [{"tensor": 1, "replicas": few}] if few else []
+        return [*({"tensor": tensor} for tensor in sizes), *fewer, "training"]
 
     def _shapes(self, layout: Layout) -> Shapes:
         dtype = jnp.dtype(self._config.dtype or self._weights.embed.dtype)
@@ -112,7 +114,10 @@ class Chooser:
         old = before if before is not None and before.layout == layout else None
         device = self._mesh.devices.flat[0]
         slots = slots_worth(device.device_kind, device.platform, shapes.dtype.itemsize)
-        wanted = work_out_sizes(self._config, self._model, shapes.grid, requests, old.wanted if old else None, slots)
+        resting = resting_replicas(layout, shapes.grid.replicas)
+        wanted = work_out_sizes(
+            self._config, self._model, shapes.grid, requests, old.wanted if old else None, slots, resting
+        )
         check_capacity(wanted, requests)
         demand = Demand.of(requests, wanted.page_size)
         budget = self._budget - self._excess.get(layout_text(layout), 0)
@@ -192,7 +197,7 @@ def _smallest(wanted: ScheduleSizes, longest: int, width: int | None = None) -> 
     return dataclasses.replace(
         wanted,
         slots=1,
-        sequences=min(wanted.sequences, wanted.replicas),
+        sequences=min(wanted.sequences, len(wanted.working)),
         pages=min(wanted.pages, longest + 1),
         prefill_rows=1,
         pages_per_sequence=width or wanted.pages_per_sequence,

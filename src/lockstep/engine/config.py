@@ -42,7 +42,8 @@ class EngineConfig:
     layout: Layout = "auto"
     """``training``: weights stay where the trainer has them and are gathered layer by layer at every step.
     ``{tensor: N}``: weights are moved once per round, N devices share a copy. ``auto``: of those that fit, the one with
-    the least predicted time."""
+    the least predicted time. ``{tensor: 1, replicas: M}``: all have the weights, M of them decode; on CPU, where the
+    devices of a process share its memory, ``auto`` has one per process do so."""
     hbm_utilization: float = 0.9
     """Share of the free device memory that sampling may use; free is what the fullest device of all hosts has left."""
     memory_bytes_per_device: int | None = None
@@ -118,9 +119,31 @@ def tensor_size(layout: Layout) -> int | None:
     """
     if layout in ("auto", "training"):
         return None
-    if isinstance(layout, dict) and set(layout) == {"tensor"} and isinstance(layout["tensor"], int):
-        if layout["tensor"] >= 1:
-            return layout["tensor"]
+    if isinstance(layout, dict) and "tensor" in layout and set(layout) <= {"tensor", "replicas"}:
+        if all(isinstance(size, int) and size >= 1 for size in layout.values()):
+            if layout["tensor"] == 1 or "replicas" not in layout:
+                return layout["tensor"]
     raise ConfigError(
-        f"layout is {layout!r}; it must be auto, training, or {{tensor: N}} with N at least 1. Use auto if in doubt."
+        f"layout is {layout!r}; it must be auto, training, {{tensor: N}} with N at least 1, or {{tensor: 1, replicas: "
+        "M} with M at least 1. Use auto if in doubt."
     )
+
+
+def resting_replicas(layout: Layout, replicas: int) -> int:
+    """Replicas that decode nothing in ``layout``.
+
+    Args:
+        layout: in use.
+        replicas: that there are.
+
+    Raises:
+        ConfigError: those that should work are no part of them.
+    """
+    working = layout.get("replicas", replicas) if isinstance(layout, dict) else replicas
+    if replicas % working:
+        works = [size for size in range(1, replicas + 1) if replicas % size == 0]
+        raise ConfigError(
+            f"layout is {layout!r}; the mesh makes {replicas} replicas, which {working} does not divide. Set replicas "
+            f"to one of {works}, or leave it out for all of them."
+        )
+    return replicas - working

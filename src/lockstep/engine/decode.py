@@ -36,6 +36,8 @@ def decode_function(
         weights = transformer.read_outer(weights)
         token, position, remaining, page_table, stop_ids, draw, temperature, *rest = (argument[0] for argument in plan)
         rows = jnp.arange(sizes.slots)
+        if sizes.resting:  # nothing in a step waits for another replica
+            num_steps = jnp.where(jnp.any(remaining > 0), num_steps, 0)
         sampler, seen = start_sampler(
             draw,
             temperature,

@@ -54,13 +54,15 @@ def estimate(shapes: Shapes, sizes: ScheduleSizes, demand: Demand, chip: Chip) -
     grid, config, item = shapes.grid, shapes.config, shapes.dtype.itemsize
     turns = waves(sizes, demand)
     active = demand.sequences / turns
-    slots = active / grid.replicas
+    working = len(sizes.working)
+    slots = active / working
     read = sum(shapes.decode_bytes(leaf, layout) for _, leaf, layout in shapes.leaves)
     if shapes.weights.lm_head is not None:  # of an embedding that is not the output layer too, rows are read
         read -= sum(shapes.decode_bytes(leaf, layout) for name, leaf, layout in shapes.leaves if name == "embed")
     kv = slots * demand.context * shapes.kv_bytes
-    # CPU devices of a process share its cores and its memory.
-    share = _local_devices(grid) if grid.mesh.devices.flat[0].platform == "cpu" else 1
+    # Devices of a process that share its cores and its memory: all of them, and those that decode.
+    share = _local_devices(grid) if _shares_memory(grid) else 1
+    decoding = share * working / grid.replicas if share > 1 else 1
 
     link = _link(grid, chip, grid.tensor)
     moved = max(1.0, slots) * config.hidden_dim * item
@@ -81,8 +83,8 @@ def estimate(shapes: Shapes, sizes: ScheduleSizes, demand: Demand, chip: Chip) -
         relay = 3 * shapes.copied * share / chip.bandwidth
     return Estimate(
         relay_s=relay,
-        memory_s=(read + kv + written) * share / chip.bandwidth,
-        compute_s=2 * read / item * max(1.0, slots) * share / chip.flops,
+        memory_s=(read + kv + written) * decoding / chip.bandwidth,
+        compute_s=2 * read / item * max(1.0, slots) * decoding / chip.flops,
         collectives_s=collectives,
         steps=turns * demand.new_tokens,
         active=active,
@@ -93,6 +95,27 @@ def _link(grid: DecodeGrid, chip: Chip, group: int) -> Link:
     """The slowest way inside groups of so many consecutive devices."""
     hosts = np.array([device.process_index for device in grid.mesh.devices.flat]).reshape(-1, group)
     return chip.link if (hosts == hosts[:, :1]).all() else chip.network
+
+
+def one_per_process(grid: DecodeGrid) -> int:
+    """How many replicas should work where the devices of a process share its memory: more only read weights again.
+
+    Args:
+        grid: with a replica on every device.
+
+    Returns:
+        The number of processes, if a replica of each is then among the working ones, and others can rest; else 0.
+    """
+    owners = [device.process_index for device in grid.mesh.devices.flat]
+    processes = len(set(owners))
+    if not _shares_memory(grid) or len(owners) == processes or len(owners) % processes:
+        return 0
+    return processes if len(set(owners[:: len(owners) // processes])) == processes else 0
+
+
+def _shares_memory(grid: DecodeGrid) -> bool:
+    """Whether the devices of a process are one machine's cores."""
+    return bool(grid.mesh.devices.flat[0].platform == "cpu")
 
 
 def _local_devices(grid: DecodeGrid) -> int:

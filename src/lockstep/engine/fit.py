@@ -95,7 +95,7 @@ def _most_sequences(
     best = None
     for slots in range(wanted.slots, (least.slots if least else 1) - 1, -1):
         sizes = dataclasses.replace(
-            wanted, slots=slots, sequences=min(wanted.sequences, slots * wanted.replicas), pages=fewest
+            wanted, slots=slots, sequences=min(wanted.sequences, slots * len(wanted.working)), pages=fewest
         )
         now = footprint(sizes)
         if now.total > budget:
@@ -111,7 +111,7 @@ def _most_sequences(
 
 def _at_a_time(sizes: ScheduleSizes, demand: Demand) -> float:
     """Sequences that all replicas decode at a time, with sequences of average length."""
-    return min(float(sizes.sequences), sizes.replicas * max(1.0, (sizes.pages - 1) / demand.mean))
+    return min(float(sizes.sequences), len(sizes.working) * max(1.0, (sizes.pages - 1) / demand.mean))
 
 
 def waves(sizes: ScheduleSizes, demand: Demand) -> float:

@@ -28,6 +28,7 @@ def work_out_sizes(
     requests: Sequence[Request],
     before: ScheduleSizes | None = None,
     slots_per_replica: int = SLOTS_PER_REPLICA,
+    resting: int = 0,
 ) -> ScheduleSizes:
     """Capacities for ``requests``: explicit values are caps, the rest follows from the requests.
 
@@ -38,6 +39,7 @@ def work_out_sizes(
         requests: at least one.
         before: sizes of an earlier call; sizes never shrink, so that programs are compiled again only to grow.
         slots_per_replica: sequences per replica where ``max_seqs`` is null.
+        resting: replicas that are given no sequences.
 
     Raises:
         ConfigError: a capacity beyond what the model or the layout can do.
@@ -56,9 +58,10 @@ def work_out_sizes(
     longest = config.max_seq_len or max(len(r.prompt_tokens) + r.params.max_new_tokens for r in requests)
     counts = sorted((r.params.n_generations for r in requests), reverse=True)
     total = sum(counts[: config.max_prompts_per_batch])
-    sequences = min(total, config.max_seqs or slots_per_replica * grid.replicas)
+    working = grid.replicas - resting
+    sequences = min(total, config.max_seqs or slots_per_replica * working)
     prefill = max(len(r.prompt_tokens) for r in requests) - 1
-    slots = -(-sequences // grid.replicas)
+    slots = -(-sequences // working)
     rows = min(slots * -(-prefill // page_size), (config.max_prefill_size or _PREFILL_TOKENS) // page_size)
     wanted = ScheduleSizes(
         replicas=grid.replicas,
@@ -72,6 +75,7 @@ def work_out_sizes(
         stop_ids=_round_up(max(len(r.params.stop_token_ids) for r in requests), _STOP_IDS),
         forks=int(config.share_prefixes and _fork(requests, page_size)),
         prefill_sequences=config.max_seqs_in_prefill or 0,
+        resting=resting,
         **sampling_sizes(r.params for r in requests),
     )
     if before is not None:

@@ -5,16 +5,18 @@ The first token is sampled by the decode program from the prompt's last token, s
 
 from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
 from lockstep.engine.transformer import Transformer
 from lockstep.kernels import Attention
 from lockstep.models import DecoderWeights
-from lockstep.schedule import NULL_PAGE, PrefillPlan
+from lockstep.schedule import NULL_PAGE, PrefillPlan, ScheduleSizes
 
 
-def prefill_function(transformer: Transformer, attention: Attention) -> Callable[..., Array]:
+def prefill_function(transformer: Transformer, sizes: ScheduleSizes, attention: Attention) -> Callable[..., Array]:
     """The function that every device runs, inside ``shard_map`` over the decode grid.
 
     It takes the weights' blocks, the replica's pool, and the arrays of a `PrefillPlan` with this replica's entry alone.
@@ -37,8 +39,18 @@ def prefill_function(transformer: Transformer, attention: Attention) -> Callable
         def attend(pool: Array, layer: Array, q: Array) -> Array:
             return attention.prefill(q, pool, layer * transformer.pages, rows)
 
-        x = transformer.embed(weights, tokens)
-        return transformer.fill_cache(weights.layers, x, pool, start=start, write=write, attend=attend)
+        def fill(pool: Array) -> Array:
+            x = transformer.embed(weights, tokens)
+            return transformer.fill_cache(weights.layers, x, pool, start=start, write=write, attend=attend)
+
+        if not sizes.resting:
+            return fill(pool)
+        # A loop of at most one turn: it changes the pool in place, where a conditional would copy it.
+        todo = jnp.any(page != NULL_PAGE)
+        _, pool = jax.lax.while_loop(
+            lambda state: state[0], lambda state: (jnp.bool_(False), fill(state[1])), (todo, pool)
+        )
+        return pool
 
     return prefill
 

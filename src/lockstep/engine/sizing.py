@@ -79,8 +79,9 @@ class Sizing:
         need = self.compiled or self.predicted
         source = "by the compiler" if self.compiled else "predicted"
         text = bytes_text
+        replicas = f"{len(self.sizes.working)} replicas" + f" of {self.sizes.replicas}" * bool(self.sizes.resting)
         lines = [
-            f"layout {layout_text(self.layout)}, {self.sizes.replicas} replicas, {self.sizes.slots} sequences in each",
+            f"layout {layout_text(self.layout)}, {replicas}, {self.sizes.slots} sequences in each",
             f"memory per device, {source}: {text(need.weights)} decode weights, {text(need.pool)} KV cache in "
             f"{self.kv_dtype}, {text(need.temporaries)} temporaries, {text(need.relay)} while weights move; "
             f"{text(need.total)} at the worst moment of {text(self.budget)} (hbm_utilization {self.utilization:g} of "
@@ -158,7 +159,7 @@ def reasons(
 
 def layout_text(layout: Layout) -> str:
     """As one writes it in a configuration."""
-    return layout if isinstance(layout, str) else f"{{tensor: {layout['tensor']}}}"
+    return layout if isinstance(layout, str) else f"{{{', '.join(f'{name}: {n}' for name, n in layout.items())}}}"
 
 
 def bytes_text(size: int) -> str:

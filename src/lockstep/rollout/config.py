@@ -38,7 +38,7 @@ class RolloutConfig:
     hbm_utilization: float = 0.9
     """Share of the free device memory that sampling may use."""
     layout: dict[str, int] | str = "auto"
-    """auto | training | {tensor: N}: where the weights lie while decoding."""
+    """auto | training | {tensor: N} | {tensor: 1, replicas: M}: where the weights lie while decoding."""
 
     def __post_init__(self) -> None:
         if self.n_generations < 2:

@@ -14,7 +14,7 @@ class ScheduleSizes:
     """Every capacity that the scheduler and the programs share.
 
     Args:
-        replicas: groups of devices that decode different sequences.
+        replicas: groups of devices that can decode different sequences.
         sequences: sequences decoded at a time over all replicas.
         slots: sequences that one replica decodes at a time.
         page_size: tokens in a page.
@@ -31,6 +31,7 @@ class ScheduleSizes:
         prompt_logprobs: 1 where there is a program for the log-probabilities of prompt tokens; 0 leaves it out.
         forks: 1 where there is a program that copies partial pages of prompts; 0 leaves it out.
         prefill_sequences: whose prompts one replica prefills in a launch at most; 0 for any number.
+        resting: replicas that are given no sequences; the others are evenly spaced.
     """
 
     replicas: int
@@ -50,6 +51,12 @@ class ScheduleSizes:
     prompt_logprobs: int = 0
     forks: int = 0
     prefill_sequences: int = 0
+    resting: int = 0
+
+    @property
+    def working(self) -> range:
+        """The replicas that sequences are given to."""
+        return range(0, self.replicas, self.replicas // (self.replicas - self.resting))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

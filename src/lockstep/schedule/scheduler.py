@@ -79,7 +79,7 @@ class Scheduler:
         self._unanswered: dict[int, int] = {}
         self._waiting: deque[Sequence] = deque()
         self._scoring: list[tuple[int, int, PromptScores]] = []
-        self._replicas = [Replica(i, sizes) for i in range(sizes.replicas)]
+        self._replicas = [Replica(i, sizes) for i in sizes.working]
         self._read()
 
     @property
@@ -139,7 +139,7 @@ class Scheduler:
         if sequence.replica < 0:
             self._waiting.remove(sequence)
         else:
-            self._replicas[sequence.replica].release(sequence)
+            self._replicas[self.sizes.working.index(sequence.replica)].release(sequence)
         self._read()
 
     def abandon(self, reason: FinishReason) -> None:
@@ -194,7 +194,8 @@ class Scheduler:
         """
         if sampled_logprobs is None:
             sampled_logprobs = np.zeros_like(logprobs)
-        for r, replica in enumerate(self._replicas):
+        for replica in self._replicas:
+            r = replica.index
             for slot, sequence in enumerate(replica.slots):
                 if sequence is None or plan.remaining[r, slot] == 0:
                     continue
@@ -323,7 +324,8 @@ class Scheduler:
     def _plan_prefill(self) -> PrefillPlan:
         sizes = self.sizes
         plan = PrefillPlan.empty(sizes)
-        for r, replica in enumerate(self._replicas):
+        for replica in self._replicas:
+            r = replica.index
             for row, (sequence, start) in enumerate(
                 replica.take_prefill_rows(sizes.prefill_rows, sizes.prefill_sequences)
             ):
@@ -339,9 +341,9 @@ class Scheduler:
 
     def _plan_forks(self) -> ForkPlan:
         plan = ForkPlan.empty(self.sizes)
-        for r, replica in enumerate(self._replicas):
+        for replica in self._replicas:
             for at, (source, target) in enumerate(replica.take_forks()):
-                plan.source[r, at], plan.target[r, at] = source, target
+                plan.source[replica.index, at], plan.target[replica.index, at] = source, target
         return plan
 
     def _plan_scores(self) -> ScorePlan | None:
@@ -350,8 +352,8 @@ class Scheduler:
         if not sizes.prompt_logprobs:
             return None
         plan, begun = ScorePlan.empty(sizes), set[PromptScores]()
-        for r, replica in enumerate(self._replicas):
-            row = 0
+        for replica in self._replicas:
+            r, row = replica.index, 0
             for sequence in replica.slots:
                 scores = None if sequence is None else sequence.scores
                 if sequence is None or scores is None or scores.done or scores in begun:

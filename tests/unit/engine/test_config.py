@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from lockstep.engine import EngineConfig
-from lockstep.engine.config import tensor_size
+from lockstep.engine.config import resting_replicas, tensor_size
 from lockstep.errors import ConfigError
 from lockstep.types import Request, SamplingParams
 
@@ -24,10 +24,15 @@ from lockstep.types import Request, SamplingParams
         ),
         ({"max_prefill_size": 8}, "max_prefill_size is 8 tokens and page_size is 16"),
         ({"dtype": "int8"}, "dtype is 'int8'; it must be float32, bfloat16, float16 or null"),
-        ({"layout": "fastest"}, r"layout is 'fastest'; it must be auto, training, or \{tensor: N\}"),
+        ({"layout": "fastest"}, r"layout is 'fastest'; it must be auto, training, \{tensor: N\}"),
         ({"layout": {"tensor": 0}}, "layout is {'tensor': 0}; it must be"),
         ({"layout": {"tensor": 2, "replica": 2}}, "layout is {'tensor': 2, 'replica': 2}; it must be"),
         ({"layout": {"replica": 2}}, "layout is {'replica': 2}; it must be"),
+        (
+            {"layout": {"tensor": 2, "replicas": 1}},
+            r"it must be .*, or \{tensor: 1, replicas: M\} with M",
+        ),
+        ({"layout": {"tensor": 1, "replicas": 0}}, "layout is .*; it must be"),
     ],
 )
 def test_values_that_cannot_work(options: dict[str, Any], message: str) -> None:
@@ -39,6 +44,10 @@ def test_values_that_work() -> None:
     EngineConfig()
     EngineConfig(page_size=8, max_prefill_size=8, layout={"tensor": 1}, dtype="bfloat16", max_pages=2)
     assert [tensor_size(layout) for layout in ("auto", "training", {"tensor": 4})] == [None, None, 4]
+    assert resting_replicas("training", 4) == resting_replicas({"tensor": 1}, 4) == 0
+    assert resting_replicas({"tensor": 1, "replicas": 2}, 4) == 2
+    with pytest.raises(ConfigError, match=r"4 replicas, which 3 does not divide\. Set replicas to one of \[1, 2, 4\]"):
+        resting_replicas({"tensor": 1, "replicas": 3}, 4)
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,17 @@ import itertools
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import Mesh
 
 from lockstep.engine import Engine, EngineConfig
 from lockstep.engine import choose as choose_module
 from lockstep.engine.choose import Chooser
 from lockstep.engine.config import Layout
-from lockstep.engine.estimate import estimate
+from lockstep.engine.estimate import estimate, one_per_process
 from lockstep.engine.fit import Demand, fit
 from lockstep.engine.footprint import Footprint, Shapes
 from lockstep.engine.hardware import Chip, Link, chip_named
@@ -22,6 +24,7 @@ from lockstep.engine.sizing import Sizing
 from lockstep.errors import CapacityError, ConfigError
 from lockstep.models import read_decoder
 from lockstep.placement.layout import decode_grid
+from lockstep.plan.topology import topology
 from lockstep.schedule import ScheduleSizes, check_capacity
 from lockstep.types import Request
 from tests.oracle import assert_same_tokens
@@ -131,7 +134,7 @@ def test_fit_is_the_best_of_all_slots_and_pages() -> None:
 
 
 def test_reasons_and_words() -> None:
-    requests = [request(i, 20, 12) for i in range(20)]
+    requests = [request(i, 20, 12) for i in range(16)]
     got = choose(requests, ROOMY)
     assert {why for _, why in got.reasons.values()} == {"all requests fit"}
     capped = choose(requests, ROOMY, max_seqs=3, max_steps_per_launch=5)
@@ -187,7 +190,8 @@ def test_auto_is_the_best_of_all_layouts(
     free = least_that_works(requests) + 5000 if scarce else ROOMY
     config, weights = read_decoder(model_on("1,2,2"))
     every: list[tuple[float, Layout]] = []
-    layouts: tuple[Layout, ...] = ({"tensor": 1}, {"tensor": 2}, "training")  # two kv heads: four cannot share them
+    # Two kv heads: four cannot share them. All devices are of one process.
+    layouts: tuple[Layout, ...] = ({"tensor": 1}, {"tensor": 2}, {"tensor": 1, "replicas": 1}, "training")
     for layout in layouts:
         try:
             alone = choose(requests, free, layout=layout)
@@ -210,7 +214,19 @@ def test_auto_is_the_best_of_all_layouts(
 
 def test_auto_on_this_machine() -> None:
     # What the demo does: a small model, many short answers, weights moved once.
-    assert choose([request(i, 8, 12) for i in range(32)], ROOMY).layout == {"tensor": 1}
+    # The devices of a process share its memory: a second replica would read the weights through it a second time.
+    got = choose([request(i, 8, 12) for i in range(32)], ROOMY)
+    assert got.layout == {"tensor": 1, "replicas": 1} and got.sizes.slots == 32
+    assert list(got.sizes.working) == [0] and got.sizes.replicas == 4
+    assert "layout {tensor: 1, replicas: 1}, 1 replicas of 4, 32 sequences in each" in got.describe()
+
+
+def test_devices_with_memory_of_their_own_all_decode() -> None:
+    pytest.importorskip("libtpu", reason="the extra [plan] brings the TPU compiler")
+    assert one_per_process(decode_grid(mesh_of("1,2,2"), 1)) == 1
+    tpu = Mesh(np.array(topology("v5p-8").devices), ("fsdp",))
+    assert one_per_process(decode_grid(tpu, 1)) == 0
+    assert one_per_process(decode_grid(mesh_of("1,1,1"), 1)) == 0, "one device alone has nobody to rest"
 
 
 @pytest.mark.parametrize(

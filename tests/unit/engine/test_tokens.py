@@ -1,6 +1,7 @@
 """Tokens and log-probabilities equal those of full forward passes, whatever the model, layout and capacities."""
 
 import functools
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from lockstep.types import Completion, FinishReason
 from tests.oracle import Expected, assert_same_logprobs, assert_same_tokens, oracle_completions
 from tests.unit.engine.models import FAMILIES, VARIANTS, VOCAB, mesh_of, mixed_requests, model_on, request
 
-LAYOUTS: dict[str, Any] = {"auto": "auto", "training": "training", "tensor2": {"tensor": 2}}
+LAYOUTS: dict[str, Any] = {"tensor1": {"tensor": 1}, "training": "training", "tensor2": {"tensor": 2}}
 # Spread over the families, so that each family and each layout meets several: page sizes, prefill in chunks, few
 # sequences, few pages, short launches.
 OPTIONS: list[dict[str, int]] = [
@@ -21,7 +22,8 @@ OPTIONS: list[dict[str, int]] = [
     {"page_size": 16, "max_prefill_size": 32, "max_steps_per_launch": 5, "max_pages": 5},
     {},
 ]
-MESHES = {"auto": ("1,4,1", "2,2,1"), "training": ("1,2,2", "2,2,1"), "tensor2": ("1,2,2", "1,4,1")}
+MESHES = {"tensor1": ("1,4,1", "2,2,1"), "training": ("1,2,2", "2,2,1"), "tensor2": ("1,2,2", "1,4,1")}
+COLLECTIVE = re.compile(r"= \S+ (?:all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)\(")
 CASES = [
     pytest.param(
         family,
@@ -68,6 +70,18 @@ def test_rows_beyond_the_vocabulary_are_never_sampled(vocab_size: int) -> None:
     got = engine.generate(model_on("1,2,2"), mixed_requests())
     check(expected("llama", VOCAB, vocab_size), got)
     assert max(token for c in got for token in c.tokens) < vocab_size
+
+
+@pytest.mark.parametrize("working", [1, 2])
+def test_replicas_that_rest(working: int) -> None:
+    options = {"page_size": 8, "max_prefill_size": 16, "max_steps_per_launch": 5, "max_seqs": 6}
+    engine = Engine(EngineConfig(layout={"tensor": 1, "replicas": working}, **options), mesh_of("2,2,1"))
+    check(expected("llama", VOCAB), engine.generate(model_on("2,2,1"), mixed_requests()))
+    assert engine.sizes is not None and list(engine.sizes.working) == [0, 2][:working]
+    # Nothing in a step waits for another device, so that each may take as many as it has work for: what there is of
+    # collectives stands outside the loop.
+    loops, entry = engine.programs["decode"].text().split("\nENTRY", 1)
+    assert not COLLECTIVE.search(loops) and COLLECTIVE.search(entry)
 
 
 def test_one_device() -> None:

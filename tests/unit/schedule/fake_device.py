@@ -83,7 +83,7 @@ class FakeDevice:
                     context = self.context(replica, table, start + i)
                     self.pool[replica, page, i] = cached(context, int(token), int(start) + i)
 
-    def fork(self, plan: ForkPlan, readers: list[dict[int, int]]) -> None:
+    def fork(self, plan: ForkPlan, readers: dict[int, dict[int, int]]) -> None:
         """All pages are read before any is written; one that is written has one reader, who wrote nothing to it yet."""
         before = self.pool.copy()
         for at in np.ndindex(plan.source.shape):
@@ -110,7 +110,7 @@ class FakeDevice:
 
     def launch(self, scheduler: Scheduler, plan: PrefillPlan | ForkPlan | ScorePlan | DecodePlan) -> None:
         """Does what a plan says, and commits it where it must be."""
-        readers = [replica.allocator._readers for replica in scheduler._replicas]
+        readers = {replica.index: replica.allocator._readers for replica in scheduler._replicas}
         if isinstance(plan, PrefillPlan):
             self.prefill(plan)
         elif isinstance(plan, ForkPlan):
@@ -120,7 +120,7 @@ class FakeDevice:
         else:
             scheduler.commit(plan, *self.decode(plan, readers))
 
-    def decode(self, plan: DecodePlan, readers: list[dict[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    def decode(self, plan: DecodePlan, readers: dict[int, dict[int, int]]) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and log-probabilities of a launch; ``readers`` counts the readers of each page of each replica."""
         sizes = self.sizes
         tokens = np.full((sizes.replicas, sizes.slots, sizes.steps), -1, np.int32)

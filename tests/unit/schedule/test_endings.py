@@ -135,7 +135,8 @@ def cases_with_copies(draw: st.DrawFn) -> tuple[ScheduleSizes, list[Request]]:
     ]
     largest = max(pages_of(r, page_size) for r in requests)
     sizes = sizes_of(
-        replicas=draw(st.integers(1, 2)),
+        replicas=2,
+        resting=draw(st.integers(0, 1)),
         sequences=slots,
         slots=slots,
         page_size=page_size,

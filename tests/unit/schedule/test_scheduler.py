@@ -45,12 +45,13 @@ def cases(draw: st.DrawFn) -> tuple[ScheduleSizes, list[Request]]:
         )
         for number in draw(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=6, unique=True))
     ]
-    replicas, slots = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    working, rest, slots = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
     largest = max(pages_of(r, page_size) for r in requests)
     longest = max(len(r.prompt_tokens) + r.params.max_new_tokens for r in requests)
     sizes = ScheduleSizes(
-        replicas=replicas,
-        sequences=draw(st.integers(1, replicas * slots)),
+        replicas=working * rest,
+        resting=working * (rest - 1),
+        sequences=draw(st.integers(1, working * slots)),
         slots=slots,
         page_size=page_size,
         pages=1 + largest + draw(st.integers(0, 2 * largest)),
@@ -132,7 +133,7 @@ def test_what_prompts_have_in_common_is_prefilled_once(case: tuple[ScheduleSizes
     sizes, requests = case
     total = sum(r.params.n_generations for r in requests)
     pages = sum(r.params.n_generations * pages_of(r, sizes.page_size) for r in requests)
-    roomy = dataclasses.replace(sizes, replicas=1, slots=total, sequences=total, pages=pages + 1, forks=1)
+    roomy = dataclasses.replace(sizes, replicas=1, resting=0, slots=total, sequences=total, pages=pages + 1, forks=1)
     scheduler = Scheduler(roomy, requests, share_prefixes=share)
     played = play(scheduler, Checks(scheduler))
     size = sizes.page_size
