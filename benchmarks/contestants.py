@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import importlib.util
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 import jax
@@ -194,14 +194,30 @@ class Times:
         return load.prompts * (load.new_tokens - 1) / seconds
 
 
-def side_by_side(contestants: dict[str, Contestant], load: Load, repeats: int) -> dict[str, Times]:
-    """Measures in turn, again and again, so that a machine that slows down slows all of them."""
+PEERS = ("levanter", "transformers")
+
+
+def side_by_side(
+    contestants: dict[str, Contestant], load: Load, repeats: int, *, peers_every: int = 1, warm: Collection[str] = ()
+) -> dict[str, Times]:
+    """Measures in turn, again and again, so that a machine that slows down slows all of them.
+
+    Args:
+        contestants: by name.
+        load: to generate.
+        repeats: turns.
+        peers_every: peers, which take several times as long, are measured in every so many turns.
+        warm: names of those that have generated this load before.
+    """
     times = {name: Times() for name in contestants}
-    for contestant in contestants.values():
-        contestant.generate(load, load.new_tokens)  # first, for the layout is chosen by what is asked for first
+    for name, contestant in contestants.items():
+        if name not in warm:
+            contestant.generate(load, load.new_tokens)  # first, for the layout is chosen by what is asked for first
         contestant.generate(load, 1)
-    for _ in range(repeats):
+    for turn in range(repeats):
         for name, contestant in contestants.items():
+            if name in PEERS and turn % peers_every:
+                continue
             # Short, and so the first to be disturbed: the median of three.
             times[name].prefill.append(float(np.median([contestant.generate(load, 1) for _ in range(3)])))
             times[name].whole.append(contestant.generate(load, load.new_tokens))

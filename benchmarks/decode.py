@@ -77,8 +77,9 @@ def main() -> int:
 def measure(quick: bool, console: Console) -> dict[str, Any]:
     """All rows; keys beyond the table's are further figures."""
     rows: dict[str, Any] = dict.fromkeys(GOALS)
-    repeats = 2 if quick else 7
-    ours = Ours(one_device())
+    repeats, peers_every = (6, 3) if quick else (9, 3)
+    # The short mix takes as many slots as the small load has prompts, and so the same programs.
+    ours = Ours(one_device(), **({"max_seqs": QUICK_MIX.slots} if quick else {}))
     contestants: dict[str, Contestant] = {"floor": Floor(), "ours": ours}
     first = {"ours": ours.generate(SMALL, SMALL.new_tokens)}
     console.print(f"ours: first call {first['ours']:.1f} s, compile included")
@@ -93,7 +94,7 @@ def measure(quick: bool, console: Console) -> dict[str, Any]:
     for load in (SMALL,) if quick else (SMALL, LARGE):
         if load is LARGE and "levanter" in contestants:
             contestants["levanter"] = Levanter(load, one_device())
-        times = side_by_side(contestants, load, repeats)
+        times = side_by_side(contestants, load, repeats, peers_every=peers_every, warm=first if load is SMALL else ())
         suffix = "" if load is SMALL else "_16x256"
         for name, each in times.items():
             rows[f"{name}_decode_tokens_per_s{suffix}"] = each.decode_rate(load)
@@ -107,16 +108,15 @@ def measure(quick: bool, console: Console) -> dict[str, Any]:
             rows[f"prefill_vs_{other}{suffix}"] = ratio(times, "prefill_rate", other, load)
         if load is SMALL:
             rows["recompiles"] = sum(p is not programs.get(name) for name, p in ours.engine.programs.items())
-    rows |= mixed(QUICK_MIX if quick else MIX, console)
+    rows |= mixed(QUICK_MIX, ours, console) if quick else mixed(MIX, Ours(one_device(), max_seqs=MIX.slots), console)
     rows |= host_share(Load(256, 16, 8 if quick else 32), console)
     if not quick:
         rows |= multiprocess(console)
     return rows
 
 
-def mixed(mix: Mix, console: Console) -> dict[str, float]:
+def mixed(mix: Mix, contestant: Ours, console: Console) -> dict[str, float]:
     """Total tokens per second, prompt and new, of mixed requests, next to the steady decode rate of as many slots."""
-    contestant = Ours(one_device(), max_seqs=mix.slots)
     requests = mix.requests()
     steady = Load(mix.slots, mix.prompt_tokens // 2, mix.new_tokens // 2)
     contestant.engine.prepare(contestant.model, requests)
