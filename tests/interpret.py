@@ -43,5 +43,5 @@ def kernel_on_cpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel, "pl", _Instead(pl, pallas_call=_pallas_call))
         patch.setattr(kernel, "pltpu", _Instead(pltpu, store=_store))
-        patch.setattr(select, "has_kernel", lambda device: True)
+        patch.setattr(select, "has_kernel", lambda device, head_size: True)
         yield

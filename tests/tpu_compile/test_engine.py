@@ -66,6 +66,74 @@ figures["sorts"] = engine.programs["decode"]._compiled.as_text().count(" sort(")
 print(json.dumps(figures))
 """
 
+WIDE = """
+import json, logging, sys
+import jax, jax.numpy as jnp
+from lockstep.engine import Engine, EngineConfig
+from lockstep.engine.footprint import Shapes
+from lockstep.models import LlamaConfig, Variant
+from lockstep.models.known import KnownModel
+from lockstep.placement import make_mesh
+from lockstep.plan.hlo import Hlo
+from lockstep.plan.topology import topology
+from lockstep.plan.traffic import copies
+from lockstep.types import Request, SamplingParams
+from benchmarks.tpu_programs import weights_on
+
+logging.basicConfig()
+tensor = int(sys.argv[1])
+mesh = make_mesh("auto", list(topology("v5p-8").devices))
+config = LlamaConfig(
+    max_seq_len=8192, hidden_dim=512, intermediate_dim=512, num_layers=3, num_heads=8, num_kv_heads=4, head_dim=256,
+    tie_word_embeddings=True, variant=Variant(attention_soft_cap=50.0, logit_soft_cap=30.0),
+)
+weights = weights_on(mesh, KnownModel(config=config, vocab_size=1024), "bfloat16")
+params = SamplingParams(max_new_tokens=64, temperature=0.7)
+requests = [Request(prompt_id=i, prompt_tokens=tuple(range(960)), params=params) for i in range(256)]
+engine = Engine(EngineConfig(layout={"tensor": tensor}, max_seq_len=1024, memory_bytes_per_device=80 << 30), mesh)
+engine.prepare((config, weights), requests)
+sizes = engine.sizes
+shapes = Shapes(config=config, weights=weights, grid=engine.grid, dtype=jnp.dtype("bfloat16"), gather=True)
+pool = (config.num_layers * sizes.pages, sizes.page_size, 2 * config.num_kv_heads // tensor, config.head_size)
+print(json.dumps({
+    "text": engine.sizing.describe(),
+    "pool": sizes.pages * sizes.page_size * shapes.kv_bytes,
+    "predicted": shapes.temporaries(sizes),
+    "programs": {
+        name: {
+            "aliased": program.memory().alias_size_in_bytes,
+            "temporaries": program.memory().temp_size_in_bytes,
+            "copies": len(copies(Hlo(program.text(), ()), pool)),
+            "kernels": program.text().count("tpu_custom_call"),
+        }
+        for name, program in engine.programs.items() if name not in ("relay", "new_cache")
+    },
+}))
+"""
+
+
+@pytest.mark.parametrize(
+    "tensor", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
+def test_heads_too_wide_for_the_kernel_get_plain_attention(tensor):
+    """Heads of 256 as of Gemma: the pool is updated in place, and the copy of the context is predicted and told."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", WIDE, str(tensor)], env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert "takes heads of at most 128 numbers, and the model's have 256" in run.stderr
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert "attention: plain JAX" in found["text"] and "here are 256" in found["text"]
+    programs, predicted = found["programs"], found["predicted"]
+    assert set(programs) == {"prefill", "fork", "decode"}
+    for name, program in programs.items():
+        assert program["copies"] == program["kernels"] == 0 and program["aliased"] == found["pool"], name
+    print(predicted, programs)
+    assert programs["prefill"]["temporaries"] <= predicted["prefill"] < 0.2 * found["pool"]
+    decode = programs["decode"]["temporaries"]
+    assert found["pool"] * 0.99 < decode <= predicted["decode"] <= 1.15 * decode, "the context, once"
+
 
 # With a tensor group, `test_programs.py` has a cheaper look at the same programs.
 @pytest.mark.parametrize(

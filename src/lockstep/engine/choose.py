@@ -14,6 +14,7 @@ from lockstep.engine.hardware import chip_of
 from lockstep.engine.memory import fits_model, prompts_at_a_time, slots_worth, work_out_sizes
 from lockstep.engine.sizing import Choice, Sizing, bytes_text, layout_text, reasons
 from lockstep.errors import CapacityError
+from lockstep.kernels import attention_text
 from lockstep.models import DecoderWeights, LlamaConfig
 from lockstep.placement.layout import decode_grid, tensor_sizes
 from lockstep.schedule import ScheduleSizes, check_capacity
@@ -86,6 +87,7 @@ class Chooser:
             considered=tuple(choices),
             chip=chip_of(self._mesh.devices.flat[0]).name,
             kv_dtype=self._shapes(best.layout).cache_dtype.name,
+            attention=attention_text(self._mesh.devices.flat[0], self._model.head_size),
         )
 
     def layouts(self) -> list[Layout]:

@@ -13,6 +13,7 @@ from lockstep.engine.free_memory import block_bytes
 from lockstep.engine.score import SCORE_CHUNK
 from lockstep.engine.transformer import device_heads
 from lockstep.kernels import has_kernel, stored
+from lockstep.kernels.context import CHUNK
 from lockstep.models import DecoderWeights, LlamaConfig
 from lockstep.placement.layout import DecodeGrid
 from lockstep.placement.relay import LeafLayout, leaf_layouts
@@ -125,7 +126,7 @@ class Shapes:
         if self.moves and (is_stored(self.weights) or any(leaf.dtype != self.dtype for _, leaf, _ in self.leaves)):
             # The compiler casts all layers before the loop that moves them; `placement.move.cast` keeps it inside.
             relay = sum(self.cast_bytes(leaf) for _, leaf, _ in self.leaves)
-            if self._kernel and not is_stored(self.weights) and self.dtype == jnp.bfloat16:
+            if self._tpu and not is_stored(self.weights) and self.dtype == jnp.bfloat16:
                 relay = self._on_its_way
         return Footprint(
             weights=self.copied,
@@ -145,14 +146,23 @@ class Shapes:
     @functools.cached_property
     def _kernel(self) -> bool:
         """Whether attention reads K/V where they lie."""
-        return has_kernel(self.grid.mesh.devices.flat[0])
+        return has_kernel(self.grid.mesh.devices.flat[0], self.config.head_size)
+
+    @functools.cached_property
+    def _tpu(self) -> bool:
+        """Whether the TPU compiler makes the programs."""
+        return self.grid.mesh.devices.flat[0].platform == "tpu"
 
     @functools.cached_property
     def _rewritten(self) -> int:
-        """Decode's stacked projections, which the TPU compiler keeps a second time in the order that it wants."""
-        if not self._kernel or self.gathered:
+        """Decode's stacked projections, which the TPU compiler keeps once more in the order that it wants; without the
+        attention kernel twice more.
+        """
+        if not self._tpu or self.gathered:
             return 0
-        return sum(self.decode_bytes(leaf, at) for name, leaf, at in self.leaves if name in ("q", "k", "v"))
+        return (1 if self._kernel else 2) * sum(
+            self.decode_bytes(leaf, at) for name, leaf, at in self.leaves if name in ("q", "k", "v")
+        )
 
     def _decode(self, sizes: ScheduleSizes) -> int:
         config, tensor = self.config, self.grid.tensor
@@ -162,6 +172,8 @@ class Shapes:
         heads = config.num_heads // min(tensor, config.num_kv_heads)
         chunk = min(_CHUNK, sizes.pages_per_sequence * sizes.page_size)
         scores = 3 * heads * chunk * 4 + self._widened(chunk)
+        if self._tpu and not self._kernel:  # K and V of a chunk of a layer, in use and on their way
+            scores += 2 * CHUNK * self.kv_bytes // config.num_layers
         # Logits, scores and noise in float32, and a count per token where there are penalties.
         sampling = (4 + sizes.penalties) * vocab * 4 + 8 * sizes.steps
         return outer + self._one_layer + context + sizes.slots * (scores + sampling + self._activations)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from lockstep.engine.config import DEFAULT_PAGE_SIZE, EngineConfig
 from lockstep.engine.hardware import chip_named
 from lockstep.errors import ConfigError
-from lockstep.kernels import has_kernel
 from lockstep.models.config import LlamaConfig
 from lockstep.placement.layout import DecodeGrid, tensor_sizes
 from lockstep.schedule import ScheduleSizes, check_length, sampling_sizes
@@ -136,8 +135,8 @@ def _split(model: LlamaConfig) -> dict[str, int]:
 
 
 def _page_size(config: EngineConfig, grid: DecodeGrid) -> int:
-    """On TPU larger pages: the attention kernel copies page by page, and a small copy takes as long as a large one."""
-    size = _TPU_PAGE_SIZE if has_kernel(grid.mesh.devices.flat[0]) else DEFAULT_PAGE_SIZE
+    """On TPU larger pages: attention copies page by page, and a small copy takes as long as a large one."""
+    size = _TPU_PAGE_SIZE if grid.mesh.devices.flat[0].platform == "tpu" else DEFAULT_PAGE_SIZE
     while config.max_prefill_size is not None and size > config.max_prefill_size:
         size //= 2
     return size

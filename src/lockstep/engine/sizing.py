@@ -48,6 +48,7 @@ class Sizing:
         considered: all layouts that were compared, the chosen one included.
         chip: whose numbers the prediction used.
         kv_dtype: of the KV cache.
+        attention: what it is, in words.
     """
 
     layout: Layout
@@ -63,6 +64,7 @@ class Sizing:
     considered: tuple[Choice, ...]
     chip: str
     kv_dtype: str
+    attention: str
 
     @property
     def budget(self) -> int:
@@ -89,6 +91,7 @@ class Sizing:
         ]
         if self.compiled:
             lines[-1] += f"; {bytes_text(self.predicted.total)} were predicted"
+        lines.append(f"attention: {self.attention}")
         lines += [f"  {name} {value}: {why}" for name, (value, why) in self.reasons.items()]
         lines.append(f"predicted with the numbers of {self.chip}, at best:")
         for choice in self.considered:

@@ -12,6 +12,7 @@ from lockstep.kernels.int8 import unpack as unpack
 from lockstep.kernels.plain import PlainAttention as PlainAttention
 from lockstep.kernels.ragged_tpu import RaggedAttention as RaggedAttention
 from lockstep.kernels.reference import paged_attention as paged_attention
+from lockstep.kernels.select import attention_text as attention_text
 from lockstep.kernels.select import check_cache_dtype as check_cache_dtype
 from lockstep.kernels.select import has_kernel as has_kernel
 from lockstep.kernels.select import select_attention as select_attention

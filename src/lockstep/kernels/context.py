@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from lockstep.kernels.pages import TakePages, gather_pages
 from lockstep.kernels.softmax import Scores, attend
 
 CHUNK = 128
@@ -30,6 +31,7 @@ def lay_out_context(
     page_table: Int[Array, "slot page"],
     lengths: Int[Array, " slot"],
     num_layers: int,
+    take: TakePages = gather_pages,
 ) -> Context:
     """Copies the pages of each slot end to end, as far as its sequence reaches; V beyond it is zeros.
 
@@ -42,6 +44,7 @@ def lay_out_context(
         page_table: pages of each slot, in order.
         lengths: positions that each slot has.
         num_layers: of the model.
+        take: reads pages.
 
     Returns:
         Positions up to what the page table holds, rounded up to whole chunks.
@@ -56,7 +59,7 @@ def lay_out_context(
     def copy(turn: Array, context: Context) -> Context:
         index, layer = turn // num_layers, turn % num_layers
         table = jax.lax.dynamic_slice_in_dim(padded, index * pages, pages, axis=1)
-        chunk = pool[layer * (pool.shape[0] // num_layers) + table]
+        chunk = take(pool, layer * (pool.shape[0] // num_layers) + table)
         heads = chunk.reshape(slots, pages * page_size, two_kv_heads // 2, 2, head)
         k, v = heads.transpose(3, 0, 2, 1, 4)
         mine = index * pages * page_size + jnp.arange(pages * page_size) < lengths[:, None]

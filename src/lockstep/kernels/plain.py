@@ -1,4 +1,4 @@
-"""Attention in plain JAX: on CPU, and wherever there is no kernel."""
+"""Attention in plain JAX: on CPU, for heads that the TPU kernel does not take, and wherever there is no kernel."""
 
 import dataclasses
 
@@ -7,6 +7,7 @@ from jaxtyping import Array
 from lockstep.kernels.attention import Heads, Stored
 from lockstep.kernels.context import Context, attend_context, extend_context, lay_out_context
 from lockstep.kernels.int8 import SCALE_BYTES, quantise
+from lockstep.kernels.pages import TakePages, copy_pages, gather_pages, put_pages, take_pages
 from lockstep.kernels.reference import paged_attention
 
 type Cache = tuple[Array, Context]
@@ -21,31 +22,41 @@ class PlainAttention:
         heads: of a device.
         int8: keep K and V in 8 bits, in the pool and in what is laid out. They are rounded once, when they are written,
             and whoever reads them, in prefill, score or decode, reads the same numbers.
+        page_by_page: read and write whole pages one at a time, which the TPU compiler does in place; else all at once.
     """
 
     heads: Heads
     int8: bool = False
+    page_by_page: bool = False
 
     @property
     def stored(self) -> Stored:
         """The model's own; in 8 bits each with its scale."""
         return Stored(kv_heads=self.heads.kv_heads, head_size=self.heads.head_size + SCALE_BYTES * self.int8)
 
+    @property
+    def _take(self) -> TakePages:
+        return take_pages if self.page_by_page else gather_pages
+
     def pack(self, kv: Array) -> Array:
         """As it is, or rounded."""
         return quantise(kv) if self.int8 else kv
 
     def write_pages(self, pool: Array, page: Array, kv: Array) -> Array:
-        """One scatter."""
+        """One scatter, or `put_pages`."""
+        if self.page_by_page:
+            return put_pages(pool, page, self.pack(kv))
         return pool.at[page].set(self.pack(kv).astype(pool.dtype))
 
     def copy_pages(self, pool: Array, source: Array, target: Array) -> Array:
-        """One gather and one scatter."""
+        """One gather and one scatter, or `lockstep.kernels.pages.copy_pages`."""
+        if self.page_by_page:
+            return copy_pages(pool, source, target)
         return pool.at[target].set(pool[source])
 
     def begin_decode(self, pool: Array, page_table: Array, position: Array, num_layers: int) -> Cache:
         """The pool, and its pages laid end to end."""
-        return pool, lay_out_context(pool, page_table, position, num_layers)
+        return pool, lay_out_context(pool, page_table, position, num_layers, self._take)
 
     def end_decode(self, cache: Cache) -> Array:
         """The pool."""
@@ -68,4 +79,4 @@ class PlainAttention:
     def prefill(self, q: Array, pool: Array, first_page: Array, rows: Rows) -> Array:
         """`paged_attention`."""
         start, page_table = rows
-        return paged_attention(q, pool, first_page + page_table, start, self.heads.scores)
+        return paged_attention(q, pool, first_page + page_table, start, self.heads.scores, self._take)

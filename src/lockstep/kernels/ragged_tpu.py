@@ -11,11 +11,11 @@ blocks of pages, per block of query tokens.
 import dataclasses
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from lockstep.kernels.attention import Heads, Stored
+from lockstep.kernels.pages import copy_pages, put_pages
 from lockstep.kernels.tpu_blocks import Blocks
 
 
@@ -50,26 +50,13 @@ class RaggedAttention:
         """Padded with zeros to the heads that the kernel can read."""
         return _pad(kv, -2, 2 * self.stored.kv_heads, -1, self.stored.head_size)
 
-    # The TPU compiler turns a scatter of whole pages into one over another order of the axes, and copies the pool into
-    # it and back at every layer. Updates one page at a time are made in place.
-
     def write_pages(self, pool: Array, page: Array, kv: Array) -> Array:
-        """A page at a time."""
-        packed = self.pack(kv).astype(pool.dtype)
-
-        def write(row: Array, pool: Array) -> Array:
-            return jax.lax.dynamic_update_index_in_dim(pool, packed[row], page[row], 0)
-
-        return jax.lax.fori_loop(0, page.shape[0], write, pool)
+        """`put_pages`."""
+        return put_pages(pool, page, self.pack(kv))
 
     def copy_pages(self, pool: Array, source: Array, target: Array) -> Array:
-        """A page at a time."""
-
-        def copy(row: Array, pool: Array) -> Array:
-            moved = jax.lax.dynamic_index_in_dim(pool, source[row], 0, keepdims=False)
-            return jax.lax.dynamic_update_index_in_dim(pool, moved, target[row], 0)
-
-        return jax.lax.fori_loop(0, source.shape[0], copy, pool)
+        """`lockstep.kernels.pages.copy_pages`."""
+        return copy_pages(pool, source, target)
 
     def begin_decode(self, pool: Array, page_table: Array, position: Array, num_layers: int) -> Array:
         """The pool itself: there is no second copy of K/V."""

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from lockstep.kernels.pages import TakePages, gather_pages
 from lockstep.kernels.softmax import Scores, attend
 
 CHUNK = 64
@@ -16,6 +17,7 @@ def paged_attention(
     page_table: Int[Array, "sequence page"],
     start: Int[Array, " sequence"],
     rules: Scores = Scores(),  # noqa: B008  (frozen)
+    take: TakePages = gather_pages,
 ) -> Float[Array, "sequence query kv_head group head"]:
     """Attends each query to all positions of its own sequence up to and including its own.
 
@@ -26,6 +28,7 @@ def paged_attention(
         page_table: pool pages of each sequence, in order; position ``p`` lies on page ``p // page_size``.
         start: position of each sequence's first query.
         rules: soft cap and window.
+        take: reads pages.
 
     Returns:
         Attention output in the dtype of ``q``; softmax in float32.
@@ -37,7 +40,7 @@ def paged_attention(
     padded = jnp.pad(page_table, ((0, 0), (0, num_chunks * pages - num_pages)))
 
     def read(index: Array | int) -> tuple[Array, Array]:
-        chunk = pool[jax.lax.dynamic_slice_in_dim(padded, index * pages, pages, axis=1)]
+        chunk = take(pool, jax.lax.dynamic_slice_in_dim(padded, index * pages, pages, axis=1))
         heads = chunk.reshape(sequences, pages * page_size, kv_heads, 2, stored_head).transpose(3, 0, 2, 1, 4)
         # What is masked has weight 0, and 0 times infinity is NaN.
         place = index * pages * page_size + jnp.arange(pages * page_size)

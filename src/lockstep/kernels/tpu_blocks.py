@@ -14,7 +14,7 @@ from lockstep.kernels.tpu_block_table import BLOCKS, PAGE_SIZES, VMEM_LIMIT
 logger = logging.getLogger(__name__)
 
 LANES = 128
-"""Numbers in a vector register's row: a head is stored in a multiple of it."""
+"""Numbers in a vector register's row: a smaller head is stored in so many, a larger one the kernel does not take."""
 
 _SAFE_TOKENS, _SAFE_QUERIES = 128, 8
 _SAFE_ROWS = 512

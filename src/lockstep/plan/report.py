@@ -175,6 +175,7 @@ def _sampling(one: SamplingPlan) -> dict[str, Any]:
     sizing, estimate = one.sizing, one.sizing.estimate
     return {
         "layout": sizing.layout,
+        "attention": sizing.attention,
         "sizes": dataclasses.asdict(sizing.sizes),
         "capacities": {name: {"value": value, "bound_by": why} for name, (value, why) in sizing.reasons.items()},
         "digests": one.digests,

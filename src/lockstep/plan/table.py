@@ -139,6 +139,7 @@ def _sizes(one: SamplingPlan) -> Table:
     )
     for name, (value, why) in sizing.reasons.items():
         table.add_row(one.work.key(name), f"{value:,}", why)
+    table.caption = f"attention: {sizing.attention}"
     return table
 
 

@@ -5,7 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lockstep.kernels import Scores, attend_context, extend_context, lay_out_context, paged_attention
+from lockstep.kernels import (
+    Heads,
+    PlainAttention,
+    Scores,
+    attend_context,
+    extend_context,
+    lay_out_context,
+    paged_attention,
+)
 from lockstep.kernels import context as module
 
 LAYERS, SLOTS, PAGES, PAGE_SIZE, KV_HEADS, GROUP, HEAD = 2, 3, 5, 4, 2, 3, 8
@@ -57,3 +65,32 @@ def test_chunks_beyond_the_longest_sequence_are_not_read(arrays, monkeypatch):
     np.testing.assert_array_equal(
         attend_context(jnp.asarray(q), broken, layer, at), attend_context(jnp.asarray(q), context, layer, at)
     )
+
+
+def test_a_page_at_a_time_is_the_same(arrays):
+    """What the TPU compiler gets for heads that its kernel does not take."""
+    pool, page_table, q, kv = (jnp.asarray(array) for array in arrays)
+    heads = Heads(kv_heads=KV_HEADS, group=GROUP, head_size=HEAD)
+    rows = (
+        jnp.broadcast_to(kv[:, None], (SLOTS, PAGE_SIZE, *kv.shape[1:])) * jnp.arange(1, PAGE_SIZE + 1)[:, None, None]
+    )
+    at, layer = jnp.array([3, 19, 8], jnp.int32), jnp.int32(1)
+
+    def run(attention):
+        filled = attention.copy_pages(
+            attention.write_pages(pool, page_table[:, 0], rows), page_table[:, 0], page_table[:, 1]
+        )
+        cache = attention.begin_decode(filled, POOL_PAGES + page_table, at, LAYERS)
+        cache = attention.write(cache, layer, POOL_PAGES + page_table[jnp.arange(SLOTS), at // PAGE_SIZE], at, kv)
+        found = attention.decode(q, cache, layer, POOL_PAGES + page_table, at, at > 0)
+        table = attention.arrange(at, page_table, at > 0)
+        prefilled = attention.prefill(q[:, None], filled, jnp.int32(POOL_PAGES), table)
+        return filled, attention.end_decode(cache), found, prefilled
+
+    whole = jax.jit(lambda: run(PlainAttention(heads=heads)))()
+    paged = jax.jit(lambda: run(PlainAttention(heads=heads, page_by_page=True)))()
+    assert not np.array_equal(whole[0], pool) and np.all(np.isfinite(whole[3]))
+    for one, other in zip(whole[:2], paged[:2], strict=True):
+        np.testing.assert_array_equal(one, other)  # pools
+    for one, other in zip(whole[2:], paged[2:], strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)  # summed in another order
