@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from lockstep.engine import Engine, EngineConfig
 from lockstep.hosts import Hosts, Watchdog, digest, environment, leader_only, settled
@@ -74,6 +74,13 @@ class Generator:
         """Tokens per second that the memory bandwidth of this host's engine allows, as predicted; 0 if unknown."""
         sizing = self._engine.sizing if self._engine else None
         return sizing.estimate.active / sizing.estimate.step_s if sizing else 0.0
+
+    def shares(self) -> Float[np.ndarray, "replica host"]:
+        """The part of each replica's devices that each host has; after `prepare`."""
+        assert self._engine is not None
+        grid = self._engine.grid
+        owners = np.reshape([device.process_index for device in grid.mesh.devices.flat], (grid.replicas, grid.tensor))
+        return np.mean(owners[:, :, None] == np.arange(self._hosts.count), axis=1)
 
     def prepare(self, model: Any, mesh: Mesh, shape: JobShape, units: Int[np.ndarray, " pending"]) -> None:
         """Choose sizes, compile, and agree, before anything is launched. Every host calls it alike.
@@ -207,8 +214,6 @@ class Generator:
             if answered is None:
                 break
             found += answered
-            if meter is not None:
-                meter.take(len(answered), sum(len(completion.tokens) for completion in answered))
         if meter is not None:
             meter.pause()
         return found
@@ -223,6 +228,8 @@ class Generator:
             except Exception as error:  # a view that fails on one host must not part it from the others
                 log.warning("the live view failed: %s: %s", type(error).__name__, error)
 
+        if meter is not None:
+            meter.begin()
         requests = (self._request(work.round, number) for number in work.prompts)
         return engine.stream(
             self._model, requests, around_launch=self._watched, find_stop=self._find_stop, between_launches=look

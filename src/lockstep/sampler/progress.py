@@ -5,6 +5,9 @@ import json
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
+from jaxtyping import Float
+
 from lockstep.errors import HostTimeoutError
 from lockstep.hosts import Hosts
 from lockstep.schedule import Scheduler
@@ -27,6 +30,8 @@ class HostProgress:
         pages: of the KV cache in use on all its replicas.
         max_pages: there are.
         floor: tokens per second that the memory bandwidth of its devices allows, as predicted; 0 before it is known.
+        by_host: where all hosts work on the same prompts, ``tokens`` by the host whose devices sampled them, in parts
+            where devices of several hosts make up a replica; empty where each host works for itself.
         done: it has nothing left to do.
     """
 
@@ -36,6 +41,7 @@ class HostProgress:
     pages: int = 0
     max_pages: int = 0
     floor: float = 0.0
+    by_host: Sequence[float] = ()
     done: bool = False
 
     @property
@@ -76,6 +82,14 @@ class JobProgress:
         return sum(host.rate for host in self.hosts)
 
     @property
+    def host_rates(self) -> list[float]:
+        """Tokens per second of each host's devices."""
+        first = self.hosts[0]
+        if first.by_host:
+            return [tokens / first.seconds if first.seconds > 0 else 0.0 for tokens in first.by_host]
+        return [host.rate for host in self.hosts]
+
+    @property
     def over_floor(self) -> float | None:
         """``rate`` as a part of what the memory bandwidth allows; None while that is not known."""
         floor = sum(host.floor for host in self.hosts)
@@ -102,8 +116,8 @@ class JobProgress:
             values["over_floor"] = self.over_floor
         if self.eta_s is not None:
             values["eta_s"] = self.eta_s
-        for number, host in enumerate(self.hosts):
-            values[f"host_{number}/tokens_per_second"] = host.rate
+        for number, rate in enumerate(self.host_rates):
+            values[f"host_{number}/tokens_per_second"] = rate
         return values
 
 
@@ -195,34 +209,44 @@ class Meter:
     Args:
         board: to post on.
         floor: gives the tokens per second that the memory bandwidth allows.
+        shares: where all hosts work on the same prompts, gives the part of each replica's devices that each host has;
+            None where each works for itself.
     """
 
-    def __init__(self, board: Board, floor: Callable[[], float]) -> None:
-        self._board, self._floor = board, floor
-        self._rows = self._tokens = 0
+    def __init__(
+        self,
+        board: Board,
+        floor: Callable[[], float],
+        shares: Callable[[], Float[np.ndarray, "replica host"]] | None = None,
+    ) -> None:
+        self._board, self._floor, self._shares = board, floor, shares
+        self._before = self._now = HostProgress()
         self._seconds = 0.0
         self._since: float | None = None
+
+    def begin(self) -> None:
+        """A new scheduler follows, which counts from 0."""
+        self._before = self._now
 
     def __call__(self, scheduler: Scheduler) -> None:
         """Look at what is being generated."""
         now = time.monotonic()
         self._since = self._since or now
-        counts = scheduler.counts
-        self._board.post(
-            HostProgress(
-                rows=self._rows + counts.finished,
-                tokens=self._tokens + counts.tokens,
-                seconds=self._seconds + now - self._since,
-                pages=counts.pages,
-                max_pages=counts.max_pages,
-                floor=self._floor(),
-            )
+        counts, before = scheduler.counts, self._before
+        by_host: list[float] = []
+        if self._shares is not None:
+            sampled = np.asarray(counts.tokens) @ self._shares()
+            by_host = (sampled + (before.by_host or 0.0)).tolist()
+        self._now = HostProgress(
+            rows=before.rows + counts.finished,
+            tokens=before.tokens + sum(counts.tokens),
+            seconds=self._seconds + now - self._since,
+            pages=counts.pages,
+            max_pages=counts.max_pages,
+            floor=self._floor(),
+            by_host=by_host,
         )
-
-    def take(self, rows: int, tokens: int) -> None:
-        """Count answers that have left the scheduler."""
-        self._rows += rows
-        self._tokens += tokens
+        self._board.post(self._now)
 
     def pause(self) -> None:
         """Stop the clock until the next look: answers are being written."""
@@ -232,4 +256,6 @@ class Meter:
 
     def total(self, *, done: bool) -> HostProgress:
         """All so far; no page is in use any more."""
-        return HostProgress(rows=self._rows, tokens=self._tokens, seconds=self._seconds, floor=self._floor(), done=done)
+        return dataclasses.replace(
+            self._now, seconds=self._seconds, pages=0, max_pages=0, floor=self._floor(), done=done
+        )

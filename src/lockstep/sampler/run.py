@@ -187,7 +187,7 @@ class _Run:
         shown = _Shown(view, tracker, defer=config.defer_tracker_logs_until_end)
         with contextlib.closing(shown):
             board = Board(hosts, separate=separate, rows=shape.rows, found=at_rest, show=shown)
-            meter = Meter(board, lambda: generator.floor)
+            meter = Meter(board, lambda: generator.floor, None if separate else generator.shares)
             writes = separate or hosts.is_leader
             generator.run(shape, mine, self.rows if writes else None, meter if writes else None)
             board.post(meter.total(done=True), now=True)

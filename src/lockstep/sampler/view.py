@@ -16,6 +16,8 @@ from rich.text import Text
 from lockstep.sampler.progress import JobProgress
 
 UNKNOWN = "–"
+LISTED_HOSTS = 8
+"""Hosts whose speeds are shown one by one on a line."""
 LINE_S = 10.0
 """Seconds between two lines in a log."""
 
@@ -98,8 +100,8 @@ def make_view(title: str) -> View:
 def line(job: JobProgress) -> str:
     """All that the panel shows, on one line."""
     speed = f"{job.rate:,.0f} tokens/s"
-    if len(job.hosts) > 1:
-        speed += f" ({' + '.join(f'{host.rate:,.0f}' for host in job.hosts)})"
+    if len(job.host_rates) > 1:
+        speed += f" ({_rates(job)})"
     parts = (f"{job.rows_done:,} of {job.rows:,} answers", speed, _floor(job), _pages(job), f"{_eta(job)} left")
     return f"sample: {', '.join(parts)}"
 
@@ -111,6 +113,8 @@ def panel(job: JobProgress, title: str) -> RenderableType:
     figures.add_column()
     figures.add_row("answers", f"{job.rows_done:,} of {job.rows:,}" + _found(job))
     figures.add_row("speed", f"{job.rate:,.0f} tokens/s, {_floor(job)}")
+    if len(job.host_rates) > len(job.hosts):
+        figures.add_row("hosts", f"{_rates(job)} tokens/s on their devices")
     figures.add_row("KV cache", _pages(job))
     figures.add_row("time", f"{_clock(job.seconds)} so far, {_eta(job)} left")
     bar = Table.grid(expand=True)  # a bar of its own would not end its line
@@ -135,6 +139,14 @@ def _hosts(job: JobProgress) -> Table:
             pages,
         )
     return table
+
+
+def _rates(job: JobProgress) -> str:
+    """Speed of each host, or from the least to the most where that would be a long list."""
+    rates = job.host_rates
+    if len(rates) > LISTED_HOSTS:
+        return f"{min(rates):,.0f} to {max(rates):,.0f} on each of {len(rates)} hosts"
+    return " + ".join(f"{rate:,.0f}" for rate in rates)
 
 
 def _found(job: JobProgress) -> str:

@@ -24,17 +24,17 @@ number of tokens whose text holds one, or None. A pure function of these, alike 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Counts:
-    """How far a scheduler is.
+    """How far a scheduler is, answers that were taken from it included.
 
     Args:
         finished: sequences.
-        tokens: sampled so far, of unfinished sequences too.
+        tokens: sampled so far by each replica, of unfinished sequences too.
         pages: in use, over all replicas.
         max_pages: there are.
     """
 
     finished: int
-    tokens: int
+    tokens: tuple[int, ...]
     pages: int
     max_pages: int
 
@@ -80,6 +80,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._scoring: list[tuple[int, int, PromptScores]] = []
         self._replicas = [Replica(i, sizes) for i in sizes.working]
+        self._finished, self._sampled = 0, [0] * sizes.replicas
         self._read()
 
     @property
@@ -93,8 +94,8 @@ class Scheduler:
         allocators = [replica.allocator for replica in self._replicas]
         max_pages = sum(each.num_pages - 1 for each in allocators)
         return Counts(
-            finished=sum(sequence.finish_reason is not None for sequence in self._sequences),
-            tokens=sum(len(sequence.tokens) for sequence in self._sequences),
+            finished=self._finished,
+            tokens=tuple(self._sampled),
             pages=max_pages - sum(each.num_free for each in allocators),
             max_pages=max_pages,
         )
@@ -154,6 +155,7 @@ class Scheduler:
         for sequence in self._sequences:
             if sequence.finish_reason is None:
                 sequence.finish_reason = reason
+                self._finished += 1
         for replica in self._replicas:
             replica.release_all()
 
@@ -215,6 +217,7 @@ class Scheduler:
                     assert self._find_stop is not None
                     if (end := self._find_stop(sequence.tokens, before, stop)) is not None:
                         sequence.stop_at(end)
+                self._sampled[r] += len(sequence.tokens) - before
                 if sequence.finish_reason is not None:
                     replica.release(sequence)
                     self._ended(sequence)
@@ -283,6 +286,7 @@ class Scheduler:
     def _ended(self, sequence: Sequence) -> None:
         """Counts a finished sequence; its prompt makes room for another one when it was the last."""
         number = sequence.request.prompt_id
+        self._finished += 1
         self._unanswered[number] -= 1
         if not self._unanswered[number]:
             del self._unanswered[number]

@@ -1,13 +1,16 @@
 import dataclasses
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from lockstep.errors import HostTimeoutError
-from lockstep.sampler.progress import Board, HostProgress, JobProgress
+from lockstep.sampler.progress import Board, HostProgress, JobProgress, Meter
 from lockstep.sampler.report import Outcome, metrics, summary_table
 from lockstep.sampler.totals import Totals
 from lockstep.sampler.view import LineView, line, panel
+from lockstep.schedule.scheduler import Counts
 from tests.multiprocess.harness import run_threads
 
 FIRST = HostProgress(rows=300, tokens=60_000, seconds=20.0, pages=900, max_pages=1024, floor=6000.0)
@@ -40,6 +43,34 @@ def test_the_panel_and_the_line_say_all_of_it():
         "sample: 700 of 1,200 answers, 5,000 tokens/s (3,000 + 2,000), 0.42 of the bandwidth floor, "
         "900 of 2,048 pages in use, 0:25 left"
     )
+
+
+def test_in_lockstep_a_host_has_the_tokens_of_its_devices():
+    posted = []
+    board = SimpleNamespace(post=posted.append)
+    # Three replicas of two devices: the second one's devices are on two hosts.
+    shares = np.asarray([[1.0, 0.0], [0.5, 0.5], [0.0, 1.0]])
+    meter = Meter(board, lambda: 100.0, lambda: shares)
+    for tokens, finished in (((10, 20, 30), 1), ((30, 60, 40), 2)):
+        meter(SimpleNamespace(counts=Counts(finished=finished, tokens=tokens, pages=7, max_pages=9)))
+    meter.pause()
+    meter.begin()
+    meter(SimpleNamespace(counts=Counts(finished=1, tokens=(1, 2, 3), pages=7, max_pages=9)))
+    assert [(each.rows, each.tokens, each.by_host) for each in posted] == [
+        (1, 60, [20.0, 40.0]),
+        (2, 130, [60.0, 70.0]),
+        (3, 136, [62.0, 74.0]),
+    ]
+    end = meter.total(done=True)
+    assert (end.rows, end.tokens, end.pages, end.done) == (3, 136, 0, True)
+
+    job = dataclasses.replace(JOB, hosts=[dataclasses.replace(FIRST, by_host=[45_000.0, 15_000.0])])
+    assert job.host_rates == [2250.0, 750.0] and job.rate == 3000.0
+    assert job.metrics()["host_1/tokens_per_second"] == 750.0
+    assert "3,000 tokens/s (2,250 + 750)" in line(job)
+    assert "2,250 + 750 tokens/s on their devices" in shown(panel(job, "sample"))
+    many = dataclasses.replace(JOB, hosts=[dataclasses.replace(FIRST, by_host=[400.0 + 10 * i for i in range(64)])])
+    assert "20 to 52 on each of 64 hosts" in line(many)
 
 
 def test_lines_come_every_few_seconds_and_at_the_end():

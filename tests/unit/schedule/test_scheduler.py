@@ -123,6 +123,8 @@ def test_everything_is_answered_as_if_it_were_alone(
         assert not replica.busy and not replica.prefilling
         assert not replica._prefixes._pages and not replica._prefixes._keys, "prefixes of free pages are listed"
     tokens = sum(len(c.tokens) for c in played.completions)
+    counts = scheduler.counts
+    assert (counts.finished, sum(counts.tokens), counts.pages) == (len(expected), tokens, 0)
     rows = 2 * sum(-(-(len(r.prompt_tokens) - 1) // sizes.page_size) for r, _ in expected)
     assert len(played.plans) <= tokens + rows, "a launch that gets nowhere"
 
@@ -180,6 +182,7 @@ def test_prompts_are_read_as_others_are_answered_and_answers_leave_whole() -> No
         assert len(read) <= len({number for number, _ in taken}) + 5 + 1
         assert len(scheduler._sequences) <= 2 * 5
     assert sorted(taken) == [(number, g) for number in range(40) for g in range(2)]
+    assert scheduler.counts.finished == len(taken), "those that left count too"
     assert scheduler.completions() == []
 
 
