@@ -1,29 +1,64 @@
-"""Write the table of faults in docs/reliability.md from tests/faults/table.py."""
+"""Write the table of faults in docs/reliability.md from tests/faults/table.py and what the tests measured.
+
+The seconds of the last test run are in build/fault-seconds.json; a row that was not run keeps those it has.
+"""
 
 import importlib.util
+import json
+import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = ROOT / "docs" / "reliability.md"
+MEASURED = ROOT / "build" / "fault-seconds.json"
 BEGIN, END = "<!-- table: scripts/make_reliability_docs.py -->", "<!-- end of table -->"
+COUNTS = ("2", "4")
+
+type Seen = Mapping[str, Mapping[str, float]]
+"""By fault and number of processes, the seconds that were measured."""
 
 
-def render(page: str) -> str:
+def render(page: str, seen: Seen, date: str | None = None) -> str:
     """The page with its table made anew.
 
     Args:
         page: with both marks.
+        seen: of each fault; what is not there is shown as a dash.
+        date: of the last measurement; None keeps the page's.
     """
     before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    lines = ["| fault | how it ends | what the user reads | limit in the test |", "|---|---|---|---:|"]
+    table, _, after = rest.partition(END)
+    date = date or _date(table)
+    lines = [
+        f"| fault | how it ends | what the user reads | limit in the test | seen {date} |",
+        "|---|---|---|---:|---:|",
+    ]
     for fault in _faults():
         mark = " ⁴" if fault.on_four else ""
         sees = f"… {fault.sees} …".replace("|", "\\|") if fault.sees else "nothing, or the system's own words"
-        lines.append(f"| {fault.what}{mark} | {fault.ends} | {sees} | {fault.deadline_s:g} s |")
+        found = seen.get(fault.name, {})
+        shown = [f"{found[count]:.1f}" if count in found else "–" for count in COUNTS[: 2 if fault.on_four else 1]]
+        lines.append(f"| {fault.what}{mark} | {fault.ends} | {sees} | {fault.deadline_s:g} s | {' / '.join(shown)} s |")
     return before + BEGIN + "\n" + "\n".join(lines) + "\n" + END + after
+
+
+def seen_on(page: str) -> dict[str, dict[str, float]]:
+    """What the page's table says was measured."""
+    names = {fault.what: fault.name for fault in _faults()}
+    found: dict[str, dict[str, float]] = {}
+    for what, values in re.findall(r"^\| (.+?)(?: ⁴)? \|.*\| ([\d.–/ ]+) s \|$", page, re.MULTILINE):
+        numbers = zip(COUNTS, values.split(" / "), strict=False)
+        if what in names:
+            found[names[what]] = {count: float(number) for count, number in numbers if number != "–"}
+    return found
+
+
+def _date(table: str) -> str:
+    dates = re.findall(r"seen (\d{4}-\d\d-\d\d)", table)
+    return dates[0] if dates else "never"
 
 
 def _faults() -> Any:
@@ -37,7 +72,14 @@ def _faults() -> Any:
 
 def main() -> int:
     """Write the page."""
-    OUTPUT.write_text(render(OUTPUT.read_text(encoding="utf-8")), encoding="utf-8")
+    page = OUTPUT.read_text(encoding="utf-8")
+    measured = json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
+    date = measured.pop("date", None)
+    seen = seen_on(page)
+    for name, counts in measured.items():
+        # A fault that is tested at several moments is as slow as its slowest.
+        seen.setdefault(name, {}).update({count: max(cases.values()) for count, cases in counts.items()})
+    OUTPUT.write_text(render(page, seen, date), encoding="utf-8")
     print(f"wrote {OUTPUT}")
     return 0
 

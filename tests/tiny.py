@@ -43,11 +43,12 @@ def rows(count: int = 64, length: int = 24) -> Rows:
     return Rows(columns={"tokens": tokens, "loss_mask": np.ones_like(tokens, bool)}, seed=0)
 
 
-def make_trainer(mesh_shape: str, steps: int, hosts: Any = None, **values: Any) -> Trainer:
+def make_trainer(mesh_shape: str, steps: int, hosts: Any = None, tracker: Any = None, **values: Any) -> Trainer:
     """A trainer whose steps change the weights visibly."""
     config = TrainerConfig(num_train_steps=steps, train_batch_size=8, mesh_shape=mesh_shape, **values)
     optimizer = OptimizerConfig(learning_rate=1e-2, warmup=0)
-    return Trainer(config, optimizer.build(steps), lm_loss, hosts, schedule=optimizer.schedule(steps))
+    schedule = optimizer.schedule(steps)
+    return Trainer(config, optimizer.build(steps), lm_loss, hosts, tracker=tracker, schedule=schedule)
 
 
 def init_model(trainer: Trainer) -> LlamaLMHeadModel:

@@ -1,6 +1,7 @@
 """What the processes of the fault suite run: one training in which a fault strikes after each step."""
 
 import contextlib
+import copy
 import dataclasses
 import io
 import json
@@ -31,6 +32,18 @@ GOOD = {"eval_every": 1, "prompts": ["one"], "max_new_tokens": 4, "timeout_s": 6
 class Broken(NoopTracker):
     def log_rows(self, name, rows, *, step):
         raise ConnectionError("the tracker is down")
+
+
+class Launching(NoopTracker):
+    """Does what Levanter's tracker does: asks JAX, which under a global mesh is a program on every device."""
+
+    def log(self, metrics, *, step):
+        jnp.zeros(()) + 1
+
+
+class BlockingForSteps(NoopTracker):
+    def log(self, metrics, *, step):
+        time.sleep(60)
 
 
 class Blocking(NoopTracker):
@@ -117,6 +130,9 @@ class Faults:
     def metric_launches(self, info):
         self.round(info, metrics=["own_metrics:launching"])
 
+    def tracker_launches(self, info):
+        self.round(info, tracker=Launching())
+
     def tracker_raises(self, info):
         self.round(info, tracker=Broken())
 
@@ -162,9 +178,6 @@ class Faults:
 
     def errors_in_a_row(self, info):
         self.round(info, prompts="no/such/file.txt", max_consecutive_errors=2, times=4)
-
-
-GO_ON = [name for name in vars(Faults) if not name.startswith("_") and name != "round"]
 
 
 def body_goes_on(hosts, directory, names):
@@ -214,7 +227,11 @@ def body_goes_on(hosts, directory, names):
 
 
 class Killing(NoopTracker):
+    def __init__(self):
+        self.struck = []
+
     def log_rows(self, name, rows, *, step):
+        self.struck.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -238,26 +255,39 @@ def train_and_save(hosts, directory, steps, **settings):
     return train(config, Data(), lm_loss, hosts)
 
 
-def body_saved_on_sigterm(hosts, directory):
-    """A command gets a signal while a round reads prompts, after step 2; another ends after step 3 by itself."""
-    say = hosts._channel.heart.enter
+@contextlib.contextmanager
+def sigterm_at(hosts, phase, here):
+    """A signal as this process first says that it enters a phase, where ``here``; gives a list of the time of it."""
+    say, struck = hosts._channel.heart.enter, []
 
     def enter(name):
-        if name == "read prompts" and hosts.is_leader:
+        if name == phase and here and not struck:
+            struck.append(time.monotonic())
             os.kill(os.getpid(), signal.SIGTERM)
         say(name)
 
-    samples = InferenceEvalConfig(**GOOD | {"eval_every": 2})
     with mock.patch.object(hosts._channel.heart, "enter", enter):
-        code = train_and_save(hosts, directory, 50, inference_eval=samples)
-    return [code, train_and_save(hosts, directory, 3)]
+        yield struck
+
+
+def body_saved_on_sigterm(hosts, directory):
+    """Three commands: a signal while a round reads prompts, after step 2; none in 3 steps; one in the save after 3."""
+    samples = InferenceEvalConfig(**GOOD | {"eval_every": 2})
+    with sigterm_at(hosts, "read prompts", hosts.is_leader):
+        codes = [train_and_save(hosts, directory, 50, inference_eval=samples)]
+    codes.append(train_and_save(hosts, directory, 3))
+    with sigterm_at(hosts, "saving", hosts.index == hosts.count - 1) as struck:
+        codes.append(train_and_save(hosts, os.path.join(directory, "signalled"), 3))
+    return codes, {"struck": struck, "ended": time.monotonic()}
 
 
 SIGNALS = {
+    "compiling_the_train_step": "compiling train_step",
     "reading_prompts": "waiting for all hosts to begin",
     "preparing": "prepare",
     "generating": "prefill",
     "decoding": "decode",
+    "auditing": "audit",
     "reporting": None,
 }
 """The phase at whose beginning a process gets the signal; None: from its tracker."""
@@ -272,22 +302,17 @@ def body_sigterm(hosts, directory):
         trainer = tiny.make_trainer("auto", 50, hosts)
         if phase == "reporting" and hosts.is_leader:
             tracker = Killing()
-        config = InferenceEvalConfig(**GOOD | {"eval_every": 2, "max_new_tokens": 24})
+        config = InferenceEvalConfig(**GOOD | {"eval_every": 2, "max_new_tokens": 24, "audit": phase == "auditing"})
         callback = SampleCallback(config, tokenizer, hosts=hosts, tracker=tracker)
         trainer.add_hook(callback)
-        say, log = hosts._channel.heart.enter, io.StringIO()
-
-        def enter(name, say=say, kill_at=kill_at, odd=odd):
-            # Between launches the leader does not wait for the others: only its own signal is seen at once for sure.
-            if name == kill_at and (hosts.is_leader if name in ("prefill", "decode") else odd):
-                os.kill(os.getpid(), signal.SIGTERM)
-            say(name)
-
+        log = io.StringIO()
+        # Between launches the leader does not wait for the others: only its own signal is seen at once for sure.
+        here = hosts.is_leader if kill_at in ("prefill", "decode") else odd
         handler = logging.StreamHandler(log)
         logging.getLogger("lockstep").addHandler(handler)
-        before, begin = hosts.ledger.count, time.monotonic()
+        before = hosts.ledger.count
         model = tiny.init_model(trainer)
-        with mock.patch.object(hosts._channel.heart, "enter", enter), contextlib.redirect_stdout(io.StringIO()):
+        with sigterm_at(hosts, kill_at, here) as struck, contextlib.redirect_stdout(io.StringIO()):
             result = trainer.train(model, tiny.rows())
         logging.getLogger("lockstep").removeHandler(handler)
         results[phase] = {
@@ -297,10 +322,12 @@ def body_sigterm(hosts, directory):
             "abandoned": callback.abandoned_rounds,
             "launches": hosts.ledger.launches[before:],
             "log": log.getvalue(),
-            "seconds": time.monotonic() - begin,
+            "struck": struck if tracker is None else tracker.struck,
+            "ended": time.monotonic(),
         }
         hosts.barrier(f"after {phase}")
-    return {"phases": results, "codes": body_saved_on_sigterm(hosts, directory)}
+    codes, results["saving"] = body_saved_on_sigterm(hosts, directory)
+    return {"phases": results, "codes": codes}
 
 
 def in_a_thread(array):
@@ -344,6 +371,23 @@ def body_threads(hosts):
     return seen | {"rounds": callback.rounds}
 
 
+def body_tracker_blocks(hosts):
+    """The same training without a tracker, and with one that never returns: losses, seconds and what was told."""
+    impatient = copy.copy(hosts)
+    impatient.timeout_s = 4.0  # the end of training waits half of this for the tracker
+    found, log = {}, io.StringIO()
+    handler = logging.StreamHandler(log)
+    logging.getLogger("lockstep").addHandler(handler)
+    for name, tracker in {"plain": None, "blocked": BlockingForSteps()}.items():
+        trainer, losses = tiny.make_trainer("auto", 3, impatient, tracker=tracker), []
+        trainer.add_hook(lambda info, losses=losses: losses.append(float(info.loss).hex()))
+        model, begin = tiny.init_model(trainer), time.monotonic()
+        trainer.train(model, tiny.rows())
+        found[name] = {"losses": losses, "seconds": time.monotonic() - begin}
+    logging.getLogger("lockstep").removeHandler(handler)
+    return found | {"log": log.getvalue()}
+
+
 def body_exits(hosts):
     """Errors that end a run, caught here, with the text that every process would have ended with."""
     from launches import assert_same_launches
@@ -351,13 +395,22 @@ def body_exits(hosts):
     from lockstep.main.run import settled
     from lockstep.report.trackers import WandbTrackerConfig
 
-    texts, threads = {}, body_threads(hosts)
+    texts, seconds, threads = {}, {}, body_threads(hosts)
+    blocked = body_tracker_blocks(hosts)
 
     def caught(name, function):
+        begin = time.monotonic()
         try:
             function()
         except BaseException as error:
             texts[name] = f"{type(error).__name__}: {error}"
+        seconds[name] = time.monotonic() - begin
+
+    def round_fails():
+        config = InferenceEvalConfig(**GOOD | {"prompts": "no/such/file.txt", "on_error": "raise"})
+        trainer = tiny.make_trainer("auto", 1, hosts)
+        trainer.add_hook(SampleCallback(config, tiny.tokenizer(), hosts=hosts))
+        trainer.train(tiny.init_model(trainer), tiny.rows())
 
     def without_wandb():
         with mock.patch.dict(sys.modules, wandb=None), settled(hosts, "tracker"):
@@ -378,8 +431,9 @@ def body_exits(hosts):
 
     caught("wandb_is_missing", without_wandb)
     caught("eager", one_host_launches)
+    caught("round", round_fails)
     caught("ledger", one_host_launches_ours)
-    return {"texts": texts, "threads": threads}
+    return {"texts": texts, "threads": threads, "blocked": blocked, "seconds": seconds}
 
 
 def body_ends(hosts, how, victim=-1):
@@ -397,6 +451,7 @@ def body_ends(hosts, how, victim=-1):
             rounds[0] += 1
             callback.config = config
             if how == "late" and odd and rounds[0] == 2:
+                print(f"struck at {time.monotonic()}", file=sys.stderr, flush=True)
                 time.sleep(20)
             if how == "die before" and odd and rounds[0] == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -404,6 +459,7 @@ def body_ends(hosts, how, victim=-1):
         if name == "decode" and odd and rounds[0] == 2:
             if how == "stall":
                 say("stalling")
+                print(f"struck at {time.monotonic()}", file=sys.stderr, flush=True)
                 time.sleep(60)
             if how == "die during":
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -3,6 +3,7 @@
 import dataclasses
 
 GOES_ON, EXITS, STOPS = "training goes on", "every process exits", "training stops in order"
+SAVED = "the save is finished"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,9 +15,9 @@ class Fault:
         what: happens.
         ends: how it ends for training.
         sees: what the user is told; the test finds this text.
-        deadline_s: the test fails if it ends later: seconds from the fault, compiling for the round included, or, where
-            a process dies, from its death to the end of the last other; ``timeout_s`` is 2 where a wait must run out.
-            On 4 processes, which share the same two cores, twice that where they compile.
+        deadline_s: the test fails if it ends later: seconds from the fault until every host is back in training, or has
+            ended. The round, its compiling included, counts too; ``timeout_s`` is 2 where a wait must run out. On 4
+            processes, which share the same two cores, twice that where they compile.
         on_four: tested on 4 processes too, because more than one peer matters.
     """
 
@@ -40,8 +41,10 @@ FAULTS = [
     Fault("a_host_is_late_but_in_time", "a host comes late, within timeout_s", GOES_ON, "", 30, True),
     Fault("metric_raises", "a metric raises", GOES_ON, "no such score", 30),
     Fault("metric_launches", "a metric launches a device program", GOES_ON, "leader-only work", 30),
+    Fault("tracker_launches", "the tracker (W&B) launches a device program", GOES_ON, "leader-only work", 30),
     Fault("tracker_raises", "the tracker (W&B) raises", GOES_ON, "the tracker is down", 30),
     Fault("tracker_blocks", "the tracker (W&B) blocks for a minute", GOES_ON, "the tracker is slow", 30),
+    Fault("trainers_tracker_blocks", "the trainer's own tracker blocks", GOES_ON, "did not take all figures", 30),
     Fault("disk_full", "the disk is full while samples are written", GOES_ON, "No space left on device", 30),
     Fault("jsonl_torn", "the last line of samples.jsonl is torn", GOES_ON, "ends in a torn line", 30),
     Fault("out_of_pages", "a prompt can never fit the pages", GOES_ON, "Raise max_pages to at least", 10),
@@ -50,11 +53,14 @@ FAULTS = [
     Fault("token_ids_out_of_range", "the tokenizer has ids that the model has not", GOES_ON, "do not match", 10),
     Fault("deleted_model", "the model was donated to the next step", GOES_ON, "deleted", 30),
     Fault("errors_in_a_row", "max_consecutive_errors rounds fail", GOES_ON, "sampling is switched off", 10),
+    Fault("sigterm_while_compiling_the_train_step", "SIGTERM on one host as the train step compiles", STOPS, "", 20),
     Fault("sigterm_while_reading_prompts", "SIGTERM on one host while prompts are read", STOPS, "asked to end", 20),
     Fault("sigterm_while_preparing", "SIGTERM on one host as it compiles for a round", STOPS, "asked to end", 20, True),
     Fault("sigterm_while_generating", "SIGTERM on the leader between launches", STOPS, "asked to end", 20, True),
     Fault("sigterm_while_decoding", "SIGTERM on the leader in a round's last launch", STOPS, "", 20),
+    Fault("sigterm_while_auditing", "SIGTERM on one host during the audit", STOPS, "", 20),
     Fault("sigterm_while_reporting", "SIGTERM on the leader while it reports", STOPS, "", 20),
+    Fault("sigterm_while_saving", "SIGTERM on one host during the last save", SAVED, "", 20),
     Fault("a_launch_of_one_host", "one host launches a program that others do not", EXITS, "Launch ", 20, True),
     Fault("wandb_is_missing", "wandb is not installed", EXITS, "cannot be imported", 10),
     Fault("follower_config_file_differs", "a host has another configuration file", EXITS, "'config'", 60),
@@ -62,6 +68,6 @@ FAULTS = [
     Fault("a_host_stalls_during_decode", "a host stalls in Python between launches", EXITS, "stalling", 30),
     Fault("a_host_dies_before_generation", "a host dies (SIGKILL) before a round", EXITS, "Missing: process", 15),
     Fault("a_host_dies_during_generation", "a host dies during generation", EXITS, "Missing: process", 15, True),
-    Fault("a_host_dies_after_generation", "a host dies in training", EXITS, "another process has died", 15),
-    Fault("the_leader_dies", "process 0 dies, at any time", EXITS, "leader task was preempted/died", 10, True),
+    Fault("a_host_dies_after_generation", "a host dies in training", EXITS, "Missing: process", 15, True),
+    Fault("the_leader_dies", "process 0 dies, at any time", EXITS, "Missing: process 0", 10, True),
 ]

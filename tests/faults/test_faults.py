@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from harness import run_command, run_processes, run_unattended
 
+from tests.faults.measured import record
 from tests.faults.table import FAULTS, GOES_ON
 
 pytestmark = pytest.mark.multiprocess
@@ -36,13 +37,14 @@ SKIPPED = {
     "token_ids_out_of_range",
     "deleted_model",
 }
-REPORT_FAILS = {"metric_raises", "metric_launches", "tracker_raises", "disk_full"}
+ROUNDS = [f for f in FAULTS if f.ends == GOES_ON and f.name != "trainers_tracker_blocks"]
+REPORT_FAILS = {"tracker_launches", "metric_raises", "metric_launches", "tracker_raises", "disk_full"}
 ON_FOUR = pytest.param(4, marks=pytest.mark.slow)
 
 
 @functools.cache
 def went_on(processes):
-    names = [f.name for f in FAULTS if f.ends == GOES_ON and (processes == 2 or f.on_four)]
+    names = [f.name for f in ROUNDS if processes == 2 or f.on_four]
     with tempfile.TemporaryDirectory() as directory:
         return run_processes(
             f"{BODIES}:body_goes_on", processes=processes, devices=1, timeout_s=400, args=(directory, names)
@@ -61,8 +63,14 @@ def sigterms(processes):
         found = run_processes(
             f"{BODIES}:body_sigterm", processes=processes, devices=1, timeout_s=400, args=(directory,)
         )
-        weights = Path(directory).glob("*/*/model.safetensors")
+        weights = Path(directory).rglob("model.safetensors")
         return found, {str(file.parent.relative_to(directory)): file.read_bytes() for file in weights}
+
+
+def check_time(name, processes, seconds, case=""):
+    """In time, and kept for the table. On 4 processes, which share two cores, everything takes twice as long."""
+    record(name, processes, seconds, case)
+    assert seconds < BY_NAME[name].deadline_s * processes / 2
 
 
 def check_goes_on(name, processes):
@@ -75,7 +83,7 @@ def check_goes_on(name, processes):
         assert found["error"] is None, found["error"]
         assert found["launches"] == leader["launches"]
         assert (found["rounds"], found["skipped"]) == (leader["rounds"], leader["skipped"])
-        assert found["seconds"] < fault.deadline_s * processes / 2
+    check_time(name, processes, max(result["found"][name]["seconds"] for result in results))
     assert fault.sees in leader["log"], leader["log"]
     if name in SKIPPED:
         assert (leader["rounds"], leader["skipped"], leader["report_errors"]) == (0, 1, 0)
@@ -87,38 +95,50 @@ def check_goes_on(name, processes):
 
 
 @pytest.mark.parametrize("processes", [2, ON_FOUR])
-@pytest.mark.parametrize("name", [f.name for f in FAULTS if f.ends == GOES_ON and f.on_four])
+@pytest.mark.parametrize("name", [f.name for f in ROUNDS if f.on_four])
 def test_training_goes_on_after(name, processes):
     check_goes_on(name, processes)
 
 
-@pytest.mark.parametrize("name", [f.name for f in FAULTS if f.ends == GOES_ON and not f.on_four])
+@pytest.mark.parametrize("name", [f.name for f in ROUNDS if not f.on_four])
 def test_training_goes_on_on_two_processes_after(name):
     check_goes_on(name, 2)
 
 
 @pytest.mark.parametrize("processes", [2, ON_FOUR])
-@pytest.mark.parametrize("phase", ["reading_prompts", "preparing", "generating", "decoding", "reporting"])
+@pytest.mark.parametrize(
+    "phase",
+    ["compiling_the_train_step", "reading_prompts", "preparing", "generating", "decoding", "auditing", "reporting"],
+)
 def test_sigterm_while(phase, processes):
     results, _ = sigterms(processes)
     leader = results[0]["phases"][phase]
-    complete = phase in ("decoding", "reporting")
+    compiling, complete = phase == "compiling_the_train_step", phase in ("decoding", "auditing", "reporting")
     for result in results:
         one = result["phases"][phase]
-        assert (one["steps"], one["stopped_by"]) == (3, 15)  # the round is after step 2, the flag travels with step 3
+        # The round is after step 2; the flag travels with the next step.
+        assert (one["steps"], one["stopped_by"]) == (1 if compiling else 3, signal.SIGTERM)
         assert one["launches"] == leader["launches"]
-        assert (one["rounds"], one["abandoned"]) == ((1, 0) if complete else (0, 1))
-        assert one["seconds"] < BY_NAME[f"sigterm_while_{phase}"].deadline_s * processes / 2
-    assert ("asked to end" in leader["log"]) == ("decode" not in leader["launches"]) == (not complete)
-    assert ("prefill" in leader["launches"]) == (phase in ("generating", "decoding", "reporting"))
+        assert (one["rounds"], one["abandoned"]) == (int(complete), int(not complete and not compiling))
+    check_sigterm_time(phase, results)
+    assert ("asked to end" in leader["log"]) == (not complete and not compiling)
+    assert ("decode" in leader["launches"]) == complete
+    assert ("prefill" in leader["launches"]) == (complete or phase == "generating")
+
+
+def check_sigterm_time(phase, results):
+    (struck,) = (time for result in results for time in result["phases"][phase]["struck"])
+    ended = max(result["phases"][phase]["ended"] for result in results)
+    check_time(f"sigterm_while_{phase}", len(results), ended - struck)
 
 
 @pytest.mark.parametrize("processes", [2, ON_FOUR])
 def test_sigterm_saves_the_weights_of_the_step_it_stopped_at(processes):
     results, saved = sigterms(processes)
-    assert [result["codes"] for result in results] == [[143, 0]] * processes
-    assert saved.keys() == {"run-50/hf-step-3", "run-3/hf"}
-    assert saved["run-50/hf-step-3"] == saved["run-3/hf"]
+    assert [result["codes"] for result in results] == [[143, 0, 0]] * processes
+    assert saved.keys() == {"run-50/hf-step-3", "run-3/hf", "signalled/run-3/hf"}
+    assert saved["run-50/hf-step-3"] == saved["signalled/run-3/hf"] == saved["run-3/hf"]
+    check_sigterm_time("saving", results)
 
 
 @pytest.mark.parametrize("processes", [2, ON_FOUR])
@@ -132,12 +152,30 @@ def test_a_launch_of_one_host(processes):
     ledger = texts[0]["ledger"]
     pattern = rf"LaunchMismatchError: .*Launch \d+ was 'decode' \(0+\) on process 0; 'init_model' .* on {others}"
     assert re.search(pattern, ledger), ledger
+    check_time("a_launch_of_one_host", processes, max(result["seconds"]["ledger"] for result in exits(processes)))
+
+
+def test_the_trainers_tracker_blocks():
+    name = "trainers_tracker_blocks"
+    blocked = [result["blocked"] for result in exits(2)]
+    for one in blocked:
+        assert one["plain"]["losses"] == one["blocked"]["losses"] == blocked[0]["plain"]["losses"]
+    assert BY_NAME[name].sees in blocked[0]["log"]
+    check_time(name, 2, max(one["blocked"]["seconds"] for one in blocked))
+
+
+def test_on_error_raise_is_the_same_error_everywhere():
+    texts = {result["texts"]["round"] for result in exits(2)}
+    assert len(texts) == 1
+    (text,) = texts
+    assert text.startswith("PeerError: 1 of 2 processes failed") and "'no/such/file.txt' does not exist" in text
 
 
 def test_wandb_is_missing():
     for result in exits(2):
         assert result["texts"]["wandb_is_missing"].startswith("PeerError: 1 of 2 processes failed")
         assert BY_NAME["wandb_is_missing"].sees in result["texts"]["wandb_is_missing"]
+    check_time("wandb_is_missing", 2, max(result["seconds"]["wandb_is_missing"] for result in exits(2)))
 
 
 def test_a_second_thread_cannot_launch_during_training_or_a_round():
@@ -152,18 +190,21 @@ def test_follower_config_file_differs(tmp_path):
     for index in range(2):
         (tmp_path / f"{index}.yaml").write_text(demo.replace("max_new_tokens:", f"seed: {index}\n  max_new_tokens:", 1))
     script = f"exec lockstep train-lm --config_path {tmp_path}/$LOCKSTEP_PROCESS_ID.yaml --trainer.log_dir {tmp_path}/r"
-    check_exit("follower_config_file_differs", ["/bin/bash", "-c", script])
+    name, begin = "follower_config_file_differs", time.monotonic()
+    run = run_command(["/bin/bash", "-c", script], devices=1, timeout_s=200)
+    assert run.code != 0
+    assert all(BY_NAME[name].sees in log for log in run.logs), run.output
+    check_time(name, 2, time.monotonic() - begin)  # from the start of the processes
 
 
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [
-        ("a_host_is_too_late", "late"),
-        ("a_host_stalls_during_decode", "stall"),
-    ],
-)
+@pytest.mark.parametrize(("name", "how"), [("a_host_is_too_late", "late"), ("a_host_stalls_during_decode", "stall")])
 def test_every_process_exits_when(name, how, tmp_path):
-    check_exit(name, ends_command(tmp_path, how))
+    """No launcher ends them."""
+    ends = run_unattended(ends_command(tmp_path, how))
+    for end in ends:
+        assert end.code != 0 and BY_NAME[name].sees in end.log, end.log
+    (struck,) = (float(time) for end in ends for time in re.findall(r"struck at ([\d.]+)", end.log))
+    check_time(name, 2, max(end.at for end in ends) - struck)
 
 
 def ends_command(directory, *arguments):
@@ -178,6 +219,7 @@ def ends_command(directory, *arguments):
         ("during", 2),
         pytest.param("after", 2, marks=pytest.mark.slow),
         pytest.param("during", 4, marks=pytest.mark.slow),
+        pytest.param("after", 4, marks=pytest.mark.slow),
     ],
 )
 def test_a_host_dies(when, processes, tmp_path):
@@ -199,27 +241,14 @@ def test_the_leader_dies(when, processes, tmp_path):
 
 def check_death(name, when, victim, processes, directory):
     """No launcher ends the survivors."""
-    fault = BY_NAME[name]
     ends = run_unattended(ends_command(directory, f"die {when}", victim), processes=processes)
     assert ends[victim].code == -signal.SIGKILL and ends[victim].seconds == 0
     for index, end in enumerate(ends):
         if index != victim:
-            assert end.code != 0 and end.seconds < fault.deadline_s, end
-            # On 4 processes a collective fails on some survivors; the watchdog ends those that still wait in it.
-            hung = processes > 2 and "lockstep watchdog: 'decode' on process" in end.log
-            assert hung or fault.sees in end.log, end.log
-            if fault.sees == "Missing: process" or hung:
-                assert re.search(rf"process {victim}\b.*last phase", end.log), end.log
+            assert end.code != 0, end
+            assert re.search(rf"Missing: process {victim}\b", end.log), end.log
             print(f"{name}, {when}: process {index} of {processes} ended {end.seconds:.1f} s later with {end.code}")
-
-
-def check_exit(name, command):
-    fault, begin = BY_NAME[name], time.monotonic()
-    run = run_command(command, devices=1, timeout_s=200)
-    assert run.code != 0
-    # Starting the processes and compiling come first.
-    assert time.monotonic() - begin < fault.deadline_s + 60
-    assert fault.sees in run.output, run.output
+    check_time(name, processes, max(end.seconds for end in ends), when)
 
 
 def test_every_row_of_the_table_has_a_test():
@@ -234,4 +263,8 @@ def test_the_page_is_up_to_date():
     page = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(page)
     written = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
-    assert written == page.render(written), "run .venv/bin/python scripts/make_reliability_docs.py"
+    seen = page.seen_on(written)
+    assert written == page.render(written, seen), "run .venv/bin/python scripts/make_reliability_docs.py"
+    # What was measured is not compared, but every row has it.
+    missing = [fault.name for fault in FAULTS if not seen.get(fault.name, {}).get("2")]
+    assert not missing, f"run these tests, then .venv/bin/python scripts/make_reliability_docs.py: {missing}"

@@ -143,11 +143,13 @@ class End:
     Args:
         code: exit code; minus the signal that killed it.
         seconds: after the first process of the job had ended.
+        at: when, by ``time.monotonic()``, which all processes of a machine share.
         log: everything it printed.
     """
 
     code: int
     seconds: float
+    at: float
     log: str
 
 
@@ -192,7 +194,7 @@ def run_unattended(
             left = [index for index in range(processes) if index not in ends]
             raise AssertionError(f"{' '.join(command)}: processes {left} did not end within {timeout_s:g} s\n{text}")
         first = min(ends.values())
-        return [End(process.returncode, ends[i] - first, logs[i]) for i, process in enumerate(running)]
+        return [End(process.returncode, ends[i] - first, ends[i], logs[i]) for i, process in enumerate(running)]
 
 
 def run_threads(body: Callable[..., Any], count: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:

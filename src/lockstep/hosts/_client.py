@@ -12,6 +12,10 @@ from jax._src.distributed import global_state
 from lockstep.errors import HostError
 
 
+class ServiceGoneError(HostError):
+    """The coordination service no longer answers: process 0, which runs it, has ended."""
+
+
 class Client(Protocol):
     """A key-value store and barriers that every process of a job shares.
 
@@ -85,7 +89,7 @@ class JaxClient:
 
 
 class _translated:
-    """Turns the service's errors into TimeoutError and HostError."""
+    """Turns the service's errors into TimeoutError, ServiceGoneError and HostError."""
 
     def __init__(self, key: str):
         self._key = key
@@ -98,7 +102,8 @@ class _translated:
             return
         if "DEADLINE_EXCEEDED" in str(error):
             raise TimeoutError(str(error)) from error
-        raise HostError(
+        kind = ServiceGoneError if "UNAVAILABLE" in str(error) else HostError
+        raise kind(
             f"the coordination service failed at {self._key!r}; most likely another process of the job has died, look "
             f"for the first error in the logs of all of them. The service says: {error}"
         ) from error
@@ -175,6 +180,11 @@ class _Store:
 def service_is_running() -> bool:
     """Whether ``jax.distributed`` was initialized in this process, by us or by the user."""
     return global_state.client is not None
+
+
+def service_address() -> str | None:
+    """host:port of the service, None where it is not running."""
+    return global_state.coordinator_address if service_is_running() else None
 
 
 def backend_is_running() -> bool:

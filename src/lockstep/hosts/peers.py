@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -11,14 +12,24 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from lockstep.errors import HostError
-from lockstep.hosts._client import Client
+from lockstep.hosts._client import Client, ServiceGoneError, service_address
+from lockstep.hosts.session import Hosts
 
 FAILED = "lockstep/failed"
+CALLS = "lockstep/call"
 LEFT = "lockstep/left"
 GRACE_S = 2.0
 """Seconds that a process has to report its own error after it hears of another's failure."""
-POLL_S = 0.5
-"""Seconds between two looks for a failure."""
+LISTEN_S = 3600.0
+"""Seconds that one request to the service waits for a call; then the next one does."""
+STOP_S = 1.0
+"""Seconds that the end of listening may take."""
+ORDERLY_S = 0.02
+"""Seconds after the end of the service within which this process leaves it too, where it was ended in order."""
+CONNECT_S = 10.0
+"""Seconds that connecting to process 0 may take."""
+SHOWN_LAUNCHES = 3
+"""Launches that are named when process 0 has died."""
 PEER_FAILED_EXIT_CODE = 85
 """Exit code of a process that ends because another one failed."""
 
@@ -32,6 +43,8 @@ def say_goodbye(client: Client, reason: str) -> None:
     """
     with contextlib.suppress(HostError, TimeoutError):
         client.set(f"{FAILED}/{client.index}", json.dumps(reason[:2000]).encode())
+        for process in range(client.count):
+            client.set(f"{CALLS}/{process}", b"")
     _go(client)
 
 
@@ -50,40 +63,92 @@ def _go(client: Client) -> None:
         time.sleep(0.1)  # between a process's word and its end
 
 
-def watch_peers(client: Client) -> Callable[[], None]:
-    """Start a thread that ends this process soon after another one has said that it fails.
+def watch_peers(hosts: Hosts) -> Callable[[], None]:
+    """Start threads that end this process soon after another one has said that it fails, or when process 0 is gone.
+
+    Another one shows the others that this process lives.
 
     Returns:
         A function that stops watching; it is also called when Python exits.
     """
-    stopping = threading.Event()
-    thread = threading.Thread(target=_watch, args=(client, stopping), name="lockstep-peers", daemon=True)
+    client, stopping, stop_heart = hosts.client, threading.Event(), hosts.beat()
+    thread = threading.Thread(target=_watch, args=(hosts, stopping), name="lockstep-peers", daemon=True)
     thread.start()
+    if client.index != 0:
+        threading.Thread(target=_watch_leader, args=(hosts, stopping), name="lockstep-leader", daemon=True).start()
 
     def stop() -> None:
         # A thread inside a call of the service while the interpreter goes down would abort the process.
-        stopping.set()
-        thread.join(POLL_S)
+        if not stopping.is_set():
+            stopping.set()
+            with contextlib.suppress(HostError, TimeoutError):
+                client.set(f"{CALLS}/{client.index}", b"")
+            thread.join(STOP_S)
+            stop_heart()
 
     atexit.register(stop)
     return stop
 
 
-def _watch(client: Client, stopping: threading.Event) -> None:
-    failed: dict[str, bytes] = {}
-    while not failed:
-        if stopping.wait(POLL_S):
-            return
-        try:
-            failed = client.get_dir(FAILED)
-        except (HostError, TimeoutError):
-            return  # the service has ended, and with it the job
+def _watch(hosts: Hosts, stopping: threading.Event) -> None:
+    client = hosts.client
+    try:
+        _wait_for_call(client)
+        failed = client.get_dir(FAILED)
+    except ServiceGoneError:
+        _end_without_leader(hosts, stopping)
+        return
+    except (HostError, TimeoutError):
+        return  # the service was ended in order
     if f"{FAILED}/{client.index}" in failed or stopping.wait(GRACE_S):
         return
     for key, reason in failed.items():
         text = f"process {client.index} ends because process {key.rpartition('/')[2]} failed: {json.loads(reason)}"
         print(f"lockstep: {text}", file=sys.stderr)
     _go(client)
+    end_process(PEER_FAILED_EXIT_CODE)
+
+
+def _wait_for_call(client: Client) -> None:
+    """One request that the service answers when there is news, so that waiting costs it nothing."""
+    while True:
+        with contextlib.suppress(TimeoutError):
+            client.get(f"{CALLS}/{client.index}", LISTEN_S)
+            return
+
+
+def _watch_leader(hosts: Hosts, stopping: threading.Event) -> None:
+    """Hear of the end of process 0 from the system, which closes its connections.
+
+    Nothing is said on this connection, so the service closes it now and then; only when it can no longer be made is
+    process 0 gone. JAX hears of it at the same moment, and its requests fail in any order: the thread in `_watch` is
+    often too late to say a word.
+    """
+    host, _, port = (service_address() or "").rpartition(":")
+    try:
+        while True:
+            with socket.create_connection((host.strip("[]"), int(port)), CONNECT_S) as connection:
+                connection.settimeout(None)
+                with contextlib.suppress(ConnectionResetError):
+                    while connection.recv(4096):
+                        pass  # the service's greeting
+    except ConnectionRefusedError:
+        _end_without_leader(hosts, stopping)
+    except (OSError, ValueError):
+        return  # not reachable from here, which says nothing of process 0
+
+
+def _end_without_leader(hosts: Hosts, stopping: threading.Event) -> None:
+    """End this process before JAX does, with a page of C++ stacks; nothing where the service was ended in order."""
+    if stopping.wait(ORDERLY_S) or service_address() is None:
+        return
+    launches = [f"{index} {name!r}" for index, name, _ in hosts.ledger.last(SHOWN_LAUNCHES)]
+    print(
+        f"lockstep: process {hosts.index} of {hosts.count} ends because process 0 has died, and with it the "
+        f"coordination service. Missing: process 0. This process was in phase {hosts.last_phase!r}; its last launches: "
+        f"{', '.join(launches) or 'none'}. Look for the log that ends without an error.",
+        file=sys.stderr,
+    )
     end_process(PEER_FAILED_EXIT_CODE)
 
 

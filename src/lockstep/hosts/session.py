@@ -2,7 +2,7 @@
 
 import collections
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from lockstep.errors import HostError
 from lockstep.hosts._client import Client
@@ -10,6 +10,7 @@ from lockstep.hosts.agree import agree
 from lockstep.hosts.broadcast import broadcast
 from lockstep.hosts.channel import Channel
 from lockstep.hosts.gather import gather
+from lockstep.hosts.heartbeat import wait_for_missing
 from lockstep.hosts.least import least
 from lockstep.hosts.ledger import Ledger, agree_launches
 from lockstep.hosts.preemption import Preemption
@@ -87,8 +88,21 @@ class Hosts:
             yield inner
         except BaseException as error:
             with contextlib.suppress(HostError, TimeoutError):
-                self.phase(f"{self._channel.heart.phase} (left by {type(error).__name__}: {error})"[:500])
+                self.phase(f"{self.last_phase} (left by {type(error).__name__}: {error})"[:500])
             raise
+
+    def beat(self) -> Callable[[], None]:
+        """Start a thread that shows the others that this process lives, and what it does; returns what ends it."""
+        return self._channel.heart.beat()
+
+    def missing(self) -> str:
+        """Wait up to two seconds for a process that gives no sign of life; says which, empty where all do."""
+        return wait_for_missing(self.client)
+
+    @property
+    def last_phase(self) -> str:
+        """What this process last said it was doing."""
+        return self._channel.heart.phase
 
     def phase(self, name: str) -> None:
         """Say what this process does from now on; others read it when they wait for it in vain."""

@@ -61,7 +61,7 @@ def start(config: DistributedConfig | None = None) -> Hosts:
     check_count(config, _hosts.count)
     _hosts.timeout_s, _hosts.debug = config.timeout_s, config.debug
     client = _hosts.client
-    _stop_watching = watch_peers(client) if client.count > 1 else _nothing
+    _stop_watching = watch_peers(_hosts) if client.count > 1 else _nothing
     _hosts.phase("starting devices")  # where processes wait for each other
     print(
         f"lockstep: process {client.index} of {client.count} on {socket.gethostname()}: backend "

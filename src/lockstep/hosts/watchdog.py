@@ -6,9 +6,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TextIO
 
-from lockstep.hosts.heartbeat import heartbeats
+from lockstep.hosts.heartbeat import Heartbeat, elsewhere, heartbeats, missing
 from lockstep.hosts.peers import end_process, say_goodbye
 from lockstep.hosts.session import Hosts
 
@@ -74,8 +73,12 @@ class Watchdog:
         hosts = self._hosts
         text = f"{what!r} on process {hosts.index} of {hosts.count} did not end within {self.timeout_s:g} s"
         stream = sys.__stderr__ or sys.stderr
-        print(f"\nlockstep watchdog: {text}. Every process, as it was last heard of:", file=stream)
-        self._with_help(self._print_phases, stream)
+        beats: dict[int, Heartbeat] = {}
+        self._with_help(lambda: beats.update(heartbeats(hosts.client)))
+        text += f".{missing(beats)}{elsewhere(beats, hosts.last_phase)}"
+        print(f"\nlockstep watchdog: {text} Every process, as it was last heard of:", file=stream)
+        for process in range(hosts.count):
+            print(f"  process {process}: {beats.get(process, 'never heard of')}", file=stream)
         launches = [f"{index} {name!r} ({digest})" for index, name, digest in hosts.ledger.last(SHOWN_LAUNCHES)]
         print(f"lockstep watchdog: last launches here: {', '.join(launches) or 'none'}", file=stream)
         print("lockstep watchdog: the stacks of this process:", file=stream, flush=True)
@@ -89,8 +92,3 @@ class Watchdog:
         helper = threading.Thread(target=function, args=args, daemon=True)
         helper.start()
         helper.join(REPORT_S)
-
-    def _print_phases(self, stream: TextIO) -> None:
-        beats = heartbeats(self._hosts.client)
-        for process in range(self._hosts.count):
-            print(f"  process {process}: {beats.get(process, 'never heard of')}", file=stream, flush=True)

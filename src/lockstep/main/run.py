@@ -29,6 +29,7 @@ from lockstep.report.background import BackgroundTracker
 from lockstep.report.trackers import NoopTracker, Tracker, build_tracker
 from lockstep.text import check_vocab, load_tokenizer
 from lockstep.training import LossFn, OptimizerConfig, Rows, Trainer, TrainerConfig
+from lockstep.training.stopping import StopRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -176,7 +177,8 @@ def train(config: RunConfig, data: LoadsData, objective: LossFn, hosts: Hosts) -
             hosts.phase("saving")
             steps = "" if result.stopped_by is None else f"-step-{result.completed_steps}"
             saved = run_dir / (config.hf_save_path + steps)
-            save_hf(result.model, saved, tokenizer=tokenizer, hosts=hosts)
+            with StopRequest(hosts.preemption):  # a signal now must not leave half a checkpoint
+                save_hf(result.model, saved, tokenizer=tokenizer, hosts=hosts)
     finally:
         _finish(tracker, hosts)
     if hosts.is_leader:

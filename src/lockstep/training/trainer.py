@@ -18,6 +18,7 @@ from lockstep.engine import Program, compile_program, settled
 from lockstep.errors import HostError
 from lockstep.hosts import Hosts, Watchdog, current, environment, leader_only
 from lockstep.placement import fsdp_warning, host_rows, make_mesh, place_local
+from lockstep.report.background import FINISH_S, BackgroundTracker
 from lockstep.report.trackers import NoopTracker, Tracker
 from lockstep.training.config import TrainerConfig
 from lockstep.training.hooks import Hook, Hooks, StepInfo
@@ -28,6 +29,9 @@ from lockstep.training.step import BATCH_SPEC, STOP_SPEC, StepMetrics, TrainStat
 from lockstep.training.stopping import StopRequest
 
 log = logging.getLogger(__name__)
+
+STOPPED_FLUSH_S = 2.0
+"""Seconds that a tracker has to take what is left when a signal ended the run: little time remains for a save."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +59,8 @@ class Trainer:
         loss_fn: the objective.
         hosts: of the job; None: the current ones.
         mesh: to train on; None: made from ``config.mesh_shape``.
-        tracker: where metrics go; used by the leader alone.
+        tracker: where metrics go; used by the leader alone, from a thread of its own behind a bounded queue, so that it
+            may be slow. It stays the caller's to finish. A `BackgroundTracker` is used as it is.
         schedule: learning rate by completed steps, for the metrics.
 
     Raises:
@@ -75,13 +80,16 @@ class Trainer:
     ) -> None:
         self.config, self.hosts = config, current() if hosts is None else hosts
         self.mesh = make_mesh(config.mesh_shape) if mesh is None else mesh
-        self.tracker = NoopTracker() if tracker is None else tracker
+        self.tracker: Tracker = NoopTracker() if tracker is None else tracker
+        """Safe to call from any thread; give a `SampleCallback` this one, so that both share its queue."""
+        self._queue: BackgroundTracker | None = None
+        if tracker is not None and not isinstance(tracker, BackgroundTracker):
+            self.tracker = self._queue = BackgroundTracker(tracker, leader_only)
         self._optimizer, self._loss_fn, self._schedule = optimizer, loss_fn, schedule
         self._microbatches = config.microbatches(self.mesh)
         self._hooks = Hooks()
         self._step: TrainStep | None = None
         self._watchdog = Watchdog(self.hosts, self.hosts.timeout_s)
-        self._tracker_errors = 0
         self._warned_of_loss = False
 
     @property
@@ -127,8 +135,13 @@ class Trainer:
 
         Returns:
             The trained model and how the run ended. A signal (Ctrl-C, SIGTERM) on any host ends the run after a step,
-            the same on all hosts, without the forced last hooks.
+            the same on all hosts, without the forced last hooks; one that comes while the train step is compiled ends
+            it after the first step.
         """
+        with StopRequest(self.hosts.preemption) as stop:
+            return self._train(model, batches, stop)
+
+    def _train(self, model: PyTree, batches: Batches, stop: StopRequest) -> TrainResult:
         config = self.config
         if self.hosts.is_leader and (warning := fsdp_warning(self.mesh)):
             log.warning(warning)
@@ -139,7 +152,7 @@ class Trainer:
         stopped_by: int | None = None
         progress = make_progress(config.num_train_steps, self.hosts.is_leader)
         # A launch from a second thread could come before the train step on one host and after it on another.
-        with StopRequest(self.hosts.preemption) as stop, contextlib.closing(progress), jax.thread_guard(True):
+        with contextlib.closing(progress), jax.thread_guard(True):
             self._hooks.before_first_step(info)
             for step in range(config.num_train_steps):
                 batch = self._place(batches, step)
@@ -157,13 +170,14 @@ class Trainer:
                 self._hooks.after_step(info)
             else:
                 self._hooks.after_last_step(info)
+            self._flush_tracker(min(FINISH_S, self.hosts.timeout_s / 2) if stopped_by is None else STOPPED_FLUSH_S)
             self.hosts.agree_launches("launches of training")
         return TrainResult(
             model=state.model,
             completed_steps=info.next_step,
             loss=info.loss,
             stopped_by=stopped_by,
-            tracker_errors=self._tracker_errors,
+            tracker_errors=self.tracker.errors if isinstance(self.tracker, BackgroundTracker) else 0,
         )
 
     @contextlib.contextmanager
@@ -175,9 +189,9 @@ class Trainer:
             if self.hosts.count == 1:
                 raise
             raise HostError(
-                f"the train step after {step} steps failed on process {self.hosts.index} of {self.hosts.count}. If the "
-                "runtime speaks of a connection, a peer or a time-out, another process has died: look for the log that "
-                f"ends without an error. The runtime says: {error}"
+                f"the train step after {step} steps failed on process {self.hosts.index} of {self.hosts.count}."
+                f"{self.hosts.missing()} If the runtime speaks of a connection, a peer or a time-out, another process "
+                f"has died: look for the log that ends without an error. The runtime says: {error}"
             ) from error
 
     def _compile(self, state: TrainState, shardings: PyTree, batches: Batches) -> TrainStep:
@@ -234,22 +248,16 @@ class Trainer:
         if not self.hosts.is_leader:
             return
         values = step_metrics(info, metrics, self.config.train_batch_size)
-        with self._tracking():
+        with contextlib.suppress(Exception):  # the queue has told and counted it
             self.tracker.log(values, step=info.next_step)
         if not math.isfinite(info.loss) and not self._warned_of_loss:
             self._warned_of_loss = True
             log.warning("the loss is %s after %d steps; training goes on", info.loss, info.next_step)
 
-    @contextlib.contextmanager
-    def _tracking(self) -> Iterator[None]:
-        """What a tracker does must neither launch a program nor end training on one host."""
-        try:
-            with leader_only():
-                yield
-        except Exception as error:
-            self._tracker_errors += 1
-            if self._tracker_errors == 1:
-                log.error("the tracker failed; training goes on, later failures are only counted", exc_info=error)
+    def _flush_tracker(self, wait_s: float) -> None:
+        """Wait until the tracker has taken the figures of all steps; what it cannot take in time does not hold us."""
+        if self._queue is not None and not self._queue.flush(wait_s):
+            log.error("the tracker did not take all figures within %g s; some may be lost", wait_s)
 
 
 def step_metrics(info: StepInfo, metrics: StepMetrics, batch_size: int) -> Mapping[str, float]:
