@@ -11,7 +11,7 @@ import jax
 from lockstep.callback.questions import from_bytes, to_bytes
 from lockstep.engine import Auditor, Budget, Engine
 from lockstep.errors import LockstepError
-from lockstep.hosts import Hosts, Watchdog, digest, environment
+from lockstep.hosts import Hosts, Ledger, Watchdog, compare, digest, environment
 from lockstep.schedule import FindStop
 from lockstep.text import Prompt
 from lockstep.types import Completion, Request
@@ -77,75 +77,108 @@ def run_round(
         with watchdog.watch(program):
             yield
 
-    hosts.phase("waiting for all hosts to begin")
-    hosts.preemption.tell()
-    hosts.barrier("begin")
-    hosts.agree("facts", {**facts, **environment(), "debug": str(hosts.debug)})
-    clock.lap("barrier")
-    if hosts.preempted("preempted"):
-        hosts.barrier("end")
-        return None
-
-    prompts, payload = None, None
-    with _settled(hosts, "read prompts"):
-        if hosts.is_leader:
-            prompts, requests = read()
-            payload = to_bytes(requests)
-    requests = from_bytes(hosts.broadcast("prompts", payload))
-    clock.lap("prompts")
-
-    with _settled(hosts, "measure memory"):
-        ready = engine()
-        free = ready.free_bytes(model)
-    free = hosts.least("free memory", free)
-    digests: dict[str, str] = {}
+    prompts: list[Prompt] | None = None
+    ready: Engine | None = None
     auditing: Auditor | None = None
-    with _settled(hosts, "prepare"):
-        digests = ready.prepare(model, requests, free=free)
+    completions: list[Completion] = []
+    gap: float | None = None
+
+    def read_on_leader() -> bytes:
+        nonlocal prompts
+        prompts, requests = read()
+        return to_bytes(requests)
+
+    def measure() -> int:
+        nonlocal ready
+        ready = engine()
+        return ready.free_bytes(model)
+
+    def prepare() -> tuple[Mapping[str, str], bool]:
+        nonlocal auditing
+        assert ready is not None
+        digests = {"prompts": digest(repr(requests)), **ready.prepare(model, requests, free=free)}
         if (auditing := auditor()) is not None:
             digests |= auditing.prepare(model, requests)
             auditing.check_memory(free, ready.config.hbm_utilization)
-    hosts.agree("programs", {"prompts": digest(repr(requests)), **digests})
-    hosts.preemption.tell()  # before the barrier, so that the leader knows it before the first launch
-    hosts.barrier("ready")
-    clock.lap("prepare")
+        return digests, hosts.preemption.asked()
 
-    completions: list[Completion] = []
-    budget = Budget(hosts, max_seconds)
-    # A launch from a second thread could come before one of ours on this host and after it on another.
-    with _settled(hosts, "generate"), jax.thread_guard(True):
-        completions = ready.run(model, requests, around_launch=watched, find_stop=find_stop, between_launches=budget)
-    clock.lap("generate")
+    def generate() -> Mapping[str, str]:
+        assert ready is not None
+        # A launch from a second thread could come before one of ours on this host and after it on another.
+        with jax.thread_guard(True):
+            completions.extend(
+                ready.run(model, requests, around_launch=watched, find_stop=find_stop, between_launches=budget)
+            )
+        return {"launches": ready.ledger.state, "tokens": digest(repr(completions))}
 
-    gap = None
-    if auditing is not None and not budget.preempted:
-        with _settled(hosts, "audit"), jax.thread_guard(True):
+    def audit() -> Mapping[str, str]:
+        nonlocal gap
+        assert ready is not None and auditing is not None
+        with jax.thread_guard(True):
             gap = auditing.run(model, requests, completions, around_launch=watched)
+        return {"launches": ready.ledger.state, "logprob_gap": repr(gap)}
+
+    hosts.phase("waiting for all hosts to begin")
+    alike = {**facts, **environment(), "debug": str(hosts.debug)}
+    begun = hosts.settle("begin", None, [alike, hosts.preemption.asked()])
+    compare("facts", [alike for alike, _ in begun])
+    clock.lap("barrier")
+    if any(asked for _, asked in begun):
+        _end(hosts)
+        return None
+
+    hosts.phase("read prompts")
+    requests = from_bytes(hosts.from_leader("prompts", read_on_leader))
+    clock.lap("prompts")
+
+    free = min(_settled(hosts, "measure memory", measure))
+    prepared = _settled(hosts, "prepare", prepare)
+    compare("programs", [digests for digests, _ in prepared])
+    clock.lap("prepare")
+    if any(asked for _, asked in prepared):
+        _end(hosts)
+        return None
+
+    budget = Budget(hosts, max_seconds)
+    assert ready is not None
+    _agreed(hosts, "generate", generate, ready.ledger)
+    clock.lap("generate")
+    if auditing is not None and not budget.preempted:
+        _agreed(hosts, "audit", audit, ready.ledger)
         clock.lap("audit")
 
-    hosts.agree_launches("launches", ready.ledger)
-    hosts.agree("tokens", {"tokens": digest(repr(completions)), "logprob_gap": repr(gap)})
-    hosts.phase("training")
-    hosts.barrier("end")
+    _end(hosts)
     clock.lap("barrier")
     if budget.preempted:
         return None
     return RoundResult(prompts=prompts, completions=completions, seconds=clock.seconds, logprob_gap=gap)
 
 
-@contextlib.contextmanager
-def _settled(hosts: Hosts, name: str) -> Iterator[None]:
-    """A phase whose outcome all hosts know before any goes on: ok everywhere or PeerError everywhere."""
+def _end(hosts: Hosts) -> None:
+    """No host goes on to train while another still samples."""
+    hosts.phase("training")
+    hosts.barrier("end")
+
+
+def _settled[T](hosts: Hosts, name: str, work: Callable[[], T]) -> list[T]:
+    """A phase whose outcome all hosts know before any goes on: every host's result, or PeerError everywhere."""
     hosts.phase(name)
-    error: Exception | None = None
+    result, error = None, None
     try:
-        yield
+        result = work()
     except Exception as failure:
         error = failure
     try:
-        hosts.settle(name, error)
+        return hosts.settle(name, error, result)
     except LockstepError as settled:
         raise settled from error
+
+
+def _agreed(hosts: Hosts, name: str, work: Callable[[], Mapping[str, str]], ledger: Ledger) -> None:
+    """A phase that launches programs: all hosts launched the same and got the same."""
+    held = _settled(hosts, name, work)
+    hosts.compare_launches(f"launches of {name}", [one["launches"] for one in held], ledger)
+    compare(name, held)
 
 
 class _Clock:

@@ -33,7 +33,19 @@ def agree(channel: Channel, key: str, values: Mapping[str, str], timeout_s: floa
         DisagreementError: on every process, with the same text: what differs, and who holds what.
         HostTimeoutError: not all came within ``timeout_s``; names the missing ones and their last phase.
     """
-    held = channel.exchange(key, dict(values), timeout_s, _mapping)
+    compare(key, channel.exchange(key, dict(values), timeout_s, _mapping))
+
+
+def compare(key: str, held: Sequence[Mapping[str, str]]) -> None:
+    """Return when every process holds the same values: `agree`, where all of them are known already.
+
+    Args:
+        key: named in the error.
+        held: the values of each process, by process number.
+
+    Raises:
+        DisagreementError: what differs, and who holds what.
+    """
     names = list(dict.fromkeys(name for one in held for name in one))
     different = [name for name in names if len({one.get(name) for one in held}) > 1]
     if different:

@@ -68,7 +68,22 @@ def agree_launches(channel: Channel, key: str, ledger: Ledger, timeout_s: float)
         LaunchMismatchError: on every process, with the same text: the first launch that differs, and who made which.
         HostTimeoutError: not all came within ``timeout_s``; names the missing ones and their last phase.
     """
-    states = channel.exchange(key, ledger.state, timeout_s, str)
+    compare_launches(channel, key, channel.exchange(key, ledger.state, timeout_s, str), ledger, timeout_s)
+
+
+def compare_launches(channel: Channel, key: str, states: Sequence[str], ledger: Ledger, timeout_s: float) -> None:
+    """`agree_launches`, where the states of all processes' ledgers are known already: waits only where they differ.
+
+    Args:
+        channel: this process's end of the service.
+        key: the same on every process.
+        states: of each process's ledger, by process number.
+        ledger: of this process, unchanged since.
+        timeout_s: seconds to wait for the others.
+
+    Raises:
+        LaunchMismatchError: as `agree_launches`.
+    """
     if len(set(states)) > 1:
         entries = [list(entry) for entry in ledger.last()]
         # Beside the key, not below it: the leader deletes what is below the key at this very barrier.

@@ -35,11 +35,15 @@ class Preemption:
             self._told = True
             self._client.set(f"{DIRECTORY}/{self._client.index}", b"")
 
-    def look(self) -> bool:
-        """Whether any process is asked to end; JAX's notice is noted as a SIGTERM."""
-        if self.signal is None and self._client.peek(JAX_NOTICE) is not None:
+    def asked(self) -> bool:
+        """Whether this process is asked to end. The leader sees JAX's notice for all, and notes it as a SIGTERM."""
+        if self.signal is None and self._client.index == 0 and self._client.peek(JAX_NOTICE) is not None:
             self.note(signal.SIGTERM)
-        return self.signal is not None or bool(self._client.get_dir(DIRECTORY))
+        return self.signal is not None
+
+    def look(self) -> bool:
+        """Whether any process is asked to end, as far as they have told; for the leader, who decides for all."""
+        return self.asked() or bool(self._client.get_dir(DIRECTORY))
 
     def clear(self) -> None:
         """Forget a noted signal, once what it ended has ended."""

@@ -2,7 +2,8 @@
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from lockstep.errors import HostError
 from lockstep.hosts._client import Client
@@ -12,9 +13,9 @@ from lockstep.hosts.channel import Channel
 from lockstep.hosts.gather import gather
 from lockstep.hosts.heartbeat import wait_for_missing
 from lockstep.hosts.least import least
-from lockstep.hosts.ledger import Ledger, agree_launches
+from lockstep.hosts.ledger import Ledger, agree_launches, compare_launches
 from lockstep.hosts.preemption import Preemption
-from lockstep.hosts.settle import settle
+from lockstep.hosts.settle import from_leader, settle
 
 ROOT = "lockstep/job"
 LAUNCHES = "lockstep/launch"
@@ -142,16 +143,6 @@ class Hosts:
         """
         agree(self._channel, self._key(name), values, self.timeout_s)
 
-    def preempted(self, name: str) -> bool:
-        """Whether any process is asked to end (a noted signal, JAX's preemption notice); the same on every process.
-
-        Raises:
-            HostTimeoutError: the leader posted nothing in time.
-        """
-        self.preemption.tell()
-        word = (b"yes" if self.preemption.look() else b"no") if self.is_leader else None
-        return self.broadcast(name, word) == b"yes"
-
     def least(self, name: str, value: int) -> int:
         """Return on every process the smallest value that any of them passed.
 
@@ -173,14 +164,37 @@ class Hosts:
         """
         agree_launches(self._channel, self._key(name), self.ledger if ledger is None else ledger, self.timeout_s)
 
-    def settle(self, name: str, error: BaseException | None) -> None:
-        """Return when no process has an error; otherwise all fail alike.
+    def compare_launches(self, name: str, states: Sequence[str], ledger: Ledger | None = None) -> None:
+        """`agree_launches` where all states (`Ledger.state`) are known already; waits only where they differ.
+
+        Args:
+            name: of this agreement.
+            states: by process number.
+            ledger: whose state this process gave; None: that of the job.
+
+        Raises:
+            LaunchMismatchError: on every process alike: the first launch that differs, and who made which.
+        """
+        own = self.ledger if ledger is None else ledger
+        compare_launches(self._channel, self._key(name), states, own, self.timeout_s)
+
+    def settle(self, name: str, error: BaseException | None, value: object = None) -> list[Any]:
+        """Return what every process has to tell (short JSON, by process number) when no process has an error.
 
         Raises:
             PeerError: at least one process passed an error. The text is the same everywhere; an own error is its cause.
             HostTimeoutError: not all came in time; names the missing ones and their last phase.
         """
-        settle(self._channel, self._key(name), error, self.timeout_s)
+        return settle(self._channel, self._key(name), error, self.timeout_s, value)
+
+    def from_leader(self, name: str, work: Callable[[], bytes]) -> bytes:
+        """Do ``work`` on the leader alone and return on every process what it returned, of any length.
+
+        Raises:
+            PeerError: it failed; the same text everywhere, and on the leader the error is its cause.
+            HostTimeoutError: the leader posted nothing in time.
+        """
+        return from_leader(self._channel, self._key(name), work, self.timeout_s)
 
     def _compare_launch(self) -> None:
         # The number of the launch is in the key, so that a process which makes another one waits elsewhere.

@@ -172,12 +172,12 @@ def train(config: RunConfig, data: LoadsData, objective: LossFn, hosts: Hosts) -
         result = trainer.train(model, rows)
         del model
         saved = None
-        # A machine that is taken away (SIGTERM) leaves what it has; Ctrl-C ends at once.
-        if result.stopped_by in (None, signal.SIGTERM) and config.hf_save_path is not None:
-            hosts.phase("saving")
-            steps = "" if result.stopped_by is None else f"-step-{result.completed_steps}"
-            saved = run_dir / (config.hf_save_path + steps)
-            with StopRequest(hosts.preemption):  # a signal now must not leave half a checkpoint
+        with StopRequest(hosts.preemption):  # a signal from now on must not leave half a checkpoint
+            # A machine that is taken away (SIGTERM) leaves what it has; Ctrl-C ends at once.
+            if result.stopped_by in (None, signal.SIGTERM) and config.hf_save_path is not None:
+                hosts.phase("saving")
+                steps = "" if result.stopped_by is None else f"-step-{result.completed_steps}"
+                saved = run_dir / (config.hf_save_path + steps)
                 save_hf(result.model, saved, tokenizer=tokenizer, hosts=hosts)
     finally:
         _finish(tracker, hosts)

@@ -14,24 +14,25 @@ from tests.unit.schedule.test_scheduler import request, sizes_of
 def asked(hosts: Hosts, who: int):
     found = []
     with hosts.scope("round") as scope:
-        found.append(scope.preempted("before"))
+        found.append(any(scope.settle("before", None, hosts.preemption.asked())))
         scope.barrier("nobody has noted")
         if hosts.index == who:
             hosts.preemption.note(signal.SIGTERM)
+        found.append(any(scope.settle("after", None, hosts.preemption.asked())))
         hosts.preemption.tell()
         scope.barrier("told")
-        found.append(scope.preempted("after"))
+        found.append(hosts.preemption.look())
         scope.barrier("all have heard")
         hosts.preemption.clear()
         scope.barrier("cleared")
-        found.append(scope.preempted("at the end"))
+        found.append(hosts.preemption.look())
         scope.barrier("end")
     return found
 
 
 def test_a_signal_on_any_process_is_known_to_all():
     for who in range(3):
-        assert run_threads(asked, 3, who) == [[False, True, False]] * 3
+        assert run_threads(asked, 3, who) == [[False, True, True, False]] * 3
 
 
 def abandons(hosts: Hosts, who: int):
