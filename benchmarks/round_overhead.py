@@ -14,6 +14,7 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,18 +41,20 @@ def main() -> int:
 
         run_main(worker)
         return 0
-    rows: dict[str, Any] = {}
+    began, rows = time.monotonic(), {}
     for processes in (2, 4):
         found = on_processes(processes)
-        rows |= {f"{name}_{processes}_processes_ms": value for name, value in found.items()}
+        rows |= {f"{processes}_processes_{name}": value for name, value in found.items()}
         print(f"{processes} processes: {json.dumps(found)}", flush=True)
-    latency_ms = rows["call_2_processes_ms"]
+    latency_ms = rows["2_processes_call_ms"]
     for count in SIMULATED:
-        rows[f"protocol_{count}_clients_ms"] = in_memory(count, latency_ms / 1000)
-        print(f"{count} clients in memory: {rows[f'protocol_{count}_clients_ms']:.1f} ms", flush=True)
+        found = in_memory(count, latency_ms / 1000)
+        rows |= {f"protocol_{count}_clients_{name}": value for name, value in found.items()}
+        print(f"{count} clients in memory: {json.dumps(found)}", flush=True)
     growth = rows["protocol_64_clients_ms"] / rows["protocol_2_clients_ms"]
     rows |= {"goal_2_processes_ms": GOAL_MS, "protocol_growth_2_to_64": growth, "linear_growth_2_to_64": 32.0}
     print(f"64 clients take {growth:.1f} times as long as 2; linear would be 32 times")
+    print(f"measured in {time.monotonic() - began:.0f} s")
     if arguments.json:
         temporary = arguments.json.with_suffix(".tmp")
         temporary.write_text(json.dumps(rows, indent=2) + "\n")
@@ -96,28 +99,62 @@ def worker() -> None:
 
         return run(self, *args, around_launch=around, **options)
 
-    laps, calls = [], []
-    with mock.patch.object(Engine, "run", timed):
+    counted, laps, calls = CallCounter(), [], []
+    with counted.watch(type(hosts.client)), mock.patch.object(Engine, "run", timed):
         for step in range(ROUNDS):
             hosts.barrier("between rounds")
+            counted.reset()
             inside, begin = 0.0, time.perf_counter()
             with contextlib.redirect_stdout(sys.stderr):
                 callback(SimpleNamespace(step=step + 1, model=model))
             total = time.perf_counter() - begin
-            laps.append((total, inside))
+            laps.append((total, inside, counted.calls))
             for _ in range(5):
                 begin = time.perf_counter()
                 hosts.client.set(f"lockstep/benchmark/{hosts.index}", b"x")
                 calls.append(time.perf_counter() - begin)
     laps = laps[WARM:]
     figures = {
-        "outside": 1000 * statistics.median(total - inside for total, inside in laps),
-        "inside": 1000 * statistics.median(inside for _, inside in laps),
-        "call": 1000 * statistics.median(calls),
+        "outside_ms": 1000 * statistics.median(total - inside for total, inside, _ in laps),
+        "inside_ms": 1000 * statistics.median(inside for _, inside, _ in laps),
+        "call_ms": 1000 * statistics.median(calls),
+        "leaders_calls": statistics.median(count for *_, count in laps),
     }
     hosts.barrier("all have measured")
     if hosts.is_leader:
         print(f"figures {json.dumps(figures)}", flush=True)
+
+
+CALLS = ("set", "get", "peek", "get_dir", "delete", "barrier")
+"""What can be asked of the service; each is one request."""
+
+
+class CallCounter:
+    """Counts the requests to the service that the thread which made this counter waits for."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self._thread = threading.get_ident()
+
+    def reset(self) -> None:
+        self.calls = 0
+
+    def count(self) -> None:
+        self.calls += threading.get_ident() == self._thread
+
+    @contextlib.contextmanager
+    def watch(self, client: type) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for name in CALLS:
+                stack.enter_context(mock.patch.object(client, name, self._counted(getattr(client, name))))
+            yield
+
+    def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any) -> Any:
+            self.count()
+            return call(*args)
+
+        return counted
 
 
 class SlowClient:
@@ -126,19 +163,21 @@ class SlowClient:
     def __init__(self, client: Any, latency_s: float) -> None:
         self._client, self._latency_s = client, latency_s
         self.index, self.count = client.index, client.count
+        self.counted = CallCounter()
 
     def __getattr__(self, name: str) -> Any:
         call = getattr(self._client, name)
 
         def slow(*args: Any) -> Any:
+            self.counted.count()
             time.sleep(self._latency_s)
             return call(*args)
 
         return slow
 
 
-def in_memory(count: int, latency_s: float) -> float:
-    """Median milliseconds of the host protocol of a round between ``count`` threads."""
+def in_memory(count: int, latency_s: float) -> dict[str, float]:
+    """Median milliseconds of the host protocol of a round between ``count`` threads, and calls of one of them."""
     import jax
 
     from lockstep.callback.round import run_round
@@ -161,14 +200,18 @@ def in_memory(count: int, latency_s: float) -> float:
                 between_launches(SimpleNamespace(done=False))
             return []
 
-    def rounds(client: Any) -> list[float]:
-        hosts, engine, laps = Hosts(SlowClient(client, latency_s)), NoEngine(), []
+    def rounds(client: Any) -> list[tuple[float, int]]:
+        slow = SlowClient(client, latency_s)
+        hosts, engine, laps = Hosts(slow), NoEngine(), []
+        stop_heart = hosts.beat()
         for step in range(ROUNDS):
             hosts.barrier("between rounds")
+            slow.counted.reset()
             begin = time.perf_counter()
             with hosts.scope("round") as scope:
                 run_round(scope, facts={"step": str(step)}, read=lambda: ([], []), engine=lambda: engine, model=None)
-            laps.append(time.perf_counter() - begin)
+            laps.append((time.perf_counter() - begin, slow.counted.calls))
+        stop_heart()
         return laps[WARM:]
 
     # The threads stand for processes, each of which would have a guard of its own.
@@ -177,7 +220,12 @@ def in_memory(count: int, latency_s: float) -> float:
         concurrent.futures.ThreadPoolExecutor(count) as pool,
     ):
         laps = list(pool.map(rounds, MemoryClient.hub(count)))
-    return 1000 * statistics.median(laps[0])
+    leader, follower = laps[0], laps[1]
+    return {
+        "ms": 1000 * statistics.median(seconds for seconds, _ in leader),
+        "leaders_calls": statistics.median(calls for _, calls in leader),
+        "calls": statistics.median(calls for _, calls in follower),
+    }
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import collections
 import threading
-import time
+from collections.abc import Callable
 from typing import Protocol
 
 import jax
@@ -128,53 +128,68 @@ class MemoryClient:
         return [cls(index, count, store) for index in range(count)]
 
     def set(self, key: str, value: bytes) -> None:
-        with self._store.changed:
+        with self._store.lock:
             self._store.values[key] = value
-            self._store.changed.notify_all()
+            self._store.wake(key)
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        with self._store.changed:
-            if not self._store.changed.wait_for(lambda: key in self._store.values, timeout_s):
+        with self._store.lock:
+            if not self._store.wait(key, lambda: key in self._store.values, timeout_s):
                 raise TimeoutError(f"no key {key!r} within {timeout_s:g} s")
             return self._store.values[key]
 
     def peek(self, key: str) -> bytes | None:
-        with self._store.changed:
+        with self._store.lock:
             return self._store.values.get(key)
 
     def get_dir(self, prefix: str) -> dict[str, bytes]:
         start = prefix.rstrip("/") + "/"
-        with self._store.changed:
+        with self._store.lock:
             return {key: value for key, value in self._store.values.items() if key.startswith(start)}
 
     def delete(self, key_or_prefix: str) -> None:
         name = key_or_prefix.rstrip("/")
-        with self._store.changed:
+        with self._store.lock:
             for key in [key for key in self._store.values if key == name or key.startswith(name + "/")]:
                 del self._store.values[key]
 
     def barrier(self, name: str, timeout_s: float) -> None:
         if self.count == 1:
             return
-        store, deadline = self._store, time.monotonic() + timeout_s
-        with store.changed:
-            store.arrived[name].add(self.index)
-            store.changed.notify_all()
-            while len(store.arrived[name]) < self.count and name not in store.broken:
-                if not store.changed.wait(deadline - time.monotonic()):
-                    store.broken.add(name)  # as in the service: one time-out ends the barrier for all
-                    store.changed.notify_all()
+        store = self._store
+        with store.lock:
+            arrived = store.arrived[name]
+            arrived.add(self.index)
+            if len(arrived) == self.count:
+                store.wake(name)
+            elif not store.wait(name, lambda: len(arrived) == self.count or name in store.broken, timeout_s):
+                store.broken.add(name)  # as in the service: one time-out ends the barrier for all
+                store.wake(name)
             if name in store.broken:
-                raise TimeoutError(f"barrier {name!r}: {len(store.arrived[name])} of {self.count} arrived")
+                raise TimeoutError(f"barrier {name!r}: {len(arrived)} of {self.count} arrived")
 
 
 class _Store:
+    """Values and barriers behind one lock; who waits is woken by what it waits for alone."""
+
     def __init__(self, count: int) -> None:
         self.count = count
+        self.lock = threading.Lock()
         self.values: dict[str, bytes] = {}
         self.arrived: collections.defaultdict[str, set[int]] = collections.defaultdict(set)
         self.broken: set[str] = set()
-        self.changed = threading.Condition()
+        self._changed: dict[str, threading.Condition] = {}
+
+    def wait(self, name: str, until: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait, with the lock held, for what `wake` of the same name tells; whether it came in time."""
+        if until():
+            return True
+        return self._changed.setdefault(name, threading.Condition(self.lock)).wait_for(until, timeout_s)
+
+    def wake(self, name: str) -> None:
+        """Wake those that wait, with the lock held."""
+        if (changed := self._changed.get(name)) is not None:
+            changed.notify_all()
 
 
 def service_is_running() -> bool:
