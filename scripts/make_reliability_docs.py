@@ -40,7 +40,7 @@ def render(page: str, seen: Seen, date: str | None = None) -> str:
         mark = " ⁴" if fault.on_four else ""
         sees = f"… {fault.sees} …".replace("|", "\\|") if fault.sees else "nothing, or the system's own words"
         found = seen.get(fault.name, {})
-        shown = [f"{found[count]:.1f}" if count in found else "–" for count in COUNTS[: 2 if fault.on_four else 1]]
+        shown = [_shown(found[count]) if count in found else "–" for count in COUNTS[: 2 if fault.on_four else 1]]
         lines.append(f"| {fault.what}{mark} | {fault.ends} | {sees} | {fault.deadline_s:g} s | {' / '.join(shown)} s |")
     return before + BEGIN + "\n" + "\n".join(lines) + "\n" + END + after
 
@@ -54,6 +54,10 @@ def seen_on(page: str) -> dict[str, dict[str, float]]:
         if what in names:
             found[names[what]] = {count: float(number) for count, number in numbers if number != "–"}
     return found
+
+
+def _shown(seconds: float) -> str:
+    return f"{seconds:.2f}" if seconds < 1 else f"{seconds:.1f}"
 
 
 def _date(table: str) -> str:

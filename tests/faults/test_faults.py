@@ -241,7 +241,10 @@ def test_the_leader_dies(when, processes, tmp_path):
 
 def check_death(name, when, victim, processes, directory):
     """No launcher ends the survivors."""
-    ends = run_unattended(ends_command(directory, f"die {when}", victim), processes=processes)
+    # Compiling comes first.
+    ends = run_unattended(
+        ends_command(directory, f"die {when}", victim), processes=processes, timeout_s=60.0 * processes
+    )
     assert ends[victim].code == -signal.SIGKILL and ends[victim].seconds == 0
     for index, end in enumerate(ends):
         if index != victim:

@@ -72,3 +72,30 @@ def test_digest_knows_where_a_part_ends():
     assert digest("ab", "c") != digest("a", "bc") != digest("abc")
     assert digest("ab", b"c") == digest(b"ab", "c")
     assert len(digest()) == 64
+
+
+def _from_leader(hosts, fail):
+    def work():
+        assert hosts.is_leader
+        if fail:
+            raise OSError("no such file")
+        return b"prompts"
+
+    try:
+        return hosts.from_leader("prompts", work).decode()
+    except PeerError as error:
+        return f"{error} ({type(error.__cause__).__name__})"
+
+
+def test_what_the_leader_does_fails_alike_everywhere():
+    assert run_threads(_from_leader, 3, False) == ["prompts"] * 3
+    text = "1 of 3 processes failed at 'lockstep/job/prompts#1'. process 0: OSError: no such file"
+    assert run_threads(_from_leader, 3, True) == [f"{text} (OSError)", f"{text} (NoneType)", f"{text} (NoneType)"]
+
+
+def _told(hosts):
+    return hosts.settle("measure", None, {"free": hosts.index})
+
+
+def test_settling_tells_what_every_process_has_to_tell():
+    assert run_threads(_told, 3) == [[{"free": 0}, {"free": 1}, {"free": 2}]] * 3
