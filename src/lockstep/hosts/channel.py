@@ -87,13 +87,18 @@ class Channel:
         beats = heartbeats(self.client)
         if missing is None:
             missing = [i for i in range(self.client.count) if i not in beats or key not in beats[i].waits]
-        who = [f"process {i} ({beats[i]})" if i in beats else f"process {i} (never seen)" for i in missing]
+        silent = [i for i in missing if i in beats and beats[i].silent]
+        alive = [f"process {i} ({beats[i]})" for i in missing if silent and i not in silent and i in beats]
+        first = silent or missing
+        who = [f"process {i} ({beats[i]})" if i in beats else f"process {i} (never seen)" for i in first]
         elsewhere = [f"process {i} waits at {beats[i].waits[-1]!r}" for i in missing if i in beats and beats[i].waits]
         text = f"{kind} {key!r} timed out after {timeout_s:g} s on process {self.client.index} of {self.client.count}. "
         if who:
             text += f"Missing: {', '.join(who)}. "
         else:
             text += "Every process has come by now, but at least one of them after the deadline. "
+        if alive:
+            text += f"Alive, but not here: {', '.join(alive)}. "
         if elsewhere:
             text += f"Their last wait: {', '.join(elsewhere)}. "
         return HostTimeoutError(
