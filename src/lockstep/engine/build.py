@@ -16,6 +16,7 @@ from lockstep.engine.fork import fork_arguments, fork_function
 from lockstep.engine.prefill import prefill_arguments, prefill_function
 from lockstep.engine.program import Program, compile_program
 from lockstep.engine.score import num_scores, score_arguments, score_function
+from lockstep.engine.spread import spread_heads
 from lockstep.engine.transformer import Transformer, device_heads
 from lockstep.hosts import Ledger
 from lockstep.kernels import select_attention
@@ -80,6 +81,7 @@ def build_programs(
             name, function, arguments, mesh=grid.mesh, ledger=ledger, compile_with=compile_with, **options
         )
 
+    model, weights = spread_heads(model, weights, grid.tensor)
     dtype = jnp.dtype(config.dtype or weights.embed.dtype)
     kv_dtype = config.kv_dtype(dtype)
     layouts = leaf_layouts(weights, grid)

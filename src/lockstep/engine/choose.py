@@ -13,6 +13,7 @@ from lockstep.engine.footprint import Footprint, Shapes
 from lockstep.engine.hardware import chip_of
 from lockstep.engine.memory import fits_model, prompts_at_a_time, slots_worth, work_out_sizes
 from lockstep.engine.sizing import Choice, Sizing, bytes_text, layout_text, reasons
+from lockstep.engine.spread import spread_heads
 from lockstep.errors import CapacityError
 from lockstep.kernels import attention_text
 from lockstep.models import DecoderWeights, LlamaConfig
@@ -95,17 +96,21 @@ class Chooser:
         return [self._config.layout] if self._config.layout != "auto" else self._possible()
 
     def _possible(self) -> list[Layout]:
-        sizes = [tensor for tensor in tensor_sizes(self._mesh.shape) if fits_model(self._model, tensor)]
+        # More devices than kv heads work too, but hold K and V several times: only where somebody asks for it.
+        most = self._model.num_kv_heads
+        sizes = [t for t in tensor_sizes(self._mesh.shape) if t <= most and fits_model(self._model, t)]
         few = one_per_process(decode_grid(self._mesh, 1))
         fewer: list[Layout] = [{"tensor": 1, "replicas": few}] if few else []
         return [*({"tensor": tensor} for tensor in sizes), *fewer, "training"]
 
     def _shapes(self, layout: Layout) -> Shapes:
         dtype = jnp.dtype(self._config.dtype or self._weights.embed.dtype)
+        grid = decode_grid(self._mesh, tensor_size(layout) or 1)
+        model, weights = spread_heads(self._model, self._weights, grid.tensor)
         return Shapes(
-            config=self._model,
-            weights=self._weights,
-            grid=decode_grid(self._mesh, tensor_size(layout) or 1),
+            config=model,
+            weights=weights,
+            grid=grid,
             dtype=dtype,
             gather=layout != "training",
             kv_dtype=self._config.kv_dtype(dtype),

@@ -21,6 +21,7 @@ from lockstep.engine.prepared import Prepared, prepare_programs
 from lockstep.engine.program import AroundLaunch, Compilation, Program, fetch, signature_of
 from lockstep.engine.score import score_arguments
 from lockstep.engine.sizing import Sizing
+from lockstep.engine.spread import spread_heads
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, Ledger, current, digest, environment
 from lockstep.kernels import check_cache_dtype
@@ -240,7 +241,7 @@ class Engine:
                 "the model's configuration, shapes, dtypes or placement are not those that the engine prepared for. "
                 "Call prepare with this model first."
             )
-        return weights
+        return spread_heads(config, weights, self.grid.tensor)[1]
 
     def _scheduler(self, requests: Iterable[Request], find_stop: FindStop | None) -> Scheduler:
         assert self._built is not None

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from lockstep.engine.config import DEFAULT_PAGE_SIZE, EngineConfig
 from lockstep.engine.hardware import chip_named
+from lockstep.engine.spread import spreads
 from lockstep.errors import ConfigError
 from lockstep.models.config import LlamaConfig
 from lockstep.placement.layout import DecodeGrid, tensor_sizes
@@ -116,7 +117,7 @@ def prompts_at_a_time(config: EngineConfig, sizes: ScheduleSizes, requests: Sequ
 
 def check_layout(model: LlamaConfig, grid: DecodeGrid) -> None:
     """Raises ConfigError when the model cannot be split over the tensor axes of ``grid``."""
-    for name, size in _split(model).items():
+    for name, size in _split(model, grid.tensor).items():
         if size % grid.tensor:
             works = [tensor for tensor in tensor_sizes(grid.training_shape) if fits_model(model, tensor)]
             raise ConfigError(
@@ -127,11 +128,12 @@ def check_layout(model: LlamaConfig, grid: DecodeGrid) -> None:
 
 def fits_model(model: LlamaConfig, tensor: int) -> bool:
     """Whether so many devices can split the model."""
-    return not any(size % tensor for size in _split(model).values())
+    return not any(size % tensor for size in _split(model, tensor).values())
 
 
-def _split(model: LlamaConfig) -> dict[str, int]:
-    return {"num_kv_heads": model.num_kv_heads, "intermediate_dim": model.intermediate_dim}
+def _split(model: LlamaConfig, tensor: int) -> dict[str, int]:
+    heads = {} if spreads(model, tensor) else {"num_kv_heads": model.num_kv_heads}
+    return heads | {"intermediate_dim": model.intermediate_dim}
 
 
 def _page_size(config: EngineConfig, grid: DecodeGrid) -> int:

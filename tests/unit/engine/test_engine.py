@@ -247,12 +247,6 @@ REFUSED: list[tuple[dict[str, Any], list[Request], type[Exception], str]] = [
         r"prompt 3 needs 3 pages of 8 tokens for its 17 prompt and 8 new tokens; a replica has 2 .* Raise max_pages to "
         r"at least 4, or shorten the prompt\.",
     ),
-    (
-        {"layout": {"tensor": 4}},
-        [request(3, 5)],
-        ConfigError,
-        r"splits num_kv_heads = 2.* Set tensor to one of \[1, 2\]",
-    ),
 ]
 
 

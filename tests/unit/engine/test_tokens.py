@@ -114,3 +114,20 @@ def test_what_is_compared_has_both_endings_and_many_lengths() -> None:
         want = expected(family, VOCAB)
         assert {e.finish_reason for e in want} == {FinishReason.STOP, FinishReason.LENGTH}, family
         assert len({e.tokens for e in want}) >= 8, family  # of 10; the greedy generations of a prompt are alike
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [
+        ("qwen2", "1,4,1"),
+        *(pytest.param(family, "1,2,2", marks=pytest.mark.slow) for family in ("llama", "gemma", "olmo")),
+    ],
+)
+def test_more_devices_than_kv_heads(family: str, mesh: str) -> None:
+    """Each of the two kv heads lies on two devices, which share its query heads."""
+    engine = Engine(EngineConfig(layout={"tensor": 4}, page_size=8, max_steps_per_launch=5), mesh_of(mesh))
+    check(expected(family, VOCAB), engine.generate(model_on(mesh, FAMILIES[family]), mixed_requests()))
+    assert engine.sizing is not None and engine.sizing.compiled is not None and engine.sizes is not None
+    position = FAMILIES[family].num_layers * 2 * FAMILIES[family].head_size * 4  # one kv head on a device, float32
+    assert engine.sizing.compiled.pool == engine.sizes.pages * engine.sizes.page_size * position
+    assert 0 <= engine.sizing.compiled.weights - engine.sizing.predicted.weights < 256, "pointers of the results"
