@@ -16,6 +16,8 @@ OUTPUT = ROOT / "docs" / "reliability.md"
 MEASURED = ROOT / "build" / "fault-seconds.json"
 BEGIN, END = "<!-- table: scripts/make_reliability_docs.py -->", "<!-- end of table -->"
 COUNTS = ("2", "4")
+LEAST_S, LESS = 0.05, "< 0.1"
+"""What is shown of less, as which seconds."""
 
 type Seen = Mapping[str, Mapping[str, float]]
 """By fault and number of processes, the seconds that were measured."""
@@ -49,15 +51,17 @@ def seen_on(page: str) -> dict[str, dict[str, float]]:
     """What the page's table says was measured."""
     names = {fault.what: fault.name for fault in _faults()}
     found: dict[str, dict[str, float]] = {}
-    for what, values in re.findall(r"^\| (.+?)(?: ⁴)? \|.*\| ([\d.–/ ]+) s \|$", page, re.MULTILINE):
+    for what, values in re.findall(r"^\| (.+?)(?: ⁴)? \|.*\| ([\d.–/< ]+) s \|$", page, re.MULTILINE):
         numbers = zip(COUNTS, values.split(" / "), strict=False)
         if what in names:
-            found[names[what]] = {count: float(number) for count, number in numbers if number != "–"}
+            found[names[what]] = {
+                count: 0.0 if number == LESS else float(number) for count, number in numbers if number != "–"
+            }
     return found
 
 
 def _shown(seconds: float) -> str:
-    return f"{seconds:.2f}" if seconds < 1 else f"{seconds:.1f}"
+    return f"{seconds:.1f}" if seconds >= LEAST_S else LESS
 
 
 def _date(table: str) -> str:
