@@ -17,7 +17,7 @@ MEASURED = ROOT / "build" / "fault-seconds.json"
 BEGIN, END = "<!-- table: scripts/make_reliability_docs.py -->", "<!-- end of table -->"
 COUNTS = ("2", "4")
 LEAST_S, LESS = 0.05, "< 0.1"
-"""What is shown of less, as which seconds."""
+"""Seconds that are shown; less is shown as this."""
 
 type Seen = Mapping[str, Mapping[str, float]]
 """By fault and number of processes, the seconds that were measured."""
