@@ -20,7 +20,7 @@ from lockstep.placement import make_mesh
 from lockstep.plan.cache import CompileCache
 from lockstep.plan.collectives import CollectiveSum, collectives, summed
 from lockstep.plan.hlo import Hlo, vmem
-from lockstep.plan.refusal import Refusal, RefusedError, key_in
+from lockstep.plan.refusal import Refusal, RefusedError, key_in, largest_in
 from lockstep.plan.topology import Topology, names_of
 from lockstep.plan.train_step import State, TrainStepPlan, make_state, plan_step
 from lockstep.plan.work import SamplingWork, Work
@@ -292,7 +292,9 @@ def _config_refusal(work: Work, one: SamplingWork | None, error: ConfigError) ->
     keys |= {"data.max_seq_len": "data.max_seq_len"}
     if one is not None:
         keys |= {name: one.key(name) for name in _ENGINE_KEYS}
-    return Refusal(key=key_in(str(error), keys) or work.model_key, value=None, largest=None, text=str(error))
+    key = key_in(str(error), keys)
+    value = getattr(one.engine, key.rpartition(".")[2], None) if one is not None and key is not None else None
+    return Refusal(key=key or work.model_key, value=value, largest=largest_in(str(error)), text=str(error))
 
 
 def _with_slice(refusal: Refusal, work: Work, topology: Topology, state: State | None) -> Refusal:

@@ -1,6 +1,7 @@
 """Why a configuration cannot run: the number that is too large, the largest that works, and where to change it."""
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,16 @@ def place_of(path: Path | None, key: str, overrides: Sequence[str] = ()) -> str:
             return f"{path}:{line} (add {missing}{f' to {above}' if above else ''})"
         line, node = found[0].start_mark.line + 1, found[1]
     return f"{path}:{line}"
+
+
+def largest_in(text: str) -> int | None:
+    """The bound that a message gives a number which is too large: ``Set it to at most 8192``.
+
+    Args:
+        text: of an error.
+    """
+    found = re.search(r"to at most (\d[\d,]*)", text)
+    return int(found[1].replace(",", "")) if found else None
 
 
 def key_in(text: str, keys: Mapping[str, str]) -> str | None:

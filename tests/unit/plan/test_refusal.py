@@ -2,8 +2,11 @@
 
 import pytest
 
-from lockstep.plan.refusal import key_in, place_of
+from lockstep.engine import Engine, EngineConfig
+from lockstep.errors import ConfigError
+from lockstep.plan.refusal import key_in, largest_in, place_of
 from lockstep.plan.train_step import largest_that_works
+from tests.unit.engine.models import mesh_of, model_on, request
 
 YAML = """\
 # A comment.
@@ -69,3 +72,12 @@ def test_a_good_guess_is_confirmed_with_two_questions():
 
     assert largest_that_works([1, 2, 4, 8, 16], 4, works) == 4
     assert asked == [4, 8]
+
+
+def test_what_is_refused_before_compiling_names_the_bound():
+    engine = Engine(EngineConfig(max_seq_len=65), mesh_of("1,2,2"))
+    with pytest.raises(ConfigError) as refused:
+        engine.check(model_on("1,2,2"), [request(0, 5)])
+    text = str(refused.value)
+    assert largest_in(text) == 64 and key_in(text, {"max_seq_len": "engine.max_seq_len"}) == "engine.max_seq_len"
+    assert largest_in("layout {tensor: 3} does not fit. Set tensor to one of [1, 2].") is None
