@@ -154,3 +154,45 @@ def test_llama3_8b_compiles_for_v5p_16(layout):
         assert figures[program]["aliased"] == figures["pool"], program
     # Weights move a layer at a time, large ones in pieces, and are cast on the way; where none move, all are cast.
     assert figures["relay"]["temporaries"] <= 0.1 * figures["relay"]["arguments"]
+
+
+SPREAD = """
+import json
+import jax
+from benchmarks.tpu_programs import weights_on
+from lockstep.engine import Engine, EngineConfig
+from lockstep.models import LlamaConfig
+from lockstep.models.known import KnownModel
+from lockstep.placement import make_mesh
+from lockstep.plan.collectives import collectives
+from lockstep.plan.hlo import Hlo
+from lockstep.plan.topology import topology
+from lockstep.types import Request, SamplingParams
+
+config = LlamaConfig(
+    max_seq_len=2048, hidden_dim=512, intermediate_dim=1024, num_layers=3, num_heads=16, num_kv_heads=2, head_dim=128
+)
+mesh = make_mesh("auto", list(topology("v5p-8").devices))
+weights = weights_on(mesh, KnownModel(config=config, vocab_size=1024), "bfloat16")
+params = SamplingParams(max_new_tokens=64, temperature=0.7)
+engine = Engine(EngineConfig(layout={"tensor": 4}, max_seq_len=512, memory_bytes_per_device=80 << 30), mesh)
+requests = [Request(prompt_id=i, prompt_tokens=tuple(range(448)), params=params) for i in range(64)]
+engine.prepare((config, weights), requests)
+sizes, decode = engine.sizes, engine.programs["decode"]
+steps = [one for one in collectives(Hlo(decode.text(), ()), 4) if one.in_step and one.kind == "all-reduce"]
+print(json.dumps({
+    "pool": 3 * sizes.pages * sizes.page_size * 2 * 128 * 2,
+    "aliased": decode.memory().alias_size_in_bytes,
+    "of_layers": sum(one.times for one in steps if one.bytes == sizes.slots * 512 * 2),
+}))
+"""
+
+
+@pytest.mark.slow
+def test_two_kv_heads_on_four_devices():
+    """Each device holds one kv head of the pool; a layer still has two all-reduces, and the embedding one."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    run = subprocess.run([sys.executable, "-c", SPREAD], env=environment, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stderr[-4000:]
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert found["aliased"] == found["pool"] and found["of_layers"] == 2 * 3 + 1
