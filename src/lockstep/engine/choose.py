@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from lockstep.engine.config import EngineConfig, Layout, resting_replicas, tensor_size
-from lockstep.engine.estimate import estimate, one_per_process
+from lockstep.engine.estimate import estimate, one_per_memory
 from lockstep.engine.fit import Demand, fit
 from lockstep.engine.footprint import Footprint, Shapes
 from lockstep.engine.hardware import chip_of
@@ -99,7 +99,7 @@ class Chooser:
         # More devices than kv heads work too, but hold K and V several times: only where somebody asks for it.
         most = self._model.num_kv_heads
         sizes = [t for t in tensor_sizes(self._mesh.shape) if t <= most and fits_model(self._model, t)]
-        few = one_per_process(decode_grid(self._mesh, 1))
+        few = one_per_memory(decode_grid(self._mesh, 1))
         fewer: list[Layout] = [{"tensor": 1, "replicas": few}] if few else []
         return [*({"tensor": tensor} for tensor in sizes), *fewer, "training"]
 

@@ -42,8 +42,8 @@ class EngineConfig:
     layout: Layout = "auto"
     """``training``: weights stay where the trainer has them and are gathered layer by layer at every step.
     ``{tensor: N}``: weights are moved once per round, N devices share a copy. ``auto``: of those that fit, the one with
-    the least predicted time. ``{tensor: 1, replicas: M}``: all have the weights, M of them decode; on CPU, where the
-    devices of a process share its memory, ``auto`` has one per process do so."""
+    the least predicted time. ``{tensor: 1, replicas: M}``: all have the weights, M of them decode. On CPU devices
+    share a memory, and ``auto`` has one for each do so: per process, or one where all processes are on one machine."""
     hbm_utilization: float = 0.9
     """Share of the free device memory that sampling may use; free is what the fullest device of all hosts has left."""
     memory_bytes_per_device: int | None = None

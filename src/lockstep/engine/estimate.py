@@ -7,6 +7,7 @@ import numpy as np
 from lockstep.engine.fit import Demand, waves
 from lockstep.engine.footprint import OUTER, Shapes
 from lockstep.engine.hardware import Chip, Link
+from lockstep.hosts import on_one_machine
 from lockstep.placement.layout import DecodeGrid
 from lockstep.schedule import ScheduleSizes
 
@@ -60,8 +61,8 @@ def estimate(shapes: Shapes, sizes: ScheduleSizes, demand: Demand, chip: Chip) -
     if shapes.weights.lm_head is not None:  # of an embedding that is not the output layer too, rows are read
         read -= sum(shapes.decode_bytes(leaf, layout) for name, leaf, layout in shapes.leaves if name == "embed")
     kv = slots * demand.context * shapes.kv_bytes
-    # Devices of a process that share its cores and its memory: all of them, and those that decode.
-    share = _local_devices(grid) if _shares_memory(grid) else 1
+    # Devices that share cores and a memory: all of them, and those that decode.
+    share = grid.mesh.size // memories(grid)
     decoding = share * working / grid.replicas if share > 1 else 1
 
     link = _link(grid, chip, grid.tensor)
@@ -91,33 +92,34 @@ def estimate(shapes: Shapes, sizes: ScheduleSizes, demand: Demand, chip: Chip) -
     )
 
 
-def _link(grid: DecodeGrid, chip: Chip, group: int) -> Link:
-    """The slowest way inside groups of so many consecutive devices."""
-    hosts = np.array([device.process_index for device in grid.mesh.devices.flat]).reshape(-1, group)
-    return chip.link if (hosts == hosts[:, :1]).all() else chip.network
-
-
-def one_per_process(grid: DecodeGrid) -> int:
-    """How many replicas should work where the devices of a process share its memory: more only read weights again.
+def one_per_memory(grid: DecodeGrid) -> int:
+    """How many replicas should work where devices share a memory: more would only read the weights again.
 
     Args:
         grid: with a replica on every device.
 
     Returns:
-        The number of processes, if a replica of each is then among the working ones, and others can rest; else 0.
+        The number of memories, if a replica of each is then among the working ones, and others can rest; else 0.
     """
+    found, devices = memories(grid), grid.mesh.size
     owners = [device.process_index for device in grid.mesh.devices.flat]
-    processes = len(set(owners))
-    if not _shares_memory(grid) or len(owners) == processes or len(owners) % processes:
+    if found == devices or devices % found or len(set(owners[:: devices // found])) != found:
         return 0
-    return processes if len(set(owners[:: len(owners) // processes])) == processes else 0
+    return found
 
 
-def _shares_memory(grid: DecodeGrid) -> bool:
-    """Whether the devices of a process are one machine's cores."""
-    return bool(grid.mesh.devices.flat[0].platform == "cpu")
+def memories(grid: DecodeGrid) -> int:
+    """How many memories, with the cores at them, the devices of a grid have.
+
+    One each; but on CPU one for each process, and a single one where all processes are known to run on one machine.
+    """
+    devices = list(grid.mesh.devices.flat)
+    if devices[0].platform != "cpu":
+        return len(devices)
+    return 1 if on_one_machine() else len({device.process_index for device in devices})
 
 
-def _local_devices(grid: DecodeGrid) -> int:
-    """Devices that the fullest process has in the grid."""
-    return int(np.bincount([device.process_index for device in grid.mesh.devices.flat]).max())
+def _link(grid: DecodeGrid, chip: Chip, group: int) -> Link:
+    """The slowest way inside groups of so many consecutive devices."""
+    hosts = np.array([device.process_index for device in grid.mesh.devices.flat]).reshape(-1, group)
+    return chip.link if (hosts == hosts[:, :1]).all() else chip.network

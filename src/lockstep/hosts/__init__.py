@@ -3,6 +3,7 @@
 from lockstep.hosts._client import Client as Client
 from lockstep.hosts._client import JaxClient as JaxClient
 from lockstep.hosts._client import MemoryClient as MemoryClient
+from lockstep.hosts._client import on_one_machine as on_one_machine
 from lockstep.hosts.agree import compare as compare
 from lockstep.hosts.agree import digest as digest
 from lockstep.hosts.config import DistributedConfig as DistributedConfig

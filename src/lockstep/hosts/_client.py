@@ -1,6 +1,8 @@
 """The coordination service behind one small interface. The only file of lockstep that touches ``jax._src``."""
 
 import collections
+import contextlib
+import ipaddress
 import threading
 from collections.abc import Callable
 from typing import Protocol
@@ -200,6 +202,20 @@ def service_is_running() -> bool:
 def service_address() -> str | None:
     """host:port of the service, None where it is not running."""
     return global_state.coordinator_address if service_is_running() else None
+
+
+def on_one_machine() -> bool:
+    """Whether all processes of the job are known to run on this machine: one alone, or all meet at a loopback address.
+
+    The same on every process: who meets at a loopback address is here, and who is elsewhere cannot.
+    """
+    address = service_address()
+    if address is None or global_state.num_processes == 1:
+        return True
+    host = address.rpartition(":")[0].strip("[]")
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 def backend_is_running() -> bool:

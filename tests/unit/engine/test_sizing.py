@@ -15,7 +15,7 @@ from lockstep.engine import Engine, EngineConfig
 from lockstep.engine import choose as choose_module
 from lockstep.engine.choose import Chooser
 from lockstep.engine.config import Layout
-from lockstep.engine.estimate import estimate, one_per_process
+from lockstep.engine.estimate import estimate, one_per_memory
 from lockstep.engine.fit import Demand, fit
 from lockstep.engine.footprint import Footprint, Shapes
 from lockstep.engine.hardware import Chip, Link, chip_named
@@ -223,10 +223,10 @@ def test_auto_on_this_machine() -> None:
 
 def test_devices_with_memory_of_their_own_all_decode() -> None:
     pytest.importorskip("libtpu", reason="the extra [plan] brings the TPU compiler")
-    assert one_per_process(decode_grid(mesh_of("1,2,2"), 1)) == 1
+    assert one_per_memory(decode_grid(mesh_of("1,2,2"), 1)) == 1
     tpu = Mesh(np.array(topology("v5p-8").devices), ("fsdp",))
-    assert one_per_process(decode_grid(tpu, 1)) == 0
-    assert one_per_process(decode_grid(mesh_of("1,1,1"), 1)) == 0, "one device alone has nobody to rest"
+    assert one_per_memory(decode_grid(tpu, 1)) == 0
+    assert one_per_memory(decode_grid(mesh_of("1,1,1"), 1)) == 0, "one device alone has nobody to rest"
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """Host logic between threads with the in-memory client: the bodies that tests/multiprocess runs between processes."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from lockstep.errors import HostError, PeerError
-from lockstep.hosts import Hosts, MemoryClient, current, digest
+from lockstep.hosts import Hosts, MemoryClient, _client, current, digest, on_one_machine
 from lockstep.hosts import channel as channel_module
 from tests.multiprocess.harness import run_threads
 from tests.multiprocess.host_bodies import check, run_all
@@ -99,3 +101,23 @@ def _told(hosts):
 
 def test_settling_tells_what_every_process_has_to_tell():
     assert run_threads(_told, 3) == [[{"free": 0}, {"free": 1}, {"free": 2}]] * 3
+
+
+@pytest.mark.parametrize(
+    ("address", "count", "one"),
+    [
+        (None, 1, True),
+        ("127.0.0.1:1234", 2, True),
+        ("localhost:1234", 2, True),
+        ("[::1]:1234", 2, True),
+        ("10.0.0.2:1234", 1, True),
+        ("10.0.0.2:1234", 2, False),
+        ("pod-worker-0:1234", 2, False),
+    ],
+)
+def test_processes_that_meet_at_a_loopback_address_are_on_one_machine(
+    address: str | None, count: int, one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = SimpleNamespace(client=address and object(), coordinator_address=address, num_processes=count)
+    monkeypatch.setattr(_client, "global_state", state)
+    assert on_one_machine() == one
