@@ -102,7 +102,7 @@ def body_engine(hosts):
     mesh = make_mesh("auto")
     model = (tiny.CONFIG, tiny.placed_weights(mesh))
     requests = tiny.requests(temperature=0.8, n_generations=2)
-    engine = Engine(EngineConfig(page_size=8, max_seqs=4, max_steps_per_launch=5), mesh)
+    engine = Engine(EngineConfig(page_size=8, max_seqs=4, max_steps_per_launch=5, layout={"tensor": 1}), mesh)
     plain = engine.generate(model, requests, hosts=hosts)
 
     def cancel(scheduler):

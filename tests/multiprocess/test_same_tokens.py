@@ -72,7 +72,7 @@ def expected():
         (2, "auto", "training", TIGHT),
         (2, "1,2,2", {"tensor": 2}, TIGHT),
         (4, "host_local", {"tensor": 2}, {}),
-        (4, "auto", "training", {}),
+        (4, "auto", {"tensor": 1}, {}),
     ],
 )
 def test_tokens_are_those_of_one_process(expected, processes, mesh_shape, layout, options):

@@ -6,6 +6,7 @@ from typing import Any
 import haliax as hax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from lockstep.callback import InferenceEvalConfig
 from lockstep.engine import Engine, EngineConfig
@@ -13,8 +14,8 @@ from lockstep.engine.choose import Chooser
 from lockstep.engine.sizing import Sizing
 from lockstep.errors import ConfigError
 from lockstep.models import read_decoder
+from lockstep.plan.topology import topology
 from lockstep.types import SamplingParams
-from tests.interpret import kernel_on_cpu
 from tests.oracle import assert_same_logprobs, assert_same_tokens, oracle_completions, rounded_kv
 from tests.sampling_oracle import log_softmax
 from tests.unit.engine.models import FAMILIES, LLAMA, mesh_of, mixed_requests, model_on, request
@@ -97,5 +98,7 @@ def test_values_that_cannot_work() -> None:
 
 
 def test_int8_is_refused_where_attention_is_a_kernel() -> None:
-    with kernel_on_cpu(), pytest.raises(ConfigError, match=r"kv_cache_dtype is int8 .* Set kv_cache_dtype to auto"):
-        Engine(EngineConfig(kv_cache_dtype="int8"), mesh_of("1,1,1"))
+    pytest.importorskip("libtpu", reason="the extra [plan] brings the TPU compiler")
+    mesh = Mesh(np.array(topology("v5p-8").devices), ("fsdp",))
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype is int8 .* Set kv_cache_dtype to auto"):
+        Engine(EngineConfig(kv_cache_dtype="int8"), mesh)
