@@ -9,8 +9,8 @@ import numpy as np
 
 from lockstep.errors import ConfigError
 from lockstep.schedule.capacity import check_capacity
-from lockstep.schedule.launch_length import launch_steps
 from lockstep.schedule.plan import DecodePlan, ForkPlan, PrefillPlan, ScheduleSizes, ScorePlan
+from lockstep.schedule.planning import ScoredRow, plan_decode, plan_forks, plan_prefill, plan_scores
 from lockstep.schedule.prefix import page_keys, tail_key
 from lockstep.schedule.replica import Replica
 from lockstep.schedule.scores import PromptScores
@@ -78,7 +78,7 @@ class Scheduler:
         self._sequences: list[Sequence] = []
         self._unanswered: dict[int, int] = {}
         self._waiting: deque[Sequence] = deque()
-        self._scoring: list[tuple[int, int, PromptScores]] = []
+        self._scoring: list[ScoredRow] = []
         self._replicas = [Replica(i, sizes) for i in sizes.working]
         self._finished, self._sampled = 0, [0] * sizes.replicas
         self._read()
@@ -166,14 +166,17 @@ class Scheduler:
         """
         self._admit()
         if any(replica.prefilling for replica in self._replicas):
-            return self._plan_prefill()
+            return plan_prefill(self.sizes, self._replicas)
         if any(replica.forking for replica in self._replicas):
-            return self._plan_forks()
-        if (scoring := self._plan_scores()) is not None:
-            return scoring
+            return plan_forks(self.sizes, self._replicas)
+        if self.sizes.prompt_logprobs:
+            scoring, self._scoring = plan_scores(self.sizes, self._replicas)
+            if self._scoring:
+                return scoring
         if self.done:
             return None
-        return self._plan_decode()
+        more = bool(self._waiting) or self._next is not None
+        return plan_decode(self.sizes, self._replicas, waiting=more)
 
     def commit(
         self,
@@ -324,79 +327,3 @@ class Scheduler:
                 return replica.num_in_common(sequence) if crowded else 0, replica.num_free_slots, -i
 
             self._replicas[max(fitting, key=worth)].admit(self._waiting.popleft())
-
-    def _plan_prefill(self) -> PrefillPlan:
-        sizes = self.sizes
-        plan = PrefillPlan.empty(sizes)
-        for replica in self._replicas:
-            r = replica.index
-            for row, (sequence, start) in enumerate(
-                replica.take_prefill_rows(sizes.prefill_rows, sizes.prefill_sequences)
-            ):
-                end = min(start + sizes.page_size, sequence.num_prefill)
-                # What follows the prompt on its last page is seen by nobody, but 0 times NaN is NaN: so it is no token
-                # but one that the row's queries see anyway.
-                plan.tokens[r, row] = sequence.request.prompt_tokens[start]
-                plan.tokens[r, row, : end - start] = sequence.request.prompt_tokens[start:end]
-                plan.start[r, row] = start
-                plan.page[r, row] = sequence.pages[start // sizes.page_size]
-                plan.page_table[r, row, : len(sequence.pages)] = sequence.pages
-        return plan
-
-    def _plan_forks(self) -> ForkPlan:
-        plan = ForkPlan.empty(self.sizes)
-        for replica in self._replicas:
-            for at, (source, target) in enumerate(replica.take_forks()):
-                plan.source[replica.index, at], plan.target[replica.index, at] = source, target
-        return plan
-
-    def _plan_scores(self) -> ScorePlan | None:
-        """Rows of prompts whose K/V is complete; of several generations any will do, the first is taken."""
-        sizes = self.sizes
-        if not sizes.prompt_logprobs:
-            return None
-        plan, begun = ScorePlan.empty(sizes), set[PromptScores]()
-        for replica in self._replicas:
-            r, row = replica.index, 0
-            for sequence in replica.slots:
-                scores = None if sequence is None else sequence.scores
-                if sequence is None or scores is None or scores.done or scores in begun:
-                    continue
-                begun.add(scores)
-                prompt = sequence.request.prompt_tokens
-                for start in range(len(scores.logprobs), len(prompt) - 1, sizes.page_size):
-                    if row == sizes.prefill_rows:
-                        break
-                    end = min(start + sizes.page_size, len(prompt) - 1)
-                    known, following = prompt[start:end], prompt[start + 1 : end + 1]
-                    plan.tokens[r, row] = known[0]
-                    plan.tokens[r, row, : len(known)] = known
-                    plan.targets[r, row, : len(following)] = following
-                    plan.start[r, row] = start
-                    plan.page_table[r, row, : len(sequence.pages)] = sequence.pages
-                    self._scoring.append((r, row, scores))
-                    row += 1
-        return plan if self._scoring else None
-
-    def _plan_decode(self) -> DecodePlan:
-        sizes = self.sizes
-        active = [s for replica in self._replicas for s in replica.slots if s is not None]
-        steps = launch_steps(
-            [sequence.remaining for sequence in active],
-            sizes.steps,
-            waiting=bool(self._waiting) or self._next is not None,
-            may_stop=any(s.request.params.stops or s.request.params.stop for s in active),
-        )
-        plan = DecodePlan.empty(sizes, steps)
-        for sequence in active:
-            at = (sequence.replica, sequence.slot)
-            params = sequence.request.params
-            plan.token[at] = sequence.last_token
-            plan.position[at] = sequence.position
-            plan.remaining[at] = sequence.remaining
-            plan.page_table[at][: len(sequence.pages)] = sequence.pages
-            plan.stop_ids[at][: len(params.stops)] = params.stops
-            plan.draw[at] = (params.seed, sequence.request.prompt_id, sequence.generation_id)
-            plan.temperature[at] = params.temperature
-            plan.sampling.set(at, sequence)
-        return plan
