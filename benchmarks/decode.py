@@ -77,7 +77,7 @@ def main() -> int:
 def measure(quick: bool, console: Console) -> dict[str, Any]:
     """All rows; keys beyond the table's are further figures."""
     rows: dict[str, Any] = dict.fromkeys(GOALS)
-    repeats, peers_every = (4, 2) if quick else (9, 3)
+    repeats, peers_every = (4, 4) if quick else (9, 3)
     # The short mix takes as many slots as the small load has prompts, and so the same programs.
     ours = Ours(one_device(), **({"max_seqs": QUICK_MIX.slots} if quick else {}))
     contestants: dict[str, Contestant] = {"floor": Floor(), "ours": ours}
@@ -145,7 +145,8 @@ def host_share(load: Load, console: Console) -> dict[str, float]:
     """Host time between launches, as a share of the launches."""
     contestant = Ours(one_device())
     requests = load.requests()
-    contestant.engine.generate(contestant.model, requests)
+    contestant.engine.prepare(contestant.model, requests)
+    contestant.generate(load, 1)
     inside = 0.0
 
     @contextlib.contextmanager

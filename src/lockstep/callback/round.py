@@ -10,6 +10,7 @@ import jax
 
 from lockstep.callback.questions import from_bytes, to_bytes
 from lockstep.engine import Auditor, Budget, Engine
+from lockstep.engine.free_memory import used_bytes
 from lockstep.errors import LockstepError
 from lockstep.hosts import Hosts, Ledger, Watchdog, compare, digest, environment
 from lockstep.schedule import FindStop
@@ -25,12 +26,14 @@ class RoundResult:
         prompts: as the leader read them; None elsewhere.
         completions: in the order of the prompts, then of the generations.
         seconds: wall time of each phase.
+        memory: bytes that this host's fullest device held ``before`` and ``after``; empty where nobody counts (CPU).
         logprob_gap: largest difference between a log-probability and that of the training forward; None without audit.
     """
 
     prompts: list[Prompt] | None
     completions: list[Completion]
     seconds: Mapping[str, float]
+    memory: Mapping[str, int]
     logprob_gap: float | None = None
 
 
@@ -70,6 +73,7 @@ def run_round(
     """
     watchdog = Watchdog(hosts, hosts.timeout_s) if watchdog is None else watchdog
     clock = _Clock()
+    memory = {"before": used_bytes()}
 
     @contextlib.contextmanager
     def watched(program: str) -> Iterator[None]:
@@ -151,7 +155,14 @@ def run_round(
     clock.lap("barrier")
     if budget.preempted:
         return None
-    return RoundResult(prompts=prompts, completions=completions, seconds=clock.seconds, logprob_gap=gap)
+    memory["after"] = used_bytes()
+    return RoundResult(
+        prompts=prompts,
+        completions=completions,
+        seconds=clock.seconds,
+        memory={moment: used for moment, used in memory.items() if used is not None},
+        logprob_gap=gap,
+    )
 
 
 def _end(hosts: Hosts) -> None:

@@ -347,6 +347,7 @@ class SampleCallback:
             "report_errors": self.report_errors,
             **{f"time/{phase}_s": seconds for phase, seconds in result.seconds.items()},
             "time/report_s": report_s,
+            **{f"hbm/{moment}_bytes": used for moment, used in result.memory.items()},
             **({} if result.logprob_gap is None else {"logprob_gap": result.logprob_gap}),
             **metric_means(rows),
         }

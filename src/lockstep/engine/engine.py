@@ -327,7 +327,7 @@ class Engine:
         Raises:
             PeerError: on every host alike, when preparation or generation failed on at least one.
             DisagreementError: hosts were given different requests, versions or flags, or compiled different programs.
-        LaunchMismatchError: hosts launched different programs.
+            LaunchMismatchError: hosts launched different programs.
         """
         with (current() if hosts is None else hosts).scope("generate") as scope:
             scope.agree("environment", environment())

@@ -37,6 +37,16 @@ def free_bytes(mesh: Mesh, weights: DecoderWeights | None = None) -> int:
     return min((_free(device) for device in mine), default=UNBOUNDED)
 
 
+def used_bytes() -> int | None:
+    """Bytes that the fullest device of this process holds now; None where the backend does not count (CPU)."""
+    return _fullest("bytes_in_use")
+
+
+def peak_bytes() -> int | None:
+    """The most that a device of this process has ever held; None where the backend does not count (CPU)."""
+    return _fullest("peak_bytes_in_use")
+
+
 def block_bytes(leaf: jax.Array | jax.ShapeDtypeStruct | StoredWeight) -> int:
     """Bytes of one array on each of its devices."""
     shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
@@ -44,6 +54,14 @@ def block_bytes(leaf: jax.Array | jax.ShapeDtypeStruct | StoredWeight) -> int:
     for dim in shape:
         size *= dim
     return size
+
+
+def _fullest(figure: str) -> int | None:
+    return max((stats[figure] for stats in _stats() if figure in stats), default=None)
+
+
+def _stats() -> list[dict[str, int]]:
+    return [device.memory_stats() or {} for device in jax.local_devices()]
 
 
 def _running(platform: str) -> set[jax.Device]:

@@ -111,13 +111,12 @@ def sample(
         scores = jnp.where(hot, inside + noise, shaped)
         # Else the noise is made again for each of its uses, inside reductions that the CPU does not vectorise.
         inside, scores = jax.lax.optimization_barrier((inside, scores))
-        best = jnp.argmax(scores, axis=1)
-        return best, scores[rows, best], inside[rows, best], *_top_and_mass(inside)
+        best, largest = first_largest(scores)
+        return best, largest, inside[rows, best], *_top_and_mass(inside)
 
     def take_largest(shaped: Array) -> tuple[Array, ...]:
-        best = jnp.argmax(shaped, axis=1)
         zeros = jnp.zeros(len(rows), shaped.dtype)
-        return best, shaped[rows, best], zeros, zeros, zeros
+        return *first_largest(shaped), zeros, zeros, zeros
 
     with jax.named_scope("temperature"):
         best, *scores = jax.lax.cond(uses.temperature, draw, take_largest, shaped)
@@ -134,6 +133,16 @@ def sample(
     log_total = jnp.log(mass)
     sampled_logprob = jnp.where(draws.temperature > 0, drawn - drawn_top - jnp.log(drawn_mass), 0.0)
     return Sampled(token, raw - top - log_total, sampled_logprob, top, log_total)
+
+
+def first_largest(scores: Float[Array, "slot token"]) -> tuple[Int[Array, " slot"], Float[Array, " slot"]]:
+    """Where each row is largest, the first of equals, and how large; NaN counts as largest, as in `jax.numpy.argmax`.
+
+    Two plain reductions: the one over pairs that argmax becomes is not vectorised on CPUs and takes four times as long.
+    """
+    largest = jnp.max(scores, axis=1)
+    hit = (scores == largest[:, None]) | jnp.isnan(scores)
+    return jnp.min(jnp.where(hit, jnp.arange(scores.shape[1]), scores.shape[1]), axis=1), largest
 
 
 def first_id(size: int, grid: DecodeGrid) -> Array | int:

@@ -2,8 +2,7 @@
 
 import json
 
-import jax
-
+from lockstep.engine.free_memory import peak_bytes, used_bytes
 from lockstep.hosts import Hosts
 
 
@@ -20,15 +19,11 @@ class MemoryLog:
 
     def note(self, moment: str) -> None:
         """Take down what this host's fullest device holds now."""
-        used = [stats["bytes_in_use"] for stats in _stats() if "bytes_in_use" in stats]
-        if used:
-            self._mine[moment] = max(used)
+        self._add(moment, used_bytes())
 
     def note_peak(self) -> None:
         """Take down the most that a device of this host has ever held."""
-        peaks = [stats["peak_bytes_in_use"] for stats in _stats() if "peak_bytes_in_use" in stats]
-        if peaks:
-            self._mine["peak"] = max(peaks)
+        self._add("peak", peak_bytes())
 
     def of_all(self, name: str) -> dict[str, int]:
         """By moment, the most of any host; complete on the leader, empty elsewhere. Every host calls it alike."""
@@ -39,6 +34,6 @@ class MemoryLog:
                 found[moment] = max(used, found.get(moment, 0))
         return found
 
-
-def _stats() -> list[dict[str, int]]:
-    return [device.memory_stats() or {} for device in jax.local_devices()]
+    def _add(self, moment: str, held: int | None) -> None:
+        if held is not None:
+            self._mine[moment] = held

@@ -1,6 +1,7 @@
 """When the callback samples, and that it works in any loop; what it does among hosts is in tests/multiprocess."""
 
 import dataclasses
+import itertools
 import json
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import lockstep
 from lockstep.callback import InferenceEvalConfig, SampleCallback
 from lockstep.callback.questions import from_bytes, read_requests, to_bytes
+from lockstep.engine import free_memory
 from lockstep.errors import ConfigError, PromptError
 from lockstep.models import UnreadableModelError
 from lockstep.placement import make_mesh
@@ -98,8 +100,10 @@ class Recorder(NoopTracker):
         self.scalars.append((step, dict(metrics)))
 
 
-def test_a_plain_jax_loop_on_one_device(tmp_path, capsys, caplog):
+def test_a_plain_jax_loop_on_one_device(tmp_path, capsys, caplog, monkeypatch):
     caplog.set_level("INFO", "lockstep")
+    held = itertools.count(1000)  # by a device that counts, as a CPU does not
+    monkeypatch.setattr(free_memory, "_stats", lambda: [{"bytes_in_use": next(held)}, {"bytes_in_use": 7}, {}])
     mesh = make_mesh("1,1,1", jax.devices()[:1])
     weights = tiny.placed_weights(mesh, vocab=tiny.vocab_size())
     tracker = Recorder()
@@ -136,6 +140,9 @@ def test_a_plain_jax_loop_on_one_device(tmp_path, capsys, caplog):
     ]
     assert tracker.scalars[0][1]["inference_eval/exact_match"] == 0
     assert tracker.scalars[0][1]["inference_eval/num_completions"] == 4
+    moments = ("before", "after")
+    memory = [[scalars[f"inference_eval/hbm/{moment}_bytes"] for moment in moments] for _, scalars in tracker.scalars]
+    assert memory == [[1000, 1001], [1002, 1003]]
     assert "after 2 steps" in capsys.readouterr().out
 
 

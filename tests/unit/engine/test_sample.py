@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lockstep.engine import Engine, EngineConfig
-from lockstep.engine.sample import Draws, sample, uses_of
+from lockstep.engine.sample import Draws, first_largest, sample, uses_of
 from lockstep.placement.layout import decode_grid
 from tests.oracle import gumbel_noise, oracle_completions
 from tests.unit.engine.models import LLAMA, mesh_of, model_on, request
@@ -103,3 +103,15 @@ def test_devices_that_share_the_vocabulary_draw_what_one_draws(tensor: int) -> N
     np.testing.assert_array_equal(tokens, want_tokens)
     np.testing.assert_allclose(logprobs, want_logprobs, atol=1e-6)
     assert tokens[0] == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_largest_is_numpys_argmax_with_ties_infinities_and_nan(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    scores = rng.integers(0, 6, (7, 40)).astype(np.float32)  # many ties
+    scores[rng.random(scores.shape) < 0.2] = -np.inf
+    scores[1], scores[2, :] = -np.inf, 5.0
+    scores[3, rng.integers(40)], scores[4, [11, 30]] = np.inf, np.nan
+    index, largest = first_largest(jnp.asarray(scores))
+    assert np.array_equal(index, np.argmax(scores, axis=1))
+    assert np.array_equal(largest, scores.max(axis=1), equal_nan=True)
