@@ -180,6 +180,7 @@ def in_memory(count: int, latency_s: float) -> dict[str, float]:
     """Median milliseconds of the host protocol of a round between ``count`` threads, and calls of one of them."""
     import jax
 
+    from lockstep.callback.questions import Questions
     from lockstep.callback.round import run_round
     from lockstep.hosts import Hosts, Ledger, MemoryClient
 
@@ -209,7 +210,13 @@ def in_memory(count: int, latency_s: float) -> dict[str, float]:
             slow.counted.reset()
             begin = time.perf_counter()
             with hosts.scope("round") as scope:
-                run_round(scope, facts={"step": str(step)}, read=lambda: ([], []), engine=lambda: engine, model=None)
+                run_round(
+                    scope,
+                    facts={"step": str(step)},
+                    read=lambda: Questions(requests=[]),
+                    engine=lambda: engine,
+                    model=None,
+                )
             laps.append((time.perf_counter() - begin, slow.counted.calls))
         stop_heart()
         return laps[WARM:]

@@ -14,9 +14,11 @@ from tests import tiny
 
 STEPS, EVERY = 6, 3
 STOPS = ["e", "a "]
+SHORT_THEN_LONG = ["one", "What is 12 plus 7?", "two", "What is 40 plus 41?"]
 OPTIONS = {
     "stop strings": {"stop": STOPS, "audit": True},
     "budget": {"max_seconds": 1e-9, "audit": True, "stop": STOPS},
+    "drawn": {"prompts": SHORT_THEN_LONG, "prompts_per_round": 2},
 }
 
 
@@ -38,14 +40,13 @@ def train(hosts, options):
     if options is not None:
         config = InferenceEvalConfig(
             eval_every=EVERY,
-            prompts=["What is 12 plus 7?", "one"],
             max_new_tokens=24,
             temperature=0.8,
             n_generations=4,
             page_size=8,
             max_seqs=4,
             on_error="raise",
-            **options,
+            **{"prompts": ["What is 12 plus 7?", "one"], **options},
         )
         callback = SampleCallback(config, tiny.tokenizer(), tracker=tracker, hosts=hosts)
         trainer.add_hook(callback)
@@ -61,6 +62,7 @@ def train(hosts, options):
         "scalars": tracker.scalars,
         "ledger": str(hosts.ledger),
         "launched": hosts.ledger.launches[before:],
+        "compiled": [each.name for each in callback.engine.compilations] if callback else [],
         "report_errors": callback and callback.report_errors,
         "key_count": len(hosts.client.get_dir("lockstep/job/inference_eval")),
     }
@@ -96,6 +98,12 @@ def test_in_the_callback():
         assert row["finish_reason"] == "budget"
     assert [s["inference_eval/unfinished_completions"] for s in leader["budget"]["scalars"]] == [8] * (STEPS // EVERY)
     assert "decode" not in leader["budget"]["launched"]
+
+    # Two rounds deal all four prompts; programs are made once.
+    first, second = ({r["prompt_id"] for r in leader["drawn"]["rows"] if r["step"] == step} for step in (3, 6))
+    assert (first, second) == ({0, 2}, {1, 3}), "the short ones first, so that the long ones could need more"
+    for result in (leader, follower):
+        assert sorted(result["drawn"]["compiled"]) == ["decode", "fork", "new_cache", "prefill", "relay"]
 
 
 def body_engine(hosts):

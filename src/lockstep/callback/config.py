@@ -29,6 +29,9 @@ class InferenceEvalConfig:
     """Sample after the last step too, whatever its number: honour the forced last call of the training loop."""
     prompts: list[dict[str, Any] | str] | str = dataclasses.field(default_factory=list)
     """A list of texts, ``{prompt, answer}`` or ``{messages, answer}``, or a .txt or .jsonl file (local or URL)."""
+    prompts_per_round: int | None = None
+    """Prompts of a round, dealt from all of them as from a shuffled pack; ``seed`` and the step say which. Null: all of
+    them in every round."""
     max_new_tokens: int = 64
     """Tokens to sample per answer at most."""
     temperature: float = 0.0
@@ -119,13 +122,18 @@ class InferenceEvalConfig:
                 f"inference_eval.max_consecutive_errors is {self.max_consecutive_errors}; it must be at least 1. Use "
                 "null to go on sampling whatever fails."
             )
+        if self.prompts_per_round is not None and self.prompts_per_round < 1:
+            raise ConfigError(
+                f"inference_eval.prompts_per_round is {self.prompts_per_round}; it must be at least 1. Use null for "
+                "all prompts in every round."
+            )
         self._check_effect()
         try:
             self.sampling_params(())
             self.engine_config(None)
             load_metrics(self.metrics)
             if self.enabled and not isinstance(self.prompts, str):
-                read_prompts(self.prompts)
+                self.check_prompts_per_round(len(read_prompts(self.prompts)))
         except LockstepError as error:
             raise type(error)(f"inference_eval: {error}") from None
 
@@ -142,6 +150,23 @@ class InferenceEvalConfig:
             raise ConfigError(
                 f"inference_eval.min_tokens is {self.min_tokens} and ignore_eos is true: no stop token ends an answer, "
                 "so min_tokens would do nothing. Remove one of the two."
+            )
+
+    def check_prompts_per_round(self, count: int) -> None:
+        """Refuses a sample that would not be one.
+
+        Args:
+            count: of the prompts that there are.
+
+        Raises:
+            ConfigError: there are no more prompts than ``prompts_per_round``.
+        """
+        if self.prompts_per_round is not None and self.prompts_per_round >= count:
+            raise ConfigError(
+                f"prompts_per_round is {self.prompts_per_round} and there are {count} prompts: every round would have "
+                f"the same. Set it to at most {count - 1}, or use null for all prompts in every round."
+                if count > 1
+                else f"prompts_per_round is {self.prompts_per_round} and there is 1 prompt. Remove prompts_per_round."
             )
 
     def sampling_params(self, stop_ids: tuple[int, ...]) -> SamplingParams:

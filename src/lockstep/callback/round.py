@@ -8,14 +8,14 @@ from typing import Any
 
 import jax
 
-from lockstep.callback.questions import from_bytes, to_bytes
+from lockstep.callback.questions import Questions, from_bytes, to_bytes
 from lockstep.engine import Auditor, Budget, Engine
 from lockstep.engine.free_memory import used_bytes
 from lockstep.errors import LockstepError
 from lockstep.hosts import Hosts, Ledger, Watchdog, compare, digest, environment
 from lockstep.schedule import FindStop
 from lockstep.text import Prompt
-from lockstep.types import Completion, Request
+from lockstep.types import Completion
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ def run_round(
     hosts: Hosts,
     *,
     facts: Mapping[str, str],
-    read: Callable[[], tuple[list[Prompt], list[Request]]],
+    read: Callable[[], Questions],
     engine: Callable[[], Engine],
     model: Any,
     find_stop: FindStop | None = None,
@@ -89,8 +89,9 @@ def run_round(
 
     def read_on_leader() -> bytes:
         nonlocal prompts
-        prompts, requests = read()
-        return to_bytes(requests)
+        asked = read()
+        prompts = asked.prompts
+        return to_bytes(asked)
 
     def measure() -> int:
         nonlocal ready
@@ -100,9 +101,9 @@ def run_round(
     def prepare() -> tuple[Mapping[str, str], bool]:
         nonlocal auditing
         assert ready is not None
-        digests = {"prompts": digest(repr(requests)), **ready.prepare(model, requests, free=free)}
+        digests = {"prompts": digest(repr(questions)), **ready.prepare(model, questions.to_prepare, free=free)}
         if (auditing := auditor()) is not None:
-            digests |= auditing.prepare(model, requests)
+            digests |= auditing.prepare(model, questions.to_prepare)
             auditing.check_memory(free, ready.config.hbm_utilization)
         return digests, hosts.preemption.asked()
 
@@ -132,7 +133,8 @@ def run_round(
         return None
 
     hosts.phase("read prompts")
-    requests = from_bytes(hosts.from_leader("prompts", read_on_leader))
+    questions = from_bytes(hosts.from_leader("prompts", read_on_leader))
+    requests = questions.requests
     clock.lap("prompts")
 
     free = min(_settled(hosts, "measure memory", measure))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep.callback.config import InferenceEvalConfig
-from lockstep.callback.questions import read_requests
+from lockstep.callback.questions import read_questions
 from lockstep.callback.round import RoundResult, run_round
 from lockstep.engine import Auditor, Engine
 from lockstep.engine.sizing import Sizing
@@ -170,8 +170,7 @@ class SampleCallback:
             try:
                 engine = self._engine_for(model)
                 if hosts.is_leader:
-                    _, requests = read_requests(self.config, self._tokenizer)
-                    engine.check(model, requests)
+                    engine.check(model, read_questions(self.config, self._tokenizer).to_prepare)
             except Exception as failure:
                 error = failure
             hosts.settle("check", error)
@@ -191,7 +190,7 @@ class SampleCallback:
                 result = run_round(
                     hosts,
                     facts={"step": str(step), **self._facts},
-                    read=lambda: read_requests(self.config, self._tokenizer),
+                    read=lambda: read_questions(self.config, self._tokenizer, step),
                     engine=lambda: self._engine_for(model),
                     model=model,
                     find_stop=self._find_stop,

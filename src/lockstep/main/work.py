@@ -85,7 +85,8 @@ def work_of(command: str, config: Any, model: str | None = None) -> Work:
                 name="inference_eval",
                 engine=samples.engine_config(precision.compute.name),
                 engine_block="inference_eval",
-                requests=_requests(lengths, params),
+                # Those of a round; where prompts are drawn, the longest, as in the run.
+                requests=_requests(sorted(lengths, reverse=True)[: samples.prompts_per_round], params),
             )
         )
     return Work(
