@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -134,13 +135,20 @@ def test_one_process_that_raises_ends_all(victim):
 
 
 @pytest.mark.parametrize("victim", ["0", "1"])
-def test_sigterm_to_one_process_ends_all(victim):
-    """A loop of one's own, which catches no signal: JAX's preemption service would swallow it."""
+@pytest.mark.parametrize("where", ["working", "waiting"])
+def test_sigterm_to_one_process_ends_all(where, victim):
+    """A loop of one's own, which catches no signal: JAX's preemption service would swallow it.
+
+    Also where the process waits for the others in a call that Python's signal handlers cannot interrupt.
+    """
     begin = time.monotonic()
-    codes, outputs = _run_by_hand(["terminate", victim])
+    codes, outputs = _run_by_hand(["terminate", victim, where])
     assert time.monotonic() - begin < 20
-    assert codes[int(victim)] == 143 and codes[1 - int(victim)] == 85, outputs
-    assert f"because process {victim} failed: exit code 143" in outputs[1 - int(victim)]
+    assert codes == [143, 143], outputs
+    text = f"was asked to end (SIGTERM) in phase '{where}'"
+    assert f"lockstep: process {victim} of 2 {text}" in outputs[int(victim)]
+    assert f"because process {victim} {text}" in outputs[1 - int(victim)]
+    assert "Traceback" not in "".join(outputs)
 
 
 def test_watchdog_ends_a_process_that_waits_in_a_collective():
@@ -230,11 +238,14 @@ def scenario_raise(victim: str) -> None:
         raise AssertionError("should have been ended before") from error
 
 
-def scenario_terminate(victim: str) -> None:
+def scenario_terminate(victim: str, where: str) -> None:
     hosts = start(DistributedConfig(timeout_s=60))
     hosts.barrier("both")
     if hosts.index == int(victim):
-        os.kill(os.getpid(), signal.SIGTERM)
+        hosts.phase(where)
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        if where == "waiting":
+            hosts.barrier("nobody else comes")
     time.sleep(60)
 
 

@@ -14,6 +14,8 @@ import yaml
 from harness import LAUNCHER, cache_environment
 from test_sample import checkpoint  # noqa: F401  (a fixture)
 
+from tests import fake_gcs
+
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 PROMPTS, GENERATIONS = 60, 2
@@ -41,11 +43,16 @@ def rows(directory):
     return sum(path.read_bytes().count(b"\n") for path in directory.glob("samples-host-*.jsonl"))
 
 
-def kill_after(config, processes, count, whom, log, directory):
-    """Starts a run and kills ``whom`` (a process number, or all) once ``count`` rows are on disk."""
+def rows_of(bucket):
+    kept = [data for name, data in list(bucket.objects.items()) if "/samples-host-" in name]
+    return sum(data.count(b"\n") for data in kept)
+
+
+def kill_after(config, processes, count, whom, log, written):
+    """Starts a run and kills ``whom`` (a process number, or all) once ``count`` rows are written."""
     job = start(config, processes, log)
     end = time.monotonic() + LIMIT_S
-    while rows(directory) < count and job.poll() is None:
+    while written() < count and job.poll() is None:
         assert time.monotonic() < end, "no rows came"
         time.sleep(0.01)
     workers = children(job.pid) if job.poll() is None else []
@@ -83,16 +90,42 @@ def test_whatever_is_killed_whenever_every_row_comes_out_once(mode, checkpoint, 
         killed = write_config(tmp_path / "killed.yaml", checkpoint, "killed", inference_mode=mode)
         directory, total = tmp_path / "killed" / "samples", PROMPTS * GENERATIONS
         last = 0
-        for processes, whom in [(2, 1), (4, "all"), (1, "all"), (2, 0), (4, 3)]:
-            before = rows(directory) if directory.exists() else 0
+        # The last one is killed when all rows are there: while they are gathered and merged.
+        for processes, whom in [(2, 1), (4, "all"), (1, "all"), (2, 0), (4, 3), (2, "all")]:
+            before = rows(directory)
             assert before >= last, "what was on disk stays there"
             last = before
-            aim = min(total - 6, before + draw.randint(1, total // 6))
-            code = kill_after(killed, processes, aim, whom, log, directory)
+            aim = min(total - 6, before + draw.randint(1, total // 6)) if whom != "all" or processes != 2 else total
+            code = kill_after(killed, processes, aim, whom, log, lambda: rows(directory))
             assert code != 0 or rows(directory) == total, (tmp_path / "log").read_text()[-6000:]
         assert start(killed, 2, log).wait(timeout=LIMIT_S) == 0, (tmp_path / "log").read_text()[-6000:]
     merged = (directory / "samples.jsonl").read_bytes()
     assert merged == (tmp_path / "whole" / "samples" / "samples.jsonl").read_bytes()
     assert merged.count(b"\n") == total
     written = [line for path in directory.glob("samples-host-*.jsonl") for line in path.read_bytes().splitlines()]
+    assert len(written) == len(set(written)) == total, "no row was generated twice"
+
+
+@pytest.mark.parametrize("mode", ["host_data_parallel", "global_mesh"])
+def test_rows_in_a_bucket_outlive_the_machines(mode, checkpoint, tmp_path, monkeypatch):  # noqa: F811
+    """As above, but every run begins on machines that have nothing on their disks."""
+    pytest.importorskip("gcsfs", reason="gcsfs is not installed (pip install 'jax-lockstep[gcs]')")
+    draw, total = random.Random(mode), PROMPTS * GENERATIONS
+    with open(tmp_path / "log", "w+") as log, fake_gcs.serve() as bucket:
+        for name, value in bucket.environment.items():
+            monkeypatch.setenv(name, value)
+        whole = write_config(tmp_path / "whole.yaml", checkpoint, "whole", inference_mode=mode)
+        assert start(whole, 1, log).wait(timeout=LIMIT_S) == 0, (tmp_path / "log").read_text()
+
+        def config(run_id):
+            values = {"inference_mode": mode, "host_data_parallel_output_dir": "gs://bucket/rows"}
+            return write_config(tmp_path / f"{run_id}.yaml", checkpoint, run_id, **values)
+
+        for attempt, (processes, whom) in enumerate([(2, 1), (4, "all"), (1, "all"), (2, 0)]):
+            aim = min(total - 6, rows_of(bucket) + draw.randint(1, total // 6))
+            kill_after(config(f"attempt-{attempt}"), processes, aim, whom, log, lambda: rows_of(bucket))
+        assert 0 < rows_of(bucket) < total
+        assert start(config("last"), 2, log).wait(timeout=LIMIT_S) == 0, (tmp_path / "log").read_text()[-6000:]
+    assert bucket.objects["bucket/rows/samples.jsonl"] == (tmp_path / "whole/samples/samples.jsonl").read_bytes()
+    written = [line for name, data in bucket.objects.items() if "/samples-host-" in name for line in data.splitlines()]
     assert len(written) == len(set(written)) == total, "no row was generated twice"

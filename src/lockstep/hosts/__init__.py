@@ -13,6 +13,7 @@ from lockstep.hosts.leader import leader_only as leader_only
 from lockstep.hosts.ledger import Ledger as Ledger
 from lockstep.hosts.session import Hosts as Hosts
 from lockstep.hosts.settled import settled as settled
+from lockstep.hosts.settled import settled_values as settled_values
 from lockstep.hosts.start import current as current
 from lockstep.hosts.start import shutdown as shutdown
 from lockstep.hosts.start import start as start

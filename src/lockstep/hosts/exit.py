@@ -5,6 +5,7 @@ dies is only missed after ``heartbeat_timeout_s``. Measured on 2 processes: see 
 """
 
 import signal
+import socket
 import sys
 import threading
 import traceback
@@ -13,16 +14,25 @@ from types import FrameType
 from typing import NoReturn
 
 from lockstep.errors import ConfigError, HostError, PromptError
-from lockstep.hosts.peers import end_process, say_goodbye
+from lockstep.hosts.peers import PEER_FAILED_EXIT_CODE, end_process, say_goodbye
 from lockstep.hosts.start import current, shutdown
 
 INTERRUPTED_EXIT_CODE = 130
+HANDLER_S = 2.0
+"""Seconds that the main thread may go on waiting in a call outside Python after SIGTERM."""
+
+_handled = threading.Event()
+
+
+class _AskedToEnd(SystemExit):
+    """SIGTERM, as the main thread meets it."""
 
 
 def run_main(main: Callable[[], object]) -> None:
     """Run a program's main function and leave the job in order, or at once when it fails.
 
-    SIGTERM ends the program in the same way, with code 143, unless a handler of its own is there, as in `Trainer`.
+    SIGTERM ends the program too, with a line that says so and code 143 on every process, unless a handler of its own
+    is there, as in `Trainer`.
     A ConfigError or PromptError is printed as its text, any other error with its stack; the peers are told, and the
     process ends. In a job of several processes it does so without Python's exit handlers.
 
@@ -36,6 +46,7 @@ def run_main(main: Callable[[], object]) -> None:
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         # Python's default ends the process without a word to its peers, who would wait for it.
         signal.signal(signal.SIGTERM, _terminate)
+        _watch_signals()
     try:
         result = main()
         code = result if isinstance(result, int) else 0
@@ -44,6 +55,8 @@ def run_main(main: Callable[[], object]) -> None:
             shutdown()
     except KeyboardInterrupt:
         code, text = INTERRUPTED_EXIT_CODE, "interrupted"
+    except _AskedToEnd:
+        end_as_asked()
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         text = f"exit code {code}"
@@ -61,17 +74,52 @@ def run_main(main: Callable[[], object]) -> None:
 
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)
+    _handled.set()
+    raise _AskedToEnd(128 + number)
 
 
-def leave(code: int, reason: str) -> NoReturn:
+def _watch_signals() -> None:
+    """Have a thread see SIGTERM as well.
+
+    Python runs a handler only when the main thread comes back from what it waits in, and a process that waits for a
+    slow peer would be killed before that.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+
+    def watch() -> None:
+        with reader, writer:
+            while seen := reader.recv(64):
+                ours = signal.getsignal(signal.SIGTERM) is _terminate
+                if signal.SIGTERM in seen and ours and current().count > 1 and not _handled.wait(HANDLER_S):
+                    end_as_asked()
+
+    threading.Thread(target=watch, name="lockstep-signals", daemon=True).start()
+
+
+def end_as_asked() -> NoReturn:
+    """End this process because of SIGTERM, and with it the job; say so.
+
+    Raises:
+        SystemExit: in a job of one process.
+    """
+    hosts = current()
+    code = 128 + signal.SIGTERM
+    text = f"was asked to end (SIGTERM) in phase {hosts.last_phase!r}"
+    print(f"lockstep: process {hosts.index} of {hosts.count} {text}", file=sys.stderr, flush=True)
+    leave(code, text, peers=code)
+
+
+def leave(code: int, reason: str, peers: int = PEER_FAILED_EXIT_CODE) -> NoReturn:
     """End this process with ``code``; in a job of several, tell the peers why and do not wait for them.
 
     The leader, which runs the coordination service, first gives them ``GRACE_S`` seconds to end on their own.
 
     Args:
         code: exit code, not 0.
-        reason: what the peers print.
+        reason: what the peers print of this process; where it failed, after the word "failed".
+        peers: code with which they end.
 
     Raises:
         SystemExit: in a job of one process.
@@ -82,5 +130,5 @@ def leave(code: int, reason: str) -> NoReturn:
         sys.exit(code)
     if client.count == 1:
         sys.exit(code)
-    say_goodbye(client, reason)
+    say_goodbye(client, reason, peers)
     end_process(code)

@@ -34,15 +34,17 @@ PEER_FAILED_EXIT_CODE = 85
 """Exit code of a process that ends because another one failed."""
 
 
-def say_goodbye(client: Client, reason: str) -> None:
-    """Let every process of the job know that this one fails, and why, just before it ends.
+def say_goodbye(client: Client, reason: str, code: int = PEER_FAILED_EXIT_CODE) -> None:
+    """Let every process of the job know that this one ends, and why, just before it does.
 
     Args:
         client: the coordination service.
-        reason: what the others print.
+        reason: what the others print; where this process failed, after the word "failed".
+        code: with which the others end; any but that of a failure where this process did not fail.
     """
+    words = f"failed: {reason}" if code == PEER_FAILED_EXIT_CODE else reason
     with contextlib.suppress(HostError, TimeoutError):
-        client.set(f"{FAILED}/{client.index}", json.dumps(reason[:2000]).encode())
+        client.set(f"{FAILED}/{client.index}", json.dumps([words[:2000], code]).encode())
         for process in range(client.count):
             client.set(f"{CALLS}/{process}", b"")
     _go(client)
@@ -102,11 +104,15 @@ def _watch(hosts: Hosts, stopping: threading.Event) -> None:
         return  # the service was ended in order
     if f"{FAILED}/{client.index}" in failed or stopping.wait(GRACE_S):
         return
-    for key, reason in failed.items():
-        text = f"process {client.index} ends because process {key.rpartition('/')[2]} failed: {json.loads(reason)}"
-        print(f"lockstep: {text}", file=sys.stderr)
+    codes = []
+    for key, told in failed.items():
+        words, code = json.loads(told)
+        codes.append(code)
+        print(
+            f"lockstep: process {client.index} ends because process {key.rpartition('/')[2]} {words}", file=sys.stderr
+        )
     _go(client)
-    end_process(PEER_FAILED_EXIT_CODE)
+    end_process(PEER_FAILED_EXIT_CODE if PEER_FAILED_EXIT_CODE in codes else codes[0])
 
 
 def _wait_for_call(client: Client) -> None:

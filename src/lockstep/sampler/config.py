@@ -58,7 +58,7 @@ class SampleConfig:
     """Checkpoint of a training run of ours: its run directory, a directory of runs (the newest with a checkpoint
     counts), or the checkpoint itself."""
     tokenizer: str | None = None
-    """Hugging Face tokenizer: a directory or a name; null: the one beside the checkpoint."""
+    """Hugging Face tokenizer: a directory, a URL or a name; null: the one beside the checkpoint."""
     trainer: JobConfig = dataclasses.field(default_factory=JobConfig)
     """Devices, hosts, trackers, directories."""
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
@@ -112,8 +112,9 @@ class SampleConfig:
     """Numbers per answer, and their means: ``exact_match``, ``gsm8k``, ``regex=PATTERN``, ``length``, ``repetition``,
     ``perplexity``, or ``module:function`` of (row, prompt) -> float."""
     host_data_parallel_output_dir: str | None = None
-    """Local directory of every host's rows and of the merged file, shared between hosts or not; null: ``samples`` in
-    the run directory. A run goes on where it was interrupted when it is started again with the same directory."""
+    """Directory of every host's rows and of the merged file, shared between hosts or not; null: ``samples`` in the run
+    directory. Of a URL, that directory is worked in, and every batch is uploaded when it is written. A run goes on
+    where it was interrupted when it is started again with the same directory."""
     enable_host_rows_gather: bool = True
     """Gather all rows on the leader at the end: merged file, table. False: rows stay where their host wrote them."""
     write_parquet: bool = False
@@ -151,12 +152,8 @@ class SampleConfig:
                 f"max_prompts_per_batch is {self.max_prompts_per_batch}; it must be at least 1. Use null to let "
                 "lockstep work it out."
             )
-        given_dir = self.host_data_parallel_output_dir
-        if given_dir is not None and (not given_dir or "://" in given_dir):
-            raise ConfigError(
-                f"host_data_parallel_output_dir is {given_dir!r}; rows are appended as they come, which object stores "
-                "cannot do. Use a local directory, and copy the merged file at the end."
-            )
+        if self.host_data_parallel_output_dir == "":
+            raise ConfigError("host_data_parallel_output_dir is empty. Use a directory, a URL, or null.")
         given_stop: object = self.stop
         if isinstance(given_stop, str):
             raise ConfigError(f"stop is {given_stop!r}; it must be a list of strings. Use [{given_stop!r}].")

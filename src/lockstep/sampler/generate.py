@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
-from lockstep.engine import Engine, EngineConfig
-from lockstep.hosts import Hosts, Watchdog, digest, environment, leader_only, settled
+from lockstep.engine import Engine
+from lockstep.hosts import Hosts, Watchdog, compare, digest, environment, leader_only, settled_values
 from lockstep.report.metrics import Metric, load_metrics, measure
 from lockstep.report.rows import SampleRow
 from lockstep.sampler.config import SampleConfig
@@ -98,25 +98,29 @@ class Generator:
         config = self._config
         longest = int(self._spool.lengths.max()) + config.max_new_tokens
         vocab_size = max(self._tokenizer.get_vocab().values()) + 1
+
+        def make_engine() -> tuple[Mapping[str, str], int]:
+            window = config.max_prompts_per_batch or config.engine.max_prompts_per_batch
+            engine_config = dataclasses.replace(config.engine, max_seq_len=longest, max_prompts_per_batch=window)
+            # Where hosts work for themselves, their launches are no matter of the job's.
+            ledger = self._hosts.ledger if self.lockstep else None
+            self._engine = Engine(engine_config, mesh, vocab_size=vocab_size, ledger=ledger)
+            return environment(), self._engine.free_bytes(model)
+
+        def compile_first() -> Mapping[str, str]:
+            assert self._engine is not None
+            self._model = model
+            first = self._probe(self._engine, mesh, shape, units)
+            digests = self._engine.prepare(model, first, free=self._free) if first else {}
+            return {"batch": str(self.batch_prompts), **digests}
+
         with self._hosts.scope("engine") as scope:
-            scope.agree("environment", environment())
-            free = 0
-            with settled(scope, "memory"):
-                window = config.max_prompts_per_batch or config.engine.max_prompts_per_batch
-                engine_config = dataclasses.replace(config.engine, max_seq_len=longest, max_prompts_per_batch=window)
-                # Where hosts work for themselves, their launches are no matter of the job's.
-                ledger = self._hosts.ledger if self.lockstep else None
-                self._engine = engine = Engine(engine_config, mesh, vocab_size=vocab_size, ledger=ledger)
-                free = engine.free_bytes(model)
-            self._free = scope.least("free memory", free)
-            digests: dict[str, str] = {}
-            with settled(scope, "prepare"):
-                self._model = model
-                first = self._probe(engine_config, mesh, shape, units)
-                digests = engine.prepare(model, first, free=self._free) if first else {}
+            measured = settled_values(scope, "memory", make_engine)
+            compare("environment", [alike for alike, _ in measured])
+            self._free = min(free for _, free in measured)
+            programs = settled_values(scope, "prepare", compile_first)
             if self.lockstep:
-                scope.agree("programs", {"batch": str(self.batch_prompts), **digests})
-            scope.barrier("ready")
+                compare("programs", programs)
 
     def run(
         self, shape: JobShape, units: Int[np.ndarray, " pending"], rows: RowFile | None, meter: Meter | None
@@ -151,15 +155,12 @@ class Generator:
         elif error is not None:
             raise error
 
-    def _probe(
-        self, engine_config: EngineConfig, mesh: Mesh, shape: JobShape, units: Int[np.ndarray, " pending"]
-    ) -> list[Request]:
+    def _probe(self, engine: Engine, mesh: Mesh, shape: JobShape, units: Int[np.ndarray, " pending"]) -> list[Request]:
         """The first batch; its size follows from the sequences that fit at a time."""
-        engine, config = self._engine, self._config
-        assert engine is not None
+        config = self._config
         if not len(units):
             return []
-        enough = next(batches(shape, units, 1 + (engine_config.max_seqs or 64 * mesh.size)))
+        enough = next(batches(shape, units, 1 + (engine.config.max_seqs or 64 * mesh.size)))
         sizes = engine.check(self._model, self._requests(enough), free=self._free)
         self.batch_prompts = prompts_per_batch(
             sizes.sequences, config.n_generations, config.max_new_tokens, config.max_prompts_per_batch
@@ -181,12 +182,12 @@ class Generator:
         if not self.lockstep:  # this host's devices alone: no program of its spans hosts
             engine.prepare(self._model, first, free=self._free)
             return self._launch(engine, work, meter)
+
+        def prepare() -> Mapping[str, str]:
+            return {"prompts": digest(repr(work)), **engine.prepare(self._model, first, free=self._free)}
+
         with self._hosts.scope("round") as scope:
-            digests = dict[str, str]()
-            with settled(scope, "prepare"):
-                digests = engine.prepare(self._model, first, free=self._free)
-            scope.agree("programs", {"prompts": digest(repr(work)), **digests})
-            scope.barrier("ready")
+            compare("programs", settled_values(scope, "prepare", prepare))
         return self._launch(engine, work, meter)
 
     def _batch(self, answers: Answers, meter: Meter | None) -> list[Completion]:
@@ -199,12 +200,15 @@ class Generator:
         engine = self._engine
         assert engine is not None
         completions: list[Completion] = []
+
+        def generate() -> Mapping[str, str]:
+            completions.extend(self._collect(answers, meter))
+            return {"launches": engine.ledger.state, "tokens": digest(repr(completions))}
+
         with self._hosts.scope("batch") as scope:
-            with settled(scope, "generate"):
-                completions = self._collect(answers, meter)
-            scope.agree("tokens", {"tokens": digest(repr(completions))})
-            scope.agree_launches("launches", engine.ledger)
-            scope.barrier("end")
+            held = settled_values(scope, "generate", generate)
+            scope.compare_launches("launches", [one["launches"] for one in held], engine.ledger)
+            compare("tokens", held)
         return completions
 
     def _collect(self, answers: Answers, meter: Meter | None) -> list[Completion]:
@@ -214,6 +218,8 @@ class Generator:
             if answered is None:
                 break
             found += answered
+            if meter is not None:
+                meter.answered(len(answered) // self._config.n_generations)
         if meter is not None:
             meter.pause()
         return found

@@ -25,6 +25,7 @@ class HostProgress:
 
     Args:
         rows: answers finished.
+        prompts: that have all their answers; a prompt counts once in each round.
         tokens: sampled, those of unfinished answers too.
         seconds: of generating, compiling left out.
         pages: of the KV cache in use on all its replicas.
@@ -36,6 +37,7 @@ class HostProgress:
     """
 
     rows: int = 0
+    prompts: int = 0
     tokens: int = 0
     seconds: float = 0.0
     pages: int = 0
@@ -56,13 +58,15 @@ class JobProgress:
 
     Args:
         rows: of the whole job.
-        found: rows that were there when this run began.
+        found: rows that were there when this run began, of prompts that have all theirs.
+        generations: rows of a prompt in a round.
         hosts: of each host that works on prompts of its own; one entry where all work on the same.
         seconds: since generating began, by the leader's clock.
     """
 
     rows: int
     found: int
+    generations: int = 1
     hosts: Sequence[HostProgress]
     seconds: float
 
@@ -70,6 +74,16 @@ class JobProgress:
     def rows_done(self) -> int:
         """Finished answers, those of earlier runs too."""
         return self.found + sum(host.rows for host in self.hosts)
+
+    @property
+    def prompts(self) -> int:
+        """Of the whole job, once for each round."""
+        return self.rows // self.generations
+
+    @property
+    def prompts_done(self) -> int:
+        """That have all their answers, those of earlier runs too."""
+        return self.found // self.generations + sum(host.prompts for host in self.hosts)
 
     @property
     def tokens(self) -> int:
@@ -105,6 +119,8 @@ class JobProgress:
     def metrics(self) -> dict[str, float]:
         """The same numbers for a tracker."""
         values: dict[str, float] = {
+            "prompts_done": self.prompts_done,
+            "prompts_total": self.prompts,
             "rows_done": self.rows_done,
             "rows_total": self.rows,
             "tokens": self.tokens,
@@ -128,15 +144,23 @@ class Board:
         hosts: of the job.
         separate: whether every host works on prompts of its own.
         rows: of the whole job.
-        found: rows that were there when this run began.
+        found: rows that were there when this run began, of prompts that have all theirs.
+        generations: rows of a prompt in a round.
         show: called on the leader with what all have done, now and then.
     """
 
     def __init__(
-        self, hosts: Hosts, *, separate: bool, rows: int, found: int, show: Callable[[JobProgress], None]
+        self,
+        hosts: Hosts,
+        *,
+        separate: bool,
+        rows: int,
+        found: int,
+        generations: int = 1,
+        show: Callable[[JobProgress], None],
     ) -> None:
         self._hosts, self._separate = hosts, separate
-        self._rows, self._found, self._show = rows, found, show
+        self._rows, self._found, self._generations, self._show = rows, found, generations, show
         self._start = self._last = time.monotonic()
         self._mine = HostProgress()
 
@@ -155,7 +179,11 @@ class Board:
         """What all have done, as far as is known here."""
         each = self._posts() if self._separate else [self._mine]
         return JobProgress(
-            rows=self._rows, found=self._found, hosts=each, seconds=max(1e-9, time.monotonic() - self._start)
+            rows=self._rows,
+            found=self._found,
+            generations=self._generations,
+            hosts=each,
+            seconds=max(1e-9, time.monotonic() - self._start),
         )
 
     def wait_for_all(self, timeout_s: float) -> None:
@@ -221,8 +249,12 @@ class Meter:
     ) -> None:
         self._board, self._floor, self._shares = board, floor, shares
         self._before = self._now = HostProgress()
-        self._seconds = 0.0
+        self._seconds, self._prompts = 0.0, 0
         self._since: float | None = None
+
+    def answered(self, prompts: int) -> None:
+        """So many more prompts have all their answers."""
+        self._prompts += prompts
 
     def begin(self) -> None:
         """A new scheduler follows, which counts from 0."""
@@ -239,6 +271,7 @@ class Meter:
             by_host = (sampled + (before.by_host or 0.0)).tolist()
         self._now = HostProgress(
             rows=before.rows + counts.finished,
+            prompts=self._prompts,
             tokens=before.tokens + sum(counts.tokens),
             seconds=self._seconds + now - self._since,
             pages=counts.pages,
@@ -257,5 +290,11 @@ class Meter:
     def total(self, *, done: bool) -> HostProgress:
         """All so far; no page is in use any more."""
         return dataclasses.replace(
-            self._now, seconds=self._seconds, pages=0, max_pages=0, floor=self._floor(), done=done
+            self._now,
+            prompts=self._prompts,
+            seconds=self._seconds,
+            pages=0,
+            max_pages=0,
+            floor=self._floor(),
+            done=done,
         )

@@ -7,18 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ConfigError
-from lockstep.sampler.row_files import host_file
+from lockstep.sampler.row_files import PATTERN
 
 NAME = "job.json"
 
 
-def check_record(directory: Path, record: Mapping[str, Any], host: int, *, force: bool) -> list[str]:
+def check_record(directory: Path, record: Mapping[str, Any], *, force: bool) -> list[str]:
     """Compare a job with the one whose rows are in a directory.
 
     Args:
         directory: of this host's rows.
         record: everything that decides what the rows are.
-        host: number of this process.
         force: go on whatever differs.
 
     Returns:
@@ -29,7 +28,7 @@ def check_record(directory: Path, record: Mapping[str, Any], host: int, *, force
     """
     path = directory / NAME
     if not path.exists():
-        if host_file(directory, host).exists() and not force:
+        if not force and any(directory.glob(PATTERN)):
             raise ConfigError(
                 f"{directory} has rows but no {NAME}, so that nobody knows what they come from. Choose another "
                 "host_data_parallel_output_dir, remove the rows, or keep them with --resume force."
@@ -47,12 +46,13 @@ def check_record(directory: Path, record: Mapping[str, Any], host: int, *, force
     return lines
 
 
-def write_record(directory: Path, record: Mapping[str, Any], host: int) -> None:
+def write_record(directory: Path, record: Mapping[str, Any], host: int) -> Path:
     """Keep what decides the rows; hosts that share the directory write the same."""
     directory.mkdir(parents=True, exist_ok=True)
     temporary = directory / f".{NAME}.{host}.tmp"
     temporary.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     os.replace(temporary, directory / NAME)
+    return directory / NAME
 
 
 def _shown(value: object) -> str:

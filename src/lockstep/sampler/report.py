@@ -124,6 +124,12 @@ def summary_table(outcome: Outcome) -> Table:
     return table
 
 
-def closing_words(files: Sequence[tuple[str, Path]]) -> str:
-    """Where everything is."""
-    return "\n".join(["", "done:", *(f"  {name:<11}{path}" for name, path in files if path.exists())])
+def closing_words(files: Sequence[tuple[str, Path]], url: str | None = None) -> str:
+    """Where everything is.
+
+    Args:
+        files: a word and a place each; those that do not exist are left out.
+        url: where the rows are too; None: nowhere.
+    """
+    lines = [f"  {name:<11}{path}" for name, path in files if path.exists()]
+    return "\n".join(["", "done:", *lines, *([] if url is None else [f"  {'uploaded':<11}{url}"])])

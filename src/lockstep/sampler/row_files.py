@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,20 @@ from lockstep.sampler.work import JobShape
 
 log = logging.getLogger(__name__)
 
-_PATTERN = "samples-host-*.jsonl"
+PATTERN = "samples-host-*.jsonl"
+"""Of the names of files with rows."""
 NOWHERE = -1
 """File number of a row that is in no file."""
 
 
+def host_name(host: int) -> str:
+    """What the names of a host's files begin with."""
+    return f"samples-host-{host:03d}"
+
+
 def host_file(directory: Path, host: int) -> Path:
     """Where a host writes its rows."""
-    return directory / f"samples-host-{host:03d}.jsonl"
+    return directory / f"{host_name(host)}.jsonl"
 
 
 class RowIndex:
@@ -46,7 +52,7 @@ class RowIndex:
 
     def scan(self, directory: Path) -> None:
         """Add the rows of every host's file in a directory, whoever wrote it."""
-        for path in sorted(directory.glob(_PATTERN)):
+        for path in sorted(directory.glob(PATTERN)):
             self.scan_file(path)
 
     def scan_file(self, path: Path, start: int = 0) -> int:
@@ -98,17 +104,22 @@ class RowFile:
     Args:
         path: of the file; a torn last line is removed.
         index: kept up to date.
+        keep: given the lines of each batch once they are written; None for nothing.
     """
 
-    def __init__(self, path: Path, index: RowIndex) -> None:
-        self.path, self._index = path, index
+    def __init__(self, path: Path, index: RowIndex, keep: Callable[[bytes], None] | None = None) -> None:
+        self.path, self._index, self._keep = path, index, keep
         repair_jsonl(path)
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write rows, all in one write; when this returns they survive a crash."""
+        """Write rows, all in one write; when this returns they survive a crash, and are kept elsewhere too."""
         start = self.path.stat().st_size if self.path.exists() else 0
         append_jsonl(self.path, rows, fsync=True)
         self._index.scan_file(self.path, start)
+        if self._keep is not None:
+            with open(self.path, "rb") as file:
+                file.seek(start)
+                self._keep(file.read())
 
 
 def pack(flags: Bool[np.ndarray, " rows"]) -> bytes:

@@ -19,6 +19,7 @@ from jaxtyping import Int
 
 from lockstep.hosts import Hosts, digest, leader_only, settled
 from lockstep.placement import make_mesh
+from lockstep.report.background import BackgroundTracker
 from lockstep.report.table import print_table
 from lockstep.report.trackers import NoopTracker, Tracker, build_tracker
 from lockstep.sampler.config import SampleConfig
@@ -29,6 +30,7 @@ from lockstep.sampler.merge import agree_on_owners, merge
 from lockstep.sampler.parquet import check_pyarrow, write_parquet
 from lockstep.sampler.progress import Board, HostProgress, JobProgress, Meter
 from lockstep.sampler.record import check_record, write_record
+from lockstep.sampler.remote_rows import RemoteRows
 from lockstep.sampler.report import Outcome, closing_words, first_rows, log_job, summary_table
 from lockstep.sampler.row_files import RowFile, RowIndex, host_file, pack, unpack
 from lockstep.sampler.source import fingerprint, resolve_checkpoint
@@ -81,7 +83,8 @@ class _Run:
         tracker: Tracker = NoopTracker()
         with settled(hosts, "tracker"):
             if hosts.is_leader:
-                tracker = build_tracker(config.trainer.tracker, self.run_dir, self.run_dir.name, draccus.encode(config))
+                built = build_tracker(config.trainer.tracker, self.run_dir, self.run_dir.name, draccus.encode(config))
+                tracker = BackgroundTracker(built, leader_only)
         try:
             present = int(found.sum())
             if hosts.is_leader and present:
@@ -110,7 +113,14 @@ class _Run:
         name = config.trainer.run_id or time.strftime("sample-%Y%m%d-%H%M%S")
         name = hosts.broadcast("run_id", name.encode() if hosts.is_leader else None).decode()
         self.run_dir = Path(config.trainer.log_dir) / name
-        self.output_dir = Path(config.host_data_parallel_output_dir or self.run_dir / "samples")
+        given = config.host_data_parallel_output_dir
+        self.output_dir = self.run_dir / "samples"
+        self.remote: RemoteRows | None = None
+        with settled(hosts, "output"):
+            if given is not None and "://" in given:
+                self.remote = RemoteRows(given, hosts.index)
+            elif given is not None:
+                self.output_dir = Path(given)
 
     def _spool(self) -> PromptSpool:
         config, hosts = self.config, self.hosts
@@ -143,17 +153,22 @@ class _Run:
         }
         with settled(hosts, "output directory"):
             self.output_dir.mkdir(parents=True, exist_ok=True)
-            for line in check_record(self.output_dir, record, hosts.index, force=config.resume == "force"):
+            if self.remote is not None:
+                self.remote.fetch(self.output_dir, hosts.count)
+            for line in check_record(self.output_dir, record, force=config.resume == "force"):
                 log.warning("resume force: %s; rows that are there stay as they are", line)
         with settled(hosts, "job record"):
-            write_record(self.output_dir, record, hosts.index)
+            path = write_record(self.output_dir, record, hosts.index)
+            if self.remote is not None and hosts.is_leader:
+                self.remote.put(path)
 
     def _find(self, shape: JobShape) -> tuple[RowIndex, np.ndarray]:
         """Rows that some host has, whichever wrote them, the same on every host."""
         hosts, index = self.hosts, RowIndex(shape)
         with settled(hosts, "rows on disk"):
             # Before any host reads the others' files: each mends its own.
-            self.rows = RowFile(host_file(self.output_dir, hosts.index), index)
+            keep = None if self.remote is None else self.remote.add
+            self.rows = RowFile(host_file(self.output_dir, hosts.index), index, keep)
         with settled(hosts, "scan rows"):
             index.scan(self.output_dir)
         posts = hosts.gather("found rows", pack(index.present))
@@ -170,7 +185,8 @@ class _Run:
         units: Int[np.ndarray, " pending"] = pending_units(shape, spool.lengths, shape.finished(found))
         at_rest = int(shape.finished(found).sum()) * shape.generations
         if not len(units):
-            return JobProgress(rows=shape.rows, found=at_rest, hosts=[HostProgress(done=True)], seconds=0.0)
+            done = [HostProgress(done=True)]
+            return JobProgress(rows=shape.rows, found=at_rest, generations=shape.generations, hosts=done, seconds=0.0)
         mine = share_of(units, hosts.index, hosts.count) if separate else units
         self.memory.note("before_load")
         mesh = self._mesh(separate)
@@ -186,7 +202,14 @@ class _Run:
         view: View | None = make_view(self._title(shape)) if hosts.is_leader else None
         shown = _Shown(view, tracker, defer=config.defer_tracker_logs_until_end)
         with contextlib.closing(shown):
-            board = Board(hosts, separate=separate, rows=shape.rows, found=at_rest, show=shown)
+            board = Board(
+                hosts,
+                separate=separate,
+                rows=shape.rows,
+                found=at_rest,
+                generations=shape.generations,
+                show=shown,
+            )
             meter = Meter(board, lambda: generator.floor, None if separate else generator.shares)
             writes = separate or hosts.is_leader
             generator.run(shape, mine, self.rows if writes else None, meter if writes else None)
@@ -217,6 +240,10 @@ class _Run:
         with settled(hosts, "parquet"):
             if merged is not None and config.write_parquet:
                 parquet = write_parquet(merged)
+        with settled(hosts, "upload"):
+            for path in (merged, parquet):
+                if self.remote is not None and path is not None:
+                    self.remote.put(path)
         if not hosts.is_leader:
             return
         assert totals is not None and loaded is not None
@@ -253,12 +280,12 @@ class _Run:
             files += [("Parquet", parquet)] if parquet else []
             files += [("metrics", path) for path in sorted(self.run_dir.glob("metrics*.jsonl"))]
             files += [("W&B run", path) for path in sorted(self.run_dir.glob("wandb/*run-*"))]
-            print(closing_words(files), flush=True)
+            print(closing_words(files, None if self.remote is None else self.remote.url), flush=True)
 
         def track() -> None:
             log_job(tracker, outcome, merged, config, step=outcome.totals.rows)
 
-        for what, work in (("the tracker", track), ("the summary", show)):
+        for what, work in (("the tracker", track), ("closing the tracker", tracker.finish), ("the summary", show)):
             _guarded(what, work)
 
     def _mesh(self, separate: bool) -> Mesh:

@@ -102,7 +102,8 @@ def line(job: JobProgress) -> str:
     speed = f"{job.rate:,.0f} tokens/s"
     if len(job.host_rates) > 1:
         speed += f" ({_rates(job)})"
-    parts = (f"{job.rows_done:,} of {job.rows:,} answers", speed, _floor(job), _pages(job), f"{_eta(job)} left")
+    done = f"{job.prompts_done:,} of {job.prompts:,} prompts, {job.rows_done:,} of {job.rows:,} answers"
+    parts = (done, speed, _floor(job), _pages(job), f"{_eta(job)} left")
     return f"sample: {', '.join(parts)}"
 
 
@@ -111,6 +112,7 @@ def panel(job: JobProgress, title: str) -> RenderableType:
     figures = Table.grid(padding=(0, 2))
     figures.add_column(style="dim")
     figures.add_column()
+    figures.add_row("prompts", f"{job.prompts_done:,} of {job.prompts:,}")
     figures.add_row("answers", f"{job.rows_done:,} of {job.rows:,}" + _found(job))
     figures.add_row("speed", f"{job.rate:,.0f} tokens/s, {_floor(job)}")
     if len(job.host_rates) > len(job.hosts):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,14 +15,16 @@ if TYPE_CHECKING:
 # End-of-turn tokens of chat families whose tokenizers name another token as the end of the sequence.
 END_OF_TURN_TOKENS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_SUFFIXES = (".json", ".jinja", ".model", ".txt")
+"""Of files that may belong to a tokenizer; weights, which may lie beside it, have others."""
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> "PreTrainedTokenizerBase":
     """Load a tokenizer with ``transformers.AutoTokenizer``.
 
     Args:
-        path: a directory that holds a tokenizer, or a name on the Hugging Face hub such as ``org/model``. A directory
-            is read without any network access.
+        path: a directory or URL that holds a tokenizer, or a name on the Hugging Face hub such as ``org/model``. A
+            directory is read without any network access.
 
     Returns:
         The tokenizer.
@@ -32,13 +35,11 @@ def load_tokenizer(path: str | os.PathLike[str]) -> "PreTrainedTokenizerBase":
     name = os.fspath(path)
     if not name:
         raise ConfigError("tokenizer is empty. Set it to a tokenizer directory or a Hugging Face hub name (org/model).")
+    if "://" in name:
+        return _from_url(name)
     directory = Path(name).expanduser()
     if directory.is_dir():
-        if not any((directory / file).is_file() for file in TOKENIZER_FILES):
-            raise ConfigError(
-                f"tokenizer directory {name!r} holds none of {', '.join(TOKENIZER_FILES)}. Point tokenizer at the "
-                "directory that tokenizer.save_pretrained() wrote."
-            )
+        _check_files(name, [file.name for file in directory.iterdir()])
     elif not _may_be_hub_name(name):
         raise ConfigError(
             f"tokenizer {name!r} was not found: looked for the directory {str(directory.absolute())!r}, and it does "
@@ -97,10 +98,8 @@ def stop_ids(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
         ids.add(int(tokenizer.eos_token_id))
     vocab: dict[str, int] = tokenizer.get_vocab()
     ids.update(vocab[token] for token in END_OF_TURN_TOKENS if token in vocab)
-    generation_config = Path(str(tokenizer.name_or_path)) / "generation_config.json"
-    if generation_config.is_file():
-        listed = json.loads(generation_config.read_text(encoding="utf-8")).get("eos_token_id")
-        ids.update([listed] if isinstance(listed, int) else listed or [])
+    listed = _generation_config(str(tokenizer.name_or_path)).get("eos_token_id")
+    ids.update([listed] if isinstance(listed, int) else listed or [])
     return tuple(sorted(ids))
 
 
@@ -119,9 +118,46 @@ def decode(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> str:
     return text
 
 
+def _from_url(url: str) -> "PreTrainedTokenizerBase":
+    """A tokenizer behind a URL: its files are copied for as long as they are read."""
+    import fsspec
+
+    filesystem, root = fsspec.core.url_to_fs(url)
+    try:
+        listed = [path for path in filesystem.ls(root, detail=False) if path.endswith(_SUFFIXES)]
+    except FileNotFoundError:
+        listed = []
+    _check_files(url, [path.rpartition("/")[2] for path in listed])
+    with tempfile.TemporaryDirectory(prefix="lockstep-tokenizer-") as copy:
+        for path in listed:
+            filesystem.get_file(path, f"{copy}/{path.rpartition('/')[2]}")
+        tokenizer = load_tokenizer(copy)
+    tokenizer.name_or_path = url
+    return tokenizer
+
+
+def _check_files(name: str, files: Sequence[str]) -> None:
+    if not set(files) & set(TOKENIZER_FILES):
+        raise ConfigError(
+            f"tokenizer directory {name!r} holds none of {', '.join(TOKENIZER_FILES)}. Point tokenizer at the "
+            "directory that tokenizer.save_pretrained() wrote."
+        )
+
+
+def _generation_config(name: str) -> dict[str, Any]:
+    """The ``generation_config.json`` beside a tokenizer; empty where there is none."""
+    file = f"{name.rstrip('/')}/generation_config.json"
+    if "://" in name:
+        import fsspec
+
+        filesystem, path = fsspec.core.url_to_fs(file)
+        return json.loads(filesystem.cat_file(path)) if filesystem.exists(path) else {}
+    return json.loads(Path(file).read_text(encoding="utf-8")) if Path(file).is_file() else {}
+
+
 def _may_be_hub_name(name: str) -> bool:
     """Whether the hub could know this name: ``model`` or ``org/model``, not a path or an address."""
-    return name.count("/") <= 1 and not name.startswith((".", "/", "~")) and "://" not in name and "\\" not in name
+    return name.count("/") <= 1 and not name.startswith((".", "/", "~")) and "\\" not in name
 
 
 def _auto_tokenizer() -> Any:

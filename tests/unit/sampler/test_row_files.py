@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.hosts import Hosts
 from lockstep.report import read_jsonl
 from lockstep.sampler import merge as merging
 from lockstep.sampler.merge import agree_on_owners, merge
@@ -82,8 +83,19 @@ def test_merging_puts_all_rows_in_order_whoever_has_them(tmp_path, monkeypatch, 
     monkeypatch.setattr(merging, "GATHER_BYTES", limit)
     directories = [tmp_path if shared else tmp_path / str(host) for host in range(3)]
     numbers = [[5, 4, 19, 18], [*range(6, 18), 4], [0, 1, 2, 3]]
+    sent, gather = [], Hosts.gather
+
+    def counting(self, name, value):
+        if name.startswith("rows "):
+            sent.append(len(value))
+        return gather(self, name, value)
+
+    monkeypatch.setattr(Hosts, "gather", counting)
     path, totals = run_threads(body_merge, 3, directories, numbers)[0]
     assert read_jsonl(path) == [row(number) for number in range(SHAPE.rows)]
+    longest = max(len(line) for line in path.read_bytes().splitlines(keepends=True))
+    assert max(sent) <= max(limit // 3, longest), "what a host sends at a time"
+    assert shared or max(sent) > 0
     assert (totals.rows, totals.tokens, totals.finish) == (20, 190, {"stop": 20})
     assert totals.means == {"length": 9.5}
     assert not list(path.parent.glob(".*")), "nothing temporary is left"
@@ -96,16 +108,16 @@ def test_a_row_that_nobody_has_is_an_error_on_all(tmp_path):
 
 def test_rows_of_another_job_are_refused_with_what_differs(tmp_path):
     record = {"seed": 0, "checkpoint": "aa", "metrics": []}
-    assert check_record(tmp_path, record, 0, force=False) == []
+    assert check_record(tmp_path, record, force=False) == []
     write_record(tmp_path, record, 0)
-    assert check_record(tmp_path, record, 1, force=False) == []
+    assert check_record(tmp_path, record, force=False) == []
     changed = {**record, "seed": 1, "checkpoint": "bb"}
     with pytest.raises(ConfigError, match=r'checkpoint was "aa" and is "bb"; seed was 0 and is 1.*--resume force'):
-        check_record(tmp_path, changed, 0, force=False)
-    assert check_record(tmp_path, changed, 0, force=True) == ['checkpoint was "aa" and is "bb"', "seed was 0 and is 1"]
+        check_record(tmp_path, changed, force=False)
+    assert check_record(tmp_path, changed, force=True) == ['checkpoint was "aa" and is "bb"', "seed was 0 and is 1"]
 
 
 def test_rows_of_unknown_origin_are_refused(tmp_path):
     write(tmp_path, 0, [0])
     with pytest.raises(ConfigError, match=r"has rows but no job.json"):
-        check_record(tmp_path, {}, 0, force=False)
+        check_record(tmp_path, {}, force=False)

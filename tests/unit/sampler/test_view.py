@@ -13,9 +13,9 @@ from lockstep.sampler.view import LineView, line, panel
 from lockstep.schedule.scheduler import Counts
 from tests.multiprocess.harness import run_threads
 
-FIRST = HostProgress(rows=300, tokens=60_000, seconds=20.0, pages=900, max_pages=1024, floor=6000.0)
-SECOND = HostProgress(rows=200, tokens=50_000, seconds=25.0, pages=0, max_pages=1024, floor=6000.0, done=True)
-JOB = JobProgress(rows=1200, found=200, hosts=[FIRST, SECOND], seconds=25.0)
+FIRST = HostProgress(rows=300, prompts=140, tokens=60_000, seconds=20.0, pages=900, max_pages=1024, floor=6000.0)
+SECOND = HostProgress(rows=200, prompts=100, tokens=50_000, seconds=25.0, max_pages=1024, floor=6000.0, done=True)
+JOB = JobProgress(rows=1200, found=200, generations=2, hosts=[FIRST, SECOND], seconds=25.0)
 
 
 def shown(renderable):
@@ -26,22 +26,37 @@ def shown(renderable):
 
 def test_what_is_derived_from_the_hosts_own_numbers():
     assert (JOB.rows_done, JOB.tokens, JOB.rate) == (700, 110_000, 5000.0)
+    assert (JOB.prompts_done, JOB.prompts) == (340, 600), "100 prompts were there, each with two answers"
     assert JOB.over_floor == pytest.approx(5000 / 12000)
     assert JOB.eta_s == pytest.approx(25.0), "500 answers in 25 s, 500 are left"
     at_start = JobProgress(rows=5, found=0, hosts=[HostProgress()], seconds=0.1)
     assert (at_start.rate, at_start.over_floor, at_start.eta_s) == (0.0, None, None)
-    assert set(JOB.metrics()) >= {"rows_done", "tokens_per_second", "over_floor", "pages_in_use", "eta_s"}
+    assert JOB.metrics() == {
+        "prompts_done": 340,
+        "prompts_total": 600,
+        "rows_done": 700,
+        "rows_total": 1200,
+        "tokens": 110_000,
+        "tokens_per_second": 5000.0,
+        "host_0/tokens_per_second": 3000.0,
+        "host_1/tokens_per_second": 2000.0,
+        "over_floor": pytest.approx(5000 / 12000),
+        "pages_in_use": 900,
+        "pages": 2048,
+        "eta_s": pytest.approx(25.0),
+    }
 
 
 def test_the_panel_and_the_line_say_all_of_it():
     text = shown(panel(JOB, "sample"))
+    assert "340 of 600" in text
     for part in ("700 of 1,200 (200 were there from before)", "5,000 tokens/s, 0.42 of the bandwidth floor"):
         assert part in text
     for part in ("900 of 2,048 pages in use", "0:25 so far, 0:25 left", "3,000", "2,000", "done"):
         assert part in text
     assert line(JOB) == (
-        "sample: 700 of 1,200 answers, 5,000 tokens/s (3,000 + 2,000), 0.42 of the bandwidth floor, "
-        "900 of 2,048 pages in use, 0:25 left"
+        "sample: 340 of 600 prompts, 700 of 1,200 answers, 5,000 tokens/s (3,000 + 2,000), "
+        "0.42 of the bandwidth floor, 900 of 2,048 pages in use, 0:25 left"
     )
 
 
@@ -53,6 +68,7 @@ def test_in_lockstep_a_host_has_the_tokens_of_its_devices():
     meter = Meter(board, lambda: 100.0, lambda: shares)
     for tokens, finished in (((10, 20, 30), 1), ((30, 60, 40), 2)):
         meter(SimpleNamespace(counts=Counts(finished=finished, tokens=tokens, pages=7, max_pages=9)))
+    meter.answered(2)
     meter.pause()
     meter.begin()
     meter(SimpleNamespace(counts=Counts(finished=1, tokens=(1, 2, 3), pages=7, max_pages=9)))
@@ -62,7 +78,7 @@ def test_in_lockstep_a_host_has_the_tokens_of_its_devices():
         (3, 136, [62.0, 74.0]),
     ]
     end = meter.total(done=True)
-    assert (end.rows, end.tokens, end.pages, end.done) == (3, 136, 0, True)
+    assert (end.rows, end.prompts, end.tokens, end.pages, end.done) == (3, 2, 136, 0, True)
 
     job = dataclasses.replace(JOB, hosts=[dataclasses.replace(FIRST, by_host=[45_000.0, 15_000.0])])
     assert job.host_rates == [2250.0, 750.0] and job.rate == 3000.0

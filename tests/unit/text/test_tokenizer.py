@@ -30,7 +30,7 @@ def test_a_missing_directory_says_what_was_looked_for(tmp_path):
     with pytest.raises(ConfigError, match="tokenizer is empty"):
         load_tokenizer("")
     with pytest.raises(ConfigError, match="not have the form of a Hugging Face hub name"):
-        load_tokenizer("gs://bucket/tokenizer")
+        load_tokenizer("a/b/c")
 
 
 def test_a_directory_without_tokenizer_files_is_refused(tmp_path):
