@@ -22,17 +22,18 @@ PROMPTS, GENERATIONS = 60, 2
 LIMIT_S = 150.0
 
 
-def command(config, processes):
+def command(config, processes, grace_s):
     return [
         *(sys.executable, str(LAUNCHER), "--backend", "local", "--processes", str(processes)),
-        *("--devices_per_process", "2", "--grace_s", "1", "--", "lockstep", "sample", "--config_path", str(config)),
+        *("--devices_per_process", "2", "--grace_s", str(grace_s), "--"),
+        *("lockstep", "sample", "--config_path", str(config)),
     ]
 
 
-def start(config, processes, log):
-    return subprocess.Popen(
-        command(config, processes), env={**os.environ, **cache_environment()}, stdout=log, stderr=subprocess.STDOUT
-    )
+def start(config, processes, log, grace_s=1):
+    environment = {**os.environ, **cache_environment()}
+    words = command(config, processes, grace_s)
+    return subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
 
 def children(pid):

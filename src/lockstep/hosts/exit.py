@@ -25,7 +25,15 @@ _handled = threading.Event()
 
 
 class _AskedToEnd(SystemExit):
-    """SIGTERM, as the main thread meets it."""
+    """SIGTERM, as the main thread meets it.
+
+    Args:
+        phase: in which it came; what is left by this error may change it.
+    """
+
+    def __init__(self, phase: str) -> None:
+        super().__init__(128 + signal.SIGTERM)
+        self.phase = phase
 
 
 def run_main(main: Callable[[], object]) -> None:
@@ -55,8 +63,8 @@ def run_main(main: Callable[[], object]) -> None:
             shutdown()
     except KeyboardInterrupt:
         code, text = INTERRUPTED_EXIT_CODE, "interrupted"
-    except _AskedToEnd:
-        end_as_asked()
+    except _AskedToEnd as asked:
+        _end_as_asked(asked.phase)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         text = f"exit code {code}"
@@ -75,7 +83,7 @@ def run_main(main: Callable[[], object]) -> None:
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
     _handled.set()
-    raise _AskedToEnd(128 + number)
+    raise _AskedToEnd(current().last_phase)
 
 
 def _watch_signals() -> None:
@@ -93,20 +101,16 @@ def _watch_signals() -> None:
             while seen := reader.recv(64):
                 ours = signal.getsignal(signal.SIGTERM) is _terminate
                 if signal.SIGTERM in seen and ours and current().count > 1 and not _handled.wait(HANDLER_S):
-                    end_as_asked()
+                    _end_as_asked(current().last_phase)
 
     threading.Thread(target=watch, name="lockstep-signals", daemon=True).start()
 
 
-def end_as_asked() -> NoReturn:
-    """End this process because of SIGTERM, and with it the job; say so.
-
-    Raises:
-        SystemExit: in a job of one process.
-    """
+def _end_as_asked(phase: str) -> NoReturn:
+    """End this process because of SIGTERM, and with it the job; say so."""
     hosts = current()
     code = 128 + signal.SIGTERM
-    text = f"was asked to end (SIGTERM) in phase {hosts.last_phase!r}"
+    text = f"was asked to end (SIGTERM) in phase {phase!r}"
     print(f"lockstep: process {hosts.index} of {hosts.count} {text}", file=sys.stderr, flush=True)
     leave(code, text, peers=code)
 
