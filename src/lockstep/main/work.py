@@ -12,11 +12,14 @@ from lockstep.main.train_grpo import TrainGrpoConfig
 from lockstep.main.train_lm import TrainLmConfig
 from lockstep.main.train_simpo import TrainSimpoConfig
 from lockstep.models import LlamaConfig, known_model, load_config, read_hf_config
+from lockstep.plan.refusal import Refusal
 from lockstep.plan.work import SamplingWork, TrainingWork, Work
 from lockstep.sampler import SampleConfig
 from lockstep.text import Prompt, encode, load_tokenizer, read_prompts
 from lockstep.training import lm_loss
 from lockstep.types import Request, SamplingParams
+
+type Trains = TrainLmConfig | TrainSimpoConfig | TrainGrpoConfig
 
 CONFIGS: Final[dict[str, type[Any]]] = {
     "train-lm": TrainLmConfig,
@@ -62,6 +65,7 @@ def work_of(command: str, config: Any, model: str | None = None) -> Work:
     notes.append(f"model shape: {shape.source}")
     if not isinstance(config, TrainLmConfig | TrainSimpoConfig | TrainGrpoConfig):
         raise ConfigError(f"{type(config).__name__} cannot be planned.")
+    config, refusals = _rows_of(config, shape.config.max_seq_len)
     columns = config.data.columns(shape.config.max_seq_len)
     precision = config.trainer.precision
     sampling: list[SamplingWork] = []
@@ -108,7 +112,19 @@ def work_of(command: str, config: Any, model: str | None = None) -> Work:
         sampling=sampling,
         hosts=config.trainer.distributed.require_process_count,
         notes=tuple(notes),
+        refusals=refusals,
     )
+
+
+def _rows_of(config: Trains, most: int) -> tuple[Trains, tuple[Refusal, ...]]:
+    """The configuration with rows that the model takes, and why not those that were asked for."""
+    try:
+        config.data.row_length(most)
+    except ConfigError as error:
+        given = config.data.max_seq_len
+        data: Any = dataclasses.replace(config.data, max_seq_len=most)
+        return dataclasses.replace(config, data=data), (Refusal(key="data.max_seq_len", value=given, largest=most, text=str(error)),)
+    return config, ()
 
 
 def _sampler(command: str, config: SampleConfig, model: str | None) -> Work:

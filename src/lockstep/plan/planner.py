@@ -20,7 +20,7 @@ from lockstep.placement import make_mesh
 from lockstep.plan.cache import CompileCache
 from lockstep.plan.collectives import CollectiveSum, collectives, summed
 from lockstep.plan.hlo import Hlo, vmem
-from lockstep.plan.refusal import Refusal, RefusedError, key_in, largest_in
+from lockstep.plan.refusal import Refusal, RefusedError, agreeing, key_in, largest_in
 from lockstep.plan.topology import Topology, names_of
 from lockstep.plan.train_step import State, TrainStepPlan, make_state, plan_step
 from lockstep.plan.work import SamplingWork, Work
@@ -116,7 +116,7 @@ def make_plan(work: Work, topology: Topology, cache: CompileCache) -> Plan:
     Returns:
         The plan, with refusals where something does not fit.
     """
-    refusals: list[Refusal] = []
+    refusals = list(work.refusals)
     if work.hosts is not None and work.hosts != topology.hosts:
         refusals.append(
             Refusal(
@@ -168,7 +168,7 @@ def make_plan(work: Work, topology: Topology, cache: CompileCache) -> Plan:
         training=training,
         training_collectives=summed(collectives(Hlo(training.summary.text), len(hosts)), hosts) if training else [],
         sampling=sampling,
-        refusals=refusals,
+        refusals=agreeing(refusals),
         seconds=sum(summary.seconds for summary in cache.summaries.values()),
     )
 

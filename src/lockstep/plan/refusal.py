@@ -36,6 +36,15 @@ class RefusedError(Exception):
         self.refusal = refusal
 
 
+def agreeing(refusals: Sequence[Refusal]) -> list[Refusal]:
+    """Of a key that is refused for several reasons, the largest value that works is the one that works for all."""
+    found: dict[str, list[Any]] = {}
+    for refusal in refusals:
+        found.setdefault(refusal.key, []).append(refusal.largest)
+    least = {key: None if None in largest else min(largest) for key, largest in found.items()}
+    return [dataclasses.replace(refusal, largest=least[refusal.key]) for refusal in refusals]
+
+
 def place_of(path: Path | None, key: str, overrides: Sequence[str] = ()) -> str:
     """Where a key is set.
 

@@ -7,6 +7,7 @@ import jax
 
 from lockstep.engine import EngineConfig
 from lockstep.models import LlamaConfig
+from lockstep.plan.refusal import Refusal
 from lockstep.training import LossFn, OptimizerConfig, TrainerConfig
 from lockstep.types import Request
 
@@ -81,6 +82,7 @@ class Work:
         one_host: whether each host has a mesh of its own.
         hosts: processes that the configuration asks for; None if it does not say.
         notes: what was assumed.
+        refusals: what is wrong already, before anything is compiled. The rest is described with values that work.
     """
 
     command: str
@@ -94,3 +96,4 @@ class Work:
     one_host: bool = False
     hosts: int | None = None
     notes: tuple[str, ...] = ()
+    refusals: tuple[Refusal, ...] = ()

@@ -56,8 +56,8 @@ class DataConfig:
             return model_max_seq_len
         if self.max_seq_len > model_max_seq_len:
             raise ConfigError(
-                f"data.max_seq_len is {self.max_seq_len}, but the model's max_seq_len is {model_max_seq_len}. Lower "
-                "the first or raise the second."
+                f"data.max_seq_len is {self.max_seq_len}, but the model's max_seq_len is {model_max_seq_len}. Set "
+                f"it to at most {model_max_seq_len}, or use a model that is built for longer sequences."
             )
         return self.max_seq_len
 

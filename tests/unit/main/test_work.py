@@ -71,6 +71,17 @@ def test_grpo_asks_for_rollouts_and_for_samples(monkeypatch):
     assert with_reference.training.reference and "reference_logprobs" in with_reference.training.columns
 
 
+def test_rows_longer_than_the_model_are_refused_and_the_longest_that_work_are_planned(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    work = read("simpo_ultrafeedback_llama3_8b_v5p_64_inference.yaml", "--data.max_seq_len", "9000")
+    (refusal,) = work.refusals
+    assert (refusal.key, refusal.value, refusal.largest) == ("data.max_seq_len", 9000, 8192)
+    assert "data.max_seq_len is 9000" in refusal.text and "Set it to at most 8192" in refusal.text
+    assert work.training.columns["tokens"].shape == (2, 8192)
+    most = read("simpo_ultrafeedback_llama3_8b_v5p_64_inference.yaml", "--data.max_seq_len", "8192")
+    assert most.refusals == () and most.training.length == 8192
+
+
 def test_a_host_answers_its_share(monkeypatch):
     monkeypatch.chdir(ROOT)
     work = read("sampler/sample_llama8b_multihost_128prompts_2048_hostdp_wandb_v5p32.yaml")

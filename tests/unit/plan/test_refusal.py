@@ -4,7 +4,7 @@ import pytest
 
 from lockstep.engine import Engine, EngineConfig
 from lockstep.errors import ConfigError
-from lockstep.plan.refusal import key_in, largest_in, place_of
+from lockstep.plan.refusal import Refusal, agreeing, key_in, largest_in, place_of
 from lockstep.plan.train_step import largest_that_works
 from tests.unit.engine.models import mesh_of, model_on, request
 
@@ -81,3 +81,17 @@ def test_what_is_refused_before_compiling_names_the_bound():
     text = str(refused.value)
     assert largest_in(text) == 64 and key_in(text, {"max_seq_len": "engine.max_seq_len"}) == "engine.max_seq_len"
     assert largest_in("layout {tensor: 3} does not fit. Set tensor to one of [1, 2].") is None
+
+
+def test_what_is_refused_twice_has_one_value_that_works():
+    def refusal(key, largest):
+        return Refusal(key=key, value=9000, largest=largest, text=f"at most {largest}")
+
+    found = agreeing([refusal("data.max_seq_len", 8192), refusal("mp", None), refusal("data.max_seq_len", 2048)])
+    assert [(one.key, one.largest, one.text) for one in found] == [
+        ("data.max_seq_len", 2048, "at most 8192"),
+        ("mp", None, "at most None"),
+        ("data.max_seq_len", 2048, "at most 2048"),
+    ]
+    hopeless = agreeing([refusal("data.max_seq_len", 8192), refusal("data.max_seq_len", None)])
+    assert [one.largest for one in hopeless] == [None, None]
