@@ -17,6 +17,7 @@ _BITS: Final = {
 }  # fmt: skip
 _HEAD: Final = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _ARRAY: Final = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](\{[^{}]*\})?")
+_BRACKET: Final = re.compile(r"[()]")
 _CALLED: Final = re.compile(r"\b(calls|to_apply|body|condition|\w+_computations?)=\{?((?:%[\w.\-]+(?:, )?)+)")
 
 
@@ -213,10 +214,10 @@ def _parse(line: str) -> Op | None:
 
 def _closing(text: str, opening: int) -> int:
     depth = 0
-    for place in range(opening, len(text)):
-        depth += (text[place] == "(") - (text[place] == ")")
+    for bracket in _BRACKET.finditer(text, opening):
+        depth += 1 if bracket[0] == "(" else -1
         if depth == 0:
-            return place
+            return bracket.start()
     raise ValueError(f"a bracket is never closed: {text[opening:][:80]}")
 
 
