@@ -14,10 +14,10 @@ SLOW = pytest.mark.slow
 LAYERS = 32
 
 
-def compiled(slice_name: str, tensor: int, batch: int) -> dict[str, Any]:
+def compiled(slice_name: str, tensor: int, batch: int, model: str = "llama-3.1-8b") -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.tpu_programs", "--slice", slice_name, "--tensor", str(tensor)]
     run = subprocess.run(
-        [*command, "--batch", str(batch)],
+        [*command, "--batch", str(batch), "--model", model],
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
@@ -41,6 +41,21 @@ def test_programs_of_llama_3_1_8b(slice_name: str, tensor: int) -> None:
     found = compiled(slice_name, tensor, 64)
     check(found)
     check_memory(found)
+
+
+@SLOW
+@pytest.mark.parametrize(
+    ("model", "slice_name", "tensor", "batch"),
+    [
+        ("qwen2.5-3b", "v5p-16", 1, 64),
+        ("qwen2.5-3b", "v6e-16", 1, 64),
+        ("llama-3.1-8b", "v5p-16", 1, 256),
+        ("llama-3.1-8b", "v6e-16", 4, 256),
+    ],
+)
+def test_predicted_memory_of_other_sizes(model: str, slice_name: str, tensor: int, batch: int) -> None:
+    """A tied vocabulary that is large beside the layers, and batches whose vocabulary does not fit vector memory."""
+    check_memory(compiled(slice_name, tensor, batch, model))
 
 
 def check(found: dict[str, Any]) -> None:
@@ -67,12 +82,19 @@ def check(found: dict[str, Any]) -> None:
 
 
 def check_memory(found: dict[str, Any]) -> None:
-    """Predicted temporaries against the compiler's own. Those of v6e are less: more of them is in its vector memory."""
-    predicted, programs = found["predicted"], found["programs"]
-    measured = {name: programs[name]["temporaries"] for name in ("prefill", "decode", "relay")}
+    """Predicted temporaries, the program itself among them, against the compiler's own: never less, and little more.
+
+    Those of v6e are less than on v5p: more of them is in its vector memory. Prefill is far from the worst.
+    """
+    predicted, programs, v6e = found["predicted"], found["programs"], "v6e" in found["chip"]
+    measured = {name: programs[name]["temporaries"] + programs[name]["code"] for name in ("prefill", "decode")}
+    measured["relay"] = programs["relay"]["temporaries"]
     print(predicted, measured)
-    bound = {"prefill": 3.7, "decode": 1.02, "relay": 1.11}
-    if "v6e" in found["chip"]:
-        bound = {"prefill": 14.0, "decode": 1.11, "relay": 1.42}
-    for name, size in measured.items():
-        assert 0.985 * size <= predicted[name] <= bound[name] * size, name
+    assert measured["prefill"] <= predicted["prefill"] < predicted["decode"]
+    assert measured["decode"] <= predicted["decode"] <= (1.2 if v6e else 1.15) * measured["decode"]
+    assert measured["relay"] <= predicted["relay"] <= (1.42 if v6e else 1.11) * measured["relay"]
+
+    def total(of: dict[str, int]) -> int:
+        return found["weights"] + max(of["relay"], found["pool"] + max(of["prefill"], of["decode"]))
+
+    assert total(measured) <= total(predicted) <= 1.03 * total(measured)

@@ -26,6 +26,13 @@ OUTER = ("embed", "lm_head", "final_norm", "embed_norm")
 _CHUNK = 512
 """Positions that decode attends at a time, at most: a longer context is padded to a multiple."""
 
+_VOCABULARIES = 7
+"""Arrays of a number per slot and token id that a decode step on a TPU holds at its worst moment, when top-p counts equal
+scores: read off the compiler at 256 sequences. Of smaller batches some are in vector memory."""
+
+_CODE = 10 << 20
+"""Of the hungriest program itself on a TPU: 7 to 9 MiB in all that were compiled."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Footprint:
@@ -120,27 +127,34 @@ class Shapes:
         held = stored(self.grid.mesh.devices.flat[0], device_heads(config, self.grid), self.cache_dtype)
         return config.num_layers * 2 * held.kv_heads * held.head_size * self.cache_dtype.itemsize
 
+    @functools.cached_property
+    def relay(self) -> int:
+        """Bytes that moving the weights takes beside their copy."""
+        made = is_stored(self.weights)
+        if not self.moves or not (made or any(leaf.dtype != self.dtype for _, leaf, _ in self.leaves)):
+            return 0
+        if self._tpu and not made and self.dtype == jnp.bfloat16:
+            return self._on_its_way
+        # The compiler casts all layers before the loop that moves them; `placement.move.cast` keeps it inside.
+        cast = sum(self.cast_bytes(leaf) for _, leaf, _ in self.leaves)
+        return cast + (self._layer_bytes if self._tpu else 0)
+
     def footprint(self, sizes: ScheduleSizes) -> Footprint:
         """What the programs for ``sizes`` take, predicted; the compiler has the last word (`measured`)."""
-        relay = 0
-        if self.moves and (is_stored(self.weights) or any(leaf.dtype != self.dtype for _, leaf, _ in self.leaves)):
-            # The compiler casts all layers before the loop that moves them; `placement.move.cast` keeps it inside.
-            relay = sum(self.cast_bytes(leaf) for _, leaf, _ in self.leaves)
-            if self._tpu and not is_stored(self.weights) and self.dtype == jnp.bfloat16:
-                relay = self._on_its_way
         return Footprint(
             weights=self.copied,
             pool=sizes.pages * sizes.page_size * self.kv_bytes,
-            relay=relay,
+            relay=self.relay,
             temporaries=max(self.temporaries(sizes).values()),
         )
 
     def temporaries(self, sizes: ScheduleSizes) -> dict[str, int]:
         """What each program takes beside weights and pool."""
+        code = _CODE if self._tpu else 0
         return {
-            "prefill": self._prefill(sizes),
-            "score": self._score(sizes),
-            "decode": self._decode(sizes) + self._rewritten,
+            "prefill": self._prefill(sizes) + code,
+            "score": self._score(sizes) + code if sizes.prompt_logprobs else 0,
+            "decode": self._decode(sizes) + self._rewritten + code,
         }
 
     @functools.cached_property
@@ -156,13 +170,14 @@ class Shapes:
     @functools.cached_property
     def _rewritten(self) -> int:
         """Decode's stacked projections, which the TPU compiler keeps once more in the order that it wants; without the
-        attention kernel twice more.
+        attention kernel twice more. With one kv head to a device K and V are in that order already.
         """
         if not self._tpu or self.gathered:
             return 0
-        return (1 if self._kernel else 2) * sum(
-            self.decode_bytes(leaf, at) for name, leaf, at in self.leaves if name in ("q", "k", "v")
-        )
+        one = self._kernel and device_heads(self.config, self.grid).kv_heads == 1
+        names = ("q",) if one else ("q", "k", "v")
+        copies = 1 if self._kernel else 2
+        return copies * sum(self.decode_bytes(leaf, at) for name, leaf, at in self.leaves if name in names)
 
     def _decode(self, sizes: ScheduleSizes) -> int:
         config, tensor = self.config, self.grid.tensor
@@ -171,11 +186,11 @@ class Shapes:
         context = sizes.slots * (0 if self._kernel else self._context_bytes(sizes))
         heads = config.num_heads // min(tensor, config.num_kv_heads)
         chunk = min(_CHUNK, sizes.pages_per_sequence * sizes.page_size)
-        scores = 3 * heads * chunk * 4 + self._widened(chunk)
+        scores = 0 if self._kernel else 3 * heads * chunk * 4 + self._widened(chunk)
         if self._tpu and not self._kernel:  # K and V of a chunk of a layer, in use and on their way
             scores += 2 * CHUNK * self.kv_bytes // config.num_layers
-        # Logits, scores and noise in float32, and a count per token where there are penalties.
-        sampling = (4 + sizes.penalties) * vocab * 4 + 8 * sizes.steps
+        # On CPU logits, scores and noise in float32; and a count per token where there are penalties.
+        sampling = ((_VOCABULARIES if self._tpu else 4) + sizes.penalties) * vocab * 4 + 8 * sizes.steps
         return outer + self._one_layer + context + sizes.slots * (scores + sampling + self._activations)
 
     def _score(self, sizes: ScheduleSizes) -> int:
@@ -208,12 +223,19 @@ class Shapes:
     def _on_its_way(self) -> int:
         """While weights move, read off the TPU compiler for Llama-3.1-8B, at most.
 
-        Without a tensor group one stacked weight of a layer after the other is gathered where it belongs; else parts of
-        several layers wait for their turn.
+        Without a tensor group one stacked weight of a layer after the other is gathered where it belongs, and vectors
+        beside it; else parts of several layers wait for their turn.
         """
-        layer = [self.decode_bytes(leaf, at) for name, leaf, at in self.leaves if name not in OUTER]
-        waiting = max(layer) if self.grid.tensor == 1 else 34 * sum(layer) // 10
-        return waiting // self.config.num_layers
+        if self.grid.tensor > 1:
+            return 34 * self._layer_bytes // 10
+        largest = max(self.decode_bytes(leaf, at) for name, leaf, at in self.leaves if name not in OUTER)
+        return 102 * largest // 100 // self.config.num_layers
+
+    @functools.cached_property
+    def _layer_bytes(self) -> int:
+        """Of one layer's weights in the decode layout."""
+        stacked = (self.decode_bytes(leaf, at) for name, leaf, at in self.leaves if name not in OUTER)
+        return sum(stacked) // self.config.num_layers
 
     @functools.cached_property
     def _one_layer(self) -> int:
