@@ -131,7 +131,11 @@ def test_heads_too_wide_for_the_kernel_get_plain_attention(slice_, dtype, tensor
     """Heads of 256 as of Gemma: the pool is updated in place, and the copy of the context is predicted and told."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     run = subprocess.run(
-        [sys.executable, "-c", WIDE, slice_, dtype, str(tensor)], env=environment, capture_output=True, text=True, timeout=600
+        [sys.executable, "-c", WIDE, slice_, dtype, str(tensor)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert run.returncode == 0, run.stderr[-4000:]
     assert "takes heads of at most 128 numbers, and the model's have 256" in run.stderr

@@ -96,7 +96,9 @@ def test_rows_longer_than_the_model_are_refused(cache):
     assert (refusal["key"], refusal["value"], refusal["largest"]) == ("data.max_seq_len", 50, 48)
     assert refusal["place"] == "--data.max_seq_len on the command line"
     assert "data.max_seq_len is 50; the largest that works is 48" in text and "Traceback" not in text
-    assert found["train_step"]["predicted_at_best"]["tokens"] == 32 * 2 * 48, "the step is planned with the longest rows that the model takes"
+    assert found["train_step"]["predicted_at_best"]["tokens"] == 32 * 2 * 48, (
+        "the step is planned with the longest rows that the model takes"
+    )
 
 
 def test_rows_whose_activations_do_not_fit_are_refused(cache):

@@ -84,15 +84,17 @@ def check(found: dict[str, Any]) -> None:
 def check_memory(found: dict[str, Any]) -> None:
     """Predicted temporaries, the program itself among them, against the compiler's own: never less, and little more.
 
-    Those of v6e are less than on v5p: more of them is in its vector memory. Prefill is far from the worst.
+    Prefill is far from the worst.
     """
     predicted, programs, v6e = found["predicted"], found["programs"], "v6e" in found["chip"]
     measured = {name: programs[name]["temporaries"] + programs[name]["code"] for name in ("prefill", "decode")}
     measured["relay"] = programs["relay"]["temporaries"]
     print(predicted, measured)
     assert measured["prefill"] <= predicted["prefill"] < predicted["decode"]
-    assert measured["decode"] <= predicted["decode"] <= (1.2 if v6e else 1.15) * measured["decode"]
-    assert measured["relay"] <= predicted["relay"] <= (1.42 if v6e else 1.11) * measured["relay"]
+    assert measured["decode"] <= predicted["decode"] <= 1.15 * measured["decode"]
+    assert measured["relay"] <= predicted["relay"]
+    if not v6e:  # there the pieces of some models never leave the vector memory
+        assert predicted["relay"] <= 1.11 * measured["relay"]
 
     def total(of: dict[str, int]) -> int:
         return found["weights"] + max(of["relay"], found["pool"] + max(of["prefill"], of["decode"]))

@@ -14,6 +14,7 @@ from lockstep.engine.score import SCORE_CHUNK
 from lockstep.engine.transformer import device_heads
 from lockstep.kernels import has_kernel, stored
 from lockstep.kernels.context import CHUNK
+from lockstep.kernels.tpu_blocks import generation
 from lockstep.models import DecoderWeights, LlamaConfig
 from lockstep.placement.layout import DecodeGrid
 from lockstep.placement.relay import LeafLayout, leaf_layouts
@@ -29,6 +30,9 @@ _CHUNK = 512
 _VOCABULARIES = 7
 """Arrays of a number per slot and token id that a decode step on a TPU holds at its worst moment, when top-p counts equal
 scores: read off the compiler at 256 sequences. Of smaller batches some are in vector memory."""
+
+_IN_VECTOR_MEMORY = {"v6e": 40 << 20}
+"""Bytes of those that the compiler keeps in vector memory however many there are; it was found to keep 51 to 81 MiB."""
 
 _CODE = 10 << 20
 """Of the hungriest program itself on a TPU: 7 to 9 MiB in all that were compiled."""
@@ -190,8 +194,12 @@ class Shapes:
         if self._tpu and not self._kernel:  # K and V of a chunk of a layer, in use and on their way
             scores += 2 * CHUNK * self.kv_bytes // config.num_layers
         # On CPU logits, scores and noise in float32; and a count per token where there are penalties.
-        sampling = ((_VOCABULARIES if self._tpu else 4) + sizes.penalties) * vocab * 4 + 8 * sizes.steps
-        return outer + self._one_layer + context + sizes.slots * (scores + sampling + self._activations)
+        sampling = sizes.slots * ((_VOCABULARIES if self._tpu else 4) + sizes.penalties) * vocab * 4
+        if self._tpu:
+            kind = generation(self.grid.mesh.devices.flat[0].device_kind)
+            sampling = max(0, sampling - _IN_VECTOR_MEMORY.get(kind, 0))
+        of_slots = sizes.slots * (scores + 8 * sizes.steps + self._activations)
+        return outer + self._one_layer + context + sampling + of_slots
 
     def _score(self, sizes: ScheduleSizes) -> int:
         if not sizes.prompt_logprobs:

@@ -123,7 +123,9 @@ def _rows_of(config: Trains, most: int) -> tuple[Trains, tuple[Refusal, ...]]:
     except ConfigError as error:
         given = config.data.max_seq_len
         data: Any = dataclasses.replace(config.data, max_seq_len=most)
-        return dataclasses.replace(config, data=data), (Refusal(key="data.max_seq_len", value=given, largest=most, text=str(error)),)
+        return dataclasses.replace(config, data=data), (
+            Refusal(key="data.max_seq_len", value=given, largest=most, text=str(error)),
+        )
     return config, ()
 
 
