@@ -28,8 +28,8 @@ _CHUNK = 512
 """Positions that decode attends at a time, at most: a longer context is padded to a multiple."""
 
 _VOCABULARIES = 7
-"""Arrays of a number per slot and token id that a decode step on a TPU holds at its worst moment, when top-p counts equal
-scores: read off the compiler at 256 sequences. Of smaller batches some are in vector memory."""
+"""Arrays of a number per slot and token id that a decode step on a TPU holds at its worst moment, when top-p counts
+equal scores: read off the compiler at 256 sequences. Of smaller batches some are in vector memory."""
 
 _IN_VECTOR_MEMORY = {"v6e": 40 << 20}
 """Bytes of those that the compiler keeps in vector memory however many there are; it was found to keep 51 to 81 MiB."""
