@@ -264,7 +264,15 @@ print(json.dumps({
 """
 
 
-@pytest.mark.parametrize(("slice_", "tensor"), [("v5p-8", 2), ("v5p-8", 1), ("v6e-4", 2), ("v6e-4", 1)])
+@pytest.mark.parametrize(
+    ("slice_", "tensor"),
+    [
+        ("v5p-8", 2),
+        ("v6e-4", 1),
+        pytest.param("v5p-8", 1, marks=pytest.mark.slow),
+        pytest.param("v6e-4", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_weights_that_are_made_on_the_way_are_cast_all_at_once(slice_, tensor):
     """Of a float32 trainer that keeps its weights in another order: what that takes is predicted, and never too low."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
