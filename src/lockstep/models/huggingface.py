@@ -84,8 +84,8 @@ def load_hf(
 
     Every host of the mesh calls it and reads the slices that its own devices hold; hosts exchange nothing and nothing
     is launched. An error may therefore hit one host alone: settle it before the next collective. From a URL a host
-    reads the rows of stored tensors that hold its slices, in pieces of 64 MiB; where a tensor is split along another
-    dimension than its rows, that is all of it.
+    reads the rows of stored tensors that hold its slices, in pieces of 8 MiB, eight at a time; where a tensor is split
+    along another dimension than its rows, that is all of it.
 
     Args:
         path: a local directory or an fsspec URL, with ``config.json`` and safetensors.

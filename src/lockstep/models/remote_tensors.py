@@ -10,8 +10,8 @@ import numpy as np
 
 from lockstep.errors import ConfigError
 
-CHUNK_BYTES = 64 << 20
-"""Bytes of a file in memory at a time, about; one row of a tensor at least."""
+CHUNK_BYTES = 8 << 20
+"""Bytes of a file that a thread reads at a time, about; one row of a tensor at least."""
 _LENGTH_BYTES = 8
 _LONGEST_HEADER = 100 << 20
 _DTYPES: dict[str, Any] = {
