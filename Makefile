@@ -4,6 +4,7 @@ SHELL := /bin/bash
 PYTHON := .venv/bin/python
 PROCESSES ?= 2
 DEVICES ?= 2
+WORKERS ?= 2
 
 # Tests and the demo run on the CPU; programs compiled by one test run are kept for the next.
 export JAX_PLATFORMS := cpu
@@ -26,10 +27,10 @@ demo: setup ## train a small model on two simulated hosts and watch what it says
 		lockstep train-lm --config_path config/demo.yaml $(ARGS)
 
 test: setup-tests ## run the tests (ARGS='-k name' narrows them)
-	@$(PYTHON) -m pytest -m "not slow" $(ARGS)
+	@$(PYTHON) -m pytest -m "not slow" -n $(WORKERS) --dist loadgroup $(ARGS)
 
 slow: setup-tests ## run the slow tests, the whole demo among them
-	@$(PYTHON) -m pytest -m slow $(ARGS)
+	@$(PYTHON) -m pytest -m slow -n $(WORKERS) --dist loadgroup $(ARGS)
 
 lint: setup ## check style and formatting
 	@$(PYTHON) -m ruff check .

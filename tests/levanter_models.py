@@ -31,11 +31,16 @@ LENGTH, ROWS = 64, 8
 
 def build(config: Any, vocab: int = 64, *, scale: float = 1.0, seed: int = 0) -> Any:
     """A model with random weights, every one of them away from its neutral value."""
-    model = config.build(hax.Axis("vocab", vocab), key=jax.random.key(seed))
-    leaves, tree = jax.tree.flatten(model)
-    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
-    noisy = [leaf + scale * 0.3 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
-    return inference_mode(jax.tree.unflatten(tree, noisy), True)
+
+    @eqx.filter_jit  # one program, where eager calls would compile one for every shape and operation
+    def make() -> Any:
+        model = config.build(hax.Axis("vocab", vocab), key=jax.random.key(seed))
+        leaves, tree = jax.tree.flatten(model)
+        keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
+        drawn = [jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
+        return jax.tree.unflatten(tree, [leaf + scale * 0.3 * noise for leaf, noise in zip(leaves, drawn, strict=True)])
+
+    return inference_mode(make(), True)
 
 
 def dense_completions(model: Any, requests: Sequence[Request]) -> list[Expected]:

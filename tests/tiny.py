@@ -3,11 +3,10 @@
 import dataclasses
 from typing import Any
 
-import haliax as hax
 import jax
 import numpy as np
 
-from lockstep.models import DecoderWeights, LayerWeights, LlamaConfig, LlamaLMHeadModel
+from lockstep.models import DecoderWeights, LayerWeights, LlamaConfig, LlamaLMHeadModel, as_trainable
 from lockstep.placement import place
 from lockstep.text import load_tokenizer
 from lockstep.training import OptimizerConfig, Rows, Trainer, TrainerConfig, lm_loss
@@ -52,9 +51,8 @@ def make_trainer(mesh_shape: str, steps: int, hosts: Any = None, tracker: Any = 
 
 
 def init_model(trainer: Trainer) -> LlamaLMHeadModel:
-    """A model from scratch on the trainer's mesh."""
-    Vocab = hax.Axis("vocab", vocab_size())
-    return trainer.init_model(lambda key: LlamaLMHeadModel.init(Vocab, CONFIG, key=key))
+    """A model with random weights on the trainer's mesh; nothing is compiled, which takes seconds for random draws."""
+    return as_trainable(CONFIG, placed_weights(trainer.mesh, vocab=vocab_size()))
 
 
 def numpy_weights(config: LlamaConfig = CONFIG, vocab: int = 64, seed: int = 0) -> DecoderWeights:

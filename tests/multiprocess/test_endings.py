@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import pytest
 from harness import run_processes
 from launches import record_launches
 
@@ -72,8 +73,48 @@ def body_callback(hosts):
     return {name: train(hosts, options) for name, options in {"plain": None, **OPTIONS}.items()}
 
 
-def test_in_the_callback():
-    leader, follower = run_processes(body_callback, timeout_s=240)
+def body_engine(hosts):
+    mesh = make_mesh("auto")
+    model = (tiny.CONFIG, tiny.placed_weights(mesh))
+    requests = tiny.requests(temperature=0.8, n_generations=2)
+    engine = Engine(EngineConfig(page_size=8, max_seqs=4, max_steps_per_launch=5, layout={"tensor": 1}), mesh)
+    plain = engine.generate(model, requests, hosts=hosts)
+
+    def cancel(scheduler):
+        if (1, 1) in scheduler.unfinished() and scheduler.tokens_so_far(1, 1):
+            scheduler.cancel(1, 1)
+        scheduler.cancel(5, 0)
+
+    cancelled = engine.generate(model, requests, hosts=hosts, between_launches=cancel)
+    with hosts.scope("own budget") as scope:
+        # The follower's clock says that the time was over long ago; the leader's decides.
+        ticks = iter(range(1000)) if hosts.is_leader else iter(range(0, 10**6, 1000))
+        budget = Budget(scope, 6, clock=lambda: float(next(ticks)))
+        late = engine.generate(model, requests, hosts=hosts, between_launches=budget)
+        scope.barrier("end")
+    gap = lockstep.audit(model, requests, plain, hosts=hosts)
+    wrong = [dataclasses.replace(c, logprobs=(*c.logprobs[:-1], c.logprobs[-1] + 0.01)) for c in plain]
+    return {
+        "plain": [dataclasses.asdict(c) for c in plain],
+        "cancelled": [dataclasses.asdict(c) for c in cancelled],
+        "late": [dataclasses.asdict(c) for c in late],
+        "gap": gap,
+        "wrong gap": lockstep.audit(model, requests, wrong, hosts=hosts),
+        "ledger": str(engine.ledger),
+    }
+
+
+def body(hosts):
+    return {"callback": body_callback(hosts), "engine": body_engine(hosts)}
+
+
+@pytest.fixture(scope="module")
+def results():
+    return run_processes(body, timeout_s=300)
+
+
+def test_in_the_callback(results):
+    leader, follower = (result["callback"] for result in results)
     for name in ("plain", *OPTIONS):
         for result in (leader, follower):
             assert result[name]["losses"] == leader["plain"]["losses"], name
@@ -106,39 +147,8 @@ def test_in_the_callback():
         assert sorted(result["drawn"]["compiled"]) == ["decode", "fork", "new_cache", "prefill", "relay"]
 
 
-def body_engine(hosts):
-    mesh = make_mesh("auto")
-    model = (tiny.CONFIG, tiny.placed_weights(mesh))
-    requests = tiny.requests(temperature=0.8, n_generations=2)
-    engine = Engine(EngineConfig(page_size=8, max_seqs=4, max_steps_per_launch=5, layout={"tensor": 1}), mesh)
-    plain = engine.generate(model, requests, hosts=hosts)
-
-    def cancel(scheduler):
-        if (1, 1) in scheduler.unfinished() and scheduler.tokens_so_far(1, 1):
-            scheduler.cancel(1, 1)
-        scheduler.cancel(5, 0)
-
-    cancelled = engine.generate(model, requests, hosts=hosts, between_launches=cancel)
-    with hosts.scope("own budget") as scope:
-        # The follower's clock says that the time was over long ago; the leader's decides.
-        ticks = iter(range(1000)) if hosts.is_leader else iter(range(0, 10**6, 1000))
-        budget = Budget(scope, 6, clock=lambda: float(next(ticks)))
-        late = engine.generate(model, requests, hosts=hosts, between_launches=budget)
-        scope.barrier("end")
-    gap = lockstep.audit(model, requests, plain, hosts=hosts)
-    wrong = [dataclasses.replace(c, logprobs=(*c.logprobs[:-1], c.logprobs[-1] + 0.01)) for c in plain]
-    return {
-        "plain": [dataclasses.asdict(c) for c in plain],
-        "cancelled": [dataclasses.asdict(c) for c in cancelled],
-        "late": [dataclasses.asdict(c) for c in late],
-        "gap": gap,
-        "wrong gap": lockstep.audit(model, requests, wrong, hosts=hosts),
-        "ledger": str(engine.ledger),
-    }
-
-
-def test_in_the_engine():
-    leader, follower = run_processes(body_engine, timeout_s=240)
+def test_in_the_engine(results):
+    leader, follower = (result["engine"] for result in results)
     assert leader == follower
     assert leader["gap"] <= 1e-5
     assert abs(leader["wrong gap"] - 0.01) <= 1e-5

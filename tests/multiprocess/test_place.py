@@ -7,6 +7,7 @@ from harness import run_processes
 pytestmark = pytest.mark.multiprocess
 
 MIB = 2**20
+PLACED_MIB = 64
 
 
 def body_place_without_a_launch(hosts):
@@ -42,7 +43,7 @@ def body_place_without_a_launch(hosts):
     return [mine.start, mine.stop]
 
 
-def body_peak_memory(hosts, how, mib):
+def body_peak_memory(hosts, how):
     import jax
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
@@ -50,7 +51,7 @@ def body_peak_memory(hosts, how, mib):
     from lockstep.placement import make_mesh, place
 
     sharding = NamedSharding(make_mesh(), P(None, "fsdp"))
-    values = np.ones((mib * 2**8, 2**10), np.float32)
+    values = np.ones((PLACED_MIB * 2**8, 2**10), np.float32)
     hosts.barrier("before")
     before = _peak_bytes()
     placed = place(values, sharding) if how == "place" else jax.device_put(values, sharding)
@@ -64,24 +65,32 @@ def _peak_bytes():
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
 
 
+def body(hosts):
+    # Memory first: what a peak grows by shows in a fresh process alone.
+    return {"grown": body_peak_memory(hosts, "place"), "rows": body_place_without_a_launch(hosts)}
+
+
+@pytest.fixture(scope="module")
+def results():
+    """What each process found, by the number of them."""
+    return {processes: run_processes(body, processes=processes, devices=2) for processes in (2, 4)}
+
+
 @pytest.mark.parametrize("processes", [2, 4])
-def test_placing_launches_nothing_and_waits_for_nobody(processes):
-    rows = run_processes(body_place_without_a_launch, processes=processes, devices=2)
-    assert rows == [[16 * i, 16 * (i + 1)] for i in range(processes)]
+def test_placing_launches_nothing_and_waits_for_nobody(results, processes):
+    assert [result["rows"] for result in results[processes]] == [[16 * i, 16 * (i + 1)] for i in range(processes)]
 
 
-def test_peak_memory_does_not_grow_with_the_processes():
-    mib = 64
-    two, four = (max(run_processes(body_peak_memory, processes=n, devices=2, args=("place", mib))) for n in (2, 4))
-    print(f"placing {mib} MiB: peak grew by {two:.0f} MiB with 2 processes, {four:.0f} MiB with 4")
+def test_peak_memory_does_not_grow_with_the_processes(results):
+    two, four = (max(result["grown"] for result in results[processes]) for processes in (2, 4))
+    print(f"placing {PLACED_MIB} MiB: peak grew by {two:.0f} MiB with 2 processes, {four:.0f} MiB with 4")
     # A host's own shards (the devices are host memory here) and a little for the runtime.
-    assert two <= mib / 2 + 16
-    assert four <= mib / 4 + 16
+    assert two <= PLACED_MIB / 2 + 16
+    assert four <= PLACED_MIB / 4 + 16
 
 
 @pytest.mark.slow
 def test_the_comparison_that_place_avoids_does_grow():
-    mib = 64
-    two, four = (max(run_processes(body_peak_memory, processes=n, devices=2, args=("device_put", mib))) for n in (2, 4))
-    print(f"device_put of {mib} MiB: peak grew by {two:.0f} MiB with 2 processes, {four:.0f} MiB with 4")
+    two, four = (max(run_processes(body_peak_memory, processes=n, devices=2, args=("device_put",))) for n in (2, 4))
+    print(f"device_put of {PLACED_MIB} MiB: peak grew by {two:.0f} MiB with 2 processes, {four:.0f} MiB with 4")
     assert four > two

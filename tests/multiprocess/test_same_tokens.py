@@ -4,6 +4,7 @@ The oracle runs in the test's own process: two hosts that agree on a wrong answe
 """
 
 import dataclasses
+import functools
 
 import pytest
 from harness import run_processes
@@ -43,7 +44,18 @@ def all_requests():
     ]
 
 
-def body(hosts, mesh_shape, layout, options):
+CASES = {
+    2: [("auto", "auto", {}), ("auto", "training", TIGHT), ("1,2,2", {"tensor": 2}, TIGHT)],
+    4: [("host_local", {"tensor": 2}, {}), ("auto", {"tensor": 1}, {})],
+}
+"""Mesh, layout and capacities, by the number of processes."""
+
+
+def body(hosts):
+    return [answer(hosts, *case) for case in CASES[hosts.count]]
+
+
+def answer(hosts, mesh_shape, layout, options):
     mesh = make_mesh(mesh_shape)
     model = (tiny.CONFIG, tiny.placed_weights(mesh))
     requests = all_requests()
@@ -65,18 +77,15 @@ def expected():
     return oracle_completions((tiny.CONFIG, tiny.numpy_weights()), all_requests())
 
 
-@pytest.mark.parametrize(
-    ("processes", "mesh_shape", "layout", "options"),
-    [
-        (2, "auto", "auto", {}),
-        (2, "auto", "training", TIGHT),
-        (2, "1,2,2", {"tensor": 2}, TIGHT),
-        (4, "host_local", {"tensor": 2}, {}),
-        (4, "auto", {"tensor": 1}, {}),
-    ],
-)
-def test_tokens_are_those_of_one_process(expected, processes, mesh_shape, layout, options):
-    results = run_processes(body, processes=processes, timeout_s=240, args=(mesh_shape, layout, options))
+@functools.cache
+def answers(processes):
+    """Of each process, by case: one launch of processes makes all."""
+    return run_processes(body, processes=processes, timeout_s=300)
+
+
+@pytest.mark.parametrize(("processes", "case"), [(n, i) for n, cases in CASES.items() for i in range(len(cases))])
+def test_tokens_are_those_of_one_process(expected, processes, case):
+    results = [result[case] for result in answers(processes)]
     assert len({result["ledger"] for result in results}) == 1
     for result in results:
         got = [

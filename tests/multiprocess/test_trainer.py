@@ -36,24 +36,25 @@ def body_losses(hosts, mesh_shape, values):
 
 
 def body_stop(hosts):
+    """How a signal on one host stops all; and, before, the share of the parameters that each host holds."""
     import os
     import signal
 
+    import jax
+
     trainer, model, rows = build("auto", hosts, num_train_steps=1000)
+    leaves = jax.tree.leaves(model)
+    local = sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards)
+    share = local / sum(leaf.nbytes for leaf in leaves)
     if hosts.index == 1:
         trainer.add_hook(lambda info: os.kill(os.getpid(), signal.SIGTERM) if info.next_step == 3 else None)
     result = trainer.train(model, rows)
-    return [result.completed_steps, result.stopped_by]
+    return {"stopped": [result.completed_steps, result.stopped_by], "share": share}
 
 
-def body_host_memory(hosts):
-    """The share of the parameters that each host holds."""
-    import jax
-
-    _, model, _ = build("auto", hosts)
-    leaves = jax.tree.leaves(model)
-    local = sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards)
-    return local / sum(leaf.nbytes for leaf in leaves)
+@pytest.fixture(scope="module")
+def stopped():
+    return run_processes(body_stop, processes=2, devices=2)
 
 
 def test_losses_do_not_depend_on_processes_mesh_or_accumulation():
@@ -67,10 +68,10 @@ def test_losses_do_not_depend_on_processes_mesh_or_accumulation():
         np.testing.assert_allclose(found[0], oracle, rtol=1e-5)
 
 
-def test_a_signal_on_one_host_stops_all_after_the_same_step():
-    assert run_processes(body_stop, processes=2, devices=2) == [[4, 15], [4, 15]]
+def test_a_signal_on_one_host_stops_all_after_the_same_step(stopped):
+    assert [result["stopped"] for result in stopped] == [[4, 15], [4, 15]]
 
 
-def test_a_host_holds_only_its_part_of_the_parameters():
-    for share in run_processes(body_host_memory, processes=2, devices=2):
-        assert share == pytest.approx(0.5)
+def test_a_host_holds_only_its_part_of_the_parameters(stopped):
+    for result in stopped:
+        assert result["share"] == pytest.approx(0.5)

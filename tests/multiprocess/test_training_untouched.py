@@ -1,5 +1,6 @@
 """Sampling inside training changes nothing about it: losses bit for bit, traces, memory, launches on every host."""
 
+import functools
 import gc
 import json
 import math
@@ -13,7 +14,7 @@ from lockstep.callback import InferenceEvalConfig, SampleCallback
 from lockstep.report.rows import Row
 from tests import tiny
 
-STEPS, EVERY = 30, 6
+STEPS, EVERY = 18, 6
 PROMPTS = [{"prompt": "What is 12 plus 7?", "answer": "nineteen"}, "What is 40 in words?", "one"]
 
 
@@ -57,12 +58,13 @@ class Recorder:
         self.finished = True
 
 
-def train(hosts, mesh_shape, layout, sample):
+def train(hosts, mesh_shape, layout):
+    """One run; without samples where ``layout`` is None."""
     trainer = tiny.make_trainer(mesh_shape, STEPS, hosts)
     losses = []
     trainer.add_hook(lambda info: losses.append(float(info.loss).hex()))
     found = {}
-    if sample:
+    if layout is not None:
         config = InferenceEvalConfig(
             eval_every=EVERY,
             prompts=PROMPTS,
@@ -79,7 +81,7 @@ def train(hosts, mesh_shape, layout, sample):
     model = tiny.init_model(trainer)
     with record_launches() as launches:
         trainer.train(model, tiny.rows())
-    if sample:
+    if layout is not None:
         found = {
             "rounds": callback.rounds,
             "report_errors": callback.report_errors,
@@ -96,21 +98,32 @@ def train(hosts, mesh_shape, layout, sample):
     }
 
 
-def body(hosts, mesh_shape, layout):
-    return [train(hosts, mesh_shape, layout, sample) for sample in (False, True)]
+LAYOUTS = {(2, "auto"): ["auto", "training"], (2, "1,2,2"): [{"tensor": 2}], (4, "host_local"): ["auto"]}
+"""Of decode, by processes and mesh: sampling runs that are compared with one plain run."""
+
+
+def body(hosts, mesh_shape, layouts):
+    return [train(hosts, mesh_shape, layout) for layout in (None, *layouts)]
+
+
+@functools.cache
+def runs(processes, mesh_shape):
+    """Of each process, the plain run and those with samples: one launch of processes makes all."""
+    layouts = LAYOUTS[processes, mesh_shape]
+    return run_processes(body, processes=processes, devices=2, timeout_s=300, args=(mesh_shape, layouts))
 
 
 @pytest.mark.parametrize(
-    ("processes", "mesh_shape", "layout"),
+    ("processes", "mesh_shape", "case"),
     [
-        (2, "auto", "auto"),
-        (2, "auto", "training"),
-        pytest.param(2, "1,2,2", {"tensor": 2}, marks=pytest.mark.slow),
-        pytest.param(4, "host_local", "auto", marks=pytest.mark.slow),
+        (2, "auto", 0),
+        (2, "auto", 1),
+        pytest.param(2, "1,2,2", 0, marks=pytest.mark.slow),
+        pytest.param(4, "host_local", 0, marks=pytest.mark.slow),
     ],
 )
-def test_losses_are_equal_bit_for_bit(processes, mesh_shape, layout):
-    results = run_processes(body, processes=processes, devices=2, timeout_s=300, args=(mesh_shape, layout))
+def test_losses_are_equal_bit_for_bit(processes, mesh_shape, case):
+    results = [(result[0], result[1 + case]) for result in runs(processes, mesh_shape)]
     for plain, sampled in results:
         assert len(plain["losses"]) == STEPS
         assert sampled["losses"] == plain["losses"]

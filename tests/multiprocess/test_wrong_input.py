@@ -55,7 +55,7 @@ EXPECTED = {
 }
 
 
-def body(hosts, cases):
+def body_mistakes(hosts, cases):
     trainer = tiny.make_trainer("auto", 1, hosts)
     model = tiny.init_model(trainer)
     texts = {}
@@ -69,25 +69,8 @@ def body(hosts, cases):
     return {"texts": texts, "launches": launches}
 
 
-def test_every_mistake_is_named_everywhere_before_any_device_work():
-    results = run_processes(body, timeout_s=180, args=(list(EXPECTED),))
-    for case, parts in EXPECTED.items():
-        texts = [result["texts"].get(case) for result in results]
-        assert None not in texts, f"{case}: {texts}"
-        assert len(set(texts)) == 1, f"{case}: {texts}"
-        for part in parts:
-            assert any(each in texts[0] for each in part.split("|")), f"{case}: {part!r} is not in {texts[0]!r}"
-    assert [result["launches"] for result in results] == [[], []]
-
-
-def test_different_tokens_than_the_leaders_are_found():
-    """A round on hosts whose tokenizers differ is refused before it starts."""
-    texts = run_processes(body_tokenizers, timeout_s=120)
-    assert len(set(texts)) == 1
-    assert "tokenizer" in texts[0] and "DisagreementError" in texts[0]
-
-
 def body_tokenizers(hosts):
+    """A round on hosts whose tokenizers differ."""
     tokenizer = tiny.tokenizer()
     if hosts.index == 1:
         tokenizer.add_tokens(["<only here>"])
@@ -97,6 +80,59 @@ def body_tokenizers(hosts):
         SampleCallback(InferenceEvalConfig(**GOOD, on_error="raise"), tokenizer, hosts=hosts)(tiny.Info(100, model))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+
+
+def body_requests(hosts):
+    from lockstep.engine import Engine, EngineConfig
+    from lockstep.placement import make_mesh
+
+    mesh = make_mesh("auto")
+    requests = [dataclasses.replace(r, prompt_tokens=(1 + hosts.index, 2)) for r in tiny.requests(lengths=(2,))]
+    with record_launches() as launches:
+        try:
+            Engine(EngineConfig(), mesh).generate((tiny.CONFIG, tiny.placed_weights(mesh)), requests, hosts=hosts)
+        except Exception as error:
+            assert launches == []
+            return f"{type(error).__name__}: {error}"
+
+
+def body(hosts, cases):
+    return {
+        "mistakes": body_mistakes(hosts, cases),
+        "tokenizers": body_tokenizers(hosts),
+        "requests": body_requests(hosts),
+    }
+
+
+@pytest.fixture(scope="module")
+def results():
+    """What each process said of everything below."""
+    return run_processes(body, timeout_s=240, args=(list(EXPECTED),))
+
+
+def test_every_mistake_is_named_everywhere_before_any_device_work(results):
+    for case, parts in EXPECTED.items():
+        texts = [result["mistakes"]["texts"].get(case) for result in results]
+        assert None not in texts, f"{case}: {texts}"
+        assert len(set(texts)) == 1, f"{case}: {texts}"
+        for part in parts:
+            assert any(each in texts[0] for each in part.split("|")), f"{case}: {part!r} is not in {texts[0]!r}"
+    assert [result["mistakes"]["launches"] for result in results] == [[], []]
+
+
+def test_different_tokens_than_the_leaders_are_found(results):
+    """A round on hosts whose tokenizers differ is refused before it starts."""
+    texts = {result["tokenizers"] for result in results}
+    assert len(texts) == 1
+    (text,) = texts
+    assert "tokenizer" in text and "DisagreementError" in text
+
+
+def test_requests_that_differ_are_found_by_the_engine(results):
+    texts = {result["requests"] for result in results}
+    assert len(texts) == 1
+    (text,) = texts
+    assert "DisagreementError" in text and "requests" in text
 
 
 @pytest.mark.parametrize(
@@ -122,23 +158,3 @@ def test_command_line_mistakes_end_every_process_with_the_same_words(arguments, 
             assert part in log, f"{part!r} is not in {log!r}"
         assert "Traceback" not in log
     assert list(tmp_path.iterdir()) == []
-
-
-def test_requests_that_differ_are_found_by_the_engine():
-    texts = run_processes(body_requests, timeout_s=120)
-    assert len(set(texts)) == 1
-    assert "DisagreementError" in texts[0] and "requests" in texts[0]
-
-
-def body_requests(hosts):
-    from lockstep.engine import Engine, EngineConfig
-    from lockstep.placement import make_mesh
-
-    mesh = make_mesh("auto")
-    requests = [dataclasses.replace(r, prompt_tokens=(1 + hosts.index, 2)) for r in tiny.requests(lengths=(2,))]
-    with record_launches() as launches:
-        try:
-            Engine(EngineConfig(), mesh).generate((tiny.CONFIG, tiny.placed_weights(mesh)), requests, hosts=hosts)
-        except Exception as error:
-            assert launches == []
-            return f"{type(error).__name__}: {error}"
