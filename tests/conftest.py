@@ -17,7 +17,7 @@ os.environ["XLA_FLAGS"] = " ".join([given, *(f"{name}={value}" for name, value i
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `-n`, one worker runs all tests that start processes, one after the other; the rest go to whoever is free."""
+    """With `-n`, one worker runs all tests that start processes, one after the other; the rest go to who is free."""
     for item in items:
         if any(item.path.is_relative_to(directory) for directory in ONE_AFTER_THE_OTHER):
             item.add_marker(pytest.mark.xdist_group("processes"))
