@@ -1,0 +1,12 @@
+"""The TPU compiler compiles as it does for users, without the flags of tests/conftest.py."""
+
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_flags() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", "")
+        yield
