@@ -27,10 +27,10 @@ demo: setup ## train a small model on two simulated hosts and watch what it says
 		lockstep train-lm --config_path config/demo.yaml $(ARGS)
 
 test: setup-tests ## run the tests (ARGS='-k name' narrows them)
-	@$(PYTHON) -m pytest -m "not slow" -n $(WORKERS) --dist loadgroup $(ARGS)
+	@$(PYTHON) -m pytest -m "not slow" -n $(WORKERS) $(ARGS)
 
 slow: setup-tests ## run the slow tests, the whole demo among them
-	@$(PYTHON) -m pytest -m slow -n $(WORKERS) --dist loadgroup $(ARGS)
+	@$(PYTHON) -m pytest -m slow -n $(WORKERS) $(ARGS)
 
 lint: setup ## check style and formatting
 	@$(PYTHON) -m ruff check .
