@@ -11,11 +11,13 @@ from harness import run_processes
 from jax.sharding import Mesh
 
 from lockstep.models import as_trainable, save_hf
-from tests import tiny
+from tests import fake_gcs, tiny
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 SHARD = 32 << 20
+PIECES = 64 << 20
+"""What is read from a bucket at a time: a piece of 8 MiB by each of eight threads."""
 CONFIG = dataclasses.replace(tiny.CONFIG, hidden_dim=512, intermediate_dim=2048, num_layers=8, num_heads=8)
 VOCAB = 8192
 
@@ -27,8 +29,11 @@ def anonymous():
 
 
 def body_load(hosts, checkpoint):
+    from lockstep.models import read_hf_config
     from lockstep.placement import make_mesh
     from lockstep.sampler.load import load
+
+    read_hf_config(checkpoint)  # what reads the files is imported
 
     mesh = make_mesh("auto")
     jax.block_until_ready(jax.device_put(1.0, jax.local_devices()[0]))
@@ -49,17 +54,31 @@ def body_load(hosts, checkpoint):
     return {"grown": peak[0] - before, "held": held, "total": total, "read": read, "seconds": seconds}
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-def test_a_process_holds_its_part_and_a_file_at_most(tmp_path, processes):
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("load") / "checkpoint"
     weights = tiny.numpy_weights(CONFIG, VOCAB)
     mesh = Mesh([jax.devices()[0]], ("fsdp",))
     model = as_trainable(CONFIG, jax.device_put(weights, jax.NamedSharding(mesh, jax.P())))
-    save_hf(model, tmp_path / "checkpoint", max_shard_bytes=SHARD)
-    files = [path.stat().st_size for path in (tmp_path / "checkpoint").glob("*.safetensors")]
-    assert len(files) > 3
-    for result in run_processes(body_load, processes=processes, args=(str(tmp_path / "checkpoint"),)):
+    save_hf(model, path, max_shard_bytes=SHARD)
+    assert len(list(path.glob("*.safetensors"))) > 3
+    return path
+
+
+@pytest.mark.parametrize("place", ["disk", "bucket"])
+@pytest.mark.parametrize("processes", [2, 4])
+def test_a_process_holds_its_part_and_a_file_at_most(checkpoint, processes, place):
+    files = [path.stat().st_size for path in checkpoint.glob("*.safetensors")]
+    with fake_gcs.serve() as bucket:
+        source, environment = str(checkpoint), {}
+        if place == "bucket":
+            pytest.importorskip("gcsfs", reason="gcsfs is not installed (pip install 'jax-lockstep[gcs]')")
+            bucket.objects |= {f"bucket/model/{path.name}": path.read_bytes() for path in checkpoint.iterdir()}
+            source, environment = "gs://bucket/model", bucket.environment
+        results = run_processes(body_load, processes=processes, args=(source,), env=environment)
+    for result in results:
         print({name: round(value / 2**20, 1) for name, value in result.items()})
         assert result["read"] == result["held"]
         # Vectors are on every device; all else is split.
         assert result["held"] < result["total"] / processes * 1.02
-        assert result["grown"] < result["held"] + max(files)
+        assert result["grown"] < result["held"] + (max(files) if place == "disk" else PIECES)
