@@ -10,6 +10,8 @@ WORKERS ?= 2
 export JAX_PLATFORMS := cpu
 test slow: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/build/jax-cache
 test slow: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.5
+# Most of a test's time goes to compiling programs that then run for milliseconds. The slow tests compile as users do.
+test: export XLA_FLAGS ?= --xla_backend_optimization_level=0
 
 .PHONY: help setup setup-tests demo test slow lint format types
 help: ## show this list

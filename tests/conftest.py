@@ -7,11 +7,9 @@ import pytest
 
 ONE_AFTER_THE_OTHER = ("tests/faults/", "tests/multiprocess/")
 """Tests that start several processes, which fill two cores and keep time."""
-# Set before the first use of a device. Most of a test's time goes to compiling programs that then run for milliseconds.
-FLAGS = {"--xla_force_host_platform_device_count": 4, "--xla_backend_optimization_level": 0}
 
-given = os.environ.get("XLA_FLAGS", "")
-os.environ["XLA_FLAGS"] = " ".join([given, *(f"{name}={value}" for name, value in FLAGS.items() if name not in given)])
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):  # before the first use of a device
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
 
 
 @pytest.hookimpl(optionalhook=True)

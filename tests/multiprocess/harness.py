@@ -41,8 +41,6 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 LAUNCHER = REPOSITORY / "infra" / "launch.py"
 CACHE = REPOSITORY / "build" / "jax-cache"
 HOST_TIMEOUT_S = 60.0
-OPTIMISED = {"XLA_FLAGS": ""}
-"""Environment of what runs for minutes: tests/conftest.py has programs compiled quickly, and these run slowly."""
 
 
 @dataclasses.dataclass(frozen=True)

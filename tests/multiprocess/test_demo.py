@@ -6,7 +6,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from harness import OPTIMISED, run_command, run_processes
+from harness import run_command, run_processes
 
 from lockstep.callback import InferenceEvalConfig
 from lockstep.callback.questions import read_questions
@@ -71,7 +71,6 @@ def test_the_demo_learns_and_leaves_everything_it_promises(tmp_path):
         ["lockstep", "train-lm", "--config_path", "config/demo.yaml"]
         + ["--trainer.log_dir", str(tmp_path), "--trainer.run_id", "demo"],
         timeout_s=1800,
-        env=OPTIMISED,
         cwd=ROOT,
     )
     assert run.code == 0, run.output

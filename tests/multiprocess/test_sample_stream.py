@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import OPTIMISED, run_processes
+from harness import run_processes
 from test_sample import checkpoint  # noqa: F401  (a fixture)
 from test_sample_load import anonymous
 
@@ -65,9 +65,7 @@ def test_memory_does_not_grow_with_the_number_of_prompts(checkpoint, tmp_path): 
     found = {}
     for count in (WARM_UP, FEW, MANY):
         arguments = (str(checkpoint), str(tmp_path), count)
-        (found[count],) = run_processes(
-            body_stream, processes=1, devices=1, timeout_s=900, args=arguments, env=OPTIMISED
-        )
+        (found[count],) = run_processes(body_stream, processes=1, devices=1, timeout_s=900, args=arguments)
     print({count: {what: round(held / 2**20, 1) for what, held in each.items()} for count, each in found.items()})
     rows = read_jsonl(tmp_path / str(MANY) / "samples" / "samples.jsonl")
     assert [row["prompt_id"] for row in rows] == list(range(MANY))

@@ -1,4 +1,4 @@
-"""The TPU compiler compiles as it does for users, without the flags of tests/conftest.py."""
+"""The TPU compiler compiles as it does for users, without the flags of `make test`."""
 
 from collections.abc import Iterator
 
