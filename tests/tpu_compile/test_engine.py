@@ -121,10 +121,6 @@ print(json.dumps({
         pytest.param("v4-8", "bfloat16", 2, marks=pytest.mark.slow),
         pytest.param("v5litepod-4", "bfloat16", 2, marks=pytest.mark.slow),
         pytest.param("v6e-4", "bfloat16", 2, marks=pytest.mark.slow),
-        pytest.param("v5p-8", "float32", 2, marks=pytest.mark.slow),
-        pytest.param("v4-8", "float32", 1, marks=pytest.mark.slow),
-        pytest.param("v5litepod-4", "float32", 2, marks=pytest.mark.slow),
-        pytest.param("v6e-4", "float32", 2, marks=pytest.mark.slow),
     ],
 )
 def test_heads_too_wide_for_the_kernel_get_plain_attention(slice_, dtype, tensor):

@@ -101,26 +101,6 @@ def test_rows_longer_than_the_model_are_refused(cache):
     )
 
 
-def test_rows_whose_activations_do_not_fit_are_refused(cache):
-    """The longest that works is found by compiling: it is accepted, and the next longer is not."""
-
-    def ask(length):
-        return plan(
-            "--config_path", TINY, "--topology", "v5litepod-1", "--model.max_seq_len", "1048576", "--data.max_seq_len",
-            length, "--trainer.train_batch_size", "1", "--trainer.per_device_parallelism", "1",
-            "--inference_eval.enabled", "false", cache=cache,
-        )  # fmt: skip
-
-    code, text, found = ask(65536)
-    assert code == 1, text
-    (refusal,) = found["refusals"]
-    assert (refusal["key"], refusal["value"]) == ("data.max_seq_len", 65536) and "Traceback" not in text
-    assert f"data.max_seq_len is 65536; the largest that works is {refusal['largest']}" in text
-    assert ask(refusal["largest"])[0] == 0
-    code, _, beyond = ask(refusal["largest"] + 128)
-    assert code == 1 and beyond["refusals"][0]["largest"] == refusal["largest"]
-
-
 SAME = """
 import json, sys
 import jax
