@@ -14,7 +14,7 @@ from lockstep.callback import InferenceEvalConfig, SampleCallback
 from lockstep.report.rows import Row
 from tests import tiny
 
-STEPS, EVERY = 18, 6
+STEPS, EVERY = 30, 6
 PROMPTS = [{"prompt": "What is 12 plus 7?", "answer": "nineteen"}, "What is 40 in words?", "one"]
 
 
