@@ -7,7 +7,7 @@ launch of 512 tokens ``prefill`` steps. Printed: steps that sampled a token, as 
 import random
 from collections.abc import Callable
 
-from lockstep.schedule.launch_length import launch_steps
+from lockstep.schedule.planning import num_decode_steps
 
 LIMIT = 64
 type Policy = Callable[[list[int], bool, bool], int]
@@ -38,7 +38,9 @@ def share(policy: Policy, slots: int, launch: float, prefill: float, stops: bool
 
 if __name__ == "__main__":
     policies = {f"floor {least}": floor(least) for least in (1, 8, 16, 32, 64)}
-    policies["launch_steps"] = lambda left, waiting, stop: launch_steps(left, LIMIT, waiting=waiting, may_stop=stop)
+    policies["num_decode_steps"] = lambda left, waiting, stop: num_decode_steps(
+        left, LIMIT, waiting=waiting, may_stop=stop
+    )
     for slots in (8, 64, 256):
         for launch, prefill in ((0.5, 1), (2, 4), (6, 8)):
             for stops in (False, True):

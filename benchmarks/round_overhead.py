@@ -180,8 +180,8 @@ def in_memory(count: int, latency_s: float) -> dict[str, float]:
     """Median milliseconds of the host protocol of a round between ``count`` threads, and calls of one of them."""
     import jax
 
-    from lockstep.callback.questions import Questions
     from lockstep.callback.round import run_round
+    from lockstep.callback.round_prompts import RoundPrompts
     from lockstep.hosts import Hosts, Ledger, MemoryClient
 
     class NoEngine:
@@ -213,7 +213,7 @@ def in_memory(count: int, latency_s: float) -> dict[str, float]:
                 run_round(
                     scope,
                     facts={"step": str(step)},
-                    read=lambda: Questions(requests=[]),
+                    read=lambda: RoundPrompts(requests=[]),
                     engine=lambda: engine,
                     model=None,
                 )

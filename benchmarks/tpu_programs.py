@@ -19,20 +19,19 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from lockstep.attention import select_attention
+from lockstep.device.chips import chip_of
 from lockstep.engine import Engine, EngineConfig
-from lockstep.engine.footprint import Shapes
-from lockstep.engine.hardware import chip_of
-from lockstep.engine.sample import never_used
-from lockstep.engine.transformer import device_heads
-from lockstep.kernels import select_attention
+from lockstep.engine.decoder.transformer import device_heads
+from lockstep.engine.sampling.sampler import never_used
+from lockstep.engine.sizing.memory_model import Shapes
 from lockstep.models import DecoderWeights, LayerWeights, LlamaConfig
-from lockstep.models.known import KNOWN, KnownModel
+from lockstep.models.presets import KNOWN, ModelPreset
 from lockstep.placement import make_mesh
 from lockstep.plan.collectives import collectives
-from lockstep.plan.decode_bytes import step_bytes
 from lockstep.plan.hlo import Hlo
 from lockstep.plan.topology import topology
-from lockstep.plan.traffic import copies
+from lockstep.plan.traffic import copies, step_bytes
 from lockstep.types import Request, SamplingParams
 
 SAMPLED = SamplingParams(max_new_tokens=64, temperature=0.7)
@@ -42,7 +41,7 @@ UNMET = never_used([SAMPLED])
 _OPTIMIZER_COPIES = 4  # the parameters, two moments of Adam, and the gradients' accumulator, all float32
 
 
-def weights_on(mesh: Mesh, model: KnownModel, dtype: str) -> DecoderWeights:
+def weights_on(mesh: Mesh, model: ModelPreset, dtype: str) -> DecoderWeights:
     """Shapes of a model's weights, split over all devices as the trainer has them (FSDP)."""
     config = model.config
     layers, width, mlp, head = config.num_layers, config.hidden_dim, config.intermediate_dim, config.head_size
@@ -163,7 +162,7 @@ def figures(engine: Engine, shapes: Shapes, context: int) -> dict[str, Any]:
         "collectives_s": wait,
         "tokens_per_s_per_chip": sizes.slots / grid.tensor / seconds,
         "floor_tokens_per_s_per_chip": sizes.slots / grid.tensor / (moved.floor / chip.bandwidth),
-        "predicted": shapes.temporaries(sizes) | {"relay": sizing.predicted.relay},
+        "predicted": shapes.temporaries(sizes) | {"reshard": sizing.predicted.reshard},
         "programs": programs,
     }  # fmt: skip
 

@@ -17,10 +17,10 @@ from typing import Any
 
 from draccus.choice_types import ChoiceType
 
+from lockstep.batch_inference import SampleConfig
 from lockstep.main.train_grpo import TrainGrpoConfig
 from lockstep.main.train_lm import TrainLmConfig
 from lockstep.main.train_simpo import TrainSimpoConfig
-from lockstep.sampler import SampleConfig
 
 OUTPUT = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 COMMANDS = {

@@ -1,4 +1,4 @@
-"""Writes src/lockstep/kernels/tpu_block_table.py: block sizes of the TPU attention kernel that are known to compile.
+"""Writes src/lockstep/attention/tpu_block_table.py: block sizes of the TPU attention kernel that are known to compile.
 
     JAX_PLATFORMS=cpu .venv/bin/python scripts/make_tpu_blocks.py [--only v5p]
 
@@ -26,7 +26,7 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from lockstep.kernels.tpu_blocks import stored_head_size, stored_heads, takes
+from lockstep.attention.tpu_blocks import stored_head_size, stored_heads, takes
 from lockstep.plan.topology import topology
 
 TABLE = Path(__file__).parents[1] / "src" / "lockstep" / "kernels" / "tpu_block_table.py"
@@ -150,7 +150,7 @@ def main() -> None:
     only = parser.parse_args().only
     blocks: dict[str, dict[tuple[Block, Block], list[Heads]]] = {}
     if only:
-        from lockstep.kernels.tpu_block_table import BLOCKS
+        from lockstep.attention.tpu_block_table import BLOCKS
 
         blocks = dict(BLOCKS)
     for name in [only] if only else TOPOLOGIES:

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
 
-from lockstep.kernels import select
+from lockstep.attention import select
 
 
 class _Instead:

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from lockstep.models import LlamaLMHeadModel, read_decoder
-from lockstep.models.hf_tensors import skeleton
+from lockstep.models.hf.names import skeleton
 from lockstep.types import Completion, FinishReason, Request
 from tests.sampling_oracle import log_softmax, step_of
 

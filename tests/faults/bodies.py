@@ -258,7 +258,7 @@ def train_and_save(hosts, directory, steps, **settings):
 @contextlib.contextmanager
 def sigterm_at(hosts, phase, here):
     """A signal as this process first says that it enters a phase, where ``here``; gives a list of the time of it."""
-    say, struck = hosts._channel.heart.enter, []
+    say, struck = hosts._channel.heartbeat.enter, []
 
     def enter(name):
         if name == phase and here and not struck:
@@ -266,7 +266,7 @@ def sigterm_at(hosts, phase, here):
             os.kill(os.getpid(), signal.SIGTERM)
         say(name)
 
-    with mock.patch.object(hosts._channel.heart, "enter", enter):
+    with mock.patch.object(hosts._channel.heartbeat, "enter", enter):
         yield struck
 
 
@@ -357,7 +357,7 @@ def body_threads(hosts):
     trainer.add_hook(in_training)
     model = trainer.train(tiny.init_model(trainer), tiny.rows()).model
     array = jax.tree.leaves(model)[0]
-    say = hosts._channel.heart.enter
+    say = hosts._channel.heartbeat.enter
 
     def enter(name):
         say(name)
@@ -365,7 +365,7 @@ def body_threads(hosts):
             seen["round"] = in_a_thread(array)
 
     callback = SampleCallback(InferenceEvalConfig(**GOOD, on_error="raise"), tiny.tokenizer(), hosts=hosts)
-    with mock.patch.object(hosts._channel.heart, "enter", enter), contextlib.redirect_stdout(io.StringIO()):
+    with mock.patch.object(hosts._channel.heartbeat, "enter", enter), contextlib.redirect_stdout(io.StringIO()):
         callback(tiny.Info(1, model))
     seen["after"] = in_a_thread(array)
     return seen | {"rounds": callback.rounds}
@@ -444,7 +444,7 @@ def body_ends(hosts, how, victim=-1):
     callback = SampleCallback(config, tiny.tokenizer(), hosts=hosts)
     generous = dataclasses.replace(config, timeout_s=60.0)
     callback.config = generous  # the first round compiles
-    say, rounds = hosts._channel.heart.enter, [0]
+    say, rounds = hosts._channel.heartbeat.enter, [0]
 
     def enter(name):
         if name == "waiting for all hosts to begin":
@@ -471,5 +471,5 @@ def body_ends(hosts, how, victim=-1):
     trainer.add_hook(callback)
     trainer.add_hook(after)
     model = tiny.init_model(trainer)
-    with mock.patch.object(hosts._channel.heart, "enter", enter), contextlib.redirect_stdout(io.StringIO()):
+    with mock.patch.object(hosts._channel.heartbeat, "enter", enter), contextlib.redirect_stdout(io.StringIO()):
         trainer.train(model, tiny.rows())

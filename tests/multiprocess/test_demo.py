@@ -9,9 +9,9 @@ import pytest
 from harness import run_command, run_processes
 
 from lockstep.callback import InferenceEvalConfig
-from lockstep.callback.questions import read_questions
+from lockstep.callback.round_prompts import read_round_prompts
 from lockstep.engine import Engine, EngineConfig
-from lockstep.models.huggingface import load_hf
+from lockstep.models.hf.load import load_hf
 from lockstep.placement import make_mesh
 from lockstep.report import COLUMNS, read_jsonl
 from lockstep.text import load_tokenizer
@@ -34,7 +34,7 @@ def all_requests(checkpoint):
         config = InferenceEvalConfig(
             prompts=str(ROOT / "data/demo/prompts.jsonl"), max_new_tokens=12, temperature=temperature
         )
-        read = read_questions(config, load_tokenizer(checkpoint)).requests
+        read = read_round_prompts(config, load_tokenizer(checkpoint)).requests
         requests += [dataclasses.replace(request, prompt_id=len(requests) + i) for i, request in enumerate(read)]
     return requests
 

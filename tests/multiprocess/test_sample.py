@@ -56,8 +56,8 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="module")
 def expected(checkpoint):
     """Text and number of tokens of every row, by the plain forward on one device."""
-    from lockstep.models.huggingface import load_hf
-    from lockstep.sampler import SampleConfig
+    from lockstep.batch_inference import SampleConfig
+    from lockstep.models.hf.load import load_hf
 
     model = load_hf(checkpoint, make_mesh("1,1,1", jax.devices()[:1]))
     tokenizer = load_tokenizer(checkpoint)
@@ -77,10 +77,10 @@ def expected(checkpoint):
 
 
 def body_sample(hosts, checkpoint, directory):
+    from lockstep.batch_inference import JobConfig, SampleConfig
+    from lockstep.batch_inference.run import sample
     from lockstep.errors import PeerError
     from lockstep.report.trackers import JsonlTrackerConfig, WandbTrackerConfig
-    from lockstep.sampler import JobConfig, SampleConfig
-    from lockstep.sampler.run import sample
 
     def config(name, **values):
         trackers = (JsonlTrackerConfig(), WandbTrackerConfig(mode="offline", project="test"))
@@ -90,7 +90,7 @@ def body_sample(hosts, checkpoint, directory):
     launches = {}
     for mode in ("global_mesh", "host_data_parallel"):
         used = [{"bytes_in_use": HBM + hosts.index, "peak_bytes_in_use": 2 * HBM + hosts.index}]
-        with record_launches() as launched, mock.patch("lockstep.engine.free_memory._stats", lambda used=used: used):
+        with record_launches() as launched, mock.patch("lockstep.device.memory._stats", lambda used=used: used):
             assert sample(config(mode, inference_mode=mode), hosts) == 0
         launches[mode] = launched
     # An interrupted run, by hand: half the rows of one host, the other host's torn in the middle of a line.

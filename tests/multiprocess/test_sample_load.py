@@ -29,9 +29,9 @@ def anonymous():
 
 
 def body_load(hosts, checkpoint):
+    from lockstep.batch_inference.checkpoint import load
     from lockstep.models import read_hf_config
     from lockstep.placement import make_mesh
-    from lockstep.sampler.load import load
 
     read_hf_config(checkpoint)  # what reads the files is imported
 

@@ -23,9 +23,9 @@ WHILE_GENERATING = 8 << 20
 
 
 def body_stream(hosts, checkpoint, directory, count):  # noqa: F811
+    from lockstep.batch_inference import JobConfig, SampleConfig
+    from lockstep.batch_inference.run import sample
     from lockstep.report.trackers import NoopTrackerConfig
-    from lockstep.sampler import JobConfig, SampleConfig
-    from lockstep.sampler.run import sample
 
     run, done, seen = Path(directory) / str(count), threading.Event(), []
     prompts = Path(directory) / f"{count}.jsonl"

@@ -70,9 +70,9 @@ WIDE = """
 import json, logging, sys
 import jax, jax.numpy as jnp
 from lockstep.engine import Engine, EngineConfig
-from lockstep.engine.footprint import Shapes
+from lockstep.engine.sizing.memory_model import Shapes
 from lockstep.models import LlamaConfig, Variant
-from lockstep.models.known import KnownModel
+from lockstep.models.presets import ModelPreset
 from lockstep.placement import make_mesh
 from lockstep.plan.hlo import Hlo
 from lockstep.plan.topology import topology
@@ -87,7 +87,7 @@ config = LlamaConfig(
     max_seq_len=8192, hidden_dim=512, intermediate_dim=512, num_layers=3, num_heads=8, num_kv_heads=4, head_dim=256,
     tie_word_embeddings=True, variant=Variant(attention_soft_cap=50.0, logit_soft_cap=30.0),
 )
-weights = weights_on(mesh, KnownModel(config=config, vocab_size=1024), dtype)
+weights = weights_on(mesh, ModelPreset(config=config, vocab_size=1024), dtype)
 params = SamplingParams(max_new_tokens=64, temperature=0.7)
 requests = [Request(prompt_id=i, prompt_tokens=tuple(range(960)), params=params) for i in range(256)]
 engine = Engine(EngineConfig(layout={"tensor": tensor}, max_seq_len=1024, memory_bytes_per_device=80 << 30), mesh)
@@ -106,7 +106,7 @@ print(json.dumps({
             "copies": len(copies(Hlo(program.text(), ()), pool)),
             "kernels": program.text().count("tpu_custom_call"),
         }
-        for name, program in engine.programs.items() if name not in ("relay", "new_cache")
+        for name, program in engine.programs.items() if name not in ("reshard", "new_cache")
     },
 }))
 """
@@ -138,7 +138,7 @@ def test_heads_too_wide_for_the_kernel_get_plain_attention(slice_, dtype, tensor
     found = json.loads(run.stdout.splitlines()[-1])
     assert "attention: plain JAX" in found["text"] and "here are 256" in found["text"]
     programs, predicted = found["programs"], found["predicted"]
-    assert set(programs) == {"prefill", "fork", "decode"}
+    assert set(programs) == {"prefill", "copy_pages", "decode"}
     for name, program in programs.items():
         assert program["copies"] == program["kernels"] == 0 and program["aliased"] == found["pool"], name
     print(predicted, programs)
@@ -158,14 +158,14 @@ def test_llama3_8b_compiles_for_v5p_16(layout):
     )
     assert run.returncode == 0, run.stderr[-4000:]
     figures = json.loads(run.stdout.splitlines()[-1])
-    print({name: figures[name] for name in ("relay", "prefill", "decode")})
+    print({name: figures[name] for name in ("reshard", "prefill", "decode")})
     assert figures["replicas"] == (2 if layout != "training" else 8)
     assert figures["sorts"] == 0, "filters are found by bisection"
     for program in ("prefill", "decode"):
         # The pool is updated in place: it is an output that shares the argument's memory.
         assert figures[program]["aliased"] == figures["pool"], program
     # Weights move a layer at a time, large ones in pieces, and are cast on the way; where none move, all are cast.
-    assert figures["relay"]["temporaries"] <= 0.1 * figures["relay"]["arguments"]
+    assert figures["reshard"]["temporaries"] <= 0.1 * figures["reshard"]["arguments"]
 
 
 SPREAD = """
@@ -174,7 +174,7 @@ import jax
 from benchmarks.tpu_programs import weights_on
 from lockstep.engine import Engine, EngineConfig
 from lockstep.models import LlamaConfig
-from lockstep.models.known import KnownModel
+from lockstep.models.presets import ModelPreset
 from lockstep.placement import make_mesh
 from lockstep.plan.collectives import collectives
 from lockstep.plan.hlo import Hlo
@@ -185,7 +185,7 @@ config = LlamaConfig(
     max_seq_len=2048, hidden_dim=512, intermediate_dim=1024, num_layers=3, num_heads=16, num_kv_heads=2, head_dim=128
 )
 mesh = make_mesh("auto", list(topology("v5p-8").devices))
-weights = weights_on(mesh, KnownModel(config=config, vocab_size=1024), "bfloat16")
+weights = weights_on(mesh, ModelPreset(config=config, vocab_size=1024), "bfloat16")
 params = SamplingParams(max_new_tokens=64, temperature=0.7)
 engine = Engine(EngineConfig(layout={"tensor": 4}, max_seq_len=512, memory_bytes_per_device=80 << 30), mesh)
 requests = [Request(prompt_id=i, prompt_tokens=tuple(range(448)), params=params) for i in range(64)]
@@ -215,14 +215,15 @@ import dataclasses, json, sys
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from benchmarks.tpu_programs import weights_on
-from lockstep.engine.footprint import Shapes
-from lockstep.engine.program import Ledger, compile_program
+from lockstep.engine.sizing.memory_model import Shapes
+from lockstep.device.program import Ledger, compile_program
 from lockstep.models import LlamaConfig
-from lockstep.models.known import KnownModel
+from lockstep.models.presets import ModelPreset
 from lockstep.placement import make_mesh
-from lockstep.placement.layout import decode_grid
-from lockstep.placement.relay import assembly_function, leaf_layouts
-from lockstep.placement.stored import sources, view
+from lockstep.placement.decode_mesh import make_decode_mesh
+from lockstep.placement.reshard import assembly_function
+from lockstep.placement.leaf_layout import leaf_layouts
+from lockstep.placement.lazy_weight import sources, view
 from lockstep.plan.topology import topology
 
 slice_, tensor = sys.argv[1], int(sys.argv[2])
@@ -230,7 +231,7 @@ mesh = make_mesh("auto", list(topology(slice_).devices))
 config = LlamaConfig(
     max_seq_len=2048, hidden_dim=2048, intermediate_dim=8192, num_layers=8, num_heads=16, num_kv_heads=8, head_dim=128
 )
-weights = weights_on(mesh, KnownModel(config=config, vocab_size=4096), "float32")
+weights = weights_on(mesh, ModelPreset(config=config, vocab_size=4096), "float32")
 AXES = {
     "q": "layer embed kv group head", "k": "layer embed kv head", "v": "layer embed kv head",
     "o": "layer kv group head embed", "gate": "layer embed mlp", "up": "layer embed mlp", "down": "layer mlp embed",
@@ -246,16 +247,16 @@ def transposed(name):
 
 layers = dataclasses.replace(weights.layers, **{name: transposed(name) for name in AXES})
 weights = dataclasses.replace(weights, layers=layers)
-grid, dtype = decode_grid(mesh, tensor), jnp.dtype("bfloat16")
+grid, dtype = make_decode_mesh(mesh, tensor), jnp.dtype("bfloat16")
 shapes = Shapes(config=config, weights=weights, grid=grid, dtype=dtype, gather=True)
 function, target = assembly_function(weights, leaf_layouts(weights, grid), dtype, gather=True)
 shardings = jax.tree.map(lambda leaf: NamedSharding(grid.mesh, leaf.partition_spec), target)
-relay = compile_program(
-    "relay", function, [sources(weights)], mesh=grid.mesh, ledger=Ledger(), out_shardings=shardings
+reshard = compile_program(
+    "reshard", function, [sources(weights)], mesh=grid.mesh, ledger=Ledger(), out_shardings=shardings
 ).memory()
 print(json.dumps({
-    "predicted": {"weights": shapes.copied, "relay": shapes.relay},
-    "compiled": {"weights": relay.output_size_in_bytes, "relay": relay.temp_size_in_bytes},
+    "predicted": {"weights": shapes.copied, "reshard": shapes.reshard},
+    "compiled": {"weights": reshard.output_size_in_bytes, "reshard": reshard.temp_size_in_bytes},
 }))
 """
 
@@ -281,5 +282,5 @@ def test_weights_that_are_made_on_the_way_are_cast_all_at_once(slice_, tensor):
     print(found)
     predicted, compiled = found["predicted"], found["compiled"]
     assert predicted["weights"] == pytest.approx(compiled["weights"], rel=1e-3)
-    total = [side["weights"] + side["relay"] for side in (compiled, predicted)]
+    total = [side["weights"] + side["reshard"] for side in (compiled, predicted)]
     assert total[0] <= total[1] <= 1.15 * total[0]

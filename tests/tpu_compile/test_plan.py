@@ -106,7 +106,7 @@ import json, sys
 import jax
 from lockstep.engine import Engine
 from lockstep.main.arguments import parse_arguments
-from lockstep.main.work import CONFIGS, work_of
+from lockstep.main.plan_workload import CONFIGS, work_of
 from lockstep.placement import make_mesh
 from lockstep.plan import CompileCache, make_plan, topology
 from lockstep.plan.train_step import make_state
@@ -154,7 +154,7 @@ VMEM = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from lockstep.engine.program import Ledger, compile_program
+from lockstep.device.program import Ledger, compile_program
 from lockstep.errors import VmemError
 from lockstep.plan import topology
 

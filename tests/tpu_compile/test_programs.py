@@ -59,7 +59,7 @@ def test_predicted_memory_of_other_sizes(model: str, slice_name: str, tensor: in
 def check(found: dict[str, Any]) -> None:
     """The promises of docs/architecture.md about the programs of one slice."""
     programs, held = found["programs"], found["pool"] + found["weights"]
-    for name in ("prefill", "fork", "decode"):
+    for name in ("prefill", "copy_pages", "decode"):
         assert programs[name]["pool_copies"] == 0, name
         assert programs[name]["aliased"] == found["pool"], name
         assert programs[name]["temporaries"] < 0.15 * held, name
@@ -75,7 +75,7 @@ def check(found: dict[str, Any]) -> None:
     assert sum(one["times"] for one in of_layers) == (2 * LAYERS + 1 if found["tensor"] > 1 else 0)
 
     # Of a float32 model, moving begins with no copy in bfloat16: three layers and a piece are on their way at most.
-    assert programs["relay"]["temporaries"] < 0.15 * found["weights"]
+    assert programs["reshard"]["temporaries"] < 0.15 * found["weights"]
     assert 1 <= found["ratio"] <= 1.08, "bytes of a step over the least that it could move"
 
 
@@ -86,15 +86,15 @@ def check_memory(found: dict[str, Any]) -> None:
     """
     predicted, programs, v6e = found["predicted"], found["programs"], "v6e" in found["chip"]
     measured = {name: programs[name]["temporaries"] + programs[name]["code"] for name in ("prefill", "decode")}
-    measured["relay"] = programs["relay"]["temporaries"]
+    measured["reshard"] = programs["reshard"]["temporaries"]
     print(predicted, measured)
     assert measured["prefill"] <= predicted["prefill"] < predicted["decode"]
     assert measured["decode"] <= predicted["decode"] <= 1.15 * measured["decode"]
-    assert measured["relay"] <= predicted["relay"]
+    assert measured["reshard"] <= predicted["reshard"]
     if not v6e:  # there the pieces of some models never leave the vector memory
-        assert predicted["relay"] <= 1.11 * measured["relay"]
+        assert predicted["reshard"] <= 1.11 * measured["reshard"]
 
     def total(of: dict[str, int]) -> int:
-        return found["weights"] + max(of["relay"], found["pool"] + max(of["prefill"], of["decode"]))
+        return found["weights"] + max(of["reshard"], found["pool"] + max(of["prefill"], of["decode"]))
 
     assert total(measured) <= total(predicted) <= 1.03 * total(measured)

@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 
-from lockstep.callback.questions import Questions, from_bytes, to_bytes
+from lockstep.callback.round_prompts import RoundPrompts, from_bytes, to_bytes
+from lockstep.device.memory import used_bytes
 from lockstep.engine import Auditor, Budget, Engine
-from lockstep.engine.free_memory import used_bytes
 from lockstep.errors import LockstepError
 from lockstep.hosts import Hosts, Ledger, Watchdog, compare, digest, environment
 from lockstep.schedule import FindStop
@@ -41,7 +41,7 @@ def run_round(
     hosts: Hosts,
     *,
     facts: Mapping[str, str],
-    read: Callable[[], Questions],
+    read: Callable[[], RoundPrompts],
     engine: Callable[[], Engine],
     model: Any,
     find_stop: FindStop | None = None,
@@ -101,11 +101,11 @@ def run_round(
     def prepare() -> tuple[Mapping[str, str], bool]:
         nonlocal auditing
         assert ready is not None
-        digests = {"prompts": digest(repr(questions)), **ready.prepare(model, questions.to_prepare, free=free)}
+        digests = {"prompts": digest(repr(questions)), **ready.prepare(model, questions.compile_requests, free=free)}
         if (auditing := auditor()) is not None:
-            digests |= auditing.prepare(model, questions.to_prepare)
+            digests |= auditing.prepare(model, questions.compile_requests)
             auditing.check_memory(free, ready.config.hbm_utilization)
-        return digests, hosts.preemption.asked()
+        return digests, hosts.preemption.requested()
 
     def generate() -> Mapping[str, str]:
         assert ready is not None
@@ -125,7 +125,7 @@ def run_round(
 
     hosts.phase("waiting for all hosts to begin")
     alike = {**facts, **environment(), "debug": str(hosts.debug)}
-    begun = hosts.settle("begin", None, [alike, hosts.preemption.asked()])
+    begun = hosts.settle("begin", None, [alike, hosts.preemption.requested()])
     compare("facts", [alike for alike, _ in begun])
     clock.lap("barrier")
     if any(asked for _, asked in begun):
@@ -133,7 +133,7 @@ def run_round(
         return None
 
     hosts.phase("read prompts")
-    questions = from_bytes(hosts.from_leader("prompts", read_on_leader))
+    questions = from_bytes(hosts.broadcast_from_leader("prompts", read_on_leader))
     requests = questions.requests
     clock.lap("prompts")
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep.callback.config import InferenceEvalConfig
-from lockstep.callback.questions import read_questions
 from lockstep.callback.round import RoundResult, run_round
+from lockstep.callback.round_prompts import read_round_prompts
 from lockstep.engine import Auditor, Engine
-from lockstep.engine.sizing import Sizing
+from lockstep.engine.sizing.result import Sizing
 from lockstep.errors import ConfigError, DisagreementError, HostError, PeerError
 from lockstep.hosts import Hosts, Watchdog, current, digest, environment, leader_only
 from lockstep.models import read_decoder
@@ -101,8 +101,8 @@ class SampleCallback:
         """The step of the last round, finished or failed; None before the first."""
         self._errors_in_a_row = 0
         self._watchdog: Watchdog | None = None
-        self._told: Sizing | None = None
-        self._told_compilations = 0
+        self._logged_sizing: Sizing | None = None
+        self._logged_compilations = 0
         vocab = tokenizer.get_vocab()
         self._vocab_size = max(vocab.values()) + 1
         self._facts = {
@@ -170,7 +170,7 @@ class SampleCallback:
             try:
                 engine = self._engine_for(model)
                 if hosts.is_leader:
-                    engine.check(model, read_questions(self.config, self._tokenizer).to_prepare)
+                    engine.check(model, read_round_prompts(self.config, self._tokenizer).compile_requests)
             except Exception as failure:
                 error = failure
             hosts.settle("check", error)
@@ -190,7 +190,7 @@ class SampleCallback:
                 result = run_round(
                     hosts,
                     facts={"step": str(step), **self._facts},
-                    read=lambda: read_questions(self.config, self._tokenizer, step),
+                    read=lambda: read_round_prompts(self.config, self._tokenizer, step),
                     engine=lambda: self._engine_for(model),
                     model=model,
                     find_stop=self._find_stop,
@@ -210,7 +210,7 @@ class SampleCallback:
         self.rounds += 1
         if self._hosts.is_leader:
             assert result.prompts is not None
-            self._tell_sizing()
+            self._log_sizing()
             self._report(step, result.prompts, result)
 
     def _skip(self, step: int, error: HostError) -> None:
@@ -242,7 +242,7 @@ class SampleCallback:
         check_vocab(self._tokenizer, weights.embed.shape[0])
         mesh = mesh_of(weights.embed)
         if self._engine is None or self._engine.mesh != mesh:
-            self._told_compilations = 0
+            self._logged_compilations = 0
             config = self.config.engine_config(self._dtype)
             self._engine = Engine(config, mesh, vocab_size=self._vocab_size, ledger=self._hosts.ledger)
         return self._engine
@@ -263,17 +263,17 @@ class SampleCallback:
             self._auditor = Auditor(engine.mesh, vocab_size=self._vocab_size, dtype=self._dtype, ledger=engine.ledger)
         return self._auditor
 
-    def _tell_sizing(self) -> None:
+    def _log_sizing(self) -> None:
         """Logs layout and capacities, and why, and what was compiled, as far as they are new."""
         sizing = self._engine.sizing if self._engine else None
-        if sizing is not None and sizing != self._told:
+        if sizing is not None and sizing != self._logged_sizing:
             log.info("%s: %s", self.name, sizing.describe())
-            self._told = sizing
+            self._logged_sizing = sizing
         compilations = self._engine.compilations if self._engine else ()
-        if new := compilations[self._told_compilations :]:
+        if new := compilations[self._logged_compilations :]:
             lines = "\n".join(f"  {each}" for each in new)
             log.info("%s: compiled %d programs:\n%s", self.name, len(new), lines)
-            self._told_compilations = len(compilations)
+            self._logged_compilations = len(compilations)
 
     def _report(self, step: int, prompts: list[Prompt], result: RoundResult) -> None:
         """The leader's own work: whatever fails here is reported and counted, and training goes on."""

@@ -37,14 +37,14 @@ class Budget:
         if scheduler.done:
             return
         self._checks += 1
-        self._hosts.preemption.tell()
+        self._hosts.preemption.publish()
         word = self._verdict() if self._hosts.is_leader else None
         word = self._hosts.broadcast(f"budget/{self._checks}", word)
         self.preempted = word == _PREEMPTED
         if word != _GO_ON:
-            scheduler.abandon(FinishReason.CANCELLED if self.preempted else FinishReason.BUDGET)
+            scheduler.abort(FinishReason.CANCELLED if self.preempted else FinishReason.BUDGET)
 
     def _verdict(self) -> bytes:
-        if self._hosts.preemption.look():
+        if self._hosts.preemption.requested_anywhere():
             return _PREEMPTED
         return _OVER if self._end is not None and self._clock() >= self._end else _GO_ON

@@ -8,28 +8,28 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
+from lockstep.attention import check_cache_dtype
+from lockstep.device.compiler_errors import Compile, compile_lowered
+from lockstep.device.memory import free_bytes
+from lockstep.device.program import AroundLaunch, Compilation, Program, fetch
 from lockstep.engine.agreement import settled
-from lockstep.engine.check import check_requests, repeated
-from lockstep.engine.choose import Chooser
-from lockstep.engine.compiling import Compile, compile_lowered
 from lockstep.engine.config import EngineConfig, tensor_size
-from lockstep.engine.decode import decode_arguments
-from lockstep.engine.fork import fork_arguments
-from lockstep.engine.free_memory import free_bytes
-from lockstep.engine.prefill import prefill_arguments
-from lockstep.engine.prepared import Prepared, prepare_programs
-from lockstep.engine.program import AroundLaunch, Compilation, Program, fetch, signature_of
-from lockstep.engine.score import score_arguments
-from lockstep.engine.sizing import Sizing
-from lockstep.engine.spread import spread_heads
+from lockstep.engine.decoder.copy_pages import copy_pages_arguments
+from lockstep.engine.decoder.decode import decode_arguments
+from lockstep.engine.decoder.kv_replication import replicate_kv_heads
+from lockstep.engine.decoder.prefill import prefill_arguments
+from lockstep.engine.decoder.prompt_logprobs import prompt_logprobs_arguments
+from lockstep.engine.prepare import Prepared, prepare_programs, signature_of
+from lockstep.engine.sizing.choose import Chooser
+from lockstep.engine.sizing.result import Sizing
+from lockstep.engine.validate import check_requests, repeated
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, Ledger, current, digest, environment
-from lockstep.kernels import check_cache_dtype
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
-from lockstep.placement.layout import DecodeGrid, decode_grid
+from lockstep.placement.decode_mesh import DecodeMesh, make_decode_mesh
+from lockstep.placement.lazy_weight import is_lazy, sources
 from lockstep.placement.place import place
-from lockstep.placement.stored import is_stored, sources
-from lockstep.schedule import FindStop, ForkPlan, PrefillPlan, Scheduler, ScheduleSizes, ScorePlan
+from lockstep.schedule import Capacity, CopyPagesBatch, FindStop, PrefillBatch, PromptLogprobsBatch, Scheduler
 from lockstep.types import Completion, Request
 
 type BetweenLaunches = Callable[[Scheduler], None]
@@ -69,7 +69,7 @@ class Engine:
         check_cache_dtype(mesh.devices.flat[0], config.kv_cache_dtype)
         self.config = config
         self.mesh = mesh
-        self.grid: DecodeGrid = decode_grid(mesh, tensor_size(config.layout) or 1)
+        self.grid: DecodeMesh = make_decode_mesh(mesh, tensor_size(config.layout) or 1)
         self.vocab_size = vocab_size
         self._compile_with = compile_with
         self.ledger = Ledger() if ledger is None else ledger
@@ -77,7 +77,7 @@ class Engine:
         self._compilations: list[Compilation] = []
 
     @property
-    def sizes(self) -> ScheduleSizes | None:
+    def sizes(self) -> Capacity | None:
         """The capacities in use, or None before the first `prepare`."""
         return self._built.sizing.sizes if self._built else None
 
@@ -106,7 +106,7 @@ class Engine:
             return self.config.memory_bytes_per_device
         return free_bytes(self.mesh, None if model is None else read_decoder(model)[1])
 
-    def check(self, model: Any, requests: Sequence[Request], *, free: int | None = None) -> ScheduleSizes:
+    def check(self, model: Any, requests: Sequence[Request], *, free: int | None = None) -> Capacity:
         """Refuses what can never work, without compiling or launching anything.
 
         Args:
@@ -241,7 +241,7 @@ class Engine:
                 "the model's configuration, shapes, dtypes or placement are not those that the engine prepared for. "
                 "Call prepare with this model first."
             )
-        return spread_heads(config, weights, self.grid.tensor)[1]
+        return replicate_kv_heads(config, weights, self.grid.tensor)[1]
 
     def _scheduler(self, requests: Iterable[Request], find_stop: FindStop | None) -> Scheduler:
         assert self._built is not None
@@ -264,32 +264,34 @@ class Engine:
         """Launches until all is answered; gives way after each launch whose results were committed."""
         assert self._built is not None
         programs = self._built.programs
-        with around_launch("relay"):
-            if programs.relay is not None:
-                weights = programs.relay(sources(weights) if is_stored(weights) else weights)
+        with around_launch("reshard"):
+            if programs.reshard is not None:
+                weights = programs.reshard(sources(weights) if is_lazy(weights) else weights)
             pool = programs.new_cache()
         by_replica = self.grid.sharding(self.grid.replica_axes or None)
         while True:
             if between_launches is not None:
                 between_launches(scheduler)
-            plan = scheduler.next_plan()
+            plan = scheduler.next_batch()
             if plan is None:
                 break
-            if isinstance(plan, PrefillPlan):
+            if isinstance(plan, PrefillBatch):
                 with around_launch("prefill"):
                     pool = programs.prefill(weights, pool, *(place(a, by_replica) for a in prefill_arguments(plan)))
                 continue
-            if isinstance(plan, ForkPlan):
-                assert programs.fork is not None
-                with around_launch("fork"):
-                    pool = programs.fork(pool, *(place(a, by_replica) for a in fork_arguments(plan)))
+            if isinstance(plan, CopyPagesBatch):
+                assert programs.copy_pages is not None
+                with around_launch("copy_pages"):
+                    pool = programs.copy_pages(pool, *(place(a, by_replica) for a in copy_pages_arguments(plan)))
                 continue
-            if isinstance(plan, ScorePlan):
-                assert programs.score is not None
-                with around_launch("score"):
-                    found = programs.score(weights, pool, *(place(a, by_replica) for a in score_arguments(plan)))
+            if isinstance(plan, PromptLogprobsBatch):
+                assert programs.prompt_logprobs is not None
+                with around_launch("prompt_logprobs"):
+                    found = programs.prompt_logprobs(
+                        weights, pool, *(place(a, by_replica) for a in prompt_logprobs_arguments(plan))
+                    )
                     results = [fetch(result) for result in found]
-                scheduler.commit_scores(plan, *results)
+                scheduler.commit_prompt_logprobs(plan, *results)
                 continue
             with around_launch("decode"):
                 pool, *results = programs.decode(

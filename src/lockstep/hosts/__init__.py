@@ -4,14 +4,14 @@ from lockstep.hosts._client import Client as Client
 from lockstep.hosts._client import JaxClient as JaxClient
 from lockstep.hosts._client import MemoryClient as MemoryClient
 from lockstep.hosts._client import on_one_machine as on_one_machine
-from lockstep.hosts.agree import compare as compare
-from lockstep.hosts.agree import digest as digest
 from lockstep.hosts.config import DistributedConfig as DistributedConfig
 from lockstep.hosts.environment import environment as environment
+from lockstep.hosts.exchange import compare as compare
+from lockstep.hosts.exchange import digest as digest
 from lockstep.hosts.exit import run_main as run_main
+from lockstep.hosts.hosts import Hosts as Hosts
 from lockstep.hosts.leader import leader_only as leader_only
 from lockstep.hosts.ledger import Ledger as Ledger
-from lockstep.hosts.session import Hosts as Hosts
 from lockstep.hosts.settled import settled as settled
 from lockstep.hosts.settled import settled_values as settled_values
 from lockstep.hosts.start import current as current

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from lockstep.errors import HostTimeoutError
 from lockstep.hosts._client import Client
-from lockstep.hosts.heartbeat import Heart, heartbeats
+from lockstep.hosts.heartbeat import Heartbeat, heartbeats
 
 CHUNK_BYTES = 32 << 20
 """A longer value travels in pieces of this size: one message of the service cannot hold more than 2 GiB."""
@@ -20,7 +20,7 @@ class Channel:
 
     def __init__(self, client: Client):
         self.client = client
-        self.heart = Heart(client)
+        self.heartbeat = Heartbeat(client)
         # Keys that every process will have read once the next barrier is complete. Only the leader keeps (and
         # deletes) them: a completed barrier proves that all have left every earlier operation.
         self._spent: list[str] = []
@@ -31,7 +31,7 @@ class Channel:
         Raises:
             HostTimeoutError: not all came within ``timeout_s``.
         """
-        self.heart.wait_at(key)
+        self.heartbeat.wait_at(key)
         try:
             self.client.barrier(key, timeout_s)
         except TimeoutError as error:

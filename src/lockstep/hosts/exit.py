@@ -14,7 +14,7 @@ from types import FrameType
 from typing import NoReturn
 
 from lockstep.errors import ConfigError, HostError, PromptError
-from lockstep.hosts.peers import PEER_FAILED_EXIT_CODE, end_process, say_goodbye
+from lockstep.hosts.peers import PEER_FAILED_EXIT_CODE, announce_exit, end_process
 from lockstep.hosts.start import current, shutdown
 
 INTERRUPTED_EXIT_CODE = 130
@@ -134,5 +134,5 @@ def leave(code: int, reason: str, peers: int = PEER_FAILED_EXIT_CODE) -> NoRetur
         sys.exit(code)
     if client.count == 1:
         sys.exit(code)
-    say_goodbye(client, reason, peers)
+    announce_exit(client, reason, peers)
     end_process(code)

@@ -21,7 +21,7 @@ SILENT_S = 1.5
 
 
 @dataclasses.dataclass(frozen=True)
-class Heartbeat:
+class PeerHeartbeat:
     """The last sign of life of a process.
 
     Args:
@@ -48,7 +48,7 @@ class Heartbeat:
         return text
 
 
-class Heart:
+class Heartbeat:
     """Posts this process's heartbeat.
 
     Args:
@@ -117,7 +117,7 @@ class Heart:
         self._client.set(f"{DIRECTORY}/{self._client.index}", value.encode())
 
 
-def heartbeats(client: Client) -> dict[int, Heartbeat]:
+def heartbeats(client: Client) -> dict[int, PeerHeartbeat]:
     """The last heartbeat of every process that has posted one; empty when the service does not answer."""
     try:
         posts = client.get_dir(DIRECTORY)
@@ -126,17 +126,17 @@ def heartbeats(client: Client) -> dict[int, Heartbeat]:
     found = {}
     for key, value in posts.items():
         phase, time_s, alive_s, *waits = json.loads(value)
-        found[int(key.rpartition("/")[2])] = Heartbeat(phase, time_s, alive_s, tuple(waits))
+        found[int(key.rpartition("/")[2])] = PeerHeartbeat(phase, time_s, alive_s, tuple(waits))
     return found
 
 
-def missing(beats: dict[int, Heartbeat]) -> str:
+def missing(beats: dict[int, PeerHeartbeat]) -> str:
     """Which processes give no sign of life, as an error tells it; empty where all do."""
     who = [f"process {process} ({beat})" for process, beat in sorted(beats.items()) if beat.silent]
     return f" Missing: {', '.join(who)}." if who else ""
 
 
-def elsewhere(beats: dict[int, Heartbeat], phase: str) -> str:
+def elsewhere(beats: dict[int, PeerHeartbeat], phase: str) -> str:
     """Which processes live, but do something else than ``phase``, as an error tells it; empty where none does."""
     who = [f"process {i} ({beat})" for i, beat in sorted(beats.items()) if not beat.silent and beat.phase != phase]
     return f" Elsewhere: {', '.join(who)}." if who else ""

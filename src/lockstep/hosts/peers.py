@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from lockstep.errors import HostError
 from lockstep.hosts._client import Client, ServiceGoneError, service_address
-from lockstep.hosts.session import Hosts
+from lockstep.hosts.hosts import Hosts
 
 FAILED = "lockstep/failed"
 CALLS = "lockstep/call"
@@ -34,7 +34,7 @@ PEER_FAILED_EXIT_CODE = 85
 """Exit code of a process that ends because another one failed."""
 
 
-def say_goodbye(client: Client, reason: str, code: int = PEER_FAILED_EXIT_CODE) -> None:
+def announce_exit(client: Client, reason: str, code: int = PEER_FAILED_EXIT_CODE) -> None:
     """Let every process of the job know that this one ends, and why, just before it does.
 
     Args:

@@ -20,7 +20,7 @@ class Preemption:
 
     def __init__(self, client: Client):
         self._client = client
-        self._told = False
+        self._logged_sizing = False
         self.signal: int | None = None
         """The signal that asked this process to end, or None."""
 
@@ -29,26 +29,26 @@ class Preemption:
         if self.signal is None:
             self.signal = number
 
-    def tell(self) -> None:
+    def publish(self) -> None:
         """Let the other processes know of a noted signal."""
-        if self.signal is not None and not self._told:
-            self._told = True
+        if self.signal is not None and not self._logged_sizing:
+            self._logged_sizing = True
             self._client.set(f"{DIRECTORY}/{self._client.index}", b"")
 
-    def asked(self) -> bool:
+    def requested(self) -> bool:
         """Whether this process is asked to end. The leader sees JAX's notice for all, and notes it as a SIGTERM."""
         if self.signal is None and self._client.index == 0 and self._client.peek(JAX_NOTICE) is not None:
             self.note(signal.SIGTERM)
         return self.signal is not None
 
-    def look(self) -> bool:
+    def requested_anywhere(self) -> bool:
         """Whether any process is asked to end, as far as they have told; for the leader, who decides for all."""
-        return self.asked() or bool(self._client.get_dir(DIRECTORY))
+        return self.requested() or bool(self._client.get_dir(DIRECTORY))
 
     def clear(self) -> None:
         """Forget a noted signal, once what it ended has ended."""
         self.signal = None
-        if self._told:
-            self._told = False
+        if self._logged_sizing:
+            self._logged_sizing = False
             with contextlib.suppress(HostError, TimeoutError):
                 self._client.delete(f"{DIRECTORY}/{self._client.index}")

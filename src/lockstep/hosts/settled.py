@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 
-from lockstep.hosts.session import Hosts
+from lockstep.hosts.hosts import Hosts
 
 
 @contextlib.contextmanager

@@ -19,8 +19,8 @@ from lockstep.hosts.config import (
     check_count,
     integer,
 )
+from lockstep.hosts.hosts import Hosts
 from lockstep.hosts.peers import end_process, watch_peers
-from lockstep.hosts.session import Hosts
 
 ABORT_MARGIN_S = 30
 """Seconds by which JAX, which aborts without saying what to do, gives up connecting later than we do."""

@@ -7,9 +7,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from lockstep.hosts.heartbeat import Heartbeat, elsewhere, heartbeats, missing
-from lockstep.hosts.peers import end_process, say_goodbye
-from lockstep.hosts.session import Hosts
+from lockstep.hosts.heartbeat import PeerHeartbeat, elsewhere, heartbeats, missing
+from lockstep.hosts.hosts import Hosts
+from lockstep.hosts.peers import announce_exit, end_process
 
 WATCHDOG_EXIT_CODE = 86
 """Exit code of a process that its watchdog has ended."""
@@ -73,7 +73,7 @@ class Watchdog:
         hosts = self._hosts
         text = f"{what!r} on process {hosts.index} of {hosts.count} did not end within {self.timeout_s:g} s"
         stream = sys.__stderr__ or sys.stderr
-        beats: dict[int, Heartbeat] = {}
+        beats: dict[int, PeerHeartbeat] = {}
         self._with_help(lambda: beats.update(heartbeats(hosts.client)))
         text += f".{missing(beats)}{elsewhere(beats, hosts.last_phase)}"
         print(f"\nlockstep watchdog: {text} Every process, as it was last heard of:", file=stream)
@@ -85,7 +85,7 @@ class Watchdog:
         with contextlib.suppress(Exception):
             faulthandler.dump_traceback(file=stream, all_threads=True)
         print(f"lockstep watchdog: ending with code {WATCHDOG_EXIT_CODE}", file=stream, flush=True)
-        self._with_help(say_goodbye, hosts.client, text)
+        self._with_help(announce_exit, hosts.client, text)
 
     def _with_help(self, function: Callable[..., None], *args: object) -> None:
         """Call what needs the coordination service, which may be the very thing that hangs."""

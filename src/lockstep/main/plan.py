@@ -14,7 +14,7 @@ from rich.console import Console
 
 from lockstep.errors import ConfigError
 from lockstep.main.arguments import CONFIG_PATH, parse_arguments, read_values
-from lockstep.main.work import CONFIGS, work_of
+from lockstep.main.plan_workload import CONFIGS, work_of
 from lockstep.plan import CompileCache, Plan, Progress, as_json, default_directory, make_plan, place_of, print_plan
 from lockstep.plan.topology import topology
 

@@ -22,8 +22,8 @@ from lockstep.hosts import Hosts, digest, leader_only, settled, start
 from lockstep.main.arguments import describe, parse_arguments
 from lockstep.main.run_dir import closing_summary, make_run_dir
 from lockstep.models import LlamaConfig, LlamaLMHeadModel, ModelConfig, config_to_hf
-from lockstep.models.huggingface import load_config, load_hf, read_hf_config
-from lockstep.models.huggingface_save import save_hf
+from lockstep.models.hf.load import load_config, load_hf, read_hf_config
+from lockstep.models.hf.save import save_hf
 from lockstep.placement import PARAMETER_AXES, make_mesh
 from lockstep.report.background import BackgroundTracker
 from lockstep.report.trackers import NoopTracker, Tracker, build_tracker

@@ -5,11 +5,11 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from lockstep.batch_inference import SampleConfig
+from lockstep.batch_inference.run import sample
 from lockstep.errors import LockstepError, PeerError
 from lockstep.hosts import start
 from lockstep.main.arguments import describe, parse_arguments
-from lockstep.sampler import SampleConfig
-from lockstep.sampler.run import sample
 
 
 def main(arguments: Sequence[str]) -> int:

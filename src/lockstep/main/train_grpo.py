@@ -6,8 +6,7 @@ from typing import Final
 
 from lockstep.errors import ConfigError
 from lockstep.main.run import RunConfig
-from lockstep.rollout import RolloutConfig
-from lockstep.training import GrpoConfig, GrpoDataConfig
+from lockstep.training import GrpoConfig, GrpoDataConfig, RolloutConfig
 
 NOT_YET: Final = (
     "lockstep train-grpo cannot train yet: the loss and the configuration are there, the loop that samples, rewards "

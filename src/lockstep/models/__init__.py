@@ -8,23 +8,23 @@ from lockstep.models.config import (
     Qwen2Config,
     Qwen3Config,
     RotaryConfig,
+    Variant,
     rotary_frequencies,
 )
-from lockstep.models.hf_config import config_from_hf, config_to_hf
-from lockstep.models.huggingface import load_config, load_hf, read_hf_config
-from lockstep.models.huggingface_save import save_hf
-from lockstep.models.known import KnownModel, known_model
+from lockstep.models.hf.config import config_from_hf, config_to_hf
+from lockstep.models.hf.load import load_config, load_hf, read_hf_config
+from lockstep.models.hf.save import save_hf
 from lockstep.models.llama import LlamaLMHeadModel
+from lockstep.models.presets import ModelPreset, find_preset
 from lockstep.models.reader import UnreadableModelError, read_decoder, register_reader
 from lockstep.models.trainable import as_trainable
-from lockstep.models.variant import Variant
 from lockstep.models.weights import DecoderWeights, LayerWeights
-from lockstep.placement.stored import StoredWeight, view
+from lockstep.placement.lazy_weight import LazyWeight, view
 
 __all__ = [
     "DecoderWeights",
     "LayerWeights",
-    "KnownModel",
+    "ModelPreset",
     "Llama3Scaling",
     "LlamaConfig",
     "LlamaLMHeadModel",
@@ -33,13 +33,13 @@ __all__ = [
     "Qwen2Config",
     "Qwen3Config",
     "RotaryConfig",
-    "StoredWeight",
+    "LazyWeight",
     "UnreadableModelError",
     "Variant",
     "as_trainable",
     "config_from_hf",
     "config_to_hf",
-    "known_model",
+    "find_preset",
     "load_config",
     "load_hf",
     "read_decoder",

@@ -35,8 +35,8 @@ def read_decoder(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
     Raises:
         UnreadableModelError: there is no reader for the class of ``model``.
     """
-    if _is_levanter(model) and "lockstep.models.levanter" not in sys.modules:
-        importlib.import_module("lockstep.models.levanter")
+    if _is_levanter(model) and "lockstep.models.levanter_reader" not in sys.modules:
+        importlib.import_module("lockstep.models.levanter_reader")
         return read_decoder(model)
     supported = ", ".join(sorted(_name(cls) for cls in read_decoder.registry if cls not in (object, tuple)))
     raise UnreadableModelError(

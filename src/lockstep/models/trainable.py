@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from lockstep.models.config import LlamaConfig
-from lockstep.models.hf_tensors import skeleton
+from lockstep.models.hf.names import skeleton
 from lockstep.models.llama import LlamaLMHeadModel
 from lockstep.models.weights import DecoderWeights
 

@@ -14,7 +14,7 @@ class LayerWeights:
     Axes: ``layer``; ``embed`` (hidden size); ``kv_head``; ``group`` (query heads per kv head); ``head`` (head size);
     ``mlp`` (intermediate size). Query head ``i`` of a Hugging Face checkpoint is ``(kv_head, group) = divmod(i, G)``,
     ``G`` being the number of query heads per kv head. The axes of heads may also be flattened into fewer, in this
-    order. A weight with another order of axes, or with one array per layer, is a `lockstep.placement.StoredWeight`.
+    order. A weight with another order of axes, or with one array per layer, is a `lockstep.placement.LazyWeight`.
     """
 
     q: Float[Array, "layer embed kv_head group head"]

@@ -1,5 +1,6 @@
 """Meshes, and putting host data onto them without a cross-host comparison."""
 
+from lockstep.placement.lazy_weight import LazyWeight, view
 from lockstep.placement.mesh import (
     COMPUTE_AXES,
     MESH_AXES,
@@ -11,13 +12,12 @@ from lockstep.placement.mesh import (
     mesh_of,
 )
 from lockstep.placement.place import host_rows, place, place_local, place_tree
-from lockstep.placement.stored import StoredWeight, view
 
 __all__ = [
     "COMPUTE_AXES",
     "MESH_AXES",
     "PARAMETER_AXES",
-    "StoredWeight",
+    "LazyWeight",
     "data_shards",
     "fsdp_spans_hosts",
     "fsdp_warning",

@@ -1,19 +1,19 @@
 """What a configuration would do on a TPU slice, worked out with the TPU compiler and no TPU."""
 
 from lockstep.plan.cache import CompileCache, default_directory
+from lockstep.plan.infeasibility import Infeasibility, place_of
 from lockstep.plan.planner import Plan, make_plan
 from lockstep.plan.progress import Progress
-from lockstep.plan.refusal import Refusal, place_of
-from lockstep.plan.report import as_json
+from lockstep.plan.summary import as_json
 from lockstep.plan.table import print_plan
 from lockstep.plan.topology import Topology, known_names, topology
-from lockstep.plan.work import SamplingWork, TrainingWork, Work
+from lockstep.plan.workload import SamplingWork, TrainingWork, Work
 
 __all__ = [
     "CompileCache",
     "Plan",
     "Progress",
-    "Refusal",
+    "Infeasibility",
     "SamplingWork",
     "Topology",
     "TrainingWork",

@@ -8,22 +8,22 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from lockstep.device.chips import Chip, chip_of
+from lockstep.device.memory import block_bytes
 from lockstep.engine import Engine
-from lockstep.engine.free_memory import block_bytes
-from lockstep.engine.hardware import Chip, chip_of
-from lockstep.engine.sample import never_used
-from lockstep.engine.sizing import Sizing
+from lockstep.engine.sampling.sampler import never_used
+from lockstep.engine.sizing.result import Sizing
 from lockstep.errors import CapacityError, CompilerError, ConfigError
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
-from lockstep.models.hf_tensors import skeleton
+from lockstep.models.hf.names import skeleton
 from lockstep.placement import make_mesh
 from lockstep.plan.cache import CompileCache
 from lockstep.plan.collectives import CollectiveSum, collectives, summed
 from lockstep.plan.hlo import Hlo, vmem
-from lockstep.plan.refusal import Refusal, RefusedError, agreeing, key_in, largest_in
+from lockstep.plan.infeasibility import Infeasibility, InfeasibleError, agreeing, key_in, largest_in
 from lockstep.plan.topology import Topology, names_of
 from lockstep.plan.train_step import State, TrainStepPlan, make_state, plan_step
-from lockstep.plan.work import SamplingWork, Work
+from lockstep.plan.workload import SamplingWork, Work
 from lockstep.training.step import parameter_shardings
 from lockstep.types import Request
 
@@ -89,7 +89,7 @@ class Plan:
     training: TrainStepPlan | None
     training_collectives: list[CollectiveSum]
     sampling: list[SamplingPlan]
-    refusals: list[Refusal]
+    refusals: list[Infeasibility]
     seconds: float
 
     @property
@@ -119,7 +119,7 @@ def make_plan(work: Work, topology: Topology, cache: CompileCache) -> Plan:
     refusals = list(work.refusals)
     if work.hosts is not None and work.hosts != topology.hosts:
         refusals.append(
-            Refusal(
+            Infeasibility(
                 key="trainer.distributed.require_process_count",
                 value=work.hosts,
                 largest=topology.hosts,
@@ -145,17 +145,19 @@ def make_plan(work: Work, topology: Topology, cache: CompileCache) -> Plan:
         for one in work.sampling:
             try:
                 sampling.append(_plan_sampling(work, one, mesh, model, weights, cache, free, hosts))
-            except RefusedError as refused:
+            except InfeasibleError as refused:
                 refusals.append(refused.refusal)
         if step is not None:
             try:
                 training = step.result()
-            except RefusedError as refused:
+            except InfeasibleError as refused:
                 refusals.append(_with_slice(refused.refusal, work, topology, state))
             except ConfigError as error:
                 refusals.append(_config_refusal(work, None, error))
             except CompilerError as error:
-                refusals.append(Refusal(key=work.model_key, value="the train step", largest=None, text=str(error)))
+                refusals.append(
+                    Infeasibility(key=work.model_key, value="the train step", largest=None, text=str(error))
+                )
     return Plan(
         work=work,
         topology=topology,
@@ -173,7 +175,9 @@ def make_plan(work: Work, topology: Topology, cache: CompileCache) -> Plan:
     )
 
 
-def _plan(work: Work, topology: Topology, mesh_shape: dict[str, int], chip: Chip, refusals: list[Refusal]) -> Plan:
+def _plan(
+    work: Work, topology: Topology, mesh_shape: dict[str, int], chip: Chip, refusals: list[Infeasibility]
+) -> Plan:
     """Of a configuration that fails before anything is compiled."""
     return Plan(
         work=work, topology=topology, mesh_shape=mesh_shape, chip=chip, memory=chip.memory, parameters=0, optimizer=0,
@@ -222,13 +226,13 @@ def _plan_sampling(
         engine = Engine(one.engine, mesh, vocab_size=one.vocab_size, compile_with=cache)
         engine.prepare((model, weights), one.requests, free=free)
     except CapacityError as error:
-        raise RefusedError(_shorter(one, mesh, model, weights, cache, free, error)) from error
+        raise InfeasibleError(_shorter(one, mesh, model, weights, cache, free, error)) from error
     except ConfigError as error:
-        raise RefusedError(_config_refusal(work, one, error)) from error
+        raise InfeasibleError(_config_refusal(work, one, error)) from error
     except CompilerError as error:
         key = one.key("max_prefill_size")
         value = one.engine.max_prefill_size
-        raise RefusedError(Refusal(key=key, value=value, largest=None, text=str(error))) from error
+        raise InfeasibleError(Infeasibility(key=key, value=value, largest=None, text=str(error))) from error
     assert engine.sizing is not None
     programs = engine.programs
     unmet = never_used(request.params for request in one.requests)
@@ -254,7 +258,7 @@ def _shorter(
     cache: CompileCache,
     free: int,
     error: CapacityError,
-) -> Refusal:
+) -> Infeasibility:
     """The longest answers that fit: searched with the engine's prediction, then confirmed by the compiler."""
     given = max(request.params.max_new_tokens for request in one.requests)
 
@@ -273,7 +277,7 @@ def _shorter(
         low, high = (middle, high) if works(middle, compiled=False) else (low, middle)
     while low and not works(low, compiled=True):
         low = low * 3 // 4
-    return Refusal(key=one.key("max_new_tokens"), value=given, largest=low or None, text=str(error))
+    return Infeasibility(key=one.key("max_new_tokens"), value=given, largest=low or None, text=str(error))
 
 
 def _cut(requests: Sequence[Request], most: int) -> list[Request]:
@@ -286,7 +290,7 @@ def _cut(requests: Sequence[Request], most: int) -> list[Request]:
     ]
 
 
-def _config_refusal(work: Work, one: SamplingWork | None, error: ConfigError) -> Refusal:
+def _config_refusal(work: Work, one: SamplingWork | None, error: ConfigError) -> Infeasibility:
     """Points at the key that the error names."""
     keys = {f"trainer.{name}": f"trainer.{name}" for name in _TRAINER_KEYS} | {"mesh_shape": "trainer.mesh_shape"}
     keys |= {"data.max_seq_len": "data.max_seq_len"}
@@ -294,10 +298,10 @@ def _config_refusal(work: Work, one: SamplingWork | None, error: ConfigError) ->
         keys |= {name: one.key(name) for name in _ENGINE_KEYS}
     key = key_in(str(error), keys)
     value = getattr(one.engine, key.rpartition(".")[2], None) if one is not None and key is not None else None
-    return Refusal(key=key or work.model_key, value=value, largest=largest_in(str(error)), text=str(error))
+    return Infeasibility(key=key or work.model_key, value=value, largest=largest_in(str(error)), text=str(error))
 
 
-def _with_slice(refusal: Refusal, work: Work, topology: Topology, state: State | None) -> Refusal:
+def _with_slice(refusal: Infeasibility, work: Work, topology: Topology, state: State | None) -> Infeasibility:
     """Where no number of the configuration helps: the smallest slice of the generation whose devices could hold it."""
     if refusal.key != work.model_key or state is None:
         return refusal

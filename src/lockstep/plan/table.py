@@ -7,11 +7,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lockstep.engine.sizing import bytes_text, layout_text
+from lockstep.engine.sizing.result import layout_text
 from lockstep.plan.collectives import CollectiveSum
 from lockstep.plan.hlo import vmem
 from lockstep.plan.planner import Plan, SamplingPlan
-from lockstep.plan.report import moments, train_time
+from lockstep.plan.summary import moments, train_time
+from lockstep.units import bytes_text
 
 
 def print_plan(plan: Plan, console: Console) -> None:
@@ -99,8 +100,8 @@ def _traffic(plan: Plan) -> Table:
     if plan.training is not None:
         rows("per train step", plan.training_collectives)
     for one in plan.sampling:
-        if "relay" in one.collectives:
-            rows(_named(one, "per move of the weights"), one.collectives["relay"])
+        if "reshard" in one.collectives:
+            rows(_named(one, "per move of the weights"), one.collectives["reshard"])
         rows(_named(one, "per decoded token"), one.step_collectives)
         rows(_named(one, f"once per launch of {one.sizing.sizes.steps} steps"), one.collectives["decode"])
     return table
@@ -149,7 +150,7 @@ def _considered(one: SamplingPlan) -> Table:
         mark = "* " if choice.layout == one.sizing.layout else "  "
         found = choice.estimate
         times = ["does not fit", "", ""] if found is None else [
-            _seconds(found.step_s), _seconds(found.relay_s), _seconds(found.total_s)
+            _seconds(found.step_s), _seconds(found.reshard_s), _seconds(found.total_s)
         ]  # fmt: skip
         table.add_row(mark + layout_text(choice.layout), bytes_text(choice.footprint.total), *times)
     return table

@@ -10,12 +10,12 @@ import haliax as hax
 import jax
 from jax.sharding import Mesh
 
-from lockstep.engine.free_memory import block_bytes
+from lockstep.device.memory import block_bytes
 from lockstep.errors import HbmError
 from lockstep.models import LlamaConfig, LlamaLMHeadModel
 from lockstep.plan.cache import CompileCache, Summary
-from lockstep.plan.refusal import Refusal, RefusedError
-from lockstep.plan.work import TrainingWork, Work
+from lockstep.plan.infeasibility import Infeasibility, InfeasibleError
+from lockstep.plan.workload import TrainingWork, Work
 from lockstep.training.step import TrainStep, batch_structs, state_structs
 
 NAME = "train_step"
@@ -135,7 +135,7 @@ def plan_step(work: Work, mesh: Mesh, state: State, cache: CompileCache, memory:
         memory: bytes of a device.
 
     Raises:
-        RefusedError: it does not fit.
+        InfeasibleError: it does not fit.
         ConfigError: batch and mesh do not go together.
     """
     training = work.training
@@ -145,7 +145,7 @@ def plan_step(work: Work, mesh: Mesh, state: State, cache: CompileCache, memory:
     try:
         summary = _fitting(lambda: compile_step(work, mesh, state, cache, microbatches=microbatches), memory)
     except HbmError as error:
-        raise RefusedError(_what_fits(work, mesh, state, cache, memory, error)) from error
+        raise InfeasibleError(_what_fits(work, mesh, state, cache, memory, error)) from error
     batch = sum(
         block_bytes(leaf) for leaf in batch_structs(training.columns, training.trainer.train_batch_size, mesh).values()
     )
@@ -221,7 +221,9 @@ def _fitting(compile_it: Callable[[], Summary], memory: int) -> Summary:
     return summary
 
 
-def _what_fits(work: Work, mesh: Mesh, state: State, cache: CompileCache, memory: int, error: HbmError) -> Refusal:
+def _what_fits(
+    work: Work, mesh: Mesh, state: State, cache: CompileCache, memory: int, error: HbmError
+) -> Infeasibility:
     """The largest microbatch, else the longest row, that the compiler accepts."""
     training = work.training
     assert training is not None
@@ -231,7 +233,7 @@ def _what_fits(work: Work, mesh: Mesh, state: State, cache: CompileCache, memory
     first = f"the train step needs {error.needed / 2**30:.2f} GiB per device and there are {memory / 2**30:.2f} GiB"
     fixed = state.parameters + state.optimizer
     if fixed >= memory:
-        return Refusal(
+        return Infeasibility(
             key=work.model_key,
             value=f"{fixed / 2**30:.2f} GiB",
             largest=None,
@@ -254,7 +256,7 @@ def _what_fits(work: Work, mesh: Mesh, state: State, cache: CompileCache, memory
     guess = [size for size in sizes if constant + per_row * size <= memory]
     best = largest_that_works(sizes, guess[-1] if guess else 1, lambda size: works(rows // size))
     if best is not None:
-        return Refusal(
+        return Infeasibility(
             key="trainer.per_device_parallelism",
             value=trainer.per_device_parallelism,
             largest=best,
@@ -266,7 +268,7 @@ def _what_fits(work: Work, mesh: Mesh, state: State, cache: CompileCache, memory
     scale = max(1.0, (error.needed - constant) / given / training.length)
     guesses = [length for length in lengths if constant + scale * length <= memory]
     longest = largest_that_works(lengths, guesses[-1] if guesses else unit, lambda length: works(rows, length))
-    return Refusal(
+    return Infeasibility(
         key=training.row_key,
         value=training.length,
         largest=longest,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence as Seq
 
 from lockstep.errors import CapacityError
-from lockstep.schedule.plan import ScheduleSizes
+from lockstep.schedule.batch import Capacity
 from lockstep.schedule.sampling import sampling_sizes
 from lockstep.schedule.sequence import Sequence
 from lockstep.types import Request
@@ -40,7 +40,7 @@ def check_length(request: Request, limit: int, largest: int | None = None) -> No
     )
 
 
-def check_capacity(sizes: ScheduleSizes, requests: Seq[Request]) -> None:
+def check_capacity(sizes: Capacity, requests: Seq[Request]) -> None:
     """Refuses requests that can never fit: nothing is clamped and nothing is dropped.
 
     Raises:

@@ -1,19 +1,57 @@
 """Plans for the next launch, written from what the replicas hold: each function fills one kind of plan."""
 
+from collections.abc import Sequence
 from collections.abc import Sequence as Seq
 
-from lockstep.schedule.launch_length import launch_steps
-from lockstep.schedule.plan import DecodePlan, ForkPlan, PrefillPlan, ScheduleSizes, ScorePlan
+from lockstep.schedule.batch import Capacity, CopyPagesBatch, DecodeBatch, PrefillBatch, PromptLogprobsBatch
+from lockstep.schedule.prompt_logprobs import PromptLogprobs
 from lockstep.schedule.replica import Replica
-from lockstep.schedule.scores import PromptScores
 
-type ScoredRow = tuple[int, int, PromptScores]
+_LAUNCH_COST = 4
+"""What a launch costs besides its steps, in steps: the host's work, the context laid out anew, the prefill of those who
+are let in. A guess: with true costs of 0.5 to 6 the choice below comes within 6 % of the best fixed least length at 8
+to 64 slots, each time another one (benchmarks/admission.py).
+"""
+_EARLY_PART = 4
+"""The part of the longest launch that is run while others wait for sequences that may end at any step."""
+
+
+def num_decode_steps(remaining: Sequence[int], limit: int, *, waiting: bool, may_stop: bool) -> int:
+    """The number of steps of a launch; a pure function, so every host computes the same.
+
+    With nobody waiting a launch is as long as its longest sequence. While others wait, a long launch leaves slots idle
+    that have ended, and a short one pays for the launch again: of all lengths at which a sequence ends, the one that
+    samples the most tokens per step paid for. Sequences that may stop early end nobody knows when, so there a launch is
+    a quarter of ``limit`` at most.
+
+    Args:
+        remaining: tokens that each active sequence may still sample, each at least 1.
+        limit: steps of a launch at most.
+        waiting: whether other sequences wait for a slot or pages.
+        may_stop: whether an active sequence may end before its last token.
+    """
+    longest = min(limit, max(remaining))
+    if not waiting:
+        return longest
+    if may_stop:
+        longest = min(longest, max(1, limit // _EARLY_PART))
+    ends = sorted(min(left, longest) for left in remaining)
+    best, best_rate, ended = longest, 0.0, 0
+    for index, steps in enumerate(ends):
+        rate = (ended + steps * (len(ends) - index)) / (steps + _LAUNCH_COST)
+        ended += steps
+        if rate >= best_rate:
+            best, best_rate = steps, rate
+    return best
+
+
+type PromptLogprobsRow = tuple[int, int, PromptLogprobs]
 """Replica, row, and the record that the row's log-probabilities belong to."""
 
 
-def plan_prefill(sizes: ScheduleSizes, replicas: Seq[Replica]) -> PrefillPlan:
+def prefill_batch(sizes: Capacity, replicas: Seq[Replica]) -> PrefillBatch:
     """The next pages of prompts, taken from the replicas' queues."""
-    plan = PrefillPlan.empty(sizes)
+    plan = PrefillBatch.empty(sizes)
     for replica in replicas:
         r = replica.index
         for row, (sequence, start) in enumerate(replica.take_prefill_rows(sizes.prefill_rows, sizes.prefill_sequences)):
@@ -28,21 +66,23 @@ def plan_prefill(sizes: ScheduleSizes, replicas: Seq[Replica]) -> PrefillPlan:
     return plan
 
 
-def plan_forks(sizes: ScheduleSizes, replicas: Seq[Replica]) -> ForkPlan:
+def copy_pages_batch(sizes: Capacity, replicas: Seq[Replica]) -> CopyPagesBatch:
     """Every partial page that waits to be copied."""
-    plan = ForkPlan.empty(sizes)
+    plan = CopyPagesBatch.empty(sizes)
     for replica in replicas:
-        for at, (source, target) in enumerate(replica.take_forks()):
+        for at, (source, target) in enumerate(replica.take_page_copies()):
             plan.source[replica.index, at], plan.target[replica.index, at] = source, target
     return plan
 
 
-def plan_scores(sizes: ScheduleSizes, replicas: Seq[Replica]) -> tuple[ScorePlan, list[ScoredRow]]:
+def prompt_logprobs_batch(
+    sizes: Capacity, replicas: Seq[Replica]
+) -> tuple[PromptLogprobsBatch, list[PromptLogprobsRow]]:
     """Rows of prompts whose K/V is complete, none if there are none left to score.
 
     Of several generations any will do; the first is taken.
     """
-    plan, rows, begun = ScorePlan.empty(sizes), list[ScoredRow](), set[PromptScores]()
+    plan, rows, begun = PromptLogprobsBatch.empty(sizes), list[PromptLogprobsRow](), set[PromptLogprobs]()
     for replica in replicas:
         r, row = replica.index, 0
         for sequence in replica.slots:
@@ -66,7 +106,7 @@ def plan_scores(sizes: ScheduleSizes, replicas: Seq[Replica]) -> tuple[ScorePlan
     return plan, rows
 
 
-def plan_decode(sizes: ScheduleSizes, replicas: Seq[Replica], *, waiting: bool) -> DecodePlan:
+def decode_batch(sizes: Capacity, replicas: Seq[Replica], *, waiting: bool) -> DecodeBatch:
     """All sequences that have a slot.
 
     Args:
@@ -75,13 +115,13 @@ def plan_decode(sizes: ScheduleSizes, replicas: Seq[Replica], *, waiting: bool) 
         waiting: whether others wait for a slot, so that a launch should end when one becomes free.
     """
     active = [sequence for replica in replicas for sequence in replica.slots if sequence is not None]
-    steps = launch_steps(
+    steps = num_decode_steps(
         [sequence.remaining for sequence in active],
         sizes.steps,
         waiting=waiting,
         may_stop=any(s.request.params.stops or s.request.params.stop for s in active),
     )
-    plan = DecodePlan.empty(sizes, steps)
+    plan = DecodeBatch.empty(sizes, steps)
     for sequence in active:
         at = (sequence.replica, sequence.slot)
         params = sequence.request.params

@@ -2,8 +2,8 @@
 
 from collections import deque
 
+from lockstep.schedule.batch import Capacity
 from lockstep.schedule.pages import PageAllocator
-from lockstep.schedule.plan import ScheduleSizes
 from lockstep.schedule.prefix import PrefixTable
 from lockstep.schedule.sequence import Sequence
 
@@ -16,10 +16,10 @@ class Replica:
         sizes: capacities.
     """
 
-    def __init__(self, index: int, sizes: ScheduleSizes) -> None:
+    def __init__(self, index: int, sizes: Capacity) -> None:
         self.index = index
-        self._can_fork = bool(sizes.forks)
-        self._forks: list[tuple[Sequence, Sequence]] = []
+        self._shares_partial_pages = bool(sizes.page_copies)
+        self._page_copies: list[tuple[Sequence, Sequence]] = []
         self._tails: dict[bytes, Sequence] = {}
         self.allocator = PageAllocator(sizes.pages)
         self.slots: list[Sequence | None] = [None] * sizes.slots
@@ -39,9 +39,9 @@ class Replica:
         return bool(self._queue)
 
     @property
-    def forking(self) -> bool:
+    def copying(self) -> bool:
         """Whether partial pages wait to be copied."""
-        return bool(self._forks)
+        return bool(self._page_copies)
 
     @property
     def num_free_slots(self) -> int:
@@ -66,7 +66,7 @@ class Replica:
 
         Pages are shared before they are written: rows are launched in the order of admission, and within a launch every
         row's K/V is written before any row reads. The partial page that a prompt ends with is everybody's own, for
-        decode goes on in it: whoever has the same prompt gets a copy when all prefill is done (`take_forks`).
+        decode goes on in it: whoever has the same prompt gets a copy when all prefill is done (`take_page_copies`).
         """
         shared = self._prefixes.match(sequence.prefix_keys)
         for page in shared:
@@ -76,10 +76,10 @@ class Replica:
         for key, page in zip(sequence.prefix_keys, sequence.pages, strict=False):
             self._prefixes.add(key, page)
         sequence.num_prefilled = len(shared) * self._page_size
-        if self._can_fork and sequence.tail_key is not None:
+        if self._shares_partial_pages and sequence.tail_key is not None:
             first = self._tails.setdefault(sequence.tail_key, sequence)
             if first is not sequence:
-                self._forks.append((first, sequence))
+                self._page_copies.append((first, sequence))
                 sequence.num_prefilled = sequence.num_prefill
         sequence.replica = self.index
         sequence.slot = self.slots.index(None)
@@ -108,11 +108,11 @@ class Replica:
                 self._queue.popleft()
         return rows
 
-    def take_forks(self) -> list[tuple[int, int]]:
+    def take_page_copies(self) -> list[tuple[int, int]]:
         """Takes all (page to copy, page to copy it to); comes after all prefill and before decode."""
         assert not self._queue
-        forks, self._forks = self._forks, []
-        return [(a.pages[len(a.prefix_keys)], b.pages[len(b.prefix_keys)]) for a, b in forks]
+        copies, self._page_copies = self._page_copies, []
+        return [(a.pages[len(a.prefix_keys)], b.pages[len(b.prefix_keys)]) for a, b in copies]
 
     def release(self, sequence: Sequence) -> None:
         """Takes the slot and the pages of an ended sequence back; its page numbers are no longer valid.
@@ -123,12 +123,12 @@ class Replica:
         self._admitted.remove(sequence)
         if sequence in self._queue:
             self._hand_over(sequence)
-        heirs = [target for source, target in self._forks if source is sequence]
+        heirs = [target for source, target in self._page_copies if source is sequence]
         if heirs:
             heirs[0].num_prefilled = min(heirs[0].num_prefilled, len(heirs[0].prefix_keys) * self._page_size)
-        self._forks = [
+        self._page_copies = [
             (heirs[0] if source is sequence else source, target)
-            for source, target in self._forks
+            for source, target in self._page_copies
             if target is not sequence and target.num_prefilled == target.num_prefill
         ]
         if sequence.tail_key is not None and self._tails.get(sequence.tail_key) is sequence:

@@ -15,7 +15,7 @@ _LEAST_WIDTH = 8
 
 
 def sampling_sizes(params: Iterable[SamplingParams]) -> dict[str, int]:
-    """The fields of `ScheduleSizes` that say which sampling features the programs need; 0 leaves a feature out.
+    """The fields of `Capacity` that say which sampling features the programs need; 0 leaves a feature out.
 
     Args:
         params: of all requests.
@@ -41,7 +41,7 @@ def _round_up(width: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class SamplingPlan:
+class SamplingBatch:
     """Parameters of each slot's draw beside seed and temperature. A feature that no program has is None."""
 
     top_k: Int32[np.ndarray, "replica slot"]
@@ -64,11 +64,11 @@ class SamplingPlan:
     """Padded with -1; nothing but -1 allows every token."""
 
     @classmethod
-    def empty(cls, sizes: Any) -> "SamplingPlan":
+    def empty(cls, sizes: Any) -> "SamplingBatch":
         """Every slot at the neutral values.
 
         Args:
-            sizes: `ScheduleSizes`.
+            sizes: `Capacity`.
         """
         slots = (sizes.replicas, sizes.slots)
         length = sizes.pages_per_sequence * sizes.page_size

@@ -8,12 +8,18 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from lockstep.errors import ConfigError
+from lockstep.schedule.batch import Capacity, CopyPagesBatch, DecodeBatch, PrefillBatch, PromptLogprobsBatch
 from lockstep.schedule.capacity import check_capacity
-from lockstep.schedule.plan import DecodePlan, ForkPlan, PrefillPlan, ScheduleSizes, ScorePlan
-from lockstep.schedule.planning import ScoredRow, plan_decode, plan_forks, plan_prefill, plan_scores
+from lockstep.schedule.planning import (
+    PromptLogprobsRow,
+    copy_pages_batch,
+    decode_batch,
+    prefill_batch,
+    prompt_logprobs_batch,
+)
 from lockstep.schedule.prefix import page_keys, tail_key
+from lockstep.schedule.prompt_logprobs import PromptLogprobs
 from lockstep.schedule.replica import Replica
-from lockstep.schedule.scores import PromptScores
 from lockstep.schedule.sequence import Sequence
 from lockstep.types import Completion, FinishReason, Request
 
@@ -59,7 +65,7 @@ class Scheduler:
 
     def __init__(
         self,
-        sizes: ScheduleSizes,
+        sizes: Capacity,
         requests: Iterable[Request],
         find_stop: FindStop | None = None,
         *,
@@ -78,8 +84,8 @@ class Scheduler:
         self._sequences: list[Sequence] = []
         self._unanswered: dict[int, int] = {}
         self._waiting: deque[Sequence] = deque()
-        self._scoring: list[ScoredRow] = []
-        self._replicas = [Replica(i, sizes) for i in sizes.working]
+        self._rows_in_flight: list[PromptLogprobsRow] = []
+        self._replicas = [Replica(i, sizes) for i in sizes.active_replicas]
         self._finished, self._sampled = 0, [0] * sizes.replicas
         self._read()
 
@@ -140,10 +146,10 @@ class Scheduler:
         if sequence.replica < 0:
             self._waiting.remove(sequence)
         else:
-            self._replicas[self.sizes.working.index(sequence.replica)].release(sequence)
+            self._replicas[self.sizes.active_replicas.index(sequence.replica)].release(sequence)
         self._read()
 
-    def abandon(self, reason: FinishReason) -> None:
+    def abort(self, reason: FinishReason) -> None:
         """Ends all unfinished sequences between two launches, with what they have: no slot or page stays taken.
 
         What was not read yet is read now, and ends too.
@@ -159,28 +165,28 @@ class Scheduler:
         for replica in self._replicas:
             replica.release_all()
 
-    def next_plan(self) -> PrefillPlan | ForkPlan | ScorePlan | DecodePlan | None:
+    def next_batch(self) -> PrefillBatch | CopyPagesBatch | PromptLogprobsBatch | DecodeBatch | None:
         """Admits what fits and says what to launch next; None when all is done.
 
-        A DecodePlan must be committed (`commit`), and so must a ScorePlan (`commit_scores`).
+        A DecodeBatch must be committed (`commit`), and so must a PromptLogprobsBatch (`commit_prompt_logprobs`).
         """
         self._admit()
         if any(replica.prefilling for replica in self._replicas):
-            return plan_prefill(self.sizes, self._replicas)
-        if any(replica.forking for replica in self._replicas):
-            return plan_forks(self.sizes, self._replicas)
+            return prefill_batch(self.sizes, self._replicas)
+        if any(replica.copying for replica in self._replicas):
+            return copy_pages_batch(self.sizes, self._replicas)
         if self.sizes.prompt_logprobs:
-            scoring, self._scoring = plan_scores(self.sizes, self._replicas)
-            if self._scoring:
+            scoring, self._rows_in_flight = prompt_logprobs_batch(self.sizes, self._replicas)
+            if self._rows_in_flight:
                 return scoring
         if self.done:
             return None
         more = bool(self._waiting) or self._next is not None
-        return plan_decode(self.sizes, self._replicas, waiting=more)
+        return decode_batch(self.sizes, self._replicas, waiting=more)
 
     def commit(
         self,
-        plan: DecodePlan,
+        plan: DecodeBatch,
         tokens: np.ndarray,
         logprobs: np.ndarray,
         sampled_logprobs: np.ndarray | None = None,
@@ -226,9 +232,9 @@ class Scheduler:
                     self._ended(sequence)
         self._read()
 
-    def commit_scores(
+    def commit_prompt_logprobs(
         self,
-        plan: ScorePlan,
+        plan: PromptLogprobsBatch,
         logprobs: np.ndarray,
         top_ids: np.ndarray | None = None,
         top_logprobs: np.ndarray | None = None,
@@ -241,11 +247,11 @@ class Scheduler:
             top_ids: ``[replica, row, position, n]``, most probable first; None where no sequence asks for them.
             top_logprobs: of ``top_ids``.
         """
-        for r, row, scores in self._scoring:
+        for r, row, scores in self._rows_in_flight:
             known = int((plan.targets[r, row] >= 0).sum())
             ids, values = (None if part is None else part[r, row, :known] for part in (top_ids, top_logprobs))
             scores.add(logprobs[r, row, :known], ids, values)
-        self._scoring = []
+        self._rows_in_flight = []
 
     def _check(self, requests: Seq[Request]) -> None:
         check_capacity(self.sizes, requests)
@@ -275,7 +281,7 @@ class Scheduler:
         shared = request.prompt_tokens[:-1] if self._share_prefixes else ()
         keys = page_keys(shared, size)
         tail = tail_key(shared, size, keys)
-        scores = PromptScores(request=request) if request.params.prompt_logprobs else None
+        scores = PromptLogprobs(request=request) if request.params.prompt_logprobs else None
         sequences = [
             Sequence(request=request, generation_id=generation, prefix_keys=keys, tail_key=tail, scores=scores)
             for generation in range(request.params.n_generations)
@@ -322,8 +328,8 @@ class Scheduler:
             free = min(self.sizes.sequences - self._num_active, sum(r.num_free_slots for r in self._replicas))
             crowded = len(self._waiting) >= free
 
-            def worth(i: int, sequence: Sequence = sequence, crowded: bool = crowded) -> tuple[int, int, int]:
+            def priority(i: int, sequence: Sequence = sequence, crowded: bool = crowded) -> tuple[int, int, int]:
                 replica = self._replicas[i]
                 return replica.num_in_common(sequence) if crowded else 0, replica.num_free_slots, -i
 
-            self._replicas[max(fitting, key=worth)].admit(self._waiting.popleft())
+            self._replicas[max(fitting, key=priority)].admit(self._waiting.popleft())

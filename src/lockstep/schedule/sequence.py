@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from lockstep.schedule.scores import PromptScores
+from lockstep.schedule.prompt_logprobs import PromptLogprobs
 from lockstep.types import Completion, FinishReason, Request
 
 
@@ -19,7 +19,7 @@ class Sequence:
     """Names of the full pages that prefill writes (`page_keys`)."""
     tail_key: bytes | None = None
     """Name of the partial page that prefill ends with (`tail_key`); None where there is none."""
-    scores: PromptScores | None = None
+    scores: PromptLogprobs | None = None
     """Of the prompt, the same for all its generations; None where nobody asks for them."""
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)

@@ -6,6 +6,7 @@ from lockstep.training.hooks import Hook, StepInfo
 from lockstep.training.objectives import GrpoConfig, LossFn, LossParts, SimpoConfig, lm_loss
 from lockstep.training.optimizer import OptimizerConfig
 from lockstep.training.precision import Precision, parse_precision
+from lockstep.training.rollout import RolloutConfig
 from lockstep.training.rows import Batches, Rows
 from lockstep.training.trainer import Trainer, TrainResult
 
@@ -20,6 +21,7 @@ __all__ = [
     "OptimizerConfig",
     "Precision",
     "PreferenceDataConfig",
+    "RolloutConfig",
     "Rows",
     "SimpoConfig",
     "StepInfo",

@@ -10,8 +10,8 @@ import pytest
 
 import lockstep
 from lockstep.callback import InferenceEvalConfig, SampleCallback
-from lockstep.callback.questions import from_bytes, read_questions, to_bytes
-from lockstep.engine import free_memory
+from lockstep.callback.round_prompts import from_bytes, read_round_prompts, to_bytes
+from lockstep.device import memory
 from lockstep.errors import ConfigError, PromptError
 from lockstep.models import UnreadableModelError
 from lockstep.placement import make_mesh
@@ -103,7 +103,7 @@ class Recorder(NoopTracker):
 def test_a_plain_jax_loop_on_one_device(tmp_path, capsys, caplog, monkeypatch):
     caplog.set_level("INFO", "lockstep")
     held = itertools.count(1000)  # by a device that counts, as a CPU does not
-    monkeypatch.setattr(free_memory, "_stats", lambda: [{"bytes_in_use": next(held)}, {"bytes_in_use": 7}, {}])
+    monkeypatch.setattr(memory, "_stats", lambda: [{"bytes_in_use": next(held)}, {"bytes_in_use": 7}, {}])
     mesh = make_mesh("1,1,1", jax.devices()[:1])
     weights = tiny.placed_weights(mesh, vocab=tiny.vocab_size())
     tracker = Recorder()
@@ -122,7 +122,7 @@ def test_a_plain_jax_loop_on_one_device(tmp_path, capsys, caplog, monkeypatch):
     assert (callback.rounds, callback.report_errors) == (2, 0)
     # On one device the weights lie right already: no program moves them.
     traces = {name: program.traces for name, program in callback.engine.programs.items()}
-    assert traces == {"new_cache": 1, "prefill": 1, "fork": 1, "decode": 1}
+    assert traces == {"new_cache": 1, "prefill": 1, "copy_pages": 1, "decode": 1}
     told = [record.message for record in caplog.records if "compiled 4 programs" in record.message]
     assert len(told) == 1 and all(f"  {name} (" in told[0] for name in traces), "told once, and nothing after it"
     written = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
@@ -212,7 +212,7 @@ def test_a_model_that_cannot_be_read_is_named_at_check():
 
 def test_requests_survive_the_broadcast():
     config = InferenceEvalConfig(prompts=["one", "What is 2 plus 3?"], temperature=0.5, stop=["x", "yz"], seed=7)
-    questions = read_questions(config, tiny.tokenizer())
+    questions = read_round_prompts(config, tiny.tokenizer())
     assert [prompt.text for prompt in questions.prompts] == config.prompts
     assert from_bytes(to_bytes(questions)) == dataclasses.replace(questions, prompts=[])
 
@@ -222,7 +222,7 @@ def test_prompts_are_dealt_as_from_a_shuffled_pack():
     config = InferenceEvalConfig(prompts=prompts, prompts_per_round=3, eval_every=10, seed=5, at_start=True)
     # After the last step there is a round of its own, whose step is no multiple of eval_every.
     steps = [0, 10, 20, 30, 40, 45]
-    rounds = [read_questions(config, tiny.tokenizer(), step) for step in steps]
+    rounds = [read_round_prompts(config, tiny.tokenizer(), step) for step in steps]
     ids = [[prompt.id for prompt in each.prompts] for each in rounds]
     assert [len(set(each)) for each in ids] == [3] * 6 and all(each == sorted(each) for each in ids)
     assert len({*ids[0], *ids[1], *ids[2]}) == len({*ids[3], *ids[4], *ids[5]}) == 9, "none twice in a deal"
@@ -230,19 +230,19 @@ def test_prompts_are_dealt_as_from_a_shuffled_pack():
     for each in rounds:
         assert [request.prompt_id for request in each.requests] == [prompt.id for prompt in each.prompts]
         assert [prompt.text for prompt in each.prompts] == [prompts[number] for number in (p.id for p in each.prompts)]
-        assert [request.prompt_id for request in each.to_prepare] == [10, 9, 8]
-    assert ids == [[p.id for p in read_questions(config, tiny.tokenizer(), step).prompts] for step in steps]
+        assert [request.prompt_id for request in each.compile_requests] == [10, 9, 8]
+    assert ids == [[p.id for p in read_round_prompts(config, tiny.tokenizer(), step).prompts] for step in steps]
     later = dataclasses.replace(config, at_start=False)
-    assert ids[:-1] == [[p.id for p in read_questions(later, tiny.tokenizer(), step).prompts] for step in steps[1:]]
+    assert ids[:-1] == [[p.id for p in read_round_prompts(later, tiny.tokenizer(), step).prompts] for step in steps[1:]]
     other = dataclasses.replace(config, seed=6)
-    assert ids != [[p.id for p in read_questions(other, tiny.tokenizer(), step).prompts] for step in steps]
+    assert ids != [[p.id for p in read_round_prompts(other, tiny.tokenizer(), step).prompts] for step in steps]
 
 
 def test_a_file_with_no_more_prompts_than_a_round_has_is_refused(tmp_path):
     (tmp_path / "two.txt").write_text("one\ntwo\n")
     config = InferenceEvalConfig(prompts=str(tmp_path / "two.txt"), prompts_per_round=2)
     with pytest.raises(ConfigError, match="prompts_per_round is 2 and there are 2 prompts.*at most 1, or use null"):
-        read_questions(config, tiny.tokenizer())
+        read_round_prompts(config, tiny.tokenizer())
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy as np
 
 from lockstep.models import LlamaConfig, LlamaLMHeadModel, Qwen2Config, Qwen3Config, Variant
 from lockstep.models.config import Llama3Scaling, RotaryConfig
-from lockstep.models.hf_tensors import skeleton
+from lockstep.models.hf.names import skeleton
 from lockstep.placement import PARAMETER_AXES, make_mesh, place
 from lockstep.types import Request, SamplingParams
 

@@ -56,7 +56,7 @@ def test_preparing_launches_nothing_and_a_second_run_compiles_nothing(engine: En
     with compilations() as events, jax.no_execution(True):
         digests = engine.prepare(model, requests)
     assert events, "the listener hears nothing"
-    names = ["relay", "new_cache", "prefill", "fork", "decode"]
+    names = ["reshard", "new_cache", "prefill", "copy_pages", "decode"]
     assert list(dict.fromkeys(name.partition(":")[0] for name in digests)) == list(engine.programs) == names
     compiled = engine.compilations
     assert [each.name for each in compiled] == names and all(each.seconds > 0 for each in compiled)
@@ -73,7 +73,7 @@ def test_preparing_launches_nothing_and_a_second_run_compiles_nothing(engine: En
     assert engine.compilations == compiled
     assert first == second
     assert engine.ledger.launches == launches * 2
-    assert launches[:3] == ["relay", "new_cache", "prefill"] and "decode" in launches
+    assert launches[:3] == ["reshard", "new_cache", "prefill"] and "decode" in launches
     assert {name: program.traces for name, program in engine.programs.items()} == dict.fromkeys(names, 1)
 
 
@@ -104,7 +104,7 @@ def test_around_each_launch(engine: Engine, model: Any) -> None:
         seen.append(name)
 
     engine.run(model, mixed_requests(), around_launch=around)
-    assert seen[0] == "relay" and set(seen) == {"relay", "prefill", "fork", "decode"}
+    assert seen[0] == "reshard" and set(seen) == {"reshard", "prefill", "copy_pages", "decode"}
 
 
 def test_a_changed_model_gives_its_own_tokens_without_a_compilation(engine: Engine, model: Any) -> None:
@@ -148,7 +148,7 @@ def test_weights_that_lie_right_are_not_copied(mesh: str, options: dict[str, Any
     engine, model = Engine(EngineConfig(**options), mesh_of(mesh)), model_on(mesh, config)
     requests = [request(0, 9, 4), request(1, 20, 4, temperature=0.8)]
     got = engine.generate(model, requests)
-    assert ("relay" in engine.programs) == moved
+    assert ("reshard" in engine.programs) == moved
     if "dtype" not in options:
         assert assert_same_tokens(oracle_completions(model, requests), got) == 0
 

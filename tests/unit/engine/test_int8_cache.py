@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 
 from lockstep.callback import InferenceEvalConfig
 from lockstep.engine import Engine, EngineConfig
-from lockstep.engine.choose import Chooser
-from lockstep.engine.sizing import Sizing
+from lockstep.engine.sizing.choose import Chooser
+from lockstep.engine.sizing.result import Sizing
 from lockstep.errors import ConfigError
 from lockstep.models import read_decoder
 from lockstep.plan.topology import topology
@@ -36,7 +36,9 @@ def test_tokens_depend_on_the_request_alone(family: str, mesh: str, layout: Any,
     model, requests = model_on(mesh, FAMILIES[family]), [*mixed_requests(), request(7, 34, 4, prompt_logprobs=True)]
     engine = Engine(EngineConfig(layout=layout, kv_cache_dtype="int8", **options), mesh_of(mesh))
     got = engine.generate(model, requests)
-    assert ("fork" in engine.programs) == options.get("share_prefixes", True) and "score" in engine.programs
+    assert ("copy_pages" in engine.programs) == options.get(
+        "share_prefixes", True
+    ) and "prompt_logprobs" in engine.programs
     want = oracle_completions(model, requests, int8_cache=True)
     ties, worst = assert_same_tokens(want, got), assert_same_logprobs(want, got)
 

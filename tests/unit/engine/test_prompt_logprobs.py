@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lockstep.engine import Engine, EngineConfig
-from lockstep.engine import score as module
+from lockstep.engine.decoder import prompt_logprobs as module
 from lockstep.errors import CapacityError
 from lockstep.types import Request
 from tests.oracle import assert_same_tokens, oracle_completions
@@ -44,7 +44,7 @@ def requests_with_and_without() -> list[Request]:
 def test_they_are_the_models(
     family: str, mesh: str, layout: Any, options: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "SCORE_CHUNK", 12)  # several chunks, the last one not full
+    monkeypatch.setattr(module, "PROMPT_LOGPROBS_CHUNK", 12)  # several chunks, the last one not full
     model, requests = model_on(mesh, FAMILIES[family]), requests_with_and_without()
     engine = Engine(EngineConfig(layout=layout, **options), mesh_of(mesh))
     got = engine.generate(model, requests)
@@ -76,7 +76,7 @@ def test_they_are_the_models(
     silent = [dataclasses.replace(r, params=dataclasses.replace(r.params, prompt_logprobs=False)) for r in requests]
     fresh = Engine(EngineConfig(layout=layout, **options), mesh_of(mesh))
     plain = fresh.generate(model, silent)
-    assert "score" in engine.programs and "score" not in fresh.programs
+    assert "prompt_logprobs" in engine.programs and "prompt_logprobs" not in fresh.programs
     assert [dataclasses.replace(c, prompt_logprobs=(), prompt_top_logprobs=()) for c in got] == plain
 
 
@@ -86,9 +86,12 @@ def test_logits_are_held_in_chunks() -> None:
     engine = Engine(EngineConfig(max_prefill_size=1024, page_size=128), mesh_of("1,1,1"))
     prompt = tuple(np.random.default_rng(0).integers(0, VOCAB, 1000).tolist())
     engine.prepare(model, [request(0, prompt, 1, prompt_logprobs=True)])
-    temporaries = engine.programs["score"].memory().temp_size_in_bytes
+    temporaries = engine.programs["prompt_logprobs"].memory().temp_size_in_bytes
     print(f"{temporaries / 2**20:.1f} MiB of temporaries; all logits would be {1000 * vocab * 4 / 2**20:.1f} MiB")
-    assert temporaries - engine.programs["prefill"].memory().temp_size_in_bytes < 4 * module.SCORE_CHUNK * vocab * 4
+    assert (
+        temporaries - engine.programs["prefill"].memory().temp_size_in_bytes
+        < 4 * module.PROMPT_LOGPROBS_CHUNK * vocab * 4
+    )
 
 
 def test_an_engine_that_was_not_prepared_for_them_says_so() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lockstep.callback import InferenceEvalConfig
-from lockstep.callback.questions import Questions, from_bytes, to_bytes
+from lockstep.callback.round_prompts import RoundPrompts, from_bytes, to_bytes
 from lockstep.errors import ConfigError
 from lockstep.schedule import sampling_sizes
 from lockstep.types import SamplingParams
@@ -77,7 +77,7 @@ def test_parameters_travel_whole() -> None:
         request(0, 5, 8, logit_bias=((1, 0.5), (2, -1.0)), allowed_token_ids=(1, 2, 3), top_k=4, stop_token_ids=(3,)),
         request(1, 5, 8, min_tokens=2, ignore_eos=True, top_p=0.3),
     ]
-    for questions in (Questions(requests=sent), Questions(requests=sent[:1], largest=sent)):
+    for questions in (RoundPrompts(requests=sent), RoundPrompts(requests=sent[:1], largest=sent)):
         assert from_bytes(to_bytes(questions)) == questions
 
 

@@ -77,7 +77,7 @@ def test_replicas_that_rest(working: int) -> None:
     options = {"page_size": 8, "max_prefill_size": 16, "max_steps_per_launch": 5, "max_seqs": 6}
     engine = Engine(EngineConfig(layout={"tensor": 1, "replicas": working}, **options), mesh_of("2,2,1"))
     check(expected("llama", VOCAB), engine.generate(model_on("2,2,1"), mixed_requests()))
-    assert engine.sizes is not None and list(engine.sizes.working) == [0, 2][:working]
+    assert engine.sizes is not None and list(engine.sizes.active_replicas) == [0, 2][:working]
     # Nothing in a step waits for another device, so that each may take as many as it has work for: what there is of
     # collectives stands outside the loop.
     loops, entry = engine.programs["decode"].text().split("\nENTRY", 1)

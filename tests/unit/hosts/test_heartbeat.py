@@ -21,7 +21,7 @@ def test_a_silent_process_is_missing_and_one_that_does_something_else_is_not(mon
     monkeypatch.setattr(heartbeat, "SILENT_S", 0.3)
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.05)
     clients = MemoryClient.hub(3)
-    hearts = [heartbeat.Heart(client) for client in clients]
+    hearts = [heartbeat.Heartbeat(client) for client in clients]
     stops = [heart.beat() for heart in hearts]
     for heart, phase in zip(hearts, ("decode", "decode", "reading"), strict=True):
         heart.enter(phase)
@@ -39,7 +39,7 @@ def test_a_silent_process_is_missing_and_one_that_does_something_else_is_not(mon
 
 def test_a_thread_posts_the_latest_of_many_phases():
     (client,) = Counting.hub(1)
-    heart = heartbeat.Heart(client)
+    heart = heartbeat.Heartbeat(client)
     heart.enter("first")
     assert client.sets == 1 and heartbeat.heartbeats(client)[0].alive_s is None
     stop = heart.beat()

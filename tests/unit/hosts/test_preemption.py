@@ -14,18 +14,18 @@ from tests.unit.schedule.test_scheduler import request, sizes_of
 def asked(hosts: Hosts, who: int):
     found = []
     with hosts.scope("round") as scope:
-        found.append(any(scope.settle("before", None, hosts.preemption.asked())))
+        found.append(any(scope.settle("before", None, hosts.preemption.requested())))
         scope.barrier("nobody has noted")
         if hosts.index == who:
             hosts.preemption.note(signal.SIGTERM)
-        found.append(any(scope.settle("after", None, hosts.preemption.asked())))
-        hosts.preemption.tell()
+        found.append(any(scope.settle("after", None, hosts.preemption.requested())))
+        hosts.preemption.publish()
         scope.barrier("told")
-        found.append(hosts.preemption.look())
+        found.append(hosts.preemption.requested_anywhere())
         scope.barrier("all have heard")
         hosts.preemption.clear()
         scope.barrier("cleared")
-        found.append(hosts.preemption.look())
+        found.append(hosts.preemption.requested_anywhere())
         scope.barrier("end")
     return found
 
@@ -40,7 +40,7 @@ def abandons(hosts: Hosts, who: int):
         hosts.client.set(JAX_NOTICE, b"2026-11-20")  # what JAX's preemption service sets on a SIGTERM
     hosts.barrier("noted")
     scheduler, finished = (Scheduler(sizes_of(), [request(0, 5, 2)]) for _ in range(2))
-    finished.abandon(FinishReason.BUDGET)
+    finished.abort(FinishReason.BUDGET)
     with hosts.scope("round") as scope:
         budget = Budget(scope)
         budget(finished)

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.batch_inference import SampleConfig
 from lockstep.main.arguments import parse_arguments
 from lockstep.main.train_grpo import TrainGrpoConfig
 from lockstep.main.train_lm import TrainLmConfig
 from lockstep.main.train_simpo import TrainSimpoConfig
-from lockstep.sampler import SampleConfig
 from lockstep.text import read_prompts
 
 ROOT = Path(__file__).parents[3]

@@ -17,7 +17,7 @@ from lockstep.models import (
     read_decoder,
     register_reader,
 )
-from lockstep.models.hf_tensors import skeleton
+from lockstep.models.hf.names import skeleton
 
 SIZES: dict[str, Any] = {
     "max_seq_len": 16,

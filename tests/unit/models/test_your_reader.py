@@ -12,7 +12,7 @@ import pytest
 import lockstep
 from lockstep.errors import ConfigError
 from lockstep.models import read_decoder, view
-from lockstep.placement import StoredWeight, mesh_of
+from lockstep.placement import LazyWeight, mesh_of
 from tests.multiprocess.launches import record_launches
 from tests.tiny import requests
 
@@ -55,7 +55,7 @@ def check(model, forward):
     asked = requests(lengths=(1, 17, 33))
     with record_launches() as launches:
         _, weights = read_decoder(model)
-    assert launches == [] and any(isinstance(leaf, StoredWeight) for leaf in jax.tree.leaves(weights))
+    assert launches == [] and any(isinstance(leaf, LazyWeight) for leaf in jax.tree.leaves(weights))
     got = lockstep.Engine(lockstep.EngineConfig(), mesh_of(weights.embed)).generate(model, asked)
     assert [answer.tokens for answer in got] == greedy(jax.jit(forward), asked)
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from lockstep.engine.sample import Draws, never_used, sample, uses_of
+from lockstep.engine.sampling.sampler import SamplingState, active_features, never_used, sample
 from lockstep.placement import make_mesh
-from lockstep.placement.layout import decode_grid
+from lockstep.placement.decode_mesh import make_decode_mesh
 from lockstep.plan.collectives import collectives
 from lockstep.plan.hlo import Array, Hlo
 from lockstep.plan.traffic import copies, traffic
@@ -132,18 +132,18 @@ def test_what_is_no_program_is_refused() -> None:
 
 
 def test_filters_that_nobody_asks_for_are_not_counted() -> None:
-    """The scopes of `Uses` are in a compiled program, and a condition that never holds costs its quiet branch."""
-    grid, rows, size = decode_grid(make_mesh("1,1,2", jax.devices()[:2]), 2), 2, 256
+    """The scopes of `ActiveFeatures` are in a compiled program; a condition that never holds costs its quiet branch."""
+    grid, rows, size = make_decode_mesh(make_mesh("1,1,2", jax.devices()[:2]), 2), 2, 256
 
     def device(logits: Any, slots: Any) -> Any:
-        draws = Draws(
+        draws = SamplingState(
             words=jnp.zeros((rows, 3), jnp.uint32),
             temperature=slots,
             top_k=slots.astype(jnp.int32),
             top_p=slots,
             log_min_p=slots,
         )
-        uses = uses_of(draws, slots > 0, grid)
+        uses = active_features(draws, slots > 0, grid)
         return sample(logits, logits, draws, uses, jnp.zeros(rows, jnp.int32), grid).token
 
     split = PartitionSpec(None, grid.tensor_axes)

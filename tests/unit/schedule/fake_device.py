@@ -5,7 +5,15 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.schedule import NULL_PAGE, DecodePlan, ForkPlan, PrefillPlan, Scheduler, ScheduleSizes, ScorePlan
+from lockstep.schedule import (
+    NULL_PAGE,
+    Capacity,
+    CopyPagesBatch,
+    DecodeBatch,
+    PrefillBatch,
+    PromptLogprobsBatch,
+    Scheduler,
+)
 from lockstep.types import Completion, FinishReason, Request
 
 VOCAB = 7
@@ -58,7 +66,7 @@ class FakeDevice:
     Writes are checked as the real device's cannot be: on a page of the writer, which nobody else reads.
     """
 
-    def __init__(self, sizes: ScheduleSizes) -> None:
+    def __init__(self, sizes: Capacity) -> None:
         self.sizes = sizes
         garbage = np.random.default_rng(0).integers(1, 2**40, (sizes.replicas, sizes.pages, sizes.page_size))
         self.pool = garbage.astype(object)
@@ -69,7 +77,7 @@ class FakeDevice:
         assert position == 0 or table[(position - 1) // size] != NULL_PAGE, "the table does not cover what is read"
         return tuple(self.pool[replica, table[p // size], p % size] for p in range(position))
 
-    def prefill(self, plan: PrefillPlan) -> None:
+    def prefill(self, plan: PrefillBatch) -> None:
         """Rows of one launch see each other's numbers; rows of later launches do not exist yet."""
         for replica in range(self.sizes.replicas):
             for row in np.argsort(plan.start[replica], kind="stable"):
@@ -83,7 +91,7 @@ class FakeDevice:
                     context = self.context(replica, table, start + i)
                     self.pool[replica, page, i] = cached(context, int(token), int(start) + i)
 
-    def fork(self, plan: ForkPlan, readers: dict[int, dict[int, int]]) -> None:
+    def copy_pages(self, plan: CopyPagesBatch, readers: dict[int, dict[int, int]]) -> None:
         """All pages are read before any is written; one that is written has one reader, who wrote nothing to it yet."""
         before = self.pool.copy()
         for at in np.ndindex(plan.source.shape):
@@ -97,7 +105,7 @@ class FakeDevice:
         assert any(targets), "a launch that copies nothing"
         assert all(len(row) == len(set(row)) for row in targets), "a page is written twice"
 
-    def score(self, plan: ScorePlan) -> np.ndarray:
+    def score(self, plan: PromptLogprobsBatch) -> np.ndarray:
         """Minus a number that depends on everything up to the token before the target; nothing is written."""
         found = np.zeros(plan.targets.shape, np.float64)
         for replica, row, at in np.argwhere(plan.targets >= 0):
@@ -108,19 +116,21 @@ class FakeDevice:
             found[replica, row, at] = worth(context[-1], int(plan.targets[replica, row, at]))
         return found
 
-    def launch(self, scheduler: Scheduler, plan: PrefillPlan | ForkPlan | ScorePlan | DecodePlan) -> None:
+    def launch(
+        self, scheduler: Scheduler, plan: PrefillBatch | CopyPagesBatch | PromptLogprobsBatch | DecodeBatch
+    ) -> None:
         """Does what a plan says, and commits it where it must be."""
         readers = {replica.index: replica.allocator._readers for replica in scheduler._replicas}
-        if isinstance(plan, PrefillPlan):
+        if isinstance(plan, PrefillBatch):
             self.prefill(plan)
-        elif isinstance(plan, ForkPlan):
-            self.fork(plan, readers)
-        elif isinstance(plan, ScorePlan):
-            scheduler.commit_scores(plan, self.score(plan))
+        elif isinstance(plan, CopyPagesBatch):
+            self.copy_pages(plan, readers)
+        elif isinstance(plan, PromptLogprobsBatch):
+            scheduler.commit_prompt_logprobs(plan, self.score(plan))
         else:
             scheduler.commit(plan, *self.decode(plan, readers))
 
-    def decode(self, plan: DecodePlan, readers: dict[int, dict[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    def decode(self, plan: DecodeBatch, readers: dict[int, dict[int, int]]) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and log-probabilities of a launch; ``readers`` counts the readers of each page of each replica."""
         sizes = self.sizes
         tokens = np.full((sizes.replicas, sizes.slots, sizes.steps), -1, np.int32)
@@ -151,17 +161,17 @@ class Played:
     """What a scheduler did from the first plan to the last."""
 
     completions: list[Completion]
-    plans: list[PrefillPlan | ForkPlan | ScorePlan | DecodePlan]
+    plans: list[PrefillBatch | CopyPagesBatch | PromptLogprobsBatch | DecodeBatch]
     most_active: int
 
 
 def play(scheduler: Scheduler, check: Any = lambda: None) -> Played:
     """Drives a scheduler to its end on a fake device; ``check`` runs after every plan."""
     device, plans, most = FakeDevice(scheduler.sizes), [], 0
-    while (plan := scheduler.next_plan()) is not None:
+    while (plan := scheduler.next_batch()) is not None:
         check()
         plans.append(plan)
-        if isinstance(plan, DecodePlan):
+        if isinstance(plan, DecodeBatch):
             most = max(most, int((plan.remaining > 0).sum()))
         device.launch(scheduler, plan)
     return Played(scheduler.completions(), plans, most)

@@ -19,8 +19,8 @@ from hypothesis.stateful import (
 )
 
 from lockstep.errors import ConfigError
-from lockstep.schedule import Scheduler, ScheduleSizes
-from lockstep.schedule.launch_length import launch_steps
+from lockstep.schedule import Capacity, Scheduler
+from lockstep.schedule.planning import num_decode_steps
 from lockstep.types import Completion, FinishReason, Request
 from tests.unit.schedule.fake_device import FakeDevice, answer_alone, scores_alone
 from tests.unit.schedule.test_scheduler import cases, pages_of, request, sizes_of
@@ -45,14 +45,14 @@ SEEN: collections.Counter[str] = collections.Counter()
 class Run:
     """A scheduler and its device, launch by launch."""
 
-    def __init__(self, sizes: ScheduleSizes, requests: list[Request], **options: Any) -> None:
+    def __init__(self, sizes: Capacity, requests: list[Request], **options: Any) -> None:
         source = requests if options.get("max_prompts") is None else iter(requests)
         self.scheduler = Scheduler(sizes, source, find_stop, **options)
         self.device = FakeDevice(sizes)
         self.requests = {r.prompt_id: r for r in requests}
 
     def launch(self) -> bool:
-        plan = self.scheduler.next_plan()
+        plan = self.scheduler.next_batch()
         if plan is not None:
             self.device.launch(self.scheduler, plan)
             SEEN[type(plan).__name__] += 1
@@ -61,10 +61,10 @@ class Run:
     def see(self, what: str, name: tuple[int, int] | None = None) -> None:
         """Counts in which state sequences end: that of ``name``, or any."""
         for replica in self.scheduler._replicas:
-            sources = [source for source, _ in replica._forks]
+            sources = [source for source, _ in replica._page_copies]
             states = {
                 "copied from": sources,
-                "copied to": [target for _, target in replica._forks],
+                "copied to": [target for _, target in replica._page_copies],
                 "prefilling": replica._queue,
                 "sharing pages": [s for s in replica.slots if s and set(s.pages) & self.shared_pages(replica)],
             }
@@ -89,7 +89,7 @@ class Run:
             assert set(replica._prefixes._keys) <= set(held), "prefixes of free pages are listed"
             assert all(s in replica.slots for s in replica._queue)
             assert all(s in replica.slots for s in replica._tails.values())
-            for source, target in replica._forks:
+            for source, target in replica._page_copies:
                 assert source in replica.slots and target in replica.slots and target not in replica._queue
                 assert source.request.prompt_tokens[:-1] == target.request.prompt_tokens[:-1]
             for sequence in replica.slots:
@@ -111,14 +111,14 @@ class Run:
 
 
 @st.composite
-def cases_with_stops(draw: st.DrawFn) -> tuple[ScheduleSizes, list[Request]]:
+def cases_with_stops(draw: st.DrawFn) -> tuple[Capacity, list[Request]]:
     sizes, requests = draw(cases())
     stops = st.lists(st.text("abcdefg", min_size=1, max_size=3), max_size=2).map(tuple)
     return sizes, [dataclasses.replace(r, params=dataclasses.replace(r.params, stop=draw(stops))) for r in requests]
 
 
 @st.composite
-def cases_with_copies(draw: st.DrawFn) -> tuple[ScheduleSizes, list[Request]]:
+def cases_with_copies(draw: st.DrawFn) -> tuple[Capacity, list[Request]]:
     """A prompt that ends within a page, several times, prefilled in several launches: copies are due for long."""
     page_size, slots = draw(st.sampled_from([2, 4])), draw(st.integers(2, 4))
     length = page_size * draw(st.integers(1, 3)) + 1 + draw(st.integers(1, page_size - 1))
@@ -136,7 +136,7 @@ def cases_with_copies(draw: st.DrawFn) -> tuple[ScheduleSizes, list[Request]]:
     largest = max(pages_of(r, page_size) for r in requests)
     sizes = sizes_of(
         replicas=2,
-        resting=draw(st.integers(0, 1)),
+        idle_replicas=draw(st.integers(0, 1)),
         sequences=slots,
         slots=slots,
         page_size=page_size,
@@ -144,7 +144,7 @@ def cases_with_copies(draw: st.DrawFn) -> tuple[ScheduleSizes, list[Request]]:
         pages_per_sequence=largest + 1,
         prefill_rows=draw(st.integers(1, 2)),
         steps=draw(st.integers(1, 3)),
-        forks=1,
+        page_copies=1,
     )
     return sizes, requests
 
@@ -157,7 +157,7 @@ class Endings(RuleBasedStateMachine):
         share=st.integers(0, 4),
         max_prompts=st.none() | st.integers(1, 4),
     )
-    def start(self, case: tuple[ScheduleSizes, list[Request]], share: int, max_prompts: int | None) -> None:
+    def start(self, case: tuple[Capacity, list[Request]], share: int, max_prompts: int | None) -> None:
         self.run = Run(*case, share_prefixes=share > 0, max_prompts=max_prompts)
         self.cancelled: set[tuple[int, int]] = set()
 
@@ -168,8 +168,8 @@ class Endings(RuleBasedStateMachine):
     @precondition(lambda self: self.run.scheduler.unfinished())
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        forks = [fork for replica in self.run.scheduler._replicas for fork in replica._forks]
-        due = [(s.request.prompt_id, s.generation_id) for fork in forks for s in fork]  # these more likely than others
+        copies = [pair for replica in self.run.scheduler._replicas for pair in replica._page_copies]
+        due = [(s.request.prompt_id, s.generation_id) for pair in copies for s in pair]  # these more likely than others
         name = data.draw(st.sampled_from([*due * 3, *self.run.scheduler.unfinished()]))
         self.run.see("cancelled", name)
         before = self.run.scheduler.tokens_so_far(*name)
@@ -180,10 +180,10 @@ class Endings(RuleBasedStateMachine):
 
     @rule(share=st.integers(0, 19))
     def time_is_over(self, share: int) -> None:
-        copies_are_due = any(replica._forks for replica in self.run.scheduler._replicas)
+        copies_are_due = any(replica._page_copies for replica in self.run.scheduler._replicas)
         if share < (8 if copies_are_due else 1):
             self.run.see("out of time")
-            self.run.scheduler.abandon(FinishReason.BUDGET)
+            self.run.scheduler.abort(FinishReason.BUDGET)
             assert self.run.scheduler.done and self.run.scheduler.unfinished() == []
 
     @invariant()
@@ -214,13 +214,13 @@ def test_any_order_of_endings() -> None:
     run_state_machine_as_test(Endings, settings=how)
     states = ("copied from", "copied to", "prefilling", "sharing pages", "waiting")
     wanted = [f"{what} {state}" for what in ("cancelled", "out of time") for state in states]
-    wanted += ["PrefillPlan", "ForkPlan", "ScorePlan", "DecodePlan"]
+    wanted += ["PrefillBatch", "CopyPagesBatch", "PromptLogprobsBatch", "DecodeBatch"]
     assert not [each for each in wanted if not SEEN[each]], SEEN
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(cases_with_stops())
-def test_stop_strings_end_answers_whatever_the_launches(case: tuple[ScheduleSizes, list[Request]]) -> None:
+def test_stop_strings_end_answers_whatever_the_launches(case: tuple[Capacity, list[Request]]) -> None:
     sizes, requests = case
     for steps in {1, sizes.steps, 7}:
         run = Run(dataclasses.replace(sizes, steps=steps), requests)
@@ -257,15 +257,15 @@ def test_cancelling_twice_is_cancelling_once_and_strangers_are_refused() -> None
     scheduler = Scheduler(sizes_of(), [request(3, 1, 2)])
     scheduler.cancel(3, 0)
     scheduler.cancel(3, 0)
-    assert scheduler.next_plan() is None
+    assert scheduler.next_batch() is None
     with pytest.raises(ConfigError, match="prompt 4 generation 0 is not among the 1 sequences of this run"):
         scheduler.cancel(4, 0)
 
 
 def test_out_of_time_before_the_first_launch() -> None:
     scheduler = Scheduler(sizes_of(), [request(0, 5, 2), request(1, 5, 2, generations=9)])
-    scheduler.abandon(FinishReason.BUDGET)
-    assert scheduler.next_plan() is None
+    scheduler.abort(FinishReason.BUDGET)
+    assert scheduler.next_batch() is None
     assert {(c.tokens, c.finish_reason) for c in scheduler.completions()} == {((), FinishReason.BUDGET)}
 
 
@@ -278,9 +278,9 @@ def test_stop_strings_need_a_finder() -> None:
 def test_a_launch_is_never_empty_nor_longer_than_anyone_needs(
     remaining: list[int], limit: int, waiting: bool, may_stop: bool
 ) -> None:
-    steps = launch_steps(remaining, limit, waiting=waiting, may_stop=may_stop)
+    steps = num_decode_steps(remaining, limit, waiting=waiting, may_stop=may_stop)
     assert 1 <= steps <= min(limit, max(remaining))
-    assert steps == launch_steps(remaining[::-1], limit, waiting=waiting, may_stop=may_stop)
+    assert steps == num_decode_steps(remaining[::-1], limit, waiting=waiting, may_stop=may_stop)
     if not waiting:
         assert steps == min(limit, max(remaining))
     elif not may_stop:
@@ -293,6 +293,6 @@ def test_a_launch_is_never_empty_nor_longer_than_anyone_needs(
 
 
 def test_one_short_sequence_does_not_end_the_launch_of_many_long_ones() -> None:
-    assert launch_steps([1, *[64] * 63], 64, waiting=True, may_stop=False) == 64
-    assert launch_steps([*[4] * 63, 64], 64, waiting=True, may_stop=False) == 4
-    assert launch_steps([64] * 64, 64, waiting=True, may_stop=True) == 16
+    assert num_decode_steps([1, *[64] * 63], 64, waiting=True, may_stop=False) == 64
+    assert num_decode_steps([*[4] * 63, 64], 64, waiting=True, may_stop=False) == 4
+    assert num_decode_steps([64] * 64, 64, waiting=True, may_stop=True) == 16

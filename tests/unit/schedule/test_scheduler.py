@@ -6,7 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import CapacityError
-from lockstep.schedule import DecodePlan, ForkPlan, PrefillPlan, Scheduler, ScheduleSizes, ScorePlan, check_capacity
+from lockstep.schedule import (
+    Capacity,
+    CopyPagesBatch,
+    DecodeBatch,
+    PrefillBatch,
+    PromptLogprobsBatch,
+    Scheduler,
+    check_capacity,
+)
 from lockstep.types import Request, SamplingParams
 from tests.unit.schedule.fake_device import VOCAB, FakeDevice, answer_alone, play, scores_alone
 
@@ -17,10 +25,10 @@ def request(number: int, prompt: int | tuple[int, ...], new: int, generations: i
     return Request(prompt_id=number, prompt_tokens=tokens, params=params)
 
 
-def sizes_of(**values: int) -> ScheduleSizes:
+def sizes_of(**values: int) -> Capacity:
     default = {"replicas": 1, "sequences": 4, "slots": 4, "page_size": 2, "pages": 40, "pages_per_sequence": 8}
     default |= {"prefill_rows": 4, "steps": 4, "stop_ids": 2}
-    return ScheduleSizes(**{**default, **values})
+    return Capacity(**{**default, **values})
 
 
 def pages_of(one: Request, page_size: int) -> int:
@@ -29,7 +37,7 @@ def pages_of(one: Request, page_size: int) -> int:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[ScheduleSizes, list[Request]]:
+def cases(draw: st.DrawFn) -> tuple[Capacity, list[Request]]:
     """Few slots, few pages, prompts that share beginnings."""
     page_size = draw(st.sampled_from([1, 2, 4]))
     requests = [
@@ -48,9 +56,9 @@ def cases(draw: st.DrawFn) -> tuple[ScheduleSizes, list[Request]]:
     working, rest, slots = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
     largest = max(pages_of(r, page_size) for r in requests)
     longest = max(len(r.prompt_tokens) + r.params.max_new_tokens for r in requests)
-    sizes = ScheduleSizes(
+    sizes = Capacity(
         replicas=working * rest,
-        resting=working * (rest - 1),
+        idle_replicas=working * (rest - 1),
         sequences=draw(st.integers(1, working * slots)),
         slots=slots,
         page_size=page_size,
@@ -59,7 +67,7 @@ def cases(draw: st.DrawFn) -> tuple[ScheduleSizes, list[Request]]:
         prefill_rows=draw(st.integers(1, 4)),
         steps=draw(st.integers(1, 5)),
         stop_ids=2,
-        forks=draw(st.integers(0, 1)),
+        page_copies=draw(st.integers(0, 1)),
         prefill_sequences=draw(st.integers(0, 2)),
         prompt_logprobs=1,
     )
@@ -105,7 +113,7 @@ class Checks:
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(cases(), st.none() | st.integers(1, 4), st.booleans())
 def test_everything_is_answered_as_if_it_were_alone(
-    case: tuple[ScheduleSizes, list[Request]], max_prompts: int | None, one_by_one: bool
+    case: tuple[Capacity, list[Request]], max_prompts: int | None, one_by_one: bool
 ) -> None:
     sizes, requests = case
     scheduler = Scheduler(sizes, iter(requests) if one_by_one else requests, max_prompts=max_prompts)
@@ -131,16 +139,18 @@ def test_everything_is_answered_as_if_it_were_alone(
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(cases(), st.booleans())
-def test_what_prompts_have_in_common_is_prefilled_once(case: tuple[ScheduleSizes, list[Request]], share: bool) -> None:
+def test_what_prompts_have_in_common_is_prefilled_once(case: tuple[Capacity, list[Request]], share: bool) -> None:
     sizes, requests = case
     total = sum(r.params.n_generations for r in requests)
     pages = sum(r.params.n_generations * pages_of(r, sizes.page_size) for r in requests)
-    roomy = dataclasses.replace(sizes, replicas=1, resting=0, slots=total, sequences=total, pages=pages + 1, forks=1)
+    roomy = dataclasses.replace(
+        sizes, replicas=1, idle_replicas=0, slots=total, sequences=total, pages=pages + 1, page_copies=1
+    )
     scheduler = Scheduler(roomy, requests, share_prefixes=share)
     played = play(scheduler, Checks(scheduler))
     size = sizes.page_size
     scored = [-(-(len(r.prompt_tokens) - 1) // size) for r in requests if r.params.prompt_logprobs]
-    rows_scored = [int((p.targets[..., 0] >= 0).sum()) for p in played.plans if isinstance(p, ScorePlan)]
+    rows_scored = [int((p.targets[..., 0] >= 0).sum()) for p in played.plans if isinstance(p, PromptLogprobsBatch)]
     assert sum(rows_scored) == sum(scored), "a prompt is scored once, whatever its generations"
     # A row writes one page: of all prompts, each different beginning of whole pages, and each different prompt that
     # ends on a partial one.
@@ -153,8 +163,8 @@ def test_what_prompts_have_in_common_is_prefilled_once(case: tuple[ScheduleSizes
         copies = sum(r.params.n_generations for r in requests if (len(r.prompt_tokens) - 1) % size)
         copies -= len({row for row in rows if len(row) % size})
         rows = list(set(rows))
-    assert sum(int((p.page != 0).sum()) for p in played.plans if isinstance(p, PrefillPlan)) == len(rows)
-    assert sum(int((p.target != 0).sum()) for p in played.plans if isinstance(p, ForkPlan)) == copies
+    assert sum(int((p.page != 0).sum()) for p in played.plans if isinstance(p, PrefillBatch)) == len(rows)
+    assert sum(int((p.target != 0).sum()) for p in played.plans if isinstance(p, CopyPagesBatch)) == copies
     for completion, (one, generation) in zip(
         played.completions, [(r, g) for r in requests for g in range(r.params.n_generations)], strict=True
     ):
@@ -170,9 +180,9 @@ def test_prompts_are_read_as_others_are_answered_and_answers_leave_whole() -> No
             read.append(one.prompt_id)
             yield one
 
-    scheduler = Scheduler(sizes_of(forks=1), source(), max_prompts=5)
+    scheduler = Scheduler(sizes_of(page_copies=1), source(), max_prompts=5)
     device, taken = FakeDevice(scheduler.sizes), []
-    while (plan := scheduler.next_plan()) is not None:
+    while (plan := scheduler.next_batch()) is not None:
         device.launch(scheduler, plan)
         for completion in scheduler.take_answered():
             taken.append((completion.prompt_id, completion.generation_id))
@@ -188,38 +198,41 @@ def test_prompts_are_read_as_others_are_answered_and_answers_leave_whole() -> No
 
 def test_a_generation_that_comes_later_copies_from_one_that_is_there() -> None:
     one = request(0, 7, 5, generations=3)
-    scheduler = Scheduler(sizes_of(page_size=4, slots=2, sequences=2, forks=1), [one])
+    scheduler = Scheduler(sizes_of(page_size=4, slots=2, sequences=2, page_copies=1), [one])
     device, kinds = FakeDevice(scheduler.sizes), []
-    while (plan := scheduler.next_plan()) is not None:
+    while (plan := scheduler.next_batch()) is not None:
         device.launch(scheduler, plan)
         kinds.append(type(plan))
-        if isinstance(plan, DecodePlan):
+        if isinstance(plan, DecodeBatch):
             scheduler.cancel(0, 0)  # its slot is free, its neighbour decodes on
-    assert kinds[:5] == [PrefillPlan, ForkPlan, DecodePlan, ForkPlan, DecodePlan] and kinds.count(PrefillPlan) == 1
+    assert (
+        kinds[:5] == [PrefillBatch, CopyPagesBatch, DecodeBatch, CopyPagesBatch, DecodeBatch]
+        and kinds.count(PrefillBatch) == 1
+    )
     assert [c.tokens for c in scheduler.completions()[1:]] == [answer_alone(one, g)[0] for g in (1, 2)]
 
 
 def test_all_generations_go_where_their_prompt_is_while_others_wait() -> None:
-    sizes = sizes_of(replicas=2, slots=4, sequences=8, forks=1)
+    sizes = sizes_of(replicas=2, slots=4, sequences=8, page_copies=1)
     many = Scheduler(sizes, [request(i, (i, 1, 2, 3), 4, generations=4) for i in range(4)])
-    many.next_plan()
+    many.next_batch()
     assert [[s.request.prompt_id for s in replica.slots] for replica in many._replicas] == [[0] * 4, [1] * 4]
     few = Scheduler(sizes, [request(0, 4, 4, generations=4)])
-    few.next_plan()
+    few.next_batch()
     assert [sum(s is not None for s in replica.slots) for replica in few._replicas] == [2, 2]
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(cases())
-def test_plans_are_a_pure_function_of_fixed_shapes(case: tuple[ScheduleSizes, list[Request]]) -> None:
+def test_plans_are_a_pure_function_of_fixed_shapes(case: tuple[Capacity, list[Request]]) -> None:
     sizes, requests = case
     first, second = (play(Scheduler(sizes, list(requests))) for _ in range(2))
     assert len(first.plans) == len(second.plans)
     shapes = {
-        PrefillPlan: PrefillPlan.empty(sizes),
-        ForkPlan: ForkPlan.empty(sizes),
-        ScorePlan: ScorePlan.empty(sizes),
-        DecodePlan: DecodePlan.empty(sizes, 0),
+        PrefillBatch: PrefillBatch.empty(sizes),
+        CopyPagesBatch: CopyPagesBatch.empty(sizes),
+        PromptLogprobsBatch: PromptLogprobsBatch.empty(sizes),
+        DecodeBatch: DecodeBatch.empty(sizes, 0),
     }
     for a, b in zip(first.plans, second.plans, strict=True):
         assert type(a) is type(b)
@@ -230,22 +243,22 @@ def test_plans_are_a_pure_function_of_fixed_shapes(case: tuple[ScheduleSizes, li
             assert (left[name].shape, left[name].dtype) == (empty[name].shape, empty[name].dtype)
 
 
-def arrays_of(plan: PrefillPlan | ForkPlan | ScorePlan | DecodePlan) -> dict[str, np.ndarray]:
+def arrays_of(plan: PrefillBatch | CopyPagesBatch | PromptLogprobsBatch | DecodeBatch) -> dict[str, np.ndarray]:
     """Every number of a plan, by name."""
     values = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
-    sampling = values.pop("sampling").arrays() if isinstance(plan, DecodePlan) else {}
+    sampling = values.pop("sampling").arrays() if isinstance(plan, DecodeBatch) else {}
     return {name: np.asarray(value) for name, value in {**values, **sampling}.items()}
 
 
 def test_generations_of_a_prompt_share_its_full_pages_and_prefill_them_once() -> None:
     scheduler = Scheduler(sizes_of(), [request(0, 8, 4, generations=3)])
-    plan = scheduler.next_plan()
-    assert isinstance(plan, PrefillPlan)
+    plan = scheduler.next_batch()
+    assert isinstance(plan, PrefillBatch)
     first, second, third = (s.pages for s in scheduler._replicas[0].slots[:3])
     assert first[:3] == second[:3] == third[:3], "positions 0 to 5 are on shared pages"
     assert len({*first[3:], *second[3:], *third[3:]}) == 9, "the page of the last prompt token is everybody's own"
     # 3 shared pages and position 6, which each prefills on its own page.
-    rows = [int((p.page != 0).sum()) for p in play(scheduler).plans if isinstance(p, PrefillPlan)]
+    rows = [int((p.page != 0).sum()) for p in play(scheduler).plans if isinstance(p, PrefillBatch)]
     assert int((plan.page != 0).sum()) + sum(rows) == 3 + 3
 
 
@@ -259,8 +272,8 @@ def test_waiting_sequences_get_a_slot_as_soon_as_one_is_free() -> None:
 
 def test_sequences_spread_over_replicas_and_never_more_than_asked() -> None:
     scheduler = Scheduler(sizes_of(replicas=3, slots=2, sequences=4), [request(i, 1, 2) for i in range(7)])
-    plan = scheduler.next_plan()
-    assert isinstance(plan, DecodePlan)
+    plan = scheduler.next_batch()
+    assert isinstance(plan, DecodeBatch)
     assert (plan.remaining > 0).sum(axis=1).tolist() == [2, 1, 1]
 
 
@@ -306,7 +319,7 @@ def test_a_large_request_at_the_head_is_not_starved_by_small_ones_behind_it() ->
         (request(7, 1, 1, stop_token_ids=(1, 2, 3)), sizes_of(), "3 stop token ids; the programs were built for 2"),
     ],
 )
-def test_what_can_never_fit_is_refused(one: Request, sizes: ScheduleSizes, message: str) -> None:
+def test_what_can_never_fit_is_refused(one: Request, sizes: Capacity, message: str) -> None:
     with pytest.raises(CapacityError, match=message):
         Scheduler(sizes, [request(0, 1, 1), one])
 
@@ -329,7 +342,7 @@ def test_a_launch_prefills_the_prompts_of_no_more_sequences_than_allowed(cap, la
         sizes_of(prefill_rows=12, prefill_sequences=cap), [request(i, tuple([i] * 6), 2) for i in range(3)]
     )
     seen = []
-    while isinstance(plan := scheduler.next_plan(), PrefillPlan):
+    while isinstance(plan := scheduler.next_batch(), PrefillBatch):
         used = plan.page[0] > 0
         seen.append(set(plan.tokens[0][used][:, 0].tolist()))
     assert seen == launches

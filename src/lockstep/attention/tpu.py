@@ -1,0 +1,134 @@
+"""Attention on TPU: jax's ragged paged attention kernel, which reads K/V where they lie.
+
+The kernel's contract, as far as it is used here: query tokens of all sequences stand one after another; those of
+sequence ``i`` are ``q_starts[i] .. q_starts[i + 1]`` and are the *last* of its ``lengths[i]`` positions; page ``j`` of
+its page table holds positions ``j * page_size`` on; K of kv head ``h`` is at ``2 * h`` of a page, V at ``2 * h + 1``.
+Sequences from ``num_sequences`` on are not looked at, and query tokens of none come out as whatever the memory held.
+Each sequence is at least 1 long: a length of 0 would leave a copy in flight that nobody waits for. It fetches whole
+blocks of pages, per block of query tokens.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from lockstep.attention.base import Heads, StoredKvHeads
+from lockstep.attention.page_ops import copy_pages, put_pages
+from lockstep.attention.tpu_blocks import Blocks
+
+
+class Rows(NamedTuple):
+    """Rows of a prefill launch as sequences: neighbours that continue each other are one."""
+
+    lengths: Int[Array, " row"]
+    page_table: Int[Array, "row page"]
+    q_starts: Int[Array, " row_and_one"]
+    num_sequences: Int[Array, " one"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RaggedAttention:
+    """`Attention` by the kernel.
+
+    Args:
+        heads: of a device.
+        stored: of the pool.
+        page_size: tokens in a page.
+        decode_blocks: for one query token per sequence.
+        prefill_blocks: for many.
+    """
+
+    heads: Heads
+    stored: StoredKvHeads
+    page_size: int
+    decode_blocks: Blocks
+    prefill_blocks: Blocks
+
+    def pack(self, kv: Array) -> Array:
+        """Padded with zeros to the heads that the kernel can read."""
+        return _pad(kv, -2, 2 * self.stored.kv_heads, -1, self.stored.head_size)
+
+    def write_pages(self, pool: Array, page: Array, kv: Array) -> Array:
+        """`put_pages`."""
+        return put_pages(pool, page, self.pack(kv))
+
+    def copy_pages(self, pool: Array, source: Array, target: Array) -> Array:
+        """`lockstep.attention.page_ops.copy_pages`."""
+        return copy_pages(pool, source, target)
+
+    def begin_decode(self, pool: Array, page_table: Array, position: Array, num_layers: int) -> Array:
+        """The pool itself: there is no second copy of K/V."""
+        return pool
+
+    def end_decode(self, cache: Array) -> Array:
+        """The pool."""
+        return cache
+
+    def write(self, cache: Array, layer: Array, page: Array, position: Array, kv: Array) -> Array:
+        """Where it belongs in the pool."""
+        return cache.at[page, position % self.page_size].set(self.pack(kv).astype(cache.dtype))
+
+    def decode(self, q: Array, cache: Array, layer: Array, page_table: Array, position: Array, active: Array) -> Array:
+        """One query token per slot; an idle slot reads one position of what its page table names first."""
+        slots = q.shape[0]
+        lengths = jnp.where(active, position + 1, 1)
+        starts = jnp.arange(slots + 1, dtype=jnp.int32)
+        count = jnp.full((1,), slots, jnp.int32)
+        return self._attend(q, cache, Rows(lengths, page_table, starts, count), 0, self.decode_blocks)
+
+    def arrange(self, start: Array, page_table: Array, used: Array) -> Rows:
+        """Rows as sequences, so that the pages of a prompt that several rows share are read once per query block."""
+        rows, size = start.shape[0], self.page_size
+        index = jnp.arange(rows)
+        used = used | (index == 0)  # the kernel needs a sequence; of an unused row it is the null page
+        same = jnp.all(page_table == jnp.roll(page_table, 1, axis=0), axis=1)
+        follows = same & (start == jnp.roll(start, 1) + size) & (index > 0)
+        sequence = jnp.where(used, jnp.cumsum(used & ~follows) - 1, rows)
+        total = jnp.sum(used, dtype=jnp.int32)
+        first = jnp.full((rows,), total, jnp.int32).at[sequence].min(index.astype(jnp.int32), mode="drop")
+        lengths = jnp.ones((rows,), jnp.int32).at[sequence].max(start + size, mode="drop")
+        return Rows(
+            lengths=lengths,
+            page_table=page_table[jnp.minimum(first, rows - 1)],
+            q_starts=jnp.append(first, total) * size,
+            num_sequences=jnp.sum(used & ~follows, dtype=jnp.int32)[None],
+        )
+
+    def prefill(self, q: Array, pool: Array, first_page: Array, rows: Rows) -> Array:
+        """All rows at once; of unused rows zeros."""
+        tokens = q.reshape(-1, *q.shape[2:])
+        found = self._attend(tokens, pool, rows, first_page, self.prefill_blocks)
+        known = jnp.arange(tokens.shape[0]) < rows.q_starts[-1]
+        return jnp.where(known[:, None, None, None], found, 0).reshape(q.shape)
+
+    def _attend(self, q: Array, pool: Array, rows: Rows, first_page: Array | int, blocks: Blocks) -> Array:
+        """``q`` and the result are ``[token, kv_head, group, head]``."""
+        # Imported where it is used: it loads the TPU kernel language, which other devices never need.
+        from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+
+        tokens, kv_heads, group, head = q.shape
+        padded = _pad(q, 1, self.stored.kv_heads, 3, self.stored.head_size)
+        out = ragged_paged_attention(
+            padded.reshape(tokens, -1, self.stored.head_size),
+            pool,
+            rows.lengths,
+            first_page + rows.page_table,
+            rows.q_starts,
+            rows.num_sequences,
+            sm_scale=head**-0.5,
+            sliding_window=self.heads.scores.window,
+            soft_cap=self.heads.scores.soft_cap,
+            num_kv_pages_per_block=min(blocks.pages, rows.page_table.shape[1]),
+            num_queries_per_block=min(blocks.queries, tokens),
+            vmem_limit_bytes=blocks.vmem_limit,
+        )
+        return out.reshape(tokens, -1, group, self.stored.head_size)[:, :kv_heads, :, :head]
+
+
+def _pad(array: Array, first: int, first_size: int, second: int, second_size: int) -> Array:
+    padding = [(0, 0)] * array.ndim
+    padding[first] = (0, first_size - array.shape[first])
+    padding[second] = (0, second_size - array.shape[second])
+    return jnp.pad(array, padding) if any(after for _, after in padding) else array

@@ -1,0 +1,264 @@
+"""A round of prompts streams through the engine, batch after batch on disk: in lockstep, or every host for itself."""
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Generator as Stream
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Float, Int
+
+from lockstep.batch_inference.config import SampleConfig
+from lockstep.batch_inference.progress import Meter
+from lockstep.batch_inference.prompt_store import PromptStore
+from lockstep.batch_inference.row_files import RowFile
+from lockstep.batch_inference.shard import Batch, JobShape, batches, prompts_per_batch
+from lockstep.engine import Engine
+from lockstep.hosts import Hosts, Watchdog, compare, digest, environment, leader_only, settled_values
+from lockstep.report.metrics import Metric, load_metrics, measure
+from lockstep.report.rows import SampleRow
+from lockstep.schedule import Scheduler
+from lockstep.text import StopFinder, cut_at_stop, decode
+from lockstep.types import Completion, Request
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+type Answers = Stream[list[Completion], None, None]
+
+log = logging.getLogger(__name__)
+
+
+class Generator:
+    """Generates the rows of a job that this host takes part in.
+
+    Args:
+        hosts: of the job.
+        config: of the run.
+        spool: all prompts.
+        tokenizer: for the texts.
+        stop_ids: tokens that end an answer.
+    """
+
+    def __init__(
+        self,
+        hosts: Hosts,
+        config: SampleConfig,
+        spool: PromptStore,
+        tokenizer: "PreTrainedTokenizerBase",
+        stop_ids: tuple[int, ...],
+    ) -> None:
+        self._hosts, self._config, self._spool, self._tokenizer = hosts, config, spool, tokenizer
+        self._params = [config.sampling_params(stop_ids, round_) for round_ in range(config.n_rounds)]
+        self._metrics: Mapping[str, Metric] = load_metrics(config.metrics)
+        self._find_stop = StopFinder(tokenizer) if config.stop else None
+        self._watchdog = Watchdog(hosts, hosts.timeout_s)
+        self.lockstep = config.inference_mode == "global_mesh"
+        """Whether all hosts work on the same prompts."""
+        self.batch_prompts = 0
+        """Prompts whose answers are written together, about; known after `prepare`."""
+        self._free = 0
+        self._engine: Engine | None = None
+        self._model: Any = None
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine, or None before `prepare`."""
+        return self._engine
+
+    @property
+    def floor(self) -> float:
+        """Tokens per second that the memory bandwidth of this host's engine allows, as predicted; 0 if unknown."""
+        sizing = self._engine.sizing if self._engine else None
+        return sizing.estimate.active / sizing.estimate.step_s if sizing else 0.0
+
+    def shares(self) -> Float[np.ndarray, "replica host"]:
+        """The part of each replica's devices that each host has; after `prepare`."""
+        assert self._engine is not None
+        grid = self._engine.grid
+        owners = np.reshape([device.process_index for device in grid.mesh.devices.flat], (grid.replicas, grid.tensor))
+        return np.mean(owners[:, :, None] == np.arange(self._hosts.count), axis=1)
+
+    def prepare(self, model: Any, mesh: Mesh, shape: JobShape, units: Int[np.ndarray, " pending"]) -> None:
+        """Choose sizes, compile, and agree, before anything is launched. Every host calls it alike.
+
+        Args:
+            model: on the mesh.
+            mesh: of all devices, or of this host's.
+            shape: of the job.
+            units: of this host, as `pending_units` orders them; may be none where hosts work for themselves.
+
+        Raises:
+            PeerError: a host cannot work like this; the same on every host.
+            DisagreementError: hosts compiled different programs.
+        """
+        config = self._config
+        longest = int(self._spool.lengths.max()) + config.max_new_tokens
+        vocab_size = max(self._tokenizer.get_vocab().values()) + 1
+
+        def make_engine() -> tuple[Mapping[str, str], int]:
+            window = config.max_prompts_per_batch or config.engine.max_prompts_per_batch
+            engine_config = dataclasses.replace(config.engine, max_seq_len=longest, max_prompts_per_batch=window)
+            # Where hosts work for themselves, their launches are no matter of the job's.
+            ledger = self._hosts.ledger if self.lockstep else None
+            self._engine = Engine(engine_config, mesh, vocab_size=vocab_size, ledger=ledger)
+            return environment(), self._engine.free_bytes(model)
+
+        def compile_first() -> Mapping[str, str]:
+            assert self._engine is not None
+            self._model = model
+            first = self._probe(self._engine, mesh, shape, units)
+            digests = self._engine.prepare(model, first, free=self._free) if first else {}
+            return {"batch": str(self.batch_prompts), **digests}
+
+        with self._hosts.scope("engine") as scope:
+            measured = settled_values(scope, "memory", make_engine)
+            compare("environment", [alike for alike, _ in measured])
+            self._free = min(free for _, free in measured)
+            programs = settled_values(scope, "prepare", compile_first)
+            if self.lockstep:
+                compare("programs", programs)
+
+    def run(
+        self, shape: JobShape, units: Int[np.ndarray, " pending"], rows: RowFile | None, meter: Meter | None
+    ) -> None:
+        """Generate units and write their rows.
+
+        Args:
+            shape: of the job.
+            units: as given to `prepare`.
+            rows: file of this host; None on hosts that write none.
+            meter: told of progress; None on hosts that show none.
+
+        Raises:
+            PeerError: hosts work in lockstep and one of them failed; the same on every host.
+            DisagreementError: hosts work in lockstep and computed different tokens.
+        """
+        for work in batches(shape, units, max(1, len(units))):
+            with contextlib.closing(self._stream(work, meter)) as answers:
+                while completions := self._batch(answers, meter):
+                    self._write(work.round, completions, rows)
+
+    def _write(self, round_: int, completions: Sequence[Completion], rows: RowFile | None) -> None:
+        error: Exception | None = None
+        if rows is not None:
+            try:
+                with leader_only():
+                    rows.append([row.to_dict() for row in self._rows(round_, completions)])
+            except Exception as caught:
+                error = caught
+        if self.lockstep:
+            self._hosts.settle("rows", error)
+        elif error is not None:
+            raise error
+
+    def _probe(self, engine: Engine, mesh: Mesh, shape: JobShape, units: Int[np.ndarray, " pending"]) -> list[Request]:
+        """The first batch; its size follows from the sequences that fit at a time."""
+        config = self._config
+        if not len(units):
+            return []
+        enough = next(batches(shape, units, 1 + (engine.config.max_seqs or 64 * mesh.size)))
+        sizes = engine.check(self._model, self._requests(enough), free=self._free)
+        self.batch_prompts = prompts_per_batch(
+            sizes.sequences, config.n_generations, config.max_new_tokens, config.max_prompts_per_batch
+        )
+        return self._requests(next(batches(shape, units, self.batch_prompts)))
+
+    def _requests(self, batch: Batch) -> list[Request]:
+        return [self._request(batch.round, number) for number in batch.prompts]
+
+    def _request(self, round_: int, number: int) -> Request:
+        return Request(prompt_id=number, prompt_tokens=self._spool[number].tokens, params=self._params[round_])
+
+    def _stream(self, work: Batch, meter: Meter | None) -> Answers:
+        """Prepare for a round and begin it: no slot waits for the end of a batch, weights are moved once."""
+        engine = self._engine
+        assert engine is not None
+        # Longest first, so the first batch needs as much as any.
+        first = self._requests(dataclasses.replace(work, prompts=work.prompts[: self.batch_prompts]))
+        if not self.lockstep:  # this host's devices alone: no program of its spans hosts
+            engine.prepare(self._model, first, free=self._free)
+            return self._launch(engine, work, meter)
+
+        def prepare() -> Mapping[str, str]:
+            return {"prompts": digest(repr(work)), **engine.prepare(self._model, first, free=self._free)}
+
+        with self._hosts.scope("round") as scope:
+            compare("programs", settled_values(scope, "prepare", prepare))
+        return self._launch(engine, work, meter)
+
+    def _batch(self, answers: Answers, meter: Meter | None) -> list[Completion]:
+        """The next answers, of about a batch of prompts; none when all are answered.
+
+        In lockstep nothing is written before all hosts have agreed on the tokens.
+        """
+        if not self.lockstep:
+            return self._collect(answers, meter)
+        engine = self._engine
+        assert engine is not None
+        completions: list[Completion] = []
+
+        def generate() -> Mapping[str, str]:
+            completions.extend(self._collect(answers, meter))
+            return {"launches": engine.ledger.state, "tokens": digest(repr(completions))}
+
+        with self._hosts.scope("batch") as scope:
+            held = settled_values(scope, "generate", generate)
+            scope.compare_launches("launches", [one["launches"] for one in held], engine.ledger)
+            compare("tokens", held)
+        return completions
+
+    def _collect(self, answers: Answers, meter: Meter | None) -> list[Completion]:
+        found: list[Completion] = []
+        while len(found) < self.batch_prompts * self._config.n_generations:
+            answered = next(answers, None)
+            if answered is None:
+                break
+            found += answered
+            if meter is not None:
+                meter.answered(len(answered) // self._config.n_generations)
+        if meter is not None:
+            meter.pause()
+        return found
+
+    def _launch(self, engine: Engine, work: Batch, meter: Meter | None) -> Answers:
+        def look(scheduler: Scheduler) -> None:
+            if meter is None:
+                return
+            try:
+                with leader_only():
+                    meter(scheduler)
+            except Exception as error:  # a view that fails on one host must not part it from the others
+                log.warning("the live view failed: %s: %s", type(error).__name__, error)
+
+        if meter is not None:
+            meter.begin()
+        requests = (self._request(work.round, number) for number in work.prompts)
+        return engine.stream(
+            self._model, requests, around_launch=self._watched, find_stop=self._find_stop, between_launches=look
+        )
+
+    @contextlib.contextmanager
+    def _watched(self, program: str) -> Iterator[None]:
+        self._hosts.phase(program)
+        with self._watchdog.watch(program):
+            yield
+
+    def _rows(self, round_: int, completions: Sequence[Completion]) -> Iterator[SampleRow]:
+        """Rows of a batch by prompt and generation, so that a file reads in order as far as it can."""
+        for completion in sorted(completions, key=lambda each: (each.prompt_id, each.generation_id)):
+            prompt = self._spool[completion.prompt_id].prompt
+            row = SampleRow(
+                round=round_,
+                prompt_id=completion.prompt_id,
+                generation_id=completion.generation_id,
+                prompt=prompt.shown,
+                generated_text=cut_at_stop(decode(self._tokenizer, completion.tokens), self._config.stop),
+                num_tokens=len(completion.tokens),
+                finish_reason=str(completion.finish_reason),
+                mean_logprob=float(np.mean(completion.logprobs)) if completion.logprobs else 0.0,
+            )
+            yield measure(self._metrics, row, prompt)

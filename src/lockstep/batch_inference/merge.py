@@ -1,0 +1,110 @@
+"""All hosts' rows in one file on the leader, in order, without ever holding them all in memory."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int
+
+from lockstep.batch_inference.row_files import NOWHERE, RowIndex, owners, pack, unpack
+from lockstep.errors import LockstepError
+from lockstep.hosts import Hosts, settled
+
+GATHER_BYTES = 32 << 20
+"""What all hosts together send to the leader at a time, at most (a single row that is longer goes alone)."""
+MERGED = "samples.jsonl"
+
+
+def agree_on_owners(hosts: Hosts, index: RowIndex) -> Int[np.ndarray, " rows"]:
+    """For each row the host that is to count and send it: the first that has it on a disk it can read.
+
+    Args:
+        hosts: of the job; every host calls it alike.
+        index: of this host.
+
+    Returns:
+        The same on every host; `NOWHERE` for rows that no host has.
+    """
+    posts = hosts.gather("present rows", pack(index.present))
+    found: bytes | None = None
+    if posts is not None:
+        found = owners([unpack(post, index.shape.rows) for post in posts]).tobytes()
+    return np.frombuffer(hosts.broadcast("owners of rows", found), np.int16)
+
+
+def merge(hosts: Hosts, index: RowIndex, owner: Int[np.ndarray, " rows"], directory: Path) -> Path | None:
+    """Write every row of the job into one file on the leader, by round, prompt and generation.
+
+    Rows travel in turns of at most `GATHER_BYTES` and are kept on the leader's disk until they are written in order.
+    The file appears under its name only when it is complete.
+
+    Args:
+        hosts: of the job; every host calls it alike.
+        index: of this host.
+        owner: as of `agree_on_owners`.
+        directory: of the leader's files.
+
+    Returns:
+        The file, on the leader; None elsewhere.
+
+    Raises:
+        PeerError: a host could not read its rows, or the leader not write them; the same on every host.
+        LockstepError: a row is missing; the same on every host.
+    """
+    missing = int((owner == NOWHERE).sum())
+    if missing:
+        raise LockstepError(
+            f"{missing} of {len(owner)} rows are on no host's disk (the first is row {int(np.argmax(owner == NOWHERE))}"
+            "). Start the command again: it generates what is missing."
+        )
+    path = directory / MERGED
+    gathered = directory / f".{MERGED}.gathered.tmp"
+    with hosts.scope("merge") as scope:
+        mine = np.flatnonzero(owner == hosts.index) if not hosts.is_leader else np.zeros(0, np.int64)
+        pieces = _pieces(index, mine, GATHER_BYTES // hosts.count)
+        turn = 0
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context(open(gathered, "wb")) if hosts.is_leader else None
+            while True:
+                piece = b""
+                with settled(scope, f"read {turn}"):
+                    piece = next(pieces, b"")
+                received = scope.gather(f"rows {turn}", piece)
+                with settled(scope, f"keep {turn}"):
+                    if received is not None and file is not None:
+                        file.writelines(received)
+                more = None if received is None else (b"more" if any(received) else b"end")
+                if scope.broadcast(f"more {turn}", more) == b"end":
+                    break
+                turn += 1
+        with settled(scope, "write"):
+            if hosts.is_leader:
+                index.scan_file(gathered)
+                _write(path, index, len(owner))
+                os.remove(gathered)
+        scope.barrier("end")
+    return path if hosts.is_leader else None
+
+
+def _pieces(index: RowIndex, rows: Int[np.ndarray, " mine"], limit: int) -> Iterator[bytes]:
+    """Lines of rows in pieces of at most so many bytes; a line that is longer is a piece of its own."""
+    piece = bytearray()
+    for line in index.read(rows):
+        if piece and len(piece) + len(line) > limit:
+            yield bytes(piece)
+            piece.clear()
+        piece += line
+    if piece:
+        yield bytes(piece)
+
+
+def _write(path: Path, index: RowIndex, rows: int) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "wb") as file:
+        for line in index.read(range(rows)):
+            file.write(line)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

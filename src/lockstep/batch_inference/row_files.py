@@ -1,0 +1,146 @@
+"""Rows on disk: a file of whole lines per host, and where each row is in all of them."""
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from lockstep.batch_inference.shard import JobShape
+from lockstep.report.jsonl import append_jsonl, repair_jsonl
+
+log = logging.getLogger(__name__)
+
+PATTERN = "samples-host-*.jsonl"
+"""Of the names of files with rows."""
+NOWHERE = -1
+"""File number of a row that is in no file."""
+
+
+def host_name(host: int) -> str:
+    """What the names of a host's files begin with."""
+    return f"samples-host-{host:03d}"
+
+
+def host_file(directory: Path, host: int) -> Path:
+    """Where a host writes its rows."""
+    return directory / f"{host_name(host)}.jsonl"
+
+
+class RowIndex:
+    """Which of a job's rows are in the files of a directory, and where: 14 bytes of memory per row of the job.
+
+    Args:
+        shape: of the job.
+    """
+
+    def __init__(self, shape: JobShape) -> None:
+        self.shape = shape
+        self.files: list[Path] = []
+        self._file = np.full(shape.rows, NOWHERE, np.int16)
+        self._offset = np.zeros(shape.rows, np.int64)
+        self._size = np.zeros(shape.rows, np.int32)
+
+    @property
+    def present(self) -> Bool[np.ndarray, " rows"]:
+        """Rows that are in a file."""
+        return self._file != NOWHERE
+
+    def scan(self, directory: Path) -> None:
+        """Add the rows of every host's file in a directory, whoever wrote it."""
+        for path in sorted(directory.glob(PATTERN)):
+            self.scan_file(path)
+
+    def scan_file(self, path: Path, start: int = 0) -> int:
+        """Add the rows of a file; a row that is there already stays where it is.
+
+        Args:
+            path: of JSON lines. A torn last line, as a killed process leaves it, is no row.
+            start: byte from which on to read.
+
+        Returns:
+            Rows of no place in the job that were left out.
+        """
+        if path not in self.files:
+            self.files.append(path)
+        number, foreign = self.files.index(path), 0
+        with open(path, "rb") as file:
+            file.seek(start)
+            offset = start
+            for line in file:
+                row = _row_number(line, self.shape) if line.endswith(b"\n") else None
+                if row is None:
+                    foreign += line.endswith(b"\n")
+                elif self._file[row] == NOWHERE:
+                    self._file[row], self._offset[row], self._size[row] = number, offset, len(line)
+                offset += len(line)
+        if foreign:
+            log.warning("%s has %d lines that are no rows of this job; they are left out", path, foreign)
+        return foreign
+
+    def read(self, rows: Iterable[int]) -> Iterator[bytes]:
+        """The lines of rows that are present, in the order given."""
+        opened: dict[int, int] = {}
+        try:
+            for row in rows:
+                number = int(self._file[row])
+                assert number != NOWHERE, row
+                if number not in opened:
+                    opened[number] = os.open(self.files[number], os.O_RDONLY)
+                line = os.pread(opened[number], int(self._size[row]), int(self._offset[row]))
+                yield line
+        finally:
+            for descriptor in opened.values():
+                os.close(descriptor)
+
+
+class RowFile:
+    """This host's file of rows, and with it the index.
+
+    Args:
+        path: of the file; a torn last line is removed.
+        index: kept up to date.
+        keep: given the lines of each batch once they are written; None for nothing.
+    """
+
+    def __init__(self, path: Path, index: RowIndex, keep: Callable[[bytes], None] | None = None) -> None:
+        self.path, self._index, self._keep = path, index, keep
+        repair_jsonl(path)
+
+    def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write rows, all in one write; when this returns they survive a crash, and are kept elsewhere too."""
+        start = self.path.stat().st_size if self.path.exists() else 0
+        append_jsonl(self.path, rows, fsync=True)
+        self._index.scan_file(self.path, start)
+        if self._keep is not None:
+            with open(self.path, "rb") as file:
+                file.seek(start)
+                self._keep(file.read())
+
+
+def pack(flags: Bool[np.ndarray, " rows"]) -> bytes:
+    """Flags as they travel, a bit each."""
+    return np.packbits(flags).tobytes()
+
+
+def unpack(data: bytes, count: int) -> Bool[np.ndarray, " rows"]:
+    """The flags that `pack` was given."""
+    return np.unpackbits(np.frombuffer(data, np.uint8), count=count).astype(bool)
+
+
+def owners(present: list[Bool[np.ndarray, " rows"]]) -> Int[np.ndarray, " rows"]:
+    """For each row the first host that has it, `NOWHERE` where none has."""
+    stacked = np.stack(present)
+    return np.where(stacked.any(axis=0), stacked.argmax(axis=0), NOWHERE).astype(np.int16)
+
+
+def _row_number(line: bytes, shape: JobShape) -> int | None:
+    try:
+        record = json.loads(line)
+        return shape.row(record["round"], record["prompt_id"], record["generation_id"])
+    except (ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,373 @@
+"""``lockstep sample`` from a configuration to a merged file, the same steps on every host."""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import draccus
+import jax
+import numpy as np
+import rich
+from jax.sharding import Mesh
+from jaxtyping import Int
+
+from lockstep.batch_inference.checkpoint import fingerprint, load, resolve_checkpoint
+from lockstep.batch_inference.config import SampleConfig
+from lockstep.batch_inference.generate import Generator
+from lockstep.batch_inference.live_view import View, make_view
+from lockstep.batch_inference.manifest import check_manifest, write_manifest
+from lockstep.batch_inference.merge import agree_on_owners, merge
+from lockstep.batch_inference.parquet import check_pyarrow, write_parquet
+from lockstep.batch_inference.progress import Board, HostProgress, JobProgress, Meter
+from lockstep.batch_inference.prompt_store import PromptStore, encoded_lines, store_prompts
+from lockstep.batch_inference.remote_rows import RemoteRows
+from lockstep.batch_inference.row_files import RowFile, RowIndex, host_file, pack, unpack
+from lockstep.batch_inference.shard import JobShape, pending_units, share_of
+from lockstep.batch_inference.summary import (
+    MemoryLog,
+    Outcome,
+    Totals,
+    add_up,
+    closing_words,
+    first_rows,
+    log_job,
+    summary_table,
+)
+from lockstep.hosts import Hosts, digest, leader_only, settled
+from lockstep.placement import make_mesh
+from lockstep.report.background import BackgroundTracker
+from lockstep.report.table import print_table
+from lockstep.report.trackers import NoopTracker, Tracker, build_tracker
+from lockstep.text import PromptFields, StopFinder, iter_prompts, load_tokenizer, stop_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+_SHOWN_ROWS = 10
+
+
+def sample(config: SampleConfig, hosts: Hosts) -> int:
+    """Answer every prompt once, on every host alike.
+
+    Args:
+        config: of the run.
+        hosts: of the job.
+
+    Returns:
+        Exit code.
+
+    Raises:
+        PeerError: a host cannot go on; the same on every host.
+        DisagreementError: hosts have different configurations, tokenizers or checkpoints.
+        LockstepError: rows are missing at the end.
+    """
+    return _Run(config, hosts).run()
+
+
+class _Run:
+    def __init__(self, config: SampleConfig, hosts: Hosts) -> None:
+        self.config, self.hosts = config, hosts
+        self.memory = MemoryLog(hosts)
+        self.loaded_bytes, self.load_s = 0, 0.0
+
+    def run(self) -> int:
+        config, hosts = self.config, self.hosts
+        hosts.agree("config", {"configuration": _config_digest(config)})
+        self._read()
+        spool = self._spool()
+        shape = JobShape(rounds=config.n_rounds, prompts=len(spool), generations=config.n_generations)
+        self._open(spool)
+        index, found = self._find(shape)
+        tracker: Tracker = NoopTracker()
+        with settled(hosts, "tracker"):
+            if hosts.is_leader:
+                built = build_tracker(config.trainer.tracker, self.run_dir, self.run_dir.name, draccus.encode(config))
+                tracker = BackgroundTracker(built, leader_only)
+        try:
+            present = int(found.sum())
+            if hosts.is_leader and present:
+                log.info("%d of %d answers are there already", present, shape.rows)
+            progress = self._generate(spool, shape, index, found, tracker)
+            self._report(shape, index, present, progress, tracker)
+        finally:
+            _finish(tracker, hosts)
+        return 0
+
+    def _read(self) -> None:
+        """Tokenizer, checkpoint's identity, directories."""
+        config, hosts = self.config, self.hosts
+        hosts.phase("reading tokenizer and checkpoint")
+        with settled(hosts, "prepare"):
+            if config.write_parquet and hosts.is_leader:
+                check_pyarrow()
+            self.checkpoint = resolve_checkpoint(config)
+            self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(config.tokenizer or self.checkpoint)
+            self.stop_ids = stop_ids(self.tokenizer)
+            StopFinder(self.tokenizer).check(config.stop)
+            self.identity = fingerprint(self.checkpoint)
+        vocab = json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
+        self.facts = {"checkpoint": self.identity, "tokenizer": digest(vocab)}
+        hosts.agree("files", self.facts)
+        name = config.trainer.run_id or time.strftime("sample-%Y%m%d-%H%M%S")
+        name = hosts.broadcast("run_id", name.encode() if hosts.is_leader else None).decode()
+        self.run_dir = Path(config.trainer.log_dir) / name
+        given = config.host_data_parallel_output_dir
+        self.output_dir = self.run_dir / "samples"
+        self.remote: RemoteRows | None = None
+        with settled(hosts, "output"):
+            if given is not None and "://" in given:
+                self.remote = RemoteRows(given, hosts.index)
+            elif given is not None:
+                self.output_dir = Path(given)
+
+    def _spool(self) -> PromptStore:
+        config, hosts = self.config, self.hosts
+        hosts.phase("reading prompts")
+        lines: Iterator[bytes] | None = None
+        if hosts.is_leader:
+            fields = PromptFields(
+                prompt=config.prompt_field, messages=config.messages_field, answer=config.answer_field
+            )
+            lines = encoded_lines(
+                iter_prompts(config.prompts, fields),
+                self.tokenizer,
+                max_seq_len=config.engine.max_seq_len,
+                max_new_tokens=config.max_new_tokens,
+            )
+        return store_prompts(hosts, lines)
+
+    def _open(self, spool: PromptStore) -> None:
+        """Make the output directory this job's, or find that it is another's."""
+        config, hosts = self.config, self.hosts
+        params = config.sampling_params(self.stop_ids, 0)
+        record = {
+            **self.facts,
+            "prompts": f"{len(spool)} with digest {spool.digest[:16]}",
+            "n_rounds": config.n_rounds,
+            "dtype": config.engine.dtype,
+            "kv_cache_dtype": config.engine.kv_cache_dtype,
+            "metrics": config.metrics,
+            **{name: _plain(value) for name, value in dataclasses.asdict(params).items()},
+        }
+        with settled(hosts, "output directory"):
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            if self.remote is not None:
+                self.remote.fetch(self.output_dir, hosts.count)
+            for line in check_manifest(self.output_dir, record, force=config.resume == "force"):
+                log.warning("resume force: %s; rows that are there stay as they are", line)
+        with settled(hosts, "job record"):
+            path = write_manifest(self.output_dir, record, hosts.index)
+            if self.remote is not None and hosts.is_leader:
+                self.remote.put(path)
+
+    def _find(self, shape: JobShape) -> tuple[RowIndex, np.ndarray]:
+        """Rows that some host has, whichever wrote them, the same on every host."""
+        hosts, index = self.hosts, RowIndex(shape)
+        with settled(hosts, "rows on disk"):
+            # Before any host reads the others' files: each mends its own.
+            keep = None if self.remote is None else self.remote.add
+            self.rows = RowFile(host_file(self.output_dir, hosts.index), index, keep)
+        with settled(hosts, "scan rows"):
+            index.scan(self.output_dir)
+        posts = hosts.gather("found rows", pack(index.present))
+        union: bytes | None = None
+        if posts is not None:
+            union = pack(np.any([unpack(post, shape.rows) for post in posts], axis=0))
+        return index, unpack(hosts.broadcast("rows that are there", union), shape.rows)
+
+    def _generate(
+        self, spool: PromptStore, shape: JobShape, index: RowIndex, found: np.ndarray, tracker: Tracker
+    ) -> JobProgress:
+        config, hosts = self.config, self.hosts
+        separate = config.inference_mode == "host_data_parallel"
+        units: Int[np.ndarray, " pending"] = pending_units(shape, spool.lengths, shape.finished(found))
+        at_rest = int(shape.finished(found).sum()) * shape.generations
+        if not len(units):
+            done = [HostProgress(done=True)]
+            return JobProgress(rows=shape.rows, found=at_rest, generations=shape.generations, hosts=done, seconds=0.0)
+        mine = share_of(units, hosts.index, hosts.count) if separate else units
+        self.memory.note("before_load")
+        mesh = self._mesh(separate)
+        model, self.loaded_bytes, self.load_s = load(hosts, self.checkpoint, mesh, config.engine.dtype)
+        self.memory.note("after_load")
+        generator = Generator(hosts, config, spool, self.tokenizer, self.stop_ids)
+        hosts.phase("preparing the engine")
+        generator.prepare(model, mesh, shape, mine)
+        self.memory.note("after_engine")
+        if hosts.is_leader and generator.engine and generator.engine.sizing:
+            log.info("%s", generator.engine.sizing.describe())
+            log.info("batches of %d prompts at most", generator.batch_prompts)
+        view: View | None = make_view(self._title(shape)) if hosts.is_leader else None
+        shown = _Shown(view, tracker, defer=config.defer_tracker_logs_until_end)
+        with contextlib.closing(shown):
+            board = Board(
+                hosts,
+                separate=separate,
+                rows=shape.rows,
+                found=at_rest,
+                generations=shape.generations,
+                show=shown,
+            )
+            meter = Meter(board, lambda: generator.floor, None if separate else generator.shares)
+            writes = separate or hosts.is_leader
+            generator.run(shape, mine, self.rows if writes else None, meter if writes else None)
+            board.post(meter.total(done=True), now=True)
+            if separate:
+                hosts.phase("waiting for the other hosts' shares")
+                board.wait_for_all(hosts.timeout_s)
+            job = board.close()
+        self.memory.note_peak()
+        return job
+
+    def _report(self, shape: JobShape, index: RowIndex, present: int, progress: JobProgress, tracker: Tracker) -> None:
+        """Sums, merged file, tracker, terminal."""
+        config, hosts = self.config, self.hosts
+        hosts.phase("gathering rows")
+        owner = agree_on_owners(hosts, index)
+        totals: Totals | None = None
+        mine = Totals()
+        with settled(hosts, "count rows"):
+            mine.add(index.read(np.flatnonzero(owner == hosts.index)))
+        totals = add_up(hosts, mine)
+        memory = self.memory.of_all("memory")
+        loaded = hosts.gather("loaded bytes", str(self.loaded_bytes).encode())
+        merged: Path | None = None
+        if config.enable_host_rows_gather:
+            merged = merge(hosts, index, owner, self.output_dir)
+        parquet: Path | None = None
+        with settled(hosts, "parquet"):
+            if merged is not None and config.write_parquet:
+                parquet = write_parquet(merged)
+        with settled(hosts, "upload"):
+            for path in (merged, parquet):
+                if self.remote is not None and path is not None:
+                    self.remote.put(path)
+        if not hosts.is_leader:
+            return
+        assert totals is not None and loaded is not None
+        outcome = Outcome(
+            totals=totals,
+            prompts=shape.prompts,
+            hosts=hosts.count,
+            mode=config.inference_mode,
+            found=present,
+            tokens=progress.tokens,
+            seconds=max((host.seconds for host in progress.hosts), default=0.0),
+            load_s=self.load_s,
+            loaded_bytes=sum(int(each) for each in loaded),
+            memory=memory,
+        )
+        self._tell(outcome, merged, parquet, tracker)
+
+    def _tell(self, outcome: Outcome, merged: Path | None, parquet: Path | None, tracker: Tracker) -> None:
+        """The leader's own work: what fails here is logged, for all rows are on disk."""
+        config = self.config
+        if merged is None:
+            log.warning(
+                "enable_host_rows_gather is false: no merged file and no table of samples; rows stay in %s on each "
+                "host. Set enable_host_rows_gather: true to have both.",
+                self.output_dir,
+            )
+
+        def show() -> None:
+            rich.get_console().print("", summary_table(outcome))
+            if merged is not None and not config.skip_samples_table:
+                rows = first_rows(merged, _SHOWN_ROWS)
+                print_table(rows, title=f"sample: the first of {outcome.totals.rows:,} answers", max_rows=_SHOWN_ROWS)
+            files = [("rows", self.output_dir), *([("merged", merged)] if merged else [])]
+            files += [("Parquet", parquet)] if parquet else []
+            files += [("metrics", path) for path in sorted(self.run_dir.glob("metrics*.jsonl"))]
+            files += [("W&B run", path) for path in sorted(self.run_dir.glob("wandb/*run-*"))]
+            print(closing_words(files, None if self.remote is None else self.remote.url), flush=True)
+
+        def track() -> None:
+            log_job(tracker, outcome, merged, config, step=outcome.totals.rows)
+
+        for what, work in (("the tracker", track), ("closing the tracker", tracker.finish), ("the summary", show)):
+            _guarded(what, work)
+
+    def _mesh(self, separate: bool) -> Mesh:
+        with settled(self.hosts, "mesh"):
+            mesh = make_mesh(self.config.trainer.mesh_shape, jax.local_devices() if separate else None)
+        return mesh
+
+    def _title(self, shape: JobShape) -> str:
+        config = self.config
+        return (
+            f"sample: {shape.prompts:,} prompts × {shape.generations} answers × {shape.rounds} rounds, "
+            f"{config.inference_mode} on {self.hosts.count} hosts"
+        )
+
+
+class _Shown:
+    """Takes progress on the leader: to the view at once, to the tracker at once or at the end."""
+
+    def __init__(self, view: View | None, tracker: Tracker, *, defer: bool) -> None:
+        self._view, self._tracker, self._defer = view, tracker, defer
+        self._kept: list[JobProgress] = []
+        self._last: JobProgress | None = None
+        self._next = 0.0
+
+    def __call__(self, job: JobProgress) -> None:
+        assert self._view is not None
+        with leader_only():
+            self._view.update(job)
+            self._last = job
+            if job.seconds >= self._next:
+                self._next = job.seconds + 10.0
+                self._keep(job)
+                if not self._defer:
+                    self._flush()
+
+    def close(self) -> None:
+        if self._view is None:
+            return
+        self._view.close()
+        if sys.exc_info()[0] is None:
+            if self._last is not None:
+                self._keep(self._last)
+            _guarded("the tracker", self._flush)
+
+    def _keep(self, job: JobProgress) -> None:
+        """For the tracker, unless it is there: how it ended is told whenever that is."""
+        self._last = None
+        self._kept.append(job)
+
+    def _flush(self) -> None:
+        kept, self._kept = self._kept, []
+        for job in kept:
+            values: dict[str, float | str] = {f"sample/progress/{k}": v for k, v in job.metrics().items()}
+            self._tracker.log({**values, "sample/progress/seconds": job.seconds}, step=job.rows_done)
+
+
+def _guarded(what: str, work: Callable[[], None]) -> None:
+    try:
+        with leader_only():
+            work()
+    except Exception as error:
+        log.error("%s failed; all rows are on disk", what, exc_info=error)
+
+
+def _finish(tracker: Tracker, hosts: Hosts) -> None:
+    if hosts.is_leader:
+        _guarded("closing the tracker", tracker.finish)
+
+
+def _config_digest(config: SampleConfig) -> str:
+    """Of all that must be the same on every host: each host may be told its own number."""
+    values = draccus.encode(config)
+    del values["trainer"]["distributed"]
+    return digest(repr(values))
+
+
+def _plain(value: Any) -> Any:
+    """As JSON gives it back."""
+    return json.loads(json.dumps(value))

@@ -1,0 +1,223 @@
+"""What the leader makes of a finished job: figures, table, closing words."""
+
+import dataclasses
+import itertools
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from rich import box
+from rich.table import Table
+
+from lockstep.batch_inference.config import SampleConfig
+from lockstep.device.memory import peak_bytes, used_bytes
+from lockstep.hosts import Hosts
+from lockstep.report.rows import SampleRow
+from lockstep.report.trackers import MAX_TABLE_ROWS, Tracker
+from lockstep.units import bytes_text
+
+log = logging.getLogger(__name__)
+
+TABLE = "sample/samples"
+
+
+@dataclasses.dataclass(kw_only=True)
+class Totals:
+    """What remains of rows that are not gathered.
+
+    Args:
+        rows: answers.
+        tokens: of all answers.
+        finish: answers by how they ended.
+        sums: of each metric.
+        counts: answers that have the metric.
+    """
+
+    rows: int = 0
+    tokens: int = 0
+    finish: dict[str, int] = dataclasses.field(default_factory=dict)
+    sums: dict[str, float] = dataclasses.field(default_factory=dict)
+    counts: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def add(self, lines: Iterable[bytes]) -> "Totals":
+        """Count rows as they are in a file."""
+        for line in lines:
+            row = SampleRow.from_dict(json.loads(line))
+            self.rows += 1
+            self.tokens += row.num_tokens
+            self.finish[row.finish_reason] = self.finish.get(row.finish_reason, 0) + 1
+            for name, value in row.metrics.items():
+                self.sums[name] = self.sums.get(name, 0.0) + value
+                self.counts[name] = self.counts.get(name, 0) + 1
+        return self
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Mean of each metric over the answers that have it."""
+        return {name: total / self.counts[name] for name, total in self.sums.items()}
+
+
+def add_up(hosts: Hosts, mine: Totals) -> Totals | None:
+    """The sums of all hosts, on the leader; None elsewhere. Every host calls it alike."""
+    posts = hosts.gather("totals", json.dumps(dataclasses.asdict(mine)).encode())
+    if posts is None:
+        return None
+    every = Totals()
+    for post in posts:
+        part = Totals(**json.loads(post))
+        every.rows += part.rows
+        every.tokens += part.tokens
+        for total, added in ((every.finish, part.finish), (every.counts, part.counts)):
+            for name, count in added.items():
+                total[name] = total.get(name, 0) + count
+        for name, value in part.sums.items():
+            every.sums[name] = every.sums.get(name, 0.0) + value
+    return every
+
+
+class MemoryLog:
+    """Bytes on the fullest device of all hosts at named moments; empty where the backend does not count (CPU).
+
+    Args:
+        hosts: of the job.
+    """
+
+    def __init__(self, hosts: Hosts) -> None:
+        self._hosts = hosts
+        self._mine: dict[str, int] = {}
+
+    def note(self, moment: str) -> None:
+        """Take down what this host's fullest device holds now."""
+        self._add(moment, used_bytes())
+
+    def note_peak(self) -> None:
+        """Take down the most that a device of this host has ever held."""
+        self._add("peak", peak_bytes())
+
+    def of_all(self, name: str) -> dict[str, int]:
+        """By moment, the most of any host; complete on the leader, empty elsewhere. Every host calls it alike."""
+        posts = self._hosts.gather(name, json.dumps(self._mine).encode())
+        found: dict[str, int] = {}
+        for post in posts or ():
+            for moment, used in json.loads(post).items():
+                found[moment] = max(used, found.get(moment, 0))
+        return found
+
+    def _add(self, moment: str, held: int | None) -> None:
+        if held is not None:
+            self._mine[moment] = held
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A finished job as the leader knows it.
+
+    Args:
+        totals: over all rows.
+        prompts: asked.
+        hosts: processes of this run.
+        mode: ``global_mesh`` or ``host_data_parallel``.
+        found: rows that were there when this run began.
+        tokens: sampled in this run.
+        seconds: of generating in this run, on the host that took longest.
+        load_s: of loading the checkpoint.
+        loaded_bytes: read by all hosts.
+        memory: bytes on the fullest device by moment.
+        errors: reports that failed so far.
+    """
+
+    totals: Totals
+    prompts: int
+    hosts: int
+    mode: str
+    found: int
+    tokens: int
+    seconds: float
+    load_s: float
+    loaded_bytes: int
+    memory: Mapping[str, int]
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second of this run; 0 where there was nothing left to do."""
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+def metrics(outcome: Outcome) -> dict[str, float | str]:
+    """The figures of a job under the names that a tracker gets."""
+    return {
+        "sample/total_prompts": outcome.prompts,
+        "sample/total_generated_tokens": outcome.totals.tokens,
+        "sample/num_hosts": outcome.hosts,
+        "sample/inference_mode": outcome.mode,
+        "sample/tokens_per_second": outcome.rate,
+        "sample/total_completions": outcome.totals.rows,
+        "sample/resumed_completions": outcome.found,
+        "sample/time/generate_s": outcome.seconds,
+        "sample/time/load_s": outcome.load_s,
+        **({"sample/load_bytes_per_second": outcome.loaded_bytes / outcome.load_s} if outcome.load_s else {}),
+        **{f"sample/hbm/{moment}_bytes": used for moment, used in outcome.memory.items()},
+        **{f"sample/finish/{reason}": count for reason, count in sorted(outcome.totals.finish.items())},
+        **{f"sample/{name}": mean for name, mean in outcome.totals.means.items()},
+    }
+
+
+def log_job(tracker: Tracker, outcome: Outcome, merged: Path | None, config: SampleConfig, *, step: int) -> None:
+    """Give a tracker the figures and, where rows were gathered and are wanted, the table."""
+    if merged is not None and not config.skip_samples_table:
+        if outcome.totals.rows > MAX_TABLE_ROWS:
+            log.warning(
+                "the table has the first %d of %d rows; all are in %s", MAX_TABLE_ROWS, outcome.totals.rows, merged
+            )
+        tracker.log_rows(TABLE, first_rows(merged, MAX_TABLE_ROWS), step=step)
+    tracker.log(metrics(outcome), step=step)
+
+
+def first_rows(merged: Path, count: int) -> list[SampleRow]:
+    """The first rows of a merged file."""
+    with open(merged, "rb") as lines:
+        return [SampleRow.from_dict(json.loads(each)) for each in itertools.islice(lines, count)]
+
+
+def summary_table(outcome: Outcome) -> Table:
+    """The figures of a job, for reading."""
+    totals = outcome.totals
+    table = Table(title="sample: summary", title_justify="left", title_style="bold", box=box.ROUNDED, show_header=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    again = f", {outcome.found:,} of them from before" if outcome.found else ""
+    table.add_row("answers", f"{totals.rows:,} to {outcome.prompts:,} prompts{again}")
+    mean = f", {totals.tokens / totals.rows:,.1f} per answer" if totals.rows else ""
+    table.add_row("tokens", f"{totals.tokens:,}{mean}")
+    table.add_row("ended by", ", ".join(f"{reason} {count:,}" for reason, count in sorted(totals.finish.items())))
+    for name, value in totals.means.items():
+        table.add_row(name, f"mean {value:.4g}")
+    hosts = f"{outcome.hosts} host{'s' * (outcome.hosts != 1)}, {outcome.mode}"
+    if outcome.tokens:
+        table.add_row(
+            "speed", f"{outcome.rate:,.0f} tokens/s ({outcome.tokens:,} in {outcome.seconds:.1f} s) on {hosts}"
+        )
+    else:
+        table.add_row("speed", f"nothing was left to generate; {hosts}")
+    if outcome.load_s:
+        rate = bytes_text(round(outcome.loaded_bytes / outcome.load_s))
+        read = bytes_text(outcome.loaded_bytes)
+        table.add_row("loading", f"{read} in {outcome.load_s:.1f} s, {rate}/s over all hosts")
+    if outcome.memory:
+        held = ", ".join(f"{moment.replace('_', ' ')} {bytes_text(used)}" for moment, used in outcome.memory.items())
+        table.add_row("HBM, fullest device", held)
+    else:
+        table.add_row("HBM", "this backend does not count it")
+    return table
+
+
+def closing_words(files: Sequence[tuple[str, Path]], url: str | None = None) -> str:
+    """Where everything is.
+
+    Args:
+        files: a word and a place each; those that do not exist are left out.
+        url: where the rows are too; None: nowhere.
+    """
+    lines = [f"  {name:<11}{path}" for name, path in files if path.exists()]
+    return "\n".join(["", "done:", *lines, *([] if url is None else [f"  {'uploaded':<11}{url}"])])

@@ -1,0 +1,120 @@
+"""Prompts as the leader reads them and as every host gets them: text stays on the leader, token ids travel."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lockstep.callback.config import InferenceEvalConfig
+from lockstep.text import Prompt, StopFinder, encode, read_prompts, stop_ids
+from lockstep.types import Request, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoundPrompts:
+    """What is asked in a round.
+
+    Args:
+        prompts: in the order of their numbers; empty where the questions came by broadcast.
+        requests: one for each prompt.
+        largest: as many requests as in any round, and as long: programs are made for these, so that another round's
+            prompts compile nothing. None where each round has the same requests.
+    """
+
+    prompts: list[Prompt] = dataclasses.field(default_factory=list)
+    requests: list[Request]
+    largest: list[Request] | None = None
+
+    @property
+    def compile_requests(self) -> list[Request]:
+        """The requests that programs are made for."""
+        return self.requests if self.largest is None else self.largest
+
+
+def read_round_prompts(
+    config: InferenceEvalConfig, tokenizer: "PreTrainedTokenizerBase", step: int = 0
+) -> RoundPrompts:
+    """Reads and encodes the prompts of the round after ``step``; host-only.
+
+    Raises:
+        PromptError: a prompt or file that cannot be used.
+        ConfigError: a stop string that can never be found, or more prompts per round than there are.
+    """
+    StopFinder(tokenizer).check(config.stop)
+    prompts = read_prompts(config.prompts)
+    config.check_prompts_per_round(len(prompts))
+    params = config.sampling_params(stop_ids(tokenizer))
+    encoded = encode(tokenizer, prompts, max_seq_len=config.max_seq_len, max_new_tokens=config.max_new_tokens)
+    requests = [
+        Request(prompt_id=prompt.id, prompt_tokens=tokens, params=params)
+        for prompt, tokens in zip(prompts, encoded, strict=True)
+    ]
+    if config.prompts_per_round is None:
+        return RoundPrompts(prompts=prompts, requests=requests)
+    drawn = drawn_prompts(config, len(prompts), step)
+    return RoundPrompts(
+        prompts=[prompts[number] for number in drawn],
+        requests=[requests[number] for number in drawn],
+        largest=largest_of(requests, config.prompts_per_round),
+    )
+
+
+def drawn_prompts(config: InferenceEvalConfig, count: int, step: int) -> list[int]:
+    """The numbers of the prompts of the round after ``step``, in order: a function of seed and step alone.
+
+    All prompts are shuffled and dealt, round by round; when fewer than a round's are left, they are shuffled anew. So
+    no prompt comes twice before nearly all others had their turn.
+
+    Args:
+        config: with ``prompts_per_round``.
+        count: of prompts to draw from.
+        step: completed.
+    """
+    each = config.prompts_per_round
+    assert each is not None
+    rounds_before = max(0, -(-step // config.eval_every) - (not config.at_start))
+    deal, part = divmod(rounds_before, count // each)
+    order = np.random.default_rng([config.seed, deal]).permutation(count)
+    return sorted(order[part * each : (part + 1) * each].tolist())
+
+
+def largest_of(requests: Sequence[Request], count: int) -> list[Request]:
+    """The ``count`` requests with the longest prompts, the first of equals."""
+    return sorted(requests, key=lambda request: -len(request.prompt_tokens))[:count]
+
+
+def to_bytes(questions: RoundPrompts) -> bytes:
+    """A round's prompts as they are broadcast: ids and parameters, no text."""
+    lists = (questions.requests, questions.largest)
+    return json.dumps([each and [dataclasses.asdict(request) for request in each] for each in lists]).encode()
+
+
+def from_bytes(data: bytes) -> RoundPrompts:
+    """The questions that `to_bytes` was given, without their prompts."""
+    requests, largest = json.loads(data)
+    return RoundPrompts(requests=_requests(requests), largest=None if largest is None else _requests(largest))
+
+
+def _requests(items: list[dict[str, Any]]) -> list[Request]:
+    return [
+        Request(
+            prompt_id=item["prompt_id"],
+            prompt_tokens=tuple(item["prompt_tokens"]),
+            params=_params(item["params"]),
+        )
+        for item in items
+    ]
+
+
+def _params(values: dict[str, Any]) -> SamplingParams:
+    """JSON has lists where the parameters have tuples."""
+    return SamplingParams(**{name: _tuples(value) for name, value in values.items()})
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(each) for each in value) if isinstance(value, list) else value

@@ -1,0 +1,9 @@
+"""Device programs, the memory they run in, and the chips they run on."""
+
+from lockstep.device.compiler_errors import Compile as Compile
+from lockstep.device.compiler_errors import compile_lowered as compile_lowered
+from lockstep.device.program import AroundLaunch as AroundLaunch
+from lockstep.device.program import Compilation as Compilation
+from lockstep.device.program import Program as Program
+from lockstep.device.program import compile_program as compile_program
+from lockstep.device.program import fetch as fetch

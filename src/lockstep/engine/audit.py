@@ -1,0 +1,247 @@
+"""Whether the engine's log-probabilities are the model's: recomputed with the training forward, all tokens at once."""
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int, PyTree
+
+from lockstep.device.program import AroundLaunch, Program, compile_program, fetch
+from lockstep.engine.agreement import settled
+from lockstep.engine.prepare import signature_of
+from lockstep.errors import CapacityError, ConfigError
+from lockstep.hosts import Hosts, Ledger, current, digest
+from lockstep.models import DecoderWeights, LlamaConfig, as_trainable, read_decoder
+from lockstep.placement import mesh_of, place
+from lockstep.placement.lazy_weight import sources, weight_specs
+from lockstep.types import Completion, Request
+from lockstep.units import bytes_text
+
+_LENGTH_STEP = 64
+"""Positions of a forward pass come in multiples of this, so that a longer answer seldom needs another program."""
+_CHUNK = 128
+"""Positions whose logits are held at a time: a whole vocabulary for each."""
+
+
+class Auditor:
+    """Recomputes the log-probabilities of completions with the model's own full forward pass, without a cache.
+
+    Every host calls it alike. The forward pass is that of `lockstep.models.LlamaLMHeadModel`, on the very arrays that
+    the model holds; each device takes one sequence at a time. Only the compiled program is kept.
+
+    Args:
+        mesh: that the model lies on.
+        vocab_size: as given to the engine; None for all rows of the embedding.
+        dtype: floating dtype to compute in, as the engine's; None for the dtype of the parameters.
+        ledger: where launches are recorded; None for one of its own.
+    """
+
+    def __init__(
+        self, mesh: Mesh, *, vocab_size: int | None = None, dtype: str | None = None, ledger: Ledger | None = None
+    ) -> None:
+        self.mesh = mesh
+        self.vocab_size = vocab_size
+        self.dtype = dtype
+        self.ledger = Ledger() if ledger is None else ledger
+        self._built: tuple[object, int, Program] | None = None
+        self._rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+
+    @property
+    def program(self) -> Program | None:
+        """The compiled program, or None before the first `prepare`."""
+        return self._built[2] if self._built else None
+
+    def prepare(self, model: Any, requests: Sequence[Request]) -> dict[str, str]:
+        """Compiles the forward pass for the longest that the requests can become; launches nothing.
+
+        Args:
+            model: what `lockstep.models.read_decoder` reads.
+            requests: at least one.
+
+        Returns:
+            The program's digests by name. Hosts must agree on it before `run`.
+        """
+        config, weights = read_decoder(model)
+        length = max(len(r.prompt_tokens) + r.params.max_new_tokens for r in requests)
+        length = min(config.max_seq_len, -(-length // _LENGTH_STEP) * _LENGTH_STEP)
+        signature = signature_of(config, weights)
+        if self._built is None or self._built[0] != signature or self._built[1] < length:
+            ids = jax.ShapeDtypeStruct((self.mesh.size, length + 1), np.int32, sharding=self._rows)
+            program = compile_program(
+                "audit",
+                self._forward(config, length, weight_specs(weights)),
+                [jax.tree.map(_struct, sources(weights)), ids],
+                mesh=self.mesh,
+                ledger=self.ledger,
+                out_shardings=NamedSharding(self.mesh, PartitionSpec()),
+            )
+            self._built = (signature, length, program)
+        return dict(self._built[2].digests)
+
+    def check_memory(self, free: int, utilization: float) -> None:
+        """Refuses an audit that needs more memory than there is when cache and decode weights are gone again.
+
+        Args:
+            free: bytes on the fullest device of all hosts, agreed on.
+            utilization: share of them that may be used.
+
+        Raises:
+            CapacityError: names what is needed, what there is, and the fix.
+        """
+        assert self._built is not None, "prepare() comes before check_memory()"
+        memory = self._built[2].memory()
+        need = int(memory.temp_size_in_bytes + memory.output_size_in_bytes + memory.generated_code_size_in_bytes)
+        if need > free * utilization:
+            raise CapacityError(
+                f"the audit needs {bytes_text(need)} per device for sequences of {self._built[1]} tokens; there are "
+                f"{bytes_text(int(free * utilization))}: hbm_utilization {utilization:g} of the {bytes_text(free)} "
+                "that the fullest device of all hosts has free. Set audit to false, or shorten prompts and answers."
+            )
+
+    def run(
+        self,
+        model: Any,
+        requests: Sequence[Request],
+        completions: Sequence[Completion],
+        *,
+        around_launch: AroundLaunch = contextlib.nullcontext,
+    ) -> float:
+        """The largest absolute difference between a completion's log-probability and the recomputed one.
+
+        Args:
+            model: as given to `prepare`, or a later state of it.
+            requests: as given to `prepare`.
+            completions: of these requests; the same on every host.
+            around_launch: called with the program's name; its context surrounds a launch and the wait for its result.
+
+        Returns:
+            In nats, the same on every host; infinite where either is not a number, 0 where nothing was sampled.
+
+        Raises:
+            ConfigError: the model is not as it was prepared for, or a completion belongs to none of the requests.
+        """
+        assert self._built is not None, "prepare() comes before run()"
+        signature, length, program = self._built
+        config, weights = read_decoder(model)
+        if signature_of(config, weights) != signature:
+            raise ConfigError(
+                "the model's configuration, shapes, dtypes or placement are not those that the auditor prepared for. "
+                "Call prepare with this model first."
+            )
+        prompts = {request.prompt_id: request.prompt_tokens for request in requests}
+        told = [completion for completion in completions if completion.tokens]
+        for completion in told:
+            if completion.prompt_id not in prompts:
+                raise ConfigError(
+                    f"a completion is of prompt {completion.prompt_id}, which none of the {len(prompts)} requests has. "
+                    "Pass the requests that were answered."
+                )
+        gap = 0.0
+        for batch in _batches(told, self.mesh.size):
+            ids = np.zeros((self.mesh.size, length + 1), np.int32)
+            for row, completion in enumerate(batch):
+                known = (*prompts[completion.prompt_id], *completion.tokens)
+                ids[row, : len(known)] = known
+            with around_launch("audit"):
+                logprobs = fetch(program(sources(weights), place(ids, self._rows)))
+            for row, completion in enumerate(batch):
+                first = len(prompts[completion.prompt_id]) - 1
+                own = logprobs[row, first : first + len(completion.tokens)]
+                difference = float(np.max(np.abs(own - np.asarray(completion.logprobs, np.float32))))
+                gap = max(gap, difference if math.isfinite(difference) else math.inf)
+        return gap
+
+    def _forward(self, config: LlamaConfig, length: int, plans: PyTree) -> Any:
+        def forward(parts: PyTree, ids: Int[Array, "sequence tokens"]) -> Float[Array, "sequence position"]:
+            """Log-probability of each token but the first, given those before it."""
+            weights: DecoderWeights = jax.tree.map(lambda plan, part: plan.make(part), plans, parts)
+            if self.dtype is not None:
+                weights = jax.tree.map(lambda leaf: leaf.astype(self.dtype), weights)
+            with hax.axis_mapping({"batch": self.mesh.axis_names}):
+                model = as_trainable(config, weights)
+                x = model.activations(hax.named(ids[:, :-1], ("batch", "position"))).array
+                head = model.lm_head_array()
+
+                def chunk(part: tuple[Array, Array]) -> Array:
+                    states, targets = part
+                    named = hax.named(states, ("batch", "position", "embed"))
+                    logits = hax.auto_sharded(hax.dot(named, head, axis="embed")).array.astype(jnp.float32)
+                    cap = config.variant.logit_soft_cap
+                    logits = logits if cap is None else cap * jnp.tanh(logits / cap)
+                    allowed = jnp.arange(logits.shape[-1]) < (self.vocab_size or logits.shape[-1])
+                    logprobs = jax.nn.log_softmax(jnp.where(allowed, logits, -jnp.inf), axis=-1)
+                    return jnp.take_along_axis(logprobs, targets[..., None], axis=-1)[..., 0]
+
+                logprobs = jax.lax.map(chunk, (_split(x), _split(ids[:, 1:])))
+                return jnp.moveaxis(logprobs, 0, 1).reshape(len(ids), -1)[:, :length]
+
+        return forward
+
+
+def audit(
+    model: Any,
+    requests: Sequence[Request],
+    completions: Sequence[Completion],
+    *,
+    vocab_size: int | None = None,
+    dtype: str | None = None,
+    hosts: Hosts | None = None,
+) -> float:
+    """How far the log-probabilities of completions are from those of the training forward. Every host calls it alike.
+
+    Args:
+        model: what `lockstep.models.read_decoder` reads, sharded as it was when the completions were made.
+        requests: that were answered.
+        completions: the answers, the same on every host.
+        vocab_size: as given to the engine; None for all rows of the embedding.
+        dtype: floating dtype to compute in; None for the dtype of the parameters.
+        hosts: of the job; None: the current ones.
+
+    Returns:
+        The largest absolute difference in nats, the same on every host; infinite where either is not a number.
+
+    Raises:
+        PeerError: on every host alike, when it failed on at least one.
+        DisagreementError: hosts were given different completions.
+    """
+    with (current() if hosts is None else hosts).scope("audit") as scope:
+
+        def prepare() -> tuple[Auditor, dict[str, str]]:
+            _, weights = read_decoder(model)
+            auditor = Auditor(mesh_of(weights.embed), vocab_size=vocab_size, dtype=dtype)
+            return auditor, auditor.prepare(model, requests) if requests else {}
+
+        auditor, digests = settled(scope, "prepare", prepare)
+        asked = digest(repr(list(requests)), repr(list(completions)))
+        scope.agree("programs", {"requests and completions": asked, **digests})
+        if not completions:
+            return 0.0
+        gap = settled(scope, "audit", lambda: auditor.run(model, requests, completions))
+        scope.agree_launches("launches", auditor.ledger)
+        scope.agree("gap", {"gap": repr(gap)})
+        scope.barrier("done")
+    return gap
+
+
+def _batches[T](items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    for first in range(0, len(items), size):
+        yield items[first : first + size]
+
+
+def _split(array: Array) -> Array:
+    """``[sequence, position, ...]`` to ``[chunk, sequence, position in chunk, ...]``, padded with zeros."""
+    rows, length, *rest = array.shape
+    size = min(_CHUNK, length)
+    count = -(-length // size)
+    padded = jnp.pad(array, [(0, 0), (0, count * size - length), *((0, 0) for _ in rest)])
+    return jnp.moveaxis(padded.reshape(rows, count, size, *rest), 1, 0)
+
+
+def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)

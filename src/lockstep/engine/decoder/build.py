@@ -1,0 +1,199 @@
+"""From a model and its sizes to compiled programs."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from lockstep.attention import select_attention
+from lockstep.device.compiler_errors import Compile, compile_lowered
+from lockstep.device.program import Program, compile_program
+from lockstep.engine.config import EngineConfig
+from lockstep.engine.decoder.copy_pages import copy_pages_arguments, copy_pages_function
+from lockstep.engine.decoder.decode import decode_arguments, decode_function, num_results
+from lockstep.engine.decoder.kv_replication import replicate_kv_heads
+from lockstep.engine.decoder.prefill import prefill_arguments, prefill_function
+from lockstep.engine.decoder.prompt_logprobs import (
+    num_prompt_logprobs,
+    prompt_logprobs_arguments,
+    prompt_logprobs_function,
+)
+from lockstep.engine.decoder.transformer import Transformer, device_heads
+from lockstep.hosts import Ledger
+from lockstep.models import DecoderWeights, LlamaConfig
+from lockstep.placement.decode_mesh import DecodeMesh
+from lockstep.placement.lazy_weight import is_lazy, sources
+from lockstep.placement.leaf_layout import LayoutTree, leaf_layouts, partition_specs
+from lockstep.placement.reshard import assembly_function, reshard_function
+from lockstep.schedule import Capacity, CopyPagesBatch, DecodeBatch, PrefillBatch, PromptLogprobsBatch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Programs:
+    """Everything the engine launches.
+
+    ``reshard`` is None where decoding reads the trainer's weights in place, ``copy_pages`` where no two sequences have
+    the same prompt, ``prompt_logprobs`` where nobody asks for log-probabilities of prompts.
+    """
+
+    reshard: Program | None
+    new_cache: Program
+    prefill: Program
+    copy_pages: Program | None
+    prompt_logprobs: Program | None
+    decode: Program
+
+    def by_name(self) -> dict[str, Program]:
+        """The programs by name, in the order of their first launch."""
+        every = (self.reshard, self.new_cache, self.prefill, self.copy_pages, self.prompt_logprobs, self.decode)
+        return {program.name: program for program in every if program is not None}
+
+
+def build_programs(
+    config: EngineConfig,
+    model: LlamaConfig,
+    weights: DecoderWeights,
+    grid: DecodeMesh,
+    sizes: Capacity,
+    *,
+    vocab_size: int | None,
+    ledger: Ledger,
+    compile_with: Compile = compile_lowered,
+) -> Programs:
+    """Compiles all programs for a model as it lies; launches nothing.
+
+    Args:
+        config: layout, dtype, dtype of the KV cache.
+        model: shapes of the model.
+        weights: arrays or shape structs with shardings.
+        grid: the decode grid.
+        sizes: capacities.
+        vocab_size: token ids below it may be sampled; None for all rows of the embedding.
+        ledger: where launches are recorded.
+        compile_with: the compiler.
+
+    Raises:
+        ConfigError: the weights lie somewhere the grid cannot express.
+        CompilerError: a program does not compile.
+    """
+
+    def compiled(name: str, function: Callable[..., Any], arguments: list[Any], **options: Any) -> Program:
+        return compile_program(
+            name, function, arguments, mesh=grid.mesh, ledger=ledger, compile_with=compile_with, **options
+        )
+
+    model, weights = replicate_kv_heads(model, weights, grid.tensor)
+    dtype = jnp.dtype(config.dtype or weights.embed.dtype)
+    kv_dtype = config.kv_dtype(dtype)
+    layouts = leaf_layouts(weights, grid)
+    structs = jax.tree.map(lambda leaf: _struct(leaf, leaf.sharding), weights)
+    reshard = None
+    moves = config.layout != "training" and any(leaf != leaf.decode for leaf in jax.tree.leaves(layouts))
+    unmade = is_lazy(weights)
+    if unmade or moves or any(leaf.dtype != dtype for leaf in jax.tree.leaves(structs)):
+        if unmade:
+            structs = jax.tree.map(lambda part: _struct(part, part.sharding), sources(weights))
+            function, layouts = assembly_function(weights, layouts, dtype, gather=moves)
+        else:
+            function, layouts = reshard_function(layouts, dtype, gather=moves)
+        shardings = jax.tree.map(lambda leaf: NamedSharding(grid.mesh, leaf.partition_spec), layouts)
+        reshard = compiled("reshard", function, [structs], out_shardings=shardings)
+        with jax.set_mesh(grid.mesh):
+            structs = jax.tree.map(_struct, jax.eval_shape(function, structs), shardings)
+
+    device = grid.mesh.devices.flat[0]
+    heads = device_heads(model, grid)
+    attention = select_attention(device, heads, page_size=sizes.page_size, dtype=dtype, kv_dtype=kv_dtype)
+    held = attention.stored
+    pool = jax.ShapeDtypeStruct(
+        (
+            grid.replicas * model.num_layers * sizes.pages,
+            sizes.page_size,
+            2 * grid.tensor * held.kv_heads,
+            held.head_size,
+        ),
+        kv_dtype,
+        sharding=grid.sharding(grid.replica_axes or None, None, grid.tensor_axes or None),
+    )
+    new_cache = compiled("new_cache", lambda: jnp.zeros(pool.shape, pool.dtype), [], out_shardings=pool.sharding)
+
+    rows = weights.embed.shape[0]
+    allowed = rows if vocab_size is None else min(vocab_size, rows)
+    transformer = Transformer(config=model, grid=grid, layouts=layouts, pages=sizes.pages, vocab_size=allowed)
+    prefill = _on_grid(
+        compiled, "prefill", prefill_function(transformer, sizes, attention), layouts, structs, pool, grid,
+        steps=[], plan=prefill_arguments(PrefillBatch.empty(sizes)), results=0,
+    )  # fmt: skip
+    copy_pages = None
+    if sizes.page_copies:
+        by_replica = grid.sharding(grid.replica_axes or None)
+        plan = [_struct(array, by_replica) for array in copy_pages_arguments(CopyPagesBatch.empty(sizes))]
+        mapped = jax.shard_map(
+            copy_pages_function(model.num_layers, sizes.pages, attention),
+            mesh=grid.mesh,
+            in_specs=(pool.sharding.spec, *(array.sharding.spec for array in plan)),
+            out_specs=pool.sharding.spec,
+            check_vma=False,
+        )
+        copy_pages = compiled("copy_pages", mapped, [pool, *plan], donate=(0,), out_shardings=pool.sharding)
+    prompt_logprobs = None
+    if sizes.prompt_logprobs:
+        prompt_logprobs = _on_grid(
+            compiled, "prompt_logprobs", prompt_logprobs_function(transformer, sizes, attention),
+            layouts, structs, pool, grid,
+            steps=[], plan=prompt_logprobs_arguments(PromptLogprobsBatch.empty(sizes)),
+            results=num_prompt_logprobs(sizes), reads_only=True,
+        )  # fmt: skip
+    decode = _on_grid(
+        compiled, "decode", decode_function(transformer, sizes, attention), layouts, structs, pool, grid,
+        steps=[np.int32(0)], plan=decode_arguments(DecodeBatch.empty(sizes, 0)), results=num_results(sizes),
+    )  # fmt: skip
+    return Programs(
+        reshard=reshard,
+        new_cache=new_cache,
+        prefill=prefill,
+        copy_pages=copy_pages,
+        prompt_logprobs=prompt_logprobs,
+        decode=decode,
+    )
+
+
+def _on_grid(
+    compiled: Callable[..., Program],
+    name: str,
+    function: Callable[..., Any],
+    layouts: LayoutTree,
+    weights: DecoderWeights,
+    pool: jax.ShapeDtypeStruct,
+    grid: DecodeMesh,
+    *,
+    steps: list[np.int32],
+    plan: list[np.ndarray],
+    results: int,
+    reads_only: bool = False,
+) -> Program:
+    """Compiles a function of (weights, pool, scalars, a replica's part of a plan) that returns the pool and results.
+
+    One that ``reads_only`` leaves the pool as it is and returns results alone.
+    """
+    everywhere, by_replica = grid.sharding(), grid.sharding(grid.replica_axes or None)
+    arguments = [*(_struct(a, everywhere) for a in steps), *(_struct(a, by_replica) for a in plan)]
+    outputs = (pool.sharding, *[everywhere] * results) if results else pool.sharding
+    if reads_only:
+        outputs = (everywhere,) * results
+    mapped = jax.shard_map(
+        function,
+        mesh=grid.mesh,
+        in_specs=(partition_specs(layouts), pool.sharding.spec, *(a.sharding.spec for a in arguments)),
+        out_specs=jax.tree.map(lambda sharding: sharding.spec, outputs),
+        check_vma=False,
+    )
+    return compiled(name, mapped, [weights, pool, *arguments], donate=() if reads_only else (1,), out_shardings=outputs)
+
+
+def _struct(array: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)

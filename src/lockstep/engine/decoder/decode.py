@@ -1,0 +1,121 @@
+"""The decode program: many steps on pages reserved in advance, so that hosts meet the device once per launch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from lockstep.attention import Attention
+from lockstep.engine.decoder.transformer import Transformer
+from lockstep.engine.sampling.logprobs import top_logprobs
+from lockstep.engine.sampling.sampler import start_sampler
+from lockstep.models import DecoderWeights
+from lockstep.schedule import NULL_PAGE, Capacity, DecodeBatch
+
+
+def decode_function(
+    transformer: Transformer, sizes: Capacity, attention: Attention
+) -> Callable[..., tuple[Array, ...]]:
+    """The function that every device runs, inside ``shard_map`` over the decode grid.
+
+    It takes the weights' blocks, the replica's pool, the number of steps, and the arrays of a `DecodeBatch` with this
+    replica's entry alone. The number of steps is an argument: it never depends on how long one replica's answers are.
+
+    Returns:
+        A function that returns the pool and `num_results` arrays ``[replica, slot, step, ...]``, whole on every device:
+        tokens int32, -1 where a sequence had already ended; their log-probabilities float32 under the model, and under
+        the distribution that they were drawn from; ids and log-probabilities of the most probable tokens, where asked.
+    """
+    grid = transformer.grid
+    names = list(DecodeBatch.empty(sizes, 0).sampling.arrays())
+
+    def decode(weights: DecoderWeights, pool: Array, num_steps: Array, *plan: Array) -> tuple[Array, ...]:
+        weights = transformer.read_outer(weights)
+        token, position, remaining, page_table, stop_ids, draw, temperature, *rest = (argument[0] for argument in plan)
+        rows = jnp.arange(sizes.slots)
+        if sizes.idle_replicas:  # nothing in a step waits for another replica
+            num_steps = jnp.where(jnp.any(remaining > 0), num_steps, 0)
+        sampler, seen = start_sampler(
+            draw,
+            temperature,
+            stop_ids,
+            dict(zip(names, rest, strict=True)),
+            active=remaining > 0,
+            local_vocab=weights.embed.shape[0] if weights.lm_head is None else weights.lm_head.shape[1],
+            grid=grid,
+        )
+
+        def step(state: Any) -> Any:
+            index, cache, token, position, remaining, seen, results = state
+            active = remaining > 0
+            page = jnp.where(active, page_table[rows, position // sizes.page_size], NULL_PAGE)
+
+            def write(cache: Any, layer: Array, kv: Array) -> Any:
+                return attention.write(cache, layer, layer * transformer.pages + page, position, kv[:, 0])
+
+            def attend(cache: Any, layer: Array, q: Array) -> Array:
+                table = layer * transformer.pages + page_table
+                return attention.decode(q[:, 0], cache, layer, table, position, active)[:, None]
+
+            x = transformer.embed(weights, token[:, None])
+            x, cache = transformer.layers(weights.layers, x, cache, start=position, write=write, attend=attend)
+            logits = transformer.logits(weights, x[:, 0])
+            sampled = sampler.draw(logits, seen, position + 1)
+            found = [jnp.where(active, sampled.token, -1), sampled.logprob, sampled.sampled_logprob]
+            if sizes.top_logprobs:
+                found += top_logprobs(logits, sizes.top_logprobs, sampled, grid)
+            stopped = jnp.any(sampled.token[:, None] == stop_ids, axis=1)
+            return (
+                index + 1,
+                cache,
+                jnp.where(active, sampled.token, token),
+                jnp.where(active, position + 1, position),
+                jnp.where(active & ~stopped, remaining - 1, 0),
+                sampler.count(seen, sampled.token, active),
+                [result.at[:, index].set(one) for result, one in zip(results, found, strict=True)],
+            )
+
+        shape = (sizes.slots, sizes.steps)
+        results = [jnp.full(shape, -1, jnp.int32), jnp.zeros(shape), jnp.zeros(shape)]
+        if sizes.top_logprobs:
+            wide = (*shape, sizes.top_logprobs)
+            results += [jnp.zeros(wide, jnp.int32), jnp.zeros(wide)]
+        state = (
+            jnp.int32(0),
+            attention.begin_decode(pool, page_table, position, transformer.config.num_layers),
+            token,
+            position,
+            remaining,
+            seen,
+            results,
+        )
+        _, cache, _, _, _, _, results = jax.lax.while_loop(lambda state: state[0] < num_steps, step, state)
+        if grid.replica_axes:
+            results = [jax.lax.all_gather(result, grid.replica_axes) for result in results]
+        else:
+            results = [result[None] for result in results]
+        return attention.end_decode(cache), *results
+
+    return decode
+
+
+def num_results(sizes: Capacity) -> int:
+    """Arrays that the decode function returns beside the pool."""
+    return 5 if sizes.top_logprobs else 3
+
+
+def decode_arguments(plan: DecodeBatch) -> list[np.ndarray]:
+    """The arrays of a plan in the order of the decode function's arguments, without the number of steps."""
+    return [
+        plan.token,
+        plan.position,
+        plan.remaining,
+        plan.page_table,
+        plan.stop_ids,
+        plan.draw,
+        plan.temperature,
+        *plan.sampling.arrays().values(),
+    ]

@@ -1,0 +1,60 @@
+"""The prefill program: writes the K/V of prompt tokens, a page per row; computes no logits at all.
+
+The first token is sampled by the decode program from the prompt's last token, so prefill never needs the output layer.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from lockstep.attention import Attention
+from lockstep.engine.decoder.transformer import Transformer
+from lockstep.models import DecoderWeights
+from lockstep.schedule import NULL_PAGE, Capacity, PrefillBatch
+
+
+def prefill_function(transformer: Transformer, sizes: Capacity, attention: Attention) -> Callable[..., Array]:
+    """The function that every device runs, inside ``shard_map`` over the decode grid.
+
+    It takes the weights' blocks, the replica's pool, and this replica's entry of the arrays of a `PrefillBatch`.
+    Rows are whole pages: tokens beyond the prompt write numbers that no query can see before decode overwrites them.
+
+    Returns:
+        A function that returns the pool.
+    """
+
+    def prefill(
+        weights: DecoderWeights, pool: Array, tokens: Array, start: Array, page: Array, page_table: Array
+    ) -> Array:
+        tokens, start, page, page_table = (argument[0] for argument in (tokens, start, page, page_table))
+        weights = transformer.read_outer(weights)
+        rows = attention.arrange(start, page_table, page != NULL_PAGE)
+
+        def write(pool: Array, layer: Array, kv: Array) -> Array:
+            return attention.write_pages(pool, layer * transformer.pages + page, kv)
+
+        def attend(pool: Array, layer: Array, q: Array) -> Array:
+            return attention.prefill(q, pool, layer * transformer.pages, rows)
+
+        def fill(pool: Array) -> Array:
+            x = transformer.embed(weights, tokens)
+            return transformer.fill_cache(weights.layers, x, pool, start=start, write=write, attend=attend)
+
+        if not sizes.idle_replicas:
+            return fill(pool)
+        # A loop of at most one turn: it changes the pool in place, where a conditional would copy it.
+        todo = jnp.any(page != NULL_PAGE)
+        _, pool = jax.lax.while_loop(
+            lambda state: state[0], lambda state: (jnp.bool_(False), fill(state[1])), (todo, pool)
+        )
+        return pool
+
+    return prefill
+
+
+def prefill_arguments(plan: PrefillBatch) -> list[np.ndarray]:
+    """The arrays of a plan in the order of the prefill function's arguments."""
+    return [plan.tokens, plan.start, plan.page, plan.page_table]

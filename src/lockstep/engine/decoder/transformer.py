@@ -1,0 +1,225 @@
+"""A Llama-family transformer over a paged cache, written for one device of a replica (inside ``shard_map``)."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from lockstep.attention import Heads, Scores
+from lockstep.models.config import LlamaConfig, rotary_frequencies
+from lockstep.models.weights import DecoderWeights, LayerWeights
+from lockstep.placement.decode_mesh import DecodeMesh
+from lockstep.placement.leaf_layout import LayoutTree, drop_layers, read, read_outer
+
+type Write[Cache] = Callable[[Cache, Array, Array], Cache]
+type Attend[Cache] = Callable[[Cache, Array, Array], Array]
+type RopeAngles = tuple[Array, Array]
+"""Cosines and sines of the rotary angles, ``[sequence, query, half_head]``."""
+
+
+def device_heads(config: LlamaConfig, grid: DecodeMesh) -> Heads:
+    """Attention heads of one device."""
+    return Heads(
+        kv_heads=config.num_kv_heads // grid.tensor,
+        group=config.q_heads_per_group,
+        head_size=config.head_size,
+        scores=Scores(soft_cap=config.variant.attention_soft_cap, window=config.variant.sliding_window),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Transformer:
+    """The static part of the model: shapes, and where the weights lie.
+
+    Args:
+        config: of the model.
+        grid: the decode grid.
+        layouts: of the weights that the programs are given; read layer by layer.
+        pages: pages per layer in a replica's pool.
+        vocab_size: token ids that may be sampled; the embedding may have more rows.
+    """
+
+    config: LlamaConfig
+    grid: DecodeMesh
+    layouts: LayoutTree
+    pages: int
+    vocab_size: int
+
+    def read_outer(self, weights: DecoderWeights) -> DecoderWeights:
+        """Embedding, final norm and output layer as this device needs them; ``layers`` untouched."""
+        return read_outer(self.layouts, weights)
+
+    def embed(self, weights: DecoderWeights, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch embed"]:
+        """Rows of the embedding; each device of a replica holds a part of the vocabulary."""
+        table, scale = weights.embed, self.config.variant.embed_scale
+        if self.grid.tensor == 1:
+            x = table[tokens]
+        else:
+            local = tokens - jax.lax.axis_index(self.grid.tensor_axes) * table.shape[0]
+            mine = (local >= 0) & (local < table.shape[0])
+            x = self._sum(jnp.where(mine[..., None], table[jnp.where(mine, local, 0)], 0))
+        return self._norm(x if scale is None else x * jnp.asarray(scale, x.dtype), weights.embed_norm)
+
+    def logits(self, weights: DecoderWeights, x: Float[Array, "slot embed"]) -> Float[Array, "slot local_vocab"]:
+        """Float32 logits of this device's part of the vocabulary; -inf beyond ``vocab_size``."""
+        x = self._norm(x, weights.final_norm)
+        if weights.lm_head is None:
+            logits = jnp.einsum("sd,vd->sv", x, weights.embed, preferred_element_type=jnp.float32)
+        else:
+            logits = jnp.einsum("sd,dv->sv", x, weights.lm_head, preferred_element_type=jnp.float32)
+        cap = self.config.variant.logit_soft_cap
+        logits = logits if cap is None else cap * jnp.tanh(logits / cap)
+        first = jax.lax.axis_index(self.grid.tensor_axes) * logits.shape[1] if self.grid.tensor > 1 else 0
+        return jnp.where(first + jnp.arange(logits.shape[1]) < self.vocab_size, logits, -jnp.inf)
+
+    def layers[Cache](
+        self,
+        weights: LayerWeights,
+        x: Float[Array, "sequence query embed"],
+        cache: Cache,
+        *,
+        start: Int[Array, " sequence"],
+        write: Write[Cache],
+        attend: Attend[Cache],
+    ) -> tuple[Float[Array, "sequence query embed"], Cache]:
+        """Runs all layers over consecutive positions of each sequence, adding their K/V to the cache.
+
+        Args:
+            weights: this device's blocks of the stacked layers.
+            x: embedded tokens; query ``i`` stands at position ``start + i``.
+            cache: K/V of all layers in whatever form ``write`` and ``attend`` keep it.
+            start: position of the first query of each sequence.
+            write: ``write(cache, layer, kv)`` puts ``kv`` ``[sequence, query, 2 * kv_heads, head]`` into the cache.
+            attend: ``attend(cache, layer, q)`` gives what ``q`` ``[sequence, query, kv_head, group, head]`` finds.
+
+        Returns:
+            The residual stream, and the cache.
+        """
+        angles = self._rope_angles(x, start)
+
+        def layer(index: Array, carry: tuple[Array, Cache]) -> tuple[Array, Cache]:
+            x, cache = carry
+            w = self._layer(weights, index)
+            q, kv = self._project(w, x, angles)
+            cache = write(cache, index, kv)
+            attended = attend(cache, index, q)
+            out = self._sum(attended.reshape(*x.shape[:2], -1) @ w.o.reshape(-1, x.shape[-1]))
+            x = x + self._norm(out, w.attn_post_norm)
+            hidden = self._hidden(w, self._norm(x, w.mlp_norm))
+            return x + self._norm(self._sum(hidden @ w.down), w.mlp_post_norm), cache
+
+        return jax.lax.fori_loop(0, self.config.num_layers, layer, (x, cache))
+
+    def fill_cache[Cache](
+        self,
+        weights: LayerWeights,
+        x: Float[Array, "sequence query embed"],
+        cache: Cache,
+        *,
+        start: Int[Array, " sequence"],
+        write: Write[Cache],
+        attend: Attend[Cache],
+    ) -> Cache:
+        """`layers` for the cache alone: of the last layer nothing but K/V is computed."""
+        last = self.config.num_layers - 1
+        most = dataclasses.replace(self, config=dataclasses.replace(self.config, num_layers=last))
+        x, cache = most.layers(weights, x, cache, start=start, write=write, attend=attend)
+        _, kv = self._project(self._layer(weights, jnp.int32(last)), x, self._rope_angles(x, start))
+        return write(cache, jnp.int32(last), kv)
+
+    def _layer(self, weights: LayerWeights, index: Array) -> LayerWeights:
+        """One layer's weights as this device needs them. Indexed inside a loop, they are read where they lie."""
+        stored = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), weights)
+        one: LayerWeights = read(drop_layers(self.layouts.layers), stored)
+        return one
+
+    def _rope_angles(self, x: Array, start: Array) -> RopeAngles:
+        positions = start[:, None] + jnp.arange(x.shape[1])
+        angles = positions[..., None].astype(jnp.float32) * rotary_frequencies(self.config)
+        return jnp.cos(angles), jnp.sin(angles)
+
+    def _project(self, w: LayerWeights, x: Array, angles: RopeAngles) -> tuple[Array, Array]:
+        """Queries, and K and V interleaved by head, turned to their positions."""
+        h = self._norm(x, w.attn_norm)
+        kv_head = (self.config.num_kv_heads // self.grid.tensor, self.config.head_size)
+        q_head = (kv_head[0], self.config.q_heads_per_group, kv_head[1])
+        q, k, v = (
+            _linear(h, w.q, w.q_bias, q_head),
+            _linear(h, w.k, w.k_bias, kv_head),
+            _linear(h, w.v, w.v_bias, kv_head),
+        )
+        q, k = self._norm(q, w.q_norm), self._norm(k, w.k_norm)
+        if w.q_wide_norm is not None and w.k_wide_norm is not None:
+            q, k = self._wide_norm(q, w.q_wide_norm), self._wide_norm(k, w.k_wide_norm)
+        q, k = rotate(q, *(t[:, :, None, None] for t in angles)), rotate(k, *(t[:, :, None] for t in angles))
+        scale = self.config.variant.attention_scale
+        q = q if scale is None else q * jnp.asarray(scale * q.shape[-1] ** 0.5, q.dtype)
+        return q, jnp.stack([k, v], axis=3).reshape(*k.shape[:2], -1, k.shape[-1])
+
+    def _hidden(self, w: LayerWeights, h: Array) -> Array:
+        """What the MLP projects down."""
+        up = h @ w.up
+        if w.gate is not None:
+            return ACTIVATIONS[self.config.variant.activation](h @ w.gate) * up
+        parameters = (w.xielu_p, w.xielu_n, w.xielu_beta, w.xielu_eps)
+        return xielu(up, *(p for p in parameters if p is not None))
+
+    def _norm(self, x: Array, scale: Array | None) -> Array:
+        """RMSNorm where there is one."""
+        if scale is None:
+            return x
+        return rms_norm(x, scale, self.config.layer_norm_epsilon, plus_one=self.config.variant.norm_plus_one)
+
+    def _wide_norm(self, x: Array, scale: Array) -> Array:
+        """RMSNorm over all heads of all devices of the replica."""
+        wide = x.astype(jnp.float32)
+        heads = range(x.ndim - scale.ndim, x.ndim)
+        mean = self._sum(jnp.sum(wide * wide, axis=tuple(heads), keepdims=True)) / (scale.size * self.grid.tensor)
+        return (wide * jax.lax.rsqrt(mean + self.config.layer_norm_epsilon)).astype(x.dtype) * scale
+
+    def _sum(self, part: Array) -> Array:
+        return jax.lax.psum(part, self.grid.tensor_axes) if self.grid.tensor > 1 else part
+
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+}
+"""Of the gated MLP, by `Variant.activation`."""
+
+
+def xielu(x: Array, p: Array, n: Array, beta: Array, eps: Array) -> Array:
+    """The activation of Apertus (Huang & Schlag 2024, https://arxiv.org/abs/2411.13010); its parameters are scalars."""
+    p, n = jax.nn.softplus(p), beta + jax.nn.softplus(n)
+    negative = (jnp.expm1(jnp.minimum(x, eps)) - x) * n + beta * x
+    return jnp.where(x > 0, p * x * x + beta * x, negative).astype(x.dtype)
+
+
+def rms_norm(
+    x: Float[Array, "... width"], scale: Float[Array, " width"], epsilon: float, *, plus_one: bool = False
+) -> Float[Array, "... width"]:
+    """Root-mean-square normalisation in float32 (Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467, eq. 4)."""
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
+    if plus_one:
+        return (wide * (1 + scale.astype(jnp.float32))).astype(x.dtype)
+    return wide.astype(x.dtype) * scale
+
+
+def rotate(
+    x: Float[Array, "... head"], cos: Float[Array, "... half"], sin: Float[Array, "... half"]
+) -> Float[Array, "... head"]:
+    """Rotary position embedding in float32, half-split as in Hugging Face (https://arxiv.org/abs/2104.09864)."""
+    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
+
+
+def _linear(x: Array, weight: Array, bias: Array | None, out: tuple[int, ...]) -> Array:
+    """``x @ weight`` with the weight's other axes flattened: one plain matrix product on every backend."""
+    flat = x @ weight.reshape(weight.shape[0], -1)
+    return (flat if bias is None else flat + bias.reshape(-1)).reshape(*x.shape[:-1], *out)

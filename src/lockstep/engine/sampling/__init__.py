@@ -1,0 +1,1 @@
+"""From logits to tokens: filters, penalties, draws that depend on no layout."""

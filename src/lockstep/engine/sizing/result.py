@@ -1,0 +1,168 @@
+"""What was chosen, layout and capacities, and why: in numbers for programs, in words for people."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from lockstep.engine.config import EngineConfig, Layout
+from lockstep.engine.sizing.cost_model import Estimate
+from lockstep.engine.sizing.demand import Demand
+from lockstep.engine.sizing.memory_model import Footprint
+from lockstep.schedule import Capacity
+from lockstep.units import bytes_text
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One layout that was considered.
+
+    Args:
+        layout: ``training`` or ``{tensor: N}``.
+        wanted: sizes for the requests and the caps, whatever memory there is.
+        sizes: that fit; None if not even one sequence does.
+        footprint: predicted, of ``sizes``; of the smallest that could be, if none fit.
+        estimate: predicted seconds; None if nothing fits.
+    """
+
+    layout: Layout
+    wanted: Capacity
+    sizes: Capacity | None
+    footprint: Footprint
+    estimate: Estimate | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizing:
+    """Layout and capacities in use; the same on every host.
+
+    Args:
+        layout: ``training`` or ``{tensor: N}``.
+        wanted: sizes for the requests and the caps, whatever memory there is.
+        sizes: in use.
+        reasons: for each capacity by its name in `EngineConfig`, its value and what bounds it: ``all requests fit``,
+            ``cap given``, ``default`` or ``memory``, or the other capacity that does.
+        predicted: bytes per device, before anything was compiled.
+        compiled: the same by the compiler's memory analysis; None before.
+        free: bytes on the fullest device of all hosts, before the engine took any.
+        utilization: share of ``free`` that may be used.
+        max_prompts: prompts that the scheduler holds at a time.
+        estimate: predicted seconds.
+        considered: all layouts that were compared, the chosen one included.
+        chip: whose numbers the prediction used.
+        kv_dtype: of the KV cache.
+        attention: what it is, in words.
+    """
+
+    layout: Layout
+    wanted: Capacity
+    sizes: Capacity
+    reasons: Mapping[str, tuple[int, str]]
+    predicted: Footprint
+    compiled: Footprint | None
+    free: int
+    utilization: float
+    max_prompts: int
+    estimate: Estimate
+    considered: tuple[Choice, ...]
+    chip: str
+    kv_dtype: str
+    attention: str
+
+    @property
+    def budget(self) -> int:
+        """Bytes per device that may be used."""
+        return int(self.free * self.utilization)
+
+    @property
+    def headroom(self) -> int:
+        """Bytes per device that stay free at the moment of worst use."""
+        return self.free - (self.compiled or self.predicted).total
+
+    def describe(self) -> str:
+        """A few lines: where the bytes go, what bounds each capacity, which layouts were compared."""
+        need = self.compiled or self.predicted
+        source = "by the compiler" if self.compiled else "predicted"
+        text = bytes_text
+        replicas = f"{len(self.sizes.active_replicas)} replicas" + f" of {self.sizes.replicas}" * bool(
+            self.sizes.idle_replicas
+        )
+        lines = [
+            f"layout {layout_text(self.layout)}, {replicas}, {self.sizes.slots} sequences in each",
+            f"memory per device, {source}: {text(need.weights)} decode weights, {text(need.pool)} KV cache in "
+            f"{self.kv_dtype}, {text(need.temporaries)} temporaries, {text(need.reshard)} while weights move; "
+            f"{text(need.total)} at the worst moment of {text(self.budget)} (hbm_utilization {self.utilization:g} of "
+            f"the {text(self.free)} free on the fullest device of all hosts); {text(self.headroom)} stay free",
+        ]
+        if self.compiled:
+            lines[-1] += f"; {bytes_text(self.predicted.total)} were predicted"
+        lines.append(f"attention: {self.attention}")
+        lines += [f"  {name} {value}: {why}" for name, (value, why) in self.reasons.items()]
+        lines.append(f"predicted with the numbers of {self.chip}, at best:")
+        for choice in self.considered:
+            mark = "*" if choice.layout == self.layout else " "
+            lines.append(f"{mark} {layout_text(choice.layout)}: {_outlook(choice)}")
+        return "\n".join(lines)
+
+
+def _outlook(choice: Choice) -> str:
+    if choice.estimate is None or choice.sizes is None:
+        return f"does not fit: one sequence needs {bytes_text(choice.footprint.total)} per device"
+    found = choice.estimate
+    return (
+        f"{1e3 * found.step_s:.3g} ms per step of {found.active:.4g} sequences ({1e3 * found.memory_s:.3g} ms memory, "
+        f"{1e3 * found.compute_s:.3g} ms compute, {1e3 * found.collectives_s:.3g} ms collectives), "
+        f"{1e3 * found.reshard_s:.3g} ms to move the weights, {found.active / found.step_s:.4g} tokens/s, "
+        f"{found.total_s:.3g} s in all, {bytes_text(choice.footprint.total)} per device"
+    )
+
+
+def reasons(
+    config: EngineConfig,
+    wanted: Capacity,
+    sizes: Capacity,
+    demand: Demand,
+    prompt_rows: int,
+    max_prompts: int,
+    num_prompts: int,
+) -> dict[str, tuple[int, str]]:
+    """What bounds each capacity.
+
+    Args:
+        config: with the caps.
+        wanted: sizes for the requests and the caps.
+        sizes: in use.
+        demand: of the requests.
+        prompt_rows: pages of prompt tokens of all slots.
+        max_prompts: that the scheduler holds at a time.
+        num_prompts: of the requests.
+    """
+    page = sizes.page_size
+    # Name in the configuration, value, value if there were memory, value that the requests would need, in its unit.
+    every = (
+        ("max_seqs", sizes.sequences, wanted.sequences, demand.sequences),
+        ("max_pages", sizes.pages, wanted.pages, sizes.slots * min(demand.longest, sizes.pages_per_sequence) + 1),
+        ("max_prefill_size", sizes.prefill_rows * page, wanted.prefill_rows * page, prompt_rows * page),
+        ("max_steps_per_launch", sizes.steps, wanted.steps, demand.new_tokens),
+    )
+    found = {}
+    for name, value, roomy, need in every:
+        if value < roomy and value < need:
+            why = "memory"
+        elif value >= need:
+            why = "all requests fit"
+        else:
+            why = "default" if getattr(config, name) is None else "cap given"
+        found[name] = (value, why)
+    count, why = found["max_seqs"]
+    if why in ("default", "cap given") and config.max_prompts_per_batch and count != config.max_seqs:
+        found["max_seqs"] = (count, "max_prompts_per_batch")
+    if max_prompts >= num_prompts:
+        why = "all requests fit"
+    else:
+        why = "fills max_seqs twice" if config.max_prompts_per_batch is None else "cap given"
+    found["max_prompts_per_batch"] = (min(max_prompts, num_prompts), why)
+    return found
+
+
+def layout_text(layout: Layout) -> str:
+    """As one writes it in a configuration."""
+    return layout if isinstance(layout, str) else f"{{{', '.join(f'{name}: {n}' for name, n in layout.items())}}}"

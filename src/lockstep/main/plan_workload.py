@@ -1,0 +1,253 @@
+"""What each command's configuration asks of the devices, for `lockstep plan`."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from lockstep.batch_inference import SampleConfig
+from lockstep.engine import EngineConfig
+from lockstep.errors import ConfigError, PromptError
+from lockstep.main.run import RunConfig
+from lockstep.main.train_grpo import TrainGrpoConfig
+from lockstep.main.train_lm import TrainLmConfig
+from lockstep.main.train_simpo import TrainSimpoConfig
+from lockstep.models import LlamaConfig, find_preset, load_config, read_hf_config
+from lockstep.plan.infeasibility import Infeasibility
+from lockstep.plan.workload import SamplingWork, TrainingWork, Work
+from lockstep.text import Prompt, encode, load_tokenizer, read_prompts
+from lockstep.training import lm_loss
+from lockstep.types import Request, SamplingParams
+
+type Trains = TrainLmConfig | TrainSimpoConfig | TrainGrpoConfig
+
+CONFIGS: Final[dict[str, type[Any]]] = {
+    "train-lm": TrainLmConfig,
+    "train-simpo": TrainSimpoConfig,
+    "train-grpo": TrainGrpoConfig,
+    "sample": SampleConfig,
+}
+"""The configuration of each command that can be planned."""
+
+CHAT_TOKENS: Final = 64
+"""Tokens that a chat template may add to a message."""
+
+GSM8K_PROMPT: Final = 256
+"""Tokens of a question with its chat template: the longest of GSM8K has about 240."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A model's shape and where it was found."""
+
+    config: LlamaConfig
+    vocab_size: int
+    source: str
+
+
+def work_of(command: str, config: Any, model: str | None = None) -> Work:
+    """Describe a configuration's work.
+
+    Args:
+        command: that it belongs to.
+        config: its configuration.
+        model: name or checkpoint that replaces the configuration's own.
+
+    Raises:
+        ConfigError: the model's shape cannot be found, or values do not go together.
+    """
+    if isinstance(config, SampleConfig):
+        return _sampler(command, config, model)
+    assert isinstance(config, RunConfig)
+    notes: list[str] = []
+    key = "initialize_from_hf" if config.initialize_from_hf else "model"
+    shape = _shape(model or config.initialize_from_hf, config.model, config.tokenizer, key)
+    notes.append(f"model shape: {shape.source}")
+    if not isinstance(config, TrainLmConfig | TrainSimpoConfig | TrainGrpoConfig):
+        raise ConfigError(f"{type(config).__name__} cannot be planned.")
+    config, refusals = _rows_of(config, shape.config.max_seq_len)
+    columns = config.data.columns(shape.config.max_seq_len)
+    precision = config.trainer.precision
+    sampling: list[SamplingWork] = []
+    rows, per_row, reference = "sequences", 1, False
+    if isinstance(config, TrainSimpoConfig):
+        loss: Any = config.objective
+        rows, per_row = "pairs", 2
+    elif isinstance(config, TrainGrpoConfig):
+        loss, rows, reference = config.objective, "answers", config.kl_coefficient > 0
+        if reference:
+            columns["reference_logprobs"] = columns["old_logprobs"]
+        sampling.append(_rollout(config, shape, precision.compute.name, notes))
+    else:
+        loss = lm_loss
+    if config.inference_eval.enabled:
+        samples = config.inference_eval
+        params = samples.sampling_params(tuple(samples.stop_token_ids or ()))
+        lengths = _lengths("inference_eval", samples.prompts, config.tokenizer, samples.max_seq_len, params, notes)
+        sampling.append(
+            SamplingWork(
+                name="inference_eval",
+                engine=samples.engine_config(precision.compute.name),
+                engine_block="inference_eval",
+                # Those of a round; where prompts are drawn, the longest, as in the run.
+                requests=_requests(sorted(lengths, reverse=True)[: samples.prompts_per_round], params),
+            )
+        )
+    return Work(
+        command=command,
+        model=shape.config,
+        model_key=key,
+        vocab_size=shape.vocab_size,
+        mesh_shape=config.trainer.mesh_shape,
+        dtype=precision.param.name,
+        training=TrainingWork(
+            trainer=config.trainer,
+            optimizer=config.optimizer,
+            loss=loss,
+            columns=columns,
+            rows=rows,
+            sequences_per_row=per_row,
+            reference=reference,
+        ),
+        sampling=sampling,
+        hosts=config.trainer.distributed.require_process_count,
+        notes=tuple(notes),
+        refusals=refusals,
+    )
+
+
+def _rows_of(config: Trains, most: int) -> tuple[Trains, tuple[Infeasibility, ...]]:
+    """The configuration with rows that the model takes, and why not those that were asked for."""
+    try:
+        config.data.row_length(most)
+    except ConfigError as error:
+        given = config.data.max_seq_len
+        data: Any = dataclasses.replace(config.data, max_seq_len=most)
+        return dataclasses.replace(config, data=data), (
+            Infeasibility(key="data.max_seq_len", value=given, largest=most, text=str(error)),
+        )
+    return config, ()
+
+
+def _sampler(command: str, config: SampleConfig, model: str | None) -> Work:
+    notes: list[str] = []
+    shape = _shape(model or config.source, None, config.tokenizer or config.source, "hf_checkpoint")
+    notes.append(f"model shape: {shape.source}")
+    params = config.sampling_params(tuple(config.stop_token_ids or ()), 0)
+    tokenizer = config.tokenizer or config.source
+    lengths = _lengths("", config.prompts, tokenizer, config.engine.max_seq_len, params, notes)
+    if config.max_prompts_per_batch is not None:
+        lengths = sorted(lengths, reverse=True)[: config.max_prompts_per_batch]
+    hosts = config.trainer.distributed.require_process_count
+    one_host = config.inference_mode == "host_data_parallel"
+    if one_host and hosts:
+        lengths = sorted(lengths, reverse=True)[: -(-len(lengths) // hosts)]
+        notes.append(f"a host answers {len(lengths)} prompts, its share of those of {hosts} hosts")
+    dtype = config.engine.dtype or "bfloat16"
+    engine: EngineConfig = dataclasses.replace(config.engine, dtype=dtype)
+    if config.engine.dtype is None:
+        notes.append("the checkpoint is taken to be stored in bfloat16; engine.dtype says otherwise")
+    return Work(
+        command=command,
+        model=shape.config,
+        model_key="hf_checkpoint" if config.hf_checkpoint else "checkpoint_path",
+        vocab_size=shape.vocab_size,
+        mesh_shape=config.trainer.mesh_shape,
+        dtype=dtype,
+        training=None,
+        sampling=[SamplingWork(name="", engine=engine, engine_block="engine", requests=_requests(lengths, params))],
+        one_host=one_host,
+        hosts=hosts,
+        notes=tuple(notes),
+    )
+
+
+def _rollout(config: TrainGrpoConfig, shape: Shape, dtype: str, notes: list[str]) -> SamplingWork:
+    """The rollouts of one step: a group of answers to each question."""
+    rollout = config.rollout
+    length = config.data.row_length(shape.config.max_seq_len)
+    prompt = min(length - rollout.max_new_tokens, GSM8K_PROMPT)
+    count = config.trainer.train_batch_size // rollout.n_generations
+    notes.append(f"rollout: {count} questions of {prompt} tokens, {rollout.n_generations} answers to each")
+    return SamplingWork(
+        name="rollout",
+        engine=rollout.engine_config(dtype, length),
+        engine_block="rollout",
+        requests=_requests([prompt] * count, rollout.sampling_params(())),
+    )
+
+
+def _shape(source: str | None, model: Any, tokenizer: str | None, key: str) -> Shape:
+    """Of the ``model`` block, of a checkpoint that can be read, or of a well-known one by its name."""
+    if source is None:
+        assert isinstance(model, LlamaConfig)
+        assert tokenizer is not None
+        if not Path(tokenizer).expanduser().is_dir():
+            known = find_preset(tokenizer)
+            if known is None:
+                raise ConfigError(
+                    f"the vocabulary of tokenizer {tokenizer!r} is not known here. Give a directory that holds the "
+                    "tokenizer: --tokenizer DIRECTORY."
+                )
+            return Shape(config=model, vocab_size=known.vocab_size, source="the model block")
+        largest = max(load_tokenizer(tokenizer).get_vocab().values())
+        return Shape(config=model, vocab_size=largest + 1, source="the model block")
+    if (Path(source).expanduser() / "config.json").is_file():
+        path = Path(source).expanduser()
+        return Shape(
+            config=load_config(path), vocab_size=int(read_hf_config(path)["vocab_size"]), source=f"{path}/config.json"
+        )
+    known = find_preset(source)
+    if known is not None:
+        name = source.rstrip("/").rpartition("/")[2]
+        return Shape(config=known.config, vocab_size=known.vocab_size, source=f"as published, by the name {name}")
+    if "://" in source:
+        config = load_config(source)
+        return Shape(config=config, vocab_size=int(read_hf_config(source)["vocab_size"]), source=source)
+    raise ConfigError(
+        f"{key} is {source!r}, which is neither a directory with a config.json nor a checkpoint whose shape is known. "
+        "Copy its config.json here and give --model DIRECTORY, or --model with the name of one of the same shape, such "
+        "as --model Llama-3.1-8B."
+    )
+
+
+def _lengths(
+    block: str,
+    source: Any,
+    tokenizer: str,
+    max_seq_len: int | None,
+    params: SamplingParams,
+    notes: list[str],
+) -> list[int]:
+    """Tokens of each prompt: counted where the tokenizer is here, else at most."""
+    key = f"{block}.prompts" if block else "prompts"
+    room = None if max_seq_len is None else max_seq_len - params.max_new_tokens
+    try:
+        prompts = read_prompts(source)
+    except PromptError as error:
+        if not (isinstance(source, str) and "://" in source and room):
+            raise
+        notes.append(f"{key}: {source} cannot be read here; taken as 64 prompts of {room} tokens ({error})")
+        return [room] * 64
+    if Path(tokenizer).expanduser().is_dir():
+        encoded = encode(
+            load_tokenizer(tokenizer), prompts, max_seq_len=max_seq_len, max_new_tokens=params.max_new_tokens
+        )
+        return [len(tokens) for tokens in encoded]
+    lengths = [_at_most(prompt) for prompt in prompts]
+    if room is not None:
+        lengths = [min(length, max(room, 1)) for length in lengths]
+    notes.append(
+        f"{key}: tokenizer {tokenizer} is not a directory here; a prompt counts as its UTF-8 bytes (at most "
+        f"{max(lengths)} tokens), which is more than it has"
+    )
+    return lengths
+
+
+def _at_most(prompt: Prompt) -> int:
+    extra = 1 if prompt.messages is None else CHAT_TOKENS * len(prompt.messages)
+    return len(prompt.shown.encode()) + extra
+
+
+def _requests(lengths: Sequence[int], params: SamplingParams) -> list[Request]:
+    return [Request(prompt_id=i, prompt_tokens=(0,) * length, params=params) for i, length in enumerate(lengths)]

@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints: their configurations, names, files, in and out."""

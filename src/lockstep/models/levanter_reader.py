@@ -1,0 +1,367 @@
+"""Reads Levanter's language models: by reference, whatever order, stacking or adapter their weights have."""
+
+import dataclasses
+import math
+import operator
+import string
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import haliax.nn as hnn
+import jax.numpy as jnp
+from haliax import NamedArray
+from haliax.nn.mup import LinearStandardParam
+from haliax.nn.scan import BlockSeq, Stacked
+from haliax.quantization import DefaultDotGeneralOp
+from jaxtyping import Array
+from levanter.adaptor.lora import LoraLinear
+from levanter.dpo import DpoModel
+from levanter.layers.attention import Attention
+from levanter.layers.rotary import DefaultRotaryEmbeddingsConfig, Llama3RotaryEmbeddingsConfig
+from levanter.models.apertus import ApertusLMHeadModel
+from levanter.models.gemma import Gemma2LMHeadModel, Gemma3LMHeadModel, GemmaLMHeadModel
+from levanter.models.llama import LlamaLMHeadModel
+from levanter.models.lm_model import LmHeadModel
+from levanter.models.mistral import MistralLMHeadModel
+from levanter.models.olmo import Olmo2Attention, Olmo2LMHeadModel
+from levanter.models.qwen import QwenConfig, QwenLMHeadModel
+
+from lockstep.models.config import Activation, Llama3Scaling, LlamaConfig, RotaryConfig, Variant
+from lockstep.models.reader import UnreadableModelError, read_decoder, register_reader
+from lockstep.models.weights import DecoderWeights, LayerWeights
+from lockstep.placement.lazy_weight import LazyWeight, axis_specs, resharded, view
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "relu": "relu",
+}
+"""Of a gated MLP: Levanter's names and ours."""
+QUERY, KV = "kv_head q_heads_per_group head_size", "kv_head head_size"
+
+
+@register_reader(LmHeadModel)
+def _refuse(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
+    supported = sorted(cls.__name__ for cls in read_decoder.registry if cls.__module__.startswith("levanter.models."))
+    supported.remove(LmHeadModel.__name__)
+    experts = any(getattr(model.config, name, 0) for name in ("n_routed_experts", "num_experts"))
+    why = ": the decoder has no experts" if experts else ""
+    raise UnreadableModelError(
+        f"Levanter's {type(model).__name__} cannot be read{why}; supported are {', '.join(supported)} and their "
+        "subclasses. Train one of these, or register a reader for the class with lockstep.models.register_reader."
+    )
+
+
+@register_reader(DpoModel)
+def _read_policy(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
+    return read_decoder(model.policy)
+
+
+@register_reader(LlamaLMHeadModel)
+@register_reader(MistralLMHeadModel)
+@register_reader(QwenLMHeadModel)
+def _read_llama(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
+    layers = _Layers(model)
+    norms = layers.norms(attn_norm="input_layernorm", mlp_norm="post_attention_layernorm")
+    norms["attn_post_norm"] = layers.norm(lambda layer: getattr(layer, "post_attn_layernorm", None))
+    norms["mlp_post_norm"] = layers.norm(lambda layer: getattr(layer, "post_mlp_layernorm", None))
+    variant = Variant(
+        activation=_activation(model),
+        post_norm=norms["attn_post_norm"] is not None,
+        embed_norm=model.embeddings.norm is not None,
+    )
+    return _read(model, layers, norms | _gated_mlp(layers), variant)
+
+
+@register_reader(GemmaLMHeadModel)
+def _read_gemma(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
+    layers = _Layers(model)
+    norms = layers.norms(attn_norm="input_layernorm", mlp_norm="post_attention_layernorm")
+    return _read(model, layers, norms | _gated_mlp(layers), _gemma(model, post_norm=False))
+
+
+@register_reader(Gemma2LMHeadModel)
+@register_reader(Gemma3LMHeadModel)
+def _read_gemma2(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
+    layers = _Layers(model)
+    norms = layers.norms(
+        attn_norm="input_layernorm",
+        attn_post_norm="post_attention_layernorm",
+        mlp_norm="pre_feedforward_layernorm",
+        mlp_post_norm="post_feedforward_layernorm",
+    )
+    return _read(model, layers, norms | _gated_mlp(layers), _gemma(model, post_norm=True))
+
+
+@register_reader(Olmo2LMHeadModel)
+def _read_olmo2(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
+    layers = _Layers(model)
+    norms = layers.norms(attn_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm")
+    variant = Variant(activation=_activation(model), pre_norm=False, post_norm=True, wide_qk_norm=True)
+    return _read(model, layers, norms | _gated_mlp(layers), variant)
+
+
+@register_reader(ApertusLMHeadModel)
+def _read_apertus(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
+    layers = _Layers(model)
+    weights = layers.norms(attn_norm="attention_layernorm", mlp_norm="feedforward_layernorm") | {
+        "up": layers.weight(lambda layer: layer.mlp.up_proj, "embed mlp"),
+        "down": layers.weight(lambda layer: layer.mlp.down_proj, "mlp embed"),
+        "xielu_p": layers.array(lambda layer: layer.mlp.act_fn.alpha_p, ""),
+        "xielu_n": layers.array(lambda layer: layer.mlp.act_fn.alpha_n, ""),
+        "xielu_beta": layers.array(lambda layer: layer.mlp.act_fn.beta, ""),
+        "xielu_eps": layers.array(lambda layer: layer.mlp.act_fn.eps, ""),
+    }
+    return _read(model, layers, weights, Variant(activation="xielu"))
+
+
+def _read(
+    model: Any, layers: "_Layers", weights: dict[str, Any], variant: Variant
+) -> tuple[LlamaConfig, DecoderWeights]:
+    """What all families have in common: attention, embedding and output layer."""
+    attention = layers.first.self_attn
+    if type(attention) not in (Attention, Olmo2Attention):
+        raise _unreadable(model, f"its attention is {type(attention).__name__}", "Attention and Olmo2Attention")
+    shape = attention.config
+    variant = dataclasses.replace(
+        variant,
+        attention_scale=shape.scaling_factor,
+        attention_soft_cap=shape.logits_soft_cap,
+        sliding_window=shape.sliding_window,
+    )
+    norm = "_wide_norm" if variant.wide_qk_norm else "_norm"
+    q_axes, k_axes = (QUERY, KV) if variant.wide_qk_norm else ("head_size", "head_size")
+    config = LlamaConfig(
+        max_seq_len=_max_seq_len(model.config),
+        hidden_dim=shape.Embed.size,
+        intermediate_dim=_base(layers.first.mlp.up_proj).Out.size,
+        num_layers=layers.count,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_size,
+        layer_norm_epsilon=model.transformer.norm.eps,
+        rope=_rope(model, shape.rope),
+        tie_word_embeddings=model.lm_head is None,
+        qkv_bias=_base(attention.q_proj).bias is not None,
+        qk_norm=shape.qk_norm is not None,
+        variant=variant,
+    )
+    stacked = LayerWeights(
+        **weights,
+        q=layers.weight(lambda layer: layer.self_attn.q_proj, f"embed {QUERY}", bias=True),
+        k=layers.weight(lambda layer: layer.self_attn.k_proj, f"embed {KV}", bias=True),
+        v=layers.weight(lambda layer: layer.self_attn.v_proj, f"embed {KV}", bias=True),
+        o=layers.weight(lambda layer: layer.self_attn.o_proj, "heads head_size embed"),
+        q_bias=layers.array(lambda layer: _base(layer.self_attn.q_proj).bias, QUERY),
+        k_bias=layers.array(lambda layer: _base(layer.self_attn.k_proj).bias, KV),
+        v_bias=layers.array(lambda layer: _base(layer.self_attn.v_proj).bias, KV),
+        **{f"q{norm}": layers.norm(lambda layer: layer.self_attn.q_norm, q_axes)},
+        **{f"k{norm}": layers.norm(lambda layer: layer.self_attn.k_norm, k_axes)},
+    )
+    outer = _Layers(model, outer=True)
+    return config, DecoderWeights(
+        embed=outer.array(lambda model: model.embeddings.token_embeddings.weight, "vocab embed"),
+        layers=stacked,
+        final_norm=outer.norm(lambda model: model.transformer.norm),
+        lm_head=outer.weight(lambda model: model.lm_head, "embed vocab"),
+        embed_norm=outer.norm(lambda model: getattr(model.embeddings, "norm", None)),
+    )
+
+
+def _gated_mlp(layers: "_Layers") -> dict[str, Any]:
+    return {
+        "gate": layers.weight(lambda layer: layer.mlp.gate_proj, "embed mlp"),
+        "up": layers.weight(lambda layer: layer.mlp.up_proj, "embed mlp"),
+        "down": layers.weight(lambda layer: layer.mlp.down_proj, "mlp embed"),
+    }
+
+
+def _gemma(model: Any, *, post_norm: bool) -> Variant:
+    return Variant(
+        activation=_activation(model),
+        post_norm=post_norm,
+        norm_plus_one=True,
+        embed_norm=model.embeddings.norm is not None,
+        embed_scale=math.sqrt(model.config.hidden_dim),
+    )
+
+
+def _activation(model: Any) -> Activation:
+    name = str(model.config.activation_function)
+    if name not in ACTIVATIONS:
+        raise _unreadable(model, f"activation_function is {name}", f"{', '.join(ACTIVATIONS)}, and Apertus's xielu")
+    return ACTIVATIONS[name]
+
+
+def _max_seq_len(config: Any) -> int:
+    """Levanter's Qwen2 refuses sequences that are longer than its window, where it has one."""
+    windowed = isinstance(config, QwenConfig) and config.use_sliding_window and config.sliding_window is not None
+    return min(config.max_seq_len, config.sliding_window) if windowed else int(config.max_seq_len)
+
+
+def _rope(model: Any, rope: Any) -> RotaryConfig:
+    match rope:
+        case DefaultRotaryEmbeddingsConfig(factor=1.0):
+            return RotaryConfig(theta=float(rope.theta))
+        case Llama3RotaryEmbeddingsConfig():
+            scaling = Llama3Scaling(
+                factor=rope.factor,
+                low_freq_factor=rope.low_freq_factor,
+                high_freq_factor=rope.high_freq_factor,
+                original_max_position_embeddings=rope.original_max_position_embeddings,
+            )
+            return RotaryConfig(theta=float(rope.theta), scaling=scaling)
+    raise _unreadable(model, f"rope is {rope}", "the default rotary embeddings without a factor, and llama3")
+
+
+class _Layers:
+    """The transformer layers of a model, stacked or not, seen one weight at a time.
+
+    Args:
+        model: of Levanter.
+        outer: whether to see the model itself instead of its layers.
+    """
+
+    def __init__(self, model: Any, *, outer: bool = False) -> None:
+        self.model = model
+        self.axis: str | None = None
+        """Name of the layer axis; None where no array has one."""
+        self.by_layer = False
+        """Whether each layer has arrays of its own."""
+        self.count = 1
+        layers = model.transformer.layers
+        if outer:
+            self._blocks: Sequence[Any] = [model]
+        elif isinstance(layers, Stacked):
+            self._blocks, self.axis, self.count = [layers.stacked], layers.Block.name, layers.Block.size
+        elif isinstance(layers, BlockSeq):
+            self._blocks, self.by_layer, self.count = list(layers.blocks), True, len(layers.blocks)
+        else:
+            raise _unreadable(model, f"its layers are a {type(layers).__name__}", "Stacked and BlockSeq")
+
+    @property
+    def first(self) -> Any:
+        """The first layer, or all of them stacked."""
+        return self._blocks[0]
+
+    def norms(self, **attributes: str) -> dict[str, Any]:
+        """Weights of normalisations: the decoder's name of each and the attribute of a layer that it is."""
+        return {name: self.norm(operator.attrgetter(attribute)) for name, attribute in attributes.items()}
+
+    def norm(self, get: Callable[[Any], Any], axes: str = "embed") -> Any:
+        """The weight of a normalisation, None where there is none."""
+        norms = [get(block) for block in self._blocks]
+        if norms[0] is None:
+            return None
+        if norms[0].weight is None or norms[0].bias is not None:
+            what = "no weight" if norms[0].weight is None else "a bias"
+            raise _unreadable(self.model, f"a {type(norms[0]).__name__} has {what}", "norms with a weight and no bias")
+        if norms[0].eps != self.model.transformer.norm.eps:
+            raise _unreadable(self.model, "its norms have different eps", "one eps for all norms")
+        return self._named([norm.weight for norm in norms], axes)
+
+    def array(self, get: Callable[[Any], Any], axes: str) -> Any:
+        """A named array, None where there is none."""
+        arrays = [get(block) for block in self._blocks]
+        return None if arrays[0] is None else self._named(arrays, axes)
+
+    def weight(self, get: Callable[[Any], Any], axes: str, *, bias: bool = False) -> Any:
+        """The weight of a linear layer, with its adapter merged; None where there is no layer.
+
+        Args:
+            get: finds it in a layer.
+            axes: that the decoder wants.
+            bias: whether the decoder reads its bias, too; otherwise it may have none.
+        """
+        linears = [get(block) for block in self._blocks]
+        if linears[0] is None:
+            return None
+        for linear in linears:
+            self._check(linear)
+            if _base(linear).bias is not None and not bias:
+                raise _unreadable(self.model, "it has a bias beside those of q, k and v", "biases of q, k and v")
+        base = [_base(linear).weight for linear in linears]
+        if not isinstance(linears[0], LoraLinear):
+            return self._named(base, axes)
+        low = [(linear.lora.lora_A.weight, linear.lora.lora_B.weight) for linear in linears]
+        return self._merged(base, low, linears[0].lora.scale, axes)
+
+    def _named(self, arrays: Sequence[NamedArray], axes: str) -> Any:
+        """Named arrays in the wanted order of axes."""
+        have = self._names(arrays[0])
+        held = [array.array for array in arrays] if self.by_layer else arrays[0].array
+        return view(held, f"{' '.join(have)} -> {'layer ' if 'layer' in have else ''}{axes}")
+
+    def _names(self, array: NamedArray) -> tuple[str, ...]:
+        return tuple("layer" if axis.name == self.axis else axis.name for axis in array.axes)
+
+    def _check(self, linear: Any) -> None:
+        base = _base(linear)
+        if not isinstance(base, hnn.Linear) or not isinstance(base.dot_general, DefaultDotGeneralOp):
+            raise _unreadable(self.model, f"a linear layer is a quantized {type(base).__name__}", "plain linear layers")
+        if base._reparam_cls is not LinearStandardParam:
+            raise _unreadable(self.model, f"a linear layer has {base._reparam_cls.__name__}", "standard parameters")
+
+    def _merged(self, base: Sequence[NamedArray], low: Sequence[Any], scale: float, axes: str) -> LazyWeight:
+        """``W + scale * A B``, block by block: the axes that a factor shares with ``W`` are split alike."""
+        plain = self._named(base, axes)
+        names = [self._names(array) for array in (base[0], *low[0])]
+        where = dict(zip(names[0], axis_specs(base[0].array), strict=True))
+        for array, own in zip(low[0], names[1:], strict=True):
+            for name, spec in zip(own, axis_specs(array.array), strict=True):
+                if spec != where.get(name):
+                    raise _unreadable(
+                        self.model,
+                        f"the axis {name} of a LoRA factor is split over {spec} and that of its weight over "
+                        f"{where.get(name)}",
+                        "factors that lie as their weight does, with the rank whole",
+                    )
+        if not isinstance(plain, LazyWeight):  # already in the wanted order
+            array, sharding = base[0].array, resharded(base[0].array, axis_specs(base[0].array))
+            plain = LazyWeight((array,), _same, array.shape, array.dtype, sharding, stacked="layer" in names[0])
+        every = dict.fromkeys(name for own in names for name in own if name != "layer")
+        letters = dict(zip(every, string.ascii_letters, strict=False))
+        weight, a, b = ("".join(letters[name] for name in own if name != "layer") for own in names)
+        parts = [array.array for array in base], [pair[0].array for pair in low], [pair[1].array for pair in low]
+        return dataclasses.replace(
+            plain,
+            parts=tuple(tuple(part) if self.by_layer else part[0] for part in parts),
+            assemble=MergeLora(equation=f"{a},{b}->{weight}", scale=scale, then=plain.assemble),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class MergeLora:
+    """Assembles a weight with a low-rank adapter (https://arxiv.org/abs/2106.09685, eq. 3), summed in float32.
+
+    Args:
+        equation: einsum of the two factors that gives the axes of the weight.
+        scale: of their product.
+        then: what is done to the sum.
+    """
+
+    equation: str
+    scale: float
+    then: Callable[[Array], Array]
+
+    def __call__(self, weight: Array, a: Array, b: Array) -> Array:
+        """The merged weight, float32."""
+        delta = jnp.einsum(self.equation, a.astype(jnp.float32), b.astype(jnp.float32))
+        return self.then(weight.astype(jnp.float32) + self.scale * delta)
+
+
+def _base(linear: Any) -> Any:
+    return linear.wrapped if isinstance(linear, LoraLinear) else linear
+
+
+def _same(block: Array) -> Array:
+    return block
+
+
+def _unreadable(model: Any, what: str, can: str) -> UnreadableModelError:
+    return UnreadableModelError(
+        f"Levanter's {type(model).__name__} cannot be read: {what}. The decoder can do {can}. Change the model's "
+        "configuration, or leave lockstep's hook out of this run."
+    )

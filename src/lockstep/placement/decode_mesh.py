@@ -1,0 +1,135 @@
+"""The decode grid: the trainer's devices, in the trainer's order, seen as (replica × tensor)."""
+
+import dataclasses
+import itertools
+import math
+import operator
+from collections.abc import Iterable, Mapping
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from lockstep.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeMesh:
+    """A mesh fine enough to express both the training sharding and (replica × tensor) on the same devices.
+
+    Args:
+        mesh: the refined mesh; the product of its axes is the training mesh's, in the same device order.
+        training_shape: the axes of the training mesh and their sizes, in order.
+        replica_axes: axes of ``mesh`` that tell replicas apart.
+        tensor_axes: axes of ``mesh`` inside a replica.
+        training_axes: for each axis of the training mesh, the axes of ``mesh`` that make it up.
+    """
+
+    mesh: Mesh
+    training_shape: dict[str, int]
+    replica_axes: tuple[str, ...]
+    tensor_axes: tuple[str, ...]
+    training_axes: dict[str, tuple[str, ...]]
+
+    @property
+    def replicas(self) -> int:
+        """Groups of devices that decode different sequences."""
+        return math.prod(self.mesh.shape[axis] for axis in self.replica_axes)
+
+    @property
+    def tensor(self) -> int:
+        """Devices that share one replica's weights."""
+        return math.prod(self.mesh.shape[axis] for axis in self.tensor_axes)
+
+    def sharding(self, *dims: tuple[str, ...] | None) -> NamedSharding:
+        """A sharding on the grid's mesh, one entry per array axis."""
+        return NamedSharding(self.mesh, PartitionSpec(*dims))
+
+    def training_spec(self, array: jax.Array | jax.ShapeDtypeStruct, path: str) -> PartitionSpec:
+        """The partition spec, on the grid's mesh, of where ``array`` lies now.
+
+        Raises:
+            ConfigError: the array lies on other devices, or in an order that the grid cannot express.
+        """
+        sharding = getattr(array, "sharding", None)
+        devices = list(self.mesh.devices.flat)
+        if sharding is not None and sharding.device_set == set(devices):
+            if self.mesh.size == 1:
+                return PartitionSpec()
+            if isinstance(sharding, NamedSharding) and list(sharding.mesh.devices.flat) == devices:
+                if _long_axes(sharding.mesh.shape) == _long_axes(self.training_shape):
+                    return PartitionSpec(*(self._refine(entry) for entry in sharding.spec))
+        where = f"on {_names(sharding.device_set)} as {sharding}" if sharding is not None else "in host memory"
+        raise ConfigError(
+            f"the weight {path} is placed {where}; the decode grid needs every weight on the training mesh "
+            f"{self.training_shape}, which is {_names(devices)} in this order. Shard the model over the mesh before "
+            "sampling, or give the engine the mesh that the model lies on."
+        )
+
+    def _refine(self, entry: str | tuple[str, ...] | None) -> tuple[str, ...] | None:
+        names = (entry,) if isinstance(entry, str) else (entry or ())
+        refined = tuple(axis for name in names for axis in self.training_axes.get(name, ()))
+        return refined or None
+
+
+def make_decode_mesh(mesh: Mesh, tensor: int) -> DecodeMesh:
+    """Sees the devices of ``mesh`` as (replica × tensor): ``tensor`` consecutive devices make a replica.
+
+    Args:
+        mesh: the training mesh.
+        tensor: devices per replica.
+
+    Raises:
+        ConfigError: ``tensor`` does not divide the devices along the mesh's axes.
+    """
+    shape = dict(mesh.shape)
+    works = tensor_sizes(shape)
+    if tensor not in works:
+        raise ConfigError(
+            f"layout {{tensor: {tensor}}} does not fit the mesh {shape} of {mesh.size} devices: tensor groups must "
+            f"nest with the mesh's axes. Set tensor to one of {works}."
+        )
+    ladder = sorted({tensor, *_rungs(shape)})
+    # Axis i of the refined mesh spans the devices between two rungs; the outermost comes first.
+    names = [f"grid{i}" for i in range(len(ladder) - 1)]
+    sizes = [high // low for low, high in zip(ladder, ladder[1:], strict=False)]
+    devices = np.asarray(mesh.devices).reshape(tuple(reversed(sizes)) or (1,))
+    axis_names = tuple(reversed(names)) or ("grid",)
+    refined = Mesh(devices, axis_names, axis_types=(AxisType.Auto,) * len(axis_names))
+
+    def between(low: int, high: int) -> tuple[str, ...]:
+        inside = [name for name, rung in zip(names, ladder, strict=False) if low <= rung < high]
+        return tuple(reversed(inside))
+
+    training_axes, inner = {}, 1
+    for name, size in reversed(shape.items()):
+        training_axes[name] = between(inner, inner * size)
+        inner *= size
+    return DecodeMesh(
+        mesh=refined,
+        training_shape=shape,
+        replica_axes=between(tensor, mesh.size),
+        tensor_axes=between(1, tensor),
+        training_axes=training_axes,
+    )
+
+
+def tensor_sizes(shape: Mapping[str, int]) -> list[int]:
+    """Every number of devices per replica that `make_decode_mesh` accepts on a mesh with these axes."""
+    rungs = _rungs(shape)
+    return [t for t in range(1, rungs[-1] + 1) if all(t % rung == 0 or rung % t == 0 for rung in rungs)]
+
+
+def _rungs(shape: Mapping[str, int]) -> list[int]:
+    """Devices inside one step along each axis, and all of them: each divides the next."""
+    rungs = {1, *itertools.accumulate(reversed(list(shape.values())), operator.mul)}
+    return sorted(rungs)
+
+
+def _long_axes(shape: Mapping[str, int]) -> list[tuple[str, int]]:
+    return [(name, size) for name, size in shape.items() if size > 1]
+
+
+def _names(devices: Iterable[jax.Device]) -> str:
+    ids = sorted(devices, key=lambda device: device.id)
+    return f"{len(ids)} devices ({', '.join(str(device) for device in ids[:8])}{', …' if len(ids) > 8 else ''})"

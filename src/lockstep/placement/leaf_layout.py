@@ -1,0 +1,138 @@
+"""Where one weight lies, and how a device gets the part of it that decoding needs."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import PyTree
+
+from lockstep.placement.decode_mesh import DecodeMesh
+
+TENSOR_DIM = {
+    "embed": 0,
+    "lm_head": 1,
+    "q": 2,
+    "k": 2,
+    "v": 2,
+    "o": 1,
+    "gate": 2,
+    "up": 2,
+    "down": 1,
+    "q_bias": 1,
+    "k_bias": 1,
+    "v_bias": 1,
+    "q_wide_norm": 1,
+    "k_wide_norm": 1,
+}
+"""The axis of each weight (layer axis counted) that a replica's devices split: vocabulary, kv heads or mlp."""
+
+Axes = tuple[str, ...]
+Spec = tuple[Axes, ...]
+type LayoutTree = Any
+"""`DecoderWeights`, or a part of it, with a `LeafLayout` in place of each array."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafLayout:
+    """Where one weight lies and how a device gets the part of it that decoding needs.
+
+    Args:
+        grid: the decode grid.
+        spec: for each axis of the weight, the grid axes that split it.
+        tensor_dim: the axis that the devices of a replica are to split, or None for a copy on each.
+    """
+
+    grid: DecodeMesh
+    spec: Spec
+    tensor_dim: int | None
+
+    @property
+    def partition_spec(self) -> PartitionSpec:
+        """Where the weight lies now."""
+        return PartitionSpec(*(axes or None for axes in self.spec))
+
+    @property
+    def decode(self) -> "LeafLayout":
+        """The same weight in the decode layout: split over the tensor axes, copied over the replicas."""
+        tensor = self.grid.tensor_axes
+        spec = tuple(tensor if dim == self.tensor_dim else () for dim in range(len(self.spec)))
+        return dataclasses.replace(self, spec=spec)
+
+    def drop_layer(self) -> "LeafLayout":
+        """The layout of one layer of a stacked weight."""
+        dim = None if self.tensor_dim is None else self.tensor_dim - 1
+        return dataclasses.replace(self, spec=self.spec[1:], tensor_dim=dim)
+
+    def read(self, block: jax.Array) -> jax.Array:
+        """Inside ``shard_map``: this device's part in the decode layout, from its block in this layout."""
+        if self == self.decode:
+            return block
+        tensor, dim, spec = self.grid.tensor_axes, self.tensor_dim, list(self.spec)
+        if dim is not None and tensor and not spec[dim] and block.shape[dim] % self.grid.tensor == 0:
+            for other, axes in enumerate(spec):
+                if axes[-len(tensor) :] == tensor:
+                    # The replica's devices swap: each gives up a part of `other` for its part of the tensor axis.
+                    block = jax.lax.all_to_all(block, tensor, split_axis=dim, concat_axis=other, tiled=True)
+                    spec[other], spec[dim] = axes[: -len(tensor)], tensor
+                    break
+        for other, axes in enumerate(spec):
+            if axes and not (other == dim and axes == tensor):
+                block = jax.lax.all_gather(block, axes, axis=other, tiled=True)
+        if dim is not None and tensor and spec[dim] != tensor:
+            block = _own_part(block, dim, tensor, self.grid.tensor)
+        return block
+
+
+def _own_part(block: jax.Array, dim: int, axes: Axes, count: int) -> jax.Array:
+    """The part of a whole axis that belongs to this device; a vocabulary that does not divide is padded with zeros."""
+    size = -(-block.shape[dim] // count)
+    padding = [(0, size * count - block.shape[d] if d == dim else 0) for d in range(block.ndim)]
+    return jax.lax.dynamic_slice_in_dim(jnp.pad(block, padding), jax.lax.axis_index(axes) * size, size, axis=dim)
+
+
+def leaf_layouts(weights: PyTree, grid: DecodeMesh) -> LayoutTree:
+    """The layout of each weight as it lies now, as a pytree like ``weights`` with `LeafLayout` leaves.
+
+    Args:
+        weights: pytree of arrays or shape structs with shardings; a leaf's last path entry names it in `TENSOR_DIM`.
+        grid: the decode grid over the same devices.
+
+    Raises:
+        ConfigError: a weight lies somewhere the grid cannot express; named by its path.
+    """
+
+    def layout(path: tuple[Any, ...], leaf: jax.Array | jax.ShapeDtypeStruct) -> LeafLayout:
+        spec = grid.training_spec(leaf, jax.tree_util.keystr(path))
+        axes = tuple(_axes(entry) for entry in spec) + ((),) * (leaf.ndim - len(spec))
+        return LeafLayout(grid, axes, TENSOR_DIM.get(path[-1].name))
+
+    return jax.tree_util.tree_map_with_path(layout, weights)
+
+
+def partition_specs(layouts: LayoutTree) -> PyTree:
+    """The partition spec of each leaf."""
+    return jax.tree.map(lambda leaf: leaf.partition_spec, layouts)
+
+
+def drop_layers(layouts: LayoutTree) -> LayoutTree:
+    """The layouts of one layer of stacked weights."""
+    return jax.tree.map(lambda leaf: leaf.drop_layer(), layouts)
+
+
+def read(layouts: LayoutTree, blocks: PyTree) -> PyTree:
+    """`LeafLayout.read` for a whole pytree."""
+    return jax.tree.map(lambda leaf, block: leaf.read(block), layouts, blocks)
+
+
+def read_outer(layouts: LayoutTree, weights: PyTree) -> PyTree:
+    """`read` for all but the stacked layers, which stay as they are."""
+    outer = read(dataclasses.replace(layouts, layers=None), dataclasses.replace(weights, layers=None))
+    return dataclasses.replace(outer, layers=weights.layers)
+
+
+def _axes(entry: Any) -> Axes:
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)

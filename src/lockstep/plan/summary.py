@@ -1,0 +1,208 @@
+"""A plan in numbers: what the table shows and what ``--json`` writes."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.engine.sizing.result import layout_text
+from lockstep.plan.collectives import CollectiveSum
+from lockstep.plan.hlo import vmem
+from lockstep.plan.planner import Plan, SamplingPlan
+from lockstep.plan.train_step import peak
+
+TRAINING = "training step"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Moment:
+    """Bytes per device at one moment of a run, told apart.
+
+    Args:
+        name: of the moment.
+        parts: bytes by what they are for; the same words at every moment.
+        memory: of the device.
+    """
+
+    name: str
+    parts: Mapping[str, int]
+    memory: int
+
+    @property
+    def total(self) -> int:
+        """All parts."""
+        return sum(self.parts.values())
+
+    @property
+    def headroom(self) -> int:
+        """What is left."""
+        return self.memory - self.total
+
+
+def moments(plan: Plan) -> list[Moment]:
+    """The moments that could be the worst: the train step, and each round of sampling beside the training state."""
+    state = {"parameters": plan.parameters, "optimizer": plan.optimizer, "reference model": plan.reference}
+    found = []
+    if plan.training is not None:
+        code = plan.training.summary.memory.generated_code_size_in_bytes
+        parts = state | {
+            "batch": plan.training.batch,
+            "activations": plan.training.activations,
+            "KV pages": 0,
+            "decode weights": 0,
+            "temporaries": plan.training.temporaries - code,
+            "more while weights move": 0,
+            "programs": code,
+        }
+        found.append(Moment(name=TRAINING, parts=parts, memory=plan.memory))
+    for one in plan.sampling:
+        need = one.sizing.compiled or one.sizing.predicted
+        step = plan.training.summary.memory.generated_code_size_in_bytes if plan.training else 0
+        parts = state | {
+            "batch": plan.training.batch if plan.training else 0,
+            "activations": 0,
+            "KV pages": need.pool,
+            "decode weights": need.weights,
+            # The footprint counts the code of the hungrier program among the temporaries.
+            "temporaries": max(0, need.temporaries - one.code),
+            # The weights move before there is a pool.
+            "more while weights move": max(0, need.reshard - need.pool - need.temporaries),
+            "programs": one.code + step,
+        }
+        found.append(Moment(name=one.work.name or "sampling", parts=parts, memory=plan.memory))
+    return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of a train step at best, each as if the others took no time.
+
+    Args:
+        compute_s: of the matrix products at the chip's peak.
+        memory_s: of reading and writing what has to be.
+        collectives_s: of what has to be received over the links.
+        tokens: of a batch.
+    """
+
+    compute_s: float
+    memory_s: float
+    collectives_s: float
+    tokens: int
+
+    @property
+    def step_s(self) -> float:
+        """The longest of the three: they overlap at best."""
+        return max(self.compute_s, self.memory_s, self.collectives_s)
+
+
+def train_time(plan: Plan) -> StepTime | None:
+    """The floor of a train step, None without one."""
+    if plan.training is None or plan.work.training is None:
+        return None
+    chip, training, trainer = plan.chip, plan.work.training, plan.work.training.trainer
+    devices = 1
+    for size in plan.mesh_shape.values():
+        devices *= size
+    itemsize = trainer.precision.compute.itemsize / trainer.precision.param.itemsize
+    whole = plan.parameters * plan.mesh_shape["fsdp"] * itemsize
+    passes = 3 if plan.work.model.gradient_checkpointing else 2
+    moved = 2 * (plan.parameters + plan.optimizer) + plan.training.microbatches * passes * whole
+    received = sum(one.bytes for one in plan.training_collectives)
+    count = trainer.train_batch_size * training.sequences_per_row * training.length
+    return StepTime(
+        compute_s=plan.training.flops / devices / chip.flops,
+        memory_s=moved / chip.bandwidth,
+        collectives_s=received / chip.link.bandwidth,
+        tokens=count,
+    )
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Everything, in plain values: bytes, seconds, names."""
+    time = train_time(plan)
+    every = moments(plan)
+    worst = max(every, key=lambda moment: moment.total, default=None)
+    return {
+        "command": plan.work.command,
+        "topology": {
+            "name": plan.topology.name,
+            "grid": list(plan.topology.grid),
+            "devices": len(plan.topology.devices),
+            "hosts": plan.topology.hosts,
+            "devices_per_host": plan.topology.devices_per_host,
+            "kind": plan.topology.kind,
+        },
+        "mesh": plan.mesh_shape,
+        "chip": {
+            "name": plan.chip.name,
+            "memory_bytes": plan.memory,
+            "bandwidth_bytes_per_s": plan.chip.bandwidth,
+            "flops_per_s": plan.chip.flops,
+            "link_bytes_per_s": plan.chip.link.bandwidth,
+            "source": plan.chip.source,
+        },
+        "fits": plan.fits,
+        "refusals": [dataclasses.asdict(refusal) for refusal in plan.refusals],
+        "worst_moment": worst.name if worst else None,
+        "hbm_bytes_per_device": {
+            moment.name: {**moment.parts, "total": moment.total, "headroom": moment.headroom} for moment in every
+        },
+        "train_step": None
+        if plan.training is None or time is None
+        else {
+            "digest": plan.training.summary.digest,
+            "microbatches": plan.training.microbatches,
+            "peak_bytes_per_device": peak(plan.training.summary),
+            "vmem_bytes": vmem(plan.training.summary.text),
+            "flops": plan.training.flops,
+            "collectives": _collectives(plan.training_collectives),
+            "predicted_at_best": {
+                **dataclasses.asdict(time),
+                "step_s": time.step_s,
+                "tokens_per_s": time.tokens / time.step_s,
+            },
+        },
+        "sampling": {one.work.name or "sampling": _sampling(one) for one in plan.sampling},
+        "notes": list(plan.work.notes),
+        "compile_seconds": plan.seconds,
+    }
+
+
+def _collectives(found: list[CollectiveSum]) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(one) for one in found]
+
+
+def _sampling(one: SamplingPlan) -> dict[str, Any]:
+    sizing, estimate = one.sizing, one.sizing.estimate
+    return {
+        "layout": sizing.layout,
+        "attention": sizing.attention,
+        "sizes": dataclasses.asdict(sizing.sizes),
+        "capacities": {name: {"value": value, "bound_by": why} for name, (value, why) in sizing.reasons.items()},
+        "digests": one.digests,
+        "vmem_bytes": one.vmem,
+        "collectives_per_decode_step": _collectives(one.step_collectives),
+        "collectives_per_decode_launch": _collectives(one.collectives["decode"]),
+        "collectives_per_relay": _collectives(one.collectives.get("reshard", [])),
+        "collectives_per_prefill_launch": _collectives(one.collectives["prefill"]),
+        "budget_bytes": sizing.budget,
+        "predicted_at_best": {
+            "bandwidth_floor_s": estimate.memory_s,
+            "compute_s": estimate.compute_s,
+            "collectives_s": estimate.collectives_s,
+            "step_s": estimate.step_s,
+            "reshard_s": estimate.reshard_s,
+            "round_s": estimate.total_s,
+            "sequences_at_a_time": estimate.active,
+            "tokens_per_s": estimate.active / estimate.step_s,
+        },
+        "considered": [
+            {
+                "layout": layout_text(choice.layout),
+                "fits": choice.sizes is not None,
+                "bytes_per_device": choice.footprint.total,
+                "step_s": choice.estimate.step_s if choice.estimate else None,
+                "round_s": choice.estimate.total_s if choice.estimate else None,
+            }
+            for choice in sizing.considered
+        ],
+    }

@@ -1,0 +1,128 @@
+"""The TPU attention path, through jax's own kernel in an interpreter, equals attention in plain JAX."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lockstep.attention import Heads, PlainAttention, RaggedAttention, StoredKvHeads
+from lockstep.attention.tpu_blocks import Blocks, stored_head_size, stored_heads
+from tests.interpret import kernel_on_cpu
+
+PAGE_SIZE, PAGES, LAYERS = 8, 12, 2
+
+
+def attentions(heads: Heads, pages: int, queries: int) -> tuple[PlainAttention, RaggedAttention]:
+    blocks = Blocks(pages=pages, queries=queries, vmem_limit=2**24, known=True)
+    stored = StoredKvHeads(kv_heads=stored_heads(heads.kv_heads, 4), head_size=stored_head_size(heads.head_size))
+    ragged = RaggedAttention(
+        heads=heads, stored=stored, page_size=PAGE_SIZE, decode_blocks=blocks, prefill_blocks=blocks
+    )
+    return PlainAttention(heads=heads), ragged
+
+
+def pool_of(attention: Any, heads: Heads) -> jax.Array:
+    """The same numbers in either form; the null page too has some."""
+    rng = np.random.default_rng(0)
+    kv = rng.standard_normal((LAYERS * PAGES, PAGE_SIZE, 2 * heads.kv_heads, heads.head_size), np.float32)
+    return attention.pack(jnp.asarray(kv))
+
+
+# Heads that the kernel takes as they are; an odd number of heads; a head size of 64 and of 96.
+HEADS = [(2, 2, 128), (3, 2, 64), (1, 4, 96)]
+
+
+@pytest.mark.parametrize(("kv_heads", "group", "head"), HEADS)
+def test_decode(kv_heads: int, group: int, head: int) -> None:
+    heads = Heads(kv_heads=kv_heads, group=group, head_size=head)
+    rng = np.random.default_rng(1)
+    table = jnp.asarray(rng.permutation(np.arange(1, PAGES))[:9].reshape(3, 3).astype(np.int32))
+    position, active = jnp.array([4, 8, 23], jnp.int32), jnp.array([True, False, True])
+    q = rng.standard_normal((3, kv_heads, group, head)).astype(np.float32)
+    kv = rng.standard_normal((3, 2 * kv_heads, head)).astype(np.float32)
+    layer = jnp.int32(1)
+
+    def run(attention: Any) -> tuple[jax.Array, jax.Array]:
+        @jax.jit
+        def step(pool: jax.Array) -> tuple[jax.Array, jax.Array]:
+            cache = attention.begin_decode(pool, table, position, LAYERS)
+            page = layer * PAGES + jnp.where(active, table[jnp.arange(3), position // PAGE_SIZE], 0)
+            cache = attention.write(cache, layer, page, position, jnp.asarray(kv))
+            found = attention.decode(jnp.asarray(q), cache, layer, layer * PAGES + table, position, active)
+            return found, attention.end_decode(cache)
+
+        return step(pool_of(attention, heads))
+
+    plain, ragged = attentions(heads, pages=2, queries=2)
+    want, want_pool = run(plain)
+    with kernel_on_cpu():
+        got, got_pool = run(ragged)
+    np.testing.assert_allclose(got[active], want[active], rtol=1e-5, atol=1e-5)
+    assert np.isfinite(got).all()
+    np.testing.assert_array_equal(got_pool, ragged.pack(want_pool))
+
+
+@functools.cache
+def rows() -> tuple[np.ndarray, ...]:
+    """A prompt of 2.5 pages in three rows, another in one row from its second page on, and two unused rows."""
+    start = np.array([0, 8, 16, 8, 0, 0], np.int32)
+    table = np.zeros((6, 4), np.int32)
+    table[:3, :3] = 7, 2, 9
+    table[3, :2] = 7, 4  # shares its first page
+    page = np.array([7, 2, 9, 4, 0, 0], np.int32)
+    return start, table, page
+
+
+@pytest.mark.parametrize("queries", [3, 8, 64])
+@pytest.mark.parametrize(("kv_heads", "group", "head"), HEADS[:2])
+def test_prefill(kv_heads: int, group: int, head: int, queries: int) -> None:
+    heads = Heads(kv_heads=kv_heads, group=group, head_size=head)
+    start, table, page = rows()
+    q = np.random.default_rng(2).standard_normal((6, PAGE_SIZE, kv_heads, group, head)).astype(np.float32)
+    first = jnp.int32(PAGES)
+
+    def run(attention: Any) -> jax.Array:
+        @jax.jit
+        def launch(pool: jax.Array) -> jax.Array:
+            arranged = attention.arrange(jnp.asarray(start), jnp.asarray(table), jnp.asarray(page != 0))
+            found: jax.Array = attention.prefill(jnp.asarray(q), pool, first, arranged)
+            return found
+
+        return launch(pool_of(attention, heads))
+
+    plain, ragged = attentions(heads, pages=2, queries=queries)
+    want = run(plain)
+    with kernel_on_cpu():
+        got = run(ragged)
+    np.testing.assert_allclose(got[:4], want[:4], rtol=1e-5, atol=1e-5)
+    assert not got[4:].any(), "of unused rows zeros, not what the memory held"
+
+
+def test_rows_that_continue_each_other_are_one_sequence() -> None:
+    _, ragged = attentions(Heads(kv_heads=2, group=1, head_size=128), 2, 8)
+    start, table, page = rows()
+    got = ragged.arrange(jnp.asarray(start), jnp.asarray(table), jnp.asarray(page != 0))
+    assert got.num_sequences.tolist() == [2]
+    assert got.q_starts.tolist()[:3] == [0, 24, 32]
+    assert got.lengths.tolist()[:2] == [24, 16]
+    np.testing.assert_array_equal(got.page_table[:2], table[[0, 3]])
+
+
+def test_a_launch_without_rows_still_has_a_sequence() -> None:
+    # The kernel begins to copy the first sequence's pages whether there is one or not, and waits only if there is.
+    _, ragged = attentions(Heads(kv_heads=2, group=1, head_size=128), 2, 8)
+    nothing = np.zeros(3, np.int32)
+    got = ragged.arrange(jnp.asarray(nothing), jnp.zeros((3, 4), jnp.int32), jnp.asarray(nothing > 0))
+    assert (got.num_sequences.tolist(), got.lengths.tolist()[:1], got.q_starts.tolist()[:2]) == (
+        [1],
+        [PAGE_SIZE],
+        [0, PAGE_SIZE],
+    )
+
+
+@pytest.mark.parametrize(("itemsize", "wants"), [(4, {1: 1, 3: 4, 5: 8}), (2, {1: 1, 3: 4, 6: 8, 12: 16}), (1, {1: 2})])
+def test_stored_heads(itemsize: int, wants: dict[int, int]) -> None:
+    assert {kv_heads: stored_heads(kv_heads, itemsize) for kv_heads in wants} == wants

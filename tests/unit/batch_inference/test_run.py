@@ -1,0 +1,120 @@
+"""``lockstep sample`` from one end to the other, in this process on its four devices."""
+
+import json
+import logging
+import math
+import shutil
+from pathlib import Path
+from unittest import mock
+
+import jax
+import pytest
+
+from lockstep.batch_inference import SampleConfig
+from lockstep.errors import ConfigError
+from lockstep.models import load_hf
+from lockstep.placement import make_mesh
+from lockstep.report import read_jsonl
+from lockstep.text import encode, load_tokenizer, read_prompts, stop_ids
+from lockstep.types import Request
+from tests.oracle import oracle_completions
+
+PROMPTS = [
+    {"question": "What is 12 plus 7?", "solution": "It is #### 19"},
+    {"chat": [{"role": "user", "content": "What is 3 plus 4?"}], "solution": "7"},
+    {"question": "What is 8281?", "solution": "8281"},
+]
+METRICS = ("gsm8k", "exact_match", "perplexity", "repetition")
+FIELDS = {"prompt_field": "question", "messages_field": "chat", "answer_field": "solution"}
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in PROMPTS))
+    return str(path)
+
+
+def test_rows_go_where_they_are_wanted_with_every_metric_and_as_parquet(checkpoint, prompts, tmp_path, sample):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    tracker = sample(
+        "run",
+        hf_checkpoint=str(checkpoint),
+        prompts=prompts,
+        **FIELDS,
+        host_data_parallel_output_dir=str(tmp_path / "out"),
+        write_parquet=True,
+        skip_samples_table=True,
+        metrics=list(METRICS),
+    )
+    rows = read_jsonl(tmp_path / "out" / "samples.jsonl")
+    assert [(row["prompt_id"], row["generation_id"]) for row in rows] == [(p, g) for p in range(3) for g in range(2)]
+    assert parquet.read_table(tmp_path / "out" / "samples.parquet").to_pylist() == rows
+    assert read_jsonl(tmp_path / "out" / "samples-host-000.jsonl") != [] and not (tmp_path / "run" / "samples").exists()
+    assert not tracker.tables, "skip_samples_table"
+    for name in METRICS:
+        assert tracker.values[f"sample/{name}"] == pytest.approx(sum(row[name] for row in rows) / len(rows)), name
+    assert tracker.values["sample/progress/prompts_done"] == tracker.values["sample/progress/prompts_total"] == 3
+
+    # Perplexity is that of the plain forward, to its four digits.
+    tokenizer = load_tokenizer(checkpoint)
+    asked = read_prompts([{"prompt": "What is 12 plus 7?"}, {"messages": PROMPTS[1]["chat"]}, "What is 8281?"])
+    config = SampleConfig(hf_checkpoint="-", prompts=["-"], max_new_tokens=6, temperature=0.9, n_generations=2)
+    params = config.sampling_params(stop_ids(tokenizer), 0)
+    requests = [
+        Request(prompt_id=prompt.id, prompt_tokens=tokens, params=params)
+        for prompt, tokens in zip(asked, encode(tokenizer, asked), strict=True)
+    ]
+    model = load_hf(checkpoint, make_mesh("1,1,1", jax.devices()[:1]))
+    vocab_size = max(tokenizer.get_vocab().values()) + 1
+    for row, expected in zip(rows, oracle_completions(model, requests, vocab_size=vocab_size), strict=True):
+        mean = sum(expected.logprobs) / len(expected.logprobs)
+        assert row["perplexity"] == pytest.approx(math.exp(-mean), rel=1e-3)
+
+
+def test_without_gathering_the_figures_remain_and_the_log_says_what_to_set(
+    checkpoint, prompts, tmp_path, sample, caplog
+):
+    tracker = sample(
+        "run",
+        hf_checkpoint=str(checkpoint),
+        prompts=prompts,
+        **FIELDS,
+        inference_mode="host_data_parallel",
+        enable_host_rows_gather=False,
+    )
+    assert not tracker.tables and tracker.values["sample/total_completions"] == 6
+    assert [path.name for path in (tmp_path / "run" / "samples").glob("*.jsonl")] == ["samples-host-000.jsonl"]
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+    assert "no merged file and no table of samples" in warning and "Set enable_host_rows_gather: true" in warning
+
+
+def test_what_changed_is_refused_by_name_unless_forced(checkpoint, prompts, tmp_path, sample):
+    values = {"hf_checkpoint": str(checkpoint), "prompts": prompts}
+    tracker = sample("run", **FIELDS, **values)
+    ((name, table),) = tracker.tables
+    merged = tmp_path / "run" / "samples" / "samples.jsonl"
+    rows = merged.read_bytes()
+    assert name == "sample/samples" and [each.to_dict() for each in table] == read_jsonl(merged)
+
+    other = Path(shutil.copytree(checkpoint, tmp_path / "other"))
+    file = sorted(other.glob("*.safetensors"))[-1]
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+    changed = {**values, "hf_checkpoint": str(other), "seed": 1}
+    with pytest.raises(ConfigError, match=r'checkpoint was ".*" and is ".*"; seed was 0 and is 1.*--resume force'):
+        sample("run", **FIELDS, **changed)
+    tracker = sample("run", **FIELDS, **changed, resume="force")
+    assert tracker.values["sample/resumed_completions"] == 6 and merged.read_bytes() == rows
+    # What was forced is what the rows are now said to come from.
+    sample("run", **FIELDS, **changed)
+
+
+def test_a_tracker_that_fails_costs_no_row(checkpoint, prompts, tmp_path, sample, caplog):
+    tracker = mock.Mock()
+    tracker.log.side_effect = OSError("the tracker is down")
+    values = {"hf_checkpoint": str(checkpoint), "prompts": prompts, "defer_tracker_logs_until_end": False}
+    sample("run", tracker=tracker, **values, **FIELDS)
+    assert len(read_jsonl(tmp_path / "run" / "samples" / "samples.jsonl")) == 6
+    assert "the tracker is down" in caplog.text and tracker.finish.called

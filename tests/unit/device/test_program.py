@@ -1,0 +1,84 @@
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from lockstep.device.program import Program, compile_program, without_places
+from lockstep.engine import Ledger
+from lockstep.errors import LockstepError
+from tests.unit.engine.models import mesh_of
+
+
+def build(function: Any, ledger: Ledger | None = None, name: str = "double") -> Program:
+    mesh = mesh_of("1,4,1")
+    struct = jax.ShapeDtypeStruct((8,), np.float32, sharding=NamedSharding(mesh, PartitionSpec("fsdp")))
+    return compile_program(name, function, [struct], mesh=mesh, ledger=ledger or Ledger())
+
+
+def test_a_digest_names_what_is_computed() -> None:
+    double = build(lambda x: 2 * x)
+    same = lambda y: 2 * y  # noqa: E731
+    assert double.digest == build(same).digest
+    assert double.digest != build(lambda x: 3 * x).digest
+    assert len(double.digest) == 64 and double.traces == 1
+
+
+def test_compiling_launches_nothing() -> None:
+    with jax.no_execution(True):
+        build(lambda x: x + 1)
+
+
+def test_the_digests_say_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    double, triple = build(lambda x: 2 * x), build(lambda x: 3 * x)
+    assert list(double.digests) == ["double: StableHLO", "double: optimised HLO", "double: devices and options"]
+    differ = [name for name, text in double.digests.items() if triple.digests[name] != text]
+    assert differ == ["double: StableHLO", "double: optimised HLO"]
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_fast_math=true")
+    flagged = build(lambda x: 2 * x)
+    assert [name for name, text in double.digests.items() if flagged.digests[name] != text] == [
+        "double: devices and options"
+    ]
+
+
+def test_places_in_source_files_are_no_part_of_a_program() -> None:
+    """Their numbers differ between a program that was compiled and the same from the cache on disk."""
+    hlo = """HloModule jit_f, is_scheduled=true
+
+FileNames
+1 "a.py"
+
+FunctionNames
+1 "f"
+
+StackFrames
+1 {file_location_id=%d parent_frame_id=1}
+
+
+ENTRY %%main (x: f32[]) -> f32[] {
+  ROOT %%add = f32[] add(%%x, %%x), metadata={op_name="jit(f)/add" stack_frame_id=%d}
+}
+"""
+    found = {without_places(hlo % (number, number)) for number in (1, 2)}
+    assert len(found) == 1 and "ROOT %add = f32[] add(%x, %x)\n" in found.pop()
+
+
+def test_a_launch_that_fails_is_on_record() -> None:
+    ledger = Ledger()
+    double = build(lambda x: 2 * x, ledger)
+    with jax.no_execution(True), pytest.raises(RuntimeError):
+        double(jnp.zeros(8))
+    with pytest.raises(TypeError):
+        double()
+    assert ledger.launches == ["double"]
+
+
+def test_a_program_that_does_not_compile_is_named() -> None:
+    def wrong(x: Any) -> Any:
+        raise ValueError("no such axis")
+
+    with pytest.raises(LockstepError, match=r"program 'wrong' does not compile on the mesh \{'dp': 1.*: no such axis"):
+        build(wrong, name="wrong")

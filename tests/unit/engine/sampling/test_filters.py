@@ -1,0 +1,197 @@
+"""Top-k, top-p and min-p: what they keep, on one device and on several, and the distribution that comes out."""
+
+import functools
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from scipy.stats import chi2
+
+from lockstep.engine.sampling.sampler import Sampled, SamplingState, active_features, sample
+from lockstep.placement.decode_mesh import make_decode_mesh
+from lockstep.types import SamplingParams
+from tests.sampling_oracle import SLACK, kept, shares, step_of
+from tests.unit.engine.models import mesh_of
+
+P = jax.sharding.PartitionSpec
+VOCAB = 21
+
+
+def draws_of(params: list[SamplingParams], words: np.ndarray) -> SamplingState:
+    return SamplingState(
+        words.astype(np.uint32),
+        np.array([p.temperature for p in params], np.float32),
+        np.array([p.top_k or 0 for p in params], np.int32),
+        np.array([p.top_p for p in params], np.float32),
+        np.array([math.log(p.min_p) if p.min_p else -math.inf for p in params], np.float32),
+    )
+
+
+@functools.cache
+def sampler(tensor: int) -> Any:
+    """`sample` as the devices of a replica run it; a vocabulary that does not divide is padded with -inf."""
+    grid = make_decode_mesh(mesh_of("1,4,1"), tensor)
+
+    def run(logits: Any, draws: SamplingState, position: Any) -> Sampled:
+        uses = active_features(draws, jnp.ones(len(position), bool), grid)
+        return sample(logits, logits, draws, uses, position, grid)
+
+    return jax.jit(
+        jax.shard_map(
+            run,
+            mesh=grid.mesh,
+            in_specs=(P(None, grid.tensor_axes or None), P(), P()),
+            out_specs=P(),
+            check_vma=False,
+        )
+    )
+
+
+def draw(logits: np.ndarray, params: list[SamplingParams], tensor: int = 1, first_seed: int = 0) -> Sampled:
+    """One token for each row of ``logits``."""
+    rows = len(params)
+    padding = -logits.shape[1] % tensor
+    padded = np.pad(logits, ((0, 0), (0, padding)), constant_values=-np.inf)
+    words = np.stack([first_seed + np.arange(rows), np.full(rows, 3), np.zeros(rows)], axis=1)
+    found = sampler(tensor)(padded, draws_of(params, words), np.full(rows, 7, np.int32))
+    return Sampled(*map(np.asarray, found))
+
+
+FILTERS = [
+    {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    for top_k, top_p, min_p in itertools.product([None, 5], [1.0, 0.7], [0.0, 0.15])
+]
+LOGITS = {
+    "plain": np.array([2.0, -1.0, 0.3, 1.7, 0.0, -4.0, 1.1, 0.9], np.float32),
+    "ties": np.array([1.0, 0.5, 1.0, 0.5, 0.5, -np.inf, 1.0, 0.5], np.float32),
+}
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.8])
+@pytest.mark.parametrize("logits", LOGITS)
+def test_the_distribution_is_the_described_one(logits: str, temperature: float) -> None:
+    count = 4096
+    for number, filters in enumerate(FILTERS):
+        params = SamplingParams(max_new_tokens=1, temperature=temperature, **filters)
+        expected = step_of(LOGITS[logits], params, (), ())
+        got = draw(np.tile(LOGITS[logits], (count, 1)), [params] * count, first_seed=number * count)
+        counts, mean = np.bincount(got.token, minlength=8), np.exp(expected.logprobs) * count
+        inside = mean > 0
+        assert not counts[~inside].any(), f"{filters}: a token that is filtered out was drawn"
+        freedom = inside.sum() - 1
+        statistic = float(((counts - mean)[inside] ** 2 / mean[inside]).sum())
+        print(f"{filters}: {inside.sum()} tokens, chi-square {statistic:.1f}")
+        assert statistic <= chi2.isf(1e-4, freedom) if freedom else counts.max() == count, filters
+        np.testing.assert_allclose(got.sampled_logprob, expected.logprobs[got.token], atol=2e-6)
+
+
+def test_neutral_filters_are_the_identity() -> None:
+    rng = np.random.default_rng(0)
+    logits = (3 * rng.standard_normal((64, VOCAB))).astype(np.float32)
+    plain = [SamplingParams(max_new_tokens=1, temperature=t) for t in rng.choice([0.0, 0.5, 1.0], 64)]
+    alone = draw(logits, plain)
+    # With a row that filters, all rows go through the filters.
+    filtering = SamplingParams(max_new_tokens=1, temperature=1.0, top_k=2, top_p=0.5, min_p=0.1)
+    together = draw(np.concatenate([logits, logits[:1]]), [*plain, filtering])
+    large = [
+        SamplingParams(max_new_tokens=1, temperature=p.temperature, top_k=VOCAB + 5, top_p=1.0, min_p=0.0)
+        for p in plain
+    ]
+    without = draw(logits, large)
+    for a, b, c in zip(alone, together, without, strict=True):
+        np.testing.assert_array_equal(a, b[:64])
+        np.testing.assert_array_equal(a, c)
+    same = np.array([p.temperature == 1 for p in plain])
+    np.testing.assert_array_equal(alone.sampled_logprob[same], alone.logprob[same])
+    assert not alone.sampled_logprob[np.array([p.temperature == 0 for p in plain])].any()
+
+
+SCORES = st.one_of(
+    st.sampled_from([0.0, -0.0, 1.0, 1.0, -2.5, -math.inf, 1e-30, -1e-40, 80.0]),
+    st.floats(-30, 30, width=32),
+)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[np.ndarray, list[SamplingParams]]:
+    """Rows of scores with ties, infinities and zeros of both signs, each with its own filters."""
+    rows, params = [], []
+    for _ in range(4):
+        row = np.array(draw(st.lists(SCORES, min_size=VOCAB, max_size=VOCAB)), np.float32)
+        row[draw(st.integers(0, VOCAB - 1))] = draw(st.floats(-5, 5, width=32))  # one at least is finite
+        rows.append(row)
+        params.append(
+            SamplingParams(
+                max_new_tokens=1,
+                temperature=1.0,
+                top_k=draw(st.one_of(st.none(), st.integers(1, VOCAB + 2))),
+                top_p=draw(st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.25, 1e-6])),
+                min_p=draw(st.sampled_from([0.0, 0.01, 0.5, 1.0])),
+            )
+        )
+    return np.stack(rows), params
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(cases())
+def test_what_is_kept_is_alike_in_every_layout(case: tuple[np.ndarray, list[SamplingParams]]) -> None:
+    scores, params = case
+    for row, one in zip(scores, params, strict=True):
+        order = row[np.argsort(-row, kind="stable")][: one.top_k]
+        near = np.abs(shares(order) / (one.top_p * (1 - SLACK)) - 1)
+        assume(one.top_p == 1 or near.min() > 3e-7)  # float32 cannot tell
+    # The probability of what is drawn says how much is kept; the draw itself, whether it is the right part.
+    results = [draw(scores, params, tensor) for tensor in (1, 2, 4)]
+    for row, one, token, logprob in zip(scores, params, results[0].token, results[0].sampled_logprob, strict=True):
+        expected = step_of(row, one, (), ())
+        assert kept(row, one)[token]
+        assert abs(logprob - expected.logprobs[token]) < 1e-5, one
+    for other in results[1:]:
+        np.testing.assert_array_equal(other.token, results[0].token)
+        np.testing.assert_allclose(other.sampled_logprob, results[0].sampled_logprob, atol=1e-6)
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+def test_among_equal_scores_the_first_tokens_are_kept(tensor: int) -> None:
+    rows = 256
+    logits = np.zeros((rows, VOCAB), np.float32)
+    for number, (params, ids) in enumerate(
+        [
+            ({"top_k": 7}, range(7)),
+            ({"top_p": 1 / 3}, range(7)),
+            ({"top_p": 0.3}, range(7)),  # 6.3 of 21
+            ({"top_k": 10, "top_p": 0.3}, range(3)),
+            ({"min_p": 1.0}, range(VOCAB)),
+            ({"top_k": 6, "min_p": 1.0}, range(6)),
+        ]
+    ):
+        one = SamplingParams(max_new_tokens=1, temperature=1.0, **params)
+        got = draw(logits, [one] * rows, tensor, first_seed=rows * number)
+        assert set(got.token.tolist()) == set(ids), params
+        np.testing.assert_allclose(got.sampled_logprob, -math.log(len(ids)), atol=1e-6)
+
+
+def test_a_large_vocabulary_far_from_its_peak() -> None:
+    # 100,000 tokens of which each has a weight that float32 sums would lose beside the peak.
+    logits = np.full((2, 100_001), -16.0, np.float32)
+    logits[:, 77] = 0.0
+    params = SamplingParams(max_new_tokens=1, temperature=1.0, top_p=0.995)
+    got = draw(logits, [params] * 2)
+    expected = step_of(logits[0], params, (), ())
+    kept_count = np.isfinite(expected.logprobs).sum()
+    assert 50_000 < kept_count < 90_000
+    np.testing.assert_allclose(got.sampled_logprob, expected.logprobs[got.token], atol=1e-5)
+
+
+def test_nothing_sorts_the_vocabulary() -> None:
+    logits = np.zeros((4, VOCAB), np.float32)
+    params = [SamplingParams(max_new_tokens=1, temperature=1.0, top_k=2, top_p=0.5, min_p=0.1)] * 4
+    draws = draws_of(params, np.zeros((4, 3)))
+    text = sampler(1).lower(logits, draws, np.zeros(4, np.int32)).compile().as_text()
+    assert "while" in text and "sort" not in text.lower() and "topk" not in text.lower()

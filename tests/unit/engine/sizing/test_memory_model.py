@@ -1,0 +1,90 @@
+import dataclasses
+from typing import Any
+
+import pytest
+
+from lockstep.engine import EngineConfig
+from lockstep.engine.sizing.demand import check_layout, slots_per_replica, work_out_sizes
+from lockstep.errors import ConfigError
+from lockstep.models import LlamaConfig
+from lockstep.placement.decode_mesh import make_decode_mesh, tensor_sizes
+from lockstep.schedule import Capacity, check_capacity
+from lockstep.types import Request
+from tests.unit.engine.models import LLAMA, mesh_of, request
+
+LONG = LlamaConfig(
+    max_seq_len=8192, hidden_dim=16, intermediate_dim=32, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=8
+)
+
+
+def sizes(requests: list[Request], mesh: str = "1,4,1", before: Capacity | None = None, **options: Any):
+    return work_out_sizes(EngineConfig(**options), LONG, make_decode_mesh(mesh_of(mesh), 1), requests, before)
+
+
+def test_what_follows_from_the_requests() -> None:
+    got = sizes([request(0, 33, 10, n_generations=5), request(1, 5, 40)])
+    assert got == Capacity(
+        replicas=4,
+        sequences=6,
+        slots=2,
+        page_size=16,
+        pages=2 * 3 + 1,  # 45 tokens are 3 pages
+        pages_per_sequence=3,
+        prefill_rows=4,  # two slots of 32 prompt tokens each
+        steps=40,
+        stop_ids=4,
+    )
+
+
+def test_bounds_where_nothing_is_said() -> None:
+    got = sizes([request(i, 64, 100) for i in range(500)])
+    assert (got.sequences, got.slots, got.prefill_rows, got.steps) == (256, 64, 32, 64)
+
+
+def test_explicit_values_are_caps() -> None:
+    requests = [request(i, 33, 40) for i in range(50)]
+    caps = {"max_seqs": 10, "page_size": 8, "max_pages": 12, "max_prefill_size": 20, "max_steps_per_launch": 7}
+    got = sizes(requests, **caps)
+    assert (got.sequences, got.slots, got.page_size, got.pages, got.prefill_rows, got.steps) == (10, 3, 8, 12, 2, 7)
+    assert sizes(requests, max_seq_len=500).pages_per_sequence == 32
+    # A cap is not a wish: what the requests do not need is not taken.
+    few = sizes([request(0, 1, 2)], max_seqs=10, max_pages=1000, max_prefill_size=512, max_steps_per_launch=64)
+    assert (few.sequences, few.slots, few.pages, few.prefill_rows, few.steps) == (1, 1, 2, 1, 2)
+
+
+def test_fewer_sequences_than_replicas() -> None:
+    got = sizes([request(i, 5, 5) for i in range(9)], max_seqs=2)
+    assert (got.replicas, got.sequences, got.slots) == (4, 2, 1)
+
+
+def test_sizes_grow_and_never_shrink() -> None:
+    first = sizes([request(0, 40, 8)])
+    second = sizes([request(i, 5, 20) for i in range(8)], before=first)
+    for field in dataclasses.fields(Capacity):
+        assert getattr(second, field.name) >= getattr(first, field.name), field.name
+    assert second.slots == 2 and second.pages == 2 * second.pages_per_sequence + 1 and second.steps == 20
+    assert sizes([request(0, 40, 8)], before=second) == second
+    check_capacity(second, [request(0, 40, 8), *(request(i, 5, 20) for i in range(1, 8))])
+
+
+@pytest.mark.parametrize("shape", ["1,4,1", "1,2,2", "2,2,1", "1,1,1"])
+@pytest.mark.parametrize(("kv_heads", "mlp"), [(1, 24), (2, 24), (4, 24), (4, 6), (3, 24)])
+def test_a_refused_layout_names_exactly_the_sizes_that_work(shape: str, kv_heads: int, mlp: int) -> None:
+    model = dataclasses.replace(LLAMA, num_heads=12, num_kv_heads=kv_heads, intermediate_dim=mlp)
+    works, said = [], set()
+    for tensor in tensor_sizes(mesh_of(shape).shape):
+        try:
+            check_layout(model, make_decode_mesh(mesh_of(shape), tensor))
+            works.append(tensor)
+        except ConfigError as error:
+            assert f"layout {{tensor: {tensor}}} splits" in str(error)
+            said.add(str(error).split("Set tensor to one of ")[1])
+    assert works and said <= {f"{works}."}
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "itemsize", "slots"),
+    [("cpu", "cpu", 4, 64), ("tpu", "TPU v5p", 2, 128), ("tpu", "TPU v6 lite", 2, 512), ("gpu", "NVIDIA H200", 2, 192)],
+)
+def test_sequences_that_a_device_is_worth(platform: str, kind: str, itemsize: int, slots: int) -> None:
+    assert slots_per_replica(kind, platform, itemsize) == slots

@@ -1,0 +1,166 @@
+"""What the shipped configurations ask of the devices."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.main import plan as command
+from lockstep.main.arguments import parse_arguments
+from lockstep.main.cli import run
+from lockstep.main.plan_workload import CONFIGS, work_of
+from lockstep.models import find_preset
+from lockstep.placement import make_mesh
+from lockstep.training import OptimizerConfig, parse_precision
+from lockstep.training.step import init_model, init_state, state_structs
+from tests.unit.engine.models import LLAMA, VOCAB
+
+ROOT = Path(__file__).parents[3]
+POD = {
+    "simpo_ultrafeedback_llama3_8b_v5p_64_inference.yaml": ("train-simpo", 8),
+    "grpo_gsm8k_qwen25_3b_v6e_8.yaml": ("train-grpo", 1),
+    "grpo_gsm8k_qwen25_3b_v6e_16.yaml": ("train-grpo", 4),
+    "sampler/sample_llama8b_multihost.yaml": ("sample", 2),
+    "sampler/sample_llama8b_multihost_real.yaml": ("sample", 2),
+    "sampler/sample_llama8b_multihost_128prompts_2048_hostdp_wandb_v5p16.yaml": ("sample", 2),
+    "sampler/sample_llama8b_multihost_128prompts_2048_hostdp_wandb_v5p32.yaml": ("sample", 4),
+}
+
+
+def read(name, *more):
+    name_of_command, config = command._read(None, ["--config_path", str(ROOT / "config" / name), *more])
+    return work_of(name_of_command, config)
+
+
+@pytest.mark.parametrize("name", POD)
+def test_every_pod_configuration_is_understood_without_a_network(name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    work = read(name)
+    assert (work.command, work.hosts) == POD[name]
+    parameters = 3.09e9 if "qwen" in name else 8.03e9
+    config = work.model
+    heads = (config.num_heads * 2 + config.num_kv_heads * 2) * config.head_size
+    layer = config.hidden_dim * (heads + 3 * config.intermediate_dim)
+    outer = work.vocab_size * config.hidden_dim * (1 if config.tie_word_embeddings else 2)
+    assert config.num_layers * layer + outer == pytest.approx(parameters, rel=0.005), "as published"
+
+
+def test_simpo_on_a_pod(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    work = read("simpo_ultrafeedback_llama3_8b_v5p_64_inference.yaml")
+    assert work.training.length == 2048 and work.training.columns["tokens"].shape == (2, 2048)
+    (samples,) = work.sampling
+    assert len(samples.requests) == 5 and samples.requests[0].params.max_new_tokens == 64
+    assert samples.key("layout") == "inference_eval.layout"
+    assert any("UTF-8 bytes" in note for note in work.notes)
+
+
+def test_grpo_asks_for_rollouts_and_for_samples(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    work = read("grpo_gsm8k_qwen25_3b_v6e_16.yaml")
+    rollout, samples = work.sampling
+    assert (rollout.name, samples.name) == ("rollout", "inference_eval")
+    sequences = sum(request.params.n_generations for request in rollout.requests)
+    assert sequences == work.training.trainer.train_batch_size == 128
+    request = rollout.requests[0]
+    assert len(request.prompt_tokens) + request.params.max_new_tokens == work.training.length == 1024
+    assert not work.training.reference
+    with_reference = read("grpo_gsm8k_qwen25_3b_v6e_16.yaml", "--kl_coefficient", "0.04")
+    assert with_reference.training.reference and "reference_logprobs" in with_reference.training.columns
+
+
+def test_rows_longer_than_the_model_are_refused_and_the_longest_that_work_are_planned(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    work = read("simpo_ultrafeedback_llama3_8b_v5p_64_inference.yaml", "--data.max_seq_len", "9000")
+    (refusal,) = work.refusals
+    assert (refusal.key, refusal.value, refusal.largest) == ("data.max_seq_len", 9000, 8192)
+    assert "data.max_seq_len is 9000" in refusal.text and "Set it to at most 8192" in refusal.text
+    assert work.training.columns["tokens"].shape == (2, 8192)
+    most = read("simpo_ultrafeedback_llama3_8b_v5p_64_inference.yaml", "--data.max_seq_len", "8192")
+    assert most.refusals == () and most.training.length == 8192
+
+
+def test_a_host_answers_its_share(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    work = read("sampler/sample_llama8b_multihost_128prompts_2048_hostdp_wandb_v5p32.yaml")
+    assert work.one_host and len(work.sampling[0].requests) == 32
+    assert work.sampling[0].key("max_seq_len") == "engine.max_seq_len"
+    assert work.sampling[0].key("max_new_tokens") == "max_new_tokens"
+
+
+def test_the_command_is_found_by_its_keys_or_asked_for():
+    with pytest.raises(ConfigError, match="could be of train-lm or train-simpo.* --command train-lm"):
+        command._read(None, ["--tokenizer", "x", "--model.type", "llama", "--data.max_seq_len", "8"])
+    with pytest.raises(
+        ConfigError, match=r"as a configuration of train-simpo: .*gama.*Did you mean 'gamma_beta_ratio'"
+    ):
+        command._read(None, ["--tokenizer", "x", "--model.type", "llama", "--beta", "2", "--gama_beta_ratio", "1"])
+    name, _ = command._read("train-lm", ["--tokenizer", "x", "--model.type", "llama", "--data.max_seq_len", "8"])
+    assert name == "train-lm"
+
+
+def test_a_model_that_is_not_known():
+    config = parse_arguments(CONFIGS["sample"], ["--hf_checkpoint", "somewhere/my-own-7b", "--prompts", "[hello]"])
+    with pytest.raises(ConfigError, match=r"neither a directory .* --model Llama-3.1-8B"):
+        work_of("sample", config)
+    assert work_of("sample", config, "Llama-3.2-1B").model.num_layers == 16
+
+
+@pytest.mark.parametrize(
+    "name", ["meta-llama/Meta-Llama-3-8B-Instruct", "gs://b/models/Llama-3.1-8B-Instruct/", "Qwen/Qwen2.5-3B-Instruct"]
+)
+def test_well_known_checkpoints(name):
+    assert find_preset(name) is not None
+    assert find_preset(name + "-of-mine") is None
+
+
+def test_shapes_of_the_state_are_those_of_the_real_one():
+    import haliax as hax
+
+    from lockstep.models import LlamaLMHeadModel
+
+    mesh, precision = make_mesh("1,2,2", jax.devices()[:4]), parse_precision("p=f32,c=bf16")
+    optimizer = OptimizerConfig().build(10)
+
+    def init(key):
+        return LlamaLMHeadModel.init(hax.Axis("vocab", VOCAB), LLAMA, key=key)
+
+    planned, _ = state_structs(init, optimizer, mesh, precision)
+
+    def launch(name, function, arguments, *, out_shardings, donate=()):
+        with jax.set_mesh(mesh):
+            return jax.jit(function, out_shardings=out_shardings, donate_argnums=donate)(*arguments)
+
+    real, _ = init_state(init_model(init, 0, mesh, precision, launch), optimizer, mesh, precision, launch)
+    assert jax.tree.structure(planned) == jax.tree.structure(real)
+    for plan, array in zip(jax.tree.leaves(planned), jax.tree.leaves(real), strict=True):
+        assert (plan.shape, plan.dtype, plan.sharding) == (array.shape, array.dtype, array.sharding)
+
+
+@pytest.mark.parametrize("name", ["demo.yaml", "simpo_tiny.yaml"])
+def test_columns_are_those_of_the_data(name, monkeypatch):
+    from lockstep.text import load_tokenizer
+
+    monkeypatch.chdir(ROOT)
+    which = "train-lm" if name == "demo.yaml" else "train-simpo"
+    config = parse_arguments(CONFIGS[which], ["--config_path", f"config/{name}"])
+    rows = config.data.load(load_tokenizer(config.tokenizer), config.model.max_seq_len, 0)
+    batch = rows.batch(0, 4, slice(0, 4))
+    planned = config.data.columns(config.model.max_seq_len)
+    assert {name: (a.shape[1:], a.dtype) for name, a in batch.items()} == {
+        name: (one.shape, np.dtype(one.dtype)) for name, one in planned.items()
+    }
+
+
+def test_train_grpo_says_that_it_comes_later():
+    with pytest.raises(ConfigError, match="cannot train yet.* lockstep plan"):
+        run(["train-grpo", "--config_path", "x.yaml"])
+
+
+def test_grpo_batches_are_whole_groups():
+    with pytest.raises(ConfigError, match=r"whole groups\. Use a multiple of 8, e\.g\. 24"):
+        read("grpo_gsm8k_qwen25_3b_v6e_8.yaml", "--trainer.train_batch_size", "30")
+    with pytest.raises(ConfigError, match="rollout.max_new_tokens is 1024 and data.max_seq_len is 1024"):
+        read("grpo_gsm8k_qwen25_3b_v6e_8.yaml", "--rollout.max_new_tokens", "1024")

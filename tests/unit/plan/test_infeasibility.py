@@ -1,0 +1,97 @@
+"""Where to change what, and what is the largest that works."""
+
+import pytest
+
+from lockstep.engine import Engine, EngineConfig
+from lockstep.errors import ConfigError
+from lockstep.plan.infeasibility import Infeasibility, agreeing, key_in, largest_in, place_of
+from lockstep.plan.train_step import largest_that_works
+from tests.unit.engine.models import mesh_of, model_on, request
+
+YAML = """\
+# A comment.
+trainer:
+  seed: 0
+  per_device_parallelism: 4
+inference_eval:
+  prompts:
+    - one
+  max_new_tokens: 64
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text(YAML)
+    return file
+
+
+def test_a_key_that_is_there(path):
+    assert place_of(path, "trainer.per_device_parallelism") == f"{path}:4"
+    assert place_of(path, "inference_eval.max_new_tokens") == f"{path}:8"
+
+
+def test_a_key_that_is_not_there_yet(path):
+    assert place_of(path, "trainer.mp") == f"{path}:2 (add mp to trainer)"
+    assert place_of(path, "engine.max_seqs") == f"{path}:1 (add engine.max_seqs)"
+
+
+def test_a_key_of_the_command_line(path):
+    assert place_of(path, "trainer.seed", ["trainer.seed"]) == "--trainer.seed on the command line"
+    assert place_of(None, "trainer.seed") == "--trainer.seed"
+
+
+def test_the_first_key_that_an_error_names():
+    keys = {"max_seq_len": "engine.max_seq_len", "layout": "engine.layout"}
+    assert key_in("layout {tensor: 3} and max_seq_len", keys) == "engine.layout"
+    assert key_in("nothing", keys) is None
+
+
+@pytest.mark.parametrize("limit", range(0, 18))
+@pytest.mark.parametrize("guess", [1, 5, 16])
+def test_the_search_finds_the_largest_in_few_questions(limit, guess):
+    asked = []
+
+    def works(value):
+        assert value not in asked, "the compiler is slow: nothing is asked twice"
+        asked.append(value)
+        return value <= limit
+
+    values = list(range(1, 17))
+    assert largest_that_works(values, guess, works) == (min(limit, 16) or None)
+    assert len(asked) <= 9
+
+
+def test_a_good_guess_is_confirmed_with_two_questions():
+    asked = []
+
+    def works(value):
+        asked.append(value)
+        return value <= 4
+
+    assert largest_that_works([1, 2, 4, 8, 16], 4, works) == 4
+    assert asked == [4, 8]
+
+
+def test_what_is_refused_before_compiling_names_the_bound():
+    engine = Engine(EngineConfig(max_seq_len=65), mesh_of("1,2,2"))
+    with pytest.raises(ConfigError) as refused:
+        engine.check(model_on("1,2,2"), [request(0, 5)])
+    text = str(refused.value)
+    assert largest_in(text) == 64 and key_in(text, {"max_seq_len": "engine.max_seq_len"}) == "engine.max_seq_len"
+    assert largest_in("layout {tensor: 3} does not fit. Set tensor to one of [1, 2].") is None
+
+
+def test_what_is_refused_twice_has_one_value_that_works():
+    def refusal(key, largest):
+        return Infeasibility(key=key, value=9000, largest=largest, text=f"at most {largest}")
+
+    found = agreeing([refusal("data.max_seq_len", 8192), refusal("mp", None), refusal("data.max_seq_len", 2048)])
+    assert [(one.key, one.largest, one.text) for one in found] == [
+        ("data.max_seq_len", 2048, "at most 8192"),
+        ("mp", None, "at most None"),
+        ("data.max_seq_len", 2048, "at most 2048"),
+    ]
+    hopeless = agreeing([refusal("data.max_seq_len", 8192), refusal("data.max_seq_len", None)])
+    assert [one.largest for one in hopeless] == [None, None]
