@@ -94,19 +94,21 @@ def compile_for(
     engine.prepare(
         (config, weights), [Request(prompt_id=i, prompt_tokens=prompt, params=SAMPLED) for i in range(sequences)]
     )
-    shapes = Shapes(config=config, weights=weights, grid=engine.grid, dtype=jnp.dtype("bfloat16"), gather=True)
+    shapes = Shapes(
+        config=config, weights=weights, decode_mesh=engine.decode_mesh, dtype=jnp.dtype("bfloat16"), gather=True
+    )
     return engine, shapes
 
 
 def figures(engine: Engine, shapes: Shapes, context: int) -> dict[str, Any]:
     """What is to be known of the programs, ready for JSON. Bytes are per device."""
-    sizes, grid, sizing = engine.sizes, engine.grid, engine.sizing
+    sizes, decode_mesh, sizing = engine.sizes, engine.decode_mesh, engine.sizing
     assert sizes is not None and sizing is not None
-    devices = list(grid.mesh.devices.flat)
-    replica = [place // grid.tensor for place in range(len(devices))]
+    devices = list(decode_mesh.mesh.devices.flat)
+    replica = [place // decode_mesh.tensor for place in range(len(devices))]
     host = [device.process_index for device in devices]
     attention = select_attention(
-        devices[0], device_heads(shapes.config, grid), page_size=sizes.page_size, dtype=shapes.dtype
+        devices[0], device_heads(shapes.config, decode_mesh), page_size=sizes.page_size, dtype=shapes.dtype
     )
     block = min(attention.decode_blocks.pages, sizes.pages_per_sequence)  # type: ignore[attr-defined]
     programs: dict[str, Any] = {}
@@ -139,12 +141,12 @@ def figures(engine: Engine, shapes: Shapes, context: int) -> dict[str, Any]:
     moved = step_bytes(engine.programs["decode"].text(), shapes, sizes, context=context, block_pages=block, unmet=UNMET)
     chip = chip_of(devices[0])
     steps = [one for one in programs["decode"]["collectives"] if one["in_step"]]
-    width = (grid.tensor - 1) / grid.tensor
+    width = (decode_mesh.tensor - 1) / decode_mesh.tensor
     wait = sum(one["times"] * (chip.link.latency_s + 2 * width * one["bytes"] / chip.link.bandwidth) for one in steps)
     seconds = moved.compiled(sizes.steps) / chip.bandwidth + wait
     return {
-        "tensor": grid.tensor,
-        "replicas": grid.replicas,
+        "tensor": decode_mesh.tensor,
+        "replicas": decode_mesh.replicas,
         "slots": sizes.slots,
         "context": context,
         "chip": chip.name,
@@ -160,8 +162,8 @@ def figures(engine: Engine, shapes: Shapes, context: int) -> dict[str, Any]:
         "ratio": moved.ratio(sizes.steps),
         "step_s": seconds,
         "collectives_s": wait,
-        "tokens_per_s_per_chip": sizes.slots / grid.tensor / seconds,
-        "floor_tokens_per_s_per_chip": sizes.slots / grid.tensor / (moved.floor / chip.bandwidth),
+        "tokens_per_s_per_chip": sizes.slots / decode_mesh.tensor / seconds,
+        "floor_tokens_per_s_per_chip": sizes.slots / decode_mesh.tensor / (moved.floor / chip.bandwidth),
         "predicted": shapes.temporaries(sizes) | {"reshard": sizing.predicted.reshard},
         "programs": programs,
     }  # fmt: skip

@@ -60,8 +60,8 @@ for name, program in engine.programs.items():
         "aliased": memory.alias_size_in_bytes,
         "temporaries": memory.temp_size_in_bytes,
     }
-figures["pool"] = L * sizes.pages * sizes.page_size * 2 * K * H * 2 // engine.grid.tensor
-figures["replicas"] = engine.grid.replicas
+figures["pool"] = L * sizes.pages * sizes.page_size * 2 * K * H * 2 // engine.decode_mesh.tensor
+figures["replicas"] = engine.decode_mesh.replicas
 figures["sorts"] = engine.programs["decode"]._compiled.as_text().count(" sort(")
 print(json.dumps(figures))
 """
@@ -93,7 +93,7 @@ requests = [Request(prompt_id=i, prompt_tokens=tuple(range(960)), params=params)
 engine = Engine(EngineConfig(layout={"tensor": tensor}, max_seq_len=1024, memory_bytes_per_device=80 << 30), mesh)
 engine.prepare((config, weights), requests)
 sizes = engine.sizes
-shapes = Shapes(config=config, weights=weights, grid=engine.grid, dtype=jnp.dtype(dtype), gather=True)
+shapes = Shapes(config=config, weights=weights, decode_mesh=engine.decode_mesh, dtype=jnp.dtype(dtype), gather=True)
 pool = (config.num_layers * sizes.pages, sizes.page_size, 2 * config.num_kv_heads // tensor, config.head_size)
 print(json.dumps({
     "text": engine.sizing.describe(),
@@ -247,12 +247,12 @@ def transposed(name):
 
 layers = dataclasses.replace(weights.layers, **{name: transposed(name) for name in AXES})
 weights = dataclasses.replace(weights, layers=layers)
-grid, dtype = make_decode_mesh(mesh, tensor), jnp.dtype("bfloat16")
-shapes = Shapes(config=config, weights=weights, grid=grid, dtype=dtype, gather=True)
-function, target = assembly_function(weights, leaf_layouts(weights, grid), dtype, gather=True)
-shardings = jax.tree.map(lambda leaf: NamedSharding(grid.mesh, leaf.partition_spec), target)
+decode_mesh, dtype = make_decode_mesh(mesh, tensor), jnp.dtype("bfloat16")
+shapes = Shapes(config=config, weights=weights, decode_mesh=decode_mesh, dtype=dtype, gather=True)
+function, target = assembly_function(weights, leaf_layouts(weights, decode_mesh), dtype, gather=True)
+shardings = jax.tree.map(lambda leaf: NamedSharding(decode_mesh.mesh, leaf.partition_spec), target)
 reshard = compile_program(
-    "reshard", function, [sources(weights)], mesh=grid.mesh, ledger=Ledger(), out_shardings=shardings
+    "reshard", function, [sources(weights)], mesh=decode_mesh.mesh, ledger=Ledger(), out_shardings=shardings
 ).memory()
 print(json.dumps({
     "predicted": {"weights": shapes.copied, "reshard": shapes.reshard},

@@ -22,7 +22,7 @@ def has_kernel(device: jax.Device, head_size: int) -> bool:
     ones jax's kernel does not compile on any generation, for it can step through rows of `LANES` numbers alone.
 
     Args:
-        device: of the decode grid.
+        device: of the decode mesh.
         head_size: of the model.
     """
     return device.platform == "tpu" and head_size <= LANES
@@ -44,7 +44,7 @@ def stored(device: jax.Device, heads: Heads, dtype: jnp.dtype) -> StoredKvHeads:
     """Heads of the pool on a device.
 
     Args:
-        device: of the decode grid.
+        device: of the decode mesh.
         heads: of the model, on one device.
         dtype: of the pool.
     """
@@ -76,7 +76,7 @@ def select_attention(
     """The attention for a device, by its platform and the size of the heads.
 
     Args:
-        device: of the decode grid; all are of one kind.
+        device: of the decode mesh; all are of one kind.
         heads: of the model, on one device.
         page_size: tokens in a page.
         dtype: of queries.

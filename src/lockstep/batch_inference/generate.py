@@ -78,8 +78,11 @@ class Generator:
     def shares(self) -> Float[np.ndarray, "replica host"]:
         """The part of each replica's devices that each host has; after `prepare`."""
         assert self._engine is not None
-        grid = self._engine.grid
-        owners = np.reshape([device.process_index for device in grid.mesh.devices.flat], (grid.replicas, grid.tensor))
+        decode_mesh = self._engine.decode_mesh
+        owners = np.reshape(
+            [device.process_index for device in decode_mesh.mesh.devices.flat],
+            (decode_mesh.replicas, decode_mesh.tensor),
+        )
         return np.mean(owners[:, :, None] == np.arange(self._hosts.count), axis=1)
 
     def prepare(self, model: Any, mesh: Mesh, shape: JobShape, units: Int[np.ndarray, " pending"]) -> None:

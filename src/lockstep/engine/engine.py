@@ -69,7 +69,7 @@ class Engine:
         check_cache_dtype(mesh.devices.flat[0], config.kv_cache_dtype)
         self.config = config
         self.mesh = mesh
-        self.grid: DecodeMesh = make_decode_mesh(mesh, tensor_size(config.layout) or 1)
+        self.decode_mesh: DecodeMesh = make_decode_mesh(mesh, tensor_size(config.layout) or 1)
         self.vocab_size = vocab_size
         self._compile_with = compile_with
         self.ledger = Ledger() if ledger is None else ledger
@@ -155,7 +155,7 @@ class Engine:
             before=self._built,
             compile_with=self._compile_with,
         )
-        self.grid = self._built.grid
+        self.decode_mesh = self._built.decode_mesh
         known = {id(compilation) for compilation in self._compilations}
         compiled = [program.compilation for program in self.programs.values()]
         self._compilations += [each for each in compiled if id(each) not in known]
@@ -241,7 +241,7 @@ class Engine:
                 "the model's configuration, shapes, dtypes or placement are not those that the engine prepared for. "
                 "Call prepare with this model first."
             )
-        return replicate_kv_heads(config, weights, self.grid.tensor)[1]
+        return replicate_kv_heads(config, weights, self.decode_mesh.tensor)[1]
 
     def _scheduler(self, requests: Iterable[Request], find_stop: FindStop | None) -> Scheduler:
         assert self._built is not None
@@ -268,7 +268,7 @@ class Engine:
             if programs.reshard is not None:
                 weights = programs.reshard(sources(weights) if is_lazy(weights) else weights)
             pool = programs.new_cache()
-        by_replica = self.grid.sharding(self.grid.replica_axes or None)
+        by_replica = self.decode_mesh.sharding(self.decode_mesh.replica_axes or None)
         while True:
             if between_launches is not None:
                 between_launches(scheduler)
@@ -297,7 +297,7 @@ class Engine:
                 pool, *results = programs.decode(
                     weights,
                     pool,
-                    place(np.asarray(plan.num_steps, np.int32), self.grid.sharding()),
+                    place(np.asarray(plan.num_steps, np.int32), self.decode_mesh.sharding()),
                     *(place(a, by_replica) for a in decode_arguments(plan)),
                 )
                 results = [fetch(result) for result in results]

@@ -27,7 +27,7 @@ class Prepared:
 
     signature: object
     sizing: Sizing
-    grid: DecodeMesh
+    decode_mesh: DecodeMesh
     programs: Programs
 
 
@@ -78,13 +78,13 @@ def prepare_programs(
                     return before
                 sizing = dataclasses.replace(before.sizing, max_prompts=sizing.max_prompts, reasons=sizing.reasons)
             return dataclasses.replace(before, sizing=sizing)
-        grid = make_decode_mesh(mesh, tensor_size(sizing.layout) or 1)
+        decode_mesh = make_decode_mesh(mesh, tensor_size(sizing.layout) or 1)
         try:
             programs = build_programs(
                 dataclasses.replace(config, layout=sizing.layout),
                 model,
                 weights,
-                grid,
+                decode_mesh,
                 sizing.sizes,
                 vocab_size=vocab_size,
                 ledger=ledger,
@@ -96,7 +96,7 @@ def prepare_programs(
             compiled = measured(programs)
             if compiled.total <= sizing.budget:
                 sizing = dataclasses.replace(sizing, compiled=compiled)
-                return Prepared(signature=signature, sizing=sizing, grid=grid, programs=programs)
+                return Prepared(signature=signature, sizing=sizing, decode_mesh=decode_mesh, programs=programs)
             beyond = compiled.total - sizing.predicted.total
         # At least a hundredth of the budget more each time, so that this ends.
         name = layout_text(sizing.layout)

@@ -40,7 +40,7 @@ def read_by_pieces(layout: "LeafLayout", block: jax.Array, dtype: jnp.dtype) -> 
     pieces = -(-whole.size * whole.dtype.itemsize // PIECE_BYTES)
     if layout == layout.decode or pieces < 2:
         return layout.read(cast(block, dtype))
-    own = layout.grid.tensor if layout.tensor_dim == 0 else 1
+    own = layout.decode_mesh.tensor if layout.tensor_dim == 0 else 1
     if layout.spec[0] and own > 1 or block.shape[0] % own:
         return layout.read(cast(block, dtype))
     # The first axis of the block is ``own`` parts, of which each device of the replica gets one; or that of the whole

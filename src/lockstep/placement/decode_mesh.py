@@ -1,4 +1,4 @@
-"""The decode grid: the trainer's devices, in the trainer's order, seen as (replica × tensor)."""
+"""The decode mesh: the trainer's devices, in the trainer's order, seen as (replica × tensor)."""
 
 import dataclasses
 import itertools
@@ -42,14 +42,14 @@ class DecodeMesh:
         return math.prod(self.mesh.shape[axis] for axis in self.tensor_axes)
 
     def sharding(self, *dims: tuple[str, ...] | None) -> NamedSharding:
-        """A sharding on the grid's mesh, one entry per array axis."""
+        """A sharding on the decode mesh's mesh, one entry per array axis."""
         return NamedSharding(self.mesh, PartitionSpec(*dims))
 
     def training_spec(self, array: jax.Array | jax.ShapeDtypeStruct, path: str) -> PartitionSpec:
-        """The partition spec, on the grid's mesh, of where ``array`` lies now.
+        """The partition spec, on the decode mesh's mesh, of where ``array`` lies now.
 
         Raises:
-            ConfigError: the array lies on other devices, or in an order that the grid cannot express.
+            ConfigError: the array lies on other devices, or in an order that the decode mesh cannot express.
         """
         sharding = getattr(array, "sharding", None)
         devices = list(self.mesh.devices.flat)
@@ -61,7 +61,7 @@ class DecodeMesh:
                     return PartitionSpec(*(self._refine(entry) for entry in sharding.spec))
         where = f"on {_names(sharding.device_set)} as {sharding}" if sharding is not None else "in host memory"
         raise ConfigError(
-            f"the weight {path} is placed {where}; the decode grid needs every weight on the training mesh "
+            f"the weight {path} is placed {where}; the decode mesh needs every weight on the training mesh "
             f"{self.training_shape}, which is {_names(devices)} in this order. Shard the model over the mesh before "
             "sampling, or give the engine the mesh that the model lies on."
         )

@@ -39,12 +39,12 @@ class LeafLayout:
     """Where one weight lies and how a device gets the part of it that decoding needs.
 
     Args:
-        grid: the decode grid.
-        spec: for each axis of the weight, the grid axes that split it.
+        decode_mesh: the decode mesh.
+        spec: for each axis of the weight, the decode mesh axes that split it.
         tensor_dim: the axis that the devices of a replica are to split, or None for a copy on each.
     """
 
-    grid: DecodeMesh
+    decode_mesh: DecodeMesh
     spec: Spec
     tensor_dim: int | None
 
@@ -56,7 +56,7 @@ class LeafLayout:
     @property
     def decode(self) -> "LeafLayout":
         """The same weight in the decode layout: split over the tensor axes, copied over the replicas."""
-        tensor = self.grid.tensor_axes
+        tensor = self.decode_mesh.tensor_axes
         spec = tuple(tensor if dim == self.tensor_dim else () for dim in range(len(self.spec)))
         return dataclasses.replace(self, spec=spec)
 
@@ -69,8 +69,8 @@ class LeafLayout:
         """Inside ``shard_map``: this device's part in the decode layout, from its block in this layout."""
         if self == self.decode:
             return block
-        tensor, dim, spec = self.grid.tensor_axes, self.tensor_dim, list(self.spec)
-        if dim is not None and tensor and not spec[dim] and block.shape[dim] % self.grid.tensor == 0:
+        tensor, dim, spec = self.decode_mesh.tensor_axes, self.tensor_dim, list(self.spec)
+        if dim is not None and tensor and not spec[dim] and block.shape[dim] % self.decode_mesh.tensor == 0:
             for other, axes in enumerate(spec):
                 if axes[-len(tensor) :] == tensor:
                     # The replica's devices swap: each gives up a part of `other` for its part of the tensor axis.
@@ -81,7 +81,7 @@ class LeafLayout:
             if axes and not (other == dim and axes == tensor):
                 block = jax.lax.all_gather(block, axes, axis=other, tiled=True)
         if dim is not None and tensor and spec[dim] != tensor:
-            block = _own_part(block, dim, tensor, self.grid.tensor)
+            block = _own_part(block, dim, tensor, self.decode_mesh.tensor)
         return block
 
 
@@ -92,21 +92,21 @@ def _own_part(block: jax.Array, dim: int, axes: Axes, count: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(jnp.pad(block, padding), jax.lax.axis_index(axes) * size, size, axis=dim)
 
 
-def leaf_layouts(weights: PyTree, grid: DecodeMesh) -> LayoutTree:
+def leaf_layouts(weights: PyTree, decode_mesh: DecodeMesh) -> LayoutTree:
     """The layout of each weight as it lies now, as a pytree like ``weights`` with `LeafLayout` leaves.
 
     Args:
         weights: pytree of arrays or shape structs with shardings; a leaf's last path entry names it in `TENSOR_DIM`.
-        grid: the decode grid over the same devices.
+        decode_mesh: the decode mesh over the same devices.
 
     Raises:
-        ConfigError: a weight lies somewhere the grid cannot express; named by its path.
+        ConfigError: a weight lies somewhere the decode mesh cannot express; named by its path.
     """
 
     def layout(path: tuple[Any, ...], leaf: jax.Array | jax.ShapeDtypeStruct) -> LeafLayout:
-        spec = grid.training_spec(leaf, jax.tree_util.keystr(path))
+        spec = decode_mesh.training_spec(leaf, jax.tree_util.keystr(path))
         axes = tuple(_axes(entry) for entry in spec) + ((),) * (leaf.ndim - len(spec))
-        return LeafLayout(grid, axes, TENSOR_DIM.get(path[-1].name))
+        return LeafLayout(decode_mesh, axes, TENSOR_DIM.get(path[-1].name))
 
     return jax.tree_util.tree_map_with_path(layout, weights)
 

@@ -33,7 +33,7 @@ def reshard_function(
     if not gather:
         return lambda weights: jax.tree.map(lambda leaf: leaf.astype(dtype), weights), layouts
     target = jax.tree.map(lambda leaf: leaf.decode, layouts)
-    grid = jax.tree.leaves(layouts)[0].grid
+    decode_mesh = jax.tree.leaves(layouts)[0].decode_mesh
 
     def cast_all(tree: Any) -> Any:
         return jax.tree.map(lambda leaf: cast(leaf, dtype), tree)
@@ -52,7 +52,7 @@ def reshard_function(
 
     moved = jax.shard_map(
         move,
-        mesh=grid.mesh,
+        mesh=decode_mesh.mesh,
         in_specs=(partition_specs(layouts),),
         out_specs=partition_specs(target),
         check_vma=False,
@@ -77,13 +77,13 @@ def assembly_function(
         The traceable function of `sources(weights)`, and the layouts of what it returns.
 
     Raises:
-        ConfigError: a part lies somewhere the grid cannot express; named by its path.
+        ConfigError: a part lies somewhere the decode mesh cannot express; named by its path.
     """
     plans = weight_specs(weights)
-    grid = jax.tree.leaves(layouts)[0].grid
+    decode_mesh = jax.tree.leaves(layouts)[0].decode_mesh
     target = jax.tree.map(lambda leaf: leaf.decode, layouts) if gather else layouts
     specs = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: grid.training_spec(leaf, jax.tree_util.keystr(path)), sources(weights)
+        lambda path, leaf: decode_mesh.training_spec(leaf, jax.tree_util.keystr(path)), sources(weights)
     )
 
     def move(parts: Any) -> Any:
@@ -100,5 +100,7 @@ def assembly_function(
         _, layers = jax.lax.scan(lambda _, layer: (None, jax.tree.map(made, plans.layers, one, layer)), None, stacked)
         return dataclasses.replace(outer, layers=layers)
 
-    moved = jax.shard_map(move, mesh=grid.mesh, in_specs=(specs,), out_specs=partition_specs(target), check_vma=False)
+    moved = jax.shard_map(
+        move, mesh=decode_mesh.mesh, in_specs=(specs,), out_specs=partition_specs(target), check_vma=False
+    )
     return moved, target

@@ -79,7 +79,7 @@ def step_bytes(
         for name, leaf, layout in shapes.leaves
         if name != "embed" or shapes.weights.lm_head is None
     )
-    heads = shapes.config.num_kv_heads / shapes.grid.tensor
+    heads = shapes.config.num_kv_heads / shapes.decode_mesh.tensor
     kv = sizes.slots * context * shapes.config.num_layers * 2 * heads * shapes.config.head_size * shapes.dtype.itemsize
     return StepBytes(floor_weights=weights, floor_kv=int(kv), program=program, kernel=kernels, per_launch=launch)
 

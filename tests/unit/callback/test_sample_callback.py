@@ -11,7 +11,7 @@ import pytest
 import lockstep
 from lockstep.callback import InferenceEvalConfig, SampleCallback
 from lockstep.callback.round_prompts import from_bytes, read_round_prompts, to_bytes
-from lockstep.device import memory
+from lockstep.device import memory as device_memory
 from lockstep.errors import ConfigError, PromptError
 from lockstep.models import UnreadableModelError
 from lockstep.placement import make_mesh
@@ -103,7 +103,7 @@ class Recorder(NoopTracker):
 def test_a_plain_jax_loop_on_one_device(tmp_path, capsys, caplog, monkeypatch):
     caplog.set_level("INFO", "lockstep")
     held = itertools.count(1000)  # by a device that counts, as a CPU does not
-    monkeypatch.setattr(memory, "_stats", lambda: [{"bytes_in_use": next(held)}, {"bytes_in_use": 7}, {}])
+    monkeypatch.setattr(device_memory, "_stats", lambda: [{"bytes_in_use": next(held)}, {"bytes_in_use": 7}, {}])
     mesh = make_mesh("1,1,1", jax.devices()[:1])
     weights = tiny.placed_weights(mesh, vocab=tiny.vocab_size())
     tracker = Recorder()

@@ -31,22 +31,24 @@ def fake_mesh(shape: str) -> Mesh:
 )
 def test_the_grid_keeps_the_devices_in_order_and_names_every_axis(shape: str, tensor: int) -> None:
     mesh = fake_mesh(shape)
-    grid = make_decode_mesh(mesh, tensor)
-    assert list(grid.mesh.devices.flat) == list(mesh.devices.flat)
-    assert (grid.replicas, grid.tensor) == (mesh.size // tensor, tensor)
-    assert grid.replica_axes + grid.tensor_axes == (grid.mesh.axis_names if mesh.size > 1 else ())
-    assert set(grid.mesh.axis_types) == {AxisType.Auto}
+    decode_mesh = make_decode_mesh(mesh, tensor)
+    assert list(decode_mesh.mesh.devices.flat) == list(mesh.devices.flat)
+    assert (decode_mesh.replicas, decode_mesh.tensor) == (mesh.size // tensor, tensor)
+    assert decode_mesh.replica_axes + decode_mesh.tensor_axes == (decode_mesh.mesh.axis_names if mesh.size > 1 else ())
+    assert set(decode_mesh.mesh.axis_types) == {AxisType.Auto}
     # A replica is `tensor` consecutive devices.
-    numbers = np.arange(mesh.size).reshape(grid.mesh.devices.shape)
-    rows = numbers.reshape(grid.replicas, grid.tensor)
+    numbers = np.arange(mesh.size).reshape(decode_mesh.mesh.devices.shape)
+    rows = numbers.reshape(decode_mesh.replicas, decode_mesh.tensor)
     assert (np.diff(rows, axis=1) == 1).all()
-    # A training axis and the grid axes that make it up put every device at the same place.
+    # A training axis and the decode mesh axes that make it up put every device at the same place.
     for axis, name in enumerate(mesh.axis_names):
         place = np.indices(mesh.devices.shape)[axis].reshape(-1)
         refined = np.zeros(mesh.size, int)
-        for part in grid.training_axes[name]:
-            at = grid.mesh.axis_names.index(part)
-            refined = refined * grid.mesh.shape[part] + np.indices(grid.mesh.devices.shape)[at].reshape(-1)
+        for part in decode_mesh.training_axes[name]:
+            at = decode_mesh.mesh.axis_names.index(part)
+            refined = refined * decode_mesh.mesh.shape[part] + np.indices(decode_mesh.mesh.devices.shape)[at].reshape(
+                -1
+            )
         np.testing.assert_array_equal(refined, place, err_msg=name)
 
 
@@ -87,11 +89,11 @@ SPECS = [
 @pytest.mark.parametrize("shape", ["1,4,1", "2,2,1", "1,2,2", "4,1,1"])
 def test_the_refined_spec_is_the_same_place(shape: str, tensor: int) -> None:
     mesh = make_mesh(shape, jax.devices()[:4])
-    grid = make_decode_mesh(mesh, tensor)
+    decode_mesh = make_decode_mesh(mesh, tensor)
     for spec in SPECS:
         there = NamedSharding(mesh, spec)
         struct = jax.ShapeDtypeStruct((8, 8), np.float32, sharding=there)
-        here = NamedSharding(grid.mesh, grid.training_spec(struct, "weight"))
+        here = NamedSharding(decode_mesh.mesh, decode_mesh.training_spec(struct, "weight"))
         assert here.devices_indices_map((8, 8)) == there.devices_indices_map((8, 8)), spec
 
 
@@ -101,7 +103,7 @@ def struct_on(mesh: Mesh, *spec: Any) -> jax.ShapeDtypeStruct:
 
 def test_weights_that_lie_elsewhere_are_refused_by_name() -> None:
     devices = jax.devices()[:4]
-    grid = make_decode_mesh(make_mesh("1,4,1", devices), 2)
+    decode_mesh = make_decode_mesh(make_mesh("1,4,1", devices), 2)
     one = jax.sharding.SingleDeviceSharding(devices[0])
     names = ("dp", "fsdp", "tp")
     elsewhere = {
@@ -113,18 +115,18 @@ def test_weights_that_lie_elsewhere_are_refused_by_name() -> None:
     }
     for kind, struct in elsewhere.items():
         with pytest.raises(ConfigError, match=r"the weight \.layers\.q is placed on .* devices") as error:
-            grid.training_spec(struct, ".layers.q")
+            decode_mesh.training_spec(struct, ".layers.q")
         assert "Shard the model over the mesh before sampling" in str(error.value), kind
     with pytest.raises(ConfigError, match=r"the weight \.embed is placed in host memory"):
-        grid.training_spec(np.zeros((8, 8)), ".embed")  # type: ignore[arg-type] (wrong on purpose)
+        decode_mesh.training_spec(np.zeros((8, 8)), ".embed")  # type: ignore[arg-type] (wrong on purpose)
 
 
 def test_one_device_means_this_device() -> None:
     first, second = jax.devices()[:2]
-    grid = make_decode_mesh(make_mesh("1,1,1", [first]), 1)
+    decode_mesh = make_decode_mesh(make_mesh("1,1,1", [first]), 1)
     here, there = (
         jax.ShapeDtypeStruct((8,), np.float32, sharding=jax.sharding.SingleDeviceSharding(d)) for d in (first, second)
     )
-    assert grid.training_spec(here, "w") == PartitionSpec()
+    assert decode_mesh.training_spec(here, "w") == PartitionSpec()
     with pytest.raises(ConfigError, match="the weight w is placed on 1 devices"):
-        grid.training_spec(there, "w")
+        decode_mesh.training_spec(there, "w")

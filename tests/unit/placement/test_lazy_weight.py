@@ -51,17 +51,17 @@ def other_form(weights: DecoderWeights, by_layer: bool) -> DecoderWeights:
 @pytest.mark.parametrize("by_layer", [False, True])
 @pytest.mark.parametrize(("mesh", "tensor"), [("1,4,1", 1), ("1,2,2", 2), ("2,2,1", None), ("1,1,1", 1)])
 def test_what_is_made_is_what_would_have_been_moved(mesh, tensor, by_layer):
-    grid = make_decode_mesh(mesh_of(mesh), tensor or 1)
+    decode_mesh = make_decode_mesh(mesh_of(mesh), tensor or 1)
     plain = tiny.placed_weights(mesh_of(mesh))
     stored = other_form(plain, by_layer)
     assert is_lazy(stored) and not is_lazy(plain)
-    layouts = leaf_layouts(stored, grid)
-    assert layouts == leaf_layouts(plain, grid)
+    layouts = leaf_layouts(stored, decode_mesh)
+    assert layouts == leaf_layouts(plain, decode_mesh)
     dtype = jnp.dtype(jnp.bfloat16)
     move, target = reshard_function(layouts, dtype, gather=tensor is not None)
     make, made_target = assembly_function(stored, layouts, dtype, gather=tensor is not None)
     assert made_target == target
-    with jax.set_mesh(grid.mesh):
+    with jax.set_mesh(decode_mesh.mesh):
         expected, made = jax.jit(move)(plain), jax.jit(make)(sources(stored))
     for path, want in jax.tree_util.tree_leaves_with_path(expected):
         (have,) = [leaf for at, leaf in jax.tree_util.tree_leaves_with_path(made) if at == path]

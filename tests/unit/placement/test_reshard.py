@@ -22,13 +22,13 @@ CONFIG = LlamaConfig(
 )
 
 
-def grid_of(shape: str, tensor: int) -> DecodeMesh:
+def decode_mesh_of(shape: str, tensor: int) -> DecodeMesh:
     return make_decode_mesh(make_mesh(shape, jax.devices()[:4]), tensor)
 
 
-def every_spec(grid: DecodeMesh, dims: int) -> list[tuple[tuple[str, ...], ...]]:
-    """Every way to lay an array of some dimensions over the grid's axes, several axes on a dimension too."""
-    axes = grid.mesh.axis_names
+def every_spec(decode_mesh: DecodeMesh, dims: int) -> list[tuple[tuple[str, ...], ...]]:
+    """Every way to lay an array of some dimensions over the decode mesh's axes, several axes on a dimension too."""
+    axes = decode_mesh.mesh.axis_names
     specs = []
     for order in itertools.permutations(axes):
         for homes in itertools.product(range(dims + 1), repeat=len(axes)):
@@ -39,31 +39,31 @@ def every_spec(grid: DecodeMesh, dims: int) -> list[tuple[tuple[str, ...], ...]]
 
 def check_shards(resharded: jax.Array, original: np.ndarray, layout: LeafLayout) -> None:
     """Every device holds its part of the original, zeros where the vocabulary is padded."""
-    dim, tensor = layout.tensor_dim, layout.grid.tensor
+    dim, tensor = layout.tensor_dim, layout.decode_mesh.tensor
     padding = [(0, -size % tensor if d == dim else 0) for d, size in enumerate(original.shape)]
     padded = np.pad(original, padding)
     assert resharded.shape == padded.shape
-    want = PartitionSpec(*(layout.grid.tensor_axes or None if d == dim else None for d in range(original.ndim)))
-    assert resharded.sharding.is_equivalent_to(NamedSharding(layout.grid.mesh, want), original.ndim)
+    want = PartitionSpec(*(layout.decode_mesh.tensor_axes or None if d == dim else None for d in range(original.ndim)))
+    assert resharded.sharding.is_equivalent_to(NamedSharding(layout.decode_mesh.mesh, want), original.ndim)
     for shard in resharded.addressable_shards:
         np.testing.assert_array_equal(np.asarray(shard.data), padded[shard.index], err_msg=str(layout.spec))
 
 
 @pytest.mark.parametrize(("shape", "tensor"), [("1,2,2", 2), ("1,2,2", 4), ("1,4,1", 2), ("4,1,1", 1)])
 def test_read_from_every_layout(shape: str, tensor: int) -> None:
-    grid = grid_of(shape, tensor)
+    decode_mesh = decode_mesh_of(shape, tensor)
     layouts = [
-        LeafLayout(grid, spec, dim)
-        for spec in every_spec(grid, 2)
+        LeafLayout(decode_mesh, spec, dim)
+        for spec in every_spec(decode_mesh, 2)
         for dim in (None, 0, 1)
         if not (spec[0] and spec[1] and dim is None)
     ]
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal((4, 8), np.float32) for _ in layouts]
-    placed = [place(a, NamedSharding(grid.mesh, x.partition_spec)) for a, x in zip(arrays, layouts, strict=True)]
+    placed = [place(a, NamedSharding(decode_mesh.mesh, x.partition_spec)) for a, x in zip(arrays, layouts, strict=True)]
     moved = jax.shard_map(
         functools.partial(read, layouts),
-        mesh=grid.mesh,
+        mesh=decode_mesh.mesh,
         in_specs=(partition_specs(layouts),),
         out_specs=partition_specs([layout.decode for layout in layouts]),
         check_vma=False,
@@ -75,23 +75,23 @@ def test_read_from_every_layout(shape: str, tensor: int) -> None:
 def text_of(layout: LeafLayout, shape: tuple[int, ...]) -> str:
     moved = jax.shard_map(
         layout.read,
-        mesh=layout.grid.mesh,
+        mesh=layout.decode_mesh.mesh,
         in_specs=layout.partition_spec,
         out_specs=layout.decode.partition_spec,
         check_vma=False,
     )
-    sharding = NamedSharding(layout.grid.mesh, layout.partition_spec)
+    sharding = NamedSharding(layout.decode_mesh.mesh, layout.partition_spec)
     return jax.jit(moved).lower(jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)).as_text()
 
 
 def test_which_collectives_move_a_weight() -> None:
-    grid = grid_of("1,4,1", 2)
-    both = grid.replica_axes + grid.tensor_axes
-    swapped = text_of(LeafLayout(grid, (both, ()), 1), (8, 8))
+    decode_mesh = decode_mesh_of("1,4,1", 2)
+    both = decode_mesh.replica_axes + decode_mesh.tensor_axes
+    swapped = text_of(LeafLayout(decode_mesh, (both, ()), 1), (8, 8))
     assert "all_to_all" in swapped and "all_gather" in swapped
-    odd = text_of(LeafLayout(grid, (both, ()), 1), (8, 7))
+    odd = text_of(LeafLayout(decode_mesh, (both, ()), 1), (8, 7))
     assert "all_to_all" not in odd, "a vocabulary of 7 cannot be swapped between 2 devices"
-    here = text_of(LeafLayout(grid, ((), grid.tensor_axes), 1), (8, 8))
+    here = text_of(LeafLayout(decode_mesh, ((), decode_mesh.tensor_axes), 1), (8, 8))
     assert "all_to_all" not in here and "all_gather" not in here, "it lies there already"
 
 
@@ -104,11 +104,13 @@ def weights_on(shape: str, vocab: int, **layer_specs: Any) -> tuple[DecoderWeigh
     return host, dataclasses.replace(placed, layers=dataclasses.replace(placed.layers, **changed)), mesh
 
 
-def check_reshard(host: DecoderWeights, placed: DecoderWeights, grid: DecodeMesh, dtype: Any, *, gather: bool) -> Any:
-    layouts = leaf_layouts(placed, grid)
+def check_reshard(
+    host: DecoderWeights, placed: DecoderWeights, decode_mesh: DecodeMesh, dtype: Any, *, gather: bool
+) -> Any:
+    layouts = leaf_layouts(placed, decode_mesh)
     function, target = reshard_function(layouts, dtype, gather=gather)
-    shardings = jax.tree.map(lambda leaf: NamedSharding(grid.mesh, leaf.partition_spec), target)
-    with jax.set_mesh(grid.mesh):
+    shardings = jax.tree.map(lambda leaf: NamedSharding(decode_mesh.mesh, leaf.partition_spec), target)
+    with jax.set_mesh(decode_mesh.mesh):
         resharded = jax.jit(function, out_shardings=shardings)(placed)
     if gather:
         jax.tree.map(check_shards, resharded, jax.tree.map(lambda leaf: leaf.astype(dtype), host), target)
@@ -134,23 +136,23 @@ def test_cast_to_bfloat16_before_anything_moves() -> None:
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_a_large_weight_moves_in_pieces(shape: str, tensor: int, dtype: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(chunked_cast, "PIECE_BYTES", 32)
-    grid, rng = grid_of(shape, tensor), np.random.default_rng(0)
+    decode_mesh, rng = decode_mesh_of(shape, tensor), np.random.default_rng(0)
     host = rng.standard_normal((16, 8), np.float32)
     host[0, 0], host[1, 1], host[2, 2] = np.inf, 1e-39, 3.4e38
     loops = 0
-    for spec in every_spec(grid, 2):
+    for spec in every_spec(decode_mesh, 2):
         for dim in (0, 1):
-            layout = LeafLayout(grid, spec, dim)
+            layout = LeafLayout(decode_mesh, spec, dim)
             moved = jax.jit(
                 jax.shard_map(
-                    lambda block, layout=layout: move.read_by_pieces(layout, block, dtype),
-                    mesh=grid.mesh,
+                    lambda block, layout=layout: chunked_cast.read_by_pieces(layout, block, dtype),
+                    mesh=decode_mesh.mesh,
                     in_specs=(layout.partition_spec,),
                     out_specs=layout.decode.partition_spec,
                     check_vma=False,
                 )
             )
-            placed = place(host, NamedSharding(grid.mesh, layout.partition_spec))
+            placed = place(host, NamedSharding(decode_mesh.mesh, layout.partition_spec))
             loops += "while" in moved.lower(placed).as_text()
             check_shards(moved(placed), host.astype(dtype), layout)
     assert loops > 3
@@ -164,8 +166,8 @@ def test_weights_split_by_layer() -> None:
 
 def test_the_training_layout_casts_and_moves_nothing() -> None:
     host, placed, mesh = weights_on("1,2,2", 8)
-    grid = make_decode_mesh(mesh, 1)
-    resharded = check_reshard(host, placed, grid, jnp.bfloat16, gather=False)
+    decode_mesh = make_decode_mesh(mesh, 1)
+    resharded = check_reshard(host, placed, decode_mesh, jnp.bfloat16, gather=False)
 
     def check(cast: jax.Array, before: jax.Array, original: np.ndarray) -> None:
         assert cast.sharding.devices_indices_map(cast.shape) == before.sharding.devices_indices_map(cast.shape)

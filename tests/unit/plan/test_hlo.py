@@ -133,7 +133,7 @@ def test_what_is_no_program_is_refused() -> None:
 
 def test_filters_that_nobody_asks_for_are_not_counted() -> None:
     """The scopes of `ActiveFeatures` are in a compiled program; a condition that never holds costs its quiet branch."""
-    grid, rows, size = make_decode_mesh(make_mesh("1,1,2", jax.devices()[:2]), 2), 2, 256
+    decode_mesh, rows, size = make_decode_mesh(make_mesh("1,1,2", jax.devices()[:2]), 2), 2, 256
 
     def device(logits: Any, slots: Any) -> Any:
         draws = SamplingState(
@@ -143,16 +143,16 @@ def test_filters_that_nobody_asks_for_are_not_counted() -> None:
             top_p=slots,
             log_min_p=slots,
         )
-        uses = active_features(draws, slots > 0, grid)
-        return sample(logits, logits, draws, uses, jnp.zeros(rows, jnp.int32), grid).token
+        uses = active_features(draws, slots > 0, decode_mesh)
+        return sample(logits, logits, draws, uses, jnp.zeros(rows, jnp.int32), decode_mesh).token
 
-    split = PartitionSpec(None, grid.tensor_axes)
+    split = PartitionSpec(None, decode_mesh.tensor_axes)
     mapped = jax.shard_map(
-        device, mesh=grid.mesh, in_specs=(split, PartitionSpec()), out_specs=PartitionSpec(), check_vma=False
+        device, mesh=decode_mesh.mesh, in_specs=(split, PartitionSpec()), out_specs=PartitionSpec(), check_vma=False
     )
     arguments = (
-        jax.ShapeDtypeStruct((rows, 2 * size), np.float32, sharding=NamedSharding(grid.mesh, split)),
-        jax.ShapeDtypeStruct((rows,), np.float32, sharding=grid.sharding()),
+        jax.ShapeDtypeStruct((rows, 2 * size), np.float32, sharding=NamedSharding(decode_mesh.mesh, split)),
+        jax.ShapeDtypeStruct((rows,), np.float32, sharding=decode_mesh.sharding()),
     )
     text = jax.jit(mapped).lower(*arguments).compile().as_text()
 

@@ -57,7 +57,7 @@ def build_programs(
     config: EngineConfig,
     model: LlamaConfig,
     weights: DecoderWeights,
-    grid: DecodeMesh,
+    decode_mesh: DecodeMesh,
     sizes: Capacity,
     *,
     vocab_size: int | None,
@@ -70,26 +70,26 @@ def build_programs(
         config: layout, dtype, dtype of the KV cache.
         model: shapes of the model.
         weights: arrays or shape structs with shardings.
-        grid: the decode grid.
+        decode_mesh: the decode mesh.
         sizes: capacities.
         vocab_size: token ids below it may be sampled; None for all rows of the embedding.
         ledger: where launches are recorded.
         compile_with: the compiler.
 
     Raises:
-        ConfigError: the weights lie somewhere the grid cannot express.
+        ConfigError: the weights lie somewhere the decode mesh cannot express.
         CompilerError: a program does not compile.
     """
 
     def compiled(name: str, function: Callable[..., Any], arguments: list[Any], **options: Any) -> Program:
         return compile_program(
-            name, function, arguments, mesh=grid.mesh, ledger=ledger, compile_with=compile_with, **options
+            name, function, arguments, mesh=decode_mesh.mesh, ledger=ledger, compile_with=compile_with, **options
         )
 
-    model, weights = replicate_kv_heads(model, weights, grid.tensor)
+    model, weights = replicate_kv_heads(model, weights, decode_mesh.tensor)
     dtype = jnp.dtype(config.dtype or weights.embed.dtype)
     kv_dtype = config.kv_dtype(dtype)
-    layouts = leaf_layouts(weights, grid)
+    layouts = leaf_layouts(weights, decode_mesh)
     structs = jax.tree.map(lambda leaf: _struct(leaf, leaf.sharding), weights)
     reshard = None
     moves = config.layout != "training" and any(leaf != leaf.decode for leaf in jax.tree.leaves(layouts))
@@ -100,41 +100,43 @@ def build_programs(
             function, layouts = assembly_function(weights, layouts, dtype, gather=moves)
         else:
             function, layouts = reshard_function(layouts, dtype, gather=moves)
-        shardings = jax.tree.map(lambda leaf: NamedSharding(grid.mesh, leaf.partition_spec), layouts)
+        shardings = jax.tree.map(lambda leaf: NamedSharding(decode_mesh.mesh, leaf.partition_spec), layouts)
         reshard = compiled("reshard", function, [structs], out_shardings=shardings)
-        with jax.set_mesh(grid.mesh):
+        with jax.set_mesh(decode_mesh.mesh):
             structs = jax.tree.map(_struct, jax.eval_shape(function, structs), shardings)
 
-    device = grid.mesh.devices.flat[0]
-    heads = device_heads(model, grid)
+    device = decode_mesh.mesh.devices.flat[0]
+    heads = device_heads(model, decode_mesh)
     attention = select_attention(device, heads, page_size=sizes.page_size, dtype=dtype, kv_dtype=kv_dtype)
     held = attention.stored
     pool = jax.ShapeDtypeStruct(
         (
-            grid.replicas * model.num_layers * sizes.pages,
+            decode_mesh.replicas * model.num_layers * sizes.pages,
             sizes.page_size,
-            2 * grid.tensor * held.kv_heads,
+            2 * decode_mesh.tensor * held.kv_heads,
             held.head_size,
         ),
         kv_dtype,
-        sharding=grid.sharding(grid.replica_axes or None, None, grid.tensor_axes or None),
+        sharding=decode_mesh.sharding(decode_mesh.replica_axes or None, None, decode_mesh.tensor_axes or None),
     )
     new_cache = compiled("new_cache", lambda: jnp.zeros(pool.shape, pool.dtype), [], out_shardings=pool.sharding)
 
     rows = weights.embed.shape[0]
     allowed = rows if vocab_size is None else min(vocab_size, rows)
-    transformer = Transformer(config=model, grid=grid, layouts=layouts, pages=sizes.pages, vocab_size=allowed)
-    prefill = _on_grid(
-        compiled, "prefill", prefill_function(transformer, sizes, attention), layouts, structs, pool, grid,
+    transformer = Transformer(
+        config=model, decode_mesh=decode_mesh, layouts=layouts, pages=sizes.pages, vocab_size=allowed
+    )
+    prefill = _on_mesh(
+        compiled, "prefill", prefill_function(transformer, sizes, attention), layouts, structs, pool, decode_mesh,
         steps=[], plan=prefill_arguments(PrefillBatch.empty(sizes)), results=0,
     )  # fmt: skip
     copy_pages = None
     if sizes.page_copies:
-        by_replica = grid.sharding(grid.replica_axes or None)
+        by_replica = decode_mesh.sharding(decode_mesh.replica_axes or None)
         plan = [_struct(array, by_replica) for array in copy_pages_arguments(CopyPagesBatch.empty(sizes))]
         mapped = jax.shard_map(
             copy_pages_function(model.num_layers, sizes.pages, attention),
-            mesh=grid.mesh,
+            mesh=decode_mesh.mesh,
             in_specs=(pool.sharding.spec, *(array.sharding.spec for array in plan)),
             out_specs=pool.sharding.spec,
             check_vma=False,
@@ -142,14 +144,14 @@ def build_programs(
         copy_pages = compiled("copy_pages", mapped, [pool, *plan], donate=(0,), out_shardings=pool.sharding)
     prompt_logprobs = None
     if sizes.prompt_logprobs:
-        prompt_logprobs = _on_grid(
+        prompt_logprobs = _on_mesh(
             compiled, "prompt_logprobs", prompt_logprobs_function(transformer, sizes, attention),
-            layouts, structs, pool, grid,
+            layouts, structs, pool, decode_mesh,
             steps=[], plan=prompt_logprobs_arguments(PromptLogprobsBatch.empty(sizes)),
             results=num_prompt_logprobs(sizes), reads_only=True,
         )  # fmt: skip
-    decode = _on_grid(
-        compiled, "decode", decode_function(transformer, sizes, attention), layouts, structs, pool, grid,
+    decode = _on_mesh(
+        compiled, "decode", decode_function(transformer, sizes, attention), layouts, structs, pool, decode_mesh,
         steps=[np.int32(0)], plan=decode_arguments(DecodeBatch.empty(sizes, 0)), results=num_results(sizes),
     )  # fmt: skip
     return Programs(
@@ -162,14 +164,14 @@ def build_programs(
     )
 
 
-def _on_grid(
+def _on_mesh(
     compiled: Callable[..., Program],
     name: str,
     function: Callable[..., Any],
     layouts: LayoutTree,
     weights: DecoderWeights,
     pool: jax.ShapeDtypeStruct,
-    grid: DecodeMesh,
+    decode_mesh: DecodeMesh,
     *,
     steps: list[np.int32],
     plan: list[np.ndarray],
@@ -180,14 +182,14 @@ def _on_grid(
 
     One that ``reads_only`` leaves the pool as it is and returns results alone.
     """
-    everywhere, by_replica = grid.sharding(), grid.sharding(grid.replica_axes or None)
+    everywhere, by_replica = decode_mesh.sharding(), decode_mesh.sharding(decode_mesh.replica_axes or None)
     arguments = [*(_struct(a, everywhere) for a in steps), *(_struct(a, by_replica) for a in plan)]
     outputs = (pool.sharding, *[everywhere] * results) if results else pool.sharding
     if reads_only:
         outputs = (everywhere,) * results
     mapped = jax.shard_map(
         function,
-        mesh=grid.mesh,
+        mesh=decode_mesh.mesh,
         in_specs=(partition_specs(layouts), pool.sharding.spec, *(a.sharding.spec for a in arguments)),
         out_specs=jax.tree.map(lambda sharding: sharding.spec, outputs),
         check_vma=False,

@@ -12,7 +12,7 @@ from lockstep.schedule import CopyPagesBatch
 
 
 def copy_pages_function(num_layers: int, pages: int, attention: Attention) -> Callable[..., Any]:
-    """The function that every device runs, inside ``shard_map`` over the decode grid.
+    """The function that every device runs, inside ``shard_map`` over the decode mesh.
 
     It takes the replica's pool and this replica's entry of the arrays of a `CopyPagesBatch`. What a copied page holds
     beyond the prompt comes along; no query sees it before decode overwrites it.

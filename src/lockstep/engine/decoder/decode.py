@@ -19,7 +19,7 @@ from lockstep.schedule import NULL_PAGE, Capacity, DecodeBatch
 def decode_function(
     transformer: Transformer, sizes: Capacity, attention: Attention
 ) -> Callable[..., tuple[Array, ...]]:
-    """The function that every device runs, inside ``shard_map`` over the decode grid.
+    """The function that every device runs, inside ``shard_map`` over the decode mesh.
 
     It takes the weights' blocks, the replica's pool, the number of steps, and the arrays of a `DecodeBatch` with this
     replica's entry alone. The number of steps is an argument: it never depends on how long one replica's answers are.
@@ -29,7 +29,7 @@ def decode_function(
         tokens int32, -1 where a sequence had already ended; their log-probabilities float32 under the model, and under
         the distribution that they were drawn from; ids and log-probabilities of the most probable tokens, where asked.
     """
-    grid = transformer.grid
+    decode_mesh = transformer.decode_mesh
     names = list(DecodeBatch.empty(sizes, 0).sampling.arrays())
 
     def decode(weights: DecoderWeights, pool: Array, num_steps: Array, *plan: Array) -> tuple[Array, ...]:
@@ -45,7 +45,7 @@ def decode_function(
             dict(zip(names, rest, strict=True)),
             active=remaining > 0,
             local_vocab=weights.embed.shape[0] if weights.lm_head is None else weights.lm_head.shape[1],
-            grid=grid,
+            decode_mesh=decode_mesh,
         )
 
         def step(state: Any) -> Any:
@@ -66,7 +66,7 @@ def decode_function(
             sampled = sampler.draw(logits, seen, position + 1)
             found = [jnp.where(active, sampled.token, -1), sampled.logprob, sampled.sampled_logprob]
             if sizes.top_logprobs:
-                found += top_logprobs(logits, sizes.top_logprobs, sampled, grid)
+                found += top_logprobs(logits, sizes.top_logprobs, sampled, decode_mesh)
             stopped = jnp.any(sampled.token[:, None] == stop_ids, axis=1)
             return (
                 index + 1,
@@ -93,8 +93,8 @@ def decode_function(
             results,
         )
         _, cache, _, _, _, _, results = jax.lax.while_loop(lambda state: state[0] < num_steps, step, state)
-        if grid.replica_axes:
-            results = [jax.lax.all_gather(result, grid.replica_axes) for result in results]
+        if decode_mesh.replica_axes:
+            results = [jax.lax.all_gather(result, decode_mesh.replica_axes) for result in results]
         else:
             results = [result[None] for result in results]
         return attention.end_decode(cache), *results

@@ -17,7 +17,7 @@ from lockstep.schedule import NULL_PAGE, Capacity, PrefillBatch
 
 
 def prefill_function(transformer: Transformer, sizes: Capacity, attention: Attention) -> Callable[..., Array]:
-    """The function that every device runs, inside ``shard_map`` over the decode grid.
+    """The function that every device runs, inside ``shard_map`` over the decode mesh.
 
     It takes the weights' blocks, the replica's pool, and this replica's entry of the arrays of a `PrefillBatch`.
     Rows are whole pages: tokens beyond the prompt write numbers that no query can see before decode overwrites them.

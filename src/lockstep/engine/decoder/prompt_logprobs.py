@@ -27,7 +27,7 @@ PROMPT_LOGPROBS_CHUNK = 128
 def prompt_logprobs_function(
     transformer: Transformer, sizes: Capacity, attention: Attention
 ) -> Callable[..., tuple[Array, ...]]:
-    """The function that every device runs, inside ``shard_map`` over the decode grid.
+    """The function that every device runs, inside ``shard_map`` over the decode mesh.
 
     It takes the weights' blocks, the replica's pool, and this replica's entry of the arrays of a
     `PromptLogprobsBatch`.
@@ -37,7 +37,7 @@ def prompt_logprobs_function(
         every device: the log-probability of each target under the model, float32; ids and log-probabilities of the
         most probable tokens in its place, where asked.
     """
-    grid = transformer.grid
+    decode_mesh = transformer.decode_mesh
 
     def score(
         weights: DecoderWeights, pool: Any, tokens: Array, targets: Array, start: Array, page_table: Array
@@ -59,26 +59,26 @@ def prompt_logprobs_function(
             states, wanted = part
             logits = transformer.logits(weights, states)
             top = jnp.max(logits, axis=1)
-            if grid.tensor > 1:
-                top = jax.lax.pmax(top, grid.tensor_axes)
+            if decode_mesh.tensor > 1:
+                top = jax.lax.pmax(top, decode_mesh.tensor_axes)
             sum_exp = jnp.sum(jnp.exp(logits - top[:, None]), axis=1)
             size = logits.shape[1]
-            place = local_ids(wanted, first_id(size, grid), size)
+            place = local_ids(wanted, first_id(size, decode_mesh), size)
             own = jnp.take_along_axis(logits, jnp.minimum(place, size - 1)[:, None], axis=1)[:, 0]
             own = jnp.where(place < size, own, 0.0)
-            if grid.tensor > 1:
-                sum_exp, own = jax.lax.psum((sum_exp, own), grid.tensor_axes)
+            if decode_mesh.tensor > 1:
+                sum_exp, own = jax.lax.psum((sum_exp, own), decode_mesh.tensor_axes)
             found = own - top - jnp.log(sum_exp)
             if not sizes.top_logprobs:
                 return [found]
             here = Sampled(wanted, found, found, top, jnp.log(sum_exp))
-            return [found, *top_logprobs(logits, sizes.top_logprobs, here, grid)]
+            return [found, *top_logprobs(logits, sizes.top_logprobs, here, decode_mesh)]
 
         found = jax.lax.map(chunk, (_chunks(x.reshape(-1, x.shape[-1])), _chunks(targets.reshape(-1))))
         whole = [part.reshape(-1, *part.shape[2:])[: targets.size] for part in found]
         results = [part.reshape(*targets.shape, *part.shape[1:]) for part in whole]
-        if grid.replica_axes:
-            return tuple(jax.lax.all_gather(result, grid.replica_axes) for result in results)
+        if decode_mesh.replica_axes:
+            return tuple(jax.lax.all_gather(result, decode_mesh.replica_axes) for result in results)
         return tuple(result[None] for result in results)
 
     return score

@@ -20,10 +20,10 @@ type RopeAngles = tuple[Array, Array]
 """Cosines and sines of the rotary angles, ``[sequence, query, half_head]``."""
 
 
-def device_heads(config: LlamaConfig, grid: DecodeMesh) -> Heads:
+def device_heads(config: LlamaConfig, decode_mesh: DecodeMesh) -> Heads:
     """Attention heads of one device."""
     return Heads(
-        kv_heads=config.num_kv_heads // grid.tensor,
+        kv_heads=config.num_kv_heads // decode_mesh.tensor,
         group=config.q_heads_per_group,
         head_size=config.head_size,
         scores=Scores(soft_cap=config.variant.attention_soft_cap, window=config.variant.sliding_window),
@@ -36,14 +36,14 @@ class Transformer:
 
     Args:
         config: of the model.
-        grid: the decode grid.
+        decode_mesh: the decode mesh.
         layouts: of the weights that the programs are given; read layer by layer.
         pages: pages per layer in a replica's pool.
         vocab_size: token ids that may be sampled; the embedding may have more rows.
     """
 
     config: LlamaConfig
-    grid: DecodeMesh
+    decode_mesh: DecodeMesh
     layouts: LayoutTree
     pages: int
     vocab_size: int
@@ -55,10 +55,10 @@ class Transformer:
     def embed(self, weights: DecoderWeights, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch embed"]:
         """Rows of the embedding; each device of a replica holds a part of the vocabulary."""
         table, scale = weights.embed, self.config.variant.embed_scale
-        if self.grid.tensor == 1:
+        if self.decode_mesh.tensor == 1:
             x = table[tokens]
         else:
-            local = tokens - jax.lax.axis_index(self.grid.tensor_axes) * table.shape[0]
+            local = tokens - jax.lax.axis_index(self.decode_mesh.tensor_axes) * table.shape[0]
             mine = (local >= 0) & (local < table.shape[0])
             x = self._sum(jnp.where(mine[..., None], table[jnp.where(mine, local, 0)], 0))
         return self._norm(x if scale is None else x * jnp.asarray(scale, x.dtype), weights.embed_norm)
@@ -72,7 +72,7 @@ class Transformer:
             logits = jnp.einsum("sd,dv->sv", x, weights.lm_head, preferred_element_type=jnp.float32)
         cap = self.config.variant.logit_soft_cap
         logits = logits if cap is None else cap * jnp.tanh(logits / cap)
-        first = jax.lax.axis_index(self.grid.tensor_axes) * logits.shape[1] if self.grid.tensor > 1 else 0
+        first = jax.lax.axis_index(self.decode_mesh.tensor_axes) * logits.shape[1] if self.decode_mesh.tensor > 1 else 0
         return jnp.where(first + jnp.arange(logits.shape[1]) < self.vocab_size, logits, -jnp.inf)
 
     def layers[Cache](
@@ -144,7 +144,7 @@ class Transformer:
     def _project(self, w: LayerWeights, x: Array, angles: RopeAngles) -> tuple[Array, Array]:
         """Queries, and K and V interleaved by head, turned to their positions."""
         h = self._norm(x, w.attn_norm)
-        kv_head = (self.config.num_kv_heads // self.grid.tensor, self.config.head_size)
+        kv_head = (self.config.num_kv_heads // self.decode_mesh.tensor, self.config.head_size)
         q_head = (kv_head[0], self.config.q_heads_per_group, kv_head[1])
         q, k, v = (
             _linear(h, w.q, w.q_bias, q_head),
@@ -177,11 +177,13 @@ class Transformer:
         """RMSNorm over all heads of all devices of the replica."""
         wide = x.astype(jnp.float32)
         heads = range(x.ndim - scale.ndim, x.ndim)
-        mean = self._sum(jnp.sum(wide * wide, axis=tuple(heads), keepdims=True)) / (scale.size * self.grid.tensor)
+        mean = self._sum(jnp.sum(wide * wide, axis=tuple(heads), keepdims=True)) / (
+            scale.size * self.decode_mesh.tensor
+        )
         return (wide * jax.lax.rsqrt(mean + self.config.layer_norm_epsilon)).astype(x.dtype) * scale
 
     def _sum(self, part: Array) -> Array:
-        return jax.lax.psum(part, self.grid.tensor_axes) if self.grid.tensor > 1 else part
+        return jax.lax.psum(part, self.decode_mesh.tensor_axes) if self.decode_mesh.tensor > 1 else part
 
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {

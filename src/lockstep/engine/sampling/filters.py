@@ -55,17 +55,17 @@ def top_k(
     image: UInt[Array, "slot local_vocab"],
     k: Int[Array, " slot"],
     ids: Int[Array, " local_vocab"],
-    grid: DecodeMesh,
+    decode_mesh: DecodeMesh,
 ) -> TokenThreshold:
     """The ``k`` largest scores of each slot; all where ``k`` is 0."""
     image = jax.lax.optimization_barrier(image)  # else it is computed again in every step of the bisection
 
     def count(chosen: Array) -> Array:
-        return _sum(jnp.sum(chosen, axis=1, dtype=jnp.int32), grid)
+        return _sum(jnp.sum(chosen, axis=1, dtype=jnp.int32), decode_mesh)
 
     least = _largest(lambda bound: count(image >= bound[:, None]) >= k, k.shape[0])
     at_least = image == least[:, None]
-    last = _nth(at_least, k - count(image > least[:, None]), ids, grid)
+    last = _nth(at_least, k - count(image > least[:, None]), ids, decode_mesh)
     every = keep_all(k.shape[0])
     return TokenThreshold(jnp.where(k > 0, least, every.least), jnp.where(k > 0, last, every.last))
 
@@ -76,14 +76,14 @@ def top_p(
     kept: TokenThreshold,
     p: Float[Array, " slot"],
     ids: Int[Array, " local_vocab"],
-    grid: DecodeMesh,
+    decode_mesh: DecodeMesh,
 ) -> TokenThreshold:
     """Of what is kept, the smallest beginning with at least ``p`` of its probability; all of it where ``p`` is 1.
 
     Nucleus sampling (Holtzman et al. 2019, https://arxiv.org/abs/1904.09751, eq. 2 and 3).
     """
     inside = kept.mask(image, ids)
-    weight = jnp.where(inside, jnp.exp(scores - _max(scores, grid)[:, None]), 0.0)
+    weight = jnp.where(inside, jnp.exp(scores - _max(scores, decode_mesh)[:, None]), 0.0)
     high = jnp.floor(weight * _LIMB)
     rest = weight * _LIMB - high
     middle = jnp.floor(rest * _LIMB)
@@ -92,15 +92,15 @@ def top_p(
     image, *limbs = jax.lax.optimization_barrier((image, *limbs))
 
     def sum_exp(chosen: Array) -> Array:
-        sums = _sum(jnp.stack([jnp.sum(jnp.where(chosen, limb, 0), axis=1) for limb in limbs]), grid)
+        sums = _sum(jnp.stack([jnp.sum(jnp.where(chosen, limb, 0), axis=1) for limb in limbs]), decode_mesh)
         return _to_float(*sums)
 
     target = p * (1 - _SLACK) * sum_exp(inside)
     least = _largest(lambda bound: sum_exp(image >= bound[:, None]) >= target, p.shape[0])
     at_least = inside & (image == least[:, None])
-    each = _max(jnp.where(at_least, weight, 0.0), grid)
+    each = _max(jnp.where(at_least, weight, 0.0), decode_mesh)
     needed = jnp.ceil((target - sum_exp(image > least[:, None])) / jnp.where(each > 0, each, 1.0))
-    last = _nth(at_least, jnp.clip(needed, 1, 2.0**30).astype(jnp.int32), ids, grid)
+    last = _nth(at_least, jnp.clip(needed, 1, 2.0**30).astype(jnp.int32), ids, decode_mesh)
     last = jnp.where(least == kept.least, jnp.minimum(last, kept.last), last)
     return TokenThreshold(jnp.where(p < 1, least, kept.least), jnp.where(p < 1, last, kept.last))
 
@@ -110,16 +110,16 @@ def min_p(
     image: UInt[Array, "slot local_vocab"],
     kept: TokenThreshold,
     log_min_p: Float[Array, " slot"],
-    grid: DecodeMesh,
+    decode_mesh: DecodeMesh,
 ) -> TokenThreshold:
     """Of what is kept, the tokens at least ``exp(log_min_p)`` times as probable as the most probable one.
 
     Min-p sampling (Nguyen et al. 2024, https://arxiv.org/abs/2407.01082, section 3).
     """
-    near = scores - _max(scores, grid)[:, None] >= log_min_p[:, None]
+    near = scores - _max(scores, decode_mesh)[:, None] >= log_min_p[:, None]
     least = jnp.min(jnp.where(near, image, jnp.uint32(0xFFFFFFFF)), axis=1)
-    if grid.tensor > 1:
-        least = jax.lax.pmin(least, grid.tensor_axes)
+    if decode_mesh.tensor > 1:
+        least = jax.lax.pmin(least, decode_mesh.tensor_axes)
     tighter = (log_min_p > -jnp.inf) & (least > kept.least)
     return TokenThreshold(jnp.where(tighter, least, kept.least), jnp.where(tighter, _EVERY_ID, kept.last))
 
@@ -135,16 +135,19 @@ def _largest(enough: Callable[[Array], Array], slots: int) -> UInt[Array, " slot
 
 
 def _nth(
-    chosen: Bool[Array, "slot local_vocab"], n: Int[Array, " slot"], ids: Int[Array, " local_vocab"], grid: DecodeMesh
+    chosen: Bool[Array, "slot local_vocab"],
+    n: Int[Array, " slot"],
+    ids: Int[Array, " local_vocab"],
+    decode_mesh: DecodeMesh,
 ) -> Int[Array, " slot"]:
     """The id of the ``n``-th chosen token of each slot, or every id where no more than ``n`` are chosen."""
     own = jnp.sum(chosen, axis=1, dtype=jnp.int32)
     before = jnp.zeros_like(own)
     total = own
-    if grid.tensor > 1:
-        counts = jax.lax.all_gather(own, grid.tensor_axes)  # [part, slot]; parts in order of token id
-        part = jax.lax.axis_index(grid.tensor_axes)
-        before = jnp.sum(jnp.where(jnp.arange(grid.tensor)[:, None] < part, counts, 0), axis=0)
+    if decode_mesh.tensor > 1:
+        counts = jax.lax.all_gather(own, decode_mesh.tensor_axes)  # [part, slot]; parts in order of token id
+        part = jax.lax.axis_index(decode_mesh.tensor_axes)
+        before = jnp.sum(jnp.where(jnp.arange(decode_mesh.tensor)[:, None] < part, counts, 0), axis=0)
         total = jnp.sum(counts, axis=0)
 
     def search(chosen: Array) -> Array:
@@ -153,7 +156,7 @@ def _nth(
 
     # Equal scores are rare. The branches hold no collective, so devices may differ.
     found = jax.lax.cond(jnp.any(total > n), search, lambda chosen: jnp.zeros_like(own), chosen)
-    return jnp.where(total > n, _sum(found, grid), _EVERY_ID)
+    return jnp.where(total > n, _sum(found, decode_mesh), _EVERY_ID)
 
 
 def _to_float(high: Array, middle: Array, low: Array) -> Float[Array, " slot"]:
@@ -165,10 +168,10 @@ def _to_float(high: Array, middle: Array, low: Array) -> Float[Array, " slot"]:
     return high.astype(jnp.float32) * 2.0**-bits + fine * 2.0 ** (-3 * bits)
 
 
-def _sum(x: Array, grid: DecodeMesh) -> Array:
-    return jax.lax.psum(x, grid.tensor_axes) if grid.tensor > 1 else x
+def _sum(x: Array, decode_mesh: DecodeMesh) -> Array:
+    return jax.lax.psum(x, decode_mesh.tensor_axes) if decode_mesh.tensor > 1 else x
 
 
-def _max(scores: Array, grid: DecodeMesh) -> Float[Array, " slot"]:
+def _max(scores: Array, decode_mesh: DecodeMesh) -> Float[Array, " slot"]:
     top = jnp.max(scores, axis=1)
-    return jax.lax.pmax(top, grid.tensor_axes) if grid.tensor > 1 else top
+    return jax.lax.pmax(top, decode_mesh.tensor_axes) if decode_mesh.tensor > 1 else top

@@ -75,13 +75,13 @@ def never_used(requested: Iterable[SamplingParams]) -> frozenset[str]:
     return frozenset(name for name in ActiveFeatures._fields if not needs[name])
 
 
-def active_features(draws: SamplingState, active: Bool[Array, " slot"], grid: DecodeMesh) -> ActiveFeatures:
+def active_features(draws: SamplingState, active: Bool[Array, " slot"], decode_mesh: DecodeMesh) -> ActiveFeatures:
     """What the active slots of all replicas need; one collective."""
     hot = active & (draws.temperature > 0)
     needs = [hot, hot & (draws.top_k > 0), hot & (draws.top_p < 1), hot & (draws.log_min_p > -jnp.inf)]
     flags = jnp.stack([jnp.any(need) for need in needs]).astype(jnp.int32)
-    if grid.replica_axes:
-        flags = jax.lax.pmax(flags, grid.replica_axes)
+    if decode_mesh.replica_axes:
+        flags = jax.lax.pmax(flags, decode_mesh.replica_axes)
     return ActiveFeatures(*(flags > 0))
 
 
@@ -91,7 +91,7 @@ def sample(
     draws: SamplingState,
     uses: ActiveFeatures,
     position: Int[Array, " slot"],
-    grid: DecodeMesh,
+    decode_mesh: DecodeMesh,
 ) -> Sampled:
     """Samples one token per slot, inside ``shard_map``; greedy where the temperature is 0.
 
@@ -105,17 +105,17 @@ def sample(
         draws: parameters per slot.
         uses: which of them are not neutral.
         position: position of the token to sample.
-        grid: the decode grid; the vocabulary is split over its tensor axes.
+        decode_mesh: the decode mesh; the vocabulary is split over its tensor axes.
     """
     size, rows = logits.shape[1], jnp.arange(logits.shape[0])
-    first = first_id(size, grid)
+    first = first_id(size, decode_mesh)
     ids = first + jnp.arange(size)
 
     def draw(shaped: Array) -> tuple[Array, ...]:
         hot = draws.temperature[:, None] > 0
         tempered = jnp.where(hot, shaped / jnp.where(hot, draws.temperature[:, None], 1.0), shaped)
         image = sortable_bits(tempered)
-        kept = _filter(tempered, image, draws, uses, ids, grid)
+        kept = _filter(tempered, image, draws, uses, ids, decode_mesh)
         inside = jnp.where(kept.mask(image, ids), tempered, -jnp.inf)
         noise = jax.vmap(lambda words, at: _gumbel(words, at, ids))(draws.words, position)
         scores = jnp.where(hot, inside + noise, shaped)
@@ -131,9 +131,11 @@ def sample(
     with jax.named_scope("temperature"):
         best, *scores = jax.lax.cond(uses.temperature, draw, take_largest, shaped)
     token, own = first + best, jnp.stack([*scores, logits[rows, best], *_max_and_sum_exp(logits)])
-    if grid.tensor > 1:
-        tokens = jax.lax.all_gather(token, grid.tensor_axes)
-        parts = jax.lax.all_gather(own, grid.tensor_axes, axis=1)  # [number, part, slot]; parts in order of token id
+    if decode_mesh.tensor > 1:
+        tokens = jax.lax.all_gather(token, decode_mesh.tensor_axes)
+        parts = jax.lax.all_gather(
+            own, decode_mesh.tensor_axes, axis=1
+        )  # [number, part, slot]; parts in order of token id
         winner = jnp.argmax(parts[0], axis=0)
         token, parts_of_winner = tokens[winner, rows], parts[:, winner, rows]
         drawn, drawn_top, drawn_sum_exp = parts_of_winner[1], *_join(parts[2], parts[3])
@@ -155,18 +157,18 @@ def first_largest(scores: Float[Array, "slot token"]) -> tuple[Int[Array, " slot
     return jnp.min(jnp.where(hit, jnp.arange(scores.shape[1]), scores.shape[1]), axis=1), largest
 
 
-def first_id(size: int, grid: DecodeMesh) -> Array | int:
+def first_id(size: int, decode_mesh: DecodeMesh) -> Array | int:
     """The first token id of this device's part of the vocabulary.
 
     Args:
         size: of a part.
-        grid: the decode grid.
+        decode_mesh: the decode mesh.
     """
-    return jax.lax.axis_index(grid.tensor_axes) * size if grid.tensor > 1 else 0
+    return jax.lax.axis_index(decode_mesh.tensor_axes) * size if decode_mesh.tensor > 1 else 0
 
 
 def _filter(
-    scores: Array, image: Array, draws: SamplingState, uses: ActiveFeatures, ids: Array, grid: DecodeMesh
+    scores: Array, image: Array, draws: SamplingState, uses: ActiveFeatures, ids: Array, decode_mesh: DecodeMesh
 ) -> TokenThreshold:
     """Top-k, then top-p of what it left, then min-p, each only where a slot needs it."""
 
@@ -176,9 +178,9 @@ def _filter(
         with jax.named_scope(name):
             return jax.lax.cond(getattr(uses, name), narrow, lambda kept: kept, kept)
 
-    kept = filter_if("top_k", lambda kept: top_k(image, draws.top_k, ids, grid), keep_all(scores.shape[0]))
-    kept = filter_if("top_p", lambda kept: top_p(scores, image, kept, draws.top_p, ids, grid), kept)
-    return filter_if("min_p", lambda kept: min_p(scores, image, kept, draws.log_min_p, grid), kept)
+    kept = filter_if("top_k", lambda kept: top_k(image, draws.top_k, ids, decode_mesh), keep_all(scores.shape[0]))
+    kept = filter_if("top_p", lambda kept: top_p(scores, image, kept, draws.top_p, ids, decode_mesh), kept)
+    return filter_if("min_p", lambda kept: min_p(scores, image, kept, draws.log_min_p, decode_mesh), kept)
 
 
 def _max_and_sum_exp(logits: Array) -> tuple[Array, Array]:
@@ -215,7 +217,7 @@ class Sampler:
         bias: what is added to each logit, or None without a biased slot.
         allowed: which tokens may be sampled, or None without a slot that rules any out.
         first: token id that this device's part of the vocabulary starts with.
-        grid: the decode grid.
+        decode_mesh: the decode mesh.
     """
 
     draws: SamplingState
@@ -225,7 +227,7 @@ class Sampler:
     bias: Float[Array, "slot local_vocab"] | None
     allowed: Bool[Array, "slot local_vocab"] | None
     first: Array | int
-    grid: DecodeMesh
+    decode_mesh: DecodeMesh
 
     def draw(
         self, logits: Float[Array, "slot local_vocab"], seen: TokenCounts | None, position: Int[Array, " slot"]
@@ -246,7 +248,7 @@ class Sampler:
             shaped = jnp.where(self.allowed, shaped, -jnp.inf)
         if "stop_from" in self.given:
             shaped = rule_out_stops(shaped, self.stop_ids, position < self.given["stop_from"], self.first)
-        return sample(logits, shaped, self.draws, self.uses, position, self.grid)
+        return sample(logits, shaped, self.draws, self.uses, position, self.decode_mesh)
 
     def count(
         self, seen: TokenCounts | None, token: Int[Array, " slot"], active: Bool[Array, " slot"]
@@ -263,7 +265,7 @@ def start_sampler(
     *,
     active: Array,
     local_vocab: int,
-    grid: DecodeMesh,
+    decode_mesh: DecodeMesh,
 ) -> tuple[Sampler, TokenCounts | None]:
     """Prepares a launch, once and not at every step.
 
@@ -274,24 +276,24 @@ def start_sampler(
         given: the arrays of a `SamplingBatch`, this replica's entry alone.
         active: slots that have something to sample.
         local_vocab: tokens of this device's part of the vocabulary.
-        grid: the decode grid.
+        decode_mesh: the decode mesh.
 
     Returns:
         The sampler, and the tokens that the launch starts with where there are penalties.
     """
     draws = SamplingState(words, temperature, given["top_k"], given["top_p"], given["log_min_p"])
-    first = first_id(local_vocab, grid)
+    first = first_id(local_vocab, decode_mesh)
     seen = None
     if "history" in given:
         seen = count_tokens(given["history"], given["prompt_length"], first, local_vocab)
     sampler = Sampler(
         draws=draws,
-        uses=active_features(draws, active, grid),
+        uses=active_features(draws, active, decode_mesh),
         given=given,
         stop_ids=stop_ids,
         bias=biases(given["bias_ids"], given["bias"], first, local_vocab) if "bias" in given else None,
         allowed=allowed(given["allowed_ids"], first, local_vocab) if "allowed_ids" in given else None,
         first=first,
-        grid=grid,
+        decode_mesh=decode_mesh,
     )
     return sampler, seen

@@ -106,12 +106,12 @@ class Chooser:
 
     def _shapes(self, layout: Layout) -> Shapes:
         dtype = jnp.dtype(self._config.dtype or self._weights.embed.dtype)
-        grid = make_decode_mesh(self._mesh, tensor_size(layout) or 1)
-        model, weights = replicate_kv_heads(self._model, self._weights, grid.tensor)
+        decode_mesh = make_decode_mesh(self._mesh, tensor_size(layout) or 1)
+        model, weights = replicate_kv_heads(self._model, self._weights, decode_mesh.tensor)
         return Shapes(
             config=model,
             weights=weights,
-            grid=grid,
+            decode_mesh=decode_mesh,
             dtype=dtype,
             gather=layout != "training",
             kv_dtype=self._config.kv_dtype(dtype),
@@ -122,9 +122,9 @@ class Chooser:
         old = before if before is not None and before.layout == layout else None
         device = self._mesh.devices.flat[0]
         slots = slots_per_replica(device.device_kind, device.platform, shapes.dtype.itemsize)
-        resting = resting_replicas(layout, shapes.grid.replicas)
+        resting = resting_replicas(layout, shapes.decode_mesh.replicas)
         wanted = work_out_sizes(
-            self._config, self._model, shapes.grid, requests, old.wanted if old else None, slots, resting
+            self._config, self._model, shapes.decode_mesh, requests, old.wanted if old else None, slots, resting
         )
         check_capacity(wanted, requests)
         demand = Demand.of(requests, wanted.page_size)

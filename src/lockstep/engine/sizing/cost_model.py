@@ -53,7 +53,7 @@ def estimate(shapes: Shapes, sizes: Capacity, demand: Demand, chip: Chip) -> Est
         demand: of the requests.
         chip: what a device can do.
     """
-    grid, config, item = shapes.grid, shapes.config, shapes.dtype.itemsize
+    decode_mesh, config, item = shapes.decode_mesh, shapes.config, shapes.dtype.itemsize
     turns = waves(sizes, demand)
     active = demand.sequences / turns
     working = len(sizes.active_replicas)
@@ -63,14 +63,21 @@ def estimate(shapes: Shapes, sizes: Capacity, demand: Demand, chip: Chip) -> Est
         read -= sum(shapes.decode_bytes(leaf, layout) for name, leaf, layout in shapes.leaves if name == "embed")
     kv = slots * demand.context * shapes.kv_bytes
     # Devices that share cores and a memory: all of them, and those that decode.
-    share = grid.mesh.size // memories(grid)
-    decoding = share * working / grid.replicas if share > 1 else 1
+    share = decode_mesh.mesh.size // memories(decode_mesh)
+    decoding = share * working / decode_mesh.replicas if share > 1 else 1
 
-    link = _link(grid, chip, grid.tensor)
+    link = _link(decode_mesh, chip, decode_mesh.tensor)
     moved = max(1.0, slots) * config.hidden_dim * item
-    reductions = 2 * config.num_layers + 3 if grid.tensor > 1 else 0  # two per layer, embedding, two for the sample
-    collectives = reductions * (link.latency_s + 2 * (grid.tensor - 1) / grid.tensor * moved / link.bandwidth)
-    whole, far = grid.replicas * grid.tensor, _link(grid, chip, grid.replicas * grid.tensor)
+    reductions = (
+        2 * config.num_layers + 3 if decode_mesh.tensor > 1 else 0
+    )  # two per layer, embedding, two for the sample
+    collectives = reductions * (
+        link.latency_s + 2 * (decode_mesh.tensor - 1) / decode_mesh.tensor * moved / link.bandwidth
+    )
+    whole, far = (
+        decode_mesh.replicas * decode_mesh.tensor,
+        _link(decode_mesh, chip, decode_mesh.replicas * decode_mesh.tensor),
+    )
     written = 0
     if shapes.gathered:
         size = sum(shapes.gathered.values())
@@ -93,34 +100,34 @@ def estimate(shapes: Shapes, sizes: Capacity, demand: Demand, chip: Chip) -> Est
     )
 
 
-def one_per_memory(grid: DecodeMesh) -> int:
+def one_per_memory(decode_mesh: DecodeMesh) -> int:
     """How many replicas should work where devices share a memory: more would only read the weights again.
 
     Args:
-        grid: with a replica on every device.
+        decode_mesh: with a replica on every device.
 
     Returns:
         The number of memories, if a replica of each is then among the working ones, and others can rest; else 0.
     """
-    found, devices = memories(grid), grid.mesh.size
-    owners = [device.process_index for device in grid.mesh.devices.flat]
+    found, devices = memories(decode_mesh), decode_mesh.mesh.size
+    owners = [device.process_index for device in decode_mesh.mesh.devices.flat]
     if found == devices or devices % found or len(set(owners[:: devices // found])) != found:
         return 0
     return found
 
 
-def memories(grid: DecodeMesh) -> int:
-    """How many memories, with the cores at them, the devices of a grid have.
+def memories(decode_mesh: DecodeMesh) -> int:
+    """How many memories, with the cores at them, the devices of a decode mesh have.
 
     One each; but on CPU one for each process, and a single one where all processes are known to run on one machine.
     """
-    devices = list(grid.mesh.devices.flat)
+    devices = list(decode_mesh.mesh.devices.flat)
     if devices[0].platform != "cpu":
         return len(devices)
     return 1 if on_one_machine() else len({device.process_index for device in devices})
 
 
-def _link(grid: DecodeMesh, chip: Chip, group: int) -> Link:
+def _link(decode_mesh: DecodeMesh, chip: Chip, group: int) -> Link:
     """The slowest way inside groups of so many consecutive devices."""
-    hosts = np.array([device.process_index for device in grid.mesh.devices.flat]).reshape(-1, group)
+    hosts = np.array([device.process_index for device in decode_mesh.mesh.devices.flat]).reshape(-1, group)
     return chip.link if (hosts == hosts[:, :1]).all() else chip.network

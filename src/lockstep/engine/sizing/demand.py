@@ -59,7 +59,7 @@ class Demand:
 def work_out_sizes(
     config: EngineConfig,
     model: LlamaConfig,
-    grid: DecodeMesh,
+    decode_mesh: DecodeMesh,
     requests: Sequence[Request],
     before: Capacity | None = None,
     slots_per_replica: int = SLOTS_PER_REPLICA,
@@ -70,7 +70,7 @@ def work_out_sizes(
     Args:
         config: of the engine.
         model: of the model.
-        grid: the decode grid.
+        decode_mesh: the decode mesh.
         requests: at least one.
         before: sizes of an earlier call; sizes never shrink, so that programs are compiled again only to grow.
         slots_per_replica: sequences per replica where ``max_seqs`` is null.
@@ -80,7 +80,7 @@ def work_out_sizes(
         ConfigError: a capacity beyond what the model or the layout can do.
         CapacityError: a request that is longer than the cap.
     """
-    check_layout(model, grid)
+    check_layout(model, decode_mesh)
     limit = config.max_seq_len or model.max_seq_len
     if limit > model.max_seq_len:
         raise ConfigError(
@@ -89,17 +89,17 @@ def work_out_sizes(
         )
     for request in requests:
         check_length(request, limit, model.max_seq_len)
-    page_size = config.page_size or _page_size(config, grid)
+    page_size = config.page_size or _page_size(config, decode_mesh)
     longest = config.max_seq_len or max(len(r.prompt_tokens) + r.params.max_new_tokens for r in requests)
     counts = sorted((r.params.n_generations for r in requests), reverse=True)
     total = sum(counts[: config.max_prompts_per_batch])
-    working = grid.replicas - resting
+    working = decode_mesh.replicas - resting
     sequences = min(total, config.max_seqs or slots_per_replica * working)
     prefill = max(len(r.prompt_tokens) for r in requests) - 1
     slots = -(-sequences // working)
     rows = min(slots * -(-prefill // page_size), (config.max_prefill_size or _PREFILL_TOKENS) // page_size)
     wanted = Capacity(
-        replicas=grid.replicas,
+        replicas=decode_mesh.replicas,
         sequences=sequences,
         slots=slots,
         page_size=page_size,
@@ -150,13 +150,13 @@ def prompts_at_a_time(config: EngineConfig, sizes: Capacity, requests: Sequence[
     return config.max_prompts_per_batch or -(-2 * sizes.sequences // fewest)
 
 
-def check_layout(model: LlamaConfig, grid: DecodeMesh) -> None:
-    """Raises ConfigError when the model cannot be split over the tensor axes of ``grid``."""
-    for name, size in _split(model, grid.tensor).items():
-        if size % grid.tensor:
-            works = [tensor for tensor in tensor_sizes(grid.training_shape) if fits_model(model, tensor)]
+def check_layout(model: LlamaConfig, decode_mesh: DecodeMesh) -> None:
+    """Raises ConfigError when the model cannot be split over the tensor axes of ``decode_mesh``."""
+    for name, size in _split(model, decode_mesh.tensor).items():
+        if size % decode_mesh.tensor:
+            works = [tensor for tensor in tensor_sizes(decode_mesh.training_shape) if fits_model(model, tensor)]
             raise ConfigError(
-                f"layout {{tensor: {grid.tensor}}} splits {name} = {size}, which it does not divide. Set tensor to one "
+                f"layout {{tensor: {decode_mesh.tensor}}} splits {name} = {size}, which it does not divide. Set tensor to one "
                 f"of {works}."
             )
 
@@ -171,9 +171,9 @@ def _split(model: LlamaConfig, tensor: int) -> dict[str, int]:
     return heads | {"intermediate_dim": model.intermediate_dim}
 
 
-def _page_size(config: EngineConfig, grid: DecodeMesh) -> int:
+def _page_size(config: EngineConfig, decode_mesh: DecodeMesh) -> int:
     """On TPU larger pages: attention copies page by page, and a small copy takes as long as a large one."""
-    size = _TPU_PAGE_SIZE if grid.mesh.devices.flat[0].platform == "tpu" else DEFAULT_PAGE_SIZE
+    size = _TPU_PAGE_SIZE if decode_mesh.mesh.devices.flat[0].platform == "tpu" else DEFAULT_PAGE_SIZE
     while config.max_prefill_size is not None and size > config.max_prefill_size:
         size //= 2
     return size

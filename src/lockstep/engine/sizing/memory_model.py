@@ -67,15 +67,15 @@ class Shapes:
     Args:
         config: of the model.
         weights: arrays or shape structs with shardings.
-        grid: the decode grid.
+        decode_mesh: the decode mesh.
         dtype: to decode in.
-        gather: whether the layout is not ``training``: weights are moved into the grid, if they are not there.
+        gather: whether the layout is not ``training``: weights are moved into the decode mesh, if they are not there.
         kv_dtype: of the KV cache; None: ``dtype``.
     """
 
     config: LlamaConfig
     weights: DecoderWeights
-    grid: DecodeMesh
+    decode_mesh: DecodeMesh
     dtype: jnp.dtype
     gather: bool
     kv_dtype: jnp.dtype | None = None
@@ -83,7 +83,7 @@ class Shapes:
     @functools.cached_property
     def leaves(self) -> list[tuple[str, Any, LeafLayout]]:
         """Name, array and layout of each weight."""
-        layouts = jax.tree.leaves(leaf_layouts(self.weights, self.grid))
+        layouts = jax.tree.leaves(leaf_layouts(self.weights, self.decode_mesh))
         found = jax.tree_util.tree_leaves_with_path(self.weights)
         return [(path[-1].name, leaf, layout) for (path, leaf), layout in zip(found, layouts, strict=True)]
 
@@ -105,7 +105,7 @@ class Shapes:
         """Of one weight on a device, in the decode layout and dtype."""
         dims = list(leaf.shape)
         if layout.tensor_dim is not None:
-            dims[layout.tensor_dim] = -(-dims[layout.tensor_dim] // self.grid.tensor)
+            dims[layout.tensor_dim] = -(-dims[layout.tensor_dim] // self.decode_mesh.tensor)
         return math.prod(dims) * self.dtype.itemsize
 
     def cast_bytes(self, leaf: Any) -> int:
@@ -128,7 +128,7 @@ class Shapes:
     def kv_bytes(self) -> int:
         """Of K and V at one position, all layers, on a device; in 8 bits with their scales."""
         config = self.config
-        held = stored(self.grid.mesh.devices.flat[0], device_heads(config, self.grid), self.cache_dtype)
+        held = stored(self.decode_mesh.mesh.devices.flat[0], device_heads(config, self.decode_mesh), self.cache_dtype)
         return config.num_layers * 2 * held.kv_heads * held.head_size * self.cache_dtype.itemsize
 
     @functools.cached_property
@@ -164,12 +164,12 @@ class Shapes:
     @functools.cached_property
     def _kernel(self) -> bool:
         """Whether attention reads K/V where they lie."""
-        return has_kernel(self.grid.mesh.devices.flat[0], self.config.head_size)
+        return has_kernel(self.decode_mesh.mesh.devices.flat[0], self.config.head_size)
 
     @functools.cached_property
     def _tpu(self) -> bool:
         """Whether the TPU compiler makes the programs."""
-        return self.grid.mesh.devices.flat[0].platform == "tpu"
+        return self.decode_mesh.mesh.devices.flat[0].platform == "tpu"
 
     @functools.cached_property
     def _rewritten(self) -> int:
@@ -178,13 +178,13 @@ class Shapes:
         """
         if not self._tpu or self.gathered:
             return 0
-        one = self._kernel and device_heads(self.config, self.grid).kv_heads == 1
+        one = self._kernel and device_heads(self.config, self.decode_mesh).kv_heads == 1
         names = ("q",) if one else ("q", "k", "v")
         copies = 1 if self._kernel else 2
         return copies * sum(self.decode_bytes(leaf, at) for name, leaf, at in self.leaves if name in names)
 
     def _decode(self, sizes: Capacity) -> int:
-        config, tensor = self.config, self.grid.tensor
+        config, tensor = self.config, self.decode_mesh.tensor
         outer = sum(size for name, size in self.gathered.items() if name in OUTER)
         vocab = -(-self.weights.embed.shape[0] // tensor)
         context = sizes.slots * (0 if self._kernel else self._context_bytes(sizes))
@@ -196,7 +196,7 @@ class Shapes:
         # On CPU logits, scores and noise in float32; and a count per token where there are penalties.
         sampling = sizes.slots * ((_VOCABULARIES if self._tpu else 4) + sizes.penalties) * vocab * 4
         if self._tpu:
-            kind = generation(self.grid.mesh.devices.flat[0].device_kind)
+            kind = generation(self.decode_mesh.mesh.devices.flat[0].device_kind)
             sampling = max(0, sampling - _IN_VECTOR_MEMORY.get(kind, 0))
         of_slots = sizes.slots * (scores + 8 * sizes.steps + self._activations)
         return outer + self._one_layer + context + sampling + of_slots
@@ -206,11 +206,11 @@ class Shapes:
             return 0
         outer = sum(size for name, size in self.gathered.items() if name in OUTER)
         chunk = min(PROMPT_LOGPROBS_CHUNK, sizes.prefill_rows * sizes.page_size)
-        logits = 3 * chunk * -(-self.weights.embed.shape[0] // self.grid.tensor) * 4
+        logits = 3 * chunk * -(-self.weights.embed.shape[0] // self.decode_mesh.tensor) * 4
         return self._prefill(sizes) + outer + logits
 
     def _prefill(self, sizes: Capacity) -> int:
-        config, tensor = self.config, self.grid.tensor
+        config, tensor = self.config, self.decode_mesh.tensor
         length = sizes.pages_per_sequence * sizes.page_size
         heads = config.num_heads // min(tensor, config.num_kv_heads)
         # A kernel reads K/V where they lie and keeps scores in the core.
@@ -224,7 +224,7 @@ class Shapes:
         """K and V of a layer at so many positions in the dtype to compute in, where they are kept in another."""
         if self.cache_dtype == self.dtype:
             return 0
-        heads = device_heads(self.config, self.grid)
+        heads = device_heads(self.config, self.decode_mesh)
         return 2 * positions * heads.kv_heads * heads.head_size * self.dtype.itemsize
 
     @functools.cached_property
@@ -234,7 +234,7 @@ class Shapes:
         Without a tensor group one stacked weight of a layer after the other is gathered where it belongs, and vectors
         beside it; else parts of several layers wait for their turn.
         """
-        if self.grid.tensor > 1:
+        if self.decode_mesh.tensor > 1:
             return 34 * self._layer_bytes // 10
         largest = max(self.decode_bytes(leaf, at) for name, leaf, at in self.leaves if name not in OUTER)
         return 102 * largest // 100 // self.config.num_layers
@@ -255,7 +255,7 @@ class Shapes:
     def _activations(self) -> int:
         """Of one token."""
         config = self.config
-        return 4 * (6 * config.hidden_dim + 3 * -(-config.intermediate_dim // self.grid.tensor))
+        return 4 * (6 * config.hidden_dim + 3 * -(-config.intermediate_dim // self.decode_mesh.tensor))
 
     def _context_bytes(self, sizes: Capacity) -> int:
         """Of the context of one slot as decode lays it out once per launch, in whole chunks where it is long.

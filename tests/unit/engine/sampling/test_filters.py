@@ -36,17 +36,17 @@ def draws_of(params: list[SamplingParams], words: np.ndarray) -> SamplingState:
 @functools.cache
 def sampler(tensor: int) -> Any:
     """`sample` as the devices of a replica run it; a vocabulary that does not divide is padded with -inf."""
-    grid = make_decode_mesh(mesh_of("1,4,1"), tensor)
+    decode_mesh = make_decode_mesh(mesh_of("1,4,1"), tensor)
 
     def run(logits: Any, draws: SamplingState, position: Any) -> Sampled:
-        uses = active_features(draws, jnp.ones(len(position), bool), grid)
-        return sample(logits, logits, draws, uses, position, grid)
+        uses = active_features(draws, jnp.ones(len(position), bool), decode_mesh)
+        return sample(logits, logits, draws, uses, position, decode_mesh)
 
     return jax.jit(
         jax.shard_map(
             run,
-            mesh=grid.mesh,
-            in_specs=(P(None, grid.tensor_axes or None), P(), P()),
+            mesh=decode_mesh.mesh,
+            in_specs=(P(None, decode_mesh.tensor_axes or None), P(), P()),
             out_specs=P(),
             check_vma=False,
         )

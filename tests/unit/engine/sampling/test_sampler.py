@@ -41,12 +41,12 @@ def _sample(logits, temperature, words, position):
     return unfiltered(logits, temperature, words, position, make_decode_mesh(mesh_of("1,1,1"), 1))
 
 
-def unfiltered(logits, temperature, words, position, grid):
+def unfiltered(logits, temperature, words, position, decode_mesh):
     """Token and log-probability under the model."""
     count = len(temperature)
     draws = SamplingState(words, temperature, jnp.zeros(count, jnp.int32), jnp.ones(count), jnp.full(count, -jnp.inf))
-    uses = active_features(draws, jnp.ones(count, bool), grid)
-    return sample(logits, logits, draws, uses, position, grid)[:2]
+    uses = active_features(draws, jnp.ones(count, bool), decode_mesh)
+    return sample(logits, logits, draws, uses, position, decode_mesh)[:2]
 
 
 BASE, AT = (7, 5, 3), 11
@@ -82,7 +82,7 @@ def test_greedy_and_sampled_in_one_batch_and_what_is_forbidden() -> None:
 
 @pytest.mark.parametrize("tensor", [2, 4])
 def test_devices_that_share_the_vocabulary_draw_what_one_draws(tensor: int) -> None:
-    grid = make_decode_mesh(mesh_of("1,4,1"), tensor)
+    decode_mesh = make_decode_mesh(mesh_of("1,4,1"), tensor)
     rng = np.random.default_rng(0)
     logits = rng.standard_normal((16, 40)).astype(np.float32)
     logits[:, 21:] = -np.inf  # the last devices have nothing that is allowed
@@ -92,9 +92,9 @@ def test_devices_that_share_the_vocabulary_draw_what_one_draws(tensor: int) -> N
     position = np.arange(16, dtype=np.int32)
     P = jax.sharding.PartitionSpec
     split = jax.shard_map(
-        functools.partial(unfiltered, grid=grid),
-        mesh=grid.mesh,
-        in_specs=(P(None, grid.tensor_axes), P(), P(), P()),
+        functools.partial(unfiltered, decode_mesh=decode_mesh),
+        mesh=decode_mesh.mesh,
+        in_specs=(P(None, decode_mesh.tensor_axes), P(), P(), P()),
         out_specs=(P(), P()),
         check_vma=False,
     )

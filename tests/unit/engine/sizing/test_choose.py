@@ -201,7 +201,7 @@ def test_auto_is_the_best_of_all_layouts(
         shapes = Shapes(
             config=config,
             weights=weights,
-            grid=make_decode_mesh(mesh_of("1,2,2"), tensor),
+            decode_mesh=make_decode_mesh(mesh_of("1,2,2"), tensor),
             dtype=jnp.dtype("float32"),
             gather=layout != "training",
         )
