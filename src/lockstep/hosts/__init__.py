@@ -12,6 +12,7 @@ from lockstep.hosts.exit import run_main as run_main
 from lockstep.hosts.hosts import Hosts as Hosts
 from lockstep.hosts.leader import leader_only as leader_only
 from lockstep.hosts.ledger import Ledger as Ledger
+from lockstep.hosts.preemption import Preemption as Preemption
 from lockstep.hosts.settled import settled as settled
 from lockstep.hosts.settled import settled_values as settled_values
 from lockstep.hosts.start import current as current
