@@ -4,6 +4,7 @@ Without this, a process that raises waits in JAX's own exit barrier for peers th
 dies is only missed after ``heartbeat_timeout_s``. Measured on 2 processes: see tests/multiprocess/test_hosts.py.
 """
 
+import contextlib
 import signal
 import socket
 import sys
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
-from lockstep.errors import ConfigError, HostError, PromptError
+from lockstep.errors import ConfigError, HostError, LockstepError, PromptError
 from lockstep.hosts.peers import PEER_FAILED_EXIT_CODE, announce_exit, end_process
 from lockstep.hosts.start import current, shutdown
 
@@ -72,6 +73,9 @@ def run_main(main: Callable[[], object]) -> None:
         if isinstance(error.code, str):
             text = error.code
             print(text, file=sys.stderr)
+    except HostError as error:
+        code, text = 1, f"{type(error).__name__}: {error}"
+        _print_host_error(error)
     except (ConfigError, PromptError) as error:
         code, text = 1, str(error)
         print(f"error: {text}", file=sys.stderr)
@@ -80,6 +84,19 @@ def run_main(main: Callable[[], object]) -> None:
         traceback.print_exc()
     if code != 0:
         leave(code, text)
+
+
+def _print_host_error(error: HostError) -> None:
+    """Print an error once per job where every process has it, with the stack of what nobody had foreseen."""
+    if not error.on_every_process:
+        traceback.print_exception(error)
+        return
+    if error.__cause__ is not None and not isinstance(error.__cause__, LockstepError):
+        traceback.print_exception(error.__cause__)
+    with contextlib.suppress(HostError):
+        if not current().is_leader:
+            return
+    print(f"error: {error}", file=sys.stderr, flush=True)
 
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
