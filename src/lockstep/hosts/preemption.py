@@ -12,7 +12,7 @@ JAX_NOTICE = "RECEIVED_PREEMPTION_NOTICE"
 
 
 class Preemption:
-    """Whether this process is asked to end, or another one that has published so.
+    """Whether this process is asked to end, or another one that has published its request.
 
     Args:
         client: The coordination service.

@@ -203,7 +203,7 @@ def _messages_example(
     if len(messages) < 2 or messages[-1].get("role") != "assistant":
         raise ConfigError(
             f"{place} has {len(messages)} messages and ends with role "
-            f"{messages[-1].get('role') if messages else None!r}; it must hold a prompt and end with the assistant's "
+            f"{messages[-1].get('role') if messages else None!r}; it must have a prompt and end with the assistant's "
             "answer. Correct it or remove it."
         )
     prompt = _encode_prompt(tokenizer, place, messages=tuple(messages[:-1]))
@@ -212,8 +212,8 @@ def _messages_example(
     whole = tokenizer.encode(text, add_special_tokens=False)
     if tuple(whole[: len(prompt)]) != prompt:
         raise ConfigError(
-            f"{place}: the tokens of the whole chat do not begin with those of its prompt, so the answer cannot be "
-            "told from the prompt. Use a chat template whose generation prompt is what an assistant's turn begins with."
+            f"{place}: the tokens of the whole chat do not begin with those of its prompt, so it is not "
+            "known where the answer begins. Use a chat template whose generation prompt begins an assistant's message."
         )
     return place, prompt, whole[len(prompt) :]
 

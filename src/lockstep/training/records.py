@@ -17,7 +17,7 @@ def read_records(urls: Sequence[str]) -> Iterator[Record]:
 
     Args:
         urls: Paths or URLs that fsspec knows (``gs://``, ``hf://``, …), wildcards allowed. ``.jsonl`` (also compressed,
-            as in ``.jsonl.gz``) holds one JSON object per line; any other file is one record with the field ``text``.
+            as in ``.jsonl.gz``) has one JSON object per line; any other file is one record with the field ``text``.
 
     Yields:
         The place and the fields of each record.

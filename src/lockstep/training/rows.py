@@ -49,7 +49,7 @@ class TokenizedRows:
     def __post_init__(self) -> None:
         assert len({len(column) for column in self.columns.values()}) == 1, "columns of different length"
         if len(self) == 0:
-            raise ConfigError("the training data holds 0 rows; at least 1 is needed. Check data.train_urls.")
+            raise ConfigError("the training data has 0 rows; at least 1 is needed. Check data.train_urls.")
 
     def __len__(self) -> int:
         """Return the number of rows of one epoch."""
