@@ -4,7 +4,6 @@ Without this, a process that raises waits in JAX's own exit barrier for peers th
 dies is only missed after ``heartbeat_timeout_s``. Measured on 2 processes: see tests/multiprocess/test_hosts.py.
 """
 
-import contextlib
 import signal
 import socket
 import sys
@@ -91,12 +90,16 @@ def _print_host_error(error: HostError) -> None:
     if not error.on_every_process:
         traceback.print_exception(error)
         return
-    if error.__cause__ is not None and not isinstance(error.__cause__, LockstepError):
-        traceback.print_exception(error.__cause__)
-    with contextlib.suppress(HostError):
-        if not current().is_leader:
-            return
-    print(f"error: {error}", file=sys.stderr, flush=True)
+    cause = error.__cause__
+    if cause is not None and not isinstance(cause, LockstepError):
+        traceback.print_exception(cause)
+    try:
+        leader, alone = current().is_leader, current().count == 1
+    except HostError:  # the job has no service any more: every process speaks for itself
+        leader, alone = True, False
+    if leader:
+        text = cause if alone and isinstance(cause, LockstepError) else error
+        print(f"error: {text}", file=sys.stderr, flush=True)
 
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
