@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
 from lockstep.batch_inference.config import SampleConfig
-from lockstep.batch_inference.progress import Meter
+from lockstep.batch_inference.job_progress import Meter
 from lockstep.batch_inference.prompt_store import PromptStore
 from lockstep.batch_inference.row_files import RowFile
 from lockstep.batch_inference.shard import Batch, JobShape, batches, prompts_per_batch
@@ -205,7 +205,7 @@ class Generator:
                 break
             found += answered
             if meter is not None:
-                meter.answered(len(answered) // self._config.n_generations)
+                meter.add_prompts(len(answered) // self._config.n_generations)
         if meter is not None:
             meter.pause()
         return found

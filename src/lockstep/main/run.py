@@ -26,8 +26,7 @@ from lockstep.placement import PARAMETER_AXES, make_mesh
 from lockstep.report.background import BackgroundTracker
 from lockstep.report.trackers import NoopTracker, Tracker, build_tracker
 from lockstep.text import check_vocab, load_tokenizer
-from lockstep.training import LossFn, OptimizerConfig, Rows, Trainer, TrainerConfig
-from lockstep.training.stopping import StopRequest
+from lockstep.training import LossFn, OptimizerConfig, StopRequest, TokenizedRows, Trainer, TrainerConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,7 +72,7 @@ class RunConfig:
 class LoadsData(Protocol):
     """The ``data`` block of a command."""
 
-    def load(self, tokenizer: "PreTrainedTokenizerBase", model_max_seq_len: int, seed: int) -> Rows:
+    def load(self, tokenizer: "PreTrainedTokenizerBase", model_max_seq_len: int, seed: int) -> TokenizedRows:
         """Read and tokenise the data."""
         ...
 
@@ -200,7 +199,7 @@ def _make_model(
     return model
 
 
-def _announce(config: RunConfig, model: PyTree, rows: Rows, mesh: Mesh, run_dir: Path) -> str:
+def _announce(config: RunConfig, model: PyTree, rows: TokenizedRows, mesh: Mesh, run_dir: Path) -> str:
     n_parameters = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(model))
     shape = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
     return (

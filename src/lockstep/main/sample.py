@@ -3,8 +3,7 @@
 import logging
 from collections.abc import Sequence
 
-from lockstep.batch_inference import SampleConfig
-from lockstep.batch_inference.run import sample
+from lockstep.batch_inference import SampleConfig, sample
 from lockstep.hosts import start
 from lockstep.main.arguments import describe, parse_arguments
 

@@ -24,7 +24,7 @@ from lockstep.plan.infeasibility import Infeasibility, InfeasibleError, agreeing
 from lockstep.plan.topology import Topology, names_of
 from lockstep.plan.train_step import State, TrainStepPlan, make_state, plan_step
 from lockstep.plan.workload import SamplingWork, Work
-from lockstep.training.step import parameter_shardings
+from lockstep.training import parameter_shardings
 from lockstep.types import Request
 
 _TRAINER_KEYS = ("train_batch_size", "per_device_parallelism", "mesh_shape", "mp")

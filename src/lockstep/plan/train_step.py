@@ -16,7 +16,7 @@ from lockstep.models import LlamaConfig, LlamaLMHeadModel
 from lockstep.plan.cache import CompileCache, Summary
 from lockstep.plan.infeasibility import Infeasibility, InfeasibleError
 from lockstep.plan.workload import TrainingWork, Work
-from lockstep.training.step import TrainStep, batch_structs, state_structs
+from lockstep.training import TrainStep, batch_structs, state_structs
 
 NAME = "train_step"
 

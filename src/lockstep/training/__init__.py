@@ -7,7 +7,9 @@ from lockstep.training.objectives import GrpoConfig, LossFn, LossParts, SimpoCon
 from lockstep.training.optimizer import OptimizerConfig
 from lockstep.training.precision import Precision, parse_precision
 from lockstep.training.rollout import RolloutConfig
-from lockstep.training.rows import Batches, Rows
+from lockstep.training.rows import Batches, TokenizedRows
+from lockstep.training.step import TrainStep, batch_structs, parameter_shardings, state_structs
+from lockstep.training.stopping import StopRequest
 from lockstep.training.trainer import Trainer, TrainResult
 
 __all__ = [
@@ -22,12 +24,17 @@ __all__ = [
     "Precision",
     "PreferenceDataConfig",
     "RolloutConfig",
-    "Rows",
     "SimpoConfig",
     "StepInfo",
+    "StopRequest",
+    "TokenizedRows",
     "TrainResult",
+    "TrainStep",
     "Trainer",
     "TrainerConfig",
+    "batch_structs",
     "lm_loss",
+    "parameter_shardings",
     "parse_precision",
+    "state_structs",
 ]

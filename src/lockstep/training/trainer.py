@@ -23,7 +23,7 @@ from lockstep.report.trackers import NoopTracker, Tracker
 from lockstep.training.config import TrainerConfig
 from lockstep.training.hooks import Hook, Hooks, StepInfo
 from lockstep.training.objectives.parts import LossFn
-from lockstep.training.progress import make_progress
+from lockstep.training.progress_bar import make_progress
 from lockstep.training.rows import Batches
 from lockstep.training.step import BATCH_SPEC, STOP_SPEC, StepMetrics, TrainState, TrainStep, init_model, init_state
 from lockstep.training.stopping import StopRequest
