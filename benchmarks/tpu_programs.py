@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lockstep.attention import select_attention
-from lockstep.device.chips import chip_of
+from lockstep.device import chip_of
 from lockstep.engine import Engine, EngineConfig
 from lockstep.engine.decoder.transformer import device_heads
 from lockstep.engine.sampling.sampler import never_used
@@ -115,8 +115,8 @@ def figures(engine: Engine, shapes: Shapes, context: int) -> dict[str, Any]:
     for name, program in engine.programs.items():
         memory, hlo = program.memory(), Hlo(program.text(), UNMET)
         pool = (
-            shapes.config.num_layers * sizes.pages, sizes.page_size, 2 * attention.stored.kv_heads,
-            attention.stored.head_size,
+            shapes.config.num_layers * sizes.pages, sizes.page_size, 2 * attention.stored_kv_heads.kv_heads,
+            attention.stored_kv_heads.head_size,
         )  # fmt: skip
         programs[name] = {
             "arguments": int(memory.argument_size_in_bytes),

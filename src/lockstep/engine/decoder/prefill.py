@@ -31,7 +31,7 @@ def prefill_function(transformer: Transformer, sizes: Capacity, attention: Atten
     ) -> Array:
         tokens, start, page, page_table = (argument[0] for argument in (tokens, start, page, page_table))
         weights = transformer.read_outer(weights)
-        rows = attention.arrange(start, page_table, page != NULL_PAGE)
+        rows = attention.begin_prefill(start, page_table, page != NULL_PAGE)
 
         def write(pool: Array, layer: Array, kv: Array) -> Array:
             return attention.write_pages(pool, layer * transformer.pages + page, kv)

@@ -44,7 +44,7 @@ def prompt_logprobs_function(
     ) -> tuple[Array, ...]:
         tokens, targets, start, page_table = (argument[0] for argument in (tokens, targets, start, page_table))
         weights = transformer.read_outer(weights)
-        rows = attention.arrange(start, page_table, targets[:, 0] >= 0)
+        rows = attention.begin_prefill(start, page_table, targets[:, 0] >= 0)
 
         def write(pool: Any, layer: Array, kv: Array) -> Any:
             return pool

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lockstep.attention import Heads, Scores
+from lockstep.attention import Heads, ScoreModifier
 from lockstep.models.config import LlamaConfig, rotary_frequencies
 from lockstep.models.weights import DecoderWeights, LayerWeights
 from lockstep.placement.decode_mesh import DecodeMesh
@@ -26,7 +26,7 @@ def device_heads(config: LlamaConfig, decode_mesh: DecodeMesh) -> Heads:
         kv_heads=config.num_kv_heads // decode_mesh.tensor,
         group=config.q_heads_per_group,
         head_size=config.head_size,
-        scores=Scores(soft_cap=config.variant.attention_soft_cap, window=config.variant.sliding_window),
+        modifier=ScoreModifier(soft_cap=config.variant.attention_soft_cap, window=config.variant.sliding_window),
     )
 
 
