@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from lockstep.callback.round_prompts import RoundPrompts, from_bytes, to_bytes
-from lockstep.device.memory import used_bytes
+from lockstep.device import used_bytes
 from lockstep.engine import Auditor, Budget, Engine
 from lockstep.errors import LockstepError
 from lockstep.hosts import Hosts, Ledger, Watchdog, compare, digest, environment
