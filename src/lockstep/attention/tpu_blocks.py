@@ -80,8 +80,7 @@ def blocks_for(key: BlockKey) -> tuple[Blocks, Blocks]:
 
 
 def safe(key: BlockKey) -> Blocks:
-    """Returns small sizes for heads outside the table: 128 positions, and 512 rows of queries of all heads, at most 8
-    tokens.
+    """Returns small sizes for heads outside the table: 128 positions, and 8 query tokens or 512 rows of all heads.
 
     The kernel then keeps less than 4 MiB for 128 heads of 128 float32 elements, a quarter of the default limit of the
     smallest generation. The tests compile them for every generation.
