@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out of it. Plain Python: nothing here may import jax."""
+"""The engine's input and output: requests with sampling parameters, and completions. Plain Python, without jax."""
 
 import dataclasses
 import enum
@@ -10,13 +10,13 @@ class FinishReason(enum.StrEnum):
     """Why a completion ended."""
 
     STOP = "stop"
-    """A stop token was sampled, or a stop string was complete."""
+    """A stop token was sampled, or the text has a stop string."""
     LENGTH = "length"
-    """``max_new_tokens`` were sampled."""
+    """``max_new_tokens`` tokens were sampled."""
     BUDGET = "budget"
-    """The time was over; the completion has what was sampled until then, maybe nothing."""
+    """The time budget ran out; the completion has the tokens sampled until then, possibly none."""
     CANCELLED = "cancelled"
-    """It was cancelled; the completion has what was sampled until then, maybe nothing."""
+    """It was cancelled; the completion has the tokens sampled until then, possibly none."""
 
 
 _LEAST_TEMPERATURE = 1e-4
@@ -172,12 +172,12 @@ class SamplingParams:
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """The tokens that end an answer."""
+        """The token ids that end an answer."""
         return () if self.ignore_eos else self.stop_token_ids
 
     @property
     def rules_out_stops(self) -> bool:
-        """Whether stop tokens cannot be sampled at first."""
+        """Whether stop tokens are ruled out at first."""
         return self.min_tokens > 0 and bool(self.stops)
 
     @property
@@ -195,12 +195,12 @@ class Request:
     """One prompt to complete.
 
     Args:
-        prompt_id: the prompt's number, unique in a call; draws depend on it.
-        prompt_tokens: token ids, at least one.
-        params: how to sample.
+        prompt_id: The prompt's number, unique in a call; draws depend on it.
+        prompt_tokens: The token ids of the prompt, at least one.
+        params: The sampling parameters.
 
     Raises:
-        PromptError: the prompt has no tokens.
+        PromptError: The prompt has no tokens.
     """
 
     prompt_id: int
@@ -220,20 +220,21 @@ class Completion:
     """One answer to one prompt.
 
     Args:
-        prompt_id: of the request.
-        generation_id: 0 to ``n_generations - 1``.
-        tokens: sampled token ids, a stop token (or the token that completed a stop string) included; none where the
-            time was over, or it was cancelled, before the first.
-        logprobs: natural-log probability of each token under the model (temperature 1), same length as ``tokens``.
-        finish_reason: why it ended.
-        sampled_logprobs: natural-log probability of each token under the distribution that it was drawn from, after
+        prompt_id: The prompt's number, that of the request.
+        generation_id: The generation's number, 0 to ``n_generations - 1``.
+        tokens: The sampled token ids, a stop token (or the token that completed a stop string) included; none where the
+            time ran out, or the completion was cancelled, before the first.
+        logprobs: The natural-log probability of each token under the model (temperature 1), as many as ``tokens``.
+        finish_reason: The reason why it ended.
+        sampled_logprobs: The natural-log probability of each token under the distribution that it was drawn from, after
             penalties, bias, temperature and filters; 0 where decoding is greedy.
-        top_logprobs: for each token the ``top_logprobs`` most probable (id, natural-log probability) under the model
-            (temperature 1) at its place, most probable first; empty unless asked for.
-        prompt_logprobs: natural-log probability of each prompt token under the model (temperature 1), given those
-            before it; None for the first. Empty unless asked for, and where an answer ended before its prompt was read.
-        prompt_top_logprobs: for each prompt token what ``top_logprobs`` has for each sampled one; nothing for the
-            first. Empty unless both were asked for.
+        top_logprobs: For each token the ``top_logprobs`` most probable (id, natural-log probability) pairs under the
+            model (temperature 1) at its position, most probable first; empty unless requested.
+        prompt_logprobs: The natural-log probability of each prompt token under the model (temperature 1), given those
+            before it; None for the first. Empty unless requested, and where the answer ended before its prompt was
+            computed.
+        prompt_top_logprobs: For each prompt token what ``top_logprobs`` has for each sampled one; empty for the first.
+            Empty unless both were requested.
     """
 
     prompt_id: int

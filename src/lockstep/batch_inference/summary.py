@@ -11,7 +11,7 @@ from rich import box
 from rich.table import Table
 
 from lockstep.batch_inference.config import SampleConfig
-from lockstep.device.memory import peak_bytes, used_bytes
+from lockstep.device import peak_bytes, used_bytes
 from lockstep.hosts import Hosts
 from lockstep.report import MAX_TABLE_ROWS, SampleRow, Tracker
 from lockstep.units import bytes_text

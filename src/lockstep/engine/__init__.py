@@ -1,8 +1,8 @@
 """Paged-attention generation on the devices that a model lies on."""
 
-from lockstep.device.program import Compilation as Compilation
-from lockstep.device.program import Program as Program
-from lockstep.device.program import compile_program as compile_program
+from lockstep.device import Compilation as Compilation
+from lockstep.device import Program as Program
+from lockstep.device import compile_program as compile_program
 from lockstep.engine.audit import Auditor as Auditor
 from lockstep.engine.audit import audit as audit
 from lockstep.engine.budget import Budget as Budget

@@ -8,9 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from lockstep.attention import check_cache_dtype
-from lockstep.device.compiler_errors import Compile, compile_lowered
-from lockstep.device.memory import free_bytes
-from lockstep.device.program import AroundLaunch, Compilation, Program, fetch
+from lockstep.device import AroundLaunch, Compilation, Compile, Program, compile_lowered, fetch, free_bytes
 from lockstep.engine.config import EngineConfig, tensor_size
 from lockstep.engine.decoder.copy_pages import copy_pages_arguments
 from lockstep.engine.decoder.decode import decode_arguments

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from lockstep.device.compiler_errors import Compile, compile_lowered
+from lockstep.device import Compile, compile_lowered
 from lockstep.engine.config import EngineConfig, tensor_size
 from lockstep.engine.decoder.build import Programs, build_programs
 from lockstep.engine.sizing.choose import Chooser

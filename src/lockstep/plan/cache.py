@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import jax
 
-from lockstep.device.compiler_errors import explain
+from lockstep.device import explain
 from lockstep.errors import ConfigError, HbmError, VmemError
 
 _FIGURES: Final = (

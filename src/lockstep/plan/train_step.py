@@ -10,7 +10,7 @@ import haliax as hax
 import jax
 from jax.sharding import Mesh
 
-from lockstep.device.memory import block_bytes
+from lockstep.device import block_bytes
 from lockstep.errors import HbmError
 from lockstep.models import LlamaConfig, LlamaLMHeadModel
 from lockstep.plan.cache import CompileCache, Summary

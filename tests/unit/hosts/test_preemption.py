@@ -8,7 +8,7 @@ from lockstep.hosts.preemption import JAX_NOTICE
 from lockstep.schedule import Scheduler
 from lockstep.types import FinishReason
 from tests.multiprocess.harness import run_threads
-from tests.unit.schedule.test_scheduler import request, sizes_of
+from tests.unit.schedule.test_scheduler import capacity_of, request
 
 
 def requested(hosts: Hosts, who: int):
@@ -43,7 +43,7 @@ def aborts(hosts: Hosts, who: int):
     if hosts.index == who:
         hosts.client.set(JAX_NOTICE, b"2026-11-20")  # what JAX's preemption service sets on a SIGTERM
     hosts.barrier("noted")
-    scheduler, finished = (Scheduler(sizes_of(), [request(0, 5, 2)]) for _ in range(2))
+    scheduler, finished = (Scheduler(capacity_of(), [request(0, 5, 2)]) for _ in range(2))
     finished.abort(FinishReason.BUDGET)
     with hosts.scope("round") as scope:
         budget = Budget(scope)

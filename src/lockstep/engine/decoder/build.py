@@ -10,8 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from lockstep.attention import select_attention
-from lockstep.device.compiler_errors import Compile, compile_lowered
-from lockstep.device.program import Program, compile_program
+from lockstep.device import Compile, Program, compile_lowered, compile_program
 from lockstep.engine.config import EngineConfig
 from lockstep.engine.decoder.copy_pages import copy_pages_arguments, copy_pages_function
 from lockstep.engine.decoder.decode import decode_arguments, decode_function, num_results
@@ -108,7 +107,7 @@ def build_programs(
     device = decode_mesh.mesh.devices.flat[0]
     heads = device_heads(model, decode_mesh)
     attention = select_attention(device, heads, page_size=sizes.page_size, dtype=dtype, kv_dtype=kv_dtype)
-    held = attention.stored
+    held = attention.stored_kv_heads
     pool = jax.ShapeDtypeStruct(
         (
             decode_mesh.replicas * model.num_layers * sizes.pages,

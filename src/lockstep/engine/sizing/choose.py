@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from lockstep.attention import attention_text
-from lockstep.device.chips import chip_of
+from lockstep.attention import describe_attention
+from lockstep.device import chip_of
 from lockstep.engine.config import EngineConfig, Layout, resting_replicas, tensor_size
 from lockstep.engine.decoder.kv_replication import replicate_kv_heads
 from lockstep.engine.sizing.cost_model import estimate, one_per_memory
@@ -89,7 +89,7 @@ class Chooser:
             considered=tuple(choices),
             chip=chip_of(self._mesh.devices.flat[0]).name,
             kv_dtype=self._shapes(best.layout).cache_dtype.name,
-            attention=attention_text(self._mesh.devices.flat[0], self._model.head_size),
+            attention=describe_attention(self._mesh.devices.flat[0], self._model.head_size),
         )
 
     def layouts(self) -> list[Layout]:

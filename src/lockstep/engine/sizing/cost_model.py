@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from lockstep.device.chips import Chip, Link
+from lockstep.device import Chip, Link
 from lockstep.engine.sizing.demand import Demand
 from lockstep.engine.sizing.fit import waves
 from lockstep.engine.sizing.memory_model import OUTER, Shapes

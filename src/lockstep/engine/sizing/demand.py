@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from lockstep.device.chips import chip_named
+from lockstep.device import chip_named
 from lockstep.engine.config import DEFAULT_PAGE_SIZE, EngineConfig
 from lockstep.engine.decoder.kv_replication import replicates_kv_heads
 from lockstep.errors import ConfigError

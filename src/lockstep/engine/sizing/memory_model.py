@@ -8,10 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lockstep.attention import has_kernel, stored
-from lockstep.attention.contiguous_kv import CHUNK
-from lockstep.attention.tpu_blocks import generation
-from lockstep.device.memory import block_bytes
+from lockstep.attention import CONTEXT_CHUNK, has_kernel, stored_kv_heads, tpu_generation
+from lockstep.device import block_bytes
 from lockstep.engine.decoder.build import Programs
 from lockstep.engine.decoder.prompt_logprobs import PROMPT_LOGPROBS_CHUNK
 from lockstep.engine.decoder.transformer import device_heads
@@ -128,7 +126,8 @@ class Shapes:
     def kv_bytes(self) -> int:
         """Of K and V at one position, all layers, on a device; in 8 bits with their scales."""
         config = self.config
-        held = stored(self.decode_mesh.mesh.devices.flat[0], device_heads(config, self.decode_mesh), self.cache_dtype)
+        heads = device_heads(config, self.decode_mesh)
+        held = stored_kv_heads(self.decode_mesh.mesh.devices.flat[0], heads, self.cache_dtype)
         return config.num_layers * 2 * held.kv_heads * held.head_size * self.cache_dtype.itemsize
 
     @functools.cached_property
@@ -192,11 +191,11 @@ class Shapes:
         chunk = min(_CHUNK, sizes.pages_per_sequence * sizes.page_size)
         scores = 0 if self._kernel else 3 * heads * chunk * 4 + self._widened(chunk)
         if self._tpu and not self._kernel:  # K and V of a chunk of a layer, in use and on their way
-            scores += 2 * CHUNK * self.kv_bytes // config.num_layers
+            scores += 2 * CONTEXT_CHUNK * self.kv_bytes // config.num_layers
         # On CPU logits, scores and noise in float32; and a count per token where there are penalties.
         sampling = sizes.slots * ((_VOCABULARIES if self._tpu else 4) + sizes.penalties) * vocab * 4
         if self._tpu:
-            kind = generation(self.decode_mesh.mesh.devices.flat[0].device_kind)
+            kind = tpu_generation(self.decode_mesh.mesh.devices.flat[0].device_kind)
             sampling = max(0, sampling - _IN_VECTOR_MEMORY.get(kind, 0))
         of_slots = sizes.slots * (scores + 8 * sizes.steps + self._activations)
         return outer + self._one_layer + context + sampling + of_slots

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 
-from lockstep.device.chips import Chip, Link, chip_named
+from lockstep.device import Chip, Link, chip_named
 from lockstep.engine import Engine, EngineConfig
 from lockstep.engine.config import Layout
 from lockstep.engine.sizing import choose as choose_module
