@@ -2,6 +2,8 @@
 
 from lockstep.device.compiler_errors import Compile as Compile
 from lockstep.device.compiler_errors import compile_lowered as compile_lowered
+from lockstep.device.memory import block_bytes as block_bytes
+from lockstep.device.memory import free_bytes as free_bytes
 from lockstep.device.program import AroundLaunch as AroundLaunch
 from lockstep.device.program import Compilation as Compilation
 from lockstep.device.program import Program as Program

@@ -2,12 +2,13 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from lockstep.device.chips import chip_of
-from lockstep.models import DecoderWeights, LazyWeight
 
 UNBOUNDED = 2**62
 """What a process says that has no device in the mesh."""
@@ -16,39 +17,43 @@ _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def free_bytes(mesh: Mesh, weights: DecoderWeights | None = None) -> int:
-    """Bytes left on the fullest device of this process in ``mesh``.
+def free_bytes(mesh: Mesh, resident: PyTree = None) -> int:
+    """Bytes left on the device of this process in ``mesh`` that has the least left.
 
     TPUs and GPUs are asked. CPU devices share what the host has left with all devices of the job, as if all processes
-    ran on this host. Of devices that can only be compiled for, it is the published size less the weights as they lie.
+    ran on this host. Of devices that can only be compiled for, it is the published size less ``resident``.
 
     Args:
-        mesh: of the engine.
-        weights: of the model, for devices that can only be compiled for.
+        mesh: The mesh of the engine.
+        resident: Shape structs of what is on the devices already, used for devices that can only be compiled for.
 
     Returns:
         Bytes; `UNBOUNDED` where this process has no device in the mesh.
     """
     running = _running(mesh.devices.flat[0].platform)
     if not running.issuperset(mesh.devices.flat):
-        resident = sum(block_bytes(leaf) for leaf in jax.tree.leaves(weights))
-        return min(chip_of(device).memory for device in mesh.devices.flat) - resident
+        taken = sum(block_bytes(leaf) for leaf in jax.tree.leaves(resident))
+        return min(chip_of(device).memory for device in mesh.devices.flat) - taken
     mine = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     return min((_free(device) for device in mine), default=UNBOUNDED)
 
 
 def used_bytes() -> int | None:
-    """Bytes that the fullest device of this process holds now; None where the backend does not count (CPU)."""
-    return _fullest("bytes_in_use")
+    """Bytes in use on the device of this process that has the most; None where the backend does not count (CPU)."""
+    return _most("bytes_in_use")
 
 
 def peak_bytes() -> int | None:
-    """The most that a device of this process has ever held; None where the backend does not count (CPU)."""
-    return _fullest("peak_bytes_in_use")
+    """The most bytes that were ever in use on a device of this process; None where the backend does not count (CPU)."""
+    return _most("peak_bytes_in_use")
 
 
-def block_bytes(leaf: jax.Array | jax.ShapeDtypeStruct | LazyWeight) -> int:
-    """Bytes of one array on each of its devices."""
+def block_bytes(leaf: Any) -> int:
+    """Bytes of one array on each of its devices.
+
+    Args:
+        leaf: Anything with a shape, a dtype and a sharding, which may be None for an array that is whole.
+    """
     shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
     size: int = leaf.dtype.itemsize
     for dim in shape:
@@ -56,7 +61,7 @@ def block_bytes(leaf: jax.Array | jax.ShapeDtypeStruct | LazyWeight) -> int:
     return size
 
 
-def _fullest(figure: str) -> int | None:
+def _most(figure: str) -> int | None:
     return max((stats[figure] for stats in _stats() if figure in stats), default=None)
 
 

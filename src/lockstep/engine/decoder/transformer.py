@@ -9,10 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from lockstep.attention import Heads, Scores
-from lockstep.models.config import LlamaConfig, rotary_frequencies
-from lockstep.models.weights import DecoderWeights, LayerWeights
-from lockstep.placement.decode_mesh import DecodeMesh
-from lockstep.placement.leaf_layout import LayoutTree, drop_layers, read, read_outer
+from lockstep.models import DecoderWeights, LayerWeights, LlamaConfig, rotary_frequencies
+from lockstep.placement import DecodeMesh, LayoutTree, drop_layers, read, read_outer
 
 type Write[Cache] = Callable[[Cache, Array, Array], Cache]
 type Attend[Cache] = Callable[[Cache, Array, Array], Array]

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from lockstep.placement.decode_mesh import DecodeMesh
+from lockstep.placement import DecodeMesh
 
 _SLACK = 1e-6
 """A set whose probability is ``top_p`` in exact arithmetic must count as such in float32."""
