@@ -1,9 +1,15 @@
 """Device programs, the memory they run in, and the chips they run on."""
 
+from lockstep.device.chips import Chip as Chip
+from lockstep.device.chips import Link as Link
+from lockstep.device.chips import chip_named as chip_named
+from lockstep.device.chips import chip_of as chip_of
 from lockstep.device.compiler_errors import Compile as Compile
 from lockstep.device.compiler_errors import compile_lowered as compile_lowered
 from lockstep.device.memory import block_bytes as block_bytes
 from lockstep.device.memory import free_bytes as free_bytes
+from lockstep.device.memory import peak_bytes as peak_bytes
+from lockstep.device.memory import used_bytes as used_bytes
 from lockstep.device.program import AroundLaunch as AroundLaunch
 from lockstep.device.program import Compilation as Compilation
 from lockstep.device.program import Program as Program

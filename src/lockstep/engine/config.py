@@ -1,4 +1,4 @@
-"""How much the engine may hold and where it decodes."""
+"""How much memory the engine may use, and where it decodes."""
 
 import dataclasses
 

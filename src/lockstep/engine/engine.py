@@ -29,7 +29,7 @@ from lockstep.schedule import Capacity, CopyPagesBatch, FindStop, PrefillBatch, 
 from lockstep.types import Completion, Request
 
 type BetweenLaunches = Callable[[Scheduler], None]
-"""Looks at the scheduler before each launch; may ``cancel`` sequences or ``abandon`` the rest. Alike on every host."""
+"""Called with the scheduler before each launch; may ``cancel`` sequences or ``abort`` all, the same on every host."""
 
 
 class Engine:
@@ -176,21 +176,21 @@ class Engine:
         """Generates; every host must call it with the same arguments after the same `prepare`.
 
         Args:
-            model: as given to `prepare`, or a later state of it.
-            requests: as given to `prepare`.
-            around_launch: called with the program's name; its context surrounds a launch and, for ``decode`` and
-                ``score``, the wait for its result (and so for everything launched before it).
-            find_stop: finds stop strings, such as ``lockstep.StopFinder(tokenizer)``; needed if a request has any.
-            between_launches: called with the scheduler before each launch, to cancel sequences or to end the run. It
+            model: The model that was given to `prepare`, or a later state of it.
+            requests: The requests that were given to `prepare`.
+            around_launch: Called with the program's name; its context surrounds a launch and, for ``decode`` and
+                ``prompt_logprobs``, the wait for its result (and so for everything launched before it).
+            find_stop: Finds stop strings, such as ``lockstep.StopFinder(tokenizer)``; needed if a request has any.
+            between_launches: Called with the scheduler before each launch, to cancel sequences or to end the run. It
                 must do the same on every host.
 
         Returns:
             Completions in the order of the requests, then of their generations; the same on every host.
 
         Raises:
-            ConfigError: the model's shapes, dtypes or placement are not those that were prepared for, or a request has
+            ConfigError: The model's shapes, dtypes or placement are not those that were prepared for, or a request has
                 stop strings and there is no ``find_stop``.
-            CapacityError: a request that was not prepared for does not fit.
+            CapacityError: A request that was not prepared for does not fit.
         """
         weights = self._prepared_for(model)
         scheduler = self._scheduler(requests, find_stop)
@@ -209,24 +209,24 @@ class Engine:
     ) -> Generator[list[Completion], None, None]:
         """`run` for any number of prompts: they are read as room becomes free, and answers leave as they are complete.
 
-        At most ``max_prompts_per_batch`` prompts are held at a time, and new ones are read while others are still being
-        answered, so that no slot waits for the end of a batch. Cache and decode weights are freed when the iterator
-        ends or is closed. Every host must take the same steps: between two of them it may do what a host can do alone,
-        but launch nothing.
+        The scheduler has at most ``max_prompts_per_batch`` prompts at a time, and reads new ones while others are still
+        being answered, so that no slot waits for the end of a batch. Cache and decode weights are freed when the
+        iterator ends or is closed. Every host must take the same steps: between two of them it may do what a host can
+        do alone, but launch nothing.
 
         Args:
-            model: as for `run`.
-            requests: read one by one, the same on every host. `prepare` must have seen requests that need as much as
+            model: See `run`.
+            requests: Read one by one, the same on every host. `prepare` must have seen requests that need as much as
                 any of them: as long, with as many stop tokens, with the same sampling features.
-            around_launch: as for `run`.
-            find_stop: as for `run`.
-            between_launches: as for `run`.
+            around_launch: See `run`.
+            find_stop: See `run`.
+            between_launches: See `run`.
 
         Yields:
             After each launch that finished any prompt, all completions of those prompts, in the order of the requests.
 
         Raises:
-            ConfigError, PromptError, CapacityError: as for `prepare` and `run`, when the request is read.
+            ConfigError, PromptError, CapacityError: See `prepare` and `run`; raised when the request is read.
         """
         weights = self._prepared_for(model)
         scheduler = self._scheduler(_checked(requests, weights.embed.shape[0], self.vocab_size), find_stop)
@@ -265,7 +265,7 @@ class Engine:
         around_launch: AroundLaunch,
         between_launches: BetweenLaunches | None,
     ) -> Iterator[None]:
-        """Launches until all is answered; gives way after each launch whose results were committed."""
+        """Launches until all requests are answered; yields after each launch whose results were committed."""
         assert self._built is not None
         model, programs = self._built.model, self._built.programs
         with around_launch("reshard"):
@@ -276,36 +276,36 @@ class Engine:
         while True:
             if between_launches is not None:
                 between_launches(scheduler)
-            plan = scheduler.next_batch()
-            if plan is None:
+            batch = scheduler.next_batch()
+            if batch is None:
                 break
-            if isinstance(plan, PrefillBatch):
+            if isinstance(batch, PrefillBatch):
                 with around_launch("prefill"):
-                    pool = programs.prefill(weights, pool, *(place(a, by_replica) for a in prefill_arguments(plan)))
+                    pool = programs.prefill(weights, pool, *(place(a, by_replica) for a in prefill_arguments(batch)))
                 continue
-            if isinstance(plan, CopyPagesBatch):
+            if isinstance(batch, CopyPagesBatch):
                 assert programs.copy_pages is not None
                 with around_launch("copy_pages"):
-                    pool = programs.copy_pages(pool, *(place(a, by_replica) for a in copy_pages_arguments(plan)))
+                    pool = programs.copy_pages(pool, *(place(a, by_replica) for a in copy_pages_arguments(batch)))
                 continue
-            if isinstance(plan, PromptLogprobsBatch):
+            if isinstance(batch, PromptLogprobsBatch):
                 assert programs.prompt_logprobs is not None
                 with around_launch("prompt_logprobs"):
                     found = programs.prompt_logprobs(
-                        weights, pool, *(place(a, by_replica) for a in prompt_logprobs_arguments(plan))
+                        weights, pool, *(place(a, by_replica) for a in prompt_logprobs_arguments(batch))
                     )
                     results = [fetch(result) for result in found]
-                scheduler.commit_prompt_logprobs(plan, *results)
+                scheduler.commit_prompt_logprobs(batch, *results)
                 continue
             with around_launch("decode"):
                 pool, *results = programs.decode(
                     weights,
                     pool,
-                    place(np.asarray(plan.num_steps, np.int32), self.decode_mesh.sharding()),
-                    *(place(a, by_replica) for a in decode_arguments(plan)),
+                    place(np.asarray(batch.num_steps, np.int32), self.decode_mesh.sharding()),
+                    *(place(a, by_replica) for a in decode_arguments(batch)),
                 )
                 results = [fetch(result) for result in results]
-            scheduler.commit(plan, *results)
+            scheduler.commit(batch, *results)
             yield
         pool.delete()
 

@@ -1,4 +1,4 @@
-"""From requests to programs that fit: chosen by prediction, compiled, and held against the compiler's own figures."""
+"""From requests to programs that fit: chosen by prediction, compiled, and compared with the compiler's own figures."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -222,8 +222,8 @@ class _Layers:
     """The transformer layers of a model, stacked or not, seen one weight at a time.
 
     Args:
-        model: of Levanter.
-        outer: whether to see the model itself instead of its layers.
+        model: A model of Levanter.
+        outer: Whether to see the model itself instead of its layers.
     """
 
     def __init__(self, model: Any, *, outer: bool = False) -> None:
@@ -273,9 +273,9 @@ class _Layers:
         """The weight of a linear layer, with its adapter merged; None where there is no layer.
 
         Args:
-            get: finds it in a layer.
+            get: Finds it in a layer.
             axes: The axes that the decoder wants.
-            bias: whether the decoder reads its bias, too; otherwise it may have none.
+            bias: Whether the decoder reads its bias, too; otherwise it may have none.
         """
         linears = [get(block) for block in self._blocks]
         if linears[0] is None:
@@ -293,8 +293,8 @@ class _Layers:
     def _named(self, arrays: Sequence[NamedArray], axes: str) -> Any:
         """Named arrays in the wanted order of axes."""
         have = self._names(arrays[0])
-        held = [array.array for array in arrays] if self.by_layer else arrays[0].array
-        return view(held, f"{' '.join(have)} -> {'layer ' if 'layer' in have else ''}{axes}")
+        every = [array.array for array in arrays] if self.by_layer else arrays[0].array
+        return view(every, f"{' '.join(have)} -> {'layer ' if 'layer' in have else ''}{axes}")
 
     def _names(self, array: NamedArray) -> tuple[str, ...]:
         return tuple("layer" if axis.name == self.axis else axis.name for axis in array.axes)
@@ -307,7 +307,7 @@ class _Layers:
             raise _unreadable(self.model, f"a linear layer has {base._reparam_cls.__name__}", "standard parameters")
 
     def _merged(self, base: Sequence[NamedArray], low: Sequence[Any], scale: float, axes: str) -> LazyWeight:
-        """``W + scale * A B``, block by block: the axes that a factor shares with ``W`` are split alike."""
+        """``W + scale * A B``, block by block: the axes that a factor shares with ``W`` must be split as in ``W``."""
         plain = self._named(base, axes)
         names = [self._names(array) for array in (base[0], *low[0])]
         where = dict(zip(names[0], axis_specs(base[0].array), strict=True))
@@ -318,7 +318,7 @@ class _Layers:
                         self.model,
                         f"the axis {name} of a LoRA factor is split over {spec} and that of its weight over "
                         f"{where.get(name)}",
-                        "factors that lie as their weight does, with the rank whole",
+                        "factors that are sharded as their weight is, with the rank whole",
                     )
         if not isinstance(plain, LazyWeight):  # already in the wanted order
             array, sharding = base[0].array, resharded(base[0].array, axis_specs(base[0].array))
@@ -339,9 +339,9 @@ class MergeLora:
     """Assembles a weight with a low-rank adapter (https://arxiv.org/abs/2106.09685, eq. 3), summed in float32.
 
     Args:
-        equation: einsum of the two factors that gives the axes of the weight.
-        scale: of their product.
-        then: what is done to the sum.
+        equation: The einsum of the two factors that gives the axes of the weight.
+        scale: The factor of their product.
+        then: What is done to the sum.
     """
 
     equation: str

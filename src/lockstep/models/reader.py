@@ -13,7 +13,7 @@ from lockstep.models.weights import WEIGHT_AXES, DecoderWeights, LayerWeights, h
 
 
 def read_decoder(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
-    """The configuration and weights of a model, as references to the very arrays that the trainer holds.
+    """The configuration and weights of a model, as references to the very arrays of the trainer.
 
     Launches nothing, so it may run where launches raise. What it returns may be given wherever a model is read, and is
     read again for nothing.

@@ -1,7 +1,7 @@
 """What the decoder reads of a model: one pytree of plain arrays, layers stacked, whatever library trains the model.
 
 The annotation of each field names the axes of that weight. Nothing else does: which axis the devices of a replica
-split, which axis holds the kv heads, and the order in which a reader must bring the axes follow from `WEIGHT_AXES`.
+split, which axis is that of the kv heads, and the order in which readers must bring the axes follow from `WEIGHT_AXES`.
 """
 
 import dataclasses

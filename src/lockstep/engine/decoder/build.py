@@ -10,8 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from lockstep.attention import select_attention
-from lockstep.device.compiler_errors import Compile, compile_lowered
-from lockstep.device.program import Program, compile_program
+from lockstep.device import Compile, Program, compile_lowered, compile_program
 from lockstep.engine.decode_model import DecodeModel
 from lockstep.engine.decoder.copy_pages import copy_pages_arguments, copy_pages_function
 from lockstep.engine.decoder.decode import decode_arguments, decode_function, num_results

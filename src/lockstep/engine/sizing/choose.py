@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from lockstep.attention import attention_text
-from lockstep.device.chips import chip_of
+from lockstep.device import chip_of
 from lockstep.engine.config import EngineConfig, Layout, layout_text
 from lockstep.engine.decode_model import DecodeModel, DecodeModels
 from lockstep.engine.sizing.cost_model import estimate

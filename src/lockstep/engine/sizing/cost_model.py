@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from lockstep.device.chips import Chip, Link
+from lockstep.device import Chip, Link
 from lockstep.engine.decode_model import DecodeModel
 from lockstep.engine.idle_replicas import count_memories
 from lockstep.engine.sizing.demand import Demand

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import jax
 
-from lockstep.device.chips import chip_named
+from lockstep.device import chip_named
 from lockstep.engine.config import DEFAULT_PAGE_SIZE, EngineConfig
 from lockstep.engine.decode_model import DecodeModel
 from lockstep.engine.idle_replicas import count_active
