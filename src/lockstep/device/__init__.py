@@ -1,4 +1,4 @@
-"""Device programs, the memory they run in, and the chips they run on."""
+"""Device programs, the memory that they run in, and the chips that they run on."""
 
 from lockstep.device.chips import Chip as Chip
 from lockstep.device.chips import Link as Link
@@ -6,6 +6,7 @@ from lockstep.device.chips import chip_named as chip_named
 from lockstep.device.chips import chip_of as chip_of
 from lockstep.device.compiler_errors import Compile as Compile
 from lockstep.device.compiler_errors import compile_lowered as compile_lowered
+from lockstep.device.compiler_errors import explain as explain
 from lockstep.device.memory import block_bytes as block_bytes
 from lockstep.device.memory import free_bytes as free_bytes
 from lockstep.device.memory import peak_bytes as peak_bytes

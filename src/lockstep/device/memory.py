@@ -1,59 +1,70 @@
-"""How much memory the devices of this process have left. Hosts must agree on the least before anything follows."""
+"""Free and used memory of the devices of this process. Hosts must agree on the minimum before they rely on it."""
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
-from jax.sharding import Mesh
-from jaxtyping import PyTree
+from jax.sharding import Mesh, Sharding
 
 from lockstep.device.chips import chip_of
 
 UNBOUNDED = 2**62
-"""What a process says that has no device in the mesh."""
+"""The free bytes of a process that has no device in the mesh."""
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def free_bytes(mesh: Mesh, resident: PyTree = None) -> int:
-    """Bytes left on the device of this process in ``mesh`` that has the least left.
+class Placed(Protocol):
+    """An array, or the description of one, whose sharding may be known."""
 
-    TPUs and GPUs are asked. CPU devices share what the host has left with all devices of the job, as if all processes
-    ran on this host. Of devices that can only be compiled for, it is the published size less ``resident``.
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The global shape."""
+
+    @property
+    def dtype(self) -> Any:
+        """The NumPy dtype."""
+
+    @property
+    def sharding(self) -> Sharding | None:
+        """The sharding; None for an array that is whole on one device."""
+
+
+def free_bytes(mesh: Mesh, weights: Any = None) -> int:
+    """The free bytes on the device of this process in ``mesh`` that has the least.
+
+    TPUs and GPUs report it. CPU devices share the free memory of the host with all devices of the job, as if all
+    processes ran on this host. For devices that can only be compiled for, it is the published size less the weights.
 
     Args:
         mesh: The mesh of the engine.
-        resident: Shape structs of what is on the devices already, used for devices that can only be compiled for.
+        weights: The weights of the model, a pytree of `Placed` leaves; used for devices that can only be compiled for.
 
     Returns:
-        Bytes; `UNBOUNDED` where this process has no device in the mesh.
+        The bytes, or `UNBOUNDED` where this process has no device in the mesh.
     """
     running = _running(mesh.devices.flat[0].platform)
     if not running.issuperset(mesh.devices.flat):
-        taken = sum(block_bytes(leaf) for leaf in jax.tree.leaves(resident))
-        return min(chip_of(device).memory for device in mesh.devices.flat) - taken
-    mine = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
-    return min((_free(device) for device in mine), default=UNBOUNDED)
+        resident = sum(block_bytes(leaf) for leaf in jax.tree.leaves(weights))
+        return min(chip_of(device).memory for device in mesh.devices.flat) - resident
+    local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    return min((_free(device) for device in local), default=UNBOUNDED)
 
 
 def used_bytes() -> int | None:
-    """Bytes in use on the device of this process that has the most; None where the backend does not count (CPU)."""
-    return _most("bytes_in_use")
+    """The most bytes in use on a device of this process now; None where the backend does not count them (CPU)."""
+    return _largest("bytes_in_use")
 
 
 def peak_bytes() -> int | None:
-    """The most bytes that were ever in use on a device of this process; None where the backend does not count (CPU)."""
-    return _most("peak_bytes_in_use")
+    """The most bytes ever in use on a device of this process; None where the backend does not count them (CPU)."""
+    return _largest("peak_bytes_in_use")
 
 
-def block_bytes(leaf: Any) -> int:
-    """Bytes of one array on each of its devices.
-
-    Args:
-        leaf: Anything with a shape, a dtype and a sharding, which may be None for an array that is whole.
-    """
+def block_bytes(leaf: Placed) -> int:
+    """The bytes of one array on each of its devices."""
     shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
     size: int = leaf.dtype.itemsize
     for dim in shape:
@@ -61,8 +72,8 @@ def block_bytes(leaf: Any) -> int:
     return size
 
 
-def _most(figure: str) -> int | None:
-    return max((stats[figure] for stats in _stats() if figure in stats), default=None)
+def _largest(statistic: str) -> int | None:
+    return max((stats[statistic] for stats in _stats() if statistic in stats), default=None)
 
 
 def _stats() -> list[dict[str, int]]:
@@ -70,9 +81,10 @@ def _stats() -> list[dict[str, int]]:
 
 
 def _running(platform: str) -> set[jax.Device]:
+    """The devices of a platform that programs can run on."""
     try:
         return set(jax.devices(platform))
-    except RuntimeError:  # no such backend here
+    except RuntimeError:  # this process has no such backend
         return set()
 
 
@@ -84,18 +96,18 @@ def _free(device: jax.Device) -> int:
 
 
 def _host_bytes() -> int:
-    """Memory of this host, or of its container, that programs could still take."""
-    left = []
+    """The free bytes of this host, or of its container where that has less."""
+    candidates = []
     if _MEMINFO.exists():
         lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines() if ":" in line)
         if "MemAvailable" in lines:
-            left.append(int(lines["MemAvailable"].split()[0]) * 1024)
+            candidates.append(int(lines["MemAvailable"].split()[0]) * 1024)
     try:
         limit, used = ((_CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
         if limit != "max":
-            left.append(max(0, int(limit) - int(used)))
+            candidates.append(max(0, int(limit) - int(used)))
     except OSError:
-        pass  # not in a container, or an older kind of cgroup
-    if not left:
-        left.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
-    return min(left)
+        pass  # not in a container, or cgroup v1
+    if not candidates:
+        candidates.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
+    return min(candidates)

@@ -11,27 +11,27 @@ from lockstep.schedule.sampling import SamplingBatch
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """Every size that the scheduler and the programs share.
+    """Every capacity that the scheduler and the programs share.
 
     Args:
-        replicas: The number of groups of devices that can decode different sequences.
-        sequences: Sequences decoded at a time over all replicas.
-        slots: Sequences that one replica decodes at a time.
-        page_size: Tokens in a page.
-        pages: Pages in one replica's pool, the null page included.
-        pages_per_sequence: The width of a page table; a sequence has at most ``pages_per_sequence * page_size`` tokens.
-        prefill_rows: Pages of prompt tokens that one replica prefills in a launch.
-        steps: The most tokens that a decode launch samples per sequence.
-        stop_ids: The most stop tokens that a sequence has.
+        replicas: groups of devices that can decode different sequences.
+        sequences: sequences decoded at a time over all replicas.
+        slots: sequences that one replica decodes at a time.
+        page_size: tokens in a page.
+        pages: pages in one replica's pool, the null page included.
+        pages_per_sequence: width of a page table; a sequence has at most ``pages_per_sequence * page_size`` tokens.
+        prefill_rows: pages of prompt tokens that one replica prefills in a launch.
+        steps: tokens that a decode launch samples per sequence at most.
+        stop_ids: stop tokens per sequence at most.
         penalties: 1 where the decode program counts tokens, for penalties; 0 leaves that out.
         min_tokens: 1 where the decode program rules out stop tokens at first; 0 leaves that out.
-        bias_ids: The most entries of a sequence's logit_bias; 0 leaves it out.
-        allowed_ids: The most entries of a sequence's allowed_token_ids; 0 leaves them out.
-        top_logprobs: Most probable tokens that the decode program reports per step; 0 for none.
+        bias_ids: entries of a sequence's logit_bias at most; 0 leaves it out.
+        allowed_ids: entries of a sequence's allowed_token_ids at most; 0 leaves them out.
+        top_logprobs: most probable tokens that the decode program reports per step; 0 for none.
         prompt_logprobs: 1 where there is a program for the log-probabilities of prompt tokens; 0 leaves it out.
         page_copies: 1 where there is a program that copies partial pages of prompts; 0 leaves it out.
-        prefill_sequences: The most sequences whose prompts one replica prefills in a launch; 0 for any number.
-        idle_replicas: Replicas that are given no sequences; the others are evenly spaced.
+        prefill_sequences: whose prompts one replica prefills in a launch at most; 0 for any number.
+        idle_replicas: replicas that are given no sequences; the others are evenly spaced.
     """
 
     replicas: int
@@ -78,7 +78,7 @@ class PrefillBatch:
 
     @classmethod
     def empty(cls, sizes: Capacity) -> "PrefillBatch":
-        """A batch whose rows are all unused."""
+        """A plan whose rows are all unused."""
         rows = (sizes.replicas, sizes.prefill_rows)
         return cls(
             tokens=np.zeros((*rows, sizes.page_size), np.int32),
@@ -97,7 +97,7 @@ class CopyPagesBatch:
 
     @classmethod
     def empty(cls, sizes: Capacity) -> "CopyPagesBatch":
-        """A batch that copies nothing."""
+        """A plan that copies nothing."""
         shape = (sizes.replicas, sizes.slots)
         return cls(source=np.full(shape, NULL_PAGE, np.int32), target=np.full(shape, NULL_PAGE, np.int32))
 
@@ -116,7 +116,7 @@ class PromptLogprobsBatch:
 
     @classmethod
     def empty(cls, sizes: Capacity) -> "PromptLogprobsBatch":
-        """A batch whose rows are all unused."""
+        """A plan whose rows are all unused."""
         rows = (sizes.replicas, sizes.prefill_rows)
         return cls(
             tokens=np.zeros((*rows, sizes.page_size), np.int32),
@@ -144,7 +144,7 @@ class DecodeBatch:
 
     @classmethod
     def empty(cls, sizes: Capacity, num_steps: int) -> "DecodeBatch":
-        """A batch whose slots are all idle."""
+        """A plan whose slots are all idle."""
         slots = (sizes.replicas, sizes.slots)
         return cls(
             num_steps=num_steps,

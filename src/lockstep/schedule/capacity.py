@@ -13,12 +13,12 @@ def check_length(request: Request, limit: int, largest: int | None = None) -> No
     """Refuses a request that is longer than a sequence may be.
 
     Args:
-        request: The request to check.
-        limit: The ``max_seq_len`` in use: tokens of prompt and answer together.
-        largest: What ``max_seq_len`` could be raised to; None if there is no bound.
+        request: to check.
+        limit: ``max_seq_len`` in use, tokens of prompt and answer together.
+        largest: what ``max_seq_len`` could be raised to; None if there is no bound.
 
     Raises:
-        CapacityError: Names the lengths, the limit and the changes that would help.
+        CapacityError: names the lengths, the limit and the changes that would help.
     """
     prompt, new = len(request.prompt_tokens), request.params.max_new_tokens
     if prompt + new <= limit:
@@ -44,7 +44,7 @@ def check_capacity(sizes: Capacity, requests: Seq[Request]) -> None:
     """Refuses requests that can never fit: nothing is clamped and nothing is dropped.
 
     Raises:
-        CapacityError: Names the prompt, what it needs, the limit and the fix.
+        CapacityError: names the prompt, what it needs, the limit and the fix.
     """
     for request in requests:
         check_length(request, sizes.pages_per_sequence * sizes.page_size)
