@@ -20,11 +20,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lockstep.attention import select_attention
-from lockstep.device import chip_of
-from lockstep.engine import Engine, EngineConfig
-from lockstep.engine.decoder.transformer import device_heads
+from lockstep.device.chips import chip_of
+from lockstep.engine import DecodeModel, Engine, EngineConfig
 from lockstep.engine.sampling.sampler import never_used
-from lockstep.engine.sizing.memory_model import Shapes
+from lockstep.engine.sizing.memory_model import MemoryModel
 from lockstep.models import DecoderWeights, LayerWeights, LlamaConfig
 from lockstep.models.presets import PRESETS, ModelPreset
 from lockstep.placement import make_mesh
@@ -71,7 +70,7 @@ def weights_on(mesh: Mesh, model: ModelPreset, dtype: str) -> DecoderWeights:
 
 def compile_for(
     slice_name: str, tensor: int, batch: int, context: int, *, model: str = "llama-3.1-8b", dtype: str = "float32",
-) -> tuple[Engine, Shapes]:  # fmt: skip
+) -> tuple[Engine, DecodeModel]:  # fmt: skip
     """An engine with programs for a batch per replica, and what they were made from; nothing can be run."""
     known, found = PRESETS[model], topology(slice_name)
     mesh = make_mesh("auto", list(found.devices))
@@ -94,28 +93,24 @@ def compile_for(
     engine.prepare(
         (config, weights), [Request(prompt_id=i, prompt_tokens=prompt, params=SAMPLED) for i in range(sequences)]
     )
-    shapes = Shapes(
-        config=config, weights=weights, decode_mesh=engine.decode_mesh, dtype=jnp.dtype("bfloat16"), gather=True
-    )
-    return engine, shapes
+    assert engine.decode_model is not None
+    return engine, engine.decode_model
 
 
-def figures(engine: Engine, shapes: Shapes, context: int) -> dict[str, Any]:
+def figures(engine: Engine, model: DecodeModel, context: int) -> dict[str, Any]:
     """What is to be known of the programs, ready for JSON. Bytes are per device."""
     sizes, decode_mesh, sizing = engine.sizes, engine.decode_mesh, engine.sizing
     assert sizes is not None and sizing is not None
     devices = list(decode_mesh.mesh.devices.flat)
     replica = [place // decode_mesh.tensor for place in range(len(devices))]
     host = [device.process_index for device in devices]
-    attention = select_attention(
-        devices[0], device_heads(shapes.config, decode_mesh), page_size=sizes.page_size, dtype=shapes.dtype
-    )
+    attention = select_attention(devices[0], model.heads, page_size=sizes.page_size, dtype=model.dtype)
     block = min(attention.decode_blocks.pages, sizes.pages_per_sequence)  # type: ignore[attr-defined]
     programs: dict[str, Any] = {}
     for name, program in engine.programs.items():
         memory, hlo = program.memory(), Hlo(program.text(), UNMET)
         pool = (
-            shapes.config.num_layers * sizes.pages, sizes.page_size, 2 * attention.stored_kv_heads.kv_heads,
+            model.config.num_layers * sizes.pages, sizes.page_size, 2 * attention.stored_kv_heads.kv_heads,
             attention.stored_kv_heads.head_size,
         )  # fmt: skip
         programs[name] = {
@@ -138,7 +133,7 @@ def figures(engine: Engine, shapes: Shapes, context: int) -> dict[str, Any]:
                 for one in collectives(hlo, len(devices))
             ],
         }
-    moved = step_bytes(engine.programs["decode"].text(), shapes, sizes, context=context, block_pages=block, unmet=UNMET)
+    moved = step_bytes(engine.programs["decode"].text(), model, sizes, context=context, block_pages=block, unmet=UNMET)
     chip = chip_of(devices[0])
     steps = [one for one in programs["decode"]["collectives"] if one["in_step"]]
     width = (decode_mesh.tensor - 1) / decode_mesh.tensor
@@ -150,8 +145,8 @@ def figures(engine: Engine, shapes: Shapes, context: int) -> dict[str, Any]:
         "slots": sizes.slots,
         "context": context,
         "chip": chip.name,
-        "pool": sizes.pages * sizes.page_size * shapes.kv_bytes,
-        "weights": shapes.copied,
+        "pool": sizes.pages * sizes.page_size * model.kv_bytes,
+        "weights": model.copied_bytes,
         "floor": moved.floor,
         "floor_weights": moved.floor_weights,
         "floor_kv": moved.floor_kv,
@@ -164,7 +159,7 @@ def figures(engine: Engine, shapes: Shapes, context: int) -> dict[str, Any]:
         "collectives_s": wait,
         "tokens_per_s_per_chip": sizes.slots / decode_mesh.tensor / seconds,
         "floor_tokens_per_s_per_chip": sizes.slots / decode_mesh.tensor / (moved.floor / chip.bandwidth),
-        "predicted": shapes.temporaries(sizes) | {"reshard": sizing.predicted.reshard},
+        "predicted": MemoryModel(model).temporaries(sizes) | {"reshard": sizing.predicted.reshard},
         "programs": programs,
     }  # fmt: skip
 
@@ -201,10 +196,10 @@ def main() -> None:
     if options.table:
         print(table(options.table))
         return
-    engine, shapes = compile_for(
+    engine, model = compile_for(
         options.slice, options.tensor, options.batch, options.context, model=options.model, dtype=options.dtype
     )
-    print(json.dumps({"slice": options.slice, "model": options.model} | figures(engine, shapes, options.context)))
+    print(json.dumps({"slice": options.slice, "model": options.model} | figures(engine, model, options.context)))
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ WIDE = """
 import json, logging, sys
 import jax, jax.numpy as jnp
 from lockstep.engine import Engine, EngineConfig
-from lockstep.engine.sizing.memory_model import Shapes
+from lockstep.engine.sizing.memory_model import MemoryModel
 from lockstep.models import LlamaConfig, Variant
 from lockstep.models.presets import ModelPreset
 from lockstep.placement import make_mesh
@@ -93,12 +93,11 @@ requests = [Request(prompt_id=i, prompt_tokens=tuple(range(960)), params=params)
 engine = Engine(EngineConfig(layout={"tensor": tensor}, max_seq_len=1024, memory_bytes_per_device=80 << 30), mesh)
 engine.prepare((config, weights), requests)
 sizes = engine.sizes
-shapes = Shapes(config=config, weights=weights, decode_mesh=engine.decode_mesh, dtype=jnp.dtype(dtype), gather=True)
 pool = (config.num_layers * sizes.pages, sizes.page_size, 2 * config.num_kv_heads // tensor, config.head_size)
 print(json.dumps({
     "text": engine.sizing.describe(),
-    "pool": sizes.pages * sizes.page_size * shapes.kv_bytes,
-    "predicted": shapes.temporaries(sizes),
+    "pool": sizes.pages * sizes.page_size * engine.decode_model.kv_bytes,
+    "predicted": MemoryModel(engine.decode_model).temporaries(sizes),
     "programs": {
         name: {
             "aliased": program.memory().alias_size_in_bytes,
@@ -215,15 +214,14 @@ import dataclasses, json, sys
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from benchmarks.tpu_programs import weights_on
-from lockstep.engine.sizing.memory_model import Shapes
+from lockstep.engine import EngineConfig
+from lockstep.engine.decode_model import DecodeModels
+from lockstep.engine.sizing.memory_model import MemoryModel
 from lockstep.device.program import Ledger, compile_program
 from lockstep.models import LlamaConfig
 from lockstep.models.presets import ModelPreset
 from lockstep.placement import make_mesh
-from lockstep.placement.decode_mesh import make_decode_mesh
-from lockstep.placement.reshard import assembly_function
-from lockstep.placement.leaf_layout import leaf_layouts
-from lockstep.placement.lazy_weight import sources, view
+from lockstep.placement import assembly_function, sources, view
 from lockstep.plan.topology import topology
 
 slice_, tensor = sys.argv[1], int(sys.argv[2])
@@ -247,15 +245,15 @@ def transposed(name):
 
 layers = dataclasses.replace(weights.layers, **{name: transposed(name) for name in AXES})
 weights = dataclasses.replace(weights, layers=layers)
-decode_mesh, dtype = make_decode_mesh(mesh, tensor), jnp.dtype("bfloat16")
-shapes = Shapes(config=config, weights=weights, decode_mesh=decode_mesh, dtype=dtype, gather=True)
-function, target = assembly_function(weights, leaf_layouts(weights, decode_mesh), dtype, gather=True)
-shardings = jax.tree.map(lambda leaf: NamedSharding(decode_mesh.mesh, leaf.partition_spec), target)
+model = DecodeModels(EngineConfig(dtype="bfloat16"), config, weights, mesh)[{"tensor": tensor}]
+mesh = model.decode_mesh.mesh
+function, target = assembly_function(model.weights, model.layouts, model.dtype, gather=True)
+shardings = jax.tree.map(lambda leaf: NamedSharding(mesh, leaf.partition_spec), target)
 reshard = compile_program(
-    "reshard", function, [sources(weights)], mesh=decode_mesh.mesh, ledger=Ledger(), out_shardings=shardings
+    "reshard", function, [sources(weights)], mesh=mesh, ledger=Ledger(), out_shardings=shardings
 ).memory()
 print(json.dumps({
-    "predicted": {"weights": shapes.copied, "reshard": shapes.reshard},
+    "predicted": {"weights": model.copied_bytes, "reshard": MemoryModel(model).reshard},
     "compiled": {"weights": reshard.output_size_in_bytes, "reshard": reshard.temp_size_in_bytes},
 }))
 """

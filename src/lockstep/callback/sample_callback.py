@@ -15,8 +15,7 @@ import numpy as np
 from lockstep.callback.config import InferenceEvalConfig
 from lockstep.callback.round import RoundResult, run_round
 from lockstep.callback.round_prompts import read_round_prompts
-from lockstep.engine import Auditor, Engine
-from lockstep.engine.sizing.result import Sizing
+from lockstep.engine import Auditor, Engine, Sizing
 from lockstep.errors import ConfigError, DisagreementError, HostError, PeerError
 from lockstep.hosts import Hosts, Watchdog, current, digest, environment, leader_only, try_leader_only
 from lockstep.models import read_decoder

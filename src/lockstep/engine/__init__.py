@@ -1,4 +1,4 @@
-"""Paged-attention generation on the devices that a model lies on."""
+"""Paged-attention generation on the devices that a model is sharded over."""
 
 from lockstep.device import Compilation as Compilation
 from lockstep.device import Program as Program
@@ -7,5 +7,9 @@ from lockstep.engine.audit import Auditor as Auditor
 from lockstep.engine.audit import audit as audit
 from lockstep.engine.budget import Budget as Budget
 from lockstep.engine.config import EngineConfig as EngineConfig
+from lockstep.engine.config import layout_text as layout_text
+from lockstep.engine.decode_model import DecodeModel as DecodeModel
 from lockstep.engine.engine import Engine as Engine
+from lockstep.engine.sampling.sampler import never_used as never_used
+from lockstep.engine.sizing.result import Sizing as Sizing
 from lockstep.hosts import Ledger as Ledger

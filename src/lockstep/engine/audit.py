@@ -17,8 +17,7 @@ from lockstep.engine.prepare import signature_of
 from lockstep.errors import CapacityError, ConfigError
 from lockstep.hosts import Hosts, Ledger, current, digest
 from lockstep.models import DecoderWeights, LlamaConfig, as_trainable, read_decoder
-from lockstep.placement import mesh_of, place
-from lockstep.placement.lazy_weight import sources, weight_specs
+from lockstep.placement import mesh_of, place, sources, weight_specs
 from lockstep.types import Completion, Request
 from lockstep.units import bytes_text
 

@@ -1,4 +1,4 @@
-"""How much the engine may hold and where it decodes."""
+"""How much memory the engine may use, and where it decodes."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ class EngineConfig:
     """Capacities of the engine. Null means that lockstep works it out; a number is a cap.
 
     Raises:
-        ConfigError: a value that cannot work; names the field, the value, the limit and the fix.
+        ConfigError: A value cannot work; the error names the field, the value, the limit and the fix.
     """
 
     max_seq_len: int | None = None
@@ -103,19 +103,19 @@ class EngineConfig:
         tensor_size(self.layout)
 
     def kv_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
-        """Dtype of the KV cache.
+        """The dtype of the KV cache.
 
         Args:
-            dtype: that the engine computes in.
+            dtype: The dtype that the engine computes in.
         """
         return jnp.dtype(jnp.int8) if self.kv_cache_dtype == "int8" else dtype
 
 
 def tensor_size(layout: Layout) -> int | None:
-    """Devices that share a copy of the weights in ``layout``; None for ``training`` and ``auto``.
+    """The number of devices that share a copy of the weights in ``layout``; None for ``training`` and ``auto``.
 
     Raises:
-        ConfigError: not a layout.
+        ConfigError: This is not a layout.
     """
     if layout in ("auto", "training"):
         return None
@@ -129,21 +129,6 @@ def tensor_size(layout: Layout) -> int | None:
     )
 
 
-def resting_replicas(layout: Layout, replicas: int) -> int:
-    """Replicas that decode nothing in ``layout``.
-
-    Args:
-        layout: in use.
-        replicas: that there are.
-
-    Raises:
-        ConfigError: those that should work are no part of them.
-    """
-    working = layout.get("replicas", replicas) if isinstance(layout, dict) else replicas
-    if replicas % working:
-        works = [size for size in range(1, replicas + 1) if replicas % size == 0]
-        raise ConfigError(
-            f"layout is {layout!r}; the mesh makes {replicas} replicas, which {working} does not divide. Set replicas "
-            f"to one of {works}, or leave it out for all of them."
-        )
-    return replicas - working
+def layout_text(layout: Layout) -> str:
+    """A layout as one writes it in a configuration."""
+    return layout if isinstance(layout, str) else f"{{{', '.join(f'{name}: {n}' for name, n in layout.items())}}}"

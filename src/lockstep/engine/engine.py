@@ -1,4 +1,4 @@
-"""The engine: requests in, completions out, on a model that lies sharded over the devices of all hosts."""
+"""The engine: requests in, completions out, on a model that is sharded over the devices of all hosts."""
 
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -10,42 +10,42 @@ from jax.sharding import Mesh
 from lockstep.attention import check_cache_dtype
 from lockstep.device import AroundLaunch, Compilation, Compile, Program, compile_lowered, fetch, free_bytes
 from lockstep.engine.config import EngineConfig, tensor_size
+from lockstep.engine.decode_model import DecodeModel
 from lockstep.engine.decoder.copy_pages import copy_pages_arguments
 from lockstep.engine.decoder.decode import decode_arguments
-from lockstep.engine.decoder.kv_replication import replicate_kv_heads
 from lockstep.engine.decoder.prefill import prefill_arguments
 from lockstep.engine.decoder.prompt_logprobs import prompt_logprobs_arguments
-from lockstep.engine.prepare import Prepared, prepare_programs, signature_of
+from lockstep.engine.prepare import Prepared, models_for, prepare_programs, signature_of
 from lockstep.engine.sizing.choose import Chooser
 from lockstep.engine.sizing.result import Sizing
 from lockstep.engine.validate import check_requests, repeated
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, Ledger, current, digest, environment
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
-from lockstep.placement.decode_mesh import DecodeMesh, make_decode_mesh
-from lockstep.placement.lazy_weight import is_lazy, sources
-from lockstep.placement.place import place
+from lockstep.placement import DecodeMesh, make_decode_mesh, place, sources
 from lockstep.schedule import Capacity, CopyPagesBatch, FindStop, PrefillBatch, PromptLogprobsBatch, Scheduler
 from lockstep.types import Completion, Request
 
 type BetweenLaunches = Callable[[Scheduler], None]
-"""Looks at the scheduler before each launch; may ``cancel`` sequences or ``abandon`` the rest. Alike on every host."""
+"""Called with the scheduler before each launch; may ``cancel`` sequences or ``abort`` all, the same on every host."""
 
 
 class Engine:
-    """Generates from a model that is already on the devices of ``mesh``; every host calls it alike.
+    """Generates from a model that is already on the devices of ``mesh``; every host makes the same calls.
 
-    The engine keeps compiled programs and nothing else: cache and decode weights live for one `run`.
+    The engine keeps compiled programs and nothing else: cache and decode weights live for one `run`. Whatever takes a
+    model takes what `lockstep.models.read_decoder` returned too, so that a caller who makes several calls about one
+    state of a model can read it once.
 
     Args:
-        config: capacities and layout.
-        mesh: the mesh that the model is sharded over (the trainer's).
-        vocab_size: token ids below it may be sampled; None for all rows of the embedding.
-        compile_with: the compiler; one that gives figures alone is enough to `prepare`, not to `run`.
-        ledger: where launches are recorded, such as that of the job (``hosts.ledger``); None for one of its own.
+        config: Caps and layout.
+        mesh: The mesh that the model is sharded over (the trainer's).
+        vocab_size: The number of token ids that may be sampled, from 0; None for all rows of the embedding.
+        compile_with: The compiler; one that gives figures alone is enough to `prepare`, not to `run`.
+        ledger: Where launches are recorded, such as that of the job (``hosts.ledger``); None for one of its own.
 
     Raises:
-        ConfigError: the layout does not fit the mesh, no token may be sampled, or the devices cannot read such a cache.
+        ConfigError: The layout does not fit the mesh, no token may be sampled, or the devices cannot read such a cache.
     """
 
     def __init__(
@@ -74,13 +74,18 @@ class Engine:
 
     @property
     def sizes(self) -> Capacity | None:
-        """The capacities in use, or None before the first `prepare`."""
+        """The capacity in use, or None before the first `prepare`."""
         return self._built.sizing.sizes if self._built else None
 
     @property
     def sizing(self) -> Sizing | None:
-        """Layout and capacities in use and why, or None before the first `prepare`; ``describe()`` is for reading."""
+        """Layout and capacity in use and why, or None before the first `prepare`; ``describe()`` is for reading."""
         return self._built.sizing if self._built else None
+
+    @property
+    def decode_model(self) -> DecodeModel | None:
+        """The model in the layout in use, without its arrays, or None before the first `prepare`."""
+        return self._built.model if self._built else None
 
     @property
     def programs(self) -> Mapping[str, Program]:
@@ -93,10 +98,10 @@ class Engine:
         return tuple(self._compilations)
 
     def free_bytes(self, model: Any = None) -> int:
-        """Free memory on the fullest device of this process; hosts agree on the least (``Hosts.least``) to `prepare`.
+        """Free memory on the device of this process that has the least; hosts agree on the least of all to `prepare`.
 
         Args:
-            model: needed only for a mesh of devices that can be compiled for but not run on.
+            model: Needed only for a mesh of devices that can be compiled for but not run on.
         """
         if self.config.memory_bytes_per_device is not None:
             return self.config.memory_bytes_per_device
@@ -106,52 +111,52 @@ class Engine:
         """Refuses what can never work, without compiling or launching anything.
 
         Args:
-            model: what `lockstep.models.read_decoder` reads.
-            requests: at least one.
-            free: bytes on the fullest device of all hosts; None: of this process.
+            model: What `lockstep.models.read_decoder` reads.
+            requests: At least one request.
+            free: Bytes on the device with the least free memory of all hosts; None: of this process.
 
         Returns:
-            The capacities that `prepare` would begin with.
+            The capacity that `prepare` would begin with.
 
         Raises:
-            ConfigError: a capacity, layout, model or request that cannot work.
-            PromptError: a prompt has a token that the model does not have.
-            CapacityError: a request that can never fit.
+            ConfigError: A capacity, layout, model or request cannot work.
+            PromptError: A prompt has a token that the model does not have.
+            CapacityError: A request can never fit.
         """
-        config, weights = self._checked(model, requests)
-        free = self.free_bytes(model) if free is None else free
-        return Chooser(self.config, config, weights, self.mesh, free).choose(requests, self.sizing).sizes
+        read, free = self._checked(model, requests, free)
+        models, before = models_for(self.config, self.mesh, read, self._built)
+        chooser = Chooser(config=self.config, models=models, free=free)
+        return chooser.choose(requests, before.sizing if before else None).sizes
 
     def prepare(self, model: Any, requests: Sequence[Request], *, free: int | None = None) -> dict[str, str]:
         """Checks the requests and compiles what they need; launches nothing and talks to no other host.
 
         Args:
-            model: what `lockstep.models.read_decoder` reads.
-            requests: at least one.
-            free: bytes on the fullest device of all hosts, agreed on; None: of this process.
+            model: What `lockstep.models.read_decoder` reads.
+            requests: At least one request.
+            free: Bytes on the device with the least free memory of all hosts, agreed on; None: of this process.
 
         Returns:
             The digests of all programs by name. Hosts must agree on them before `run`.
 
         Raises:
-            ConfigError: a capacity, layout, model or request that cannot work.
-            PromptError: a prompt has a token that the model does not have.
-            CapacityError: a request that can never fit.
+            ConfigError: A capacity, layout, model or request cannot work.
+            PromptError: A prompt has a token that the model does not have.
+            CapacityError: A request can never fit.
         """
-        config, weights = self._checked(model, requests)
+        read, free = self._checked(model, requests, free)
+        models, before = models_for(self.config, self.mesh, read, self._built)
         self._built = prepare_programs(
             self.config,
-            self.mesh,
-            config,
-            weights,
+            models,
             requests,
-            free=self.free_bytes(model) if free is None else free,
+            free=free,
             vocab_size=self.vocab_size,
             ledger=self.ledger,
-            before=self._built,
+            before=before,
             compile_with=self._compile_with,
         )
-        self.decode_mesh = self._built.decode_mesh
+        self.decode_mesh = self._built.model.decode_mesh
         known = {id(compilation) for compilation in self._compilations}
         compiled = [program.compilation for program in self.programs.values()]
         self._compilations += [each for each in compiled if id(each) not in known]
@@ -169,21 +174,21 @@ class Engine:
         """Generates; every host must call it with the same arguments after the same `prepare`.
 
         Args:
-            model: as given to `prepare`, or a later state of it.
-            requests: as given to `prepare`.
-            around_launch: called with the program's name; its context surrounds a launch and, for ``decode`` and
-                ``score``, the wait for its result (and so for everything launched before it).
-            find_stop: finds stop strings, such as ``lockstep.StopFinder(tokenizer)``; needed if a request has any.
-            between_launches: called with the scheduler before each launch, to cancel sequences or to end the run. It
+            model: The model that was given to `prepare`, or a later state of it.
+            requests: The requests that were given to `prepare`.
+            around_launch: Called with the program's name; its context surrounds a launch and, for ``decode`` and
+                ``prompt_logprobs``, the wait for its result (and so for everything launched before it).
+            find_stop: Finds stop strings, such as ``lockstep.StopFinder(tokenizer)``; needed if a request has any.
+            between_launches: Called with the scheduler before each launch, to cancel sequences or to end the run. It
                 must do the same on every host.
 
         Returns:
             Completions in the order of the requests, then of their generations; the same on every host.
 
         Raises:
-            ConfigError: the model's shapes, dtypes or placement are not those that were prepared for, or a request has
+            ConfigError: The model's shapes, dtypes or placement are not those that were prepared for, or a request has
                 stop strings and there is no ``find_stop``.
-            CapacityError: a request that was not prepared for does not fit.
+            CapacityError: A request that was not prepared for does not fit.
         """
         weights = self._prepared_for(model)
         scheduler = self._scheduler(requests, find_stop)
@@ -202,24 +207,24 @@ class Engine:
     ) -> Generator[list[Completion], None, None]:
         """`run` for any number of prompts: they are read as room becomes free, and answers leave as they are complete.
 
-        At most ``max_prompts_per_batch`` prompts are held at a time, and new ones are read while others are still being
-        answered, so that no slot waits for the end of a batch. Cache and decode weights are freed when the iterator
-        ends or is closed. Every host must take the same steps: between two of them it may do what a host can do alone,
-        but launch nothing.
+        The scheduler has at most ``max_prompts_per_batch`` prompts at a time, and reads new ones while others are still
+        being answered, so that no slot waits for the end of a batch. Cache and decode weights are freed when the
+        iterator ends or is closed. Every host must take the same steps: between two of them it may do what a host can
+        do alone, but launch nothing.
 
         Args:
-            model: as for `run`.
-            requests: read one by one, the same on every host. `prepare` must have seen requests that need as much as
+            model: See `run`.
+            requests: Read one by one, the same on every host. `prepare` must have seen requests that need as much as
                 any of them: as long, with as many stop tokens, with the same sampling features.
-            around_launch: as for `run`.
-            find_stop: as for `run`.
-            between_launches: as for `run`.
+            around_launch: See `run`.
+            find_stop: See `run`.
+            between_launches: See `run`.
 
         Yields:
             After each launch that finished any prompt, all completions of those prompts, in the order of the requests.
 
         Raises:
-            ConfigError, PromptError, CapacityError: as for `prepare` and `run`, when the request is read.
+            ConfigError, PromptError, CapacityError: See `prepare` and `run`; raised when the request is read.
         """
         weights = self._prepared_for(model)
         scheduler = self._scheduler(_checked(requests, weights.embed.shape[0], self.vocab_size), find_stop)
@@ -230,14 +235,15 @@ class Engine:
             yield answered
 
     def _prepared_for(self, model: Any) -> DecoderWeights:
+        """The arrays of a model that has the shapes, dtypes and placement that were prepared for."""
         assert self._built is not None, "prepare() comes before run()"
         config, weights = read_decoder(model)
-        if signature_of(config, weights) != self._built.signature:
+        if signature_of(config, weights) != self._built.models.signature:
             raise ConfigError(
                 "the model's configuration, shapes, dtypes or placement are not those that the engine prepared for. "
                 "Call prepare with this model first."
             )
-        return replicate_kv_heads(config, weights, self.decode_mesh.tensor)[1]
+        return weights
 
     def _scheduler(self, requests: Iterable[Request], find_stop: FindStop | None) -> Scheduler:
         assert self._built is not None
@@ -257,47 +263,47 @@ class Engine:
         around_launch: AroundLaunch,
         between_launches: BetweenLaunches | None,
     ) -> Iterator[None]:
-        """Launches until all is answered; gives way after each launch whose results were committed."""
+        """Launches until all requests are answered; yields after each launch whose results were committed."""
         assert self._built is not None
-        programs = self._built.programs
+        model, programs = self._built.model, self._built.programs
         with around_launch("reshard"):
             if programs.reshard is not None:
-                weights = programs.reshard(sources(weights) if is_lazy(weights) else weights)
+                weights = programs.reshard(sources(weights) if model.lazy else weights)
             pool = programs.new_cache()
         by_replica = self.decode_mesh.sharding(self.decode_mesh.replica_axes or None)
         while True:
             if between_launches is not None:
                 between_launches(scheduler)
-            plan = scheduler.next_batch()
-            if plan is None:
+            batch = scheduler.next_batch()
+            if batch is None:
                 break
-            if isinstance(plan, PrefillBatch):
+            if isinstance(batch, PrefillBatch):
                 with around_launch("prefill"):
-                    pool = programs.prefill(weights, pool, *(place(a, by_replica) for a in prefill_arguments(plan)))
+                    pool = programs.prefill(weights, pool, *(place(a, by_replica) for a in prefill_arguments(batch)))
                 continue
-            if isinstance(plan, CopyPagesBatch):
+            if isinstance(batch, CopyPagesBatch):
                 assert programs.copy_pages is not None
                 with around_launch("copy_pages"):
-                    pool = programs.copy_pages(pool, *(place(a, by_replica) for a in copy_pages_arguments(plan)))
+                    pool = programs.copy_pages(pool, *(place(a, by_replica) for a in copy_pages_arguments(batch)))
                 continue
-            if isinstance(plan, PromptLogprobsBatch):
+            if isinstance(batch, PromptLogprobsBatch):
                 assert programs.prompt_logprobs is not None
                 with around_launch("prompt_logprobs"):
                     found = programs.prompt_logprobs(
-                        weights, pool, *(place(a, by_replica) for a in prompt_logprobs_arguments(plan))
+                        weights, pool, *(place(a, by_replica) for a in prompt_logprobs_arguments(batch))
                     )
                     results = [fetch(result) for result in found]
-                scheduler.commit_prompt_logprobs(plan, *results)
+                scheduler.commit_prompt_logprobs(batch, *results)
                 continue
             with around_launch("decode"):
                 pool, *results = programs.decode(
                     weights,
                     pool,
-                    place(np.asarray(plan.num_steps, np.int32), self.decode_mesh.sharding()),
-                    *(place(a, by_replica) for a in decode_arguments(plan)),
+                    place(np.asarray(batch.num_steps, np.int32), self.decode_mesh.sharding()),
+                    *(place(a, by_replica) for a in decode_arguments(batch)),
                 )
                 results = [fetch(result) for result in results]
-            scheduler.commit(plan, *results)
+            scheduler.commit(batch, *results)
             yield
         pool.delete()
 
@@ -340,12 +346,15 @@ class Engine:
                 generated.agree({"tokens": digest(repr(completions))})
         return completions
 
-    def _checked(self, model: Any, requests: Sequence[Request]) -> tuple[LlamaConfig, DecoderWeights]:
+    def _checked(
+        self, model: Any, requests: Sequence[Request], free: int | None
+    ) -> tuple[tuple[LlamaConfig, DecoderWeights], int]:
+        """The model as it was read, once for all, and the free memory that is given or measured."""
         if not requests:
             raise ConfigError("there are 0 requests; the engine needs at least 1 to prepare for. Give it a prompt.")
-        config, weights = read_decoder(model)
-        check_requests(requests, weights.embed.shape[0], self.vocab_size)
-        return config, weights
+        read = read_decoder(model)
+        check_requests(requests, read[1].embed.shape[0], self.vocab_size)
+        return read, self.free_bytes(read) if free is None else free
 
 
 def _checked(requests: Iterable[Request], rows: int, vocab_size: int | None) -> Iterator[Request]:

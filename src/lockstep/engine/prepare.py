@@ -1,41 +1,67 @@
-"""From requests to programs that fit: chosen by prediction, compiled, and held against the compiler's own figures."""
+"""From requests to programs that fit: chosen by prediction, compiled, and compared with the compiler's own figures."""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from lockstep.device import Compile, compile_lowered
-from lockstep.engine.config import EngineConfig, tensor_size
+from lockstep.engine.config import EngineConfig, layout_text
+from lockstep.engine.decode_model import DecodeModel, DecodeModels
+from lockstep.engine.decode_model import signature_of as signature_of
 from lockstep.engine.decoder.build import Programs, build_programs
 from lockstep.engine.sizing.choose import Chooser
 from lockstep.engine.sizing.memory_model import measured
-from lockstep.engine.sizing.result import Sizing, layout_text
+from lockstep.engine.sizing.result import Sizing
 from lockstep.errors import HbmError
 from lockstep.hosts import Ledger
 from lockstep.models import DecoderWeights, LlamaConfig
-from lockstep.placement.decode_mesh import DecodeMesh, make_decode_mesh
-from lockstep.placement.lazy_weight import sources, weight_specs
 from lockstep.types import Request
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What was compiled, for what, and why in these sizes."""
+    """What was compiled, for what, and why in these sizes.
 
-    signature: object
+    Args:
+        models: The model in every layout; without arrays.
+        sizing: Layout and capacity in use.
+        programs: The compiled programs.
+    """
+
+    models: DecodeModels
     sizing: Sizing
-    decode_mesh: DecodeMesh
     programs: Programs
+
+    @property
+    def model(self) -> DecodeModel:
+        """The model in the layout in use."""
+        return self.models[self.sizing.layout]
+
+
+def models_for(
+    config: EngineConfig, mesh: Mesh, model: tuple[LlamaConfig, DecoderWeights], before: Prepared | None
+) -> tuple[DecodeModels, Prepared | None]:
+    """The model in every layout, and what was prepared for it before.
+
+    Args:
+        config: The configuration of the engine.
+        mesh: The mesh that the model is sharded over.
+        model: What `lockstep.models.read_decoder` returned.
+        before: What was prepared for this model or for another.
+
+    Returns:
+        The models of ``before`` and ``before`` itself where it was prepared for the same shapes, dtypes and placement;
+        else new ones and None.
+    """
+    if before is not None and before.models.signature == signature_of(*model):
+        return before.models, before
+    return DecodeModels(config, *model, mesh), None
 
 
 def prepare_programs(
     config: EngineConfig,
-    mesh: Mesh,
-    model: LlamaConfig,
-    weights: DecoderWeights,
+    models: DecodeModels,
     requests: Sequence[Request],
     *,
     free: int,
@@ -44,33 +70,28 @@ def prepare_programs(
     before: Prepared | None = None,
     compile_with: Compile = compile_lowered,
 ) -> Prepared:
-    """Chooses layout and capacities, compiles, and chooses smaller ones where the compiler needs more than predicted.
+    """Chooses layout and capacity, compiles, and chooses smaller ones where the compiler needs more than predicted.
 
     Launches nothing. Everything follows from the arguments and from compiled programs, which hosts agree on.
 
     Args:
-        config: of the engine.
-        mesh: that the model is sharded over.
-        model: of the model.
-        weights: arrays or shape structs with shardings.
-        requests: at least one; checked.
-        free: bytes on the fullest device of all hosts.
-        vocab_size: token ids below it may be sampled; None for all rows of the embedding.
-        ledger: where launches are recorded.
-        before: of an earlier call; returned as it is if it does for these requests too.
-        compile_with: the compiler.
+        config: The configuration of the engine.
+        models: The model in every layout.
+        requests: At least one request; checked.
+        free: Bytes on the device with the least free memory of all hosts.
+        vocab_size: The number of token ids that may be sampled, from 0; None for all rows of the embedding.
+        ledger: Where launches are recorded.
+        before: What was prepared for the same model earlier; returned unchanged if it does for these requests too.
+        compile_with: The compiler.
 
     Raises:
-        ConfigError: a capacity, layout or model that cannot work.
-        CapacityError: a request that can never fit.
-        CompilerError: a program does not compile.
+        ConfigError: A capacity, layout or model cannot work.
+        CapacityError: A request can never fit.
+        CompilerError: A program does not compile.
     """
-    signature = signature_of(model, weights)
-    if before is not None and before.signature != signature:
-        before = None
     excess: dict[str, int] = {}
     while True:
-        chooser = Chooser(config, model, weights, mesh, free, excess)
+        chooser = Chooser(config=config, models=models, free=free, excess=excess)
         sizing = chooser.choose(requests, before.sizing if before else None)
         if before is not None and sizing.layout == before.sizing.layout and sizing.sizes == before.sizing.sizes:
             if sizing.wanted == before.sizing.wanted:
@@ -78,17 +99,9 @@ def prepare_programs(
                     return before
                 sizing = dataclasses.replace(before.sizing, max_prompts=sizing.max_prompts, reasons=sizing.reasons)
             return dataclasses.replace(before, sizing=sizing)
-        decode_mesh = make_decode_mesh(mesh, tensor_size(sizing.layout) or 1)
         try:
             programs = build_programs(
-                dataclasses.replace(config, layout=sizing.layout),
-                model,
-                weights,
-                decode_mesh,
-                sizing.sizes,
-                vocab_size=vocab_size,
-                ledger=ledger,
-                compile_with=compile_with,
+                models[sizing.layout], sizing.sizes, vocab_size=vocab_size, ledger=ledger, compile_with=compile_with
             )
         except HbmError as error:
             beyond = max(error.needed - error.limit, sizing.budget // 10)
@@ -96,17 +109,8 @@ def prepare_programs(
             compiled = measured(programs)
             if compiled.total <= sizing.budget:
                 sizing = dataclasses.replace(sizing, compiled=compiled)
-                return Prepared(signature=signature, sizing=sizing, decode_mesh=decode_mesh, programs=programs)
+                return Prepared(models=models, sizing=sizing, programs=programs)
             beyond = compiled.total - sizing.predicted.total
         # At least a hundredth of the budget more each time, so that this ends.
         name = layout_text(sizing.layout)
         excess[name] = max(beyond, excess.get(name, 0) + sizing.budget // 100 + 1)
-
-
-def signature_of(config: LlamaConfig, weights: DecoderWeights) -> object:
-    """All of a model that programs depend on: configuration, shapes, dtypes and placement."""
-
-    def describe(leaf: Any) -> tuple[object, ...]:
-        return leaf.shape, leaf.dtype, getattr(leaf, "sharding", None)
-
-    return config, jax.tree.map(describe, weights), jax.tree.map(describe, sources(weights)), weight_specs(weights)

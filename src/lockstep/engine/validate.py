@@ -1,4 +1,4 @@
-"""What the model makes of a request's numbers: refused here by name, for a device would clamp them in silence."""
+"""Refuses requests whose numbers the model cannot use: by name, for a device would clamp them in silence."""
 
 from collections.abc import Sequence
 
@@ -7,17 +7,17 @@ from lockstep.types import Request
 
 
 def check_requests(requests: Sequence[Request], rows: int, vocab_size: int | None = None) -> None:
-    """Refuses requests that a model cannot be asked.
+    """Refuses requests that a model cannot answer.
 
     Args:
-        requests: any number.
-        rows: of the model's embedding.
-        vocab_size: token ids below it may be sampled; None for all rows.
+        requests: Any number of requests.
+        rows: The number of rows of the model's embedding.
+        vocab_size: The number of token ids that may be sampled, from 0; None for all rows.
 
     Raises:
-        ConfigError: a prompt_id is used twice or out of range, a token that the model does not have is asked for, or
+        ConfigError: A prompt_id is used twice or out of range, a token that the model does not have is asked for, or
             nothing is left to sample.
-        PromptError: a prompt has a token that the model does not have.
+        PromptError: A prompt has a token that the model does not have.
     """
     seen: set[int] = set()
     for request in requests:
@@ -53,8 +53,8 @@ def repeated(number: int) -> ConfigError:
 
 def _check_sampling(request: Request, vocab: int) -> None:
     number, params = request.prompt_id, request.params
-    asked = {"logit_bias": [token for token, _ in params.logit_bias], "allowed_token_ids": params.allowed_token_ids}
-    for name, tokens in asked.items():
+    tokens_of = {"logit_bias": [token for token, _ in params.logit_bias], "allowed_token_ids": params.allowed_token_ids}
+    for name, tokens in tokens_of.items():
         for token in tokens or ():
             if not 0 <= token < vocab:
                 raise ConfigError(

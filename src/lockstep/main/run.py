@@ -19,9 +19,16 @@ from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, config_digest, digest, leader_only, start, try_leader_only
 from lockstep.main.arguments import describe, parse_arguments
 from lockstep.main.run_dir import closing_summary, make_run_dir
-from lockstep.models import LlamaConfig, LlamaLMHeadModel, ModelConfig, config_to_hf
-from lockstep.models.hf.load import load_config, load_hf, read_hf_config
-from lockstep.models.hf.save import save_hf
+from lockstep.models import (
+    LlamaConfig,
+    LlamaLMHeadModel,
+    ModelConfig,
+    config_to_hf,
+    load_config,
+    load_hf,
+    read_hf_config,
+    save_hf,
+)
 from lockstep.placement import PARAMETER_AXES, make_mesh
 from lockstep.report.background import BackgroundTracker
 from lockstep.report.trackers import NoopTracker, Tracker, build_tracker

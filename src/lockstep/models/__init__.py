@@ -13,15 +13,20 @@ from lockstep.models.config import (
 )
 from lockstep.models.hf.config import config_from_hf, config_to_hf
 from lockstep.models.hf.load import load_config, load_hf, read_hf_config
+from lockstep.models.hf.names import skeleton
 from lockstep.models.hf.save import save_hf
 from lockstep.models.llama import LlamaLMHeadModel
 from lockstep.models.presets import ModelPreset, find_preset
-from lockstep.models.reader import UnreadableModelError, read_decoder, register_reader
+from lockstep.models.reader import read_decoder
+from lockstep.models.registry import UnreadableModelError, register_reader
 from lockstep.models.trainable import as_trainable
-from lockstep.models.weights import DecoderWeights, LayerWeights
-from lockstep.placement.lazy_weight import LazyWeight, view
+from lockstep.models.weights import STACKED, TENSOR_DIMS, WEIGHT_AXES, DecoderWeights, LayerWeights
+from lockstep.placement import LazyWeight, view
 
 __all__ = [
+    "STACKED",
+    "TENSOR_DIMS",
+    "WEIGHT_AXES",
     "DecoderWeights",
     "LayerWeights",
     "ModelPreset",
@@ -47,5 +52,6 @@ __all__ = [
     "register_reader",
     "rotary_frequencies",
     "save_hf",
+    "skeleton",
     "view",
 ]

@@ -27,9 +27,9 @@ from levanter.models.olmo import Olmo2Attention, Olmo2LMHeadModel
 from levanter.models.qwen import QwenConfig, QwenLMHeadModel
 
 from lockstep.models.config import Activation, Llama3Scaling, LlamaConfig, RotaryConfig, Variant
-from lockstep.models.reader import UnreadableModelError, read_decoder, register_reader
-from lockstep.models.weights import DecoderWeights, LayerWeights
-from lockstep.placement.lazy_weight import LazyWeight, axis_specs, resharded, view
+from lockstep.models.registry import UnreadableModelError, read_registered, register_reader, registered_classes
+from lockstep.models.weights import WEIGHT_AXES, DecoderWeights, LayerWeights, haliax_axes
+from lockstep.placement import LazyWeight, axis_specs, resharded, view
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -38,13 +38,16 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "relu": "relu",
 }
-"""Of a gated MLP: Levanter's names and ours."""
-QUERY, KV = "kv_head q_heads_per_group head_size", "kv_head head_size"
+"""Activations of a gated MLP: Levanter's name and ours."""
+
+AXES = {name: " ".join(axis for axis in haliax_axes(name) if axis != "layer") for name in WEIGHT_AXES}
+"""The axes that the decoder wants of each weight, without the layer, by Levanter's names."""
+AXES["o"] = AXES["o"].replace("kv_head q_heads_per_group", "heads")  # the one weight with flattened heads
 
 
 @register_reader(LmHeadModel)
 def _refuse(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
-    supported = sorted(cls.__name__ for cls in read_decoder.registry if cls.__module__.startswith("levanter.models."))
+    supported = sorted(cls.__name__ for cls in registered_classes() if cls.__module__.startswith("levanter.models."))
     supported.remove(LmHeadModel.__name__)
     experts = any(getattr(model.config, name, 0) for name in ("n_routed_experts", "num_experts"))
     why = ": the decoder has no experts" if experts else ""
@@ -56,7 +59,7 @@ def _refuse(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
 
 @register_reader(DpoModel)
 def _read_policy(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
-    return read_decoder(model.policy)
+    return read_registered(model.policy)
 
 
 @register_reader(LlamaLMHeadModel)
@@ -107,12 +110,12 @@ def _read_olmo2(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
 def _read_apertus(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
     layers = _Layers(model)
     weights = layers.norms(attn_norm="attention_layernorm", mlp_norm="feedforward_layernorm") | {
-        "up": layers.weight(lambda layer: layer.mlp.up_proj, "embed mlp"),
-        "down": layers.weight(lambda layer: layer.mlp.down_proj, "mlp embed"),
-        "xielu_p": layers.array(lambda layer: layer.mlp.act_fn.alpha_p, ""),
-        "xielu_n": layers.array(lambda layer: layer.mlp.act_fn.alpha_n, ""),
-        "xielu_beta": layers.array(lambda layer: layer.mlp.act_fn.beta, ""),
-        "xielu_eps": layers.array(lambda layer: layer.mlp.act_fn.eps, ""),
+        "up": layers.weight(lambda layer: layer.mlp.up_proj, AXES["up"]),
+        "down": layers.weight(lambda layer: layer.mlp.down_proj, AXES["down"]),
+        "xielu_p": layers.array(lambda layer: layer.mlp.act_fn.alpha_p, AXES["xielu_p"]),
+        "xielu_n": layers.array(lambda layer: layer.mlp.act_fn.alpha_n, AXES["xielu_n"]),
+        "xielu_beta": layers.array(lambda layer: layer.mlp.act_fn.beta, AXES["xielu_beta"]),
+        "xielu_eps": layers.array(lambda layer: layer.mlp.act_fn.eps, AXES["xielu_eps"]),
     }
     return _read(model, layers, weights, Variant(activation="xielu"))
 
@@ -132,7 +135,6 @@ def _read(
         sliding_window=shape.sliding_window,
     )
     norm = "_wide_norm" if variant.wide_qk_norm else "_norm"
-    q_axes, k_axes = (QUERY, KV) if variant.wide_qk_norm else ("head_size", "head_size")
     config = LlamaConfig(
         max_seq_len=_max_seq_len(model.config),
         hidden_dim=shape.Embed.size,
@@ -150,31 +152,31 @@ def _read(
     )
     stacked = LayerWeights(
         **weights,
-        q=layers.weight(lambda layer: layer.self_attn.q_proj, f"embed {QUERY}", bias=True),
-        k=layers.weight(lambda layer: layer.self_attn.k_proj, f"embed {KV}", bias=True),
-        v=layers.weight(lambda layer: layer.self_attn.v_proj, f"embed {KV}", bias=True),
-        o=layers.weight(lambda layer: layer.self_attn.o_proj, "heads head_size embed"),
-        q_bias=layers.array(lambda layer: _base(layer.self_attn.q_proj).bias, QUERY),
-        k_bias=layers.array(lambda layer: _base(layer.self_attn.k_proj).bias, KV),
-        v_bias=layers.array(lambda layer: _base(layer.self_attn.v_proj).bias, KV),
-        **{f"q{norm}": layers.norm(lambda layer: layer.self_attn.q_norm, q_axes)},
-        **{f"k{norm}": layers.norm(lambda layer: layer.self_attn.k_norm, k_axes)},
+        q=layers.weight(lambda layer: layer.self_attn.q_proj, AXES["q"], bias=True),
+        k=layers.weight(lambda layer: layer.self_attn.k_proj, AXES["k"], bias=True),
+        v=layers.weight(lambda layer: layer.self_attn.v_proj, AXES["v"], bias=True),
+        o=layers.weight(lambda layer: layer.self_attn.o_proj, AXES["o"]),
+        q_bias=layers.array(lambda layer: _base(layer.self_attn.q_proj).bias, AXES["q_bias"]),
+        k_bias=layers.array(lambda layer: _base(layer.self_attn.k_proj).bias, AXES["k_bias"]),
+        v_bias=layers.array(lambda layer: _base(layer.self_attn.v_proj).bias, AXES["v_bias"]),
+        **{f"q{norm}": layers.norm(lambda layer: layer.self_attn.q_norm, AXES[f"q{norm}"])},
+        **{f"k{norm}": layers.norm(lambda layer: layer.self_attn.k_norm, AXES[f"k{norm}"])},
     )
     outer = _Layers(model, outer=True)
     return config, DecoderWeights(
-        embed=outer.array(lambda model: model.embeddings.token_embeddings.weight, "vocab embed"),
+        embed=outer.array(lambda model: model.embeddings.token_embeddings.weight, AXES["embed"]),
         layers=stacked,
         final_norm=outer.norm(lambda model: model.transformer.norm),
-        lm_head=outer.weight(lambda model: model.lm_head, "embed vocab"),
+        lm_head=outer.weight(lambda model: model.lm_head, AXES["lm_head"]),
         embed_norm=outer.norm(lambda model: getattr(model.embeddings, "norm", None)),
     )
 
 
 def _gated_mlp(layers: "_Layers") -> dict[str, Any]:
     return {
-        "gate": layers.weight(lambda layer: layer.mlp.gate_proj, "embed mlp"),
-        "up": layers.weight(lambda layer: layer.mlp.up_proj, "embed mlp"),
-        "down": layers.weight(lambda layer: layer.mlp.down_proj, "mlp embed"),
+        "gate": layers.weight(lambda layer: layer.mlp.gate_proj, AXES["gate"]),
+        "up": layers.weight(lambda layer: layer.mlp.up_proj, AXES["up"]),
+        "down": layers.weight(lambda layer: layer.mlp.down_proj, AXES["down"]),
     }
 
 
@@ -220,8 +222,8 @@ class _Layers:
     """The transformer layers of a model, stacked or not, seen one weight at a time.
 
     Args:
-        model: of Levanter.
-        outer: whether to see the model itself instead of its layers.
+        model: A model of Levanter.
+        outer: Whether to see the model itself instead of its layers.
     """
 
     def __init__(self, model: Any, *, outer: bool = False) -> None:
@@ -250,7 +252,7 @@ class _Layers:
         """Weights of normalisations: the decoder's name of each and the attribute of a layer that it is."""
         return {name: self.norm(operator.attrgetter(attribute)) for name, attribute in attributes.items()}
 
-    def norm(self, get: Callable[[Any], Any], axes: str = "embed") -> Any:
+    def norm(self, get: Callable[[Any], Any], axes: str = AXES["final_norm"]) -> Any:
         """The weight of a normalisation, None where there is none."""
         norms = [get(block) for block in self._blocks]
         if norms[0] is None:
@@ -271,9 +273,9 @@ class _Layers:
         """The weight of a linear layer, with its adapter merged; None where there is no layer.
 
         Args:
-            get: finds it in a layer.
-            axes: that the decoder wants.
-            bias: whether the decoder reads its bias, too; otherwise it may have none.
+            get: Finds it in a layer.
+            axes: The axes that the decoder wants.
+            bias: Whether the decoder reads its bias, too; otherwise it may have none.
         """
         linears = [get(block) for block in self._blocks]
         if linears[0] is None:
@@ -291,8 +293,8 @@ class _Layers:
     def _named(self, arrays: Sequence[NamedArray], axes: str) -> Any:
         """Named arrays in the wanted order of axes."""
         have = self._names(arrays[0])
-        held = [array.array for array in arrays] if self.by_layer else arrays[0].array
-        return view(held, f"{' '.join(have)} -> {'layer ' if 'layer' in have else ''}{axes}")
+        every = [array.array for array in arrays] if self.by_layer else arrays[0].array
+        return view(every, f"{' '.join(have)} -> {'layer ' if 'layer' in have else ''}{axes}")
 
     def _names(self, array: NamedArray) -> tuple[str, ...]:
         return tuple("layer" if axis.name == self.axis else axis.name for axis in array.axes)
@@ -305,7 +307,7 @@ class _Layers:
             raise _unreadable(self.model, f"a linear layer has {base._reparam_cls.__name__}", "standard parameters")
 
     def _merged(self, base: Sequence[NamedArray], low: Sequence[Any], scale: float, axes: str) -> LazyWeight:
-        """``W + scale * A B``, block by block: the axes that a factor shares with ``W`` are split alike."""
+        """``W + scale * A B``, block by block: the axes that a factor shares with ``W`` must be split as in ``W``."""
         plain = self._named(base, axes)
         names = [self._names(array) for array in (base[0], *low[0])]
         where = dict(zip(names[0], axis_specs(base[0].array), strict=True))
@@ -316,7 +318,7 @@ class _Layers:
                         self.model,
                         f"the axis {name} of a LoRA factor is split over {spec} and that of its weight over "
                         f"{where.get(name)}",
-                        "factors that lie as their weight does, with the rank whole",
+                        "factors that are sharded as their weight is, with the rank whole",
                     )
         if not isinstance(plain, LazyWeight):  # already in the wanted order
             array, sharding = base[0].array, resharded(base[0].array, axis_specs(base[0].array))
@@ -337,9 +339,9 @@ class MergeLora:
     """Assembles a weight with a low-rank adapter (https://arxiv.org/abs/2106.09685, eq. 3), summed in float32.
 
     Args:
-        equation: einsum of the two factors that gives the axes of the weight.
-        scale: of their product.
-        then: what is done to the sum.
+        equation: The einsum of the two factors that gives the axes of the weight.
+        scale: The factor of their product.
+        then: What is done to the sum.
     """
 
     equation: str

@@ -15,8 +15,8 @@ def as_trainable(config: LlamaConfig, weights: DecoderWeights) -> LlamaLMHeadMod
     """The model whose `read_decoder` gives ``(config, weights)``; nothing is copied, so it works on traced arrays too.
 
     Args:
-        config: of the model.
-        weights: arrays, or tracers inside a traced function.
+        config: The configuration of the model.
+        weights: Arrays, or tracers inside a traced function.
     """
     layers = {field.name: getattr(weights.layers, field.name) for field in dataclasses.fields(weights.layers)}
     by_name = {**layers, "embed": weights.embed, "final_norm": weights.final_norm, "lm_head": weights.lm_head}

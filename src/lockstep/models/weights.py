@@ -1,6 +1,12 @@
-"""What the decoder reads of a model: one pytree of plain arrays, layers stacked, whatever library trains the model."""
+"""What the decoder reads of a model: one pytree of plain arrays, layers stacked, whatever library trains the model.
+
+The annotation of each field names the axes of that weight. Nothing else does: which axis the devices of a replica
+split, which axis is that of the kv heads, and the order in which readers must bring the axes follow from `WEIGHT_AXES`.
+"""
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any, Final
 
 import jax
 from jaxtyping import Array, Float
@@ -54,3 +60,42 @@ class DecoderWeights:
     final_norm: Float[Array, " embed"]
     lm_head: Float[Array, "embed vocab"] | None = None
     embed_norm: Float[Array, " embed"] | None = None
+
+
+def _axes_of(*classes: type) -> dict[str, tuple[str, ...]]:
+    """The axes of each weight of dataclasses of weights, read off their annotations."""
+
+    def axes(annotation: Any) -> tuple[str, ...]:
+        (array,) = [kind for kind in getattr(annotation, "__args__", (annotation,)) if hasattr(kind, "dim_str")]
+        return tuple(array.dim_str.split())
+
+    fields = [field for cls in classes for field in dataclasses.fields(cls) if field.type is not LayerWeights]
+    return {field.name: axes(field.type) for field in fields}
+
+
+WEIGHT_AXES: Final[Mapping[str, tuple[str, ...]]] = _axes_of(DecoderWeights, LayerWeights)
+"""The names of the axes of each weight, by the name of the weight."""
+
+STACKED: Final = frozenset(name for name, axes in WEIGHT_AXES.items() if axes[0] == "layer")
+"""Names of the weights whose first axis is the layer."""
+
+TENSOR_DIMS: Final[Mapping[str, int]] = {
+    name: axes.index(split)
+    for name, axes in WEIGHT_AXES.items()
+    for split in ("vocab", "kv_head", "mlp")
+    if split in axes
+}
+"""The axis of each weight that the devices of a replica split: vocabulary, kv heads or mlp. A weight that has none is
+copied to each of them. The number is right for weights with flattened head axes too, for ``kv_head`` is the first."""
+
+HALIAX_AXES: Final[Mapping[str, str]] = {"group": "q_heads_per_group", "head": "head_size"}
+"""What our trainable model and Levanter's models call axes for which the decoder has a shorter name."""
+
+
+def haliax_axes(name: str) -> tuple[str, ...]:
+    """The axes of a weight by their names in haliax models.
+
+    Args:
+        name: The name of the weight.
+    """
+    return tuple(HALIAX_AXES.get(axis, axis) for axis in WEIGHT_AXES[name])

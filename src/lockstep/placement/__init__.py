@@ -1,31 +1,36 @@
-"""Meshes, and putting host data onto them without a cross-host comparison."""
+"""Meshes, host data on devices without a cross-host comparison, and weights between the training and decode layouts."""
 
-from lockstep.placement.lazy_weight import LazyWeight, view
-from lockstep.placement.mesh import (
-    COMPUTE_AXES,
-    MESH_AXES,
-    PARAMETER_AXES,
-    data_shards,
-    fsdp_spans_hosts,
-    fsdp_warning,
-    make_mesh,
-    mesh_of,
-)
-from lockstep.placement.place import host_rows, place, place_local, place_tree
-
-__all__ = [
-    "COMPUTE_AXES",
-    "MESH_AXES",
-    "PARAMETER_AXES",
-    "LazyWeight",
-    "data_shards",
-    "fsdp_spans_hosts",
-    "fsdp_warning",
-    "host_rows",
-    "make_mesh",
-    "mesh_of",
-    "place",
-    "place_local",
-    "place_tree",
-    "view",
-]
+from lockstep.placement.decode_mesh import DecodeMesh as DecodeMesh
+from lockstep.placement.decode_mesh import make_decode_mesh as make_decode_mesh
+from lockstep.placement.decode_mesh import tensor_sizes as tensor_sizes
+from lockstep.placement.lazy_weight import Assemble as Assemble
+from lockstep.placement.lazy_weight import LazyWeight as LazyWeight
+from lockstep.placement.lazy_weight import axis_specs as axis_specs
+from lockstep.placement.lazy_weight import is_lazy as is_lazy
+from lockstep.placement.lazy_weight import resharded as resharded
+from lockstep.placement.lazy_weight import shape_structs as shape_structs
+from lockstep.placement.lazy_weight import sources as sources
+from lockstep.placement.lazy_weight import view as view
+from lockstep.placement.lazy_weight import weight_specs as weight_specs
+from lockstep.placement.leaf_layout import LayoutTree as LayoutTree
+from lockstep.placement.leaf_layout import LeafLayout as LeafLayout
+from lockstep.placement.leaf_layout import drop_layers as drop_layers
+from lockstep.placement.leaf_layout import leaf_layouts as leaf_layouts
+from lockstep.placement.leaf_layout import partition_specs as partition_specs
+from lockstep.placement.leaf_layout import read as read
+from lockstep.placement.leaf_layout import read_outer as read_outer
+from lockstep.placement.mesh import COMPUTE_AXES as COMPUTE_AXES
+from lockstep.placement.mesh import MESH_AXES as MESH_AXES
+from lockstep.placement.mesh import PARAMETER_AXES as PARAMETER_AXES
+from lockstep.placement.mesh import data_shards as data_shards
+from lockstep.placement.mesh import fsdp_spans_hosts as fsdp_spans_hosts
+from lockstep.placement.mesh import fsdp_warning as fsdp_warning
+from lockstep.placement.mesh import make_mesh as make_mesh
+from lockstep.placement.mesh import mesh_of as mesh_of
+from lockstep.placement.place import aligned_empty as aligned_empty
+from lockstep.placement.place import host_rows as host_rows
+from lockstep.placement.place import place as place
+from lockstep.placement.place import place_local as place_local
+from lockstep.placement.place import place_tree as place_tree
+from lockstep.placement.reshard import assembly_function as assembly_function
+from lockstep.placement.reshard import reshard_function as reshard_function

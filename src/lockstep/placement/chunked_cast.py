@@ -1,19 +1,16 @@
-"""Casting and moving a large weight piece by piece, so that what is on its way is small."""
-
-from typing import TYPE_CHECKING
+"""Casts and moves a large weight piece by piece, so that the memory it takes beside its copy stays small."""
 
 import jax
 import jax.numpy as jnp
 
-if TYPE_CHECKING:
-    from lockstep.placement.leaf_layout import LeafLayout
+from lockstep.placement.leaf_layout import LeafLayout
 
 PIECE_BYTES = 32 << 20
-"""Of the largest piece of a moved weight, once it is whole."""
+"""The most bytes that a piece of a moved weight has, once it is whole."""
 
 
 def cast(array: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """``array.astype(dtype)``, written so that the compiler does it where it stands.
+    """``array.astype(dtype)``, written so that the compiler does not move it.
 
     XLA moves a conversion of a slice in front of the slice, and then out of the loop: a scan that casts a layer at a
     time begins with a copy of all layers in the other type. It does not move arithmetic. Of float32 to bfloat16 the
@@ -25,16 +22,16 @@ def cast(array: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return jax.lax.bitcast_convert_type((words >> 16).astype(jnp.uint16), jnp.bfloat16)
 
 
-def read_by_pieces(layout: "LeafLayout", block: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def read_by_pieces(layout: LeafLayout, block: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """`LeafLayout.read` of a cast block, in a loop over pieces of its first axis.
 
-    A device's block in the decode layout has the same bytes; beside it there is one piece, cast and on its way. What
+    A device's block in the decode layout has the same bytes; beside it there is one piece, cast and being moved. What
     does not divide, or is split on the axis that decoding splits too, is read whole.
 
     Args:
-        layout: of the block.
-        block: of this device, inside ``shard_map``.
-        dtype: to cast to before anything moves.
+        layout: The current layout of the weight.
+        block: The block of this device, inside ``shard_map``.
+        dtype: The dtype that the block is cast to before anything moves.
     """
     whole = jax.eval_shape(lambda array: layout.read(array.astype(dtype)), block)
     pieces = -(-whole.size * whole.dtype.itemsize // PIECE_BYTES)

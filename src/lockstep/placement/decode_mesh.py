@@ -18,11 +18,11 @@ class DecodeMesh:
     """A mesh fine enough to express both the training sharding and (replica × tensor) on the same devices.
 
     Args:
-        mesh: the refined mesh; the product of its axes is the training mesh's, in the same device order.
-        training_shape: the axes of the training mesh and their sizes, in order.
-        replica_axes: axes of ``mesh`` that tell replicas apart.
-        tensor_axes: axes of ``mesh`` inside a replica.
-        training_axes: for each axis of the training mesh, the axes of ``mesh`` that make it up.
+        mesh: The refined mesh; the product of its axes is the training mesh's, in the same device order.
+        training_shape: The axes of the training mesh and their sizes, in order.
+        replica_axes: The axes of ``mesh`` between replicas.
+        tensor_axes: The axes of ``mesh`` inside a replica.
+        training_axes: For each axis of the training mesh, the axes of ``mesh`` that make it up.
     """
 
     mesh: Mesh
@@ -42,14 +42,18 @@ class DecodeMesh:
         return math.prod(self.mesh.shape[axis] for axis in self.tensor_axes)
 
     def sharding(self, *dims: tuple[str, ...] | None) -> NamedSharding:
-        """A sharding on the decode mesh's mesh, one entry per array axis."""
+        """A sharding on the refined mesh, one entry per array axis."""
         return NamedSharding(self.mesh, PartitionSpec(*dims))
 
     def training_spec(self, array: jax.Array | jax.ShapeDtypeStruct, path: str) -> PartitionSpec:
-        """The partition spec, on the decode mesh's mesh, of where ``array`` lies now.
+        """The partition spec, on the refined mesh, of the placement that ``array`` has now.
+
+        Args:
+            array: A weight, or the shape struct of one.
+            path: The name of the weight, for the error.
 
         Raises:
-            ConfigError: the array lies on other devices, or in an order that the decode mesh cannot express.
+            ConfigError: The array is on other devices, or in an order that the decode mesh cannot express.
         """
         sharding = getattr(array, "sharding", None)
         devices = list(self.mesh.devices.flat)
@@ -63,7 +67,7 @@ class DecodeMesh:
         raise ConfigError(
             f"the weight {path} is placed {where}; the decode mesh needs every weight on the training mesh "
             f"{self.training_shape}, which is {_names(devices)} in this order. Shard the model over the mesh before "
-            "sampling, or give the engine the mesh that the model lies on."
+            "sampling, or give the engine the mesh that the model is sharded over."
         )
 
     def _refine(self, entry: str | tuple[str, ...] | None) -> tuple[str, ...] | None:
@@ -76,8 +80,8 @@ def make_decode_mesh(mesh: Mesh, tensor: int) -> DecodeMesh:
     """Sees the devices of ``mesh`` as (replica × tensor): ``tensor`` consecutive devices make a replica.
 
     Args:
-        mesh: the training mesh.
-        tensor: devices per replica.
+        mesh: The training mesh.
+        tensor: The number of devices per replica.
 
     Raises:
         ConfigError: ``tensor`` does not divide the devices along the mesh's axes.

@@ -1,4 +1,4 @@
-"""Weights in another order than the decoder's: described by reference, made on the way into the decode layout."""
+"""Weights in another form than the decoder's: described by reference, made while they are resharded."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from jaxtyping import Array, PyTree
 from lockstep.errors import ConfigError
 
 type Assemble = Callable[..., Array]
-"""Makes a weight from its parts, on whole arrays or on one device's blocks alike. Of stacked weights it gets one layer.
+"""Makes a weight from its parts, whether they are whole arrays or one device's blocks; a stacked one layer by layer.
 
 It must be hashable and equal to the one of the next round: a function of a module, or a frozen dataclass.
 """
@@ -20,16 +20,16 @@ It must be hashable and equal to the one of the next round: a function of a modu
 
 @dataclasses.dataclass(frozen=True)
 class LazyWeight:
-    """A weight of the decoder that a trainer holds in another form; it has the shape that the decoder sees.
+    """A weight of the decoder that a trainer has in another form; it has the shape that the decoder sees.
 
     Args:
-        parts: the trainer's arrays, by reference. With ``by_layer`` each is a tuple of one array per layer.
-        assemble: makes the weight from its parts, or one layer of it where it is stacked.
-        shape: of the weight as the decoder sees it, with the layer axis if it has one.
-        dtype: of the weight.
-        sharding: of the weight if it were made where its parts lie, without moving anything.
-        stacked: whether its first axis is the layer.
-        by_layer: whether every layer has arrays of its own.
+        parts: The trainer's arrays, by reference. With ``by_layer`` each is a tuple of one array per layer.
+        assemble: Makes the weight from its parts, or one layer of it where it is stacked.
+        shape: The shape of the weight as the decoder sees it, with the layer axis if it has one.
+        dtype: The dtype of the weight.
+        sharding: The sharding that the weight would have if it were made in place, without moving anything.
+        stacked: Whether its first axis is the layer.
+        by_layer: Whether every layer has arrays of its own.
     """
 
     parts: tuple[Any, ...]
@@ -51,8 +51,8 @@ class Reorder:
     """How `view` assembles a weight: axis ``i`` of the weight is axis ``order[i]`` of its only part.
 
     Args:
-        picks: for each axis of the part that the weight does not have, the axis and the index to take.
-        order: of the axes that are left.
+        picks: For each axis of the part that the weight does not have, the axis and the index to take.
+        order: The order in which the weight has the axes that are left.
     """
 
     picks: tuple[tuple[int, int], ...]
@@ -71,15 +71,15 @@ def view(array: Any, pattern: str, **picks: int) -> Any:
     array for each layer, and the weight gets the layer axis in front.
 
     Args:
-        array: an array or shape struct, or a list of one for each layer.
-        pattern: the names of the array's axes and of the weight's, as in ``"layer out embed -> layer embed out"``.
-        **picks: for an axis that the weight does not have, the index to take.
+        array: An array or shape struct, or a list of one for each layer.
+        pattern: The names of the array's axes and of the weight's, as in ``"layer out embed -> layer embed out"``.
+        **picks: The index to take of each axis that the weight does not have.
 
     Returns:
         The array itself where nothing is to be changed, else a `LazyWeight`.
 
     Raises:
-        ConfigError: the pattern does not fit the array, or layers differ in shape, dtype or placement.
+        ConfigError: The pattern does not fit the array, or layers differ in shape, dtype or placement.
     """
     by_layer = isinstance(array, list | tuple)
     layers = list(array) if by_layer else [array]
@@ -151,7 +151,7 @@ class WeightSpec:
 
 
 def weight_specs(weights: PyTree) -> PyTree:
-    """The blueprint of each weight; a plain array is its own only part."""
+    """The `WeightSpec` of each weight; a plain array is its own only part."""
     return jax.tree.map(
         lambda leaf: (
             WeightSpec(leaf.assemble, leaf.stacked, leaf.by_layer)
@@ -167,13 +167,30 @@ def sources(weights: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf.parts if isinstance(leaf, LazyWeight) else (leaf,), weights)
 
 
+def shape_structs(weights: PyTree) -> PyTree:
+    """Shape structs with shardings in place of all arrays, those that a `LazyWeight` is made of too.
+
+    Two models of which these are equal are resharded and decoded by the same programs.
+    """
+
+    def struct(array: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=_sharding(array))
+
+    def without_arrays(leaf: Any) -> Any:
+        if isinstance(leaf, LazyWeight):
+            return dataclasses.replace(leaf, parts=jax.tree.map(struct, leaf.parts))
+        return struct(leaf)
+
+    return jax.tree.map(without_arrays, weights)
+
+
 def is_lazy(weights: PyTree) -> bool:
     """Whether any weight has yet to be made."""
     return any(isinstance(leaf, LazyWeight) for leaf in jax.tree.leaves(weights))
 
 
 def _sharding(array: Any) -> Sharding | None:
-    """Where an array lies; None for one of NumPy."""
+    """The sharding of an array; None for one of NumPy."""
     return getattr(array, "sharding", None)
 
 

@@ -1,6 +1,7 @@
-"""Where one weight lies, and how a device gets the part of it that decoding needs."""
+"""Where the trainer has a weight, and how a device gets the part of it that decoding needs."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,24 +11,6 @@ from jaxtyping import PyTree
 
 from lockstep.placement.decode_mesh import DecodeMesh
 
-TENSOR_DIM = {
-    "embed": 0,
-    "lm_head": 1,
-    "q": 2,
-    "k": 2,
-    "v": 2,
-    "o": 1,
-    "gate": 2,
-    "up": 2,
-    "down": 1,
-    "q_bias": 1,
-    "k_bias": 1,
-    "v_bias": 1,
-    "q_wide_norm": 1,
-    "k_wide_norm": 1,
-}
-"""The axis of each weight (layer axis counted) that a replica's devices split: vocabulary, kv heads or mlp."""
-
 Axes = tuple[str, ...]
 Spec = tuple[Axes, ...]
 type LayoutTree = Any
@@ -36,12 +19,12 @@ type LayoutTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class LeafLayout:
-    """Where one weight lies and how a device gets the part of it that decoding needs.
+    """Where a weight is placed, and how a device gets the part of it that decoding needs.
 
     Args:
-        decode_mesh: the decode mesh.
-        spec: for each axis of the weight, the decode mesh axes that split it.
-        tensor_dim: the axis that the devices of a replica are to split, or None for a copy on each.
+        decode_mesh: The decode mesh.
+        spec: For each axis of the weight, the axes of the decode mesh that split it.
+        tensor_dim: The axis that the devices of a replica are to split, or None for a copy on each.
     """
 
     decode_mesh: DecodeMesh
@@ -50,7 +33,7 @@ class LeafLayout:
 
     @property
     def partition_spec(self) -> PartitionSpec:
-        """Where the weight lies now."""
+        """The partition spec of the weight in its current layout."""
         return PartitionSpec(*(axes or None for axes in self.spec))
 
     @property
@@ -92,21 +75,23 @@ def _own_part(block: jax.Array, dim: int, axes: Axes, count: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(jnp.pad(block, padding), jax.lax.axis_index(axes) * size, size, axis=dim)
 
 
-def leaf_layouts(weights: PyTree, decode_mesh: DecodeMesh) -> LayoutTree:
-    """The layout of each weight as it lies now, as a pytree like ``weights`` with `LeafLayout` leaves.
+def leaf_layouts(weights: PyTree, decode_mesh: DecodeMesh, tensor_dims: Mapping[str, int]) -> LayoutTree:
+    """The current layout of each weight, as a pytree like ``weights`` with `LeafLayout` leaves.
 
     Args:
-        weights: pytree of arrays or shape structs with shardings; a leaf's last path entry names it in `TENSOR_DIM`.
-        decode_mesh: the decode mesh over the same devices.
+        weights: A pytree of arrays or shape structs with shardings; the last entry of a leaf's path is its name.
+        decode_mesh: The decode mesh over the same devices.
+        tensor_dims: The axis that the devices of a replica are to split, by the name of the weight. Weights that it
+            does not name get a copy on each device.
 
     Raises:
-        ConfigError: a weight lies somewhere the decode mesh cannot express; named by its path.
+        ConfigError: A weight is placed where the decode mesh cannot express it; the error names its path.
     """
 
     def layout(path: tuple[Any, ...], leaf: jax.Array | jax.ShapeDtypeStruct) -> LeafLayout:
         spec = decode_mesh.training_spec(leaf, jax.tree_util.keystr(path))
-        axes = tuple(_axes(entry) for entry in spec) + ((),) * (leaf.ndim - len(spec))
-        return LeafLayout(decode_mesh, axes, TENSOR_DIM.get(path[-1].name))
+        axes = tuple(_mesh_axes(entry) for entry in spec) + ((),) * (leaf.ndim - len(spec))
+        return LeafLayout(decode_mesh, axes, tensor_dims.get(path[-1].name))
 
     return jax.tree_util.tree_map_with_path(layout, weights)
 
@@ -132,7 +117,7 @@ def read_outer(layouts: LayoutTree, weights: PyTree) -> PyTree:
     return dataclasses.replace(outer, layers=weights.layers)
 
 
-def _axes(entry: Any) -> Axes:
+def _mesh_axes(entry: Any) -> Axes:
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)

@@ -1,4 +1,4 @@
-"""The device mesh a model trains on, and which logical axis lies on which mesh axis."""
+"""The device mesh a model trains on, and which mesh axis splits which logical axis."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -13,7 +13,7 @@ MESH_AXES: Final = ("dp", "fsdp", "tp")
 """Data parallel (parameters repeated), fully sharded data parallel, tensor parallel."""
 
 PARAMETER_AXES: Final[dict[str, str]] = {"embed": "fsdp", "mlp": "tp", "kv_head": "tp", "vocab": "tp"}
-"""Where a parameter's axes lie between steps: logical axis name to mesh axis."""
+"""The mesh axes that split a parameter between steps, by the name of its logical axis."""
 
 COMPUTE_AXES: Final[dict[str, str | tuple[str, ...]]] = {
     "batch": ("dp", "fsdp"),
@@ -21,7 +21,7 @@ COMPUTE_AXES: Final[dict[str, str | tuple[str, ...]]] = {
     "kv_head": "tp",
     "vocab": "tp",
 }
-"""Where the axes of activations (and of parameters in use) lie inside a step."""
+"""The mesh axes that split activations, and parameters in use, inside a step."""
 
 FSDP_SPANS_HOSTS: Final = (
     "FSDP shards parameters over {processes} hosts (mesh {mesh}): every layer is gathered over the network between "
@@ -97,10 +97,10 @@ def _read_sizes(mesh_shape: str, n_devices: int) -> tuple[int, int, int]:
 
 
 def fsdp_spans_hosts(mesh: Mesh) -> bool:
-    """Say whether one parameter is sharded over devices of more than one host.
+    """Whether a parameter is sharded over devices of more than one host.
 
     Args:
-        mesh: a mesh from `make_mesh`.
+        mesh: A mesh from `make_mesh`.
 
     Returns:
         True when some row of the ``fsdp`` axis has devices of different processes.
@@ -113,7 +113,7 @@ def fsdp_warning(mesh: Mesh) -> str | None:
     """Text of the warning about FSDP between hosts, or None where FSDP stays inside each host.
 
     Args:
-        mesh: a mesh from `make_mesh`.
+        mesh: A mesh from `make_mesh`.
 
     Returns:
         One sentence with the number of hosts and what to change, or None.
@@ -125,15 +125,15 @@ def fsdp_warning(mesh: Mesh) -> str | None:
 
 
 def data_shards(mesh: Mesh) -> int:
-    """Number of parts a batch is split into on the mesh (``dp`` times ``fsdp``)."""
+    """The number of parts that a batch is split into on the mesh (``dp`` times ``fsdp``)."""
     return mesh.shape["dp"] * mesh.shape["fsdp"]
 
 
 def mesh_of(array: jax.Array) -> Mesh:
-    """The mesh that a weight lies on; a mesh of one device for an array that was never sharded.
+    """The mesh that a weight is sharded over; a mesh of one device for an array that was never sharded.
 
     Raises:
-        ConfigError: the array lies on several devices without a mesh.
+        ConfigError: The array is on several devices without a mesh.
     """
     if isinstance(array.sharding, NamedSharding) and isinstance(array.sharding.mesh, Mesh):
         return array.sharding.mesh
@@ -141,6 +141,6 @@ def mesh_of(array: jax.Array) -> Mesh:
         (device,) = array.sharding.device_set
         return Mesh(np.array([device]), ("device",), axis_types=(AxisType.Auto,))
     raise ConfigError(
-        f"the model lies on {len(array.sharding.device_set)} devices as {array.sharding}; sampling needs to know their "
+        f"the model is on {len(array.sharding.device_set)} devices as {array.sharding}; sampling needs to know their "
         "mesh. Shard the model with a jax.sharding.NamedSharding."
     )

@@ -1,4 +1,4 @@
-"""Host data onto global devices, each host touching only what its own devices hold.
+"""Host data onto global devices; each host touches only the parts that its own devices have.
 
 ``jax.device_put`` of a host array to a sharding over several hosts first compares the array between all of them: an
 all-gather whose memory grows with the number of processes. Nothing here compares or gathers, and nothing here launches
@@ -19,21 +19,21 @@ from lockstep.errors import ConfigError
 Index = tuple[slice, ...]
 
 CPU_ALIGNMENT: Final = 64
-"""Bytes; what XLA's CPU backend asks of a buffer that it uses as it is."""
+"""The alignment in bytes that XLA's CPU backend asks of a buffer that it uses without a copy."""
 
 
 def place(host_array: np.ndarray, sharding: Sharding) -> jax.Array:
     """Place an array that every host has, in full, onto a sharding that may span hosts.
 
     Args:
-        host_array: the whole array, any shape; the same on every host. It is not aliased: it may be changed afterwards.
-        sharding: where each part goes.
+        host_array: The whole array, any shape; the same on every host. It is not aliased: it may be changed afterwards.
+        sharding: Where each part goes.
 
     Returns:
         The global array. No collective, no launch; no host memory but that of local shards on the CPU backend.
 
     Raises:
-        ConfigError: an axis cannot be divided as the sharding asks.
+        ConfigError: An axis cannot be divided as the sharding asks.
     """
     host_array = np.asarray(host_array)
     return _place_shards(host_array.shape, sharding, lambda index: host_array[index])
@@ -43,14 +43,14 @@ def place_tree(tree: PyTree, shardings: PyTree) -> PyTree:
     """Place every array of a tree that each host has in full.
 
     Args:
-        tree: arrays (`np.ndarray` leaves).
-        shardings: one sharding for all leaves, or a tree of shardings of the same structure.
+        tree: A tree of arrays (`np.ndarray` leaves).
+        shardings: One sharding for all leaves, or a tree of shardings of the same structure.
 
     Returns:
         The tree with global arrays as leaves.
 
     Raises:
-        ConfigError: an axis cannot be divided as its sharding asks.
+        ConfigError: An axis cannot be divided as its sharding asks.
     """
     if isinstance(shardings, Sharding):
         return jax.tree.map(lambda leaf: place(leaf, shardings), tree)
@@ -58,43 +58,43 @@ def place_tree(tree: PyTree, shardings: PyTree) -> PyTree:
 
 
 def host_rows(sharding: Sharding, n_rows: int) -> slice:
-    """Which rows of a global batch this host's devices hold.
+    """The rows of a global batch that are on this host's devices.
 
     Args:
-        sharding: of an array whose axis 0 is the row.
-        n_rows: rows of the global batch.
+        sharding: The sharding of an array whose axis 0 is the row.
+        n_rows: The number of rows of the global batch.
 
     Returns:
         The contiguous range of rows, as a slice with a start and a stop.
 
     Raises:
-        ConfigError: the rows cannot be divided as the sharding asks, or this host's rows are not contiguous.
+        ConfigError: The rows cannot be divided as the sharding asks, or this host's rows are not contiguous.
     """
     _check_divisible((n_rows,), sharding)
     indices = sharding.addressable_devices_indices_map((n_rows,)).values()
-    held = sorted({_bounds(index[0] if index else slice(None), n_rows) for index in indices})
-    for (_, stop), (start, _) in zip(held, held[1:], strict=False):
+    rows = sorted({_bounds(index[0] if index else slice(None), n_rows) for index in indices})
+    for (_, stop), (start, _) in zip(rows, rows[1:], strict=False):
         if stop != start:
             raise ConfigError(
-                f"this host's devices hold rows {held} of {n_rows}, which are not one range. Build the mesh with "
+                f"this host's devices hold rows {rows} of {n_rows}, which are not one range. Build the mesh with "
                 "lockstep.placement.make_mesh, which keeps the devices of a host together."
             )
-    return slice(held[0][0], held[-1][1])
+    return slice(rows[0][0], rows[-1][1])
 
 
 def place_local(local_rows: np.ndarray, sharding: Sharding, n_rows: int) -> jax.Array:
     """Place a global batch of which each host brings only its own rows.
 
     Args:
-        local_rows: ``[rows of this host, ...]``: the rows `host_rows` names, in order. Not aliased.
-        sharding: of the global array; axis 0 is the row.
-        n_rows: rows of the global batch.
+        local_rows: ``[rows of this host, ...]``: the rows that `host_rows` names, in order. Not aliased.
+        sharding: The sharding of the global array; axis 0 is the row.
+        n_rows: The number of rows of the global batch.
 
     Returns:
         The global array ``[n_rows, ...]``. No collective, no launch.
 
     Raises:
-        ConfigError: the number of local rows is not what this host's devices hold.
+        ConfigError: The number of local rows is not that of the rows on this host's devices.
     """
     local_rows = np.asarray(local_rows)
     rows = host_rows(sharding, n_rows)
@@ -112,7 +112,7 @@ def place_local(local_rows: np.ndarray, sharding: Sharding, n_rows: int) -> jax.
 
 
 def aligned_empty(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray:
-    """An array that the CPU backend takes over as it is, where ``jax.device_put`` would copy any other."""
+    """An array that the CPU backend uses without a copy, where ``jax.device_put`` would copy any other."""
     size = math.prod(shape) * dtype.itemsize
     buffer = np.empty(size + CPU_ALIGNMENT, np.uint8)
     start = -buffer.ctypes.data % CPU_ALIGNMENT

@@ -1,4 +1,4 @@
-"""From the training layout to the decode layout: which device holds which part of each weight, and how it gets there.
+"""The programs that move weights from the training layout to the decode layout, and make those that are lazy.
 
 Explicit collectives inside a scan over layers keep the temporaries at one layer's size; an identity jit with new
 output shardings gathers whole stacked leaves (docs/architecture.md, "Re-laying weights").
@@ -23,9 +23,9 @@ def reshard_function(
     """The program that casts the weights and, with ``gather``, moves them to the decode layout.
 
     Args:
-        layouts: of the weights as they lie.
-        dtype: floating dtype to decode in; cast before anything moves.
-        gather: whether to move them; otherwise they stay where they are and each step reads through the layouts.
+        layouts: The layouts of the weights in place.
+        dtype: The floating dtype to decode in; weights are cast before anything moves.
+        gather: Whether to move them; otherwise they stay in place and each step reads through the layouts.
 
     Returns:
         The traceable function of the weights, and the layouts of what it returns.
@@ -63,44 +63,44 @@ def reshard_function(
 def assembly_function(
     weights: PyTree, layouts: LayoutTree, dtype: jnp.dtype, *, gather: bool
 ) -> tuple[Callable[..., PyTree], LayoutTree]:
-    """`reshard_function` for weights of which some are yet to be made of what the trainer holds (`LazyWeight`).
+    """`reshard_function` for weights of which some are yet to be made of what the trainer has (`LazyWeight`).
 
-    Each is made of the blocks where they lie, layer by layer, and then moved.
+    Each is made of the blocks in place, layer by layer, and then moved.
 
     Args:
-        weights: arrays, shape structs or `LazyWeight`; not kept.
-        layouts: of the weights as the decoder sees them.
-        dtype: floating dtype to decode in.
-        gather: whether to move them.
+        weights: Arrays, shape structs or `LazyWeight`; not kept.
+        layouts: The layouts of the weights as the decoder sees them.
+        dtype: The floating dtype to decode in.
+        gather: Whether to move them.
 
     Returns:
         The traceable function of `sources(weights)`, and the layouts of what it returns.
 
     Raises:
-        ConfigError: a part lies somewhere the decode mesh cannot express; named by its path.
+        ConfigError: A part is placed where the decode mesh cannot express it; named by its path.
     """
-    plans = weight_specs(weights)
+    specs = weight_specs(weights)
     decode_mesh = jax.tree.leaves(layouts)[0].decode_mesh
     target = jax.tree.map(lambda leaf: leaf.decode, layouts) if gather else layouts
-    specs = jax.tree_util.tree_map_with_path(
+    partitions = jax.tree_util.tree_map_with_path(
         lambda path, leaf: decode_mesh.training_spec(leaf, jax.tree_util.keystr(path)), sources(weights)
     )
 
     def move(parts: Any) -> Any:
-        def made(plan: Any, layout: LeafLayout, part: Any) -> jax.Array:
-            block = plan.assemble(*part).astype(dtype)
+        def made(spec: Any, layout: LeafLayout, part: Any) -> jax.Array:
+            block = spec.assemble(*part).astype(dtype)
             return layout.read(block) if gather else block
 
-        outer = jax.tree.map(made, *(dataclasses.replace(tree, layers=None) for tree in (plans, layouts, parts)))
-        stacked = jax.tree.map(lambda plan, part: plan.layers(part), plans.layers, parts.layers)
+        outer = jax.tree.map(made, *(dataclasses.replace(tree, layers=None) for tree in (specs, layouts, parts)))
+        stacked = jax.tree.map(lambda spec, part: spec.layers(part), specs.layers, parts.layers)
         if any(leaf.spec[0] for leaf in jax.tree.leaves(layouts.layers)):
-            whole = jax.tree.map(lambda plan, part: jax.vmap(plan.assemble)(*part).astype(dtype), plans.layers, stacked)
+            whole = jax.tree.map(lambda spec, part: jax.vmap(spec.assemble)(*part).astype(dtype), specs.layers, stacked)
             return dataclasses.replace(outer, layers=read(layouts.layers, whole) if gather else whole)
         one = drop_layers(layouts.layers)
-        _, layers = jax.lax.scan(lambda _, layer: (None, jax.tree.map(made, plans.layers, one, layer)), None, stacked)
+        _, layers = jax.lax.scan(lambda _, layer: (None, jax.tree.map(made, specs.layers, one, layer)), None, stacked)
         return dataclasses.replace(outer, layers=layers)
 
     moved = jax.shard_map(
-        move, mesh=decode_mesh.mesh, in_specs=(specs,), out_specs=partition_specs(target), check_vma=False
+        move, mesh=decode_mesh.mesh, in_specs=(partitions,), out_specs=partition_specs(target), check_vma=False
     )
     return moved, target

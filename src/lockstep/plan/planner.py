@@ -8,13 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from lockstep.device import Chip, block_bytes, chip_of
-from lockstep.engine import Engine
-from lockstep.engine.sampling.sampler import never_used
-from lockstep.engine.sizing.result import Sizing
+from lockstep.device.chips import Chip, chip_of
+from lockstep.device.memory import block_bytes
+from lockstep.engine import Engine, Sizing, never_used
 from lockstep.errors import CapacityError, CompilerError, ConfigError
-from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
-from lockstep.models.hf.names import skeleton
+from lockstep.models import DecoderWeights, LlamaConfig, read_decoder, skeleton
 from lockstep.placement import make_mesh
 from lockstep.plan.cache import CompileCache
 from lockstep.plan.collectives import CollectiveSum, collectives, summed

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lockstep.engine.sizing.result import layout_text
+from lockstep.engine import layout_text
 from lockstep.plan.collectives import CollectiveSum
 from lockstep.plan.hlo import vmem
 from lockstep.plan.planner import Plan, SamplingPlan

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Final, NamedTuple
 
-from lockstep.engine.sizing.memory_model import Shapes
+from lockstep.engine import DecodeModel
 from lockstep.plan.hlo import Array, Hlo, Op, Run
 from lockstep.schedule import Capacity
 
@@ -42,7 +42,7 @@ class StepBytes:
 
 
 def step_bytes(
-    text: str, shapes: Shapes, sizes: Capacity, *, context: int, block_pages: int, unmet: Collection[str] = ()
+    text: str, model: DecodeModel, sizes: Capacity, *, context: int, block_pages: int, unmet: Collection[str] = ()
 ) -> StepBytes:
     """Counts a decode program's bytes.
 
@@ -51,7 +51,7 @@ def step_bytes(
 
     Args:
         text: of the compiled decode program.
-        shapes: of the model in the program's layout.
+        model: The model in the program's layout.
         sizes: of the program.
         context: positions that every slot attends to.
         block_pages: pages that the kernel fetches at a time.
@@ -75,13 +75,11 @@ def step_bytes(
         else:
             program += size * run.times
     weights = sum(
-        shapes.decode_bytes(leaf, layout)
-        for name, leaf, layout in shapes.leaves
-        if name != "embed" or shapes.weights.lm_head is None
+        weight.decode_bytes for weight in model.leaves if weight.name != "embed" or model.weights.lm_head is None
     )
-    heads = shapes.config.num_kv_heads / shapes.decode_mesh.tensor
-    kv = sizes.slots * context * shapes.config.num_layers * 2 * heads * shapes.config.head_size * shapes.dtype.itemsize
-    return StepBytes(floor_weights=weights, floor_kv=int(kv), program=program, kernel=kernels, per_launch=launch)
+    position = model.config.num_layers * 2 * model.heads.kv_heads * model.config.head_size * model.dtype.itemsize
+    kv = sizes.slots * context * position
+    return StepBytes(floor_weights=weights, floor_kv=kv, program=program, kernel=kernels, per_launch=launch)
 
 
 _FREE: Final = frozenset(

@@ -58,6 +58,11 @@ class Capacity:
         """The indices of the replicas that are given sequences."""
         return range(0, self.replicas, self.replicas // (self.replicas - self.idle_replicas))
 
+    def with_slots(self, slots: int) -> "Capacity":
+        """This capacity with ``slots`` per replica, and no more sequences than they have room for."""
+        sequences = min(self.sequences, slots * len(self.active_replicas))
+        return dataclasses.replace(self, slots=slots, sequences=sequences)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PrefillBatch:

@@ -3,7 +3,8 @@ from typing import Any
 import pytest
 
 from lockstep.engine import EngineConfig
-from lockstep.engine.config import resting_replicas, tensor_size
+from lockstep.engine.config import tensor_size
+from lockstep.engine.idle_replicas import count_active
 from lockstep.errors import ConfigError
 from lockstep.types import Request, SamplingParams
 
@@ -44,10 +45,10 @@ def test_values_that_work() -> None:
     EngineConfig()
     EngineConfig(page_size=8, max_prefill_size=8, layout={"tensor": 1}, dtype="bfloat16", max_pages=2)
     assert [tensor_size(layout) for layout in ("auto", "training", {"tensor": 4})] == [None, None, 4]
-    assert resting_replicas("training", 4) == resting_replicas({"tensor": 1}, 4) == 0
-    assert resting_replicas({"tensor": 1, "replicas": 2}, 4) == 2
+    assert count_active("training", 4) == count_active({"tensor": 1}, 4) == 4
+    assert count_active({"tensor": 1, "replicas": 2}, 4) == 2
     with pytest.raises(ConfigError, match=r"4 replicas, which 3 does not divide\. Set replicas to one of \[1, 2, 4\]"):
-        resting_replicas({"tensor": 1, "replicas": 3}, 4)
+        count_active({"tensor": 1, "replicas": 3}, 4)
 
 
 @pytest.mark.parametrize(

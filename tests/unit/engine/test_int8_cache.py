@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from lockstep.callback import InferenceEvalConfig
 from lockstep.engine import Engine, EngineConfig
+from lockstep.engine.decode_model import DecodeModels
 from lockstep.engine.sizing.choose import Chooser
 from lockstep.engine.sizing.result import Sizing
 from lockstep.errors import ConfigError
@@ -61,8 +62,9 @@ def choose(free: int, **options: Any) -> Sizing:
     config = dataclasses.replace(LLAMA, head_dim=128, num_layers=16, max_seq_len=4096)
     params = SamplingParams(max_new_tokens=2000)
     requests = [dataclasses.replace(request(i, 64), params=params) for i in range(64)]
-    model, weights = read_decoder(model_on("1,1,1", config))
-    return Chooser(EngineConfig(dtype="bfloat16", **options), model, weights, mesh_of("1,1,1"), free).choose(requests)
+    engine = EngineConfig(dtype="bfloat16", **options)
+    models = DecodeModels(engine, *read_decoder(model_on("1,1,1", config)), mesh_of("1,1,1"))
+    return Chooser(config=engine, models=models, free=free).choose(requests)
 
 
 def test_the_same_memory_has_nearly_twice_the_pages() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from lockstep.models import DecoderWeights
+from lockstep.models import TENSOR_DIMS, DecoderWeights
 from lockstep.placement import LazyWeight, place, view
 from lockstep.placement.decode_mesh import make_decode_mesh
 from lockstep.placement.lazy_weight import is_lazy, sources
@@ -55,8 +55,8 @@ def test_what_is_made_is_what_would_have_been_moved(mesh, tensor, by_layer):
     plain = tiny.placed_weights(mesh_of(mesh))
     stored = other_form(plain, by_layer)
     assert is_lazy(stored) and not is_lazy(plain)
-    layouts = leaf_layouts(stored, decode_mesh)
-    assert layouts == leaf_layouts(plain, decode_mesh)
+    layouts = leaf_layouts(stored, decode_mesh, TENSOR_DIMS)
+    assert layouts == leaf_layouts(plain, decode_mesh, TENSOR_DIMS)
     dtype = jnp.dtype(jnp.bfloat16)
     move, target = reshard_function(layouts, dtype, gather=tensor is not None)
     make, made_target = assembly_function(stored, layouts, dtype, gather=tensor is not None)

@@ -1,4 +1,4 @@
-"""From a model and its sizes to compiled programs."""
+"""From a model in a layout and a capacity to compiled programs."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,23 +11,19 @@ from jax.sharding import NamedSharding
 
 from lockstep.attention import select_attention
 from lockstep.device import Compile, Program, compile_lowered, compile_program
-from lockstep.engine.config import EngineConfig
+from lockstep.engine.decode_model import DecodeModel
 from lockstep.engine.decoder.copy_pages import copy_pages_arguments, copy_pages_function
 from lockstep.engine.decoder.decode import decode_arguments, decode_function, num_results
-from lockstep.engine.decoder.kv_replication import replicate_kv_heads
 from lockstep.engine.decoder.prefill import prefill_arguments, prefill_function
 from lockstep.engine.decoder.prompt_logprobs import (
     num_prompt_logprobs,
     prompt_logprobs_arguments,
     prompt_logprobs_function,
 )
-from lockstep.engine.decoder.transformer import Transformer, device_heads
+from lockstep.engine.decoder.transformer import Transformer
 from lockstep.hosts import Ledger
-from lockstep.models import DecoderWeights, LlamaConfig
-from lockstep.placement.decode_mesh import DecodeMesh
-from lockstep.placement.lazy_weight import is_lazy, sources
-from lockstep.placement.leaf_layout import LayoutTree, leaf_layouts, partition_specs
-from lockstep.placement.reshard import assembly_function, reshard_function
+from lockstep.models import DecoderWeights
+from lockstep.placement import DecodeMesh, LayoutTree, assembly_function, partition_specs, reshard_function, sources
 from lockstep.schedule import Capacity, CopyPagesBatch, DecodeBatch, PrefillBatch, PromptLogprobsBatch
 
 
@@ -53,77 +49,64 @@ class Programs:
 
 
 def build_programs(
-    config: EngineConfig,
-    model: LlamaConfig,
-    weights: DecoderWeights,
-    decode_mesh: DecodeMesh,
+    model: DecodeModel,
     sizes: Capacity,
     *,
     vocab_size: int | None,
     ledger: Ledger,
     compile_with: Compile = compile_lowered,
 ) -> Programs:
-    """Compiles all programs for a model as it lies; launches nothing.
+    """Compiles all programs for a model in a layout; launches nothing.
 
     Args:
-        config: layout, dtype, dtype of the KV cache.
-        model: shapes of the model.
-        weights: arrays or shape structs with shardings.
-        decode_mesh: the decode mesh.
-        sizes: capacities.
-        vocab_size: token ids below it may be sampled; None for all rows of the embedding.
-        ledger: where launches are recorded.
-        compile_with: the compiler.
+        model: The model in the layout to decode in.
+        sizes: The capacity of the programs.
+        vocab_size: The number of token ids that may be sampled, from 0; None for all rows of the embedding.
+        ledger: Where launches are recorded.
+        compile_with: The compiler.
 
     Raises:
-        ConfigError: the weights lie somewhere the decode mesh cannot express.
-        CompilerError: a program does not compile.
+        CompilerError: A program does not compile.
     """
+    decode_mesh = model.decode_mesh
 
     def compiled(name: str, function: Callable[..., Any], arguments: list[Any], **options: Any) -> Program:
         return compile_program(
             name, function, arguments, mesh=decode_mesh.mesh, ledger=ledger, compile_with=compile_with, **options
         )
 
-    model, weights = replicate_kv_heads(model, weights, decode_mesh.tensor)
-    dtype = jnp.dtype(config.dtype or weights.embed.dtype)
-    kv_dtype = config.kv_dtype(dtype)
-    layouts = leaf_layouts(weights, decode_mesh)
-    structs = jax.tree.map(lambda leaf: _struct(leaf, leaf.sharding), weights)
+    structs, layouts = model.weights, model.layouts
     reshard = None
-    moves = config.layout != "training" and any(leaf != leaf.decode for leaf in jax.tree.leaves(layouts))
-    unmade = is_lazy(weights)
-    if unmade or moves or any(leaf.dtype != dtype for leaf in jax.tree.leaves(structs)):
-        if unmade:
-            structs = jax.tree.map(lambda part: _struct(part, part.sharding), sources(weights))
-            function, layouts = assembly_function(weights, layouts, dtype, gather=moves)
+    if model.copies:
+        if model.lazy:
+            structs = sources(model.weights)
+            function, layouts = assembly_function(model.weights, layouts, model.dtype, gather=model.moves)
         else:
-            function, layouts = reshard_function(layouts, dtype, gather=moves)
+            function, layouts = reshard_function(layouts, model.dtype, gather=model.moves)
         shardings = jax.tree.map(lambda leaf: NamedSharding(decode_mesh.mesh, leaf.partition_spec), layouts)
         reshard = compiled("reshard", function, [structs], out_shardings=shardings)
         with jax.set_mesh(decode_mesh.mesh):
             structs = jax.tree.map(_struct, jax.eval_shape(function, structs), shardings)
 
-    device = decode_mesh.mesh.devices.flat[0]
-    heads = device_heads(model, decode_mesh)
-    attention = select_attention(device, heads, page_size=sizes.page_size, dtype=dtype, kv_dtype=kv_dtype)
-    held = attention.stored_kv_heads
+    attention = select_attention(
+        model.device, model.heads, page_size=sizes.page_size, dtype=model.dtype, kv_dtype=model.kv_dtype
+    )
     pool = jax.ShapeDtypeStruct(
         (
-            decode_mesh.replicas * model.num_layers * sizes.pages,
+            decode_mesh.replicas * model.config.num_layers * sizes.pages,
             sizes.page_size,
-            2 * decode_mesh.tensor * held.kv_heads,
-            held.head_size,
+            2 * decode_mesh.tensor * attention.stored_kv_heads.kv_heads,
+            attention.stored_kv_heads.head_size,
         ),
-        kv_dtype,
+        model.kv_dtype,
         sharding=decode_mesh.sharding(decode_mesh.replica_axes or None, None, decode_mesh.tensor_axes or None),
     )
     new_cache = compiled("new_cache", lambda: jnp.zeros(pool.shape, pool.dtype), [], out_shardings=pool.sharding)
 
-    rows = weights.embed.shape[0]
+    rows = model.weights.embed.shape[0]
     allowed = rows if vocab_size is None else min(vocab_size, rows)
     transformer = Transformer(
-        config=model, decode_mesh=decode_mesh, layouts=layouts, pages=sizes.pages, vocab_size=allowed
+        config=model.config, decode_mesh=decode_mesh, layouts=layouts, pages=sizes.pages, vocab_size=allowed
     )
     prefill = _on_mesh(
         compiled, "prefill", prefill_function(transformer, sizes, attention), layouts, structs, pool, decode_mesh,
@@ -134,7 +117,7 @@ def build_programs(
         by_replica = decode_mesh.sharding(decode_mesh.replica_axes or None)
         plan = [_struct(array, by_replica) for array in copy_pages_arguments(CopyPagesBatch.empty(sizes))]
         mapped = jax.shard_map(
-            copy_pages_function(model.num_layers, sizes.pages, attention),
+            copy_pages_function(model.config.num_layers, sizes.pages, attention),
             mesh=decode_mesh.mesh,
             in_specs=(pool.sharding.spec, *(array.sharding.spec for array in plan)),
             out_specs=pool.sharding.spec,
@@ -177,9 +160,9 @@ def _on_mesh(
     results: int,
     reads_only: bool = False,
 ) -> Program:
-    """Compiles a function of (weights, pool, scalars, a replica's part of a plan) that returns the pool and results.
+    """Compiles a function of (weights, pool, scalars, a replica's part of a batch) that returns the pool and results.
 
-    One that ``reads_only`` leaves the pool as it is and returns results alone.
+    A function that ``reads_only`` leaves the pool unchanged and returns results alone.
     """
     everywhere, by_replica = decode_mesh.sharding(), decode_mesh.sharding(decode_mesh.replica_axes or None)
     arguments = [*(_struct(a, everywhere) for a in steps), *(_struct(a, by_replica) for a in plan)]

@@ -10,6 +10,7 @@ from jaxtyping import Array
 
 from lockstep.attention import Attention
 from lockstep.engine.decoder.transformer import Transformer
+from lockstep.engine.idle_replicas import own_steps
 from lockstep.engine.sampling.logprobs import top_logprobs
 from lockstep.engine.sampling.sampler import start_sampler
 from lockstep.models import DecoderWeights
@@ -43,8 +44,7 @@ def decode_function(
         weights = transformer.read_outer(weights)
         token, position, remaining, page_table, stop_ids, draw, temperature, *rest = (argument[0] for argument in batch)
         rows = jnp.arange(capacity.slots)
-        if capacity.idle_replicas:  # nothing in a step waits for another replica
-            num_steps = jnp.where(jnp.any(remaining > 0), num_steps, 0)
+        num_steps = own_steps(capacity, num_steps, jnp.any(remaining > 0))
         sampler, counts = start_sampler(
             draw,
             temperature,

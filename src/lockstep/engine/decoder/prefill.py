@@ -5,13 +5,13 @@ The decode program samples the first token from the prompt's last token, so pref
 
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
 from lockstep.attention import Attention
 from lockstep.engine.decoder.transformer import Transformer
+from lockstep.engine.idle_replicas import run_if_busy
 from lockstep.models import DecoderWeights
 from lockstep.schedule import NULL_PAGE, Capacity, PrefillBatch
 
@@ -49,14 +49,7 @@ def prefill_function(transformer: Transformer, capacity: Capacity, attention: At
             x = transformer.embed(weights, tokens)
             return transformer.fill_cache(weights.layers, x, pool, start=start, write=write, attend=attend)
 
-        if not capacity.idle_replicas:
-            return fill(pool)
-        # A loop of at most one iteration updates the pool in place; a conditional would copy it.
-        todo = jnp.any(page != NULL_PAGE)
-        _, pool = jax.lax.while_loop(
-            lambda state: state[0], lambda state: (jnp.bool_(False), fill(state[1])), (todo, pool)
-        )
-        return pool
+        return run_if_busy(capacity, jnp.any(page != NULL_PAGE), fill, pool)
 
     return prefill
 

@@ -10,8 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from lockstep.attention import Heads, ScoreModifier
 from lockstep.models import DecoderWeights, LayerWeights, LlamaConfig, rotary_frequencies
-from lockstep.placement.decode_mesh import DecodeMesh
-from lockstep.placement.leaf_layout import LayoutTree, drop_layers, read, read_outer
+from lockstep.placement import DecodeMesh, LayoutTree, drop_layers, read, read_outer
 
 type Write[Cache] = Callable[[Cache, Array, Array], Cache]
 """Takes the cache, a layer and K/V ``[sequence, query, 2 * kv_heads, head]``; returns the cache with them written."""

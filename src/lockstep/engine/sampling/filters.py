@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from lockstep.placement.decode_mesh import DecodeMesh
+from lockstep.placement import DecodeMesh
 from lockstep.types import SamplingParams
 
 _SLACK = 1e-6

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from lockstep.engine.sampling.sampler import Sampled, first_id
-from lockstep.placement.decode_mesh import DecodeMesh
+from lockstep.placement import DecodeMesh
 
 
 def top_logprobs(

@@ -18,7 +18,7 @@ from lockstep.engine.sampling.logits_processors import (
     penalise,
     rule_out_stops,
 )
-from lockstep.placement.decode_mesh import DecodeMesh
+from lockstep.placement import DecodeMesh
 from lockstep.types import SamplingParams
 
 

@@ -1,19 +1,20 @@
-"""How large everything would be if memory were no matter: capacities for the requests, within the caps."""
+"""What requests ask for: the capacity that they would get if memory had no end, within the caps."""
 
 import dataclasses
 from collections.abc import Sequence
 
+import jax
+
 from lockstep.device import chip_named
 from lockstep.engine.config import DEFAULT_PAGE_SIZE, EngineConfig
-from lockstep.engine.decoder.kv_replication import replicates_kv_heads
+from lockstep.engine.decode_model import DecodeModel
+from lockstep.engine.idle_replicas import count_active
 from lockstep.errors import ConfigError
-from lockstep.models.config import LlamaConfig
-from lockstep.placement.decode_mesh import DecodeMesh, tensor_sizes
 from lockstep.schedule import Capacity, check_length, sampling_sizes
 from lockstep.types import Request
 
-SLOTS_PER_REPLICA = 64
-"""Sequences that a replica decodes at a time unless the device is worth more (`slots_per_replica`)."""
+_LEAST_SLOTS = 64
+"""Sequences that a replica decodes at a time unless the device is worth more."""
 _MOST_SLOTS = 512
 _TPU_PAGE_SIZE = 64
 _PREFILL_TOKENS = 512
@@ -23,14 +24,14 @@ _STOP_IDS = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Demand:
-    """What requests ask of the KV cache, in pages of one replica.
+    """What requests ask of the KV cache.
 
     Args:
-        longest: of the longest request.
-        mean: of a sequence, on average.
-        sequences: of all requests together.
-        context: positions that a sequence has behind it at half of its answer, on average.
-        new_tokens: of the longest answer.
+        longest: Pages of the longest request.
+        mean: Pages of a sequence, on average.
+        sequences: Sequences of all requests together.
+        context: Positions that a sequence has behind it at half of its answer, on average.
+        new_tokens: Tokens of the longest answer.
     """
 
     longest: int
@@ -41,7 +42,7 @@ class Demand:
 
     @classmethod
     def of(cls, requests: Sequence[Request], page_size: int) -> "Demand":
-        """Worst cases: every answer as long as it may be."""
+        """The demand of some requests at worst: every answer is as long as it may be."""
         counts = [request.params.n_generations for request in requests]
         lengths = [len(request.prompt_tokens) + request.params.max_new_tokens - 1 for request in requests]
         pages = [-(-length // page_size) for length in lengths]
@@ -56,50 +57,42 @@ class Demand:
         )
 
 
-def work_out_sizes(
-    config: EngineConfig,
-    model: LlamaConfig,
-    decode_mesh: DecodeMesh,
-    requests: Sequence[Request],
-    before: Capacity | None = None,
-    slots_per_replica: int = SLOTS_PER_REPLICA,
-    resting: int = 0,
+def desired_capacity(
+    config: EngineConfig, model: DecodeModel, requests: Sequence[Request], before: Capacity | None = None
 ) -> Capacity:
-    """Capacities for ``requests``: explicit values are caps, the rest follows from the requests.
+    """The capacity for ``requests``: explicit values are caps, the rest follows from the requests.
 
     Args:
-        config: of the engine.
-        model: of the model.
-        decode_mesh: the decode mesh.
-        requests: at least one.
-        before: sizes of an earlier call; sizes never shrink, so that programs are compiled again only to grow.
-        slots_per_replica: sequences per replica where ``max_seqs`` is null.
-        resting: replicas that are given no sequences.
+        config: The configuration of the engine.
+        model: The model in the layout to decode in.
+        requests: At least one request.
+        before: The capacity of an earlier call; none of it shrinks, so that programs are compiled again only to grow.
 
     Raises:
-        ConfigError: a capacity beyond what the model or the layout can do.
-        CapacityError: a request that is longer than the cap.
+        ConfigError: A cap is beyond what the model or the layout can do.
+        CapacityError: A request is longer than the cap.
     """
-    check_layout(model, decode_mesh)
-    limit = config.max_seq_len or model.max_seq_len
-    if limit > model.max_seq_len:
+    most = model.config.max_seq_len
+    limit = config.max_seq_len or most
+    if limit > most:
         raise ConfigError(
-            f"max_seq_len of the engine is {limit}; the model was built for {model.max_seq_len} tokens. Set it to at "
-            f"most {model.max_seq_len}."
+            f"max_seq_len of the engine is {limit}; the model was built for {most} tokens. Set it to at most {most}."
         )
     for request in requests:
-        check_length(request, limit, model.max_seq_len)
-    page_size = config.page_size or _page_size(config, decode_mesh)
+        check_length(request, limit, most)
+    page_size = config.page_size or _page_size(config, model.device)
     longest = config.max_seq_len or max(len(r.prompt_tokens) + r.params.max_new_tokens for r in requests)
     counts = sorted((r.params.n_generations for r in requests), reverse=True)
     total = sum(counts[: config.max_prompts_per_batch])
-    working = decode_mesh.replicas - resting
-    sequences = min(total, config.max_seqs or slots_per_replica * working)
+    replicas = model.decode_mesh.replicas
+    active = count_active(model.layout, replicas)
+    most_slots = slots_per_replica(model.device.device_kind, model.device.platform, model.dtype.itemsize)
+    sequences = min(total, config.max_seqs or most_slots * active)
     prefill = max(len(r.prompt_tokens) for r in requests) - 1
-    slots = -(-sequences // working)
+    slots = -(-sequences // active)
     rows = min(slots * -(-prefill // page_size), (config.max_prefill_size or _PREFILL_TOKENS) // page_size)
     wanted = Capacity(
-        replicas=decode_mesh.replicas,
+        replicas=replicas,
         sequences=sequences,
         slots=slots,
         page_size=page_size,
@@ -108,9 +101,9 @@ def work_out_sizes(
         prefill_rows=max(1, rows),
         steps=min(config.max_steps_per_launch or _STEPS, max(r.params.max_new_tokens for r in requests)),
         stop_ids=_round_up(max(len(r.params.stop_token_ids) for r in requests), _STOP_IDS),
-        page_copies=int(config.share_prefixes and _fork(requests, page_size)),
+        page_copies=int(config.share_prefixes and _copies_pages(requests, page_size)),
         prefill_sequences=config.max_seqs_in_prefill or 0,
-        idle_replicas=resting,
+        idle_replicas=replicas - active,
         **sampling_sizes(r.params for r in requests),
     )
     if before is not None:
@@ -127,59 +120,38 @@ def slots_per_replica(kind: str, platform: str, itemsize: int) -> int:
     and at most 512; of CPUs, whose numbers are guesses, 64.
 
     Args:
-        kind: ``device_kind`` of a device.
-        platform: cpu, gpu or tpu.
-        itemsize: bytes of a weight.
+        kind: The ``device_kind`` of a device.
+        platform: Its platform: cpu, gpu or tpu.
+        itemsize: Bytes of one number of a weight.
     """
     if platform == "cpu":
-        return SLOTS_PER_REPLICA
+        return _LEAST_SLOTS
     chip = chip_named(kind, platform)
     knee = chip.flops * itemsize / (2 * chip.bandwidth)
-    return min(_MOST_SLOTS, max(SLOTS_PER_REPLICA, int(knee) // 64 * 64))
+    return min(_MOST_SLOTS, max(_LEAST_SLOTS, int(knee) // 64 * 64))
 
 
-def prompts_at_a_time(config: EngineConfig, sizes: Capacity, requests: Sequence[Request]) -> int:
-    """How many prompts the scheduler holds: as configured, else enough to fill every slot twice.
+def max_prompts(config: EngineConfig, sizes: Capacity, requests: Sequence[Request]) -> int:
+    """The number of prompts that the scheduler has at a time: as configured, else enough to fill every slot twice.
 
     Args:
-        config: of the engine.
-        sizes: in use.
-        requests: at least one.
+        config: The configuration of the engine.
+        sizes: The capacity in use.
+        requests: At least one request.
     """
     fewest = min(r.params.n_generations for r in requests)
     return config.max_prompts_per_batch or -(-2 * sizes.sequences // fewest)
 
 
-def check_layout(model: LlamaConfig, decode_mesh: DecodeMesh) -> None:
-    """Raises ConfigError when the model cannot be split over the tensor axes of ``decode_mesh``."""
-    for name, size in _split(model, decode_mesh.tensor).items():
-        if size % decode_mesh.tensor:
-            works = [tensor for tensor in tensor_sizes(decode_mesh.training_shape) if fits_model(model, tensor)]
-            raise ConfigError(
-                f"layout {{tensor: {decode_mesh.tensor}}} splits {name} = {size}, which it does not divide. Set tensor to one "
-                f"of {works}."
-            )
-
-
-def fits_model(model: LlamaConfig, tensor: int) -> bool:
-    """Whether so many devices can split the model."""
-    return not any(size % tensor for size in _split(model, tensor).values())
-
-
-def _split(model: LlamaConfig, tensor: int) -> dict[str, int]:
-    heads = {} if replicates_kv_heads(model, tensor) else {"num_kv_heads": model.num_kv_heads}
-    return heads | {"intermediate_dim": model.intermediate_dim}
-
-
-def _page_size(config: EngineConfig, decode_mesh: DecodeMesh) -> int:
+def _page_size(config: EngineConfig, device: jax.Device) -> int:
     """On TPU larger pages: attention copies page by page, and a small copy takes as long as a large one."""
-    size = _TPU_PAGE_SIZE if decode_mesh.mesh.devices.flat[0].platform == "tpu" else DEFAULT_PAGE_SIZE
+    size = _TPU_PAGE_SIZE if device.platform == "tpu" else DEFAULT_PAGE_SIZE
     while config.max_prefill_size is not None and size > config.max_prefill_size:
         size //= 2
     return size
 
 
-def _fork(requests: Sequence[Request], page_size: int) -> bool:
+def _copies_pages(requests: Sequence[Request], page_size: int) -> bool:
     """Whether several sequences have the same prompt, and prefill ends on a partial page."""
     seen: set[tuple[int, ...]] = set()
     for request in requests:

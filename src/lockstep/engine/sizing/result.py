@@ -1,13 +1,14 @@
-"""What was chosen, layout and capacities, and why: in numbers for programs, in words for people."""
+"""Which layout and capacity were chosen, and why: in numbers for programs, in words for people."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from lockstep.engine.config import EngineConfig, Layout
+from lockstep.engine.config import EngineConfig, Layout, layout_text
 from lockstep.engine.sizing.cost_model import Estimate
 from lockstep.engine.sizing.demand import Demand
 from lockstep.engine.sizing.memory_model import Footprint
 from lockstep.schedule import Capacity
+from lockstep.types import Request
 from lockstep.units import bytes_text
 
 
@@ -16,11 +17,11 @@ class Choice:
     """One layout that was considered.
 
     Args:
-        layout: ``training`` or ``{tensor: N}``.
-        wanted: sizes for the requests and the caps, whatever memory there is.
-        sizes: that fit; None if not even one sequence does.
-        footprint: predicted, of ``sizes``; of the smallest that could be, if none fit.
-        estimate: predicted seconds; None if nothing fits.
+        layout: The layout, such as ``training`` or ``{tensor: N}``.
+        wanted: The capacity for the requests and the caps, whatever memory there is.
+        sizes: The capacity that fits; None if not even one sequence does.
+        footprint: Predicted bytes of ``sizes``; of the smallest capacity that could be, if none fits.
+        estimate: Predicted seconds; None if nothing fits.
     """
 
     layout: Layout
@@ -32,24 +33,24 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizing:
-    """Layout and capacities in use; the same on every host.
+    """Layout and capacity in use; the same on every host.
 
     Args:
-        layout: ``training`` or ``{tensor: N}``.
-        wanted: sizes for the requests and the caps, whatever memory there is.
-        sizes: in use.
-        reasons: for each capacity by its name in `EngineConfig`, its value and what bounds it: ``all requests fit``,
-            ``cap given``, ``default`` or ``memory``, or the other capacity that does.
-        predicted: bytes per device, before anything was compiled.
-        compiled: the same by the compiler's memory analysis; None before.
-        free: bytes on the fullest device of all hosts, before the engine took any.
-        utilization: share of ``free`` that may be used.
-        max_prompts: prompts that the scheduler holds at a time.
-        estimate: predicted seconds.
-        considered: all layouts that were compared, the chosen one included.
-        chip: whose numbers the prediction used.
-        kv_dtype: of the KV cache.
-        attention: what it is, in words.
+        layout: The layout, such as ``training`` or ``{tensor: N}``.
+        wanted: The capacity for the requests and the caps, whatever memory there is.
+        sizes: The capacity in use.
+        reasons: The value of each size by its name in `EngineConfig`, and what bounds it: ``all requests fit``,
+            ``cap given``, ``default`` or ``memory``, or the name of the size that does.
+        predicted: Bytes per device, before anything was compiled.
+        compiled: The same by the compiler's memory analysis; None before.
+        free: Bytes on the device with the least free memory of all hosts, before the engine took any.
+        utilization: The share of ``free`` that may be used.
+        max_prompts: The number of prompts that the scheduler has at a time.
+        estimate: Predicted seconds.
+        considered: All layouts that were compared, the chosen one included.
+        chip: The name of the chip whose numbers the prediction used.
+        kv_dtype: The dtype of the KV cache.
+        attention: What attention is used, in words.
     """
 
     layout: Layout
@@ -74,11 +75,11 @@ class Sizing:
 
     @property
     def headroom(self) -> int:
-        """Bytes per device that stay free at the moment of worst use."""
+        """Bytes per device that stay free at the moment when most are in use."""
         return self.free - (self.compiled or self.predicted).total
 
     def describe(self) -> str:
-        """A few lines: where the bytes go, what bounds each capacity, which layouts were compared."""
+        """A few lines for people: where the bytes go, what bounds each size, which layouts were compared."""
         need = self.compiled or self.predicted
         source = "by the compiler" if self.compiled else "predicted"
         text = bytes_text
@@ -90,7 +91,8 @@ class Sizing:
             f"memory per device, {source}: {text(need.weights)} decode weights, {text(need.pool)} KV cache in "
             f"{self.kv_dtype}, {text(need.temporaries)} temporaries, {text(need.reshard)} while weights move; "
             f"{text(need.total)} at the worst moment of {text(self.budget)} (hbm_utilization {self.utilization:g} of "
-            f"the {text(self.free)} free on the fullest device of all hosts); {text(self.headroom)} stay free",
+            f"the {text(self.free)} on the device with the least free memory of all hosts); {text(self.headroom)} stay "
+            "free",
         ]
         if self.compiled:
             lines[-1] += f"; {bytes_text(self.predicted.total)} were predicted"
@@ -116,26 +118,20 @@ def _outlook(choice: Choice) -> str:
 
 
 def reasons(
-    config: EngineConfig,
-    wanted: Capacity,
-    sizes: Capacity,
-    demand: Demand,
-    prompt_rows: int,
-    max_prompts: int,
-    num_prompts: int,
+    config: EngineConfig, wanted: Capacity, sizes: Capacity, requests: Sequence[Request], max_prompts: int
 ) -> dict[str, tuple[int, str]]:
-    """What bounds each capacity.
+    """The value of each size by its name in `EngineConfig`, and what bounds it.
 
     Args:
-        config: with the caps.
-        wanted: sizes for the requests and the caps.
-        sizes: in use.
-        demand: of the requests.
-        prompt_rows: pages of prompt tokens of all slots.
-        max_prompts: that the scheduler holds at a time.
-        num_prompts: of the requests.
+        config: The configuration with the caps.
+        wanted: The capacity for the requests and the caps.
+        sizes: The capacity in use.
+        requests: At least one request.
+        max_prompts: The number of prompts that the scheduler has at a time.
     """
-    page = sizes.page_size
+    page, demand = sizes.page_size, Demand.of(requests, sizes.page_size)
+    longest_prompt = max(len(request.prompt_tokens) for request in requests) - 1
+    prompt_rows = max(1, sizes.slots * -(-longest_prompt // page))
     # Name in the configuration, value, value if there were memory, value that the requests would need, in its unit.
     every = (
         ("max_seqs", sizes.sequences, wanted.sequences, demand.sequences),
@@ -155,14 +151,9 @@ def reasons(
     count, why = found["max_seqs"]
     if why in ("default", "cap given") and config.max_prompts_per_batch and count != config.max_seqs:
         found["max_seqs"] = (count, "max_prompts_per_batch")
-    if max_prompts >= num_prompts:
+    if max_prompts >= len(requests):
         why = "all requests fit"
     else:
         why = "fills max_seqs twice" if config.max_prompts_per_batch is None else "cap given"
-    found["max_prompts_per_batch"] = (min(max_prompts, num_prompts), why)
+    found["max_prompts_per_batch"] = (min(max_prompts, len(requests)), why)
     return found
-
-
-def layout_text(layout: Layout) -> str:
-    """As one writes it in a configuration."""
-    return layout if isinstance(layout, str) else f"{{{', '.join(f'{name}: {n}' for name, n in layout.items())}}}"

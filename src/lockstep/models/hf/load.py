@@ -23,8 +23,7 @@ from lockstep.models.hf.config import architecture_of, config_from_hf
 from lockstep.models.hf.files import CheckpointFiles, local_directory
 from lockstep.models.hf.names import Parameter, parameters, skeleton
 from lockstep.models.llama import LlamaLMHeadModel
-from lockstep.placement import PARAMETER_AXES
-from lockstep.placement.place import aligned_empty
+from lockstep.placement import PARAMETER_AXES, aligned_empty
 
 type OnRead = Callable[[int, int], None]
 """Takes the bytes just read on this host, and the bytes that it will read in all."""

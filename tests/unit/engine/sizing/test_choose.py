@@ -4,38 +4,40 @@ import dataclasses
 import itertools
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh
 
 from lockstep.device import Chip, Link, chip_named
 from lockstep.engine import Engine, EngineConfig
 from lockstep.engine.config import Layout
+from lockstep.engine.decode_model import DecodeModels
+from lockstep.engine.idle_replicas import layout_with_idle_replicas
 from lockstep.engine.sizing import choose as choose_module
 from lockstep.engine.sizing.choose import Chooser
-from lockstep.engine.sizing.cost_model import estimate, one_per_memory
-from lockstep.engine.sizing.demand import Demand, work_out_sizes
+from lockstep.engine.sizing.cost_model import estimate
+from lockstep.engine.sizing.demand import Demand, desired_capacity
 from lockstep.engine.sizing.fit import fit
-from lockstep.engine.sizing.memory_model import Footprint, Shapes
+from lockstep.engine.sizing.memory_model import Footprint
 from lockstep.engine.sizing.result import Sizing
 from lockstep.errors import CapacityError, ConfigError
 from lockstep.models import read_decoder
-from lockstep.placement.decode_mesh import make_decode_mesh
 from lockstep.plan.topology import topology
 from lockstep.schedule import Capacity, check_capacity
 from lockstep.types import Request
 from tests.oracle import assert_same_tokens
-from tests.unit.engine.models import LLAMA, mesh_of, model_on, request
+from tests.unit.engine.models import mesh_of, model_on, request
 
 ROOMY = 2**40
 
 
 def choose(requests: list[Request], free: int, mesh: str = "1,2,2", **options: Any) -> Sizing:
-    model, weights = read_decoder(model_on(mesh))
-    return Chooser(EngineConfig(**options), model, weights, mesh_of(mesh), free).choose(requests)
+    config = EngineConfig(**options)
+    return Chooser(config=config, models=models_on(config, mesh), free=free).choose(requests)
+
+
+def models_on(config: EngineConfig, mesh: str = "1,2,2") -> DecodeModels:
+    return DecodeModels(config, *read_decoder(model_on(mesh)), mesh_of(mesh))
 
 
 def least_that_works(requests: list[Request], **options: Any) -> int:
@@ -106,10 +108,10 @@ def test_less_memory_never_gives_more() -> None:
 
 
 def test_fit_is_the_best_of_all_slots_and_pages() -> None:
-    wanted = work_out_sizes(
-        EngineConfig(page_size=8, max_prefill_size=8),
-        LLAMA,
-        make_decode_mesh(mesh_of("1,2,2"), 2),
+    config = EngineConfig(page_size=8, max_prefill_size=8)
+    wanted = desired_capacity(
+        config,
+        models_on(config)[{"tensor": 2}],
         [request(0, 40, 8), *(request(i, 5, 4) for i in range(1, 20))],
     )
     demand = Demand.of([request(0, 40, 8), *(request(i, 5, 4) for i in range(1, 20))], 8)
@@ -188,7 +190,7 @@ def test_auto_is_the_best_of_all_layouts(
     monkeypatch.setattr(choose_module, "chip_of", lambda _: chip)
     requests = [request(i, 20, 30) for i in range(count)]
     free = least_that_works(requests) + 5000 if scarce else ROOMY
-    config, weights = read_decoder(model_on("1,2,2"))
+    models = models_on(EngineConfig())
     every: list[tuple[float, Layout]] = []
     # Two kv heads: four cannot share them. All devices are of one process.
     layouts: tuple[Layout, ...] = ({"tensor": 1}, {"tensor": 2}, {"tensor": 1, "replicas": 1}, "training")
@@ -197,15 +199,7 @@ def test_auto_is_the_best_of_all_layouts(
             alone = choose(requests, free, layout=layout)
         except CapacityError:
             continue
-        tensor = layout["tensor"] if isinstance(layout, dict) else 1
-        shapes = Shapes(
-            config=config,
-            weights=weights,
-            decode_mesh=make_decode_mesh(mesh_of("1,2,2"), tensor),
-            dtype=jnp.dtype("float32"),
-            gather=layout != "training",
-        )
-        found = estimate(shapes, alone.sizes, Demand.of(requests, alone.sizes.page_size), chip)
+        found = estimate(models[layout], alone.sizes, Demand.of(requests, alone.sizes.page_size), chip)
         every.append((found.total_s, layout))
     got = choose(requests, free)
     assert got.layout == min(every, key=lambda pair: pair[0])[1]
@@ -223,10 +217,9 @@ def test_auto_on_this_machine() -> None:
 
 def test_devices_with_memory_of_their_own_all_decode() -> None:
     pytest.importorskip("libtpu", reason="the extra [plan] brings the TPU compiler")
-    assert one_per_memory(make_decode_mesh(mesh_of("1,2,2"), 1)) == 1
-    tpu = Mesh(np.array(topology("v5p-8").devices), ("fsdp",))
-    assert one_per_memory(make_decode_mesh(tpu, 1)) == 0
-    assert one_per_memory(make_decode_mesh(mesh_of("1,1,1"), 1)) == 0, "one device alone has nobody to rest"
+    assert layout_with_idle_replicas(list(mesh_of("1,2,2").devices.flat)) == {"tensor": 1, "replicas": 1}
+    assert layout_with_idle_replicas(list(topology("v5p-8").devices)) is None
+    assert layout_with_idle_replicas(list(mesh_of("1,1,1").devices.flat)) is None, "one device alone is not idle"
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,17 @@
+"""What requests ask for, within the caps."""
+
 import dataclasses
 from typing import Any
 
 import pytest
 
 from lockstep.engine import EngineConfig
-from lockstep.engine.sizing.demand import check_layout, slots_per_replica, work_out_sizes
-from lockstep.errors import ConfigError
-from lockstep.models import LlamaConfig
-from lockstep.placement.decode_mesh import make_decode_mesh, tensor_sizes
+from lockstep.engine.decode_model import DecodeModels
+from lockstep.engine.sizing.demand import desired_capacity, slots_per_replica
+from lockstep.models import LlamaConfig, read_decoder
 from lockstep.schedule import Capacity, check_capacity
 from lockstep.types import Request
-from tests.unit.engine.models import LLAMA, mesh_of, request
+from tests.unit.engine.models import mesh_of, model_on, request
 
 LONG = LlamaConfig(
     max_seq_len=8192, hidden_dim=16, intermediate_dim=32, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=8
@@ -18,7 +19,9 @@ LONG = LlamaConfig(
 
 
 def sizes(requests: list[Request], mesh: str = "1,4,1", before: Capacity | None = None, **options: Any):
-    return work_out_sizes(EngineConfig(**options), LONG, make_decode_mesh(mesh_of(mesh), 1), requests, before)
+    config = EngineConfig(**options)
+    models = DecodeModels(config, *read_decoder(model_on(mesh, LONG)), mesh_of(mesh))
+    return desired_capacity(config, models[{"tensor": 1}], requests, before)
 
 
 def test_what_follows_from_the_requests() -> None:
@@ -65,21 +68,6 @@ def test_sizes_grow_and_never_shrink() -> None:
     assert second.slots == 2 and second.pages == 2 * second.pages_per_sequence + 1 and second.steps == 20
     assert sizes([request(0, 40, 8)], before=second) == second
     check_capacity(second, [request(0, 40, 8), *(request(i, 5, 20) for i in range(1, 8))])
-
-
-@pytest.mark.parametrize("shape", ["1,4,1", "1,2,2", "2,2,1", "1,1,1"])
-@pytest.mark.parametrize(("kv_heads", "mlp"), [(1, 24), (2, 24), (4, 24), (4, 6), (3, 24)])
-def test_a_refused_layout_names_exactly_the_sizes_that_work(shape: str, kv_heads: int, mlp: int) -> None:
-    model = dataclasses.replace(LLAMA, num_heads=12, num_kv_heads=kv_heads, intermediate_dim=mlp)
-    works, said = [], set()
-    for tensor in tensor_sizes(mesh_of(shape).shape):
-        try:
-            check_layout(model, make_decode_mesh(mesh_of(shape), tensor))
-            works.append(tensor)
-        except ConfigError as error:
-            assert f"layout {{tensor: {tensor}}} splits" in str(error)
-            said.add(str(error).split("Set tensor to one of ")[1])
-    assert works and said <= {f"{works}."}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,232 @@
+"""What is decided about a model that is to be decoded: one object per layout, for sizing and programs."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from lockstep.attention import Heads, stored_kv_heads
+from lockstep.device import block_bytes
+from lockstep.engine.config import EngineConfig, Layout, layout_text, tensor_size
+from lockstep.engine.decoder.kv_replication import replicate_kv_heads, replicates_kv_heads
+from lockstep.engine.decoder.transformer import device_heads
+from lockstep.engine.idle_replicas import layout_with_idle_replicas
+from lockstep.errors import ConfigError
+from lockstep.models import STACKED, TENSOR_DIMS, DecoderWeights, LlamaConfig
+from lockstep.placement import (
+    DecodeMesh,
+    LayoutTree,
+    LeafLayout,
+    is_lazy,
+    leaf_layouts,
+    make_decode_mesh,
+    shape_structs,
+    tensor_sizes,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Weight:
+    """One weight of a model in a layout.
+
+    Args:
+        name: The name of its field.
+        stacked: Whether its first axis is the layer.
+        in_place: Whether the trainer has it where decoding wants it.
+        decode_bytes: Bytes on each device in the decode layout and dtype.
+        training_bytes: Bytes on each device where the trainer has it, in the decode dtype.
+    """
+
+    name: str
+    stacked: bool
+    in_place: bool
+    decode_bytes: int
+    training_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class DecodeModel:
+    """A model as one layout decodes it. It has no arrays, so that it may outlive the weights that it describes.
+
+    Args:
+        layout: The layout; not ``auto``.
+        config: The configuration of the model, with kv heads replicated where the layout needs that.
+        weights: Shape structs and `LazyWeight` of such, with the trainer's shardings and kv heads replicated.
+        decode_mesh: The decode mesh.
+        dtype: The dtype of weights and activations while decoding.
+        kv_dtype: The dtype of the KV cache.
+        layouts: The `LeafLayout` of each weight: where the trainer has it, and where decoding wants it.
+    """
+
+    layout: Layout
+    config: LlamaConfig
+    weights: DecoderWeights
+    decode_mesh: DecodeMesh
+    dtype: jnp.dtype
+    kv_dtype: jnp.dtype
+    layouts: LayoutTree
+
+    @property
+    def device(self) -> jax.Device:
+        """One of the devices, which are all of the same kind."""
+        device: jax.Device = self.decode_mesh.mesh.devices.flat[0]
+        return device
+
+    @functools.cached_property
+    def heads(self) -> Heads:
+        """Attention heads of one device."""
+        return device_heads(self.config, self.decode_mesh)
+
+    @functools.cached_property
+    def lazy(self) -> bool:
+        """Whether any weight has yet to be made from what the trainer has."""
+        return is_lazy(self.weights)
+
+    @functools.cached_property
+    def casts(self) -> bool:
+        """Whether any parameter has another dtype than decoding uses."""
+        return any(leaf.dtype != self.dtype for leaf in jax.tree.leaves(self.weights))
+
+    @functools.cached_property
+    def moves(self) -> bool:
+        """Whether weights move into the decode layout once per round; otherwise they stay in the trainer's."""
+        return self.layout != "training" and not all(weight.in_place for weight in self.leaves)
+
+    @property
+    def copies(self) -> bool:
+        """Whether decoding needs a copy of the weights; otherwise it reads the trainer's arrays in place."""
+        return self.moves or self.lazy or self.casts
+
+    @functools.cached_property
+    def leaves(self) -> tuple[Weight, ...]:
+        """The weights that there are."""
+
+        def weight(path: Any, leaf: Any, layout: LeafLayout) -> Weight:
+            dims = list(leaf.shape)
+            if layout.tensor_dim is not None:
+                dims[layout.tensor_dim] = -(-dims[layout.tensor_dim] // self.decode_mesh.tensor)
+            return Weight(
+                name=path[-1].name,
+                stacked=path[-1].name in STACKED,
+                in_place=layout == layout.decode,
+                decode_bytes=math.prod(dims) * self.dtype.itemsize,
+                training_bytes=block_bytes(leaf) * self.dtype.itemsize // leaf.dtype.itemsize,
+            )
+
+        return tuple(jax.tree.leaves(jax.tree_util.tree_map_with_path(weight, self.weights, self.layouts)))
+
+    @functools.cached_property
+    def copied_bytes(self) -> int:
+        """Bytes per device of the copy of the weights that decoding needs; 0 where it reads the trainer's in place."""
+        if not self.copies:
+            return 0
+        return sum(weight.decode_bytes if self.moves else weight.training_bytes for weight in self.leaves)
+
+    @functools.cached_property
+    def gathered(self) -> tuple[Weight, ...]:
+        """The weights that the layout ``training`` gathers anew at each step."""
+        return () if self.layout != "training" else tuple(weight for weight in self.leaves if not weight.in_place)
+
+    @functools.cached_property
+    def kv_bytes(self) -> int:
+        """Bytes per device of K and V at one position in all layers; in 8 bits with their scales."""
+        heads = stored_kv_heads(self.device, self.heads, self.kv_dtype)
+        return self.config.num_layers * 2 * heads.kv_heads * heads.head_size * self.kv_dtype.itemsize
+
+
+class DecodeModels:
+    """A model in every layout that it may be decoded in; each `DecodeModel` is made once, when it is first asked for.
+
+    Args:
+        engine: Layout, dtype, and dtype of the KV cache.
+        config: The configuration of the model.
+        weights: Arrays or shape structs with shardings; only their shapes, dtypes and shardings are kept.
+        mesh: The mesh that the model is sharded over.
+    """
+
+    def __init__(self, engine: EngineConfig, config: LlamaConfig, weights: DecoderWeights, mesh: Mesh) -> None:
+        self.config = config
+        self.mesh = mesh
+        self.signature = signature_of(config, weights)
+        """Everything about the model that programs depend on."""
+        self._engine = engine
+        self._weights = shape_structs(weights)
+        self._made: dict[str, DecodeModel] = {}
+
+    def __getitem__(self, layout: Layout) -> DecodeModel:
+        """The model in a layout other than ``auto``.
+
+        Raises:
+            ConfigError: The layout does not suit the mesh, the model or where its weights are placed.
+        """
+        name = layout_text(layout)
+        if name not in self._made:
+            self._made[name] = self._make(layout)
+        return self._made[name]
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """The layouts to compare: the configured one, or all that the mesh and the model allow."""
+        return [self._engine.layout] if self._engine.layout != "auto" else self.possible
+
+    @property
+    def possible(self) -> list[Layout]:
+        """All layouts that the mesh and the model allow, but for those that need replicated kv heads.
+
+        More devices than kv heads keep K and V several times, which is worth it only where somebody asks for it.
+        """
+        sizes = [size for size in tensor_sizes(self.mesh.shape) if size <= self.config.num_kv_heads]
+        idle = layout_with_idle_replicas(list(self.mesh.devices.flat))
+        return [
+            *({"tensor": size} for size in sizes if _fits(self.config, size)),
+            *([] if idle is None else [idle]),
+            "training",
+        ]
+
+    def _make(self, layout: Layout) -> DecodeModel:
+        decode_mesh = make_decode_mesh(self.mesh, tensor_size(layout) or 1)
+        check_layout(self.config, decode_mesh)
+        config, weights = replicate_kv_heads(self.config, self._weights, decode_mesh.tensor)
+        dtype = jnp.dtype(self._engine.dtype or weights.embed.dtype)
+        return DecodeModel(
+            layout=layout,
+            config=config,
+            weights=weights,
+            decode_mesh=decode_mesh,
+            dtype=dtype,
+            kv_dtype=self._engine.kv_dtype(dtype),
+            layouts=leaf_layouts(weights, decode_mesh, TENSOR_DIMS),
+        )
+
+
+def signature_of(config: LlamaConfig, weights: DecoderWeights) -> object:
+    """Everything about a model that programs depend on: configuration, shapes, dtypes, and placement of its arrays."""
+    return config, shape_structs(weights)
+
+
+def check_layout(config: LlamaConfig, decode_mesh: DecodeMesh) -> None:
+    """Refuses a layout whose tensor axes the model cannot be split over.
+
+    Raises:
+        ConfigError: A size of the model is not divisible by the devices per replica; names the numbers that work.
+    """
+    for name, size in _split(config, decode_mesh.tensor).items():
+        if size % decode_mesh.tensor:
+            works = [tensor for tensor in tensor_sizes(decode_mesh.training_shape) if _fits(config, tensor)]
+            raise ConfigError(
+                f"layout {{tensor: {decode_mesh.tensor}}} splits {name} = {size}, which it does not divide. Set tensor "
+                f"to one of {works}."
+            )
+
+
+def _fits(config: LlamaConfig, tensor: int) -> bool:
+    return not any(size % tensor for size in _split(config, tensor).values())
+
+
+def _split(config: LlamaConfig, tensor: int) -> dict[str, int]:
+    heads = {} if replicates_kv_heads(config, tensor) else {"num_kv_heads": config.num_kv_heads}
+    return heads | {"intermediate_dim": config.intermediate_dim}

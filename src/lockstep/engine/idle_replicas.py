@@ -1,0 +1,97 @@
+"""Replicas that are given no sequences: when that is faster, how many they are, and what they leave out of a launch.
+
+The devices of a CPU process share its cores and its memory, so that every replica that decodes reads the weights once
+more through that memory (docs/adr/0009-replicas-that-rest.md). In the layout ``{tensor: 1, replicas: M}`` M replicas
+decode; `Capacity.active_replicas` says which. Nothing inside a step of theirs waits for another replica.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from lockstep.engine.config import Layout
+from lockstep.errors import ConfigError
+from lockstep.hosts import on_one_machine
+from lockstep.schedule import Capacity
+
+
+def count_memories(devices: Sequence[jax.Device]) -> int:
+    """How many memories, each with the cores at it, some devices have.
+
+    As many as there are devices; but on CPU one for each process, and a single one where all processes are known to run
+    on one machine.
+
+    Args:
+        devices: All devices of a mesh.
+    """
+    if devices[0].platform != "cpu":
+        return len(devices)
+    return 1 if on_one_machine() else len({device.process_index for device in devices})
+
+
+def layout_with_idle_replicas(devices: Sequence[jax.Device]) -> Layout | None:
+    """The layout in which one replica for each memory decodes and the others are idle.
+
+    Args:
+        devices: All devices of a mesh, in its order.
+
+    Returns:
+        The layout, or None where each device has a memory of its own or where the active replicas, which are evenly
+        spaced, would not be one for each memory.
+    """
+    memories = count_memories(devices)
+    if memories == len(devices) or len(devices) % memories:
+        return None
+    owners = {device.process_index for device in devices[:: len(devices) // memories]}
+    return {"tensor": 1, "replicas": memories} if len(owners) == memories else None
+
+
+def count_active(layout: Layout, replicas: int) -> int:
+    """How many replicas decode in a layout.
+
+    Args:
+        layout: The layout in use.
+        replicas: The number of replicas that the mesh makes.
+
+    Raises:
+        ConfigError: The number of replicas that the layout asks for does not divide those of the mesh.
+    """
+    active = layout.get("replicas", replicas) if isinstance(layout, dict) else replicas
+    if replicas % active:
+        works = [size for size in range(1, replicas + 1) if replicas % size == 0]
+        raise ConfigError(
+            f"layout is {layout!r}; the mesh makes {replicas} replicas, which {active} does not divide. Set replicas "
+            f"to one of {works}, or leave it out for all of them."
+        )
+    return active
+
+
+def own_steps(capacity: Capacity, num_steps: Int[Array, ""], busy: Bool[Array, ""]) -> Int[Array, ""]:
+    """The steps of a launch that this replica takes: none where it is idle.
+
+    Args:
+        capacity: The capacity that the program is compiled for.
+        num_steps: The number of steps of the launch.
+        busy: Whether this replica has any sequence to decode.
+    """
+    return jnp.where(busy, num_steps, 0) if capacity.idle_replicas else num_steps
+
+
+def run_if_busy(capacity: Capacity, busy: Bool[Array, ""], fill: Callable[[Any], Any], pool: Any) -> Any:
+    """``fill(pool)``, or the pool unchanged on an idle replica.
+
+    A loop of at most one turn changes the pool in place, where a conditional would copy it.
+
+    Args:
+        capacity: The capacity that the program is compiled for.
+        busy: Whether this replica has anything to fill.
+        fill: The work to do.
+        pool: The pool of this replica.
+    """
+    if not capacity.idle_replicas:
+        return fill(pool)
+    _, pool = jax.lax.while_loop(lambda state: state[0], lambda state: (jnp.bool_(False), fill(state[1])), (busy, pool))
+    return pool

@@ -1,0 +1,29 @@
+"""The axes of the weights, written once: on the fields of the classes."""
+
+import dataclasses
+
+from lockstep.models import STACKED, TENSOR_DIMS, WEIGHT_AXES, DecoderWeights, LayerWeights
+from lockstep.models.weights import haliax_axes
+
+
+def test_every_weight_has_axes_of_its_own() -> None:
+    layers = {field.name for field in dataclasses.fields(LayerWeights)}
+    outer = {field.name for field in dataclasses.fields(DecoderWeights)} - {"layers"}
+    assert not layers & outer, "a name must say which weight is meant"
+    assert set(WEIGHT_AXES) == layers | outer and layers == STACKED
+    assert WEIGHT_AXES["o"] == ("layer", "kv_head", "group", "head", "embed")
+    assert WEIGHT_AXES["final_norm"] == ("embed",)
+    assert haliax_axes("q") == ("layer", "embed", "kv_head", "q_heads_per_group", "head_size")
+
+
+def test_every_weight_is_split_or_small() -> None:
+    # A weight without a tensor axis is copied to every device, and is wrong where its neighbours are split.
+    norms = {"attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm", "final_norm", "embed_norm", "q_norm", "k_norm"}
+    scalars = {"xielu_p", "xielu_n", "xielu_beta", "xielu_eps"}
+    assert set(WEIGHT_AXES) - set(TENSOR_DIMS) == norms | scalars
+    assert TENSOR_DIMS == {
+        "embed": 0,
+        "lm_head": 1,
+        **dict.fromkeys(("q", "k", "v", "gate", "up"), 2),
+        **dict.fromkeys(("o", "down", "q_bias", "k_bias", "v_bias", "q_wide_norm", "k_wide_norm"), 1),
+    }
