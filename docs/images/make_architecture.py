@@ -47,19 +47,20 @@ STYLE = """
 PACKAGES = {
     "main": (0, 440, "the lockstep command"),
     "plan": (1, 200, "a configuration on a TPU slice"),
-    "levanter": (2, 450, "a hook for Levanter's trainer"),
     "training": (2, 200, "trainer, data, objectives"),
+    "levanter": (2, 450, "a hook for Levanter's trainer"),
     "callback": (3, 380, "SampleCallback and the round"),
     "batch_inference": (3, 720, "lockstep sample"),
     "report": (4, 200, "rows, metrics, trackers"),
-    "engine": (4, 540, "sizing, programs, launches"),
+    "sampling_fields": (4, 540, "shared by configurations"),
     "text": (5, 116, "tokenizer, prompts"),
-    "schedule": (5, 320, "slots, pages, batches"),
-    "models": (5, 540, "families, readers, HF files"),
-    "attention": (5, 760, "paged attention"),
-    "placement": (6, 540, "meshes, resharding"),
-    "device": (7, 640, "programs, memory, chips"),
-    "hosts": (8, 460, "everything between processes"),
+    "engine": (5, 540, "sizing, programs, launches"),
+    "schedule": (6, 320, "slots, pages, batches"),
+    "models": (6, 540, "families, readers, HF files"),
+    "attention": (6, 760, "paged attention"),
+    "placement": (7, 540, "meshes, resharding"),
+    "device": (8, 640, "programs, memory, chips"),
+    "hosts": (9, 460, "everything between processes"),
 }
 """Package: row from the top, middle of the box, what is in it."""
 
@@ -70,9 +71,10 @@ ARROWS = (
     ("plan", "training"),
     ("training", "callback"),
     ("callback", "report"),
-    ("callback", "engine"),
+    ("callback", "sampling_fields"),
     ("batch_inference", "report"),
-    ("batch_inference", "engine"),
+    ("batch_inference", "sampling_fields"),
+    ("sampling_fields", "engine"),
     ("report", "text"),
     ("engine", "schedule"),
     ("engine", "models"),
@@ -123,8 +125,8 @@ def packages() -> str:
     for name, (row, x, what) in PACKAGES.items():
         kind = {"text": "wait", "report": "wait", "schedule": "wait"}.get(name, "host")
         parts.append(box(x, top + row * step, wide, high, kind, [name, what]))
-    bottom = top + 9 * step - 8
-    parts.append(box(460, bottom, 560, high, "train", ["types, errors, units, sampling_fields", "used by every package"]))
+    bottom = top + 10 * step - 8
+    parts.append(box(460, bottom, 560, high, "train", ["types, errors, units", "used by every package"]))
     note = "An arrow points at what a package may import, and so at all below that. Dashed: no jax inside."
     parts.append(f'<text class="small mid muted" x="460" y="{bottom + high + 26}">{note}</text>')
     return picture(920, bottom + high + 44, "Packages of lockstep, and who may import whom", parts)
