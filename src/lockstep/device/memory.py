@@ -2,12 +2,13 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from lockstep.device.chips import chip_of
-from lockstep.models import DecoderWeights, LazyWeight
 
 UNBOUNDED = 2**62
 """What a process says that has no device in the mesh."""
@@ -16,7 +17,7 @@ _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def free_bytes(mesh: Mesh, weights: DecoderWeights | None = None) -> int:
+def free_bytes(mesh: Mesh, weights: PyTree | None = None) -> int:
     """Bytes left on the fullest device of this process in ``mesh``.
 
     TPUs and GPUs are asked. CPU devices share what the host has left with all devices of the job, as if all processes
@@ -47,7 +48,7 @@ def peak_bytes() -> int | None:
     return _fullest("peak_bytes_in_use")
 
 
-def block_bytes(leaf: jax.Array | jax.ShapeDtypeStruct | LazyWeight) -> int:
+def block_bytes(leaf: Any) -> int:
     """Bytes of one array on each of its devices."""
     shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
     size: int = leaf.dtype.itemsize

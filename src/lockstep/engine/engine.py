@@ -1,7 +1,6 @@
 """The engine: requests in, completions out, on a model that lies sharded over the devices of all hosts."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,6 @@ from lockstep.attention import check_cache_dtype
 from lockstep.device.compiler_errors import Compile, compile_lowered
 from lockstep.device.memory import free_bytes
 from lockstep.device.program import AroundLaunch, Compilation, Program, fetch
-from lockstep.engine.agreement import settled
 from lockstep.engine.config import EngineConfig, tensor_size
 from lockstep.engine.decoder.copy_pages import copy_pages_arguments
 from lockstep.engine.decoder.decode import decode_arguments
@@ -332,17 +330,16 @@ class Engine:
             LaunchMismatchError: hosts launched different programs.
         """
         with (current() if hosts is None else hosts).scope("generate") as scope:
-            scope.agree("environment", environment())
-            free = scope.least("free memory", settled(scope, "free memory of each", self.free_bytes))
-            digests = settled(scope, "prepare", lambda: self.prepare(model, requests, free=free) if requests else {})
-            scope.agree("programs", {"requests": digest(repr(list(requests))), **digests})
+            with scope.run_on_all("measure memory") as measured:
+                measured.agree({**environment(), "requests": digest(repr(list(requests)))})
+                measured.share(self.free_bytes(model))
             if not requests:
                 return []
-            run = functools.partial(self.run, model, requests, find_stop=find_stop, between_launches=between_launches)
-            completions = settled(scope, "generate", run)
-            scope.agree_launches("launches", self.ledger)
-            scope.agree("tokens", {"tokens": digest(repr(completions))})
-            scope.barrier("done")
+            with scope.run_on_all("prepare") as prepared:
+                prepared.agree(self.prepare(model, requests, free=min(measured.shared)))
+            with scope.launch_on_all("generate", self.ledger) as generated:
+                completions = self.run(model, requests, find_stop=find_stop, between_launches=between_launches)
+                generated.agree({"tokens": digest(repr(completions))})
         return completions
 
     def _checked(self, model: Any, requests: Sequence[Request]) -> tuple[LlamaConfig, DecoderWeights]:
