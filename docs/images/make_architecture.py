@@ -205,7 +205,7 @@ def a_round() -> str:
     for a, b, words in zones:
         parts.append(f'<path class="line" d="M{a:g} 52 v-8 H{b:g} v8"/>')
         parts.append(f'<text class="small mid muted" x="{(a + b) / 2:g}" y="34">{words}</text>')
-    note = "Vertical lines: exchanges, at which every process knows the outcome of all before any goes on."
+    note = "Vertical lines: processes wait for each other here, and learn how the step ended on all of them."
     parts.append(f'<text class="small muted" x="{left}" y="{bottom + 78}">{note}</text>')
     return picture(int(after + 151 + 75 + 24), bottom + 96, "A round of samples on all hosts", parts)
 
