@@ -1,4 +1,4 @@
-"""One round of sampling on all hosts, in the order that keeps a pod alive (docs/architecture.md, "Safety protocol")."""
+"""One round of sampling on all hosts, in the order that keeps a pod alive (docs/protocol.md, "A round")."""
 
 import dataclasses
 import time
