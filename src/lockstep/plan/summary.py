@@ -190,7 +190,7 @@ def _sampling(one: SamplingPlan) -> dict[str, Any]:
             "compute_s": estimate.compute_s,
             "collectives_s": estimate.collectives_s,
             "step_s": estimate.step_s,
-            "reshard_s": estimate.reshard_s,
+            "relay_s": estimate.reshard_s,
             "round_s": estimate.total_s,
             "sequences_at_a_time": estimate.active,
             "tokens_per_s": estimate.active / estimate.step_s,
