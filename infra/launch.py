@@ -24,6 +24,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Protocol
 
+ERROR = b"error: "
+"""How a line begins in which a process says why it ends (lockstep.hosts.exit)."""
+
 LAST_LINES = 40
 """Number of last lines of a failed process that are shown again."""
 POLL_S = 0.05
@@ -219,6 +222,7 @@ class Job:
         self.selector = selectors.DefaultSelector()
         self.received: list[int] = []  # signals to the launcher that are not yet passed on
         self.stopped_by: int | None = None  # the first of them
+        self.errors: set[bytes] = set()
         self.failed: Child | None = None
         self.first_failure: float | None = None
         self.terminate_at: float | None = None  # when what still runs after a failure gets SIGTERM
@@ -306,7 +310,8 @@ class Job:
         self.failed = child
         self._drain(child)
         print(f"launch: process {child.index} failed, {describe(child)}", file=sys.stderr)
-        if child.last:
+        # What it said of its own accord stands a few lines above; output that just ends is worth seeing again.
+        if child.last and not any(line.startswith(ERROR) for line in child.last):
             print("launch: its last lines:", file=sys.stderr)
             for line in child.last:
                 print(f"[{child.index}] " + line.decode(errors="replace"), file=sys.stderr)
@@ -355,8 +360,12 @@ class Job:
         child.last.append(line)
         if child.log:
             child.log.write(line + b"\n")
+        # An error that stopped every process is said by each of them: one copy is enough at the terminal.
+        repeated = line.startswith(ERROR) and line in self.errors
+        if line.startswith(ERROR):
+            self.errors.add(line)
         # After Ctrl-C the leader may still report something; N copies of a stack trace are of no use.
-        if self.stopped_by is None or child.index == 0:
+        if not repeated and (self.stopped_by is None or child.index == 0):
             sys.stdout.buffer.write(child.prefix.encode() + line + b"\n")
             sys.stdout.buffer.flush()
 

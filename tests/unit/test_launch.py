@@ -197,3 +197,18 @@ def test_the_leader_keeps_the_terminal():
 def test_a_flood_on_one_pipe_does_not_hide_the_other():
     program = "if i == 1: time.sleep(.5); sys.exit(5)\nwhile True: print('x' * 1000)"
     assert run(program).returncode == 5
+
+
+def test_an_error_of_every_process_is_shown_once(tmp_path):
+    done = run(
+        "print('error: no such file'); time.sleep(0.3 * i); sys.exit(1)", "--log_dir", str(tmp_path), processes=3
+    )
+    assert done.returncode == 1
+    assert (done.stdout + done.stderr).count("error: no such file") == 1
+    logs = [(tmp_path / f"process-{i}.log").read_text() for i in range(3)]
+    assert logs == ["error: no such file\n"] * 3
+
+
+def test_different_errors_are_all_shown():
+    done = run("print(f'error: disk {i} is full'); sys.exit(1)")
+    assert all(f"error: disk {i} is full" in done.stdout for i in range(2))
