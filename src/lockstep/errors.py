@@ -39,17 +39,24 @@ class CapacityError(LockstepError, ValueError):
 class HostError(LockstepError, RuntimeError):
     """Something between the hosts of a job went wrong."""
 
+    on_every_process = False
+    """Whether every process of the job raises this error with the same text, so that one needs to print it."""
+
 
 class HostTimeoutError(HostError, TimeoutError):
     """A wait on other hosts ran out of time: names the key, the seconds, the missing processes and their last phase."""
 
 
 class DisagreementError(HostError):
-    """Hosts hold different values where they must hold the same one: names the processes that differ."""
+    """Hosts have different values where they must have the same one: names the processes that differ."""
+
+    on_every_process = True
 
 
 class PeerError(HostError):
-    """A host-only phase failed on at least one host. Raised with the same text on every host."""
+    """A phase failed on at least one host. Raised with the same text on every host, also in a job of one."""
+
+    on_every_process = True
 
 
 class LaunchMismatchError(HostError):

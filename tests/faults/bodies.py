@@ -392,7 +392,6 @@ def body_exits(hosts):
     """Errors that end a run, caught here, with the text that every process would have ended with."""
     from launches import assert_same_launches
 
-    from lockstep.main.run import settled
     from lockstep.report.trackers import WandbTrackerConfig
 
     texts, seconds, threads = {}, {}, body_threads(hosts)
@@ -413,7 +412,7 @@ def body_exits(hosts):
         trainer.train(tiny.init_model(trainer), tiny.rows())
 
     def without_wandb():
-        with mock.patch.dict(sys.modules, wandb=None), settled(hosts, "tracker"):
+        with mock.patch.dict(sys.modules, wandb=None), hosts.run_on_all("tracker"):
             if hosts.is_leader:
                 WandbTrackerConfig().build("unused", "unused")
 

@@ -56,12 +56,18 @@ def agreements(hosts: Hosts) -> list[Any]:
     return [odd, absent, each]
 
 
+def fail(scope: Hosts, name: str, error: Exception | None) -> None:
+    with scope.run_on_all(name):
+        if error is not None:
+            raise error
+
+
 def settles(hosts: Hosts) -> list[Any]:
     last = hosts.index == hosts.count - 1
     with hosts.scope("settle") as scope:
-        scope.settle("fine", None)
-        one = caught(lambda: scope.settle("one", ValueError("prompts.txt is empty") if last else None))
-        every = caught(lambda: scope.settle("every", OSError(f"disk {hosts.index}")))
+        fail(scope, "fine", None)
+        one = caught(lambda: fail(scope, "one", ValueError("prompts.txt is empty") if last else None))
+        every = caught(lambda: fail(scope, "every", OSError(f"disk {hosts.index}")))
     return [one, every]
 
 
@@ -93,7 +99,7 @@ def leaves_nothing(hosts: Hosts) -> list[int]:
         scope.broadcast("a", b"x" if hosts.is_leader else None)
         scope.gather("b", b"y")
         scope.agree("c", {"d": "e"})
-        scope.settle("f", None)
+        fail(scope, "f", None)
         scope.barrier("end")
     if hosts.is_leader:
         counts.append(len(hosts.client.get_dir("lockstep/job")))
@@ -104,7 +110,7 @@ def leaves_nothing(hosts: Hosts) -> list[int]:
         scope.agree("c", {"d": "e"})
     count("after agree")
     with hosts.scope("cleanup") as scope:
-        caught(lambda: scope.settle("f", ValueError("x")))
+        caught(lambda: fail(scope, "f", ValueError("x")))
     count("after an error")
     return counts
 
@@ -158,7 +164,7 @@ def milliseconds(hosts: Hosts) -> dict[str, float]:
         "broadcast 1 KB": lambda scope: scope.broadcast("x", bytes(1000) if hosts.is_leader else None),
         "gather 1 KB": lambda scope: scope.gather("x", bytes(1000)),
         "agree": lambda scope: scope.agree("x", {"tokens": "0" * 64, "ledger": "1" * 64}),
-        "settle": lambda scope: scope.settle("x", None),
+        "settle": lambda scope: fail(scope, "x", None),
     }
     for name, call in calls.items():
         laps = []
@@ -198,13 +204,12 @@ def check(results: list[dict[str, Any]], wait_s: float) -> None:
     for one, every in by_process("settles"):
         assert one[:2] == [
             PeerError.__name__,
-            f"1 of {count} processes failed at 'lockstep/job/settle#1/one'. "
-            f"process {last}: ValueError: prompts.txt is empty",
+            f"1 of {count} processes failed at 'settle#1/one'. process {last}: ValueError: prompts.txt is empty",
         ]
         disks = "; ".join(f"process {i}: OSError: disk {i}" for i in range(count))
         assert every[:2] == [
             PeerError.__name__,
-            f"{count} of {count} processes failed at 'lockstep/job/settle#1/every'. {disks}",
+            f"{count} of {count} processes failed at 'settle#1/every'. {disks}",
         ]
         assert every[2] == "OSError"
     assert [one[2] for one, _ in by_process("settles")] == ["NoneType"] * last + ["ValueError"]
@@ -238,7 +243,7 @@ def _check_agreements(found: list[Any], first: list[int], last: int) -> None:
     assert all(one == found[0] for one in found), "the text is the same on every process"
     odd, absent, each = found[0]
     assert odd[0] == absent[0] == each[0] == DisagreementError.__name__
-    others = f"process{'es' if len(first) > 1 else ''} {', '.join(map(str, first))}"
+    others = {1: "process 0", 3: "processes 0-2"}[len(first)]
     majority = " (the majority)" if len(first) > 1 else ""
     assert f"config: {others}{majority}: 'aaaa'; process {last}: 'bbbb'." in odd[1]
     assert "on 'config'." in odd[1] and "step:" not in odd[1]

@@ -13,7 +13,7 @@ from tests.oracle import assert_same_tokens, oracle_completions
 
 def least(hosts, values):
     with hosts.scope("least") as scope:
-        got = scope.least("free", values[hosts.index])
+        got = scope.all_min("free", values[hosts.index])
         scope.barrier("end")
     return got
 

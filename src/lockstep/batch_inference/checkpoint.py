@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from lockstep.batch_inference.config import SampleConfig
 from lockstep.errors import ConfigError
-from lockstep.hosts import Hosts, settled
+from lockstep.hosts import Hosts
 from lockstep.models import LlamaLMHeadModel, load_hf, read_hf_config
 from lockstep.units import bytes_text
 
@@ -146,10 +146,9 @@ def load(hosts: Hosts, checkpoint: str, mesh: Mesh, dtype: str | None) -> tuple[
         PeerError: a host could not read its part; the same on every host.
     """
     start = time.monotonic()
-    hosts.phase("loading the checkpoint")
     progress = LoadProgress(tell=hosts.is_leader)
     model: Any = None
-    with settled(hosts, "load checkpoint"):
+    with hosts.run_on_all("loading the checkpoint"):
         stored = dtype or stored_dtype(read_hf_config(checkpoint))
         model = load_hf(checkpoint, mesh, dtype=jnp.dtype(stored), on_read=progress)
     return model, progress.bytes, time.monotonic() - start

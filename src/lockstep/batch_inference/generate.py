@@ -17,7 +17,7 @@ from lockstep.batch_inference.prompt_store import PromptStore
 from lockstep.batch_inference.row_files import RowFile
 from lockstep.batch_inference.shard import Batch, JobShape, batches, prompts_per_batch
 from lockstep.engine import Engine
-from lockstep.hosts import Hosts, Watchdog, compare, digest, environment, leader_only, settled_values
+from lockstep.hosts import Hosts, Watchdog, digest, environment, leader_only
 from lockstep.report.metrics import Metric, load_metrics, measure
 from lockstep.report.rows import SampleRow
 from lockstep.schedule import Scheduler
@@ -102,28 +102,22 @@ class Generator:
         longest = int(self._spool.lengths.max()) + config.max_new_tokens
         vocab_size = max(self._tokenizer.get_vocab().values()) + 1
 
-        def make_engine() -> tuple[Mapping[str, str], int]:
-            window = config.max_prompts_per_batch or config.engine.max_prompts_per_batch
-            engine_config = dataclasses.replace(config.engine, max_seq_len=longest, max_prompts_per_batch=window)
-            # Where hosts work for themselves, their launches are no matter of the job's.
-            ledger = self._hosts.ledger if self.lockstep else None
-            self._engine = Engine(engine_config, mesh, vocab_size=vocab_size, ledger=ledger)
-            return environment(), self._engine.free_bytes(model)
-
-        def compile_first() -> Mapping[str, str]:
-            assert self._engine is not None
-            self._model = model
-            first = self._probe(self._engine, mesh, shape, units)
-            digests = self._engine.prepare(model, first, free=self._free) if first else {}
-            return {"batch": str(self.batch_prompts), **digests}
-
         with self._hosts.scope("engine") as scope:
-            measured = settled_values(scope, "memory", make_engine)
-            compare("environment", [alike for alike, _ in measured])
-            self._free = min(free for _, free in measured)
-            programs = settled_values(scope, "prepare", compile_first)
-            if self.lockstep:
-                compare("programs", programs)
+            with scope.run_on_all("measure memory") as measured:
+                window = config.max_prompts_per_batch or config.engine.max_prompts_per_batch
+                engine_config = dataclasses.replace(config.engine, max_seq_len=longest, max_prompts_per_batch=window)
+                # Where hosts work for themselves, their launches are not the job's.
+                ledger = self._hosts.ledger if self.lockstep else None
+                engine = self._engine = Engine(engine_config, mesh, vocab_size=vocab_size, ledger=ledger)
+                measured.agree(environment())
+                measured.share(engine.free_bytes(model))
+            self._free = min(measured.shared)
+            with scope.run_on_all("prepare") as prepared:
+                self._model = model
+                first = self._probe(engine, mesh, shape, units)
+                digests = engine.prepare(model, first, free=self._free) if first else {}
+                if self.lockstep:
+                    prepared.agree({"batch": str(self.batch_prompts), **digests})
 
     def run(
         self, shape: JobShape, units: Int[np.ndarray, " pending"], rows: RowFile | None, meter: Meter | None
@@ -146,17 +140,16 @@ class Generator:
                     self._write(work.round, completions, rows)
 
     def _write(self, round_: int, completions: Sequence[Completion], rows: RowFile | None) -> None:
-        error: Exception | None = None
-        if rows is not None:
-            try:
+        def write() -> None:
+            if rows is not None:
                 with leader_only():
                     rows.append([row.to_dict() for row in self._rows(round_, completions)])
-            except Exception as caught:
-                error = caught
+
         if self.lockstep:
-            self._hosts.settle("rows", error)
-        elif error is not None:
-            raise error
+            with self._hosts.run_on_all("write rows"):
+                write()
+        else:
+            write()
 
     def _probe(self, engine: Engine, mesh: Mesh, shape: JobShape, units: Int[np.ndarray, " pending"]) -> list[Request]:
         """The first batch; its size follows from the sequences that fit at a time."""
@@ -186,11 +179,8 @@ class Generator:
             engine.prepare(self._model, first, free=self._free)
             return self._launch(engine, work, meter)
 
-        def prepare() -> Mapping[str, str]:
-            return {"prompts": digest(repr(work)), **engine.prepare(self._model, first, free=self._free)}
-
-        with self._hosts.scope("round") as scope:
-            compare("programs", settled_values(scope, "prepare", prepare))
+        with self._hosts.scope("round") as scope, scope.run_on_all("prepare") as prepared:
+            prepared.agree({"prompts": digest(repr(work)), **engine.prepare(self._model, first, free=self._free)})
         return self._launch(engine, work, meter)
 
     def _batch(self, answers: Answers, meter: Meter | None) -> list[Completion]:
@@ -202,16 +192,9 @@ class Generator:
             return self._collect(answers, meter)
         engine = self._engine
         assert engine is not None
-        completions: list[Completion] = []
-
-        def generate() -> Mapping[str, str]:
-            completions.extend(self._collect(answers, meter))
-            return {"launches": engine.ledger.state, "tokens": digest(repr(completions))}
-
-        with self._hosts.scope("batch") as scope:
-            held = settled_values(scope, "generate", generate)
-            scope.compare_launches("launches", [one["launches"] for one in held], engine.ledger)
-            compare("tokens", held)
+        with self._hosts.scope("batch") as scope, scope.launch_on_all("generate", engine.ledger) as generated:
+            completions = self._collect(answers, meter)
+            generated.agree({"tokens": digest(repr(completions))})
         return completions
 
     def _collect(self, answers: Answers, meter: Meter | None) -> list[Completion]:
@@ -241,14 +224,12 @@ class Generator:
             meter.begin()
         requests = (self._request(work.round, number) for number in work.prompts)
         return engine.stream(
-            self._model, requests, around_launch=self._watched, find_stop=self._find_stop, between_launches=look
+            self._model,
+            requests,
+            around_launch=self._watchdog.watch_launch,
+            find_stop=self._find_stop,
+            between_launches=look,
         )
-
-    @contextlib.contextmanager
-    def _watched(self, program: str) -> Iterator[None]:
-        self._hosts.phase(program)
-        with self._watchdog.watch(program):
-            yield
 
     def _rows(self, round_: int, completions: Sequence[Completion]) -> Iterator[SampleRow]:
         """Rows of a batch by prompt and generation, so that a file reads in order as far as it can."""

@@ -10,7 +10,7 @@ from jaxtyping import Int
 
 from lockstep.batch_inference.row_files import NOWHERE, RowIndex, owners, pack, unpack
 from lockstep.errors import LockstepError
-from lockstep.hosts import Hosts, settled
+from lockstep.hosts import Hosts
 
 GATHER_BYTES = 32 << 20
 """What all hosts together send to the leader at a time, at most (a single row that is longer goes alone)."""
@@ -69,17 +69,17 @@ def merge(hosts: Hosts, index: RowIndex, owner: Int[np.ndarray, " rows"], direct
             file = stack.enter_context(open(gathered, "wb")) if hosts.is_leader else None
             while True:
                 piece = b""
-                with settled(scope, f"read {turn}"):
+                with scope.run_on_all(f"read {turn}"):
                     piece = next(pieces, b"")
                 received = scope.gather(f"rows {turn}", piece)
-                with settled(scope, f"keep {turn}"):
+                with scope.run_on_all(f"keep {turn}"):
                     if received is not None and file is not None:
                         file.writelines(received)
                 more = None if received is None else (b"more" if any(received) else b"end")
                 if scope.broadcast(f"more {turn}", more) == b"end":
                     break
                 turn += 1
-        with settled(scope, "write"):
+        with scope.run_on_all("write"):
             if hosts.is_leader:
                 index.scan_file(gathered)
                 _write(path, index, len(owner))

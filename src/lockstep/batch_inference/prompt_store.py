@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lockstep.hosts import Hosts, settled
+from lockstep.hosts import Hosts
 from lockstep.text import Prompt, encode
 
 if TYPE_CHECKING:
@@ -109,14 +109,14 @@ def store_prompts(hosts: Hosts, lines: Iterator[bytes] | None, *, piece_bytes: i
     with hosts.scope("prompts") as scope:
         while True:
             piece: bytes | None = None
-            with settled(scope, f"read {number}"):
+            with scope.run_on_all(f"read {number}"):
                 if lines is not None:
                     piece = _piece(lines, piece_bytes)
-            # Settling is a barrier, so that the piece before is deleted from the service when this one comes.
+            # The phase ends in a barrier, so that the piece before is deleted from the service when this one comes.
             received = scope.broadcast(f"piece {number}", piece)
             if not received:
                 break
-            with settled(scope, f"store {number}"):
+            with scope.run_on_all(f"store {number}"):
                 spool.append(received)
             number += 1
         scope.agree("spool", {"prompts": spool.digest})

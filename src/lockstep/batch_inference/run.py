@@ -39,7 +39,7 @@ from lockstep.batch_inference.summary import (
     log_job,
     summary_table,
 )
-from lockstep.hosts import Hosts, digest, leader_only, settled
+from lockstep.hosts import Hosts, config_digest, digest, leader_only, try_leader_only
 from lockstep.placement import make_mesh
 from lockstep.report.background import BackgroundTracker
 from lockstep.report.table import print_table
@@ -80,14 +80,14 @@ class _Run:
 
     def run(self) -> int:
         config, hosts = self.config, self.hosts
-        hosts.agree("config", {"configuration": _config_digest(config)})
+        hosts.agree("config", {"configuration": config_digest(config)})
         self._read()
         spool = self._spool()
         shape = JobShape(rounds=config.n_rounds, prompts=len(spool), generations=config.n_generations)
         self._open(spool)
         index, found = self._find(shape)
         tracker: Tracker = NoopTracker()
-        with settled(hosts, "tracker"):
+        with hosts.run_on_all("tracker"):
             if hosts.is_leader:
                 built = build_tracker(config.trainer.tracker, self.run_dir, self.run_dir.name, draccus.encode(config))
                 tracker = BackgroundTracker(built, leader_only)
@@ -98,14 +98,15 @@ class _Run:
             progress = self._generate(spool, shape, index, found, tracker)
             self._report(shape, index, present, progress, tracker)
         finally:
-            _finish(tracker, hosts)
+            if hosts.is_leader:
+                _report("closing the tracker", tracker.finish)
         return 0
 
     def _read(self) -> None:
         """Tokenizer, checkpoint's identity, directories."""
         config, hosts = self.config, self.hosts
         hosts.phase("reading tokenizer and checkpoint")
-        with settled(hosts, "prepare"):
+        with hosts.run_on_all("prepare"):
             if config.write_parquet and hosts.is_leader:
                 check_pyarrow()
             self.checkpoint = resolve_checkpoint(config)
@@ -122,7 +123,7 @@ class _Run:
         given = config.host_data_parallel_output_dir
         self.output_dir = self.run_dir / "samples"
         self.remote: RemoteRows | None = None
-        with settled(hosts, "output"):
+        with hosts.run_on_all("output"):
             if given is not None and "://" in given:
                 self.remote = RemoteRows(given, hosts.index)
             elif given is not None:
@@ -157,13 +158,13 @@ class _Run:
             "metrics": config.metrics,
             **{name: _plain(value) for name, value in dataclasses.asdict(params).items()},
         }
-        with settled(hosts, "output directory"):
+        with hosts.run_on_all("output directory"):
             self.output_dir.mkdir(parents=True, exist_ok=True)
             if self.remote is not None:
                 self.remote.fetch(self.output_dir, hosts.count)
             for line in check_manifest(self.output_dir, record, force=config.resume == "force"):
                 log.warning("resume force: %s; rows that are there stay as they are", line)
-        with settled(hosts, "job record"):
+        with hosts.run_on_all("job record"):
             path = write_manifest(self.output_dir, record, hosts.index)
             if self.remote is not None and hosts.is_leader:
                 self.remote.put(path)
@@ -171,11 +172,11 @@ class _Run:
     def _find(self, shape: JobShape) -> tuple[RowIndex, np.ndarray]:
         """Rows that some host has, whichever wrote them, the same on every host."""
         hosts, index = self.hosts, RowIndex(shape)
-        with settled(hosts, "rows on disk"):
+        with hosts.run_on_all("rows on disk"):
             # Before any host reads the others' files: each mends its own.
             keep = None if self.remote is None else self.remote.add
             self.rows = RowFile(host_file(self.output_dir, hosts.index), index, keep)
-        with settled(hosts, "scan rows"):
+        with hosts.run_on_all("scan rows"):
             index.scan(self.output_dir)
         posts = hosts.gather("found rows", pack(index.present))
         union: bytes | None = None
@@ -234,7 +235,7 @@ class _Run:
         owner = agree_on_owners(hosts, index)
         totals: Totals | None = None
         mine = Totals()
-        with settled(hosts, "count rows"):
+        with hosts.run_on_all("count rows"):
             mine.add(index.read(np.flatnonzero(owner == hosts.index)))
         totals = add_up(hosts, mine)
         memory = self.memory.of_all("memory")
@@ -243,10 +244,10 @@ class _Run:
         if config.enable_host_rows_gather:
             merged = merge(hosts, index, owner, self.output_dir)
         parquet: Path | None = None
-        with settled(hosts, "parquet"):
+        with hosts.run_on_all("parquet"):
             if merged is not None and config.write_parquet:
                 parquet = write_parquet(merged)
-        with settled(hosts, "upload"):
+        with hosts.run_on_all("upload"):
             for path in (merged, parquet):
                 if self.remote is not None and path is not None:
                     self.remote.put(path)
@@ -292,10 +293,10 @@ class _Run:
             log_job(tracker, outcome, merged, config, step=outcome.totals.rows)
 
         for what, work in (("the tracker", track), ("closing the tracker", tracker.finish), ("the summary", show)):
-            _guarded(what, work)
+            _report(what, work)
 
     def _mesh(self, separate: bool) -> Mesh:
-        with settled(self.hosts, "mesh"):
+        with self.hosts.run_on_all("mesh"):
             mesh = make_mesh(self.config.trainer.mesh_shape, jax.local_devices() if separate else None)
         return mesh
 
@@ -334,7 +335,7 @@ class _Shown:
         if sys.exc_info()[0] is None:
             if self._last is not None:
                 self._keep(self._last)
-            _guarded("the tracker", self._flush)
+            _report("the tracker", self._flush)
 
     def _keep(self, job: JobProgress) -> None:
         """For the tracker, unless it is there: how it ended is told whenever that is."""
@@ -348,24 +349,8 @@ class _Shown:
             self._tracker.log({**values, "sample/progress/seconds": job.seconds}, step=job.rows_done)
 
 
-def _guarded(what: str, work: Callable[[], None]) -> None:
-    try:
-        with leader_only():
-            work()
-    except Exception as error:
-        log.error("%s failed; all rows are on disk", what, exc_info=error)
-
-
-def _finish(tracker: Tracker, hosts: Hosts) -> None:
-    if hosts.is_leader:
-        _guarded("closing the tracker", tracker.finish)
-
-
-def _config_digest(config: SampleConfig) -> str:
-    """Of all that must be the same on every host: each host may be told its own number."""
-    values = draccus.encode(config)
-    del values["trainer"]["distributed"]
-    return digest(repr(values))
+def _report(what: str, work: Callable[[], None]) -> None:
+    try_leader_only(what, work, "all rows are on disk")
 
 
 def _plain(value: Any) -> Any:

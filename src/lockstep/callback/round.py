@@ -1,18 +1,14 @@
 """One round of sampling on all hosts, in the order that keeps a pod alive (docs/architecture.md, "Safety protocol")."""
 
-import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
-
-import jax
 
 from lockstep.callback.round_prompts import RoundPrompts, from_bytes, to_bytes
 from lockstep.device.memory import used_bytes
 from lockstep.engine import Auditor, Budget, Engine
-from lockstep.errors import LockstepError
-from lockstep.hosts import Hosts, Ledger, Watchdog, compare, digest, environment
+from lockstep.hosts import Hosts, Watchdog, digest, environment
 from lockstep.schedule import FindStop
 from lockstep.text import Prompt
 from lockstep.types import Completion
@@ -74,18 +70,7 @@ def run_round(
     watchdog = Watchdog(hosts, hosts.timeout_s) if watchdog is None else watchdog
     clock = _Clock()
     memory = {"before": used_bytes()}
-
-    @contextlib.contextmanager
-    def watched(program: str) -> Iterator[None]:
-        hosts.phase(program)
-        with watchdog.watch(program):
-            yield
-
     prompts: list[Prompt] | None = None
-    ready: Engine | None = None
-    auditing: Auditor | None = None
-    completions: list[Completion] = []
-    gap: float | None = None
 
     def read_on_leader() -> bytes:
         nonlocal prompts
@@ -93,64 +78,49 @@ def run_round(
         prompts = asked.prompts
         return to_bytes(asked)
 
-    def measure() -> int:
-        nonlocal ready
-        ready = engine()
-        return ready.free_bytes(model)
-
-    def prepare() -> tuple[Mapping[str, str], bool]:
-        nonlocal auditing
-        assert ready is not None
-        digests = {"prompts": digest(repr(questions)), **ready.prepare(model, questions.compile_requests, free=free)}
-        if (auditing := auditor()) is not None:
-            digests |= auditing.prepare(model, questions.compile_requests)
-            auditing.check_memory(free, ready.config.hbm_utilization)
-        return digests, hosts.preemption.requested()
-
-    def generate() -> Mapping[str, str]:
-        assert ready is not None
-        # A launch from a second thread could come before one of ours on this host and after it on another.
-        with jax.thread_guard(True):
-            completions.extend(
-                ready.run(model, requests, around_launch=watched, find_stop=find_stop, between_launches=budget)
-            )
-        return {"launches": ready.ledger.state, "tokens": digest(repr(completions))}
-
-    def audit() -> Mapping[str, str]:
-        nonlocal gap
-        assert ready is not None and auditing is not None
-        with jax.thread_guard(True):
-            gap = auditing.run(model, requests, completions, around_launch=watched)
-        return {"launches": ready.ledger.state, "logprob_gap": repr(gap)}
-
-    hosts.phase("waiting for all hosts to begin")
-    alike = {**facts, **environment(), "debug": str(hosts.debug)}
-    begun = hosts.settle("begin", None, [alike, hosts.preemption.requested()])
-    compare("facts", [alike for alike, _ in begun])
+    with hosts.run_on_all("waiting for all hosts to begin") as begin:
+        begin.agree({**facts, **environment(), "debug": str(hosts.debug)})
+        begin.share(hosts.preemption.requested())
     clock.lap("barrier")
-    if any(asked for _, asked in begun):
+    if any(begin.shared):
         _end(hosts)
         return None
 
     hosts.phase("read prompts")
-    questions = from_bytes(hosts.broadcast_from_leader("prompts", read_on_leader))
-    requests = questions.requests
+    asked = from_bytes(hosts.broadcast_from_leader("prompts", read_on_leader))
+    requests = asked.requests
     clock.lap("prompts")
 
-    free = min(_settled(hosts, "measure memory", measure))
-    prepared = _settled(hosts, "prepare", prepare)
-    compare("programs", [digests for digests, _ in prepared])
+    with hosts.run_on_all("measure memory") as measured:
+        ready = engine()
+        measured.share(ready.free_bytes(model))
+    free = min(measured.shared)
+
+    with hosts.run_on_all("prepare") as prepared:
+        prepared.agree({"prompts": digest(repr(asked)), **ready.prepare(model, asked.compile_requests, free=free)})
+        auditing = auditor()
+        if auditing is not None:
+            prepared.agree(auditing.prepare(model, asked.compile_requests))
+            auditing.check_memory(free, ready.config.hbm_utilization)
+        prepared.share(hosts.preemption.requested())
     clock.lap("prepare")
-    if any(asked for _, asked in prepared):
+    if any(prepared.shared):
         _end(hosts)
         return None
 
     budget = Budget(hosts, max_seconds)
-    assert ready is not None
-    _agreed(hosts, "generate", generate, ready.ledger)
+    with hosts.launch_on_all("generate", ready.ledger) as generated:
+        completions = ready.run(
+            model, requests, around_launch=watchdog.watch_launch, find_stop=find_stop, between_launches=budget
+        )
+        generated.agree({"tokens": digest(repr(completions))})
     clock.lap("generate")
+
+    gap: float | None = None
     if auditing is not None and not budget.preempted:
-        _agreed(hosts, "audit", audit, ready.ledger)
+        with hosts.launch_on_all("audit", ready.ledger) as audited:
+            gap = auditing.run(model, requests, completions, around_launch=watchdog.watch_launch)
+            audited.agree({"logprob_gap": repr(gap)})
         clock.lap("audit")
 
     _end(hosts)
@@ -171,27 +141,6 @@ def _end(hosts: Hosts) -> None:
     """No host goes on to train while another still samples."""
     hosts.phase("training")
     hosts.barrier("end")
-
-
-def _settled[T](hosts: Hosts, name: str, work: Callable[[], T]) -> list[T]:
-    """A phase whose outcome all hosts know before any goes on: every host's result, or PeerError everywhere."""
-    hosts.phase(name)
-    result, error = None, None
-    try:
-        result = work()
-    except Exception as failure:
-        error = failure
-    try:
-        return hosts.settle(name, error, result)
-    except LockstepError as settled:
-        raise settled from error
-
-
-def _agreed(hosts: Hosts, name: str, work: Callable[[], Mapping[str, str]], ledger: Ledger) -> None:
-    """A phase that launches programs: all hosts launched the same and got the same."""
-    held = _settled(hosts, name, work)
-    hosts.compare_launches(f"launches of {name}", [one["launches"] for one in held], ledger)
-    compare(name, held)
 
 
 class _Clock:

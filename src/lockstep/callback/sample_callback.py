@@ -17,7 +17,7 @@ from lockstep.callback.round import RoundResult, run_round
 from lockstep.callback.round_prompts import read_round_prompts
 from lockstep.engine import Auditor, Engine, Sizing
 from lockstep.errors import ConfigError, DisagreementError, HostError, PeerError
-from lockstep.hosts import Hosts, Watchdog, current, digest, environment, leader_only
+from lockstep.hosts import Hosts, Watchdog, current, digest, environment, leader_only, try_leader_only
 from lockstep.models import read_decoder
 from lockstep.placement import mesh_of
 from lockstep.report.background import FINISH_S, BackgroundTracker
@@ -164,16 +164,11 @@ class SampleCallback:
         if not self.config.enabled:
             return
         with self._hosts.scope(f"{self.name}/check", self.config.timeout_s) as hosts:
-            hosts.agree("facts", {**self._facts, **environment()})
-            error: Exception | None = None
-            try:
+            with hosts.run_on_all("check") as checked:
+                checked.agree({**self._facts, **environment()})
                 engine = self._engine_for(model)
                 if hosts.is_leader:
                     engine.check(model, read_round_prompts(self.config, self._tokenizer).compile_requests)
-            except Exception as failure:
-                error = failure
-            hosts.settle("check", error)
-            hosts.barrier("end")
 
     def _due(self, step: int, force: bool) -> bool:
         config = self.config
@@ -307,19 +302,8 @@ class SampleCallback:
 
     def _guarded(self, name: str, step: int, what: Callable[[], None]) -> None:
         """Does a part of the leader's work, in which a launch raises; what fails is logged and counted."""
-        try:
-            with leader_only():
-                what()
-        except Exception as error:
+        if not try_leader_only(f"{self.name}: {name} after step {step}", what, "training goes on"):
             self.report_errors += 1
-            log.error(
-                "%s: %s after step %d failed on the leader; training goes on: %s: %s",
-                self.name,
-                name,
-                step,
-                type(error).__name__,
-                error,
-            )
 
     def _row(self, step: int, prompt: Prompt, completion: Completion) -> Row:
         return Row(

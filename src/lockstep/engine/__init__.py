@@ -3,7 +3,6 @@
 from lockstep.device.program import Compilation as Compilation
 from lockstep.device.program import Program as Program
 from lockstep.device.program import compile_program as compile_program
-from lockstep.engine.agreement import settled as settled
 from lockstep.engine.audit import Auditor as Auditor
 from lockstep.engine.audit import audit as audit
 from lockstep.engine.budget import Budget as Budget

@@ -13,7 +13,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
 from lockstep.device.program import AroundLaunch, Program, compile_program, fetch
-from lockstep.engine.agreement import settled
 from lockstep.engine.prepare import signature_of
 from lockstep.errors import CapacityError, ConfigError
 from lockstep.hosts import Hosts, Ledger, current, digest
@@ -210,21 +209,17 @@ def audit(
         DisagreementError: hosts were given different completions.
     """
     with (current() if hosts is None else hosts).scope("audit") as scope:
-
-        def prepare() -> tuple[Auditor, dict[str, str]]:
+        with scope.run_on_all("prepare") as prepared:
+            prepared.agree({"requests and completions": digest(repr(list(requests)), repr(list(completions)))})
             _, weights = read_decoder(model)
             auditor = Auditor(mesh_of(weights.embed), vocab_size=vocab_size, dtype=dtype)
-            return auditor, auditor.prepare(model, requests) if requests else {}
-
-        auditor, digests = settled(scope, "prepare", prepare)
-        asked = digest(repr(list(requests)), repr(list(completions)))
-        scope.agree("programs", {"requests and completions": asked, **digests})
+            if requests:
+                prepared.agree(auditor.prepare(model, requests))
         if not completions:
             return 0.0
-        gap = settled(scope, "audit", lambda: auditor.run(model, requests, completions))
-        scope.agree_launches("launches", auditor.ledger)
-        scope.agree("gap", {"gap": repr(gap)})
-        scope.barrier("done")
+        with scope.launch_on_all("audit", auditor.ledger) as audited:
+            gap = auditor.run(model, requests, completions)
+            audited.agree({"gap": repr(gap)})
     return gap
 
 

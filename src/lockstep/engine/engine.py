@@ -1,7 +1,6 @@
 """The engine: requests in, completions out, on a model that is sharded over the devices of all hosts."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,6 @@ from jax.sharding import Mesh
 
 from lockstep.attention import check_cache_dtype
 from lockstep.device import AroundLaunch, Compilation, Compile, Program, compile_lowered, fetch, free_bytes
-from lockstep.engine.agreement import settled
 from lockstep.engine.config import EngineConfig, tensor_size
 from lockstep.engine.decode_model import DecodeModel
 from lockstep.engine.decoder.copy_pages import copy_pages_arguments
@@ -318,35 +316,35 @@ class Engine:
         find_stop: FindStop | None = None,
         between_launches: BetweenLaunches | None = None,
     ) -> list[Completion]:
-        """Prepares, agrees with the other hosts, generates, and agrees on the result. Every host calls it alike.
+        """Prepares, agrees with the other hosts, generates, and agrees on the result; every host makes the same call.
 
         Args:
-            model: what `lockstep.models.read_decoder` reads.
-            requests: may be none, on every host.
-            hosts: of the job; None: the current ones.
-            find_stop: as for `run`.
-            between_launches: as for `run`.
+            model: What `lockstep.models.read_decoder` reads; it is read once.
+            requests: Requests; may be none, on every host.
+            hosts: The hosts of the job; None for the current ones.
+            find_stop: See `run`.
+            between_launches: See `run`.
 
         Returns:
             Completions in the order of the requests, then of their generations; the same on every host.
 
         Raises:
-            PeerError: on every host alike, when preparation or generation failed on at least one.
-            DisagreementError: hosts were given different requests, versions or flags, or compiled different programs.
-            LaunchMismatchError: hosts launched different programs.
+            PeerError: Preparation or generation failed on at least one host; raised on every host.
+            DisagreementError: Hosts were given different requests, versions or flags, or compiled different programs.
+            LaunchMismatchError: Hosts launched different programs.
         """
         with (current() if hosts is None else hosts).scope("generate") as scope:
-            scope.agree("environment", environment())
-            free = scope.least("free memory", settled(scope, "free memory of each", self.free_bytes))
-            digests = settled(scope, "prepare", lambda: self.prepare(model, requests, free=free) if requests else {})
-            scope.agree("programs", {"requests": digest(repr(list(requests))), **digests})
+            with scope.run_on_all("measure memory") as measured:
+                measured.agree({**environment(), "requests": digest(repr(list(requests)))})
+                read = read_decoder(model)
+                measured.share(self.free_bytes(read))
             if not requests:
                 return []
-            run = functools.partial(self.run, model, requests, find_stop=find_stop, between_launches=between_launches)
-            completions = settled(scope, "generate", run)
-            scope.agree_launches("launches", self.ledger)
-            scope.agree("tokens", {"tokens": digest(repr(completions))})
-            scope.barrier("done")
+            with scope.run_on_all("prepare") as prepared:
+                prepared.agree(self.prepare(read, requests, free=min(measured.shared)))
+            with scope.launch_on_all("generate", self.ledger) as generated:
+                completions = self.run(read, requests, find_stop=find_stop, between_launches=between_launches)
+                generated.agree({"tokens": digest(repr(completions))})
         return completions
 
     def _checked(

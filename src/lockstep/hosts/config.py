@@ -2,8 +2,12 @@
 
 import dataclasses
 import os
+from typing import Any
+
+import draccus
 
 from lockstep.errors import ConfigError
+from lockstep.hosts.exchange import digest
 
 COORDINATOR_ADDRESS = "LOCKSTEP_COORDINATOR_ADDRESS"
 NUM_PROCESSES = "LOCKSTEP_NUM_PROCESSES"
@@ -96,3 +100,15 @@ def flag(name: str) -> bool:
     if text in ("1", "true", "yes"):
         return True
     raise ConfigError(f"the variable {name} is {text!r}; use 1 to require it and 0 not to.")
+
+
+def config_digest(config: Any) -> str:
+    """Digest of all of a run's configuration that must be the same on every process.
+
+    Args:
+        config: A configuration with a ``trainer.distributed`` block, which may tell each process its own number and
+            so is left out.
+    """
+    values = draccus.encode(config)
+    del values["trainer"]["distributed"]
+    return digest(repr(values))

@@ -1,14 +1,18 @@
-"""What processes tell each other: values that all must hold, the leader's, everybody's, and whether anything failed."""
+"""What the processes of a job exchange: values that must be equal, the leader's bytes, everybody's bytes, failures."""
 
 import collections
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from lockstep.errors import DisagreementError, HostError, PeerError
 from lockstep.hosts.channel import Channel
 
 SHOWN_CHARACTERS = 80
+"""The longest value that an error shows in full."""
+ERROR_CHARACTERS = 2000
+"""The longest error text that travels to the other processes."""
+_DONE, _FAILED = b"+", b"-"
 
 
 def digest(*parts: bytes | str) -> str:
@@ -25,75 +29,51 @@ def agree(channel: Channel, key: str, values: Mapping[str, str], timeout_s: floa
     """Return when every process passed the same values.
 
     Args:
-        channel: this process's end of the service.
-        key: the same on every process.
-        values: for each thing to agree on, its name and its digest (or a short text).
-        timeout_s: seconds to wait for the others.
+        channel: This process's end of the service.
+        key: The key of the exchange, the same on every process.
+        values: The name of each thing to agree on, and its digest or a short text.
+        timeout_s: The seconds to wait for the other processes.
 
     Raises:
-        DisagreementError: on every process, with the same text: what differs, and who holds what.
-        HostTimeoutError: not all came within ``timeout_s``; names the missing ones and their last phase.
+        DisagreementError: The values differ; the same text on every process says what differs and who has what.
+        HostTimeoutError: Not all came within ``timeout_s``; names the missing ones and their last phase.
     """
-    compare(key, channel.exchange(key, dict(values), timeout_s, _mapping))
+    raise_if_different(key, channel.exchange(key, dict(values), timeout_s, _mapping))
 
 
-def compare(key: str, held: Sequence[Mapping[str, str]]) -> None:
-    """Return when every process holds the same values: `agree`, where all of them are known already.
+def raise_if_different(key: str, values: Sequence[Mapping[str, str]]) -> None:
+    """Return when every process has the same values: `agree`, where all of them are known already.
 
     Args:
-        key: named in the error.
-        held: the values of each process, by process number.
+        key: The name that the error gives to the exchange.
+        values: The values of each process, by process number.
 
     Raises:
-        DisagreementError: what differs, and who holds what.
+        DisagreementError: The values differ; says what differs and who has what.
     """
-    names = list(dict.fromkeys(name for one in held for name in one))
-    different = [name for name in names if len({one.get(name) for one in held}) > 1]
+    names = list(dict.fromkeys(name for one in values for name in one))
+    different = [name for name in names if len({one.get(name) for one in values}) > 1]
     if different:
-        texts = [_describe(name, [one.get(name) for one in held]) for name in different]
+        texts = [_describe(name, [one.get(name) for one in values]) for name in different]
+        what = ", ".join(map(repr, different))
         raise DisagreementError(
-            f"the processes of this job disagree at {key!r} on {', '.join(map(repr, different))}. {' '.join(texts)} "
+            f"the processes of this job disagree at {shown(key)!r} on {what}. {' '.join(texts)} "
             "Every process must be started with the same command, configuration, files and library versions."
         )
-
-
-def _describe(name: str, values: Sequence[str | None]) -> str:
-    """Who holds which value, the most common value first and named as the majority where it is one."""
-    groups: collections.defaultdict[str | None, list[int]] = collections.defaultdict(list)
-    for process, value in enumerate(values):
-        groups[value].append(process)
-    ordered = sorted(groups.items(), key=lambda group: (-len(group[1]), group[1]))
-    texts = []
-    for value, processes in ordered:
-        who = f"{'process' if len(processes) == 1 else 'processes'} {', '.join(map(str, processes))}"
-        if 2 * len(processes) > len(values):
-            who += " (the majority)"
-        what = "no such value" if value is None else _shorten(value)
-        texts.append(f"{who}: {what}")
-    return f"{name}: {'; '.join(texts)}."
-
-
-def _shorten(value: str) -> str:
-    return repr(value if len(value) <= SHOWN_CHARACTERS else value[: SHOWN_CHARACTERS - 3] + "...")
-
-
-def _mapping(value: object) -> dict[str, str]:
-    assert isinstance(value, dict)
-    return value
 
 
 def broadcast(channel: Channel, key: str, value: bytes | None, timeout_s: float) -> bytes:
     """Return the leader's ``value`` on every process. The leader does not wait for the others.
 
     Args:
-        channel: this process's end of the service.
-        key: the same on every process.
-        value: bytes on the leader, None elsewhere.
-        timeout_s: seconds to wait for the leader.
+        channel: This process's end of the service.
+        key: The key of the broadcast, the same on every process.
+        value: Bytes on the leader, None elsewhere.
+        timeout_s: The seconds to wait for the leader.
 
     Raises:
-        HostError: the leader passed None, or another process a value.
-        HostTimeoutError: the leader posted nothing within ``timeout_s``.
+        HostError: The leader passed None, or another process a value.
+        HostTimeoutError: The leader posted nothing within ``timeout_s``.
     """
     leader = channel.client.index == 0
     if leader != (value is not None):
@@ -110,11 +90,44 @@ def broadcast(channel: Channel, key: str, value: bytes | None, timeout_s: float)
     return channel.read(key, 0, timeout_s)
 
 
+def broadcast_from_leader(channel: Channel, key: str, work: Callable[[], bytes], timeout_s: float) -> bytes:
+    """Do ``work`` on the leader and return on every process what it returned.
+
+    Args:
+        channel: This process's end of the service.
+        key: The key of the broadcast, the same on every process.
+        work: The work, called on the leader alone.
+        timeout_s: The seconds to wait for the leader.
+
+    Raises:
+        PeerError: The work failed; the text is the same on every process, and on the leader the error is the cause.
+        HostTimeoutError: The leader posted nothing within ``timeout_s``.
+    """
+    message, cause = None, None
+    if channel.client.index == 0:
+        try:
+            message = _DONE + work()
+        except Exception as error:
+            message, cause = _FAILED + error_text(error).encode(), error
+    message = broadcast(channel, key, message, timeout_s)
+    if message.startswith(_FAILED):
+        errors: list[str | None] = [None] * channel.client.count
+        errors[0] = message[1:].decode()
+        raise_if_any_failed(key, errors, cause)
+    return message[1:]
+
+
 def gather(channel: Channel, key: str, value: bytes, timeout_s: float) -> list[bytes] | None:
     """Return every process's ``value`` by process number on the leader, None elsewhere.
 
+    Args:
+        channel: This process's end of the service.
+        key: The key of the exchange, the same on every process.
+        value: The bytes of this process.
+        timeout_s: The seconds to wait for the other processes.
+
     Raises:
-        HostTimeoutError: not all came within ``timeout_s``; names the missing ones and their last phase.
+        HostTimeoutError: Not all came within ``timeout_s``; names the missing ones and their last phase.
     """
     channel.post(key, value)
     channel.barrier(key, timeout_s)
@@ -125,84 +138,94 @@ def gather(channel: Channel, key: str, value: bytes, timeout_s: float) -> list[b
     return [channel.read(key, process, timeout_s) for process in range(channel.client.count)]
 
 
-def least(channel: Channel, key: str, value: int, timeout_s: float) -> int:
+def all_min(channel: Channel, key: str, value: int, timeout_s: float) -> int:
     """Return on every process the smallest ``value`` that any of them passed.
 
+    Args:
+        channel: This process's end of the service.
+        key: The key of the exchange, the same on every process.
+        value: The number that this process measured.
+        timeout_s: The seconds to wait for the other processes.
+
     Raises:
-        HostTimeoutError: not all came within ``timeout_s``; names the missing ones and their last phase.
+        HostTimeoutError: Not all came within ``timeout_s``; names the missing ones and their last phase.
     """
     return min(channel.exchange(key, value, timeout_s, _number))
 
 
-def _number(value: object) -> int:
-    assert isinstance(value, int)
-    return value
-
-
-ERROR_CHARACTERS = 2000
-_DONE, _FAILED = b"+", b"-"
-
-
-def settle(
-    channel: Channel, key: str, error: BaseException | None, timeout_s: float, value: object = None
-) -> list[Any]:
-    """Return when no process has an error.
+def raise_if_any_failed(key: str, errors: Sequence[str | None], cause: BaseException | None) -> None:
+    """Raise the same error on every process where at least one of them failed.
 
     Args:
-        channel: this process's end of the service.
-        key: the same on every process.
-        error: what went wrong on this process, or None.
-        timeout_s: seconds to wait for the others.
-        value: what this process has to tell, as short JSON.
-
-    Returns:
-        The values of all processes, by process number.
+        key: The name that the error gives to what failed.
+        errors: The text of each process's error, None where it has none, by process number.
+        cause: The error of this process, or None.
 
     Raises:
-        PeerError: at least one process passed an error. The text is the same on every process; where it was this
-            process's own error, it is the cause.
-        HostTimeoutError: not all came within ``timeout_s``; names the missing ones and their last phase.
+        PeerError: At least one process failed. Processes with the same error are named together.
     """
-    outcome = [None, value] if error is None else [_text(error), None]
-    outcomes = channel.exchange(key, outcome, timeout_s, _pair)
-    failed = [f"process {process}: {text}" for process, (text, _) in enumerate(outcomes) if text is not None]
-    if failed:
-        raise PeerError(f"{len(failed)} of {len(outcomes)} processes failed at {key!r}. {'; '.join(failed)}") from error
-    return [told for _, told in outcomes]
+    failed: collections.defaultdict[str, list[int]] = collections.defaultdict(list)
+    for process, text in enumerate(errors):
+        if text is not None:
+            failed[text].append(process)
+    if not failed:
+        return
+    if len(errors) == 1:
+        raise PeerError(f"{shown(key)} failed: {errors[0]}") from cause
+    texts = "; ".join(f"{name_processes(processes)}: {text}" for text, processes in failed.items())
+    count = sum(map(len, failed.values()))
+    raise PeerError(f"{count} of {len(errors)} processes failed at {shown(key)!r}. {texts}") from cause
 
 
-def broadcast_from_leader(channel: Channel, key: str, work: Callable[[], bytes], timeout_s: float) -> bytes:
-    """Do ``work`` on the leader and return on every process what it returned.
-
-    Args:
-        channel: this process's end of the service.
-        key: the same on every process.
-        work: called on the leader alone.
-        timeout_s: seconds to wait for the leader.
-
-    Raises:
-        PeerError: it failed; the text is the same on every process, and on the leader the error is the cause.
-        HostTimeoutError: the leader posted nothing within ``timeout_s``.
-    """
-    word, cause = None, None
-    if channel.client.index == 0:
-        try:
-            word = _DONE + work()
-        except Exception as error:
-            word, cause = _FAILED + _text(error).encode(), error
-    word = broadcast(channel, key, word, timeout_s)
-    if word.startswith(_FAILED):
-        raise PeerError(
-            f"1 of {channel.client.count} processes failed at {key!r}. process 0: {word[1:].decode()}"
-        ) from cause
-    return word[1:]
+def shown(key: str) -> str:
+    """A key of the job as people read it: ``inference_eval#3/prepare``."""
+    return key.removeprefix("lockstep/job/").removesuffix("#1")
 
 
-def _text(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
+    """An error as the other processes are shown it."""
     text = f"{type(error).__name__}: {error}"
     return text if len(text) <= ERROR_CHARACTERS else text[: ERROR_CHARACTERS - 3] + "..."
 
 
-def _pair(value: object) -> list[Any]:
-    assert isinstance(value, list) and len(value) == 2
+def name_processes(processes: Iterable[int]) -> str:
+    """Process numbers for reading: ``process 3``, ``processes 0-2, 5``."""
+    numbers = sorted(processes)
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"process{'es' if len(numbers) > 1 else ''} {', '.join(parts)}"
+
+
+def _describe(name: str, values: Sequence[str | None]) -> str:
+    """Who has which value, the most common value first and named as the majority where it is one."""
+    groups: collections.defaultdict[str | None, list[int]] = collections.defaultdict(list)
+    for process, value in enumerate(values):
+        groups[value].append(process)
+    ordered = sorted(groups.items(), key=lambda group: (-len(group[1]), group[1]))
+    texts = []
+    for value, processes in ordered:
+        who = name_processes(processes)
+        if 2 * len(processes) > len(values):
+            who += " (the majority)"
+        what = "no such value" if value is None else _shorten(value)
+        texts.append(f"{who}: {what}")
+    return f"{name}: {'; '.join(texts)}."
+
+
+def _shorten(value: str) -> str:
+    return repr(value if len(value) <= SHOWN_CHARACTERS else value[: SHOWN_CHARACTERS - 3] + "...")
+
+
+def _mapping(value: object) -> dict[str, str]:
+    assert isinstance(value, dict)
+    return value
+
+
+def _number(value: Any) -> int:
+    assert isinstance(value, int)
     return value

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
-from lockstep.errors import ConfigError, HostError, PromptError
+from lockstep.errors import ConfigError, HostError, LockstepError, PromptError
 from lockstep.hosts.peers import PEER_FAILED_EXIT_CODE, announce_exit, end_process
 from lockstep.hosts.start import current, shutdown
 
@@ -71,6 +71,9 @@ def run_main(main: Callable[[], object]) -> None:
         if isinstance(error.code, str):
             text = error.code
             print(text, file=sys.stderr)
+    except HostError as error:
+        code, text = 1, f"{type(error).__name__}: {error}"
+        _print_host_error(error)
     except (ConfigError, PromptError) as error:
         code, text = 1, str(error)
         print(f"error: {text}", file=sys.stderr)
@@ -79,6 +82,23 @@ def run_main(main: Callable[[], object]) -> None:
         traceback.print_exc()
     if code != 0:
         leave(code, text)
+
+
+def _print_host_error(error: HostError) -> None:
+    """Print an error once per job where every process has it, with the stack of what nobody had foreseen."""
+    if not error.on_every_process:
+        traceback.print_exception(error)
+        return
+    cause = error.__cause__
+    if cause is not None and not isinstance(cause, LockstepError):
+        traceback.print_exception(cause)
+    try:
+        leader, alone = current().is_leader, current().count == 1
+    except HostError:  # the job has no service any more: every process speaks for itself
+        leader, alone = True, False
+    if leader:
+        text = cause if alone and isinstance(cause, LockstepError) else error
+        print(f"error: {text}", file=sys.stderr, flush=True)
 
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:

@@ -2,15 +2,17 @@
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+
+import jax
 
 from lockstep.errors import HostError
 from lockstep.hosts._client import Client
 from lockstep.hosts.channel import Channel
-from lockstep.hosts.exchange import agree, broadcast, broadcast_from_leader, gather, least, settle
+from lockstep.hosts.exchange import agree, all_min, broadcast, broadcast_from_leader, gather
 from lockstep.hosts.heartbeat import wait_for_missing
-from lockstep.hosts.ledger import Ledger, agree_launches, compare_launches
+from lockstep.hosts.ledger import Ledger
+from lockstep.hosts.phase import Phase
 from lockstep.hosts.preemption import Preemption
 
 ROOT = "lockstep/job"
@@ -105,6 +107,62 @@ class Hosts:
         """Say what this process does from now on; others read it when they wait for it in vain."""
         self._channel.heartbeat.enter(name)
 
+    @contextlib.contextmanager
+    def run_on_all(self, name: str) -> Iterator[Phase]:
+        """Run the block on every process; when it fails on one, it fails on all, before any process goes on.
+
+        One exchange, which is a barrier too, carries each process's outcome, the value that it shares
+        (`Phase.share`) and what all must agree on (`Phase.agree`). The block launches nothing and waits for no other
+        process.
+
+        Args:
+            name: The name of the phase, the same on every process; also what the process is said to be doing.
+
+        Yields:
+            The phase. When the block has ended, ``phase.shared`` has the values of all processes.
+
+        Raises:
+            PeerError: The block failed on at least one process. The text is the same on every process, also in a job
+                of one; the process's own error is its cause.
+            DisagreementError: The processes do not agree; the same text on every process.
+            HostTimeoutError: Not all came in time; names the missing ones and their last phase.
+        """
+        with self._phase(name, None) as phase:
+            yield phase
+
+    @contextlib.contextmanager
+    def launch_on_all(self, name: str, ledger: Ledger | None = None) -> Iterator[Phase]:
+        """`run_on_all` for a block that launches device programs, which every process must launch in the same order.
+
+        The launches are compared in the same exchange. A launch from a second thread could come before one of the
+        block's on this process and after it on another, so it raises while the block runs.
+
+        Args:
+            name: The name of the phase, the same on every process.
+            ledger: The ledger that the launches are recorded in; None for that of the job.
+
+        Yields:
+            The phase. When the block has ended, ``phase.shared`` has the values of all processes.
+
+        Raises:
+            LaunchMismatchError: The processes launched different programs. The same text on every process names the
+                first launch that differs, and who made which.
+            PeerError, DisagreementError, HostTimeoutError: As in `run_on_all`.
+        """
+        with self._phase(name, self.ledger if ledger is None else ledger) as phase, jax.thread_guard(True):
+            yield phase
+
+    @contextlib.contextmanager
+    def _phase(self, name: str, ledger: Ledger | None) -> Iterator[Phase]:
+        self.phase(name)
+        phase = Phase(name)
+        error: Exception | None = None
+        try:
+            yield phase
+        except Exception as caught:
+            error = caught
+        phase.end(self._channel, self._key(name), error, ledger, self.timeout_s)
+
     def barrier(self, name: str) -> None:
         """Return once every process has called it with this name.
 
@@ -139,49 +197,13 @@ class Hosts:
         """
         agree(self._channel, self._key(name), values, self.timeout_s)
 
-    def least(self, name: str, value: int) -> int:
+    def all_min(self, name: str, value: int) -> int:
         """Return on every process the smallest value that any of them passed.
 
         Raises:
             HostTimeoutError: not all came in time; names the missing ones and their last phase.
         """
-        return least(self._channel, self._key(name), value, self.timeout_s)
-
-    def agree_launches(self, name: str, ledger: Ledger | None = None) -> None:
-        """Return when every process has launched the same programs in the same order.
-
-        Args:
-            name: of this agreement.
-            ledger: to compare; None: that of the job.
-
-        Raises:
-            LaunchMismatchError: on every process alike: the first launch that differs, and who made which.
-            HostTimeoutError: not all came in time; names the missing ones and their last phase.
-        """
-        agree_launches(self._channel, self._key(name), self.ledger if ledger is None else ledger, self.timeout_s)
-
-    def compare_launches(self, name: str, states: Sequence[str], ledger: Ledger | None = None) -> None:
-        """`agree_launches` where all states (`Ledger.state`) are known already; waits only where they differ.
-
-        Args:
-            name: of this agreement.
-            states: by process number.
-            ledger: whose state this process gave; None: that of the job.
-
-        Raises:
-            LaunchMismatchError: on every process alike: the first launch that differs, and who made which.
-        """
-        own = self.ledger if ledger is None else ledger
-        compare_launches(self._channel, self._key(name), states, own, self.timeout_s)
-
-    def settle(self, name: str, error: BaseException | None, value: object = None) -> list[Any]:
-        """Return what every process has to tell (short JSON, by process number) when no process has an error.
-
-        Raises:
-            PeerError: at least one process passed an error. The text is the same everywhere; an own error is its cause.
-            HostTimeoutError: not all came in time; names the missing ones and their last phase.
-        """
-        return settle(self._channel, self._key(name), error, self.timeout_s, value)
+        return all_min(self._channel, self._key(name), value, self.timeout_s)
 
     def broadcast_from_leader(self, name: str, work: Callable[[], bytes]) -> bytes:
         """Do ``work`` on the leader alone and return on every process what it returned, of any length.
@@ -194,7 +216,8 @@ class Hosts:
 
     def _compare_launch(self) -> None:
         # The number of the launch is in the key, so that a process which makes another one waits elsewhere.
-        agree_launches(self._channel, f"{LAUNCHES}/{self.ledger.count - 1}", self.ledger, self.timeout_s)
+        phase = Phase("a launch in debug mode")
+        phase.end(self._channel, f"{LAUNCHES}/{self.ledger.count - 1}", None, self.ledger, self.timeout_s)
 
     def _key(self, name: str, count: bool = False) -> str:
         self._uses[name] += 1

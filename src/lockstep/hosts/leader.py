@@ -1,12 +1,15 @@
 """Work that one process does alone must not launch a device program."""
 
 import contextlib
+import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 
-from lockstep.errors import LaunchMismatchError
+from lockstep.errors import LaunchMismatchError, LockstepError
+
+log = logging.getLogger(__name__)
 
 MSG_LAUNCH_ALONE = (
     "{program} was launched inside leader-only work. Process 0 does this work alone, so its devices would be a launch "
@@ -33,3 +36,24 @@ def leader_only() -> Iterator[None]:
             found = re.search(r"execute function (\S+),", str(error))
             program = f"the device program {found[1]!r}" if found else "a device program"
             raise LaunchMismatchError(MSG_LAUNCH_ALONE.format(program=program)) from error
+
+
+def try_leader_only(what: str, work: Callable[[], object], consequence: str) -> bool:
+    """Do work of the leader's in which a launch raises; what fails is logged and goes no further.
+
+    Args:
+        what: What is done, as the log names it.
+        work: The work, which launches nothing.
+        consequence: What the failure means for the run, as the log says it.
+
+    Returns:
+        Whether it succeeded.
+    """
+    try:
+        with leader_only():
+            work()
+    except Exception as error:
+        stack = None if isinstance(error, LockstepError) else error
+        log.error("%s failed on the leader; %s: %s: %s", what, consequence, type(error).__name__, error, exc_info=stack)
+        return False
+    return True

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from lockstep.errors import LaunchMismatchError
 from lockstep.hosts.channel import Channel
+from lockstep.hosts.exchange import name_processes
 
 REMEMBERED = 4096
 """Launches whose names a process keeps; older ones are in the hash alone."""
@@ -55,44 +56,33 @@ class Ledger:
         return f"{self.count} launches, {self._hash}"
 
 
-def agree_launches(channel: Channel, key: str, ledger: Ledger, timeout_s: float) -> None:
-    """Return when every process has launched the same programs in the same order.
+def raise_if_launches_differ(
+    channel: Channel, key: str, states: Sequence[str], ledger: Ledger, timeout_s: float
+) -> None:
+    """Return when every process has launched the same programs in the same order; waits only where they have not.
 
     Args:
-        channel: this process's end of the service.
-        key: the same on every process.
-        ledger: of this process.
-        timeout_s: seconds to wait for the others.
+        channel: This process's end of the service.
+        key: The key of the exchange that gave ``states``, the same on every process.
+        states: The state (`Ledger.state`) of each process's ledger, by process number.
+        ledger: The ledger of this process, unchanged since.
+        timeout_s: The seconds to wait for the other processes.
 
     Raises:
-        LaunchMismatchError: on every process, with the same text: the first launch that differs, and who made which.
-        HostTimeoutError: not all came within ``timeout_s``; names the missing ones and their last phase.
-    """
-    compare_launches(channel, key, channel.exchange(key, ledger.state, timeout_s, str), ledger, timeout_s)
-
-
-def compare_launches(channel: Channel, key: str, states: Sequence[str], ledger: Ledger, timeout_s: float) -> None:
-    """`agree_launches`, where the states of all processes' ledgers are known already: waits only where they differ.
-
-    Args:
-        channel: this process's end of the service.
-        key: the same on every process.
-        states: of each process's ledger, by process number.
-        ledger: of this process, unchanged since.
-        timeout_s: seconds to wait for the others.
-
-    Raises:
-        LaunchMismatchError: as `agree_launches`.
+        LaunchMismatchError: On every process, with the same text: the first launch that differs, and who made which.
+        HostTimeoutError: Not all came within ``timeout_s``; names the missing ones and their last phase.
     """
     if len(set(states)) > 1:
         entries = [list(entry) for entry in ledger.last()]
         # Beside the key, not below it: the leader deletes what is below the key at this very barrier.
-        held = channel.exchange(f"{key}, each", entries, timeout_s, _entries)
-        raise LaunchMismatchError(_describe(key, held))
+        by_process = channel.exchange(f"{key}, each", entries, timeout_s, _entries)
+        error = LaunchMismatchError(_describe(key, by_process))
+        error.on_every_process = True
+        raise error
 
 
-def _describe(key: str, held: Sequence[list[list[object]]]) -> str:
-    by_process = [{int(str(index)): (str(name), str(digest)) for index, name, digest in one} for one in held]
+def _describe(key: str, entries: Sequence[list[list[object]]]) -> str:
+    by_process = [{int(str(index)): (str(name), str(digest)) for index, name, digest in one} for one in entries]
     first = max(min(one, default=0) for one in by_process)
     last = max(max(one, default=-1) for one in by_process)
     text = f"the processes of this job launched different device programs, found at {key!r}. "
@@ -101,7 +91,10 @@ def _describe(key: str, held: Sequence[list[list[object]]]) -> str:
         for process, one in enumerate(by_process):
             made[one.get(index)].append(process)
         if len(made) > 1:
-            parts = [f"{_launch(launch)} on {_who(who)}" for launch, who in sorted(made.items(), key=lambda m: m[1])]
+            parts = [
+                f"{_launch(launch)} on {name_processes(who)}"
+                for launch, who in sorted(made.items(), key=lambda m: m[1])
+            ]
             text += f"Launch {index} was {'; '.join(parts)}. "
             break
     else:
@@ -114,10 +107,6 @@ def _describe(key: str, held: Sequence[list[list[object]]]) -> str:
 
 def _launch(launch: tuple[str, str] | None) -> str:
     return "nothing" if launch is None else f"{launch[0]!r} ({launch[1]})"
-
-
-def _who(processes: Sequence[int]) -> str:
-    return f"process{'es' if len(processes) > 1 else ''} {', '.join(map(str, processes))}"
 
 
 def _entries(value: object) -> list[list[object]]:

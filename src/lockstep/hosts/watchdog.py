@@ -54,6 +54,17 @@ class Watchdog:
         finally:
             self._watched = outer
 
+    @contextlib.contextmanager
+    def watch_launch(self, program: str) -> Iterator[None]:
+        """Watch a launch and say to the other processes that this one is in it.
+
+        Args:
+            program: The name of the program.
+        """
+        self._hosts.phase(program)
+        with self.watch(program):
+            yield
+
     def _run(self) -> None:
         # Every deadline is timeout_s after its watch began, so a look every timeout_s sees it before it has passed:
         # nobody has to wake this thread.

@@ -3,8 +3,6 @@
 import dataclasses
 import logging
 import signal
-import sys
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,8 +15,8 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from lockstep.callback import InferenceEvalConfig, SampleCallback
-from lockstep.errors import ConfigError, LockstepError, PeerError
-from lockstep.hosts import Hosts, digest, leader_only, settled, start
+from lockstep.errors import ConfigError
+from lockstep.hosts import Hosts, config_digest, digest, leader_only, start, try_leader_only
 from lockstep.main.arguments import describe, parse_arguments
 from lockstep.main.run_dir import closing_summary, make_run_dir
 from lockstep.models import (
@@ -111,14 +109,7 @@ def run_command[Config: RunConfig](
     data, objective = parts(config)
     hosts = start(config.trainer.distributed)
     logging.basicConfig(level=logging.INFO if hosts.is_leader else logging.WARNING, format="%(name)s: %(message)s")
-    try:
-        return train(config, data, objective, hosts)
-    except PeerError as error:
-        # The text is the same everywhere. The stack is of use only where something unforeseen went wrong.
-        if error.__cause__ is not None and not isinstance(error.__cause__, LockstepError):
-            traceback.print_exception(error.__cause__)
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return train(config, data, objective, hosts)
 
 
 def train(config: RunConfig, data: LoadsData, objective: LossFn, hosts: Hosts) -> int:
@@ -138,21 +129,19 @@ def train(config: RunConfig, data: LoadsData, objective: LossFn, hosts: Hosts) -
         DisagreementError: hosts have different configurations or data.
         ConfigError: the model does not fit the mesh.
     """
-    hosts.agree("config", {"config": _config_digest(config)})
-    hosts.phase("reading tokenizer and data")
-    with settled(hosts, "prepare"):
+    hosts.agree("config", {"config": config_digest(config)})
+    with hosts.run_on_all("reading tokenizer and data") as prepared:
         mesh = make_mesh(config.trainer.mesh_shape)
         config.trainer.microbatches(mesh)
         tokenizer = load_tokenizer(config.tokenizer)
         model_config, vocab_size = _model_shape(config, tokenizer, mesh)
         check_vocab(tokenizer, vocab_size)
         rows = data.load(tokenizer, model_config.max_seq_len, config.trainer.seed)
-    hosts.agree(
-        "data", {"training data": rows.digest(), "tokenizer": digest(repr(sorted(tokenizer.get_vocab().items())))}
-    )
+        vocabulary = digest(repr(sorted(tokenizer.get_vocab().items())))
+        prepared.agree({"training data": rows.digest(), "tokenizer": vocabulary})
     run_dir = make_run_dir(config.trainer.log_dir, config.trainer.run_id, hosts)
     tracker: Tracker = NoopTracker()
-    with settled(hosts, "tracker"):
+    with hosts.run_on_all("tracker"):
         if hosts.is_leader:
             built = build_tracker(config.trainer.tracker, run_dir, run_dir.name, draccus.encode(config))
             tracker = BackgroundTracker(built, leader_only)
@@ -187,7 +176,8 @@ def train(config: RunConfig, data: LoadsData, objective: LossFn, hosts: Hosts) -
                 saved = run_dir / (config.hf_save_path + steps)
                 save_hf(result.model, saved, tokenizer=tokenizer, hosts=hosts)
     finally:
-        _finish(tracker, hosts)
+        if hosts.is_leader:
+            try_leader_only("closing the tracker", tracker.finish, "what it had written is kept")
     if hosts.is_leader:
         print(closing_summary(run_dir, result, config.trainer.num_train_steps, saved), flush=True)
     return 0 if result.stopped_by is None else 128 + result.stopped_by
@@ -211,17 +201,10 @@ def _make_model(
     if config.initialize_from_hf is None:
         Vocab = hax.Axis("vocab", vocab_size)
         return trainer.init_model(lambda key: LlamaLMHeadModel.init(Vocab, model_config, key=key))
-    with settled(hosts, "load checkpoint"):
+    with hosts.run_on_all("loading the checkpoint"):
         dtype = config.trainer.precision.param
         model = load_hf(config.initialize_from_hf, trainer.mesh, PARAMETER_AXES, dtype)
     return model
-
-
-def _config_digest(config: RunConfig) -> str:
-    """Of all that must be the same on every host: each host may be told its own number."""
-    values = draccus.encode(config)
-    del values["trainer"]["distributed"]
-    return digest(repr(values))
 
 
 def _announce(config: RunConfig, model: PyTree, rows: Rows, mesh: Mesh, run_dir: Path) -> str:
@@ -231,15 +214,6 @@ def _announce(config: RunConfig, model: PyTree, rows: Rows, mesh: Mesh, run_dir:
         f"{n_parameters:,} parameters on mesh ({shape}); {len(rows):,} rows, batch {config.trainer.train_batch_size}, "
         f"{config.trainer.num_train_steps} steps; run directory {run_dir}"
     )
-
-
-def _finish(tracker: Tracker, hosts: Hosts) -> None:
-    try:
-        if hosts.is_leader:
-            with leader_only():
-                tracker.finish()
-    except Exception as error:
-        log.error("the tracker could not finish; what it had written is kept", exc_info=error)
 
 
 def _help(cls: type[Any]) -> str:

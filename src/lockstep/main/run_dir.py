@@ -25,18 +25,14 @@ def make_run_dir(log_dir: str, run_id: str | None, hosts: Hosts) -> Path:
     """
     name = run_id or time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
     path = Path(log_dir) / hosts.broadcast("run_id", name.encode() if hosts.is_leader else None).decode()
-    error: Exception | None = None
-    if hosts.is_leader:
-        try:
+    with hosts.run_on_all("run directory"):
+        if hosts.is_leader:
             path.mkdir(parents=True, exist_ok=True)
             if any(path.iterdir()):
                 raise ConfigError(
                     f"run directory {path} is not empty; the samples and metrics of two runs would mix. Choose another "
                     "trainer.run_id (null makes one up), or remove the directory."
                 )
-        except (OSError, ConfigError) as caught:
-            error = caught
-    hosts.settle("run directory", error)
     return path
 
 

@@ -1,13 +1,10 @@
 """``lockstep sample``: answers from a checkpoint, on any number of hosts."""
 
 import logging
-import sys
-import traceback
 from collections.abc import Sequence
 
 from lockstep.batch_inference import SampleConfig
 from lockstep.batch_inference.run import sample
-from lockstep.errors import LockstepError, PeerError
 from lockstep.hosts import start
 from lockstep.main.arguments import describe, parse_arguments
 
@@ -32,11 +29,4 @@ def main(arguments: Sequence[str]) -> int:
     config = parse_arguments(SampleConfig, arguments)
     hosts = start(config.trainer.distributed)
     logging.basicConfig(level=logging.INFO if hosts.is_leader else logging.WARNING, format="%(name)s: %(message)s")
-    try:
-        return sample(config, hosts)
-    except PeerError as error:
-        # The text is the same everywhere. The stack is of use only where something unforeseen went wrong.
-        if error.__cause__ is not None and not isinstance(error.__cause__, LockstepError):
-            traceback.print_exception(error.__cause__)
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return sample(config, hosts)

@@ -14,7 +14,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
-from lockstep.engine import Program, compile_program, settled
+from lockstep.device import Program, compile_program
 from lockstep.errors import HostError
 from lockstep.hosts import Hosts, Watchdog, current, environment, leader_only
 from lockstep.placement import fsdp_warning, host_rows, make_mesh, place_local
@@ -171,7 +171,8 @@ class Trainer:
             else:
                 self._hooks.after_last_step(info)
             self._flush_tracker(min(FINISH_S, self.hosts.timeout_s / 2) if stopped_by is None else STOPPED_FLUSH_S)
-            self.hosts.agree_launches("launches of training")
+            with self.hosts.launch_on_all("end of training"):
+                pass  # every launch of the run has been made: they are compared
         return TrainResult(
             model=state.model,
             completed_steps=info.next_step,
@@ -206,17 +207,15 @@ class Trainer:
             microbatches=self._microbatches,
         )
         arguments = state, self._place(batches, 0), self._stop_array(0)
-        self._agreed("train_step", lambda: step_fn.compile(*arguments, self.hosts.ledger))
+        self._compile_on_all("train_step", lambda: step_fn.compile(*arguments, self.hosts.ledger))
         self._step = step_fn
         return step_fn
 
-    def _agreed(self, name: str, compile: Callable[[], Mapping[str, str]]) -> None:
+    def _compile_on_all(self, name: str, compile: Callable[[], Mapping[str, str]]) -> None:
         """Have every host compile a program, agree on its digests, and wait until all are ready to launch it."""
-        self.hosts.phase(f"compiling {name}")
-        with self.hosts.scope(name) as scope:
-            scope.agree("environment", environment() | {"debug": str(scope.debug)})
-            scope.agree("program", settled(scope, "compile", compile))
-            scope.barrier("ready")
+        with self.hosts.scope(name) as scope, scope.run_on_all(f"compiling {name}") as phase:
+            phase.agree(environment() | {"debug": str(scope.debug)})
+            phase.agree(compile())
         self.hosts.phase("training")
 
     def _launch(self, name: str, function: Callable[..., Any], arguments: Sequence[Any], **options: Any) -> Any:
@@ -228,7 +227,7 @@ class Trainer:
             programs.append(compile_program(name, function, arguments, mesh=self.mesh, ledger=ledger, **options))
             return programs[0].digests
 
-        self._agreed(name, compile)
+        self._compile_on_all(name, compile)
         with self._watchdog.watch(name):
             return jax.block_until_ready(programs[0](*arguments))
 

@@ -8,7 +8,7 @@ import fsspec
 import pytest
 
 from lockstep.batch_inference import manifest
-from lockstep.errors import ConfigError, PromptError
+from lockstep.errors import ConfigError, PeerError, PromptError
 from lockstep.report import read_jsonl
 from lockstep.text import load_tokenizer, read_prompts, stop_ids
 from tests import fake_gcs
@@ -64,7 +64,7 @@ def test_a_whole_run_from_a_bucket_into_a_bucket(bucket, checkpoint, tmp_path, s
     assert bucket.objects["bucket/answers/samples.jsonl"] == merged
     assert len(read_jsonl(tmp_path / "second" / "samples" / "samples-host-000.jsonl")) == 2
 
-    with pytest.raises(ConfigError, match="max_new_tokens was 8 and is 9"):
+    with pytest.raises(PeerError, match="max_new_tokens was 8 and is 9"):
         sample("third", **values | {"max_new_tokens": 9})
     del bucket.objects[f"bucket/answers/{manifest.NAME}"]
     with pytest.raises(ConfigError, match=r"has rows but no job.json"):

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from lockstep.batch_inference import SampleConfig
-from lockstep.errors import ConfigError
+from lockstep.errors import PeerError
 from lockstep.models import load_hf
 from lockstep.placement import make_mesh
 from lockstep.report import read_jsonl
@@ -103,7 +103,7 @@ def test_what_changed_is_refused_by_name_unless_forced(checkpoint, prompts, tmp_
     data[-5] ^= 1
     file.write_bytes(data)
     changed = {**values, "hf_checkpoint": str(other), "seed": 1}
-    with pytest.raises(ConfigError, match=r'checkpoint was ".*" and is ".*"; seed was 0 and is 1.*--resume force'):
+    with pytest.raises(PeerError, match=r'checkpoint was ".*" and is ".*"; seed was 0 and is 1.*--resume force'):
         sample("run", **FIELDS, **changed)
     tracker = sample("run", **FIELDS, **changed, resume="force")
     assert tracker.values["sample/resumed_completions"] == 6 and merged.read_bytes() == rows

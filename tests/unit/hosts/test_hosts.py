@@ -26,9 +26,11 @@ def test_one_process_waits_for_nobody():
         assert scope.broadcast("prompts", b"p") == b"p"
         assert scope.gather("rows", b"r") == [b"r"]
         scope.agree("programs", {"decode": "d"})
-        scope.settle("fine", None)
-        with pytest.raises(PeerError, match="1 of 1 processes failed .* process 0: ValueError: no prompts"):
-            scope.settle("prepare", ValueError("no prompts"))
+        with scope.run_on_all("fine"):
+            pass
+        with pytest.raises(PeerError, match="^round#1/prepare failed: ValueError: no prompts$"):
+            with scope.run_on_all("prepare"):
+                raise ValueError("no prompts")
         scope.barrier("end")
     assert hosts.client.get_dir("lockstep/job") == {}
     assert hosts.is_leader and current().count == 1 and current() is current()
@@ -65,8 +67,8 @@ def test_only_the_leader_has_something_to_broadcast():
 
 def test_long_errors_and_values_are_shortened():
     hosts = Hosts(*MemoryClient.hub(1))
-    with pytest.raises(PeerError) as caught:
-        hosts.settle("x", ValueError("y" * 10_000))
+    with pytest.raises(PeerError) as caught, hosts.run_on_all("x"):
+        raise ValueError("y" * 10_000)
     assert len(str(caught.value)) < 2200
 
 
@@ -91,16 +93,72 @@ def _from_leader(hosts, fail):
 
 def test_what_the_leader_does_fails_alike_everywhere():
     assert run_threads(_from_leader, 3, False) == ["prompts"] * 3
-    text = "1 of 3 processes failed at 'lockstep/job/prompts#1'. process 0: OSError: no such file"
+    text = "1 of 3 processes failed at 'prompts'. process 0: OSError: no such file"
     assert run_threads(_from_leader, 3, True) == [f"{text} (OSError)", f"{text} (NoneType)", f"{text} (NoneType)"]
 
 
-def _logged_sizing(hosts):
-    return hosts.settle("measure", None, {"free": hosts.index})
+def _phase(hosts, errors, agreed, launches=None):
+    """A phase in which each process may fail, and gives what it shares and what must agree."""
+    for name in () if launches is None else launches[hosts.index]:
+        hosts.ledger.record(name, f"digest of {name}")
+    run = hosts.run_on_all if launches is None else hosts.launch_on_all
+    try:
+        with run("prepare") as phase:
+            phase.agree({"programs": agreed[hosts.index]})
+            phase.share({"free": hosts.index})
+            if errors[hosts.index]:
+                raise ValueError(errors[hosts.index])
+    except HostError as error:
+        return type(error).__name__, str(error), repr(error.__cause__), error.on_every_process
+    return phase.shared
 
 
-def test_settling_tells_what_every_process_has_to_tell():
-    assert run_threads(_logged_sizing, 3) == [[{"free": 0}, {"free": 1}, {"free": 2}]] * 3
+def test_a_phase_gives_every_process_what_all_share():
+    assert run_threads(_phase, 3, [None] * 3, ["d"] * 3) == [[{"free": 0}, {"free": 1}, {"free": 2}]] * 3
+
+
+def test_the_same_error_of_several_processes_is_named_once():
+    errors = ["no prompts", "no prompts", "no prompts", None, "disk full", "no prompts"]
+    results = run_threads(_phase, 6, errors, ["d"] * 6)
+    text = "5 of 6 processes failed at 'prepare'. processes 0-2, 5: ValueError: no prompts; process 4: ValueError: disk"
+    assert {(kind, message.startswith(text), everywhere) for kind, message, _, everywhere in results} == {
+        ("PeerError", True, True)
+    }
+    assert [cause for *_, cause, _ in results][3:5] == ["None", "ValueError('disk full')"]
+
+
+def test_values_that_differ_are_an_error_on_every_process():
+    results = run_threads(_phase, 3, [None] * 3, ["a", "b", "b"])
+    assert len(set(results)) == 1
+    kind, text, _, everywhere = results[0]
+    assert kind == "DisagreementError" and everywhere
+    assert "disagree at 'prepare' on 'programs'. programs: processes 1, 2 (the majority): 'b'; process 0: 'a'" in text
+
+
+def test_a_failure_comes_before_a_difference():
+    results = run_threads(_phase, 2, ["no prompts", None], ["a", "b"])
+    assert [kind for kind, *_ in results] == ["PeerError"] * 2
+
+
+def test_a_phase_that_launches_compares_the_launches():
+    results = run_threads(_phase, 3, [None] * 3, ["d"] * 3, ["rp", "rp", "rd"])
+    assert len(set(results)) == 1
+    kind, text, _, everywhere = results[0]
+    assert kind == "LaunchMismatchError" and everywhere
+    assert "Launch 1 was 'p' (digest of p) on processes 0, 1; 'd' (digest of d) on process 2." in text
+    assert run_threads(_phase, 2, [None] * 2, ["d"] * 2, ["rp", "rp"]) == [[{"free": 0}, {"free": 1}]] * 2
+
+
+def _waits(hosts):
+    before = len(hosts._channel.heartbeat._waits)
+    with hosts.launch_on_all("generate") as phase:
+        phase.agree({"tokens": "t"})
+        phase.share(1)
+    return len(hosts._channel.heartbeat._waits) - before
+
+
+def test_a_phase_waits_once():
+    assert run_threads(_waits, 2) == [1, 1]
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,15 @@ from tests.unit.schedule.test_scheduler import request, sizes_of
 def asked(hosts: Hosts, who: int):
     found = []
     with hosts.scope("round") as scope:
-        found.append(any(scope.settle("before", None, hosts.preemption.requested())))
+        with scope.run_on_all("before") as before:
+            before.share(hosts.preemption.requested())
+        found.append(any(before.shared))
         scope.barrier("nobody has noted")
         if hosts.index == who:
             hosts.preemption.note(signal.SIGTERM)
-        found.append(any(scope.settle("after", None, hosts.preemption.requested())))
+        with scope.run_on_all("after") as after:
+            after.share(hosts.preemption.requested())
+        found.append(any(after.shared))
         hosts.preemption.publish()
         scope.barrier("told")
         found.append(hosts.preemption.requested_anywhere())

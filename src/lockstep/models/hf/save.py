@@ -68,14 +68,10 @@ def save_hf(
     with hosts.scope("save_hf") as scope, _removed_at_the_end(temporary, enabled=hosts.is_leader):
 
         def leader_does(name: str, work: Callable[[], object]) -> None:
-            error: BaseException | None = None
-            if hosts.is_leader:
-                try:
+            with scope.run_on_all(name):
+                if hosts.is_leader:
                     with leader_only():
                         work()
-                except Exception as caught:
-                    error = caught
-            scope.settle(name, error)
 
         leader_does("prepare", lambda: _prepare(target, temporary))
         for file, tensors in files.items():

@@ -18,7 +18,7 @@ from lockstep.models import (
     load_config,
 )
 
-GOLDEN = Path(__file__).parents[2] / "golden"
+GOLDEN = Path(__file__).parents[3] / "golden"
 SIZES: dict[str, Any] = {
     "max_seq_len": 128,
     "hidden_dim": 64,

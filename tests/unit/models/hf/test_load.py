@@ -21,7 +21,7 @@ from lockstep.models.hf.load import read_block
 from lockstep.models.hf.names import parameters, skeleton
 from lockstep.placement import COMPUTE_AXES, PARAMETER_AXES, make_mesh
 
-GOLDEN = Path(__file__).parents[2] / "golden"
+GOLDEN = Path(__file__).parents[3] / "golden"
 FAMILIES = ["llama3", "llama_tied", "mistral", "qwen2", "qwen3"]
 
 

@@ -13,7 +13,7 @@ from lockstep.errors import ConfigError, PeerError
 from lockstep.models import LlamaLMHeadModel, load_config, load_hf, read_hf_config, save_hf
 from lockstep.placement import PARAMETER_AXES, make_mesh
 
-GOLDEN = Path(__file__).parents[2] / "golden"
+GOLDEN = Path(__file__).parents[3] / "golden"
 FAMILIES = ["llama3", "llama_tied", "mistral", "qwen2", "qwen3"]
 
 

@@ -1,0 +1,78 @@
+"""A phase that every process goes through: it fails on all where it fails on one, and what must agree is compared."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.hosts.channel import Channel
+from lockstep.hosts.exchange import error_text, raise_if_any_failed, raise_if_different
+from lockstep.hosts.ledger import Ledger, raise_if_launches_differ
+
+
+class Phase:
+    """One process's part of `Hosts.run_on_all` or `Hosts.launch_on_all`.
+
+    Args:
+        name: The name that errors give to the phase.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._agreed: dict[str, str] = {}
+        self._own: Any = None
+        self._shared: list[Any] | None = None
+
+    def agree(self, values: Mapping[str, str]) -> None:
+        """Add values that every process must have, such as digests; compared when the phase ends.
+
+        Args:
+            values: The name of each thing to agree on, and its digest or a short text.
+        """
+        self._agreed |= values
+
+    def share(self, value: object) -> None:
+        """Give the other processes a value of this one.
+
+        Args:
+            value: A short JSON value.
+        """
+        self._own = value
+
+    @property
+    def shared(self) -> list[Any]:
+        """The values that the processes shared, by process number; None of those that shared none."""
+        assert self._shared is not None, f"{self.name}: what the others share is known when the phase has ended"
+        return self._shared
+
+    def end(
+        self, channel: Channel, key: str, error: BaseException | None, ledger: Ledger | None, timeout_s: float
+    ) -> None:
+        """Exchange outcome, shared value, what must agree and the launches, all at once.
+
+        Args:
+            channel: This process's end of the service.
+            key: The key of the exchange, the same on every process.
+            error: What went wrong on this process, or None.
+            ledger: The launches of this process; None in a phase that launches nothing.
+            timeout_s: The seconds to wait for the other processes.
+
+        Raises:
+            PeerError: At least one process has an error.
+            LaunchMismatchError: The processes launched different programs.
+            DisagreementError: The processes have different values.
+            HostTimeoutError: Not all came within ``timeout_s``.
+        """
+        failed = None if error is None else error_text(error)
+        launches = None if ledger is None else ledger.state
+        # What a failed process has gathered so far says nothing.
+        own = [failed, self._own, self._agreed, launches] if error is None else [failed, None, {}, launches]
+        outcomes = channel.exchange(key, own, timeout_s, _outcome)
+        raise_if_any_failed(key, [failed for failed, *_ in outcomes], error)
+        if ledger is not None:
+            raise_if_launches_differ(channel, key, [state for *_, state in outcomes], ledger, timeout_s)
+        raise_if_different(key, [agreed for _, _, agreed, _ in outcomes])
+        self._shared = [shared for _, shared, _, _ in outcomes]
+
+
+def _outcome(value: object) -> list[Any]:
+    assert isinstance(value, list) and len(value) == 4
+    return value
