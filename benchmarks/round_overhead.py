@@ -214,8 +214,7 @@ def in_memory(count: int, latency_s: float) -> dict[str, float]:
                     scope,
                     facts={"step": str(step)},
                     read=lambda: RoundPrompts(requests=[]),
-                    engine=lambda: engine,
-                    model=None,
+                    engine=lambda: (engine, None),
                 )
             laps.append((time.perf_counter() - begin, slow.counted.calls))
         stop_heart()

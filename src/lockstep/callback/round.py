@@ -38,8 +38,7 @@ def run_round(
     *,
     facts: Mapping[str, str],
     read: Callable[[], RoundPrompts],
-    engine: Callable[[], Engine],
-    model: Any,
+    engine: Callable[[], tuple[Engine, Any]],
     find_stop: FindStop | None = None,
     max_seconds: float | None = None,
     auditor: Callable[[], Auditor | None] = lambda: None,
@@ -51,8 +50,7 @@ def run_round(
         hosts: inside a scope of this round's own; its ``timeout_s`` bounds every wait and every device call.
         facts: what every host must hold alike before anything else happens (step, configuration, tokenizer).
         read: reads the prompts; called on the leader alone.
-        engine: the engine for the model; called on every host, launches nothing.
-        model: what `lockstep.models.read_decoder` reads.
+        engine: Gives the engine and the model, read once for the round; called on every host, launches nothing.
         find_stop: finds stop strings.
         max_seconds: that generation may last; None for no limit.
         auditor: recomputes the log-probabilities, or None; called on every host after ``engine``, launches nothing.
@@ -92,7 +90,7 @@ def run_round(
     clock.lap("prompts")
 
     with hosts.run_on_all("measure memory") as measured:
-        ready = engine()
+        ready, model = engine()
         measured.share(ready.free_bytes(model))
     free = min(measured.shared)
 

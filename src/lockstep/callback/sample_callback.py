@@ -18,7 +18,7 @@ from lockstep.callback.round_prompts import read_round_prompts
 from lockstep.engine import Auditor, Engine, Sizing
 from lockstep.errors import ConfigError, DisagreementError, HostError, PeerError
 from lockstep.hosts import Hosts, Watchdog, current, digest, environment, leader_only, try_leader_only
-from lockstep.models import read_decoder
+from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
 from lockstep.placement import mesh_of
 from lockstep.report.background import FINISH_S, BackgroundTracker
 from lockstep.report.jsonl import append_jsonl
@@ -166,9 +166,9 @@ class SampleCallback:
         with self._hosts.scope(f"{self.name}/check", self.config.timeout_s) as hosts:
             with hosts.run_on_all("check") as checked:
                 checked.agree({**self._facts, **environment()})
-                engine = self._engine_for(model)
+                engine, read = self._engine_for(model)
                 if hosts.is_leader:
-                    engine.check(model, read_round_prompts(self.config, self._tokenizer).compile_requests)
+                    engine.check(read, read_round_prompts(self.config, self._tokenizer).compile_requests)
 
     def _due(self, step: int, force: bool) -> bool:
         config = self.config
@@ -186,7 +186,6 @@ class SampleCallback:
                     facts={"step": str(step), **self._facts},
                     read=lambda: read_round_prompts(self.config, self._tokenizer, step),
                     engine=lambda: self._engine_for(model),
-                    model=model,
                     find_stop=self._find_stop,
                     max_seconds=self.config.max_seconds,
                     auditor=self._auditor_or_none,
@@ -230,16 +229,20 @@ class SampleCallback:
         counts = {"skipped_rounds": self.skipped_rounds, "report_errors": self.report_errors}
         self._tracker.log({f"{self.name}/{key}": value for key, value in counts.items()}, step=step)
 
-    def _engine_for(self, model: Any) -> Engine:
-        """The engine on the mesh that the model lies on; made once, and again only when the mesh changes."""
-        _, weights = read_decoder(model)
+    def _engine_for(self, model: Any) -> tuple[Engine, tuple[LlamaConfig, DecoderWeights]]:
+        """The engine on the mesh that the model is sharded over, and the model as it was read, once for all.
+
+        The engine is made once, and again only when the mesh changes.
+        """
+        read = read_decoder(model)
+        weights = read[1]
         check_vocab(self._tokenizer, weights.embed.shape[0])
         mesh = mesh_of(weights.embed)
         if self._engine is None or self._engine.mesh != mesh:
             self._logged_compilations = 0
             config = self.config.engine_config(self._dtype)
             self._engine = Engine(config, mesh, vocab_size=self._vocab_size, ledger=self._hosts.ledger)
-        return self._engine
+        return self._engine, read
 
     def _watchdog_of_all_rounds(self) -> Watchdog:
         """One for all rounds: each has a thread that lives for up to ``timeout_s`` after its last watch."""

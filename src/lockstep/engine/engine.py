@@ -316,33 +316,34 @@ class Engine:
         find_stop: FindStop | None = None,
         between_launches: BetweenLaunches | None = None,
     ) -> list[Completion]:
-        """Prepares, agrees with the other hosts, generates, and agrees on the result. Every host calls it alike.
+        """Prepares, agrees with the other hosts, generates, and agrees on the result; every host makes the same call.
 
         Args:
-            model: what `lockstep.models.read_decoder` reads.
-            requests: may be none, on every host.
-            hosts: of the job; None: the current ones.
-            find_stop: as for `run`.
-            between_launches: as for `run`.
+            model: What `lockstep.models.read_decoder` reads; it is read once.
+            requests: Requests; may be none, on every host.
+            hosts: The hosts of the job; None for the current ones.
+            find_stop: See `run`.
+            between_launches: See `run`.
 
         Returns:
             Completions in the order of the requests, then of their generations; the same on every host.
 
         Raises:
-            PeerError: on every host alike, when preparation or generation failed on at least one.
-            DisagreementError: hosts were given different requests, versions or flags, or compiled different programs.
-            LaunchMismatchError: hosts launched different programs.
+            PeerError: Preparation or generation failed on at least one host; raised on every host.
+            DisagreementError: Hosts were given different requests, versions or flags, or compiled different programs.
+            LaunchMismatchError: Hosts launched different programs.
         """
         with (current() if hosts is None else hosts).scope("generate") as scope:
             with scope.run_on_all("measure memory") as measured:
                 measured.agree({**environment(), "requests": digest(repr(list(requests)))})
-                measured.share(self.free_bytes(model))
+                read = read_decoder(model)
+                measured.share(self.free_bytes(read))
             if not requests:
                 return []
             with scope.run_on_all("prepare") as prepared:
-                prepared.agree(self.prepare(model, requests, free=min(measured.shared)))
+                prepared.agree(self.prepare(read, requests, free=min(measured.shared)))
             with scope.launch_on_all("generate", self.ledger) as generated:
-                completions = self.run(model, requests, find_stop=find_stop, between_launches=between_launches)
+                completions = self.run(read, requests, find_stop=find_stop, between_launches=between_launches)
                 generated.agree({"tokens": digest(repr(completions))})
         return completions
 
