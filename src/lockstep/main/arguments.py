@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import inspect
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -108,6 +109,24 @@ def check_keys(kind: Any, value: Any, path: tuple[str, ...], where: str) -> None
                     check_keys(item_kind, item, (*path, str(index)), where)
 
 
+def ordered_fields(cls: type[Any]) -> list[dataclasses.Field[Any]]:
+    """The fields of a configuration, its own first, then those that it shares with others.
+
+    A field belongs to the class that is the first to have it; a class that only changes its default does not move it.
+
+    Args:
+        cls: A configuration's dataclass.
+    """
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    ordered: list[dataclasses.Field[Any]] = []
+    for position, each in enumerate(cls.__mro__):
+        above = {
+            name for base in cls.__mro__[position + 1 :] for name in inspect.get_annotations(base) if name in fields
+        }
+        ordered += [fields[name] for name in inspect.get_annotations(each) if name in fields and name not in above]
+    return ordered
+
+
 def describe(cls: type[Any], prefix: str = "") -> Iterator[str]:
     """List the keys of a configuration with their types and defaults.
 
@@ -119,7 +138,7 @@ def describe(cls: type[Any], prefix: str = "") -> Iterator[str]:
         One line per key.
     """
     hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
+    for field in ordered_fields(cls):
         key, kind = prefix + field.name, hints[field.name]
         nested = [option for option in _options(kind) if dataclasses.is_dataclass(option) and not _choices(option)]
         if nested:

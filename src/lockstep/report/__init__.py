@@ -1,5 +1,6 @@
 """What a round leaves behind: rows, files, metrics, tables, trackers."""
 
+from lockstep.report.evaluation_fields import EvaluationFields
 from lockstep.report.jsonl import append_jsonl, read_jsonl
 from lockstep.report.metrics import Metric, exact_match, load_metric, load_metrics, measure, metric_means
 from lockstep.report.rows import COLUMNS, SAMPLE_COLUMNS, Row, SampleRow, TableRow, metric_names
@@ -21,6 +22,7 @@ from lockstep.report.trackers import (
 __all__ = [
     "COLUMNS",
     "CompositeTracker",
+    "EvaluationFields",
     "JsonlTracker",
     "JsonlTrackerConfig",
     "Metric",

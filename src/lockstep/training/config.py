@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 from lockstep.errors import ConfigError
 from lockstep.hosts import DistributedConfig
 from lockstep.placement import data_shards
-from lockstep.report.trackers import JsonlTrackerConfig, TrackerConfig
+from lockstep.report import JsonlTrackerConfig, TrackerConfig
 from lockstep.training.precision import Precision, parse_precision
 
 
