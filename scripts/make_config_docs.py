@@ -17,19 +17,10 @@ from typing import Any
 
 from draccus.choice_types import ChoiceType
 
-from lockstep.batch_inference import SampleConfig
 from lockstep.main.arguments import ordered_fields
-from lockstep.main.train_grpo import TrainGrpoConfig
-from lockstep.main.train_lm import TrainLmConfig
-from lockstep.main.train_simpo import TrainSimpoConfig
+from lockstep.main.commands import configured_commands
 
 OUTPUT = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
-COMMANDS = {
-    "train-lm": TrainLmConfig,
-    "train-simpo": TrainSimpoConfig,
-    "train-grpo": TrainGrpoConfig,
-    "sample": SampleConfig,
-}
 HEAD = """\
 # Configuration
 
@@ -45,13 +36,14 @@ def render() -> str:
     """The whole page."""
     parts = [HEAD, "## Commands\n"]
     blocks: dict[tuple[str, type[Any]], list[str]] = {}
-    for command, cls in COMMANDS.items():
+    configs = {name: command.config() for name, command in configured_commands().items()}
+    for command, cls in configs.items():
         parts.append(_section(f"`lockstep {command}`", cls, 3))
         for block in _nested(cls, ""):
             blocks.setdefault(block, []).append(command)
     parts.append("## Blocks\n")
     for (key, block), commands in blocks.items():
-        where = "" if len(commands) == len(COMMANDS) else f" of `lockstep {', '.join(commands)}`"
+        where = "" if len(commands) == len(configs) else f" of `lockstep {', '.join(commands)}`"
         parts.append(_section(f"`{key}`{where}", block, 3))
     return "\n".join(parts)
 

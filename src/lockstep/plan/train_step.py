@@ -15,7 +15,7 @@ from lockstep.errors import HbmError
 from lockstep.models import LlamaConfig, LlamaLMHeadModel
 from lockstep.plan.cache import CompileCache, Summary
 from lockstep.plan.infeasibility import Infeasibility, InfeasibleError
-from lockstep.plan.workload import TrainingWork, Work
+from lockstep.plan.workload import TrainingWorkload, Workload
 from lockstep.training.step import TrainStep, batch_structs, state_structs
 
 NAME = "train_step"
@@ -66,21 +66,21 @@ class TrainStepPlan:
     flops: float
 
 
-def make_state(work: Work, mesh: Mesh) -> State:
+def make_state(workload: Workload, mesh: Mesh) -> State:
     """Shapes and bytes of parameters and optimizer state.
 
     Args:
-        work: with training.
+        workload: with training.
         mesh: of the run.
 
     Raises:
         ConfigError: the mesh does not divide an axis of the model.
     """
-    training = work.training
+    training = workload.training
     assert training is not None
     precision = training.trainer.precision
     optimizer = training.optimizer.build(training.trainer.num_train_steps)
-    structs, shardings = state_structs(_init(work.model, work.vocab_size), optimizer, mesh, precision)
+    structs, shardings = state_structs(_init(workload.model, workload.vocab_size), optimizer, mesh, precision)
     parameters = _bytes(structs.model)
     reference = parameters * precision.compute.itemsize // precision.param.itemsize if training.reference else 0
     return State(
@@ -93,12 +93,12 @@ def make_state(work: Work, mesh: Mesh) -> State:
 
 
 def compile_step(
-    work: Work, mesh: Mesh, state: State, cache: CompileCache, *, microbatches: int, length: int | None = None
+    workload: Workload, mesh: Mesh, state: State, cache: CompileCache, *, microbatches: int, length: int | None = None
 ) -> Summary:
     """Compile the train step as the trainer makes it.
 
     Args:
-        work: with training.
+        workload: with training.
         mesh: of the run.
         state: of the run.
         cache: compiles.
@@ -108,7 +108,7 @@ def compile_step(
     Raises:
         HbmError: it does not fit a device.
     """
-    training = work.training
+    training = workload.training
     assert training is not None
     steps = training.trainer.num_train_steps
     step = TrainStep(
@@ -124,11 +124,11 @@ def compile_step(
     return cache(step.lower(state.structs, batch), NAME)
 
 
-def plan_step(work: Work, mesh: Mesh, state: State, cache: CompileCache, memory: int) -> TrainStepPlan:
+def plan_step(workload: Workload, mesh: Mesh, state: State, cache: CompileCache, memory: int) -> TrainStepPlan:
     """Compile the train step, or find out what would fit.
 
     Args:
-        work: with training.
+        workload: with training.
         mesh: of the run.
         state: of the run.
         cache: compiles.
@@ -138,27 +138,27 @@ def plan_step(work: Work, mesh: Mesh, state: State, cache: CompileCache, memory:
         InfeasibleError: it does not fit.
         ConfigError: batch and mesh do not go together.
     """
-    training = work.training
+    training = workload.training
     assert training is not None
     memory -= state.reference
     microbatches = training.trainer.microbatches(mesh)
     try:
-        summary = _fitting(lambda: compile_step(work, mesh, state, cache, microbatches=microbatches), memory)
+        summary = _fitting(lambda: compile_step(workload, mesh, state, cache, microbatches=microbatches), memory)
     except HbmError as error:
-        raise InfeasibleError(_what_fits(work, mesh, state, cache, memory, error)) from error
+        raise InfeasibleError(_what_fits(workload, mesh, state, cache, memory, error)) from error
     batch = sum(
         block_bytes(leaf) for leaf in batch_structs(training.columns, training.trainer.train_batch_size, mesh).values()
     )
     rows = training.trainer.train_batch_size // (mesh.shape["dp"] * mesh.shape["fsdp"]) // microbatches
     beyond = max(0, peak(summary) - state.parameters - state.optimizer - batch)
-    kept = min(beyond, saved_bytes(work, rows) // mesh.shape["tp"])
+    kept = min(beyond, saved_bytes(workload, rows) // mesh.shape["tp"])
     return TrainStepPlan(
         summary=summary,
         batch=batch,
         activations=kept,
         temporaries=beyond - kept,
         microbatches=microbatches,
-        flops=step_flops(work),
+        flops=step_flops(workload),
     )
 
 
@@ -169,19 +169,19 @@ def peak(summary: Summary) -> int:
     return largest + memory.generated_code_size_in_bytes
 
 
-def saved_bytes(work: Work, rows: int) -> int:
+def saved_bytes(workload: Workload, rows: int) -> int:
     """Bytes of what the forward pass of some rows keeps for the backward pass, parameters left out.
 
     Args:
-        work: with training.
+        workload: with training.
         rows: of a device's microbatch.
     """
-    training = work.training
+    training = workload.training
     assert training is not None
     precision = training.trainer.precision
 
     def residuals() -> Any:
-        model = precision.cast_to_compute(_init(work.model, work.vocab_size)(jax.random.key(0)))
+        model = precision.cast_to_compute(_init(workload.model, workload.vocab_size)(jax.random.key(0)))
         arrays, rest = eqx.partition(model, eqx.is_array)
         batch = {name: jax.numpy.zeros((rows, *one.shape), one.dtype) for name, one in training.columns.items()}
         return arrays, jax.vjp(lambda m: training.loss(eqx.combine(m, rest), batch).total, arrays)[1]
@@ -193,19 +193,19 @@ def saved_bytes(work: Work, rows: int) -> int:
     )
 
 
-def step_flops(work: Work) -> float:
+def step_flops(workload: Workload) -> float:
     """Operations of a train step: 2 per weight and token forward, 4 backward, 2 again where layers are computed twice.
 
     Attention counts all pairs of positions, for that is what is computed.
     """
-    training, config = work.training, work.model
+    training, config = workload.training, workload.model
     assert training is not None
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_size
     layer = config.hidden_dim * (heads + config.num_heads * config.head_size + 3 * config.intermediate_dim)
     tokens = training.trainer.train_batch_size * training.sequences_per_row * training.length
     pairs = 2 * 2 * config.num_heads * config.head_size * training.length
     layers = config.num_layers * (2.0 * layer + pairs) * tokens
-    output = 2.0 * config.hidden_dim * work.vocab_size * tokens
+    output = 2.0 * config.hidden_dim * workload.vocab_size * tokens
     return (4 if config.gradient_checkpointing else 3) * layers + 3 * output
 
 
@@ -222,10 +222,10 @@ def _fitting(compile_it: Callable[[], Summary], memory: int) -> Summary:
 
 
 def _what_fits(
-    work: Work, mesh: Mesh, state: State, cache: CompileCache, memory: int, error: HbmError
+    workload: Workload, mesh: Mesh, state: State, cache: CompileCache, memory: int, error: HbmError
 ) -> Infeasibility:
     """The largest microbatch, else the longest row, that the compiler accepts."""
-    training = work.training
+    training = workload.training
     assert training is not None
     trainer = training.trainer
     rows = trainer.train_batch_size // (mesh.shape["dp"] * mesh.shape["fsdp"])
@@ -234,7 +234,7 @@ def _what_fits(
     fixed = state.parameters + state.optimizer
     if fixed >= memory:
         return Infeasibility(
-            key=work.model_key,
+            key=workload.model_key,
             value=f"{fixed / 2**30:.2f} GiB",
             largest=None,
             text=f"parameters and optimizer state take {fixed / 2**30:.2f} GiB per device, of which there are "
@@ -244,7 +244,9 @@ def _what_fits(
 
     def works(microbatches: int, length: int | None = None) -> bool:
         try:
-            _fitting(lambda: compile_step(work, mesh, state, cache, microbatches=microbatches, length=length), memory)
+            _fitting(
+                lambda: compile_step(workload, mesh, state, cache, microbatches=microbatches, length=length), memory
+            )
         except HbmError:
             return False
         return True
@@ -307,7 +309,7 @@ def largest_that_works(values: Sequence[int], guess: int, works: Callable[[int],
     return None if low < 0 else values[low]
 
 
-def _columns(training: TrainingWork, length: int | None) -> dict[str, jax.ShapeDtypeStruct]:
+def _columns(training: TrainingWorkload, length: int | None) -> dict[str, jax.ShapeDtypeStruct]:
     if length is None:
         return dict(training.columns)
     changed = {}
