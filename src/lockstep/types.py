@@ -214,12 +214,12 @@ class Request:
     """One prompt to complete.
 
     Args:
-        prompt_id: the prompt's number, unique in a call; draws depend on it.
-        prompt_tokens: token ids, at least one.
-        params: how to sample.
+        prompt_id: The prompt's number, unique in a call; draws depend on it.
+        prompt_tokens: The token ids of the prompt, at least one.
+        params: The sampling parameters.
 
     Raises:
-        PromptError: the prompt has no tokens.
+        PromptError: The prompt has no tokens.
     """
 
     prompt_id: int
@@ -236,22 +236,23 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One answer to one prompt.
+    """One completion of one prompt.
 
     Args:
-        prompt_id: of the request.
-        generation_id: 0 to ``n_generations - 1``.
-        tokens: sampled token ids, a stop token (or the token that completed a stop string) included; none where the
-            time was over, or it was cancelled, before the first.
-        logprobs: natural-log probability of each token under the model (temperature 1), same length as ``tokens``.
-        finish_reason: why it ended.
-        sampled_logprobs: natural-log probability of each token under the distribution that it was drawn from, after
+        prompt_id: The prompt's number, as in the request.
+        generation_id: The completion's number among those of its prompt: 0 to ``n_generations - 1``.
+        tokens: The sampled token ids, a stop token (or the token that completed a stop string) included; none where the
+            time was over, or the completion was cancelled, before the first.
+        logprobs: The natural-log probability of each token under the model (temperature 1), as many as ``tokens``.
+        finish_reason: Why the completion ended.
+        sampled_logprobs: The natural-log probability of each token under the distribution that it was drawn from, after
             penalties, bias, temperature and filters; 0 where decoding is greedy.
-        top_logprobs: for each token the ``top_logprobs`` most probable (id, natural-log probability) under the model
+        top_logprobs: For each token the ``top_logprobs`` most probable (id, natural-log probability) under the model
             (temperature 1) at its place, most probable first; empty unless asked for.
-        prompt_logprobs: natural-log probability of each prompt token under the model (temperature 1), given those
-            before it; None for the first. Empty unless asked for, and where an answer ended before its prompt was read.
-        prompt_top_logprobs: for each prompt token what ``top_logprobs`` has for each sampled one; nothing for the
+        prompt_logprobs: The natural-log probability of each prompt token under the model (temperature 1), given those
+            before it; None for the first. Empty unless asked for, and where a completion ended before its prompt was
+            read.
+        prompt_top_logprobs: For each prompt token what ``top_logprobs`` has for each sampled one; nothing for the
             first. Empty unless both were asked for.
     """
 

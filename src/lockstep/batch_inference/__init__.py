@@ -2,3 +2,4 @@
 
 from lockstep.batch_inference.config import JobConfig as JobConfig
 from lockstep.batch_inference.config import SampleConfig as SampleConfig
+from lockstep.batch_inference.run import sample as sample

@@ -15,24 +15,24 @@ InferenceMode = Literal["global_mesh", "host_data_parallel"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobConfig:
-    """Where the sampler runs and where its results go, in the words of a training run.
+    """Where the sampler runs and where its results go, with the keys of a training run.
 
     Raises:
-        ConfigError: a value out of its range.
+        ConfigError: A value is out of its range.
     """
 
     mesh_shape: str = "auto"
-    """How a checkpoint lies on the devices: ``auto`` (sharded over all of them), or sizes ``dp,fsdp,tp``. In mode
-    host_data_parallel these are the devices of one host."""
+    """How a checkpoint is sharded: ``auto`` (over all devices), or sizes ``dp,fsdp,tp``. In mode host_data_parallel the
+    devices are those of one host."""
     tracker: TrackerConfig | tuple[TrackerConfig, ...] = dataclasses.field(default_factory=JsonlTrackerConfig)
     """Where metrics and the table go: one tracker or a list of them (``type: wandb | jsonl | noop``)."""
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
     """How the hosts find each other. ``timeout_s`` also bounds every device call."""
     run_id: str | None = None
-    """Name of the run and of its directory; null: the leader makes one up from the time. A run goes on where it was
+    """The name of the run and of its directory; null: the leader makes one from the time. A run goes on where it was
     interrupted when it is started again with the same name."""
     log_dir: str = "runs"
-    """Parent of the run directory."""
+    """The parent of the run directory."""
 
     def __post_init__(self) -> None:
         if self.run_id is not None and (not self.run_id or set(self.run_id) & set("/\\") or self.run_id[0] == "."):
@@ -67,21 +67,21 @@ class SampleConfig(EvaluationFields, SamplingFields):
     ``host_data_parallel``: every host has the whole model on its own devices and works on its own share of the
     prompts. The tokens are the same."""
     prompt_field: str = "prompt"
-    """Field of a .jsonl line that holds the prompt, a text."""
+    """The field of a .jsonl line with the prompt, a text."""
     messages_field: str = "messages"
-    """Field of a .jsonl line that holds the messages of a chat, a list of ``{role, content}``."""
+    """The field of a .jsonl line with the messages of a chat, a list of ``{role, content}``."""
     answer_field: str = "answer"
-    """Field of a .jsonl line that holds the reference answer."""
+    """The field of a .jsonl line with the reference answer."""
     n_rounds: int = 1
-    """Times that all prompts are answered; round r draws with seed + r."""
+    """The number of times that all prompts are answered; round r draws with seed + r."""
     max_prompts_per_batch: int | None = None
-    """Prompts that are in the engine at a time, and that are written together, at most. Null: worked out from the
-    lengths of the prompts and the memory."""
+    """The number of prompts that are in the engine at a time, and that are written together, at most. Null: worked out
+    from the lengths of the prompts and the memory."""
     max_new_tokens: int = 256
     host_data_parallel_output_dir: str | None = None
-    """Directory of every host's rows and of the merged file, shared between hosts or not; null: ``samples`` in the run
-    directory. Of a URL, that directory is worked in, and every batch is uploaded when it is written. A run goes on
-    where it was interrupted when it is started again with the same directory."""
+    """The directory of every host's rows and of the merged file, shared between hosts or not; null: ``samples`` in the
+    run directory. Where it is a URL, rows are written to ``samples`` too and every batch is uploaded when it is
+    written. A run goes on where it was interrupted when it is started again with the same directory."""
     enable_host_rows_gather: bool = True
     """Gather all rows on the leader at the end: merged file, table. False: rows stay where their host wrote them."""
     write_parquet: bool = False

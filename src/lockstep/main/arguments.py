@@ -23,15 +23,15 @@ def parse_arguments[Config](cls: type[Config], arguments: Sequence[str]) -> Conf
     """Build a configuration from a command line.
 
     Args:
-        cls: the configuration's dataclass.
-        arguments: ``--config_path FILE`` and ``--key.in.dots VALUE`` or ``--key.in.dots=VALUE``; values are YAML, and
-            what comes later wins. ``--help`` is the caller's.
+        cls: The configuration's dataclass.
+        arguments: ``--config_path FILE`` and ``--key.in.dots VALUE`` or ``--key.in.dots=VALUE``. Values are YAML; of
+            several for a key the last wins. The caller handles ``--help``.
 
     Returns:
         The configuration.
 
     Raises:
-        ConfigError: an argument or file that cannot be read, an unknown key, or a value out of its range.
+        ConfigError: An argument or the file cannot be read, a key is unknown, or a value is out of its range.
     """
     path = dict(_pairs(arguments)).get(CONFIG_PATH)
     values = read_values(arguments)
@@ -43,10 +43,13 @@ def read_values(arguments: Sequence[str]) -> dict[str, Any]:
     """The values of a command line and its file, before they are made a configuration.
 
     Args:
-        arguments: as for `parse_arguments`.
+        arguments: The command line, as for `parse_arguments`.
+
+    Returns:
+        The values of the file with those of the command line in their places, nested as in YAML.
 
     Raises:
-        ConfigError: an argument or file that cannot be read.
+        ConfigError: An argument or the file cannot be read.
     """
     overrides = dict(_pairs(arguments))
     path = overrides.pop(CONFIG_PATH, None)
@@ -60,15 +63,15 @@ def decode_config[Config](cls: type[Config], values: Mapping[str, Any], where: s
     """Build a configuration from nested mappings.
 
     Args:
-        cls: the configuration's dataclass.
-        values: as read from YAML.
-        where: they come from, for errors.
+        cls: The configuration's dataclass.
+        values: The values, as read from YAML.
+        where: Where the values come from, for errors.
 
     Returns:
         The configuration.
 
     Raises:
-        ConfigError: an unknown key, with the closest known one; a missing or wrong value.
+        ConfigError: A key is unknown, and the message has the closest known one; or a value is missing or wrong.
     """
     check_keys(cls, values, (), where)
     try:
@@ -78,16 +81,16 @@ def decode_config[Config](cls: type[Config], values: Mapping[str, Any], where: s
 
 
 def check_keys(kind: Any, value: Any, path: tuple[str, ...], where: str) -> None:
-    """Look for keys that a configuration does not have; values are left to draccus.
+    """Check that a configuration has every key; draccus checks the values.
 
     Args:
-        kind: the type that belongs here.
-        value: as read from YAML.
-        path: keys that lead here.
-        where: the values come from, for errors.
+        kind: The type of the field that the value is for.
+        value: The value, as read from YAML.
+        path: The keys that lead to the value.
+        where: Where the values come from, for errors.
 
     Raises:
-        ConfigError: an unknown key or choice; names its path and the closest known one.
+        ConfigError: A key or a choice is unknown; the message has its path and the closest known one.
     """
     if isinstance(value, Mapping):
         cls = _dataclass_of(kind, value, path, where)
@@ -131,8 +134,8 @@ def describe(cls: type[Any], prefix: str = "") -> Iterator[str]:
     """List the keys of a configuration with their types and defaults.
 
     Args:
-        cls: a configuration's dataclass.
-        prefix: key that leads to it, with a dot at its end.
+        cls: A configuration's dataclass.
+        prefix: The key that leads to it, with a dot at its end.
 
     Yields:
         One line per key.
@@ -235,7 +238,7 @@ def _suggest(given: str, known: typing.Iterable[str], noun: str) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """The message that says most: our own, if it is in the chain of causes, else draccus's with its key."""
+    """The most specific message: our own where it is in the chain of causes, else draccus's with its key."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, LockstepError):
@@ -248,8 +251,9 @@ def _reason(error: BaseException) -> str:
 
 
 def _decode_text(value: Any, path: Sequence[str]) -> str:
-    """Texts, and scalars that YAML reads as something else. draccus would make a text of a list or a mapping too, and a
-    field that may be a text or a list would never be a list.
+    """A text, also from a scalar that YAML reads as something else.
+
+    draccus would make a text of a list or a mapping too: a field that may be a text or a list would never be a list.
     """
     if isinstance(value, str | int | float):
         return str(value)

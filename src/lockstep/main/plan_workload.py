@@ -16,15 +16,21 @@ from lockstep.training import RolloutConfig
 from lockstep.types import Request, SamplingParams
 
 CHAT_TOKENS: Final = 64
-"""Tokens that a chat template may add to a message."""
+"""The number of tokens that a chat template may add to a message."""
 
 GSM8K_PROMPT: Final = 256
-"""Tokens of a question with its chat template: the longest of GSM8K has about 240."""
+"""The number of tokens of a question with its chat template: the longest of GSM8K has about 240."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A model's shape and where it was found."""
+    """A model's shape and where it was found.
+
+    Args:
+        config: The configuration of the model.
+        vocab_size: The number of rows of its embedding.
+        source: Where the shape was found, for the notes.
+    """
 
     config: LlamaConfig
     vocab_size: int
@@ -164,7 +170,7 @@ def _samples(config: TrainConfig, notes: list[str]) -> SamplingWorkload:
 
 
 def _shape(source: str | None, model: Any, tokenizer: str | None, key: str) -> Shape:
-    """Of the ``model`` block, of a checkpoint that can be read, or of a well-known one by its name."""
+    """The shape of the ``model`` block, of a checkpoint that can be read, or of a well-known one by its name."""
     if source is None:
         assert isinstance(model, LlamaConfig)
         assert tokenizer is not None
@@ -205,7 +211,7 @@ def _lengths(
     params: SamplingParams,
     notes: list[str],
 ) -> list[int]:
-    """Tokens of each prompt: counted where the tokenizer is here, else at most."""
+    """The number of tokens of each prompt, exact where the tokenizer is a local directory, else an upper bound."""
     key = f"{block}.prompts" if block else "prompts"
     room = None if max_seq_len is None else max_seq_len - params.max_new_tokens
     try:

@@ -24,7 +24,7 @@ from lockstep.plan.infeasibility import Infeasibility, InfeasibleError, key_in, 
 from lockstep.plan.topology import Topology, names_of
 from lockstep.plan.train_step import State, TrainStepPlan, make_state, plan_step
 from lockstep.plan.workload import SamplingWorkload, Workload
-from lockstep.training.step import parameter_shardings
+from lockstep.training import parameter_shardings
 from lockstep.types import Request
 
 _TRAINER_KEYS = ("train_batch_size", "per_device_parallelism", "mesh_shape", "mp")
@@ -313,7 +313,7 @@ def _config_infeasibility(workload: Workload, one: SamplingWorkload | None, erro
 def _with_slice(
     infeasibility: Infeasibility, workload: Workload, topology: Topology, state: State | None
 ) -> Infeasibility:
-    """An infeasibility that no value of the configuration cures, with the smallest slice of the generation that would."""
+    """An infeasibility that no value of the configuration cures, with the smallest slice that would cure it."""
     if infeasibility.key != workload.model_key or state is None:
         return infeasibility
     chip = chip_of(topology.devices[0])

@@ -1,4 +1,4 @@
-"""The train step of a plan: compiled from shapes, its bytes told apart, and the largest microbatch that fits."""
+"""The train step of a plan: compiled from shapes, its memory by use, and the largest microbatch that fits."""
 
 import dataclasses
 import math
@@ -16,21 +16,21 @@ from lockstep.models import LlamaConfig, LlamaLMHeadModel
 from lockstep.plan.cache import CompileCache, Summary
 from lockstep.plan.infeasibility import Infeasibility, InfeasibleError
 from lockstep.plan.workload import TrainingWorkload, Workload
-from lockstep.training.step import TrainStep, batch_structs, state_structs
+from lockstep.training import TrainStep, batch_structs, state_structs
 
 NAME = "train_step"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class State:
-    """What lies on a device for the whole run, in bytes.
+    """The training state, which is on the devices for the whole run.
 
     Args:
-        structs: the state as shapes with shardings.
-        shardings: of the state.
-        parameters: of the model.
-        optimizer: of its state.
-        reference: of a frozen copy of the model.
+        structs: The state as shapes with shardings.
+        shardings: The shardings of the state.
+        parameters: The bytes per device of the model's parameters.
+        optimizer: The bytes per device of the optimizer's state.
+        reference: The bytes per device of a frozen copy of the model.
     """
 
     structs: Any
@@ -41,7 +41,7 @@ class State:
 
     @property
     def resident(self) -> int:
-        """All of it."""
+        """The bytes per device of all of it."""
         return self.parameters + self.optimizer + self.reference
 
 
@@ -50,12 +50,12 @@ class TrainStepPlan:
     """A train step that fits.
 
     Args:
-        summary: what the compiler said.
-        batch: bytes per device of a batch.
-        activations: bytes per device that the forward pass keeps for the backward pass.
-        temporaries: bytes per device of everything else at the worst moment.
-        microbatches: parts that a batch is worked on in.
-        flops: of the whole step, over all devices.
+        summary: The compiler's result.
+        batch: The bytes per device of a batch.
+        activations: The bytes per device that the forward pass keeps for the backward pass.
+        temporaries: The bytes per device of everything else at the worst moment.
+        microbatches: The number of parts that a batch is split into.
+        flops: The floating-point operations of the whole step, over all devices.
     """
 
     summary: Summary
@@ -67,14 +67,14 @@ class TrainStepPlan:
 
 
 def make_state(workload: Workload, mesh: Mesh) -> State:
-    """Shapes and bytes of parameters and optimizer state.
+    """The shapes and the bytes of the parameters and of the optimizer's state.
 
     Args:
-        workload: with training.
-        mesh: of the run.
+        workload: What is asked of the devices, with training.
+        mesh: The mesh of the run.
 
     Raises:
-        ConfigError: the mesh does not divide an axis of the model.
+        ConfigError: The mesh does not divide an axis of the model.
     """
     training = workload.training
     assert training is not None
@@ -98,15 +98,18 @@ def compile_step(
     """Compile the train step as the trainer makes it.
 
     Args:
-        workload: with training.
-        mesh: of the run.
-        state: of the run.
-        cache: compiles.
-        microbatches: parts that a batch is worked on in.
-        length: tokens of a sequence; None: as configured.
+        workload: What is asked of the devices, with training.
+        mesh: The mesh of the run.
+        state: The training state.
+        cache: The compiler.
+        microbatches: The number of parts that a batch is split into.
+        length: The number of tokens of a sequence; None: as configured.
+
+    Returns:
+        The compiler's result.
 
     Raises:
-        HbmError: it does not fit a device.
+        HbmError: The step does not fit a device.
     """
     training = workload.training
     assert training is not None
@@ -128,15 +131,15 @@ def plan_step(workload: Workload, mesh: Mesh, state: State, cache: CompileCache,
     """Compile the train step, or find out what would fit.
 
     Args:
-        workload: with training.
-        mesh: of the run.
-        state: of the run.
-        cache: compiles.
-        memory: bytes of a device.
+        workload: What is asked of the devices, with training.
+        mesh: The mesh of the run.
+        state: The training state.
+        cache: The compiler.
+        memory: The bytes of a device that programs may use.
 
     Raises:
-        InfeasibleError: it does not fit.
-        ConfigError: batch and mesh do not go together.
+        InfeasibleError: The step does not fit; it names the largest microbatch or row that does.
+        ConfigError: The mesh does not divide the batch.
     """
     training = workload.training
     assert training is not None
@@ -170,11 +173,11 @@ def peak(summary: Summary) -> int:
 
 
 def saved_bytes(workload: Workload, rows: int) -> int:
-    """Bytes of what the forward pass of some rows keeps for the backward pass, parameters left out.
+    """The bytes that the forward pass of some rows keeps for the backward pass, without the parameters.
 
     Args:
-        workload: with training.
-        rows: of a device's microbatch.
+        workload: What is asked of the devices, with training.
+        rows: The number of rows of a device's microbatch.
     """
     training = workload.training
     assert training is not None
@@ -194,9 +197,13 @@ def saved_bytes(workload: Workload, rows: int) -> int:
 
 
 def step_flops(workload: Workload) -> float:
-    """Operations of a train step: 2 per weight and token forward, 4 backward, 2 again where layers are computed twice.
+    """The floating-point operations of a train step.
 
-    Attention counts all pairs of positions, for that is what is computed.
+    They are 2 per weight and token forward, 4 backward, and 2 again where layers are computed twice. Attention counts
+    all pairs of positions, for that is what is computed.
+
+    Args:
+        workload: What is asked of the devices, with training.
     """
     training, config = workload.training, workload.model
     assert training is not None
@@ -285,15 +292,15 @@ def _what_fits(
 
 
 def largest_that_works(values: Sequence[int], guess: int, works: Callable[[int], bool]) -> int | None:
-    """Search from a guess; what works is smaller than what does not.
+    """Search the largest value that works, from a guess. Every value that works is smaller than those that do not.
 
     Args:
-        values: to choose from, rising.
-        guess: where to begin, one of ``values``.
-        works: asks the compiler, which takes long.
+        values: The values to choose from, in rising order.
+        guess: The value to try first, one of ``values``.
+        works: A function that says whether a value works. It asks the compiler, which takes long.
 
     Returns:
-        None if none works.
+        The value; None where none works.
     """
     low, high = -1, len(values)
     at = values.index(guess) if guess in values else 0

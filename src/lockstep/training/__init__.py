@@ -8,6 +8,8 @@ from lockstep.training.optimizer import OptimizerConfig
 from lockstep.training.precision import Precision, parse_precision
 from lockstep.training.rollout import RolloutConfig
 from lockstep.training.rows import Batches, Rows
+from lockstep.training.step import TrainStep, batch_structs, parameter_shardings, state_structs
+from lockstep.training.stopping import StopRequest
 from lockstep.training.trainer import Trainer, TrainResult
 
 __all__ = [
@@ -26,9 +28,14 @@ __all__ = [
     "Rows",
     "SimpoConfig",
     "StepInfo",
+    "StopRequest",
     "TrainResult",
+    "TrainStep",
     "Trainer",
     "TrainerConfig",
+    "batch_structs",
     "lm_loss",
+    "parameter_shardings",
     "parse_precision",
+    "state_structs",
 ]
