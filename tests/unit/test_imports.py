@@ -24,11 +24,12 @@ BELOW: dict[str, set[str]] = {
     "models": {"placement", "attention", "device", "hosts"},
 }
 BELOW["engine"] = {"schedule", "models", *BELOW["models"]}
+BELOW["sampling_fields"] = {"engine", *BELOW["engine"]}
 BELOW["report"] = {"engine", "text", *BELOW["engine"]}
-BELOW["callback"] = {"report", *BELOW["report"]}
+BELOW["callback"] = {"report", "sampling_fields", *BELOW["report"]}
 BELOW["levanter"] = {"callback", *BELOW["callback"]}
 BELOW["training"] = {"callback", *BELOW["callback"]}
-BELOW["batch_inference"] = {"report", *BELOW["report"]}
+BELOW["batch_inference"] = {"report", "sampling_fields", *BELOW["report"]}
 BELOW["plan"] = {"engine", "training", "batch_inference", *BELOW["training"], *BELOW["batch_inference"]}
 BELOW["main"] = {"plan", "training", "batch_inference", *BELOW["plan"]}
 

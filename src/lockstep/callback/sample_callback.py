@@ -10,8 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from lockstep.callback.config import InferenceEvalConfig
 from lockstep.callback.round import RoundResult, run_round
 from lockstep.callback.round_prompts import read_round_prompts
@@ -309,16 +307,8 @@ class SampleCallback:
             self.report_errors += 1
 
     def _row(self, step: int, prompt: Prompt, completion: Completion) -> Row:
-        return Row(
-            step=step,
-            prompt_id=completion.prompt_id,
-            generation_id=completion.generation_id,
-            prompt=prompt.shown,
-            generated_text=cut_at_stop(decode(self._tokenizer, completion.tokens), self.config.stop),
-            num_tokens=len(completion.tokens),
-            finish_reason=str(completion.finish_reason),
-            mean_logprob=float(np.mean(completion.logprobs)) if completion.logprobs else 0.0,
-        )
+        text = cut_at_stop(decode(self._tokenizer, completion.tokens), self.config.stop)
+        return Row.from_completion(completion, prompt, text, step=step)
 
     def _scalars(self, rows: list[Row], result: RoundResult, report_s: float) -> dict[str, float]:
         tokens = sum(row.num_tokens for row in rows)
