@@ -18,8 +18,7 @@ from lockstep.batch_inference.row_files import RowFile
 from lockstep.batch_inference.shard import Batch, JobShape, batches, prompts_per_batch
 from lockstep.engine import Engine
 from lockstep.hosts import Hosts, Watchdog, digest, environment, leader_only
-from lockstep.report.metrics import Metric, load_metrics, measure
-from lockstep.report.rows import SampleRow
+from lockstep.report import Metric, SampleRow, load_metrics, measure
 from lockstep.schedule import Scheduler
 from lockstep.text import StopFinder, cut_at_stop, decode
 from lockstep.types import Completion, Request

@@ -18,12 +18,18 @@ from lockstep.errors import ConfigError, DisagreementError, HostError, PeerError
 from lockstep.hosts import Hosts, Watchdog, current, digest, environment, leader_only, try_leader_only
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
 from lockstep.placement import mesh_of
-from lockstep.report.background import FINISH_S, BackgroundTracker
-from lockstep.report.jsonl import append_jsonl
-from lockstep.report.metrics import load_metrics, measure, metric_means
-from lockstep.report.rows import Row
-from lockstep.report.table import print_table
-from lockstep.report.trackers import NoopTracker, Tracker
+from lockstep.report import (
+    FINISH_S,
+    BackgroundTracker,
+    NoopTracker,
+    Row,
+    Tracker,
+    append_jsonl,
+    load_metrics,
+    measure,
+    metric_means,
+    print_table,
+)
 from lockstep.text import Prompt, StopFinder, check_vocab, cut_at_stop, decode
 from lockstep.types import Completion, FinishReason
 

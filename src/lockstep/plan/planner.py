@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from lockstep.device.chips import Chip, chip_of
-from lockstep.device.memory import block_bytes
+from lockstep.device import Chip, block_bytes, chip_of
 from lockstep.engine import Engine, Sizing, never_used
 from lockstep.errors import CapacityError, CompilerError, ConfigError
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder, skeleton
