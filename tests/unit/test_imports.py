@@ -24,11 +24,12 @@ BELOW: dict[str, set[str]] = {
     "models": {"placement", "attention", "device", "hosts"},
 }
 BELOW["engine"] = {"schedule", "models", *BELOW["models"]}
+BELOW["sampling_fields"] = {"engine", *BELOW["engine"]}
 BELOW["report"] = {"engine", "text", *BELOW["engine"]}
-BELOW["callback"] = {"report", *BELOW["report"]}
+BELOW["callback"] = {"report", "sampling_fields", *BELOW["report"]}
 BELOW["levanter"] = {"callback", *BELOW["callback"]}
 BELOW["training"] = {"callback", *BELOW["callback"]}
-BELOW["batch_inference"] = {"report", *BELOW["report"]}
+BELOW["batch_inference"] = {"report", "sampling_fields", *BELOW["report"]}
 BELOW["plan"] = {"engine", "training", "batch_inference", *BELOW["training"], *BELOW["batch_inference"]}
 BELOW["main"] = {"plan", "training", "batch_inference", *BELOW["plan"]}
 
@@ -265,8 +266,10 @@ def module_edges() -> dict[str, set[str]]:
         own = file.removesuffix(".py").replace("/", ".")
         edges[own] = set()
         named = [each.module for each in imports_of(text, file)]
-        # A module that is named in a string is loaded on demand: an import all the same.
-        strings = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)]
+        # A module that is named in a string is loaded on demand: an import all the same. The table of commands names
+        # all of them, and the command that plans the others reads it.
+        tree = ast.Module([], []) if own == "main.commands" else ast.parse(text)
+        strings = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
         named += [each for each in strings if isinstance(each, str) and each.removeprefix("lockstep.") in modules]
         for module in named:
             if not inside(module, "lockstep"):

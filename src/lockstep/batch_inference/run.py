@@ -41,9 +41,7 @@ from lockstep.batch_inference.summary import (
 )
 from lockstep.hosts import Hosts, config_digest, digest, leader_only, try_leader_only
 from lockstep.placement import make_mesh
-from lockstep.report.background import BackgroundTracker
-from lockstep.report.table import print_table
-from lockstep.report.trackers import NoopTracker, Tracker, build_tracker
+from lockstep.report import BackgroundTracker, NoopTracker, Tracker, build_tracker, print_table
 from lockstep.text import PromptFields, StopFinder, iter_prompts, load_tokenizer, stop_ids
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ from lockstep.device import compile_program as compile_program
 from lockstep.engine.audit import Auditor as Auditor
 from lockstep.engine.audit import audit as audit
 from lockstep.engine.budget import Budget as Budget
+from lockstep.engine.capacity_fields import CapacityFields as CapacityFields
 from lockstep.engine.config import EngineConfig as EngineConfig
 from lockstep.engine.config import layout_text as layout_text
 from lockstep.engine.decode_model import DecodeModel as DecodeModel

@@ -1,5 +1,7 @@
-"""What a round leaves behind: rows, files, metrics, tables, trackers."""
+"""Rows of completions, and what is made of them: files, metrics, tables, tracked runs."""
 
+from lockstep.report.background import FINISH_S, BackgroundTracker
+from lockstep.report.evaluation_fields import EvaluationFields
 from lockstep.report.jsonl import append_jsonl, read_jsonl, repair_jsonl
 from lockstep.report.metrics import Metric, exact_match, load_metric, load_metrics, measure, metric_means
 from lockstep.report.rows import COLUMNS, SAMPLE_COLUMNS, Row, SampleRow, TableRow, metric_names
@@ -21,8 +23,11 @@ from lockstep.report.trackers import (
 )
 
 __all__ = [
+    "BackgroundTracker",
     "COLUMNS",
     "CompositeTracker",
+    "EvaluationFields",
+    "FINISH_S",
     "JsonlTracker",
     "JsonlTrackerConfig",
     "MAX_TABLE_ROWS",

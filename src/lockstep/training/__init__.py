@@ -1,7 +1,7 @@
 """Training: configuration, data, objectives, and the loop."""
 
 from lockstep.training.config import TrainerConfig
-from lockstep.training.data import GrpoDataConfig, LmDataConfig, PreferenceDataConfig
+from lockstep.training.data import DataConfig, GrpoDataConfig, LmDataConfig, PreferenceDataConfig
 from lockstep.training.hooks import Hook, StepInfo
 from lockstep.training.objectives import GrpoConfig, LossFn, LossParts, SimpoConfig, lm_loss
 from lockstep.training.optimizer import OptimizerConfig
@@ -14,6 +14,7 @@ from lockstep.training.trainer import Trainer, TrainResult
 
 __all__ = [
     "Batches",
+    "DataConfig",
     "GrpoConfig",
     "GrpoDataConfig",
     "Hook",

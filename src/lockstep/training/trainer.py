@@ -18,8 +18,7 @@ from lockstep.device import Program, compile_program
 from lockstep.errors import HostError
 from lockstep.hosts import Hosts, Watchdog, current, environment, leader_only
 from lockstep.placement import fsdp_warning, host_rows, make_mesh, place_local
-from lockstep.report.background import FINISH_S, BackgroundTracker
-from lockstep.report.trackers import NoopTracker, Tracker
+from lockstep.report import FINISH_S, BackgroundTracker, NoopTracker, Tracker
 from lockstep.training.config import TrainerConfig
 from lockstep.training.hooks import Hook, Hooks, StepInfo
 from lockstep.training.objectives.parts import LossFn
