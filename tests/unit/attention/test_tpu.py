@@ -126,11 +126,6 @@ def test_a_launch_without_rows_still_has_a_sequence() -> None:
     )
 
 
-@pytest.mark.parametrize(("itemsize", "wants"), [(4, {1: 1, 3: 4, 5: 8}), (2, {1: 1, 3: 4, 6: 8, 12: 16}), (1, {1: 2})])
-def test_stored_heads(itemsize: int, wants: dict[int, int]) -> None:
-    assert {kv_heads: stored_heads(kv_heads, itemsize) for kv_heads in wants} == wants
-
-
 CASES: list[Any] = [
     ("qwen3", "1,2,2", {"tensor": 2}, {"page_size": 8, "max_prefill_size": 32, "max_seqs": 6}),
     pytest.param("llama", "1,2,1", {"tensor": 1}, {"page_size": 16, "max_pages": 9}, marks=pytest.mark.slow),
