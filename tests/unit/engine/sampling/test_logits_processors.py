@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -23,7 +24,8 @@ PARTS = pytest.mark.parametrize("parts", [1, 2])
 def by_part(parts: int, function: Any) -> np.ndarray:
     """What ``function(first, size)`` gives for each part of the vocabulary, side by side."""
     size = VOCAB // parts
-    return np.concatenate([np.asarray(function(part * size, size)) for part in range(parts)], axis=1)
+    jitted = jax.jit(function, static_argnums=1)
+    return np.concatenate([np.asarray(jitted(part * size, size)) for part in range(parts)], axis=1)
 
 
 def ints(values: Any) -> jnp.ndarray:
@@ -55,7 +57,7 @@ def penalised(repetition: float, presence: float, frequency: float) -> list[floa
     logits = jnp.asarray([[2.0, -2.0, 2.0, -2.0, 2.0, -2.0]])
     prompt = jnp.asarray([[True, True, False, False, False, False]])
     counts = TokenCounts(prompt=prompt, answer=ints([[0, 0, 2, 2, 0, 0]]))
-    return np.asarray(penalise(logits, counts, jnp.asarray([[repetition, presence, frequency]])))[0].tolist()
+    return np.asarray(jax.jit(penalise)(logits, counts, jnp.asarray([[repetition, presence, frequency]])))[0].tolist()
 
 
 def test_the_repetition_penalty_divides_positive_logits_and_multiplies_negative_ones() -> None:
