@@ -1,6 +1,9 @@
 """A phase that every process goes through."""
 
-from lockstep.errors import HostError
+import pytest
+
+from lockstep.errors import DisagreementError, HostError
+from lockstep.hosts import Hosts, MemoryClient
 from tests.multiprocess.harness import run_threads
 
 
@@ -66,3 +69,19 @@ def _waits(hosts):
 
 def test_a_phase_waits_once():
     assert run_threads(_waits, 2) == [1, 1]
+
+
+def test_what_the_others_share_is_not_known_before_the_end():
+    with Hosts(*MemoryClient.hub(1)).run_on_all("prepare") as phase:
+        with pytest.raises(AssertionError, match="is known when the phase has ended"):
+            _ = phase.shared
+
+
+def test_values_that_are_added_later_are_compared_too():
+    def body(hosts):
+        with hosts.run_on_all("prepare") as phase:
+            phase.agree({"config": "same"})
+            phase.agree({"data": str(hosts.index)})
+
+    with pytest.raises(DisagreementError, match="disagree at 'prepare' on 'data'"):
+        run_threads(body, 2)

@@ -1,5 +1,7 @@
 """The chosen sizes in words."""
 
+import dataclasses
+
 from tests.unit.engine.models import request
 from tests.unit.engine.sizing.made_up import ROOMY, choose, least_that_works
 
@@ -20,3 +22,27 @@ def test_reasons_and_words() -> None:
         256,
         "default",
     )
+
+
+def test_headroom_is_what_the_compiler_leaves_once_it_has_spoken() -> None:
+    got = choose([request(0, 20, 12)], 10**9, hbm_utilization=0.5)
+    assert got.budget == 5 * 10**8 and got.headroom == 10**9 - got.predicted.total
+    more = dataclasses.replace(got.predicted, temporaries=got.predicted.temporaries + 1000)
+    compiled = dataclasses.replace(got, compiled=more)
+    assert compiled.headroom == got.headroom - 1000
+    assert "by the compiler" in compiled.describe() and "were predicted" in compiled.describe()
+    assert "predicted: " in got.describe()
+
+
+def test_prompts_at_a_time_bound_the_sequences() -> None:
+    requests = [request(i, 5, 5, n_generations=2) for i in range(9)]
+    got = choose(requests, ROOMY, layout={"tensor": 1}, max_prompts_per_batch=3)
+    assert got.reasons["max_seqs"] == (6, "max_prompts_per_batch")
+    assert got.reasons["max_prompts_per_batch"] == (3, "cap given")
+
+
+def test_a_layout_that_does_not_fit_is_shown_with_what_it_needs() -> None:
+    got = choose([request(0, 20, 12)], ROOMY)
+    (*_, last) = got.considered
+    changed = dataclasses.replace(got, considered=(dataclasses.replace(last, sizes=None, estimate=None),))
+    assert changed.describe().endswith("per device") and "does not fit: one sequence needs" in changed.describe()
