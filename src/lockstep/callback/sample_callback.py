@@ -52,9 +52,9 @@ class SampleCallback:
     Args:
         config: When to sample, what, and within which limits.
         tokenizer: A Hugging Face tokenizer.
-        tracker: The tracker that rows and scalars go to; used by the leader alone, from a thread of its own behind a bounded queue, so that it may be slow: a
-            round waits 2 s for it, and not at all until it has caught up. It stays the caller's to finish. A
-            `BackgroundTracker` is used as it is; None for none.
+        tracker: The tracker that rows and scalars go to; used by the leader alone, from a thread of its own behind a
+            bounded queue, so that it may be slow: a round waits 2 s for it, and not at all until it has caught up. It
+            stays the caller's to finish. A `BackgroundTracker` is used as it is; None for none.
         name: The prefix of the table and of the metrics; two callbacks in one run need two names.
         output_dir: The directory where the leader appends to ``samples.jsonl``; None for no file.
         hosts: The processes of the job; None for the current ones.
