@@ -8,14 +8,16 @@ from lockstep.errors import HostError, PeerError
 from lockstep.hosts import Hosts, MemoryClient, _client, current, digest, on_one_machine
 from lockstep.hosts import channel as channel_module
 from tests.multiprocess.harness import run_threads
-from tests.multiprocess.host_bodies import check, run_all
+from tests.multiprocess.host_bodies import BEHAVIOURS
 
 WAIT_S = 0.2
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_waits_and_agreement(count):
-    check(run_threads(run_all, count, WAIT_S), WAIT_S)
+@pytest.mark.parametrize("behaviour", BEHAVIOURS)
+def test_between_threads(behaviour, count):
+    body, check = BEHAVIOURS[behaviour]
+    check(run_threads(body, count, WAIT_S), WAIT_S)
 
 
 def test_one_process_waits_for_nobody():
