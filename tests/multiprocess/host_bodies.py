@@ -117,7 +117,7 @@ def check_settle(results: Results, wait_s: float) -> None:
     disks = "; ".join(f"process {i}: OSError: disk {i}" for i in range(count))
     for one, every in results:
         assert one[0] == every[0] == PeerError.__name__
-        place = r"processes failed at 'lockstep/job/settle#\d+"
+        place = r"processes failed at 'settle#\d+"
         who = f"process {count - 1}: ValueError: prompts.txt is empty"
         assert re.fullmatch(rf"1 of {count} {place}/one'\. {who}", one[1]), one[1]
         assert re.fullmatch(rf"{count} of {count} {place}/every'\. {disks}", every[1]), every[1]
