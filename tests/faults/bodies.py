@@ -82,6 +82,18 @@ def tokenizer_with_more(count):
     return tokenizer
 
 
+@contextlib.contextmanager
+def told():
+    """What the library logs inside."""
+    log = io.StringIO()
+    handler = logging.StreamHandler(log)
+    logging.getLogger("lockstep").addHandler(handler)
+    try:
+        yield log
+    finally:
+        logging.getLogger("lockstep").removeHandler(handler)
+
+
 class Faults:
     """For each fault a function that makes one round with it; they get the training step's info."""
 
@@ -200,11 +212,9 @@ def body_goes_on(hosts, directory, names):
         if info.next_step > len(names):
             return
         name = names[info.next_step - 1]
-        log = io.StringIO()
-        handler = logging.StreamHandler(log)
-        logging.getLogger("lockstep").addHandler(handler)
         begin, error = time.monotonic(), None
         with (
+            told() as log,
             mock.patch.dict(sys.modules, own_metrics=own),
             record_launches() as launches,
             contextlib.redirect_stdout(io.StringIO()),
@@ -213,7 +223,6 @@ def body_goes_on(hosts, directory, names):
                 getattr(faults, name)(info)
             except Exception as raised:
                 error = f"{type(raised).__name__}: {raised}"
-        logging.getLogger("lockstep").removeHandler(handler)
         one = faults.callback
         found[name] = {
             "seconds": time.monotonic() - begin,
@@ -288,9 +297,9 @@ def body_saved_on_sigterm(hosts, directory):
     with sigterm_at(hosts, "read prompts", hosts.is_leader):
         codes = [train_and_save(hosts, directory, 50, inference_eval=samples)]
     codes.append(train_and_save(hosts, directory, 3))
-    with sigterm_at(hosts, "saving", hosts.index == hosts.count - 1) as struck:
+    with sigterm_at(hosts, "saving", hosts.index == hosts.count - 1) as struck, told() as log:
         codes.append(train_and_save(hosts, os.path.join(directory, "signalled"), 3))
-    return codes, {"struck": struck, "ended": time.monotonic()}
+    return codes, {"struck": struck, "ended": time.monotonic(), "log": log.getvalue()}
 
 
 SIGNALS = {
@@ -317,16 +326,12 @@ def body_sigterm(hosts, directory):
         config = InferenceEvalConfig(**GOOD | {"eval_every": 2, "max_new_tokens": 24, "audit": phase == "auditing"})
         callback = SampleCallback(config, tokenizer, hosts=hosts, tracker=tracker)
         trainer.add_hook(callback)
-        log = io.StringIO()
         # Between launches the leader does not wait for the others: only its own signal is seen at once for sure.
         here = hosts.is_leader if kill_at in ("prefill", "decode") else odd
-        handler = logging.StreamHandler(log)
-        logging.getLogger("lockstep").addHandler(handler)
         before = hosts.ledger.count
         model = tiny.init_model(trainer)
-        with sigterm_at(hosts, kill_at, here) as struck, contextlib.redirect_stdout(io.StringIO()):
+        with sigterm_at(hosts, kill_at, here) as struck, told() as log, contextlib.redirect_stdout(io.StringIO()):
             result = trainer.train(model, tiny.rows())
-        logging.getLogger("lockstep").removeHandler(handler)
         results[phase] = {
             "steps": result.completed_steps,
             "stopped_by": result.stopped_by,
@@ -387,18 +392,16 @@ def body_tracker_blocks(hosts):
     """The same training without a tracker, and with one that never returns: losses, seconds and what was told."""
     impatient = copy.copy(hosts)
     impatient.timeout_s = 4.0  # the end of training waits half of this for the tracker
-    found, log = {}, io.StringIO()
-    handler = logging.StreamHandler(log)
-    logging.getLogger("lockstep").addHandler(handler)
-    for name, tracker in {"plain": None, "blocked": BlockingForSteps()}.items():
-        trainer, losses = tiny.make_trainer("auto", 3, impatient, tracker=tracker), []
-        trainer.add_hook(lambda info, losses=losses: losses.append(float(info.loss).hex()))
-        model, begin = tiny.init_model(trainer), time.monotonic()
-        trainer.train(model, tiny.rows())
-        found[name] = {"losses": losses, "seconds": time.monotonic() - begin}
-        if tracker is not None:
-            tracker.released.set()
-    logging.getLogger("lockstep").removeHandler(handler)
+    found = {}
+    with told() as log:
+        for name, tracker in {"plain": None, "blocked": BlockingForSteps()}.items():
+            trainer, losses = tiny.make_trainer("auto", 3, impatient, tracker=tracker), []
+            trainer.add_hook(lambda info, losses=losses: losses.append(float(info.loss).hex()))
+            model, begin = tiny.init_model(trainer), time.monotonic()
+            trainer.train(model, tiny.rows())
+            found[name] = {"losses": losses, "seconds": time.monotonic() - begin}
+            if tracker is not None:
+                tracker.released.set()
     return found | {"log": log.getvalue()}
 
 

@@ -22,6 +22,7 @@ When a process raises, dies or outlives ``timeout_s``, all are ended and the err
 
 import concurrent.futures
 import dataclasses
+import functools
 import os
 import signal
 import subprocess
@@ -207,3 +208,22 @@ def run_threads(body: Callable[..., Any], count: int, *args: Any, timeout_s: flo
         hosts = [Hosts(client, timeout_s) for client in MemoryClient.hub(count)]
         futures = [pool.submit(body, one, *args) for one in hosts]
         return [future.result() for future in futures]
+
+
+def cached[**Arguments, Result](function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Like ``functools.cache``, errors too: what fails for one test does not take its time for all others again."""
+
+    @functools.cache
+    def outcome(*args: Any, **kwargs: Any) -> tuple[Any, BaseException | None]:
+        try:
+            return function(*args, **kwargs), None
+        except Exception as error:
+            return None, error
+
+    def again(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        result, error = outcome(*args, **kwargs)
+        if error is not None:
+            raise error
+        return result
+
+    return again

@@ -31,7 +31,6 @@ def look(hosts: Hosts) -> Facts:
     """Everything in this process that a body could change for the next one. Launches nothing."""
     import jax
 
-    gc.collect()
     arrays = collections.Counter(f"{array.dtype}{list(array.shape)}" for array in jax.live_arrays())
     handlers = {number.name: signal.getsignal(number) for number in signal.Signals}
     return {
@@ -62,6 +61,7 @@ def left(before: Facts, hosts: Hosts) -> list[str]:
     """
     deadline = time.monotonic() + PATIENCE_S
     while (lines := _differences(before, look(hosts))) and time.monotonic() < deadline:
+        gc.collect()
         time.sleep(0.05)
     return lines
 

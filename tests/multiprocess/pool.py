@@ -25,14 +25,29 @@ from tests.multiprocess.worker import MARK
 END_S = 20.0
 """Seconds in which the processes of a group leave when the tests hang up."""
 
+MOST_PROCESSES = 8
+"""That wait in shared groups at a time: each holds half a gigabyte."""
+
 _shared: dict[tuple[int, int], "Group"] = {}
+"""By processes and devices; the one that was used last comes last."""
 
 
 def shared(processes: int, devices: int) -> "Group":
-    """The running group of this size; started where there is none."""
-    group = _shared.get((processes, devices))
-    if group is None or not group.running:
-        group = _shared[processes, devices] = Group(processes, devices)
+    """The running group of this size; started where there is none, and then others that waited longest may end.
+
+    Raises:
+        AssertionError: a process of it ended while it waited, or a new one did not start; the text has the logs.
+    """
+    group = _shared.pop((processes, devices), None)
+    if group is not None and not group.running:
+        group.end()
+        group = None
+    if group is None:
+        for size in list(_shared):
+            if sum(count for count, _ in _shared) + processes > MOST_PROCESSES:
+                _shared.pop(size).end()
+        group = Group(processes, devices)
+    _shared[processes, devices] = group
     return group
 
 
@@ -42,7 +57,7 @@ def end_all() -> None:
     Raises:
         AssertionError: one did not end in order; the text has every process's log.
     """
-    groups = [group for group in _shared.values() if group.running]
+    groups = list(_shared.values())
     _shared.clear()
     for group in groups:
         group.hang_up()
@@ -143,12 +158,14 @@ class Group:
             line.close()
 
     def end(self) -> None:
-        """Hang up and wait until the processes have left the job.
+        """Hang up and wait until the processes have left the job; does nothing where it has ended.
 
         Raises:
             AssertionError: they did not, or not in time; the text has every process's log.
         """
-        self._what = "the end of the job"
+        if not self._directory.exists():
+            return
+        self._what = f"the end of the job, after {self._what}"
         self.hang_up()
         try:
             code = self._launcher.wait(END_S)

@@ -1,6 +1,5 @@
 """Sampling inside training changes nothing about it: losses bit for bit, traces, memory, launches on every host."""
 
-import functools
 import gc
 import json
 import math
@@ -11,7 +10,7 @@ import pytest
 from lockstep.callback import InferenceEvalConfig, SampleCallback
 from lockstep.report.rows import Row
 from tests import tiny
-from tests.multiprocess.harness import run_processes
+from tests.multiprocess.harness import cached, run_processes
 from tests.multiprocess.launches import record_launches
 
 STEPS, EVERY = 30, 6
@@ -106,7 +105,7 @@ def body(hosts, mesh_shape, layouts):
     return [train(hosts, mesh_shape, layout) for layout in (None, *layouts)]
 
 
-@functools.cache
+@cached
 def runs(processes, mesh_shape):
     """Of each process, the plain run and those with samples: one launch of processes makes all."""
     layouts = LAYOUTS[processes, mesh_shape]
