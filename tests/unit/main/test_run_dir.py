@@ -1,0 +1,67 @@
+"""The directory of a run, and what is said of it at the end."""
+
+import pytest
+
+from lockstep.errors import PeerError
+from lockstep.hosts import Hosts, MemoryClient
+from lockstep.main.run_dir import closing_summary, make_run_dir
+from lockstep.training import TrainResult
+from tests.multiprocess.harness import run_threads
+
+FULL = {"model": None, "completed_steps": 7, "loss": 1.5, "stopped_by": None, "tracker_errors": 0}
+
+
+def alone():
+    return Hosts(*MemoryClient.hub(1))
+
+
+def result(**values):
+    return TrainResult(**{**FULL, **values})
+
+
+def test_every_host_has_the_leaders_directory(tmp_path):
+    paths = run_threads(lambda hosts: make_run_dir(str(tmp_path), None, hosts), 3)
+    assert len(set(paths)) == 1 and paths[0].is_dir() and [paths[0]] == list(tmp_path.iterdir())
+
+
+def test_a_given_name_is_the_directorys(tmp_path):
+    assert make_run_dir(str(tmp_path), "mine", alone()) == tmp_path / "mine"
+
+
+def test_two_runs_without_a_name_have_different_ones(tmp_path):
+    assert make_run_dir(str(tmp_path), None, alone()) != make_run_dir(str(tmp_path), None, alone())
+
+
+def test_a_directory_with_files_is_refused(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "samples.jsonl").touch()
+    with pytest.raises(PeerError, match=r"mine is not empty; .* Choose another trainer\.run_id"):
+        make_run_dir(str(tmp_path), "mine", alone())
+
+
+def test_the_summary_lists_what_is_there_and_nothing_else(tmp_path):
+    (tmp_path / "samples.jsonl").touch()
+    (tmp_path / "metrics.jsonl").touch()
+    text = closing_summary(tmp_path, result(), 10, None)
+    assert "done: 7 of 10 steps, last loss 1.5000" in text
+    assert f"samples    {tmp_path}/samples.jsonl" in text and f"metrics    {tmp_path}/metrics.jsonl" in text
+    assert "checkpoint" not in text and "wandb sync" not in text
+
+
+def test_the_summary_says_how_to_go_on(tmp_path):
+    (tmp_path / "wandb" / "offline-run-1").mkdir(parents=True)
+    (tmp_path / "hf").mkdir()
+    text = closing_summary(tmp_path, result(), 10, tmp_path / "hf")
+    assert f"checkpoint {tmp_path}/hf" in text and f"--initialize_from_hf {tmp_path}/hf" in text
+    assert f"wandb sync {tmp_path}/wandb/offline-run-1" in text
+
+
+@pytest.mark.parametrize(
+    ("saved", "text"), [(True, "stopped by a signal: 7"), (False, "stopped by a signal, no checkpoint was saved: 7")]
+)
+def test_a_run_that_a_signal_ended_says_whether_it_was_saved(tmp_path, saved, text):
+    assert text in closing_summary(tmp_path, result(stopped_by=15), 10, tmp_path if saved else None)
+
+
+def test_errors_of_the_tracker_are_counted(tmp_path):
+    assert "the tracker failed 3 times" in closing_summary(tmp_path, result(tracker_errors=3), 10, None)
