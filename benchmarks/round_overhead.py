@@ -204,7 +204,7 @@ def in_memory(count: int, latency_s: float) -> dict[str, float]:
     def rounds(client: Any) -> list[tuple[float, int]]:
         slow = SlowClient(client, latency_s)
         hosts, engine, laps = Hosts(slow), NoEngine(), []
-        stop_heart = hosts.beat()
+        stop_heart = hosts.start_heartbeat()
         for step in range(ROUNDS):
             hosts.barrier("between rounds")
             slow.counted.reset()

@@ -25,7 +25,7 @@ from lockstep.engine import DecodeModel, Engine, EngineConfig
 from lockstep.engine.sampling.sampler import never_used
 from lockstep.engine.sizing.memory_model import MemoryModel
 from lockstep.models import DecoderWeights, LayerWeights, LlamaConfig
-from lockstep.models.presets import KNOWN, ModelPreset
+from lockstep.models.presets import PRESETS, ModelPreset
 from lockstep.placement import make_mesh
 from lockstep.plan.collectives import collectives
 from lockstep.plan.hlo import Hlo
@@ -72,7 +72,7 @@ def compile_for(
     slice_name: str, tensor: int, batch: int, context: int, *, model: str = "llama-3.1-8b", dtype: str = "float32",
 ) -> tuple[Engine, DecodeModel]:  # fmt: skip
     """An engine with programs for a batch per replica, and what they were made from; nothing can be run."""
-    known, found = KNOWN[model], topology(slice_name)
+    known, found = PRESETS[model], topology(slice_name)
     mesh = make_mesh("auto", list(found.devices))
     weights = weights_on(mesh, known, dtype)
     resident = sum(leaf.size for leaf in jax.tree.leaves(weights)) * 4 * _OPTIMIZER_COPIES // mesh.size
@@ -110,8 +110,8 @@ def figures(engine: Engine, model: DecodeModel, context: int) -> dict[str, Any]:
     for name, program in engine.programs.items():
         memory, hlo = program.memory(), Hlo(program.text(), UNMET)
         pool = (
-            model.config.num_layers * sizes.pages, sizes.page_size, 2 * attention.stored.kv_heads,
-            attention.stored.head_size,
+            model.config.num_layers * sizes.pages, sizes.page_size, 2 * attention.stored_kv_heads.kv_heads,
+            attention.stored_kv_heads.head_size,
         )  # fmt: skip
         programs[name] = {
             "arguments": int(memory.argument_size_in_bytes),
@@ -186,7 +186,7 @@ def main() -> None:
     """Compiles, and prints what came of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slice", default="v5p-16")
-    parser.add_argument("--model", default="llama-3.1-8b", choices=KNOWN)
+    parser.add_argument("--model", default="llama-3.1-8b", choices=PRESETS)
     parser.add_argument("--dtype", default="float32", help="of the parameters; decoding is in bfloat16")
     parser.add_argument("--tensor", type=int, default=1)
     parser.add_argument("--batch", type=int, default=64, help="sequences per replica")

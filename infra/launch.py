@@ -3,12 +3,13 @@
 
     python infra/launch.py --backend local --processes 2 --devices_per_process 2 -- lockstep train-lm --config_path X
 
-Standard library only: it runs with any Python >= 3.12, before anything is installed. A backend is a function from the
-parsed options to an exit code, entered in ``BACKENDS``; ``local`` simulates a pod as CPU processes on one machine.
+Standard library only: it runs with any Python >= 3.12, before anything is installed. Where the processes run is a
+`Backend`: a class with a row in ``BACKENDS``. ``local`` simulates a pod as CPU processes on one machine.
 """
 
 import argparse
 import collections
+import contextlib
 import ctypes
 import dataclasses
 import os
@@ -19,94 +20,129 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
+
+ERROR = b"error: "
+"""How a line begins in which a process says why it ends (lockstep.hosts.exit)."""
 
 LAST_LINES = 40
-"""Lines of a failed process that are shown again."""
-
+"""Number of last lines of a failed process that are shown again."""
 POLL_S = 0.05
-"""Seconds between two looks at which processes still run."""
-
+"""Seconds between two checks of which processes still run."""
 PEER_FAILED_EXIT_CODE = 85
-"""How a process ends that was told of another one's failure (lockstep.hosts.peers)."""
+"""Exit code of a process that ended because another one failed (lockstep.hosts.peers)."""
+CAUSE_S = 0.5
+"""Seconds after a process ended because of another one in which that other one may end too, and is then named."""
+REPORT_S = 3.0
+"""Seconds that the other processes have, after one failed, to report what is wrong before they get SIGTERM."""
 
-RAISED_S = 0.5
-"""Seconds in which, after a process ended in consequence, the one that caused it may turn up."""
 
-OWN_WORDS_S = 3.0
-"""Seconds that the others have, after a process failed, to say what is wrong before they are asked to end."""
+class Backend(Protocol):
+    """Where the processes of a job run."""
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        """Add the options that this backend has beside the common ones; those of other backends are unknown to it."""
+
+    def run(self, options: argparse.Namespace) -> int:
+        """Run ``options.command`` on every process, with ``options.env`` set.
+
+        Returns:
+            The exit code of the job: 0 if every process ended with 0, else the one of the process that failed first.
+        """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, run the backend, and return its exit code."""
     options = parse(sys.argv[1:] if argv is None else argv)
-    return BACKENDS[options.backend](options)
+    return BACKENDS[options.backend].run(options)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Options before ``--``, the command after it."""
+    """Read the options before ``--`` and the command after it.
+
+    Returns:
+        The common options and those of the chosen backend, and ``command`` as a list.
+    """
     argv = list(argv)
     cut = argv.index("--") if "--" in argv else len(argv)
+    usage = "launch.py [options] -- command [arguments]"
+    common = argparse.ArgumentParser(prog="launch.py", usage=usage, add_help=False)
+    common.add_argument("--backend", choices=sorted(BACKENDS), default="local", help="where the processes run")
+    common.add_argument(
+        "--env", type=name_value, action="append", default=[], metavar="NAME=VALUE", help="set in every process"
+    )
+    epilog = "The options of another backend: launch.py --backend NAME --help"
     parser = argparse.ArgumentParser(
-        prog="launch.py", usage="launch.py [options] -- command [arguments]", description=__doc__.split("\n")[0]
+        prog="launch.py", usage=usage, description=__doc__.split("\n")[0], epilog=epilog, parents=[common]
     )
-    parser.add_argument("--backend", choices=sorted(BACKENDS), default="local", help="where the processes run")
-    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="set in every process")
-    local = parser.add_argument_group("local: CPU processes on this machine")
-    local.add_argument("--processes", type=int, default=2, help="how many processes (default 2)")
-    local.add_argument("--devices_per_process", type=int, default=2, help="CPU devices of each process (default 2)")
-    local.add_argument(
-        "--prefix",
-        choices=("auto", "always", "never"),
-        default="auto",
-        help="put '[i] ' before each line. auto: yes, but at a terminal (and without --log_dir) process 0 writes to it "
-        "directly, so that its live output works; always: on for all; never: off for all",
-    )
-    local.add_argument("--log_dir", type=Path, help="also write the output of process i to <log_dir>/process-<i>.log")
-    local.add_argument("--grace_s", type=float, default=10.0, help="seconds between asking to end and killing")
+    BACKENDS[common.parse_known_args(argv[:cut])[0].backend].add_options(parser)
     options = parser.parse_args(argv[:cut])
     options.command = argv[cut + 1 :]
     if not options.command:
         parser.error("no command given: put it after '--', as in: launch.py --processes 2 -- lockstep train-lm ...")
-    for name in ("processes", "devices_per_process"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} is {getattr(options, name)}; it must be at least 1")
-    for pair in options.env:
-        if "=" not in pair:
-            parser.error(f"--env {pair} has no '='; write NAME=VALUE")
     return options
 
 
-# ---------------------------------------------------------------- local backend
+def name_value(text: str) -> tuple[str, str]:
+    """Read ``NAME=VALUE``, as a type of argparse."""
+    name, sign, value = text.partition("=")
+    if not sign:
+        raise argparse.ArgumentTypeError(f"{text} has no '='; write NAME=VALUE")
+    return name, value
 
 
-def run_local(options: argparse.Namespace) -> int:
-    """Run the command as ``options.processes`` CPU processes; the exit code is the first failing one's, else 0."""
-    try:
-        command = resolve(options.command)
-    except FileNotFoundError as error:
-        print(f"launch: {error}", file=sys.stderr)
-        return 127
-    coordinator = f"127.0.0.1:{free_port()}"
-    if options.log_dir:
-        options.log_dir.mkdir(parents=True, exist_ok=True)
-    own_terminal = options.prefix == "auto" and sys.stdout.isatty() and not options.log_dir
-    job = Job(options.grace_s)
-    with job.signals():
-        for index in range(options.processes):
-            environment = local_environment(os.environ, options, coordinator, index)
-            prefix = "" if options.prefix == "never" else f"[{index}] "
-            log = open(options.log_dir / f"process-{index}.log", "wb") if options.log_dir else None
-            job.start(index, command, environment, inherit=own_terminal and index == 0, prefix=prefix, log=log)
-        return job.wait()
+def count(text: str) -> int:
+    """Read a number of at least 1, as a type of argparse."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is too small; it must be at least 1")
+    return int(text)
+
+
+class Local:
+    """CPU processes on this machine, which find each other at a free port of it."""
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        """Add how many processes there are, and what becomes of their output."""
+        add = parser.add_argument_group("local: CPU processes on this machine").add_argument
+        add("--processes", type=count, default=2, help="how many processes (default 2)")
+        add("--devices_per_process", type=count, default=2, help="CPU devices of each process (default 2)")
+        add(
+            "--prefix",
+            choices=("auto", "always", "never"),
+            default="auto",
+            help="put '[i] ' before each line. auto: yes, but at a terminal (and without --log_dir) process 0 writes "
+            "to it directly, so that its live output works; always: on for all; never: off for all",
+        )
+        add("--log_dir", type=Path, help="also write the output of process i to <log_dir>/process-<i>.log")
+        add("--grace_s", type=float, default=10.0, help="seconds between SIGTERM and SIGKILL (default 10)")
+
+    def run(self, options: argparse.Namespace) -> int:
+        """Run the command as ``options.processes`` CPU processes, see `Backend.run`; 127 where it is not found."""
+        try:
+            command = resolve(options.command)
+        except FileNotFoundError as error:
+            print(f"launch: {error}", file=sys.stderr)
+            return 127
+        coordinator = f"127.0.0.1:{free_port()}"
+        if options.log_dir:
+            options.log_dir.mkdir(parents=True, exist_ok=True)
+        own_terminal = options.prefix == "auto" and sys.stdout.isatty() and not options.log_dir
+        job = Job(options.grace_s)
+        with signals_to(job.received.append):
+            for index in range(options.processes):
+                environment = local_environment(os.environ, options, coordinator, index)
+                prefix = "" if options.prefix == "never" else f"[{index}] "
+                log = open(options.log_dir / f"process-{index}.log", "wb") if options.log_dir else None
+                job.start(index, command, environment, inherit=own_terminal and index == 0, prefix=prefix, log=log)
+            return job.wait()
 
 
 def local_environment(
     base: Mapping[str, str], options: argparse.Namespace, coordinator: str, index: int
 ) -> dict[str, str]:
-    """The environment of process ``index``: CPU devices, gloo collectives, no search for TPUs, its place in the job."""
+    """Return the environment of process ``index``: CPU devices, gloo, no search for TPUs, and its place in the job."""
     flags = [flag for flag in base.get("XLA_FLAGS", "").split() if "xla_force_host_platform_device_count" not in flag]
     flags.append(f"--xla_force_host_platform_device_count={options.devices_per_process}")
     proxied = any(name.lower().endswith("_proxy") for name in base)
@@ -123,12 +159,16 @@ def local_environment(
         "LOCKSTEP_COORDINATOR_ADDRESS": coordinator,
         "LOCKSTEP_NUM_PROCESSES": str(options.processes),
         "LOCKSTEP_PROCESS_ID": str(index),
-        **dict(pair.split("=", 1) for pair in options.env),
+        **dict(options.env),
     }
 
 
 def resolve(command: Sequence[str]) -> list[str]:
-    """The command with its program looked up beside the running interpreter first (its venv), then on PATH."""
+    """Return the command with the path of its program: beside the running interpreter (its venv), else on PATH.
+
+    Raises:
+        FileNotFoundError: The program is in neither place.
+    """
     program, *arguments = command
     if program in ("python", "python3"):
         return [sys.executable, *arguments]
@@ -145,18 +185,15 @@ def resolve(command: Sequence[str]) -> list[str]:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on at this moment."""
+    """Return a TCP port that nobody listens on at this moment."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
 
 
-# ---------------------------------------------------------------- processes
-
-
 @dataclasses.dataclass(eq=False)
 class Child:
-    """One process of the job, in a process group of its own, and what it printed last."""
+    """One process of the job, in a process group of its own, and the last lines that it printed."""
 
     index: int
     process: subprocess.Popen[bytes]
@@ -168,14 +205,16 @@ class Child:
 
     def signal(self, number: int) -> None:
         """Send a signal to the process and everything it started."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
-        except ProcessLookupError:
-            pass
 
 
 class Job:
-    """Processes that live and end together."""
+    """Processes that start and end together.
+
+    Args:
+        grace_s: The time in seconds between SIGTERM and SIGKILL.
+    """
 
     def __init__(self, grace_s: float):
         self.grace_s = grace_s
@@ -183,13 +222,11 @@ class Job:
         self.selector = selectors.DefaultSelector()
         self.received: list[int] = []  # signals to the launcher that are not yet passed on
         self.stopped_by: int | None = None  # the first of them
+        self.errors: set[bytes] = set()
         self.failed: Child | None = None
         self.first_failure: float | None = None
-        self.asked_at: float | None = None  # when what still runs after a failure is asked to end
-        self.deadline: float | None = None  # when what still runs is killed
-
-    def signals(self) -> "SignalGuard":
-        return SignalGuard(lambda number: self.received.append(number))
+        self.terminate_at: float | None = None  # when what still runs after a failure gets SIGTERM
+        self.kill_at: float | None = None  # when what still runs gets SIGKILL
 
     def start(
         self,
@@ -201,7 +238,7 @@ class Job:
         prefix: str,
         log: IO[bytes] | None,
     ) -> None:
-        """Start one process; with ``inherit`` it writes to our own terminal instead of through us."""
+        """Start one process; with ``inherit`` it writes to the launcher's own terminal."""
         process = subprocess.Popen(
             command,
             env=environment,
@@ -224,27 +261,27 @@ class Job:
             self._read(POLL_S)
             codes = [child.process.poll() for child in self.children]
             if self.failed is None and self.stopped_by is None:
-                self._look_for_failure(last_look=None not in codes)
+                self._find_failure(all_ended=None not in codes)
             if None not in codes:
                 break
-            if self.asked_at is not None and time.monotonic() > self.asked_at:
-                self._ask_the_others()
-            if self.deadline is not None and time.monotonic() > self.deadline:
-                self._all(signal.SIGKILL)
-        self._all(signal.SIGKILL)  # whatever they started and left behind
+            if self.terminate_at is not None and time.monotonic() > self.terminate_at:
+                self._terminate_others()
+            if self.kill_at is not None and time.monotonic() > self.kill_at:
+                self._signal_all(signal.SIGKILL)
+        self._signal_all(signal.SIGKILL)  # what the processes started and left behind
         self._read(0.0)
         for child in self.children:
             self._finish(child)
         return self._code()
 
-    def _look_for_failure(self, last_look: bool) -> None:
-        """Name the process that failed first; rather one that raised than one that ended in consequence."""
+    def _find_failure(self, all_ended: bool) -> None:
+        """Name the process that failed first, but one that raised before one that ended because of another."""
         failed = [child for child in self.children if child.process.returncode]
         raised = [c for c in failed if c.process.returncode > 0 and c.process.returncode != PEER_FAILED_EXIT_CODE]
         if failed and self.first_failure is None:
             self.first_failure = time.monotonic()
         if self.first_failure is not None:
-            if raised or last_look or time.monotonic() - self.first_failure > RAISED_S:
+            if raised or all_ended or time.monotonic() - self.first_failure > CAUSE_S:
                 self._fail((raised or failed)[0])
 
     def _code(self) -> int:
@@ -261,36 +298,37 @@ class Job:
             number = self.received.pop(0)
             again, self.stopped_by = self.stopped_by is not None, self.stopped_by or number
             if again:
-                self._all(signal.SIGKILL)
+                self._signal_all(signal.SIGKILL)
                 continue
             name = signal.Signals(number).name
             print(f"\nlaunch: {name}, ending {len(self.children)} process(es)", file=sys.stderr, flush=True)
-            self._all(number)
-            self.deadline = time.monotonic() + self.grace_s
+            self._signal_all(number)
+            self.kill_at = time.monotonic() + self.grace_s
 
     def _fail(self, child: Child) -> None:
-        """Say who failed and with what last words; the others get a moment to say themselves what is wrong."""
+        """Print which process failed and its last lines; the others get a moment to report what is wrong."""
         self.failed = child
         self._drain(child)
         print(f"launch: process {child.index} failed, {describe(child)}", file=sys.stderr)
-        if child.last:
+        # What it said of its own accord stands a few lines above; output that just ends is worth seeing again.
+        if child.last and not any(line.startswith(ERROR) for line in child.last):
             print("launch: its last lines:", file=sys.stderr)
             for line in child.last:
                 print(f"[{child.index}] " + line.decode(errors="replace"), file=sys.stderr)
         sys.stderr.flush()
-        self.asked_at = time.monotonic() + min(self.grace_s, OWN_WORDS_S)
+        self.terminate_at = time.monotonic() + min(self.grace_s, REPORT_S)
 
-    def _ask_the_others(self) -> None:
-        """Ask what still runs after a failure to end."""
-        self.asked_at = None
+    def _terminate_others(self) -> None:
+        """Send SIGTERM to what still runs after a failure."""
+        self.terminate_at = None
         others = [other for other in self.children if other.process.poll() is None]
         if others:
             print(f"launch: ending the other {len(others)} process(es)", file=sys.stderr, flush=True)
         for other in others:
             other.signal(signal.SIGTERM)
-        self.deadline = time.monotonic() + min(self.grace_s, 3.0)
+        self.kill_at = time.monotonic() + min(self.grace_s, 3.0)
 
-    def _all(self, number: int) -> None:
+    def _signal_all(self, number: int) -> None:
         for child in self.children:
             child.signal(number)
 
@@ -302,7 +340,7 @@ class Job:
             self._drain(key.data, reads=1)
 
     def _drain(self, child: Child, reads: int = 256) -> None:
-        """Take what is in the pipe now, but not for ever; whole lines are shown, the rest waits."""
+        """Read what is in the pipe now, at most ``reads`` times; whole lines are shown, the rest waits."""
         stream = child.process.stdout
         for _ in range(reads):
             if stream is None or stream.closed:
@@ -322,8 +360,12 @@ class Job:
         child.last.append(line)
         if child.log:
             child.log.write(line + b"\n")
-        # After Ctrl-C the leader may still have something to say; N copies of a stack trace say nothing.
-        if self.stopped_by is None or child.index == 0:
+        # An error that stopped every process is said by each of them: one copy is enough at the terminal.
+        repeated = line.startswith(ERROR) and line in self.errors
+        if line.startswith(ERROR):
+            self.errors.add(line)
+        # After Ctrl-C the leader may still report something; N copies of a stack trace are of no use.
+        if not repeated and (self.stopped_by is None or child.index == 0):
             sys.stdout.buffer.write(child.prefix.encode() + line + b"\n")
             sys.stdout.buffer.flush()
 
@@ -335,24 +377,20 @@ class Job:
             child.log.close()
 
 
-class SignalGuard:
-    """Hands SIGINT, SIGTERM and SIGHUP to a function while the block runs."""
-
-    NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def __init__(self, receive: Callable[[int], object]):
-        self.receive = receive
-
-    def __enter__(self) -> None:
-        self.before = {number: signal.signal(number, lambda n, _: self.receive(n)) for number in self.NUMBERS}
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self.before.items():
+@contextlib.contextmanager
+def signals_to(receive: Callable[[int], object]) -> Iterator[None]:
+    """Pass SIGINT, SIGTERM and SIGHUP to a function while the block runs."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, lambda number, _: receive(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def describe(child: Child) -> str:
-    """How and when a process ended, in words."""
+    """Return how and when a process ended, as text."""
     code = child.process.returncode
     how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
     return f"{how}, after {time.monotonic() - child.started:.1f} s"
@@ -363,7 +401,7 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-BACKENDS: dict[str, Callable[[argparse.Namespace], int]] = {"local": run_local}
+BACKENDS: dict[str, Backend] = {"local": Local()}
 
 
 if __name__ == "__main__":

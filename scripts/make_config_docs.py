@@ -17,18 +17,10 @@ from typing import Any
 
 from draccus.choice_types import ChoiceType
 
-from lockstep.batch_inference import SampleConfig
-from lockstep.main.train_grpo import TrainGrpoConfig
-from lockstep.main.train_lm import TrainLmConfig
-from lockstep.main.train_simpo import TrainSimpoConfig
+from lockstep.main.arguments import ordered_fields
+from lockstep.main.commands import configured_commands
 
 OUTPUT = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
-COMMANDS = {
-    "train-lm": TrainLmConfig,
-    "train-simpo": TrainSimpoConfig,
-    "train-grpo": TrainGrpoConfig,
-    "sample": SampleConfig,
-}
 HEAD = """\
 # Configuration
 
@@ -44,13 +36,14 @@ def render() -> str:
     """The whole page."""
     parts = [HEAD, "## Commands\n"]
     blocks: dict[tuple[str, type[Any]], list[str]] = {}
-    for command, cls in COMMANDS.items():
+    configs = {name: command.config() for name, command in configured_commands().items()}
+    for command, cls in configs.items():
         parts.append(_section(f"`lockstep {command}`", cls, 3))
         for block in _nested(cls, ""):
             blocks.setdefault(block, []).append(command)
     parts.append("## Blocks\n")
     for (key, block), commands in blocks.items():
-        where = "" if len(commands) == len(COMMANDS) else f" of `lockstep {', '.join(commands)}`"
+        where = "" if len(commands) == len(configs) else f" of `lockstep {', '.join(commands)}`"
         parts.append(_section(f"`{key}`{where}", block, 3))
     return "\n".join(parts)
 
@@ -60,7 +53,7 @@ def _section(title: str, cls: type[Any], level: int) -> str:
     lines = [f"{'#' * level} {title}\n", f"{_first_paragraph(cls)}\n"]
     if issubclass(cls, ChoiceType):
         return "\n".join([*lines, *_choices(cls, level + 1)])
-    return "\n".join([*lines, *_table(cls, dataclasses.fields(cls))])
+    return "\n".join([*lines, *_table(cls, ordered_fields(cls))])
 
 
 def _choices(cls: type[Any], level: int) -> Iterator[str]:
@@ -69,7 +62,7 @@ def _choices(cls: type[Any], level: int) -> Iterator[str]:
         yield f"{'#' * level} `type: {name}`\n"
         yield f"{_first_paragraph(choice)}\n"
         parents = [c for n, c in cls.get_known_choices().items() if c in choice.__mro__[1:]]
-        fields = list(dataclasses.fields(choice))
+        fields = ordered_fields(choice)
         if parents:
             before = {f.name: f.default for f in dataclasses.fields(parents[0])}
             fields = [f for f in fields if f.name not in before or before[f.name] != f.default]
@@ -94,7 +87,7 @@ def _table(cls: type[Any], fields: typing.Iterable[dataclasses.Field[Any]]) -> l
 def _nested(cls: type[Any], prefix: str) -> Iterator[tuple[str, type[Any]]]:
     """The blocks below a class with the key that leads to each, outermost first."""
     hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
+    for field in ordered_fields(cls):
         for option in _options(hints[field.name]):
             if isinstance(option, type) and (dataclasses.is_dataclass(option) or issubclass(option, ChoiceType)):
                 key = f"{prefix}{field.name}"

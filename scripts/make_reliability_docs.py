@@ -16,20 +16,20 @@ OUTPUT = ROOT / "docs" / "reliability.md"
 MEASURED = ROOT / "build" / "fault-seconds.json"
 BEGIN, END = "<!-- table: scripts/make_reliability_docs.py -->", "<!-- end of table -->"
 COUNTS = ("2", "4")
-LEAST_S, LESS = 0.05, "< 0.1"
-"""Seconds that are shown; less is shown as this."""
+MIN_SHOWN_S, LESS = 0.05, "< 0.1"
+"""The shortest time in seconds that is shown as a number, and the text for a shorter one."""
 
 type Seen = Mapping[str, Mapping[str, float]]
-"""By fault and number of processes, the seconds that were measured."""
+"""The seconds that were measured, by fault and number of processes."""
 
 
 def render(page: str, seen: Seen, date: str | None = None) -> str:
-    """The page with its table made anew.
+    """Return the page with a new table.
 
     Args:
-        page: with both marks.
-        seen: of each fault; what is not there is shown as a dash.
-        date: of the last measurement; None keeps the page's.
+        page: The page, with both marks.
+        seen: The seconds measured for each fault; a missing one is shown as a dash.
+        date: The date of the last measurement; None keeps the page's.
     """
     before, _, rest = page.partition(BEGIN)
     table, _, after = rest.partition(END)
@@ -48,7 +48,7 @@ def render(page: str, seen: Seen, date: str | None = None) -> str:
 
 
 def seen_on(page: str) -> dict[str, dict[str, float]]:
-    """What the page's table says was measured."""
+    """Return the measurements in the page's table."""
     names = {fault.what: fault.name for fault in _faults()}
     found: dict[str, dict[str, float]] = {}
     for what, values in re.findall(r"^\| (.+?)(?: ⁴)? \|.*\| ([\d.–/< ]+) s \|$", page, re.MULTILINE):
@@ -61,7 +61,7 @@ def seen_on(page: str) -> dict[str, dict[str, float]]:
 
 
 def _shown(seconds: float) -> str:
-    return f"{seconds:.1f}" if seconds >= LEAST_S else LESS
+    return f"{seconds:.1f}" if seconds >= MIN_SHOWN_S else LESS
 
 
 def _date(table: str) -> str:

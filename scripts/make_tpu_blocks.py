@@ -29,7 +29,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from lockstep.attention.tpu_blocks import stored_head_size, stored_heads, takes
 from lockstep.plan.topology import topology
 
-TABLE = Path(__file__).parents[1] / "src" / "lockstep" / "kernels" / "tpu_block_table.py"
+TABLE = Path(__file__).parents[1] / "src" / "lockstep" / "attention" / "tpu_block_table.py"
 
 TOPOLOGIES = {"v4": "v4-8", "v5e": "v5litepod-4", "v5p": "v5p-8", "v6e": "v6e-4"}
 # Bytes that a kernel may use. VMEM has 32 MiB on v4 (16 per core), 128 on v5e and v6e, 64 per core on v5p

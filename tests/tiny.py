@@ -9,7 +9,7 @@ import numpy as np
 from lockstep.models import DecoderWeights, LayerWeights, LlamaConfig, LlamaLMHeadModel, as_trainable
 from lockstep.placement import place
 from lockstep.text import load_tokenizer
-from lockstep.training import OptimizerConfig, Rows, Trainer, TrainerConfig, lm_loss
+from lockstep.training import OptimizerConfig, TokenizedRows, Trainer, TrainerConfig, lm_loss
 from lockstep.types import Request, SamplingParams
 
 TOKENIZER = "data/demo/tokenizer"
@@ -35,11 +35,11 @@ def vocab_size() -> int:
     return -(-(max(tokenizer().get_vocab().values()) + 1) // 4) * 4
 
 
-def rows(count: int = 64, length: int = 24) -> Rows:
+def rows(count: int = 64, length: int = 24) -> TokenizedRows:
     """Random training rows."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, vocab_size(), (count, length)).astype(np.int32)
-    return Rows(columns={"tokens": tokens, "loss_mask": np.ones_like(tokens, bool)}, seed=0)
+    return TokenizedRows(columns={"tokens": tokens, "loss_mask": np.ones_like(tokens, bool)}, seed=0)
 
 
 def make_trainer(mesh_shape: str, steps: int, hosts: Any = None, tracker: Any = None, **values: Any) -> Trainer:

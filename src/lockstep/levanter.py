@@ -1,4 +1,4 @@
-"""Sampling inside a Levanter training run: one line beside its other hooks (docs/levanter.md)."""
+"""Samples inside a Levanter training run: one line beside its other hooks (docs/levanter.md)."""
 
 import dataclasses
 import os
@@ -13,8 +13,7 @@ from levanter.tracker.wandb import WandbTracker
 from lockstep.callback import InferenceEvalConfig, SampleCallback
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts
-from lockstep.report.rows import TableRow
-from lockstep.report.trackers import WandbTables
+from lockstep.report import TableRow, WandbTables
 
 
 def sample_callback(
@@ -27,26 +26,26 @@ def sample_callback(
     output_dir: str | os.PathLike[str] | None = None,
     hosts: Hosts | None = None,
 ) -> "LevanterSampleCallback":
-    """A hook for ``trainer.add_hook(…, every=N)`` that shows what the model says. Every process makes it alike.
+    """Make a hook for ``trainer.add_hook(…, every=N)`` that shows what the model says. Every process makes one.
 
     Levanter's ``every`` is the schedule: a round runs after each step that it divides, and after the last step if
-    ``config.at_end``; ``config.eval_every`` is what to pass as ``every``. The model is the evaluation model (the
+    ``config.at_end``; pass ``config.eval_every`` as ``every``. The model is the evaluation model (the
     averaged one where there is model averaging, the policy of a DPO model) in the trainer's compute dtype. The samples
     go to the trainer's trackers.
 
     Args:
-        config: what to sample, and within which limits.
-        tokenizer: Levanter's, or a Hugging Face tokenizer.
+        config: What to sample, and within which limits.
+        tokenizer: Levanter's tokenizer, or a Hugging Face one.
         trainer: Levanter's ``Trainer``, after ``initialize``.
-        model: the model that will be trained. With it, a model or prompts that cannot work are refused now; without it,
+        model: The model that will be trained. With it, a model or prompts that cannot work are refused now; without it,
             after the first step.
-        name: prefix of the table and of the metrics.
-        output_dir: where process 0 appends ``samples.jsonl``; None for no file.
-        hosts: of the job; None: the current ones.
+        name: The prefix of the table and of the metrics.
+        output_dir: The directory where process 0 appends to ``samples.jsonl``; None for no file.
+        hosts: The processes of the job; None for the current ones.
 
     Raises:
-        ConfigError: ``config.at_start`` is set: Levanter calls no hook before the first step.
-        PeerError: with ``model``: it, the prompts or the capacities cannot work; the same on every process.
+        ConfigError: ``config.at_start`` is set, but Levanter calls no hook before the first step.
+        PeerError: ``model`` was given, and it, the prompts or the capacities cannot work; raised on every process.
     """
     return LevanterSampleCallback(
         config, tokenizer, trainer, model=model, name=name, output_dir=output_dir, hosts=hosts
@@ -54,7 +53,7 @@ def sample_callback(
 
 
 class LevanterSampleCallback(Callback):
-    """What `sample_callback` returns; see there. It keeps no reference to a state or model."""
+    """The hook that `sample_callback` returns. It keeps no reference to a state or model."""
 
     def __init__(
         self,
@@ -80,30 +79,31 @@ class LevanterSampleCallback(Callback):
             hosts=hosts,
             dtype=jnp.dtype(trainer.mp.compute_dtype).name,
         )
-        """The callback underneath: its counters, its engine."""
+        """The callback that runs the rounds, with its counters and its engine."""
         self._checked = False
         if model is not None:
             self.check(model)
         trainer.add_hook(self._check_first, every=1)
 
     def check(self, model: Any) -> None:
-        """Finds out now, alike on every process, what would make a round fail; launches nothing.
+        """Find out now what would make a round fail. Every process makes this call; nothing is launched.
 
         Args:
-            model: that will be sampled.
+            model: The model that will be sampled.
 
         Raises:
-            PeerError: something cannot work on at least one process; the same text on every process.
+            PeerError: Something cannot work on at least one process; raised on every process with the same text.
         """
         self._checked = True
         self.sampler.check(model)
 
     def on_step(self, info: Any, force: bool = False) -> None:
-        """Runs a round; called by Levanter on every process.
+        """Run a round if one is due. Levanter makes this call on every process.
 
         Args:
-            info: of the step.
-            force: Levanter's last call, of every hook: run unless this step had its round, and ``at_end``.
+            info: Levanter's state after the step.
+            force: Whether this is Levanter's last call, which it makes of every hook: a round runs if ``at_end`` is set
+                and this step had none.
         """
         step = info.next_step
         config = self.sampler.config
@@ -133,7 +133,7 @@ class LevanterTracker:
     Levanter's, which counts from 0; with ours, W&B would refuse what Levanter logs after its hooks.
 
     Args:
-        tracker: the trainer's.
+        tracker: The trainer's tracker.
     """
 
     def __init__(self, tracker: Any) -> None:
@@ -156,7 +156,7 @@ class LevanterTracker:
 
 
 def _flat(tracker: Any) -> list[Any]:
-    """The trackers inside a composite one; a background tracker stays whole, so that its queue keeps the order."""
+    """Return the trackers inside a composite one. A background tracker stays whole: its queue keeps the order."""
     if isinstance(tracker, CompositeTracker):
         return [each for inner in tracker.loggers for each in _flat(inner)]
     return [tracker]

@@ -1,7 +1,8 @@
-"""What goes into the engine and what comes out of it. Plain Python: nothing here may import jax."""
+"""The engine's input and output: requests with sampling parameters, and completions. Plain Python, without jax."""
 
 import dataclasses
 import enum
+from typing import ClassVar
 
 from lockstep.errors import ConfigError, PromptError
 
@@ -10,82 +11,62 @@ class FinishReason(enum.StrEnum):
     """Why a completion ended."""
 
     STOP = "stop"
-    """A stop token was sampled, or a stop string was complete."""
+    """A stop token was sampled, or the text has a stop string."""
     LENGTH = "length"
-    """``max_new_tokens`` were sampled."""
+    """``max_new_tokens`` tokens were sampled."""
     BUDGET = "budget"
-    """The time was over; the completion has what was sampled until then, maybe nothing."""
+    """The time budget ran out; the completion has the tokens sampled until then, possibly none."""
     CANCELLED = "cancelled"
-    """It was cancelled; the completion has what was sampled until then, maybe nothing."""
+    """It was cancelled; the completion has the tokens sampled until then, possibly none."""
 
 
 _LEAST_TEMPERATURE = 1e-4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """How the completions of one request are drawn.
+class SamplingRules:
+    """The scalar settings of sampling, which `SamplingParams` and every configuration that samples have in common.
 
-    What happens to the logits of a step, in this order (every line is the identity at its default, bit for bit):
-
-    1. penalties: repetition, then frequency, then presence;
-    2. ``logit_bias`` is added; what is not in ``allowed_token_ids`` is ruled out, and so are stop tokens
-       before ``min_tokens``;
-    3. temperature (0: the largest logit is taken, and what follows does nothing);
-    4. filters on the distribution after temperature: ``top_k``, then ``top_p`` of what top-k left, then ``min_p``.
-
-    Wherever logits are equal, the lowest token id comes first.
-
-    Args:
-        max_new_tokens: tokens to sample at most, at least 1.
-        temperature: 0 is greedy; otherwise logits are divided by it before the draw.
-        stop_token_ids: a completion ends with the first of these that is sampled (it is kept as the last token).
-        seed: with the prompt, generation and position, all that a draw depends on.
-        n_generations: completions of the prompt, at least 1.
-        top_k: draw from the k most probable tokens (Fan et al. 2018, https://arxiv.org/abs/1805.04833); None: from all.
-        top_p: draw from the smallest set of most probable tokens whose probability is at least this (nucleus sampling,
-            Holtzman et al. 2019, https://arxiv.org/abs/1904.09751); 1: from all.
-        min_p: draw from the tokens that are at least this times as probable as the most probable one (Nguyen et al.
-            2024, https://arxiv.org/abs/2407.01082); 0: from all.
-        repetition_penalty: positive logits of tokens in the prompt or the answer so far are divided by it, negative
-            ones multiplied (CTRL, Keskar et al. 2019, https://arxiv.org/abs/1909.05858); 1: none.
-        presence_penalty: subtracted from the logit of every token in the answer so far.
-        frequency_penalty: subtracted from the logit of a token once for each time it is in the answer so far.
-        min_tokens: tokens to sample before a stop token may be.
-        ignore_eos: ``stop_token_ids`` neither end the answer nor are ruled out.
-        logit_bias: pairs of token id and what is added to its logit, -100 to 100.
-        allowed_token_ids: the only tokens that may be sampled; None: all.
-        top_logprobs: most probable tokens to report at each step, see `Completion`.
-        prompt_logprobs: report the log-probabilities of the prompt's own tokens too, see `Completion`; the prompt is
-            read twice for that.
-        stop: a completion ends with the token at which the text first holds one of these strings, whatever
-            ``min_tokens`` and ``ignore_eos``; that token is kept, the text shown ends before the string. The engine
-            needs ``find_stop`` for them.
-
-    Raises:
-        ConfigError: a value out of its range, or values that together leave no token to sample.
+    A setting that is added here is a key of each of these configurations too. The filters are the settings that do
+    nothing at temperature 0; they are named in ``FILTERS``.
     """
 
-    max_new_tokens: int
-    temperature: float = 0.0
-    stop_token_ids: tuple[int, ...] = ()
-    seed: int = 0
-    n_generations: int = 1
-    top_k: int | None = None
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    allowed_token_ids: tuple[int, ...] | None = None
-    top_logprobs: int = 0
-    prompt_logprobs: bool = False
-    stop: tuple[str, ...] = ()
+    FILTERS: ClassVar[tuple[str, ...]] = ("top_k", "top_p", "min_p")
 
-    def __post_init__(self) -> None:
+    max_new_tokens: int
+    """The number of tokens to sample per completion at most, at least 1."""
+    temperature: float = 0.0
+    """The logits are divided by this before a token is drawn; 0 is greedy decoding."""
+    top_k: int | None = None
+    """Draw from the k most probable tokens (Fan et al. 2018, https://arxiv.org/abs/1805.04833); null: from all."""
+    top_p: float = 1.0
+    """Draw from the smallest set of most probable tokens whose probability is at least this (nucleus sampling, Holtzman
+    et al. 2019, https://arxiv.org/abs/1904.09751); 1: from all."""
+    min_p: float = 0.0
+    """Draw from the tokens that are at least this times as probable as the most probable one (Nguyen et al. 2024,
+    https://arxiv.org/abs/2407.01082); 0: from all."""
+    repetition_penalty: float = 1.0
+    """Positive logits of tokens in the prompt or in the completion so far are divided by this, negative ones multiplied
+    (CTRL, Keskar et al. 2019, https://arxiv.org/abs/1909.05858); 1: no penalty."""
+    presence_penalty: float = 0.0
+    """This is subtracted from the logit of every token that is in the completion so far."""
+    frequency_penalty: float = 0.0
+    """This is subtracted from the logit of a token once for each time that it is in the completion so far."""
+    min_tokens: int = 0
+    """The number of tokens to sample before a stop token may end the completion."""
+    ignore_eos: bool = False
+    """Whether stop tokens neither end a completion nor are ruled out by ``min_tokens``."""
+    n_generations: int = 1
+    """The number of completions per prompt, at least 1."""
+    seed: int = 0
+    """The seed of the random draws. A draw depends on the seed, the prompt, the generation and the position alone."""
+
+    def check_rules(self) -> None:
+        """Check the range of every setting.
+
+        Raises:
+            ConfigError: A value is out of its range; the message names the setting, the value, the range and the fix.
+        """
         if self.max_new_tokens < 1:
             raise ConfigError(
                 f"max_new_tokens is {self.max_new_tokens}; it must be at least 1. Set max_new_tokens to the number of "
@@ -109,16 +90,11 @@ class SamplingParams:
             )
         self._check_filters()
         self._check_penalties()
-        self._check_token_lists()
-        self._check_stop()
-
-    def _check_stop(self) -> None:
-        given: object = self.stop
-        if isinstance(given, str):
-            raise ConfigError(f"stop is {given!r}; it must be a list of strings. Use [{given!r}].")
-        for at, text in enumerate(self.stop):
-            if not text:
-                raise ConfigError(f"stop has an empty string at place {at}; every text holds it. Remove it.")
+        if not 0 <= self.min_tokens <= self.max_new_tokens:
+            raise ConfigError(
+                f"min_tokens is {self.min_tokens}; it must be at least 0 and at most max_new_tokens, which is "
+                f"{self.max_new_tokens}. Lower min_tokens or raise max_new_tokens."
+            )
 
     def _check_filters(self) -> None:
         if self.top_k is not None and self.top_k < 1:
@@ -142,12 +118,55 @@ class SamplingParams:
             if not -2 <= getattr(self, name) <= 2:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be -2 to 2. Use 0 for none.")
 
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingParams(SamplingRules):
+    """How the completions of one request are sampled: the settings of `SamplingRules`, and these.
+
+    What happens to the logits of a step, in this order (every line is the identity at its default, bit for bit):
+
+    1. penalties: repetition, then frequency, then presence;
+    2. ``logit_bias`` is added; what is not in ``allowed_token_ids`` is ruled out, and so are stop tokens
+       before ``min_tokens``;
+    3. temperature (0: the largest logit is taken, and what follows does nothing);
+    4. filters on the distribution after temperature: ``top_k``, then ``top_p`` of what top-k left, then ``min_p``.
+
+    Wherever logits are equal, the lowest token id comes first.
+
+    Raises:
+        ConfigError: A value is out of its range, or the values together leave no token to sample.
+    """
+
+    stop_token_ids: tuple[int, ...] = ()
+    """A completion ends with the first of these tokens that is sampled, which is kept as its last token."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Pairs of a token id and what is added to its logit, -100 to 100."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """The only tokens that may be sampled; None: all."""
+    top_logprobs: int = 0
+    """The number of most probable tokens to report at each step, see `Completion`."""
+    prompt_logprobs: bool = False
+    """Whether to report the log-probabilities of the prompt's own tokens too, see `Completion`; the prompt is read
+    twice for that."""
+    stop: tuple[str, ...] = ()
+    """A completion ends with the token at which its text first contains one of these strings, whatever ``min_tokens``
+    and ``ignore_eos``. That token is kept, the text shown ends before the string. The engine needs ``find_stop`` for
+    them."""
+
+    def __post_init__(self) -> None:
+        self.check_rules()
+        self._check_token_lists()
+        self._check_stop()
+
+    def _check_stop(self) -> None:
+        given: object = self.stop
+        if isinstance(given, str):
+            raise ConfigError(f"stop is {given!r}; it must be a list of strings. Use [{given!r}].")
+        for at, text in enumerate(self.stop):
+            if not text:
+                raise ConfigError(f"stop has an empty string at place {at}; every text holds it. Remove it.")
+
     def _check_token_lists(self) -> None:
-        if not 0 <= self.min_tokens <= self.max_new_tokens:
-            raise ConfigError(
-                f"min_tokens is {self.min_tokens}; it must be at least 0 and at most max_new_tokens, which is "
-                f"{self.max_new_tokens}. Lower min_tokens or raise max_new_tokens."
-            )
         if self.top_logprobs < 0:
             raise ConfigError(f"top_logprobs is {self.top_logprobs}; it must be at least 0. Use 0 for none.")
         biased: set[int] = set()
@@ -172,12 +191,12 @@ class SamplingParams:
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """The tokens that end an answer."""
+        """The token ids that end an answer."""
         return () if self.ignore_eos else self.stop_token_ids
 
     @property
     def rules_out_stops(self) -> bool:
-        """Whether stop tokens cannot be sampled at first."""
+        """Whether stop tokens are ruled out at first."""
         return self.min_tokens > 0 and bool(self.stops)
 
     @property
@@ -195,12 +214,12 @@ class Request:
     """One prompt to complete.
 
     Args:
-        prompt_id: the prompt's number, unique in a call; draws depend on it.
-        prompt_tokens: token ids, at least one.
-        params: how to sample.
+        prompt_id: The prompt's number, unique in a call; draws depend on it.
+        prompt_tokens: The token ids of the prompt, at least one.
+        params: The sampling parameters.
 
     Raises:
-        PromptError: the prompt has no tokens.
+        PromptError: The prompt has no tokens.
     """
 
     prompt_id: int
@@ -217,22 +236,23 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One answer to one prompt.
+    """One completion of one prompt.
 
     Args:
-        prompt_id: of the request.
-        generation_id: 0 to ``n_generations - 1``.
-        tokens: sampled token ids, a stop token (or the token that completed a stop string) included; none where the
-            time was over, or it was cancelled, before the first.
-        logprobs: natural-log probability of each token under the model (temperature 1), same length as ``tokens``.
-        finish_reason: why it ended.
-        sampled_logprobs: natural-log probability of each token under the distribution that it was drawn from, after
+        prompt_id: The prompt's number, as in the request.
+        generation_id: The completion's number among those of its prompt: 0 to ``n_generations - 1``.
+        tokens: The sampled token ids, a stop token (or the token that completed a stop string) included; none where the
+            time was over, or the completion was cancelled, before the first.
+        logprobs: The natural-log probability of each token under the model (temperature 1), as many as ``tokens``.
+        finish_reason: Why the completion ended.
+        sampled_logprobs: The natural-log probability of each token under the distribution that it was drawn from, after
             penalties, bias, temperature and filters; 0 where decoding is greedy.
-        top_logprobs: for each token the ``top_logprobs`` most probable (id, natural-log probability) under the model
+        top_logprobs: For each token the ``top_logprobs`` most probable (id, natural-log probability) under the model
             (temperature 1) at its place, most probable first; empty unless asked for.
-        prompt_logprobs: natural-log probability of each prompt token under the model (temperature 1), given those
-            before it; None for the first. Empty unless asked for, and where an answer ended before its prompt was read.
-        prompt_top_logprobs: for each prompt token what ``top_logprobs`` has for each sampled one; nothing for the
+        prompt_logprobs: The natural-log probability of each prompt token under the model (temperature 1), given those
+            before it; None for the first. Empty unless asked for, and where a completion ended before its prompt was
+            read.
+        prompt_top_logprobs: For each prompt token what ``top_logprobs`` has for each sampled one; nothing for the
             first. Empty unless both were asked for.
     """
 

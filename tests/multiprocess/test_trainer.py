@@ -13,7 +13,7 @@ def build(mesh_shape, hosts, **values):
     import haliax as hax
 
     from lockstep.models import LlamaConfig, LlamaLMHeadModel
-    from lockstep.training import OptimizerConfig, Rows, Trainer, TrainerConfig, lm_loss
+    from lockstep.training import OptimizerConfig, TokenizedRows, Trainer, TrainerConfig, lm_loss
 
     model = LlamaConfig(max_seq_len=16, hidden_dim=16, intermediate_dim=32, num_layers=2, num_heads=4, num_kv_heads=2)
     settings = {"num_train_steps": STEPS, "train_batch_size": 16, "mesh_shape": mesh_shape} | values
@@ -21,7 +21,7 @@ def build(mesh_shape, hosts, **values):
     trainer = Trainer(config, OptimizerConfig(learning_rate=1e-2).build(STEPS), lm_loss, hosts)
     rng = np.random.default_rng(0)
     mask = np.arange(16)[None, :] < rng.integers(2, 16, (32, 1))
-    rows = Rows(columns={"tokens": rng.integers(0, 16, (32, 16)).astype(np.int32), "loss_mask": mask}, seed=0)
+    rows = TokenizedRows(columns={"tokens": rng.integers(0, 16, (32, 16)).astype(np.int32), "loss_mask": mask}, seed=0)
     Vocab = hax.Axis("vocab", 16)
     return trainer, trainer.init_model(lambda key: LlamaLMHeadModel.init(Vocab, model, key=key)), rows
 

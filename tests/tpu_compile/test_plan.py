@@ -106,12 +106,13 @@ import json, sys
 import jax
 from lockstep.engine import Engine
 from lockstep.main.arguments import parse_arguments
-from lockstep.main.plan_workload import CONFIGS, work_of
+from lockstep.main.commands import find_command
 from lockstep.placement import make_mesh
 from lockstep.plan import CompileCache, make_plan, topology
 from lockstep.plan.train_step import make_state
 
-work = work_of("train-simpo", parse_arguments(CONFIGS["train-simpo"], ["--config_path", "config/simpo_tiny.yaml"]))
+command = find_command("train-simpo")
+work = command.workload(parse_arguments(command.config(), ["--config_path", "config/simpo_tiny.yaml"]))
 slice_ = topology(sys.argv[1])
 plan = make_plan(work, slice_, CompileCache(slice_.name, None, lambda *_: None))
 (planned,) = plan.sampling

@@ -15,21 +15,125 @@ from lockstep.main.train_simpo import TrainSimpoConfig
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "lockstep"
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "infra").glob("*.md")])
-PLANNED = "## Where there is room"
-"""From here on a page may name files that do not exist yet."""
+FOLDERS = ("docs", "infra", "benchmarks", "data")
+PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
+ROOMS = {
+    *("benchmarks", "config", "data", "docs", "examples", "infra", "scripts", "src", "tests"),
+    *(path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"),
+}
+"""Directories: what begins with one of these and a slash is the name of a file or of a directory."""
+
+WRITTEN = ("docs/configuration.md", "docs/reliability.md")
+"""Pages that scripts write from docstrings and test tables, wholly or in part; their words are looked after there."""
+
+LONGEST = {
+    "README.md": 1000,
+    "docs/protocol.md": 1300,
+    "docs/scheduler-and-memory.md": 1300,
+    "docs/weights-and-layouts.md": 1300,
+    "docs/errors-and-exits.md": 1300,
+}
+"""Words of a page at most, tables and code included, as ``wc -w`` counts."""
+
+FORBIDDEN = {
+    "alike": "the same, equally",
+    "held": "kept, has, took",
+    "as they lie": "in place",
+    "as it lies": "in place",
+    "where they lie": "in place",
+    "on the way": "while it is moved",
+    "on its way": "in flight",
+    "no matter": "whatever, for any",
+    "relay": "reshard",
+    "re-lay": "reshard",
+    "re-laid": "resharded",
+    "re-laying": "resharding",
+    "settle": "run on all, raise if any failed",
+    "settled": "run on all, raise if any failed",
+    "settling": "run on all, raise if any failed",
+    "fork": "copy pages",
+    "forks": "page copies",
+    "spool": "prompt store",
+    "say_goodbye": "announce_exit",
+    "DecodeGrid": "DecodeMesh",
+    "decode grid": "decode mesh",
+    "ScheduleSizes": "Capacity",
+    "StoredWeight": "LazyWeight",
+    "resting": "idle",
+    "fullest": "with least free memory",
+    "refusal": "infeasibility",
+    "refusals": "infeasibilities",
+    "abandon": "abort",
+    "abandons": "aborts",
+    "abandoned": "aborted",
+}
+"""Words of our own, and what the field says."""
+
+
+def name(page):
+    return page.relative_to(ROOT).as_posix()
+
+
+def fenced(text):
+    """Language and content of each code block."""
+    return re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
 def blocks(page, language):
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return [content for kind, content in fenced(page.read_text(encoding="utf-8")) if kind == language]
+
+
+def without_blocks(text):
+    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
 def code_names(page):
     """What stands in single backticks."""
-    text = re.sub(
-        r"^```.*?^```", "", page.read_text(encoding="utf-8").split(PLANNED)[0], flags=re.DOTALL | re.MULTILINE
-    )
-    return re.findall(r"`([^`\n]+)`", text)
+    return re.findall(r"`([^`\n]+)`", without_blocks(page.read_text(encoding="utf-8")))
+
+
+def file_names(text):
+    """Names of files and directories: in backticks, and in the commands of code blocks."""
+    spans = re.findall(r"`([^`\n]+)`", without_blocks(text))
+    commands = [word for kind, content in fenced(text) if not kind for word in content.split()]
+    found = []
+    for span in [*(word for one in spans for word in one.split()), *commands]:
+        if not re.fullmatch(r"[\w.-]+(/[\w.-]+)*/?", span) or span.startswith("FILE."):
+            continue
+        room, slash, _ = span.partition("/")
+        dated = re.match(r"\d{4}-\d\d-\d\d-", span)
+        if (slash and room in ROOMS) or span.endswith((".py", ".md", ".yaml")) or (dated and span.endswith(".json")):
+            found.append(span)
+    return found
+
+
+def exists(path, page):
+    return any((root / path).exists() for root in (ROOT, PACKAGE, page.parent, ROOT / "benchmarks" / "results"))
+
+
+def unfit_words(text):
+    """Forbidden words of a page's prose, code left out, and sentences that begin with "Of"."""
+    prose = re.sub(r"`[^`\n]*`", "", without_blocks(text))
+    words = "|".join(re.escape(word).replace(r"\ ", r"\s+") for word in FORBIDDEN)
+    found = []
+    # "held-out" data is the field's own word.
+    for match in re.finditer(rf"(?<![\w-])({words})(?!\w|-out)", prose, re.IGNORECASE):
+        word = " ".join(match[0].split())
+        better = FORBIDDEN.get(word, FORBIDDEN.get(word.lower()))
+        found.append(f"{word!r} after {prose[max(0, match.start() - 40) : match.start()]!r}: say {better}")
+    for match in re.finditer(r"(?:^|[.:!?|*-])\s*Of\b.{0,40}", prose, re.MULTILINE):
+        found.append(f"a leading 'Of': {match[0].strip()!r}")
+    return found
+
+
+def unreleased(text):
+    """Lines of the changelog that are about what is not released, heading and empty lines included."""
+    (part,) = re.findall(r"^## \[Unreleased\].*?(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
+    return part.strip().splitlines()
+
+
+def tables(text):
+    return re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
 
 
 def defined():
@@ -46,10 +150,15 @@ def defined():
     return functions, classes
 
 
-def test_the_configuration_reference_is_up_to_date():
-    spec = importlib.util.spec_from_file_location("make_config_docs", ROOT / "scripts" / "make_config_docs.py")
+def script_at(path):
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
+    return script
+
+
+def test_the_configuration_reference_is_up_to_date():
+    script = script_at("scripts/make_config_docs.py")
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert page == script.render(), "run .venv/bin/python scripts/make_config_docs.py"
 
@@ -70,31 +179,119 @@ def test_the_yaml_of_the_readme_is_read(command, cls):
     assert config.inference_eval.enabled
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def anchors(text):
+    """What a heading can be linked by, as GitHub makes it."""
+    headings = re.findall(r"^#+ (.*)$", without_blocks(text), re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_links_lead_somewhere(page):
-    text = page.read_text(encoding="utf-8")
-    for target in re.findall(r"\]\((?!https?://)([^)#]*)(#[^)]*)?\)", text):
-        path, anchor = target
+    dead = []
+    for path, anchor in re.findall(r"\]\((?!https?://)([^)#\s]*)(#[^)]*)?\)", page.read_text(encoding="utf-8")):
         to = (page.parent / path).resolve() if path else page
-        assert to.exists(), f"{page.name}: {path}"
-        if anchor:
-            headings = re.findall(r"^#+ (.*)$", to.read_text(encoding="utf-8"), re.MULTILINE)
-            assert anchor[1:] in [re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings], anchor
+        if not to.exists() or (anchor and anchor[1:] not in anchors(to.read_text(encoding="utf-8"))):
+            dead.append(path + anchor)
+    assert not dead
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_files_and_names_of_code_exist(page):
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_files_that_a_page_names_exist(page):
+    text = page.read_text(encoding="utf-8")
+    assert not [path for path in file_names(text) if not exists(path, page)]
+
+
+def test_pages_that_the_code_names_exist():
+    wrong, number = [], 0
+    for folder in ("src", "tests", "benchmarks", "scripts", "examples", "infra"):
+        for source in set((ROOT / folder).rglob("*.py")) - {Path(__file__)}:
+            for path, heading in re.findall(r'(docs/[\w/-]+\.md)(?:, "([^"]+)")?', source.read_text(encoding="utf-8")):
+                number += 1
+                page = ROOT / path
+                if not page.exists() or (heading and f"# {heading}\n" not in page.read_text(encoding="utf-8")):
+                    wrong.append(f"{name(source)}: {path} {heading}")
+    assert not wrong
+    assert number > 5, "the sources were not found"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_names_of_code_exist(page):
     functions, classes = defined()
     wrong = []
-    for name in code_names(page):
-        if re.fullmatch(r"[\w./-]+\.(py|md|yaml)", name):
-            found = any((root / name).exists() for root in (ROOT, PACKAGE, page.parent))
-        elif call := re.fullmatch(r"(\w+)\(\)", name):
+    for code in code_names(page):
+        if call := re.fullmatch(r"(\w+)\(\)", code):
             found = call[1] in functions
-        elif member := re.fullmatch(r"([A-Z]\w+)\.(\w+)", name):
+        elif member := re.fullmatch(r"([A-Z]\w+)\.(\w+)", code):
             found = member[1] not in classes or member[2] in classes[member[1]]
         else:
             continue
         if not found:
-            wrong.append(name)
+            wrong.append(code)
     assert not wrong
+
+
+@pytest.mark.parametrize("page", LONGEST)
+def test_a_page_is_short(page):
+    number, limit = len((ROOT / page).read_text(encoding="utf-8").split()), LONGEST[page]
+    assert number <= limit, f"{page} has {number} words; at most {limit}: move something to a page of its own"
+
+
+def test_the_table_of_a_plan_in_the_readme_is_short():
+    (table,) = [block for block in blocks(ROOT / "README.md", "") if "HBM per device" in block]
+    assert len(table.splitlines()) <= 10
+
+
+def test_the_changelog_of_what_is_not_released_is_short():
+    assert len(unreleased((ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))) <= 20
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if name(page) not in WRITTEN], ids=name)
+def test_words_are_those_of_the_field(page):
+    text = page.read_text(encoding="utf-8")
+    if page.name == "0011-layout-and-words.md":  # the table of old and new words
+        for table in tables(text):
+            text = text.replace(table, "")
+    assert not unfit_words(text)
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("Every host draws alike.", "alike"),
+        ("What is held by a host.", "held"),
+        ("Weights are read as they lie.", "as they lie"),
+        ("It is cast on the\nway into the layout.", "on the way"),
+        ("Of a condition one branch runs.", "leading 'Of'"),
+        ("- **Model.** A block is taken. Of a checkpoint the shape.", "leading 'Of'"),
+        ("| relay | moves |", "relay"),
+        ("All prompts have settled.", "settled"),
+    ],
+)
+def test_a_forbidden_word_is_seen(line, what):
+    (found,) = unfit_words(f"A page.\n\n{line}\n")
+    assert what in found
+
+
+def test_words_that_are_fine_pass():
+    text = "Held-out questions, `relay` in code, a list of tokens.\n\n```\nas they lie\n```\n"
+    assert not unfit_words(text)
+
+
+def test_file_names_are_found():
+    text = "`plan/hlo.py --x`, `docs/no.md`, `inference_eval/samples`, `models/hf/`\n\n```\nrun infra/no.py\n```\n"
+    assert file_names(text) == ["plan/hlo.py", "docs/no.md", "models/hf/", "infra/no.py"]
+
+
+def test_the_pictures_of_the_architecture_are_those_of_their_script():
+    script = script_at("docs/images/make_architecture.py")
+    for picture, draw in script.PICTURES.items():
+        saved = (ROOT / "docs" / "images" / picture).read_text(encoding="utf-8")
+        assert saved == draw(), "run python docs/images/make_architecture.py"
+
+
+def test_every_package_is_on_the_map_and_in_its_picture():
+    packages = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert packages <= {code.rstrip("/") for code in re.findall(r"^\| `([\w/]+)`", text, re.MULTILINE)}
+    picture = (ROOT / "docs" / "images" / "packages.svg").read_text(encoding="utf-8")
+    assert packages <= set(re.findall(r">(\w+)</text>", picture))

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 from pathlib import Path
 
 import pytest
@@ -23,11 +24,12 @@ BELOW: dict[str, set[str]] = {
     "models": {"placement", "attention", "device", "hosts"},
 }
 BELOW["engine"] = {"schedule", "models", *BELOW["models"]}
+BELOW["sampling_fields"] = {"engine", *BELOW["engine"]}
 BELOW["report"] = {"engine", "text", *BELOW["engine"]}
-BELOW["callback"] = {"report", *BELOW["report"]}
+BELOW["callback"] = {"report", "sampling_fields", *BELOW["report"]}
 BELOW["levanter"] = {"callback", *BELOW["callback"]}
 BELOW["training"] = {"callback", *BELOW["callback"]}
-BELOW["batch_inference"] = {"report", *BELOW["report"]}
+BELOW["batch_inference"] = {"report", "sampling_fields", *BELOW["report"]}
 BELOW["plan"] = {"engine", "training", "batch_inference", *BELOW["training"], *BELOW["batch_inference"]}
 BELOW["main"] = {"plan", "training", "batch_inference", *BELOW["plan"]}
 
@@ -187,3 +189,106 @@ def test_a_breach_is_seen(file, source, message):
 )
 def test_what_is_allowed_passes(file, source):
     assert not breaches(imports_of(source, file))
+
+
+def deep_imports(found: list[Import]) -> list[str]:
+    """Imports of a module inside another package: a package's ``__init__`` is what others may import."""
+    wrong = []
+    for each in found:
+        names = each.module.split(".")
+        if names[0] != "lockstep" or len(names) < 3 or names[1] == part_of(each.file):
+            continue
+        package = PACKAGE / names[1]
+        module = (package / f"{names[2]}.py").is_file() or (package / names[2]).is_dir()
+        # A package may export a function of a module's name: ``from lockstep.hosts import environment``.
+        if module and not (len(names) == 3 and ".".join(names[1:]) in exported()):
+            wrong.append(f"{each.place}: import it from lockstep.{names[1]}")
+    return wrong
+
+
+@functools.cache
+def exported() -> dict[str, str]:
+    """Every name that a package's ``__init__`` imports, as ``package.name``, and the module it comes from."""
+    found = {}
+    for path in sources():
+        if path.name == "__init__.py" and path.parent != PACKAGE:
+            package = name_of(path).removesuffix("/__init__.py").replace("/", ".")
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ImportFrom) and node.module and inside(node.module, "lockstep"):
+                    for alias in node.names:
+                        found[f"{package}.{alias.asname or alias.name}"] = node.module.removeprefix("lockstep.")
+    return found
+
+
+def test_other_packages_are_imported_by_their_face():
+    found = [each for path in sources() for each in imports_of(path.read_text(encoding="utf-8"), name_of(path))]
+    wrong = deep_imports(found)
+    assert not wrong, f"{len(wrong)} of {len(found)}\n" + "\n".join(wrong)
+
+
+def circles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """The groups of modules that import each other, one way or another (Tarjan's strongly connected components)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in sorted(edges.get(node, ())):
+            if other not in index:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], index[other])
+        if low[node] == index[node]:
+            group = stack[stack.index(node) :]
+            del stack[stack.index(node) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for node in sorted(edges):
+        if node not in index:
+            visit(node)
+    return found
+
+
+def module_edges() -> dict[str, set[str]]:
+    """What each module imports; a name of a package counts as the module of the package that defines it."""
+    files = {name_of(path): path.read_text(encoding="utf-8") for path in sources()}
+    modules = {file.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for file in files}
+    origin = exported()
+    edges: dict[str, set[str]] = {}
+    for file, text in files.items():
+        if file.endswith("__init__.py"):
+            continue
+        own = file.removesuffix(".py").replace("/", ".")
+        edges[own] = set()
+        named = [each.module for each in imports_of(text, file)]
+        # A module that is named in a string is loaded on demand: an import all the same. The table of commands names
+        # all of them, and the command that plans the others reads it.
+        tree = ast.Module([], []) if own == "main.commands" else ast.parse(text)
+        strings = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+        named += [each for each in strings if isinstance(each, str) and each.removeprefix("lockstep.") in modules]
+        for module in named:
+            if not inside(module, "lockstep"):
+                continue
+            target = module.removeprefix("lockstep.")
+            target = origin.get(target, target)
+            while target and target not in modules:
+                target = target.rpartition(".")[0]
+            if target and target != own:
+                edges[own].add(target)
+    return edges
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    edges = module_edges()
+    assert len(edges) > 100 and "engine.prepare" in edges["engine.engine"]
+    assert not circles(edges)
+
+
+def test_a_circle_is_seen():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+    assert circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []

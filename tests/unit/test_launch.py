@@ -79,8 +79,8 @@ def test_programs_are_found_beside_the_interpreter():
     ("arguments", "text"),
     [
         ([], "no command given: put it after '--'"),
-        (["--processes", "0", "--", "x"], "--processes is 0; it must be at least 1"),
-        (["--env", "A", "--", "x"], "--env A has no '='; write NAME=VALUE"),
+        (["--processes", "0", "--", "x"], "--processes: 0 is too small; it must be at least 1"),
+        (["--env", "A", "--", "x"], "--env: A has no '='; write NAME=VALUE"),
     ],
 )
 def test_wrong_options(capsys, arguments, text):
@@ -89,17 +89,42 @@ def test_wrong_options(capsys, arguments, text):
     assert text in capsys.readouterr().err
 
 
+class Elsewhere:
+    """A backend that runs nothing and has an option of its own."""
+
+    def add_options(self, parser):
+        parser.add_argument("--zone", required=True)
+
+    def run(self, options):
+        print(options.zone, options.command, options.env)
+        return 3
+
+
+def test_a_backend_is_a_class_and_a_row(monkeypatch, capsys):
+    monkeypatch.setitem(launch.BACKENDS, "elsewhere", Elsewhere())
+    assert launch.main(["--zone", "here", "--backend", "elsewhere", "--env", "A=b", "--", "x", "--zone"]) == 3
+    assert capsys.readouterr().out == "here ['x', '--zone'] [('A', 'b')]\n"
+    for arguments, text in (
+        (["--backend", "elsewhere"], "required: --zone"),
+        (["--backend", "elsewhere", "--zone", "here", "--processes", "2"], "unrecognized arguments: --processes"),
+        (["--zone", "here"], "unrecognized arguments: --zone"),
+    ):
+        with pytest.raises(SystemExit):
+            launch.parse([*arguments, "--", "x"])
+        assert text in capsys.readouterr().err
+
+
 def test_one_fails_all_end(tmp_path):
     program = "print('pid', os.getpid(), flush=True)\nif i == 1: time.sleep(.5); sys.exit('boom')\ntime.sleep(60)"
     begin = time.monotonic()
     done = run(program, "--log_dir", str(tmp_path / "logs"))
     assert time.monotonic() - begin < 10
     assert done.returncode == 1
-    said = done.stderr.splitlines()
-    assert said[0].startswith("launch: process 1 failed, exit code 1, after ")
-    assert said[1] == "launch: its last lines:" and said[2].startswith("[1] pid") and said[3] == "[1] boom"
-    assert said[4] == "launch: ending the other 1 process(es)"
-    assert said[-1].startswith("launch: failed: process 1, exit code 1")
+    lines = done.stderr.splitlines()
+    assert lines[0].startswith("launch: process 1 failed, exit code 1, after ")
+    assert lines[1] == "launch: its last lines:" and lines[2].startswith("[1] pid") and lines[3] == "[1] boom"
+    assert lines[4] == "launch: ending the other 1 process(es)"
+    assert lines[-1].startswith("launch: failed: process 1, exit code 1")
     assert (tmp_path / "logs" / "process-1.log").read_text().splitlines()[1] == "boom"
     assert gone(int((tmp_path / "logs" / "process-0.log").read_text().split()[1]))
 
@@ -111,8 +136,8 @@ def test_exit_codes_and_a_peer_that_does_not_want_to_end():
     # The one that raised is named, not the one that was aborted in consequence.
     both = run("time.sleep(.1)\nif i == 0: os.abort()\nsys.exit(3)")
     assert both.returncode == 3 and "launch: failed: process 1" in both.stderr
-    told = run("if i == 0: sys.exit(85)\ntime.sleep(.2); sys.exit(4)")
-    assert told.returncode == 4 and "launch: process 1 failed" in told.stderr
+    peer = run("if i == 0: sys.exit(85)\ntime.sleep(.2); sys.exit(4)")
+    assert peer.returncode == 4 and "launch: process 1 failed" in peer.stderr
 
 
 def test_no_grandchild_survives():
@@ -172,3 +197,18 @@ def test_the_leader_keeps_the_terminal():
 def test_a_flood_on_one_pipe_does_not_hide_the_other():
     program = "if i == 1: time.sleep(.5); sys.exit(5)\nwhile True: print('x' * 1000)"
     assert run(program).returncode == 5
+
+
+def test_an_error_of_every_process_is_shown_once(tmp_path):
+    done = run(
+        "print('error: no such file'); time.sleep(0.3 * i); sys.exit(1)", "--log_dir", str(tmp_path), processes=3
+    )
+    assert done.returncode == 1
+    assert (done.stdout + done.stderr).count("error: no such file") == 1
+    logs = [(tmp_path / f"process-{i}.log").read_text() for i in range(3)]
+    assert logs == ["error: no such file\n"] * 3
+
+
+def test_different_errors_are_all_shown():
+    done = run("print(f'error: disk {i} is full'); sys.exit(1)")
+    assert all(f"error: disk {i} is full" in done.stdout for i in range(2))

@@ -1,38 +1,40 @@
-"""What the engine asks of attention over paged K/V, whatever the kind of device."""
+"""The protocol between the decoder and attention over a paged KV cache, the same for every kind of device."""
 
 import dataclasses
 from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from lockstep.attention.softmax import Scores
+from lockstep.attention.softmax import ScoreModifier
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Heads:
-    """Attention heads of one device.
+    """The attention heads that one device computes.
 
     Args:
-        kv_heads: key/value heads.
-        group: query heads that share a key/value head.
-        head_size: numbers in a head.
-        scores: soft cap and window.
+        kv_heads: The number of key/value heads.
+        group: The number of query heads that share a key/value head (Ainslie et al. 2023, grouped-query attention,
+            https://arxiv.org/abs/2305.13245).
+        head_size: The head size in elements.
+        modifier: The soft cap and sliding window of the model.
     """
 
     kv_heads: int
     group: int
     head_size: int
-    scores: Scores = Scores()
+    modifier: ScoreModifier = ScoreModifier()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredKvHeads:
-    """Heads as the pool has them: a kernel may need more and wider ones than the model has, the rest zeros; in 8 bits
-    each is wider by its scale.
+    """The key/value heads of a device as the pool stores them, padded or packed.
+
+    A kernel may need more and wider heads than the model has, padded with zeros; an 8-bit head is wider by its scale.
 
     Args:
-        kv_heads: key/value heads.
-        head_size: numbers in a head.
+        kv_heads: The number of stored key/value heads, at least that of the model.
+        head_size: The stored head size in elements, at least that of the model.
     """
 
     kv_heads: int
@@ -41,18 +43,18 @@ class StoredKvHeads:
 
 @runtime_checkable
 class Attention(Protocol):
-    """Attention over a flat pool ``[layer * pages + page, page_size, 2 * kv_heads, head]``.
+    """Attention over a flat pool ``[layer * pages + page, page_size, 2 * stored_kv_heads, stored_head_size]``.
 
-    K of kv head ``h`` is at ``2 * h`` of the pool's heads, V at ``2 * h + 1``. ``cache`` is whatever a decode launch
-    carries; only these functions look inside.
+    K of kv head ``h`` is at index ``2 * h`` of the pool's head axis, V at ``2 * h + 1``. All methods are traced, on
+    one device's blocks. ``cache`` is what a decode launch carries from step to step; only these methods look inside.
     """
 
     @property
-    def stored(self) -> StoredKvHeads:
-        """Heads of the pool."""
+    def stored_kv_heads(self) -> StoredKvHeads:
+        """The key/value heads of the pool."""
 
     def pack(self, kv: Float[Array, "... two_kv_heads head"]) -> Shaped[Array, "... stored_two_kv_heads stored_head"]:
-        """K and V as the pool has them."""
+        """Converts K and V to the form that the pool stores."""
 
     def write_pages(
         self,
@@ -60,7 +62,7 @@ class Attention(Protocol):
         page: Int[Array, " row"],
         kv: Float[Array, "row page_size two_kv_heads head"],
     ) -> Shaped[Array, "pool_page page_size two_kv_heads stored_head"]:
-        """Puts whole pages into the pool; of a page that several rows name, any."""
+        """Writes whole pages into the pool; where several rows name the same page, any one of them wins."""
 
     def copy_pages(
         self,
@@ -68,7 +70,7 @@ class Attention(Protocol):
         source: Int[Array, " row"],
         target: Int[Array, " row"],
     ) -> Shaped[Array, "pool_page page_size two_kv_heads stored_head"]:
-        """Copies pages inside the pool; no target is the source of another row."""
+        """Copies pages inside the pool; no row's target may be another row's source."""
 
     def begin_decode(
         self,
@@ -77,10 +79,10 @@ class Attention(Protocol):
         position: Int[Array, " slot"],
         num_layers: int,
     ) -> Any:
-        """The cache of a decode launch, made once."""
+        """Makes the cache of a decode launch, once before its first step."""
 
     def end_decode(self, cache: Any) -> Shaped[Array, "pool_page page_size two_kv_heads stored_head"]:
-        """The pool with all that was written."""
+        """Returns the pool with everything that was written during the launch."""
 
     def write(
         self,
@@ -90,7 +92,7 @@ class Attention(Protocol):
         position: Int[Array, " slot"],
         kv: Float[Array, "slot two_kv_heads head"],
     ) -> Any:
-        """Puts one position of each slot into the cache; ``page`` is of the pool."""
+        """Writes K and V of one position per slot into the cache; ``page`` indexes the flat pool."""
 
     def decode(
         self,
@@ -101,10 +103,27 @@ class Attention(Protocol):
         position: Int[Array, " slot"],
         active: Bool[Array, " slot"],
     ) -> Float[Array, "slot kv_head group head"]:
-        """Attends one query per slot to the positions up to and including its own; ``page_table`` is of the pool."""
+        """Attends one query per slot to the positions up to and including its own.
 
-    def arrange(self, start: Int[Array, " row"], page_table: Int[Array, "row page"], used: Bool[Array, " row"]) -> Any:
-        """What a prefill launch works out once, for all layers."""
+        Args:
+            q: The queries of one layer.
+            cache: The cache, with K and V of the queries' own positions already written.
+            layer: The layer.
+            page_table: The pages of each slot, in order, as indices of the flat pool.
+            position: The position of each slot's query.
+            active: Whether the slot has a sequence; the output of other slots is never read.
+        """
+
+    def begin_prefill(
+        self, start: Int[Array, " row"], page_table: Int[Array, "row page"], used: Bool[Array, " row"]
+    ) -> Any:
+        """Computes what all layers of a prefill launch share, once: the ``rows`` of `prefill`.
+
+        Args:
+            start: The position of each row's first query.
+            page_table: The pages of each row's sequence, numbered from the first page of a layer.
+            used: Whether the row is part of a prompt; the output of other rows is never read.
+        """
 
     def prefill(
         self,
@@ -116,8 +135,8 @@ class Attention(Protocol):
         """Attends each query to all positions of its sequence up to and including its own.
 
         Args:
-            q: query ``i`` of a row stands at position ``start + i``.
-            pool: with K/V of all rows.
-            first_page: of the layer.
-            rows: of `arrange`.
+            q: The queries; query ``i`` of a row is at position ``start + i``.
+            pool: The pool, with K and V of all rows already written.
+            first_page: The index in the flat pool of the layer's page 0.
+            rows: The result of `begin_prefill`.
         """

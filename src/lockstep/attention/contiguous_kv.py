@@ -1,7 +1,7 @@
-"""Decode attention without a paged kernel: each slot's pages are laid end to end once per launch, then read in place.
+"""Decode attention without a paged kernel: each slot's pages are gathered into contiguous K/V once per launch.
 
-Gathering pages at every step copies the whole context at every step. A decode launch runs many steps on the same
-sequences, so one copy at its start is shared by all of them; what the steps add is written to both.
+Gathering pages at every step would copy the whole context at every step. A decode launch runs many steps on the same
+sequences, so one copy at its start serves all of them; what the steps add is written to the pool and to the copy.
 """
 
 from typing import NamedTuple
@@ -10,16 +10,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from lockstep.attention.page_ops import TakePages, gather_pages
-from lockstep.attention.softmax import Scores, attend
+from lockstep.attention.kv_format import FloatKv, KvFormat
+from lockstep.attention.page_ops import ReadPages, gather_pages
+from lockstep.attention.softmax import ScoreModifier, attend
 
-CHUNK = 128
+CONTEXT_CHUNK = 128
 """Positions attended at a time."""
 
 
 class Context(NamedTuple):
-    """K and V of all layers, as the pool has them; a chunk of positions of all slots is contiguous, so that it is read
-    where it lies.
+    """Contiguous K and V of all layers, in the format of the pool.
+
+    A chunk of positions of all slots is one contiguous block of memory, so that attention reads it without a copy.
     """
 
     k: Shaped[Array, "layer chunk slot kv_head position stored_head"]
@@ -31,39 +33,39 @@ def gather_context(
     page_table: Int[Array, "slot page"],
     lengths: Int[Array, " slot"],
     num_layers: int,
-    take: TakePages = gather_pages,
+    read_pages: ReadPages = gather_pages,
 ) -> Context:
-    """Copies the pages of each slot end to end, as far as its sequence reaches; V beyond it is zeros.
+    """Copies the pages of each slot into contiguous K and V, as far as its sequence reaches; V beyond it is zeros.
 
-    What lies on a page from whoever had it before may be anything. Beyond a query it has weight 0, and 0 times infinity
-    would be NaN: of K that does not matter, for its scores are replaced.
+    A page may still hold K/V of the sequence that had it before. Beyond a query such V has weight 0, and 0 times
+    infinity would be NaN, so it is replaced. Such K needs no care: its scores are masked.
 
     Args:
-        pool: K/V of all layers, flat: page ``p`` of layer ``l`` is at ``l * pages + p``; K of kv head ``h`` at
+        pool: K and V of all layers, flat: page ``p`` of layer ``l`` is at ``l * pages + p``; K of kv head ``h`` at
             ``2 * h``, V at ``2 * h + 1``.
-        page_table: pages of each slot, in order.
-        lengths: positions that each slot has.
-        num_layers: of the model.
-        take: reads pages.
+        page_table: The pages of each slot, in order, numbered from the first page of a layer.
+        lengths: The number of positions that each slot has in the pool.
+        num_layers: The number of layers of the model.
+        read_pages: Reads pages of the pool.
 
     Returns:
-        Positions up to what the page table holds, rounded up to whole chunks.
+        As many positions as the page table has, rounded up to whole chunks.
     """
     slots, num_pages = page_table.shape
     page_size, two_kv_heads, head = pool.shape[1:]
-    pages = min(max(CHUNK // page_size, 1), num_pages)
+    pages = min(max(CONTEXT_CHUNK // page_size, 1), num_pages)
     num_chunks = -(-num_pages // pages)
     padded = jnp.pad(page_table, ((0, 0), (0, num_chunks * pages - num_pages)))
 
-    # A layer at a time: the chunk on its way is small, and nothing of it is carried from one turn to the next.
-    def copy(turn: Array, context: Context) -> Context:
-        index, layer = turn // num_layers, turn % num_layers
+    # One layer per iteration: the chunk in flight is small, and nothing but the context is carried to the next one.
+    def copy(iteration: Array, context: Context) -> Context:
+        index, layer = iteration // num_layers, iteration % num_layers
         table = jax.lax.dynamic_slice_in_dim(padded, index * pages, pages, axis=1)
-        chunk = take(pool, layer * (pool.shape[0] // num_layers) + table)
+        chunk = read_pages(pool, layer * (pool.shape[0] // num_layers) + table)
         heads = chunk.reshape(slots, pages * page_size, two_kv_heads // 2, 2, head)
         k, v = heads.transpose(3, 0, 2, 1, 4)
-        mine = index * pages * page_size + jnp.arange(pages * page_size) < lengths[:, None]
-        v = jnp.where(mine[:, None, :, None], v, 0)
+        written = index * pages * page_size + jnp.arange(pages * page_size) < lengths[:, None]
+        v = jnp.where(written[:, None, :, None], v, 0)
         at = (layer, index, 0, 0, 0, 0)
         return Context(
             jax.lax.dynamic_update_slice(context.k, k[None, None], at),
@@ -81,7 +83,7 @@ def extend_context(
     kv: Shaped[Array, "slot two_kv_heads stored_head"],
     position: Int[Array, " slot"],
 ) -> Context:
-    """Writes one position per slot."""
+    """Writes K and V of one position per slot into one layer of the context."""
     chunk, offset = jnp.divmod(position, context.k.shape[4])
     at = (layer, chunk, jnp.arange(kv.shape[0]), slice(None), offset)
     return Context(
@@ -95,14 +97,27 @@ def attend_context(
     context: Context,
     layer: Int[Array, ""],
     position: Int[Array, " slot"],
-    rules: Scores = Scores(),  # noqa: B008  (frozen)
+    modifier: ScoreModifier = ScoreModifier(),  # noqa: B008  (frozen)
+    kv_format: KvFormat = FloatKv(),  # noqa: B008  (frozen)
 ) -> Float[Array, "slot kv_head group head"]:
-    """Attends one query per slot to the positions up to and including its own; softmax in float32."""
+    """Attends one query per slot to the positions up to and including its own; softmax in float32.
+
+    Args:
+        q: The queries.
+        context: The contiguous K and V of all layers.
+        layer: The layer to attend in.
+        position: The position of each slot's query.
+        modifier: The soft cap and sliding window.
+        kv_format: The format of the context.
+
+    Returns:
+        The attention output in the dtype of ``q``.
+    """
 
     def read(index: Array | int) -> tuple[Array, Array]:
         first = (layer, index, 0, 0, 0, 0)
         k, v = (jax.lax.dynamic_slice(a, first, (1, 1, *a.shape[2:]))[0, 0] for a in context)
         return k, v
 
-    every = jnp.broadcast_to(position[:, None], (q.shape[0], q.shape[2]))
-    return attend(q, every, read, context.k.shape[1], context.k.shape[4], rules)
+    positions = jnp.broadcast_to(position[:, None], (q.shape[0], q.shape[2]))
+    return attend(q, positions, read, context.k.shape[1], context.k.shape[4], modifier, kv_format)

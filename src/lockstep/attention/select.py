@@ -1,4 +1,7 @@
-"""Which attention a device runs."""
+"""The choice of attention for a device, and what that choice means for the KV cache.
+
+A new kernel is a file with its `Attention`, and a branch in each function here.
+"""
 
 import functools
 import logging
@@ -7,88 +10,90 @@ import jax
 import jax.numpy as jnp
 
 from lockstep.attention.base import Attention, Heads, StoredKvHeads
-from lockstep.attention.tpu import RaggedAttention
-from lockstep.attention.tpu_blocks import LANES, BlockKey, blocks_for, generation, stored_head_size, stored_heads, takes
-from lockstep.attention.xla import PlainAttention
+from lockstep.attention.kv_format import FloatKv
+from lockstep.attention.quantized_kv import Int8Kv
+from lockstep.attention.tpu import TpuAttention
+from lockstep.attention.tpu_blocks import (
+    LANES,
+    BlockKey,
+    blocks_for,
+    stored_head_size,
+    stored_heads,
+    takes,
+    tpu_generation,
+)
+from lockstep.attention.xla import XlaAttention
 from lockstep.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 
 def has_kernel(device: jax.Device, head_size: int) -> bool:
-    """Whether attention on the device is a kernel that reads K and V where they lie.
+    """Whether attention on the device is a kernel that reads K and V in place, from the pages of the pool.
 
-    On TPUs, running ones and those that can only be compiled for, and for heads of at most `LANES` numbers: of wider
-    ones jax's kernel does not compile on any generation, for it can step through rows of `LANES` numbers alone.
+    True on TPUs, running ones and those that can only be compiled for, for heads of at most `LANES` elements: jax's
+    kernel steps through rows of `LANES` elements and does not compile for wider heads on any generation.
 
     Args:
-        device: of the decode mesh.
-        head_size: of the model.
+        device: A device of the decode mesh.
+        head_size: The head size of the model in elements.
     """
     return device.platform == "tpu" and head_size <= LANES
 
 
-def attention_text(device: jax.Device, head_size: int) -> str:
-    """What attention on the device is, in words."""
-    if has_kernel(device, head_size):
-        return "TPU kernel, on the KV cache itself"
-    plain = "plain JAX, each decode launch lays its context out once, counted in the temporaries"
-    if device.platform != "tpu":
-        return plain
-    return (
-        f"{plain}; slower than the TPU kernel, which takes heads of at most {LANES} numbers, and here are {head_size}"
-    )
-
-
-def stored(device: jax.Device, heads: Heads, dtype: jnp.dtype) -> StoredKvHeads:
-    """Heads of the pool on a device.
+def describe_attention(device: jax.Device, head_size: int) -> str:
+    """Describes the attention on a device, for the report of the chosen sizes.
 
     Args:
-        device: of the decode mesh.
-        heads: of the model, on one device.
-        dtype: of the pool.
+        device: A device of the decode mesh.
+        head_size: The head size of the model in elements.
+    """
+    if has_kernel(device, head_size):
+        return "TPU kernel, on the KV cache itself"
+    xla = "plain JAX, each decode launch gathers its context once, counted in the temporaries"
+    if device.platform != "tpu":
+        return xla
+    return f"{xla}; slower than the TPU kernel, which takes heads of at most {LANES} numbers, and here are {head_size}"
+
+
+def stored_kv_heads(device: jax.Device, heads: Heads, dtype: jnp.dtype) -> StoredKvHeads:
+    """The key/value heads that the pool of a device stores.
+
+    Args:
+        device: A device of the decode mesh.
+        heads: The attention heads of a device, as the model has them.
+        dtype: The dtype of the pool.
     """
     if not has_kernel(device, heads.head_size):
-        return PlainAttention(heads=heads, int8=dtype == jnp.int8).stored
+        return _xla_attention(device, heads, dtype).stored_kv_heads
     return StoredKvHeads(
         kv_heads=stored_heads(heads.kv_heads, jnp.dtype(dtype).itemsize),
         head_size=stored_head_size(heads.head_size),
     )
 
 
-def check_cache_dtype(device: jax.Device, kv_cache_dtype: str) -> None:
-    """Refuses a KV cache that attention on the device cannot read in place.
-
-    Raises:
-        ConfigError: int8 on a TPU.
-    """
-    if kv_cache_dtype == "int8" and device.platform == "tpu":
-        raise ConfigError(
-            f"kv_cache_dtype is int8 and the devices are {device.device_kind}: the attention kernel there takes one "
-            "scale for a whole launch, and int8 here has one for each token and head. Without the kernel each decode "
-            "launch would copy its context, which takes the memory that int8 saves. Set kv_cache_dtype to auto."
-        )
-
-
 def select_attention(
     device: jax.Device, heads: Heads, *, page_size: int, dtype: jnp.dtype, kv_dtype: jnp.dtype | None = None
 ) -> Attention:
-    """The attention for a device, by its platform and the size of the heads.
+    """Selects the attention for a device, by its platform and the size of the heads.
 
     Args:
-        device: of the decode mesh; all are of one kind.
-        heads: of the model, on one device.
-        page_size: tokens in a page.
-        dtype: of queries.
-        kv_dtype: of the pool: int8, or that of the queries, as with None.
+        device: A device of the decode mesh; all are of one kind.
+        heads: The attention heads of a device, as the model has them.
+        page_size: The number of tokens in a page.
+        dtype: The dtype of the queries.
+        kv_dtype: The dtype of the pool: int8, or that of the queries. None for that of the queries.
+
+    Raises:
+        ConfigError: The TPU kernel cannot take the heads in this dtype.
     """
     if not has_kernel(device, heads.head_size):
         if device.platform == "tpu":
             _warn(heads.head_size)
-        return PlainAttention(heads=heads, int8=kv_dtype == jnp.int8, page_by_page=device.platform == "tpu")
-    pool = stored(device, heads, dtype)
+        return _xla_attention(device, heads, dtype if kv_dtype is None else kv_dtype)
+    pool = stored_kv_heads(device, heads, dtype)
     key = BlockKey(
-        generation=generation(device.device_kind),
+        generation=tpu_generation(device.device_kind),
         q_heads=pool.kv_heads * heads.group,
         kv_heads=pool.kv_heads,
         head_size=pool.head_size,
@@ -102,7 +107,14 @@ def select_attention(
             "Set dtype to bfloat16, or layout to {tensor: N} with an N that leaves at most 4 kv heads to a device."
         )
     decode, prefill = blocks_for(key)
-    return RaggedAttention(heads=heads, stored=pool, page_size=page_size, decode_blocks=decode, prefill_blocks=prefill)
+    return TpuAttention(
+        heads=heads, stored_kv_heads=pool, page_size=page_size, decode_blocks=decode, prefill_blocks=prefill
+    )
+
+
+def _xla_attention(device: jax.Device, heads: Heads, kv_dtype: jnp.dtype) -> XlaAttention:
+    kv_format = Int8Kv() if kv_dtype == jnp.int8 else FloatKv()
+    return XlaAttention(heads=heads, kv_format=kv_format, page_by_page=device.platform == "tpu")
 
 
 @functools.cache

@@ -1,11 +1,15 @@
-"""Attention on TPU: jax's ragged paged attention kernel, which reads K/V where they lie.
+"""Attention on TPU: jax's ragged paged attention kernel, which reads K and V in place from the pages of the pool.
 
-The kernel's contract, as far as it is used here: query tokens of all sequences stand one after another; those of
-sequence ``i`` are ``q_starts[i] .. q_starts[i + 1]`` and are the *last* of its ``lengths[i]`` positions; page ``j`` of
-its page table holds positions ``j * page_size`` on; K of kv head ``h`` is at ``2 * h`` of a page, V at ``2 * h + 1``.
-Sequences from ``num_sequences`` on are not looked at, and query tokens of none come out as whatever the memory held.
-Each sequence is at least 1 long: a length of 0 would leave a copy in flight that nobody waits for. It fetches whole
-blocks of pages, per block of query tokens.
+Ragged paged attention: ``jax.experimental.pallas.ops.tpu.ragged_paged_attention`` (Apache 2.0). Its contract, as far as
+it is used here:
+
+- The query tokens of all sequences are concatenated. Those of sequence ``i`` are ``q_starts[i] .. q_starts[i + 1]``,
+  and are the *last* of its ``lengths[i]`` positions.
+- Page ``j`` of a sequence's page table holds the positions from ``j * page_size`` on. K of kv head ``h`` is at index
+  ``2 * h`` of a page's head axis, V at ``2 * h + 1``.
+- Sequences from ``num_sequences`` on are not read, and the output of query tokens that belong to none is undefined.
+- Each sequence has at least 1 position: a length of 0 would start a copy that is never waited for.
+- Whole blocks of pages are fetched, once for each block of query tokens.
 """
 
 import dataclasses
@@ -15,12 +19,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from lockstep.attention.base import Heads, StoredKvHeads
-from lockstep.attention.page_ops import copy_pages, put_pages
+from lockstep.attention.page_ops import copy_pages_one_by_one, write_pages_one_by_one
 from lockstep.attention.tpu_blocks import Blocks
 
 
 class Rows(NamedTuple):
-    """Rows of a prefill launch as sequences: neighbours that continue each other are one."""
+    """The rows of a launch as the kernel's sequences: consecutive rows of one prompt are one sequence."""
 
     lengths: Int[Array, " row"]
     page_table: Int[Array, "row page"]
@@ -29,57 +33,57 @@ class Rows(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RaggedAttention:
+class TpuAttention:
     """`Attention` by the kernel.
 
     Args:
-        heads: of a device.
-        stored: of the pool.
-        page_size: tokens in a page.
-        decode_blocks: for one query token per sequence.
-        prefill_blocks: for many.
+        heads: The attention heads of a device, as the model has them.
+        stored_kv_heads: The key/value heads of the pool.
+        page_size: The number of tokens in a page.
+        decode_blocks: The block sizes for one query token per sequence.
+        prefill_blocks: The block sizes for many query tokens per sequence.
     """
 
     heads: Heads
-    stored: StoredKvHeads
+    stored_kv_heads: StoredKvHeads
     page_size: int
     decode_blocks: Blocks
     prefill_blocks: Blocks
 
     def pack(self, kv: Array) -> Array:
-        """Padded with zeros to the heads that the kernel can read."""
-        return _pad(kv, -2, 2 * self.stored.kv_heads, -1, self.stored.head_size)
+        """Pads K and V with zeros to the heads that the kernel can read."""
+        return _pad(kv, -2, 2 * self.stored_kv_heads.kv_heads, -1, self.stored_kv_heads.head_size)
 
     def write_pages(self, pool: Array, page: Array, kv: Array) -> Array:
-        """`put_pages`."""
-        return put_pages(pool, page, self.pack(kv))
+        """Writes page by page."""
+        return write_pages_one_by_one(pool, page, self.pack(kv))
 
     def copy_pages(self, pool: Array, source: Array, target: Array) -> Array:
-        """`lockstep.attention.page_ops.copy_pages`."""
-        return copy_pages(pool, source, target)
+        """Copies page by page."""
+        return copy_pages_one_by_one(pool, source, target)
 
     def begin_decode(self, pool: Array, page_table: Array, position: Array, num_layers: int) -> Array:
-        """The pool itself: there is no second copy of K/V."""
+        """Returns the pool itself: there is no second copy of K and V."""
         return pool
 
     def end_decode(self, cache: Array) -> Array:
-        """The pool."""
+        """Returns the cache, which is the pool."""
         return cache
 
     def write(self, cache: Array, layer: Array, page: Array, position: Array, kv: Array) -> Array:
-        """Where it belongs in the pool."""
+        """Writes to the pages of the pool."""
         return cache.at[page, position % self.page_size].set(self.pack(kv).astype(cache.dtype))
 
     def decode(self, q: Array, cache: Array, layer: Array, page_table: Array, position: Array, active: Array) -> Array:
-        """One query token per slot; an idle slot reads one position of what its page table names first."""
+        """Attends one query token per slot; an idle slot reads one position of the first page of its table."""
         slots = q.shape[0]
         lengths = jnp.where(active, position + 1, 1)
         starts = jnp.arange(slots + 1, dtype=jnp.int32)
         count = jnp.full((1,), slots, jnp.int32)
         return self._attend(q, cache, Rows(lengths, page_table, starts, count), 0, self.decode_blocks)
 
-    def arrange(self, start: Array, page_table: Array, used: Array) -> Rows:
-        """Rows as sequences, so that the pages of a prompt that several rows share are read once per query block."""
+    def begin_prefill(self, start: Array, page_table: Array, used: Array) -> Rows:
+        """Joins consecutive rows of a prompt to one sequence, so that its pages are read once per query block."""
         rows, size = start.shape[0], self.page_size
         index = jnp.arange(rows)
         used = used | (index == 0)  # the kernel needs a sequence; of an unused row it is the null page
@@ -97,37 +101,38 @@ class RaggedAttention:
         )
 
     def prefill(self, q: Array, pool: Array, first_page: Array, rows: Rows) -> Array:
-        """All rows at once; of unused rows zeros."""
+        """Attends all rows in one call of the kernel; the output of unused rows is zeros."""
         tokens = q.reshape(-1, *q.shape[2:])
-        found = self._attend(tokens, pool, rows, first_page, self.prefill_blocks)
-        known = jnp.arange(tokens.shape[0]) < rows.q_starts[-1]
-        return jnp.where(known[:, None, None, None], found, 0).reshape(q.shape)
+        attended = self._attend(tokens, pool, rows, first_page, self.prefill_blocks)
+        used = jnp.arange(tokens.shape[0]) < rows.q_starts[-1]
+        return jnp.where(used[:, None, None, None], attended, 0).reshape(q.shape)
 
     def _attend(self, q: Array, pool: Array, rows: Rows, first_page: Array | int, blocks: Blocks) -> Array:
-        """``q`` and the result are ``[token, kv_head, group, head]``."""
-        # Imported where it is used: it loads the TPU kernel language, which other devices never need.
+        """Calls the kernel; ``q`` and the result are ``[token, kv_head, group, head]``."""
+        # Imported here because it loads the TPU kernel language, which other devices never need.
         from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
         tokens, kv_heads, group, head = q.shape
-        padded = _pad(q, 1, self.stored.kv_heads, 3, self.stored.head_size)
+        padded = _pad(q, 1, self.stored_kv_heads.kv_heads, 3, self.stored_kv_heads.head_size)
         out = ragged_paged_attention(
-            padded.reshape(tokens, -1, self.stored.head_size),
+            padded.reshape(tokens, -1, self.stored_kv_heads.head_size),
             pool,
             rows.lengths,
             first_page + rows.page_table,
             rows.q_starts,
             rows.num_sequences,
             sm_scale=head**-0.5,
-            sliding_window=self.heads.scores.window,
-            soft_cap=self.heads.scores.soft_cap,
+            sliding_window=self.heads.modifier.window,
+            soft_cap=self.heads.modifier.soft_cap,
             num_kv_pages_per_block=min(blocks.pages, rows.page_table.shape[1]),
             num_queries_per_block=min(blocks.queries, tokens),
             vmem_limit_bytes=blocks.vmem_limit,
         )
-        return out.reshape(tokens, -1, group, self.stored.head_size)[:, :kv_heads, :, :head]
+        return out.reshape(tokens, -1, group, self.stored_kv_heads.head_size)[:, :kv_heads, :, :head]
 
 
 def _pad(array: Array, first: int, first_size: int, second: int, second_size: int) -> Array:
+    """Pads two axes with zeros at their ends to the given sizes."""
     padding = [(0, 0)] * array.ndim
     padding[first] = (0, first_size - array.shape[first])
     padding[second] = (0, second_size - array.shape[second])

@@ -1,7 +1,8 @@
-"""Block sizes of the TPU attention kernel: how much K/V and how many queries it holds in VMEM at a time.
+"""Block sizes of the TPU attention kernel: how much K/V and how many queries it keeps in VMEM at a time.
 
-Too large and the kernel does not compile; too small and it copies in dribs and drabs. What compiles is known only to
-the compiler, so the sizes are a table (`tpu_block_table`) that ``scripts/make_tpu_blocks.py`` makes by compiling.
+If they are too large the kernel does not compile; if they are too small its copies cannot hide their latency. Only the
+compiler knows what compiles, so the sizes are a table (`tpu_block_table`) that ``scripts/make_tpu_blocks.py`` makes by
+compiling.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ from lockstep.attention.tpu_block_table import BLOCKS, PAGE_SIZES, VMEM_LIMIT
 logger = logging.getLogger(__name__)
 
 LANES = 128
-"""Numbers in a vector register's row: a smaller head is stored in so many, a larger one the kernel does not take."""
+"""Elements in a row of a vector register: a smaller head is padded to it, a larger one the kernel does not take."""
 
 _SAFE_TOKENS, _SAFE_QUERIES = 128, 8
 _SAFE_ROWS = 512
@@ -22,13 +23,13 @@ _SAFE_ROWS = 512
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """Sizes for one kind of launch.
+    """The block sizes of one kind of launch.
 
     Args:
-        pages: of K/V that are fetched at a time.
-        queries: query tokens that are attended at a time.
-        vmem_limit: bytes of VMEM that the kernel may use.
-        known: whether the sizes come from the table, and so are known to compile; else from a rule.
+        pages: The number of pages of K/V that the kernel fetches at a time.
+        queries: The number of query tokens that it computes at a time.
+        vmem_limit: The bytes of VMEM that it may use.
+        known: Whether the sizes come from the table, and so are known to compile; else from the rule of `safe`.
     """
 
     pages: int
@@ -42,12 +43,12 @@ class BlockKey:
     """What block sizes depend on.
 
     Args:
-        generation: of the TPU: ``v4``, ``v5e``, ``v5p``, ``v6e``.
-        q_heads: of a device, those of padded kv heads included.
-        kv_heads: of a device, as stored.
-        head_size: as stored.
-        page_size: tokens in a page.
-        dtype: of queries and pool.
+        generation: The TPU generation: ``v4``, ``v5e``, ``v5p`` or ``v6e``.
+        q_heads: The number of query heads of a device, those of padded kv heads included.
+        kv_heads: The number of stored kv heads of a device.
+        head_size: The stored head size in elements.
+        page_size: The number of tokens in a page.
+        dtype: The name of the dtype of queries and pool.
     """
 
     generation: str
@@ -59,12 +60,12 @@ class BlockKey:
 
     @property
     def heads(self) -> tuple[int, int, int, str]:
-        """The part of the key that the table of a generation is made for."""
+        """The heads and dtype by which the table of a generation is looked up."""
         return self.q_heads, self.kv_heads, self.head_size, self.dtype
 
 
 def blocks_for(key: BlockKey) -> tuple[Blocks, Blocks]:
-    """Block sizes for decode and for prefill; what is not in the table gets small ones by `safe`, and a warning."""
+    """Returns the block sizes of decode and of prefill; heads outside the table get `safe` ones and a warning."""
     limit = VMEM_LIMIT.get(key.generation, min(VMEM_LIMIT.values()))
     blocks = BLOCKS.get(key.generation, {}) if key.page_size in PAGE_SIZES else {}
     found = next((sizes for sizes, heads in blocks.items() if key.heads in heads), None)
@@ -79,10 +80,10 @@ def blocks_for(key: BlockKey) -> tuple[Blocks, Blocks]:
 
 
 def safe(key: BlockKey) -> Blocks:
-    """Small sizes for heads outside the table: 128 positions, and 512 rows of queries of all heads, at most 8 tokens.
+    """Returns small sizes for heads outside the table: 128 positions, and 8 query tokens or 512 rows of all heads.
 
-    What the kernel keeps then is below 4 MiB for 128 heads of 128 float32 numbers, a quarter of what the smallest
-    generation lets a kernel have unless told otherwise; compiled for every generation by the tests.
+    The kernel then keeps less than 4 MiB for 128 heads of 128 float32 elements, a quarter of the default limit of the
+    smallest generation. The tests compile them for every generation.
     """
     return Blocks(
         pages=max(1, _SAFE_TOKENS // key.page_size),
@@ -93,9 +94,13 @@ def safe(key: BlockKey) -> Blocks:
 
 
 def stored_heads(kv_heads: int, itemsize: int) -> int:
-    """The least number of kv heads, from ``kv_heads`` on, whose K and V together fill the kernel's tiles.
+    """Returns the least number of kv heads, at least ``kv_heads``, whose K and V together fill the kernel's tiles.
 
-    A tile holds ``4 / itemsize`` numbers per 32-bit word, and 1, 2, 4 or a multiple of 8 words.
+    A tile has 1, 2, 4 or a multiple of 8 words of 32 bits, each of ``4 / itemsize`` elements.
+
+    Args:
+        kv_heads: The number of kv heads of a device, as the model has them.
+        itemsize: The bytes of an element of the pool.
     """
     packing = 4 // itemsize
     count = kv_heads
@@ -105,10 +110,15 @@ def stored_heads(kv_heads: int, itemsize: int) -> int:
 
 
 def takes(q_heads: int, kv_heads: int, itemsize: int) -> bool:
-    """Whether the kernel can cut the query heads as it cuts the kv heads.
+    """Whether the kernel can split the query heads as it splits the kv heads.
 
-    It takes kv heads by the tile (``16 / itemsize`` of them) where they are whole tiles, and their query heads must
-    then be a multiple of 8, or all there are. In 16 bits they always are.
+    Where the kv heads are whole tiles (``16 / itemsize`` of them each) the kernel takes a tile at a time. The query
+    heads of a tile must then be a multiple of 8, or all query heads. In 16 bits they always are.
+
+    Args:
+        q_heads: The number of query heads of a device, those of padded kv heads included.
+        kv_heads: The number of stored kv heads of a device.
+        itemsize: The bytes of an element of queries and pool.
     """
     tile = 16 // itemsize
     if kv_heads % tile:
@@ -118,12 +128,12 @@ def takes(q_heads: int, kv_heads: int, itemsize: int) -> bool:
 
 
 def stored_head_size(head_size: int) -> int:
-    """The head size, rounded up to whole rows of `LANES` numbers."""
+    """Returns the head size in elements, rounded up to whole rows of `LANES`."""
     return -(-head_size // LANES) * LANES
 
 
-def generation(device_kind: str) -> str:
-    """The TPU generation in a ``device_kind``: ``v5p`` for ``TPU v5``, ``v5e`` for ``TPU v5 lite``."""
+def tpu_generation(device_kind: str) -> str:
+    """Returns the TPU generation of a ``device_kind``: ``v5p`` for ``TPU v5``, ``v5e`` for ``TPU v5 lite``."""
     kind = device_kind.lower()
     match = re.search(r"v(\d+)\s*(lite|e|p)?", kind)
     if match is None:

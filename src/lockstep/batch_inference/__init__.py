@@ -1,4 +1,5 @@
-"""The standalone sampler: one checkpoint, many hosts, every prompt answered exactly once."""
+"""Batch inference (`lockstep sample`): one checkpoint, many hosts, every prompt completed exactly once."""
 
 from lockstep.batch_inference.config import JobConfig as JobConfig
 from lockstep.batch_inference.config import SampleConfig as SampleConfig
+from lockstep.batch_inference.run import sample as sample

@@ -1,4 +1,4 @@
-"""Where the weights come from: a Hugging Face checkpoint, or what a training run of ours left."""
+"""The checkpoint of a job: a Hugging Face one, or what a training run of lockstep saved."""
 
 import hashlib
 import json
@@ -20,15 +20,23 @@ from lockstep.hosts import Hosts
 from lockstep.models import LlamaLMHeadModel, load_hf, read_hf_config
 from lockstep.units import bytes_text
 
-_SAMPLES_PER_FILE = 16
-_SAMPLE_BYTES = 64 << 10
+_PIECES_PER_FILE = 16
+_PIECE_BYTES = 64 << 10
+_LOG_INTERVAL_S = 5.0
+"""Seconds between two lines of the log about loading."""
+
+log = logging.getLogger(__name__)
 
 
 def resolve_checkpoint(config: SampleConfig) -> str:
-    """The directory or URL of the Hugging Face files that a configuration means; host-only.
+    """Return the directory or URL of the Hugging Face files that a configuration names; nothing is launched.
+
+    Args:
+        config: The configuration of the run. Of several checkpoints in the directory ``checkpoint_path``, the newest is
+            returned.
 
     Raises:
-        ConfigError: there is no such checkpoint, or one that cannot be read yet.
+        ConfigError: There is no such checkpoint, or it is one that cannot be read yet.
     """
     if config.hf_checkpoint is not None:
         return config.hf_checkpoint
@@ -41,10 +49,11 @@ def resolve_checkpoint(config: SampleConfig) -> str:
             f"checkpoint_path is {path!r}, and there is no such directory. Give the run directory of a training run "
             "with hf_save_path, the directory of several, or the checkpoint itself. `make demo` writes one below runs."
         )
-    found = _below(Path(path)) or [each for run in Path(path).iterdir() if run.is_dir() for each in _below(run)]
+    runs = [run for run in Path(path).iterdir() if run.is_dir()]
+    found = _hf_checkpoints(Path(path)) or [each for run in runs for each in _hf_checkpoints(run)]
     if not found:
         raise ConfigError(
-            f"checkpoint_path is {path!r}, which holds no checkpoint in the Hugging Face format: no config.json there, "
+            f"checkpoint_path is {path!r}, which has no checkpoint in the Hugging Face format: no config.json there, "
             "one directory below or two. Checkpoints for resuming a training run cannot be sampled from yet: train "
             "with hf_save_path (for instance hf_save_path: checkpoint) and give the run directory. `make demo` does so."
         )
@@ -52,16 +61,20 @@ def resolve_checkpoint(config: SampleConfig) -> str:
 
 
 def fingerprint(checkpoint: str) -> str:
-    """What tells a checkpoint from another one: names, sizes and pieces of its files, not their age or place.
+    """Return a digest that differs between checkpoints: of names, sizes and pieces of their files, not of age or place.
 
-    Of each file of weights, the beginning (with the names and shapes of the tensors) and pieces of 64 KiB all over it
-    are read, so that it takes seconds for a checkpoint of any size. Training changes all weights, so any piece tells.
+    The beginning of each file of weights (with the names and shapes of the tensors) and pieces of 64 KiB all over it
+    are read, so that it takes seconds for a checkpoint of any size. Training changes all weights, so every piece
+    differs.
 
     Args:
-        checkpoint: directory or URL.
+        checkpoint: A directory or URL of Hugging Face files.
+
+    Returns:
+        SHA-256 in hexadecimal digits.
 
     Raises:
-        ConfigError: there is nothing to read.
+        ConfigError: There is no config.json with safetensors.
     """
     filesystem, root = fsspec.core.url_to_fs(os.path.expanduser(checkpoint))
     files = sorted(f for f in filesystem.glob(f"{root.rstrip('/')}/*") if f.endswith((".safetensors", ".json")))
@@ -75,22 +88,22 @@ def fingerprint(checkpoint: str) -> str:
     for file in (f"{root.rstrip('/')}/config.json", *weights):
         size = filesystem.size(file)
         total.update(f"{file.rsplit('/', 1)[-1]} {size}\n".encode())
-        starts = sorted({size * piece // _SAMPLES_PER_FILE for piece in range(_SAMPLES_PER_FILE)})
+        starts = sorted({size * piece // _PIECES_PER_FILE for piece in range(_PIECES_PER_FILE)})
         with filesystem.open(file, "rb") as opened:
             for start in starts:
                 opened.seek(start)
-                total.update(opened.read(_SAMPLE_BYTES))
+                total.update(opened.read(_PIECE_BYTES))
     return total.hexdigest()
 
 
 def stored_dtype(hf: Mapping[str, Any]) -> str:
-    """The floating type in which a checkpoint's ``config.json`` says that it is stored."""
+    """Return the name of the float type of the weights, from the contents of a checkpoint's ``config.json``."""
     named = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
     return named if named in ("float32", "bfloat16", "float16") else "float32"
 
 
-def _below(run: Path) -> list[Path]:
-    """Directories inside a run directory that are checkpoints in the Hugging Face format."""
+def _hf_checkpoints(run: Path) -> list[Path]:
+    """Return the directories inside a run directory that are checkpoints in the Hugging Face format."""
     return [each.parent for each in run.glob("*/config.json") if _is_model(each)]
 
 
@@ -101,52 +114,47 @@ def _is_model(config: Path) -> bool:
         return False
 
 
-log = logging.getLogger(__name__)
-
-_TELL_S = 5.0
-"""Seconds between two lines about loading."""
-
-
 class LoadProgress:
-    """Counts bytes as they are read; the leader logs how it goes.
+    """Counts bytes as they are read, and logs how many and how fast.
 
     Args:
-        tell: whether to log.
+        logs: Whether to log, as the leader does.
     """
 
-    def __init__(self, tell: bool) -> None:
+    def __init__(self, logs: bool) -> None:
         self.bytes = 0
-        self._tell, self._lock = tell, threading.Lock()
+        """Bytes read so far."""
+        self._logs, self._lock = logs, threading.Lock()
         self._start = self._last = time.monotonic()
 
     def __call__(self, read: int, total: int) -> None:
-        """``read`` more bytes, of ``total`` that this host will read."""
+        """Count ``read`` more bytes, of ``total`` that this host will read."""
         with self._lock:
             self.bytes += read
             now = time.monotonic()
-            if self._tell and (now - self._last >= _TELL_S or self.bytes >= total):
+            if self._logs and (now - self._last >= _LOG_INTERVAL_S or self.bytes >= total):
                 self._last = now
                 rate = bytes_text(round(self.bytes / max(now - self._start, 1e-9)))
                 log.info("loading: %s of %s on this host, %s/s", bytes_text(self.bytes), bytes_text(total), rate)
 
 
 def load(hosts: Hosts, checkpoint: str, mesh: Mesh, dtype: str | None) -> tuple[LlamaLMHeadModel, int, float]:
-    """The model on a mesh.
+    """Load the model of a checkpoint on a mesh.
 
     Args:
-        hosts: of the job; every host calls it alike.
-        checkpoint: directory or URL of Hugging Face files.
-        mesh: of all devices, or of this host's.
-        dtype: of the weights; None: as they are stored.
+        hosts: The processes of the job, all of which make this call.
+        checkpoint: A directory or URL of Hugging Face files.
+        mesh: A mesh of all devices, or of this host's.
+        dtype: The float type of the weights; None for the one in which they are stored.
 
     Returns:
-        The model, bytes that this host read, seconds until the last host had its part.
+        The model, the bytes that this host read, and the seconds until the last host had its part.
 
     Raises:
-        PeerError: a host could not read its part; the same on every host.
+        PeerError: A host could not read its part; raised on every host.
     """
     start = time.monotonic()
-    progress = LoadProgress(tell=hosts.is_leader)
+    progress = LoadProgress(logs=hosts.is_leader)
     model: Any = None
     with hosts.run_on_all("loading the checkpoint"):
         stored = dtype or stored_dtype(read_hf_config(checkpoint))

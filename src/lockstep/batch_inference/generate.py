@@ -12,14 +12,13 @@ from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
 from lockstep.batch_inference.config import SampleConfig
-from lockstep.batch_inference.progress import Meter
+from lockstep.batch_inference.job_progress import Meter
 from lockstep.batch_inference.prompt_store import PromptStore
 from lockstep.batch_inference.row_files import RowFile
 from lockstep.batch_inference.shard import Batch, JobShape, batches, prompts_per_batch
 from lockstep.engine import Engine
 from lockstep.hosts import Hosts, Watchdog, digest, environment, leader_only
-from lockstep.report.metrics import Metric, load_metrics, measure
-from lockstep.report.rows import SampleRow
+from lockstep.report import Metric, SampleRow, load_metrics, measure
 from lockstep.schedule import Scheduler
 from lockstep.text import StopFinder, cut_at_stop, decode
 from lockstep.types import Completion, Request
@@ -205,7 +204,7 @@ class Generator:
                 break
             found += answered
             if meter is not None:
-                meter.answered(len(answered) // self._config.n_generations)
+                meter.add_prompts(len(answered) // self._config.n_generations)
         if meter is not None:
             meter.pause()
         return found
@@ -235,14 +234,6 @@ class Generator:
         """Rows of a batch by prompt and generation, so that a file reads in order as far as it can."""
         for completion in sorted(completions, key=lambda each: (each.prompt_id, each.generation_id)):
             prompt = self._spool[completion.prompt_id].prompt
-            row = SampleRow(
-                round=round_,
-                prompt_id=completion.prompt_id,
-                generation_id=completion.generation_id,
-                prompt=prompt.shown,
-                generated_text=cut_at_stop(decode(self._tokenizer, completion.tokens), self._config.stop),
-                num_tokens=len(completion.tokens),
-                finish_reason=str(completion.finish_reason),
-                mean_logprob=float(np.mean(completion.logprobs)) if completion.logprobs else 0.0,
-            )
+            text = cut_at_stop(decode(self._tokenizer, completion.tokens), self._config.stop)
+            row = SampleRow.from_completion(completion, prompt, text, round=round_)
             yield measure(self._metrics, row, prompt)

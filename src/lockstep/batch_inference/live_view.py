@@ -1,4 +1,4 @@
-"""The live view of a run: a panel at a terminal, lines in a log. The leader alone shows it."""
+"""The live view of a job, which the leader shows: a panel at a terminal, lines in a log."""
 
 import time
 from collections.abc import Callable
@@ -13,20 +13,20 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.batch_inference.progress import JobProgress
+from lockstep.batch_inference.job_progress import JobProgress
 
 UNKNOWN = "–"
 LISTED_HOSTS = 8
-"""Hosts whose speeds are shown one by one on a line."""
+"""The most hosts whose speeds are shown one by one on a line."""
 LINE_S = 10.0
 """Seconds between two lines in a log."""
 
 
-class View(Protocol):
+class LiveView(Protocol):
     """Shows how far a job is."""
 
     def update(self, job: JobProgress) -> None:
-        """Show it."""
+        """Show the state of the job."""
         ...
 
     def close(self) -> None:
@@ -38,7 +38,7 @@ class PanelView:
     """A panel that stays at the bottom of a terminal.
 
     Args:
-        title: of the panel.
+        title: The title of the panel.
     """
 
     def __init__(self, title: str) -> None:
@@ -47,7 +47,7 @@ class PanelView:
         self._live.start()
 
     def update(self, job: JobProgress) -> None:
-        """Draw the panel anew."""
+        """Redraw the panel."""
         self._live.update(panel(job, self._title), refresh=True)
 
     def close(self) -> None:
@@ -59,9 +59,9 @@ class LineView:
     """A line every few seconds, the last one at the end.
 
     Args:
-        print_line: prints a line.
-        every_s: seconds between lines.
-        clock: seconds.
+        print_line: Prints a line.
+        every_s: The time in seconds between two lines.
+        clock: Returns the time in seconds.
     """
 
     def __init__(
@@ -76,50 +76,50 @@ class LineView:
         self._printed = ""
 
     def update(self, job: JobProgress) -> None:
-        """Print a line if the last one is old enough."""
+        """Print a line unless the last one is less than ``every_s`` old."""
         self._pending = job
         if self._clock() >= self._next:
             self._next = self._clock() + self._every_s
             self.close()
 
     def close(self) -> None:
-        """Print what was not printed yet."""
+        """Print the last state unless it was printed already."""
         if self._pending is not None and (text := line(self._pending)) != self._printed:
             self._print(text)
             self._printed = text
         self._pending = None
 
 
-def make_view(title: str) -> View:
-    """A panel where the leader's output is a terminal, else lines."""
+def make_live_view(title: str) -> LiveView:
+    """Make a panel where the leader's output is a terminal, else lines."""
     if rich.get_console().is_terminal:
         return PanelView(title)
     return LineView(lambda text: print(text, flush=True))
 
 
 def line(job: JobProgress) -> str:
-    """All that the panel shows, on one line."""
+    """Return all that the panel shows, on one line."""
     speed = f"{job.rate:,.0f} tokens/s"
     if len(job.host_rates) > 1:
         speed += f" ({_rates(job)})"
-    done = f"{job.prompts_done:,} of {job.prompts:,} prompts, {job.rows_done:,} of {job.rows:,} answers"
+    done = f"{job.prompts_done:,} of {job.prompts:,} prompts, {job.rows_done:,} of {job.rows:,} completions"
     parts = (done, speed, _floor(job), _pages(job), f"{_eta(job)} left")
     return f"sample: {', '.join(parts)}"
 
 
 def panel(job: JobProgress, title: str) -> RenderableType:
-    """Progress, speed, pages and time left; a row per host where each works for itself."""
+    """Return progress, speed, pages and time left, and a row per host where each has prompts of its own."""
     figures = Table.grid(padding=(0, 2))
     figures.add_column(style="dim")
     figures.add_column()
     figures.add_row("prompts", f"{job.prompts_done:,} of {job.prompts:,}")
-    figures.add_row("answers", f"{job.rows_done:,} of {job.rows:,}" + _found(job))
+    figures.add_row("completions", f"{job.rows_done:,} of {job.rows:,}" + _found(job))
     figures.add_row("speed", f"{job.rate:,.0f} tokens/s, {_floor(job)}")
     if len(job.host_rates) > len(job.hosts):
         figures.add_row("hosts", f"{_rates(job)} tokens/s on their devices")
     figures.add_row("KV cache", _pages(job))
     figures.add_row("time", f"{_clock(job.seconds)} so far, {_eta(job)} left")
-    bar = Table.grid(expand=True)  # a bar of its own would not end its line
+    bar = Table.grid(expand=True)  # a bar outside a grid would not end its line
     bar.add_row(ProgressBar(total=max(1, job.rows), completed=job.rows_done))
     parts: list[RenderableType] = [bar, figures]
     if len(job.hosts) > 1:
@@ -129,7 +129,7 @@ def panel(job: JobProgress, title: str) -> RenderableType:
 
 def _hosts(job: JobProgress) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("host", "answers", "tokens", "tokens/s", "pages in use"):
+    for name in ("host", "completions", "tokens", "tokens/s", "pages in use"):
         table.add_column(name, justify="left" if name == "host" else "right")
     for number, host in enumerate(job.hosts):
         pages = "done" if host.done else f"{host.pages:,} of {host.max_pages:,}"
@@ -144,7 +144,7 @@ def _hosts(job: JobProgress) -> Table:
 
 
 def _rates(job: JobProgress) -> str:
-    """Speed of each host, or from the least to the most where that would be a long list."""
+    """Return the speed of each host, or the lowest and the highest where that would be a long list."""
     rates = job.host_rates
     if len(rates) > LISTED_HOSTS:
         return f"{min(rates):,.0f} to {max(rates):,.0f} on each of {len(rates)} hosts"
@@ -152,6 +152,7 @@ def _rates(job: JobProgress) -> str:
 
 
 def _found(job: JobProgress) -> str:
+    """Return how many rows earlier runs left, or nothing."""
     return f" ({job.found:,} were there from before)" if job.found else ""
 
 

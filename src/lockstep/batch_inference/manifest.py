@@ -1,4 +1,4 @@
-"""What the rows in a directory come from, kept beside them, so that rows of two different jobs never mix."""
+"""The manifest of a job: what decides its rows, in a file beside them, so that rows of two jobs never mix."""
 
 import json
 import os
@@ -10,33 +10,34 @@ from lockstep.batch_inference.row_files import PATTERN
 from lockstep.errors import ConfigError
 
 NAME = "job.json"
+"""The name of the manifest's file."""
 
 
-def check_manifest(directory: Path, record: Mapping[str, Any], *, force: bool) -> list[str]:
+def check_manifest(directory: Path, manifest: Mapping[str, Any], *, force: bool) -> list[str]:
     """Compare a job with the one whose rows are in a directory.
 
     Args:
-        directory: of this host's rows.
-        record: everything that decides what the rows are.
-        force: go on whatever differs.
+        directory: The directory of this host's rows.
+        manifest: Everything that decides what the rows are, by name.
+        force: Whether to go on whatever differs.
 
     Returns:
-        What differs and was forced.
+        A line for each difference that was overridden by ``force``.
 
     Raises:
-        ConfigError: the rows come from another job; says what differs.
+        ConfigError: The rows come from another job; the message names what differs.
     """
     path = directory / NAME
     if not path.exists():
         if not force and any(directory.glob(PATTERN)):
             raise ConfigError(
-                f"{directory} has rows but no {NAME}, so that nobody knows what they come from. Choose another "
+                f"{directory} has rows but no {NAME}, so it is not known which job they come from. Choose another "
                 "host_data_parallel_output_dir, remove the rows, or keep them with --resume force."
             )
         return []
     before = json.loads(path.read_text(encoding="utf-8"))
-    different = [name for name in {**before, **record} if before.get(name) != record.get(name)]
-    lines = [f"{name} was {_shown(before.get(name))} and is {_shown(record.get(name))}" for name in different]
+    different = [name for name in {**before, **manifest} if before.get(name) != manifest.get(name)]
+    lines = [f"{name} was {_shown(before.get(name))} and is {_shown(manifest.get(name))}" for name in different]
     if lines and not force:
         raise ConfigError(
             f"{directory} has rows of a job that differs from this one: {'; '.join(lines)}. Change that back, choose "
@@ -46,11 +47,20 @@ def check_manifest(directory: Path, record: Mapping[str, Any], *, force: bool) -
     return lines
 
 
-def write_manifest(directory: Path, record: Mapping[str, Any], host: int) -> Path:
-    """Keep what decides the rows; hosts that share the directory write the same."""
+def write_manifest(directory: Path, manifest: Mapping[str, Any], host: int) -> Path:
+    """Write the manifest; hosts that share the directory write the same.
+
+    Args:
+        directory: The directory of this host's rows; made where it is missing.
+        manifest: Everything that decides what the rows are, by name.
+        host: The number of this process.
+
+    Returns:
+        The file; it appears under its name only when it is complete.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     temporary = directory / f".{NAME}.{host}.tmp"
-    temporary.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    temporary.write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     os.replace(temporary, directory / NAME)
     return directory / NAME
 

@@ -1,4 +1,4 @@
-"""All hosts' rows in one file on the leader, in order, without ever holding them all in memory."""
+"""All hosts' rows in one ordered file on the leader, of which only a part is in memory at a time."""
 
 import contextlib
 import os
@@ -13,19 +13,20 @@ from lockstep.errors import LockstepError
 from lockstep.hosts import Hosts
 
 GATHER_BYTES = 32 << 20
-"""What all hosts together send to the leader at a time, at most (a single row that is longer goes alone)."""
+"""Bytes that all hosts together send to the leader at a time, at most (a single row that is longer goes alone)."""
 MERGED = "samples.jsonl"
+"""The name of the merged file."""
 
 
 def agree_on_owners(hosts: Hosts, index: RowIndex) -> Int[np.ndarray, " rows"]:
-    """For each row the host that is to count and send it: the first that has it on a disk it can read.
+    """Return for each row the host that counts and sends it: the first that has the row on a disk that it can read.
 
     Args:
-        hosts: of the job; every host calls it alike.
-        index: of this host.
+        hosts: The processes of the job, all of which make this call.
+        index: The rows that this host can read.
 
     Returns:
-        The same on every host; `NOWHERE` for rows that no host has.
+        Process numbers, the same on every host; `NOWHERE` for rows that no host has.
     """
     posts = hosts.gather("present rows", pack(index.present))
     found: bytes | None = None
@@ -37,21 +38,21 @@ def agree_on_owners(hosts: Hosts, index: RowIndex) -> Int[np.ndarray, " rows"]:
 def merge(hosts: Hosts, index: RowIndex, owner: Int[np.ndarray, " rows"], directory: Path) -> Path | None:
     """Write every row of the job into one file on the leader, by round, prompt and generation.
 
-    Rows travel in turns of at most `GATHER_BYTES` and are kept on the leader's disk until they are written in order.
+    Rows are sent in turns of at most `GATHER_BYTES` and stay on the leader's disk until they are written in order.
     The file appears under its name only when it is complete.
 
     Args:
-        hosts: of the job; every host calls it alike.
-        index: of this host.
-        owner: as of `agree_on_owners`.
-        directory: of the leader's files.
+        hosts: The processes of the job, all of which make this call.
+        index: The rows that this host can read.
+        owner: The host that sends each row, as `agree_on_owners` returned it.
+        directory: The directory of the leader's files.
 
     Returns:
         The file, on the leader; None elsewhere.
 
     Raises:
-        PeerError: a host could not read its rows, or the leader not write them; the same on every host.
-        LockstepError: a row is missing; the same on every host.
+        PeerError: A host could not read its rows, or the leader could not write them; raised on every host.
+        LockstepError: A row is missing; raised on every host.
     """
     missing = int((owner == NOWHERE).sum())
     if missing:
@@ -62,8 +63,8 @@ def merge(hosts: Hosts, index: RowIndex, owner: Int[np.ndarray, " rows"], direct
     path = directory / MERGED
     gathered = directory / f".{MERGED}.gathered.tmp"
     with hosts.scope("merge") as scope:
-        mine = np.flatnonzero(owner == hosts.index) if not hosts.is_leader else np.zeros(0, np.int64)
-        pieces = _pieces(index, mine, GATHER_BYTES // hosts.count)
+        own = np.flatnonzero(owner == hosts.index) if not hosts.is_leader else np.zeros(0, np.int64)
+        pieces = _pieces(index, own, GATHER_BYTES // hosts.count)
         turn = 0
         with contextlib.ExitStack() as stack:
             file = stack.enter_context(open(gathered, "wb")) if hosts.is_leader else None
@@ -88,8 +89,8 @@ def merge(hosts: Hosts, index: RowIndex, owner: Int[np.ndarray, " rows"], direct
     return path if hosts.is_leader else None
 
 
-def _pieces(index: RowIndex, rows: Int[np.ndarray, " mine"], limit: int) -> Iterator[bytes]:
-    """Lines of rows in pieces of at most so many bytes; a line that is longer is a piece of its own."""
+def _pieces(index: RowIndex, rows: Int[np.ndarray, " own"], limit: int) -> Iterator[bytes]:
+    """Yield the lines of rows in pieces of at most ``limit`` bytes; a line that is longer is a piece of its own."""
     piece = bytearray()
     for line in index.read(rows):
         if piece and len(piece) + len(line) > limit:

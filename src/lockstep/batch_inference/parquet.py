@@ -9,11 +9,11 @@ from typing import Any
 from lockstep.errors import ConfigError
 
 _ROWS = 4096
-"""Rows in memory at a time."""
+"""Rows that are in memory at a time."""
 
 
 def check_pyarrow() -> None:
-    """Find out before hours of generating that there is nothing to write Parquet with.
+    """Check before hours of generating that Parquet can be written.
 
     Raises:
         ConfigError: pyarrow is not installed.
@@ -25,10 +25,10 @@ def write_parquet(merged: Path) -> Path:
     """Write the rows of a file of JSON lines as Parquet beside it.
 
     Args:
-        merged: at least one line, all with the same fields.
+        merged: A file of at least one line, all with the same fields.
 
     Returns:
-        The file; it appears under its name only when it is complete.
+        The Parquet file; it appears under its name only when it is complete.
 
     Raises:
         ConfigError: pyarrow is not installed.

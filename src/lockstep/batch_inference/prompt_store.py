@@ -1,4 +1,4 @@
-"""Prompts on every host's disk: read and encoded by the leader, sent once, found again by number."""
+"""The prompts of a job on every host's disk: read and encoded by the leader, sent once, read by number."""
 
 import dataclasses
 import hashlib
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PIECE_BYTES = 8 << 20
-"""Prompts travel in pieces of about this size: the most that the coordination service holds of them at a time."""
+"""Bytes, about, of a piece of prompts: the most that the coordination service has of them at a time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SpooledPrompt:
-    """A prompt and its tokens."""
+class EncodedPrompt:
+    """A prompt and its token ids."""
 
     prompt: Prompt
     tokens: tuple[int, ...]
 
 
 class PromptStore:
-    """Prompts in a temporary file of this host, 12 bytes of memory each. It is gone when the process ends."""
+    """Prompts in a temporary file of this host, which is gone when the process ends; each takes 12 bytes of memory."""
 
     def __init__(self) -> None:
         # Unlinked from the start: nothing to clean up, however the process ends.
@@ -43,16 +43,20 @@ class PromptStore:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each prompt."""
+        """The number of tokens of each prompt."""
         return np.asarray(self._lengths, dtype=np.int32)
 
     @property
     def digest(self) -> str:
-        """Of all prompts, their answers and tokens."""
+        """The SHA-256 of all prompts, their reference answers and their tokens, in hexadecimal digits."""
         return self._digest.hexdigest()
 
     def append(self, piece: bytes) -> None:
-        """Add prompts, as `encoded_lines` gives them, a line each."""
+        """Add prompts.
+
+        Args:
+            piece: Whole lines that `encoded_lines` yielded, one for each prompt.
+        """
         self._file.seek(self._offsets[-1])
         self._file.write(piece)
         self._digest.update(piece)
@@ -60,8 +64,8 @@ class PromptStore:
             self._offsets.append(self._offsets[-1] + len(line))
             self._lengths.append(len(json.loads(line)["tokens"]))
 
-    def __getitem__(self, number: int) -> SpooledPrompt:
-        """A prompt by its number."""
+    def __getitem__(self, number: int) -> EncodedPrompt:
+        """Return a prompt by its number."""
         self._file.seek(self._offsets[number])
         line = self._file.read(self._offsets[number + 1] - self._offsets[number])
         record: dict[str, Any] = json.loads(line)
@@ -72,7 +76,7 @@ class PromptStore:
             messages=None if messages is None else tuple(messages),
             answer=record["answer"],
         )
-        return SpooledPrompt(prompt=prompt, tokens=tuple(record["tokens"]))
+        return EncodedPrompt(prompt=prompt, tokens=tuple(record["tokens"]))
 
 
 def encoded_lines(
@@ -82,10 +86,19 @@ def encoded_lines(
     max_seq_len: int | None,
     max_new_tokens: int,
 ) -> Iterator[bytes]:
-    """Each prompt with its tokens as a line.
+    """Encode prompts, each as a line of JSON.
+
+    Args:
+        prompts: The prompts in their order.
+        tokenizer: The tokenizer of the model.
+        max_seq_len: The most tokens of a prompt and its completion together; None for no limit.
+        max_new_tokens: The most tokens of a completion.
+
+    Yields:
+        A line with the prompt and its tokens.
 
     Raises:
-        PromptError: a prompt that cannot be used, when it is reached.
+        PromptError: A prompt cannot be used; raised when it is reached.
     """
     for prompt in prompts:
         (tokens,) = encode(tokenizer, [prompt], max_seq_len=max_seq_len, max_new_tokens=max_new_tokens)
@@ -95,17 +108,17 @@ def encoded_lines(
 
 
 def store_prompts(hosts: Hosts, lines: Iterator[bytes] | None, *, piece_bytes: int = PIECE_BYTES) -> PromptStore:
-    """The leader's prompts on every host.
+    """Store the leader's prompts on every host.
 
     Args:
-        hosts: of the job.
-        lines: on the leader, as of `encoded_lines`; None elsewhere.
-        piece_bytes: that travel at a time, about.
+        hosts: The processes of the job, all of which make this call.
+        lines: On the leader, the lines of `encoded_lines`; None elsewhere.
+        piece_bytes: The number of bytes that are sent at a time, about.
 
     Raises:
-        PeerError: the leader could not read or encode a prompt; the same on every host.
+        PeerError: The leader could not read or encode a prompt; raised on every host.
     """
-    spool, number = PromptStore(), 0
+    store, number = PromptStore(), 0
     with hosts.scope("prompts") as scope:
         while True:
             piece: bytes | None = None
@@ -117,14 +130,14 @@ def store_prompts(hosts: Hosts, lines: Iterator[bytes] | None, *, piece_bytes: i
             if not received:
                 break
             with scope.run_on_all(f"store {number}"):
-                spool.append(received)
+                store.append(received)
             number += 1
-        scope.agree("spool", {"prompts": spool.digest})
-    return spool
+        scope.agree("prompt store", {"prompts": store.digest})
+    return store
 
 
 def _piece(lines: Iterator[bytes], piece_bytes: int) -> bytes:
-    """Lines of at least so many bytes together; what is left at the end, maybe nothing."""
+    """Return the next lines, at least ``piece_bytes`` together; fewer or none at the end."""
     piece = bytearray()
     for line in lines:
         piece += line

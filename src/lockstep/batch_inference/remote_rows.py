@@ -1,4 +1,4 @@
-"""Rows behind a URL, where they outlive this machine's disk."""
+"""Rows behind a URL, which outlive this machine's disk."""
 
 import os
 import uuid
@@ -17,30 +17,30 @@ class RemoteRows:
     process that is killed leaves no torn line there.
 
     Args:
-        url: of the directory, such as ``gs://bucket/answers``.
-        host: number of this process.
+        url: The URL of the directory, such as ``gs://bucket/rows``.
+        host: The number of this process.
     """
 
     def __init__(self, url: str, host: int) -> None:
         self.url = url.rstrip("/")
         self._filesystem, root = fsspec.core.url_to_fs(self.url)
         self._root, self._host = root.rstrip("/"), host
-        # No two processes write the same object, also where a run is started again.
+        # Unique, so that no two processes write the same object, also where a run is started again.
         self._name, self._batches = f"{host_name(host)}-{uuid.uuid4().hex[:8]}", 0
 
     def fetch(self, directory: Path, hosts: int) -> None:
-        """Copy what earlier runs left: the job's record, and of all rows this host's part, in one file.
+        """Copy what earlier runs left: the job's manifest, and this host's part of all rows in one file.
 
         Args:
-            directory: of this host's files.
-            hosts: of the job; the first object goes to the first host, and so on in turns.
+            directory: The directory of this host's files.
+            hosts: The number of hosts; the objects are dealt out to them in turns.
         """
         self._filesystem.invalidate_cache()
         objects = sorted(self._filesystem.glob(f"{self._root}/{PATTERN}"))
-        if mine := objects[self._host :: hosts]:
+        if own := objects[self._host :: hosts]:
             temporary = directory / f".found.{self._host}.tmp"
             with open(temporary, "wb") as file:
-                for each in mine:
+                for each in own:
                     file.write(self._filesystem.cat_file(each))
             os.replace(temporary, directory / f"{host_name(self._host)}-found.jsonl")
         if self._filesystem.exists(f"{self._root}/{NAME}"):

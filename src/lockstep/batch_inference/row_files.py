@@ -1,4 +1,4 @@
-"""Rows on disk: a file of whole lines per host, and where each row is in all of them."""
+"""Rows on disk: a file of whole lines per host, and an index of where each row is in all of them."""
 
 import json
 import logging
@@ -11,23 +11,23 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from lockstep.batch_inference.shard import JobShape
-from lockstep.report.jsonl import append_jsonl, repair_jsonl
+from lockstep.report import append_jsonl, repair_jsonl
 
 log = logging.getLogger(__name__)
 
 PATTERN = "samples-host-*.jsonl"
-"""Of the names of files with rows."""
+"""The pattern of the names of files with rows."""
 NOWHERE = -1
-"""File number of a row that is in no file."""
+"""The file number of a row that is in no file, and the host number of a row that no host has."""
 
 
 def host_name(host: int) -> str:
-    """What the names of a host's files begin with."""
+    """Return the beginning of the names of a host's files."""
     return f"samples-host-{host:03d}"
 
 
 def host_file(directory: Path, host: int) -> Path:
-    """Where a host writes its rows."""
+    """Return the file in which a host writes its rows."""
     return directory / f"{host_name(host)}.jsonl"
 
 
@@ -35,7 +35,7 @@ class RowIndex:
     """Which of a job's rows are in the files of a directory, and where: 14 bytes of memory per row of the job.
 
     Args:
-        shape: of the job.
+        shape: The rows of the job.
     """
 
     def __init__(self, shape: JobShape) -> None:
@@ -47,23 +47,23 @@ class RowIndex:
 
     @property
     def present(self) -> Bool[np.ndarray, " rows"]:
-        """Rows that are in a file."""
+        """Whether each row of the job is in a file."""
         return self._file != NOWHERE
 
     def scan(self, directory: Path) -> None:
-        """Add the rows of every host's file in a directory, whoever wrote it."""
+        """Add the rows of every file in a directory, whichever host wrote it."""
         for path in sorted(directory.glob(PATTERN)):
             self.scan_file(path)
 
     def scan_file(self, path: Path, start: int = 0) -> int:
-        """Add the rows of a file; a row that is there already stays where it is.
+        """Add the rows of a file; where a row is in several files, the first one counts.
 
         Args:
-            path: of JSON lines. A torn last line, as a killed process leaves it, is no row.
-            start: byte from which on to read.
+            path: A file of JSON lines. A partial last line, as a killed process leaves it, is ignored.
+            start: The byte from which on to read.
 
         Returns:
-            Rows of no place in the job that were left out.
+            The number of lines that are no rows of this job, which are ignored.
         """
         if path not in self.files:
             self.files.append(path)
@@ -83,7 +83,7 @@ class RowIndex:
         return foreign
 
     def read(self, rows: Iterable[int]) -> Iterator[bytes]:
-        """The lines of rows that are present, in the order given."""
+        """Yield the lines of rows that are present, in the order of ``rows``."""
         opened: dict[int, int] = {}
         try:
             for row in rows:
@@ -99,46 +99,51 @@ class RowIndex:
 
 
 class RowFile:
-    """This host's file of rows, and with it the index.
+    """This host's file of rows, which keeps the index up to date.
 
     Args:
-        path: of the file; a torn last line is removed.
-        index: kept up to date.
-        keep: given the lines of each batch once they are written; None for nothing.
+        path: The file; a partial last line is removed.
+        index: The index to which written rows are added.
+        upload: Called with the lines of each batch once they are written; None for no upload.
     """
 
-    def __init__(self, path: Path, index: RowIndex, keep: Callable[[bytes], None] | None = None) -> None:
-        self.path, self._index, self._keep = path, index, keep
+    def __init__(self, path: Path, index: RowIndex, upload: Callable[[bytes], None] | None = None) -> None:
+        self.path, self._index, self._upload = path, index, upload
         repair_jsonl(path)
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write rows, all in one write; when this returns they survive a crash, and are kept elsewhere too."""
+        """Write rows in one write; when this returns, they survive a crash and are uploaded too."""
         start = self.path.stat().st_size if self.path.exists() else 0
         append_jsonl(self.path, rows, fsync=True)
         self._index.scan_file(self.path, start)
-        if self._keep is not None:
+        if self._upload is not None:
             with open(self.path, "rb") as file:
                 file.seek(start)
-                self._keep(file.read())
+                self._upload(file.read())
 
 
 def pack(flags: Bool[np.ndarray, " rows"]) -> bytes:
-    """Flags as they travel, a bit each."""
+    """Pack flags to send them, a bit each."""
     return np.packbits(flags).tobytes()
 
 
 def unpack(data: bytes, count: int) -> Bool[np.ndarray, " rows"]:
-    """The flags that `pack` was given."""
+    """Return the ``count`` flags that `pack` was given."""
     return np.unpackbits(np.frombuffer(data, np.uint8), count=count).astype(bool)
 
 
 def owners(present: list[Bool[np.ndarray, " rows"]]) -> Int[np.ndarray, " rows"]:
-    """For each row the first host that has it, `NOWHERE` where none has."""
+    """Return for each row the first host that has it, `NOWHERE` where none has.
+
+    Args:
+        present: Whether each row is present, by host.
+    """
     stacked = np.stack(present)
     return np.where(stacked.any(axis=0), stacked.argmax(axis=0), NOWHERE).astype(np.int16)
 
 
 def _row_number(line: bytes, shape: JobShape) -> int | None:
+    """Return the number of the row on a line; None where it is no row of the job."""
     try:
         record = json.loads(line)
         return shape.row(record["round"], record["prompt_id"], record["generation_id"])

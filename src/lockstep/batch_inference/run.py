@@ -20,11 +20,11 @@ from jaxtyping import Int
 from lockstep.batch_inference.checkpoint import fingerprint, load, resolve_checkpoint
 from lockstep.batch_inference.config import SampleConfig
 from lockstep.batch_inference.generate import Generator
-from lockstep.batch_inference.live_view import View, make_view
+from lockstep.batch_inference.job_progress import Board, HostProgress, JobProgress, Meter
+from lockstep.batch_inference.live_view import LiveView, make_live_view
 from lockstep.batch_inference.manifest import check_manifest, write_manifest
 from lockstep.batch_inference.merge import agree_on_owners, merge
 from lockstep.batch_inference.parquet import check_pyarrow, write_parquet
-from lockstep.batch_inference.progress import Board, HostProgress, JobProgress, Meter
 from lockstep.batch_inference.prompt_store import PromptStore, encoded_lines, store_prompts
 from lockstep.batch_inference.remote_rows import RemoteRows
 from lockstep.batch_inference.row_files import RowFile, RowIndex, host_file, pack, unpack
@@ -41,9 +41,7 @@ from lockstep.batch_inference.summary import (
 )
 from lockstep.hosts import Hosts, config_digest, digest, leader_only, try_leader_only
 from lockstep.placement import make_mesh
-from lockstep.report.background import BackgroundTracker
-from lockstep.report.table import print_table
-from lockstep.report.trackers import NoopTracker, Tracker, build_tracker
+from lockstep.report import BackgroundTracker, NoopTracker, Tracker, build_tracker, print_table
 from lockstep.text import PromptFields, StopFinder, iter_prompts, load_tokenizer, stop_ids
 
 if TYPE_CHECKING:
@@ -206,7 +204,7 @@ class _Run:
         if hosts.is_leader and generator.engine and generator.engine.sizing:
             log.info("%s", generator.engine.sizing.describe())
             log.info("batches of %d prompts at most", generator.batch_prompts)
-        view: View | None = make_view(self._title(shape)) if hosts.is_leader else None
+        view: LiveView | None = make_live_view(self._title(shape)) if hosts.is_leader else None
         shown = _Shown(view, tracker, defer=config.defer_tracker_logs_until_end)
         with contextlib.closing(shown):
             board = Board(
@@ -311,7 +309,7 @@ class _Run:
 class _Shown:
     """Takes progress on the leader: to the view at once, to the tracker at once or at the end."""
 
-    def __init__(self, view: View | None, tracker: Tracker, *, defer: bool) -> None:
+    def __init__(self, view: LiveView | None, tracker: Tracker, *, defer: bool) -> None:
         self._view, self._tracker, self._defer = view, tracker, defer
         self._kept: list[JobProgress] = []
         self._last: JobProgress | None = None

@@ -1,4 +1,4 @@
-"""What the leader makes of a finished job: figures, table, closing words."""
+"""The summary of a finished job on the leader: metrics, tables, and where everything is."""
 
 import dataclasses
 import itertools
@@ -11,10 +11,9 @@ from rich import box
 from rich.table import Table
 
 from lockstep.batch_inference.config import SampleConfig
-from lockstep.device.memory import peak_bytes, used_bytes
+from lockstep.device import peak_bytes, used_bytes
 from lockstep.hosts import Hosts
-from lockstep.report.rows import SampleRow
-from lockstep.report.trackers import MAX_TABLE_ROWS, Tracker
+from lockstep.report import MAX_TABLE_ROWS, SampleRow, Tracker
 from lockstep.units import bytes_text
 
 log = logging.getLogger(__name__)
@@ -24,14 +23,14 @@ TABLE = "sample/samples"
 
 @dataclasses.dataclass(kw_only=True)
 class Totals:
-    """What remains of rows that are not gathered.
+    """Sums over rows, which are known without gathering the rows.
 
     Args:
-        rows: answers.
-        tokens: of all answers.
-        finish: answers by how they ended.
-        sums: of each metric.
-        counts: answers that have the metric.
+        rows: The number of rows.
+        tokens: The number of tokens of all completions.
+        finish: The number of completions by finish reason.
+        sums: The sum of each metric.
+        counts: The number of completions that have each metric.
     """
 
     rows: int = 0
@@ -41,7 +40,7 @@ class Totals:
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def add(self, lines: Iterable[bytes]) -> "Totals":
-        """Count rows as they are in a file."""
+        """Add rows, given as the lines of a file, and return itself."""
         for line in lines:
             row = SampleRow.from_dict(json.loads(line))
             self.rows += 1
@@ -54,13 +53,13 @@ class Totals:
 
     @property
     def means(self) -> dict[str, float]:
-        """Mean of each metric over the answers that have it."""
+        """The mean of each metric over the completions that have it."""
         return {name: total / self.counts[name] for name, total in self.sums.items()}
 
 
-def add_up(hosts: Hosts, mine: Totals) -> Totals | None:
-    """The sums of all hosts, on the leader; None elsewhere. Every host calls it alike."""
-    posts = hosts.gather("totals", json.dumps(dataclasses.asdict(mine)).encode())
+def add_up(hosts: Hosts, own: Totals) -> Totals | None:
+    """Return the sums over all hosts on the leader, None elsewhere. Every host makes this call."""
+    posts = hosts.gather("totals", json.dumps(dataclasses.asdict(own)).encode())
     if posts is None:
         return None
     every = Totals()
@@ -77,54 +76,54 @@ def add_up(hosts: Hosts, mine: Totals) -> Totals | None:
 
 
 class MemoryLog:
-    """Bytes on the fullest device of all hosts at named moments; empty where the backend does not count (CPU).
+    """Bytes in use on the device with least free memory of all hosts at named moments; empty where the backend does not
+    count them (CPU).
 
     Args:
-        hosts: of the job.
+        hosts: The processes of the job.
     """
 
     def __init__(self, hosts: Hosts) -> None:
         self._hosts = hosts
-        self._mine: dict[str, int] = {}
+        self._own: dict[str, int] = {}
 
     def note(self, moment: str) -> None:
-        """Take down what this host's fullest device holds now."""
+        """Record the bytes in use now on the device of this host that has most in use."""
         self._add(moment, used_bytes())
 
     def note_peak(self) -> None:
-        """Take down the most that a device of this host has ever held."""
+        """Record the most bytes that were ever in use on a device of this host."""
         self._add("peak", peak_bytes())
 
     def of_all(self, name: str) -> dict[str, int]:
-        """By moment, the most of any host; complete on the leader, empty elsewhere. Every host calls it alike."""
-        posts = self._hosts.gather(name, json.dumps(self._mine).encode())
+        """Return the most bytes of any host by moment, on the leader; empty elsewhere. Every host makes this call."""
+        posts = self._hosts.gather(name, json.dumps(self._own).encode())
         found: dict[str, int] = {}
         for post in posts or ():
             for moment, used in json.loads(post).items():
                 found[moment] = max(used, found.get(moment, 0))
         return found
 
-    def _add(self, moment: str, held: int | None) -> None:
-        if held is not None:
-            self._mine[moment] = held
+    def _add(self, moment: str, used: int | None) -> None:
+        if used is not None:
+            self._own[moment] = used
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """A finished job as the leader knows it.
+    """What the leader knows of a finished job.
 
     Args:
-        totals: over all rows.
-        prompts: asked.
-        hosts: processes of this run.
+        totals: The sums over all rows.
+        prompts: The number of prompts.
+        hosts: The number of processes of this run.
         mode: ``global_mesh`` or ``host_data_parallel``.
-        found: rows that were there when this run began.
-        tokens: sampled in this run.
-        seconds: of generating in this run, on the host that took longest.
-        load_s: of loading the checkpoint.
-        loaded_bytes: read by all hosts.
-        memory: bytes on the fullest device by moment.
-        errors: reports that failed so far.
+        found: The number of rows that were there when this run began.
+        tokens: The number of tokens sampled in this run.
+        seconds: The time spent generating in this run, on the host that took longest.
+        load_s: The seconds that loading the checkpoint took.
+        loaded_bytes: The bytes that all hosts read of the checkpoint.
+        memory: The bytes in use on the device with least free memory, by moment.
     """
 
     totals: Totals
@@ -140,12 +139,12 @@ class Outcome:
 
     @property
     def rate(self) -> float:
-        """Tokens per second of this run; 0 where there was nothing left to do."""
+        """The tokens per second of this run; 0 where there was nothing left to do."""
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
 
 def metrics(outcome: Outcome) -> dict[str, float | str]:
-    """The figures of a job under the names that a tracker gets."""
+    """Return the metrics of a job under the names that a tracker gets."""
     return {
         "sample/total_prompts": outcome.prompts,
         "sample/total_generated_tokens": outcome.totals.tokens,
@@ -164,7 +163,15 @@ def metrics(outcome: Outcome) -> dict[str, float | str]:
 
 
 def log_job(tracker: Tracker, outcome: Outcome, merged: Path | None, config: SampleConfig, *, step: int) -> None:
-    """Give a tracker the figures and, where rows were gathered and are wanted, the table."""
+    """Log the metrics and, where rows were gathered and the table is wanted, the table.
+
+    Args:
+        tracker: The tracker.
+        outcome: The finished job.
+        merged: The file of all rows; None where they were not gathered.
+        config: The configuration of the run.
+        step: The step under which the tracker gets them.
+    """
     if merged is not None and not config.skip_samples_table:
         if outcome.totals.rows > MAX_TABLE_ROWS:
             log.warning(
@@ -175,20 +182,20 @@ def log_job(tracker: Tracker, outcome: Outcome, merged: Path | None, config: Sam
 
 
 def first_rows(merged: Path, count: int) -> list[SampleRow]:
-    """The first rows of a merged file."""
+    """Return the first rows of a merged file."""
     with open(merged, "rb") as lines:
         return [SampleRow.from_dict(json.loads(each)) for each in itertools.islice(lines, count)]
 
 
 def summary_table(outcome: Outcome) -> Table:
-    """The figures of a job, for reading."""
+    """Return the summary of a job that the terminal shows."""
     totals = outcome.totals
     table = Table(title="sample: summary", title_justify="left", title_style="bold", box=box.ROUNDED, show_header=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     again = f", {outcome.found:,} of them from before" if outcome.found else ""
-    table.add_row("answers", f"{totals.rows:,} to {outcome.prompts:,} prompts{again}")
-    mean = f", {totals.tokens / totals.rows:,.1f} per answer" if totals.rows else ""
+    table.add_row("completions", f"{totals.rows:,} for {outcome.prompts:,} prompts{again}")
+    mean = f", {totals.tokens / totals.rows:,.1f} per completion" if totals.rows else ""
     table.add_row("tokens", f"{totals.tokens:,}{mean}")
     table.add_row("ended by", ", ".join(f"{reason} {count:,}" for reason, count in sorted(totals.finish.items())))
     for name, value in totals.means.items():
@@ -205,19 +212,19 @@ def summary_table(outcome: Outcome) -> Table:
         read = bytes_text(outcome.loaded_bytes)
         table.add_row("loading", f"{read} in {outcome.load_s:.1f} s, {rate}/s over all hosts")
     if outcome.memory:
-        held = ", ".join(f"{moment.replace('_', ' ')} {bytes_text(used)}" for moment, used in outcome.memory.items())
-        table.add_row("HBM, fullest device", held)
+        used = ", ".join(f"{moment.replace('_', ' ')} {bytes_text(size)}" for moment, size in outcome.memory.items())
+        table.add_row("HBM, most used device", used)
     else:
         table.add_row("HBM", "this backend does not count it")
     return table
 
 
 def closing_words(files: Sequence[tuple[str, Path]], url: str | None = None) -> str:
-    """Where everything is.
+    """Return the last lines of a run: where everything is.
 
     Args:
-        files: a word and a place each; those that do not exist are left out.
-        url: where the rows are too; None: nowhere.
+        files: A label and a path each; paths that do not exist are left out.
+        url: The URL to which the rows were uploaded; None where they were not.
     """
     lines = [f"  {name:<11}{path}" for name, path in files if path.exists()]
     return "\n".join(["", "done:", *lines, *([] if url is None else [f"  {'uploaded':<11}{url}"])])

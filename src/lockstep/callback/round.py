@@ -1,4 +1,4 @@
-"""One round of sampling on all hosts, in the order that keeps a pod alive (docs/architecture.md, "Safety protocol")."""
+"""One round of sampling on all hosts, in the order that keeps a pod alive (docs/protocol.md, "A round")."""
 
 import dataclasses
 import time
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lockstep.callback.round_prompts import RoundPrompts, from_bytes, to_bytes
-from lockstep.device.memory import used_bytes
+from lockstep.device import used_bytes
 from lockstep.engine import Auditor, Budget, Engine
 from lockstep.hosts import Hosts, Watchdog, digest, environment
 from lockstep.schedule import FindStop

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from lockstep.callback.config import InferenceEvalConfig
 from lockstep.callback.round import RoundResult, run_round
 from lockstep.callback.round_prompts import read_round_prompts
@@ -20,12 +18,18 @@ from lockstep.errors import ConfigError, DisagreementError, HostError, PeerError
 from lockstep.hosts import Hosts, Watchdog, current, digest, environment, leader_only, try_leader_only
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
 from lockstep.placement import mesh_of
-from lockstep.report.background import FINISH_S, BackgroundTracker
-from lockstep.report.jsonl import append_jsonl
-from lockstep.report.metrics import load_metrics, measure, metric_means
-from lockstep.report.rows import Row
-from lockstep.report.table import print_table
-from lockstep.report.trackers import NoopTracker, Tracker
+from lockstep.report import (
+    FINISH_S,
+    BackgroundTracker,
+    NoopTracker,
+    Row,
+    Tracker,
+    append_jsonl,
+    load_metrics,
+    measure,
+    metric_means,
+    print_table,
+)
 from lockstep.text import Prompt, StopFinder, check_vocab, cut_at_stop, decode
 from lockstep.types import Completion, FinishReason
 
@@ -309,16 +313,8 @@ class SampleCallback:
             self.report_errors += 1
 
     def _row(self, step: int, prompt: Prompt, completion: Completion) -> Row:
-        return Row(
-            step=step,
-            prompt_id=completion.prompt_id,
-            generation_id=completion.generation_id,
-            prompt=prompt.shown,
-            generated_text=cut_at_stop(decode(self._tokenizer, completion.tokens), self.config.stop),
-            num_tokens=len(completion.tokens),
-            finish_reason=str(completion.finish_reason),
-            mean_logprob=float(np.mean(completion.logprobs)) if completion.logprobs else 0.0,
-        )
+        text = cut_at_stop(decode(self._tokenizer, completion.tokens), self.config.stop)
+        return Row.from_completion(completion, prompt, text, step=step)
 
     def _scalars(self, rows: list[Row], result: RoundResult, report_s: float) -> dict[str, float]:
         tokens = sum(row.num_tokens for row in rows)

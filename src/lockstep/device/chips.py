@@ -1,4 +1,4 @@
-"""What a chip can do at best: published numbers, with which layouts are compared before anything is compiled."""
+"""Published memory, bandwidth and FLOP/s of chips, by which layouts are compared before anything is compiled."""
 
 import dataclasses
 
@@ -13,11 +13,11 @@ _TPU_SOURCE = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Link:
-    """A way between devices.
+    """An interconnect between devices.
 
     Args:
-        bandwidth: bytes per second that one device can send while it receives as much.
-        latency_s: seconds that a collective takes however little it moves.
+        bandwidth: The bytes per second that one device can send while it receives as many.
+        latency_s: The seconds that a collective takes, however little it moves.
     """
 
     bandwidth: float
@@ -29,14 +29,14 @@ class Chip:
     """One kind of device.
 
     Args:
-        name: what people call it.
-        memory: bytes that programs may use: of a TPU what its compiler says, else as published; a running device says
-            itself what it has.
-        bandwidth: bytes per second between memory and cores.
-        flops: 16-bit matrix operations per second.
-        link: between devices of one host (of a TPU slice: between all of them).
-        network: between devices of different hosts.
-        source: of the numbers.
+        name: The common name.
+        memory: The bytes that programs may use: for a TPU what its compiler reports, else as published. A running
+            device reports its own.
+        bandwidth: The bytes per second between memory and cores.
+        flops: The 16-bit floating-point operations per second of matrix products.
+        link: The interconnect between devices of one host; on a TPU slice, between all devices.
+        network: The interconnect between devices of different hosts.
+        source: The source of the numbers.
     """
 
     name: str
@@ -74,8 +74,8 @@ def _gpu(name: str, memory_gb: int, bandwidth: float) -> Chip:
     )
 
 
-# Memory: "available HBM" in the words of the TPU compiler (libtpu 0.0.46.3) when it refuses a program; what is
-# published (32, 16, 95, 32 GB) is rounded. Bandwidth, operations: https://cloud.google.com/tpu/docs (v4, v5e, v5p,
+# Memory: what the TPU compiler (libtpu 0.0.46.3) calls "available HBM" when it refuses a program; the published
+# sizes (32, 16, 95, 32 GB) are rounded. Bandwidth, operations: https://cloud.google.com/tpu/docs (v4, v5e, v5p,
 # v6e).
 # One-way bandwidth of a link: https://jax-ml.github.io/scaling-book/tpus/, table of TPU specifications.
 _V4 = _tpu("TPU v4", 2 * 15.25, 1.23e12, 275e12, 45e9)
@@ -96,7 +96,7 @@ _CPU = Chip(
     network=Link(bandwidth=0.5e9, latency_s=2e-3),
 )
 
-# The beginning of ``device.device_kind``; of several that match, the longest counts.
+# By prefix of ``device.device_kind``; the longest match counts.
 _KINDS = {
     "TPU v4": _V4,
     "TPU v5": _V5P,
@@ -111,12 +111,17 @@ _KINDS = {
 
 
 def chip_of(device: jax.Device) -> Chip:
-    """The numbers of a device; of a kind that is not in the table, those of the nearest that is."""
+    """The chip of a device; for a kind that is not in the table, one of the same platform."""
     return chip_named(device.device_kind, device.platform)
 
 
 def chip_named(kind: str, platform: str) -> Chip:
-    """The same for a ``device_kind`` and a platform: cpu, gpu or tpu."""
+    """The chip of a ``device_kind``; for a kind that is not in the table, one of the same platform.
+
+    Args:
+        kind: The ``device_kind`` of a `jax.Device`, such as ``TPU v5 lite``.
+        platform: The platform: cpu, gpu or tpu.
+    """
     kinds = [known for known in _KINDS if kind.startswith(known)]
     if kinds:
         return _KINDS[max(kinds, key=len)]

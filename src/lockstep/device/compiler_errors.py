@@ -1,4 +1,4 @@
-"""What a compiler's refusal means: which memory is too small, by how much, and what to change."""
+"""Compiler errors explained: which memory is too small, by how much, and what to change."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -9,8 +9,8 @@ import jax
 from lockstep.errors import CompilerError, HbmError, VmemError
 
 type Compile = Callable[[jax.stages.Lowered, str], Any]
-"""Takes a lowered program and its name; gives what `jax.stages.Compiled` gives, or its figures alone where nothing will
-run."""
+"""Takes a lowered program and its name; returns a `jax.stages.Compiled`, or an object with its analyses alone where
+nothing will run."""
 
 _UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE: Final = r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?\b"
@@ -24,31 +24,31 @@ _PAIR: Final = (
     re.compile(rf"Used {_SIZE} of {_SIZE} vmem"),
 )
 _SHOWN: Final = 300
-"""Characters of a compiler's message; a kernel's message holds the whole kernel."""
+"""The number of characters of a compiler's message that are shown; a kernel's message has the whole kernel in it."""
 
 
 def compile_lowered(lowered: jax.stages.Lowered, name: str) -> jax.stages.Compiled:
-    """Compile a program to run it.
+    """Compiles a program to run it.
 
     Args:
-        lowered: the program.
-        name: for people; unused here.
+        lowered: The lowered program.
+        name: The program's name; unused here.
     """
     del name
     return lowered.compile()
 
 
 def explain(name: str, mesh: Mapping[str, int], error: Exception) -> CompilerError:
-    """Turn a compiler's error into one that says what to change.
+    """Makes an error that says what to change out of a compiler's error.
 
     Args:
-        name: of the program.
-        mesh: axes and sizes of what it was compiled for.
-        error: as the compiler raised it.
+        name: The program's name.
+        mesh: The axes and sizes of the mesh that it was compiled for.
+        error: The exception that the compiler raised.
 
     Returns:
-        A `VmemError` where a kernel needs more of a core's fast memory than it may have, an `HbmError` where a program
-        needs more device memory than there is, else a `CompilerError` with the beginning of the compiler's words.
+        A `VmemError` where a kernel needs more of a core's vector memory than it may use, an `HbmError` where a program
+        needs more device memory than there is, else a `CompilerError` with the beginning of the compiler's message.
     """
     text = str(error)
     if "RESOURCE_EXHAUSTED" in text or "Ran out of memory" in text:
@@ -77,6 +77,7 @@ def explain(name: str, mesh: Mapping[str, int], error: Exception) -> CompilerErr
 
 
 def _sizes(patterns: tuple[re.Pattern[str], ...], text: str) -> tuple[int, int]:
+    """The needed and the available bytes that a message names; zeros where it names none."""
     for pattern in patterns:
         if found := pattern.search(text):
             first, first_unit, second, second_unit = found.groups()

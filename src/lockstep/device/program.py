@@ -1,4 +1,4 @@
-"""Device programs: compiled ahead of time, known by digest, recorded in order when launched."""
+"""Device programs: compiled ahead of time, identified by a digest, and recorded in a ledger when launched."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ from lockstep.device.compiler_errors import Compile, compile_lowered, explain
 from lockstep.hosts import Ledger, digest, environment
 
 type AroundLaunch = Callable[[str], contextlib.AbstractContextManager[object]]
-"""Takes a program's name; the context surrounds a launch."""
+"""Takes a program's name; returns a context manager that is entered around its launch."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,9 +25,9 @@ class Compilation:
     """How a program was compiled.
 
     Args:
-        name: of the program.
-        shapes: of its arguments: single arrays as ``float32[2,64]``, trees of them (weights) by count and bytes.
-        seconds: that tracing, lowering and compiling took on this process.
+        name: The program's name.
+        shapes: The shapes of its arguments: a single array as ``float32[2,64]``, a pytree (weights) by count and bytes.
+        seconds: The seconds that tracing, lowering and compiling took in this process.
     """
 
     name: str
@@ -43,10 +43,10 @@ class Program:
     """One compiled program.
 
     Args:
-        name: what hosts and people call it.
-        digests: of its StableHLO, its optimised HLO, and what else it was compiled with, by name.
-        compilation: its shapes, and how long it took.
-        traces: times that its Python function was traced; 1 for as long as it lives.
+        name: The name, the same on every host.
+        digests: The digests of its StableHLO, its optimised HLO, and its devices and options, by name.
+        traces: The number of times that its Python function was traced, which stays 1.
+        compilation: The shapes of its arguments and the seconds that compiling took.
     """
 
     name: str
@@ -58,11 +58,11 @@ class Program:
 
     @functools.cached_property
     def digest(self) -> str:
-        """sha256 of all ``digests``: equal on every host that runs the same."""
+        """The SHA-256 of all ``digests``: equal on two hosts where they run the same program."""
         return digest(*(part for item in sorted(self.digests.items()) for part in item))
 
     def __call__(self, *arguments: Any) -> Any:
-        """Launches the program; the launch is recorded first, so that a launch that never returns is on record."""
+        """Launches the program; the ledger records the launch first, so that it has one that never returns."""
         self._ledger.record(self.name, self.digest)
         return self._compiled(*arguments)
 
@@ -89,17 +89,17 @@ def compile_program(
     """Traces, lowers and compiles ``function`` for ``arguments``; launches nothing and talks to no other host.
 
     Args:
-        name: the program's name.
-        function: traceable; weights must be arguments, never captured.
-        arguments: arrays or shape structs with shardings.
-        mesh: entered while tracing, whatever context the caller runs in.
-        ledger: where launches are recorded.
-        donate: positions of arguments that may be overwritten.
-        out_shardings: of the outputs, or None to leave them to the compiler.
-        compile_with: the compiler; another one may give figures alone.
+        name: The program's name.
+        function: The function to trace; weights must be arguments of it, never captured.
+        arguments: The arguments, arrays or shape structs with shardings.
+        mesh: The mesh that is set while tracing, whatever context the caller runs in.
+        ledger: The ledger that records launches.
+        donate: The positions of arguments that the program may overwrite.
+        out_shardings: The shardings of the outputs; None leaves them to the compiler.
+        compile_with: The compiler; one that is never launched may return analyses alone.
 
     Raises:
-        CompilerError: the compiler refused the program; named.
+        CompilerError: The compiler refused the program; the message names it and says what to change.
     """
     traces = 0
 
@@ -119,10 +119,10 @@ def compile_program(
         raise explain(name, dict(mesh.shape), error) from error
     shapes = tuple(_shape_text(argument) for argument in arguments)
     compilation = Compilation(name=name, shapes=shapes, seconds=time.perf_counter() - begin)
-    optimised = compiled.as_text() if hasattr(compiled, "as_text") else None  # a compiler may give figures alone
+    optimised = compiled.as_text() if hasattr(compiled, "as_text") else None  # some compilers return analyses alone
     digests = {
         f"{name}: StableHLO": digest(lowered.as_text()),
-        f"{name}: optimised HLO": digest(without_places(optimised or "")),
+        f"{name}: optimised HLO": digest(without_source_locations(optimised or "")),
         f"{name}: devices and options": digest(_devices(mesh), repr(donate), *map(repr, environment().items())),
     }
     return Program(
@@ -147,16 +147,16 @@ _METADATA = re.compile(r", metadata=\{[^}]*\}")
 _TABLES = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n(?:.+\n)*\n?", re.MULTILINE)
 
 
-def without_places(hlo: str) -> str:
-    """Optimised HLO without the places in source files, whose numbering differs once a program comes from a cache."""
+def without_source_locations(hlo: str) -> str:
+    """Removes source locations from optimised HLO: their numbering changes once a program comes from a cache."""
     return _METADATA.sub("", _TABLES.sub("", hlo))
 
 
 def _devices(mesh: Mesh) -> str:
-    """Which device of which process computes which part."""
+    """The devices of a mesh in order, with their processes and kinds."""
     return repr([(device.id, device.process_index, device.device_kind) for device in mesh.devices.flat])
 
 
 def fetch(replicated: jax.Array) -> np.ndarray:
-    """The value of an array that is whole on every device; waits for it."""
+    """Waits for an array that is replicated on every device, and copies it to the host."""
     return np.asarray(replicated.addressable_data(0))

@@ -1,11 +1,12 @@
 """Paged-attention generation on the devices that a model is sharded over."""
 
-from lockstep.device.program import Compilation as Compilation
-from lockstep.device.program import Program as Program
-from lockstep.device.program import compile_program as compile_program
+from lockstep.device import Compilation as Compilation
+from lockstep.device import Program as Program
+from lockstep.device import compile_program as compile_program
 from lockstep.engine.audit import Auditor as Auditor
 from lockstep.engine.audit import audit as audit
 from lockstep.engine.budget import Budget as Budget
+from lockstep.engine.capacity_fields import CapacityFields as CapacityFields
 from lockstep.engine.config import EngineConfig as EngineConfig
 from lockstep.engine.config import layout_text as layout_text
 from lockstep.engine.decode_model import DecodeModel as DecodeModel

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
-from lockstep.device.program import AroundLaunch, Program, compile_program, fetch
+from lockstep.device import AroundLaunch, Program, compile_program, fetch
 from lockstep.engine.prepare import signature_of
 from lockstep.errors import CapacityError, ConfigError
 from lockstep.hosts import Hosts, Ledger, current, digest

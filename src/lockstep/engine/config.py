@@ -4,15 +4,15 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from lockstep.engine.capacity_fields import CapacityFields
+from lockstep.engine.capacity_fields import Layout as Layout
 from lockstep.errors import ConfigError
 
 DEFAULT_PAGE_SIZE = 16
 
-Layout = dict[str, int] | str
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineConfig:
+class EngineConfig(CapacityFields):
     """Capacities of the engine. Null means that lockstep works it out; a number is a cap.
 
     Raises:
@@ -21,39 +21,16 @@ class EngineConfig:
 
     max_seq_len: int | None = None
     """Tokens of prompt and answer together, per sequence. Null: the longest request so far."""
-    max_seqs: int | None = None
-    """Sequences decoded at a time, over all replicas. Null: all of them, or as many as fit, up to where a step begins
-    to take longer with each: 64 to 512 per replica, by the device's memory bandwidth and speed."""
-    page_size: int | None = None
-    """Tokens per page of the KV cache. Null: 16, on TPU 64."""
-    max_pages: int | None = None
-    """Pages of one replica's KV cache. Null: enough for its sequences at their longest, or what fits."""
-    max_prefill_size: int | None = None
-    """Prompt tokens that a replica prefills in one launch. Null: up to 512; fewer if memory is short."""
     max_seqs_in_prefill: int | None = None
     """Sequences whose prompts a replica prefills in one launch. Null: as many as ``max_prefill_size`` has room for."""
     max_steps_per_launch: int | None = None
     """Tokens sampled per sequence in one launch. Null: up to 64."""
-    max_prompts_per_batch: int | None = None
-    """Prompts that the scheduler holds at a time, waiting and being answered; the next is read when one has all its
-    answers. Null: enough to fill every slot twice."""
     share_prefixes: bool = True
     """Keep what several sequences begin with once, and prefill it once. False: every sequence by itself."""
-    layout: Layout = "auto"
-    """``training``: weights stay where the trainer has them and are gathered layer by layer at every step.
-    ``{tensor: N}``: weights are moved once per round, N devices share a copy. ``auto``: of those that fit, the one with
-    the least predicted time. ``{tensor: 1, replicas: M}``: all have the weights, M of them decode. On CPU devices
-    share a memory, and ``auto`` has one for each do so: per process, or one where all processes are on one machine."""
-    hbm_utilization: float = 0.9
-    """Share of the free device memory that sampling may use; free is what the fullest device of all hosts has left."""
     memory_bytes_per_device: int | None = None
     """Free memory to assume on each device of this host, in bytes. Null: ask the device."""
     dtype: str | None = None
     """Floating dtype of weights, activations and KV cache while decoding. Null: the dtype of the parameters."""
-    kv_cache_dtype: str = "auto"
-    """``auto``: K and V are kept in the dtype that the engine computes in. ``int8``: in 8 bits, with a scale for each
-    token and head: nearly twice the pages of bfloat16. Log-probabilities are then those of the rounded K and V. Not on
-    TPU."""
 
     def __post_init__(self) -> None:
         for name in (

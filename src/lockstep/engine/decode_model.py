@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from lockstep.attention import Heads, stored
+from lockstep.attention import Heads, stored_kv_heads
 from lockstep.device import block_bytes
 from lockstep.engine.config import EngineConfig, Layout, layout_text, tensor_size
 from lockstep.engine.decoder.kv_replication import replicate_kv_heads, replicates_kv_heads
@@ -151,7 +151,7 @@ class DecodeModels:
         dtype = jnp.dtype(self._engine.dtype or weights.embed.dtype)
         kv_dtype = self._engine.kv_dtype(dtype)
         device, heads = self.mesh.devices.flat[0], device_heads(config, decode_mesh)
-        kept = stored(device, heads, kv_dtype)
+        kept = stored_kv_heads(device, heads, kv_dtype)
         layouts = leaf_layouts(weights, decode_mesh, TENSOR_DIMS)
         leaves = _leaves(weights, layouts, dtype)
         lazy, casts = is_lazy(weights), any(leaf.dtype != dtype for leaf in jax.tree.leaves(weights))

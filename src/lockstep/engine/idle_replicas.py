@@ -1,8 +1,8 @@
 """Replicas that are given no sequences: when that is faster, how many they are, and what they leave out of a launch.
 
 The devices of a CPU process share its cores and its memory, so that every replica that decodes reads the weights once
-more through that memory (ADR 9). In the layout ``{tensor: 1, replicas: M}`` M replicas decode; which ones,
-`Capacity.active_replicas` says. Nothing inside a step of theirs waits for another replica.
+more through that memory (docs/adr/0009-idle-replicas.md). In the layout ``{tensor: 1, replicas: M}`` M replicas
+decode; `Capacity.active_replicas` says which. Nothing inside a step of theirs waits for another replica.
 """
 
 from collections.abc import Callable, Sequence

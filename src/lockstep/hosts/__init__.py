@@ -14,6 +14,7 @@ from lockstep.hosts.leader import leader_only as leader_only
 from lockstep.hosts.leader import try_leader_only as try_leader_only
 from lockstep.hosts.ledger import Ledger as Ledger
 from lockstep.hosts.phase import Phase as Phase
+from lockstep.hosts.preemption import Preemption as Preemption
 from lockstep.hosts.start import current as current
 from lockstep.hosts.start import shutdown as shutdown
 from lockstep.hosts.start import start as start

@@ -21,7 +21,7 @@ class ServiceGoneError(HostError):
 class Client(Protocol):
     """A key-value store and barriers that every process of a job shares.
 
-    Keys look like paths. A directory ``a`` holds every key that starts with ``a/``.
+    Keys look like paths. A directory ``a`` is every key that starts with ``a/``.
     """
 
     index: int
@@ -31,16 +31,16 @@ class Client(Protocol):
         """Store a value; a key that exists is overwritten."""
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        """Wait for a key and return its value; TimeoutError when it does not appear."""
+        """Return the value of a key as soon as it is there; TimeoutError when it is not within ``timeout_s``."""
 
     def peek(self, key: str) -> bytes | None:
-        """The value of a key that is there already, else None, without waiting."""
+        """Return the value of a key that is there already, else None, without waiting."""
 
     def get_dir(self, prefix: str) -> dict[str, bytes]:
-        """Every key in the directory ``prefix`` with its value, without waiting."""
+        """Return every key in the directory ``prefix`` with its value, without waiting."""
 
     def delete(self, key_or_prefix: str) -> None:
-        """Remove the key and the directory of this name; nothing happens where there is none."""
+        """Remove the key and the directory of this name, where they exist."""
 
     def barrier(self, name: str, timeout_s: float) -> None:
         """Return once every process has called it with this name; TimeoutError on all of them when one does not."""
@@ -61,15 +61,15 @@ class JaxClient:
         self.count: int = global_state.num_processes
 
     def set(self, key: str, value: bytes) -> None:
-        with _translated(key):
+        with _ServiceErrors(key):
             self._client.key_value_set_bytes(key, value, allow_overwrite=True)
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        with _translated(key):
+        with _ServiceErrors(key):
             return self._client.blocking_key_value_get_bytes(key, _milliseconds(timeout_s))
 
     def peek(self, key: str) -> bytes | None:
-        with _translated(key):
+        with _ServiceErrors(key):
             try:
                 return self._client.key_value_try_get_bytes(key)
             except jax.errors.JaxRuntimeError as error:
@@ -78,20 +78,24 @@ class JaxClient:
                 raise
 
     def get_dir(self, prefix: str) -> dict[str, bytes]:
-        with _translated(prefix):
+        with _ServiceErrors(prefix):
             return dict(self._client.key_value_dir_get_bytes(prefix.rstrip("/") + "/"))
 
     def delete(self, key_or_prefix: str) -> None:
-        with _translated(key_or_prefix):
+        with _ServiceErrors(key_or_prefix):
             self._client.key_value_delete(key_or_prefix.rstrip("/"))
 
     def barrier(self, name: str, timeout_s: float) -> None:
-        with _translated(name):
+        with _ServiceErrors(name):
             self._client.wait_at_barrier(name, _milliseconds(timeout_s))
 
 
-class _translated:
-    """Turns the service's errors into TimeoutError, ServiceGoneError and HostError."""
+class _ServiceErrors:
+    """Turns the service's errors inside a block into TimeoutError, ServiceGoneError and HostError.
+
+    Args:
+        key: The key or barrier that the error names.
+    """
 
     def __init__(self, key: str):
         self._key = key
@@ -116,7 +120,13 @@ def _milliseconds(seconds: float) -> int:
 
 
 class MemoryClient:
-    """The same interface between threads of one process: for one-process jobs, and to test host logic quickly."""
+    """The same interface between threads of one process: for one-process jobs, and to test host logic quickly.
+
+    Args:
+        index: The number of the process that this client stands for.
+        count: The number of processes.
+        store: The values and barriers that all clients share.
+    """
 
     def __init__(self, index: int, count: int, store: "_Store"):
         self.index = index
@@ -125,7 +135,7 @@ class MemoryClient:
 
     @classmethod
     def hub(cls, count: int) -> list["MemoryClient"]:
-        """``count`` clients that share one store; each belongs to one thread."""
+        """Make ``count`` clients that share one store, each for one thread."""
         store = _Store(count)
         return [cls(index, count, store) for index in range(count)]
 
@@ -172,7 +182,7 @@ class MemoryClient:
 
 
 class _Store:
-    """Values and barriers behind one lock; who waits is woken by what it waits for alone."""
+    """Values and barriers behind one lock. A thread is woken only by the key or barrier that it waits for."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -183,31 +193,34 @@ class _Store:
         self._changed: dict[str, threading.Condition] = {}
 
     def wait(self, name: str, until: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait, with the lock held, for what `wake` of the same name tells; whether it came in time."""
+        """Wait until ``until()`` is true, checked at each `wake` of the same name; return whether it was in time.
+
+        The caller has the lock.
+        """
         if until():
             return True
         return self._changed.setdefault(name, threading.Condition(self.lock)).wait_for(until, timeout_s)
 
     def wake(self, name: str) -> None:
-        """Wake those that wait, with the lock held."""
+        """Wake the threads that wait for ``name``. The caller has the lock."""
         if (changed := self._changed.get(name)) is not None:
             changed.notify_all()
 
 
 def service_is_running() -> bool:
-    """Whether ``jax.distributed`` was initialized in this process, by us or by the user."""
+    """Return whether ``jax.distributed`` was initialized in this process, by us or by the user."""
     return global_state.client is not None
 
 
 def service_address() -> str | None:
-    """host:port of the service, None where it is not running."""
+    """Return host:port of the service, None where it is not running."""
     return global_state.coordinator_address if service_is_running() else None
 
 
 def on_one_machine() -> bool:
-    """Whether all processes of the job are known to run on this machine: one alone, or all meet at a loopback address.
+    """Return whether all processes of the job run on this machine: there is one, or the service has a loopback address.
 
-    The same on every process: who meets at a loopback address is here, and who is elsewhere cannot.
+    The result is the same on every process, for a process on another machine cannot reach a loopback address.
     """
     address = service_address()
     if address is None or global_state.num_processes == 1:
@@ -219,5 +232,5 @@ def on_one_machine() -> bool:
 
 
 def backend_is_running() -> bool:
-    """Whether JAX has already made its devices, after which ``jax.distributed`` can no longer be initialized."""
+    """Return whether JAX has made its devices, after which ``jax.distributed`` can no longer be initialized."""
     return xla_bridge.backends_are_initialized()

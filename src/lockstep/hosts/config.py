@@ -21,7 +21,7 @@ class DistributedConfig:
     """How this process finds the others, and how many there must be (``trainer.distributed`` in YAML).
 
     Raises:
-        ConfigError: a value that cannot work.
+        ConfigError: A value cannot work.
     """
 
     require_multihost: bool = False
@@ -58,7 +58,11 @@ class DistributedConfig:
 
 
 def check_count(config: DistributedConfig, count: int) -> None:
-    """The guardrails against a launch on only some of the workers.
+    """Refuse a job that was started on only some of the workers.
+
+    Args:
+        config: The processes that are required.
+        count: The number of processes of the job.
 
     Raises:
         ConfigError: ``count`` processes are not what the config or the environment requires.
@@ -67,22 +71,26 @@ def check_count(config: DistributedConfig, count: int) -> None:
         "Start the command on every worker (gcloud ... --worker=all, infra/launch.py), or change the requirement if "
         "this size is meant."
     )
-    if count == 1 and (config.require_multihost or flag(REQUIRE_MULTIHOST)):
+    if count == 1 and (config.require_multihost or environment_flag(REQUIRE_MULTIHOST)):
         raise ConfigError(
             "this job has 1 process, but distributed.require_multihost (or REQUIRE_MULTIHOST=1) requires at least 2. "
             + fix
         )
     wanted = {
         "distributed.require_process_count": config.require_process_count,
-        REQUIRE_PROCESS_COUNT: integer(REQUIRE_PROCESS_COUNT),
+        REQUIRE_PROCESS_COUNT: environment_integer(REQUIRE_PROCESS_COUNT),
     }
     for name, required in wanted.items():
         if required is not None and count != required:
             raise ConfigError(f"this job has {count} process(es), but {name} requires {required}. {fix}")
 
 
-def integer(name: str) -> int | None:
-    """The whole number in an environment variable, None where it is unset or empty."""
+def environment_integer(name: str) -> int | None:
+    """Read a whole number from an environment variable; None where it is unset or empty.
+
+    Raises:
+        ConfigError: It is not a whole number.
+    """
     text = os.environ.get(name, "").strip()
     if not text:
         return None
@@ -92,8 +100,12 @@ def integer(name: str) -> int | None:
         raise ConfigError(f"the variable {name} is {text!r}; it must be a whole number.") from None
 
 
-def flag(name: str) -> bool:
-    """Whether an environment variable says yes."""
+def environment_flag(name: str) -> bool:
+    """Return whether an environment variable says yes.
+
+    Raises:
+        ConfigError: It says neither yes nor no.
+    """
     text = os.environ.get(name, "").strip().lower()
     if text in ("", "0", "false", "no"):
         return False

@@ -1,4 +1,4 @@
-"""What programs depend on besides their own text: versions, flags, and the code that makes them."""
+"""What a compiled program depends on besides its arguments: versions, flags, and the source of this package."""
 
 import functools
 import hashlib
@@ -21,21 +21,23 @@ OPTIONS = (
     "jax_use_shardy_partitioner",
 )
 """Settings of JAX that change what is compiled."""
-_OWN_PLACE = ("--xla_dump", "--xla_gpu_dump")
-"""Flags that may name a place of the process's own, and change no program."""
+_PER_PROCESS_FLAGS = ("--xla_dump", "--xla_gpu_dump")
+"""Beginnings of flags that may differ between processes, such as a directory for dumps, and change no program."""
 
 
 def environment() -> dict[str, str]:
-    """All that must be alike on every host for programs to be alike, by name: short texts, and a digest of our code.
+    """Return all that must be the same on every host for its programs to be the same.
 
-    Each flag of ``XLA_FLAGS`` and ``LIBTPU_INIT_ARGS`` has an entry of its own, so that a difference is named.
+    Returns:
+        By name, short texts and a digest of our source. Each flag of ``XLA_FLAGS`` and ``LIBTPU_INIT_ARGS`` has an
+        entry of its own, so that an error can name the one that differs.
     """
-    return {**_fixed(), **_flags(), **_options()}
+    return {**_versions_and_source(), **_flags(), **_options()}
 
 
 @functools.cache
-def _fixed() -> dict[str, str]:
-    """Versions, and the source of this package: it cannot change while the process lives."""
+def _versions_and_source() -> dict[str, str]:
+    """Return what cannot change while the process lives."""
     total = hashlib.sha256()
     package = Path(__file__).parents[1]
     for path in sorted(package.rglob("*.py")):
@@ -56,7 +58,7 @@ def _flags() -> dict[str, str]:
     for variable in FLAG_VARIABLES:
         for flag in os.environ.get(variable, "").split():
             name, _, value = flag.partition("=")
-            if not name.startswith(_OWN_PLACE):
+            if not name.startswith(_PER_PROCESS_FLAGS):
                 found[f"{variable} {name}"] = value or "set"
     return found
 

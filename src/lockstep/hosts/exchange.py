@@ -84,7 +84,7 @@ def broadcast(channel: Channel, key: str, value: bytes | None, timeout_s: float)
         )
     if value is not None:
         channel.post(key, value)
-        channel.spend(key)
+        channel.delete_after_barrier(key)
         return value
     channel.heartbeat.wait_at(key)
     return channel.read(key, 0, timeout_s)
@@ -131,7 +131,7 @@ def gather(channel: Channel, key: str, value: bytes, timeout_s: float) -> list[b
     """
     channel.post(key, value)
     channel.barrier(key, timeout_s)
-    channel.spend(key)
+    channel.delete_after_barrier(key)
     if channel.client.index != 0:
         return None
     # One read per process, not one of the directory: together the values may be too long for one message.

@@ -19,16 +19,16 @@ from lockstep.hosts.start import current, shutdown
 
 INTERRUPTED_EXIT_CODE = 130
 HANDLER_S = 2.0
-"""Seconds that the main thread may go on waiting in a call outside Python after SIGTERM."""
+"""Seconds after SIGTERM that the main thread may spend in a call outside Python; then a thread ends the process."""
 
 _handled = threading.Event()
 
 
-class _AskedToEnd(SystemExit):
-    """SIGTERM, as the main thread meets it.
+class _Terminated(SystemExit):
+    """SIGTERM has come: raised in the main thread.
 
     Args:
-        phase: in which it came; what is left by this error may change it.
+        phase: The phase in which it came; scopes that this error leaves may change the present one.
     """
 
     def __init__(self, phase: str) -> None:
@@ -39,20 +39,21 @@ class _AskedToEnd(SystemExit):
 def run_main(main: Callable[[], object]) -> None:
     """Run a program's main function and leave the job in order, or at once when it fails.
 
-    SIGTERM ends the program too, with a line that says so and code 143 on every process, unless a handler of its own
-    is there, as in `Trainer`.
-    A ConfigError or PromptError is printed as its text, any other error with its stack; the peers are told, and the
-    process ends. In a job of several processes it does so without Python's exit handlers.
+    SIGTERM ends the program too, with a line that says so and code 143 on every process, unless the program has a
+    handler of its own, as `Trainer` has. A ConfigError or PromptError is printed as its text, any other error with its
+    stack; the reason is announced to the peers, and the process ends. In a job of several processes it does so without
+    Python's exit handlers.
 
     Args:
-        main: the program; an int that it returns is the exit code.
+        main: The program; an int that it returns is the exit code.
 
     Raises:
-        SystemExit: in a job of one process, with the code of the failure; never when ``main`` returns None or 0.
+        SystemExit: The program failed in a job of one process; it has the exit code. Never raised when ``main``
+            returns None or 0.
     """
     code, text = 0, ""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        # Python's default ends the process without a word to its peers, who would wait for it.
+        # Python's default ends the process without an announcement, and the peers would wait for it.
         signal.signal(signal.SIGTERM, _terminate)
         _watch_signals()
     try:
@@ -63,8 +64,8 @@ def run_main(main: Callable[[], object]) -> None:
             shutdown()
     except KeyboardInterrupt:
         code, text = INTERRUPTED_EXIT_CODE, "interrupted"
-    except _AskedToEnd as asked:
-        _end_as_asked(asked.phase)
+    except _Terminated as terminated:
+        _leave_after_sigterm(terminated.phase)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         text = f"exit code {code}"
@@ -103,14 +104,14 @@ def _print_host_error(error: HostError) -> None:
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
     _handled.set()
-    raise _AskedToEnd(current().last_phase)
+    raise _Terminated(current().last_phase)
 
 
 def _watch_signals() -> None:
-    """Have a thread see SIGTERM as well.
+    """Start a thread that sees SIGTERM as well.
 
-    Python runs a handler only when the main thread comes back from what it waits in, and a process that waits for a
-    slow peer would be killed before that.
+    Python runs a handler only when the main thread returns from the call that it waits in, and a process that waits
+    for a slow peer would be killed before that.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
@@ -121,13 +122,13 @@ def _watch_signals() -> None:
             while seen := reader.recv(64):
                 ours = signal.getsignal(signal.SIGTERM) is _terminate
                 if signal.SIGTERM in seen and ours and current().count > 1 and not _handled.wait(HANDLER_S):
-                    _end_as_asked(current().last_phase)
+                    _leave_after_sigterm(current().last_phase)
 
     threading.Thread(target=watch, name="lockstep-signals", daemon=True).start()
 
 
-def _end_as_asked(phase: str) -> NoReturn:
-    """End this process because of SIGTERM, and with it the job; say so."""
+def _leave_after_sigterm(phase: str) -> NoReturn:
+    """Print that SIGTERM came in ``phase``, and end this process, and with it the job."""
     hosts = current()
     code = 128 + signal.SIGTERM
     text = f"was asked to end (SIGTERM) in phase {phase!r}"
@@ -136,17 +137,17 @@ def _end_as_asked(phase: str) -> NoReturn:
 
 
 def leave(code: int, reason: str, peers: int = PEER_FAILED_EXIT_CODE) -> NoReturn:
-    """End this process with ``code``; in a job of several, tell the peers why and do not wait for them.
+    """End this process with ``code``; in a job of several, announce why and do not wait for the peers.
 
     The leader, which runs the coordination service, first gives them ``GRACE_S`` seconds to end on their own.
 
     Args:
-        code: exit code, not 0.
-        reason: what the peers print of this process; where it failed, after the word "failed".
-        peers: code with which they end.
+        code: The exit code, not 0.
+        reason: What the peers print about this process; where it failed, after the word "failed".
+        peers: The exit code of the peers.
 
     Raises:
-        SystemExit: in a job of one process.
+        SystemExit: The job has one process.
     """
     try:
         client = current().client

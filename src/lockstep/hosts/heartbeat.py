@@ -1,34 +1,36 @@
-"""What each process did last: one overwritten key per process, read by the others when a wait runs out of time."""
+"""What each process did last: one overwritten key per process, which the others read when a wait times out."""
 
 import collections
 import dataclasses
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from lockstep.errors import HostError
 from lockstep.hosts._client import Client
 
 DIRECTORY = "lockstep/heartbeat"
 REMEMBERED_WAITS = 8
-BEAT_S = 0.5
-"""Seconds between two signs of life of a process that does nothing new."""
-PAUSE_S = 0.05
-"""Seconds between two posts of a process that does much."""
+"""Keys in a heartbeat: the last ones at which the process waited for the others."""
+INTERVAL_S = 0.5
+"""Seconds between two posts of a process whose phase does not change."""
+MIN_INTERVAL_S = 0.05
+"""Seconds between two posts, at least, of a process whose phase changes often."""
 SILENT_S = 1.5
-"""Seconds without a sign of life that are told."""
+"""Seconds without a post after which a process counts as silent, and errors name it as missing."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PeerHeartbeat:
-    """The last sign of life of a process.
+    """The last heartbeat that a process posted.
 
     Args:
-        phase: what it said it was doing.
-        time_s: when it said so, seconds since 1970 by its own clock.
-        alive_s: when it was last alive, by its own clock; None where it posts only what is new.
-        waits: the last keys at which it waited for the others, oldest first.
+        phase: The work that the process had begun.
+        time_s: When it began, in seconds since 1970 by its own clock.
+        alive_s: When it posted, in seconds since 1970 by its own clock; None where it has no thread that posts
+            regularly.
+        waits: The last keys at which it waited for the others, oldest first.
     """
 
     phase: str
@@ -38,7 +40,7 @@ class PeerHeartbeat:
 
     @property
     def silent(self) -> bool:
-        """Whether a sign of life is overdue."""
+        """Whether the next heartbeat is overdue."""
         return self.alive_s is not None and time.time() - self.alive_s > SILENT_S
 
     def __str__(self) -> str:
@@ -49,68 +51,68 @@ class PeerHeartbeat:
 
 
 class Heartbeat:
-    """Posts this process's heartbeat.
+    """Posts what this process does, and with `start_heartbeat` that it lives.
 
     Args:
-        client: the coordination service.
+        client: The coordination service.
     """
 
     def __init__(self, client: Client):
         self._client = client
         self._waits: collections.deque[str] = collections.deque(maxlen=REMEMBERED_WAITS)
         self._phase = ("started", time.time())
-        self._news: threading.Event | None = None  # of the thread that posts, where there is one
+        self._changed: threading.Event | None = None  # wakes the thread that posts, where there is one
 
     @property
     def phase(self) -> str:
-        """What this process last said it was doing."""
+        """The work that this process began last."""
         return self._phase[0]
 
     def enter(self, phase: str) -> None:
-        """Say what this process does from now on."""
+        """Publish that this process begins the work ``phase``."""
         self._phase = (phase, time.time())
-        self._tell()
+        self._publish()
 
     def wait_at(self, key: str) -> None:
-        """Say that this process has arrived at ``key``."""
+        """Publish that this process waits for the others at ``key``."""
         self._waits.append(key)
-        self._tell()
+        self._publish()
 
-    def beat(self) -> Callable[[], None]:
-        """Start a thread that posts from now on, so that nobody waits for it, and that shows that this process lives.
+    def start_heartbeat(self) -> Callable[[], None]:
+        """Start a thread that posts every `INTERVAL_S` seconds, and soon after each change, so that no caller waits.
 
         Returns:
-            A function that ends it.
+            A function that ends the thread.
         """
-        news, stopping = threading.Event(), threading.Event()
-        thread = threading.Thread(target=self._run, args=(news, stopping), name="lockstep-heart", daemon=True)
-        self._news = news
+        changed, stopping = threading.Event(), threading.Event()
+        thread = threading.Thread(target=self._run, args=(changed, stopping), name="lockstep-heartbeat", daemon=True)
+        self._changed = changed
         thread.start()
 
         def stop() -> None:
-            self._news = None
+            self._changed = None
             stopping.set()
-            news.set()
-            thread.join(2 * BEAT_S)
+            changed.set()
+            thread.join(2 * INTERVAL_S)
 
         return stop
 
-    def _run(self, news: threading.Event, stopping: threading.Event) -> None:
+    def _run(self, changed: threading.Event, stopping: threading.Event) -> None:
         try:
             while not stopping.is_set():
-                news.wait(BEAT_S)
-                news.clear()
+                changed.wait(INTERVAL_S)
+                changed.clear()
                 self._post(time.time())
-                stopping.wait(PAUSE_S)
+                stopping.wait(MIN_INTERVAL_S)
         except (HostError, TimeoutError):
             return  # the service has ended, and with it the job
 
-    def _tell(self) -> None:
-        news = self._news
-        if news is None:
+    def _publish(self) -> None:
+        changed = self._changed
+        if changed is None:
             self._post(None)
         else:
-            news.set()
+            changed.set()
 
     def _post(self, alive_s: float | None) -> None:
         value = json.dumps([*self._phase, alive_s, *self._waits.copy()])
@@ -118,7 +120,10 @@ class Heartbeat:
 
 
 def heartbeats(client: Client) -> dict[int, PeerHeartbeat]:
-    """The last heartbeat of every process that has posted one; empty when the service does not answer."""
+    """Return the last heartbeat of every process that has posted one, by process number.
+
+    The result is empty when the service does not answer.
+    """
     try:
         posts = client.get_dir(DIRECTORY)
     except (HostError, TimeoutError):
@@ -130,24 +135,24 @@ def heartbeats(client: Client) -> dict[int, PeerHeartbeat]:
     return found
 
 
-def missing(beats: dict[int, PeerHeartbeat]) -> str:
-    """Which processes give no sign of life, as an error tells it; empty where all do."""
-    who = [f"process {process} ({beat})" for process, beat in sorted(beats.items()) if beat.silent]
+def describe_missing(peers: Mapping[int, PeerHeartbeat]) -> str:
+    """Return a sentence for an error that names the silent processes; empty where there is none."""
+    who = [f"process {i} ({peer})" for i, peer in sorted(peers.items()) if peer.silent]
     return f" Missing: {', '.join(who)}." if who else ""
 
 
-def elsewhere(beats: dict[int, PeerHeartbeat], phase: str) -> str:
-    """Which processes live, but do something else than ``phase``, as an error tells it; empty where none does."""
-    who = [f"process {i} ({beat})" for i, beat in sorted(beats.items()) if not beat.silent and beat.phase != phase]
+def describe_elsewhere(peers: Mapping[int, PeerHeartbeat], phase: str) -> str:
+    """Return a sentence for an error that names the processes that live, but are in another phase; empty for none."""
+    who = [f"process {i} ({peer})" for i, peer in sorted(peers.items()) if not peer.silent and peer.phase != phase]
     return f" Elsewhere: {', '.join(who)}." if who else ""
 
 
 def wait_for_missing(client: Client) -> str:
-    """`missing`, as soon as there is one: for who has lost a connection, and does not know to whom.
+    """Return `describe_missing` as soon as a process is silent: for an error of a connection, which names no process.
 
-    A process that has died is known within ``BEAT_S + SILENT_S``.
+    A process that has died is known within ``INTERVAL_S + SILENT_S``; after that the result is empty.
     """
-    deadline = time.monotonic() + BEAT_S + SILENT_S
-    while not (text := missing(heartbeats(client))) and time.monotonic() < deadline:
-        time.sleep(PAUSE_S)
+    deadline = time.monotonic() + INTERVAL_S + SILENT_S
+    while not (text := describe_missing(heartbeats(client))) and time.monotonic() < deadline:
+        time.sleep(MIN_INTERVAL_S)
     return text

@@ -90,9 +90,9 @@ class Hosts:
                 self.phase(f"{self.last_phase} (left by {type(error).__name__}: {error})"[:500])
             raise
 
-    def beat(self) -> Callable[[], None]:
-        """Start a thread that shows the others that this process lives, and what it does; returns what ends it."""
-        return self._channel.heartbeat.beat()
+    def start_heartbeat(self) -> Callable[[], None]:
+        """Start a thread that shows the others that this process lives; return a function that ends it."""
+        return self._channel.heartbeat.start_heartbeat()
 
     def missing(self) -> str:
         """Wait up to two seconds for a process that gives no sign of life; says which, empty where all do."""

@@ -20,12 +20,12 @@ MSG_LAUNCH_ALONE = (
 
 @contextlib.contextmanager
 def leader_only() -> Iterator[None]:
-    """A scope in which launching a device program raises, whether it was compiled before or not.
+    """Open a scope in which launching a device program raises, whether it was compiled before or not.
 
-    Reading an array that is wholly on this process's devices stays possible. It covers the calling thread alone.
+    Reading an array that is wholly on this process's devices stays possible. The scope covers the calling thread alone.
 
     Raises:
-        LaunchMismatchError: a program was launched inside; the error of JAX is its cause.
+        LaunchMismatchError: A program was launched inside; the error of JAX is its cause.
     """
     with jax.no_execution(True):
         try:

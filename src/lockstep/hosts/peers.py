@@ -1,4 +1,4 @@
-"""Hearing of another process's failure, wherever this process is, so that the job ends within seconds."""
+"""Ending this process soon after another one fails, whatever it waits for, so that the job ends within seconds."""
 
 import atexit
 import contextlib
@@ -15,17 +15,20 @@ from lockstep.errors import HostError
 from lockstep.hosts._client import Client, ServiceGoneError, service_address
 from lockstep.hosts.hosts import Hosts
 
-FAILED = "lockstep/failed"
-CALLS = "lockstep/call"
-LEFT = "lockstep/left"
+ANNOUNCEMENTS = "lockstep/failed"
+"""Directory of the reasons and exit codes that ending processes announce, by process number."""
+WAKE_UPS = "lockstep/call"
+"""Directory of the keys for which the processes wait, each for its own: set once there is an announcement."""
+DEPARTURES = "lockstep/left"
+"""Directory with a key for each process that is about to end."""
 GRACE_S = 2.0
-"""Seconds that a process has to report its own error after it hears of another's failure."""
-LISTEN_S = 3600.0
-"""Seconds that one request to the service waits for a call; then the next one does."""
+"""Seconds that a process has to report its own error after another one announced a failure."""
+REQUEST_S = 3600.0
+"""Seconds that one request to the service waits for the wake-up key; then the next request does."""
 STOP_S = 1.0
-"""Seconds that the end of listening may take."""
+"""Seconds that stopping the watch may take."""
 ORDERLY_S = 0.02
-"""Seconds after the end of the service within which this process leaves it too, where it was ended in order."""
+"""Seconds after the end of the service within which this process leaves it too, where the job ended in order."""
 CONNECT_S = 10.0
 """Seconds that connecting to process 0 may take."""
 SHOWN_LAUNCHES = 3
@@ -35,45 +38,48 @@ PEER_FAILED_EXIT_CODE = 85
 
 
 def announce_exit(client: Client, reason: str, code: int = PEER_FAILED_EXIT_CODE) -> None:
-    """Let every process of the job know that this one ends, and why, just before it does.
+    """Announce to every process of the job that this one ends, and why, just before it does.
 
     Args:
-        client: the coordination service.
-        reason: what the others print; where this process failed, after the word "failed".
-        code: with which the others end; any but that of a failure where this process did not fail.
+        client: The coordination service.
+        reason: What the others print; where this process failed, after the word "failed".
+        code: The exit code of the others; another one than `PEER_FAILED_EXIT_CODE` where this process did not fail.
     """
-    words = f"failed: {reason}" if code == PEER_FAILED_EXIT_CODE else reason
+    text = f"failed: {reason}" if code == PEER_FAILED_EXIT_CODE else reason
     with contextlib.suppress(HostError, TimeoutError):
-        client.set(f"{FAILED}/{client.index}", json.dumps([words[:2000], code]).encode())
+        client.set(f"{ANNOUNCEMENTS}/{client.index}", json.dumps([text[:2000], code]).encode())
         for process in range(client.count):
-            client.set(f"{CALLS}/{process}", b"")
-    _go(client)
+            client.set(f"{WAKE_UPS}/{process}", b"")
+    _mark_departure(client)
 
 
-def _go(client: Client) -> None:
-    """Say that this process ends now. The leader, with whom the service ends, first lets the others go.
+def _mark_departure(client: Client) -> None:
+    """Publish that this process is about to end. The leader, with whom the service ends, waits for the others to do so.
 
-    Without that they would be aborted, with a page of C++ stacks each. It waits a second longer than ``GRACE_S``.
+    Otherwise they would be aborted, with a page of C++ stacks each. It waits a second longer than ``GRACE_S``.
     """
     with contextlib.suppress(HostError, TimeoutError):
-        client.set(f"{LEFT}/{client.index}", b"")
+        client.set(f"{DEPARTURES}/{client.index}", b"")
         if client.index != 0:
             return
         deadline = time.monotonic() + GRACE_S + 1.0
-        while len(client.get_dir(LEFT)) < client.count and time.monotonic() < deadline:
+        while len(client.get_dir(DEPARTURES)) < client.count and time.monotonic() < deadline:
             time.sleep(0.02)
-        time.sleep(0.1)  # between a process's word and its end
+        time.sleep(0.1)  # a process marks its departure a moment before it ends
 
 
 def watch_peers(hosts: Hosts) -> Callable[[], None]:
-    """Start threads that end this process soon after another one has said that it fails, or when process 0 is gone.
+    """Start threads that end this process soon after another one has announced that it ends, or when process 0 is gone.
 
-    Another one shows the others that this process lives.
+    This process's heartbeat starts too.
+
+    Args:
+        hosts: The processes of the job.
 
     Returns:
         A function that stops watching; it is also called when Python exits.
     """
-    client, stopping, stop_heart = hosts.client, threading.Event(), hosts.beat()
+    client, stopping, stop_heartbeat = hosts.client, threading.Event(), hosts.start_heartbeat()
     thread = threading.Thread(target=_watch, args=(hosts, stopping), name="lockstep-peers", daemon=True)
     thread.start()
     if client.index != 0:
@@ -84,51 +90,50 @@ def watch_peers(hosts: Hosts) -> Callable[[], None]:
         if not stopping.is_set():
             stopping.set()
             with contextlib.suppress(HostError, TimeoutError):
-                client.set(f"{CALLS}/{client.index}", b"")
+                client.set(f"{WAKE_UPS}/{client.index}", b"")
             thread.join(STOP_S)
-            stop_heart()
+            stop_heartbeat()
 
     atexit.register(stop)
     return stop
 
 
 def _watch(hosts: Hosts, stopping: threading.Event) -> None:
+    """End this process once another one has announced that it ends."""
     client = hosts.client
     try:
-        _wait_for_call(client)
-        failed = client.get_dir(FAILED)
+        _wait_for_wake_up(client)
+        announced = client.get_dir(ANNOUNCEMENTS)
     except ServiceGoneError:
         _end_without_leader(hosts, stopping)
         return
     except (HostError, TimeoutError):
         return  # the service was ended in order
-    if f"{FAILED}/{client.index}" in failed or stopping.wait(GRACE_S):
+    if f"{ANNOUNCEMENTS}/{client.index}" in announced or stopping.wait(GRACE_S):
         return
     codes = []
-    for key, told in failed.items():
-        words, code = json.loads(told)
+    for key, value in announced.items():
+        text, code = json.loads(value)
         codes.append(code)
-        print(
-            f"lockstep: process {client.index} ends because process {key.rpartition('/')[2]} {words}", file=sys.stderr
-        )
-    _go(client)
+        print(f"lockstep: process {client.index} ends because process {key.rpartition('/')[2]} {text}", file=sys.stderr)
+    _mark_departure(client)
     end_process(PEER_FAILED_EXIT_CODE if PEER_FAILED_EXIT_CODE in codes else codes[0])
 
 
-def _wait_for_call(client: Client) -> None:
-    """One request that the service answers when there is news, so that waiting costs it nothing."""
+def _wait_for_wake_up(client: Client) -> None:
+    """Wait in one request that the service answers when the key is set, so that waiting costs the service nothing."""
     while True:
         with contextlib.suppress(TimeoutError):
-            client.get(f"{CALLS}/{client.index}", LISTEN_S)
+            client.get(f"{WAKE_UPS}/{client.index}", REQUEST_S)
             return
 
 
 def _watch_leader(hosts: Hosts, stopping: threading.Event) -> None:
-    """Hear of the end of process 0 from the system, which closes its connections.
+    """Notice the end of process 0 by a connection to it, which the operating system closes.
 
-    Nothing is said on this connection, so the service closes it now and then; only when it can no longer be made is
-    process 0 gone. JAX hears of it at the same moment, and its requests fail in any order: the thread in `_watch` is
-    often too late to say a word.
+    Nothing is sent on this connection, so the service closes it now and then; only when it can no longer be made is
+    process 0 gone. JAX notices at the same moment, and its requests fail in any order: the thread in `_watch` often
+    has no time left to print anything.
     """
     host, _, port = (service_address() or "").rpartition(":")
     try:
@@ -141,11 +146,11 @@ def _watch_leader(hosts: Hosts, stopping: threading.Event) -> None:
     except ConnectionRefusedError:
         _end_without_leader(hosts, stopping)
     except (OSError, ValueError):
-        return  # not reachable from here, which says nothing of process 0
+        return  # not reachable from here, which does not mean that process 0 is gone
 
 
 def _end_without_leader(hosts: Hosts, stopping: threading.Event) -> None:
-    """End this process before JAX does, with a page of C++ stacks; nothing where the service was ended in order."""
+    """End this process before JAX aborts it with a page of C++ stacks; do nothing where the job ended in order."""
     if stopping.wait(ORDERLY_S) or service_address() is None:
         return
     launches = [f"{index} {name!r}" for index, name, _ in hosts.ledger.last(SHOWN_LAUNCHES)]

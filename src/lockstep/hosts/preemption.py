@@ -1,4 +1,4 @@
-"""That the job is asked to end: a signal on any process, or JAX's own notice that a machine is about to be taken."""
+"""Requests to end the job: a signal on any process, or JAX's own notice that a machine is about to be taken."""
 
 import contextlib
 import signal
@@ -12,15 +12,15 @@ JAX_NOTICE = "RECEIVED_PREEMPTION_NOTICE"
 
 
 class Preemption:
-    """Whether this process, or another one that has told so, is asked to end.
+    """Whether this process is asked to end, or another one that has published its request.
 
     Args:
-        client: the coordination service.
+        client: The coordination service.
     """
 
     def __init__(self, client: Client):
         self._client = client
-        self._logged_sizing = False
+        self._published = False
         self.signal: int | None = None
         """The signal that asked this process to end, or None."""
 
@@ -30,25 +30,25 @@ class Preemption:
             self.signal = number
 
     def publish(self) -> None:
-        """Let the other processes know of a noted signal."""
-        if self.signal is not None and not self._logged_sizing:
-            self._logged_sizing = True
+        """Publish to the other processes that a signal was noted here."""
+        if self.signal is not None and not self._published:
+            self._published = True
             self._client.set(f"{DIRECTORY}/{self._client.index}", b"")
 
     def requested(self) -> bool:
-        """Whether this process is asked to end. The leader sees JAX's notice for all, and notes it as a SIGTERM."""
+        """Return whether this process is asked to end. The leader reads JAX's notice, and notes it as a SIGTERM."""
         if self.signal is None and self._client.index == 0 and self._client.peek(JAX_NOTICE) is not None:
             self.note(signal.SIGTERM)
         return self.signal is not None
 
     def requested_anywhere(self) -> bool:
-        """Whether any process is asked to end, as far as they have told; for the leader, who decides for all."""
+        """Return whether any process has published that it is asked to end; for the leader, who decides for all."""
         return self.requested() or bool(self._client.get_dir(DIRECTORY))
 
     def clear(self) -> None:
         """Forget a noted signal, once what it ended has ended."""
         self.signal = None
-        if self._logged_sizing:
-            self._logged_sizing = False
+        if self._published:
+            self._published = False
             with contextlib.suppress(HostError, TimeoutError):
                 self._client.delete(f"{DIRECTORY}/{self._client.index}")

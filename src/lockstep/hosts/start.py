@@ -17,13 +17,13 @@ from lockstep.hosts.config import (
     PROCESS_ID,
     DistributedConfig,
     check_count,
-    integer,
+    environment_integer,
 )
 from lockstep.hosts.hosts import Hosts
 from lockstep.hosts.peers import end_process, watch_peers
 
 ABORT_MARGIN_S = 30
-"""Seconds by which JAX, which aborts without saying what to do, gives up connecting later than we do."""
+"""Seconds that JAX waits longer for connections than we do: its abort does not say what to do."""
 
 _hosts: Hosts | None = None
 _stop_watching: Callable[[], None] | None = None  # None until start() has succeeded
@@ -36,15 +36,15 @@ def start(config: DistributedConfig | None = None) -> Hosts:
     called ``jax.distributed.initialize`` already, that service is used.
 
     Args:
-        config: None for the defaults.
+        config: How the processes find each other, and how long they wait; None for the defaults.
 
     Returns:
         The processes of the job, seen from this one. One line about this process goes to standard error.
 
     Raises:
-        ConfigError: on every process: the number of processes is not the required one, or an incomplete or impossible
+        ConfigError: On every process: the number of processes is not the required one, or an incomplete or impossible
             address was given.
-        HostTimeoutError: the coordinator refused. (When processes are missing for ``initialization_timeout_s``, the
+        HostTimeoutError: The coordinator refused. (When processes are missing for ``initialization_timeout_s``, the
             process prints the same text and ends with code 1: JAX is waiting and cannot be interrupted.)
     """
     global _hosts, _stop_watching
@@ -74,7 +74,9 @@ def start(config: DistributedConfig | None = None) -> Hosts:
 
 
 def current() -> Hosts:
-    """The job's ``Hosts``: that of ``start``, else one over the service that the user has started, else one process."""
+    """Return the job's ``Hosts``: that of ``start``, else one over the service that the user has started, else one
+    process.
+    """
     global _hosts
     if _hosts is None:
         _hosts = Hosts(_client())
@@ -85,7 +87,7 @@ def shutdown() -> None:
     """Leave the job in order: wait for every process, then end the service. Does nothing for a single process.
 
     Raises:
-        HostTimeoutError: not all processes came to their end in time.
+        HostTimeoutError: Not all processes came to their end in time.
     """
     global _hosts, _stop_watching
     hosts, _hosts = _hosts, None
@@ -100,7 +102,7 @@ def shutdown() -> None:
 
 
 def _nothing() -> None:
-    """A process alone watches nobody."""
+    """Do nothing: a single process has no peers to stop watching."""
 
 
 def _client() -> Client:
@@ -117,8 +119,8 @@ def _client() -> Client:
 def _initialize(config: DistributedConfig) -> None:
     """Start ``jax.distributed`` from config, environment or cluster, or find that we are alone."""
     address = config.coordinator_address or os.environ.get(COORDINATOR_ADDRESS)
-    count = config.num_processes if config.num_processes is not None else integer(NUM_PROCESSES)
-    index = config.process_id if config.process_id is not None else integer(PROCESS_ID)
+    count = config.num_processes if config.num_processes is not None else environment_integer(NUM_PROCESSES)
+    index = config.process_id if config.process_id is not None else environment_integer(PROCESS_ID)
     given = {"coordinator_address": address, "num_processes": count, "process_id": index}
     missing = [name for name, value in given.items() if value is None]
     if len(missing) == 3:
@@ -158,15 +160,16 @@ def _initialize(config: DistributedConfig) -> None:
 
 
 def _keep_sigterm() -> None:
-    """Have JAX not catch SIGTERM: a loop that never asks its preemption service would not end on it.
+    """Keep JAX from catching SIGTERM: a loop that never asks its preemption service would not end on the signal.
 
-    Who wants that service calls ``jax.distributed.initialize`` first; its notices then end rounds of samples too.
+    A program that wants the service calls ``jax.distributed.initialize`` first; its notices then end rounds of samples
+    too.
     """
     jax.config.update("jax_enable_preemption_service", False)
 
 
 def _initialize_from_cluster(config: DistributedConfig) -> None:
-    """TPU pods, GKE, Slurm and MPI, as JAX finds them."""
+    """Start ``jax.distributed`` from what JAX finds of a TPU pod, GKE, Slurm or MPI; do nothing where it finds none."""
     _keep_sigterm()
     try:
         with _connecting(config, "the processes of this cluster job"):
@@ -182,7 +185,7 @@ def _initialize_from_cluster(config: DistributedConfig) -> None:
 
 @contextlib.contextmanager
 def _connecting(config: DistributedConfig, whom: str) -> Iterator[None]:
-    """Time-outs of the block with our text, while the service only knows how to abort the process."""
+    """End the process with our text when the block takes too long: the service would abort it without one."""
     text = (
         f"not all of {whom} connected within {config.initialization_timeout_s} s. Was the command started on every "
         "worker (gcloud ... --worker=all, infra/launch.py), and can they reach the coordinator? Raise "

@@ -1,4 +1,4 @@
-"""A device call that waits for a missing process cannot be interrupted: report who did what, then end the process."""
+"""A device call that waits for a missing process cannot be interrupted: report what each did, then end the process."""
 
 import contextlib
 import faulthandler
@@ -7,14 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from lockstep.hosts.heartbeat import PeerHeartbeat, elsewhere, heartbeats, missing
+from lockstep.hosts.heartbeat import PeerHeartbeat, describe_elsewhere, describe_missing, heartbeats
 from lockstep.hosts.hosts import Hosts
 from lockstep.hosts.peers import announce_exit, end_process
 
 WATCHDOG_EXIT_CODE = 86
 """Exit code of a process that its watchdog has ended."""
 SHOWN_LAUNCHES = 10
-"""Launches in the report."""
+"""Number of last launches in the report."""
 REPORT_S = 5.0
 """Seconds that the report may wait for the coordination service."""
 
@@ -25,8 +25,8 @@ class Watchdog:
     One thread serves every ``watch``, so a watch costs microseconds and can surround each device call.
 
     Args:
-        hosts: the processes of the job.
-        timeout_s: seconds that a watched block may last.
+        hosts: The processes of the job.
+        timeout_s: The time in seconds that a watched block may last.
     """
 
     def __init__(self, hosts: Hosts, timeout_s: float):
@@ -41,7 +41,7 @@ class Watchdog:
         """Watch the block. Of nested watches the inner one counts while it lasts.
 
         Args:
-            what: named in the report.
+            what: The name of the block in the report.
         """
         outer = self._watched
         self._watched = (what, time.monotonic() + self.timeout_s)
@@ -66,8 +66,8 @@ class Watchdog:
             yield
 
     def _run(self) -> None:
-        # Every deadline is timeout_s after its watch began, so a look every timeout_s sees it before it has passed:
-        # nobody has to wake this thread.
+        # Every deadline is timeout_s after its watch began, so a check every timeout_s sees it before it has passed:
+        # a watch need not wake this thread.
         while True:
             watched = self._watched
             now = time.monotonic()
@@ -84,22 +84,22 @@ class Watchdog:
         hosts = self._hosts
         text = f"{what!r} on process {hosts.index} of {hosts.count} did not end within {self.timeout_s:g} s"
         stream = sys.__stderr__ or sys.stderr
-        beats: dict[int, PeerHeartbeat] = {}
-        self._with_help(lambda: beats.update(heartbeats(hosts.client)))
-        text += f".{missing(beats)}{elsewhere(beats, hosts.last_phase)}"
+        peers: dict[int, PeerHeartbeat] = {}
+        self._call_with_deadline(lambda: peers.update(heartbeats(hosts.client)))
+        text += f".{describe_missing(peers)}{describe_elsewhere(peers, hosts.last_phase)}"
         print(f"\nlockstep watchdog: {text} Every process, as it was last heard of:", file=stream)
         for process in range(hosts.count):
-            print(f"  process {process}: {beats.get(process, 'never heard of')}", file=stream)
+            print(f"  process {process}: {peers.get(process, 'never heard of')}", file=stream)
         launches = [f"{index} {name!r} ({digest})" for index, name, digest in hosts.ledger.last(SHOWN_LAUNCHES)]
         print(f"lockstep watchdog: last launches here: {', '.join(launches) or 'none'}", file=stream)
         print("lockstep watchdog: the stacks of this process:", file=stream, flush=True)
         with contextlib.suppress(Exception):
             faulthandler.dump_traceback(file=stream, all_threads=True)
         print(f"lockstep watchdog: ending with code {WATCHDOG_EXIT_CODE}", file=stream, flush=True)
-        self._with_help(announce_exit, hosts.client, text)
+        self._call_with_deadline(announce_exit, hosts.client, text)
 
-    def _with_help(self, function: Callable[..., None], *args: object) -> None:
-        """Call what needs the coordination service, which may be the very thing that hangs."""
+    def _call_with_deadline(self, function: Callable[..., None], *args: object) -> None:
+        """Call what needs the coordination service, which may be the very thing that hangs, for at most `REPORT_S`."""
         helper = threading.Thread(target=function, args=args, daemon=True)
         helper.start()
         helper.join(REPORT_S)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import inspect
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,15 +23,15 @@ def parse_arguments[Config](cls: type[Config], arguments: Sequence[str]) -> Conf
     """Build a configuration from a command line.
 
     Args:
-        cls: the configuration's dataclass.
-        arguments: ``--config_path FILE`` and ``--key.in.dots VALUE`` or ``--key.in.dots=VALUE``; values are YAML, and
-            what comes later wins. ``--help`` is the caller's.
+        cls: The configuration's dataclass.
+        arguments: ``--config_path FILE`` and ``--key.in.dots VALUE`` or ``--key.in.dots=VALUE``. Values are YAML; of
+            several for a key the last wins. The caller handles ``--help``.
 
     Returns:
         The configuration.
 
     Raises:
-        ConfigError: an argument or file that cannot be read, an unknown key, or a value out of its range.
+        ConfigError: An argument or the file cannot be read, a key is unknown, or a value is out of its range.
     """
     path = dict(_pairs(arguments)).get(CONFIG_PATH)
     values = read_values(arguments)
@@ -42,10 +43,13 @@ def read_values(arguments: Sequence[str]) -> dict[str, Any]:
     """The values of a command line and its file, before they are made a configuration.
 
     Args:
-        arguments: as for `parse_arguments`.
+        arguments: The command line, as for `parse_arguments`.
+
+    Returns:
+        The values of the file with those of the command line in their places, nested as in YAML.
 
     Raises:
-        ConfigError: an argument or file that cannot be read.
+        ConfigError: An argument or the file cannot be read.
     """
     overrides = dict(_pairs(arguments))
     path = overrides.pop(CONFIG_PATH, None)
@@ -59,15 +63,15 @@ def decode_config[Config](cls: type[Config], values: Mapping[str, Any], where: s
     """Build a configuration from nested mappings.
 
     Args:
-        cls: the configuration's dataclass.
-        values: as read from YAML.
-        where: they come from, for errors.
+        cls: The configuration's dataclass.
+        values: The values, as read from YAML.
+        where: Where the values come from, for errors.
 
     Returns:
         The configuration.
 
     Raises:
-        ConfigError: an unknown key, with the closest known one; a missing or wrong value.
+        ConfigError: A key is unknown, and the message has the closest known one; or a value is missing or wrong.
     """
     check_keys(cls, values, (), where)
     try:
@@ -77,16 +81,16 @@ def decode_config[Config](cls: type[Config], values: Mapping[str, Any], where: s
 
 
 def check_keys(kind: Any, value: Any, path: tuple[str, ...], where: str) -> None:
-    """Look for keys that a configuration does not have; values are left to draccus.
+    """Check that a configuration has every key; draccus checks the values.
 
     Args:
-        kind: the type that belongs here.
-        value: as read from YAML.
-        path: keys that lead here.
-        where: the values come from, for errors.
+        kind: The type of the field that the value is for.
+        value: The value, as read from YAML.
+        path: The keys that lead to the value.
+        where: Where the values come from, for errors.
 
     Raises:
-        ConfigError: an unknown key or choice; names its path and the closest known one.
+        ConfigError: A key or a choice is unknown; the message has its path and the closest known one.
     """
     if isinstance(value, Mapping):
         cls = _dataclass_of(kind, value, path, where)
@@ -108,18 +112,36 @@ def check_keys(kind: Any, value: Any, path: tuple[str, ...], where: str) -> None
                     check_keys(item_kind, item, (*path, str(index)), where)
 
 
+def ordered_fields(cls: type[Any]) -> list[dataclasses.Field[Any]]:
+    """The fields of a configuration, its own first, then those that it shares with others.
+
+    A field belongs to the class that is the first to have it; a class that only changes its default does not move it.
+
+    Args:
+        cls: A configuration's dataclass.
+    """
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    ordered: list[dataclasses.Field[Any]] = []
+    for position, each in enumerate(cls.__mro__):
+        above = {
+            name for base in cls.__mro__[position + 1 :] for name in inspect.get_annotations(base) if name in fields
+        }
+        ordered += [fields[name] for name in inspect.get_annotations(each) if name in fields and name not in above]
+    return ordered
+
+
 def describe(cls: type[Any], prefix: str = "") -> Iterator[str]:
     """List the keys of a configuration with their types and defaults.
 
     Args:
-        cls: a configuration's dataclass.
-        prefix: key that leads to it, with a dot at its end.
+        cls: A configuration's dataclass.
+        prefix: The key that leads to it, with a dot at its end.
 
     Yields:
         One line per key.
     """
     hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
+    for field in ordered_fields(cls):
         key, kind = prefix + field.name, hints[field.name]
         nested = [option for option in _options(kind) if dataclasses.is_dataclass(option) and not _choices(option)]
         if nested:
@@ -216,7 +238,7 @@ def _suggest(given: str, known: typing.Iterable[str], noun: str) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """The message that says most: our own, if it is in the chain of causes, else draccus's with its key."""
+    """The most specific message: our own where it is in the chain of causes, else draccus's with its key."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, LockstepError):
@@ -229,8 +251,9 @@ def _reason(error: BaseException) -> str:
 
 
 def _decode_text(value: Any, path: Sequence[str]) -> str:
-    """Texts, and scalars that YAML reads as something else. draccus would make a text of a list or a mapping too, and a
-    field that may be a text or a list would never be a list.
+    """A text, also from a scalar that YAML reads as something else.
+
+    draccus would make a text of a list or a mapping too: a field that may be a text or a list would never be a list.
     """
     if isinstance(value, str | int | float):
         return str(value)

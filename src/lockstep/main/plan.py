@@ -14,9 +14,18 @@ from rich.console import Console
 
 from lockstep.errors import ConfigError
 from lockstep.main.arguments import CONFIG_PATH, parse_arguments, read_values
-from lockstep.main.plan_workload import CONFIGS, work_of
-from lockstep.plan import CompileCache, Plan, Progress, as_json, default_directory, make_plan, place_of, print_plan
-from lockstep.plan.topology import topology
+from lockstep.main.commands import Command, planned_commands
+from lockstep.plan import (
+    CompileCache,
+    CompileProgress,
+    Plan,
+    as_json,
+    default_directory,
+    make_plan,
+    place_of,
+    print_plan,
+    topology,
+)
 
 USAGE: Final = """\
 usage: lockstep plan --config_path FILE.yaml --topology NAME [options] [--key.in.dots VALUE ...]
@@ -39,34 +48,34 @@ def main(arguments: Sequence[str]) -> int:
     """Plan as the command line says.
 
     Args:
-        arguments: after ``lockstep plan``.
+        arguments: The command line after ``lockstep plan``.
 
     Returns:
-        0 if it fits, else 1.
+        The exit code: 0 if the configuration fits, else 1.
 
     Raises:
-        ConfigError: the configuration cannot be read, or there is no such slice.
+        ConfigError: The configuration cannot be read, or there is no such slice.
     """
     if "--help" in arguments or "-h" in arguments:
-        print(USAGE.format(commands=", ".join(CONFIGS), cache=default_directory()))
+        print(USAGE.format(commands=", ".join(planned_commands()), cache=default_directory()))
         return 0
     own, rest = _split(arguments)
     if "topology" not in own:
         raise ConfigError("--topology is missing: name the slice to plan for, such as --topology v5p-64.")
     overrides = [flag[2:].partition("=")[0] for flag in rest if flag.startswith("--")]
-    # On a TPU host too, the devices there are left alone.
+    # On a TPU host, its devices are left alone.
     jax.config.update("jax_platforms", "cpu")
     # A program that is only compiled cannot be read back from JAX's own cache.
     jax.config.update("jax_enable_compilation_cache", False)
     slice_ = topology(own["topology"])
     command, config = _read(own.get("command"), rest)
-    progress = Progress()
+    progress = CompileProgress()
     cache = CompileCache(own["topology"], _cache_directory(own.get("cache_dir")), progress)
     with progress.live():
-        plan = make_plan(work_of(command, config, own.get("model")), slice_, cache)
+        plan = make_plan(command.workload(config, own.get("model")), slice_, cache)
     path = _config_path(rest)
-    places = [dataclasses.replace(one, place=place_of(path, one.key, overrides)) for one in plan.refusals]
-    plan = dataclasses.replace(plan, refusals=places)
+    places = [dataclasses.replace(one, place=place_of(path, one.key, overrides)) for one in plan.infeasibilities]
+    plan = dataclasses.replace(plan, infeasibilities=places)
     _show(plan, own.get("json"))
     return 0 if plan.fits else 1
 
@@ -83,7 +92,7 @@ def _show(plan: Plan, json_path: str | None) -> None:
 
 
 def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """The command's own options, and those of the configuration."""
+    """The options of the command itself by name, and the other arguments, which are the configuration's."""
     own: dict[str, str] = {}
     rest: list[str] = []
     todo = list(arguments)
@@ -101,32 +110,34 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return own, rest
 
 
-def _read(command: str | None, rest: Sequence[str]) -> tuple[str, Any]:
-    """The configuration, by the command that can read all of its keys."""
-    if command is not None:
-        if command not in CONFIGS:
-            raise ConfigError(f"--command is {command!r}; it must be one of {', '.join(CONFIGS)}.")
-        return command, parse_arguments(CONFIGS[command], rest)
+def _read(name: str | None, rest: Sequence[str]) -> tuple[Command, Any]:
+    """The configuration, by the command of this name, or by the one that can read all of its keys."""
+    commands = planned_commands()
+    if name is not None:
+        if name not in commands:
+            raise ConfigError(f"--command is {name!r}; it must be one of {', '.join(commands)}.")
+        return commands[name], parse_arguments(commands[name].config(), rest)
     parsed: dict[str, Any] = {}
     wrong: dict[str, ConfigError] = {}
-    for name, cls in CONFIGS.items():
+    for each, command in commands.items():
         try:
-            parsed[name] = parse_arguments(cls, rest)
+            parsed[each] = parse_arguments(command.config(), rest)
         except ConfigError as error:
-            wrong[name] = error
+            wrong[each] = error
     if len(parsed) == 1:
-        return next(iter(parsed.items()))
+        ((only, config),) = parsed.items()
+        return commands[only], config
     if parsed:
         first = next(iter(parsed))
         raise ConfigError(f"the configuration could be of {' or '.join(parsed)}. Say which: --command {first}.")
     # The command whose keys it fits best explains best what is wrong.
     values = read_values(rest)
-    nearest = max(CONFIGS, key=lambda name: _score(name, values))
-    raise ConfigError(f"as a configuration of {nearest}: {wrong[nearest]}")
+    nearest = max(commands.values(), key=lambda command: _score(command, values))
+    raise ConfigError(f"as a configuration of {nearest.name}: {wrong[nearest.name]}")
 
 
-def _score(name: str, values: dict[str, Any]) -> int:
-    known = {field.name for field in dataclasses.fields(CONFIGS[name])}
+def _score(command: Command, values: dict[str, Any]) -> int:
+    known = {field.name for field in dataclasses.fields(command.config())}
     return sum(1 if key in known else -1 for key in values)
 
 
@@ -145,7 +156,7 @@ def _cache_directory(given: str | None) -> Path | None:
 
 
 def _write(path: Path, text: str) -> None:
-    """To a temporary name first, so that a reader never sees half of it."""
+    """Write a file under a temporary name first, so that a reader never sees half of it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing-")

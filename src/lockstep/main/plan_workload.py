@@ -1,4 +1,4 @@
-"""What each command's configuration asks of the devices, for `lockstep plan`."""
+"""What a command's configuration asks of the devices, for ``lockstep plan``."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,128 +8,107 @@ from typing import Any, Final
 from lockstep.batch_inference import SampleConfig
 from lockstep.engine import EngineConfig
 from lockstep.errors import ConfigError, PromptError
-from lockstep.main.run import RunConfig
-from lockstep.main.train_grpo import TrainGrpoConfig
-from lockstep.main.train_lm import TrainLmConfig
-from lockstep.main.train_simpo import TrainSimpoConfig
+from lockstep.main.train_config import TrainConfig
 from lockstep.models import LlamaConfig, find_preset, load_config, read_hf_config
-from lockstep.plan.infeasibility import Infeasibility
-from lockstep.plan.workload import SamplingWork, TrainingWork, Work
+from lockstep.plan import Infeasibility, SamplingWorkload, TrainingWorkload, Workload
 from lockstep.text import Prompt, encode, load_tokenizer, read_prompts
-from lockstep.training import lm_loss
+from lockstep.training import RolloutConfig
 from lockstep.types import Request, SamplingParams
 
-type Trains = TrainLmConfig | TrainSimpoConfig | TrainGrpoConfig
-
-CONFIGS: Final[dict[str, type[Any]]] = {
-    "train-lm": TrainLmConfig,
-    "train-simpo": TrainSimpoConfig,
-    "train-grpo": TrainGrpoConfig,
-    "sample": SampleConfig,
-}
-"""The configuration of each command that can be planned."""
-
 CHAT_TOKENS: Final = 64
-"""Tokens that a chat template may add to a message."""
+"""The number of tokens that a chat template may add to a message."""
 
 GSM8K_PROMPT: Final = 256
-"""Tokens of a question with its chat template: the longest of GSM8K has about 240."""
+"""The number of tokens of a question with its chat template: the longest of GSM8K has about 240."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A model's shape and where it was found."""
+    """A model's shape and where it was found.
+
+    Args:
+        config: The configuration of the model.
+        vocab_size: The number of rows of its embedding.
+        source: Where the shape was found, for the notes.
+    """
 
     config: LlamaConfig
     vocab_size: int
     source: str
 
 
-def work_of(command: str, config: Any, model: str | None = None) -> Work:
-    """Describe a configuration's work.
+def training_workload(name: str, config: TrainConfig, model: str | None = None) -> Workload:
+    """What the configuration of a training command asks of the devices.
 
     Args:
-        command: that it belongs to.
-        config: its configuration.
-        model: name or checkpoint that replaces the configuration's own.
+        name: The command's name.
+        config: Its configuration.
+        model: The name or the checkpoint of a model that replaces the configuration's own; None: its own.
 
     Raises:
-        ConfigError: the model's shape cannot be found, or values do not go together.
+        ConfigError: The model's shape cannot be found, or values do not go together.
     """
-    if isinstance(config, SampleConfig):
-        return _sampler(command, config, model)
-    assert isinstance(config, RunConfig)
     notes: list[str] = []
     key = "initialize_from_hf" if config.initialize_from_hf else "model"
     shape = _shape(model or config.initialize_from_hf, config.model, config.tokenizer, key)
     notes.append(f"model shape: {shape.source}")
-    if not isinstance(config, TrainLmConfig | TrainSimpoConfig | TrainGrpoConfig):
-        raise ConfigError(f"{type(config).__name__} cannot be planned.")
-    config, refusals = _rows_of(config, shape.config.max_seq_len)
+    config, infeasibilities = _rows_of(config, shape.config.max_seq_len)
     columns = config.data.columns(shape.config.max_seq_len)
+    if config.has_reference:
+        columns["reference_logprobs"] = columns["old_logprobs"]
     precision = config.trainer.precision
-    sampling: list[SamplingWork] = []
-    rows, per_row, reference = "sequences", 1, False
-    if isinstance(config, TrainSimpoConfig):
-        loss: Any = config.objective
-        rows, per_row = "pairs", 2
-    elif isinstance(config, TrainGrpoConfig):
-        loss, rows, reference = config.objective, "answers", config.kl_coefficient > 0
-        if reference:
-            columns["reference_logprobs"] = columns["old_logprobs"]
-        sampling.append(_rollout(config, shape, precision.compute.name, notes))
-    else:
-        loss = lm_loss
+    sampling: list[SamplingWorkload] = []
+    if config.rollouts is not None:
+        sampling.append(_rollouts(config, config.rollouts, shape, notes))
     if config.inference_eval.enabled:
-        samples = config.inference_eval
-        params = samples.sampling_params(tuple(samples.stop_token_ids or ()))
-        lengths = _lengths("inference_eval", samples.prompts, config.tokenizer, samples.max_seq_len, params, notes)
-        sampling.append(
-            SamplingWork(
-                name="inference_eval",
-                engine=samples.engine_config(precision.compute.name),
-                engine_block="inference_eval",
-                # Those of a round; where prompts are drawn, the longest, as in the run.
-                requests=_requests(sorted(lengths, reverse=True)[: samples.prompts_per_round], params),
-            )
-        )
-    return Work(
-        command=command,
+        sampling.append(_samples(config, notes))
+    return Workload(
+        command=name,
         model=shape.config,
         model_key=key,
         vocab_size=shape.vocab_size,
         mesh_shape=config.trainer.mesh_shape,
         dtype=precision.param.name,
-        training=TrainingWork(
+        training=TrainingWorkload(
             trainer=config.trainer,
             optimizer=config.optimizer,
-            loss=loss,
+            loss=config.objective,
             columns=columns,
-            rows=rows,
-            sequences_per_row=per_row,
-            reference=reference,
+            rows=config.ROW_NAME,
+            sequences_per_row=config.SEQUENCES_PER_ROW,
+            reference=config.has_reference,
         ),
         sampling=sampling,
         hosts=config.trainer.distributed.require_process_count,
         notes=tuple(notes),
-        refusals=refusals,
+        infeasibilities=infeasibilities,
     )
 
 
-def _rows_of(config: Trains, most: int) -> tuple[Trains, tuple[Infeasibility, ...]]:
+def _rows_of(config: TrainConfig, most: int) -> tuple[TrainConfig, tuple[Infeasibility, ...]]:
     """The configuration with rows that the model takes, and why not those that were asked for."""
     try:
         config.data.row_length(most)
     except ConfigError as error:
         given = config.data.max_seq_len
-        data: Any = dataclasses.replace(config.data, max_seq_len=most)
+        data = dataclasses.replace(config.data, max_seq_len=most)
         return dataclasses.replace(config, data=data), (
             Infeasibility(key="data.max_seq_len", value=given, largest=most, text=str(error)),
         )
     return config, ()
 
 
-def _sampler(command: str, config: SampleConfig, model: str | None) -> Work:
+def sampling_workload(name: str, config: SampleConfig, model: str | None = None) -> Workload:
+    """What the configuration of ``sample`` asks of the devices.
+
+    Args:
+        name: The command's name.
+        config: Its configuration.
+        model: The name or the checkpoint of a model that replaces the configuration's own; None: its own.
+
+    Raises:
+        ConfigError: The model's shape cannot be found, or values do not go together.
+    """
     notes: list[str] = []
     shape = _shape(model or config.source, None, config.tokenizer or config.source, "hf_checkpoint")
     notes.append(f"model shape: {shape.source}")
@@ -147,38 +126,51 @@ def _sampler(command: str, config: SampleConfig, model: str | None) -> Work:
     engine: EngineConfig = dataclasses.replace(config.engine, dtype=dtype)
     if config.engine.dtype is None:
         notes.append("the checkpoint is taken to be stored in bfloat16; engine.dtype says otherwise")
-    return Work(
-        command=command,
+    return Workload(
+        command=name,
         model=shape.config,
         model_key="hf_checkpoint" if config.hf_checkpoint else "checkpoint_path",
         vocab_size=shape.vocab_size,
         mesh_shape=config.trainer.mesh_shape,
         dtype=dtype,
         training=None,
-        sampling=[SamplingWork(name="", engine=engine, engine_block="engine", requests=_requests(lengths, params))],
+        sampling=[SamplingWorkload(name="", engine=engine, engine_block="engine", requests=_requests(lengths, params))],
         one_host=one_host,
         hosts=hosts,
         notes=tuple(notes),
     )
 
 
-def _rollout(config: TrainGrpoConfig, shape: Shape, dtype: str, notes: list[str]) -> SamplingWork:
-    """The rollouts of one step: a group of answers to each question."""
-    rollout = config.rollout
+def _rollouts(config: TrainConfig, rollout: RolloutConfig, shape: Shape, notes: list[str]) -> SamplingWorkload:
+    """The rollouts of one step: a group of completions of each prompt."""
     length = config.data.row_length(shape.config.max_seq_len)
     prompt = min(length - rollout.max_new_tokens, GSM8K_PROMPT)
     count = config.trainer.train_batch_size // rollout.n_generations
     notes.append(f"rollout: {count} questions of {prompt} tokens, {rollout.n_generations} answers to each")
-    return SamplingWork(
+    return SamplingWorkload(
         name="rollout",
-        engine=rollout.engine_config(dtype, length),
+        engine=rollout.engine_config(config.trainer.precision.compute.name, length),
         engine_block="rollout",
         requests=_requests([prompt] * count, rollout.sampling_params(())),
     )
 
 
+def _samples(config: TrainConfig, notes: list[str]) -> SamplingWorkload:
+    """A round of ``inference_eval``."""
+    samples = config.inference_eval
+    params = samples.sampling_params(tuple(samples.stop_token_ids or ()))
+    lengths = _lengths("inference_eval", samples.prompts, config.tokenizer, samples.max_seq_len, params, notes)
+    return SamplingWorkload(
+        name="inference_eval",
+        engine=samples.engine_config(config.trainer.precision.compute.name),
+        engine_block="inference_eval",
+        # Where the prompts of a round are drawn, programs are compiled for the longest, as in the run.
+        requests=_requests(sorted(lengths, reverse=True)[: samples.prompts_per_round], params),
+    )
+
+
 def _shape(source: str | None, model: Any, tokenizer: str | None, key: str) -> Shape:
-    """Of the ``model`` block, of a checkpoint that can be read, or of a well-known one by its name."""
+    """The shape of the ``model`` block, of a checkpoint that can be read, or of a well-known one by its name."""
     if source is None:
         assert isinstance(model, LlamaConfig)
         assert tokenizer is not None
@@ -219,7 +211,7 @@ def _lengths(
     params: SamplingParams,
     notes: list[str],
 ) -> list[int]:
-    """Tokens of each prompt: counted where the tokenizer is here, else at most."""
+    """The number of tokens of each prompt, exact where the tokenizer is a local directory, else an upper bound."""
     key = f"{block}.prompts" if block else "prompts"
     room = None if max_seq_len is None else max_seq_len - params.max_new_tokens
     try:

@@ -30,11 +30,9 @@ from lockstep.models import (
     save_hf,
 )
 from lockstep.placement import PARAMETER_AXES, make_mesh
-from lockstep.report.background import BackgroundTracker
-from lockstep.report.trackers import NoopTracker, Tracker, build_tracker
+from lockstep.report import BackgroundTracker, NoopTracker, Tracker, build_tracker
 from lockstep.text import check_vocab, load_tokenizer
-from lockstep.training import LossFn, OptimizerConfig, Rows, Trainer, TrainerConfig
-from lockstep.training.stopping import StopRequest
+from lockstep.training import LossFn, OptimizerConfig, StopRequest, TokenizedRows, Trainer, TrainerConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,21 +45,21 @@ class RunConfig:
     """Settings that all training commands have.
 
     Raises:
-        ConfigError: not exactly one of ``model`` and ``initialize_from_hf`` is given.
+        ConfigError: Not exactly one of ``model`` and ``initialize_from_hf`` is given, or ``hf_save_path`` is a URL.
     """
 
     trainer: TrainerConfig = dataclasses.field(default_factory=TrainerConfig)
-    """The loop."""
+    """The training loop."""
     model: ModelConfig | None = None
-    """Shape of a model from scratch; null with ``initialize_from_hf``."""
+    """The shape of a model from scratch; null with ``initialize_from_hf``."""
     initialize_from_hf: str | None = None
-    """Hugging Face checkpoint to start from: a directory or a URL; null for a model from scratch."""
+    """The Hugging Face checkpoint to start from, a directory or a URL; null: a model from scratch."""
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
     tokenizer: str
-    """Hugging Face tokenizer: a directory or a name."""
+    """The Hugging Face tokenizer: a directory or a name."""
     inference_eval: InferenceEvalConfig = dataclasses.field(default_factory=lambda: InferenceEvalConfig(enabled=False))
-    """Samples while training; without this block there are none."""
+    """The samples while training; without this block there are none."""
     hf_save_path: str | None = None
     """Where to save the trained model as a Hugging Face checkpoint; a relative path is below the run directory; null:
     nowhere."""
@@ -80,7 +78,7 @@ class RunConfig:
 class LoadsData(Protocol):
     """The ``data`` block of a command."""
 
-    def load(self, tokenizer: "PreTrainedTokenizerBase", model_max_seq_len: int, seed: int) -> Rows:
+    def load(self, tokenizer: "PreTrainedTokenizerBase", model_max_seq_len: int, seed: int) -> TokenizedRows:
         """Read and tokenise the data."""
         ...
 
@@ -207,7 +205,7 @@ def _make_model(
     return model
 
 
-def _announce(config: RunConfig, model: PyTree, rows: Rows, mesh: Mesh, run_dir: Path) -> str:
+def _announce(config: RunConfig, model: PyTree, rows: TokenizedRows, mesh: Mesh, run_dir: Path) -> str:
     n_parameters = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(model))
     shape = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
     return (

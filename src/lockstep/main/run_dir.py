@@ -10,18 +10,18 @@ from lockstep.training import TrainResult
 
 
 def make_run_dir(log_dir: str, run_id: str | None, hosts: Hosts) -> Path:
-    """Make the run directory on the leader and tell its name to all.
+    """Make the run directory on the leader and broadcast its name.
 
     Args:
-        log_dir: its parent.
-        run_id: its name; None: from the leader's clock.
-        hosts: of the job.
+        log_dir: The parent directory.
+        run_id: The directory's name; None: one made from the leader's clock.
+        hosts: The hosts of the job.
 
     Returns:
-        Its path, the same on every host; it exists on the leader.
+        The directory's path, the same on every host; the directory exists on the leader.
 
     Raises:
-        PeerError: it cannot be made, or holds another run's files.
+        PeerError: The directory cannot be made, or it has another run's files.
     """
     name = run_id or time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
     path = Path(log_dir) / hosts.broadcast("run_id", name.encode() if hosts.is_leader else None).decode()
@@ -37,16 +37,16 @@ def make_run_dir(log_dir: str, run_id: str | None, hosts: Hosts) -> Path:
 
 
 def closing_summary(run_dir: Path, result: TrainResult, num_train_steps: int, saved: Path | None) -> str:
-    """Say what a run left behind and what to try next.
+    """What a run left behind and what to try next.
 
     Args:
-        run_dir: of the run.
-        result: how it ended.
-        num_train_steps: that were asked for.
-        saved: the Hugging Face checkpoint; None if none was saved.
+        run_dir: The directory of the run.
+        result: How the training ended.
+        num_train_steps: The number of steps that were asked for.
+        saved: The Hugging Face checkpoint; None: none was saved.
 
     Returns:
-        Text of several lines.
+        A text of several lines.
     """
     done = "done" if result.stopped_by is None else "stopped by a signal"
     if result.stopped_by is not None and saved is None:

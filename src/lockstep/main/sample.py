@@ -1,10 +1,9 @@
-"""``lockstep sample``: answers from a checkpoint, on any number of hosts."""
+"""``lockstep sample``: completions from a checkpoint, on any number of hosts."""
 
 import logging
 from collections.abc import Sequence
 
-from lockstep.batch_inference import SampleConfig
-from lockstep.batch_inference.run import sample
+from lockstep.batch_inference import SampleConfig, sample
 from lockstep.hosts import start
 from lockstep.main.arguments import describe, parse_arguments
 
@@ -13,14 +12,14 @@ def main(arguments: Sequence[str]) -> int:
     """Sample as the command line says.
 
     Args:
-        arguments: after ``lockstep sample``.
+        arguments: The command line after ``lockstep sample``.
 
     Returns:
-        Exit code: 0; 1 where a host failed.
+        The exit code: 0; 1 where a host failed.
 
     Raises:
-        ConfigError: the configuration cannot work.
-        HostError: the hosts lost each other.
+        ConfigError: The configuration cannot work.
+        HostError: The hosts lost each other.
     """
     if "--help" in arguments or "-h" in arguments:
         print("--config_path  FILE.yaml with any of these keys; keys on the command line win over it")

@@ -2,10 +2,10 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Final
+from typing import ClassVar, Final
 
 from lockstep.errors import ConfigError
-from lockstep.main.run import RunConfig
+from lockstep.main.train_config import TrainConfig
 from lockstep.training import GrpoConfig, GrpoDataConfig, RolloutConfig
 
 NOT_YET: Final = (
@@ -15,12 +15,14 @@ NOT_YET: Final = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainGrpoConfig(RunConfig):
+class TrainGrpoConfig(TrainConfig):
     """Settings of ``train-grpo``. The command cannot train yet; ``lockstep plan`` reads them.
 
     Raises:
-        ConfigError: a value out of its range, or a batch that is not whole groups.
+        ConfigError: A value is out of its range, or the batch is not made of whole groups.
     """
+
+    ROW_NAME: ClassVar[str] = "answers"
 
     data: GrpoDataConfig
     """Questions with answers that can be checked."""
@@ -52,14 +54,24 @@ class TrainGrpoConfig(RunConfig):
         """The loss with these settings."""
         return GrpoConfig(clip_epsilon=self.clip_epsilon, kl_coefficient=self.kl_coefficient)
 
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss has a penalty for the distance to a frozen copy of the model."""
+        return self.kl_coefficient > 0
+
+    @property
+    def rollouts(self) -> RolloutConfig:
+        """How the answers of a batch are sampled."""
+        return self.rollout
+
 
 def main(arguments: Sequence[str]) -> int:
-    """Say that it comes later.
+    """Say that the command cannot train yet.
 
     Args:
-        arguments: after ``lockstep train-grpo``.
+        arguments: The command line after ``lockstep train-grpo``.
 
     Raises:
-        ConfigError: always.
+        ConfigError: Always.
     """
     raise ConfigError(NOT_YET)

@@ -3,29 +3,35 @@
 import dataclasses
 from collections.abc import Sequence
 
-from lockstep.main.run import RunConfig, run_command
-from lockstep.training import LmDataConfig, lm_loss
+from lockstep.main.run import run_command
+from lockstep.main.train_config import TrainConfig
+from lockstep.training import LmDataConfig, LossFn, lm_loss
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainLmConfig(RunConfig):
+class TrainLmConfig(TrainConfig):
     """Settings of ``train-lm``."""
 
     data: LmDataConfig
     """What to train on."""
+
+    @property
+    def objective(self) -> LossFn:
+        """The mean negative log-probability of the target tokens."""
+        return lm_loss
 
 
 def main(arguments: Sequence[str]) -> int:
     """Train as the command line says.
 
     Args:
-        arguments: after ``lockstep train-lm``.
+        arguments: The command line after ``lockstep train-lm``.
 
     Returns:
-        Exit code.
+        The exit code.
 
     Raises:
-        ConfigError: the configuration cannot work.
-        PeerError: a host failed where all must go on together.
+        ConfigError: The configuration cannot work.
+        PeerError: A host failed where all must go on together.
     """
-    return run_command(TrainLmConfig, arguments, lambda config: (config.data, lm_loss))
+    return run_command(TrainLmConfig, arguments, lambda config: (config.data, config.objective))

@@ -2,18 +2,23 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import ClassVar
 
-from lockstep.main.run import RunConfig, run_command
+from lockstep.main.run import run_command
+from lockstep.main.train_config import TrainConfig
 from lockstep.training import PreferenceDataConfig, SimpoConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainSimpoConfig(RunConfig):
+class TrainSimpoConfig(TrainConfig):
     """Settings of ``train-simpo``.
 
     Raises:
-        ConfigError: a value out of its range.
+        ConfigError: A value is out of its range.
     """
+
+    ROW_NAME: ClassVar[str] = "pairs"
+    SEQUENCES_PER_ROW: ClassVar[int] = 2
 
     data: PreferenceDataConfig
     """Preference pairs."""
@@ -36,13 +41,13 @@ def main(arguments: Sequence[str]) -> int:
     """Train as the command line says.
 
     Args:
-        arguments: after ``lockstep train-simpo``.
+        arguments: The command line after ``lockstep train-simpo``.
 
     Returns:
-        Exit code.
+        The exit code.
 
     Raises:
-        ConfigError: the configuration cannot work.
-        PeerError: a host failed where all must go on together.
+        ConfigError: The configuration cannot work.
+        PeerError: A host failed where all must go on together.
     """
     return run_command(TrainSimpoConfig, arguments, lambda config: (config.data, config.objective))

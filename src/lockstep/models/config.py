@@ -1,4 +1,7 @@
-"""Shapes and switches of a Llama-family language model, in Levanter's words, and their Hugging Face equivalents."""
+"""The configuration of a Llama-family language model, with Levanter's field names.
+
+A model family is a subclass of `LlamaConfig` here, and its `Architecture` in `lockstep.models.hf.config`.
+"""
 
 import dataclasses
 import math
@@ -18,32 +21,32 @@ class Variant:
     """Departures from Llama; each at its default costs nothing.
 
     Raises:
-        ConfigError: a value that cannot work.
+        ConfigError: A value cannot work.
     """
 
     activation: Activation = "silu"
-    """Of the gated MLP: ``gelu_tanh`` is the approximate GELU of Gemma. ``xielu`` (https://arxiv.org/abs/2411.13010,
-    Apertus) has parameters in each layer, and no gate."""
+    """The activation of the gated MLP; ``gelu_tanh`` is the approximate GELU of Gemma. ``xielu``
+    (https://arxiv.org/abs/2411.13010, Apertus) has parameters in each layer, and no gate."""
     pre_norm: bool = True
-    """An RMSNorm before attention and MLP. OLMo 2 has none."""
+    """Whether an RMSNorm comes before attention and before the MLP. OLMo 2 has none."""
     post_norm: bool = False
-    """An RMSNorm after attention and MLP, before they are added to the stream: OLMo 2, Gemma 2 and 3."""
+    """Whether an RMSNorm comes after attention and the MLP, before the residual addition: OLMo 2, Gemma 2 and 3."""
     norm_plus_one: bool = False
-    """RMSNorm multiplies by 1 + weight, in float32 (Gemma)."""
+    """Whether RMSNorm multiplies by 1 + weight, in float32 (Gemma)."""
     wide_qk_norm: bool = False
-    """``qk_norm`` is over all heads together (OLMo 2), not over each head."""
+    """Whether ``qk_norm`` is over all heads together (OLMo 2), not over each head."""
     embed_norm: bool = False
-    """An RMSNorm after the embedding."""
+    """Whether an RMSNorm comes after the embedding."""
     embed_scale: float | None = None
-    """The embedding is multiplied by this; Gemma: the square root of ``hidden_dim``. Null for 1."""
+    """The factor of the embedding; in Gemma the square root of ``hidden_dim``. Null for 1."""
     attention_scale: float | None = None
-    """Attention scores are multiplied by this; null: ``head_dim ** -0.5``."""
+    """The factor of attention scores. Null for ``head_dim ** -0.5``."""
     attention_soft_cap: float | None = None
-    """Attention scores s become ``cap * tanh(s / cap)`` (Gemma 2). Null for none."""
+    """The soft cap of attention scores: a score s becomes ``cap * tanh(s / cap)`` (Gemma 2). Null for none."""
     logit_soft_cap: float | None = None
-    """The same for the logits of the output layer."""
+    """The soft cap of the logits of the output layer. Null for none."""
     sliding_window: int | None = None
-    """Positions that a query sees, its own among them. Null for all."""
+    """The number of positions that a query attends to, its own included. Null for all."""
 
     def __post_init__(self) -> None:
         for name in ("embed_scale", "attention_scale", "attention_soft_cap", "logit_soft_cap", "sliding_window"):
@@ -67,19 +70,19 @@ class Variant:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
-    """Rotary frequency scaling of Llama 3.1 ("llama3" in Hugging Face): long waves are slowed down, short ones kept.
+    """Rotary frequency scaling of Llama 3.1 ("llama3" in Hugging Face): low frequencies are lowered, high ones kept.
 
     Source: ``transformers/modeling_rope_utils.py``, ``_compute_llama3_parameters``.
     """
 
     factor: float = 8.0
-    """Long waves are slowed down by this factor; at least 1."""
+    """The divisor of low frequencies; at least 1."""
     low_freq_factor: float = 1.0
-    """Waves longer than ``original_max_position_embeddings / low_freq_factor`` tokens are scaled in full."""
+    """Wavelengths above ``original_max_position_embeddings / low_freq_factor`` tokens are scaled in full."""
     high_freq_factor: float = 4.0
-    """Waves shorter than ``original_max_position_embeddings / high_freq_factor`` tokens are left as they are."""
+    """Wavelengths below ``original_max_position_embeddings / high_freq_factor`` tokens are not scaled."""
     original_max_position_embeddings: int = 8192
-    """Context length, in tokens, of the model before it was extended."""
+    """The context length in tokens before it was extended."""
 
     def __post_init__(self) -> None:
         _at_least("rope.scaling.factor", self.factor, 1, "Llama 3.1 uses 8, Llama 3.2 uses 32.")
@@ -99,12 +102,12 @@ class Llama3Scaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RotaryConfig:
-    """Rotary position embeddings (https://arxiv.org/abs/2104.09864), half-split as in Hugging Face."""
+    """Rotary position embeddings (Su et al. 2021, https://arxiv.org/abs/2104.09864), half-split as in Hugging Face."""
 
     theta: float = 10000.0
-    """Base of the wave lengths."""
+    """The base of the wavelengths."""
     scaling: Llama3Scaling | None = None
-    """Frequency scaling, null for none."""
+    """The frequency scaling. Null for none."""
 
     def __post_init__(self) -> None:
         if not (self.theta > 1 and math.isfinite(self.theta)):
@@ -114,7 +117,7 @@ class RotaryConfig:
 
 
 class ModelConfig(draccus.ChoiceRegistry):
-    """What ``model:`` in a YAML file can be; ``type`` chooses: llama, mistral, qwen2 or qwen3."""
+    """The registry of model configurations: ``type`` of ``model`` in a YAML file is llama, mistral, qwen2 or qwen3."""
 
     @classmethod
     def default_choice_name(cls) -> str | None:
@@ -127,39 +130,39 @@ class LlamaConfig(ModelConfig):
     """A decoder-only transformer of the Llama family. Hashable, so that it can be static in a jitted function.
 
     Raises:
-        ConfigError: a value that cannot work: says what was given, the limit and the fix.
+        ConfigError: A value cannot work; the message says what was given, the limit and the fix.
     """
 
     max_seq_len: int = 2048
-    """Longest sequence, in tokens."""
+    """The longest sequence in tokens."""
     hidden_dim: int = 4096
-    """Width of the residual stream (``hidden_size`` in Hugging Face)."""
+    """The width of the residual stream (``hidden_size`` in Hugging Face)."""
     intermediate_dim: int = 11008
-    """Width of the gated MLP (``intermediate_size``)."""
+    """The width of the MLP (``intermediate_size``)."""
     num_layers: int = 32
-    """Transformer layers."""
+    """The number of transformer layers."""
     num_heads: int = 32
-    """Query heads."""
+    """The number of query heads."""
     num_kv_heads: int = 32
-    """Key/value heads; divides ``num_heads``."""
+    """The number of key/value heads; divides ``num_heads``."""
     head_dim: int | None = None
-    """Size of a head; null is ``hidden_dim // num_heads``."""
+    """The size of a head. Null for ``hidden_dim // num_heads``."""
     layer_norm_epsilon: float = 1e-5
-    """Added to the mean square in RMSNorm."""
+    """The number added to the mean square in RMSNorm."""
     tie_word_embeddings: bool = False
-    """The output layer is the embedding, transposed."""
+    """Whether the output layer is the embedding, transposed."""
     initializer_range: float = 0.02
-    """Standard deviation of the initial weights."""
+    """The standard deviation of the initial weights."""
     rope: RotaryConfig = dataclasses.field(default_factory=RotaryConfig)
-    """Rotary position embeddings."""
+    """The rotary position embeddings."""
     qkv_bias: bool = False
-    """Query, key and value projections have a bias (Qwen2)."""
+    """Whether query, key and value projections have a bias (Qwen2)."""
     qk_norm: bool = False
-    """Queries and keys go through an RMSNorm over the head before the rotation (Qwen3)."""
+    """Whether an RMSNorm over the head comes before the rotary embeddings of queries and keys (Qwen3)."""
     variant: Variant = dataclasses.field(default_factory=Variant)
-    """How the model departs from Llama."""
+    """The departures from Llama."""
     gradient_checkpointing: bool = True
-    """Keep only each layer's input for the backward pass and compute the rest again (rematerialisation)."""
+    """Whether the backward pass keeps only each layer's input and recomputes the rest (rematerialisation)."""
 
     def __post_init__(self) -> None:
         for name in ("max_seq_len", "hidden_dim", "intermediate_dim", "num_layers", "num_heads", "num_kv_heads"):
@@ -178,7 +181,7 @@ class LlamaConfig(ModelConfig):
         if self.head_size < 2 or self.head_size % 2:
             origin = "hidden_dim // num_heads" if self.head_dim is None else "head_dim"
             raise ConfigError(
-                f"the head size is {self.head_size} ({origin}); rotary embeddings turn pairs, so it must be "
+                f"the head size is {self.head_size} ({origin}); rotary embeddings rotate pairs, so it must be "
                 "even and at least 2. Set head_dim to an even number."
             )
         if not (self.layer_norm_epsilon > 0 and self.initializer_range >= 0):
@@ -198,25 +201,25 @@ class LlamaConfig(ModelConfig):
 
     @property
     def head_size(self) -> int:
-        """Size of one attention head."""
+        """The size of one attention head in elements."""
         return self.hidden_dim // self.num_heads if self.head_dim is None else self.head_dim
 
     @property
     def q_heads_per_group(self) -> int:
-        """Query heads that share one key/value head."""
+        """The number of query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads
 
 
 @ModelConfig.register_subclass("mistral")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MistralConfig(LlamaConfig):
-    """Mistral: a Llama whose sliding window, where its checkpoint has one, is not shorter than ``max_seq_len``."""
+    """Mistral (https://arxiv.org/abs/2310.06825): a Llama whose sliding window must not be below ``max_seq_len``."""
 
 
 @ModelConfig.register_subclass("qwen2")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen2Config(LlamaConfig):
-    """Qwen2 and Qwen2.5: a Llama with biases on query, key and value."""
+    """Qwen2 (https://arxiv.org/abs/2407.10671) and Qwen2.5: a Llama with biases on query, key and value."""
 
     qkv_bias: bool = True
     layer_norm_epsilon: float = 1e-6
@@ -225,23 +228,24 @@ class Qwen2Config(LlamaConfig):
 @ModelConfig.register_subclass("qwen3")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3Config(LlamaConfig):
-    """Qwen3: a Llama with an RMSNorm on each query and key head."""
+    """Qwen3 (https://arxiv.org/abs/2505.09388): a Llama with an RMSNorm on each query and key head."""
 
     qk_norm: bool = True
     layer_norm_epsilon: float = 1e-6
 
 
 def rotary_frequencies(config: LlamaConfig) -> Float[np.ndarray, " half_head"]:
-    """Angle, in radians per token, by which each pair of a head is turned.
+    """Returns the rotary frequency of each pair of elements of a head, in radians per token.
 
-    Pair ``i`` is elements ``i`` and ``i + head_size // 2`` (Hugging Face's ``rotate_half``). Computed in float32 in the
-    order of Hugging Face's code, so that long contexts do not drift from the reference.
+    Pair ``i`` is elements ``i`` and ``i + head_size // 2`` (Hugging Face's ``rotate_half``). RoFormer (Su et al. 2021,
+    https://arxiv.org/abs/2104.09864, section 3.2.2), computed in float32 in the order of Hugging Face's code, so that
+    long contexts do not drift from the reference.
 
     Args:
-        config: of the model.
+        config: The configuration of the model.
 
     Returns:
-        float32 ``[head_size // 2]``.
+        The frequencies, float32 ``[head_size // 2]``.
     """
     exponents = np.arange(0, config.head_size, 2, dtype=np.float32) / np.float32(config.head_size)
     frequencies = np.float32(1.0) / np.float32(config.rope.theta) ** exponents
@@ -249,8 +253,8 @@ def rotary_frequencies(config: LlamaConfig) -> Float[np.ndarray, " half_head"]:
     if scaling is None:
         return frequencies
     context = scaling.original_max_position_embeddings
-    wave_lengths = 2 * math.pi / frequencies
-    smooth = (context / wave_lengths - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    wavelengths = 2 * math.pi / frequencies
+    smooth = (context / wavelengths - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     smooth = np.clip(smooth, 0.0, 1.0)
     return ((1 - smooth) * frequencies / scaling.factor + smooth * frequencies).astype(np.float32)
 

@@ -1,4 +1,4 @@
-"""The Llama family as a trainable haliax + equinox model: named axes, layers stacked and scanned."""
+"""The Llama family as a trainable haliax + equinox model, with named axes and scanned layers."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ class LlamaAxes:
 
     @classmethod
     def of(cls, config: LlamaConfig) -> Self:
-        """Axes of the given configuration; names are those that sharding rules use."""
+        """Returns the axes of a configuration, with the names that sharding rules use."""
         return cls(
             Embed=Axis("embed", config.hidden_dim),
             Mlp=Axis("mlp", config.intermediate_dim),
@@ -42,15 +42,15 @@ class LlamaAxes:
 
 
 def rms_norm(x: NamedArray, weight: NamedArray | None, config: LlamaConfig) -> NamedArray:
-    """Root-mean-square normalisation (https://arxiv.org/abs/1910.07467, eq. 4), the mean square in float32.
+    """Applies RMSNorm (Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467, eq. 4), the mean square in float32.
 
     Args:
-        x: any axes, those of ``weight`` among them.
-        weight: its axes are normalised; None for no normalisation.
-        config: of the model: ``layer_norm_epsilon`` is added to the mean square.
+        x: The input; it has the axes of ``weight`` and any others.
+        weight: The weight, whose axes are normalised; None for no normalisation.
+        config: The configuration of the model.
 
     Returns:
-        The axes and dtype of ``x``.
+        The normalised input, with the axes and dtype of ``x``.
     """
     if weight is None:
         return x
@@ -62,27 +62,27 @@ def rms_norm(x: NamedArray, weight: NamedArray | None, config: LlamaConfig) -> N
 
 
 def rotate(x: NamedArray, angles: NamedArray, HeadSize: Axis) -> NamedArray:
-    """Rotary embedding, half-split as in Hugging Face's ``rotate_half``.
+    """Applies rotary embeddings (https://arxiv.org/abs/2104.09864), half-split as in Hugging Face's ``rotate_half``.
 
     Args:
-        x: ``[..., position, ..., head_size]``.
-        angles: float32 radians ``[..., position, half_head]``.
-        HeadSize: the axis whose two halves are turned against each other.
+        x: The heads ``[..., position, ..., head_size]``.
+        angles: The angles in float32 radians ``[..., position, half_head]``.
+        HeadSize: The axis whose two halves are rotated together.
 
     Returns:
-        The axes and dtype of ``x``.
+        The rotated heads, with the axes and dtype of ``x``.
     """
     half = angles.resolve_axis("half_head").size
     cos, sin = hax.cos(angles), hax.sin(angles)
     wide = x.astype(jnp.float32)
     first = wide[HeadSize, :half].rename({HeadSize.name: "half_head"})
     second = wide[HeadSize, half:].rename({HeadSize.name: "half_head"})
-    turned = hax.concatenate("half_head", [first * cos - second * sin, second * cos + first * sin])
-    return turned.rename({"half_head": HeadSize.name}).rearrange(x.axes).astype(x.dtype)
+    rotated = hax.concatenate("half_head", [first * cos - second * sin, second * cos + first * sin])
+    return rotated.rename({"half_head": HeadSize.name}).rearrange(x.axes).astype(x.dtype)
 
 
 class LlamaAttention(eqx.Module):
-    """Grouped-query causal self-attention (https://arxiv.org/abs/2305.13245)."""
+    """Grouped-query causal self-attention (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245)."""
 
     q: NamedArray
     k: NamedArray
@@ -99,7 +99,7 @@ class LlamaAttention(eqx.Module):
 
     @classmethod
     def init(cls, config: LlamaConfig, *, key: jax.Array) -> Self:
-        """Random projections, zero biases, unit norms."""
+        """Returns random projections, zero biases and unit norms."""
         ax = LlamaAxes.of(config)
         keys = jax.random.split(key, 4)
         std, bias, wide = config.initializer_range, config.qkv_bias, config.variant.wide_qk_norm
@@ -149,7 +149,7 @@ class LlamaAttention(eqx.Module):
 
 
 class LlamaMlp(eqx.Module):
-    """Gated MLP, SwiGLU and its like (https://arxiv.org/abs/2002.05202, eq. 6), or xIELU without a gate."""
+    """A gated MLP, such as SwiGLU (Shazeer 2020, https://arxiv.org/abs/2002.05202, eq. 6), or xIELU without a gate."""
 
     gate: NamedArray | None
     up: NamedArray
@@ -162,7 +162,7 @@ class LlamaMlp(eqx.Module):
 
     @classmethod
     def init(cls, config: LlamaConfig, *, key: jax.Array) -> Self:
-        """Random projections."""
+        """Returns random projections."""
         ax, std = LlamaAxes.of(config), config.initializer_range
         keys, gated = jax.random.split(key, 3), config.variant.gated
 
@@ -182,7 +182,7 @@ class LlamaMlp(eqx.Module):
         )
 
     def __call__(self, x: NamedArray) -> NamedArray:
-        """``[batch, position, embed]`` to the same."""
+        """Maps ``[batch, position, embed]`` to the same axes."""
         inner = hax.dot(x, self.up, axis="embed")
         if self.gate is not None:
             inner = ACTIVATIONS[self.config.variant.activation](hax.dot(x, self.gate, axis="embed")) * inner
@@ -191,7 +191,7 @@ class LlamaMlp(eqx.Module):
         return hax.dot(hax.auto_sharded(inner), self.down, axis="mlp").rearrange(x.axes)
 
     def _xielu(self, x: NamedArray) -> NamedArray:
-        """The activation of Apertus (https://arxiv.org/abs/2411.13010)."""
+        """Applies xIELU, the activation of Apertus (Huang & Schlag 2024, https://arxiv.org/abs/2411.13010)."""
         beta, eps = self.xielu_beta, self.xielu_eps
         p, n = hnn.softplus(self.xielu_p), beta + hnn.softplus(self.xielu_n)
         negative = (hax.expm1(hax.minimum(x, eps)) - x) * n + beta * x
@@ -199,7 +199,7 @@ class LlamaMlp(eqx.Module):
 
 
 class LlamaLayer(eqx.Module):
-    """One transformer layer: attention and MLP, each with its RMSNorms and added to the stream."""
+    """One transformer layer: attention and MLP, each with its RMSNorms and a residual connection."""
 
     attn_norm: NamedArray | None
     attention: LlamaAttention
@@ -210,7 +210,7 @@ class LlamaLayer(eqx.Module):
 
     @classmethod
     def init(cls, config: LlamaConfig, *, key: jax.Array) -> Self:
-        """Random projections, unit norms."""
+        """Returns random projections and unit norms."""
         Embed = LlamaAxes.of(config).Embed
         attention_key, mlp_key = jax.random.split(key)
         pre, post = config.variant.pre_norm, config.variant.post_norm
@@ -224,9 +224,9 @@ class LlamaLayer(eqx.Module):
         )
 
     def __call__(self, x: NamedArray, angles: NamedArray, mask: NamedArray) -> NamedArray:
-        """``[batch, position, embed]`` to the same; see `LlamaAttention` for the other arguments."""
+        """Maps ``[batch, position, embed]`` to the same axes; `LlamaAttention` has the other arguments."""
         config = self.attention.config
-        # Pinning the stream to the batch axes makes XLA gather weights (FSDP) rather than split activations by embed.
+        # With the stream sharded by the batch axes XLA gathers weights (FSDP) rather than split activations by embed.
         x = hax.auto_sharded(x)
         attended = self.attention(rms_norm(x, self.attn_norm, config), angles, mask)
         x = hax.auto_sharded(x + rms_norm(attended, self.attn_post_norm, config))
@@ -235,7 +235,7 @@ class LlamaLayer(eqx.Module):
 
 
 class LlamaLMHeadModel(eqx.Module):
-    """A Llama-family language model. Computes in the dtype of its parameters: the caller casts.
+    """A Llama-family language model. It computes in the dtype of its parameters; the caller casts them.
 
     The axis order of every parameter is that of `lockstep.models.weights`, so that the decoder reads it by reference.
     """
@@ -249,12 +249,12 @@ class LlamaLMHeadModel(eqx.Module):
 
     @classmethod
     def init(cls, Vocab: Axis, config: LlamaConfig, *, key: jax.Array) -> Self:
-        """A model with random weights, float32; the same on any mesh.
+        """Returns a model with random float32 weights, the same on any mesh.
 
         Args:
-            Vocab: the vocabulary axis, named "vocab".
-            config: of the model.
-            key: of the random draws.
+            Vocab: The vocabulary axis, named "vocab".
+            config: The configuration of the model.
+            key: The key of the random weights.
         """
         ax, std = LlamaAxes.of(config), config.initializer_range
         embed_key, layer_key, head_key = jax.random.split(key, 3)
@@ -274,16 +274,16 @@ class LlamaLMHeadModel(eqx.Module):
         return self.embed.resolve_axis("vocab")
 
     def activations(self, input_ids: NamedArray) -> NamedArray:
-        """Hidden states after the last norm, what the output layer reads.
+        """Returns the hidden states after the last norm, which the output layer reads.
 
         Args:
-            input_ids: whole numbers ``[batch, position]`` (any other axes than position may be there, or none).
+            input_ids: The integer token ids ``[batch, position]``; instead of ``batch`` any axes, or none.
 
         Returns:
-            ``[batch, position, embed]`` in the dtype of the parameters.
+            The hidden states ``[batch, position, embed]`` in the dtype of the parameters.
 
         Raises:
-            ConfigError: more positions than ``config.max_seq_len``.
+            ConfigError: There are more positions than ``config.max_seq_len``.
         """
         config, Position = self.config, input_ids.resolve_axis("position")
         if Position.size > config.max_seq_len:
@@ -293,12 +293,12 @@ class LlamaLMHeadModel(eqx.Module):
             )
         positions = hax.arange(Position)
         KeyPosition = Position.alias("key_position")
-        behind = positions.broadcast_axis(KeyPosition) - hax.arange(KeyPosition)
-        mask, window = behind >= 0, config.variant.sliding_window
-        mask = mask if window is None else mask & (behind < window)
+        distance = positions.broadcast_axis(KeyPosition) - hax.arange(KeyPosition)
+        mask, window = distance >= 0, config.variant.sliding_window
+        mask = mask if window is None else mask & (distance < window)
         frequencies = hax.named(jnp.asarray(rotary_frequencies(config)), "half_head")
         angles = positions.astype(jnp.float32).broadcast_axis(frequencies.axes) * frequencies
-        # Looking up in a table split by embed would leave the stream split by embed, and XLA would replicate it.
+        # A table sharded by embed would leave the stream sharded by embed, and XLA would replicate it.
         x = hax.auto_sharded(hax.auto_sharded(self.embed).take("vocab", input_ids))
         if config.variant.embed_scale is not None:
             x = x * jnp.asarray(config.variant.embed_scale, x.dtype)
@@ -306,17 +306,17 @@ class LlamaLMHeadModel(eqx.Module):
         return rms_norm(x, self.final_norm, config)
 
     def lm_head_array(self) -> NamedArray:
-        """The output layer: ``[embed, vocab]``, or the embedding itself ``[vocab, embed]`` where the two are tied."""
+        """Returns the output layer ``[embed, vocab]``, or the embedding ``[vocab, embed]`` where the two are tied."""
         return self.embed if self.lm_head is None else self.lm_head
 
     def __call__(self, input_ids: NamedArray) -> NamedArray:
-        """Logits of the next token at every position.
+        """Returns the logits of the next token at every position.
 
         Args:
-            input_ids: whole numbers ``[batch, position]``.
+            input_ids: The integer token ids ``[batch, position]``.
 
         Returns:
-            ``[batch, position, vocab]`` in the dtype of the parameters.
+            The logits ``[batch, position, vocab]`` in the dtype of the parameters.
         """
         logits = hax.dot(self.activations(input_ids), self.lm_head_array(), axis="embed")
         return hax.auto_sharded(_soft_cap(logits, self.config.variant.logit_soft_cap))
@@ -328,11 +328,11 @@ ACTIVATIONS: dict[str, Callable[[NamedArray], NamedArray]] = {
     "gelu_tanh": functools.partial(hnn.gelu, approximate=True),
     "relu": hnn.relu,
 }
-"""Of the gated MLP, by `Variant.activation`."""
+"""The activation of the gated MLP by `Variant.activation`."""
 
 
 def _neutral(config: LlamaConfig, *axes: Axis) -> NamedArray:
-    """The weight of a norm that multiplies by 1."""
+    """Returns the weight of a norm that multiplies by 1."""
     return hax.zeros(axes) if config.variant.norm_plus_one else hax.ones(axes)
 
 

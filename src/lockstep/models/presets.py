@@ -1,4 +1,4 @@
-"""Shapes of well-known checkpoints, for planning where the checkpoint itself cannot be read."""
+"""Presets: the configurations of well-known checkpoints, for planning where a checkpoint cannot be read."""
 
 import dataclasses
 import re
@@ -9,11 +9,11 @@ from lockstep.models.config import Llama3Scaling, LlamaConfig, MistralConfig, Qw
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelPreset:
-    """What the ``config.json`` of a checkpoint says.
+    """The configuration that the ``config.json`` of a checkpoint has.
 
     Args:
-        config: of the model.
-        vocab_size: rows of its embedding.
+        config: The configuration of the model.
+        vocab_size: The number of rows of its embedding.
     """
 
     config: LlamaConfig
@@ -40,7 +40,7 @@ def _qwen(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, *, tied
 
 # Llama: https://arxiv.org/abs/2407.21783, table 3, and the models' cards; Qwen2.5: https://arxiv.org/abs/2412.15115,
 # table 1; Qwen3: https://arxiv.org/abs/2505.09388, table 1; the rest is in each checkpoint's config.json.
-KNOWN: Final[dict[str, ModelPreset]] = {
+PRESETS: Final[dict[str, ModelPreset]] = {
     "llama-3-8b": _llama(4096, 14336, 32, 32, context=8192, factor=None),
     "llama-3-70b": _llama(8192, 28672, 80, 64, context=8192, factor=None),
     "llama-3.1-8b": _llama(4096, 14336, 32, 32, context=131072, factor=8),
@@ -70,13 +70,14 @@ KNOWN: Final[dict[str, ModelPreset]] = {
 
 
 def find_preset(name: str) -> ModelPreset | None:
-    """The shapes of a checkpoint by the last part of its place.
+    """Returns the preset of a checkpoint, by the last part of its path.
 
     Args:
-        name: such as ``gs://bucket/models/Meta-Llama-3-8B-Instruct``; case, ``Meta-`` and ``-Instruct`` are no matter.
+        name: The path, such as ``gs://bucket/models/Meta-Llama-3-8B-Instruct``; case, ``Meta-`` and ``-Instruct`` do
+            not count.
 
     Returns:
-        None if it is not known.
+        The preset, or None if there is none.
     """
     last = name.rstrip("/").rpartition("/")[2].lower().removeprefix("meta-")
-    return KNOWN.get(re.sub(r"-(instruct|base|it)\b", "", last))
+    return PRESETS.get(re.sub(r"-(instruct|base|it)\b", "", last))

@@ -31,6 +31,5 @@ from lockstep.placement.place import aligned_empty as aligned_empty
 from lockstep.placement.place import host_rows as host_rows
 from lockstep.placement.place import place as place
 from lockstep.placement.place import place_local as place_local
-from lockstep.placement.place import place_tree as place_tree
 from lockstep.placement.reshard import assembly_function as assembly_function
 from lockstep.placement.reshard import reshard_function as reshard_function

@@ -12,7 +12,6 @@ from typing import Any, Final
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
-from jaxtyping import PyTree
 
 from lockstep.errors import ConfigError
 
@@ -37,24 +36,6 @@ def place(host_array: np.ndarray, sharding: Sharding) -> jax.Array:
     """
     host_array = np.asarray(host_array)
     return _place_shards(host_array.shape, sharding, lambda index: host_array[index])
-
-
-def place_tree(tree: PyTree, shardings: PyTree) -> PyTree:
-    """Place every array of a tree that each host has in full.
-
-    Args:
-        tree: A tree of arrays (`np.ndarray` leaves).
-        shardings: One sharding for all leaves, or a tree of shardings of the same structure.
-
-    Returns:
-        The tree with global arrays as leaves.
-
-    Raises:
-        ConfigError: An axis cannot be divided as its sharding asks.
-    """
-    if isinstance(shardings, Sharding):
-        return jax.tree.map(lambda leaf: place(leaf, shardings), tree)
-    return jax.tree.map(place, tree, shardings)
 
 
 def host_rows(sharding: Sharding, n_rows: int) -> slice:

@@ -1,23 +1,23 @@
 """What a configuration would do on a TPU slice, worked out with the TPU compiler and no TPU."""
 
 from lockstep.plan.cache import CompileCache, default_directory
+from lockstep.plan.compile_progress import CompileProgress
 from lockstep.plan.infeasibility import Infeasibility, place_of
 from lockstep.plan.planner import Plan, make_plan
-from lockstep.plan.progress import Progress
 from lockstep.plan.summary import as_json
 from lockstep.plan.table import print_plan
 from lockstep.plan.topology import Topology, known_names, topology
-from lockstep.plan.workload import SamplingWork, TrainingWork, Work
+from lockstep.plan.workload import SamplingWorkload, TrainingWorkload, Workload
 
 __all__ = [
     "CompileCache",
+    "CompileProgress",
     "Plan",
-    "Progress",
     "Infeasibility",
-    "SamplingWork",
+    "SamplingWorkload",
     "Topology",
-    "TrainingWork",
-    "Work",
+    "TrainingWorkload",
+    "Workload",
     "as_json",
     "default_directory",
     "known_names",

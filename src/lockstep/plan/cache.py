@@ -1,4 +1,4 @@
-"""What the compiler said of a program, kept on disk by the program's digest."""
+"""Results of the compiler, kept on disk under the digest of the program."""
 
 import contextlib
 import dataclasses
@@ -15,20 +15,20 @@ from typing import Any, Final
 
 import jax
 
-from lockstep.device.compiler_errors import explain
+from lockstep.device import explain
 from lockstep.errors import ConfigError, HbmError, VmemError
 
 _FIGURES: Final = (
     "argument_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes", "temp_size_in_bytes",
     "generated_code_size_in_bytes", "peak_memory_in_bytes",
 )  # fmt: skip
-_REFUSALS: Final[dict[str, type[HbmError | VmemError]]] = {"hbm": HbmError, "vmem": VmemError}
+_TOO_LARGE: Final[dict[str, type[HbmError | VmemError]]] = {"hbm": HbmError, "vmem": VmemError}
 _FORMAT: Final = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes per device of one compiled program, in the compiler's words."""
+    """The bytes per device of one compiled program, under the names of XLA's ``CompiledMemoryStats``."""
 
     argument_size_in_bytes: int
     output_size_in_bytes: int
@@ -40,14 +40,14 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Stands in for `jax.stages.Compiled` where nothing will run.
+    """The result of compiling a program; it stands in for `jax.stages.Compiled` where nothing will run.
 
     Args:
-        memory: of the program.
-        text: the optimised program.
-        digest: of the program that was given to the compiler.
-        seconds: that compiling took; of a cached one, that it took then.
-        cached: whether it was on disk.
+        memory: The bytes per device.
+        text: The optimised program.
+        digest: The digest of the program that was given to the compiler.
+        seconds: The seconds that compiling took, when it was done.
+        cached: Whether the result was on disk.
     """
 
     memory: Memory
@@ -57,7 +57,7 @@ class Summary:
     cached: bool
 
     def memory_analysis(self) -> Memory:
-        """Bytes per device."""
+        """The bytes per device."""
         return self.memory
 
     def as_text(self) -> str:
@@ -66,39 +66,47 @@ class Summary:
 
 
 def default_directory() -> Path:
-    """Where results are kept unless told otherwise."""
+    """The directory where results are kept by default."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep" / "plan"
 
 
 def lowered_digest(lowered: jax.stages.Lowered) -> str:
-    """sha256 of a program as the compiler gets it."""
+    """The sha256 of a program as the compiler gets it.
+
+    Args:
+        lowered: The program.
+    """
     return hashlib.sha256(lowered.as_text().encode()).hexdigest()
 
 
 class CompileCache:
-    """Compiles for one topology and remembers what came out, refusals for lack of memory too.
+    """A compiler for one topology that remembers its results, also that a program needs too much memory.
 
     Args:
-        topology: name of the slice.
-        directory: of the results; None keeps nothing.
-        report: called with (program, what happens) before and after each program.
+        topology: The name of the slice.
+        directory: The directory of the results; None: nothing is kept.
+        report: A function that is called with (program, what happens) before and after each program.
     """
 
     def __init__(self, topology: str, directory: Path | None, report: Callable[[str, str], None]) -> None:
         self._topology, self._directory, self._report = topology, directory, report
         self.summaries: dict[str, Summary] = {}
-        """The latest result by name of the program."""
+        """The latest result of each program, by the program's name."""
 
     def __call__(self, lowered: jax.stages.Lowered, name: str) -> Summary:
         """Look a program up, or compile it.
 
         Args:
-            lowered: the program.
-            name: of the program.
+            lowered: The program.
+            name: The program's name, for reports and errors.
+
+        Returns:
+            The compiler's result.
 
         Raises:
-            HbmError, VmemError: the compiler refused it, now or when the result was kept.
-            Exception: whatever else the compiler raised.
+            HbmError, VmemError: The program needs too much memory, by the compiler's word now or when it was kept.
+            Exception: Whatever else the compiler raised.
+            ConfigError: The result cannot be written to the directory.
         """
         key = self._key(lowered)
         found = self._read(key)
@@ -114,7 +122,7 @@ class CompileCache:
             self._report(name, "known to be too large, from the cache" if "refused" in found else "from the cache")
             cached = True
         if "refused" in found:
-            raise _REFUSALS[found["refused"]](found["message"], needed=found["needed"], limit=found["limit"])
+            raise _TOO_LARGE[found["refused"]](found["message"], needed=found["needed"], limit=found["limit"])
         summary = Summary(
             memory=Memory(**found["memory"]),
             text=found["text"],
@@ -130,12 +138,15 @@ class CompileCache:
         try:
             compiled = lowered.compile()
         except Exception as error:
-            refusal = explain(name, {}, error)
-            for kind, cls in _REFUSALS.items():
-                if isinstance(refusal, cls):
+            explained = explain(name, {}, error)
+            for kind, cls in _TOO_LARGE.items():
+                if isinstance(explained, cls):
                     return {
-                        "refused": kind, "message": str(refusal), "needed": refusal.needed, "limit": refusal.limit,
-                    }  # fmt: skip
+                        "refused": kind,
+                        "message": str(explained),
+                        "needed": explained.needed,
+                        "limit": explained.limit,
+                    }
             raise
         analysis = compiled.memory_analysis()
         memory = {figure: int(getattr(analysis, figure, 0)) for figure in _FIGURES}

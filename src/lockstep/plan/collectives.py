@@ -1,4 +1,4 @@
-"""Collectives of an optimised program: how often, how much, between which devices."""
+"""The collectives of an optimised program: how often they run, what they move, between which devices."""
 
 import collections
 import dataclasses
@@ -27,12 +27,12 @@ class Collective:
     """A collective operation.
 
     Args:
-        name: of the operation.
-        kind: such as ``all-reduce``.
-        times: it runs in a launch; per step, where ``in_step``.
-        in_step: whether it is inside the loop over steps.
-        bytes: of its result on a device.
-        groups: devices that exchange with each other, as positions in the program's order.
+        name: The operation's name.
+        kind: The operation's kind, such as ``all-reduce``.
+        times: The number of times that it runs in a launch; in a step, where ``in_step``.
+        in_step: Whether it is inside the loop over steps.
+        bytes: The bytes of its result on a device.
+        groups: The groups of devices that exchange with each other, as positions in the program's order.
     """
 
     name: str
@@ -43,19 +43,23 @@ class Collective:
     groups: tuple[tuple[int, ...], ...]
 
     def crosses(self, owners: Sequence[int]) -> bool:
-        """Whether a group has devices of different owners: processes, say, or replicas."""
+        """Whether a group has devices of different owners.
+
+        Args:
+            owners: The owner of each device, such as its process or its replica.
+        """
         return any(len({owners[device] for device in group}) > 1 for group in self.groups)
 
     @property
     def devices(self) -> int:
-        """That take part in one; of a permutation, in all its pairs."""
+        """The number of devices in the largest group; for a permutation, in all its pairs together."""
         if self.kind == "collective-permute":
             return len({device for pair in self.groups for device in pair})
         return max(map(len, self.groups), default=1)
 
     @property
     def received(self) -> int:
-        """Bytes that a device receives in one, as a ring does it."""
+        """The bytes that a device receives when the operation runs once, as a ring."""
         count = self.devices
         if self.kind == "all-reduce":
             return 2 * self.bytes * (count - 1) // count
@@ -68,14 +72,14 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CollectiveSum:
-    """Collectives of one kind, alike in what they connect, in one launch or in one of its steps.
+    """The collectives of one kind that connect equally many devices, in one launch or in one of its steps.
 
     Args:
-        kind: such as ``all-reduce``.
-        count: how often.
-        bytes: that a device receives, in all.
-        devices: that take part in one.
-        crosses_hosts: whether any of them is between hosts.
+        kind: The kind, such as ``all-reduce``.
+        count: The number of times that they run.
+        bytes: The bytes that a device receives in all of them.
+        devices: The number of devices that take part in one.
+        crosses_hosts: Whether they are between devices of several hosts.
     """
 
     kind: str
@@ -86,7 +90,12 @@ class CollectiveSum:
 
 
 def collectives(hlo: Hlo, devices: int) -> list[Collective]:
-    """All collectives of a program over so many devices; those of an asynchronous pair count once."""
+    """All collectives of a program; an asynchronous pair counts once.
+
+    Args:
+        hlo: The program.
+        devices: The number of devices that the program runs on.
+    """
     return [
         Collective(
             name=op.name,
@@ -101,11 +110,11 @@ def collectives(hlo: Hlo, devices: int) -> list[Collective]:
 
 
 def summed(found: Iterable[Collective], hosts: Sequence[int]) -> list[CollectiveSum]:
-    """Sums of those between at least two devices, most bytes first.
+    """The sums of the collectives between at least two devices, by kind and size of group, most bytes first.
 
     Args:
-        found: collectives.
-        hosts: process of each device, in the order of the program's devices.
+        found: The collectives.
+        hosts: The process of each device, in the order of the program's devices.
     """
     sums: dict[tuple[str, int, bool], list[int]] = collections.defaultdict(lambda: [0, 0])
     for one in found:
@@ -123,7 +132,7 @@ def summed(found: Iterable[Collective], hosts: Sequence[int]) -> list[Collective
 
 
 def _found(hlo: Hlo) -> Iterator[tuple[Run, Op]]:
-    """Collectives with the run that they are part of; the compiler may put one into a fusion, or into two of a pair."""
+    """The collectives, each with its run; the compiler may put one into a fusion, or into both fusions of a pair."""
     fused: set[tuple[str, str]] = set()
     for run in hlo.runs:
         if run.op.kind.removesuffix("-start") in _KINDS:
@@ -147,7 +156,7 @@ def _inside(hlo: Hlo, fusion: Op) -> Iterator[Op]:
 
 
 def _result(op: Op) -> int:
-    """Bytes of the result; the start of a pair has its operands before it, and words of its own after."""
+    """The bytes of the result; at the start of a pair, the operands come before it and scalars of its own after it."""
     arrays = list(op.arrays)
     if op.kind.endswith("-start") and op.kind != "all-reduce-start":
         arrays = [array for array in arrays if array.dims] or arrays

@@ -1,7 +1,8 @@
 """An optimised program as the compiler prints it: its operations, and how often each runs.
 
-Loops are counted as they turn. A loop whose end is an argument (the steps of a decode launch) counts once, so that what
-is found is of one step; everything around it is counted as of one launch. Of a condition one branch is counted.
+An operation in a loop counts as often as the loop turns. A loop whose end is an argument (the steps of a decode launch)
+counts once, so that its operations are those of one step; everything around it is counted per launch. One branch of a
+condition is counted.
 """
 
 import dataclasses
@@ -26,9 +27,9 @@ class Array:
     """One array in the text of a program.
 
     Args:
-        dtype: as HLO names it.
-        dims: its shape.
-        in_hbm: whether it lies in the device's memory; otherwise in a memory of the core.
+        dtype: The element type, as HLO names it.
+        dims: The shape.
+        in_hbm: Whether the array is in the device's memory; else it is in a memory of the core.
     """
 
     dtype: str
@@ -37,7 +38,7 @@ class Array:
 
     @property
     def bytes(self) -> int:
-        """Of its numbers, without the padding of tiles."""
+        """The bytes of the elements, without the padding of tiles."""
         return math.prod(self.dims) * _BITS.get(self.dtype, 32) // 8
 
 
@@ -46,12 +47,12 @@ class Op:
     """One operation.
 
     Args:
-        name: without ``%``.
-        kind: such as ``fusion`` or ``all-reduce-start``.
-        arrays: of the result, a tuple's one by one.
-        operands: names.
-        line: the whole text.
-        root: whether it is the result of its computation.
+        name: The name, without ``%``.
+        kind: The opcode, such as ``fusion`` or ``all-reduce-start``.
+        arrays: The arrays of the result, of which a tuple has several.
+        operands: The names of the operands.
+        line: The whole text of the operation.
+        root: Whether the operation is the result of its computation.
     """
 
     name: str
@@ -62,7 +63,7 @@ class Op:
     root: bool
 
     def called(self) -> dict[str, list[str]]:
-        """Computations that it names, by role."""
+        """The names of the computations that the operation refers to, by their roles."""
         found: dict[str, list[str]] = {}
         for role, names in _CALLED.findall(self.line):
             found.setdefault(role, []).extend(name.strip().lstrip("%") for name in names.split(",") if name.strip())
@@ -70,7 +71,7 @@ class Op:
 
     @property
     def bytes(self) -> int:
-        """Of the result."""
+        """The bytes of the result."""
         return sum(array.bytes for array in self.arrays)
 
 
@@ -79,10 +80,10 @@ class Run:
     """An operation and how often it runs.
 
     Args:
-        op: the operation.
-        computation: it stands in.
-        times: in a launch, loops without a known end counted once.
-        in_step: whether it is inside such a loop.
+        op: The operation.
+        computation: The name of the computation that has it.
+        times: The number of times that it runs in a launch, where a loop without a known end counts once.
+        in_step: Whether it is inside such a loop.
     """
 
     op: Op
@@ -95,9 +96,12 @@ class Hlo:
     """A parsed program.
 
     Args:
-        text: ``compiled.as_text()``.
-        unmet: scopes (`jax.named_scope`) of conditions that do not hold. Every other condition holds: its last branch
-            runs, as `jax.lax.cond` lays them out.
+        text: The text of the program: ``compiled.as_text()``.
+        unmet: The scopes (`jax.named_scope`) of conditions that do not hold. Every other condition holds: its last
+            branch runs, for `jax.lax.cond` puts the branch of a true condition last.
+
+    Raises:
+        ValueError: The text is not that of a compiled program.
     """
 
     def __init__(self, text: str, unmet: Collection[str] = ()) -> None:
@@ -119,7 +123,7 @@ class Hlo:
 
     @functools.cached_property
     def runs(self) -> list[Run]:
-        """Every operation that runs on its own (not inside a fusion), with how often it does."""
+        """Every operation that runs by itself (not inside a fusion), with how often it runs."""
         found: list[Run] = []
 
         def visit(name: str, times: int, in_step: bool) -> None:
@@ -147,7 +151,15 @@ class Hlo:
         return called["branch_computations"][-1 if met else 0]
 
     def turns(self, computation: str, loop: Op) -> int | None:
-        """How often a ``while`` turns, of a counter between constants; None where its end is not one."""
+        """The number of turns of a ``while`` whose counter goes from one constant to another.
+
+        Args:
+            computation: The name of the computation that has the loop.
+            loop: The loop.
+
+        Returns:
+            The number of turns; None where the counter's end is not a constant.
+        """
         known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.line)
         if known:
             return int(known[1])
@@ -174,13 +186,22 @@ class Hlo:
         return max(0, -(-(last - first) // step))
 
     def array_of(self, computation: str, name: str) -> tuple[Array, ...]:
-        """The arrays of an operation's result."""
+        """The arrays of an operation's result.
+
+        Args:
+            computation: The name of the computation that has the operation.
+            name: The operation's name.
+        """
         op = self.computations[computation].get(name)
         return () if op is None else op.arrays
 
 
 def vmem(text: str) -> int:
-    """Bytes of vector memory of the hungriest operation of an optimised TPU program."""
+    """The bytes of vector memory of the operation of an optimised TPU program that needs most.
+
+    Args:
+        text: The text of the program.
+    """
     found = re.findall(r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+","size":"(\d+)"', text)
     return max(map(int, found), default=0)
 

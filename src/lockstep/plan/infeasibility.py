@@ -11,14 +11,14 @@ import yaml
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Infeasibility:
-    """One reason.
+    """One reason why a configuration cannot run.
 
     Args:
-        key: of the configuration, with dots; ``topology`` for the slice itself.
-        value: as given, or as it follows from the defaults.
-        largest: value of ``key`` that works; None if none does.
-        text: the whole reason.
-        place: ``file:line`` of the key, or of where to add it.
+        key: The configuration key to change, with dots; ``topology`` for the slice itself.
+        value: The value of ``key``, as given or as it follows from the defaults.
+        largest: The largest value of ``key`` that works; None: none does.
+        text: The whole reason.
+        place: The ``file:line`` of the key, or of where to add it.
     """
 
     key: str
@@ -29,32 +29,41 @@ class Infeasibility:
 
 
 class InfeasibleError(Exception):
-    """Carries an `Infeasibility` up."""
+    """An `Infeasibility`, raised where it is found.
 
-    def __init__(self, refusal: Infeasibility) -> None:
-        super().__init__(refusal.text)
-        self.refusal = refusal
+    Args:
+        infeasibility: The reason.
+    """
+
+    def __init__(self, infeasibility: Infeasibility) -> None:
+        super().__init__(infeasibility.text)
+        self.infeasibility = infeasibility
 
 
-def agreeing(refusals: Sequence[Infeasibility]) -> list[Infeasibility]:
-    """Of a key that is refused for several reasons, the largest value that works is the one that works for all."""
+def with_common_largest(infeasibilities: Sequence[Infeasibility]) -> list[Infeasibility]:
+    """The same reasons; those that name the same key get the largest value that works for all of them.
+
+    Args:
+        infeasibilities: The reasons, each with the largest value that works for it alone.
+    """
     found: dict[str, list[Any]] = {}
-    for refusal in refusals:
-        found.setdefault(refusal.key, []).append(refusal.largest)
+    for each in infeasibilities:
+        found.setdefault(each.key, []).append(each.largest)
     least = {key: None if None in largest else min(largest) for key, largest in found.items()}
-    return [dataclasses.replace(refusal, largest=least[refusal.key]) for refusal in refusals]
+    return [dataclasses.replace(each, largest=least[each.key]) for each in infeasibilities]
 
 
 def place_of(path: Path | None, key: str, overrides: Sequence[str] = ()) -> str:
     """Where a key is set.
 
     Args:
-        path: the YAML file; None for none.
-        key: with dots.
-        overrides: keys that were given on the command line, which win.
+        path: The YAML file; None: there is none.
+        key: The key, with dots.
+        overrides: The keys that were given on the command line, which win over the file.
 
     Returns:
-        ``file:line``; of the innermost block that is there, and that the key is to be added, if the key is not.
+        ``file:line`` of the key. Where the file does not have the key, that of the innermost block around it that the
+        file has, and what to add there.
     """
     if key in overrides:
         return f"--{key} on the command line"
@@ -78,7 +87,10 @@ def largest_in(text: str) -> int | None:
     """The bound that a message gives a number which is too large: ``Set it to at most 8192``.
 
     Args:
-        text: of an error.
+        text: The text of an error.
+
+    Returns:
+        The bound; None where the message has none.
     """
     found = re.search(r"to at most (\d[\d,]*)", text)
     return int(found[1].replace(",", "")) if found else None
@@ -88,8 +100,11 @@ def key_in(text: str, keys: Mapping[str, str]) -> str | None:
     """The first configuration key that a message names.
 
     Args:
-        text: of an error.
-        keys: name as messages have it to key with dots.
+        text: The text of an error.
+        keys: The key with dots, by the name that messages have for it.
+
+    Returns:
+        The key with dots; None where the message names none.
     """
     found = [(text.index(name), key) for name, key in keys.items() if name in text]
     return min(found)[1] if found else None

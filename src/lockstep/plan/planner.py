@@ -1,4 +1,4 @@
-"""From a configuration's work and a slice to a plan: everything compiled for exactly that mesh, nothing launched."""
+"""From a workload and a slice to a plan: every program compiled for that very mesh, none launched."""
 
 import concurrent.futures
 import dataclasses
@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from lockstep.device.chips import Chip, chip_of
-from lockstep.device.memory import block_bytes
+from lockstep.device import Chip, block_bytes, chip_of
 from lockstep.engine import Engine, Sizing, never_used
 from lockstep.errors import CapacityError, CompilerError, ConfigError
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder, skeleton
@@ -17,11 +16,11 @@ from lockstep.placement import make_mesh
 from lockstep.plan.cache import CompileCache
 from lockstep.plan.collectives import CollectiveSum, collectives, summed
 from lockstep.plan.hlo import Hlo, vmem
-from lockstep.plan.infeasibility import Infeasibility, InfeasibleError, agreeing, key_in, largest_in
+from lockstep.plan.infeasibility import Infeasibility, InfeasibleError, key_in, largest_in, with_common_largest
 from lockstep.plan.topology import Topology, names_of
 from lockstep.plan.train_step import State, TrainStepPlan, make_state, plan_step
-from lockstep.plan.workload import SamplingWork, Work
-from lockstep.training.step import parameter_shardings
+from lockstep.plan.workload import SamplingWorkload, Workload
+from lockstep.training import parameter_shardings
 from lockstep.types import Request
 
 _TRAINER_KEYS = ("train_batch_size", "per_device_parallelism", "mesh_shape", "mp")
@@ -36,17 +35,18 @@ class SamplingPlan:
     """A round of sampling that fits.
 
     Args:
-        work: what was asked.
-        sizing: layout, capacities, what else was considered; the engine's own.
-        digests: of each program by name.
-        collectives: of a launch of each program; of decode, without those of its steps.
-        step_collectives: of a step of decode: per decoded token and sequence. With the filters that the requests ask
-            for and no others.
-        vmem: bytes of vector memory of the hungriest operation of each program.
-        code: bytes per device of the programs themselves.
+        workload: What was asked for.
+        sizing: The layout, the capacities and what else was considered, as the engine chose them.
+        digests: The digest of each program, by the program's name.
+        collectives: The collectives of one launch of each program, by its name; those of a decode step are not among
+            them.
+        step_collectives: The collectives of one decode step, thus per decoded token and sequence, with the filters that
+            the requests ask for and no others.
+        vmem: The bytes of vector memory of the operation that needs most, by the program's name.
+        code: The bytes per device of the programs themselves.
     """
 
-    work: SamplingWork
+    workload: SamplingWorkload
     sizing: Sizing
     digests: dict[str, str]
     collectives: dict[str, list[CollectiveSum]]
@@ -57,25 +57,25 @@ class SamplingPlan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A configuration on a slice.
+    """What a workload would do on a slice.
 
     Args:
-        work: what was asked.
-        topology: the slice.
-        mesh_shape: axes and sizes of the mesh that the model lies on.
-        chip: numbers that predictions used.
-        memory: bytes of a device that programs may use.
-        parameters: bytes per device.
-        optimizer: bytes per device of its state.
-        reference: bytes per device of a frozen copy of the model.
-        training: the train step; None if there is none.
-        training_collectives: per train step.
-        sampling: rounds of sampling.
-        refusals: why it cannot run; none if it can.
-        seconds: that compiling took, all programs together; of cached ones, that it took then.
+        workload: What was asked for.
+        topology: The slice.
+        mesh_shape: The size of each axis of the mesh that the model is on, by the axis' name.
+        chip: The published numbers of the chip, which the predictions use.
+        memory: The bytes of a device that programs may use.
+        parameters: The bytes per device of the parameters.
+        optimizer: The bytes per device of the optimizer's state.
+        reference: The bytes per device of a frozen copy of the model.
+        training: The train step; None where there is none, or where it does not fit.
+        training_collectives: The collectives of one train step.
+        sampling: The rounds of sampling that fit.
+        infeasibilities: Why the workload cannot run; none where it can.
+        seconds: The seconds that compiling took, all programs together; a cached program counts what it took then.
     """
 
-    work: Work
+    workload: Workload
     topology: Topology
     mesh_shape: dict[str, int]
     chip: Chip
@@ -86,77 +86,77 @@ class Plan:
     training: TrainStepPlan | None
     training_collectives: list[CollectiveSum]
     sampling: list[SamplingPlan]
-    refusals: list[Infeasibility]
+    infeasibilities: list[Infeasibility]
     seconds: float
 
     @property
     def fits(self) -> bool:
-        """Whether it can run."""
-        return not self.refusals
+        """Whether the workload can run."""
+        return not self.infeasibilities
 
     @property
     def resident(self) -> int:
-        """Bytes per device that lie there all the time."""
+        """The bytes per device that are in use for the whole run."""
         return self.parameters + self.optimizer + self.reference
 
 
-def make_plan(work: Work, topology: Topology, cache: CompileCache) -> Plan:
-    """Compile a configuration's programs for a slice.
+def make_plan(workload: Workload, topology: Topology, cache: CompileCache) -> Plan:
+    """Compile the programs of a workload for a slice.
 
     The train step is compiled in a thread of its own, beside the programs of the engine.
 
     Args:
-        work: what the configuration asks.
-        topology: the slice.
-        cache: compiles.
+        workload: What the configuration asks of the devices.
+        topology: The slice.
+        cache: The compiler.
 
     Returns:
-        The plan, with refusals where something does not fit.
+        The plan, with the reasons where something does not fit.
     """
-    refusals = list(work.refusals)
-    if work.hosts is not None and work.hosts != topology.hosts:
-        refusals.append(
+    infeasibilities = list(workload.infeasibilities)
+    if workload.hosts is not None and workload.hosts != topology.hosts:
+        infeasibilities.append(
             Infeasibility(
                 key="trainer.distributed.require_process_count",
-                value=work.hosts,
+                value=workload.hosts,
                 largest=topology.hosts,
-                text=f"trainer.distributed.require_process_count is {work.hosts}, and {topology.name} has "
+                text=f"trainer.distributed.require_process_count is {workload.hosts}, and {topology.name} has "
                 f"{topology.hosts} hosts: the run would end at its start. Set it to {topology.hosts}.",
             )
         )
-    devices = topology.on_host() if work.one_host else topology.devices
+    devices = topology.on_host() if workload.one_host else topology.devices
     chip = chip_of(topology.devices[0])
     try:
-        mesh = make_mesh(work.mesh_shape, devices)
-        state, model, weights = _model(work, mesh)
+        mesh = make_mesh(workload.mesh_shape, devices)
+        state, model, weights = _model(workload, mesh)
     except ConfigError as error:
-        refusals.append(_config_refusal(work, None, error))
-        return _plan(work, topology, {}, chip, refusals)
+        infeasibilities.append(_config_infeasibility(workload, None, error))
+        return _plan(workload, topology, {}, chip, infeasibilities)
     resident = state.resident if state else sum(block_bytes(leaf) for leaf in _leaves(weights))
     hosts = [device.process_index for device in mesh.devices.flat]
     training: TrainStepPlan | None = None
     sampling: list[SamplingPlan] = []
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        step = pool.submit(plan_step, work, mesh, state, cache, chip.memory) if state else None
+        step = pool.submit(plan_step, workload, mesh, state, cache, chip.memory) if state else None
         free = chip.memory - resident
-        for one in work.sampling:
+        for one in workload.sampling:
             try:
-                sampling.append(_plan_sampling(work, one, mesh, model, weights, cache, free, hosts))
+                sampling.append(_plan_sampling(workload, one, mesh, model, weights, cache, free, hosts))
             except InfeasibleError as refused:
-                refusals.append(refused.refusal)
+                infeasibilities.append(refused.infeasibility)
         if step is not None:
             try:
                 training = step.result()
             except InfeasibleError as refused:
-                refusals.append(_with_slice(refused.refusal, work, topology, state))
+                infeasibilities.append(_with_slice(refused.infeasibility, workload, topology, state))
             except ConfigError as error:
-                refusals.append(_config_refusal(work, None, error))
+                infeasibilities.append(_config_infeasibility(workload, None, error))
             except CompilerError as error:
-                refusals.append(
-                    Infeasibility(key=work.model_key, value="the train step", largest=None, text=str(error))
+                infeasibilities.append(
+                    Infeasibility(key=workload.model_key, value="the train step", largest=None, text=str(error))
                 )
     return Plan(
-        work=work,
+        workload=workload,
         topology=topology,
         mesh_shape=dict(mesh.shape),
         chip=chip,
@@ -167,38 +167,46 @@ def make_plan(work: Work, topology: Topology, cache: CompileCache) -> Plan:
         training=training,
         training_collectives=summed(collectives(Hlo(training.summary.text), len(hosts)), hosts) if training else [],
         sampling=sampling,
-        refusals=agreeing(refusals),
+        infeasibilities=with_common_largest(infeasibilities),
         seconds=sum(summary.seconds for summary in cache.summaries.values()),
     )
 
 
 def _plan(
-    work: Work, topology: Topology, mesh_shape: dict[str, int], chip: Chip, refusals: list[Infeasibility]
+    workload: Workload, topology: Topology, mesh_shape: dict[str, int], chip: Chip, infeasibilities: list[Infeasibility]
 ) -> Plan:
-    """Of a configuration that fails before anything is compiled."""
+    """The plan of a workload that fails before anything is compiled."""
     return Plan(
-        work=work, topology=topology, mesh_shape=mesh_shape, chip=chip, memory=chip.memory, parameters=0, optimizer=0,
-        reference=0, training=None, training_collectives=[], sampling=[], refusals=refusals, seconds=0.0,
+        workload=workload, topology=topology, mesh_shape=mesh_shape, chip=chip, memory=chip.memory, parameters=0,
+        optimizer=0, reference=0, training=None, training_collectives=[], sampling=[], infeasibilities=infeasibilities,
+        seconds=0.0,
     )  # fmt: skip
 
 
-def _model(work: Work, mesh: Mesh) -> tuple[State | None, LlamaConfig, DecoderWeights]:
-    """The model as it lies: of a training run with its state, else alone."""
-    if work.training is not None:
-        state = make_state(work, mesh)
+def _model(workload: Workload, mesh: Mesh) -> tuple[State | None, LlamaConfig, DecoderWeights]:
+    """The training state, where there is one, and the model's configuration and weights as shapes on the mesh."""
+    if workload.training is not None:
+        state = make_state(workload, mesh)
         return state, *read_decoder(state.structs.model)
-    return None, *read_decoder(model_structs(work, mesh))
+    return None, *read_decoder(model_structs(workload, mesh))
 
 
-def model_structs(work: Work, mesh: Mesh) -> object:
-    """A model without training, as shapes on a mesh.
+def model_structs(workload: Workload, mesh: Mesh) -> object:
+    """A model that is not trained, as shapes on a mesh.
+
+    Args:
+        workload: What is asked of the devices; its model is used.
+        mesh: The mesh.
+
+    Returns:
+        The model with a `jax.ShapeDtypeStruct` for each weight.
 
     Raises:
-        ConfigError: the mesh does not divide an axis.
+        ConfigError: The mesh does not divide an axis of a weight.
     """
-    shapes = skeleton(work.vocab_size, work.model)
+    shapes = skeleton(workload.vocab_size, workload.model)
     return jax.tree.map(
-        lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, jnp.dtype(work.dtype), sharding=sharding),
+        lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, jnp.dtype(workload.dtype), sharding=sharding),
         shapes,
         parameter_shardings(shapes, mesh),
     )
@@ -209,8 +217,8 @@ def _leaves(weights: DecoderWeights) -> list[jax.ShapeDtypeStruct]:
 
 
 def _plan_sampling(
-    work: Work,
-    one: SamplingWork,
+    workload: Workload,
+    one: SamplingWorkload,
     mesh: Mesh,
     model: LlamaConfig,
     weights: DecoderWeights,
@@ -218,14 +226,14 @@ def _plan_sampling(
     free: int,
     hosts: Sequence[int],
 ) -> SamplingPlan:
-    """What `Engine.prepare` chooses there: the very function that sizes the engine on the pod."""
+    """What `Engine.prepare` chooses for a round of sampling: the function that sizes the engine on the pod."""
     try:
         engine = Engine(one.engine, mesh, vocab_size=one.vocab_size, compile_with=cache)
         engine.prepare((model, weights), one.requests, free=free)
     except CapacityError as error:
         raise InfeasibleError(_shorter(one, mesh, model, weights, cache, free, error)) from error
     except ConfigError as error:
-        raise InfeasibleError(_config_refusal(work, one, error)) from error
+        raise InfeasibleError(_config_infeasibility(workload, one, error)) from error
     except CompilerError as error:
         key = one.key("max_prefill_size")
         value = one.engine.max_prefill_size
@@ -237,7 +245,7 @@ def _plan_sampling(
     steps = [each for each in found["decode"] if each.in_step]
     found["decode"] = [each for each in found["decode"] if not each.in_step]
     return SamplingPlan(
-        work=one,
+        workload=one,
         sizing=engine.sizing,
         digests={name: program.digest for name, program in programs.items()},
         collectives={name: summed(of_program, hosts) for name, of_program in found.items()},
@@ -248,7 +256,7 @@ def _plan_sampling(
 
 
 def _shorter(
-    one: SamplingWork,
+    one: SamplingWorkload,
     mesh: Mesh,
     model: LlamaConfig,
     weights: DecoderWeights,
@@ -256,7 +264,7 @@ def _shorter(
     free: int,
     error: CapacityError,
 ) -> Infeasibility:
-    """The longest answers that fit: searched with the engine's prediction, then confirmed by the compiler."""
+    """The longest completions that fit: searched with the engine's prediction, then confirmed by the compiler."""
     given = max(request.params.max_new_tokens for request in one.requests)
 
     def works(longest: int, *, compiled: bool) -> bool:
@@ -287,21 +295,23 @@ def _cut(requests: Sequence[Request], most: int) -> list[Request]:
     ]
 
 
-def _config_refusal(work: Work, one: SamplingWork | None, error: ConfigError) -> Infeasibility:
-    """Points at the key that the error names."""
+def _config_infeasibility(workload: Workload, one: SamplingWorkload | None, error: ConfigError) -> Infeasibility:
+    """The infeasibility of the key that an error names; of the model's key where it names none."""
     keys = {f"trainer.{name}": f"trainer.{name}" for name in _TRAINER_KEYS} | {"mesh_shape": "trainer.mesh_shape"}
     keys |= {"data.max_seq_len": "data.max_seq_len"}
     if one is not None:
         keys |= {name: one.key(name) for name in _ENGINE_KEYS}
     key = key_in(str(error), keys)
     value = getattr(one.engine, key.rpartition(".")[2], None) if one is not None and key is not None else None
-    return Infeasibility(key=key or work.model_key, value=value, largest=largest_in(str(error)), text=str(error))
+    return Infeasibility(key=key or workload.model_key, value=value, largest=largest_in(str(error)), text=str(error))
 
 
-def _with_slice(refusal: Infeasibility, work: Work, topology: Topology, state: State | None) -> Infeasibility:
-    """Where no number of the configuration helps: the smallest slice of the generation whose devices could hold it."""
-    if refusal.key != work.model_key or state is None:
-        return refusal
+def _with_slice(
+    infeasibility: Infeasibility, workload: Workload, topology: Topology, state: State | None
+) -> Infeasibility:
+    """An infeasibility that no value of the configuration cures, with the smallest slice that would cure it."""
+    if infeasibility.key != workload.model_key or state is None:
+        return infeasibility
     chip = chip_of(topology.devices[0])
     names = names_of(topology.name.rpartition("-")[0])
     counts = {name: int(name.rpartition("-")[2]) for name in names}
@@ -310,8 +320,8 @@ def _with_slice(refusal: Infeasibility, work: Work, topology: Topology, state: S
         name for name in names if state.resident * here / counts[name] < 0.8 * chip.memory and counts[name] > here
     ]
     if not enough:
-        return refusal
+        return infeasibility
     smallest = min(enough, key=lambda name: counts[name])
     return dataclasses.replace(
-        refusal, text=f"{refusal.text} The smallest slice that holds them with room to work is {smallest}."
+        infeasibility, text=f"{infeasibility.text} The smallest slice that holds them with room to work is {smallest}."
     )

@@ -1,8 +1,8 @@
-"""A plan in numbers: what the table shows and what ``--json`` writes."""
+"""A plan in numbers: what the tables show and what ``--json`` writes."""
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from lockstep.engine import layout_text
 from lockstep.plan.collectives import CollectiveSum
@@ -12,15 +12,18 @@ from lockstep.plan.train_step import peak
 
 TRAINING = "training step"
 
+WRITTEN_AS: Final = {"reshard": "relay", "copy_pages": "fork", "page_copies": "forks", "idle_replicas": "resting"}
+"""Keys of ``--json`` whose program or capacity has another name in the code: readers of the file know these."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Moment:
-    """Bytes per device at one moment of a run, told apart.
+    """The memory of a device at one moment of a run.
 
     Args:
-        name: of the moment.
-        parts: bytes by what they are for; the same words at every moment.
-        memory: of the device.
+        name: The moment's name.
+        parts: The bytes per device by what they are for, with the same keys at every moment.
+        memory: The bytes of a device that programs may use.
     """
 
     name: str
@@ -29,17 +32,21 @@ class Moment:
 
     @property
     def total(self) -> int:
-        """All parts."""
+        """The bytes of all parts together."""
         return sum(self.parts.values())
 
     @property
     def headroom(self) -> int:
-        """What is left."""
+        """The bytes that are left; negative where the parts do not fit."""
         return self.memory - self.total
 
 
 def moments(plan: Plan) -> list[Moment]:
-    """The moments that could be the worst: the train step, and each round of sampling beside the training state."""
+    """The moments that could need most memory: the train step, and each round of sampling beside the training state.
+
+    Args:
+        plan: The plan.
+    """
     state = {"parameters": plan.parameters, "optimizer": plan.optimizer, "reference model": plan.reference}
     found = []
     if plan.training is not None:
@@ -62,25 +69,25 @@ def moments(plan: Plan) -> list[Moment]:
             "activations": 0,
             "KV pages": need.pool,
             "decode weights": need.weights,
-            # The footprint counts the code of the hungrier program among the temporaries.
+            # The footprint counts the code of the larger program among the temporaries.
             "temporaries": max(0, need.temporaries - one.code),
-            # The weights move before there is a pool.
+            # The weights are resharded before there is a page pool.
             "more while weights move": max(0, need.reshard - need.pool - need.temporaries),
             "programs": one.code + step,
         }
-        found.append(Moment(name=one.work.name or "sampling", parts=parts, memory=plan.memory))
+        found.append(Moment(name=one.workload.name or "sampling", parts=parts, memory=plan.memory))
     return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of a train step at best, each as if the others took no time.
+    """The least time of a train step, each part as if the others took no time.
 
     Args:
-        compute_s: of the matrix products at the chip's peak.
-        memory_s: of reading and writing what has to be.
-        collectives_s: of what has to be received over the links.
-        tokens: of a batch.
+        compute_s: The seconds of the matrix products at the chip's peak.
+        memory_s: The seconds of reading and writing what has to be read and written.
+        collectives_s: The seconds of receiving what has to be received over the links.
+        tokens: The number of tokens of a batch.
     """
 
     compute_s: float
@@ -90,21 +97,28 @@ class StepTime:
 
     @property
     def step_s(self) -> float:
-        """The longest of the three: they overlap at best."""
+        """The seconds of a step: the longest part, for at best all overlap."""
         return max(self.compute_s, self.memory_s, self.collectives_s)
 
 
 def train_time(plan: Plan) -> StepTime | None:
-    """The floor of a train step, None without one."""
-    if plan.training is None or plan.work.training is None:
+    """The least time of the train step.
+
+    Args:
+        plan: The plan.
+
+    Returns:
+        The time; None where no train step is planned.
+    """
+    if plan.training is None or plan.workload.training is None:
         return None
-    chip, training, trainer = plan.chip, plan.work.training, plan.work.training.trainer
+    chip, training, trainer = plan.chip, plan.workload.training, plan.workload.training.trainer
     devices = 1
     for size in plan.mesh_shape.values():
         devices *= size
     itemsize = trainer.precision.compute.itemsize / trainer.precision.param.itemsize
     whole = plan.parameters * plan.mesh_shape["fsdp"] * itemsize
-    passes = 3 if plan.work.model.gradient_checkpointing else 2
+    passes = 3 if plan.workload.model.gradient_checkpointing else 2
     moved = 2 * (plan.parameters + plan.optimizer) + plan.training.microbatches * passes * whole
     received = sum(one.bytes for one in plan.training_collectives)
     count = trainer.train_batch_size * training.sequences_per_row * training.length
@@ -117,12 +131,19 @@ def train_time(plan: Plan) -> StepTime | None:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Everything, in plain values: bytes, seconds, names."""
+    """The plan as ``--json`` writes it; its keys stay as they are when something is renamed in the code.
+
+    Args:
+        plan: The plan.
+
+    Returns:
+        Plain values: bytes, seconds, names.
+    """
     time = train_time(plan)
     every = moments(plan)
     worst = max(every, key=lambda moment: moment.total, default=None)
     return {
-        "command": plan.work.command,
+        "command": plan.workload.command,
         "topology": {
             "name": plan.topology.name,
             "grid": list(plan.topology.grid),
@@ -141,7 +162,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "source": plan.chip.source,
         },
         "fits": plan.fits,
-        "refusals": [dataclasses.asdict(refusal) for refusal in plan.refusals],
+        "refusals": [dataclasses.asdict(each) for each in plan.infeasibilities],
         "worst_moment": worst.name if worst else None,
         "hbm_bytes_per_device": {
             moment.name: {**moment.parts, "total": moment.total, "headroom": moment.headroom} for moment in every
@@ -161,10 +182,15 @@ def as_json(plan: Plan) -> dict[str, Any]:
                 "tokens_per_s": time.tokens / time.step_s,
             },
         },
-        "sampling": {one.work.name or "sampling": _sampling(one) for one in plan.sampling},
-        "notes": list(plan.work.notes),
+        "sampling": {one.workload.name or "sampling": _sampling(one) for one in plan.sampling},
+        "notes": list(plan.workload.notes),
         "compile_seconds": plan.seconds,
     }
+
+
+def _renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same values under the keys that the file has."""
+    return {WRITTEN_AS.get(name, name): value for name, value in values.items()}
 
 
 def _collectives(found: list[CollectiveSum]) -> list[dict[str, Any]]:
@@ -176,10 +202,10 @@ def _sampling(one: SamplingPlan) -> dict[str, Any]:
     return {
         "layout": sizing.layout,
         "attention": sizing.attention,
-        "sizes": dataclasses.asdict(sizing.sizes),
+        "sizes": _renamed(dataclasses.asdict(sizing.sizes)),
         "capacities": {name: {"value": value, "bound_by": why} for name, (value, why) in sizing.reasons.items()},
-        "digests": one.digests,
-        "vmem_bytes": one.vmem,
+        "digests": _renamed(one.digests),
+        "vmem_bytes": _renamed(one.vmem),
         "collectives_per_decode_step": _collectives(one.step_collectives),
         "collectives_per_decode_launch": _collectives(one.collectives["decode"]),
         "collectives_per_relay": _collectives(one.collectives.get("reshard", [])),
@@ -190,7 +216,7 @@ def _sampling(one: SamplingPlan) -> dict[str, Any]:
             "compute_s": estimate.compute_s,
             "collectives_s": estimate.collectives_s,
             "step_s": estimate.step_s,
-            "reshard_s": estimate.reshard_s,
+            "relay_s": estimate.reshard_s,
             "round_s": estimate.total_s,
             "sequences_at_a_time": estimate.active,
             "tokens_per_s": estimate.active / estimate.step_s,

@@ -1,4 +1,4 @@
-"""A plan for people: tables at the terminal."""
+"""A plan as tables at the terminal."""
 
 from collections.abc import Iterable
 
@@ -19,16 +19,16 @@ def print_plan(plan: Plan, console: Console) -> None:
     """Print a plan.
 
     Args:
-        plan: to print.
-        console: where to.
+        plan: The plan.
+        console: The console to print to.
     """
     mesh = ", ".join(f"{name} {size}" for name, size in plan.mesh_shape.items())
-    console.print(f"[bold]{plan.work.command}[/] on [bold]{escape(plan.topology.describe())}[/]", highlight=False)
+    console.print(f"[bold]{plan.workload.command}[/] on [bold]{escape(plan.topology.describe())}[/]", highlight=False)
     if mesh:
         console.print(
-            f"mesh ({mesh}){' on each host' if plan.work.one_host else ''}, {plan.chip.name}", highlight=False
+            f"mesh ({mesh}){' on each host' if plan.workload.one_host else ''}, {plan.chip.name}", highlight=False
         )
-    for note in plan.work.notes:
+    for note in plan.workload.notes:
         console.print(f"[dim]- {escape(note)}[/]", highlight=False)
     console.print()
     if plan.training or plan.sampling:
@@ -120,7 +120,7 @@ def _speed(plan: Plan) -> Table:
     for one in plan.sampling:
         found = one.sizing.estimate
         # With a mesh on each host, the prediction is that of one host.
-        groups = plan.topology.hosts if plan.work.one_host else 1
+        groups = plan.topology.hosts if plan.workload.one_host else 1
         rate = groups * found.active / found.step_s
         table.add_row(
             _named(one, f"decode step of {groups * found.active:.4g} sequences"),
@@ -133,13 +133,13 @@ def _speed(plan: Plan) -> Table:
 def _sizes(one: SamplingPlan) -> Table:
     sizing = one.sizing
     table = _table(
-        f"{one.work.name or 'sampling'}: layout {layout_text(sizing.layout)}, {sizing.sizes.replicas} replicas, "
+        f"{one.workload.name or 'sampling'}: layout {layout_text(sizing.layout)}, {sizing.sizes.replicas} replicas, "
         f"{sizing.sizes.slots} sequences in each",
         "chosen",
         "bounded by",
     )
     for name, (value, why) in sizing.reasons.items():
-        table.add_row(one.work.key(name), f"{value:,}", why)
+        table.add_row(one.workload.key(name), f"{value:,}", why)
     table.caption = f"attention: {sizing.attention}"
     return table
 
@@ -165,18 +165,18 @@ def _verdict(plan: Plan, console: Console) -> None:
             highlight=False,
         )
         return
-    for refusal in plan.refusals:
-        console.print(f"[bold red]does not fit[/]: {escape(refusal.text)}", highlight=False, soft_wrap=True)
-        if refusal.largest is not None:
+    for each in plan.infeasibilities:
+        console.print(f"[bold red]does not fit[/]: {escape(each.text)}", highlight=False, soft_wrap=True)
+        if each.largest is not None:
             console.print(
-                f"  {refusal.key} is {refusal.value}; the largest that works is [bold]{refusal.largest}[/]",
+                f"  {each.key} is {each.value}; the largest that works is [bold]{each.largest}[/]",
                 highlight=False,
             )
-        console.print(f"  change {refusal.key} at {escape(refusal.place)}", highlight=False, soft_wrap=True)
+        console.print(f"  change {each.key} at {escape(each.place)}", highlight=False, soft_wrap=True)
 
 
 def _named(one: SamplingPlan, what: str) -> str:
-    return f"{one.work.name}: {what}" if one.work.name else what
+    return f"{one.workload.name}: {what}" if one.workload.name else what
 
 
 def _seconds(value: float) -> str:

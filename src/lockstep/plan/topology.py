@@ -1,4 +1,4 @@
-"""Slices of TPUs by the names they are rented under, as the TPU compiler knows them."""
+"""TPU slices by the names under which they are rented, as the TPU compiler knows them."""
 
 import dataclasses
 import functools
@@ -23,13 +23,13 @@ class Family:
     """One generation of TPUs.
 
     Args:
-        prefix: of the names of its slices.
-        compiler_name: what the TPU compiler calls it.
-        cores_in_name: what a name counts per chip: 2 where it counts TensorCores, 1 where it counts chips.
-        grids: of all slices of the documentation, smallest first.
-        single_host: grids that are one machine with all chips, where the compiler would take them for several.
-        source: of the grids.
-        options: for the compiler.
+        prefix: The prefix of the names of its slices.
+        compiler_name: The TPU compiler's name for the generation.
+        cores_in_name: The number that a name counts per chip: 2 where it counts TensorCores, 1 where it counts chips.
+        grids: The grids of all documented slices, smallest first.
+        single_host: The grids that are one machine with all chips, where the compiler would take them for several.
+        source: The page that lists the grids.
+        options: Options for the compiler.
     """
 
     prefix: str
@@ -75,9 +75,9 @@ class Topology:
     """One slice.
 
     Args:
-        name: as it is rented, such as ``v5p-64``.
-        grid: chips along each axis.
-        devices: as JAX sees them there; they can be compiled for, not run on.
+        name: The name under which it is rented, such as ``v5p-64``.
+        grid: The number of chips along each axis.
+        devices: The devices as JAX would see them; they can be compiled for, not run on.
     """
 
     name: str
@@ -86,32 +86,36 @@ class Topology:
 
     @property
     def hosts(self) -> int:
-        """Processes of a job on it."""
+        """The number of processes of a job on the slice."""
         return len({device.process_index for device in self.devices})
 
     @property
     def devices_per_host(self) -> int:
-        """Devices of each process."""
+        """The number of devices of each process."""
         return len(self.devices) // self.hosts
 
     @property
     def kind(self) -> str:
-        """What the devices call themselves."""
+        """The ``device_kind`` of the devices."""
         return str(self.devices[0].device_kind)
 
     def describe(self) -> str:
-        """One line for people."""
+        """The slice in one line of text."""
         chips = "x".join(map(str, self.grid))
         hosts = f"{self.hosts} host{'s' if self.hosts > 1 else ''}"
         return f"{self.name}: {len(self.devices)} chips ({chips}), {hosts} with {self.devices_per_host} each"
 
     def on_host(self, process_index: int = 0) -> tuple[jax.Device, ...]:
-        """The devices of one process. Their ids need not be consecutive."""
+        """The devices of one process, whose ids need not be consecutive.
+
+        Args:
+            process_index: The number of the process.
+        """
         return tuple(device for device in self.devices if device.process_index == process_index)
 
 
 def known_names() -> dict[str, tuple[Family, tuple[int, ...]]]:
-    """Every slice by its name."""
+    """The generation and the grid of every slice, by the slice's name."""
     return {
         f"{family.prefix}-{math.prod(grid) * family.cores_in_name}": (family, grid)
         for family in FAMILIES
@@ -120,19 +124,23 @@ def known_names() -> dict[str, tuple[Family, tuple[int, ...]]]:
 
 
 def names_of(prefix: str) -> list[str]:
-    """Names of one generation, smallest slice first."""
+    """The names of the slices of one generation, smallest first.
+
+    Args:
+        prefix: The prefix of the generation's names.
+    """
     return [name for name in known_names() if name.rpartition("-")[0] == prefix]
 
 
 @functools.cache
 def topology(name: str) -> Topology:
-    """Asks the TPU compiler for a slice.
+    """The slice of a name, as the TPU compiler describes it.
 
     Args:
-        name: such as ``v5p-64``, ``v5litepod-8``, ``v6e-16``.
+        name: The name, such as ``v5p-64``, ``v5litepod-8``, ``v6e-16``.
 
     Raises:
-        ConfigError: there is no slice of this name, or the TPU compiler is not installed.
+        ConfigError: There is no slice of this name, or the TPU compiler is not installed.
     """
     known = known_names()
     if name not in known:

@@ -1,4 +1,4 @@
-"""Bytes that an optimised program moves between memory and core."""
+"""The bytes that an optimised program moves between a device's memory and its core."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -8,98 +8,27 @@ from lockstep.engine import DecodeModel
 from lockstep.plan.hlo import Array, Hlo, Op, Run
 from lockstep.schedule import Capacity
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepBytes:
-    """Per device and decode step.
-
-    Args:
-        floor_weights: every weight that a step needs, once.
-        floor_kv: K and V of all positions before the step's, once.
-        program: all that the program's operations read and write, the attention kernel left out.
-        kernel: what the attention kernel reads and writes.
-        per_launch: what the program moves outside its steps, once per launch.
-    """
-
-    floor_weights: int
-    floor_kv: int
-    program: int
-    kernel: int
-    per_launch: int
-
-    @property
-    def floor(self) -> int:
-        """The least that a step can move."""
-        return self.floor_weights + self.floor_kv
-
-    def compiled(self, steps: int) -> float:
-        """What the program moves, a launch's own part spread over its steps."""
-        return self.program + self.kernel + self.per_launch / steps
-
-    def ratio(self, steps: int) -> float:
-        """`compiled` over `floor`."""
-        return self.compiled(steps) / self.floor
-
-
-def step_bytes(
-    text: str, model: DecodeModel, sizes: Capacity, *, context: int, block_pages: int, unmet: Collection[str] = ()
-) -> StepBytes:
-    """Counts a decode program's bytes.
-
-    The attention kernel is a black box to the compiler, so its bytes follow from its contract: per sequence whole
-    blocks of pages as far as the sequence reaches, queries once, results once.
-
-    Args:
-        text: of the compiled decode program.
-        model: The model in the program's layout.
-        sizes: of the program.
-        context: positions that every slot attends to.
-        block_pages: pages that the kernel fetches at a time.
-        unmet: scopes of conditions that do not hold, see `Hlo`.
-    """
-    positions = block_pages * sizes.page_size
-    fetched = -(-context // positions) * positions
-
-    def kernel(op: Op, operands: Sequence[Sequence[Array]]) -> int:
-        *scalars, queries, pool = operands
-        page = pool[0].bytes // pool[0].dims[0] // sizes.page_size
-        moved = sizes.slots * fetched * page
-        return moved + sum(array.bytes for arrays in (*scalars, queries, op.arrays) for array in arrays)
-
-    program = kernels = launch = 0
-    for run, size in traffic(Hlo(text, unmet), kernel):
-        if not run.in_step:
-            launch += size * run.times
-        elif run.op.kind == "custom-call" and "tpu_custom_call" in run.op.line:
-            kernels += size * run.times
-        else:
-            program += size * run.times
-    weights = sum(
-        weight.decode_bytes for weight in model.leaves if weight.name != "embed" or model.weights.lm_head is None
-    )
-    position = model.config.num_layers * 2 * model.heads.kv_heads * model.config.head_size * model.dtype.itemsize
-    kv = sizes.slots * context * position
-    return StepBytes(floor_weights=weights, floor_kv=kv, program=program, kernel=kernels, per_launch=launch)
-
-
 _FREE: Final = frozenset(
     "parameter constant get-tuple-element tuple bitcast while conditional call after-all partition-id replica-id "
     "opt-barrier add-dependency iota".split()
 )  # fmt: skip
 
 type Kernel = Callable[[Op, Sequence[Sequence[Array]]], int]
-"""Bytes that a custom call moves, from the operation and the arrays of each operand."""
+"""A function of a custom call and the arrays of each of its operands that returns the bytes that it moves."""
 
 
 def traffic(hlo: Hlo, kernel: Kernel) -> Iterator[tuple[Run, int]]:
-    """Bytes between memory and core of each operation, per run: operands read and results written.
+    """The bytes between memory and core of each operation: operands read and results written.
 
-    Of an operand that a fusion only slices, the slice counts; of one that it updates in place, the update. What lies in
-    a memory of the core costs nothing. Padding of tiles is not counted.
+    An operand that a fusion only slices counts as its slice, one that it updates in place as the update. Arrays in a
+    memory of the core cost nothing. Padding of tiles is not counted.
 
     Args:
-        hlo: the program.
-        kernel: bytes of a custom call to a kernel; the compiler knows nothing of what it does.
+        hlo: The program.
+        kernel: A function that gives the bytes of a custom call to a kernel, which the compiler does not know.
+
+    Yields:
+        The run of an operation, and the bytes that it moves each time.
     """
     for run in hlo.runs:
         op = run.op
@@ -135,16 +64,21 @@ def _fusion(hlo: Hlo, op: Op, operands: Sequence[Sequence[Array]]) -> int:
 
 
 class _Use(NamedTuple):
-    """What a computation does with a parameter of which it does not read all."""
+    """How a computation uses a parameter that it does not read as a whole.
+
+    Args:
+        bytes: The bytes that it moves of the parameter.
+        updated: Whether it updates the parameter in place.
+        returned: Whether the parameter, perhaps in another shape, is the computation's result.
+    """
 
     bytes: int
     updated: bool
     returned: bool
-    """Whether the parameter, under another shape perhaps, is what the computation results in."""
 
 
 def _use(hlo: Hlo, computation: str, number: int) -> _Use | None:
-    """What a computation does with a parameter; None where it reads all of it."""
+    """How a computation uses a parameter; None where it reads all of it."""
     inside = hlo.computations[computation]
     users: dict[str, list[tuple[Op, int]]] = {}
     for each in inside.values():
@@ -179,10 +113,96 @@ def _hbm(arrays: Sequence[Array]) -> int:
 
 
 def copies(hlo: Hlo, dims: tuple[int, ...]) -> list[Op]:
-    """Operations that make another array of these dimensions in memory: a second page pool, say."""
+    """The operations that make another array of some dimensions in memory, such as a second page pool.
+
+    Args:
+        hlo: The program.
+        dims: The dimensions.
+    """
     kinds = ("copy", "copy-start", "transpose", "broadcast", "concatenate")
     return [
         run.op
         for run in hlo.runs
         if run.op.kind in kinds and any(array.dims == dims and array.in_hbm for array in run.op.arrays)
     ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepBytes:
+    """The bytes that a decode program moves, per device and decode step.
+
+    Args:
+        floor_weights: The bytes of every weight that a step needs, each counted once.
+        floor_kv: The bytes of K and V of all positions before the step's, each counted once.
+        program: The bytes that the program's operations read and write, without the attention kernel.
+        kernel: The bytes that the attention kernel reads and writes.
+        per_launch: The bytes that the program moves outside its steps, once per launch.
+    """
+
+    floor_weights: int
+    floor_kv: int
+    program: int
+    kernel: int
+    per_launch: int
+
+    @property
+    def floor(self) -> int:
+        """The least bytes that a step can move."""
+        return self.floor_weights + self.floor_kv
+
+    def compiled(self, steps: int) -> float:
+        """The bytes that the program moves per step, a launch's own part spread over its steps.
+
+        Args:
+            steps: The number of steps of a launch.
+        """
+        return self.program + self.kernel + self.per_launch / steps
+
+    def ratio(self, steps: int) -> float:
+        """The bytes that the program moves over the least that it can move.
+
+        Args:
+            steps: The number of steps of a launch.
+        """
+        return self.compiled(steps) / self.floor
+
+
+def step_bytes(
+    text: str, model: DecodeModel, sizes: Capacity, *, context: int, block_pages: int, unmet: Collection[str] = ()
+) -> StepBytes:
+    """Count the bytes of a decode program.
+
+    The attention kernel is a black box to the compiler, so that its bytes follow from its contract: per sequence whole
+    blocks of pages as far as the sequence reaches, queries once, results once.
+
+    Args:
+        text: The text of the compiled decode program.
+        model: The model in the program's layout.
+        sizes: The capacities of the program.
+        context: The number of positions that every slot attends to.
+        block_pages: The number of pages that the kernel fetches at a time.
+        unmet: The scopes of conditions that do not hold, see `Hlo`.
+    """
+    positions = block_pages * sizes.page_size
+    fetched = -(-context // positions) * positions
+
+    def kernel(op: Op, operands: Sequence[Sequence[Array]]) -> int:
+        *scalars, queries, pool = operands
+        page = pool[0].bytes // pool[0].dims[0] // sizes.page_size
+        moved = sizes.slots * fetched * page
+        return moved + sum(array.bytes for arrays in (*scalars, queries, op.arrays) for array in arrays)
+
+    program = kernels = launch = 0
+    for run, size in traffic(Hlo(text, unmet), kernel):
+        if not run.in_step:
+            launch += size * run.times
+        elif run.op.kind == "custom-call" and "tpu_custom_call" in run.op.line:
+            kernels += size * run.times
+        else:
+            program += size * run.times
+    weights = sum(
+        weight.decode_bytes for weight in model.leaves if weight.name != "embed" or model.weights.lm_head is None
+    )
+    position = model.config.num_layers * 2 * model.heads.kv_heads * model.config.head_size * model.dtype.itemsize
+    kv = sizes.slots * context * position
+    return StepBytes(floor_weights=weights, floor_kv=int(kv), program=program, kernel=kernels, per_launch=launch)

@@ -1,4 +1,4 @@
-"""The train step of a plan: compiled from shapes, its bytes told apart, and the largest microbatch that fits."""
+"""The train step of a plan: compiled from shapes, its memory by use, and the largest microbatch that fits."""
 
 import dataclasses
 import math
@@ -10,27 +10,27 @@ import haliax as hax
 import jax
 from jax.sharding import Mesh
 
-from lockstep.device.memory import block_bytes
+from lockstep.device import block_bytes
 from lockstep.errors import HbmError
 from lockstep.models import LlamaConfig, LlamaLMHeadModel
 from lockstep.plan.cache import CompileCache, Summary
 from lockstep.plan.infeasibility import Infeasibility, InfeasibleError
-from lockstep.plan.workload import TrainingWork, Work
-from lockstep.training.step import TrainStep, batch_structs, state_structs
+from lockstep.plan.workload import TrainingWorkload, Workload
+from lockstep.training import TrainStep, batch_structs, state_structs
 
 NAME = "train_step"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class State:
-    """What lies on a device for the whole run, in bytes.
+    """The training state, which is on the devices for the whole run.
 
     Args:
-        structs: the state as shapes with shardings.
-        shardings: of the state.
-        parameters: of the model.
-        optimizer: of its state.
-        reference: of a frozen copy of the model.
+        structs: The state as shapes with shardings.
+        shardings: The shardings of the state.
+        parameters: The bytes per device of the model's parameters.
+        optimizer: The bytes per device of the optimizer's state.
+        reference: The bytes per device of a frozen copy of the model.
     """
 
     structs: Any
@@ -41,7 +41,7 @@ class State:
 
     @property
     def resident(self) -> int:
-        """All of it."""
+        """The bytes per device of all of it."""
         return self.parameters + self.optimizer + self.reference
 
 
@@ -50,12 +50,12 @@ class TrainStepPlan:
     """A train step that fits.
 
     Args:
-        summary: what the compiler said.
-        batch: bytes per device of a batch.
-        activations: bytes per device that the forward pass keeps for the backward pass.
-        temporaries: bytes per device of everything else at the worst moment.
-        microbatches: parts that a batch is worked on in.
-        flops: of the whole step, over all devices.
+        summary: The compiler's result.
+        batch: The bytes per device of a batch.
+        activations: The bytes per device that the forward pass keeps for the backward pass.
+        temporaries: The bytes per device of everything else at the worst moment.
+        microbatches: The number of parts that a batch is split into.
+        flops: The floating-point operations of the whole step, over all devices.
     """
 
     summary: Summary
@@ -66,21 +66,21 @@ class TrainStepPlan:
     flops: float
 
 
-def make_state(work: Work, mesh: Mesh) -> State:
-    """Shapes and bytes of parameters and optimizer state.
+def make_state(workload: Workload, mesh: Mesh) -> State:
+    """The shapes and the bytes of the parameters and of the optimizer's state.
 
     Args:
-        work: with training.
-        mesh: of the run.
+        workload: What is asked of the devices, with training.
+        mesh: The mesh of the run.
 
     Raises:
-        ConfigError: the mesh does not divide an axis of the model.
+        ConfigError: The mesh does not divide an axis of the model.
     """
-    training = work.training
+    training = workload.training
     assert training is not None
     precision = training.trainer.precision
     optimizer = training.optimizer.build(training.trainer.num_train_steps)
-    structs, shardings = state_structs(_init(work.model, work.vocab_size), optimizer, mesh, precision)
+    structs, shardings = state_structs(_init(workload.model, workload.vocab_size), optimizer, mesh, precision)
     parameters = _bytes(structs.model)
     reference = parameters * precision.compute.itemsize // precision.param.itemsize if training.reference else 0
     return State(
@@ -93,22 +93,25 @@ def make_state(work: Work, mesh: Mesh) -> State:
 
 
 def compile_step(
-    work: Work, mesh: Mesh, state: State, cache: CompileCache, *, microbatches: int, length: int | None = None
+    workload: Workload, mesh: Mesh, state: State, cache: CompileCache, *, microbatches: int, length: int | None = None
 ) -> Summary:
     """Compile the train step as the trainer makes it.
 
     Args:
-        work: with training.
-        mesh: of the run.
-        state: of the run.
-        cache: compiles.
-        microbatches: parts that a batch is worked on in.
-        length: tokens of a sequence; None: as configured.
+        workload: What is asked of the devices, with training.
+        mesh: The mesh of the run.
+        state: The training state.
+        cache: The compiler.
+        microbatches: The number of parts that a batch is split into.
+        length: The number of tokens of a sequence; None: as configured.
+
+    Returns:
+        The compiler's result.
 
     Raises:
-        HbmError: it does not fit a device.
+        HbmError: The step does not fit a device.
     """
-    training = work.training
+    training = workload.training
     assert training is not None
     steps = training.trainer.num_train_steps
     step = TrainStep(
@@ -124,41 +127,41 @@ def compile_step(
     return cache(step.lower(state.structs, batch), NAME)
 
 
-def plan_step(work: Work, mesh: Mesh, state: State, cache: CompileCache, memory: int) -> TrainStepPlan:
+def plan_step(workload: Workload, mesh: Mesh, state: State, cache: CompileCache, memory: int) -> TrainStepPlan:
     """Compile the train step, or find out what would fit.
 
     Args:
-        work: with training.
-        mesh: of the run.
-        state: of the run.
-        cache: compiles.
-        memory: bytes of a device.
+        workload: What is asked of the devices, with training.
+        mesh: The mesh of the run.
+        state: The training state.
+        cache: The compiler.
+        memory: The bytes of a device that programs may use.
 
     Raises:
-        InfeasibleError: it does not fit.
-        ConfigError: batch and mesh do not go together.
+        InfeasibleError: The step does not fit; it names the largest microbatch or row that does.
+        ConfigError: The mesh does not divide the batch.
     """
-    training = work.training
+    training = workload.training
     assert training is not None
     memory -= state.reference
     microbatches = training.trainer.microbatches(mesh)
     try:
-        summary = _fitting(lambda: compile_step(work, mesh, state, cache, microbatches=microbatches), memory)
+        summary = _fitting(lambda: compile_step(workload, mesh, state, cache, microbatches=microbatches), memory)
     except HbmError as error:
-        raise InfeasibleError(_what_fits(work, mesh, state, cache, memory, error)) from error
+        raise InfeasibleError(_what_fits(workload, mesh, state, cache, memory, error)) from error
     batch = sum(
         block_bytes(leaf) for leaf in batch_structs(training.columns, training.trainer.train_batch_size, mesh).values()
     )
     rows = training.trainer.train_batch_size // (mesh.shape["dp"] * mesh.shape["fsdp"]) // microbatches
     beyond = max(0, peak(summary) - state.parameters - state.optimizer - batch)
-    kept = min(beyond, saved_bytes(work, rows) // mesh.shape["tp"])
+    kept = min(beyond, saved_bytes(workload, rows) // mesh.shape["tp"])
     return TrainStepPlan(
         summary=summary,
         batch=batch,
         activations=kept,
         temporaries=beyond - kept,
         microbatches=microbatches,
-        flops=step_flops(work),
+        flops=step_flops(workload),
     )
 
 
@@ -169,19 +172,19 @@ def peak(summary: Summary) -> int:
     return largest + memory.generated_code_size_in_bytes
 
 
-def saved_bytes(work: Work, rows: int) -> int:
-    """Bytes of what the forward pass of some rows keeps for the backward pass, parameters left out.
+def saved_bytes(workload: Workload, rows: int) -> int:
+    """The bytes that the forward pass of some rows keeps for the backward pass, without the parameters.
 
     Args:
-        work: with training.
-        rows: of a device's microbatch.
+        workload: What is asked of the devices, with training.
+        rows: The number of rows of a device's microbatch.
     """
-    training = work.training
+    training = workload.training
     assert training is not None
     precision = training.trainer.precision
 
     def residuals() -> Any:
-        model = precision.cast_to_compute(_init(work.model, work.vocab_size)(jax.random.key(0)))
+        model = precision.cast_to_compute(_init(workload.model, workload.vocab_size)(jax.random.key(0)))
         arrays, rest = eqx.partition(model, eqx.is_array)
         batch = {name: jax.numpy.zeros((rows, *one.shape), one.dtype) for name, one in training.columns.items()}
         return arrays, jax.vjp(lambda m: training.loss(eqx.combine(m, rest), batch).total, arrays)[1]
@@ -193,19 +196,23 @@ def saved_bytes(work: Work, rows: int) -> int:
     )
 
 
-def step_flops(work: Work) -> float:
-    """Operations of a train step: 2 per weight and token forward, 4 backward, 2 again where layers are computed twice.
+def step_flops(workload: Workload) -> float:
+    """The floating-point operations of a train step.
 
-    Attention counts all pairs of positions, for that is what is computed.
+    They are 2 per weight and token forward, 4 backward, and 2 again where layers are computed twice. Attention counts
+    all pairs of positions, for that is what is computed.
+
+    Args:
+        workload: What is asked of the devices, with training.
     """
-    training, config = work.training, work.model
+    training, config = workload.training, workload.model
     assert training is not None
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_size
     layer = config.hidden_dim * (heads + config.num_heads * config.head_size + 3 * config.intermediate_dim)
     tokens = training.trainer.train_batch_size * training.sequences_per_row * training.length
     pairs = 2 * 2 * config.num_heads * config.head_size * training.length
     layers = config.num_layers * (2.0 * layer + pairs) * tokens
-    output = 2.0 * config.hidden_dim * work.vocab_size * tokens
+    output = 2.0 * config.hidden_dim * workload.vocab_size * tokens
     return (4 if config.gradient_checkpointing else 3) * layers + 3 * output
 
 
@@ -222,10 +229,10 @@ def _fitting(compile_it: Callable[[], Summary], memory: int) -> Summary:
 
 
 def _what_fits(
-    work: Work, mesh: Mesh, state: State, cache: CompileCache, memory: int, error: HbmError
+    workload: Workload, mesh: Mesh, state: State, cache: CompileCache, memory: int, error: HbmError
 ) -> Infeasibility:
     """The largest microbatch, else the longest row, that the compiler accepts."""
-    training = work.training
+    training = workload.training
     assert training is not None
     trainer = training.trainer
     rows = trainer.train_batch_size // (mesh.shape["dp"] * mesh.shape["fsdp"])
@@ -234,7 +241,7 @@ def _what_fits(
     fixed = state.parameters + state.optimizer
     if fixed >= memory:
         return Infeasibility(
-            key=work.model_key,
+            key=workload.model_key,
             value=f"{fixed / 2**30:.2f} GiB",
             largest=None,
             text=f"parameters and optimizer state take {fixed / 2**30:.2f} GiB per device, of which there are "
@@ -244,7 +251,9 @@ def _what_fits(
 
     def works(microbatches: int, length: int | None = None) -> bool:
         try:
-            _fitting(lambda: compile_step(work, mesh, state, cache, microbatches=microbatches, length=length), memory)
+            _fitting(
+                lambda: compile_step(workload, mesh, state, cache, microbatches=microbatches, length=length), memory
+            )
         except HbmError:
             return False
         return True
@@ -283,15 +292,15 @@ def _what_fits(
 
 
 def largest_that_works(values: Sequence[int], guess: int, works: Callable[[int], bool]) -> int | None:
-    """Search from a guess; what works is smaller than what does not.
+    """Search the largest value that works, from a guess. Every value that works is smaller than those that do not.
 
     Args:
-        values: to choose from, rising.
-        guess: where to begin, one of ``values``.
-        works: asks the compiler, which takes long.
+        values: The values to choose from, in rising order.
+        guess: The value to try first, one of ``values``.
+        works: A function that says whether a value works. It asks the compiler, which takes long.
 
     Returns:
-        None if none works.
+        The value; None where none works.
     """
     low, high = -1, len(values)
     at = values.index(guess) if guess in values else 0
@@ -307,7 +316,7 @@ def largest_that_works(values: Sequence[int], guess: int, works: Callable[[int],
     return None if low < 0 else values[low]
 
 
-def _columns(training: TrainingWork, length: int | None) -> dict[str, jax.ShapeDtypeStruct]:
+def _columns(training: TrainingWorkload, length: int | None) -> dict[str, jax.ShapeDtypeStruct]:
     if length is None:
         return dict(training.columns)
     changed = {}

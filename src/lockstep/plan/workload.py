@@ -13,18 +13,18 @@ from lockstep.types import Request
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainingWork:
-    """The train step.
+class TrainingWorkload:
+    """The train step that a configuration asks for.
 
     Args:
-        trainer: batch, microbatches, mesh, float types.
-        optimizer: whose state lies beside the parameters.
-        loss: the objective.
-        columns: shape and type of one row of the batch.
-        row_key: configuration key of the length of a row.
-        rows: what a row is called: pairs, sequences, answers.
-        sequences_per_row: 2 for pairs.
-        reference: whether a frozen copy of the model in the compute type lies beside it.
+        trainer: The batch size, microbatches, mesh and float types.
+        optimizer: The optimizer, whose state is on the devices beside the parameters.
+        loss: The objective.
+        columns: The shape and the type of one row of each column of the batch.
+        row_key: The configuration key of the length of a row.
+        rows: What a row is called in messages: pairs, sequences, answers.
+        sequences_per_row: The number of sequences in a row: 2 for pairs.
+        reference: Whether a frozen copy of the model, in the compute type, is on the devices too.
     """
 
     trainer: TrainerConfig
@@ -38,20 +38,20 @@ class TrainingWork:
 
     @property
     def length(self) -> int:
-        """Tokens of a sequence."""
+        """The number of tokens of a sequence."""
         return int(self.columns["tokens"].shape[-1])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SamplingWork:
-    """A round of sampling.
+class SamplingWorkload:
+    """A round of sampling that a configuration asks for.
 
     Args:
-        name: of the block of the configuration that asks for it; empty where it is the whole configuration.
-        engine: capacities and layout.
-        engine_block: where the engine's keys are.
-        requests: prompts by their lengths; the token ids mean nothing.
-        vocab_size: token ids that may be sampled; None for all.
+        name: The block of the configuration that asks for it; empty where it is the whole configuration.
+        engine: The capacities and the layout.
+        engine_block: The block that the engine's keys are in.
+        requests: Prompts of the right lengths; their token ids mean nothing.
+        vocab_size: The number of token ids that may be sampled; None: all.
     """
 
     name: str
@@ -61,28 +61,33 @@ class SamplingWork:
     vocab_size: int | None = None
 
     def key(self, name: str) -> str:
-        """Of a setting of this block, from the root of the configuration."""
+        """The key of a setting of this block, with dots, from the root of the configuration.
+
+        Args:
+            name: The setting's name.
+        """
         block = self.engine_block if name in {f.name for f in dataclasses.fields(EngineConfig)} else self.name
         return f"{block}.{name}" if block else name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Work:
-    """All that a plan compiles.
+class Workload:
+    """Everything that a configuration asks of the devices, and thus what a plan compiles.
 
     Args:
-        command: that the configuration belongs to.
-        model: its shape.
-        model_key: key of the configuration that names the model.
-        vocab_size: rows of the embedding.
-        mesh_shape: of the mesh that the model lies on.
-        dtype: of the parameters.
-        training: the train step, if there is one.
-        sampling: rounds of sampling, by what they are for.
-        one_host: whether each host has a mesh of its own.
-        hosts: processes that the configuration asks for; None if it does not say.
-        notes: what was assumed.
-        refusals: what is wrong already, before anything is compiled. The rest is described with values that work.
+        command: The name of the command that the configuration belongs to.
+        model: The shape of the model.
+        model_key: The configuration key that names the model.
+        vocab_size: The number of rows of the embedding.
+        mesh_shape: The shape of the mesh that the model is on, as in the configuration.
+        dtype: The float type of the parameters.
+        training: The train step; None where there is none.
+        sampling: The rounds of sampling.
+        one_host: Whether each host has a mesh of its own.
+        hosts: The number of processes that the configuration requires; None: any number.
+        notes: What was assumed, a sentence each.
+        infeasibilities: What is wrong already, before anything is compiled. Everything else here is what would be asked
+            with the values that work.
     """
 
     command: str
@@ -91,9 +96,9 @@ class Work:
     vocab_size: int
     mesh_shape: str
     dtype: str
-    training: TrainingWork | None
-    sampling: Sequence[SamplingWork]
+    training: TrainingWorkload | None
+    sampling: Sequence[SamplingWorkload]
     one_host: bool = False
     hosts: int | None = None
     notes: tuple[str, ...] = ()
-    refusals: tuple[Infeasibility, ...] = ()
+    infeasibilities: tuple[Infeasibility, ...] = ()

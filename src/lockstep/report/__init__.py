@@ -1,10 +1,13 @@
-"""What a round leaves behind: rows, files, metrics, tables, trackers."""
+"""Rows of completions, and what is made of them: files, metrics, tables, tracked runs."""
 
-from lockstep.report.jsonl import append_jsonl, read_jsonl
+from lockstep.report.background import FINISH_S, BackgroundTracker
+from lockstep.report.evaluation_fields import EvaluationFields
+from lockstep.report.jsonl import append_jsonl, read_jsonl, repair_jsonl
 from lockstep.report.metrics import Metric, exact_match, load_metric, load_metrics, measure, metric_means
 from lockstep.report.rows import COLUMNS, SAMPLE_COLUMNS, Row, SampleRow, TableRow, metric_names
 from lockstep.report.table import print_table, terminal_table
 from lockstep.report.trackers import (
+    MAX_TABLE_ROWS,
     CompositeTracker,
     JsonlTracker,
     JsonlTrackerConfig,
@@ -13,16 +16,21 @@ from lockstep.report.trackers import (
     Tracker,
     TrackerChoice,
     TrackerConfig,
+    WandbTables,
     WandbTracker,
     WandbTrackerConfig,
     build_tracker,
 )
 
 __all__ = [
+    "BackgroundTracker",
     "COLUMNS",
     "CompositeTracker",
+    "EvaluationFields",
+    "FINISH_S",
     "JsonlTracker",
     "JsonlTrackerConfig",
+    "MAX_TABLE_ROWS",
     "Metric",
     "NoopTracker",
     "NoopTrackerConfig",
@@ -33,6 +41,7 @@ __all__ = [
     "Tracker",
     "TrackerChoice",
     "TrackerConfig",
+    "WandbTables",
     "WandbTracker",
     "WandbTrackerConfig",
     "append_jsonl",
@@ -45,5 +54,6 @@ __all__ = [
     "metric_names",
     "print_table",
     "read_jsonl",
+    "repair_jsonl",
     "terminal_table",
 ]

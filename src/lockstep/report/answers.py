@@ -12,11 +12,11 @@ _FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]+)\}\s*\{([^{}]+)\}")
 def last_number(text: str) -> Fraction | None:
     r"""The number that a solution ends in.
 
-    What stands after the last ``####`` counts, else what is in the last ``\boxed{}``, else the last number of the
+    What follows the last ``####`` counts, else what is in the last ``\boxed{}``, else the last number of the
     text. Thousands separators, a currency sign, a per cent sign and ``\frac{1}{2}`` are understood.
 
     Args:
-        text: a solution.
+        text: The text of a solution.
 
     Returns:
         The number; None where there is none.
@@ -32,7 +32,12 @@ def last_number(text: str) -> Fraction | None:
 
 
 def same_number(given: Fraction | None, expected: Fraction) -> bool:
-    """Whether both are the same number; no number is none."""
+    """Whether a solution gives the expected number.
+
+    Args:
+        given: The number of the solution; None where it has none, which is never the same.
+        expected: The number of the reference answer.
+    """
     return given is not None and given == expected
 
 

@@ -1,4 +1,4 @@
-"""Trackers behind a bounded queue: one that is down or slow neither blocks nor fails training."""
+"""A tracker behind a bounded queue: one that is down or slow neither blocks nor fails training."""
 
 import contextlib
 import dataclasses
@@ -14,9 +14,9 @@ from lockstep.report.trackers import Tracker
 log = logging.getLogger(__name__)
 
 QUEUE_SIZE = 1000
-"""Calls that may wait for the tracker; further ones are dropped and counted."""
+"""The number of calls that may wait for the tracker; further ones are dropped and counted."""
 FINISH_S = 60.0
-"""Seconds that finishing may take."""
+"""The seconds that finishing may take."""
 
 type Guard = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -25,12 +25,13 @@ class BackgroundTracker:
     """Passes calls on to a tracker from a thread of its own, in order, and returns at once.
 
     Args:
-        tracker: called from that thread alone.
-        guard: a context around each of its calls, such as ``lockstep.leader_only``: it must not launch programs.
-        size: calls that may wait; further ones are dropped and counted.
-        finish_s: seconds that ``finish`` waits for what is left.
-        wait_s: seconds that a call waits for the tracker, so that what others log later comes later; an error in that
-            time is raised. As long as earlier calls are not done, it does not wait. 0 returns at once.
+        tracker: The tracker, which is called from that thread alone.
+        guard: A function that makes a context around each of its calls, such as ``lockstep.leader_only``, in which a
+            launch raises.
+        size: The number of calls that may wait; further ones are dropped and counted.
+        finish_s: The seconds that ``finish`` waits for the calls that are left.
+        wait_s: The seconds that a call waits for the tracker, so that what is logged afterwards comes after it; an
+            error within that time is raised. A call does not wait while earlier ones are not done. 0: it never waits.
     """
 
     def __init__(
@@ -43,23 +44,34 @@ class BackgroundTracker:
         wait_s: float = 0.0,
     ) -> None:
         self.dropped = 0
-        """Calls that found the queue full, or were left when time was over."""
+        """The number of calls that found the queue full, or were left when the time to finish was over."""
         self.errors = 0
-        """Calls in which the tracker failed."""
+        """The number of calls in which the tracker failed."""
         self._tracker, self._guard, self._finish_s, self._wait_s = tracker, guard, finish_s, wait_s
         self._queue: queue.Queue[_Call | None] = queue.Queue(size)
         self._last: _Call | None = None
-        self._told_slow = False
+        self._warned_slow = False
         self._thread: threading.Thread | None = None
         self._finished = False
 
     def log(self, metrics: Mapping[str, float | str], *, step: int) -> None:
-        """Have the scalars recorded soon."""
+        """Queue scalars to be recorded.
+
+        Args:
+            metrics: The values by their names.
+            step: The number of training steps completed.
+        """
         values = dict(metrics)
         self._call(lambda: self._tracker.log(values, step=step))
 
     def log_rows(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
-        """Have the rows added soon."""
+        """Queue rows to be added to a table.
+
+        Args:
+            name: The table's name.
+            rows: The rows.
+            step: The number of training steps completed.
+        """
         kept = list(rows)
         self._call(lambda: self._tracker.log_rows(name, kept, step=step))
 
@@ -67,15 +79,15 @@ class BackgroundTracker:
         """Wait until the tracker has done all calls so far.
 
         Args:
-            timeout_s: seconds to wait at most.
+            timeout_s: The seconds to wait at most.
 
         Returns:
-            Whether it has.
+            Whether the tracker has done them.
         """
         return self._last is None or self._last.done.wait(timeout_s)
 
     def finish(self) -> None:
-        """Wait for what is left and finish the tracker, ``finish_s`` seconds in all; then say what was lost."""
+        """Wait for the calls that are left and finish the tracker, ``finish_s`` seconds in all; log what was lost."""
         if self._finished:
             return
         deadline = time.monotonic() + self._finish_s
@@ -99,8 +111,8 @@ class BackgroundTracker:
         if call.done.wait(self._wait_s):
             if call.error is not None:
                 raise call.error
-        elif not self._told_slow:
-            self._told_slow = True
+        elif not self._warned_slow:
+            self._warned_slow = True
             log.error("the tracker is slow, more than %g s for a call: training does not wait for it", self._wait_s)
 
     def _put(self, work: Callable[[], None], wait_s: float = 0.0) -> "_Call | None":
@@ -135,7 +147,7 @@ class BackgroundTracker:
 
 @dataclasses.dataclass
 class _Call:
-    """What the tracker is to do; then, whether it is done and what it raised."""
+    """One call of the tracker: what to do, whether it is done, and what it raised."""
 
     work: Callable[[], None]
     done: threading.Event = dataclasses.field(default_factory=threading.Event)

@@ -20,13 +20,13 @@ def append_jsonl(path: str | os.PathLike[str], records: Iterable[Mapping[str, An
     that JSON cannot express is written as the text ``NaN``, ``Infinity`` or ``-Infinity``.
 
     Args:
-        path: a local file; it and its directory are made where they are missing.
-        records: what to write.
-        fsync: return only when the disk has it.
+        path: A local file; it and its directory are made where they are missing.
+        records: The objects to write.
+        fsync: Whether to return only when the disk has the lines.
 
     Raises:
-        ConfigError: the path is a URL.
-        OSError: the file cannot be written.
+        ConfigError: The path is a URL.
+        OSError: The file cannot be written.
     """
     if "://" in os.fspath(path):
         raise ConfigError(
@@ -47,10 +47,11 @@ def repair_jsonl(path: str | os.PathLike[str]) -> int:
     """Make the file end with a whole line.
 
     Args:
-        path: a local file, which may be missing.
+        path: A local file, which may be missing.
 
     Returns:
-        Bytes of a torn last line that were removed; 0 where the file was whole or only its last newline was missing.
+        The number of bytes of a torn last line that were removed; 0 where the file was whole or only its last newline
+        was missing.
     """
     if not os.path.exists(path):
         return 0
@@ -72,14 +73,14 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Read every whole line; a torn last line is left out with a warning.
 
     Args:
-        path: a local file.
+        path: A local file.
 
     Returns:
         The objects, in order.
 
     Raises:
-        LockstepError: a line before the last is not a JSON object: names the file and the line.
-        OSError: the file cannot be read.
+        LockstepError: A line before the last is not a JSON object; the message names the file and the line.
+        OSError: The file cannot be read.
     """
     records = []
     lines = Path(path).read_bytes().split(b"\n")
@@ -100,7 +101,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def _last_line(file: Any) -> bytes:
-    """Bytes after the last newline, read backwards in blocks."""
+    """The bytes after the last newline, read backwards in blocks."""
     end = file.seek(0, os.SEEK_END)
     tail = b""
     while end:

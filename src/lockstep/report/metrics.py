@@ -1,4 +1,4 @@
-"""Metrics: a number per row, from the row and its prompt."""
+"""Metrics: functions of a row and its prompt that give a number."""
 
 import dataclasses
 import importlib
@@ -9,36 +9,44 @@ from collections.abc import Callable, Iterable, Mapping
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.report.answers import last_number, same_number
 from lockstep.report.rows import COLUMNS, SAMPLE_COLUMNS, Row, SampleRow, TableRow
-from lockstep.text.prompts import Prompt
+from lockstep.text import Prompt
 
 type AnyRow = Row | SampleRow
-"""A row of training or of ``lockstep sample``; a metric may read what both have."""
+"""A row of a training run or of ``lockstep sample``; a metric may read what both have."""
 type Metric = Callable[[AnyRow, Prompt], float]
-"""Takes a row and its prompt, returns a number."""
+"""A function of a row and its prompt that returns a number."""
 
 _NGRAM = 4
 _DIGITS = 4
-"""Significant digits of the perplexity: more of them depend on how the model is split over devices."""
+"""The number of significant digits of the perplexity; further ones depend on how the model is split over devices."""
 
 
 def exact_match(row: AnyRow, prompt: Prompt) -> float:
-    """1 where the first line of the answer is the prompt's answer, space around it aside; else 0.
+    """1 where the first line of the completion is the prompt's answer, but for space around it; else 0.
+
+    Args:
+        row: The completion.
+        prompt: The prompt, with an answer.
 
     Raises:
-        LockstepError: the prompt has no answer.
+        LockstepError: The prompt has no answer.
     """
     first_line = row.generated_text.strip().split("\n")[0].strip()
     return float(first_line == _reference(prompt, "exact_match").strip())
 
 
 def gsm8k(row: AnyRow, prompt: Prompt) -> float:
-    r"""1 where the answer ends in the number of the prompt's answer, as in GSM8K; else 0.
+    r"""1 where the completion ends in the number of the prompt's answer, as in GSM8K; else 0.
 
-    The number of either text is what stands after ``####``, else in the last ``\boxed{}``, else the last number in
+    The number of either text is what follows ``####``, else in the last ``\boxed{}``, else the last number in
     it (Cobbe et al. 2021, https://arxiv.org/abs/2110.14168). Numbers are compared by value: 1,200.0 is 1200.
 
+    Args:
+        row: The completion.
+        prompt: The prompt, with an answer.
+
     Raises:
-        LockstepError: the prompt has no answer, or one without a number.
+        LockstepError: The prompt has no answer, or one without a number.
     """
     expected = last_number(_reference(prompt, "gsm8k"))
     if expected is None:
@@ -47,21 +55,36 @@ def gsm8k(row: AnyRow, prompt: Prompt) -> float:
 
 
 def length(row: AnyRow, prompt: Prompt) -> float:
-    """Tokens of the answer."""
+    """The number of tokens of the completion.
+
+    Args:
+        row: The completion.
+        prompt: Its prompt, which is not used.
+    """
     return float(row.num_tokens)
 
 
 def repetition(row: AnyRow, prompt: Prompt) -> float:
-    """Share of the answer's runs of four words that were there before: 0 for none, towards 1 for a loop."""
+    """The share of the completion's runs of four words that occur before in it: 0 for none, towards 1 for a loop.
+
+    Args:
+        row: The completion.
+        prompt: Its prompt, which is not used.
+    """
     words = row.generated_text.split()
     runs = [tuple(words[i : i + _NGRAM]) for i in range(len(words) - _NGRAM + 1)]
     return 1 - len(set(runs)) / len(runs) if runs else 0.0
 
 
 def perplexity(row: AnyRow, prompt: Prompt) -> float:
-    """Of the answer under the model at temperature 1: the exponential of the mean negative log-probability per token.
+    """The perplexity of the completion: the exponential of the mean negative log-probability per token.
 
-    To four digits; the last one may differ between layouts.
+    The probabilities are those of the model at temperature 1. The value has four digits, of which the last may differ
+    between layouts.
+
+    Args:
+        row: The completion.
+        prompt: Its prompt, which is not used.
     """
     return float(f"{math.exp(min(-row.mean_logprob, 700.0)):.{_DIGITS}g}")
 
@@ -81,13 +104,13 @@ def load_metric(name: str) -> Metric:
 
     Args:
         name: ``exact_match``, ``gsm8k``, ``length``, ``repetition``, ``perplexity``, ``regex=PATTERN`` (1 where the
-            pattern is found in the answer), or ``module:function`` of an importable module.
+            pattern is found in the completion), or ``module:function`` of an importable module.
 
     Returns:
         The function.
 
     Raises:
-        ConfigError: no such metric.
+        ConfigError: There is no such metric.
     """
     if name in BUILT_IN:
         return BUILT_IN[name]
@@ -115,14 +138,14 @@ def load_metrics(names: Iterable[str]) -> dict[str, Metric]:
     """Find several metrics.
 
     Args:
-        names: as for ``load_metric``.
+        names: The names, as for ``load_metric``.
 
     Returns:
-        The functions by column: the name itself, of ``module:function`` the part after the colon, of a regular
-        expression ``regex``, or ``regex_2`` and so on of several.
+        The functions by their columns. A column is the name itself; for ``module:function`` it is the part after the
+        colon, and for regular expressions ``regex``, ``regex_2`` and so on.
 
     Raises:
-        ConfigError: no such metric, or a column that is there already.
+        ConfigError: There is no such metric, or the table has the column already.
     """
     metrics: dict[str, Metric] = {}
     for name in names:
@@ -139,15 +162,15 @@ def measure[R: AnyRow](metrics: Mapping[str, Metric], row: R, prompt: Prompt) ->
     """Apply metrics to a row.
 
     Args:
-        metrics: functions by column, as returned by ``load_metrics``.
-        row: what the model said.
-        prompt: what it was asked.
+        metrics: The functions by their columns, as returned by ``load_metrics``.
+        row: The completion.
+        prompt: Its prompt.
 
     Returns:
         The row with their values added.
 
     Raises:
-        LockstepError: a metric failed; names it, the prompt and the generation.
+        LockstepError: A metric failed; the message names the metric, the prompt and the generation.
     """
     values = dict(row.metrics)
     for column, metric in metrics.items():
@@ -179,7 +202,11 @@ def _regex(name: str) -> Metric:
 
 
 def metric_means(rows: Iterable[TableRow]) -> dict[str, float]:
-    """Mean of each metric over the rows that have it, by name."""
+    """The mean of each metric over the rows that have it, by the metric's name.
+
+    Args:
+        rows: The rows.
+    """
     values: dict[str, list[float]] = {}
     for row in rows:
         for name, value in row.metrics.items():

@@ -1,8 +1,13 @@
-"""One row of the samples table."""
+"""The rows of the samples tables: one completion each."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
+
+import numpy as np
+
+from lockstep.text import Prompt
+from lockstep.types import Completion
 
 COLUMNS = (
     "step",
@@ -14,11 +19,11 @@ COLUMNS = (
     "finish_reason",
     "mean_logprob",
 )
-"""Columns that every row has, in the order of the table; metrics follow."""
+"""The columns of every row of a training run, in the order of the table; metrics follow."""
 
 
 SAMPLE_COLUMNS = ("round", "prompt_id", "generation_id", "prompt", "generated_text", "num_tokens")
-"""Columns of a row of ``lockstep sample`` in the order of its table; metrics follow."""
+"""The columns of a row of ``lockstep sample``, in the order of its table; metrics follow."""
 
 
 class TableRow(Protocol):
@@ -28,33 +33,31 @@ class TableRow(Protocol):
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """A value by metric name; columns after the first ones."""
+        """The value of each metric, by the metric's name; these are the columns after the first ones."""
         ...
 
     def to_dict(self) -> dict[str, Any]:
-        """The row as one flat mapping; a table takes its columns from it."""
+        """The row as one flat mapping, from which a table takes its columns."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
-    """What the model said to one prompt at one step.
+class CompletionRow:
+    """What `Row` and `SampleRow` have in common: one completion as text.
 
     Args:
-        step: training steps completed.
-        prompt_id: the prompt's number.
-        generation_id: 0 to ``n_generations - 1``.
-        prompt: the prompt's text.
-        generated_text: the answer's text.
-        num_tokens: tokens sampled, a stop token included.
-        finish_reason: ``stop``, ``length``, ``budget`` or ``cancelled``.
-        mean_logprob: mean natural-log probability of the sampled tokens; 0 where none was sampled.
-        metrics: a value by metric name.
+        prompt_id: The prompt's number.
+        generation_id: The completion's number among those of its prompt: 0 to ``n_generations - 1``.
+        prompt: The prompt's text.
+        generated_text: The completion's text.
+        num_tokens: The number of tokens sampled, a stop token included.
+        finish_reason: Why the completion ended: ``stop``, ``length``, ``budget`` or ``cancelled``.
+        mean_logprob: The mean natural-log probability of the sampled tokens; 0 where none was sampled.
+        metrics: The value of each metric, by the metric's name.
     """
 
-    columns: ClassVar[tuple[str, ...]] = COLUMNS
+    columns: ClassVar[tuple[str, ...]]
 
-    step: int
     prompt_id: int
     generation_id: int
     prompt: str
@@ -64,16 +67,53 @@ class Row:
     mean_logprob: float
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
+    @classmethod
+    def from_completion(cls, completion: Completion, prompt: Prompt, text: str, **when: Any) -> Self:
+        """The row of a completion, without metrics.
+
+        Args:
+            completion: The completion.
+            prompt: Its prompt.
+            text: Its text, as it is shown.
+            **when: The fields of the row that say when it was sampled: ``step`` or ``round``.
+        """
+        return cls(
+            prompt_id=completion.prompt_id,
+            generation_id=completion.generation_id,
+            prompt=prompt.shown,
+            generated_text=text,
+            num_tokens=len(completion.tokens),
+            finish_reason=str(completion.finish_reason),
+            mean_logprob=float(np.mean(completion.logprobs)) if completion.logprobs else 0.0,
+            **when,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row(CompletionRow):
+    """What the model said to one prompt after one training step.
+
+    Args:
+        step: The number of training steps completed.
+    """
+
+    columns: ClassVar[tuple[str, ...]] = COLUMNS
+
+    step: int
+
     def to_dict(self) -> dict[str, Any]:
         """The row as one flat mapping: ``COLUMNS``, then its metrics."""
         return {column: getattr(self, column) for column in COLUMNS} | dict(self.metrics)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Row":
-        """The row that ``to_dict`` was called on; fields beyond ``COLUMNS`` are metrics.
+        """The row that ``to_dict`` was called on.
+
+        Args:
+            values: The columns of the row; the values beyond ``COLUMNS`` are metrics.
 
         Raises:
-            KeyError: a column is missing.
+            KeyError: A column is missing.
         """
         metrics = {name: float(value) for name, value in values.items() if name not in COLUMNS}
         columns = {column: values[column] for column in COLUMNS}
@@ -81,33 +121,20 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SampleRow:
+class SampleRow(CompletionRow):
     """What a checkpoint said to one prompt in one round of ``lockstep sample``.
 
+    Its ``mean_logprob`` is for metrics; it is not written, because its last digits depend on how the model is split
+    over devices.
+
     Args:
-        round: from 0.
-        prompt_id: the prompt's number.
-        generation_id: 0 to ``n_generations - 1``.
-        prompt: the prompt's text.
-        generated_text: the answer's text.
-        num_tokens: tokens sampled, a stop token included.
-        finish_reason: ``stop`` or ``length``.
-        mean_logprob: mean natural-log probability of the sampled tokens, for metrics; not written, because its last
-            digits depend on how the model is split over devices.
-        metrics: a value by metric name.
+        round: The number of the round, from 0.
     """
 
     columns: ClassVar[tuple[str, ...]] = SAMPLE_COLUMNS
 
     round: int
-    prompt_id: int
-    generation_id: int
-    prompt: str
-    generated_text: str
-    num_tokens: int
-    finish_reason: str
     mean_logprob: float = 0.0
-    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The row as it is written: ``SAMPLE_COLUMNS``, how it ended, then its metrics."""
@@ -118,8 +145,11 @@ class SampleRow:
     def from_dict(cls, values: Mapping[str, Any]) -> "SampleRow":
         """The row that ``to_dict`` was called on.
 
+        Args:
+            values: The columns of the row and how it ended; the other values are metrics.
+
         Raises:
-            KeyError: a column is missing.
+            KeyError: A column is missing.
         """
         own = (*SAMPLE_COLUMNS, "finish_reason")
         metrics = {name: float(value) for name, value in values.items() if name not in own}
@@ -127,5 +157,9 @@ class SampleRow:
 
 
 def metric_names(rows: Iterable[TableRow]) -> tuple[str, ...]:
-    """Names of the metrics that any of the rows has, in order of first appearance."""
+    """The names of the metrics that any of some rows has, in order of first appearance.
+
+    Args:
+        rows: The rows.
+    """
     return tuple(dict.fromkeys(name for row in rows for name in row.metrics))

@@ -14,16 +14,16 @@ VISIBLE_CONTROLS = {"\n": "↵", "\r": "␍", "\t": "⇥"}
 
 
 def terminal_table(rows: Sequence[Row | SampleRow], *, title: str, max_rows: int = 10, max_chars: int = 160) -> Table:
-    """Lay rows out for reading: what was asked, what came back, how it ended, how well.
+    """A table of rows for reading: the prompt, the completion, how it ended, and its metrics.
 
-    Nothing is left out unseen: newlines and control characters are shown by a sign, a shortened text ends in the number
-    of characters left out, and a line below the table counts the rows left out.
+    Nothing is left out silently: newlines and control characters are shown by a sign, a shortened text ends in the
+    number of characters left out, and a line below the table counts the rows left out.
 
     Args:
-        rows: of one round.
-        title: line above the table.
-        max_rows: rows shown; the means below the table are over all of them.
-        max_chars: characters shown of a prompt (its end) and of a generated text (its start).
+        rows: The rows of one round.
+        title: The line above the table.
+        max_rows: The number of rows shown; the means below the table are over all rows.
+        max_chars: The number of characters shown of a prompt (its end) and of a generated text (its start).
 
     Returns:
         A table for ``rich``.
@@ -59,16 +59,21 @@ def print_table(
     """Print the table below an empty line.
 
     Args:
-        rows: of one round.
-        title: line above the table.
-        max_rows: rows shown.
-        console: where to; None: standard output, as wide as the terminal or the variable ``COLUMNS`` says, else 80.
+        rows: The rows of one round.
+        title: The line above the table.
+        max_rows: The number of rows shown.
+        console: The console to print to; None: standard output, as wide as the terminal or the environment variable
+            ``COLUMNS`` says, else 80 characters.
     """
     (console or Console()).print("", terminal_table(rows, title=title, max_rows=max_rows))
 
 
 def visible(text: str) -> str:
-    """The text on one line, with a sign for each newline, tab and control character, space around it left out."""
+    """A text on one line, with a sign for each newline, tab and control character, without the spaces around it.
+
+    Args:
+        text: The text.
+    """
     shown = "".join(VISIBLE_CONTROLS.get(each, each) for each in text.strip(" "))
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in shown)
 

@@ -1,4 +1,4 @@
-"""Where metrics and sample tables go. Only the leader holds a tracker that writes; none of them touches jax."""
+"""Trackers: where metrics and tables of samples go. Only the leader has one that writes; none of them uses jax."""
 
 import dataclasses
 import logging
@@ -19,27 +19,38 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_TABLE_ROWS = 10_000
-"""W&B shows no more rows of a table than this; older ones are left out of it."""
+"""The number of rows of a table that W&B shows; older rows are left out of the table."""
 
 
 class Tracker(Protocol):
-    """Takes numbers and rows as training goes on."""
+    """What records scalars and rows of tables while a run goes on."""
 
     def log(self, metrics: Mapping[str, float | str], *, step: int) -> None:
-        """Record scalars, and now and then a text, at a step."""
+        """Record scalars.
+
+        Args:
+            metrics: The values, a few of them texts, by their names.
+            step: The number of training steps completed.
+        """
         ...
 
     def log_rows(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
-        """Add rows to the growing table ``name``."""
+        """Add rows to a table that grows over the run.
+
+        Args:
+            name: The table's name.
+            rows: The rows.
+            step: The number of training steps completed.
+        """
         ...
 
     def finish(self) -> None:
-        """Write out what is pending; nothing is logged after. A second call does nothing."""
+        """Write out what is pending; nothing is logged afterwards. A second call does nothing."""
         ...
 
 
 class NoopTracker:
-    """Drops everything: what every process but the leader holds."""
+    """A tracker that drops everything: the one of every process but the leader."""
 
     def log(self, metrics: Mapping[str, float | str], *, step: int) -> None:
         """Drop the scalars."""
@@ -57,14 +68,14 @@ class JsonlTracker:
     Rows are not written: the callback itself keeps every row in ``samples.jsonl``, whatever the tracker.
 
     Args:
-        path: a local file.
+        path: The local file.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
     def log(self, metrics: Mapping[str, float | str], *, step: int) -> None:
-        """Append one line; ``time`` is in seconds since the epoch."""
+        """Append one line. Its ``time`` is in seconds since the epoch."""
         values = {name: _plain(value) for name, value in metrics.items()}
         append_jsonl(self.path, [{"step": int(step), "time": round(time.time(), 3)} | values])
 
@@ -72,17 +83,22 @@ class JsonlTracker:
         """Do nothing: rows are in ``samples.jsonl``."""
 
     def finish(self) -> None:
-        """Do nothing: each line is on its way to the disk when ``log`` returns."""
+        """Do nothing: the system has each line when ``log`` returns."""
 
 
 class WandbTables:
-    """Makes W&B tables that hold all rows so far, for a W&B table cannot change once it is logged."""
+    """W&B tables that have all rows so far, for a W&B table cannot change once it is logged."""
 
     def __init__(self) -> None:
         self._rows: dict[str, list[TableRow]] = {}
 
     def add(self, name: str, rows: Sequence[TableRow]) -> "wandb.Table":
-        """The table ``name`` with these rows added."""
+        """The table with these rows added.
+
+        Args:
+            name: The table's name.
+            rows: The rows to add.
+        """
         import wandb
 
         kept = self._rows.setdefault(name, [])
@@ -101,7 +117,7 @@ class WandbTracker:
     W&B refuses a step below the run's last one: such values are logged at the last step.
 
     Args:
-        run: what ``wandb.init`` returned.
+        run: The run that ``wandb.init`` returned.
     """
 
     def __init__(self, run: "wandb.Run") -> None:
@@ -130,36 +146,36 @@ class WandbTracker:
 
 
 class CompositeTracker:
-    """Passes everything on to several trackers; one that fails does not keep the others from it.
+    """Passes everything on to several trackers; where one fails, the others still get it.
 
     Args:
-        trackers: in order.
+        trackers: The trackers, in the order in which they are called.
     """
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self.trackers = tuple(trackers)
 
     def log(self, metrics: Mapping[str, float | str], *, step: int) -> None:
-        """Record scalars in each.
+        """Record scalars in each tracker.
 
         Raises:
-            Exception: what the tracker raised; an ExceptionGroup if several did.
+            Exception: What a tracker raised; an ExceptionGroup where several did.
         """
         self._each(lambda tracker: tracker.log(metrics, step=step))
 
     def log_rows(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
-        """Add rows in each.
+        """Add rows in each tracker.
 
         Raises:
-            Exception: as ``log``.
+            Exception: As for ``log``.
         """
         self._each(lambda tracker: tracker.log_rows(name, rows, step=step))
 
     def finish(self) -> None:
-        """Finish each.
+        """Finish each tracker.
 
         Raises:
-            Exception: as ``log``.
+            Exception: As for ``log``.
         """
         self._each(lambda tracker: tracker.finish())
 
@@ -184,15 +200,15 @@ class TrackerConfig(draccus.ChoiceRegistry):
         """Start the tracker; call it on the leader alone.
 
         Args:
-            run_dir: local directory of the run; everything a tracker writes goes below it.
-            run_name: name of the run.
-            config: the run's configuration, for trackers that show it.
+            run_dir: The local directory of the run; everything that a tracker writes goes below it.
+            run_name: The name of the run.
+            config: The run's configuration, for trackers that show it.
 
         Returns:
             The tracker.
 
         Raises:
-            ConfigError: the tracker cannot start.
+            ConfigError: The tracker cannot start.
         """
         raise NotImplementedError
 
@@ -223,11 +239,11 @@ class WandbTrackerConfig(TrackerConfig):
     """A Weights & Biases run.
 
     Args:
-        project: W&B project; None: W&B's default.
-        entity: user or team; None: W&B's default.
-        name: name of the run; None: the run's name.
-        group: group of runs.
-        tags: tags of the run.
+        project: The W&B project; None: W&B's default.
+        entity: The user or team; None: W&B's default.
+        name: The name of the run in W&B; None: that of the run.
+        group: The group of runs that it belongs to.
+        tags: The tags of the run.
         mode: ``online`` | ``offline`` | ``disabled``; None: as the environment (``WANDB_MODE``) says, else online.
     """
 
@@ -271,7 +287,7 @@ class WandbTrackerConfig(TrackerConfig):
 
 
 def _plain(value: float | str) -> float | str:
-    """NumPy's numbers as Python's."""
+    """The value as a plain Python number or text."""
     return value if isinstance(value, str) else float(value)
 
 
@@ -285,16 +301,16 @@ def build_tracker(
     """Start one tracker or several; call it on the leader alone.
 
     Args:
-        choice: what the config's ``tracker`` field holds; an empty list: no tracking.
-        run_dir: local directory of the run.
-        run_name: name of the run.
-        config: the run's configuration, for trackers that show it.
+        choice: The value of the ``tracker`` field of a configuration; an empty list: no tracking.
+        run_dir: The local directory of the run.
+        run_name: The name of the run.
+        config: The run's configuration, for trackers that show it.
 
     Returns:
         The tracker, a composite one for a list.
 
     Raises:
-        ConfigError: a tracker cannot start.
+        ConfigError: A tracker cannot start.
     """
     if isinstance(choice, TrackerConfig):
         return choice.build(run_dir, run_name, config)

@@ -1,4 +1,4 @@
-"""What to launch next, in plain Python and NumPy: every host computes the same plans from the same results."""
+"""The scheduler: what to launch next, in plain Python and NumPy; every host computes the same from the same results."""
 
 from lockstep.schedule.batch import Capacity as Capacity
 from lockstep.schedule.batch import CopyPagesBatch as CopyPagesBatch
@@ -11,5 +11,6 @@ from lockstep.schedule.pages import NULL_PAGE as NULL_PAGE
 from lockstep.schedule.pages import PageAllocator as PageAllocator
 from lockstep.schedule.sampling import SamplingBatch as SamplingBatch
 from lockstep.schedule.sampling import sampling_sizes as sampling_sizes
+from lockstep.schedule.scheduler import Counts as Counts
 from lockstep.schedule.scheduler import FindStop as FindStop
 from lockstep.schedule.scheduler import Scheduler as Scheduler

@@ -1,4 +1,4 @@
-"""Fixed-shape arrays that tell a device program what to do. Shapes depend on the sizes alone, never on the requests."""
+"""The arguments of a launch: NumPy arrays whose shapes depend on the capacities alone, never on the requests."""
 
 import dataclasses
 
@@ -14,24 +14,24 @@ class Capacity:
     """Every capacity that the scheduler and the programs share.
 
     Args:
-        replicas: groups of devices that can decode different sequences.
-        sequences: sequences decoded at a time over all replicas.
-        slots: sequences that one replica decodes at a time.
-        page_size: tokens in a page.
-        pages: pages in one replica's pool, the null page included.
-        pages_per_sequence: width of a page table; a sequence has at most ``pages_per_sequence * page_size`` tokens.
-        prefill_rows: pages of prompt tokens that one replica prefills in a launch.
-        steps: tokens that a decode launch samples per sequence at most.
-        stop_ids: stop tokens per sequence at most.
+        replicas: The number of replicas, groups of devices that can decode different sequences.
+        sequences: The most sequences decoded at a time, over all replicas.
+        slots: The most sequences decoded at a time by one replica.
+        page_size: The number of tokens in a page.
+        pages: The number of pages in one replica's pool, the null page included.
+        pages_per_sequence: The width of a page table; a sequence has at most ``pages_per_sequence * page_size`` tokens.
+        prefill_rows: The number of pages of prompt tokens that one replica prefills in a launch.
+        steps: The most steps of a decode launch, each a token per sequence.
+        stop_ids: The most stop tokens of a sequence.
         penalties: 1 where the decode program counts tokens, for penalties; 0 leaves that out.
         min_tokens: 1 where the decode program rules out stop tokens at first; 0 leaves that out.
-        bias_ids: entries of a sequence's logit_bias at most; 0 leaves it out.
-        allowed_ids: entries of a sequence's allowed_token_ids at most; 0 leaves them out.
-        top_logprobs: most probable tokens that the decode program reports per step; 0 for none.
+        bias_ids: The most entries of a sequence's ``logit_bias``; 0 leaves the bias out.
+        allowed_ids: The most entries of a sequence's ``allowed_token_ids``; 0 leaves them out.
+        top_logprobs: The number of most probable tokens that the decode program reports per step; 0 for none.
         prompt_logprobs: 1 where there is a program for the log-probabilities of prompt tokens; 0 leaves it out.
         page_copies: 1 where there is a program that copies partial pages of prompts; 0 leaves it out.
-        prefill_sequences: whose prompts one replica prefills in a launch at most; 0 for any number.
-        idle_replicas: replicas that are given no sequences; the others are evenly spaced.
+        prefill_sequences: The most sequences that one replica prefills in a launch; 0 for any number.
+        idle_replicas: The number of replicas that are given no sequences; the others are evenly spaced.
     """
 
     replicas: int
@@ -55,7 +55,7 @@ class Capacity:
 
     @property
     def active_replicas(self) -> range:
-        """The replicas that sequences are given to."""
+        """The indices of the replicas that are given sequences."""
         return range(0, self.replicas, self.replicas // (self.replicas - self.idle_replicas))
 
     def with_slots(self, slots: int) -> "Capacity":
@@ -66,25 +66,26 @@ class Capacity:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PrefillBatch:
-    """Pages of prompt tokens to compute K/V for. An unused row has length 0 and points to the null page."""
+    """Pages of prompt tokens to compute K/V for. An unused row writes to the null page."""
 
     tokens: Int32[np.ndarray, "replica row page_size"]
+    """The token ids."""
     start: Int32[np.ndarray, "replica row"]
-    """Position of the row's first token, a multiple of the page size."""
+    """The position of the row's first token, a multiple of the page size."""
     page: Int32[np.ndarray, "replica row"]
-    """Page that the row's K/V is written to."""
+    """The page that the row's K/V is written to."""
     page_table: Int32[np.ndarray, "replica row pages_per_sequence"]
-    """Pages of the row's sequence."""
+    """The pages of the row's sequence, in order."""
 
     @classmethod
-    def empty(cls, sizes: Capacity) -> "PrefillBatch":
-        """A plan whose rows are all unused."""
-        rows = (sizes.replicas, sizes.prefill_rows)
+    def empty(cls, capacity: Capacity) -> "PrefillBatch":
+        """Returns a batch whose rows are all unused."""
+        rows = (capacity.replicas, capacity.prefill_rows)
         return cls(
-            tokens=np.zeros((*rows, sizes.page_size), np.int32),
+            tokens=np.zeros((*rows, capacity.page_size), np.int32),
             start=np.zeros(rows, np.int32),
             page=np.full(rows, NULL_PAGE, np.int32),
-            page_table=np.full((*rows, sizes.pages_per_sequence), NULL_PAGE, np.int32),
+            page_table=np.full((*rows, capacity.pages_per_sequence), NULL_PAGE, np.int32),
         )
 
 
@@ -93,12 +94,14 @@ class CopyPagesBatch:
     """Pages to copy. An unused entry copies the null page to itself."""
 
     source: Int32[np.ndarray, "replica slot"]
+    """The page to copy from."""
     target: Int32[np.ndarray, "replica slot"]
+    """The page to copy to."""
 
     @classmethod
-    def empty(cls, sizes: Capacity) -> "CopyPagesBatch":
-        """A plan that copies nothing."""
-        shape = (sizes.replicas, sizes.slots)
+    def empty(cls, capacity: Capacity) -> "CopyPagesBatch":
+        """Returns a batch that copies nothing."""
+        shape = (capacity.replicas, capacity.slots)
         return cls(source=np.full(shape, NULL_PAGE, np.int32), target=np.full(shape, NULL_PAGE, np.int32))
 
 
@@ -107,53 +110,61 @@ class PromptLogprobsBatch:
     """Pages of prompt tokens, all with K/V in the pool, to compute log-probabilities for."""
 
     tokens: Int32[np.ndarray, "replica row page_size"]
+    """The token ids."""
     targets: Int32[np.ndarray, "replica row page_size"]
-    """The token that follows each, -1 where there is none; an unused row has none."""
+    """The token id that follows each token; -1 where there is none, and throughout an unused row."""
     start: Int32[np.ndarray, "replica row"]
-    """Position of the row's first token, a multiple of the page size."""
+    """The position of the row's first token, a multiple of the page size."""
     page_table: Int32[np.ndarray, "replica row pages_per_sequence"]
-    """Pages of a sequence that has the prompt."""
+    """The pages, in order, of a sequence that has the prompt."""
 
     @classmethod
-    def empty(cls, sizes: Capacity) -> "PromptLogprobsBatch":
-        """A plan whose rows are all unused."""
-        rows = (sizes.replicas, sizes.prefill_rows)
+    def empty(cls, capacity: Capacity) -> "PromptLogprobsBatch":
+        """Returns a batch whose rows are all unused."""
+        rows = (capacity.replicas, capacity.prefill_rows)
         return cls(
-            tokens=np.zeros((*rows, sizes.page_size), np.int32),
-            targets=np.full((*rows, sizes.page_size), -1, np.int32),
+            tokens=np.zeros((*rows, capacity.page_size), np.int32),
+            targets=np.full((*rows, capacity.page_size), -1, np.int32),
             start=np.zeros(rows, np.int32),
-            page_table=np.full((*rows, sizes.pages_per_sequence), NULL_PAGE, np.int32),
+            page_table=np.full((*rows, capacity.pages_per_sequence), NULL_PAGE, np.int32),
         )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class DecodeBatch:
-    """Sequences to decode ``num_steps`` tokens of. An idle slot has ``remaining`` 0."""
+    """Sequences to decode, one per slot. An idle slot has ``remaining`` 0."""
 
     num_steps: int
+    """The number of steps of the launch."""
     token: Int32[np.ndarray, "replica slot"]
+    """The token id that the first step reads."""
     position: Int32[np.ndarray, "replica slot"]
+    """The position of ``token``."""
     remaining: Int32[np.ndarray, "replica slot"]
+    """The most tokens that may still be sampled."""
     page_table: Int32[np.ndarray, "replica slot pages_per_sequence"]
+    """The pages of the sequence, in order."""
     stop_ids: Int32[np.ndarray, "replica slot stop_ids"]
-    """Padded with -1."""
+    """The token ids that end the sequence, padded with -1."""
     draw: UInt32[np.ndarray, "replica slot 3"]
-    """Seed, prompt and generation: with the position, all that a random draw depends on."""
+    """The seed, prompt number and generation number: with position and token, all that a random draw depends on."""
     temperature: Float32[np.ndarray, "replica slot"]
+    """The temperature; 0 is greedy."""
     sampling: SamplingBatch
+    """The other sampling parameters."""
 
     @classmethod
-    def empty(cls, sizes: Capacity, num_steps: int) -> "DecodeBatch":
-        """A plan whose slots are all idle."""
-        slots = (sizes.replicas, sizes.slots)
+    def empty(cls, capacity: Capacity, num_steps: int) -> "DecodeBatch":
+        """Returns a batch whose slots are all idle."""
+        slots = (capacity.replicas, capacity.slots)
         return cls(
             num_steps=num_steps,
             token=np.zeros(slots, np.int32),
             position=np.zeros(slots, np.int32),
             remaining=np.zeros(slots, np.int32),
-            page_table=np.full((*slots, sizes.pages_per_sequence), NULL_PAGE, np.int32),
-            stop_ids=np.full((*slots, sizes.stop_ids), -1, np.int32),
+            page_table=np.full((*slots, capacity.pages_per_sequence), NULL_PAGE, np.int32),
+            stop_ids=np.full((*slots, capacity.stop_ids), -1, np.int32),
             draw=np.zeros((*slots, 3), np.uint32),
             temperature=np.zeros(slots, np.float32),
-            sampling=SamplingBatch.empty(sizes),
+            sampling=SamplingBatch.empty(capacity),
         )

@@ -1,4 +1,4 @@
-"""Which requests can never fit, whatever finishes before them."""
+"""Checks that requests fit: nothing is clamped and nothing is dropped."""
 
 from collections.abc import Sequence as Seq
 
@@ -13,12 +13,12 @@ def check_length(request: Request, limit: int, largest: int | None = None) -> No
     """Refuses a request that is longer than a sequence may be.
 
     Args:
-        request: to check.
-        limit: ``max_seq_len`` in use, tokens of prompt and answer together.
-        largest: what ``max_seq_len`` could be raised to; None if there is no bound.
+        request: The request.
+        limit: The ``max_seq_len`` in use, in tokens of prompt and answer together.
+        largest: The largest value that ``max_seq_len`` could be raised to; None if there is no bound.
 
     Raises:
-        CapacityError: names the lengths, the limit and the changes that would help.
+        CapacityError: The request is too long; the message has the lengths, the limit and the changes that would help.
     """
     prompt, new = len(request.prompt_tokens), request.params.max_new_tokens
     if prompt + new <= limit:
@@ -40,32 +40,36 @@ def check_length(request: Request, limit: int, largest: int | None = None) -> No
     )
 
 
-def check_capacity(sizes: Capacity, requests: Seq[Request]) -> None:
-    """Refuses requests that can never fit: nothing is clamped and nothing is dropped.
+def check_capacity(capacity: Capacity, requests: Seq[Request]) -> None:
+    """Refuses requests that can never fit, whatever finishes before them.
+
+    Args:
+        capacity: The capacities that the programs were built for.
+        requests: The requests.
 
     Raises:
-        CapacityError: names the prompt, what it needs, the limit and the fix.
+        CapacityError: A request does not fit; the message has the prompt, its need, the limit and the fix.
     """
     for request in requests:
-        check_length(request, sizes.pages_per_sequence * sizes.page_size)
+        check_length(request, capacity.pages_per_sequence * capacity.page_size)
         prompt, new = len(request.prompt_tokens), request.params.max_new_tokens
-        pages = Sequence(request=request, generation_id=0).worst_case_pages(sizes.page_size)
-        if pages > sizes.pages - 1:
-            room = (sizes.pages - 1) * sizes.page_size + 1 - prompt
+        pages = Sequence(request=request, generation_id=0).worst_case_pages(capacity.page_size)
+        if pages > capacity.pages - 1:
+            room = (capacity.pages - 1) * capacity.page_size + 1 - prompt
             other = f"lower max_new_tokens to at most {room}" if room >= 1 else "shorten the prompt"
             raise CapacityError(
-                f"prompt {request.prompt_id} needs {pages} pages of {sizes.page_size} tokens for its {prompt} prompt "
-                f"and {new} new tokens; a replica has {sizes.pages - 1} (max_pages less the null page). Raise "
-                f"max_pages to at least {pages + 1}, or {other}."
+                f"prompt {request.prompt_id} needs {pages} pages of {capacity.page_size} tokens for its {prompt} "
+                f"prompt and {new} new tokens; a replica has {capacity.pages - 1} (max_pages less the null page). "
+                f"Raise max_pages to at least {pages + 1}, or {other}."
             )
-        if len(request.params.stop_token_ids) > sizes.stop_ids:
+        if len(request.params.stop_token_ids) > capacity.stop_ids:
             raise CapacityError(
                 f"prompt {request.prompt_id} has {len(request.params.stop_token_ids)} stop token ids; the programs "
-                f"were built for {sizes.stop_ids}. Give fewer stop_token_ids."
+                f"were built for {capacity.stop_ids}. Give fewer stop_token_ids."
             )
         for feature, size in sampling_sizes([request.params]).items():
-            if size > getattr(sizes, feature):
+            if size > getattr(capacity, feature):
                 raise CapacityError(
                     f"prompt {request.prompt_id} needs {feature} {size} of the sampler; the programs were built with "
-                    f"{feature} {getattr(sizes, feature)}. Prepare the engine with this request too."
+                    f"{feature} {getattr(capacity, feature)}. Prepare the engine with this request too."
                 )

@@ -1,6 +1,5 @@
-"""Plans for the next launch, written from what the replicas hold: each function fills one kind of plan."""
+"""Builds the batch of the next launch from the state of the replicas: one function for each kind of batch."""
 
-from collections.abc import Sequence
 from collections.abc import Sequence as Seq
 
 from lockstep.schedule.batch import Capacity, CopyPagesBatch, DecodeBatch, PrefillBatch, PromptLogprobsBatch
@@ -8,33 +7,33 @@ from lockstep.schedule.prompt_logprobs import PromptLogprobs
 from lockstep.schedule.replica import Replica
 
 _LAUNCH_COST = 4
-"""What a launch costs besides its steps, in steps: the host's work, the context laid out anew, the prefill of those who
-are let in. A guess: with true costs of 0.5 to 6 the choice below comes within 6 % of the best fixed least length at 8
-to 64 slots, each time another one (benchmarks/admission.py).
+"""The cost of a launch besides its steps, in steps: the host's work, gathering the context, the prefill of admitted
+sequences. It is a guess: with true costs of 0.5 to 6, `num_decode_steps` comes within 6 % of the best fixed least
+length at 8 to 64 slots, which is another one each time (benchmarks/admission.py).
 """
-_EARLY_PART = 4
-"""The part of the longest launch that is run while others wait for sequences that may end at any step."""
+_EARLY_DIVISOR = 4
+"""The longest launch is divided by this while sequences wait and any of those decoding may stop at any step."""
 
 
-def num_decode_steps(remaining: Sequence[int], limit: int, *, waiting: bool, may_stop: bool) -> int:
-    """The number of steps of a launch; a pure function, so every host computes the same.
+def num_decode_steps(remaining: Seq[int], limit: int, *, waiting: bool, may_stop: bool) -> int:
+    """Returns the number of steps of a launch; a pure function, so that every host computes the same.
 
-    With nobody waiting a launch is as long as its longest sequence. While others wait, a long launch leaves slots idle
-    that have ended, and a short one pays for the launch again: of all lengths at which a sequence ends, the one that
-    samples the most tokens per step paid for. Sequences that may stop early end nobody knows when, so there a launch is
-    a quarter of ``limit`` at most.
+    While no sequence waits, a launch is as long as its longest sequence. While sequences wait, a long launch leaves
+    slots idle whose sequences have ended, and a short launch pays the cost of a launch again: of all lengths at which a
+    sequence ends, the one is chosen that samples the most tokens per step of cost. Where a sequence may end before its
+    last token, its end is unknown, and a launch is at most a quarter of ``limit``.
 
     Args:
-        remaining: tokens that each active sequence may still sample, each at least 1.
-        limit: steps of a launch at most.
-        waiting: whether other sequences wait for a slot or pages.
-        may_stop: whether an active sequence may end before its last token.
+        remaining: The number of tokens that each active sequence may still sample, each at least 1.
+        limit: The most steps of a launch.
+        waiting: Whether other sequences wait for a slot or pages.
+        may_stop: Whether an active sequence may end before its last token.
     """
     longest = min(limit, max(remaining))
     if not waiting:
         return longest
     if may_stop:
-        longest = min(longest, max(1, limit // _EARLY_PART))
+        longest = min(longest, max(1, limit // _EARLY_DIVISOR))
     ends = sorted(min(left, longest) for left in remaining)
     best, best_rate, ended = longest, 0.0, 0
     for index, steps in enumerate(ends):
@@ -46,91 +45,95 @@ def num_decode_steps(remaining: Sequence[int], limit: int, *, waiting: bool, may
 
 
 type PromptLogprobsRow = tuple[int, int, PromptLogprobs]
-"""Replica, row, and the record that the row's log-probabilities belong to."""
+"""A replica, a row, and the record that the row's log-probabilities belong to."""
 
 
-def prefill_batch(sizes: Capacity, replicas: Seq[Replica]) -> PrefillBatch:
-    """The next pages of prompts, taken from the replicas' queues."""
-    plan = PrefillBatch.empty(sizes)
+def prefill_batch(capacity: Capacity, replicas: Seq[Replica]) -> PrefillBatch:
+    """Takes the next pages of prompts from the replicas' queues."""
+    batch = PrefillBatch.empty(capacity)
     for replica in replicas:
         r = replica.index
-        for row, (sequence, start) in enumerate(replica.take_prefill_rows(sizes.prefill_rows, sizes.prefill_sequences)):
-            end = min(start + sizes.page_size, sequence.num_prefill)
-            # What follows the prompt on its last page is seen by nobody, but 0 times NaN is NaN: so it is no token but
-            # one that the row's queries see anyway.
-            plan.tokens[r, row] = sequence.request.prompt_tokens[start]
-            plan.tokens[r, row, : end - start] = sequence.request.prompt_tokens[start:end]
-            plan.start[r, row] = start
-            plan.page[r, row] = sequence.pages[start // sizes.page_size]
-            plan.page_table[r, row, : len(sequence.pages)] = sequence.pages
-    return plan
+        rows = replica.take_prefill_rows(capacity.prefill_rows, capacity.prefill_sequences)
+        for row, (sequence, start) in enumerate(rows):
+            end = min(start + capacity.page_size, sequence.num_prefill)
+            # No query sees what follows the prompt on its last page, but 0 times NaN is NaN: it repeats a token that
+            # the row's queries see anyway.
+            batch.tokens[r, row] = sequence.request.prompt_tokens[start]
+            batch.tokens[r, row, : end - start] = sequence.request.prompt_tokens[start:end]
+            batch.start[r, row] = start
+            batch.page[r, row] = sequence.pages[start // capacity.page_size]
+            batch.page_table[r, row, : len(sequence.pages)] = sequence.pages
+    return batch
 
 
-def copy_pages_batch(sizes: Capacity, replicas: Seq[Replica]) -> CopyPagesBatch:
-    """Every partial page that waits to be copied."""
-    plan = CopyPagesBatch.empty(sizes)
+def copy_pages_batch(capacity: Capacity, replicas: Seq[Replica]) -> CopyPagesBatch:
+    """Takes every partial page that waits to be copied."""
+    batch = CopyPagesBatch.empty(capacity)
     for replica in replicas:
         for at, (source, target) in enumerate(replica.take_page_copies()):
-            plan.source[replica.index, at], plan.target[replica.index, at] = source, target
-    return plan
+            batch.source[replica.index, at], batch.target[replica.index, at] = source, target
+    return batch
 
 
 def prompt_logprobs_batch(
-    sizes: Capacity, replicas: Seq[Replica]
+    capacity: Capacity, replicas: Seq[Replica]
 ) -> tuple[PromptLogprobsBatch, list[PromptLogprobsRow]]:
-    """Rows of prompts whose K/V is complete, none if there are none left to score.
+    """Builds rows of prompts whose K/V is complete and whose log-probabilities are requested and missing.
 
-    Of several generations any will do; the first is taken.
+    Any generation of a prompt has its K/V; the first is taken.
+
+    Returns:
+        The batch, and what each of its used rows is for; no rows where nothing is missing.
     """
-    plan, rows, begun = PromptLogprobsBatch.empty(sizes), list[PromptLogprobsRow](), set[PromptLogprobs]()
+    batch, rows, begun = PromptLogprobsBatch.empty(capacity), list[PromptLogprobsRow](), set[PromptLogprobs]()
     for replica in replicas:
         r, row = replica.index, 0
         for sequence in replica.slots:
-            scores = None if sequence is None else sequence.scores
-            if sequence is None or scores is None or scores.done or scores in begun:
+            record = None if sequence is None else sequence.prompt_logprobs
+            if sequence is None or record is None or record.done or record in begun:
                 continue
-            begun.add(scores)
+            begun.add(record)
             prompt = sequence.request.prompt_tokens
-            for start in range(len(scores.logprobs), len(prompt) - 1, sizes.page_size):
-                if row == sizes.prefill_rows:
+            for start in range(len(record.logprobs), len(prompt) - 1, capacity.page_size):
+                if row == capacity.prefill_rows:
                     break
-                end = min(start + sizes.page_size, len(prompt) - 1)
-                known, following = prompt[start:end], prompt[start + 1 : end + 1]
-                plan.tokens[r, row] = known[0]
-                plan.tokens[r, row, : len(known)] = known
-                plan.targets[r, row, : len(following)] = following
-                plan.start[r, row] = start
-                plan.page_table[r, row, : len(sequence.pages)] = sequence.pages
-                rows.append((r, row, scores))
+                end = min(start + capacity.page_size, len(prompt) - 1)
+                tokens, targets = prompt[start:end], prompt[start + 1 : end + 1]
+                batch.tokens[r, row] = tokens[0]
+                batch.tokens[r, row, : len(tokens)] = tokens
+                batch.targets[r, row, : len(targets)] = targets
+                batch.start[r, row] = start
+                batch.page_table[r, row, : len(sequence.pages)] = sequence.pages
+                rows.append((r, row, record))
                 row += 1
-    return plan, rows
+    return batch, rows
 
 
-def decode_batch(sizes: Capacity, replicas: Seq[Replica], *, waiting: bool) -> DecodeBatch:
-    """All sequences that have a slot.
+def decode_batch(capacity: Capacity, replicas: Seq[Replica], *, waiting: bool) -> DecodeBatch:
+    """Builds the decode batch of all sequences that have a slot.
 
     Args:
-        sizes: capacities.
-        replicas: with at least one sequence.
-        waiting: whether others wait for a slot, so that a launch should end when one becomes free.
+        capacity: The capacities.
+        replicas: The replicas; at least one has a sequence.
+        waiting: Whether sequences wait for a slot, so that the launch should end when one becomes free.
     """
     active = [sequence for replica in replicas for sequence in replica.slots if sequence is not None]
     steps = num_decode_steps(
         [sequence.remaining for sequence in active],
-        sizes.steps,
+        capacity.steps,
         waiting=waiting,
         may_stop=any(s.request.params.stops or s.request.params.stop for s in active),
     )
-    plan = DecodeBatch.empty(sizes, steps)
+    batch = DecodeBatch.empty(capacity, steps)
     for sequence in active:
         at = (sequence.replica, sequence.slot)
         params = sequence.request.params
-        plan.token[at] = sequence.last_token
-        plan.position[at] = sequence.position
-        plan.remaining[at] = sequence.remaining
-        plan.page_table[at][: len(sequence.pages)] = sequence.pages
-        plan.stop_ids[at][: len(params.stops)] = params.stops
-        plan.draw[at] = (params.seed, sequence.request.prompt_id, sequence.generation_id)
-        plan.temperature[at] = params.temperature
-        plan.sampling.set(at, sequence)
-    return plan
+        batch.token[at] = sequence.last_token
+        batch.position[at] = sequence.position
+        batch.remaining[at] = sequence.remaining
+        batch.page_table[at][: len(sequence.pages)] = sequence.pages
+        batch.stop_ids[at][: len(params.stops)] = params.stops
+        batch.draw[at] = (params.seed, sequence.request.prompt_id, sequence.generation_id)
+        batch.temperature[at] = params.temperature
+        batch.sampling.set(at, sequence)
+    return batch

@@ -1,4 +1,8 @@
-"""Full pages that several sequences of one replica have in common: the same tokens from position 0 on."""
+"""The prefix table: finds pages of one replica that hold the K/V of the same tokens from position 0 on.
+
+Prefix caching by a chained hash of each page's tokens, as in vLLM
+(https://docs.vllm.ai/en/latest/design/prefix_caching/).
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -7,7 +11,7 @@ import numpy as np
 
 
 def page_keys(tokens: Sequence[int], page_size: int) -> list[bytes]:
-    """Names each full page of ``tokens`` by everything up to its end, so that equal keys mean equal K/V."""
+    """Returns the key of each full page of ``tokens``, a hash of all tokens up to its end: equal keys, equal K/V."""
     keys, chain = [], b""
     for end in range(page_size, len(tokens) + 1, page_size):
         page = np.asarray(tokens[end - page_size : end], dtype="<i4").tobytes()
@@ -17,12 +21,12 @@ def page_keys(tokens: Sequence[int], page_size: int) -> list[bytes]:
 
 
 def tail_key(tokens: Sequence[int], page_size: int, keys: Sequence[bytes]) -> bytes | None:
-    """Names the partial page at the end of ``tokens`` likewise; None where they end with a full one.
+    """Returns a key of the partial page at the end of ``tokens``; None where they end with a full page.
 
     Args:
-        tokens: from position 0 on.
-        page_size: tokens in a page.
-        keys: of the full pages among them (`page_keys`).
+        tokens: The token ids from position 0 on.
+        page_size: The number of tokens in a page.
+        keys: The keys of the full pages of ``tokens`` (`page_keys`).
     """
     tail = tokens[len(keys) * page_size :]
     if not tail:
@@ -32,14 +36,14 @@ def tail_key(tokens: Sequence[int], page_size: int, keys: Sequence[bytes]) -> by
 
 
 class PrefixTable:
-    """Finds the page that already holds a prefix. A page is listed from its allocation until it is free again."""
+    """The pages by key. A page is listed from its allocation until it is free again."""
 
     def __init__(self) -> None:
         self._pages: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
-        """Pages of the longest run of ``keys`` from the start that is listed."""
+        """Returns the pages of the longest prefix of ``keys`` that is listed."""
         pages = []
         for key in keys:
             if key not in self._pages:
@@ -48,13 +52,13 @@ class PrefixTable:
         return pages
 
     def add(self, key: bytes, page: int) -> None:
-        """Lists ``page`` under ``key``; the first page listed under a key stays."""
+        """Lists ``page`` under ``key``, unless another page is listed there."""
         if key not in self._pages:
             self._pages[key] = page
             self._keys[page] = key
 
     def remove(self, pages: Sequence[int]) -> None:
-        """Forgets pages that became free."""
+        """Removes pages that became free."""
         for page in pages:
             key = self._keys.pop(page, None)
             if key is not None:

@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's own tokens in the making: one record per request, whoever of its generations asks."""
+"""Collects the log-probabilities of a prompt's own tokens: one record per request, shared by its generations."""
 
 import dataclasses
 
@@ -9,11 +9,14 @@ from lockstep.types import Request
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class PromptLogprobs:
-    """What is known of a prompt so far; filled page by page, from its second token on."""
+    """The log-probabilities of a prompt so far, from its second token on; filled page by page."""
 
     request: Request
+    """The request."""
     logprobs: list[float] = dataclasses.field(default_factory=list)
+    """The natural-log probability of each token."""
     top_logprobs: list[tuple[tuple[int, float], ...]] = dataclasses.field(default_factory=list)
+    """The most probable (token id, natural-log probability) pairs in place of each token, where requested."""
 
     @property
     def done(self) -> bool:
@@ -21,12 +24,12 @@ class PromptLogprobs:
         return len(self.logprobs) == len(self.request.prompt_tokens) - 1
 
     def add(self, logprobs: np.ndarray, ids: np.ndarray | None, values: np.ndarray | None) -> None:
-        """Takes the next tokens' log-probabilities.
+        """Appends the log-probabilities of the next tokens.
 
         Args:
-            logprobs: ``[token]``.
-            ids: ``[token, n]``, most probable first; None where nobody asks for them.
-            values: of ``ids``.
+            logprobs: The log-probabilities ``[token]``.
+            ids: The ids of the most probable tokens ``[token, n]``, most probable first; None where there are none.
+            values: The log-probabilities of ``ids``.
         """
         self.logprobs += logprobs.tolist()
         if count := self.request.params.top_logprobs:
@@ -35,7 +38,7 @@ class PromptLogprobs:
             self.top_logprobs += [tuple(zip(*pair, strict=True)) for pair in pairs]
 
     def result(self) -> tuple[tuple[float | None, ...], tuple[tuple[tuple[int, float], ...], ...]]:
-        """As in `Completion`; both empty where the answer ended before its prompt was read."""
+        """Returns ``prompt_logprobs`` and ``prompt_top_logprobs`` of `Completion`, both empty until all are there."""
         if not self.done:
             return (), ()
         return (None, *self.logprobs), ((), *self.top_logprobs) if self.request.params.top_logprobs else ()

@@ -1,4 +1,4 @@
-"""One replica's share of the schedule: its slots, its pages, its prefill queue."""
+"""One replica's part of the schedule: its slots, its pages, its prefill queue."""
 
 from collections import deque
 
@@ -9,28 +9,28 @@ from lockstep.schedule.sequence import Sequence
 
 
 class Replica:
-    """The host owns slots and pages; the device only ever reads the numbers it is given.
+    """The slots and pages of one replica. The host owns both; the device only reads the numbers that it is given.
 
     Args:
-        index: the replica's number.
-        sizes: capacities.
+        index: The replica's index.
+        capacity: The capacities.
     """
 
-    def __init__(self, index: int, sizes: Capacity) -> None:
+    def __init__(self, index: int, capacity: Capacity) -> None:
         self.index = index
-        self._shares_partial_pages = bool(sizes.page_copies)
+        self._shares_partial_pages = bool(capacity.page_copies)
         self._page_copies: list[tuple[Sequence, Sequence]] = []
         self._tails: dict[bytes, Sequence] = {}
-        self.allocator = PageAllocator(sizes.pages)
-        self.slots: list[Sequence | None] = [None] * sizes.slots
-        self._page_size = sizes.page_size
+        self.allocator = PageAllocator(capacity.pages)
+        self.slots: list[Sequence | None] = [None] * capacity.slots
+        self._page_size = capacity.page_size
         self._prefixes = PrefixTable()
         self._queue: deque[Sequence] = deque()
         self._admitted: list[Sequence] = []
 
     @property
     def busy(self) -> bool:
-        """Whether a slot is taken."""
+        """Whether any slot has a sequence."""
         return any(sequence is not None for sequence in self.slots)
 
     @property
@@ -45,11 +45,11 @@ class Replica:
 
     @property
     def num_free_slots(self) -> int:
-        """Sequences that could still be admitted."""
+        """The number of slots without a sequence."""
         return self.slots.count(None)
 
-    def num_in_common(self, sequence: Sequence) -> int:
-        """Tokens of ``sequence`` that need no prefill here, for others have or will have them."""
+    def num_shared_tokens(self, sequence: Sequence) -> int:
+        """Returns the number of tokens of ``sequence`` that need no prefill here, because other sequences have them."""
         if sequence.tail_key is not None and sequence.tail_key in self._tails:
             return sequence.num_prefill
         return len(self._prefixes.match(sequence.prefix_keys)) * self._page_size
@@ -62,11 +62,12 @@ class Replica:
         return sequence.worst_case_pages(self._page_size) - len(shared) <= self.allocator.num_free
 
     def admit(self, sequence: Sequence) -> None:
-        """Gives ``sequence`` a slot and all pages it can ever need; what others hold already is shared, not copied.
+        """Gives ``sequence`` a slot and all pages that it can ever need; full pages that others have are shared.
 
-        Pages are shared before they are written: rows are launched in the order of admission, and within a launch every
-        row's K/V is written before any row reads. The partial page that a prompt ends with is everybody's own, for
-        decode goes on in it: whoever has the same prompt gets a copy when all prefill is done (`take_page_copies`).
+        Pages are shared even before they are written: rows are launched in the order of admission, and within a launch
+        the K/V of every row is written before any row reads. The partial page that a prompt ends with is never shared,
+        because decode continues in it: a sequence with the same prompt gets a copy when all prefill is done
+        (`take_page_copies`).
         """
         shared = self._prefixes.match(sequence.prefix_keys)
         for page in shared:
@@ -89,11 +90,11 @@ class Replica:
             self._queue.append(sequence)
 
     def take_prefill_rows(self, count: int, sequences: int = 0) -> list[tuple[Sequence, int]]:
-        """Takes up to ``count`` (sequence, start position) from the queue, oldest first.
+        """Takes up to ``count`` rows, pairs of a sequence and a start position, from the queue, oldest first.
 
         Args:
-            count: rows at most.
-            sequences: that the rows may be of; 0 for any number.
+            count: The most rows.
+            sequences: The most sequences that the rows belong to; 0 for any number.
         """
         rows: list[tuple[Sequence, int]] = []
         taken: set[int] = set()
@@ -109,25 +110,25 @@ class Replica:
         return rows
 
     def take_page_copies(self) -> list[tuple[int, int]]:
-        """Takes all (page to copy, page to copy it to); comes after all prefill and before decode."""
+        """Takes all pairs of a page to copy and the page to copy it to; after all prefill and before decode."""
         assert not self._queue
         copies, self._page_copies = self._page_copies, []
         return [(a.pages[len(a.prefix_keys)], b.pages[len(b.prefix_keys)]) for a, b in copies]
 
     def release(self, sequence: Sequence) -> None:
-        """Takes the slot and the pages of an ended sequence back; its page numbers are no longer valid.
+        """Frees the slot and the pages of an ended sequence; its page numbers are no longer valid.
 
-        What it has not prefilled of pages that others share, they prefill themselves; so does the first of those that
-        still wait for a copy of its partial page, and the rest of them copy from there.
+        Pages that it shares and has not prefilled are prefilled by the sequences that share them. Its partial page, if
+        others wait for a copy, is prefilled by the first of these, and the rest copy from there.
         """
         self._admitted.remove(sequence)
         if sequence in self._queue:
             self._hand_over(sequence)
-        heirs = [target for source, target in self._page_copies if source is sequence]
-        if heirs:
-            heirs[0].num_prefilled = min(heirs[0].num_prefilled, len(heirs[0].prefix_keys) * self._page_size)
+        targets = [target for source, target in self._page_copies if source is sequence]
+        if targets:
+            targets[0].num_prefilled = min(targets[0].num_prefilled, len(targets[0].prefix_keys) * self._page_size)
         self._page_copies = [
-            (heirs[0] if source is sequence else source, target)
+            (targets[0] if source is sequence else source, target)
             for source, target in self._page_copies
             if target is not sequence and target.num_prefilled == target.num_prefill
         ]
@@ -142,16 +143,16 @@ class Replica:
         self.slots[sequence.slot] = None
 
     def release_all(self) -> None:
-        """Takes everything back."""
+        """Frees all slots and pages."""
         for sequence in list(self._admitted):
             self.release(sequence)
 
     def _hand_over(self, leaving: Sequence) -> None:
-        """Has the sharers of pages that ``leaving`` will not write write them: each page once, first come first."""
+        """Makes other sequences prefill the shared pages that ``leaving`` will not write: each page once, in order."""
         orphans = set(leaving.pages[leaving.num_prefilled // self._page_size : len(leaving.prefix_keys)])
         for sequence in self._admitted:
-            mine = [index for index, page in enumerate(sequence.pages) if page in orphans]
-            if mine:
-                # Shared pages are a beginning, so from the first one on all that follows is its own to write.
-                sequence.num_prefilled = min(sequence.num_prefilled, mine[0] * self._page_size)
+            unwritten = [index for index, page in enumerate(sequence.pages) if page in orphans]
+            if unwritten:
+                # Shared pages are a prefix, so the sequence writes every page from its first unwritten one on.
+                sequence.num_prefilled = min(sequence.num_prefilled, unwritten[0] * self._page_size)
                 orphans.difference_update(sequence.pages)

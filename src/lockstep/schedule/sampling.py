@@ -1,4 +1,4 @@
-"""What the sampler is told of each slot, and which features of it a decode program has."""
+"""The sampling parameters of each slot as arrays, and which of the features a decode program has."""
 
 import dataclasses
 import math
@@ -12,13 +12,14 @@ from lockstep.schedule.sequence import Sequence
 from lockstep.types import SamplingParams
 
 _LEAST_WIDTH = 8
+"""The least number of entries of a padded list."""
 
 
 def sampling_sizes(params: Iterable[SamplingParams]) -> dict[str, int]:
-    """The fields of `Capacity` that say which sampling features the programs need; 0 leaves a feature out.
+    """Returns the fields of `Capacity` that say which sampling features the programs need; 0 leaves a feature out.
 
     Args:
-        params: of all requests.
+        params: The sampling parameters of all requests.
     """
     sizes = {"penalties": 0, "min_tokens": 0, "bias_ids": 0, "allowed_ids": 0, "top_logprobs": 0}
     sizes["prompt_logprobs"] = 0
@@ -36,61 +37,63 @@ def sampling_sizes(params: Iterable[SamplingParams]) -> dict[str, int]:
 
 
 def _round_up(width: int) -> int:
-    """To a power of two, so that lists of other lengths seldom need other programs."""
+    """Rounds up to a power of two, so that lists of other lengths seldom need other programs."""
     return max(_LEAST_WIDTH, 1 << (width - 1).bit_length()) if width else 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class SamplingBatch:
-    """Parameters of each slot's draw beside seed and temperature. A feature that no program has is None."""
+    """The sampling parameters of each slot besides seed and temperature. A feature that the program lacks is None."""
 
     top_k: Int32[np.ndarray, "replica slot"]
-    """0 keeps all tokens."""
+    """The number of most probable tokens to draw from; 0 keeps all tokens."""
     top_p: Float32[np.ndarray, "replica slot"]
-    """1 keeps all tokens."""
+    """The probability to keep; 1 keeps all tokens."""
     log_min_p: Float32[np.ndarray, "replica slot"]
-    """Natural log, taken on the host so that every layout compares with the same number; -inf keeps all tokens."""
+    """The natural log of ``min_p``, computed on the host, the same in every layout; -inf keeps all tokens."""
     stop_from: Int32[np.ndarray, "replica slot"] | None
-    """First position that a stop token may have."""
+    """The first position that a stop token may have."""
     history: Int32[np.ndarray, "replica slot length"] | None
-    """Prompt and answer so far, padded with -1; only of slots with penalties."""
+    """The token ids of prompt and answer so far, padded with -1; nothing but -1 in slots without penalties."""
     prompt_length: Int32[np.ndarray, "replica slot"] | None
+    """The number of tokens of the prompt."""
     penalties: Float32[np.ndarray, "replica slot 3"] | None
-    """Repetition, presence, frequency."""
+    """The repetition, presence and frequency penalties."""
     bias_ids: Int32[np.ndarray, "replica slot bias_ids"] | None
-    """Padded with -1."""
+    """The token ids of ``logit_bias``, padded with -1."""
     bias: Float32[np.ndarray, "replica slot bias_ids"] | None
+    """The bias of each of ``bias_ids``."""
     allowed_ids: Int32[np.ndarray, "replica slot allowed_ids"] | None
-    """Padded with -1; nothing but -1 allows every token."""
+    """The token ids that may be sampled, padded with -1; nothing but -1 allows every token."""
 
     @classmethod
-    def empty(cls, sizes: Any) -> "SamplingBatch":
-        """Every slot at the neutral values.
+    def empty(cls, capacity: Any) -> "SamplingBatch":
+        """Returns a batch with the neutral value in every slot.
 
         Args:
-            sizes: `Capacity`.
+            capacity: The `Capacity` of the programs.
         """
-        slots = (sizes.replicas, sizes.slots)
-        length = sizes.pages_per_sequence * sizes.page_size
+        slots = (capacity.replicas, capacity.slots)
+        length = capacity.pages_per_sequence * capacity.page_size
         return cls(
             top_k=np.zeros(slots, np.int32),
             top_p=np.ones(slots, np.float32),
             log_min_p=np.full(slots, -np.inf, np.float32),
-            stop_from=np.zeros(slots, np.int32) if sizes.min_tokens else None,
-            history=np.full((*slots, length), -1, np.int32) if sizes.penalties else None,
-            prompt_length=np.zeros(slots, np.int32) if sizes.penalties else None,
-            penalties=np.tile(np.array([1, 0, 0], np.float32), (*slots, 1)) if sizes.penalties else None,
-            bias_ids=np.full((*slots, sizes.bias_ids), -1, np.int32) if sizes.bias_ids else None,
-            bias=np.zeros((*slots, sizes.bias_ids), np.float32) if sizes.bias_ids else None,
-            allowed_ids=np.full((*slots, sizes.allowed_ids), -1, np.int32) if sizes.allowed_ids else None,
+            stop_from=np.zeros(slots, np.int32) if capacity.min_tokens else None,
+            history=np.full((*slots, length), -1, np.int32) if capacity.penalties else None,
+            prompt_length=np.zeros(slots, np.int32) if capacity.penalties else None,
+            penalties=np.tile(np.array([1, 0, 0], np.float32), (*slots, 1)) if capacity.penalties else None,
+            bias_ids=np.full((*slots, capacity.bias_ids), -1, np.int32) if capacity.bias_ids else None,
+            bias=np.zeros((*slots, capacity.bias_ids), np.float32) if capacity.bias_ids else None,
+            allowed_ids=np.full((*slots, capacity.allowed_ids), -1, np.int32) if capacity.allowed_ids else None,
         )
 
     def set(self, at: tuple[int, int], sequence: Sequence) -> None:
-        """Writes a sequence's parameters.
+        """Writes the parameters of a sequence.
 
         Args:
-            at: replica and slot.
-            sequence: in that slot.
+            at: The replica and the slot.
+            sequence: The sequence in that slot.
         """
         params, prompt = sequence.request.params, sequence.request.prompt_tokens
         if params.top_k is not None:
@@ -103,8 +106,8 @@ class SamplingBatch:
             self.stop_from[at] = len(prompt) + params.min_tokens
         if params.has_penalties:
             assert self.history is not None and self.prompt_length is not None and self.penalties is not None
-            known = (*prompt, *sequence.tokens)
-            self.history[at][: len(known)] = known
+            tokens = (*prompt, *sequence.tokens)
+            self.history[at][: len(tokens)] = tokens
             self.prompt_length[at] = len(prompt)
             self.penalties[at] = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         if params.logit_bias:
@@ -116,6 +119,6 @@ class SamplingBatch:
             self.allowed_ids[at][: len(params.allowed_token_ids)] = params.allowed_token_ids
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The arrays that there are, by field."""
+        """Returns the arrays of the features that the program has, by field."""
         every = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: array for name, array in every.items() if array is not None}

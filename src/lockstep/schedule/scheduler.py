@@ -1,4 +1,4 @@
-"""The scheduler: a pure function of the requests and of the tokens that came back, run alike on every host."""
+"""The scheduler: a pure function of the requests and of the sampled tokens, so that every host computes the same."""
 
 import dataclasses
 from collections import deque
@@ -24,19 +24,19 @@ from lockstep.schedule.sequence import Sequence
 from lockstep.types import Completion, FinishReason, Request
 
 type FindStop = Callable[[Seq[int], int, Seq[str]], int | None]
-"""Takes an answer's tokens, how many of them are known to hold no stop string, and the stop strings. Returns the least
-number of tokens whose text holds one, or None. A pure function of these, alike on every host."""
+"""Takes the tokens of an answer, how many of them are known to have no stop string, and the stop strings. Returns the
+least number of tokens whose text has one, or None. It must be a pure function, the same on every host."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Counts:
-    """How far a scheduler is, answers that were taken from it included.
+    """The progress of a scheduler, answers that were taken from it included.
 
     Args:
-        finished: sequences.
-        tokens: sampled so far by each replica, of unfinished sequences too.
-        pages: in use, over all replicas.
-        max_pages: there are.
+        finished: The number of finished sequences.
+        tokens: The number of tokens sampled by each replica, those of unfinished sequences included.
+        pages: The number of pages in use, over all replicas.
+        max_pages: The number of pages that can be used, over all replicas.
     """
 
     finished: int
@@ -48,31 +48,33 @@ class Counts:
 class Scheduler:
     """Continuous batching over replicas: admits waiting sequences, prefills them page by page, decodes the rest.
 
-    A sequence is admitted when a replica has a slot and pages for its worst case, longest-waiting first, so nothing
-    that was admitted can run out of pages.
+    Continuous batching is iteration-level scheduling (Yu et al. 2022, Orca,
+    https://www.usenix.org/conference/osdi22/presentation/yu), here for launches of several steps. A sequence is
+    admitted, longest-waiting first, when a replica has a slot and pages for its worst case, so that no admitted
+    sequence can run out of pages.
 
     Args:
-        sizes: capacities.
-        requests: all prompts to answer; of an iterator no more is read than ``max_prompts`` allows.
-        find_stop: finds stop strings; needed if a request has any.
-        share_prefixes: whether sequences that begin alike have the pages of that beginning in common.
-        max_prompts: prompts to hold at a time, waiting and being answered; None for all.
+        capacity: The capacities of the programs.
+        requests: The requests to answer; an iterator is read only as far as ``max_prompts`` allows.
+        find_stop: The function that finds stop strings; needed if a request has any.
+        share_prefixes: Whether sequences with a common prefix share its pages.
+        max_prompts: The most prompts to have at a time, waiting and being answered; None for all.
 
     Raises:
-        CapacityError: a request can never fit, whatever finishes before it.
-        ConfigError: a request has stop strings and there is no ``find_stop``.
+        CapacityError: A request can never fit, whatever finishes before it.
+        ConfigError: A request has stop strings and there is no ``find_stop``.
     """
 
     def __init__(
         self,
-        sizes: Capacity,
+        capacity: Capacity,
         requests: Iterable[Request],
         find_stop: FindStop | None = None,
         *,
         share_prefixes: bool = True,
         max_prompts: int | None = None,
     ) -> None:
-        self.sizes = sizes
+        self.capacity = capacity
         self._find_stop = find_stop
         self._share_prefixes = share_prefixes
         self._max_prompts = max_prompts
@@ -85,18 +87,18 @@ class Scheduler:
         self._unanswered: dict[int, int] = {}
         self._waiting: deque[Sequence] = deque()
         self._rows_in_flight: list[PromptLogprobsRow] = []
-        self._replicas = [Replica(i, sizes) for i in sizes.active_replicas]
-        self._finished, self._sampled = 0, [0] * sizes.replicas
+        self._replicas = [Replica(i, capacity) for i in capacity.active_replicas]
+        self._finished, self._sampled = 0, [0] * capacity.replicas
         self._read()
 
     @property
     def done(self) -> bool:
-        """Whether every sequence is finished and nothing is left to read."""
+        """Whether every sequence is finished and no request is left to read."""
         return self._next is None and not self._waiting and not any(replica.busy for replica in self._replicas)
 
     @property
     def counts(self) -> Counts:
-        """How far it is: what a view of a running job shows."""
+        """The progress so far."""
         allocators = [replica.allocator for replica in self._replicas]
         max_pages = sum(each.num_pages - 1 for each in allocators)
         return Counts(
@@ -107,36 +109,44 @@ class Scheduler:
         )
 
     def completions(self) -> list[Completion]:
-        """All answers that were not taken, in the order of the requests, then of the generations."""
+        """Returns all answers that were not taken, in the order of the requests, then of the generations."""
         assert self.done
         return [sequence.completion() for sequence in self._sequences]
 
     def take_answered(self) -> list[Completion]:
-        """Answers of those prompts that have all theirs, in the order of the requests; they are forgotten here."""
+        """Returns and removes the answers of prompts that have all of theirs, in the order of the requests."""
         answered = [s for s in self._sequences if s.request.prompt_id not in self._unanswered]
         if answered:
             self._sequences = [s for s in self._sequences if s.request.prompt_id in self._unanswered]
         return [sequence.completion() for sequence in answered]
 
     def unfinished(self) -> list[tuple[int, int]]:
-        """(prompt_id, generation_id) of every sequence here that waits or is being decoded, longest-waiting first."""
+        """Returns (prompt_id, generation_id) of every sequence that waits or is decoded, longest-waiting first."""
         return [(s.request.prompt_id, s.generation_id) for s in self._sequences if s.finish_reason is None]
 
     def tokens_so_far(self, prompt_id: int, generation_id: int) -> tuple[int, ...]:
-        """What has been sampled of an answer, finished or not.
+        """Returns the tokens sampled so far of an answer, finished or not.
+
+        Args:
+            prompt_id: The number of the prompt.
+            generation_id: The number of the generation.
 
         Raises:
-            ConfigError: there is no such sequence.
+            ConfigError: There is no such sequence.
         """
         return tuple(self._find(prompt_id, generation_id).tokens)
 
     def cancel(self, prompt_id: int, generation_id: int) -> None:
-        """Ends a sequence between two launches, with what it has; its slot and pages are free at once.
+        """Ends a sequence between two launches, with the tokens that it has; its slot and pages are free at once.
 
-        All others go on as if it had ended by itself. A sequence that is finished already stays as it is.
+        All other sequences go on as if it had ended by itself. A finished sequence stays as it is.
+
+        Args:
+            prompt_id: The number of the prompt.
+            generation_id: The number of the generation.
 
         Raises:
-            ConfigError: there is no such sequence.
+            ConfigError: There is no such sequence.
         """
         sequence = self._find(prompt_id, generation_id)
         if sequence.finish_reason is not None:
@@ -146,13 +156,16 @@ class Scheduler:
         if sequence.replica < 0:
             self._waiting.remove(sequence)
         else:
-            self._replicas[self.sizes.active_replicas.index(sequence.replica)].release(sequence)
+            self._replicas[self.capacity.active_replicas.index(sequence.replica)].release(sequence)
         self._read()
 
     def abort(self, reason: FinishReason) -> None:
-        """Ends all unfinished sequences between two launches, with what they have: no slot or page stays taken.
+        """Ends all unfinished sequences between two launches, with the tokens that they have, and frees all pages.
 
-        What was not read yet is read now, and ends too.
+        Requests that were not read yet are read now, and end too.
+
+        Args:
+            reason: The finish reason of these sequences.
         """
         while self._read_one() is not None:
             pass
@@ -166,27 +179,28 @@ class Scheduler:
             replica.release_all()
 
     def next_batch(self) -> PrefillBatch | CopyPagesBatch | PromptLogprobsBatch | DecodeBatch | None:
-        """Admits what fits and says what to launch next; None when all is done.
+        """Admits waiting sequences that fit and returns the batch of the next launch; None when all is done.
 
-        A DecodeBatch must be committed (`commit`), and so must a PromptLogprobsBatch (`commit_prompt_logprobs`).
+        The results of a `DecodeBatch` must be given to `commit`, those of a `PromptLogprobsBatch` to
+        `commit_prompt_logprobs`, before the next call.
         """
         self._admit()
         if any(replica.prefilling for replica in self._replicas):
-            return prefill_batch(self.sizes, self._replicas)
+            return prefill_batch(self.capacity, self._replicas)
         if any(replica.copying for replica in self._replicas):
-            return copy_pages_batch(self.sizes, self._replicas)
-        if self.sizes.prompt_logprobs:
-            scoring, self._rows_in_flight = prompt_logprobs_batch(self.sizes, self._replicas)
+            return copy_pages_batch(self.capacity, self._replicas)
+        if self.capacity.prompt_logprobs:
+            batch, self._rows_in_flight = prompt_logprobs_batch(self.capacity, self._replicas)
             if self._rows_in_flight:
-                return scoring
+                return batch
         if self.done:
             return None
-        more = bool(self._waiting) or self._next is not None
-        return decode_batch(self.sizes, self._replicas, waiting=more)
+        waiting = bool(self._waiting) or self._next is not None
+        return decode_batch(self.capacity, self._replicas, waiting=waiting)
 
     def commit(
         self,
-        plan: DecodeBatch,
+        batch: DecodeBatch,
         tokens: np.ndarray,
         logprobs: np.ndarray,
         sampled_logprobs: np.ndarray | None = None,
@@ -196,19 +210,21 @@ class Scheduler:
         """Takes the results of a decode launch.
 
         Args:
-            plan: of the launch.
-            tokens: ``[replica, slot, step]``, -1 where a sequence had already ended.
-            logprobs: of the tokens under the model.
-            sampled_logprobs: of the tokens under the distribution that they were drawn from; None for zeros.
-            top_ids: ``[replica, slot, step, n]``, most probable first; None where no sequence asks for them.
-            top_logprobs: of ``top_ids``.
+            batch: The batch of the launch.
+            tokens: The token ids ``[replica, slot, step]``, -1 where a sequence had already ended.
+            logprobs: The log-probabilities of the tokens under the model.
+            sampled_logprobs: The log-probabilities of the tokens under the distribution that they were drawn from; None
+                for zeros.
+            top_ids: The ids of the most probable tokens ``[replica, slot, step, n]``, most probable first; None where
+                no sequence asks for them.
+            top_logprobs: The log-probabilities of ``top_ids`` under the model.
         """
         if sampled_logprobs is None:
             sampled_logprobs = np.zeros_like(logprobs)
         for replica in self._replicas:
             r = replica.index
             for slot, sequence in enumerate(replica.slots):
-                if sequence is None or plan.remaining[r, slot] == 0:
+                if sequence is None or batch.remaining[r, slot] == 0:
                     continue
                 before = len(sequence.tokens)
                 count = sequence.request.params.top_logprobs
@@ -234,27 +250,28 @@ class Scheduler:
 
     def commit_prompt_logprobs(
         self,
-        plan: PromptLogprobsBatch,
+        batch: PromptLogprobsBatch,
         logprobs: np.ndarray,
         top_ids: np.ndarray | None = None,
         top_logprobs: np.ndarray | None = None,
     ) -> None:
-        """Takes the results of a launch that scored prompts.
+        """Takes the results of a launch that computed log-probabilities of prompts.
 
         Args:
-            plan: of the launch.
-            logprobs: of the plan's targets, ``[replica, row, position]``.
-            top_ids: ``[replica, row, position, n]``, most probable first; None where no sequence asks for them.
-            top_logprobs: of ``top_ids``.
+            batch: The batch of the launch.
+            logprobs: The log-probabilities of the batch's targets, ``[replica, row, position]``.
+            top_ids: The ids of the most probable tokens ``[replica, row, position, n]``, most probable first; None
+                where no sequence asks for them.
+            top_logprobs: The log-probabilities of ``top_ids``.
         """
-        for r, row, scores in self._rows_in_flight:
-            known = int((plan.targets[r, row] >= 0).sum())
-            ids, values = (None if part is None else part[r, row, :known] for part in (top_ids, top_logprobs))
-            scores.add(logprobs[r, row, :known], ids, values)
+        for r, row, record in self._rows_in_flight:
+            count = int((batch.targets[r, row] >= 0).sum())
+            ids, values = (None if part is None else part[r, row, :count] for part in (top_ids, top_logprobs))
+            record.add(logprobs[r, row, :count], ids, values)
         self._rows_in_flight = []
 
     def _check(self, requests: Seq[Request]) -> None:
-        check_capacity(self.sizes, requests)
+        check_capacity(self.capacity, requests)
         for request in requests:
             if request.params.stop and self._find_stop is None:
                 raise ConfigError(
@@ -263,27 +280,27 @@ class Scheduler:
                 )
 
     def _read(self) -> None:
-        """Reads prompts until as many are held as may be."""
+        """Reads requests until there are ``max_prompts`` unanswered prompts."""
         while self._max_prompts is None or len(self._unanswered) < self._max_prompts:
             if self._read_one() is None:
                 return
 
     def _read_one(self) -> list[Sequence] | None:
-        """Takes the next prompt in; None if there is none."""
+        """Reads the next request and returns its sequences; None if there is none."""
         request = self._next
         if request is None:
             return None
         if not self._checked:
             self._check([request])
         self._next = next(self._source, None)
-        size = self.sizes.page_size
-        # Only what prefill writes can be shared: the page of the prompt's last token is written by decode.
+        size = self.capacity.page_size
+        # Only what prefill writes can be shared: decode writes the K/V of the prompt's last token.
         shared = request.prompt_tokens[:-1] if self._share_prefixes else ()
         keys = page_keys(shared, size)
         tail = tail_key(shared, size, keys)
-        scores = PromptLogprobs(request=request) if request.params.prompt_logprobs else None
+        record = PromptLogprobs(request=request) if request.params.prompt_logprobs else None
         sequences = [
-            Sequence(request=request, generation_id=generation, prefix_keys=keys, tail_key=tail, scores=scores)
+            Sequence(request=request, generation_id=generation, prefix_keys=keys, tail_key=tail, prompt_logprobs=record)
             for generation in range(request.params.n_generations)
         ]
         assert request.prompt_id not in self._unanswered
@@ -293,15 +310,15 @@ class Scheduler:
         return sequences
 
     def _ended(self, sequence: Sequence) -> None:
-        """Counts a finished sequence; its prompt makes room for another one when it was the last."""
-        number = sequence.request.prompt_id
+        """Counts a finished sequence; its prompt is answered when it was the last."""
+        prompt_id = sequence.request.prompt_id
         self._finished += 1
-        self._unanswered[number] -= 1
-        if not self._unanswered[number]:
-            del self._unanswered[number]
+        self._unanswered[prompt_id] -= 1
+        if not self._unanswered[prompt_id]:
+            del self._unanswered[prompt_id]
 
     def _find(self, prompt_id: int, generation_id: int) -> Sequence:
-        """The sequence of that name; reads on until it is there."""
+        """Returns a sequence; reads further requests until it is there."""
         unseen: Seq[Sequence] | None = self._sequences
         while unseen is not None:
             for sequence in unseen:
@@ -315,21 +332,21 @@ class Scheduler:
 
     @property
     def _num_active(self) -> int:
-        return sum(self.sizes.slots - replica.num_free_slots for replica in self._replicas)
+        return sum(self.capacity.slots - replica.num_free_slots for replica in self._replicas)
 
     def _admit(self) -> None:
-        while self._waiting and self._num_active < self.sizes.sequences:
+        while self._waiting and self._num_active < self.capacity.sequences:
             sequence = self._waiting[0]
             fitting = [i for i, replica in enumerate(self._replicas) if replica.fits(sequence)]
             if not fitting:
-                return  # longest-waiting first: nobody overtakes
-            # While all slots will be taken anyway, a sequence goes where its prompt is, to be prefilled once and not
-            # once per replica.
-            free = min(self.sizes.sequences - self._num_active, sum(r.num_free_slots for r in self._replicas))
+                return  # longest-waiting first: no sequence overtakes another
+            # While all slots will be taken anyway, a sequence goes to the replica that has its prompt, so that the
+            # prompt is prefilled once and not once per replica.
+            free = min(self.capacity.sequences - self._num_active, sum(r.num_free_slots for r in self._replicas))
             crowded = len(self._waiting) >= free
 
             def priority(i: int, sequence: Sequence = sequence, crowded: bool = crowded) -> tuple[int, int, int]:
                 replica = self._replicas[i]
-                return replica.num_in_common(sequence) if crowded else 0, replica.num_free_slots, -i
+                return replica.num_shared_tokens(sequence) if crowded else 0, replica.num_free_slots, -i
 
             self._replicas[max(fitting, key=priority)].admit(self._waiting.popleft())

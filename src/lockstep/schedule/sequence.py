@@ -1,4 +1,4 @@
-"""One completion in the making: its tokens, its pages, its slot."""
+"""The state of one completion while it is generated: its tokens, its pages, its slot."""
 
 import dataclasses
 
@@ -8,51 +8,62 @@ from lockstep.types import Completion, FinishReason, Request
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Sequence:
-    """State of one generation of one request. Only the scheduler changes it.
+    """The state of one generation of one request. Only the scheduler changes it.
 
-    The K/V of the prompt's last token is written by the first decode step, so prefill covers ``num_prefill`` tokens.
+    The first decode step writes the K/V of the prompt's last token, so prefill writes that of ``num_prefill`` tokens.
     """
 
     request: Request
+    """The request."""
     generation_id: int
+    """The generation, 0 to ``n_generations - 1``."""
     prefix_keys: list[bytes] = dataclasses.field(default_factory=list)
-    """Names of the full pages that prefill writes (`page_keys`)."""
+    """The keys of the full pages that prefill writes (`page_keys`)."""
     tail_key: bytes | None = None
-    """Name of the partial page that prefill ends with (`tail_key`); None where there is none."""
-    scores: PromptLogprobs | None = None
-    """Of the prompt, the same for all its generations; None where nobody asks for them."""
+    """The key of the partial page that prefill ends with (`tail_key`); None where there is none."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """The log-probabilities of the prompt, shared by all generations; None where they are not requested."""
     tokens: list[int] = dataclasses.field(default_factory=list)
+    """The sampled token ids."""
     logprobs: list[float] = dataclasses.field(default_factory=list)
+    """The log-probability of each sampled token under the model."""
     sampled_logprobs: list[float] = dataclasses.field(default_factory=list)
+    """The log-probability of each sampled token under the distribution that it was drawn from."""
     top_logprobs: list[tuple[tuple[int, float], ...]] = dataclasses.field(default_factory=list)
+    """The most probable (token id, log-probability) pairs at each step, where requested."""
     finish_reason: FinishReason | None = None
+    """Why the sequence ended; None while it is waiting or decoding."""
     replica: int = -1
+    """The replica; -1 before admission."""
     slot: int = -1
+    """The slot of the replica; -1 before admission."""
     pages: list[int] = dataclasses.field(default_factory=list)
+    """The pages of the replica, in order; none before admission and after release."""
     num_prefilled: int = 0
+    """The number of tokens whose K/V is written, or is in a launch that writes it."""
 
     @property
     def num_prefill(self) -> int:
-        """Tokens whose K/V prefill writes: all of the prompt but the last."""
+        """The number of tokens whose K/V prefill writes: all of the prompt but the last."""
         return len(self.request.prompt_tokens) - 1
 
     @property
     def last_token(self) -> int:
-        """The token that the next decode step reads."""
+        """The token id that the next decode step reads."""
         return self.tokens[-1] if self.tokens else self.request.prompt_tokens[-1]
 
     @property
     def position(self) -> int:
-        """Position of ``last_token``."""
+        """The position of ``last_token``."""
         return len(self.request.prompt_tokens) + len(self.tokens) - 1
 
     @property
     def remaining(self) -> int:
-        """Tokens that may still be sampled."""
+        """The number of tokens that may still be sampled."""
         return self.request.params.max_new_tokens - len(self.tokens)
 
     def worst_case_pages(self, page_size: int) -> int:
-        """Pages that hold every position that can ever be written; the last sampled token is never cached."""
+        """Returns the number of pages for all positions that can be written; the last sampled token is not cached."""
         positions = len(self.request.prompt_tokens) + self.request.params.max_new_tokens - 1
         return -(-positions // page_size)
 
@@ -63,7 +74,7 @@ class Sequence:
         sampled_logprob: float = 0.0,
         top_logprobs: tuple[tuple[int, float], ...] = (),
     ) -> None:
-        """Takes a sampled token; sets ``finish_reason`` when it is the last one."""
+        """Appends a sampled token; sets ``finish_reason`` when it is the last one."""
         assert self.finish_reason is None
         self.tokens.append(token)
         self.logprobs.append(logprob)
@@ -76,16 +87,17 @@ class Sequence:
             self.finish_reason = FinishReason.LENGTH
 
     def stop_at(self, count: int) -> None:
-        """Ends the answer with its first ``count`` tokens; those after them never were."""
+        """Ends the answer after its first ``count`` tokens, and removes the others."""
         assert 0 < count <= len(self.tokens)
         for values in (self.tokens, self.logprobs, self.sampled_logprobs, self.top_logprobs):
             del values[count:]
         self.finish_reason = FinishReason.STOP
 
     def completion(self) -> Completion:
-        """The finished answer."""
+        """Returns the finished answer."""
         assert self.finish_reason is not None
-        prompt_logprobs, prompt_top_logprobs = ((), ()) if self.scores is None else self.scores.result()
+        record = self.prompt_logprobs
+        prompt_logprobs, prompt_top_logprobs = ((), ()) if record is None else record.result()
         return Completion(
             prompt_id=self.request.prompt_id,
             generation_id=self.generation_id,

@@ -1,4 +1,4 @@
-"""Prompts: where they are read from, and how they become token ids."""
+"""Prompts: reading them from a list or a file, and turning them into token ids."""
 
 import dataclasses
 import json
@@ -21,13 +21,14 @@ class Prompt:
     """One question to the model: a text, or the messages of a chat.
 
     Args:
-        id: its number, from 0 in the order of the source.
-        text: what the model continues; None for a chat.
-        messages: ``{"role": …, "content": …}`` each; None for a text.
-        answer: what a metric compares with; None where there is none.
+        id: The prompt's number, from 0 in the order of the source.
+        text: The text that the model continues; None for a chat.
+        messages: The messages of a chat, ``{"role": …, "content": …}`` each; None for a text.
+        answer: The reference answer, which metrics compare with; None where there is none.
 
     Raises:
-        PromptError: neither or both of text and messages, an empty one, or a message without role and content.
+        PromptError: Neither or both of text and messages are given, one of them is empty, or a message is without role
+            and content.
     """
 
     id: int
@@ -61,7 +62,13 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptFields:
-    """Which fields of a ``.jsonl`` line hold what."""
+    """The names of the fields of a ``.jsonl`` line.
+
+    Args:
+        prompt: The field of the prompt, a text.
+        messages: The field of the messages of a chat.
+        answer: The field of the reference answer.
+    """
 
     prompt: str = "prompt"
     messages: str = "messages"
@@ -72,7 +79,7 @@ def read_prompts(source: PromptSource) -> list[Prompt]:
     """Read prompts from a list or a file.
 
     Args:
-        source: a list whose items are texts, ``{"prompt": …, "answer": …}`` or ``{"messages": […], "answer": …}``
+        source: A list whose items are texts, ``{"prompt": …, "answer": …}`` or ``{"messages": […], "answer": …}``
             (answers are optional); or the path or URL (``gs://…``, through fsspec) of a ``.txt`` file with one prompt
             per line or a ``.jsonl`` file with such an item per line. Empty lines are skipped, and other fields of a
             ``.jsonl`` line are ignored.
@@ -81,7 +88,7 @@ def read_prompts(source: PromptSource) -> list[Prompt]:
         The prompts, numbered from 0.
 
     Raises:
-        PromptError: nothing there, a file or line that cannot be read, an empty prompt.
+        PromptError: There are no prompts, a file or a line cannot be read, or a prompt is empty.
     """
     return list(iter_prompts(source))
 
@@ -90,14 +97,14 @@ def iter_prompts(source: PromptSource, fields: PromptFields | None = None) -> It
     """Read prompts one by one, so that a file of any length takes the memory of a line.
 
     Args:
-        source: as for `read_prompts`.
-        fields: names in the lines of a ``.jsonl`` file; None for the usual ones.
+        source: The list or the file, as for `read_prompts`.
+        fields: The names of the fields in a ``.jsonl`` file; None: those of `PromptFields`.
 
     Yields:
         The prompts, numbered from 0.
 
     Raises:
-        PromptError: as `read_prompts`, when the item is reached.
+        PromptError: As for `read_prompts`, when the item is reached.
     """
     items: Iterable[tuple[str, object]]
     if isinstance(source, str):
@@ -126,16 +133,16 @@ def encode(
     """Turn prompts into token ids, chats through the tokenizer's chat template.
 
     Args:
-        tokenizer: as returned by ``load_tokenizer``.
-        prompts: texts get the tokenizer's special tokens, chats the start of an assistant's turn.
-        max_seq_len: tokens of prompt and answer together at most; None: not checked.
-        max_new_tokens: tokens of the answer, kept free of ``max_seq_len``.
+        tokenizer: The tokenizer, as returned by ``load_tokenizer``.
+        prompts: The prompts. Texts get the tokenizer's special tokens, chats the start of an assistant's turn.
+        max_seq_len: The number of tokens of prompt and completion together at most; None: it is not checked.
+        max_new_tokens: The number of tokens of ``max_seq_len`` that are left for the completion.
 
     Returns:
-        Token ids of each prompt, in order.
+        The token ids of each prompt, in order.
 
     Raises:
-        PromptError: a prompt that is too long or has no tokens, or a chat for a tokenizer without a chat template.
+        PromptError: A prompt is too long or has no tokens, or it is a chat and the tokenizer has no chat template.
     """
     encoded = []
     for prompt in prompts:

@@ -10,19 +10,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _REPLACEMENT = "\ufffd"
-"""What an incomplete character decodes to."""
+"""The character that stands for an incomplete one in decoded text."""
 _CHARACTER_BYTES = 4
 
 
 class StopFinder:
-    """Finds stop strings in what a tokenizer decodes tokens to, also where they straddle tokens.
+    """Finds stop strings in the decoded text of tokens, also where they straddle tokens.
 
-    A pure host function: every host that calls it with the same tokens gets the same answer. The text of some tokens
-    is what `decode` shows (special tokens left out) without an incomplete character at its end. Only the tail is
-    decoded: as many tokens as could hold the beginning of a stop string.
+    It is a pure function on the host: with the same tokens it gives the same result on every host. The text of tokens
+    is what `decode` returns (special tokens left out) without an incomplete character at its end. Only the tail is
+    decoded: as many tokens as could contain the beginning of a stop string.
 
     Args:
-        tokenizer: a Hugging Face tokenizer.
+        tokenizer: A Hugging Face tokenizer.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -34,10 +34,13 @@ class StopFinder:
         self._bytes = frozenset(vocab[name] for name in byte_names if name in vocab)
 
     def check(self, stops: Sequence[str]) -> None:
-        """Refuses stop strings that can never be found.
+        """Check that every stop string can be found.
+
+        Args:
+            stops: The stop strings.
 
         Raises:
-            ConfigError: a stop string is the name of a special token, which has no text.
+            ConfigError: A stop string is the name of a special token, which has no text.
         """
         vocab: dict[str, int] = self._tokenizer.get_vocab()
         for stop in stops:
@@ -48,29 +51,32 @@ class StopFinder:
                 )
 
     def __call__(self, tokens: Sequence[int], start: int, stops: Sequence[str]) -> int | None:
-        """The least number of tokens, more than ``start``, whose text holds a stop string; None if there is none.
+        """The smallest number of leading tokens whose text contains a stop string.
 
         Args:
-            tokens: of an answer so far.
-            start: leading tokens that are known to hold none.
-            stops: stop strings, none of them empty.
+            tokens: The token ids of a completion so far.
+            start: The number of leading tokens whose text is known to contain none.
+            stops: The stop strings, none of them empty.
+
+        Returns:
+            A number greater than ``start``; None where no stop string is found.
         """
         if start == len(tokens):
             return None
         first = self._window(tokens, start, max(map(len, stops)))
         known = len(self._text(tokens[first:start]))
 
-        def holds(end: int) -> bool:
+        def contains_stop(end: int) -> bool:
             text = self._text(tokens[first:end])
             return any(text.find(stop, max(0, known - len(stop) + 1)) >= 0 for stop in stops)
 
-        # Text only ever grows, so one look at all of it is enough; but for byte fallback, see above.
-        if self._bytes.isdisjoint(tokens[first:]) and not holds(len(tokens)):
+        # Text only ever grows, so that all of it can be searched at once; not so with byte fallback, see __init__.
+        if self._bytes.isdisjoint(tokens[first:]) and not contains_stop(len(tokens)):
             return None
-        return next((end for end in range(start + 1, len(tokens) + 1) if holds(end)), None)
+        return next((end for end in range(start + 1, len(tokens) + 1) if contains_stop(end)), None)
 
     def _window(self, tokens: Sequence[int], start: int, longest: int) -> int:
-        """First token of a tail whose text up to ``start`` is longer than ``longest``, wherever decoding begins."""
+        """The first token of a tail whose text up to ``start`` is longer than ``longest``, wherever decoding begins."""
         back = longest + _CHARACTER_BYTES
         while (first := start - back) > 0:
             back *= 2
@@ -87,6 +93,14 @@ class StopFinder:
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> str:
-    """The text before the first stop string in it; all of it if there is none."""
+    """A text up to the first stop string in it.
+
+    Args:
+        text: The text.
+        stops: The stop strings.
+
+    Returns:
+        The text before the stop string; all of it where there is none.
+    """
     found = [at for stop in stops if (at := text.find(stop)) >= 0]
     return text[: min(found)] if found else text

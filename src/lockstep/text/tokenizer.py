@@ -1,4 +1,4 @@
-"""Hugging Face tokenizers: loading one, what ends an answer, and whether it fits the model."""
+"""Hugging Face tokenizers: loading one, its stop tokens, and whether it fits the model."""
 
 import json
 import os
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 END_OF_TURN_TOKENS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _SUFFIXES = (".json", ".jinja", ".model", ".txt")
-"""Of files that may belong to a tokenizer; weights, which may lie beside it, have others."""
+"""The suffixes of files that may belong to a tokenizer; weights, which may be beside it, have others."""
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> "PreTrainedTokenizerBase":
     """Load a tokenizer with ``transformers.AutoTokenizer``.
 
     Args:
-        path: a directory or URL that holds a tokenizer, or a name on the Hugging Face hub such as ``org/model``. A
-            directory is read without any network access.
+        path: A directory or URL with a tokenizer, or a name on the Hugging Face hub such as ``org/model``. A directory
+            is read without any network access.
 
     Returns:
         The tokenizer.
 
     Raises:
-        ConfigError: there is no such directory or name, or what is there is not a tokenizer.
+        ConfigError: There is no such directory or name, or what is there is not a tokenizer.
     """
     name = os.fspath(path)
     if not name:
@@ -65,11 +65,11 @@ def check_vocab(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> None:
     """Check that every token id of the tokenizer has a row in the model's embedding.
 
     Args:
-        tokenizer: what turns text into ids.
-        vocab_size: rows of the model's embedding. It may be larger than the tokenizer's (padded embeddings).
+        tokenizer: The tokenizer.
+        vocab_size: The number of rows of the model's embedding, which may be padded beyond the tokenizer's ids.
 
     Raises:
-        ConfigError: the tokenizer has an id at or beyond ``vocab_size``.
+        ConfigError: The tokenizer has an id at or beyond ``vocab_size``.
     """
     vocab: dict[str, int] = tokenizer.get_vocab()
     token, largest = max(vocab.items(), key=lambda item: item[1])
@@ -82,13 +82,13 @@ def check_vocab(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> None:
 
 
 def stop_ids(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
-    """Token ids that end an answer.
+    """The token ids that end a completion.
 
-    The tokenizer's end-of-sequence token, every ``eos_token_id`` of a ``generation_config.json`` beside it, and the
-    end-of-turn tokens of the chat families (such as ``<|eot_id|>`` and ``<|im_end|>``) that it knows.
+    They are the tokenizer's end-of-sequence token, every ``eos_token_id`` of a ``generation_config.json`` beside it,
+    and the end-of-turn tokens of the chat families (such as ``<|eot_id|>`` and ``<|im_end|>``) that it knows.
 
     Args:
-        tokenizer: as returned by ``load_tokenizer``.
+        tokenizer: The tokenizer, as returned by ``load_tokenizer``.
 
     Returns:
         The ids in ascending order; empty when the tokenizer has no such token.
@@ -104,11 +104,11 @@ def stop_ids(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
 
 
 def decode(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> str:
-    """Text of token ids, special tokens left out, spaces as they are.
+    """The text of token ids, without special tokens; spaces are not cleaned up.
 
     Args:
-        tokenizer: as returned by ``load_tokenizer``.
-        tokens: token ids.
+        tokenizer: The tokenizer, as returned by ``load_tokenizer``.
+        tokens: The token ids.
 
     Returns:
         The text.
@@ -119,7 +119,7 @@ def decode(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> str:
 
 
 def _from_url(url: str) -> "PreTrainedTokenizerBase":
-    """A tokenizer behind a URL: its files are copied for as long as they are read."""
+    """The tokenizer at a URL; its files are copied to a temporary directory to be read."""
     import fsspec
 
     filesystem, root = fsspec.core.url_to_fs(url)

@@ -1,17 +1,20 @@
 """Training: configuration, data, objectives, and the loop."""
 
 from lockstep.training.config import TrainerConfig
-from lockstep.training.data import GrpoDataConfig, LmDataConfig, PreferenceDataConfig
+from lockstep.training.data import DataConfig, GrpoDataConfig, LmDataConfig, PreferenceDataConfig
 from lockstep.training.hooks import Hook, StepInfo
 from lockstep.training.objectives import GrpoConfig, LossFn, LossParts, SimpoConfig, lm_loss
 from lockstep.training.optimizer import OptimizerConfig
 from lockstep.training.precision import Precision, parse_precision
 from lockstep.training.rollout import RolloutConfig
-from lockstep.training.rows import Batches, Rows
+from lockstep.training.rows import Batches, TokenizedRows
+from lockstep.training.step import TrainStep, batch_structs, parameter_shardings, state_structs
+from lockstep.training.stopping import StopRequest
 from lockstep.training.trainer import Trainer, TrainResult
 
 __all__ = [
     "Batches",
+    "DataConfig",
     "GrpoConfig",
     "GrpoDataConfig",
     "Hook",
@@ -22,12 +25,17 @@ __all__ = [
     "Precision",
     "PreferenceDataConfig",
     "RolloutConfig",
-    "Rows",
     "SimpoConfig",
     "StepInfo",
+    "StopRequest",
+    "TokenizedRows",
     "TrainResult",
+    "TrainStep",
     "Trainer",
     "TrainerConfig",
+    "batch_structs",
     "lm_loss",
+    "parameter_shardings",
     "parse_precision",
+    "state_structs",
 ]

@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 from lockstep.errors import ConfigError
 from lockstep.hosts import DistributedConfig
 from lockstep.placement import data_shards
-from lockstep.report.trackers import JsonlTrackerConfig, TrackerConfig
+from lockstep.report import JsonlTrackerConfig, TrackerConfig
 from lockstep.training.precision import Precision, parse_precision
 
 
@@ -16,17 +16,17 @@ class TrainerConfig:
     """Settings of `Trainer`.
 
     Raises:
-        ConfigError: a value out of its range.
+        ConfigError: A value is out of its range.
     """
 
     seed: int = 0
-    """Of the initial parameters and the order of the data."""
+    """The seed of the initial parameters and of the order of the data."""
     num_train_steps: int = 1000
-    """Optimizer steps of the whole run."""
+    """The number of optimizer steps of the whole run."""
     train_batch_size: int = 32
-    """Rows of one optimizer step, over all devices."""
+    """The number of rows of one optimizer step, over all devices."""
     per_device_parallelism: int = -1
-    """Rows a device works on at a time; a step then takes several microbatches. -1: all its rows at once."""
+    """The number of rows that a device works on at a time; a step then takes several microbatches. -1: all at once."""
     mp: str = "p=f32"
     """Float types, as in jmp: those of the parameters and of the arithmetic, e.g. ``p=f32,c=bf16``."""
     mesh_shape: str = "auto"
@@ -36,9 +36,9 @@ class TrainerConfig:
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
     """How the hosts find each other."""
     run_id: str | None = None
-    """Name of the run and of its directory; null: the leader makes one up from the time."""
+    """The name of the run and of its directory; null: the leader makes one from the time."""
     log_dir: str = "runs"
-    """Parent of the run directory."""
+    """The parent of the run directory."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**32:
@@ -64,16 +64,16 @@ class TrainerConfig:
         return parse_precision(self.mp)
 
     def microbatches(self, mesh: Mesh) -> int:
-        """Number of microbatches of one step on a mesh.
+        """The number of microbatches of one step on a mesh.
 
         Args:
-            mesh: of the run.
+            mesh: The mesh of the run.
 
         Returns:
-            1 where ``per_device_parallelism`` is -1.
+            The number, which is 1 where ``per_device_parallelism`` is -1.
 
         Raises:
-            ConfigError: the batch cannot be divided over the devices or over the microbatches.
+            ConfigError: The batch cannot be divided over the devices or over the microbatches.
         """
         shards = data_shards(mesh)
         if self.train_batch_size % shards:

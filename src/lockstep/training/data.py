@@ -11,7 +11,7 @@ import numpy as np
 from lockstep.errors import ConfigError, PromptError
 from lockstep.text import Prompt, encode
 from lockstep.training.records import Record, field, read_records
-from lockstep.training.rows import Rows
+from lockstep.training.rows import TokenizedRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -19,12 +19,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Example = tuple[str, Sequence[int], Sequence[int]]
-"""Place, prompt tokens (masked from the loss), target tokens."""
+"""Where the example came from (``file:line``), its prompt tokens (masked from the loss) and its target tokens."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Which files, and how long a row is."""
+    """Which files to train on, and how long a row is.
+
+    Raises:
+        ConfigError: A value is out of its range.
+    """
 
     train_urls: tuple[str, ...] = ()
     """Files to train on: paths or URLs that fsspec knows; ``.jsonl`` has one JSON object per line."""
@@ -41,16 +45,16 @@ class DataConfig:
             raise ConfigError(f"data.max_seq_len is {self.max_seq_len}; it must be at least 2. Raise it, or use null.")
 
     def row_length(self, model_max_seq_len: int) -> int:
-        """Tokens of a row.
+        """Return the number of tokens of a row.
 
         Args:
-            model_max_seq_len: the longest sequence of the model, in tokens.
+            model_max_seq_len: The number of tokens of the model's longest sequence.
 
         Returns:
             ``max_seq_len``, or the model's where that is null.
 
         Raises:
-            ConfigError: the rows would be longer than the model allows.
+            ConfigError: The rows would be longer than the model allows.
         """
         if self.max_seq_len is None:
             return model_max_seq_len
@@ -62,13 +66,13 @@ class DataConfig:
         return self.max_seq_len
 
     def columns(self, model_max_seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shape and type of one row of each column that ``load`` makes, without reading any data.
+        """Return shape and type of one row of each column that ``load`` makes, without reading any data.
 
         Args:
-            model_max_seq_len: the longest sequence of the model, in tokens.
+            model_max_seq_len: The number of tokens of the model's longest sequence.
 
         Raises:
-            ConfigError: the rows would be longer than the model allows.
+            ConfigError: The rows would be longer than the model allows.
         """
         row = (self.row_length(model_max_seq_len),)
         return {"tokens": jax.ShapeDtypeStruct(row, np.int32), "loss_mask": jax.ShapeDtypeStruct(row, np.bool_)}
@@ -76,25 +80,25 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LmDataConfig(DataConfig):
-    """Data of `train-lm`."""
+    """The data of `train-lm`."""
 
     format: Literal["text", "prompt_completion", "chat"] = "text"
     """``text``: field ``text``, documents one after the other, every token a target. ``prompt_completion``: fields
     ``prompt`` and ``completion``. ``chat``: field ``messages``; the last one, the assistant's, is the target."""
 
-    def load(self, tokenizer: "PreTrainedTokenizerBase", model_max_seq_len: int, seed: int) -> Rows:
+    def load(self, tokenizer: "PreTrainedTokenizerBase", model_max_seq_len: int, seed: int) -> TokenizedRows:
         """Read and tokenise the data.
 
         Args:
-            tokenizer: of the model.
-            model_max_seq_len: the longest sequence of the model, in tokens.
-            seed: of the order of the rows.
+            tokenizer: The tokenizer of the model.
+            model_max_seq_len: The number of tokens of the model's longest sequence.
+            seed: The seed of the order of the rows.
 
         Returns:
-            Columns ``tokens`` int32 ``[row, position]`` and ``loss_mask`` bool of the same shape.
+            The columns ``tokens`` int32 ``[row, position]`` and ``loss_mask`` bool of the same shape.
 
         Raises:
-            ConfigError: a file or a record that cannot be used; the message names its place.
+            ConfigError: A file or a record cannot be used; the message names its place.
         """
         length = self.row_length(model_max_seq_len)
         records = read_records(self.train_urls)
@@ -103,33 +107,34 @@ class LmDataConfig(DataConfig):
         else:
             read = _completion_example if self.format == "prompt_completion" else _chat_example
             tokens, mask = _pad([read(tokenizer, record) for record in records], length, self.truncate)
-        return Rows(columns={"tokens": tokens, "loss_mask": mask}, seed=seed, shuffle=self.shuffle)
+        return TokenizedRows(columns={"tokens": tokens, "loss_mask": mask}, seed=seed, shuffle=self.shuffle)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreferenceDataConfig(DataConfig):
-    """Data of `train-simpo`: JSON lines in the chat format of UltraFeedback-binarized, fields ``chosen`` and
-    ``rejected``, each a list of ``{role, content}`` that ends with the assistant's answer; all before it is the prompt.
+    """The data of `train-simpo`: JSON lines in the chat format of UltraFeedback-binarized, with the fields ``chosen``
+    and ``rejected``, each a list of ``{role, content}`` that ends with the assistant's answer; all before it is the
+    prompt.
     """
 
     def columns(self, model_max_seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
         single = super().columns(model_max_seq_len)
         return {name: jax.ShapeDtypeStruct((2, *one.shape), one.dtype) for name, one in single.items()}
 
-    def load(self, tokenizer: "PreTrainedTokenizerBase", model_max_seq_len: int, seed: int) -> Rows:
+    def load(self, tokenizer: "PreTrainedTokenizerBase", model_max_seq_len: int, seed: int) -> TokenizedRows:
         """Read and tokenise the pairs.
 
         Args:
-            tokenizer: of the model; it needs a chat template.
-            model_max_seq_len: the longest sequence of the model, in tokens.
-            seed: of the order of the pairs.
+            tokenizer: The tokenizer of the model; it needs a chat template.
+            model_max_seq_len: The number of tokens of the model's longest sequence.
+            seed: The seed of the order of the pairs.
 
         Returns:
-            Columns ``tokens`` int32 ``[row, 2, position]`` (chosen, rejected) and ``loss_mask`` bool of the same shape,
-            true for the answers.
+            The columns ``tokens`` int32 ``[row, 2, position]`` (chosen, rejected) and ``loss_mask`` bool of the same
+            shape, true for the completions.
 
         Raises:
-            ConfigError: a file or a pair that cannot be used; the message names its place.
+            ConfigError: A file or a pair cannot be used; the message names its place.
         """
         chosen, rejected = [], []
         for record in read_records(self.train_urls):
@@ -152,23 +157,23 @@ class PreferenceDataConfig(DataConfig):
             "tokens": np.stack([tokens for tokens, _ in sides], axis=1),
             "loss_mask": np.stack([mask for _, mask in sides], axis=1),
         }
-        return Rows(columns=columns, seed=seed, shuffle=self.shuffle)
+        return TokenizedRows(columns=columns, seed=seed, shuffle=self.shuffle)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GrpoDataConfig(DataConfig):
-    """Data of `train-grpo`: JSON lines in the format of GSM8K, fields ``question`` and ``answer``. ``max_seq_len`` is
-    the row: prompt and sampled answer together.
+    """The data of `train-grpo`: JSON lines in the format of GSM8K, with the fields ``question`` and ``answer``. A row
+    has prompt and sampled completion together, at most ``max_seq_len`` tokens.
     """
 
     def columns(self, model_max_seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shape and type of one sampled answer as `GrpoConfig` reads it; ``reference_logprobs`` left out.
+        """Return shape and type of one sampled completion as `GrpoConfig` reads it, without ``reference_logprobs``.
 
         Args:
-            model_max_seq_len: the longest sequence of the model, in tokens.
+            model_max_seq_len: The number of tokens of the model's longest sequence.
 
         Raises:
-            ConfigError: the rows would be longer than the model allows.
+            ConfigError: The rows would be longer than the model allows.
         """
         row = super().columns(model_max_seq_len)
         return {
@@ -198,7 +203,7 @@ def _messages_example(
     if len(messages) < 2 or messages[-1].get("role") != "assistant":
         raise ConfigError(
             f"{place} has {len(messages)} messages and ends with role "
-            f"{messages[-1].get('role') if messages else None!r}; it must hold a prompt and end with the assistant's "
+            f"{messages[-1].get('role') if messages else None!r}; it must have a prompt and end with the assistant's "
             "answer. Correct it or remove it."
         )
     prompt = _encode_prompt(tokenizer, place, messages=tuple(messages[:-1]))
@@ -207,14 +212,14 @@ def _messages_example(
     whole = tokenizer.encode(text, add_special_tokens=False)
     if tuple(whole[: len(prompt)]) != prompt:
         raise ConfigError(
-            f"{place}: the tokens of the whole chat do not begin with those of its prompt, so the answer cannot be "
-            "told from the prompt. Use a chat template whose generation prompt is what an assistant's turn begins with."
+            f"{place}: the tokens of the whole chat do not begin with those of its prompt, so it is not "
+            "known where the answer begins. Use a chat template whose generation prompt begins an assistant's message."
         )
     return place, prompt, whole[len(prompt) :]
 
 
 def _encode_prompt(tokenizer: "PreTrainedTokenizerBase", place: str, **prompt: Any) -> tuple[int, ...]:
-    # The very function that makes prompts of the samples, so that training and sampling see the same tokens.
+    # The function that makes the prompts of the samples, so that training and sampling see the same tokens.
     try:
         return encode(tokenizer, [Prompt(id=0, **prompt)])[0]
     except PromptError as error:
@@ -226,7 +231,7 @@ def _end(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
 
 
 def _pack(documents: Iterable[Sequence[int]], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Documents one after the other, cut into rows; the end of the last row is masked."""
+    """Concatenate documents and cut them into rows of ``length`` tokens; what fills up the last row is masked."""
     pieces = [np.asarray(document, np.int32) for document in documents]
     stream = np.concatenate(pieces) if pieces else np.zeros(0, np.int32)
     n_rows = -(-len(stream) // length)
@@ -238,13 +243,13 @@ def _pack(documents: Iterable[Sequence[int]], length: int) -> tuple[np.ndarray, 
 
 
 def _pad(examples: Sequence[Example], length: int, truncate: bool) -> tuple[np.ndarray, np.ndarray]:
-    """One example per row, filled up with masked zeros."""
+    """Make one row of ``length`` tokens of each example, filled up with masked zeros."""
     kept = [example for example in examples if not truncate or len(example[1]) < length]
     _log_dropped(len(examples) - len(kept), len(examples), length)
     tokens, mask = np.zeros((len(kept), length), np.int32), np.zeros((len(kept), length), bool)
     for row, (place, prompt, target) in enumerate(kept):
         if not target:
-            raise ConfigError(f"{place} has an answer of 0 tokens; at least 1 is needed. Correct it or remove it.")
+            raise ConfigError(f"{place} has a completion of 0 tokens; at least 1 is needed. Correct it or remove it.")
         size = len(prompt) + len(target)
         if size > length and not truncate:
             raise ConfigError(
@@ -256,6 +261,8 @@ def _pad(examples: Sequence[Example], length: int, truncate: bool) -> tuple[np.n
     return tokens, mask
 
 
-def _log_dropped(dropped: int, of: int, length: int) -> None:
+def _log_dropped(dropped: int, total: int, length: int) -> None:
     if dropped:
-        log.warning("truncate: %d of %d examples dropped, their prompts fill a row of %d tokens", dropped, of, length)
+        log.warning(
+            "truncate: %d of %d examples dropped, their prompts fill a row of %d tokens", dropped, total, length
+        )

@@ -1,4 +1,4 @@
-"""What a training loop tells its hooks, and when it calls them."""
+"""What a training loop passes to its hooks, and when it calls them."""
 
 import dataclasses
 import inspect
@@ -12,34 +12,34 @@ from lockstep.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepInfo:
-    """State of the run at a hook call, in Levanter's words. The model is donated to the next step."""
+    """The state of the run at a hook call, with Levanter's names. The model is donated to the next step."""
 
     step: int
-    """0-based number of the step that is done; -1 before the first."""
+    """The 0-based number of the step that is done; -1 before the first."""
     model: PyTree
-    """Parameters after ``next_step`` steps."""
+    """The parameters after ``next_step`` steps."""
     loss: float
-    """Of the step that is done; nan before the first."""
+    """The mean loss of the step that is done; nan before the first."""
     step_duration: float
     """Seconds from the launch of the step to its figures; 0 before the first."""
 
     @property
     def next_step(self) -> int:
-        """Number of completed steps."""
+        """The number of completed steps."""
         return self.step + 1
 
 
 @runtime_checkable
 class Hook(Protocol):
-    """An object that is told of steps; called once before the first step too, with ``info.step == -1``."""
+    """An object that is called after steps, and once before the first one, with ``info.step == -1``."""
 
     def on_step(self, info: StepInfo, force: bool = False) -> Any:
-        """Look at a step; ``force`` at the end of training."""
+        """Handle a step; ``force`` is true at the end of training."""
         ...
 
 
 class Hooks:
-    """The hooks of a run, called in the order they were added, on every host alike."""
+    """The hooks of a run, called on every host in the order in which they were added."""
 
     def __init__(self) -> None:
         self._hooks: list[tuple[Hook | Callable[..., Any], int]] = []
@@ -48,12 +48,13 @@ class Hooks:
         """Add a hook.
 
         Args:
-            hook: an object with ``on_step(info, force=False)``, or a function of the info (and of ``force``, where its
+            hook: An object with ``on_step(info, force=False)``, or a function of the info (and of ``force``, where its
                 signature has it).
-            every: called after each step whose number of completed steps is a multiple of this.
+            every: The number of steps between two calls: the hook is called after each step whose number of completed
+                steps is a multiple of it.
 
         Raises:
-            ConfigError: it cannot be called, or ``every`` is below 1.
+            ConfigError: The hook cannot be called, or ``every`` is below 1.
         """
         if every < 1:
             raise ConfigError(f"add_hook was given every={every}; it must be at least 1. Use 1 for every step.")
@@ -65,19 +66,19 @@ class Hooks:
         self._hooks.append((hook, every))
 
     def before_first_step(self, info: StepInfo) -> None:
-        """Call the objects; functions hear of completed steps only."""
+        """Call the hooks that are objects; functions are called after completed steps only."""
         for hook, _ in self._hooks:
             if isinstance(hook, Hook):
                 hook.on_step(info)
 
     def after_step(self, info: StepInfo) -> None:
-        """Call every hook whose turn it is."""
+        """Call every hook that this step is due for."""
         for hook, every in self._hooks:
             if info.next_step % every == 0:
                 hook.on_step(info) if isinstance(hook, Hook) else hook(info)
 
     def after_last_step(self, info: StepInfo) -> None:
-        """Call every hook a last time: with ``force`` where it knows the word, else unless this step was its turn."""
+        """Call every hook a last time: with ``force`` where it takes that, else unless it was called for this step."""
         for hook, every in self._hooks:
             if isinstance(hook, Hook):
                 hook.on_step(info, force=True)

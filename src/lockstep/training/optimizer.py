@@ -15,7 +15,7 @@ class OptimizerConfig:
     """AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101) with gradient clipping and a schedule.
 
     Raises:
-        ConfigError: a value out of its range.
+        ConfigError: A value is out of its range.
     """
 
     learning_rate: float = 6e-4
@@ -67,13 +67,13 @@ class OptimizerConfig:
         """Build the learning-rate schedule.
 
         Args:
-            num_train_steps: steps of the whole run.
+            num_train_steps: The number of steps of the whole run.
 
         Returns:
-            Function of the number of completed steps that gives the learning rate of the next.
+            A function from the number of completed steps to the learning rate of the next.
 
         Raises:
-            ConfigError: warm-up and decay together are longer than the run.
+            ConfigError: Warm-up and decay together are longer than the run.
         """
         warmup = _steps(self.warmup, num_train_steps)
         rest = num_train_steps - warmup
@@ -98,13 +98,13 @@ class OptimizerConfig:
         """Build the optimizer.
 
         Args:
-            num_train_steps: steps of the whole run.
+            num_train_steps: The number of steps of the whole run.
 
         Returns:
             An optax transformation over a tree of parameters.
 
         Raises:
-            ConfigError: the schedule does not fit the run.
+            ConfigError: Warm-up and decay together are longer than the run.
         """
         adamw = optax.adamw(
             self.schedule(num_train_steps),
@@ -120,10 +120,10 @@ class OptimizerConfig:
 
 
 def decay_mask(parameters: PyTree) -> PyTree:
-    """Say which parameters weight decay acts on: all but those whose path names a norm or a bias.
+    """Mark the parameters that weight decay acts on: all but those whose path names a norm or a bias.
 
     Args:
-        parameters: the model's parameters.
+        parameters: The model's parameters.
 
     Returns:
         The same tree with a bool for every leaf.
@@ -138,4 +138,5 @@ def decay_mask(parameters: PyTree) -> PyTree:
 
 
 def _steps(length: float, num_train_steps: int) -> int:
+    """Return a length in steps: below 1 it is a fraction of the run."""
     return int(length * num_train_steps) if length < 1 else int(length)

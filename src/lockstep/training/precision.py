@@ -1,4 +1,4 @@
-"""Which float types parameters and arithmetic use, written as in jmp: ``p=f32,c=bf16``."""
+"""The float types of parameters and arithmetic, written as in google-deepmind/jmp: ``p=f32,c=bf16``."""
 
 import dataclasses
 from typing import Final
@@ -25,12 +25,12 @@ _USAGE: Final = "Write one type for both ('f32') or pairs such as 'p=f32,c=bf16'
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Float types of a training run."""
+    """The float types of a training run."""
 
     param: jnp.dtype
-    """Stored parameters, gradients and optimizer state."""
+    """The type of stored parameters, gradients and optimizer state."""
     compute: jnp.dtype
-    """Arithmetic inside the model; losses are summed in float32 whatever it is."""
+    """The type of the arithmetic inside the model; losses are summed in float32 whatever it is."""
 
     def cast_to_compute(self, tree: PyTree) -> PyTree:
         """Cast the floating-point arrays of a tree to the compute type; others are left as they are."""
@@ -45,8 +45,8 @@ def cast_floats(tree: PyTree, dtype: jnp.dtype) -> PyTree:
     """Cast the floating-point arrays of a tree.
 
     Args:
-        tree: any tree of arrays; call it inside a jitted program, where a cast is no launch of its own.
-        dtype: the float type to cast to.
+        tree: Any tree of arrays. Inside a jitted program the cast is no launch of its own.
+        dtype: The float type to cast to.
 
     Returns:
         The tree, integer and boolean leaves untouched.
@@ -58,14 +58,14 @@ def parse_precision(policy: str) -> Precision:
     """Read a policy string.
 
     Args:
-        policy: one type for both, or comma-separated ``p=`` (float32 where it is left out) and ``c=`` (that of ``p``
-            where it is left out). jmp's ``o=`` is refused, for nothing would heed it.
+        policy: One type for both, or comma-separated ``p=`` (float32 where it is left out) and ``c=`` (that of ``p``
+            where it is left out). jmp's ``o=`` is refused, because it would have no effect.
 
     Returns:
         The float types.
 
     Raises:
-        ConfigError: the string names an unknown key or type.
+        ConfigError: The string names an unknown key or type.
     """
     if "=" not in policy:
         only = _read_type(policy, policy)

@@ -9,21 +9,21 @@ import fsspec
 from lockstep.errors import ConfigError
 
 Record = tuple[str, Mapping[str, Any]]
-"""Where it came from (``file:line``) and its fields."""
+"""A training record: where it came from (``file:line``), and its fields."""
 
 
 def read_records(urls: Sequence[str]) -> Iterator[Record]:
     """Read training records in the order of the files.
 
     Args:
-        urls: paths or URLs that fsspec knows (``gs://``, ``hf://``, …), wildcards allowed. ``.jsonl`` (also compressed,
-            as in ``.jsonl.gz``) holds one JSON object per line; any other file is one record with the field ``text``.
+        urls: Paths or URLs that fsspec knows (``gs://``, ``hf://``, …), wildcards allowed. ``.jsonl`` (also compressed,
+            as in ``.jsonl.gz``) has one JSON object per line; any other file is one record with the field ``text``.
 
     Yields:
-        Place and fields of each record.
+        The place and the fields of each record.
 
     Raises:
-        ConfigError: no file, a file that cannot be read, or a line that is not a JSON object.
+        ConfigError: There is no file, a file cannot be read, or a line is not a JSON object.
     """
     if not urls:
         raise ConfigError("data.train_urls is empty; at least 1 file is needed. List files, e.g. [data/train.jsonl].")
@@ -39,18 +39,15 @@ def read_records(urls: Sequence[str]) -> Iterator[Record]:
 
 
 def field(record: Record, name: str, kind: type = str) -> Any:
-    """Take one field of a record.
+    """Return one field of a record.
 
     Args:
-        record: from `read_records`.
-        name: of the field.
-        kind: the type it must have.
-
-    Returns:
-        Its value.
+        record: A record that `read_records` yielded.
+        name: The name of the field.
+        kind: The type that its value must have.
 
     Raises:
-        ConfigError: it is missing or has another type.
+        ConfigError: The field is missing or has another type.
     """
     place, values = record
     if name not in values:

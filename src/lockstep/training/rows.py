@@ -13,33 +13,33 @@ from lockstep.errors import ConfigError
 
 
 class Batches(Protocol):
-    """Where a trainer gets its batches: a pure function of the step, so that every host draws the same order."""
+    """The batches of a run: a pure function of the step, so that every host draws the same order."""
 
     def batch(self, step: int, batch_size: int, rows: slice) -> Mapping[str, np.ndarray]:
-        """Give some rows of the batch of a step.
+        """Return some rows of the batch of a step.
 
         Args:
-            step: 0-based optimizer step.
-            batch_size: rows of the whole batch.
-            rows: which of them this host holds.
+            step: The 0-based optimizer step.
+            batch_size: The number of rows of the whole batch.
+            rows: The rows of the batch that this host needs.
 
         Returns:
-            Arrays by name, the row as axis 0.
+            Arrays by name, with the row as axis 0.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Rows:
+class TokenizedRows:
     """A data set in host memory: arrays of equal length, drawn epoch by epoch.
 
     Args:
-        columns: arrays by name, the row as axis 0.
-        seed: of the order.
-        shuffle: each epoch in another order; otherwise always the order of the files.
+        columns: Arrays by name, with the row as axis 0.
+        seed: The seed of the order.
+        shuffle: Whether each epoch has an order of its own; otherwise all have the order of the files.
 
     Raises:
-        ConfigError: there are no rows.
+        ConfigError: There are no rows.
     """
 
     columns: Mapping[str, np.ndarray]
@@ -49,18 +49,18 @@ class Rows:
     def __post_init__(self) -> None:
         assert len({len(column) for column in self.columns.values()}) == 1, "columns of different length"
         if len(self) == 0:
-            raise ConfigError("the training data holds 0 rows; at least 1 is needed. Check data.train_urls.")
+            raise ConfigError("the training data has 0 rows; at least 1 is needed. Check data.train_urls.")
 
     def __len__(self) -> int:
-        """Number of rows of one epoch."""
+        """Return the number of rows of one epoch."""
         return len(next(iter(self.columns.values())))
 
     def indices(self, step: int, batch_size: int) -> Int[np.ndarray, " batch"]:
-        """Which rows make up the batch of a step.
+        """Return which rows make up the batch of a step.
 
         Args:
-            step: 0-based optimizer step.
-            batch_size: rows of the whole batch.
+            step: The 0-based optimizer step.
+            batch_size: The number of rows of the whole batch.
 
         Returns:
             Row numbers. They depend on the seed, the step and the batch size alone. Every row comes once per epoch; a
@@ -71,16 +71,12 @@ class Rows:
         return np.concatenate([self._order(int(epoch))[offsets[epochs == epoch]] for epoch in np.unique(epochs)])
 
     def batch(self, step: int, batch_size: int, rows: slice) -> dict[str, np.ndarray]:
-        """Give some rows of the batch of a step, see `Batches.batch`."""
+        """Return some rows of the batch of a step, see `Batches.batch`."""
         chosen = self.indices(step, batch_size)[rows]
         return {name: column[chosen] for name, column in self.columns.items()}
 
     def digest(self) -> str:
-        """Digest of all rows and of their order, for hosts to agree on.
-
-        Returns:
-            sha256, in hexadecimal digits.
-        """
+        """Return the SHA-256 of all rows and of their order in hexadecimal digits, for hosts to agree on."""
         found = hashlib.sha256(f"{self.seed} {self.shuffle}".encode())
         for name, column in sorted(self.columns.items()):
             found.update(f"{name} {column.dtype} {column.shape}".encode())

@@ -1,4 +1,4 @@
-"""The train step: one program that every host launches alike."""
+"""The train step: one program that every host launches."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
-from lockstep.engine import Program, compile_program
+from lockstep.device import Program, compile_program
 from lockstep.errors import ConfigError
 from lockstep.hosts import Ledger
 from lockstep.placement import COMPUTE_AXES, MESH_AXES, PARAMETER_AXES
@@ -21,37 +21,37 @@ from lockstep.training.objectives.parts import LossFn, LossParts
 from lockstep.training.precision import Precision, cast_floats
 
 BATCH_SPEC = P(("dp", "fsdp"))
-"""Rows of a batch on the mesh."""
+"""How the rows of a batch are split over the mesh."""
 
 STOP_SPEC = P(MESH_AXES)
-"""The stop flags on the mesh: one per device."""
+"""How the stop flags are split over the mesh: one per device."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """All that a step changes. Donated to the next step: take what you need from the newest state only."""
+    """All that a step changes. It is donated to the next step, so only the newest state can be read."""
 
     step: Int[Array, ""]
-    """Completed steps."""
+    """The number of completed steps."""
     model: PyTree
-    """Parameters in the parameter type and sharding."""
+    """The parameters, in the parameter type and sharding."""
     opt_state: PyTree
-    """State of the optimizer, sharded as the parameters it belongs to."""
+    """The state of the optimizer, sharded as the parameters that it belongs to."""
 
 
 def parameter_shardings(tree: PyTree, mesh: Mesh) -> PyTree:
-    """Sharding of every array of a model or of an optimizer state.
+    """Return the sharding of every array of a model or of an optimizer state.
 
     Args:
-        tree: haliax arrays or their shapes; an array without axis names is replicated.
-        mesh: to lie on.
+        tree: Haliax arrays or their shapes; an array without axis names is replicated.
+        mesh: The mesh of the run.
 
     Returns:
         The tree with a sharding in place of each array.
 
     Raises:
-        ConfigError: the mesh does not divide an axis.
+        ConfigError: The mesh does not divide an axis.
     """
 
     def sharding(path: tuple[Any, ...], leaf: Any) -> Any:
@@ -72,7 +72,7 @@ def parameter_shardings(tree: PyTree, mesh: Mesh) -> PyTree:
 
 
 class Launch(Protocol):
-    """Compiles a function that all hosts call alike, agrees on the program, launches it once."""
+    """Compiles a function on every host, compares the programs of all hosts, and launches it once."""
 
     def __call__(
         self,
@@ -83,24 +83,24 @@ class Launch(Protocol):
         out_shardings: Any,
         donate: tuple[int, ...] = (),
     ) -> Any:
-        """The function's result, see `lockstep.engine.compile_program`."""
+        """Return the function's result. The arguments are those of `lockstep.device.compile_program`."""
         ...
 
 
 def init_model(
     init: Callable[[jax.Array], PyTree], seed: int, mesh: Mesh, precision: Precision, launch: Launch
 ) -> PyTree:
-    """Make a model whose parameters come into being on the devices that hold them.
+    """Make a model, each device making only its own part of the parameters.
 
     Args:
-        init: makes a model from a key; traced, never run on one host's memory.
-        seed: of the key.
-        mesh: of the run.
-        precision: gives the parameter type.
-        launch: launches the program that makes it.
+        init: Makes a model from a key; it is traced, never run in one host's memory.
+        seed: The seed of the key.
+        mesh: The mesh of the run.
+        precision: The float types, of which the parameter type is used.
+        launch: Launches the program that makes the model.
 
     Returns:
-        The model, sharded by `PARAMETER_AXES`; the same numbers on any mesh.
+        The model, sharded by `PARAMETER_AXES`, with the same numbers on any mesh.
     """
 
     def make() -> PyTree:
@@ -117,11 +117,11 @@ def init_state(
     """Make the first state. The model is donated: use the state's instead.
 
     Args:
-        model: on the mesh, in any sharding and float type.
-        optimizer: of the run.
-        mesh: of the run.
-        precision: gives the parameter type.
-        launch: launches the program that makes it.
+        model: The model on the mesh, in any sharding and float type.
+        optimizer: The optimizer of the run.
+        mesh: The mesh of the run.
+        precision: The float types, of which the parameter type is used.
+        launch: Launches the program that makes the state.
 
     Returns:
         The state, and its shardings.
@@ -135,13 +135,13 @@ def init_state(
 def state_structs(
     init: Callable[[jax.Array], PyTree], optimizer: optax.GradientTransformation, mesh: Mesh, precision: Precision
 ) -> tuple[TrainState, PyTree]:
-    """What `init_model` and `init_state` would make, as shapes: nothing is allocated, and no device is needed.
+    """Return the shapes of what `init_model` and `init_state` make: nothing is allocated, and no device is needed.
 
     Args:
-        init: makes a model from a key.
-        optimizer: of the run.
-        mesh: of the run; its devices may be ones that can only be compiled for.
-        precision: gives the parameter type.
+        init: Makes a model from a key.
+        optimizer: The optimizer of the run.
+        mesh: The mesh of the run; its devices may be ones that can only be compiled for.
+        precision: The float types, of which the parameter type is used.
 
     Returns:
         The state with a shape struct in place of each array, and its shardings.
@@ -157,12 +157,12 @@ def state_structs(
 
 
 def batch_structs(columns: Mapping[str, jax.ShapeDtypeStruct], n_rows: int, mesh: Mesh) -> dict[str, Any]:
-    """A batch as shapes.
+    """Return the shapes of a batch.
 
     Args:
-        columns: shape and type of one row of each column.
-        n_rows: of the batch.
-        mesh: of the run.
+        columns: The shape and type of one row of each column.
+        n_rows: The number of rows of the batch.
+        mesh: The mesh of the run.
     """
     sharding = NamedSharding(mesh, BATCH_SPEC)
     return {
@@ -180,27 +180,27 @@ def _state_maker(optimizer: optax.GradientTransformation, precision: Precision) 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """Figures of one step, read by every host alike."""
+    """The metrics of one step, the same on every host."""
 
     loss: float
-    """Mean loss over the batch, before the update."""
+    """The mean loss over the batch, before the update."""
     stop: int
-    """Largest signal that asked a host to stop; 0: none did."""
+    """The largest number of a signal that asked a host to stop; 0 where none did."""
     values: Mapping[str, float]
-    """Further figures by name."""
+    """Further metrics by name."""
 
 
 class TrainStep:
     """The train step: compiled ahead of time, so that hosts agree on it before its first launch; traced once.
 
     Args:
-        loss_fn: the objective.
-        optimizer: of the run.
-        schedule: learning rate by completed steps, reported as a metric; None: not reported.
-        mesh: of the run.
-        shardings: of the state, from `init_state`.
-        precision: float types.
-        microbatches: parts that the batch is worked on in, one after the other.
+        loss_fn: The objective.
+        optimizer: The optimizer of the run.
+        schedule: The learning rate by completed steps, to report as a metric; None to report none.
+        mesh: The mesh of the run.
+        shardings: The shardings of the state that `init_state` returned.
+        precision: The float types.
+        microbatches: The number of parts of the batch that are computed one after the other.
     """
 
     def __init__(
@@ -222,25 +222,25 @@ class TrainStep:
 
     @property
     def traces(self) -> int:
-        """How often the step was traced."""
+        """The number of times that the step was traced."""
         return 0 if self._program is None else self._program.traces
 
     def compile(
         self, state: TrainState, batch: Mapping[str, Array], stop: Int[Array, " device"], ledger: Ledger
     ) -> Mapping[str, str]:
-        """Compile for arguments of these shapes; launches nothing and talks to no other host.
+        """Compile for arguments of these shapes; nothing is launched, and no other host is waited for.
 
         Args:
-            state: as for a call; kept as it is.
-            batch: as for a call.
-            stop: as for a call.
-            ledger: where launches are recorded.
+            state: The first argument of a call; it is not donated here.
+            batch: The second argument of a call.
+            stop: The third argument of a call.
+            ledger: The ledger that records launches.
 
         Returns:
-            The program's digests, which all hosts must agree on before the first call.
+            The program's digests, which all hosts must compare before the first call.
 
         Raises:
-            LockstepError: the compiler refused the program.
+            LockstepError: The compiler refused the program.
         """
         self._program = compile_program(
             "train_step",
@@ -257,22 +257,22 @@ class TrainStep:
         """Launch one step.
 
         Args:
-            state: donated; its arrays are deleted.
-            batch: global arrays, the row as axis 0.
-            stop: on the devices of a host that was asked to stop, the signal that asked; else 0.
+            state: The state, which is donated: its arrays are deleted.
+            batch: Global arrays by name, with the row as axis 0.
+            stop: The number of the signal on the devices of a host that was asked to stop, 0 on all others.
 
         Returns:
-            The next state, and the figures as an array for `read`.
+            The next state, and the metrics as an array for `read`.
         """
         assert self._program is not None, "compile() comes before the first call"
         return self._program(state, dict(batch), stop)
 
     def lower(self, state: TrainState, batch: Mapping[str, Any]) -> jax.stages.Lowered:
-        """Trace the step for shapes; launches nothing.
+        """Trace the step for shapes; nothing is launched.
 
         Args:
-            state: arrays or shape structs with shardings.
-            batch: the same for the columns of a batch.
+            state: The state as arrays, or as shape structs with shardings.
+            batch: The columns of a batch as arrays, or as shape structs with shardings.
         """
         sharding = NamedSharding(self._mesh, STOP_SPEC)
         stop = jax.ShapeDtypeStruct((self._mesh.size,), jnp.int32, sharding=sharding)
@@ -280,13 +280,13 @@ class TrainStep:
             jitted = jax.jit(self._step, donate_argnums=0, out_shardings=self._out_shardings)
             return jitted.lower(state, dict(batch), stop)
 
-    def read(self, figures: Array) -> StepMetrics:
-        """Wait for a step and fetch its figures; no launch, the same on every host.
+    def read(self, metrics: Array) -> StepMetrics:
+        """Wait for a step and fetch its metrics, which are the same on every host; nothing is launched.
 
         Args:
-            figures: second result of a call.
+            metrics: The second result of a call.
         """
-        loss, stop, *others = (float(x) for x in jax.device_get(figures.addressable_data(0)))
+        loss, stop, *others = (float(x) for x in jax.device_get(metrics.addressable_data(0)))
         return StepMetrics(loss=loss, stop=int(stop), values=dict(zip(self._names, others, strict=True)))
 
     def _step(self, state: TrainState, batch: dict[str, Array], stop: Array) -> tuple[TrainState, Float[Array, " n"]]:
@@ -299,12 +299,12 @@ class TrainStep:
         if self._schedule is not None:
             values["learning_rate"] = jnp.asarray(self._schedule(state.step))
         self._names = tuple(values)
-        figures = [parts.total / parts.weight, jnp.max(stop), *values.values()]
+        metrics = [parts.total / parts.weight, jnp.max(stop), *values.values()]
         new_state = TrainState(step=state.step + 1, model=model, opt_state=opt_state)
-        return new_state, jnp.stack([jnp.asarray(x, jnp.float32) for x in figures])
+        return new_state, jnp.stack([jnp.asarray(x, jnp.float32) for x in metrics])
 
     def _sums(self, model: PyTree, batch: dict[str, Array]) -> tuple[LossParts, PyTree]:
-        """Sums over the whole batch and the gradient of their total, microbatch by microbatch."""
+        """Return the sums over the whole batch and the gradient of their total, microbatch by microbatch."""
         differentiate = eqx.filter_value_and_grad(self._total, has_aux=True)
         if self._microbatches == 1:
             (_, parts), gradients = differentiate(model, batch)
@@ -328,7 +328,7 @@ class TrainStep:
         return parts.total, parts
 
     def _split(self, rows: Array) -> Array:
-        """``[row, ...]`` to ``[microbatch, row, ...]`` without moving a row to another device."""
+        """Reshape ``[row, ...]`` to ``[microbatch, row, ...]`` without moving a row to another device."""
         n_shards = self._mesh.shape["dp"] * self._mesh.shape["fsdp"]
         parts = rows.reshape(n_shards, self._microbatches, -1, *rows.shape[1:]).swapaxes(0, 1)
         flat = parts.reshape(self._microbatches, -1, *rows.shape[1:])

@@ -7,20 +7,22 @@ import time
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from lockstep.hosts.preemption import Preemption
+from lockstep.hosts import Preemption
 
 AGAIN_AFTER_S = 1.0
-"""A terminal and a launcher may both deliver the same Ctrl-C: what follows sooner than this is the same request."""
+"""Seconds after a signal from which on another one is a second request: a terminal and a launcher may both deliver one
+Ctrl-C."""
 
 
 class StopRequest:
-    """Notes a signal instead of dying at once, so that all hosts stop together.
+    """Notes a signal instead of ending the process at once, so that all hosts stop after the same step.
 
-    The train step spreads the note; during a round of samples the leader asks for it between launches. A second signal
-    ends the process at once. Only the main thread can receive signals; elsewhere none is noted here.
+    The train step carries the signal to all hosts; during a round of samples the leader reads it between launches. A
+    second signal ends the process at once. Only the main thread can receive signals; in another thread this does
+    nothing.
 
     Args:
-        preemption: of the job, where the signal is noted.
+        preemption: The requests to end the job; the signal is noted there.
     """
 
     def __init__(self, preemption: Preemption) -> None:

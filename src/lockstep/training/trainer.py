@@ -18,12 +18,11 @@ from lockstep.device import Program, compile_program
 from lockstep.errors import HostError
 from lockstep.hosts import Hosts, Watchdog, current, environment, leader_only
 from lockstep.placement import fsdp_warning, host_rows, make_mesh, place_local
-from lockstep.report.background import FINISH_S, BackgroundTracker
-from lockstep.report.trackers import NoopTracker, Tracker
+from lockstep.report import FINISH_S, BackgroundTracker, NoopTracker, Tracker
 from lockstep.training.config import TrainerConfig
 from lockstep.training.hooks import Hook, Hooks, StepInfo
 from lockstep.training.objectives.parts import LossFn
-from lockstep.training.progress import make_progress
+from lockstep.training.progress_bar import make_progress
 from lockstep.training.rows import Batches
 from lockstep.training.step import BATCH_SPEC, STOP_SPEC, StepMetrics, TrainState, TrainStep, init_model, init_state
 from lockstep.training.stopping import StopRequest

@@ -1,4 +1,4 @@
-"""Attention over a laid-out context equals paged attention over the same pages."""
+"""Attention over a gathered context equals paged attention over the same pages."""
 
 import jax
 import jax.numpy as jnp
@@ -7,8 +7,8 @@ import pytest
 
 from lockstep.attention import (
     Heads,
-    PlainAttention,
-    Scores,
+    ScoreModifier,
+    XlaAttention,
     attend_context,
     extend_context,
     gather_context,
@@ -32,9 +32,9 @@ def arrays():
 
 @pytest.mark.parametrize("chunk", [PAGES * PAGE_SIZE, 8, 4])
 @pytest.mark.parametrize("position", [(0, 0, 0), (0, 7, 19), (8, 3, 12)])
-@pytest.mark.parametrize("rules", [Scores(), Scores(soft_cap=2.0, window=5)])
-def test_it_equals_paged_attention(arrays, chunk, position, rules, monkeypatch):
-    monkeypatch.setattr(module, "CHUNK", chunk)
+@pytest.mark.parametrize("modifier", [ScoreModifier(), ScoreModifier(soft_cap=2.0, window=5)])
+def test_it_equals_paged_attention(arrays, chunk, position, modifier, monkeypatch):
+    monkeypatch.setattr(module, "CONTEXT_CHUNK", chunk)
     pool, page_table, q, kv = arrays
     at = np.array(position, np.int32)
     for layer in range(LAYERS):
@@ -42,19 +42,19 @@ def test_it_equals_paged_attention(arrays, chunk, position, rules, monkeypatch):
         written = pool.copy()
         written[pages[np.arange(SLOTS), at // PAGE_SIZE], at % PAGE_SIZE] = kv
         expected = paged_attention(
-            jnp.asarray(q)[:, None], jnp.asarray(written), jnp.asarray(pages), jnp.asarray(at), rules
+            jnp.asarray(q)[:, None], jnp.asarray(written), jnp.asarray(pages), jnp.asarray(at), modifier
         )
 
         def attend(pool, page_table, q, kv, at, layer=layer):
             context = gather_context(pool, page_table, at, LAYERS)
-            return attend_context(q, extend_context(context, jnp.int32(layer), kv, at), jnp.int32(layer), at, rules)
+            return attend_context(q, extend_context(context, jnp.int32(layer), kv, at), jnp.int32(layer), at, modifier)
 
         got = jax.jit(attend)(pool, page_table, q, kv, at)
         np.testing.assert_allclose(got, expected[:, 0], rtol=1e-5, atol=1e-6)
 
 
 def test_chunks_beyond_the_longest_sequence_are_not_read(arrays, monkeypatch):
-    monkeypatch.setattr(module, "CHUNK", 4)
+    monkeypatch.setattr(module, "CONTEXT_CHUNK", 4)
     pool, page_table, q, _ = arrays
     lengths = jnp.full(page_table.shape[0], PAGES * PAGE_SIZE)
     context = gather_context(jnp.asarray(pool), jnp.asarray(page_table), lengths, LAYERS)
@@ -83,12 +83,12 @@ def test_a_page_at_a_time_is_the_same(arrays):
         cache = attention.begin_decode(filled, POOL_PAGES + page_table, at, LAYERS)
         cache = attention.write(cache, layer, POOL_PAGES + page_table[jnp.arange(SLOTS), at // PAGE_SIZE], at, kv)
         found = attention.decode(q, cache, layer, POOL_PAGES + page_table, at, at > 0)
-        table = attention.arrange(at, page_table, at > 0)
+        table = attention.begin_prefill(at, page_table, at > 0)
         prefilled = attention.prefill(q[:, None], filled, jnp.int32(POOL_PAGES), table)
         return filled, attention.end_decode(cache), found, prefilled
 
-    whole = jax.jit(lambda: run(PlainAttention(heads=heads)))()
-    paged = jax.jit(lambda: run(PlainAttention(heads=heads, page_by_page=True)))()
+    whole = jax.jit(lambda: run(XlaAttention(heads=heads)))()
+    paged = jax.jit(lambda: run(XlaAttention(heads=heads, page_by_page=True)))()
     assert not np.array_equal(whole[0], pool) and np.all(np.isfinite(whole[3]))
     for one, other in zip(whole[:2], paged[:2], strict=True):
         np.testing.assert_array_equal(one, other)  # pools

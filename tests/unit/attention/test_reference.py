@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from lockstep.attention import Scores, paged_attention
+from lockstep.attention import ScoreModifier, paged_attention
 
 KV_HEADS, GROUP, HEAD = 2, 3, 4
 HUGE = float(np.finfo(np.float32).max)
@@ -94,6 +94,6 @@ def test_soft_cap_and_window(queries: int, cap: float | None, window: int | None
         scores = scores if cap is None else cap * np.tanh(scores / cap)
         weights = np.exp(scores - scores.max())
         out[s, i, h, g] = weights / weights.sum() @ v[s, seen, h]
-    ruled = jax.jit(functools.partial(paged_attention, rules=Scores(soft_cap=cap, window=window)))
+    ruled = jax.jit(functools.partial(paged_attention, modifier=ScoreModifier(soft_cap=cap, window=window)))
     got = ruled(q, pool, table, start)
     np.testing.assert_allclose(got, out, rtol=0, atol=1e-5)

@@ -8,20 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lockstep.attention import Heads, PlainAttention, RaggedAttention, StoredKvHeads
+from lockstep.attention import Heads, StoredKvHeads, TpuAttention, XlaAttention
 from lockstep.attention.tpu_blocks import Blocks, stored_head_size, stored_heads
 from tests.interpret import kernel_on_cpu
 
 PAGE_SIZE, PAGES, LAYERS = 8, 12, 2
 
 
-def attentions(heads: Heads, pages: int, queries: int) -> tuple[PlainAttention, RaggedAttention]:
+def attentions(heads: Heads, pages: int, queries: int) -> tuple[XlaAttention, TpuAttention]:
     blocks = Blocks(pages=pages, queries=queries, vmem_limit=2**24, known=True)
     stored = StoredKvHeads(kv_heads=stored_heads(heads.kv_heads, 4), head_size=stored_head_size(heads.head_size))
-    ragged = RaggedAttention(
-        heads=heads, stored=stored, page_size=PAGE_SIZE, decode_blocks=blocks, prefill_blocks=blocks
+    kernel = TpuAttention(
+        heads=heads, stored_kv_heads=stored, page_size=PAGE_SIZE, decode_blocks=blocks, prefill_blocks=blocks
     )
-    return PlainAttention(heads=heads), ragged
+    return XlaAttention(heads=heads), kernel
 
 
 def pool_of(attention: Any, heads: Heads) -> jax.Array:
@@ -56,13 +56,13 @@ def test_decode(kv_heads: int, group: int, head: int) -> None:
 
         return step(pool_of(attention, heads))
 
-    plain, ragged = attentions(heads, pages=2, queries=2)
-    want, want_pool = run(plain)
+    xla, kernel = attentions(heads, pages=2, queries=2)
+    want, want_pool = run(xla)
     with kernel_on_cpu():
-        got, got_pool = run(ragged)
+        got, got_pool = run(kernel)
     np.testing.assert_allclose(got[active], want[active], rtol=1e-5, atol=1e-5)
     assert np.isfinite(got).all()
-    np.testing.assert_array_equal(got_pool, ragged.pack(want_pool))
+    np.testing.assert_array_equal(got_pool, kernel.pack(want_pool))
 
 
 @functools.cache
@@ -87,24 +87,24 @@ def test_prefill(kv_heads: int, group: int, head: int, queries: int) -> None:
     def run(attention: Any) -> jax.Array:
         @jax.jit
         def launch(pool: jax.Array) -> jax.Array:
-            arranged = attention.arrange(jnp.asarray(start), jnp.asarray(table), jnp.asarray(page != 0))
+            arranged = attention.begin_prefill(jnp.asarray(start), jnp.asarray(table), jnp.asarray(page != 0))
             found: jax.Array = attention.prefill(jnp.asarray(q), pool, first, arranged)
             return found
 
         return launch(pool_of(attention, heads))
 
-    plain, ragged = attentions(heads, pages=2, queries=queries)
-    want = run(plain)
+    xla, kernel = attentions(heads, pages=2, queries=queries)
+    want = run(xla)
     with kernel_on_cpu():
-        got = run(ragged)
+        got = run(kernel)
     np.testing.assert_allclose(got[:4], want[:4], rtol=1e-5, atol=1e-5)
     assert not got[4:].any(), "of unused rows zeros, not what the memory held"
 
 
 def test_rows_that_continue_each_other_are_one_sequence() -> None:
-    _, ragged = attentions(Heads(kv_heads=2, group=1, head_size=128), 2, 8)
+    _, kernel = attentions(Heads(kv_heads=2, group=1, head_size=128), 2, 8)
     start, table, page = rows()
-    got = ragged.arrange(jnp.asarray(start), jnp.asarray(table), jnp.asarray(page != 0))
+    got = kernel.begin_prefill(jnp.asarray(start), jnp.asarray(table), jnp.asarray(page != 0))
     assert got.num_sequences.tolist() == [2]
     assert got.q_starts.tolist()[:3] == [0, 24, 32]
     assert got.lengths.tolist()[:2] == [24, 16]
@@ -113,9 +113,9 @@ def test_rows_that_continue_each_other_are_one_sequence() -> None:
 
 def test_a_launch_without_rows_still_has_a_sequence() -> None:
     # The kernel begins to copy the first sequence's pages whether there is one or not, and waits only if there is.
-    _, ragged = attentions(Heads(kv_heads=2, group=1, head_size=128), 2, 8)
+    _, kernel = attentions(Heads(kv_heads=2, group=1, head_size=128), 2, 8)
     nothing = np.zeros(3, np.int32)
-    got = ragged.arrange(jnp.asarray(nothing), jnp.zeros((3, 4), jnp.int32), jnp.asarray(nothing > 0))
+    got = kernel.begin_prefill(jnp.asarray(nothing), jnp.zeros((3, 4), jnp.int32), jnp.asarray(nothing > 0))
     assert (got.num_sequences.tolist(), got.lengths.tolist()[:1], got.q_starts.tolist()[:2]) == (
         [1],
         [PAGE_SIZE],

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from lockstep.batch_inference.job_progress import Board, HostProgress, JobProgress, Meter
 from lockstep.batch_inference.live_view import LineView, line, panel
-from lockstep.batch_inference.progress import Board, HostProgress, JobProgress, Meter
 from lockstep.batch_inference.summary import Outcome, Totals, metrics, summary_table
 from lockstep.errors import HostTimeoutError
 from lockstep.schedule.scheduler import Counts
@@ -25,9 +25,9 @@ def shown(renderable):
 
 def test_what_is_derived_from_the_hosts_own_numbers():
     assert (JOB.rows_done, JOB.tokens, JOB.rate) == (700, 110_000, 5000.0)
-    assert (JOB.prompts_done, JOB.prompts) == (340, 600), "100 prompts were there, each with two answers"
+    assert (JOB.prompts_done, JOB.prompts) == (340, 600), "100 prompts were there, each with two completions"
     assert JOB.over_floor == pytest.approx(5000 / 12000)
-    assert JOB.eta_s == pytest.approx(25.0), "500 answers in 25 s, 500 are left"
+    assert JOB.eta_s == pytest.approx(25.0), "500 completions in 25 s, 500 are left"
     at_start = JobProgress(rows=5, found=0, hosts=[HostProgress()], seconds=0.1)
     assert (at_start.rate, at_start.over_floor, at_start.eta_s) == (0.0, None, None)
     assert JOB.metrics() == {
@@ -54,7 +54,7 @@ def test_the_panel_and_the_line_say_all_of_it():
     for part in ("900 of 2,048 pages in use", "0:25 so far, 0:25 left", "3,000", "2,000", "done"):
         assert part in text
     assert line(JOB) == (
-        "sample: 340 of 600 prompts, 700 of 1,200 answers, 5,000 tokens/s (3,000 + 2,000), "
+        "sample: 340 of 600 prompts, 700 of 1,200 completions, 5,000 tokens/s (3,000 + 2,000), "
         "0.42 of the bandwidth floor, 900 of 2,048 pages in use, 0:25 left"
     )
 
@@ -67,7 +67,7 @@ def test_in_lockstep_a_host_has_the_tokens_of_its_devices():
     meter = Meter(board, lambda: 100.0, lambda: shares)
     for tokens, finished in (((10, 20, 30), 1), ((30, 60, 40), 2)):
         meter(SimpleNamespace(counts=Counts(finished=finished, tokens=tokens, pages=7, max_pages=9)))
-    meter.answered(2)
+    meter.add_prompts(2)
     meter.pause()
     meter.begin()
     meter(SimpleNamespace(counts=Counts(finished=1, tokens=(1, 2, 3), pages=7, max_pages=9)))
@@ -100,7 +100,7 @@ def test_lines_come_every_few_seconds_and_at_the_end():
     assert len(printed) == 4
     view.update(dataclasses.replace(JOB, found=24))
     view.close()
-    assert len(printed) == 4, "nothing is said twice"
+    assert len(printed) == 4, "no line is printed twice"
 
 
 def body_board(hosts, steps):
@@ -146,5 +146,11 @@ def test_figures_have_the_promised_names():
     assert values["sample/gsm8k"] == 0.25
     assert values["sample/hbm/peak_bytes"] == 3 * 2**30
     text = shown(summary_table(outcome))
-    for part in ("20 to 5 prompts, 4 of them from before", "mean 0.25", "80 tokens/s", "256.00 MiB/s", "peak 3.00 GiB"):
+    for part in (
+        "20 for 5 prompts, 4 of them from before",
+        "mean 0.25",
+        "80 tokens/s",
+        "256.00 MiB/s",
+        "peak 3.00 GiB",
+    ):
         assert part in text

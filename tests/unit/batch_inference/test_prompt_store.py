@@ -14,10 +14,10 @@ def lines(prompts):
     return encoded_lines(iter(prompts), tiny.tokenizer(), max_seq_len=None, max_new_tokens=4)
 
 
-def body_spool(hosts, prompts, piece_bytes):
-    spool = store_prompts(hosts, lines(prompts) if hosts.is_leader else None, piece_bytes=piece_bytes)
+def body_store(hosts, prompts, piece_bytes):
+    store = store_prompts(hosts, lines(prompts) if hosts.is_leader else None, piece_bytes=piece_bytes)
     left = hosts.client.get_dir("lockstep/job")
-    return spool, len(left)
+    return store, len(left)
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 200, 10**6])
@@ -27,10 +27,10 @@ def test_every_host_gets_the_leaders_prompts_in_pieces(piece_bytes):
         Prompt(id=1, messages=({"role": "user", "content": "one\ntwo\u2028"},)),
         *(Prompt(id=i, text=f"prompt {i}") for i in range(2, 9)),
     ]
-    for spool, _ in run_threads(body_spool, 3, prompts, piece_bytes):
-        assert [spool[i].prompt for i in range(len(spool))] == prompts
-        assert [len(spool[i].tokens) for i in range(len(spool))] == spool.lengths.tolist()
-        assert spool[0].tokens == tuple(tiny.tokenizer().encode("What is 8 plus 9?"))
+    for store, _ in run_threads(body_store, 3, prompts, piece_bytes):
+        assert [store[i].prompt for i in range(len(store))] == prompts
+        assert [len(store[i].tokens) for i in range(len(store))] == store.lengths.tolist()
+        assert store[0].tokens == tuple(tiny.tokenizer().encode("What is 8 plus 9?"))
 
 
 def body_refused(hosts):
@@ -57,11 +57,11 @@ def test_a_hundred_thousand_prompts_take_little_memory():
         return store_prompts(hosts, some(), piece_bytes=1 << 20)
 
     tracemalloc.start()
-    (spool,) = run_threads(body, 1)
-    held, peak = tracemalloc.get_traced_memory()
+    (store,) = run_threads(body, 1)
+    current, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(spool) == 100_000 and spool[99_999].tokens[0] == 99_999
-    assert held < 4 << 20, "12 bytes a prompt, with room to grow"
+    assert len(store) == 100_000 and store[99_999].tokens[0] == 99_999
+    assert current < 4 << 20, "12 bytes a prompt, with room to grow"
     assert peak < 16 << 20, "the prompts are over 100 MB"
 
 
@@ -75,5 +75,5 @@ def test_fields_of_a_file_have_any_names(tmp_path):
         list(iter_prompts(str(path)))
 
 
-def test_an_empty_spool_has_no_prompts():
+def test_an_empty_store_has_no_prompts():
     assert len(PromptStore()) == 0

@@ -107,11 +107,11 @@ def test_a_row_that_nobody_has_is_an_error_on_all(tmp_path):
 
 
 def test_rows_of_another_job_are_refused_with_what_differs(tmp_path):
-    record = {"seed": 0, "checkpoint": "aa", "metrics": []}
-    assert check_manifest(tmp_path, record, force=False) == []
-    write_manifest(tmp_path, record, 0)
-    assert check_manifest(tmp_path, record, force=False) == []
-    changed = {**record, "seed": 1, "checkpoint": "bb"}
+    manifest = {"seed": 0, "checkpoint": "aa", "metrics": []}
+    assert check_manifest(tmp_path, manifest, force=False) == []
+    write_manifest(tmp_path, manifest, 0)
+    assert check_manifest(tmp_path, manifest, force=False) == []
+    changed = {**manifest, "seed": 1, "checkpoint": "bb"}
     with pytest.raises(ConfigError, match=r'checkpoint was "aa" and is "bb"; seed was 0 and is 1.*--resume force'):
         check_manifest(tmp_path, changed, force=False)
     assert check_manifest(tmp_path, changed, force=True) == ['checkpoint was "aa" and is "bb"', "seed was 0 and is 1"]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from lockstep.device.program import Program, compile_program, without_places
+from lockstep.device.program import Program, compile_program, without_source_locations
 from lockstep.engine import Ledger
 from lockstep.errors import LockstepError
 from tests.unit.engine.models import mesh_of
@@ -62,7 +62,7 @@ ENTRY %%main (x: f32[]) -> f32[] {
   ROOT %%add = f32[] add(%%x, %%x), metadata={op_name="jit(f)/add" stack_frame_id=%d}
 }
 """
-    found = {without_places(hlo % (number, number)) for number in (1, 2)}
+    found = {without_source_locations(hlo % (number, number)) for number in (1, 2)}
     assert len(found) == 1 and "ROOT %add = f32[] add(%x, %x)\n" in found.pop()
 
 

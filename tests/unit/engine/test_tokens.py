@@ -1,5 +1,6 @@
 """Tokens and log-probabilities equal those of full forward passes, whatever the model, layout and capacities."""
 
+import dataclasses
 import functools
 import re
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ import pytest
 from lockstep.engine import Engine, EngineConfig
 from lockstep.types import Completion, FinishReason
 from tests.oracle import Expected, assert_same_logprobs, assert_same_tokens, oracle_completions
-from tests.unit.engine.models import FAMILIES, VARIANTS, VOCAB, mesh_of, mixed_requests, model_on, request
+from tests.unit.engine.models import FAMILIES, LLAMA, VARIANTS, VOCAB, mesh_of, mixed_requests, model_on, request
 
 LAYOUTS: dict[str, Any] = {"tensor1": {"tensor": 1}, "training": "training", "tensor2": {"tensor": 2}}
 # Spread over the families, so that each family and each layout meets several: page sizes, prefill in chunks, few
@@ -87,6 +88,14 @@ def test_replicas_that_rest(working: int) -> None:
 def test_one_device() -> None:
     engine = Engine(EngineConfig(), mesh_of("1,1,1"))
     check(expected("llama", VOCAB), engine.generate(model_on("1,1,1"), mixed_requests()))
+
+
+def test_a_model_with_one_layer() -> None:
+    """Prefill runs all layers but the last, so that here it runs none before it writes K/V."""
+    config = dataclasses.replace(LLAMA, num_layers=1)
+    engine = Engine(EngineConfig(layout={"tensor": 2}, page_size=8, max_prefill_size=16), mesh_of("1,2,2"))
+    want = oracle_completions(model_on("1,4,1", config), mixed_requests())
+    check(want, engine.generate(model_on("1,2,2", config), mixed_requests()))
 
 
 def test_the_oracle_sees_a_wrong_token() -> None:

@@ -35,8 +35,8 @@ def test_run_main(capsys, main, code, shown, stack):
         with pytest.raises(SystemExit) as caught:
             run_main(main)
         assert caught.value.code == code
-    told = capsys.readouterr().err
-    assert told.endswith(shown) and ("Traceback" in told) == stack
+    printed = capsys.readouterr().err
+    assert printed.endswith(shown) and ("Traceback" in printed) == stack
 
 
 WATCHED = """

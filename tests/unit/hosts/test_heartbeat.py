@@ -1,4 +1,4 @@
-"""Signs of life: who is told to be missing, and that posting costs the caller nothing."""
+"""Heartbeats: which processes are described as missing, and that posting costs the caller nothing."""
 
 import re
 import sys
@@ -19,37 +19,37 @@ class Counting(MemoryClient):
 
 def test_a_silent_process_is_missing_and_one_that_does_something_else_is_not(monkeypatch):
     monkeypatch.setattr(heartbeat, "SILENT_S", 0.3)
-    monkeypatch.setattr(heartbeat, "BEAT_S", 0.05)
+    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.05)
     clients = MemoryClient.hub(3)
-    hearts = [heartbeat.Heartbeat(client) for client in clients]
-    stops = [heart.beat() for heart in hearts]
-    for heart, phase in zip(hearts, ("decode", "decode", "reading"), strict=True):
-        heart.enter(phase)
+    own = [heartbeat.Heartbeat(client) for client in clients]
+    stops = [each.start_heartbeat() for each in own]
+    for each, phase in zip(own, ("decode", "decode", "reading"), strict=True):
+        each.enter(phase)
     time.sleep(0.2)
-    beats = heartbeat.heartbeats(clients[0])
-    assert heartbeat.missing(beats) == ""
-    assert heartbeat.elsewhere(beats, "decode") == " Elsewhere: process 2 (last phase 'reading' 0 s ago)."
+    peers = heartbeat.heartbeats(clients[0])
+    assert heartbeat.describe_missing(peers) == ""
+    assert heartbeat.describe_elsewhere(peers, "decode") == " Elsewhere: process 2 (last phase 'reading' 0 s ago)."
     stops[1]()
     text = heartbeat.wait_for_missing(clients[0])
     assert re.fullmatch(r" Missing: process 1 \(last phase .decode. \d s ago, no sign of life for \d s\)\.", text), text
-    assert "process 1" not in heartbeat.elsewhere(heartbeat.heartbeats(clients[0]), "reading")
+    assert "process 1" not in heartbeat.describe_elsewhere(heartbeat.heartbeats(clients[0]), "reading")
     for stop in stops:
         stop()
 
 
 def test_a_thread_posts_the_latest_of_many_phases():
     (client,) = Counting.hub(1)
-    heart = heartbeat.Heartbeat(client)
-    heart.enter("first")
+    own = heartbeat.Heartbeat(client)
+    own.enter("first")
     assert client.sets == 1 and heartbeat.heartbeats(client)[0].alive_s is None
-    stop = heart.beat()
+    stop = own.start_heartbeat()
     for number in range(1000):
-        heart.enter(f"phase {number}")
-    heart.wait_at("key")
-    time.sleep(3 * heartbeat.PAUSE_S)
-    beat = heartbeat.heartbeats(client)[0]
-    assert (beat.phase, beat.waits[-1], beat.silent) == ("phase 999", "key", False)
+        own.enter(f"phase {number}")
+    own.wait_at("key")
+    time.sleep(3 * heartbeat.MIN_INTERVAL_S)
+    peer = heartbeat.heartbeats(client)[0]
+    assert (peer.phase, peer.waits[-1], peer.silent) == ("phase 999", "key", False)
     assert client.sets < 20
     stop()
-    heart.enter("after")
+    own.enter("after")
     assert heartbeat.heartbeats(client)[0].phase == "after"

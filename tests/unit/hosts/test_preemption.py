@@ -1,4 +1,4 @@
-"""That the job is asked to end, between threads; with real signals: tests/faults."""
+"""Requests to end the job, between threads; with real signals: tests/faults."""
 
 import signal
 
@@ -8,10 +8,10 @@ from lockstep.hosts.preemption import JAX_NOTICE
 from lockstep.schedule import Scheduler
 from lockstep.types import FinishReason
 from tests.multiprocess.harness import run_threads
-from tests.unit.schedule.test_scheduler import request, sizes_of
+from tests.unit.schedule.test_scheduler import capacity_of, request
 
 
-def asked(hosts: Hosts, who: int):
+def requested(hosts: Hosts, who: int):
     found = []
     with hosts.scope("round") as scope:
         with scope.run_on_all("before") as before:
@@ -24,9 +24,9 @@ def asked(hosts: Hosts, who: int):
             after.share(hosts.preemption.requested())
         found.append(any(after.shared))
         hosts.preemption.publish()
-        scope.barrier("told")
+        scope.barrier("published")
         found.append(hosts.preemption.requested_anywhere())
-        scope.barrier("all have heard")
+        scope.barrier("all have read")
         hosts.preemption.clear()
         scope.barrier("cleared")
         found.append(hosts.preemption.requested_anywhere())
@@ -36,14 +36,14 @@ def asked(hosts: Hosts, who: int):
 
 def test_a_signal_on_any_process_is_known_to_all():
     for who in range(3):
-        assert run_threads(asked, 3, who) == [[False, True, True, False]] * 3
+        assert run_threads(requested, 3, who) == [[False, True, True, False]] * 3
 
 
-def abandons(hosts: Hosts, who: int):
+def aborts(hosts: Hosts, who: int):
     if hosts.index == who:
         hosts.client.set(JAX_NOTICE, b"2026-11-20")  # what JAX's preemption service sets on a SIGTERM
     hosts.barrier("noted")
-    scheduler, finished = (Scheduler(sizes_of(), [request(0, 5, 2)]) for _ in range(2))
+    scheduler, finished = (Scheduler(capacity_of(), [request(0, 5, 2)]) for _ in range(2))
     finished.abort(FinishReason.BUDGET)
     with hosts.scope("round") as scope:
         budget = Budget(scope)
@@ -54,5 +54,5 @@ def abandons(hosts: Hosts, who: int):
     return [before, budget.preempted, [completion.finish_reason for completion in scheduler.completions()]]
 
 
-def test_jax_own_notice_abandons_a_run_between_launches():
-    assert run_threads(abandons, 3, 2) == [[False, True, [FinishReason.CANCELLED]]] * 3
+def test_jax_own_notice_aborts_a_run_between_launches():
+    assert run_threads(aborts, 3, 2) == [[False, True, [FinishReason.CANCELLED]]] * 3

@@ -10,7 +10,7 @@ from lockstep.errors import ConfigError
 from lockstep.main import plan as command
 from lockstep.main.arguments import parse_arguments
 from lockstep.main.cli import run
-from lockstep.main.plan_workload import CONFIGS, work_of
+from lockstep.main.commands import find_command
 from lockstep.models import find_preset
 from lockstep.placement import make_mesh
 from lockstep.training import OptimizerConfig, parse_precision
@@ -30,64 +30,64 @@ POD = {
 
 
 def read(name, *more):
-    name_of_command, config = command._read(None, ["--config_path", str(ROOT / "config" / name), *more])
-    return work_of(name_of_command, config)
+    found, config = command._read(None, ["--config_path", str(ROOT / "config" / name), *more])
+    return found.workload(config)
 
 
 @pytest.mark.parametrize("name", POD)
 def test_every_pod_configuration_is_understood_without_a_network(name, monkeypatch):
     monkeypatch.chdir(ROOT)
-    work = read(name)
-    assert (work.command, work.hosts) == POD[name]
+    workload = read(name)
+    assert (workload.command, workload.hosts) == POD[name]
     parameters = 3.09e9 if "qwen" in name else 8.03e9
-    config = work.model
+    config = workload.model
     heads = (config.num_heads * 2 + config.num_kv_heads * 2) * config.head_size
     layer = config.hidden_dim * (heads + 3 * config.intermediate_dim)
-    outer = work.vocab_size * config.hidden_dim * (1 if config.tie_word_embeddings else 2)
+    outer = workload.vocab_size * config.hidden_dim * (1 if config.tie_word_embeddings else 2)
     assert config.num_layers * layer + outer == pytest.approx(parameters, rel=0.005), "as published"
 
 
 def test_simpo_on_a_pod(monkeypatch):
     monkeypatch.chdir(ROOT)
-    work = read("simpo_ultrafeedback_llama3_8b_v5p_64_inference.yaml")
-    assert work.training.length == 2048 and work.training.columns["tokens"].shape == (2, 2048)
-    (samples,) = work.sampling
+    workload = read("simpo_ultrafeedback_llama3_8b_v5p_64_inference.yaml")
+    assert workload.training.length == 2048 and workload.training.columns["tokens"].shape == (2, 2048)
+    (samples,) = workload.sampling
     assert len(samples.requests) == 5 and samples.requests[0].params.max_new_tokens == 64
     assert samples.key("layout") == "inference_eval.layout"
-    assert any("UTF-8 bytes" in note for note in work.notes)
+    assert any("UTF-8 bytes" in note for note in workload.notes)
 
 
 def test_grpo_asks_for_rollouts_and_for_samples(monkeypatch):
     monkeypatch.chdir(ROOT)
-    work = read("grpo_gsm8k_qwen25_3b_v6e_16.yaml")
-    rollout, samples = work.sampling
+    workload = read("grpo_gsm8k_qwen25_3b_v6e_16.yaml")
+    rollout, samples = workload.sampling
     assert (rollout.name, samples.name) == ("rollout", "inference_eval")
     sequences = sum(request.params.n_generations for request in rollout.requests)
-    assert sequences == work.training.trainer.train_batch_size == 128
+    assert sequences == workload.training.trainer.train_batch_size == 128
     request = rollout.requests[0]
-    assert len(request.prompt_tokens) + request.params.max_new_tokens == work.training.length == 1024
-    assert not work.training.reference
+    assert len(request.prompt_tokens) + request.params.max_new_tokens == workload.training.length == 1024
+    assert not workload.training.reference
     with_reference = read("grpo_gsm8k_qwen25_3b_v6e_16.yaml", "--kl_coefficient", "0.04")
     assert with_reference.training.reference and "reference_logprobs" in with_reference.training.columns
 
 
 def test_rows_longer_than_the_model_are_refused_and_the_longest_that_work_are_planned(monkeypatch):
     monkeypatch.chdir(ROOT)
-    work = read("simpo_ultrafeedback_llama3_8b_v5p_64_inference.yaml", "--data.max_seq_len", "9000")
-    (refusal,) = work.refusals
-    assert (refusal.key, refusal.value, refusal.largest) == ("data.max_seq_len", 9000, 8192)
-    assert "data.max_seq_len is 9000" in refusal.text and "Set it to at most 8192" in refusal.text
-    assert work.training.columns["tokens"].shape == (2, 8192)
+    workload = read("simpo_ultrafeedback_llama3_8b_v5p_64_inference.yaml", "--data.max_seq_len", "9000")
+    (infeasibility,) = workload.infeasibilities
+    assert (infeasibility.key, infeasibility.value, infeasibility.largest) == ("data.max_seq_len", 9000, 8192)
+    assert "data.max_seq_len is 9000" in infeasibility.text and "Set it to at most 8192" in infeasibility.text
+    assert workload.training.columns["tokens"].shape == (2, 8192)
     most = read("simpo_ultrafeedback_llama3_8b_v5p_64_inference.yaml", "--data.max_seq_len", "8192")
-    assert most.refusals == () and most.training.length == 8192
+    assert most.infeasibilities == () and most.training.length == 8192
 
 
 def test_a_host_answers_its_share(monkeypatch):
     monkeypatch.chdir(ROOT)
-    work = read("sampler/sample_llama8b_multihost_128prompts_2048_hostdp_wandb_v5p32.yaml")
-    assert work.one_host and len(work.sampling[0].requests) == 32
-    assert work.sampling[0].key("max_seq_len") == "engine.max_seq_len"
-    assert work.sampling[0].key("max_new_tokens") == "max_new_tokens"
+    workload = read("sampler/sample_llama8b_multihost_128prompts_2048_hostdp_wandb_v5p32.yaml")
+    assert workload.one_host and len(workload.sampling[0].requests) == 32
+    assert workload.sampling[0].key("max_seq_len") == "engine.max_seq_len"
+    assert workload.sampling[0].key("max_new_tokens") == "max_new_tokens"
 
 
 def test_the_command_is_found_by_its_keys_or_asked_for():
@@ -97,15 +97,16 @@ def test_the_command_is_found_by_its_keys_or_asked_for():
         ConfigError, match=r"as a configuration of train-simpo: .*gama.*Did you mean 'gamma_beta_ratio'"
     ):
         command._read(None, ["--tokenizer", "x", "--model.type", "llama", "--beta", "2", "--gama_beta_ratio", "1"])
-    name, _ = command._read("train-lm", ["--tokenizer", "x", "--model.type", "llama", "--data.max_seq_len", "8"])
-    assert name == "train-lm"
+    found, _ = command._read("train-lm", ["--tokenizer", "x", "--model.type", "llama", "--data.max_seq_len", "8"])
+    assert found.name == "train-lm"
 
 
 def test_a_model_that_is_not_known():
-    config = parse_arguments(CONFIGS["sample"], ["--hf_checkpoint", "somewhere/my-own-7b", "--prompts", "[hello]"])
+    sample = find_command("sample")
+    config = parse_arguments(sample.config(), ["--hf_checkpoint", "somewhere/my-own-7b", "--prompts", "[hello]"])
     with pytest.raises(ConfigError, match=r"neither a directory .* --model Llama-3.1-8B"):
-        work_of("sample", config)
-    assert work_of("sample", config, "Llama-3.2-1B").model.num_layers == 16
+        sample.workload(config)
+    assert sample.workload(config, "Llama-3.2-1B").model.num_layers == 16
 
 
 @pytest.mark.parametrize(
@@ -145,7 +146,7 @@ def test_columns_are_those_of_the_data(name, monkeypatch):
 
     monkeypatch.chdir(ROOT)
     which = "train-lm" if name == "demo.yaml" else "train-simpo"
-    config = parse_arguments(CONFIGS[which], ["--config_path", f"config/{name}"])
+    config = parse_arguments(find_command(which).config(), ["--config_path", f"config/{name}"])
     rows = config.data.load(load_tokenizer(config.tokenizer), config.model.max_seq_len, 0)
     batch = rows.batch(0, 4, slice(0, 4))
     planned = config.data.columns(config.model.max_seq_len)

@@ -5,7 +5,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lockstep.errors import ConfigError
-from lockstep.placement import host_rows, make_mesh, place, place_local, place_tree
+from lockstep.placement import host_rows, make_mesh, place, place_local
 
 
 def aligned(values: np.ndarray) -> np.ndarray:
@@ -23,18 +23,11 @@ def test_place_without_a_launch_and_without_an_alias() -> None:
     expected = values.copy()
     with jax.no_execution(True):
         sharded = place(values, NamedSharding(mesh, P(None, None)))
-        tree = place_tree({"a": values, "b": np.int32(3)}, NamedSharding(mesh, P()))
+        tree = {"a": place(values, NamedSharding(mesh, P())), "b": place(np.int32(3), NamedSharding(mesh, P()))}
     values[:] = -1
     np.testing.assert_array_equal(np.asarray(sharded), expected)
     np.testing.assert_array_equal(np.asarray(tree["a"]), expected)
     assert tree["b"].shape == () and int(tree["b"]) == 3
-
-
-def test_place_tree_with_a_tree_of_shardings() -> None:
-    mesh = make_mesh()
-    shardings = {"a": NamedSharding(mesh, P()), "b": NamedSharding(mesh, P(("dp", "tp")))}
-    tree = place_tree({"a": np.ones(3, np.float32), "b": np.ones(4, np.float32)}, shardings)
-    assert {k: v.sharding.spec for k, v in tree.items()} == {"a": P(), "b": P(("dp", "tp"))}
 
 
 def test_one_host_holds_all_rows() -> None:

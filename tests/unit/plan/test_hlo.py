@@ -136,15 +136,13 @@ def test_filters_that_nobody_asks_for_are_not_counted() -> None:
     decode_mesh, rows, size = make_decode_mesh(make_mesh("1,1,2", jax.devices()[:2]), 2), 2, 256
 
     def device(logits: Any, slots: Any) -> Any:
-        draws = SamplingState(
+        state = SamplingState(
             words=jnp.zeros((rows, 3), jnp.uint32),
             temperature=slots,
-            top_k=slots.astype(jnp.int32),
-            top_p=slots,
-            log_min_p=slots,
+            filters={"top_k": slots.astype(jnp.int32), "top_p": slots, "min_p": slots},
         )
-        uses = active_features(draws, slots > 0, decode_mesh)
-        return sample(logits, logits, draws, uses, jnp.zeros(rows, jnp.int32), decode_mesh).token
+        features = active_features(state, slots > 0, decode_mesh)
+        return sample(logits, logits, state, features, jnp.zeros(rows, jnp.int32), decode_mesh).token
 
     split = PartitionSpec(None, decode_mesh.tensor_axes)
     mapped = jax.shard_map(

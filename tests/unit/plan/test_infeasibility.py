@@ -4,7 +4,7 @@ import pytest
 
 from lockstep.engine import Engine, EngineConfig
 from lockstep.errors import ConfigError
-from lockstep.plan.infeasibility import Infeasibility, agreeing, key_in, largest_in, place_of
+from lockstep.plan.infeasibility import Infeasibility, key_in, largest_in, place_of, with_common_largest
 from lockstep.plan.train_step import largest_that_works
 from tests.unit.engine.models import mesh_of, model_on, request
 
@@ -84,14 +84,16 @@ def test_what_is_refused_before_compiling_names_the_bound():
 
 
 def test_what_is_refused_twice_has_one_value_that_works():
-    def refusal(key, largest):
+    def infeasibility(key, largest):
         return Infeasibility(key=key, value=9000, largest=largest, text=f"at most {largest}")
 
-    found = agreeing([refusal("data.max_seq_len", 8192), refusal("mp", None), refusal("data.max_seq_len", 2048)])
+    found = with_common_largest(
+        [infeasibility("data.max_seq_len", 8192), infeasibility("mp", None), infeasibility("data.max_seq_len", 2048)]
+    )
     assert [(one.key, one.largest, one.text) for one in found] == [
         ("data.max_seq_len", 2048, "at most 8192"),
         ("mp", None, "at most None"),
         ("data.max_seq_len", 2048, "at most 2048"),
     ]
-    hopeless = agreeing([refusal("data.max_seq_len", 8192), refusal("data.max_seq_len", None)])
+    hopeless = with_common_largest([infeasibility("data.max_seq_len", 8192), infeasibility("data.max_seq_len", None)])
     assert [one.largest for one in hopeless] == [None, None]

@@ -23,7 +23,7 @@ from lockstep.schedule import Capacity, Scheduler
 from lockstep.schedule.planning import num_decode_steps
 from lockstep.types import Completion, FinishReason, Request
 from tests.unit.schedule.fake_device import FakeDevice, answer_alone, scores_alone
-from tests.unit.schedule.test_scheduler import cases, pages_of, request, sizes_of
+from tests.unit.schedule.test_scheduler import capacity_of, cases, pages_of, request
 
 
 def find_stop(tokens: Sequence[int], start: int, stops: Sequence[str]) -> int | None:
@@ -45,18 +45,18 @@ SEEN: collections.Counter[str] = collections.Counter()
 class Run:
     """A scheduler and its device, launch by launch."""
 
-    def __init__(self, sizes: Capacity, requests: list[Request], **options: Any) -> None:
+    def __init__(self, capacity: Capacity, requests: list[Request], **options: Any) -> None:
         source = requests if options.get("max_prompts") is None else iter(requests)
-        self.scheduler = Scheduler(sizes, source, find_stop, **options)
-        self.device = FakeDevice(sizes)
+        self.scheduler = Scheduler(capacity, source, find_stop, **options)
+        self.device = FakeDevice(capacity)
         self.requests = {r.prompt_id: r for r in requests}
 
     def launch(self) -> bool:
-        plan = self.scheduler.next_batch()
-        if plan is not None:
-            self.device.launch(self.scheduler, plan)
-            SEEN[type(plan).__name__] += 1
-        return plan is not None
+        batch = self.scheduler.next_batch()
+        if batch is not None:
+            self.device.launch(self.scheduler, batch)
+            SEEN[type(batch).__name__] += 1
+        return batch is not None
 
     def see(self, what: str, name: tuple[int, int] | None = None) -> None:
         """Counts in which state sequences end: that of ``name``, or any."""
@@ -77,15 +77,15 @@ class Run:
 
     @staticmethod
     def shared_pages(replica: Any) -> set[int]:
-        return {page for page, readers in replica.allocator._readers.items() if readers > 1}
+        return {page for page, references in replica.allocator._references.items() if references > 1}
 
     def check_pages(self) -> None:
         """Exactly what the sequences in slots hold is taken."""
-        sizes = self.scheduler.sizes
+        capacity = self.scheduler.capacity
         for replica in self.scheduler._replicas:
             held = [page for s in replica.slots if s is not None for page in s.pages]
-            assert {page: held.count(page) for page in held} == replica.allocator._readers
-            assert replica.allocator.num_free == sizes.pages - 1 - len(set(held))
+            assert {page: held.count(page) for page in held} == replica.allocator._references
+            assert replica.allocator.num_free == capacity.pages - 1 - len(set(held))
             assert set(replica._prefixes._keys) <= set(held), "prefixes of free pages are listed"
             assert all(s in replica.slots for s in replica._queue)
             assert all(s in replica.slots for s in replica._tails.values())
@@ -95,7 +95,7 @@ class Run:
             for sequence in replica.slots:
                 if sequence is not None:
                     assert sequence.finish_reason is None
-                    assert len(sequence.pages) == pages_of(sequence.request, sizes.page_size)
+                    assert len(sequence.pages) == pages_of(sequence.request, capacity.page_size)
 
     def check_completion(self, completion: Completion) -> None:
         tokens, reason = answer(self.requests[completion.prompt_id], completion.generation_id)
@@ -112,9 +112,9 @@ class Run:
 
 @st.composite
 def cases_with_stops(draw: st.DrawFn) -> tuple[Capacity, list[Request]]:
-    sizes, requests = draw(cases())
+    capacity, requests = draw(cases())
     stops = st.lists(st.text("abcdefg", min_size=1, max_size=3), max_size=2).map(tuple)
-    return sizes, [dataclasses.replace(r, params=dataclasses.replace(r.params, stop=draw(stops))) for r in requests]
+    return capacity, [dataclasses.replace(r, params=dataclasses.replace(r.params, stop=draw(stops))) for r in requests]
 
 
 @st.composite
@@ -134,7 +134,7 @@ def cases_with_copies(draw: st.DrawFn) -> tuple[Capacity, list[Request]]:
         for number in range(draw(st.integers(1, 4)))
     ]
     largest = max(pages_of(r, page_size) for r in requests)
-    sizes = sizes_of(
+    capacity = capacity_of(
         replicas=2,
         idle_replicas=draw(st.integers(0, 1)),
         sequences=slots,
@@ -146,7 +146,7 @@ def cases_with_copies(draw: st.DrawFn) -> tuple[Capacity, list[Request]]:
         steps=draw(st.integers(1, 3)),
         page_copies=1,
     )
-    return sizes, requests
+    return capacity, requests
 
 
 class Endings(RuleBasedStateMachine):
@@ -205,7 +205,7 @@ class Endings(RuleBasedStateMachine):
             cancelled = (completion.prompt_id, completion.generation_id) in self.cancelled
             assert cancelled == (completion.finish_reason is FinishReason.CANCELLED)
         for replica in self.run.scheduler._replicas:
-            assert replica.allocator.num_free == self.run.scheduler.sizes.pages - 1, "pages leak"
+            assert replica.allocator.num_free == self.run.scheduler.capacity.pages - 1, "pages leak"
 
 
 def test_any_order_of_endings() -> None:
@@ -221,9 +221,9 @@ def test_any_order_of_endings() -> None:
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(cases_with_stops())
 def test_stop_strings_end_answers_whatever_the_launches(case: tuple[Capacity, list[Request]]) -> None:
-    sizes, requests = case
-    for steps in {1, sizes.steps, 7}:
-        run = Run(dataclasses.replace(sizes, steps=steps), requests)
+    capacity, requests = case
+    for steps in {1, capacity.steps, 7}:
+        run = Run(dataclasses.replace(capacity, steps=steps), requests)
         while run.launch():
             pass
         for completion in run.scheduler.completions():
@@ -232,7 +232,7 @@ def test_stop_strings_end_answers_whatever_the_launches(case: tuple[Capacity, li
 
 def test_a_writer_that_leaves_has_the_sharers_write_its_pages() -> None:
     requests = [request(0, 12, 2), request(1, (*range(8), 9, 9), 2), request(2, 12, 2, generations=2)]
-    run = Run(sizes_of(prefill_rows=1, pages=40), requests)
+    run = Run(capacity_of(prefill_rows=1, pages=40), requests)
     assert run.launch()  # one page of prompt 0, admitted with all others
     run.scheduler.cancel(0, 0)
     run.check_pages()
@@ -245,7 +245,7 @@ def test_a_writer_that_leaves_has_the_sharers_write_its_pages() -> None:
 
 
 def test_a_free_slot_is_used_at_the_next_launch() -> None:
-    run = Run(sizes_of(slots=1, sequences=1), [request(0, 1, 8), request(1, 1, 2)])
+    run = Run(capacity_of(slots=1, sequences=1), [request(0, 1, 8), request(1, 1, 2)])
     run.launch()
     run.scheduler.cancel(0, 0)
     run.launch()
@@ -254,7 +254,7 @@ def test_a_free_slot_is_used_at_the_next_launch() -> None:
 
 
 def test_cancelling_twice_is_cancelling_once_and_strangers_are_refused() -> None:
-    scheduler = Scheduler(sizes_of(), [request(3, 1, 2)])
+    scheduler = Scheduler(capacity_of(), [request(3, 1, 2)])
     scheduler.cancel(3, 0)
     scheduler.cancel(3, 0)
     assert scheduler.next_batch() is None
@@ -263,7 +263,7 @@ def test_cancelling_twice_is_cancelling_once_and_strangers_are_refused() -> None
 
 
 def test_out_of_time_before_the_first_launch() -> None:
-    scheduler = Scheduler(sizes_of(), [request(0, 5, 2), request(1, 5, 2, generations=9)])
+    scheduler = Scheduler(capacity_of(), [request(0, 5, 2), request(1, 5, 2, generations=9)])
     scheduler.abort(FinishReason.BUDGET)
     assert scheduler.next_batch() is None
     assert {(c.tokens, c.finish_reason) for c in scheduler.completions()} == {((), FinishReason.BUDGET)}
@@ -271,7 +271,7 @@ def test_out_of_time_before_the_first_launch() -> None:
 
 def test_stop_strings_need_a_finder() -> None:
     with pytest.raises(ConfigError, match=r"prompt 7 has the stop strings \['x'\]; .* find_stop=lockstep.StopFinder"):
-        Scheduler(sizes_of(), [request(7, 1, 2, stop=("x",))])
+        Scheduler(capacity_of(), [request(7, 1, 2, stop=("x",))])
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=70), st.integers(1, 128), st.booleans(), st.booleans())

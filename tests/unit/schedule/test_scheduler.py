@@ -25,7 +25,7 @@ def request(number: int, prompt: int | tuple[int, ...], new: int, generations: i
     return Request(prompt_id=number, prompt_tokens=tokens, params=params)
 
 
-def sizes_of(**values: int) -> Capacity:
+def capacity_of(**values: int) -> Capacity:
     default = {"replicas": 1, "sequences": 4, "slots": 4, "page_size": 2, "pages": 40, "pages_per_sequence": 8}
     default |= {"prefill_rows": 4, "steps": 4, "stop_ids": 2}
     return Capacity(**{**default, **values})
@@ -53,13 +53,13 @@ def cases(draw: st.DrawFn) -> tuple[Capacity, list[Request]]:
         )
         for number in draw(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=6, unique=True))
     ]
-    working, rest, slots = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    active, parts, slots = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
     largest = max(pages_of(r, page_size) for r in requests)
     longest = max(len(r.prompt_tokens) + r.params.max_new_tokens for r in requests)
-    sizes = Capacity(
-        replicas=working * rest,
-        idle_replicas=working * (rest - 1),
-        sequences=draw(st.integers(1, working * slots)),
+    capacity = Capacity(
+        replicas=active * parts,
+        idle_replicas=active * (parts - 1),
+        sequences=draw(st.integers(1, active * slots)),
         slots=slots,
         page_size=page_size,
         pages=1 + largest + draw(st.integers(0, 2 * largest)),
@@ -71,32 +71,32 @@ def cases(draw: st.DrawFn) -> tuple[Capacity, list[Request]]:
         prefill_sequences=draw(st.integers(0, 2)),
         prompt_logprobs=1,
     )
-    return sizes, requests
+    return capacity, requests
 
 
 class Checks:
-    """What must hold after every plan."""
+    """What must hold after every batch."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
 
     def __call__(self) -> None:
-        scheduler, sizes = self.scheduler, self.scheduler.sizes
+        scheduler, capacity = self.scheduler, self.scheduler.capacity
         assert scheduler._max_prompts is None or len(scheduler._unanswered) <= scheduler._max_prompts
         admitted = [sequence.replica >= 0 for sequence in scheduler._sequences]
         assert admitted == sorted(admitted, reverse=True), "somebody overtook"
         active = [[s for s in replica.slots if s is not None] for replica in scheduler._replicas]
-        assert sum(len(each) for each in active) <= sizes.sequences
+        assert sum(len(each) for each in active) <= capacity.sequences
         for replica, live in zip(scheduler._replicas, active, strict=True):
-            readers = replica.allocator._readers
+            references = replica.allocator._references
             held = [page for sequence in live for page in sequence.pages]
-            assert {page: held.count(page) for page in held} == readers
-            assert replica.allocator.num_free == sizes.pages - 1 - len(readers)
+            assert {page: held.count(page) for page in held} == references
+            assert replica.allocator.num_free == capacity.pages - 1 - len(references)
             for i, a in enumerate(live):
-                assert len(a.pages) == pages_of(a.request, sizes.page_size)
+                assert len(a.pages) == pages_of(a.request, capacity.page_size)
                 for b in live[:i]:
-                    self.check_shared(a, b, sizes.page_size)
-        if scheduler._waiting and sum(len(each) for each in active) < sizes.sequences:
+                    self.check_shared(a, b, capacity.page_size)
+        if scheduler._waiting and sum(len(each) for each in active) < capacity.sequences:
             head = scheduler._waiting[0]
             assert not any(replica.fits(head) for replica in scheduler._replicas), "something fits and waits"
 
@@ -115,8 +115,8 @@ class Checks:
 def test_everything_is_answered_as_if_it_were_alone(
     case: tuple[Capacity, list[Request]], max_prompts: int | None, one_by_one: bool
 ) -> None:
-    sizes, requests = case
-    scheduler = Scheduler(sizes, iter(requests) if one_by_one else requests, max_prompts=max_prompts)
+    capacity, requests = case
+    scheduler = Scheduler(capacity, iter(requests) if one_by_one else requests, max_prompts=max_prompts)
     played = play(scheduler, Checks(scheduler))
 
     expected = [(r, g) for r in requests for g in range(r.params.n_generations)]
@@ -127,30 +127,30 @@ def test_everything_is_answered_as_if_it_were_alone(
         assert completion.logprobs == tuple(-0.5 * token for token in completion.tokens)
 
     for replica in scheduler._replicas:
-        assert replica.allocator.num_free == sizes.pages - 1, "pages leak"
+        assert replica.allocator.num_free == capacity.pages - 1, "pages leak"
         assert not replica.busy and not replica.prefilling
         assert not replica._prefixes._pages and not replica._prefixes._keys, "prefixes of free pages are listed"
     tokens = sum(len(c.tokens) for c in played.completions)
     counts = scheduler.counts
     assert (counts.finished, sum(counts.tokens), counts.pages) == (len(expected), tokens, 0)
-    rows = 2 * sum(-(-(len(r.prompt_tokens) - 1) // sizes.page_size) for r, _ in expected)
-    assert len(played.plans) <= tokens + rows, "a launch that gets nowhere"
+    rows = 2 * sum(-(-(len(r.prompt_tokens) - 1) // capacity.page_size) for r, _ in expected)
+    assert len(played.batches) <= tokens + rows, "a launch that gets nowhere"
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(cases(), st.booleans())
 def test_what_prompts_have_in_common_is_prefilled_once(case: tuple[Capacity, list[Request]], share: bool) -> None:
-    sizes, requests = case
+    capacity, requests = case
     total = sum(r.params.n_generations for r in requests)
-    pages = sum(r.params.n_generations * pages_of(r, sizes.page_size) for r in requests)
+    pages = sum(r.params.n_generations * pages_of(r, capacity.page_size) for r in requests)
     roomy = dataclasses.replace(
-        sizes, replicas=1, idle_replicas=0, slots=total, sequences=total, pages=pages + 1, page_copies=1
+        capacity, replicas=1, idle_replicas=0, slots=total, sequences=total, pages=pages + 1, page_copies=1
     )
     scheduler = Scheduler(roomy, requests, share_prefixes=share)
     played = play(scheduler, Checks(scheduler))
-    size = sizes.page_size
+    size = capacity.page_size
     scored = [-(-(len(r.prompt_tokens) - 1) // size) for r in requests if r.params.prompt_logprobs]
-    rows_scored = [int((p.targets[..., 0] >= 0).sum()) for p in played.plans if isinstance(p, PromptLogprobsBatch)]
+    rows_scored = [int((p.targets[..., 0] >= 0).sum()) for p in played.batches if isinstance(p, PromptLogprobsBatch)]
     assert sum(rows_scored) == sum(scored), "a prompt is scored once, whatever its generations"
     # A row writes one page: of all prompts, each different beginning of whole pages, and each different prompt that
     # ends on a partial one.
@@ -163,8 +163,8 @@ def test_what_prompts_have_in_common_is_prefilled_once(case: tuple[Capacity, lis
         copies = sum(r.params.n_generations for r in requests if (len(r.prompt_tokens) - 1) % size)
         copies -= len({row for row in rows if len(row) % size})
         rows = list(set(rows))
-    assert sum(int((p.page != 0).sum()) for p in played.plans if isinstance(p, PrefillBatch)) == len(rows)
-    assert sum(int((p.target != 0).sum()) for p in played.plans if isinstance(p, CopyPagesBatch)) == copies
+    assert sum(int((p.page != 0).sum()) for p in played.batches if isinstance(p, PrefillBatch)) == len(rows)
+    assert sum(int((p.target != 0).sum()) for p in played.batches if isinstance(p, CopyPagesBatch)) == copies
     for completion, (one, generation) in zip(
         played.completions, [(r, g) for r in requests for g in range(r.params.n_generations)], strict=True
     ):
@@ -180,10 +180,10 @@ def test_prompts_are_read_as_others_are_answered_and_answers_leave_whole() -> No
             read.append(one.prompt_id)
             yield one
 
-    scheduler = Scheduler(sizes_of(page_copies=1), source(), max_prompts=5)
-    device, taken = FakeDevice(scheduler.sizes), []
-    while (plan := scheduler.next_batch()) is not None:
-        device.launch(scheduler, plan)
+    scheduler = Scheduler(capacity_of(page_copies=1), source(), max_prompts=5)
+    device, taken = FakeDevice(scheduler.capacity), []
+    while (batch := scheduler.next_batch()) is not None:
+        device.launch(scheduler, batch)
         for completion in scheduler.take_answered():
             taken.append((completion.prompt_id, completion.generation_id))
             one = every[completion.prompt_id]
@@ -198,12 +198,12 @@ def test_prompts_are_read_as_others_are_answered_and_answers_leave_whole() -> No
 
 def test_a_generation_that_comes_later_copies_from_one_that_is_there() -> None:
     one = request(0, 7, 5, generations=3)
-    scheduler = Scheduler(sizes_of(page_size=4, slots=2, sequences=2, page_copies=1), [one])
-    device, kinds = FakeDevice(scheduler.sizes), []
-    while (plan := scheduler.next_batch()) is not None:
-        device.launch(scheduler, plan)
-        kinds.append(type(plan))
-        if isinstance(plan, DecodeBatch):
+    scheduler = Scheduler(capacity_of(page_size=4, slots=2, sequences=2, page_copies=1), [one])
+    device, kinds = FakeDevice(scheduler.capacity), []
+    while (batch := scheduler.next_batch()) is not None:
+        device.launch(scheduler, batch)
+        kinds.append(type(batch))
+        if isinstance(batch, DecodeBatch):
             scheduler.cancel(0, 0)  # its slot is free, its neighbour decodes on
     assert (
         kinds[:5] == [PrefillBatch, CopyPagesBatch, DecodeBatch, CopyPagesBatch, DecodeBatch]
@@ -213,28 +213,28 @@ def test_a_generation_that_comes_later_copies_from_one_that_is_there() -> None:
 
 
 def test_all_generations_go_where_their_prompt_is_while_others_wait() -> None:
-    sizes = sizes_of(replicas=2, slots=4, sequences=8, page_copies=1)
-    many = Scheduler(sizes, [request(i, (i, 1, 2, 3), 4, generations=4) for i in range(4)])
+    capacity = capacity_of(replicas=2, slots=4, sequences=8, page_copies=1)
+    many = Scheduler(capacity, [request(i, (i, 1, 2, 3), 4, generations=4) for i in range(4)])
     many.next_batch()
     assert [[s.request.prompt_id for s in replica.slots] for replica in many._replicas] == [[0] * 4, [1] * 4]
-    few = Scheduler(sizes, [request(0, 4, 4, generations=4)])
+    few = Scheduler(capacity, [request(0, 4, 4, generations=4)])
     few.next_batch()
     assert [sum(s is not None for s in replica.slots) for replica in few._replicas] == [2, 2]
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(cases())
-def test_plans_are_a_pure_function_of_fixed_shapes(case: tuple[Capacity, list[Request]]) -> None:
-    sizes, requests = case
-    first, second = (play(Scheduler(sizes, list(requests))) for _ in range(2))
-    assert len(first.plans) == len(second.plans)
+def test_batches_are_a_pure_function_of_fixed_shapes(case: tuple[Capacity, list[Request]]) -> None:
+    capacity, requests = case
+    first, second = (play(Scheduler(capacity, list(requests))) for _ in range(2))
+    assert len(first.batches) == len(second.batches)
     shapes = {
-        PrefillBatch: PrefillBatch.empty(sizes),
-        CopyPagesBatch: CopyPagesBatch.empty(sizes),
-        PromptLogprobsBatch: PromptLogprobsBatch.empty(sizes),
-        DecodeBatch: DecodeBatch.empty(sizes, 0),
+        PrefillBatch: PrefillBatch.empty(capacity),
+        CopyPagesBatch: CopyPagesBatch.empty(capacity),
+        PromptLogprobsBatch: PromptLogprobsBatch.empty(capacity),
+        DecodeBatch: DecodeBatch.empty(capacity, 0),
     }
-    for a, b in zip(first.plans, second.plans, strict=True):
+    for a, b in zip(first.batches, second.batches, strict=True):
         assert type(a) is type(b)
         left, right, empty = arrays_of(a), arrays_of(b), arrays_of(shapes[type(a)])
         assert left.keys() == right.keys() == empty.keys()
@@ -243,50 +243,50 @@ def test_plans_are_a_pure_function_of_fixed_shapes(case: tuple[Capacity, list[Re
             assert (left[name].shape, left[name].dtype) == (empty[name].shape, empty[name].dtype)
 
 
-def arrays_of(plan: PrefillBatch | CopyPagesBatch | PromptLogprobsBatch | DecodeBatch) -> dict[str, np.ndarray]:
-    """Every number of a plan, by name."""
-    values = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
-    sampling = values.pop("sampling").arrays() if isinstance(plan, DecodeBatch) else {}
+def arrays_of(batch: PrefillBatch | CopyPagesBatch | PromptLogprobsBatch | DecodeBatch) -> dict[str, np.ndarray]:
+    """Every number of a batch, by name."""
+    values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    sampling = values.pop("sampling").arrays() if isinstance(batch, DecodeBatch) else {}
     return {name: np.asarray(value) for name, value in {**values, **sampling}.items()}
 
 
 def test_generations_of_a_prompt_share_its_full_pages_and_prefill_them_once() -> None:
-    scheduler = Scheduler(sizes_of(), [request(0, 8, 4, generations=3)])
-    plan = scheduler.next_batch()
-    assert isinstance(plan, PrefillBatch)
+    scheduler = Scheduler(capacity_of(), [request(0, 8, 4, generations=3)])
+    batch = scheduler.next_batch()
+    assert isinstance(batch, PrefillBatch)
     first, second, third = (s.pages for s in scheduler._replicas[0].slots[:3])
     assert first[:3] == second[:3] == third[:3], "positions 0 to 5 are on shared pages"
     assert len({*first[3:], *second[3:], *third[3:]}) == 9, "the page of the last prompt token is everybody's own"
     # 3 shared pages and position 6, which each prefills on its own page.
-    rows = [int((p.page != 0).sum()) for p in play(scheduler).plans if isinstance(p, PrefillBatch)]
-    assert int((plan.page != 0).sum()) + sum(rows) == 3 + 3
+    rows = [int((p.page != 0).sum()) for p in play(scheduler).batches if isinstance(p, PrefillBatch)]
+    assert int((batch.page != 0).sum()) + sum(rows) == 3 + 3
 
 
 def test_waiting_sequences_get_a_slot_as_soon_as_one_is_free() -> None:
-    sizes = sizes_of(slots=2, sequences=2, steps=16, pages=80, pages_per_sequence=40)
-    scheduler = Scheduler(sizes, [request(0, 1, 26), request(1, 1, 10), request(2, 1, 16)])
+    capacity = capacity_of(slots=2, sequences=2, steps=16, pages=80, pages_per_sequence=40)
+    scheduler = Scheduler(capacity, [request(0, 1, 26), request(1, 1, 10), request(2, 1, 16)])
     played = play(scheduler)
-    assert [p.num_steps for p in played.plans] == [10, 16], "while one waits, a launch may end with the shortest"
+    assert [p.num_steps for p in played.batches] == [10, 16], "while one waits, a launch may end with the shortest"
     assert played.most_active == 2
 
 
 def test_sequences_spread_over_replicas_and_never_more_than_asked() -> None:
-    scheduler = Scheduler(sizes_of(replicas=3, slots=2, sequences=4), [request(i, 1, 2) for i in range(7)])
-    plan = scheduler.next_batch()
-    assert isinstance(plan, DecodeBatch)
-    assert (plan.remaining > 0).sum(axis=1).tolist() == [2, 1, 1]
+    scheduler = Scheduler(capacity_of(replicas=3, slots=2, sequences=4), [request(i, 1, 2) for i in range(7)])
+    batch = scheduler.next_batch()
+    assert isinstance(batch, DecodeBatch)
+    assert (batch.remaining > 0).sum(axis=1).tolist() == [2, 1, 1]
 
 
 def test_fewer_sequences_than_replicas() -> None:
     requests = [request(i, 3, 2) for i in range(5)]
-    played = play(Scheduler(sizes_of(replicas=4, slots=1, sequences=2), requests))
+    played = play(Scheduler(capacity_of(replicas=4, slots=1, sequences=2), requests))
     assert played.most_active == 2
     assert [c.tokens for c in played.completions] == [answer_alone(r, 0)[0] for r in requests]
 
 
 def test_a_large_request_at_the_head_is_not_starved_by_small_ones_behind_it() -> None:
     small = [request(i, 2, 3) for i in range(1, 12)]
-    scheduler = Scheduler(sizes_of(pages=9, slots=3, sequences=3), [small[0], request(99, 12, 4), *small[1:]])
+    scheduler = Scheduler(capacity_of(pages=9, slots=3, sequences=3), [small[0], request(99, 12, 4), *small[1:]])
     admitted = []
 
     def watch() -> None:
@@ -298,51 +298,51 @@ def test_a_large_request_at_the_head_is_not_starved_by_small_ones_behind_it() ->
 
 
 @pytest.mark.parametrize(
-    ("one", "sizes", "message"),
+    ("one", "capacity", "message"),
     [
         (
             request(7, 10, 8),
-            sizes_of(),
+            capacity_of(),
             r"prompt 7 has 10 tokens and max_new_tokens is 8, 18 together; max_seq_len is 16\. Shorten the prompt to "
             r"at most 8 tokens, or lower max_new_tokens to at most 6, or raise max_seq_len to at least 18\.",
         ),
-        (request(7, 16, 3), sizes_of(), r"16\. Shorten the prompt to at most 13 tokens, or raise max_seq_len"),
-        (request(7, 3, 16), sizes_of(), r"16\. Lower max_new_tokens to at most 13, or raise max_seq_len"),
-        (request(7, 16, 16), sizes_of(), r"max_seq_len is 16\. Raise max_seq_len to at least 32\.$"),
+        (request(7, 16, 3), capacity_of(), r"16\. Shorten the prompt to at most 13 tokens, or raise max_seq_len"),
+        (request(7, 3, 16), capacity_of(), r"16\. Lower max_new_tokens to at most 13, or raise max_seq_len"),
+        (request(7, 16, 16), capacity_of(), r"max_seq_len is 16\. Raise max_seq_len to at least 32\.$"),
         (
             request(7, 6, 5),
-            sizes_of(pages=5),
+            capacity_of(pages=5),
             r"prompt 7 needs 5 pages of 2 tokens for its 6 prompt and 5 new tokens; a replica has 4 .* Raise max_pages "
             r"to at least 6, or lower max_new_tokens to at most 3\.",
         ),
-        (request(7, 12, 1), sizes_of(pages=5), r"Raise max_pages to at least 7, or shorten the prompt\."),
-        (request(7, 1, 1, stop_token_ids=(1, 2, 3)), sizes_of(), "3 stop token ids; the programs were built for 2"),
+        (request(7, 12, 1), capacity_of(pages=5), r"Raise max_pages to at least 7, or shorten the prompt\."),
+        (request(7, 1, 1, stop_token_ids=(1, 2, 3)), capacity_of(), "3 stop token ids; the programs were built for 2"),
     ],
 )
-def test_what_can_never_fit_is_refused(one: Request, sizes: Capacity, message: str) -> None:
+def test_what_can_never_fit_is_refused(one: Request, capacity: Capacity, message: str) -> None:
     with pytest.raises(CapacityError, match=message):
-        Scheduler(sizes, [request(0, 1, 1), one])
+        Scheduler(capacity, [request(0, 1, 1), one])
 
 
 @pytest.mark.parametrize("prompt", [1, 2, 5, 12])
 def test_the_values_that_a_refusal_names_work(prompt: int) -> None:
     for pages in range(2, 9):
-        sizes = sizes_of(pages=pages)
-        room = (pages - 1) * sizes.page_size + 1 - prompt
+        capacity = capacity_of(pages=pages)
+        room = (pages - 1) * capacity.page_size + 1 - prompt
         if 1 <= room <= 16 - prompt:
-            check_capacity(sizes, [request(0, prompt, room)])
+            check_capacity(capacity, [request(0, prompt, room)])
         if room + 1 <= 16 - prompt:
             with pytest.raises(CapacityError):
-                check_capacity(sizes, [request(0, prompt, max(room + 1, 1))])
+                check_capacity(capacity, [request(0, prompt, max(room + 1, 1))])
 
 
 @pytest.mark.parametrize(("cap", "launches"), [(0, [{0, 1, 2}]), (1, [{0}, {1}, {2}]), (2, [{0, 1}, {2}])])
 def test_a_launch_prefills_the_prompts_of_no_more_sequences_than_allowed(cap, launches):
     scheduler = Scheduler(
-        sizes_of(prefill_rows=12, prefill_sequences=cap), [request(i, tuple([i] * 6), 2) for i in range(3)]
+        capacity_of(prefill_rows=12, prefill_sequences=cap), [request(i, tuple([i] * 6), 2) for i in range(3)]
     )
     seen = []
-    while isinstance(plan := scheduler.next_batch(), PrefillBatch):
-        used = plan.page[0] > 0
-        seen.append(set(plan.tokens[0][used][:, 0].tolist()))
+    while isinstance(batch := scheduler.next_batch(), PrefillBatch):
+        used = batch.page[0] > 0
+        seen.append(set(batch.tokens[0][used][:, 0].tolist()))
     assert seen == launches

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.training import LmDataConfig, PreferenceDataConfig, Rows
+from lockstep.training import LmDataConfig, PreferenceDataConfig, TokenizedRows
 
 
 class Tokenizer:
@@ -132,7 +132,7 @@ def test_rows_longer_than_the_model():
 
 
 def numbers(n, seed=0, shuffle=True):
-    return Rows(columns={"n": np.arange(n)}, seed=seed, shuffle=shuffle)
+    return TokenizedRows(columns={"n": np.arange(n)}, seed=seed, shuffle=shuffle)
 
 
 def test_every_row_comes_once_per_epoch_over_batch_borders():

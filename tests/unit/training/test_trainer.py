@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.placement import make_mesh
-from lockstep.training import OptimizerConfig, Rows, Trainer, TrainerConfig, lm_loss
+from lockstep.training import OptimizerConfig, TokenizedRows, Trainer, TrainerConfig, lm_loss
 from lockstep.training.step import parameter_shardings
 
 VOCAB, EMBED = hax.Axis("vocab", 16), hax.Axis("embed", 16)
@@ -37,9 +37,9 @@ class Bigrams(eqx.Module):
 
 def rows(n=32):
     rng = np.random.default_rng(0)
-    # Rows of very different weight: a mean of means would show.
+    # TokenizedRows of very different weight: a mean of means would show.
     mask = np.arange(16)[None, :] < rng.integers(2, 16, (n, 1))
-    return Rows(columns={"tokens": rng.integers(0, 16, (n, 16)).astype(np.int32), "loss_mask": mask}, seed=0)
+    return TokenizedRows(columns={"tokens": rng.integers(0, 16, (n, 16)).astype(np.int32), "loss_mask": mask}, seed=0)
 
 
 def make_trainer(tracker=None, **values):

@@ -95,8 +95,8 @@ def build_programs(
         (
             decode_mesh.replicas * model.config.num_layers * sizes.pages,
             sizes.page_size,
-            2 * decode_mesh.tensor * attention.stored.kv_heads,
-            attention.stored.head_size,
+            2 * decode_mesh.tensor * attention.stored_kv_heads.kv_heads,
+            attention.stored_kv_heads.head_size,
         ),
         model.kv_dtype,
         sharding=decode_mesh.sharding(decode_mesh.replica_axes or None, None, decode_mesh.tensor_axes or None),

@@ -1,4 +1,4 @@
-"""The program that copies the partial page that a prompt ends with to each sequence that goes on from it."""
+"""The copy_pages program: copies the partial last page of a prompt to the other sequences with the same prompt."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,15 +12,15 @@ from lockstep.schedule import CopyPagesBatch
 
 
 def copy_pages_function(num_layers: int, pages: int, attention: Attention) -> Callable[..., Any]:
-    """The function that every device runs, inside ``shard_map`` over the decode mesh.
+    """Returns the function that every device runs, inside ``shard_map`` over the decode mesh.
 
-    It takes the replica's pool and this replica's entry of the arrays of a `CopyPagesBatch`. What a copied page holds
-    beyond the prompt comes along; no query sees it before decode overwrites it.
+    It takes the replica's pool and this replica's entry of the arrays of a `CopyPagesBatch`. Whole pages are copied; no
+    query sees what they hold beyond the prompt before decode overwrites it.
 
     Args:
-        num_layers: of the model.
-        pages: per layer in a replica's pool.
-        attention: of the devices; it knows how they copy pages.
+        num_layers: The number of layers of the model.
+        pages: The number of pages per layer in a replica's pool.
+        attention: The attention of the devices, which copies the pages.
 
     Returns:
         A function that returns the pool.
@@ -36,6 +36,6 @@ def copy_pages_function(num_layers: int, pages: int, attention: Attention) -> Ca
     return copy_pages
 
 
-def copy_pages_arguments(plan: CopyPagesBatch) -> list[np.ndarray]:
-    """The arrays of a plan in the order of the function's arguments."""
-    return [plan.source, plan.target]
+def copy_pages_arguments(batch: CopyPagesBatch) -> list[np.ndarray]:
+    """Returns the arrays of a batch in the order of the function's arguments."""
+    return [batch.source, batch.target]

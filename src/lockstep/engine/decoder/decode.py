@@ -1,4 +1,4 @@
-"""The decode program: many steps on pages reserved in advance, so that hosts meet the device once per launch."""
+"""The decode program: many steps on pages reserved in advance, so that hosts wait for the device once per launch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,27 +18,34 @@ from lockstep.schedule import NULL_PAGE, Capacity, DecodeBatch
 
 
 def decode_function(
-    transformer: Transformer, sizes: Capacity, attention: Attention
+    transformer: Transformer, capacity: Capacity, attention: Attention
 ) -> Callable[..., tuple[Array, ...]]:
-    """The function that every device runs, inside ``shard_map`` over the decode mesh.
+    """Returns the function that every device runs, inside ``shard_map`` over the decode mesh.
 
-    It takes the weights' blocks, the replica's pool, the number of steps, and the arrays of a `DecodeBatch` with this
-    replica's entry alone. The number of steps is an argument: it never depends on how long one replica's answers are.
+    It takes the device's blocks of the weights, the replica's pool, the number of steps, and this replica's entry of
+    the arrays of a `DecodeBatch`. The number of steps is an argument, the same on every replica: it never depends on
+    how long one replica's answers are.
+
+    Args:
+        transformer: The model.
+        capacity: The capacities of the programs.
+        attention: The attention of the devices.
 
     Returns:
-        A function that returns the pool and `num_results` arrays ``[replica, slot, step, ...]``, whole on every device:
-        tokens int32, -1 where a sequence had already ended; their log-probabilities float32 under the model, and under
-        the distribution that they were drawn from; ids and log-probabilities of the most probable tokens, where asked.
+        A function that returns the pool and `num_results` arrays ``[replica, slot, step, ...]``, replicated on every
+        device: the tokens int32, -1 where a sequence had already ended; their log-probabilities float32 under the
+        model; those under the distribution that they were drawn from; with ``capacity.top_logprobs``, the ids and the
+        log-probabilities of the most probable tokens.
     """
     decode_mesh = transformer.decode_mesh
-    names = list(DecodeBatch.empty(sizes, 0).sampling.arrays())
+    names = list(DecodeBatch.empty(capacity, 0).sampling.arrays())
 
-    def decode(weights: DecoderWeights, pool: Array, num_steps: Array, *plan: Array) -> tuple[Array, ...]:
+    def decode(weights: DecoderWeights, pool: Array, num_steps: Array, *batch: Array) -> tuple[Array, ...]:
         weights = transformer.read_outer(weights)
-        token, position, remaining, page_table, stop_ids, draw, temperature, *rest = (argument[0] for argument in plan)
-        rows = jnp.arange(sizes.slots)
-        num_steps = own_steps(sizes, num_steps, jnp.any(remaining > 0))
-        sampler, seen = start_sampler(
+        token, position, remaining, page_table, stop_ids, draw, temperature, *rest = (argument[0] for argument in batch)
+        rows = jnp.arange(capacity.slots)
+        num_steps = own_steps(capacity, num_steps, jnp.any(remaining > 0))
+        sampler, counts = start_sampler(
             draw,
             temperature,
             stop_ids,
@@ -49,9 +56,9 @@ def decode_function(
         )
 
         def step(state: Any) -> Any:
-            index, cache, token, position, remaining, seen, results = state
+            index, cache, token, position, remaining, counts, results = state
             active = remaining > 0
-            page = jnp.where(active, page_table[rows, position // sizes.page_size], NULL_PAGE)
+            page = jnp.where(active, page_table[rows, position // capacity.page_size], NULL_PAGE)
 
             def write(cache: Any, layer: Array, kv: Array) -> Any:
                 return attention.write(cache, layer, layer * transformer.pages + page, position, kv[:, 0])
@@ -63,10 +70,10 @@ def decode_function(
             x = transformer.embed(weights, token[:, None])
             x, cache = transformer.layers(weights.layers, x, cache, start=position, write=write, attend=attend)
             logits = transformer.logits(weights, x[:, 0])
-            sampled = sampler.draw(logits, seen, position + 1)
+            sampled = sampler.draw(logits, counts, position + 1)
             found = [jnp.where(active, sampled.token, -1), sampled.logprob, sampled.sampled_logprob]
-            if sizes.top_logprobs:
-                found += top_logprobs(logits, sizes.top_logprobs, sampled, decode_mesh)
+            if capacity.top_logprobs:
+                found += top_logprobs(logits, capacity.top_logprobs, sampled, decode_mesh)
             stopped = jnp.any(sampled.token[:, None] == stop_ids, axis=1)
             return (
                 index + 1,
@@ -74,14 +81,14 @@ def decode_function(
                 jnp.where(active, sampled.token, token),
                 jnp.where(active, position + 1, position),
                 jnp.where(active & ~stopped, remaining - 1, 0),
-                sampler.count(seen, sampled.token, active),
+                sampler.count(counts, sampled.token, active),
                 [result.at[:, index].set(one) for result, one in zip(results, found, strict=True)],
             )
 
-        shape = (sizes.slots, sizes.steps)
+        shape = (capacity.slots, capacity.steps)
         results = [jnp.full(shape, -1, jnp.int32), jnp.zeros(shape), jnp.zeros(shape)]
-        if sizes.top_logprobs:
-            wide = (*shape, sizes.top_logprobs)
+        if capacity.top_logprobs:
+            wide = (*shape, capacity.top_logprobs)
             results += [jnp.zeros(wide, jnp.int32), jnp.zeros(wide)]
         state = (
             jnp.int32(0),
@@ -89,7 +96,7 @@ def decode_function(
             token,
             position,
             remaining,
-            seen,
+            counts,
             results,
         )
         _, cache, _, _, _, _, results = jax.lax.while_loop(lambda state: state[0] < num_steps, step, state)
@@ -102,20 +109,20 @@ def decode_function(
     return decode
 
 
-def num_results(sizes: Capacity) -> int:
-    """Arrays that the decode function returns beside the pool."""
-    return 5 if sizes.top_logprobs else 3
+def num_results(capacity: Capacity) -> int:
+    """Returns the number of arrays that the decode function returns besides the pool."""
+    return 5 if capacity.top_logprobs else 3
 
 
-def decode_arguments(plan: DecodeBatch) -> list[np.ndarray]:
-    """The arrays of a plan in the order of the decode function's arguments, without the number of steps."""
+def decode_arguments(batch: DecodeBatch) -> list[np.ndarray]:
+    """Returns the arrays of a batch in the order of the decode function's arguments, without the number of steps."""
     return [
-        plan.token,
-        plan.position,
-        plan.remaining,
-        plan.page_table,
-        plan.stop_ids,
-        plan.draw,
-        plan.temperature,
-        *plan.sampling.arrays().values(),
+        batch.token,
+        batch.position,
+        batch.remaining,
+        batch.page_table,
+        batch.stop_ids,
+        batch.draw,
+        batch.temperature,
+        *batch.sampling.arrays().values(),
     ]

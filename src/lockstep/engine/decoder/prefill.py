@@ -1,6 +1,6 @@
-"""The prefill program: writes the K/V of prompt tokens, a page per row; computes no logits at all.
+"""The prefill program: writes the K/V of prompt tokens to the pool, one page per row; it computes no logits.
 
-The first token is sampled by the decode program from the prompt's last token, so prefill never needs the output layer.
+The decode program samples the first token from the prompt's last token, so prefill never needs the output layer.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,17 @@ from lockstep.models import DecoderWeights
 from lockstep.schedule import NULL_PAGE, Capacity, PrefillBatch
 
 
-def prefill_function(transformer: Transformer, sizes: Capacity, attention: Attention) -> Callable[..., Array]:
-    """The function that every device runs, inside ``shard_map`` over the decode mesh.
+def prefill_function(transformer: Transformer, capacity: Capacity, attention: Attention) -> Callable[..., Array]:
+    """Returns the function that every device runs, inside ``shard_map`` over the decode mesh.
 
-    It takes the weights' blocks, the replica's pool, and this replica's entry of the arrays of a `PrefillBatch`.
-    Rows are whole pages: tokens beyond the prompt write numbers that no query can see before decode overwrites them.
+    It takes the device's blocks of the weights, the replica's pool, and this replica's entry of the arrays of a
+    `PrefillBatch`. Rows are whole pages: the K/V of tokens beyond the prompt is seen by no query before decode
+    overwrites it.
+
+    Args:
+        transformer: The model.
+        capacity: The capacities of the programs.
+        attention: The attention of the devices.
 
     Returns:
         A function that returns the pool.
@@ -31,7 +37,7 @@ def prefill_function(transformer: Transformer, sizes: Capacity, attention: Atten
     ) -> Array:
         tokens, start, page, page_table = (argument[0] for argument in (tokens, start, page, page_table))
         weights = transformer.read_outer(weights)
-        rows = attention.arrange(start, page_table, page != NULL_PAGE)
+        rows = attention.begin_prefill(start, page_table, page != NULL_PAGE)
 
         def write(pool: Array, layer: Array, kv: Array) -> Array:
             return attention.write_pages(pool, layer * transformer.pages + page, kv)
@@ -43,11 +49,11 @@ def prefill_function(transformer: Transformer, sizes: Capacity, attention: Atten
             x = transformer.embed(weights, tokens)
             return transformer.fill_cache(weights.layers, x, pool, start=start, write=write, attend=attend)
 
-        return run_if_busy(sizes, jnp.any(page != NULL_PAGE), fill, pool)
+        return run_if_busy(capacity, jnp.any(page != NULL_PAGE), fill, pool)
 
     return prefill
 
 
-def prefill_arguments(plan: PrefillBatch) -> list[np.ndarray]:
-    """The arrays of a plan in the order of the prefill function's arguments."""
-    return [plan.tokens, plan.start, plan.page, plan.page_table]
+def prefill_arguments(batch: PrefillBatch) -> list[np.ndarray]:
+    """Returns the arrays of a batch in the order of the prefill function's arguments."""
+    return [batch.tokens, batch.start, batch.page, batch.page_table]

@@ -1,4 +1,4 @@
-"""A Llama-family transformer over a paged cache, written for one device of a replica (inside ``shard_map``)."""
+"""The Llama-family transformer over a paged KV cache, as one device of a replica runs it inside ``shard_map``."""
 
 import dataclasses
 import functools
@@ -8,36 +8,38 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lockstep.attention import Heads, Scores
+from lockstep.attention import Heads, ScoreModifier
 from lockstep.models import DecoderWeights, LayerWeights, LlamaConfig, rotary_frequencies
 from lockstep.placement import DecodeMesh, LayoutTree, drop_layers, read, read_outer
 
 type Write[Cache] = Callable[[Cache, Array, Array], Cache]
+"""Takes the cache, a layer and K/V ``[sequence, query, 2 * kv_heads, head]``; returns the cache with them written."""
 type Attend[Cache] = Callable[[Cache, Array, Array], Array]
+"""Takes the cache, a layer and queries ``[sequence, query, kv_head, group, head]``; returns attention's output."""
 type RopeAngles = tuple[Array, Array]
-"""Cosines and sines of the rotary angles, ``[sequence, query, half_head]``."""
+"""The cosines and sines of the rotary angles, each ``[sequence, query, half_head]``."""
 
 
 def device_heads(config: LlamaConfig, decode_mesh: DecodeMesh) -> Heads:
-    """Attention heads of one device."""
+    """Returns the attention heads of one device of the decode mesh."""
     return Heads(
         kv_heads=config.num_kv_heads // decode_mesh.tensor,
         group=config.q_heads_per_group,
         head_size=config.head_size,
-        scores=Scores(soft_cap=config.variant.attention_soft_cap, window=config.variant.sliding_window),
+        modifier=ScoreModifier(soft_cap=config.variant.attention_soft_cap, window=config.variant.sliding_window),
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Transformer:
-    """The static part of the model: shapes, and where the weights lie.
+    """The static part of the model: its shapes, and the layouts of its weights.
 
     Args:
-        config: of the model.
-        decode_mesh: the decode mesh.
-        layouts: of the weights that the programs are given; read layer by layer.
-        pages: pages per layer in a replica's pool.
-        vocab_size: token ids that may be sampled; the embedding may have more rows.
+        config: The configuration of the model.
+        decode_mesh: The decode mesh.
+        layouts: The layouts of the weights that the programs are given; stacked ones are read layer by layer.
+        pages: The number of pages per layer in a replica's pool.
+        vocab_size: The number of token ids that may be sampled; the embedding may have more rows.
     """
 
     config: LlamaConfig
@@ -47,22 +49,22 @@ class Transformer:
     vocab_size: int
 
     def read_outer(self, weights: DecoderWeights) -> DecoderWeights:
-        """Embedding, final norm and output layer as this device needs them; ``layers`` untouched."""
+        """Returns the weights with all but ``layers`` as this device needs them: embedding, norms and output layer."""
         return read_outer(self.layouts, weights)
 
     def embed(self, weights: DecoderWeights, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch embed"]:
-        """Rows of the embedding; each device of a replica holds a part of the vocabulary."""
+        """Looks up rows of the embedding, whose vocabulary is split over the devices of a replica."""
         table, scale = weights.embed, self.config.variant.embed_scale
         if self.decode_mesh.tensor == 1:
             x = table[tokens]
         else:
             local = tokens - jax.lax.axis_index(self.decode_mesh.tensor_axes) * table.shape[0]
-            mine = (local >= 0) & (local < table.shape[0])
-            x = self._sum(jnp.where(mine[..., None], table[jnp.where(mine, local, 0)], 0))
+            is_local = (local >= 0) & (local < table.shape[0])
+            x = self._sum(jnp.where(is_local[..., None], table[jnp.where(is_local, local, 0)], 0))
         return self._norm(x if scale is None else x * jnp.asarray(scale, x.dtype), weights.embed_norm)
 
     def logits(self, weights: DecoderWeights, x: Float[Array, "slot embed"]) -> Float[Array, "slot local_vocab"]:
-        """Float32 logits of this device's part of the vocabulary; -inf beyond ``vocab_size``."""
+        """Returns float32 logits of this device's part of the vocabulary; -inf from ``vocab_size`` on."""
         x = self._norm(x, weights.final_norm)
         if weights.lm_head is None:
             logits = jnp.einsum("sd,vd->sv", x, weights.embed, preferred_element_type=jnp.float32)
@@ -83,19 +85,50 @@ class Transformer:
         write: Write[Cache],
         attend: Attend[Cache],
     ) -> tuple[Float[Array, "sequence query embed"], Cache]:
-        """Runs all layers over consecutive positions of each sequence, adding their K/V to the cache.
+        """Runs all layers over consecutive positions of each sequence and writes their K/V to the cache.
 
         Args:
-            weights: this device's blocks of the stacked layers.
-            x: embedded tokens; query ``i`` stands at position ``start + i``.
-            cache: K/V of all layers in whatever form ``write`` and ``attend`` keep it.
-            start: position of the first query of each sequence.
-            write: ``write(cache, layer, kv)`` puts ``kv`` ``[sequence, query, 2 * kv_heads, head]`` into the cache.
-            attend: ``attend(cache, layer, q)`` gives what ``q`` ``[sequence, query, kv_head, group, head]`` finds.
+            weights: The device's blocks of the stacked layers.
+            x: The embedded tokens; query ``i`` is at position ``start + i``.
+            cache: The K/V of all layers, in whatever form ``write`` and ``attend`` have it.
+            start: The position of the first query of each sequence.
+            write: Writes K/V of a layer to the cache.
+            attend: Attends queries of a layer to the cache.
 
         Returns:
             The residual stream, and the cache.
         """
+        return self._layers(self.config.num_layers, weights, x, cache, start=start, write=write, attend=attend)
+
+    def fill_cache[Cache](
+        self,
+        weights: LayerWeights,
+        x: Float[Array, "sequence query embed"],
+        cache: Cache,
+        *,
+        start: Int[Array, " sequence"],
+        write: Write[Cache],
+        attend: Attend[Cache],
+    ) -> Cache:
+        """Runs `layers`, with the same arguments, for the cache alone: of the last layer it computes only K/V."""
+        last = self.config.num_layers - 1
+        if last:
+            x, cache = self._layers(last, weights, x, cache, start=start, write=write, attend=attend)
+        _, kv = self._project(self._layer(weights, jnp.int32(last)), x, self._rope_angles(x, start))
+        return write(cache, jnp.int32(last), kv)
+
+    def _layers[Cache](
+        self,
+        count: int,
+        weights: LayerWeights,
+        x: Array,
+        cache: Cache,
+        *,
+        start: Array,
+        write: Write[Cache],
+        attend: Attend[Cache],
+    ) -> tuple[Array, Cache]:
+        """Runs the first ``count`` layers."""
         angles = self._rope_angles(x, start)
 
         def layer(index: Array, carry: tuple[Array, Cache]) -> tuple[Array, Cache]:
@@ -109,27 +142,10 @@ class Transformer:
             hidden = self._hidden(w, self._norm(x, w.mlp_norm))
             return x + self._norm(self._sum(hidden @ w.down), w.mlp_post_norm), cache
 
-        return jax.lax.fori_loop(0, self.config.num_layers, layer, (x, cache))
-
-    def fill_cache[Cache](
-        self,
-        weights: LayerWeights,
-        x: Float[Array, "sequence query embed"],
-        cache: Cache,
-        *,
-        start: Int[Array, " sequence"],
-        write: Write[Cache],
-        attend: Attend[Cache],
-    ) -> Cache:
-        """`layers` for the cache alone: of the last layer nothing but K/V is computed."""
-        last = self.config.num_layers - 1
-        most = dataclasses.replace(self, config=dataclasses.replace(self.config, num_layers=last))
-        x, cache = most.layers(weights, x, cache, start=start, write=write, attend=attend)
-        _, kv = self._project(self._layer(weights, jnp.int32(last)), x, self._rope_angles(x, start))
-        return write(cache, jnp.int32(last), kv)
+        return jax.lax.fori_loop(0, count, layer, (x, cache))
 
     def _layer(self, weights: LayerWeights, index: Array) -> LayerWeights:
-        """One layer's weights as this device needs them. Indexed inside a loop, they are read where they lie."""
+        """Returns one layer's weights as this device needs them. Indexed inside a loop, blocks are read in place."""
         stored = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), weights)
         one: LayerWeights = read(drop_layers(self.layouts.layers), stored)
         return one
@@ -140,7 +156,7 @@ class Transformer:
         return jnp.cos(angles), jnp.sin(angles)
 
     def _project(self, w: LayerWeights, x: Array, angles: RopeAngles) -> tuple[Array, Array]:
-        """Queries, and K and V interleaved by head, turned to their positions."""
+        """Returns queries, and K and V interleaved by head, with rotary embeddings applied to queries and K."""
         h = self._norm(x, w.attn_norm)
         kv_head = (self.config.num_kv_heads // self.decode_mesh.tensor, self.config.head_size)
         q_head = (kv_head[0], self.config.q_heads_per_group, kv_head[1])
@@ -152,13 +168,14 @@ class Transformer:
         q, k = self._norm(q, w.q_norm), self._norm(k, w.k_norm)
         if w.q_wide_norm is not None and w.k_wide_norm is not None:
             q, k = self._wide_norm(q, w.q_wide_norm), self._wide_norm(k, w.k_wide_norm)
-        q, k = rotate(q, *(t[:, :, None, None] for t in angles)), rotate(k, *(t[:, :, None] for t in angles))
+        q = rotate(q, *(each[:, :, None, None] for each in angles))
+        k = rotate(k, *(each[:, :, None] for each in angles))
         scale = self.config.variant.attention_scale
         q = q if scale is None else q * jnp.asarray(scale * q.shape[-1] ** 0.5, q.dtype)
         return q, jnp.stack([k, v], axis=3).reshape(*k.shape[:2], -1, k.shape[-1])
 
     def _hidden(self, w: LayerWeights, h: Array) -> Array:
-        """What the MLP projects down."""
+        """Returns the hidden activations of the MLP, before the down projection."""
         up = h @ w.up
         if w.gate is not None:
             return ACTIVATIONS[self.config.variant.activation](h @ w.gate) * up
@@ -166,13 +183,13 @@ class Transformer:
         return xielu(up, *(p for p in parameters if p is not None))
 
     def _norm(self, x: Array, scale: Array | None) -> Array:
-        """RMSNorm where there is one."""
+        """Applies RMSNorm; None is no norm."""
         if scale is None:
             return x
         return rms_norm(x, scale, self.config.layer_norm_epsilon, plus_one=self.config.variant.norm_plus_one)
 
     def _wide_norm(self, x: Array, scale: Array) -> Array:
-        """RMSNorm over all heads of all devices of the replica."""
+        """Applies RMSNorm over all heads together, those of the other devices of the replica included."""
         wide = x.astype(jnp.float32)
         heads = range(x.ndim - scale.ndim, x.ndim)
         mean = self._sum(jnp.sum(wide * wide, axis=tuple(heads), keepdims=True)) / (
@@ -190,11 +207,19 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "relu": jax.nn.relu,
 }
-"""Of the gated MLP, by `Variant.activation`."""
+"""The activation of the gated MLP by `Variant.activation`."""
 
 
 def xielu(x: Array, p: Array, n: Array, beta: Array, eps: Array) -> Array:
-    """The activation of Apertus (Huang & Schlag 2024, https://arxiv.org/abs/2411.13010); its parameters are scalars."""
+    """Applies xIELU, the activation of Apertus (Huang & Schlag 2024, https://arxiv.org/abs/2411.13010).
+
+    Args:
+        x: The pre-activations.
+        p: The scalar that sets the curvature for positive inputs, before softplus.
+        n: The scalar that sets the curvature for negative inputs, before softplus and the addition of ``beta``.
+        beta: The scalar slope at 0.
+        eps: The scalar, a small negative number, that bounds the argument of expm1 from above.
+    """
     p, n = jax.nn.softplus(p), beta + jax.nn.softplus(n)
     negative = (jnp.expm1(jnp.minimum(x, eps)) - x) * n + beta * x
     return jnp.where(x > 0, p * x * x + beta * x, negative).astype(x.dtype)
@@ -203,7 +228,14 @@ def xielu(x: Array, p: Array, n: Array, beta: Array, eps: Array) -> Array:
 def rms_norm(
     x: Float[Array, "... width"], scale: Float[Array, " width"], epsilon: float, *, plus_one: bool = False
 ) -> Float[Array, "... width"]:
-    """Root-mean-square normalisation in float32 (Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467, eq. 4)."""
+    """Applies RMSNorm in float32 (Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467, eq. 4).
+
+    Args:
+        x: The input.
+        scale: The weight of the norm.
+        epsilon: The number added to the mean square.
+        plus_one: Whether ``1 + scale`` is multiplied, in float32 (Gemma).
+    """
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
     if plus_one:
@@ -214,12 +246,20 @@ def rms_norm(
 def rotate(
     x: Float[Array, "... head"], cos: Float[Array, "... half"], sin: Float[Array, "... half"]
 ) -> Float[Array, "... head"]:
-    """Rotary position embedding in float32, half-split as in Hugging Face (https://arxiv.org/abs/2104.09864)."""
+    """Applies rotary position embeddings in float32, half-split as in Hugging Face's ``rotate_half``.
+
+    RoFormer (Su et al. 2021, https://arxiv.org/abs/2104.09864, section 3.4.2).
+
+    Args:
+        x: The heads.
+        cos: The cosines of the angles.
+        sin: The sines of the angles.
+    """
     low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
 
 
 def _linear(x: Array, weight: Array, bias: Array | None, out: tuple[int, ...]) -> Array:
-    """``x @ weight`` with the weight's other axes flattened: one plain matrix product on every backend."""
+    """Multiplies ``x @ weight`` with the weight's other axes flattened: one plain matrix product on every backend."""
     flat = x @ weight.reshape(weight.shape[0], -1)
     return (flat if bias is None else flat + bias.reshape(-1)).reshape(*x.shape[:-1], *out)

@@ -1,1 +1,1 @@
-"""From logits to tokens: filters, penalties, draws that depend on no layout."""
+"""Sampling: from logits to tokens by logits processors, filters, and draws that are the same in every layout."""

@@ -1,4 +1,4 @@
-"""From logits to tokens, with the features that the requests use and no others (the order is in `SamplingParams`)."""
+"""From logits to tokens, with the features that the requests use and no others; their order is in `SamplingParams`."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from lockstep.engine.sampling.filters import TokenThreshold, keep_all, min_p, sortable_bits, top_k, top_p
+from lockstep.engine.sampling.filters import FILTERS, Candidates, Filter, TokenThreshold, keep_all
 from lockstep.engine.sampling.logits_processors import (
     TokenCounts,
     add_token,
@@ -23,186 +23,41 @@ from lockstep.types import SamplingParams
 
 
 class SamplingState(NamedTuple):
-    """How each slot's token is drawn."""
+    """What each slot's draw depends on besides logits and position; constant during a launch."""
 
     words: UInt[Array, "slot 3"]
-    """Seed, prompt number, generation number."""
+    """The seed, the prompt number and the generation number."""
     temperature: Float[Array, " slot"]
-    """0 is greedy."""
-    top_k: Int[Array, " slot"]
-    """0 keeps all tokens."""
-    top_p: Float[Array, " slot"]
-    """1 keeps all tokens."""
-    log_min_p: Float[Array, " slot"]
-    """-inf keeps all tokens."""
+    """The temperature; 0 is greedy."""
+    filters: Mapping[str, Array]
+    """The parameter ``[slot]`` of each of `FILTERS`, by the filter's name."""
 
 
 class ActiveFeatures(NamedTuple):
-    """What any slot of any replica needs: the same on every device, for there are collectives in what depends on it.
+    """Whether any slot of any replica needs a feature: the same on every device, because of the collectives inside.
 
-    What depends on a field is a `jax.lax.cond` in a scope of the field's name, by which `plan` finds it in the program.
+    Each feature is a `jax.lax.cond` in a scope of its name, by which `plan` finds it in a compiled program.
     """
 
     temperature: Bool[Array, ""]
-    top_k: Bool[Array, ""]
-    top_p: Bool[Array, ""]
-    min_p: Bool[Array, ""]
+    """Whether any slot draws at random."""
+    filters: Mapping[str, Array]
+    """Whether any slot needs the filter, by the filter's name; scalars."""
 
 
 class Sampled(NamedTuple):
     """One token per slot, the same on every device of a replica."""
 
     token: Int[Array, " slot"]
+    """The token id."""
     logprob: Float[Array, " slot"]
-    """Under the model: temperature 1, nothing filtered."""
+    """The token's log-probability under the model: temperature 1, nothing filtered."""
     sampled_logprob: Float[Array, " slot"]
-    """Under the distribution that it was drawn from; 0 where the temperature is 0."""
-    top: Float[Array, " slot"]
+    """The token's log-probability under the distribution that it was drawn from; 0 where the temperature is 0."""
+    max_logit: Float[Array, " slot"]
     """The largest of the model's logits."""
     logsumexp: Float[Array, " slot"]
-    """Log of the sum of ``exp(logits - top)``."""
-
-
-def never_used(requested: Iterable[SamplingParams]) -> frozenset[str]:
-    """The fields of `ActiveFeatures` that are false at every step of such requests."""
-    hot = [params for params in requested if params.temperature > 0]
-    needs = {
-        "temperature": bool(hot),
-        "top_k": any(params.top_k is not None for params in hot),
-        "top_p": any(params.top_p < 1 for params in hot),
-        "min_p": any(params.min_p > 0 for params in hot),
-    }
-    return frozenset(name for name in ActiveFeatures._fields if not needs[name])
-
-
-def active_features(draws: SamplingState, active: Bool[Array, " slot"], decode_mesh: DecodeMesh) -> ActiveFeatures:
-    """What the active slots of all replicas need; one collective."""
-    hot = active & (draws.temperature > 0)
-    needs = [hot, hot & (draws.top_k > 0), hot & (draws.top_p < 1), hot & (draws.log_min_p > -jnp.inf)]
-    flags = jnp.stack([jnp.any(need) for need in needs]).astype(jnp.int32)
-    if decode_mesh.replica_axes:
-        flags = jax.lax.pmax(flags, decode_mesh.replica_axes)
-    return ActiveFeatures(*(flags > 0))
-
-
-def sample(
-    logits: Float[Array, "slot local_vocab"],
-    shaped: Float[Array, "slot local_vocab"],
-    draws: SamplingState,
-    uses: ActiveFeatures,
-    position: Int[Array, " slot"],
-    decode_mesh: DecodeMesh,
-) -> Sampled:
-    """Samples one token per slot, inside ``shard_map``; greedy where the temperature is 0.
-
-    A draw is the argmax of ``shaped / temperature + Gumbel noise`` (Gumbel 1954; the "Gumbel-max trick") over what the
-    filters keep, with noise that depends on (seed, prompt, generation, position, token) alone. Ties go to the lowest
-    token id.
-
-    Args:
-        logits: this device's part of the vocabulary, float32, -inf where a token is not allowed: the model's own.
-        shaped: the same after penalties and bias.
-        draws: parameters per slot.
-        uses: which of them are not neutral.
-        position: position of the token to sample.
-        decode_mesh: the decode mesh; the vocabulary is split over its tensor axes.
-    """
-    size, rows = logits.shape[1], jnp.arange(logits.shape[0])
-    first = first_id(size, decode_mesh)
-    ids = first + jnp.arange(size)
-
-    def draw(shaped: Array) -> tuple[Array, ...]:
-        hot = draws.temperature[:, None] > 0
-        tempered = jnp.where(hot, shaped / jnp.where(hot, draws.temperature[:, None], 1.0), shaped)
-        image = sortable_bits(tempered)
-        kept = _filter(tempered, image, draws, uses, ids, decode_mesh)
-        inside = jnp.where(kept.mask(image, ids), tempered, -jnp.inf)
-        noise = jax.vmap(lambda words, at: _gumbel(words, at, ids))(draws.words, position)
-        scores = jnp.where(hot, inside + noise, shaped)
-        # Else the noise is made again for each of its uses, inside reductions that the CPU does not vectorise.
-        inside, scores = jax.lax.optimization_barrier((inside, scores))
-        best, largest = first_largest(scores)
-        return best, largest, inside[rows, best], *_max_and_sum_exp(inside)
-
-    def take_largest(shaped: Array) -> tuple[Array, ...]:
-        zeros = jnp.zeros(len(rows), shaped.dtype)
-        return *first_largest(shaped), zeros, zeros, zeros
-
-    with jax.named_scope("temperature"):
-        best, *scores = jax.lax.cond(uses.temperature, draw, take_largest, shaped)
-    token, own = first + best, jnp.stack([*scores, logits[rows, best], *_max_and_sum_exp(logits)])
-    if decode_mesh.tensor > 1:
-        tokens = jax.lax.all_gather(token, decode_mesh.tensor_axes)
-        parts = jax.lax.all_gather(
-            own, decode_mesh.tensor_axes, axis=1
-        )  # [number, part, slot]; parts in order of token id
-        winner = jnp.argmax(parts[0], axis=0)
-        token, parts_of_winner = tokens[winner, rows], parts[:, winner, rows]
-        drawn, drawn_top, drawn_sum_exp = parts_of_winner[1], *_join(parts[2], parts[3])
-        raw, top, sum_exp = parts_of_winner[4], *_join(parts[5], parts[6])
-    else:
-        _, drawn, drawn_top, drawn_sum_exp, raw, top, sum_exp = own
-    logsumexp = jnp.log(sum_exp)
-    sampled_logprob = jnp.where(draws.temperature > 0, drawn - drawn_top - jnp.log(drawn_sum_exp), 0.0)
-    return Sampled(token, raw - top - logsumexp, sampled_logprob, top, logsumexp)
-
-
-def first_largest(scores: Float[Array, "slot token"]) -> tuple[Int[Array, " slot"], Float[Array, " slot"]]:
-    """Where each row is largest, the first of equals, and how large; NaN counts as largest, as in `jax.numpy.argmax`.
-
-    Two plain reductions: the one over pairs that argmax becomes is not vectorised on CPUs and takes four times as long.
-    """
-    largest = jnp.max(scores, axis=1)
-    hit = (scores == largest[:, None]) | jnp.isnan(scores)
-    return jnp.min(jnp.where(hit, jnp.arange(scores.shape[1]), scores.shape[1]), axis=1), largest
-
-
-def first_id(size: int, decode_mesh: DecodeMesh) -> Array | int:
-    """The first token id of this device's part of the vocabulary.
-
-    Args:
-        size: of a part.
-        decode_mesh: the decode mesh.
-    """
-    return jax.lax.axis_index(decode_mesh.tensor_axes) * size if decode_mesh.tensor > 1 else 0
-
-
-def _filter(
-    scores: Array, image: Array, draws: SamplingState, uses: ActiveFeatures, ids: Array, decode_mesh: DecodeMesh
-) -> TokenThreshold:
-    """Top-k, then top-p of what it left, then min-p, each only where a slot needs it."""
-
-    def filter_if(
-        name: str, narrow: Callable[[TokenThreshold], TokenThreshold], kept: TokenThreshold
-    ) -> TokenThreshold:
-        with jax.named_scope(name):
-            return jax.lax.cond(getattr(uses, name), narrow, lambda kept: kept, kept)
-
-    kept = filter_if("top_k", lambda kept: top_k(image, draws.top_k, ids, decode_mesh), keep_all(scores.shape[0]))
-    kept = filter_if("top_p", lambda kept: top_p(scores, image, kept, draws.top_p, ids, decode_mesh), kept)
-    return filter_if("min_p", lambda kept: min_p(scores, image, kept, draws.log_min_p, decode_mesh), kept)
-
-
-def _max_and_sum_exp(logits: Array) -> tuple[Array, Array]:
-    top = jnp.max(logits, axis=1)
-    return top, jnp.sum(jnp.exp(logits - jnp.where(jnp.isfinite(top), top, 0.0)[:, None]), axis=1)
-
-
-def _join(tops: Array, sums_exp: Array) -> tuple[Array, Array]:
-    """The largest logit and the sum_exp relative to it, of all parts together."""
-    top = jnp.max(tops, axis=0)
-    return top, jnp.sum(jnp.where(jnp.isfinite(tops), sums_exp * jnp.exp(tops - top), 0.0), axis=0)
-
-
-def _gumbel(words: Array, position: Array, ids: Array) -> Array:
-    seed, prompt, generation = words
-    key = jax.random.key(seed, impl="threefry2x32")
-    for part in (prompt, generation, position):
-        key = jax.random.fold_in(key, part)
-    # One key per token id, not one array of noise: a device draws its own part of the vocabulary and nothing else.
-    bits = jax.vmap(lambda token: jax.random.key_data(jax.random.fold_in(key, token))[0])(ids)
-    uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
-    return -jnp.log(-jnp.log(uniform))
+    """The log of the sum of ``exp(logits - max_logit)``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -210,18 +65,18 @@ class Sampler:
     """What one launch of the decode program knows of its slots; made anew while it is traced.
 
     Args:
-        draws: temperature, filters and random words.
-        uses: which of them are not neutral.
-        given: the arrays of a `SamplingBatch`, this replica's entry alone.
-        stop_ids: of each slot, padded with -1.
-        bias: what is added to each logit, or None without a biased slot.
-        allowed: which tokens may be sampled, or None without a slot that rules any out.
-        first: token id that this device's part of the vocabulary starts with.
-        decode_mesh: the decode mesh.
+        state: The temperature, the filters' parameters and the random words.
+        features: The features that any slot needs.
+        given: The arrays of a `SamplingBatch`, this replica's entry alone.
+        stop_ids: The stop tokens of each slot, padded with -1.
+        bias: What is added to each logit; None where no slot has a bias.
+        allowed: Which tokens may be sampled; None where no slot rules any out.
+        first: The first token id of this device's part of the vocabulary.
+        decode_mesh: The decode mesh.
     """
 
-    draws: SamplingState
-    uses: ActiveFeatures
+    state: SamplingState
+    features: ActiveFeatures
     given: Mapping[str, Array]
     stop_ids: Int[Array, "slot stop_ids"]
     bias: Float[Array, "slot local_vocab"] | None
@@ -230,65 +85,66 @@ class Sampler:
     decode_mesh: DecodeMesh
 
     def draw(
-        self, logits: Float[Array, "slot local_vocab"], seen: TokenCounts | None, position: Int[Array, " slot"]
+        self, logits: Float[Array, "slot local_vocab"], counts: TokenCounts | None, position: Int[Array, " slot"]
     ) -> Sampled:
-        """Samples the token at ``position`` of each slot.
+        """Samples one token per slot.
 
         Args:
-            logits: the model's own, this device's part.
-            seen: tokens so far, where there are penalties.
-            position: of the token to sample.
+            logits: The model's own logits, this device's part of the vocabulary.
+            counts: The tokens so far; None where no slot has penalties.
+            position: The position of the token to sample.
         """
-        shaped = logits
-        if seen is not None:
-            shaped = penalise(shaped, seen, self.given["penalties"])
+        processed = logits
+        if counts is not None:
+            processed = penalise(processed, counts, self.given["penalties"])
         if self.bias is not None:
-            shaped = shaped + self.bias
+            processed = processed + self.bias
         if self.allowed is not None:
-            shaped = jnp.where(self.allowed, shaped, -jnp.inf)
+            processed = jnp.where(self.allowed, processed, -jnp.inf)
         if "stop_from" in self.given:
-            shaped = rule_out_stops(shaped, self.stop_ids, position < self.given["stop_from"], self.first)
-        return sample(logits, shaped, self.draws, self.uses, position, self.decode_mesh)
+            processed = rule_out_stops(processed, self.stop_ids, position < self.given["stop_from"], self.first)
+        return sample(logits, processed, self.state, self.features, position, self.decode_mesh)
 
     def count(
-        self, seen: TokenCounts | None, token: Int[Array, " slot"], active: Bool[Array, " slot"]
+        self, counts: TokenCounts | None, token: Int[Array, " slot"], active: Bool[Array, " slot"]
     ) -> TokenCounts | None:
-        """Adds the sampled tokens of active slots to ``seen``."""
-        return None if seen is None else add_token(seen, token, active, self.first)
+        """Adds the sampled tokens of active slots to ``counts``; None stays None."""
+        return None if counts is None else add_token(counts, token, active, self.first)
 
 
 def start_sampler(
-    words: Array,
-    temperature: Array,
-    stop_ids: Array,
+    words: UInt[Array, "slot 3"],
+    temperature: Float[Array, " slot"],
+    stop_ids: Int[Array, "slot stop_ids"],
     given: Mapping[str, Array],
     *,
-    active: Array,
+    active: Bool[Array, " slot"],
     local_vocab: int,
     decode_mesh: DecodeMesh,
 ) -> tuple[Sampler, TokenCounts | None]:
-    """Prepares a launch, once and not at every step.
+    """Computes what all steps of a launch share.
 
     Args:
-        words: seed, prompt and generation of each slot.
-        temperature: of each slot.
-        stop_ids: of each slot, padded with -1.
-        given: the arrays of a `SamplingBatch`, this replica's entry alone.
-        active: slots that have something to sample.
-        local_vocab: tokens of this device's part of the vocabulary.
-        decode_mesh: the decode mesh.
+        words: The seed, prompt number and generation number of each slot.
+        temperature: The temperature of each slot.
+        stop_ids: The stop tokens of each slot, padded with -1.
+        given: The arrays of a `SamplingBatch`, this replica's entry alone.
+        active: Whether the slot has something to sample.
+        local_vocab: The number of tokens of this device's part of the vocabulary.
+        decode_mesh: The decode mesh.
 
     Returns:
-        The sampler, and the tokens that the launch starts with where there are penalties.
+        The sampler, and the tokens that the slots have at the start of the launch, or None where there are no
+        penalties.
     """
-    draws = SamplingState(words, temperature, given["top_k"], given["top_p"], given["log_min_p"])
+    state = SamplingState(words, temperature, {each.name: given[each.parameter] for each in FILTERS})
     first = first_id(local_vocab, decode_mesh)
-    seen = None
+    counts = None
     if "history" in given:
-        seen = count_tokens(given["history"], given["prompt_length"], first, local_vocab)
+        counts = count_tokens(given["history"], given["prompt_length"], first, local_vocab)
     sampler = Sampler(
-        draws=draws,
-        uses=active_features(draws, active, decode_mesh),
+        state=state,
+        features=active_features(state, active, decode_mesh),
         given=given,
         stop_ids=stop_ids,
         bias=biases(given["bias_ids"], given["bias"], first, local_vocab) if "bias" in given else None,
@@ -296,4 +152,149 @@ def start_sampler(
         first=first,
         decode_mesh=decode_mesh,
     )
-    return sampler, seen
+    return sampler, counts
+
+
+def sample(
+    logits: Float[Array, "slot local_vocab"],
+    processed: Float[Array, "slot local_vocab"],
+    state: SamplingState,
+    features: ActiveFeatures,
+    position: Int[Array, " slot"],
+    decode_mesh: DecodeMesh,
+) -> Sampled:
+    """Samples one token per slot, inside ``shard_map``; greedy where the temperature is 0.
+
+    A draw is the argmax of ``processed / temperature + Gumbel noise`` over what the filters keep (the "Gumbel-max
+    trick": Gumbel 1954; Maddison et al. 2014, https://arxiv.org/abs/1411.0030). The noise depends on (seed, prompt,
+    generation, position, token) alone. Ties go to the lowest token id.
+
+    Args:
+        logits: The model's own logits, this device's part of the vocabulary, float32; -inf for ids beyond the
+            vocabulary.
+        processed: The logits after penalties, bias, allowed tokens and early stops.
+        state: The parameters of each slot's draw.
+        features: The features that any slot needs.
+        position: The position of the token to sample.
+        decode_mesh: The decode mesh; the vocabulary is split over its tensor axes.
+    """
+    size, rows = logits.shape[1], jnp.arange(logits.shape[0])
+    first = first_id(size, decode_mesh)
+    ids = first + jnp.arange(size)
+
+    def draw(processed: Array) -> tuple[Array, ...]:
+        random = state.temperature[:, None] > 0
+        tempered = jnp.where(random, processed / jnp.where(random, state.temperature[:, None], 1.0), processed)
+        candidates = Candidates.of(tempered, ids)
+        threshold = _filter(candidates, state, features, decode_mesh)
+        filtered = jnp.where(threshold.mask(candidates), tempered, -jnp.inf)
+        noise = jax.vmap(lambda words, at: _gumbel(words, at, ids))(state.words, position)
+        scores = jnp.where(random, filtered + noise, processed)
+        # Without the barrier the noise is computed again for each of its uses, in reductions that XLA does not
+        # vectorise on CPU.
+        filtered, scores = jax.lax.optimization_barrier((filtered, scores))
+        best, largest = first_largest(scores)
+        return best, largest, filtered[rows, best], *_max_and_sum_exp(filtered)
+
+    def take_largest(processed: Array) -> tuple[Array, ...]:
+        zeros = jnp.zeros(len(rows), processed.dtype)
+        return *first_largest(processed), zeros, zeros, zeros
+
+    with jax.named_scope("temperature"):
+        best, *scores = jax.lax.cond(features.temperature, draw, take_largest, processed)
+    token, own = first + best, jnp.stack([*scores, logits[rows, best], *_max_and_sum_exp(logits)])
+    if decode_mesh.tensor > 1:
+        tokens = jax.lax.all_gather(token, decode_mesh.tensor_axes)
+        # [number, part, slot]; parts in order of token id
+        parts = jax.lax.all_gather(own, decode_mesh.tensor_axes, axis=1)
+        winner = jnp.argmax(parts[0], axis=0)
+        token, parts_of_winner = tokens[winner, rows], parts[:, winner, rows]
+        drawn, drawn_max, drawn_sum_exp = parts_of_winner[1], *_join(parts[2], parts[3])
+        logit, max_logit, sum_exp = parts_of_winner[4], *_join(parts[5], parts[6])
+    else:
+        _, drawn, drawn_max, drawn_sum_exp, logit, max_logit, sum_exp = own
+    logsumexp = jnp.log(sum_exp)
+    sampled_logprob = jnp.where(state.temperature > 0, drawn - drawn_max - jnp.log(drawn_sum_exp), 0.0)
+    return Sampled(token, logit - max_logit - logsumexp, sampled_logprob, max_logit, logsumexp)
+
+
+def active_features(state: SamplingState, active: Bool[Array, " slot"], decode_mesh: DecodeMesh) -> ActiveFeatures:
+    """Returns the features that any active slot of any replica needs; one collective."""
+    random = active & (state.temperature > 0)
+    needs = [random, *(random & each.narrows(state.filters[each.name]) for each in FILTERS)]
+    flags = jnp.stack([jnp.any(need) for need in needs]).astype(jnp.int32)
+    if decode_mesh.replica_axes:
+        flags = jax.lax.pmax(flags, decode_mesh.replica_axes)
+    temperature, *filters = flags > 0
+    return ActiveFeatures(temperature, {each.name: flag for each, flag in zip(FILTERS, filters, strict=True)})
+
+
+def never_used(requested: Iterable[SamplingParams]) -> frozenset[str]:
+    """Returns the names of the features (`ActiveFeatures`) that no step of such requests needs.
+
+    Args:
+        requested: The sampling parameters of all requests.
+    """
+    random = [params for params in requested if params.temperature > 0]
+    needs = {each.name: any(map(each.is_requested, random)) for each in FILTERS}
+    return frozenset(name for name, needed in {"temperature": bool(random), **needs}.items() if not needed)
+
+
+def first_largest(scores: Float[Array, "slot token"]) -> tuple[Int[Array, " slot"], Float[Array, " slot"]]:
+    """Returns the index of each row's maximum, the first of equal ones, and the maximum; NaN counts as the largest.
+
+    It is `jax.numpy.argmax` as two plain reductions: XLA does not vectorise the reduction over pairs that argmax
+    becomes on CPU, where it takes four times as long.
+    """
+    largest = jnp.max(scores, axis=1)
+    hit = (scores == largest[:, None]) | jnp.isnan(scores)
+    return jnp.min(jnp.where(hit, jnp.arange(scores.shape[1]), scores.shape[1]), axis=1), largest
+
+
+def first_id(size: int, decode_mesh: DecodeMesh) -> Array | int:
+    """Returns the first token id of this device's part of the vocabulary.
+
+    Args:
+        size: The number of tokens of a part.
+        decode_mesh: The decode mesh.
+    """
+    return jax.lax.axis_index(decode_mesh.tensor_axes) * size if decode_mesh.tensor > 1 else 0
+
+
+def _filter(
+    candidates: Candidates, state: SamplingState, features: ActiveFeatures, decode_mesh: DecodeMesh
+) -> TokenThreshold:
+    """Applies the filters in order, each only where a slot needs it."""
+
+    def apply(each: Filter) -> Callable[[TokenThreshold], TokenThreshold]:
+        return lambda threshold: each.apply(candidates, threshold, state.filters[each.name], decode_mesh)
+
+    threshold = keep_all(candidates.scores.shape[0])
+    for each in FILTERS:
+        with jax.named_scope(each.name):
+            threshold = jax.lax.cond(features.filters[each.name], apply(each), lambda same: same, threshold)
+    return threshold
+
+
+def _max_and_sum_exp(logits: Array) -> tuple[Array, Array]:
+    """Each row's maximum, and its sum of ``exp(logits - maximum)``."""
+    largest = jnp.max(logits, axis=1)
+    return largest, jnp.sum(jnp.exp(logits - jnp.where(jnp.isfinite(largest), largest, 0.0)[:, None]), axis=1)
+
+
+def _join(maxima: Array, sums_exp: Array) -> tuple[Array, Array]:
+    """The maximum of all parts of the vocabulary, and the sum_exp relative to it."""
+    largest = jnp.max(maxima, axis=0)
+    return largest, jnp.sum(jnp.where(jnp.isfinite(maxima), sums_exp * jnp.exp(maxima - largest), 0.0), axis=0)
+
+
+def _gumbel(words: Array, position: Array, ids: Array) -> Array:
+    """Gumbel noise for the tokens ``ids``, from Threefry (Salmon et al. 2011) with a key for each token."""
+    seed, prompt, generation = words
+    key = jax.random.key(seed, impl="threefry2x32")
+    for part in (prompt, generation, position):
+        key = jax.random.fold_in(key, part)
+    # One key per token id, not one array of noise: a device draws its own part of the vocabulary and nothing else.
+    bits = jax.vmap(lambda token: jax.random.key_data(jax.random.fold_in(key, token))[0])(ids)
+    uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
+    return -jnp.log(-jnp.log(uniform))

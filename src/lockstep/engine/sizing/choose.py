@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from lockstep.attention import attention_text
+from lockstep.attention import describe_attention
 from lockstep.device import chip_of
 from lockstep.engine.config import EngineConfig, Layout, layout_text
 from lockstep.engine.decode_model import DecodeModel, DecodeModels
@@ -73,7 +73,7 @@ class Chooser:
             considered=tuple(choices),
             chip=chip_of(model.device).name,
             kv_dtype=model.kv_dtype.name,
-            attention=attention_text(model.device, model.config.head_size),
+            attention=describe_attention(model.device, model.config.head_size),
         )
 
     def _consider(self, model: DecodeModel, demand: Demand, before: Sizing | None = None) -> Choice:

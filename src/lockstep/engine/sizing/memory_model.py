@@ -5,9 +5,7 @@ import functools
 
 import jax.numpy as jnp
 
-from lockstep.attention import has_kernel
-from lockstep.attention.contiguous_kv import CHUNK
-from lockstep.attention.tpu_blocks import generation
+from lockstep.attention import CONTEXT_CHUNK, has_kernel, tpu_generation
 from lockstep.engine.decode_model import DecodeModel
 from lockstep.engine.decoder.build import Programs
 from lockstep.engine.decoder.prompt_logprobs import PROMPT_LOGPROBS_CHUNK
@@ -119,11 +117,11 @@ class MemoryModel:
         chunk = min(_CHUNK, sizes.pages_per_sequence * sizes.page_size)
         scores = 0 if self._kernel else 3 * self._heads * chunk * 4 + self._widened(chunk)
         if self._tpu and not self._kernel:  # K and V of a chunk of a layer, in use and being read
-            scores += 2 * CHUNK * self._layer_kv_bytes
+            scores += 2 * CONTEXT_CHUNK * self._layer_kv_bytes
         # On CPU logits, scores and noise in float32; and a count per token where there are penalties.
         sampling = sizes.slots * ((_VOCABULARIES if self._tpu else 4) + sizes.penalties) * self._vocab * 4
         if self._tpu:
-            sampling = max(0, sampling - _IN_VECTOR_MEMORY.get(generation(self.model.device.device_kind), 0))
+            sampling = max(0, sampling - _IN_VECTOR_MEMORY.get(tpu_generation(self.model.device.device_kind), 0))
         of_slots = sizes.slots * (scores + 8 * sizes.steps + self._activations)
         return self._gathered_outer + self._gathered_layers + context + sampling + of_slots
 

@@ -1,1 +1,1 @@
-"""Hugging Face checkpoints: their configurations, names, files, in and out."""
+"""Hugging Face checkpoints: reading and writing their configurations and tensors."""

@@ -1,6 +1,7 @@
-"""Model configurations from and to the ``config.json`` of Hugging Face."""
+"""Model configurations from and to the ``config.json`` of Hugging Face, by a table of model families."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lockstep.errors import ConfigError
@@ -13,32 +14,92 @@ from lockstep.models.config import (
     RotaryConfig,
     Variant,
 )
+from lockstep.models.hf.names import LLAMA_TENSORS, HFTensor
 
-ARCHITECTURES: dict[str, type[LlamaConfig]] = {
-    "LlamaForCausalLM": LlamaConfig,
-    "MistralForCausalLM": MistralConfig,
-    "Qwen2ForCausalLM": Qwen2Config,
-    "Qwen3ForCausalLM": Qwen3Config,
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """What is particular to a model family in transformers' checkpoints.
+
+    Args:
+        name: The entry of ``architectures`` in ``config.json``.
+        config: The configuration class.
+        is_family_of: Whether a configuration computes what this family computes.
+        variant: The variant that the family has.
+        head_dim: The ``head_dim`` that transformers' class of the family takes where ``config.json`` has none; None for
+            ``hidden_size // num_attention_heads``.
+        always_windowed: Whether ``sliding_window`` applies without ``use_sliding_window``.
+        fields: The fields of ``config.json`` that transformers reads for this family besides the common ones.
+        tensors: The tensors of a checkpoint by the path of the parameter in `LlamaLMHeadModel`.
+    """
+
+    name: str
+    config: type[LlamaConfig]
+    is_family_of: Callable[[LlamaConfig], bool]
+    variant: Variant = Variant()
+    head_dim: int | None = None
+    always_windowed: bool = False
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    tensors: Mapping[str, HFTensor] = dataclasses.field(default_factory=lambda: LLAMA_TENSORS)
+
+
+ARCHITECTURES = {
+    each.name: each
+    for each in (
+        Architecture(
+            name="LlamaForCausalLM",
+            config=LlamaConfig,
+            is_family_of=lambda config: True,
+            fields={"attention_bias": False},
+        ),
+        Architecture(
+            name="MistralForCausalLM",
+            config=MistralConfig,
+            is_family_of=lambda config: isinstance(config, MistralConfig),
+            always_windowed=True,
+            fields={"sliding_window": None},
+        ),
+        Architecture(
+            name="Qwen2ForCausalLM",
+            config=Qwen2Config,
+            is_family_of=lambda config: config.qkv_bias,
+            fields={"use_sliding_window": False},
+        ),
+        Architecture(
+            name="Qwen3ForCausalLM",
+            config=Qwen3Config,
+            is_family_of=lambda config: config.qk_norm,
+            head_dim=128,
+            fields={"attention_bias": False, "use_sliding_window": False},
+        ),
+    )
 }
+"""The model families by name; a configuration belongs to the last that it fits (`architecture_of`)."""
+
+
+def architecture_of(config: LlamaConfig) -> Architecture:
+    """Returns the family whose computation a configuration describes, except for ``config.variant``."""
+    return [each for each in ARCHITECTURES.values() if each.is_family_of(config)][-1]
 
 
 def config_from_hf(hf: Mapping[str, Any], *, max_seq_len: int | None = None) -> LlamaConfig:
-    """The configuration that a Hugging Face ``config.json`` describes.
+    """Returns the configuration that a Hugging Face ``config.json`` describes.
 
-    Reads both spellings of the rotary settings: ``rope_theta`` + ``rope_scaling``, and ``rope_parameters`` of
+    It reads both spellings of the rotary settings: ``rope_theta`` and ``rope_scaling``, and ``rope_parameters`` of
     transformers 5.
 
     Args:
-        hf: the parsed file.
-        max_seq_len: tokens; replaces ``max_position_embeddings``. Needed for models with a sliding window.
+        hf: The parsed file.
+        max_seq_len: The longest sequence in tokens, in place of ``max_position_embeddings``; a model with a sliding
+            window needs it. None for the file's own.
 
     Returns:
         The configuration, of the class of the architecture.
 
     Raises:
-        ConfigError: the architecture, or one of its settings, is not one that lockstep computes; or a key is missing.
+        ConfigError: The architecture, or one of its settings, is not one that lockstep computes; or a key is missing.
     """
-    cls = _architecture(hf)
+    architecture = _architecture(hf)
     max_seq_len = _required(hf, "max_position_embeddings") if max_seq_len is None else max_seq_len
     for switch in ("attention_bias", "mlp_bias"):
         if hf.get(switch):
@@ -51,14 +112,14 @@ def config_from_hf(hf: Mapping[str, Any], *, max_seq_len: int | None = None) -> 
         raise ConfigError(
             f"the checkpoint has hidden_act {activation!r}; lockstep computes 'silu' only. Choose another checkpoint."
         )
-    _check_window(hf, cls, max_seq_len)
+    _check_window(hf, architecture, max_seq_len)
     num_heads = _required(hf, "num_attention_heads")
-    # The first Llama has no num_key_value_heads; Qwen3's class has a head_dim of its own. Both as in transformers.
+    # As in transformers: the first Llama has no num_key_value_heads.
     num_kv_heads = hf.get("num_key_value_heads") or num_heads
-    head_dim = hf.get("head_dim") or (128 if cls is Qwen3Config else None)
+    head_dim = hf.get("head_dim") or architecture.head_dim
     if head_dim and head_dim * num_heads == _required(hf, "hidden_size"):
         head_dim = None  # one spelling, so that equal models have equal configurations
-    return cls(
+    return architecture.config(
         max_seq_len=max_seq_len,
         hidden_dim=_required(hf, "hidden_size"),
         intermediate_dim=_required(hf, "intermediate_size"),
@@ -74,29 +135,27 @@ def config_from_hf(hf: Mapping[str, Any], *, max_seq_len: int | None = None) -> 
 
 
 def config_to_hf(config: LlamaConfig, vocab_size: int) -> dict[str, Any]:
-    """What goes into ``config.json`` so that transformers (4 or 5) computes the same model.
+    """Returns the content of a ``config.json`` with which transformers (4 or 5) computes the same model.
 
     The architecture follows from what the model computes: with ``qkv_bias`` it is Qwen2, with ``qk_norm`` Qwen3,
     otherwise Llama (Mistral for a `MistralConfig`).
 
     Args:
-        config: of the model.
-        vocab_size: number of tokens.
+        config: The configuration of the model.
+        vocab_size: The number of rows of the embedding.
 
     Returns:
-        A mapping that JSON can hold.
+        A mapping that JSON can represent.
+
+    Raises:
+        ConfigError: No architecture that lockstep writes computes ``config.variant``.
     """
-    if config.variant != Variant():
+    architecture = architecture_of(config)
+    if config.variant != architecture.variant:
         raise ConfigError(
             f"a model with {config.variant} cannot be saved as a Hugging Face checkpoint: lockstep writes "
             f"{', '.join(ARCHITECTURES)} only. Leave model.variant at its defaults, or do not save."
         )
-    if config.qkv_bias:
-        architecture = "Qwen2ForCausalLM"
-    elif config.qk_norm:
-        architecture = "Qwen3ForCausalLM"
-    else:
-        architecture = "MistralForCausalLM" if isinstance(config, MistralConfig) else "LlamaForCausalLM"
     rope = config.rope.scaling and {
         "rope_type": "llama3",
         "factor": config.rope.scaling.factor,
@@ -104,9 +163,9 @@ def config_to_hf(config: LlamaConfig, vocab_size: int) -> dict[str, Any]:
         "high_freq_factor": config.rope.scaling.high_freq_factor,
         "original_max_position_embeddings": config.rope.scaling.original_max_position_embeddings,
     }
-    hf: dict[str, Any] = {
-        "architectures": [architecture],
-        "model_type": architecture.removesuffix("ForCausalLM").lower(),
+    return {
+        "architectures": [architecture.name],
+        "model_type": architecture.name.removesuffix("ForCausalLM").lower(),
         "vocab_size": vocab_size,
         "hidden_size": config.hidden_dim,
         "intermediate_size": config.intermediate_dim,
@@ -124,17 +183,11 @@ def config_to_hf(config: LlamaConfig, vocab_size: int) -> dict[str, Any]:
         "rope_scaling": rope,
         "attention_dropout": 0.0,
         "use_cache": True,
+        **architecture.fields,
     }
-    if architecture == "MistralForCausalLM":
-        hf["sliding_window"] = None
-    if architecture.startswith("Qwen"):
-        hf["use_sliding_window"] = False
-    if architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM"):
-        hf["attention_bias"] = False
-    return hf
 
 
-def _architecture(hf: Mapping[str, Any]) -> type[LlamaConfig]:
+def _architecture(hf: Mapping[str, Any]) -> Architecture:
     names = hf.get("architectures") or []
     if len(names) != 1 or names[0] not in ARCHITECTURES:
         raise ConfigError(
@@ -144,11 +197,9 @@ def _architecture(hf: Mapping[str, Any]) -> type[LlamaConfig]:
     return ARCHITECTURES[names[0]]
 
 
-def _check_window(hf: Mapping[str, Any], cls: type[LlamaConfig], max_seq_len: int) -> None:
-    if cls is MistralConfig:
-        window = hf.get("sliding_window", 4096)  # the default of transformers' MistralConfig
-    else:
-        window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
+def _check_window(hf: Mapping[str, Any], architecture: Architecture, max_seq_len: int) -> None:
+    windowed = architecture.always_windowed or hf.get("use_sliding_window")
+    window = hf.get("sliding_window", 4096) if windowed else None  # the default of transformers' classes
     if window is not None and window < max_seq_len:
         raise ConfigError(
             f"the checkpoint has sliding_window {window}, and max_seq_len is {max_seq_len}; lockstep attends to all "
@@ -164,7 +215,7 @@ def _rope_from_hf(hf: Mapping[str, Any]) -> RotaryConfig:
     partial = parameters.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise ConfigError(
-            f"the checkpoint has partial_rotary_factor {partial}; lockstep turns whole heads (1.0) only. Choose "
+            f"the checkpoint has partial_rotary_factor {partial}; lockstep rotates whole heads (1.0) only. Choose "
             "another checkpoint."
         )
     if kind == "default":

@@ -1,4 +1,4 @@
-"""Tensors of a safetensors checkpoint, read in slices: one file, or several with an index."""
+"""The files of a safetensors checkpoint, one or several with an index, whose tensors are read in slices."""
 
 import contextlib
 import json
@@ -25,14 +25,15 @@ _open_file: Any = safetensors.safe_open
 
 
 class CheckpointFiles:
-    """Opens the files of a checkpoint when they are first needed; use as a context manager. Threads may share it.
+    """A context manager that opens each file of a checkpoint when it is first needed. Threads may share it.
 
     Args:
-        directory: a local directory or an fsspec URL; holds ``model.safetensors``, or ``model.safetensors.index.json``
-            and the files it names. Behind a URL, ranges are read; nothing is copied to this host's disk.
+        directory: The local directory or fsspec URL with ``model.safetensors``, or with
+            ``model.safetensors.index.json`` and the files that it names. From a URL, ranges are read; nothing is copied
+            to this host's disk.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: A file is missing or is not safetensors.
     """
 
     def __init__(self, directory: str | os.PathLike[str]):
@@ -71,23 +72,23 @@ class CheckpointFiles:
 
     @property
     def names(self) -> set[str]:
-        """Names of all tensors."""
+        """The names of all tensors."""
         return set(self._file_of)
 
     def file_of(self, name: str) -> str:
-        """The file that holds a tensor."""
+        """Returns the name of the file that has a tensor."""
         return self._file_of[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The stored shape of a tensor; reads the file's header only.
+        """Returns the stored shape of a tensor; reads only the file's header.
 
         Raises:
-            ConfigError: the index says the tensor is in a file where it is not.
+            ConfigError: The index names a file that does not have the tensor.
         """
         return tuple(self._slice(name).get_shape())
 
     def read(self, name: str, slices: tuple[slice, ...]) -> np.ndarray:
-        """A block of a tensor, in its stored dtype; reads those bytes only."""
+        """Reads a block of a tensor, in its stored dtype; reads only those bytes."""
         return self._slice(name)[slices]
 
     def _slice(self, name: str) -> Any:
@@ -115,14 +116,14 @@ class CheckpointFiles:
 
 @contextlib.contextmanager
 def local_directory(path: str | os.PathLike[str], *, pattern: str = "*") -> Iterator[pathlib.Path]:
-    """The directory at a path; for a URL, a temporary copy that is removed at the end.
+    """Yields the directory at a path; for a URL, a temporary copy that is removed at the end.
 
     Args:
-        path: a local directory, or an fsspec URL such as ``gs://bucket/checkpoint``.
-        pattern: of the files to copy from a URL.
+        path: The local directory, or an fsspec URL such as ``gs://bucket/checkpoint``.
+        pattern: The glob pattern of the files that are copied from a URL.
 
     Raises:
-        ConfigError: there is no such directory, or it is empty.
+        ConfigError: There is no such directory, or no such file at the URL.
     """
     path = os.fspath(path)
     if "://" not in path:

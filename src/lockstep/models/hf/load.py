@@ -1,4 +1,4 @@
-"""Loads Hugging Face checkpoints into sharded models: a host reads only the bytes that its devices hold."""
+"""Loads Hugging Face checkpoints into sharded models; a host reads only the bytes that its devices need."""
 
 import concurrent.futures
 import contextlib
@@ -19,33 +19,33 @@ from jax.sharding import Mesh, NamedSharding
 
 from lockstep.errors import ConfigError
 from lockstep.models.config import LlamaConfig
-from lockstep.models.hf.config import config_from_hf
+from lockstep.models.hf.config import architecture_of, config_from_hf
 from lockstep.models.hf.files import CheckpointFiles, local_directory
 from lockstep.models.hf.names import Parameter, parameters, skeleton
 from lockstep.models.llama import LlamaLMHeadModel
 from lockstep.placement import PARAMETER_AXES, aligned_empty
 
 type OnRead = Callable[[int, int], None]
-"""Takes bytes just read on this host, and all that it will read."""
+"""Takes the bytes just read on this host, and the bytes that it will read in all."""
 
 _THREADS = 8
-_UNDER_WAY = 256 << 20
-"""Bytes of parameters that are read at a time at most, where one alone is not more."""
-_PARTS = 8
-"""Part of all bytes that is read at a time, where one parameter alone is not more."""
+_MAX_BYTES_IN_FLIGHT = 256 << 20
+"""The most bytes of parameters that are read at a time; one larger parameter is read alone."""
+_MIN_BATCHES = 8
+"""At most this part of all bytes is read at a time; one larger parameter is read alone."""
 
 # Buffers that older versions of transformers stored; they follow from the configuration.
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq|.*\.masked_bias")
 
 
 def read_hf_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The parsed ``config.json`` of a checkpoint.
+    """Returns the parsed ``config.json`` of a checkpoint.
 
     Args:
-        path: a local directory or an fsspec URL.
+        path: The local directory or fsspec URL of the checkpoint.
 
     Raises:
-        ConfigError: the file is not there or is not JSON.
+        ConfigError: The file is missing or is not JSON.
     """
     with local_directory(path, pattern="config.json") as directory:
         file = directory / "config.json"
@@ -58,14 +58,15 @@ def read_hf_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def load_config(path: str | os.PathLike[str], *, max_seq_len: int | None = None) -> LlamaConfig:
-    """The configuration of a Hugging Face checkpoint.
+    """Returns the configuration of a Hugging Face checkpoint.
 
     Args:
-        path: a local directory or an fsspec URL.
-        max_seq_len: tokens; replaces the checkpoint's own limit. Needed where that exceeds a sliding window.
+        path: The local directory or fsspec URL of the checkpoint.
+        max_seq_len: The longest sequence in tokens, in place of the checkpoint's own limit; needed where that exceeds a
+            sliding window. None for the checkpoint's own.
 
     Raises:
-        ConfigError: as `config_from_hf`.
+        ConfigError: The configuration cannot be read, as for `read_hf_config` and `config_from_hf`.
     """
     return config_from_hf(read_hf_config(path), max_seq_len=max_seq_len)
 
@@ -79,34 +80,35 @@ def load_hf(
     config: LlamaConfig | None = None,
     on_read: OnRead | None = None,
 ) -> LlamaLMHeadModel:
-    """A model with the weights of a Hugging Face checkpoint, sharded over a mesh.
+    """Loads a model with the weights of a Hugging Face checkpoint, sharded over a mesh.
 
-    Every host of the mesh calls it and reads the slices that its own devices hold; hosts exchange nothing and nothing
-    is launched. An error may therefore hit one host alone: settle it before the next collective. From a URL a host
-    reads the rows of stored tensors that hold its slices, in pieces of 8 MiB, eight at a time; where a tensor is split
-    along another dimension than its rows, that is all of it.
+    Every host of the mesh calls it and reads the slices that its own devices need; hosts exchange nothing, and nothing
+    is launched. An error may therefore be on one host alone: agree on it (`Hosts.run_on_all`) before the next
+    collective. From a URL a host reads the rows of stored tensors that have its slices, in pieces of 8 MiB, eight at a
+    time; where a tensor is split along another dimension than its rows, that is all of it.
 
     Args:
-        path: a local directory or an fsspec URL, with ``config.json`` and safetensors.
-        mesh: of the trainer.
-        mapping: from the names of parameter axes to axes of the mesh.
-        dtype: of the parameters.
-        config: used in place of the checkpoint's own, for instance with another ``max_seq_len``.
-        on_read: called from several threads, each time with the bytes of parameters just placed on this host's devices
-            and all that there will be.
+        path: The local directory or fsspec URL with ``config.json`` and safetensors.
+        mesh: The mesh of the trainer.
+        mapping: The axes of the mesh by names of parameter axes.
+        dtype: The dtype of the parameters.
+        config: The configuration to use in place of the checkpoint's own, for instance with another ``max_seq_len``;
+            None for the checkpoint's own.
+        on_read: The function that is called, from several threads, with the bytes of a parameter just placed on this
+            host's devices and the bytes of all of them.
 
     Returns:
         The model.
 
     Raises:
-        ConfigError: tensors that are missing, unexpected or of another shape, each named with its file; an axis that
-            the mesh does not divide; or as `config_from_hf`.
+        ConfigError: Tensors are missing, unexpected or of another shape, each named with its file; the mesh does not
+            divide an axis; or the configuration cannot be read, as for `config_from_hf`.
     """
     hf = read_hf_config(path)
     config = config_from_hf(hf) if config is None else config
     model = skeleton(int(hf["vocab_size"]), config)
     with CheckpointFiles(path) as files:
-        expected = parameters(model)
+        expected = parameters(model, architecture_of(config).tensors)
         _check_tensors(files, expected, tied=config.tie_word_embeddings)
         shardings = [_sharding(parameter, mesh, mapping) for parameter in expected]
         arrays = _load_all(files, expected, shardings, jnp.dtype(dtype), on_read)
@@ -118,13 +120,13 @@ def load_hf(
 def read_block(
     files: CheckpointFiles, parameter: Parameter, index: Sequence[slice], dtype: np.dtype[Any]
 ) -> np.ndarray:
-    """One block of a parameter, assembled from the slices of the stored tensors that it covers.
+    """Reads one block of a parameter from the slices of the stored tensors that it covers.
 
     Args:
-        files: of the checkpoint.
-        parameter: its axes and the tensors that hold it.
-        index: the block, one slice per axis of the parameter; as a device's index in a sharding.
-        dtype: of the result.
+        files: The files of the checkpoint.
+        parameter: The parameter.
+        index: The slice of each axis of the parameter, as a sharding has it for a device.
+        dtype: The dtype of the block.
     """
     sizes, axes = parameter.sizes, parameter.value.axes
     where = {a.name: slice(*part.indices(a.size)[:2]) for a, part in zip(axes, index, strict=True)}
@@ -149,9 +151,9 @@ def _load_all(
     dtype: np.dtype[Any],
     on_read: OnRead | None,
 ) -> list[jax.Array]:
-    """Several parameters at a time, but of all bytes only a small part, or a single parameter."""
+    """Loads several parameters at a time, with only a part of all bytes in flight."""
     sizes = [_local_bytes(p.value.array.shape, s, dtype) for p, s in zip(expected, shardings, strict=True)]
-    gate = _Gate(min(_UNDER_WAY, sum(sizes) // _PARTS))
+    gate = _Gate(min(_MAX_BYTES_IN_FLIGHT, sum(sizes) // _MIN_BATCHES))
 
     def one(parameter: Parameter, sharding: NamedSharding, size: int) -> jax.Array:
         with gate.hold(size):
@@ -170,27 +172,27 @@ def _load_all(
 
 
 class _Gate:
-    """Lets through as many as have so many bytes together; one that has more alone goes alone."""
+    """A semaphore over bytes: the sizes inside add up to at most the limit; a larger one is inside alone."""
 
     def __init__(self, limit: int) -> None:
-        self._limit, self._held = limit, 0
+        self._limit, self._in_flight = limit, 0
         self._changed = threading.Condition()
 
     @contextlib.contextmanager
     def hold(self, size: int) -> Iterator[None]:
         with self._changed:
-            self._changed.wait_for(lambda: self._held == 0 or self._held + size <= self._limit)
-            self._held += size
+            self._changed.wait_for(lambda: self._in_flight == 0 or self._in_flight + size <= self._limit)
+            self._in_flight += size
         try:
             yield
         finally:
             with self._changed:
-                self._held -= size
+                self._in_flight -= size
                 self._changed.notify_all()
 
 
 def _local_bytes(shape: tuple[int, ...], sharding: NamedSharding, dtype: np.dtype[Any]) -> int:
-    """Bytes of a parameter on this host's devices."""
+    """Returns the bytes of a parameter on this host's devices."""
     return int(np.prod(sharding.shard_shape(shape))) * dtype.itemsize * len(sharding.addressable_devices)
 
 
@@ -205,7 +207,7 @@ def _load_parameter(
     shards = []
     for index, devices in devices_of.items():
         block = read_block(files, parameter, index, dtype)
-        # The CPU backend takes the block over, so that no other device may have it too.
+        # The CPU backend takes the block without a copy, so that every device needs one of its own.
         blocks = [block, *(block.copy() for _ in devices[1:])]
         shards += [jax.device_put(*each) for each in zip(blocks, devices, strict=True)]
     return jax.make_array_from_single_device_arrays(shape, sharding, shards, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Which tensor of a Hugging Face checkpoint holds which parameter, and how their axes correspond."""
+"""The tensors of a Hugging Face checkpoint: which parameter each one has, and how their axes correspond."""
 
 import dataclasses
 import math
@@ -24,28 +24,28 @@ class HFTensor:
     """One parameter as Hugging Face stores it: one tensor, or one per layer.
 
     Args:
-        template: name in the checkpoint; ``{layer}`` stands for the number of the layer.
-        dims: for each dimension of the stored tensor, the named axes flattened into it, the slowest first.
+        template: The tensor's name in the checkpoint, with ``{layer}`` for the number of the layer.
+        dims: The named axes flattened into each dimension of the stored tensor, the slowest first.
     """
 
     template: str
     dims: tuple[tuple[str, ...], ...]
 
     def name(self, layer: int | None) -> str:
-        """The stored name of one layer's tensor (None where the parameter is not per layer)."""
+        """Returns the stored name of one layer's tensor; ``layer`` is None where the parameter is not per layer."""
         return self.template.format(layer=layer)
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The stored shape, given the sizes of the named axes."""
+        """Returns the stored shape, given the sizes of the named axes."""
         return tuple(math.prod(sizes[axis] for axis in group) for group in self.dims)
 
     def to_stored(self, array: np.ndarray, axes: Sequence[str], sizes: Mapping[str, int]) -> np.ndarray:
-        """One layer's parameter, with the given order of axes, as the tensor to store."""
+        """Converts one layer's parameter, with the given order of axes, to the stored tensor."""
         flat = [axis for group in self.dims for axis in group]
         return np.ascontiguousarray(array.transpose([axes.index(a) for a in flat]).reshape(self.shape(sizes)))
 
     def stored_slices(self, where: Mapping[str, slice], sizes: Mapping[str, int]) -> tuple[slice, ...]:
-        """The block of the stored tensor that holds a part: split by each dimension's slowest axis alone."""
+        """Returns the block of the stored tensor that has a part of the parameter, split by slowest axes alone."""
         slices = []
         for slowest, *rest in self.dims:
             inner = math.prod(sizes[axis] for axis in rest)
@@ -55,7 +55,7 @@ class HFTensor:
     def from_stored(
         self, block: np.ndarray, where: Mapping[str, slice], axes: Sequence[str], sizes: Mapping[str, int]
     ) -> np.ndarray:
-        """The wanted part, in the given order of axes, of a block read with `stored_slices`."""
+        """Returns a part of the parameter, in the given order of axes, from a block read with `stored_slices`."""
         shape: list[int] = []
         pick: list[slice] = []
         for slowest, *rest in self.dims:
@@ -66,7 +66,7 @@ class HFTensor:
 
 
 _LAYER = "model.layers.{layer}."
-HF_TENSORS: dict[str, HFTensor] = {
+LLAMA_TENSORS: dict[str, HFTensor] = {
     "embed": HFTensor("model.embed_tokens.weight", (Vocab, Embed)),
     "layers.stacked.attn_norm": HFTensor(_LAYER + "input_layernorm.weight", (Embed,)),
     "layers.stacked.attention.q": HFTensor(_LAYER + "self_attn.q_proj.weight", (Heads, Embed)),
@@ -85,6 +85,7 @@ HF_TENSORS: dict[str, HFTensor] = {
     "final_norm": HFTensor("model.norm.weight", (Embed,)),
     "lm_head": HFTensor("lm_head.weight", (Vocab, Embed)),
 }
+"""The tensors of Llama, Mistral, Qwen2 and Qwen3 by the path of the parameter in `LlamaLMHeadModel`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,34 +93,40 @@ class Parameter:
     """One parameter of a model and its Hugging Face tensors."""
 
     path: str
-    """Where it is in `LlamaLMHeadModel`, dotted."""
+    """The dotted path in `LlamaLMHeadModel`."""
     value: NamedArray
     """The parameter, or its shape where the model is a skeleton."""
     stored: HFTensor
+    """Its tensors in the checkpoint."""
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Names of the axes of one layer's part."""
+        """The names of the axes of one layer's part."""
         return tuple(axis.name for axis in self.value.axes if axis.name != "layer")
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes of all its axes."""
+        """The sizes of all its axes by name."""
         return {axis.name: axis.size for axis in self.value.axes}
 
     @property
     def layers(self) -> Sequence[int | None]:
-        """The layers it has a tensor for: ``[None]`` where it is not per layer."""
+        """The layers that it has a tensor for: ``[None]`` where it is not per layer."""
         return range(self.sizes["layer"]) if "layer" in self.sizes else [None]
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Name and shape of every tensor that holds a part of it."""
+        """Returns the name and shape of each of its tensors."""
         shape = self.stored.shape(self.sizes)
         return ((self.stored.name(layer), shape) for layer in self.layers)
 
 
 def skeleton(vocab_size: int, config: LlamaConfig) -> LlamaLMHeadModel:
-    """A model whose arrays are `jax.ShapeDtypeStruct`; no device work."""
+    """Returns a model whose arrays are `jax.ShapeDtypeStruct`, without device work.
+
+    Args:
+        vocab_size: The number of rows of the embedding.
+        config: The configuration of the model.
+    """
     key = jax.eval_shape(lambda: jax.random.key(0))
     vocab = Axis("vocab", vocab_size)
     # Without a mapping nothing is sharded, whatever context the caller is in.
@@ -127,8 +134,13 @@ def skeleton(vocab_size: int, config: LlamaConfig) -> LlamaLMHeadModel:
         return eqx.filter_eval_shape(lambda k: LlamaLMHeadModel.init(vocab, config, key=k), key)
 
 
-def parameters(model: Any) -> list[Parameter]:
-    """Every parameter of a model, or of its skeleton, in the order of the model's tree."""
+def parameters(model: Any, tensors: Mapping[str, HFTensor]) -> list[Parameter]:
+    """Returns every parameter of a model, or of its skeleton, in the order of the model's tree.
+
+    Args:
+        model: The model.
+        tensors: The tensors of its family by the path of the parameter.
+    """
     leaves, _ = jax.tree_util.tree_flatten_with_path(model, is_leaf=lambda x: isinstance(x, NamedArray))
     paths = ((jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves)
-    return [Parameter(path, leaf, HF_TENSORS[path]) for path, leaf in paths]
+    return [Parameter(path, leaf, tensors[path]) for path, leaf in paths]

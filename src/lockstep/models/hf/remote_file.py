@@ -1,4 +1,4 @@
-"""A safetensors file behind a URL, read in ranges: the header once, then only the rows that are asked for."""
+"""A safetensors file at a URL, read in ranges: the header once, then only the rows that are needed."""
 
 import json
 import math
@@ -11,7 +11,7 @@ import numpy as np
 from lockstep.errors import ConfigError
 
 CHUNK_BYTES = 8 << 20
-"""Bytes of a file that a thread reads at a time, about; one row of a tensor at least."""
+"""The bytes, about, that a thread reads at a time; at least one row of a tensor."""
 _LENGTH_BYTES = 8
 _LONGEST_HEADER = 100 << 20
 _DTYPES: dict[str, Any] = {
@@ -32,11 +32,11 @@ class RemoteFile:
     """One file of tensors, in the format of https://github.com/huggingface/safetensors.
 
     Args:
-        filesystem: of fsspec.
-        path: on it.
+        filesystem: The fsspec file system.
+        path: The path on it.
 
     Raises:
-        ConfigError: it is not a safetensors file.
+        ConfigError: The file is not safetensors.
     """
 
     def __init__(self, filesystem: Any, path: str) -> None:
@@ -54,11 +54,11 @@ class RemoteFile:
         self._tensors: dict[str, Any] = {name: entry for name, entry in header.items() if name != "__metadata__"}
 
     def keys(self) -> KeysView[str]:
-        """Names of its tensors."""
+        """Returns the names of its tensors."""
         return self._tensors.keys()
 
     def get_slice(self, name: str) -> "RemoteTensor":
-        """A tensor that is read when it is indexed."""
+        """Returns a tensor that is read when it is indexed."""
         entry = self._tensors[name]
         if entry["dtype"] not in _DTYPES:
             raise ConfigError(f"tensor {name} in {self._path} has dtype {entry['dtype']}, which cannot be read.")
@@ -67,14 +67,14 @@ class RemoteFile:
 
 
 class RemoteTensor:
-    """A tensor in a remote file; ``tensor[slices]`` fetches the rows of its first dimension that the slices cover."""
+    """A tensor in a remote file; ``tensor[slices]`` reads the rows of its first dimension that the slices cover."""
 
     def __init__(self, filesystem: Any, path: str, shape: list[int], dtype: np.dtype[Any], start: int) -> None:
         self._filesystem, self._path = filesystem, path
         self._shape, self._dtype, self._start = tuple(shape), dtype, start
 
     def get_shape(self) -> list[int]:
-        """Its whole shape."""
+        """Returns its shape."""
         return list(self._shape)
 
     def __getitem__(self, slices: tuple[slice, ...]) -> np.ndarray:

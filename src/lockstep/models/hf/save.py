@@ -1,4 +1,4 @@
-"""Writes a sharded model as a Hugging Face checkpoint: all hosts gather, the leader writes."""
+"""Saves a sharded model as a Hugging Face checkpoint: all hosts gather its tensors, the leader writes them."""
 
 import contextlib
 import functools
@@ -17,17 +17,17 @@ from safetensors.numpy import save_file
 
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, Watchdog, current, leader_only
-from lockstep.models.hf.config import config_to_hf
+from lockstep.models.hf.config import architecture_of, config_to_hf
 from lockstep.models.hf.files import INDEX_NAME, SINGLE_NAME
 from lockstep.models.hf.names import Parameter, parameters
 from lockstep.models.llama import LlamaLMHeadModel
 
 
 class SavesTokenizer(Protocol):
-    """What `save_hf` needs of a tokenizer; those of transformers have it."""
+    """The part of a transformers tokenizer that `save_hf` uses."""
 
     def save_pretrained(self, save_directory: str) -> Any:
-        """Write the tokenizer's files into a directory."""
+        """Writes the tokenizer's files to a directory."""
 
 
 def save_hf(
@@ -39,27 +39,27 @@ def save_hf(
     dtype: Any = None,
     hosts: Hosts | None = None,
 ) -> None:
-    """Write a model as a Hugging Face checkpoint: safetensors, an index where there are several files, config.json.
+    """Saves a model as a Hugging Face checkpoint: safetensors, an index where there are several files, config.json.
 
-    Every host calls it. One layer's tensor at a time is gathered, by a program that all hosts launch alike; the leader
-    holds one file's tensors at most and writes into a temporary directory next to ``path``, which takes its name when
-    it is complete. Hosts settle after every file, so an error of the leader's is an error everywhere.
+    Every host calls it. One layer's tensor at a time is gathered, by a program that every host launches. The leader has
+    the tensors of one file in memory and writes to a temporary directory next to ``path``, which is renamed to ``path``
+    when it is complete. After every file an error of the leader is raised on every host.
 
     Args:
-        model: in any sharding.
-        path: local directory on the leader; absent, empty, or a checkpoint, which is replaced.
-        tokenizer: saved with the model; its special tokens go into config.json.
-        max_shard_bytes: most bytes of tensors in a file (a larger tensor gets a file of its own).
-        dtype: of the stored tensors; None keeps each parameter's.
-        hosts: of the job; None is ``lockstep.hosts.current()``.
+        model: The model, in any sharding.
+        path: The local directory on the leader: absent, empty, or a checkpoint, which is replaced.
+        tokenizer: The tokenizer to save with the model; its special tokens go into config.json. None for none.
+        max_shard_bytes: The most bytes of tensors in a file; a larger tensor gets a file of its own.
+        dtype: The dtype of the stored tensors; None keeps that of each parameter.
+        hosts: The hosts of the job; None for ``lockstep.hosts.current()``.
 
     Raises:
-        PeerError: the leader could not write; its own error is the cause there.
-        ConfigError: ``path`` is a URL.
+        PeerError: The leader could not write; its own error is the cause there.
+        ConfigError: ``path`` is a URL, or no Hugging Face architecture computes the model.
     """
     if "://" in str(path):
         raise ConfigError(f"the path to save to is {path}; it must be a local directory. Save there, then copy it.")
-    config_to_hf(model.config, model.Vocab.size)  # refuses what Hugging Face has no name for
+    config_to_hf(model.config, model.Vocab.size)  # refuses a model that no Hugging Face architecture computes
     hosts = current() if hosts is None else hosts
     target = pathlib.Path(path).expanduser().absolute()
     temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
@@ -95,15 +95,15 @@ class _Tensor:
         self.nbytes = math.prod(parameter.stored.shape(parameter.sizes)) * self.dtype.itemsize
 
     def gather(self) -> jax.Array:
-        """The whole tensor on every device, by a program that every host launches."""
+        """Gathers the tensor on every device, by a program that every host launches."""
         array = self.parameter.value.array
         layer = None if self.layer is None else np.int32(self.layer)
         whole = _gather_program(_replicated(array.sharding), self.dtype)(array, layer)
-        # Waiting keeps at most two gathered tensors on the devices.
+        # Waiting here bounds the devices to two gathered tensors.
         return whole.block_until_ready()
 
     def to_stored(self, whole: jax.Array) -> np.ndarray:
-        """What `gather` returned, as Hugging Face stores it; no launch."""
+        """Converts what `gather` returned to what Hugging Face stores, without a launch."""
         local = np.asarray(whole.addressable_data(0))
         return self.parameter.stored.to_stored(local, self.parameter.axes, self.parameter.sizes)
 
@@ -122,8 +122,9 @@ def _replicated(sharding: Sharding) -> Sharding:
 
 
 def _tensors(model: LlamaLMHeadModel, dtype: Any) -> list[_Tensor]:
-    """All tensors; layer by layer, so that a layer's are in one file where possible."""
-    tensors = [_Tensor(p, layer, dtype) for p in parameters(model) for layer in p.layers]
+    """Returns all tensors, sorted by layer, so that those of a layer are in one file where possible."""
+    every = parameters(model, architecture_of(model.config).tensors)
+    tensors = [_Tensor(each, layer, dtype) for each in every for layer in each.layers]
     return sorted(tensors, key=lambda t: -1 if t.layer is None else t.layer)
 
 
@@ -141,7 +142,7 @@ def _plan_files(tensors: list[_Tensor], max_bytes: int) -> dict[str, list[_Tenso
 def _prepare(target: pathlib.Path, temporary: pathlib.Path) -> None:
     if target.exists() and not target.is_dir():
         raise ConfigError(f"{target} is a file; save_hf writes a directory. Choose another path.")
-    # Replacing removes all that is there, so it has to be a checkpoint.
+    # Replacing removes all files, so it has to be a checkpoint.
     if target.is_dir() and any(target.iterdir()) and not (target / "config.json").is_file():
         raise ConfigError(
             f"{target} is there and is not a checkpoint (no config.json); save_hf would replace it whole. Choose "

@@ -1,4 +1,4 @@
-"""What is minimised."""
+"""The objectives that training minimises."""
 
 from lockstep.training.objectives.grpo import GrpoConfig, group_advantages, grpo_parts
 from lockstep.training.objectives.lm import lm_loss, token_logprobs

@@ -1,4 +1,4 @@
-"""GRPO: policy gradient from groups of answers to the same prompt, without a value model."""
+"""GRPO: policy gradient from groups of completions of the same prompt, without a value model."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -18,13 +18,13 @@ class GrpoConfig:
     """Settings of the GRPO loss.
 
     Raises:
-        ConfigError: a value out of its range.
+        ConfigError: A value is out of its range.
     """
 
     clip_epsilon: float = 0.2
     """The ratio of new to old probability of a token counts up to ``1 + clip_epsilon`` and down to ``1 - ...``."""
     kl_coefficient: float = 0.0
-    """Weight of the divergence from the reference model; 0: no reference model is held."""
+    """Weight of the divergence from the reference model; 0: there is no reference model."""
 
     def __post_init__(self) -> None:
         if not 0 < self.clip_epsilon < 1:
@@ -37,16 +37,17 @@ class GrpoConfig:
             )
 
     def __call__(self, model: Any, batch: Mapping[str, Array]) -> LossParts:
-        """GRPO loss of sampled answers (Shao et al. 2024, arXiv 2402.03300, equation 3).
+        """Return the GRPO loss of sampled completions (Shao et al. 2024, arXiv 2402.03300, equation 3).
 
         Args:
-            model: see `lockstep.training.objectives.lm.token_logprobs`.
-            batch: ``tokens`` ``[row, position]``, ``loss_mask`` of the same shape, true for the tokens of the answer,
-                ``advantage`` ``[row]`` (see `group_advantages`), ``old_logprobs`` ``[row, position]``, of each token
-                under the model that sampled it; with ``kl_coefficient``, also ``reference_logprobs`` of that shape.
+            model: The model in the compute type, called as in `token_logprobs`.
+            batch: The columns ``tokens`` ``[row, position]``; ``loss_mask`` of the same shape, true for the tokens of
+                the completion; ``advantage`` ``[row]`` (see `group_advantages`); ``old_logprobs`` ``[row, position]``,
+                the log-probability of each token under the model that sampled it; with ``kl_coefficient``, also
+                ``reference_logprobs`` of that shape.
 
         Returns:
-            Sums with the number of rows that have an answer as the weight.
+            Sums with the number of rows that have a completion as the weight.
         """
         reference = batch["reference_logprobs"][:, 1:] if self.kl_coefficient else None
         return grpo_parts(
@@ -67,24 +68,26 @@ def grpo_parts(
     mask: Bool[Array, "row target"],
     reference_logprobs: Float[Array, "row target"] | None = None,
 ) -> LossParts:
-    r"""Sum over answers of the mean over their tokens of :math:`-\min(r A, \mathrm{clip}(r, 1-\epsilon, 1+\epsilon) A)`
-    and, with a reference, :math:`\beta\,(e^{q-p} - (q-p) - 1)` (the paper's equation 4).
+    r"""Sum over completions of the mean over their tokens of
+    :math:`-\min(r A, \mathrm{clip}(r, 1-\epsilon, 1+\epsilon) A)` and, with a reference,
+    :math:`\beta\,(e^{q-p} - (q-p) - 1)` (the paper's equation 4).
 
     Args:
-        config: of the clipping and of the divergence.
-        logprobs: of each token under the model that learns.
-        old_logprobs: under the model that sampled.
-        advantage: of each answer.
-        mask: true for the tokens of the answers; a row without any counts for nothing.
-        reference_logprobs: under the reference; None without ``kl_coefficient``.
+        config: The clipping range and the weight of the divergence.
+        logprobs: The log-probability of each token under the model that learns.
+        old_logprobs: The log-probability of each token under the model that sampled it.
+        advantage: The advantage of each completion.
+        mask: True for the tokens of the completions; a row without any counts for nothing.
+        reference_logprobs: The log-probability of each token under the reference model; None without
+            ``kl_coefficient``.
 
     Returns:
-        Sums over the answers; metrics ``ratio`` (mean over an answer's tokens), ``clipped`` (share of its tokens whose
-        gradient the clipping takes away) and, with a reference, ``kl``.
+        Sums over the completions, with the metrics ``ratio`` (mean over a completion's tokens), ``clipped`` (share of
+        its tokens whose gradient the clipping takes away) and, with a reference, ``kl``.
     """
     counts = jnp.sum(mask, axis=-1)
     share = jnp.where(mask, 1.0 / jnp.maximum(counts, 1)[:, None], 0.0)
-    # Outside the mask there are no probabilities; zeros keep what is not counted finite, and its gradient too.
+    # Outside the mask there are no probabilities; zeros keep the ratio there finite, and its gradient too.
     ratio = jnp.exp(jnp.where(mask, logprobs - old_logprobs, 0.0))
     gain = ratio * advantage[:, None]
     clipped_gain = jnp.clip(ratio, 1 - config.clip_epsilon, 1 + config.clip_epsilon) * advantage[:, None]
@@ -99,16 +102,18 @@ def grpo_parts(
     return LossParts(total=jnp.sum(share * losses), weight=jnp.sum(counts > 0, dtype=jnp.float32), metrics=metrics)
 
 
-def group_advantages(rewards: Float[np.ndarray, "prompt answer"]) -> Float[np.ndarray, "prompt answer"]:
-    """Each answer's reward against those of the same prompt: less their mean, over their standard deviation.
+def group_advantages(rewards: Float[np.ndarray, "prompt completion"]) -> Float[np.ndarray, "prompt completion"]:
+    """Return each completion's reward less the mean of those of its prompt, divided by their standard deviation.
+
+    This is the group-relative advantage of section 4.1.2 of the paper (arXiv 2402.03300).
 
     Args:
-        rewards: of the answers of each prompt.
+        rewards: The rewards of the completions of each prompt.
 
     Returns:
-        float32; 0 where all answers of a prompt have the same reward.
+        float32; 0 where all completions of a prompt have the same reward.
     """
     rewards = np.asarray(rewards, np.float64)
     centred = rewards - rewards.mean(axis=1, keepdims=True)
-    spread = rewards.std(axis=1, keepdims=True)
-    return np.divide(centred, spread, out=np.zeros_like(centred), where=spread > 1e-8).astype(np.float32)
+    deviation = rewards.std(axis=1, keepdims=True)
+    return np.divide(centred, deviation, out=np.zeros_like(centred), where=deviation > 1e-8).astype(np.float32)

@@ -18,7 +18,7 @@ class SimpoConfig:
     """Settings of the SimPO loss.
 
     Raises:
-        ConfigError: a value out of its range.
+        ConfigError: A value is out of its range.
     """
 
     beta: float = 2.0
@@ -35,12 +35,12 @@ class SimpoConfig:
             )
 
     def __call__(self, model: Any, batch: Mapping[str, Array]) -> LossParts:
-        """SimPO loss of pairs of responses (Meng, Xia & Chen 2024, arXiv 2405.14734, equation 6).
+        """Return the SimPO loss of pairs of responses (Meng, Xia & Chen 2024, arXiv 2405.14734, equation 6).
 
         Args:
-            model: see `lockstep.training.objectives.lm.token_logprobs`.
-            batch: ``tokens`` ``[row, 2, position]`` and ``loss_mask`` of the same shape, true for response tokens;
-                index 0 of axis 1 is the chosen response, 1 the rejected one.
+            model: The model in the compute type, called as in `token_logprobs`.
+            batch: The columns ``tokens`` ``[row, 2, position]`` and ``loss_mask`` of the same shape, true for response
+                tokens; index 0 of axis 1 is the chosen response, 1 the rejected one.
 
         Returns:
             Sums with the number of pairs as the weight.
@@ -57,13 +57,13 @@ def simpo_parts(
     r"""Sum :math:`-\log\sigma(\beta\,(\bar p_w - \bar p_l) - \gamma)` over pairs, with mean log-probabilities.
 
     Args:
-        config: ``beta`` and ``gamma / beta``.
-        logprobs: of each token, chosen then rejected.
-        mask: true for the tokens of the responses.
+        config: The settings ``beta`` and ``gamma / beta``.
+        logprobs: The log-probability of each token; index 0 of axis 1 is the chosen response, 1 the rejected one.
+        mask: True for the tokens of the responses.
 
     Returns:
-        Sums over the pairs; metrics ``reward_chosen``, ``reward_rejected``, ``reward_margin`` and ``accuracy`` (share
-        of pairs whose chosen response has the higher reward).
+        Sums over the pairs, with the metrics ``reward_chosen``, ``reward_rejected``, ``reward_margin`` and ``accuracy``
+        (share of pairs whose chosen response has the higher reward).
     """
     means = jnp.sum(jnp.where(mask, logprobs, 0.0), axis=-1) / jnp.sum(mask, axis=-1)
     chosen, rejected = config.beta * means[:, 0], config.beta * means[:, 1]

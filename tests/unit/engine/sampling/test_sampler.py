@@ -44,9 +44,10 @@ def _sample(logits, temperature, words, position):
 def unfiltered(logits, temperature, words, position, decode_mesh):
     """Token and log-probability under the model."""
     count = len(temperature)
-    draws = SamplingState(words, temperature, jnp.zeros(count, jnp.int32), jnp.ones(count), jnp.full(count, -jnp.inf))
-    uses = active_features(draws, jnp.ones(count, bool), decode_mesh)
-    return sample(logits, logits, draws, uses, position, decode_mesh)[:2]
+    neutral = {"top_k": jnp.zeros(count, jnp.int32), "top_p": jnp.ones(count), "min_p": jnp.full(count, -jnp.inf)}
+    state = SamplingState(words, temperature, neutral)
+    features = active_features(state, jnp.ones(count, bool), decode_mesh)
+    return sample(logits, logits, state, features, position, decode_mesh)[:2]
 
 
 BASE, AT = (7, 5, 3), 11

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.device.chips import Chip, Link, chip_named
+from lockstep.device import Chip, Link, chip_named
 from lockstep.engine import Engine, EngineConfig
 from lockstep.engine.config import Layout
 from lockstep.engine.decode_model import DecodeModels

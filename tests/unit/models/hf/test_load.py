@@ -18,7 +18,7 @@ from lockstep.models import Qwen3Config, load_config, load_hf, read_hf_config
 from lockstep.models.hf import remote_file
 from lockstep.models.hf.files import CheckpointFiles
 from lockstep.models.hf.load import read_block
-from lockstep.models.hf.names import parameters, skeleton
+from lockstep.models.hf.names import LLAMA_TENSORS, parameters, skeleton
 from lockstep.placement import COMPUTE_AXES, PARAMETER_AXES, make_mesh
 
 GOLDEN = Path(__file__).parents[3] / "golden"
@@ -99,11 +99,11 @@ def test_a_host_reads_only_what_its_devices_hold(shape: str, share: float) -> No
     mesh = mesh_of(shape)
     processes = [set(mesh.devices.flat[:2]), set(mesh.devices.flat[2:])]
     model = skeleton(112, load_config(str(GOLDEN / "qwen3")))
-    total = sum(np.prod(p.value.array.shape) * 2 for p in parameters(model))
+    total = sum(np.prod(p.value.array.shape) * 2 for p in parameters(model, LLAMA_TENSORS))
     counted = []
     for devices in processes:
         with CountingFiles(GOLDEN / "qwen3") as files:
-            for parameter in parameters(model):
+            for parameter in parameters(model, LLAMA_TENSORS):
                 spec = hax.partitioning.pspec_for_axis(parameter.value.axes, PARAMETER_AXES)
                 indices = jax.NamedSharding(mesh, spec).devices_indices_map(parameter.value.array.shape)
                 for index in {indices[device] for device in devices}:

@@ -1,4 +1,4 @@
-"""Showing how a run goes: a bar at a terminal, lines in a log."""
+"""The progress of a run as its user sees it: a bar at a terminal, lines in a log."""
 
 import math
 import time
@@ -11,11 +11,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 UNKNOWN = "–"
 
 
-class ProgressView(Protocol):
-    """Shown by the leader alone."""
+class ProgressDisplay(Protocol):
+    """Shows how far a run is."""
 
     def update(self, completed: int, loss: float) -> None:
-        """Show the state after ``completed`` steps."""
+        """Show the number of completed steps and the last loss."""
         ...
 
     def close(self) -> None:
@@ -24,20 +24,20 @@ class ProgressView(Protocol):
 
 
 class NoProgress:
-    """What the other hosts show."""
+    """Shows nothing: used on every host but the leader."""
 
     def update(self, completed: int, loss: float) -> None:
         """Show nothing."""
 
     def close(self) -> None:
-        """Nothing to stop."""
+        """Do nothing."""
 
 
 class BarProgress:
     """A bar that stays at the bottom of a terminal.
 
     Args:
-        total: steps of the run.
+        total: The number of steps of the run.
     """
 
     def __init__(self, total: int) -> None:
@@ -68,8 +68,8 @@ class LineProgress:
     """A line every few seconds.
 
     Args:
-        total: steps of the run.
-        every_s: seconds between lines.
+        total: The number of steps of the run.
+        every_s: The time in seconds between two lines.
     """
 
     def __init__(self, total: int, every_s: float = 10.0) -> None:
@@ -79,7 +79,7 @@ class LineProgress:
         self._last = (0, float("nan"), 0.0)
 
     def update(self, completed: int, loss: float) -> None:
-        """Print a line if the last one is long enough ago."""
+        """Print a line unless the last one is less than ``every_s`` old."""
         self._last = (completed, loss, self._rate.add(completed))
         if time.monotonic() - self._shown_at >= self._every_s:
             self._show()
@@ -100,24 +100,28 @@ class LineProgress:
 
 
 class Rate:
-    """Steps per second over the last steps."""
+    """Steps per second over the last steps.
+
+    Args:
+        window: The number of last steps.
+    """
 
     def __init__(self, window: int = 50) -> None:
         self._times: deque[tuple[float, int]] = deque(maxlen=window)
 
     def add(self, completed: int) -> float:
-        """Note that ``completed`` steps are done now, and give the rate; 0 while it is unknown."""
+        """Note that ``completed`` steps are done now; return steps per second, 0 while that is unknown."""
         self._times.append((time.monotonic(), completed))
         (start, first), (now, last) = self._times[0], self._times[-1]
         return (last - first) / (now - start) if last > first and now > start else 0.0
 
 
-def make_progress(total: int, is_leader: bool) -> ProgressView:
+def make_progress(total: int, is_leader: bool) -> ProgressDisplay:
     """Choose how to show progress.
 
     Args:
-        total: steps of the run.
-        is_leader: only the leader shows anything.
+        total: The number of steps of the run.
+        is_leader: Whether this process is the leader, which alone shows anything.
 
     Returns:
         A bar where the console is a terminal, else lines.
@@ -128,7 +132,7 @@ def make_progress(total: int, is_leader: bool) -> ProgressView:
 
 
 def _number(value: float, digits: int) -> str:
-    """The number, or a dash where there is none yet."""
+    """Return the number as text, a dash where there is none yet."""
     return f"{value:.{digits}f}" if value and math.isfinite(value) else UNKNOWN
 
 

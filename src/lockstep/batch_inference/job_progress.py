@@ -1,4 +1,4 @@
-"""How far each host is: what the live view shows, and how the hosts wait for each other."""
+"""The progress of each host and of the job: posted for the live view, and for hosts that wait for the last one."""
 
 import dataclasses
 import json
@@ -13,10 +13,10 @@ from lockstep.hosts import Hosts
 from lockstep.schedule import Scheduler
 
 _DIRECTORY = "lockstep/sample"
-_POST_S = 0.5
+_POST_INTERVAL_S = 0.5
 """Seconds between two posts of a host, at least."""
-_LOOK_S = 0.1
-"""Seconds between two looks at the others while waiting for them."""
+_POLL_INTERVAL_S = 0.1
+"""Seconds between two reads of the others' posts while waiting for them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,16 +24,17 @@ class HostProgress:
     """What one host has done in this run so far.
 
     Args:
-        rows: answers finished.
-        prompts: that have all their answers; a prompt counts once in each round.
-        tokens: sampled, those of unfinished answers too.
-        seconds: of generating, compiling left out.
-        pages: of the KV cache in use on all its replicas.
-        max_pages: there are.
-        floor: tokens per second that the memory bandwidth of its devices allows, as predicted; 0 before it is known.
-        by_host: where all hosts work on the same prompts, ``tokens`` by the host whose devices sampled them, in parts
-            where devices of several hosts make up a replica; empty where each host works for itself.
-        done: it has nothing left to do.
+        rows: The number of finished completions.
+        prompts: The number of prompts that have all their completions; a prompt counts once in each round.
+        tokens: The number of sampled tokens, those of unfinished completions too.
+        seconds: The time spent generating, without compiling.
+        pages: The number of KV cache pages in use on all replicas of the host.
+        max_pages: The number of KV cache pages of all replicas of the host.
+        floor: The tokens per second that the memory bandwidth of its devices allows, as predicted; 0 before that is
+            known.
+        by_host: Where all hosts work on the same prompts, ``tokens`` by the host whose devices sampled them, in
+            fractions where devices of several hosts make up a replica; empty where each host has its own prompts.
+        done: Whether the host has nothing left to do.
     """
 
     rows: int = 0
@@ -48,7 +49,7 @@ class HostProgress:
 
     @property
     def rate(self) -> float:
-        """Tokens per second."""
+        """The tokens per second of this host."""
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
 
@@ -57,11 +58,11 @@ class JobProgress:
     """What all hosts have done.
 
     Args:
-        rows: of the whole job.
-        found: rows that were there when this run began, of prompts that have all theirs.
-        generations: rows of a prompt in a round.
-        hosts: of each host that works on prompts of its own; one entry where all work on the same.
-        seconds: since generating began, by the leader's clock.
+        rows: The number of rows of the whole job.
+        found: The number of rows that were there when this run began, of prompts that had all of theirs.
+        generations: The number of rows of a prompt in a round.
+        hosts: The progress of each host where each has its own prompts; one entry where all work on the same.
+        seconds: The time since generating began, by the leader's clock.
     """
 
     rows: int
@@ -72,32 +73,32 @@ class JobProgress:
 
     @property
     def rows_done(self) -> int:
-        """Finished answers, those of earlier runs too."""
+        """The number of finished completions, those of earlier runs too."""
         return self.found + sum(host.rows for host in self.hosts)
 
     @property
     def prompts(self) -> int:
-        """Of the whole job, once for each round."""
+        """The number of prompts of the whole job, counted once for each round."""
         return self.rows // self.generations
 
     @property
     def prompts_done(self) -> int:
-        """That have all their answers, those of earlier runs too."""
+        """The number of prompts that have all their completions, those of earlier runs too."""
         return self.found // self.generations + sum(host.prompts for host in self.hosts)
 
     @property
     def tokens(self) -> int:
-        """Sampled in this run."""
+        """The number of tokens sampled in this run."""
         return sum(host.tokens for host in self.hosts)
 
     @property
     def rate(self) -> float:
-        """Tokens per second of all hosts together."""
+        """The tokens per second of all hosts together."""
         return sum(host.rate for host in self.hosts)
 
     @property
     def host_rates(self) -> list[float]:
-        """Tokens per second of each host's devices."""
+        """The tokens per second of each host's devices."""
         first = self.hosts[0]
         if first.by_host:
             return [tokens / first.seconds if first.seconds > 0 else 0.0 for tokens in first.by_host]
@@ -105,19 +106,19 @@ class JobProgress:
 
     @property
     def over_floor(self) -> float | None:
-        """``rate`` as a part of what the memory bandwidth allows; None while that is not known."""
+        """``rate`` as a fraction of what the memory bandwidth allows; None while that is not known."""
         floor = sum(host.floor for host in self.hosts)
         return self.rate / floor if floor and self.rate else None
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds that are left at the pace so far; None before there is one."""
+        """The seconds that are left at the pace so far; None before there is one."""
         done = self.rows_done - self.found
         left = self.rows - self.rows_done
         return self.seconds * left / done if done else None
 
     def metrics(self) -> dict[str, float]:
-        """The same numbers for a tracker."""
+        """Return the same numbers for a tracker."""
         values: dict[str, float] = {
             "prompts_done": self.prompts_done,
             "prompts_total": self.prompts,
@@ -138,15 +139,15 @@ class JobProgress:
 
 
 class Board:
-    """Where hosts post how far they are, over the coordination service and without waiting for each other.
+    """Posts the progress of this host on the coordination service, and reads that of the others without waiting.
 
     Args:
-        hosts: of the job.
-        separate: whether every host works on prompts of its own.
-        rows: of the whole job.
-        found: rows that were there when this run began, of prompts that have all theirs.
-        generations: rows of a prompt in a round.
-        show: called on the leader with what all have done, now and then.
+        hosts: The processes of the job.
+        separate: Whether every host has its own prompts.
+        rows: The number of rows of the whole job.
+        found: The number of rows that were there when this run began, of prompts that had all of theirs.
+        generations: The number of rows of a prompt in a round.
+        show: Called on the leader with the progress of the job, at most every half second.
     """
 
     def __init__(
@@ -162,22 +163,22 @@ class Board:
         self._hosts, self._separate = hosts, separate
         self._rows, self._found, self._generations, self._show = rows, found, generations, show
         self._start = self._last = time.monotonic()
-        self._mine = HostProgress()
+        self._own = HostProgress()
 
-    def post(self, mine: HostProgress, *, now: bool = False) -> None:
-        """Let the others know; at most every half second unless ``now``."""
-        self._mine = mine
-        if not now and time.monotonic() - self._last < _POST_S:
+    def post(self, own: HostProgress, *, now: bool = False) -> None:
+        """Post this host's progress; at most every half second unless ``now``."""
+        self._own = own
+        if not now and time.monotonic() - self._last < _POST_INTERVAL_S:
             return
         self._last = time.monotonic()
         if self._separate:
-            self._hosts.client.set(f"{_DIRECTORY}/{self._hosts.index}", json.dumps(dataclasses.asdict(mine)).encode())
+            self._hosts.client.set(f"{_DIRECTORY}/{self._hosts.index}", json.dumps(dataclasses.asdict(own)).encode())
         if self._hosts.is_leader:
             self._show(self.job())
 
     def job(self) -> JobProgress:
-        """What all have done, as far as is known here."""
-        each = self._posts() if self._separate else [self._mine]
+        """Return the progress of the job, as far as this host knows it."""
+        each = self._posts() if self._separate else [self._own]
         return JobProgress(
             rows=self._rows,
             found=self._found,
@@ -187,34 +188,34 @@ class Board:
         )
 
     def wait_for_all(self, timeout_s: float) -> None:
-        """Return when every host has nothing left to do. The leader goes on showing how far they are.
+        """Return when every host has nothing left to do. The leader goes on showing the progress of the job.
 
         Args:
-            timeout_s: seconds that a host may go without progress.
+            timeout_s: The time in seconds that the hosts may go without progress.
 
         Raises:
-            HostTimeoutError: a host made no progress for so long.
+            HostTimeoutError: No host made progress for so long; names those that are not done.
         """
         changed = time.monotonic()
         before = self._posts()
         while not all(post.done for post in before):
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_INTERVAL_S)
             posts = self._posts()
             if posts != before:
                 before, changed = posts, time.monotonic()
-            if self._hosts.is_leader and time.monotonic() - self._last >= _POST_S:
+            if self._hosts.is_leader and time.monotonic() - self._last >= _POST_INTERVAL_S:
                 self._last = time.monotonic()
                 self._show(self.job())
             if time.monotonic() - changed > timeout_s:
                 late = ", ".join(f"process {i}" for i, post in enumerate(posts) if not post.done)
                 raise HostTimeoutError(
                     f"{late} made no progress on its share of the prompts for {timeout_s:g} s. Look for the first "
-                    "error in its log, or raise trainer.distributed.timeout_s if a launch takes so long. What is "
-                    "answered is kept; start again to go on."
+                    "error in its log, or raise trainer.distributed.timeout_s if a launch takes so long. Finished rows "
+                    "are on disk; start again to go on."
                 )
 
     def close(self) -> JobProgress:
-        """What all have done in the end. Every host calls it alike; nothing is left on the service."""
+        """Return the progress of the job at its end, and delete all posts. Every host makes this call."""
         self._hosts.barrier("last progress posted")
         job = self.job()
         self._hosts.barrier("last progress read")
@@ -227,18 +228,18 @@ class Board:
         posts = self._hosts.client.get_dir(_DIRECTORY)
         found = [posts.get(f"{_DIRECTORY}/{index}") for index in range(self._hosts.count)]
         each = [HostProgress() if post is None else HostProgress(**json.loads(post)) for post in found]
-        each[self._hosts.index] = self._mine
+        each[self._hosts.index] = self._own
         return each
 
 
 class Meter:
-    """Counts what this host does; pass it as ``between_launches``.
+    """Counts what this host does; the engine calls it between launches.
 
     Args:
-        board: to post on.
-        floor: gives the tokens per second that the memory bandwidth allows.
-        shares: where all hosts work on the same prompts, gives the part of each replica's devices that each host has;
-            None where each works for itself.
+        board: The board on which it posts.
+        floor: Returns the tokens per second that the memory bandwidth allows.
+        shares: Where all hosts work on the same prompts, returns the fraction of each replica's devices that each host
+            has; None where each host has its own prompts.
     """
 
     def __init__(
@@ -252,16 +253,16 @@ class Meter:
         self._seconds, self._prompts = 0.0, 0
         self._since: float | None = None
 
-    def answered(self, prompts: int) -> None:
-        """So many more prompts have all their answers."""
+    def add_prompts(self, prompts: int) -> None:
+        """Count ``prompts`` more prompts that have all their completions."""
         self._prompts += prompts
 
     def begin(self) -> None:
-        """A new scheduler follows, which counts from 0."""
+        """Prepare for a new scheduler, which counts from 0."""
         self._before = self._now
 
     def __call__(self, scheduler: Scheduler) -> None:
-        """Look at what is being generated."""
+        """Read the counts of a scheduler, and post them."""
         now = time.monotonic()
         self._since = self._since or now
         counts, before = scheduler.counts, self._before
@@ -282,13 +283,13 @@ class Meter:
         self._board.post(self._now)
 
     def pause(self) -> None:
-        """Stop the clock until the next look: answers are being written."""
+        """Stop the clock until the next call: completions are being written."""
         if self._since is not None:
             self._seconds += time.monotonic() - self._since
         self._since = None
 
     def total(self, *, done: bool) -> HostProgress:
-        """All so far; no page is in use any more."""
+        """Return all that this host has done so far, with no page in use."""
         return dataclasses.replace(
             self._now,
             prompts=self._prompts,

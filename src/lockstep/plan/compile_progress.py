@@ -1,4 +1,4 @@
-"""What a plan is at: a live line on a terminal, plain lines elsewhere."""
+"""Which programs are being compiled: a live line on a terminal, plain lines elsewhere."""
 
 import contextlib
 import threading
@@ -9,12 +9,12 @@ from rich.console import Console
 from rich.status import Status
 
 
-class Progress:
-    """Tells which programs are being compiled. May be called from several threads.
+class CompileProgress:
+    """Shows which programs are being compiled. Several threads may call it.
 
     Args:
-        console: to write to; None: standard error.
-        quiet: say nothing.
+        console: The console to write to; None: standard error.
+        quiet: Whether to print nothing.
     """
 
     def __init__(self, console: Console | None = None, quiet: bool = False) -> None:
@@ -26,11 +26,11 @@ class Progress:
         self._status: Status | None = None
 
     def __call__(self, name: str, what: str) -> None:
-        """Say what happens to a program.
+        """Show what happens to a program.
 
         Args:
-            name: of the program.
-            what: ``compiling`` until something else is said.
+            name: The program's name.
+            what: What happens: ``compiling``, which lasts until the next call for the program, or how it ended.
         """
         with self._lock:
             if what == "compiling":
@@ -48,8 +48,8 @@ class Progress:
             )
 
     @contextlib.contextmanager
-    def live(self) -> Iterator["Progress"]:
-        """Show the live line meanwhile, on a terminal."""
+    def live(self) -> Iterator["CompileProgress"]:
+        """Show a live line inside this context, where the console is a terminal."""
         if self._quiet or not self._console.is_terminal:
             yield self
             return

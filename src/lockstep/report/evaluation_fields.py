@@ -1,0 +1,17 @@
+"""The fields of a configuration that say what is asked and what is made of the completions."""
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluationFields:
+    """The prompts, the metrics and the table, which ``inference_eval`` and ``sample`` have in common."""
+
+    prompts: list[dict[str, Any] | str] | str = dataclasses.field(default_factory=list)
+    """A list of texts, ``{prompt, answer}`` or ``{messages, answer}``, or a .txt or .jsonl file (local or URL)."""
+    metrics: list[str] = dataclasses.field(default_factory=list)
+    """Numbers per completion, and their means: ``exact_match``, ``gsm8k``, ``regex=PATTERN``, ``length``,
+    ``repetition``, ``perplexity``, or ``module:function`` of (row, prompt) -> float."""
+    skip_samples_table: bool = False
+    """No table of rows in the tracker and none at the terminal; the scalars are logged."""

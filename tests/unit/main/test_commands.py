@@ -1,0 +1,39 @@
+"""The table of commands: what it names is there, and the rest is made from it."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.main.commands import COMMANDS, configured_commands, find_command, planned_commands
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_what_a_row_names_is_there(command):
+    module = __import__(command.module, fromlist=["main"])
+    assert callable(module.main)
+    if command.config_class is not None:
+        assert dataclasses.is_dataclass(command.config())
+    if command.workload_function is not None:
+        path, _, function = command.workload_function.partition(":")
+        assert callable(getattr(__import__(path, fromlist=[function]), function))
+
+
+def test_what_can_be_planned_has_a_configuration():
+    assert set(planned_commands()) <= set(configured_commands())
+    assert len({command.name for command in COMMANDS}) == len(COMMANDS)
+
+
+def test_an_unknown_command_lists_the_known_ones():
+    with pytest.raises(ConfigError, match=r"unknown command 'trian'\. Known commands: train-lm, .*plan\. See lockstep"):
+        find_command("trian")
+
+
+def test_the_table_imports_no_command():
+    """``lockstep --help`` must not import what only a command needs."""
+    modules = "set(sys.modules) & {'lockstep.plan', 'lockstep.training', 'lockstep.main.run'}"
+    text = f"import sys, lockstep.main.cli as cli; cli.run(['--help']); assert not ({modules}), {modules}"
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,34 @@
+"""Rows are made of completions in one place."""
+
+import pytest
+
+from lockstep.report import Row, SampleRow
+from lockstep.text import Prompt
+from lockstep.types import Completion, FinishReason
+
+PROMPT = Prompt(id=3, messages=({"role": "user", "content": "why?"},))
+
+
+def completion(*logprobs):
+    tokens = tuple(range(len(logprobs)))
+    return Completion(prompt_id=3, generation_id=1, tokens=tokens, logprobs=logprobs, finish_reason=FinishReason.STOP)
+
+
+@pytest.mark.parametrize(("cls", "when"), [(Row, {"step": 7}), (SampleRow, {"round": 2})])
+def test_a_row_of_a_completion(cls, when):
+    row = cls.from_completion(completion(-1.0, -2.5), PROMPT, "so", **when)
+    assert row == cls(
+        prompt_id=3,
+        generation_id=1,
+        prompt="user: why?",
+        generated_text="so",
+        num_tokens=2,
+        finish_reason="stop",
+        mean_logprob=-1.75,
+        **when,
+    )
+    assert list(row.to_dict())[: len(cls.columns)] == list(cls.columns)
+
+
+def test_a_completion_without_tokens_has_a_mean_of_zero():
+    assert Row.from_completion(completion(), PROMPT, "", step=1).mean_logprob == 0.0
