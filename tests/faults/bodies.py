@@ -16,14 +16,15 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-from launches import record_launches
 
 from lockstep.callback import InferenceEvalConfig, SampleCallback
 from lockstep.engine import engine as engine_module
+from lockstep.hosts import Ledger
 from lockstep.main.run import RunConfig, train
 from lockstep.report.trackers import NoopTracker
 from lockstep.training import OptimizerConfig, TrainerConfig, lm_loss
 from tests import tiny
+from tests.multiprocess.launches import record_launches
 
 environment_module = sys.modules["lockstep.hosts.environment"]
 GOOD = {"eval_every": 1, "prompts": ["one"], "max_new_tokens": 4, "timeout_s": 60.0}
@@ -42,13 +43,19 @@ class Launching(NoopTracker):
 
 
 class BlockingForSteps(NoopTracker):
+    def __init__(self):
+        self.released = threading.Event()
+
     def log(self, metrics, *, step):
-        time.sleep(60)
+        self.released.wait(60)
 
 
 class Blocking(NoopTracker):
+    def __init__(self):
+        self.released = threading.Event()
+
     def log_rows(self, name, rows, *, step):
-        time.sleep(60)
+        self.released.wait(60)
 
 
 def failing_metric(row, prompt):
@@ -137,7 +144,9 @@ class Faults:
         self.round(info, tracker=Broken())
 
     def tracker_blocks(self, info):
-        self.round(info, tracker=Blocking(), times=3)
+        tracker = Blocking()
+        self.round(info, tracker=tracker, times=3)
+        tracker.released.set()
 
     def disk_full(self, info):
         path = os.path.join(self.directory, "full")
@@ -184,7 +193,6 @@ def body_goes_on(hosts, directory, names):
     """One training with a fault after each step, and one without; what each fault did, and both runs' losses."""
     own = types.ModuleType("own_metrics")
     own.failing, own.launching = failing_metric, launching_metric
-    sys.modules["own_metrics"] = own
     faults, found = Faults(hosts, directory), {}
     steps = len(names) + 1
 
@@ -196,7 +204,11 @@ def body_goes_on(hosts, directory, names):
         handler = logging.StreamHandler(log)
         logging.getLogger("lockstep").addHandler(handler)
         begin, error = time.monotonic(), None
-        with record_launches() as launches, contextlib.redirect_stdout(io.StringIO()):
+        with (
+            mock.patch.dict(sys.modules, own_metrics=own),
+            record_launches() as launches,
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
             try:
                 getattr(faults, name)(info)
             except Exception as raised:
@@ -384,15 +396,16 @@ def body_tracker_blocks(hosts):
         model, begin = tiny.init_model(trainer), time.monotonic()
         trainer.train(model, tiny.rows())
         found[name] = {"losses": losses, "seconds": time.monotonic() - begin}
+        if tracker is not None:
+            tracker.released.set()
     logging.getLogger("lockstep").removeHandler(handler)
     return found | {"log": log.getvalue()}
 
 
 def body_exits(hosts):
     """Errors that end a run, caught here, with the text that every process would have ended with."""
-    from launches import assert_same_launches
-
     from lockstep.report.trackers import WandbTrackerConfig
+    from tests.multiprocess.launches import assert_same_launches
 
     texts, seconds, threads = {}, {}, body_threads(hosts)
     blocked = body_tracker_blocks(hosts)
@@ -423,9 +436,11 @@ def body_exits(hosts):
                 jnp.zeros(())  # gloo lets this pass
 
     def one_host_launches_ours():
-        trainer = tiny.make_trainer("auto", 1, hosts)
+        odd = copy.copy(hosts)
+        odd.ledger = Ledger()
+        trainer = tiny.make_trainer("auto", 1, odd)
         if hosts.is_leader:
-            hosts.ledger.record("decode", "0" * 64)
+            odd.ledger.record("decode", "0" * 64)
         trainer.train(tiny.init_model(trainer), tiny.rows())
 
     caught("wandb_is_missing", without_wandb)

@@ -13,15 +13,15 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import run_command, run_processes, run_unattended
 
+from tests.faults import bodies
 from tests.faults.measured import record
 from tests.faults.table import FAULTS, GOES_ON
+from tests.multiprocess.harness import run_command, run_processes, run_unattended
 
 pytestmark = pytest.mark.multiprocess
 
 ROOT = Path(__file__).parents[2]
-BODIES = Path(__file__).with_name("bodies.py")
 BY_NAME = {fault.name: fault for fault in FAULTS}
 SKIPPED = {
     "leader_tokenizer_raises",
@@ -47,22 +47,25 @@ def went_on(processes):
     names = [f.name for f in ROUNDS if processes == 2 or f.on_four]
     with tempfile.TemporaryDirectory() as directory:
         return run_processes(
-            f"{BODIES}:body_goes_on", processes=processes, devices=1, timeout_s=400, args=(directory, names)
+            bodies.body_goes_on,
+            processes=processes,
+            devices=1,
+            timeout_s=400,
+            args=(directory, names),
+            own="the thread of a tracker that raised keeps the error, and with it the model of that round",
         )
 
 
 @functools.cache
 def exits(processes):
-    return run_processes(f"{BODIES}:body_exits", processes=processes, devices=1, timeout_s=240)
+    return run_processes(bodies.body_exits, processes=processes, devices=1, timeout_s=240)
 
 
 @functools.cache
 def sigterms(processes):
     """What each process saw, and the bytes of the weights that were saved, by directory."""
     with tempfile.TemporaryDirectory() as directory:
-        found = run_processes(
-            f"{BODIES}:body_sigterm", processes=processes, devices=1, timeout_s=400, args=(directory,)
-        )
+        found = run_processes(bodies.body_sigterm, processes=processes, devices=1, timeout_s=400, args=(directory,))
         weights = Path(directory).rglob("model.safetensors")
         return found, {str(file.parent.relative_to(directory)): file.read_bytes() for file in weights}
 
@@ -200,16 +203,16 @@ def test_follower_config_file_differs(tmp_path):
 @pytest.mark.parametrize(("name", "how"), [("a_host_is_too_late", "late"), ("a_host_stalls_during_decode", "stall")])
 def test_every_process_exits_when(name, how, tmp_path):
     """No launcher ends them."""
-    ends = run_unattended(ends_command(tmp_path, how))
+    ends = run_unattended(ends_command(how))
     for end in ends:
         assert end.code != 0 and BY_NAME[name].sees in end.log, end.log
     (struck,) = (float(time) for end in ends for time in re.findall(r"struck at ([\d.]+)", end.log))
     check_time(name, 2, max(end.at for end in ends) - struck)
 
 
-def ends_command(directory, *arguments):
-    harness = ROOT / "tests" / "multiprocess" / "harness.py"
-    return ["python", str(harness), str(BODIES), "body_ends", str(directory), json.dumps(arguments)]
+def ends_command(*arguments):
+    worker = "tests.multiprocess.worker"
+    return ["python", "-m", worker, "once", bodies.__name__, bodies.body_ends.__name__, json.dumps(arguments)]
 
 
 @pytest.mark.parametrize(
@@ -242,9 +245,7 @@ def test_the_leader_dies(when, processes, tmp_path):
 def check_death(name, when, victim, processes, directory):
     """No launcher ends the survivors."""
     # Compiling comes first.
-    ends = run_unattended(
-        ends_command(directory, f"die {when}", victim), processes=processes, timeout_s=60.0 * processes
-    )
+    ends = run_unattended(ends_command(f"die {when}", victim), processes=processes, timeout_s=60.0 * processes)
     assert ends[victim].code == -signal.SIGKILL and ends[victim].seconds == 0
     for index, end in enumerate(ends):
         if index != victim:

@@ -8,19 +8,17 @@ import threading
 import time
 
 import pytest
-from harness import LAUNCHER, run_command, run_processes
-from host_bodies import check, run_all
 
+from infra import launch
 from lockstep.errors import HostTimeoutError, LaunchMismatchError
 from lockstep.hosts import WATCHDOG_EXIT_CODE, DistributedConfig, Hosts, Watchdog, current, leader_only, run_main, start
+from tests.multiprocess.harness import run_command, run_processes
+from tests.multiprocess.host_bodies import BEHAVIOURS
+from tests.multiprocess.launcher import LAUNCHER
 
 pytestmark = pytest.mark.multiprocess
 
 WAIT_S = 0.5
-
-
-def body_all(hosts: Hosts):
-    return run_all(hosts, WAIT_S)
 
 
 def body_devices_and_sizes(hosts: Hosts):
@@ -32,10 +30,13 @@ def body_devices_and_sizes(hosts: Hosts):
         rows = scope.gather("w", got[: -hosts.index] if hosts.index else got)
         scope.barrier("end")
     hosts.barrier("deleted")  # the leader deletes what "end" made superfluous before it comes here
+    before = hosts.timeout_s
     again = start(DistributedConfig(timeout_s=7.0))
+    timeout_s = hosts.timeout_s
+    start(DistributedConfig(timeout_s=before))
     sizes = None if rows is None else [len(row) for row in rows]
     devices = [jax.process_count(), jax.device_count(), jax.local_device_count()]
-    return [got == big, sizes, devices, again is hosts, hosts.timeout_s, len(hosts.client.get_dir("lockstep/job"))]
+    return [got == big, sizes, devices, again is hosts, timeout_s, len(hosts.client.get_dir("lockstep/job"))]
 
 
 def body_leader_only(hosts: Hosts):
@@ -72,33 +73,22 @@ def body_leader_only(hosts: Hosts):
         return [raised, float(total(x))]
 
 
-def body_of_two(hosts: Hosts):
-    # What runs into time-outs leaves keys behind, so it comes last.
-    return {"leader only": body_leader_only(hosts), "sizes": body_devices_and_sizes(hosts), "all": body_all(hosts)}
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("behaviour", BEHAVIOURS)
+def test_between_processes(behaviour, processes):
+    body, check = BEHAVIOURS[behaviour]
+    check(run_processes(body, processes=processes, args=(WAIT_S,)), WAIT_S)
 
 
-@pytest.fixture(scope="module")
-def two():
-    return run_processes(body_of_two, processes=2, devices=4)
-
-
-def test_waits_and_agreement_of_two(two):
-    check([result["all"] for result in two], WAIT_S)
-
-
-def test_waits_and_agreement_of_four():
-    check(run_processes(body_all, processes=4, devices=2), WAIT_S)
-
-
-def test_long_values_and_idempotent_start(two):
-    first, second = (result["sizes"] for result in two)
+def test_long_values_and_idempotent_start():
+    first, second = run_processes(body_devices_and_sizes)
     size = 33 << 20
-    assert first == [True, [size, size - 1], [2, 8, 4], True, 7.0, 0]
-    assert second == [True, None, [2, 8, 4], True, 7.0, 0]
+    assert first == [True, [size, size - 1], [2, 4, 2], True, 7.0, 0]
+    assert second == [True, None, [2, 4, 2], True, 7.0, 0]
 
 
-def test_leader_only_raises_on_launch(two):
-    first, second = (result["leader only"] for result in two)
+def test_leader_only_raises_on_launch():
+    first, second = run_processes(body_leader_only)
     assert first == [["cached jit", "compiled", "eager", "zeros", "new jit"], 140.0]
     assert second == [[], 140.0]
 
@@ -210,9 +200,6 @@ def test_ctrl_c_ends_all_processes_quietly():
 
 def _run_by_hand(arguments: list[str], started: int = 2) -> tuple[list[int], list[str]]:
     """Two processes with nobody above them that would end one when the other fails."""
-    sys.path.insert(0, str(LAUNCHER.parent))
-    import launch
-
     options = launch.parse(["--processes", "2", "--", "x"])
     address = f"127.0.0.1:{launch.free_port()}"
     running = [

@@ -7,12 +7,12 @@ import dataclasses
 import functools
 
 import pytest
-from harness import run_processes
 
 from lockstep.engine import Engine, EngineConfig
 from lockstep.placement import make_mesh
 from lockstep.types import Completion, FinishReason
 from tests import tiny
+from tests.multiprocess.harness import run_processes
 from tests.oracle import assert_same_logprobs, assert_same_tokens, oracle_completions
 
 TIGHT = {"max_seqs": 3, "page_size": 8, "max_pages": 15, "max_prefill_size": 16, "max_steps_per_launch": 5}

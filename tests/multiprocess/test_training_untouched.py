@@ -7,12 +7,12 @@ import math
 
 import jax
 import pytest
-from harness import run_processes
-from launches import record_launches
 
 from lockstep.callback import InferenceEvalConfig, SampleCallback
 from lockstep.report.rows import Row
 from tests import tiny
+from tests.multiprocess.harness import run_processes
+from tests.multiprocess.launches import record_launches
 
 STEPS, EVERY = 30, 6
 PROMPTS = [{"prompt": "What is 12 plus 7?", "answer": "nineteen"}, "What is 40 in words?", "one"]

@@ -10,7 +10,10 @@ import pytest
 
 from lockstep.attention import Heads, StoredKvHeads, TpuAttention, XlaAttention
 from lockstep.attention.tpu_blocks import Blocks, stored_head_size, stored_heads
+from lockstep.engine import Engine, EngineConfig
 from tests.interpret import kernel_on_cpu
+from tests.oracle import assert_same_logprobs, assert_same_tokens, oracle_completions
+from tests.unit.engine.models import FAMILIES, mesh_of, mixed_requests, model_on
 
 PAGE_SIZE, PAGES, LAYERS = 8, 12, 2
 
@@ -123,6 +126,18 @@ def test_a_launch_without_rows_still_has_a_sequence() -> None:
     )
 
 
-@pytest.mark.parametrize(("itemsize", "wants"), [(4, {1: 1, 3: 4, 5: 8}), (2, {1: 1, 3: 4, 6: 8, 12: 16}), (1, {1: 2})])
-def test_stored_heads(itemsize: int, wants: dict[int, int]) -> None:
-    assert {kv_heads: stored_heads(kv_heads, itemsize) for kv_heads in wants} == wants
+CASES: list[Any] = [
+    ("qwen3", "1,2,2", {"tensor": 2}, {"page_size": 8, "max_prefill_size": 32, "max_seqs": 6}),
+    pytest.param("llama", "1,2,1", {"tensor": 1}, {"page_size": 16, "max_pages": 9}, marks=pytest.mark.slow),
+    pytest.param("tied", "1,2,2", "training", {"page_size": 8, "max_prefill_size": 8}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("family", "mesh", "layout", "options"), CASES)
+def test_tokens_through_the_kernel(family: str, mesh: str, layout: Any, options: dict[str, int]) -> None:
+    want = oracle_completions(model_on("1,4,1", FAMILIES[family]), mixed_requests())
+    with kernel_on_cpu():
+        engine = Engine(EngineConfig(layout=layout, **options), mesh_of(mesh))
+        got = engine.generate(model_on(mesh, FAMILIES[family]), mixed_requests())
+    assert_same_tokens(want, got)
+    assert_same_logprobs(want, got)

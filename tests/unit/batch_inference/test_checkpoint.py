@@ -1,3 +1,4 @@
+import logging
 import os
 import shutil
 import sys
@@ -6,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.batch_inference import JobConfig, SampleConfig
-from lockstep.batch_inference.checkpoint import fingerprint, resolve_checkpoint, stored_dtype
+from lockstep.batch_inference.checkpoint import LoadProgress, fingerprint, resolve_checkpoint, stored_dtype
 from lockstep.batch_inference.parquet import check_pyarrow, write_parquet
 from lockstep.errors import ConfigError, PromptError
 from lockstep.report import read_jsonl
@@ -112,3 +113,15 @@ def test_without_pyarrow_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ConfigError, match=r"pip install 'jax-lockstep\[parquet\]', or set write_parquet to false"):
         check_pyarrow()
+
+
+def test_the_leader_says_how_much_it_has_read_and_how_fast(caplog):
+    caplog.set_level(logging.INFO)
+    for logs in (False, True):
+        progress = LoadProgress(logs=logs)
+        progress._start -= 2.0
+        progress(1 << 20, 3 << 20)
+        progress(2 << 20, 3 << 20)
+        assert progress.bytes == 3 << 20
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line.startswith("loading: 3.00 MiB of 3.00 MiB on this host, 1.") and line.endswith(" MiB/s")

@@ -10,9 +10,7 @@ import pytest
 
 import lockstep
 from lockstep.callback import InferenceEvalConfig, SampleCallback
-from lockstep.callback.round_prompts import from_bytes, read_round_prompts, to_bytes
 from lockstep.device import memory as device_memory
-from lockstep.errors import ConfigError, PromptError
 from lockstep.models import UnreadableModelError, register_reader
 from lockstep.placement import make_mesh
 from lockstep.report.trackers import NoopTracker
@@ -227,60 +225,3 @@ def test_a_model_that_cannot_be_read_is_named_at_check():
     with pytest.raises(lockstep.LockstepError, match=r"dict cannot be read; supported are .*LlamaLMHeadModel"):
         callback.check({"weights": 1})
     assert issubclass(UnreadableModelError, lockstep.LockstepError)
-
-
-def test_requests_survive_the_broadcast():
-    config = InferenceEvalConfig(prompts=["one", "What is 2 plus 3?"], temperature=0.5, stop=["x", "yz"], seed=7)
-    questions = read_round_prompts(config, tiny.tokenizer())
-    assert [prompt.text for prompt in questions.prompts] == config.prompts
-    assert from_bytes(to_bytes(questions)) == dataclasses.replace(questions, prompts=[])
-
-
-def test_prompts_are_dealt_as_from_a_shuffled_pack():
-    prompts = [f"{'word ' * number}end" for number in range(11)]
-    config = InferenceEvalConfig(prompts=prompts, prompts_per_round=3, eval_every=10, seed=5, at_start=True)
-    # After the last step there is a round of its own, whose step is no multiple of eval_every.
-    steps = [0, 10, 20, 30, 40, 45]
-    rounds = [read_round_prompts(config, tiny.tokenizer(), step) for step in steps]
-    ids = [[prompt.id for prompt in each.prompts] for each in rounds]
-    assert [len(set(each)) for each in ids] == [3] * 6 and all(each == sorted(each) for each in ids)
-    assert len({*ids[0], *ids[1], *ids[2]}) == len({*ids[3], *ids[4], *ids[5]}) == 9, "none twice in a deal"
-    assert ids[3:] != ids[:3], "shuffled anew"
-    for each in rounds:
-        assert [request.prompt_id for request in each.requests] == [prompt.id for prompt in each.prompts]
-        assert [prompt.text for prompt in each.prompts] == [prompts[number] for number in (p.id for p in each.prompts)]
-        assert [request.prompt_id for request in each.compile_requests] == [10, 9, 8]
-    assert ids == [[p.id for p in read_round_prompts(config, tiny.tokenizer(), step).prompts] for step in steps]
-    later = dataclasses.replace(config, at_start=False)
-    assert ids[:-1] == [[p.id for p in read_round_prompts(later, tiny.tokenizer(), step).prompts] for step in steps[1:]]
-    other = dataclasses.replace(config, seed=6)
-    assert ids != [[p.id for p in read_round_prompts(other, tiny.tokenizer(), step).prompts] for step in steps]
-
-
-def test_a_file_with_no_more_prompts_than_a_round_has_is_refused(tmp_path):
-    (tmp_path / "two.txt").write_text("one\ntwo\n")
-    config = InferenceEvalConfig(prompts=str(tmp_path / "two.txt"), prompts_per_round=2)
-    with pytest.raises(ConfigError, match="prompts_per_round is 2 and there are 2 prompts.*at most 1, or use null"):
-        read_round_prompts(config, tiny.tokenizer())
-
-
-@pytest.mark.parametrize(
-    ("values", "error", "text"),
-    [
-        ({"prompts": []}, PromptError, "inference_eval: prompts holds no prompts; at least 1 is needed"),
-        ({"prompts_per_round": 0}, ConfigError, "prompts_per_round is 0; it must be at least 1. Use null"),
-        ({"prompts_per_round": 5}, ConfigError, "prompts_per_round is 5 and there is 1 prompt. Remove"),
-        ({"eval_every": 0}, ConfigError, "eval_every is 0; it must be at least 1. Set enabled: false"),
-        ({"timeout_s": 0}, ConfigError, "timeout_s is 0; it must be more than 0"),
-        ({"max_seconds": 0}, ConfigError, "max_seconds is 0; it must be more than 0. Use null for no limit"),
-        ({"stop": "###"}, ConfigError, "inference_eval.stop is '###'; it must be a list of strings"),
-        ({"stop": ["", "x"]}, ConfigError, "inference_eval: stop has an empty string at place 0"),
-        ({"on_error": "ignore"}, ConfigError, "on_error is 'ignore'; it must be skip or raise"),
-        ({"max_new_tokens": 0}, ConfigError, "inference_eval: max_new_tokens is 0; it must be at least 1"),
-        ({"layout": {"tensor": 0}}, ConfigError, "layout is {'tensor': 0}; it must be auto, training"),
-        ({"metrics": ["bleu"]}, ConfigError, "metric 'bleu' is not known"),
-    ],
-)
-def test_wrong_values_are_refused_by_name(values, error, text):
-    with pytest.raises(error, match=text.replace("{", r"\{")):
-        InferenceEvalConfig(**{"prompts": ["one"]} | values)

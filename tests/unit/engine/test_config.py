@@ -1,12 +1,14 @@
 from typing import Any
 
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
-from lockstep.engine import EngineConfig
+from lockstep.callback import InferenceEvalConfig
+from lockstep.engine import Engine, EngineConfig
 from lockstep.engine.config import tensor_size
-from lockstep.engine.idle_replicas import count_active
 from lockstep.errors import ConfigError
-from lockstep.types import Request, SamplingParams
+from lockstep.plan.topology import topology
 
 
 @pytest.mark.parametrize(
@@ -45,28 +47,35 @@ def test_values_that_work() -> None:
     EngineConfig()
     EngineConfig(page_size=8, max_prefill_size=8, layout={"tensor": 1}, dtype="bfloat16", max_pages=2)
     assert [tensor_size(layout) for layout in ("auto", "training", {"tensor": 4})] == [None, None, 4]
-    assert count_active("training", 4) == count_active({"tensor": 1}, 4) == 4
-    assert count_active({"tensor": 1, "replicas": 2}, 4) == 2
-    with pytest.raises(ConfigError, match=r"4 replicas, which 3 does not divide\. Set replicas to one of \[1, 2, 4\]"):
-        count_active({"tensor": 1, "replicas": 3}, 4)
+
+
+def test_int8_is_refused_where_attention_is_a_kernel() -> None:
+    pytest.importorskip("libtpu", reason="the extra [plan] brings the TPU compiler")
+    mesh = Mesh(np.array(topology("v5p-8").devices), ("fsdp",))
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype is int8 .* Set kv_cache_dtype to auto"):
+        Engine(EngineConfig(kv_cache_dtype="int8"), mesh)
+
+
+def test_a_kv_cache_dtype_is_auto_or_int8() -> None:
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype is 'fp8'; it must be auto or int8\. Use auto"):
+        EngineConfig(kv_cache_dtype="fp8")
+    with pytest.raises(ConfigError, match="inference_eval: kv_cache_dtype is 'int4'; it must be auto or int8"):
+        InferenceEvalConfig(prompts=["x"], kv_cache_dtype="int4")
+    assert InferenceEvalConfig(prompts=["x"], kv_cache_dtype="int8").engine_config(None).kv_cache_dtype == "int8"
 
 
 @pytest.mark.parametrize(
-    ("params", "message"),
+    ("options", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
-        ({"max_new_tokens": 1, "n_generations": 0}, "n_generations is 0; it must be at least 1"),
-        ({"max_new_tokens": 1, "temperature": -0.1}, "temperature is -0.1; it must be finite and at least 0"),
-        ({"max_new_tokens": 1, "temperature": float("inf")}, "temperature is inf"),
-        ({"max_new_tokens": 1, "temperature": float("nan")}, "temperature is nan"),
-        ({"max_new_tokens": 1, "seed": 2**32}, "seed is 4294967296; it must be at least 0 and less than"),
+        (
+            {"hbm_utilization": 0.0},
+            r"hbm_utilization is 0\.0; it must be more than 0 and at most 1.*The default is 0\.9",
+        ),
+        ({"hbm_utilization": 1.5}, r"hbm_utilization is 1\.5"),
+        ({"hbm_utilization": float("nan")}, "hbm_utilization is nan"),
+        ({"memory_bytes_per_device": 0}, "memory_bytes_per_device is 0; it must be at least 1"),
     ],
 )
-def test_sampling_that_cannot_work(params: dict[str, Any], message: str) -> None:
+def test_memory_that_cannot_work(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        SamplingParams(**params)
-
-
-def test_an_empty_prompt() -> None:
-    with pytest.raises(ValueError, match="prompt 4 has 0 tokens; the model needs at least 1"):
-        Request(prompt_id=4, prompt_tokens=(), params=SamplingParams(max_new_tokens=1))
+        EngineConfig(**options)

@@ -4,9 +4,7 @@ import draccus
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.main import cli
 from lockstep.main.arguments import decode_config, describe, parse_arguments
-from lockstep.main.commands import COMMANDS
 
 
 class Shape(draccus.ChoiceRegistry):
@@ -91,14 +89,3 @@ def test_help_lists_every_key():
     assert "--inner.steps  int (default: 1)" in lines
     assert any(line.startswith("--shape  type: round") for line in lines)
     assert any(line.startswith("--name") and "(required)" in line for line in lines)
-
-
-def test_commands(capsys):
-    assert cli.run(["--help"]) == 0
-    shown = capsys.readouterr().out
-    assert all(f"  {command.name} " in shown and command.summary in shown for command in COMMANDS)
-    assert cli.run([]) == 2
-    with pytest.raises(ConfigError, match="unknown command 'train'. Known commands: train-lm, .*train-simpo"):
-        cli.run(["train"])
-    assert cli.run(["train-simpo", "--help"]) == 0
-    assert "--gamma_beta_ratio" in capsys.readouterr().out

@@ -1,4 +1,10 @@
+"""Models are read as references to their own arrays; the readers of docs/your-trainer.md are short, and right."""
+
 import dataclasses
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -6,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import lockstep
 from lockstep.errors import LockstepError
 from lockstep.models import (
     DecoderWeights,
@@ -18,6 +25,9 @@ from lockstep.models import (
     register_reader,
 )
 from lockstep.models.hf.names import skeleton
+from lockstep.placement import LazyWeight, mesh_of
+from tests.multiprocess.launches import record_launches
+from tests.tiny import requests
 
 SIZES: dict[str, Any] = {
     "max_seq_len": 16,
@@ -121,3 +131,66 @@ def test_third_parties_can_register_a_reader() -> None:
 
     model = build(LlamaConfig(**SIZES))
     assert read_decoder(Special(model))[1].embed is model.embed.array
+
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+VOCAB = 64
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def greedy(forward, asked):
+    """Greedy answers by the example's own forward pass."""
+    answers = []
+    for request in asked:
+        tokens = list(request.prompt_tokens)
+        while len(tokens) < len(request.prompt_tokens) + request.params.max_new_tokens:
+            ids = np.zeros((1, 64), np.int32)
+            ids[0, : len(tokens)] = tokens
+            tokens.append(int(np.argmax(np.asarray(forward(ids))[0, len(tokens) - 1])))
+            if tokens[-1] in request.params.stops:
+                break
+        answers.append(tuple(tokens[len(request.prompt_tokens) :]))
+    return answers
+
+
+def noisy(tree):
+    """Every weight away from its neutral value."""
+    leaves, structure = jax.tree.flatten(tree)
+    keys = jax.random.split(jax.random.key(3), len(leaves))
+    moved = [leaf + 0.3 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
+    return jax.tree.unflatten(structure, moved)
+
+
+def check(model, forward):
+    asked = requests(lengths=(1, 17, 33))
+    with record_launches() as launches:
+        _, weights = read_decoder(model)
+    assert launches == [] and any(isinstance(leaf, LazyWeight) for leaf in jax.tree.leaves(weights))
+    got = lockstep.Engine(lockstep.EngineConfig(), mesh_of(weights.embed)).generate(model, asked)
+    assert [answer.tokens for answer in got] == greedy(jax.jit(forward), asked)
+
+
+def test_a_dict_of_arrays():
+    example = load("dict_loop")
+    params = noisy(example.init(jax.random.key(0), VOCAB))
+    check(example.read(params), lambda ids: example.forward(params, ids))
+    assert len(inspect.getsource(example.read).splitlines()) < 50
+
+
+def test_a_flax_model_by_its_weight_names():
+    example = load("nnx_loop")
+    nnx = example.nnx
+    model = example.Model(VOCAB, nnx.Rngs(0))
+    graph, params = nnx.split(model)
+    params = noisy(params)
+    check(nnx.merge(graph, params), lambda ids: nnx.merge(graph, params)(ids))
+    assert len(inspect.getsource(example.read).splitlines()) + len(example.NAMES) < 50

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from lockstep.errors import ConfigError
 from lockstep.models import TENSOR_DIMS, DecoderWeights
 from lockstep.placement import LazyWeight, place, view
 from lockstep.placement.decode_mesh import make_decode_mesh
@@ -75,3 +76,22 @@ def test_a_view_that_changes_nothing_is_the_array():
     turned = view(array, "a b -> b a")
     assert isinstance(turned, LazyWeight) and turned.shape == (3, 2) and turned.parts[0] is array
     assert dataclasses.replace(turned, parts=()) == dataclasses.replace(view(array, "a b -> b a"), parts=())
+
+
+@pytest.mark.parametrize(
+    ("shape", "pattern", "picks", "text"),
+    [
+        ((2, 3), "a -> a", {}, "does not fit an array of shape"),
+        ((2, 3), "a b -> b", {}, "every axis must be wanted or picked"),
+        ((2, 3), "a b -> b a c", {}, "does not fit"),
+        ((2, 3), "a layer -> layer a", {}, "the layer first"),
+    ],
+)
+def test_a_pattern_that_does_not_fit_is_refused(shape, pattern, picks, text):
+    with pytest.raises(ConfigError, match=text):
+        view(np.zeros(shape), pattern, **picks)
+
+
+def test_layers_that_differ_are_refused():
+    with pytest.raises(ConfigError, match="the layers of a weight differ"):
+        view([jax.numpy.zeros((2, 3)), jax.numpy.zeros((2, 4))], "a b -> b a")

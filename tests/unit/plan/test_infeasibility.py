@@ -5,7 +5,6 @@ import pytest
 from lockstep.engine import Engine, EngineConfig
 from lockstep.errors import ConfigError
 from lockstep.plan.infeasibility import Infeasibility, key_in, largest_in, place_of, with_common_largest
-from lockstep.plan.train_step import largest_that_works
 from tests.unit.engine.models import mesh_of, model_on, request
 
 YAML = """\
@@ -46,32 +45,6 @@ def test_the_first_key_that_an_error_names():
     keys = {"max_seq_len": "engine.max_seq_len", "layout": "engine.layout"}
     assert key_in("layout {tensor: 3} and max_seq_len", keys) == "engine.layout"
     assert key_in("nothing", keys) is None
-
-
-@pytest.mark.parametrize("limit", range(0, 18))
-@pytest.mark.parametrize("guess", [1, 5, 16])
-def test_the_search_finds_the_largest_in_few_questions(limit, guess):
-    asked = []
-
-    def works(value):
-        assert value not in asked, "the compiler is slow: nothing is asked twice"
-        asked.append(value)
-        return value <= limit
-
-    values = list(range(1, 17))
-    assert largest_that_works(values, guess, works) == (min(limit, 16) or None)
-    assert len(asked) <= 9
-
-
-def test_a_good_guess_is_confirmed_with_two_questions():
-    asked = []
-
-    def works(value):
-        asked.append(value)
-        return value <= 4
-
-    assert largest_that_works([1, 2, 4, 8, 16], 4, works) == 4
-    assert asked == [4, 8]
 
 
 def test_what_is_refused_before_compiling_names_the_bound():

@@ -66,10 +66,3 @@ def test_wrong_metrics_are_refused_by_name():
         values_of(["gsm8k"], "7")
     with pytest.raises(LockstepError, match=r"'seven', has no number"):
         values_of(["gsm8k"], "7", answer="seven")
-
-
-def test_a_sample_row_survives_its_file():
-    before = row("text\n", metrics={"gsm8k": 1.0})
-    values = before.to_dict()
-    assert list(values) == [*SampleRow.columns, "finish_reason", "gsm8k"]
-    assert SampleRow.from_dict(values).to_dict() == values

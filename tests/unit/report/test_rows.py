@@ -1,10 +1,11 @@
-"""Rows are made of completions in one place."""
+"""Rows are made of completions in one place, and survive their file."""
 
 import pytest
 
 from lockstep.report import Row, SampleRow
 from lockstep.text import Prompt
 from lockstep.types import Completion, FinishReason
+from tests.unit.report.test_answers import row
 
 PROMPT = Prompt(id=3, messages=({"role": "user", "content": "why?"},))
 
@@ -32,3 +33,10 @@ def test_a_row_of_a_completion(cls, when):
 
 def test_a_completion_without_tokens_has_a_mean_of_zero():
     assert Row.from_completion(completion(), PROMPT, "", step=1).mean_logprob == 0.0
+
+
+def test_a_sample_row_survives_its_file():
+    before = row("text\n", metrics={"gsm8k": 1.0})
+    values = before.to_dict()
+    assert list(values) == [*SampleRow.columns, "finish_reason", "gsm8k"]
+    assert SampleRow.from_dict(values).to_dict() == values

@@ -1,10 +1,9 @@
 import json
 
-import numpy as np
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.training import LmDataConfig, PreferenceDataConfig, TokenizedRows
+from lockstep.training import LmDataConfig, PreferenceDataConfig
 
 
 class Tokenizer:
@@ -103,57 +102,6 @@ def test_truncated_pairs_stay_pairs(tmp_path):
     assert rows.columns["loss_mask"].sum(-1).tolist() == [[4, 2]]
 
 
-@pytest.mark.parametrize(
-    ("record", "data_format", "text"),
-    [
-        ({"prompt": "a"}, "prompt_completion", r"x.jsonl:1 has no field 'completion'"),
-        ({"prompt": "a", "completion": 3}, "prompt_completion", r"'completion' is 3, which is not a str"),
-        ({"prompt": "a"}, "text", "no field 'text'.*data.format"),
-        ({"messages": [{"role": "user", "content": "x"}]}, "chat", "ends with role 'user'"),
-        ([1], "text", "JSON list, not an object"),
-    ],
-)
-def test_wrong_records(tmp_path, record, data_format, text):
-    config = LmDataConfig(train_urls=write(tmp_path / "x.jsonl", [record]), format=data_format)
-    with pytest.raises(ConfigError, match=text):
-        config.load(Tokenizer(), 16, 0)
-
-
-def test_missing_files_and_no_files(tmp_path):
-    with pytest.raises(ConfigError, match=r"none.jsonl.*Check data.train_urls"):
-        LmDataConfig(train_urls=(str(tmp_path / "none.jsonl"),)).load(Tokenizer(), 16, 0)
-    with pytest.raises(ConfigError, match="train_urls is empty"):
-        LmDataConfig().load(Tokenizer(), 16, 0)
-
-
 def test_rows_longer_than_the_model():
     with pytest.raises(ConfigError, match="data.max_seq_len is 32, but the model's max_seq_len is 16"):
         LmDataConfig(max_seq_len=32).row_length(16)
-
-
-def numbers(n, seed=0, shuffle=True):
-    return TokenizedRows(columns={"n": np.arange(n)}, seed=seed, shuffle=shuffle)
-
-
-def test_every_row_comes_once_per_epoch_over_batch_borders():
-    rows = numbers(10)
-    drawn = np.concatenate([rows.indices(step, 4) for step in range(5)])
-    assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(10))
-    assert drawn[:10].tolist() != drawn[10:].tolist()
-
-
-def test_order_depends_on_the_seed_alone_and_hosts_take_their_part():
-    whole = numbers(100, seed=3).indices(7, 12)
-    parts = [numbers(100, seed=3).batch(7, 12, slice(i, i + 4))["n"] for i in (0, 4, 8)]
-    assert np.concatenate(parts).tolist() == whole.tolist()
-    assert whole.tolist() != numbers(100, seed=4).indices(7, 12).tolist()
-    assert numbers(10, shuffle=False).indices(1, 4).tolist() == [4, 5, 6, 7]
-
-
-def test_a_batch_larger_than_the_data():
-    assert np.bincount(numbers(3).indices(0, 7)).tolist() in ([2, 2, 3], [2, 3, 2], [3, 2, 2])
-
-
-def test_digest_sees_values_and_order():
-    assert numbers(5).digest() == numbers(5).digest()
-    assert len({numbers(5).digest(), numbers(6).digest(), numbers(5, seed=1).digest()}) == 3

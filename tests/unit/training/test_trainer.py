@@ -2,8 +2,6 @@ import math
 import os
 import signal
 
-import equinox as eqx
-import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,26 +11,9 @@ from lockstep.errors import ConfigError
 from lockstep.placement import make_mesh
 from lockstep.training import OptimizerConfig, TokenizedRows, Trainer, TrainerConfig, lm_loss
 from lockstep.training.step import parameter_shardings
+from tests.unit.training.bigrams import Bigrams
 
-VOCAB, EMBED = hax.Axis("vocab", 16), hax.Axis("embed", 16)
 STEPS = 4
-
-
-class Bigrams(eqx.Module):
-    """The smallest language model with named axes: the next token from the present one. It compiles in no time."""
-
-    embed: hax.NamedArray
-    norm: hax.NamedArray
-    head: hax.NamedArray
-
-    @classmethod
-    def init(cls, key):
-        keys = jax.random.split(key)
-        embed, head = (hax.random.normal(k, (VOCAB, EMBED)) for k in keys)
-        return cls(embed=embed, norm=hax.ones(EMBED), head=head)
-
-    def __call__(self, input_ids):
-        return hax.dot(hax.tanh(self.embed.take(VOCAB, input_ids)) * self.norm, self.head, axis=EMBED)
 
 
 def rows(n=32):
@@ -159,46 +140,6 @@ def test_a_signal_ends_training_after_a_step_without_the_last_hooks(number):
     assert (result.stopped_by, result.completed_steps) == (number, 3)
     assert [call[0] for call in recorder.calls] == [-1]
     assert signal.getsignal(number) is before
-
-
-@pytest.mark.parametrize(
-    ("values", "text"),
-    [
-        ({"train_batch_size": 0}, "train_batch_size is 0; it must be at least 1"),
-        ({"num_train_steps": 0}, "num_train_steps is 0"),
-        ({"per_device_parallelism": 0}, "per_device_parallelism is 0.*-1"),
-        ({"seed": -1}, "seed is -1"),
-        ({"mp": "f31"}, "mp is 'f31'"),
-        ({"run_id": "a/b"}, "run_id is 'a/b'"),
-    ],
-)
-def test_settings_out_of_range(values, text):
-    with pytest.raises(ConfigError, match=text):
-        TrainerConfig(**values)
-
-
-class ShapeOfMesh:
-    """What `TrainerConfig.microbatches` looks at."""
-
-    def __init__(self, dp, fsdp):
-        self.shape = {"dp": dp, "fsdp": fsdp, "tp": 1}
-
-
-def test_batches_that_do_not_divide():
-    config = TrainerConfig(train_batch_size=24, per_device_parallelism=2)
-    assert config.microbatches(ShapeOfMesh(2, 2)) == 3
-    with pytest.raises(ConfigError, match="train_batch_size is 24.*multiple of 16, e.g. 16 or 32"):
-        config.microbatches(ShapeOfMesh(2, 8))
-    with pytest.raises(ConfigError, match=r"does not divide the 3 rows.*Use one of \[1, 3\], or -1"):
-        config.microbatches(ShapeOfMesh(2, 4))
-
-
-def test_a_parameter_that_the_mesh_does_not_divide_is_named():
-    class Mesh:
-        shape = {"dp": 1, "fsdp": 3, "tp": 1}
-
-    with pytest.raises(ConfigError, match=r"parameter .*embed.*'embed' has size 16.*'fsdp' of size 3"):
-        parameter_shardings(jax.eval_shape(lambda: Bigrams.init(jax.random.key(0))), Mesh())
 
 
 def test_parameters_come_into_being_in_their_place():

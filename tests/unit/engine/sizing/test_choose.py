@@ -1,57 +1,23 @@
 """Capacities and layout from made-up memory and made-up chips."""
 
 import dataclasses
-import itertools
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.device import Chip, Link, chip_named
+from lockstep.device import Chip, Link
 from lockstep.engine import Engine, EngineConfig
 from lockstep.engine.config import Layout
-from lockstep.engine.decode_model import DecodeModels
-from lockstep.engine.idle_replicas import layout_with_idle_replicas
 from lockstep.engine.sizing import choose as choose_module
-from lockstep.engine.sizing.choose import Chooser
 from lockstep.engine.sizing.cost_model import estimate
-from lockstep.engine.sizing.demand import Demand, desired_capacity
-from lockstep.engine.sizing.fit import fit
-from lockstep.engine.sizing.memory_model import Footprint
-from lockstep.engine.sizing.result import Sizing
-from lockstep.errors import CapacityError, ConfigError
-from lockstep.models import read_decoder
-from lockstep.plan.topology import topology
+from lockstep.engine.sizing.demand import Demand
+from lockstep.errors import CapacityError
 from lockstep.schedule import Capacity, check_capacity
-from lockstep.types import Request
 from tests.oracle import assert_same_tokens
 from tests.unit.engine.models import mesh_of, model_on, request
-
-ROOMY = 2**40
-
-
-def choose(requests: list[Request], free: int, mesh: str = "1,2,2", **options: Any) -> Sizing:
-    config = EngineConfig(**options)
-    return Chooser(config=config, models=models_on(config, mesh), free=free).choose(requests)
-
-
-def models_on(config: EngineConfig, mesh: str = "1,2,2") -> DecodeModels:
-    return DecodeModels(config, *read_decoder(model_on(mesh)), mesh_of(mesh))
-
-
-def least_that_works(requests: list[Request], **options: Any) -> int:
-    """Free bytes from which on the requests are accepted."""
-    low, high = 0, ROOMY
-    while high - low > 1:
-        middle = (low + high) // 2
-        try:
-            choose(requests, middle, **options)
-        except CapacityError:
-            low = middle
-        else:
-            high = middle
-    return high
+from tests.unit.engine.sizing.made_up import ROOMY, choose, least_that_works, models_on
 
 
 @settings(max_examples=60, deadline=None)
@@ -105,48 +71,6 @@ def test_less_memory_never_gives_more() -> None:
         got = choose(requests, int(full.predicted.total * share / 0.9) + 1, **options)
         at_a_time.append(min(got.sizes.sequences, got.sizes.replicas * (got.sizes.pages - 1) // 2))
     assert at_a_time == sorted(at_a_time, reverse=True) and at_a_time[0] > at_a_time[-1] >= 1
-
-
-def test_fit_is_the_best_of_all_slots_and_pages() -> None:
-    config = EngineConfig(page_size=8, max_prefill_size=8)
-    demand = Demand.of([request(0, 40, 8), *(request(i, 5, 4) for i in range(1, 20))], 8)
-    wanted = desired_capacity(config, models_on(config)[{"tensor": 2}], demand)
-
-    def bytes_of(sizes: Capacity) -> Footprint:
-        return Footprint(weights=100, pool=10 * sizes.pages, reshard=0, temporaries=35 * sizes.slots)
-
-    def at_a_time(slots: int, pages: int) -> float:
-        return min(20.0, slots * 2.0, 2 * (pages - 1) / demand.mean)
-
-    for budget in range(100, 1100, 37):
-        every = [
-            at_a_time(slots, pages)
-            for slots, pages in itertools.product(range(1, wanted.slots + 1), range(demand.longest + 1, 100))
-            if 100 + 10 * pages + 35 * slots <= budget
-        ]
-        got = fit(wanted, demand, bytes_of, budget)
-        assert (got is None) == (not every)
-        if got is not None:
-            assert bytes_of(got).total <= budget
-            assert min(at_a_time(got.slots, got.pages), 20.0) == pytest.approx(max(every))
-
-
-def test_reasons_and_words() -> None:
-    requests = [request(i, 20, 12) for i in range(16)]
-    got = choose(requests, ROOMY)
-    assert {why for _, why in got.reasons.values()} == {"all requests fit"}
-    capped = choose(requests, ROOMY, max_seqs=3, max_steps_per_launch=5)
-    assert capped.reasons["max_seqs"] == (3, "cap given") and capped.reasons["max_steps_per_launch"] == (5, "cap given")
-    assert capped.reasons["max_pages"][1] == "all requests fit"
-    tight = choose(requests, least_that_works(requests) + 20000)
-    assert tight.reasons["max_pages"][1] == "memory"
-    text = tight.describe()
-    for part in ("decode weights", "KV cache", "temporaries", "stay free", "max_pages", ": memory", "* ", "training:"):
-        assert part in text, part
-    assert choose([request(i, 2, 2) for i in range(300)], ROOMY, layout={"tensor": 1}).reasons["max_seqs"] == (
-        256,
-        "default",
-    )
 
 
 def test_too_little_memory_says_what_would_work() -> None:
@@ -209,47 +133,6 @@ def test_auto_on_this_machine() -> None:
     assert got.layout == {"tensor": 1, "replicas": 1} and got.sizes.slots == 32
     assert list(got.sizes.active_replicas) == [0] and got.sizes.replicas == 4
     assert "layout {tensor: 1, replicas: 1}, 1 replicas of 4, 32 sequences in each" in got.describe()
-
-
-def test_devices_with_memory_of_their_own_all_decode() -> None:
-    pytest.importorskip("libtpu", reason="the extra [plan] brings the TPU compiler")
-    assert layout_with_idle_replicas(list(mesh_of("1,2,2").devices.flat)) == {"tensor": 1, "replicas": 1}
-    assert layout_with_idle_replicas(list(topology("v5p-8").devices)) is None
-    assert layout_with_idle_replicas(list(mesh_of("1,1,1").devices.flat)) is None, "one device alone is not idle"
-
-
-@pytest.mark.parametrize(
-    ("kind", "platform", "name"),
-    [
-        ("TPU v4", "tpu", "TPU v4"),
-        ("TPU v5", "tpu", "TPU v5p"),
-        ("TPU v5 lite", "tpu", "TPU v5e"),
-        ("TPU v6 lite", "tpu", "TPU v6e"),
-        ("TPU v9", "tpu", "TPU v5p"),
-        ("NVIDIA H100 80GB HBM3", "gpu", "H100"),
-        ("NVIDIA H200", "gpu", "H200"),
-        ("cpu", "cpu", "CPU"),
-    ],
-)
-def test_chips(kind: str, platform: str, name: str) -> None:
-    assert chip_named(kind, platform).name == name
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"hbm_utilization": 0.0},
-            r"hbm_utilization is 0\.0; it must be more than 0 and at most 1.*The default is 0\.9",
-        ),
-        ({"hbm_utilization": 1.5}, r"hbm_utilization is 1\.5"),
-        ({"hbm_utilization": float("nan")}, "hbm_utilization is nan"),
-        ({"memory_bytes_per_device": 0}, "memory_bytes_per_device is 0; it must be at least 1"),
-    ],
-)
-def test_values_that_cannot_work(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        EngineConfig(**options)
 
 
 def test_short_memory_makes_requests_wait_and_changes_no_token() -> None:

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from lockstep.engine import EngineConfig
+from lockstep.engine import Engine, EngineConfig
 from lockstep.engine.decode_model import DecodeModels
 from lockstep.engine.sizing.demand import desired_capacity, measure_demand, slots_per_replica
+from lockstep.errors import ConfigError
 from lockstep.models import LlamaConfig, read_decoder
 from lockstep.schedule import Capacity, check_capacity
 from lockstep.types import Request
@@ -76,3 +77,12 @@ def test_sizes_grow_and_never_shrink() -> None:
 )
 def test_sequences_that_a_device_is_worth(platform: str, kind: str, itemsize: int, slots: int) -> None:
     assert slots_per_replica(kind, platform, itemsize) == slots
+
+
+def test_auto_fills_every_slot_twice() -> None:
+    engine = Engine(EngineConfig(max_seqs=6), mesh_of("1,1,1"))
+    engine.prepare(model_on("1,1,1"), [request(i, 3, 2, n_generations=2) for i in range(20)])
+    sizing = engine.sizing
+    assert sizing is not None and sizing.reasons["max_prompts_per_batch"] == (6, "fills max_seqs twice")
+    with pytest.raises(ConfigError, match="max_prompts_per_batch is 0; it must be at least 1"):
+        EngineConfig(max_prompts_per_batch=0)

@@ -1,10 +1,8 @@
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -14,8 +12,7 @@ from jax.sharding import Mesh
 from safetensors.numpy import load_file, save_file
 
 from lockstep.errors import ConfigError
-from lockstep.models import Qwen3Config, load_config, load_hf, read_hf_config
-from lockstep.models.hf import remote_file
+from lockstep.models import Qwen3Config, load_config, load_hf
 from lockstep.models.hf.files import CheckpointFiles
 from lockstep.models.hf.load import read_block
 from lockstep.models.hf.names import LLAMA_TENSORS, parameters, skeleton
@@ -126,38 +123,6 @@ def test_loading_reads_each_block_once_however_many_devices_hold_it(monkeypatch:
     assert counters[0].bytes_read == sum(leaf.size * 2 for leaf in jax.tree.leaves(model))
 
 
-@pytest.mark.parametrize("shape", ["1,1,1", "1,4,1", "1,2,2"])
-def test_a_url_is_read_in_ranges(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = fsspec.filesystem("memory")
-    memory.put(str(GOLDEN / "mistral") + "/", "/bucket/mistral/", recursive=True)
-    assert load_config("memory://bucket/mistral") == load_config(str(GOLDEN / "mistral"))
-    monkeypatch.setattr(remote_file, "CHUNK_BYTES", 1000)
-    longest = []
-    fetch, copy = type(memory).cat_file, type(memory).get_file
-
-    def get_file(self: Any, path: str, *arguments: Any, **options: Any) -> None:
-        assert path.endswith("config.json"), f"{path} was copied"
-        copy(self, path, *arguments, **options)
-
-    monkeypatch.setattr(type(memory), "get_file", get_file)
-
-    def cat_file(self: Any, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
-        if path.endswith(".safetensors"):
-            longest.append((end or 0) - (start or 0))
-        return fetch(self, path, start, end, **options)
-
-    monkeypatch.setattr(type(memory), "cat_file", cat_file)
-    devices = int(np.prod([int(size) for size in shape.split(",")]))
-    ours = load_hf("memory://bucket/mistral", mesh_of(shape, devices))
-    theirs = load_hf(str(GOLDEN / "mistral"), mesh_of(shape, devices))
-    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_array_equal(one, other)
-    smallest = min(path.stat().st_size for path in (GOLDEN / "mistral").glob("*.safetensors"))
-    assert 0 < max(longest) < smallest, "a piece at a time"
-    with pytest.raises(ConfigError, match=r"there are no files config\.json at memory://bucket/nothing"):
-        load_config("memory://bucket/nothing")
-
-
 def test_progress_counts_every_byte_of_this_host() -> None:
     told: list[tuple[int, int]] = []
     model = load_hf(str(GOLDEN / "qwen3"), mesh_of("1,4,1"), on_read=lambda *counts: told.append(counts))
@@ -213,35 +178,6 @@ def test_a_config_of_another_model_is_refused_before_anything_is_read(monkeypatc
         r"self_attn\.q_norm\.weight of shape \(16,\) is missing; .*k_proj\.bias in .*not part of",
         config=config,
     )
-
-
-def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no checkpoint directory .*nowhere\. .*hf download"):
-        load_config(str(tmp_path / "nowhere"))
-    with pytest.raises(ConfigError, match=r"has no config\.json"):
-        read_hf_config(str(tmp_path))
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"config\.json is not JSON"):
-        read_hf_config(str(tmp_path))
-
-    single = copy_of("llama3", tmp_path)
-    (single / "model.safetensors").rename(single / "pytorch_model.bin")
-    refused(single, r"neither model\.safetensors nor .*found config\.json, golden\.npz, pytorch_model\.bin")
-    (single / "model.safetensors").write_bytes(b"nonsense")
-    refused(single, r"model\.safetensors cannot be read as safetensors")
-
-    sharded = copy_of("mistral", tmp_path)
-    (sharded / "model-00002-of-00003.safetensors").rename(sharded / "hidden")
-    refused(sharded, r"names model-00002-of-00003\.safetensors, which is not there")
-
-
-def test_an_index_that_is_wrong_is_named(tmp_path: Path) -> None:
-    directory = copy_of("mistral", tmp_path)
-    file = directory / "model.safetensors.index.json"
-    index = json.loads(file.read_text())
-    index["weight_map"]["model.norm.weight"] = "model-00001-of-00003.safetensors"
-    file.write_text(json.dumps(index))
-    refused(directory, r"says tensor model\.norm\.weight is in model-00001-of-00003\.safetensors; it is not")
 
 
 def test_a_mesh_that_does_not_divide_an_axis_is_refused() -> None:

@@ -2,11 +2,12 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from lockstep.errors import HostError
-from lockstep.hosts import JaxClient, MemoryClient
+from lockstep.hosts import JaxClient, MemoryClient, _client, on_one_machine
 
 
 def test_directories_end_at_a_slash():
@@ -42,3 +43,23 @@ def test_a_barrier_that_timed_out_is_broken_for_all():
 def test_no_service_no_client():
     with pytest.raises(HostError, match=r"call lockstep.hosts.start\(\) first"):
         JaxClient()
+
+
+@pytest.mark.parametrize(
+    ("address", "count", "one"),
+    [
+        (None, 1, True),
+        ("127.0.0.1:1234", 2, True),
+        ("localhost:1234", 2, True),
+        ("[::1]:1234", 2, True),
+        ("10.0.0.2:1234", 1, True),
+        ("10.0.0.2:1234", 2, False),
+        ("pod-worker-0:1234", 2, False),
+    ],
+)
+def test_processes_that_meet_at_a_loopback_address_are_on_one_machine(
+    address: str | None, count: int, one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = SimpleNamespace(client=address and object(), coordinator_address=address, num_processes=count)
+    monkeypatch.setattr(_client, "global_state", state)
+    assert on_one_machine() == one

@@ -12,7 +12,7 @@ from lockstep.hosts import current
 from lockstep.schedule import Scheduler
 from lockstep.types import Completion, FinishReason, Request
 from tests.unit.engine.models import mesh_of, mixed_requests, model_on, request
-from tests.unit.schedule.test_endings import find_stop
+from tests.unit.schedule.test_schedule import find_stop
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import fsspec
 import pytest
 
 from lockstep.batch_inference import manifest
-from lockstep.errors import PeerError, PromptError
+from lockstep.errors import ConfigError, PeerError, PromptError
 from lockstep.report import read_jsonl
 from lockstep.text import load_tokenizer, read_prompts, stop_ids
 from tests import fake_gcs
@@ -75,9 +75,9 @@ def test_a_tokenizer_behind_a_url_is_the_one_of_its_directory(bucket, checkpoint
     ours, theirs = load_tokenizer("gs://bucket/models/tiny"), load_tokenizer(checkpoint)
     assert ours.get_vocab() == theirs.get_vocab() and ours.chat_template == theirs.chat_template
     assert stop_ids(ours) == tuple(sorted({*stop_ids(theirs), 3, 4}))
-    with pytest.raises(PeerError, match=r"'gs://bucket/data' holds none of tokenizer\.json"):
+    with pytest.raises(ConfigError, match=r"'gs://bucket/data' holds none of tokenizer\.json"):
         load_tokenizer("gs://bucket/data")
-    with pytest.raises(PeerError, match=r"'gs://bucket/nothing' holds none of tokenizer\.json"):
+    with pytest.raises(ConfigError, match=r"'gs://bucket/nothing' holds none of tokenizer\.json"):
         load_tokenizer("gs://bucket/nothing")
 
 

@@ -1,0 +1,84 @@
+"""What hosts have done, from their own numbers."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from lockstep.batch_inference.job_progress import Board, HostProgress, JobProgress, Meter
+from lockstep.batch_inference.live_view import line, panel
+from lockstep.errors import HostTimeoutError
+from lockstep.schedule.scheduler import Counts
+from tests.multiprocess.harness import run_threads
+from tests.unit.batch_inference.made_up_progress import FIRST, JOB, shown
+
+
+def test_what_is_derived_from_the_hosts_own_numbers():
+    assert (JOB.rows_done, JOB.tokens, JOB.rate) == (700, 110_000, 5000.0)
+    assert (JOB.prompts_done, JOB.prompts) == (340, 600), "100 prompts were there, each with two completions"
+    assert JOB.over_floor == pytest.approx(5000 / 12000)
+    assert JOB.eta_s == pytest.approx(25.0), "500 completions in 25 s, 500 are left"
+    at_start = JobProgress(rows=5, found=0, hosts=[HostProgress()], seconds=0.1)
+    assert (at_start.rate, at_start.over_floor, at_start.eta_s) == (0.0, None, None)
+    assert JOB.metrics() == {
+        "prompts_done": 340,
+        "prompts_total": 600,
+        "rows_done": 700,
+        "rows_total": 1200,
+        "tokens": 110_000,
+        "tokens_per_second": 5000.0,
+        "host_0/tokens_per_second": 3000.0,
+        "host_1/tokens_per_second": 2000.0,
+        "over_floor": pytest.approx(5000 / 12000),
+        "pages_in_use": 900,
+        "pages": 2048,
+        "eta_s": pytest.approx(25.0),
+    }
+
+
+def test_in_lockstep_a_host_has_the_tokens_of_its_devices():
+    posted = []
+    board = SimpleNamespace(post=posted.append)
+    # Three replicas of two devices: the second one's devices are on two hosts.
+    shares = np.asarray([[1.0, 0.0], [0.5, 0.5], [0.0, 1.0]])
+    meter = Meter(board, lambda: 100.0, lambda: shares)
+    for tokens, finished in (((10, 20, 30), 1), ((30, 60, 40), 2)):
+        meter(SimpleNamespace(counts=Counts(finished=finished, tokens=tokens, pages=7, max_pages=9)))
+    meter.add_prompts(2)
+    meter.pause()
+    meter.begin()
+    meter(SimpleNamespace(counts=Counts(finished=1, tokens=(1, 2, 3), pages=7, max_pages=9)))
+    assert [(each.rows, each.tokens, each.by_host) for each in posted] == [
+        (1, 60, [20.0, 40.0]),
+        (2, 130, [60.0, 70.0]),
+        (3, 136, [62.0, 74.0]),
+    ]
+    end = meter.total(done=True)
+    assert (end.rows, end.prompts, end.tokens, end.pages, end.done) == (3, 2, 136, 0, True)
+
+    job = dataclasses.replace(JOB, hosts=[dataclasses.replace(FIRST, by_host=[45_000.0, 15_000.0])])
+    assert job.host_rates == [2250.0, 750.0] and job.rate == 3000.0
+    assert job.metrics()["host_1/tokens_per_second"] == 750.0
+    assert "3,000 tokens/s (2,250 + 750)" in line(job)
+    assert "2,250 + 750 tokens/s on their devices" in shown(panel(job, "sample"))
+    many = dataclasses.replace(JOB, hosts=[dataclasses.replace(FIRST, by_host=[400.0 + 10 * i for i in range(64)])])
+    assert "20 to 52 on each of 64 hosts" in line(many)
+
+
+def body_board(hosts, steps):
+    seen = []
+    board = Board(hosts, separate=True, rows=10, found=0, show=seen.append)
+    for rows in range(steps[hosts.index]):
+        board.post(HostProgress(rows=rows), now=True)
+    board.post(HostProgress(rows=5, done=hosts.index == 0 or steps[1] > 0), now=True)
+    board.wait_for_all(0.3)
+    assert board.close().rows_done == 10
+    assert not hosts.client.get_dir("lockstep/sample") or not hosts.is_leader
+    return seen[-1].rows_done if hosts.is_leader else None
+
+
+def test_hosts_wait_for_each_other_as_long_as_there_is_progress():
+    assert run_threads(body_board, 2, [2, 3])[0] == 10
+    with pytest.raises(HostTimeoutError, match=r"process 1 made no progress on its share .* for 0.3 s"):
+        run_threads(body_board, 2, [1, 0])

@@ -1,0 +1,64 @@
+"""The inference_eval block."""
+
+from typing import Any
+
+import pytest
+
+from lockstep.callback import InferenceEvalConfig
+from lockstep.errors import ConfigError, PromptError
+
+
+def test_the_callback_passes_its_fields_on() -> None:
+    fields: dict[str, Any] = {
+        "temperature": 0.7,
+        "top_k": 5,
+        "top_p": 0.9,
+        "min_p": 0.05,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.1,
+        "frequency_penalty": 0.2,
+        "min_tokens": 3,
+    }
+    params = InferenceEvalConfig(prompts=["a"], **fields).sampling_params((2,))
+    assert {name: getattr(params, name) for name in fields} == fields
+    assert InferenceEvalConfig(prompts=["a"], ignore_eos=True).sampling_params((2,)).stops == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"top_k": 0, "temperature": 1.0}, "inference_eval: top_k is 0"),
+        (
+            {"top_k": 5},
+            r"inference_eval\.top_k is 5 and temperature is 0, which is greedy: top_k would do nothing\. Set",
+        ),
+        ({"top_p": 0.9}, r"inference_eval\.top_p is 0\.9 and temperature is 0"),
+        ({"min_p": 0.1}, r"inference_eval\.min_p is 0\.1 and temperature is 0"),
+        ({"ignore_eos": True, "min_tokens": 2}, r"inference_eval\.min_tokens is 2 and ignore_eos is true"),
+    ],
+)
+def test_a_field_of_the_callback_that_would_do_nothing(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        InferenceEvalConfig(prompts=["a"], **fields)
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "text"),
+    [
+        ({"prompts": []}, PromptError, "inference_eval: prompts holds no prompts; at least 1 is needed"),
+        ({"prompts_per_round": 0}, ConfigError, "prompts_per_round is 0; it must be at least 1. Use null"),
+        ({"prompts_per_round": 5}, ConfigError, "prompts_per_round is 5 and there is 1 prompt. Remove"),
+        ({"eval_every": 0}, ConfigError, "eval_every is 0; it must be at least 1. Set enabled: false"),
+        ({"timeout_s": 0}, ConfigError, "timeout_s is 0; it must be more than 0"),
+        ({"max_seconds": 0}, ConfigError, "max_seconds is 0; it must be more than 0. Use null for no limit"),
+        ({"stop": "###"}, ConfigError, "inference_eval.stop is '###'; it must be a list of strings"),
+        ({"stop": ["", "x"]}, ConfigError, "inference_eval: stop has an empty string at place 0"),
+        ({"on_error": "ignore"}, ConfigError, "on_error is 'ignore'; it must be skip or raise"),
+        ({"max_new_tokens": 0}, ConfigError, "inference_eval: max_new_tokens is 0; it must be at least 1"),
+        ({"layout": {"tensor": 0}}, ConfigError, "layout is {'tensor': 0}; it must be auto, training"),
+        ({"metrics": ["bleu"]}, ConfigError, "metric 'bleu' is not known"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(values, error, text):
+    with pytest.raises(error, match=text.replace("{", r"\{")):
+        InferenceEvalConfig(**{"prompts": ["one"]} | values)

@@ -1,0 +1,55 @@
+"""The prompts of a round: which they are, and how they travel."""
+
+import dataclasses
+
+import pytest
+
+from lockstep.callback import InferenceEvalConfig
+from lockstep.callback.round_prompts import RoundPrompts, from_bytes, read_round_prompts, to_bytes
+from lockstep.errors import ConfigError
+from tests import tiny
+from tests.unit.engine.models import request
+
+
+def test_parameters_travel_whole() -> None:
+    sent = [
+        request(0, 5, 8, logit_bias=((1, 0.5), (2, -1.0)), allowed_token_ids=(1, 2, 3), top_k=4, stop_token_ids=(3,)),
+        request(1, 5, 8, min_tokens=2, ignore_eos=True, top_p=0.3),
+    ]
+    for questions in (RoundPrompts(requests=sent), RoundPrompts(requests=sent[:1], largest=sent)):
+        assert from_bytes(to_bytes(questions)) == questions
+
+
+def test_requests_survive_the_broadcast():
+    config = InferenceEvalConfig(prompts=["one", "What is 2 plus 3?"], temperature=0.5, stop=["x", "yz"], seed=7)
+    questions = read_round_prompts(config, tiny.tokenizer())
+    assert [prompt.text for prompt in questions.prompts] == config.prompts
+    assert from_bytes(to_bytes(questions)) == dataclasses.replace(questions, prompts=[])
+
+
+def test_prompts_are_dealt_as_from_a_shuffled_pack():
+    prompts = [f"{'word ' * number}end" for number in range(11)]
+    config = InferenceEvalConfig(prompts=prompts, prompts_per_round=3, eval_every=10, seed=5, at_start=True)
+    # After the last step there is a round of its own, whose step is no multiple of eval_every.
+    steps = [0, 10, 20, 30, 40, 45]
+    rounds = [read_round_prompts(config, tiny.tokenizer(), step) for step in steps]
+    ids = [[prompt.id for prompt in each.prompts] for each in rounds]
+    assert [len(set(each)) for each in ids] == [3] * 6 and all(each == sorted(each) for each in ids)
+    assert len({*ids[0], *ids[1], *ids[2]}) == len({*ids[3], *ids[4], *ids[5]}) == 9, "none twice in a deal"
+    assert ids[3:] != ids[:3], "shuffled anew"
+    for each in rounds:
+        assert [request.prompt_id for request in each.requests] == [prompt.id for prompt in each.prompts]
+        assert [prompt.text for prompt in each.prompts] == [prompts[number] for number in (p.id for p in each.prompts)]
+        assert [request.prompt_id for request in each.compile_requests] == [10, 9, 8]
+    assert ids == [[p.id for p in read_round_prompts(config, tiny.tokenizer(), step).prompts] for step in steps]
+    later = dataclasses.replace(config, at_start=False)
+    assert ids[:-1] == [[p.id for p in read_round_prompts(later, tiny.tokenizer(), step).prompts] for step in steps[1:]]
+    other = dataclasses.replace(config, seed=6)
+    assert ids != [[p.id for p in read_round_prompts(other, tiny.tokenizer(), step).prompts] for step in steps]
+
+
+def test_a_file_with_no_more_prompts_than_a_round_has_is_refused(tmp_path):
+    (tmp_path / "two.txt").write_text("one\ntwo\n")
+    config = InferenceEvalConfig(prompts=str(tmp_path / "two.txt"), prompts_per_round=2)
+    with pytest.raises(ConfigError, match="prompts_per_round is 2 and there are 2 prompts.*at most 1, or use null"):
+        read_round_prompts(config, tiny.tokenizer())

@@ -1,0 +1,37 @@
+"""Sizes chosen from made-up memory."""
+
+from typing import Any
+
+from lockstep.engine import EngineConfig
+from lockstep.engine.decode_model import DecodeModels
+from lockstep.engine.sizing.choose import Chooser
+from lockstep.engine.sizing.result import Sizing
+from lockstep.errors import CapacityError
+from lockstep.models import read_decoder
+from lockstep.types import Request
+from tests.unit.engine.models import mesh_of, model_on
+
+ROOMY = 2**40
+
+
+def choose(requests: list[Request], free: int, mesh: str = "1,2,2", **options: Any) -> Sizing:
+    config = EngineConfig(**options)
+    return Chooser(config=config, models=models_on(config, mesh), free=free).choose(requests)
+
+
+def models_on(config: EngineConfig, mesh: str = "1,2,2") -> DecodeModels:
+    return DecodeModels(config, *read_decoder(model_on(mesh)), mesh_of(mesh))
+
+
+def least_that_works(requests: list[Request], **options: Any) -> int:
+    """Free bytes from which on the requests are accepted."""
+    low, high = 0, ROOMY
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            choose(requests, middle, **options)
+        except CapacityError:
+            low = middle
+        else:
+            high = middle
+    return high

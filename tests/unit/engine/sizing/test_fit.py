@@ -1,0 +1,37 @@
+"""The largest capacity that fits."""
+
+import itertools
+
+import pytest
+
+from lockstep.engine import EngineConfig
+from lockstep.engine.sizing.demand import Demand, desired_capacity
+from lockstep.engine.sizing.fit import fit
+from lockstep.engine.sizing.memory_model import Footprint
+from lockstep.schedule import Capacity
+from tests.unit.engine.models import request
+from tests.unit.engine.sizing.made_up import models_on
+
+
+def test_fit_is_the_best_of_all_slots_and_pages() -> None:
+    config = EngineConfig(page_size=8, max_prefill_size=8)
+    demand = Demand.of([request(0, 40, 8), *(request(i, 5, 4) for i in range(1, 20))], 8)
+    wanted = desired_capacity(config, models_on(config)[{"tensor": 2}], demand)
+
+    def bytes_of(sizes: Capacity) -> Footprint:
+        return Footprint(weights=100, pool=10 * sizes.pages, reshard=0, temporaries=35 * sizes.slots)
+
+    def at_a_time(slots: int, pages: int) -> float:
+        return min(20.0, slots * 2.0, 2 * (pages - 1) / demand.mean)
+
+    for budget in range(100, 1100, 37):
+        every = [
+            at_a_time(slots, pages)
+            for slots, pages in itertools.product(range(1, wanted.slots + 1), range(demand.longest + 1, 100))
+            if 100 + 10 * pages + 35 * slots <= budget
+        ]
+        got = fit(wanted, demand, bytes_of, budget)
+        assert (got is None) == (not every)
+        if got is not None:
+            assert bytes_of(got).total <= budget
+            assert min(at_a_time(got.slots, got.pages), 20.0) == pytest.approx(max(every))

@@ -1,0 +1,48 @@
+"""Bytes that are predicted, and those that the compiler finds."""
+
+import dataclasses
+from typing import Any
+
+from lockstep.engine import Engine, EngineConfig
+from lockstep.engine.decode_model import DecodeModels
+from lockstep.engine.sizing.choose import Chooser
+from lockstep.engine.sizing.result import Sizing
+from lockstep.models import read_decoder
+from lockstep.types import SamplingParams
+from tests.unit.engine.models import LLAMA, mesh_of, model_on, request
+
+
+def choose(free: int, **options: Any) -> Sizing:
+    """For a model with heads of 128 numbers and many layers, as large models have."""
+    config = dataclasses.replace(LLAMA, head_dim=128, num_layers=16, max_seq_len=4096)
+    params = SamplingParams(max_new_tokens=2000)
+    requests = [dataclasses.replace(request(i, 64), params=params) for i in range(64)]
+    engine = EngineConfig(dtype="bfloat16", **options)
+    models = DecodeModels(engine, *read_decoder(model_on("1,1,1", config)), mesh_of("1,1,1"))
+    return Chooser(config=engine, models=models, free=free).choose(requests)
+
+
+def test_the_same_memory_has_nearly_twice_the_pages() -> None:
+    roomy = choose(2**40), choose(2**40, kv_cache_dtype="int8")
+    assert roomy[0].sizes == roomy[1].sizes
+    assert roomy[1].predicted.pool / roomy[0].predicted.pool == (128 + 4) / (2 * 128)
+    free = roomy[0].predicted.total // 4
+    few, many = choose(free), choose(free, kv_cache_dtype="int8")
+    assert few.reasons["max_seqs"][1] == many.reasons["max_seqs"][1] == "memory"
+    assert many.sizes.pages > 1.8 * few.sizes.pages and many.predicted.total <= many.budget
+    assert "KV cache in int8" in many.describe() and "KV cache in bfloat16" in few.describe()
+
+
+def test_the_compiler_agrees_about_the_bytes() -> None:
+    requests = [request(i, 40, 24) for i in range(32)]
+    config = EngineConfig(kv_cache_dtype="int8", max_steps_per_launch=4, max_prefill_size=64)
+    engine = Engine(config, mesh_of("1,1,1"))
+    engine.prepare(model_on("1,1,1"), requests)
+    sizing = engine.sizing
+    assert sizing is not None and sizing.compiled is not None
+    pages = LLAMA.num_layers * sizing.sizes.pages
+    assert sizing.compiled.pool == sizing.predicted.pool == pages * 16 * 2 * LLAMA.num_kv_heads * (8 + 4)
+    print(sizing.describe())
+    assert sizing.compiled.temporaries <= 1.3 * sizing.predicted.temporaries
+    for name in ("prefill", "decode"):
+        assert engine.programs[name].memory().alias_size_in_bytes == sizing.compiled.pool, f"{name}: in place"

@@ -1,0 +1,67 @@
+"""Requests and sampling parameters that cannot work are refused where they are given, by name."""
+
+from typing import Any
+
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.types import Request, SamplingParams
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"temperature": 1e-6}, r"temperature is 1e-06; it must be 0 or at least 0\.0001, .* Use 0 for greedy"),
+        ({"top_k": 0}, r"top_k is 0; it must be at least 1, or null\. Use null to draw from all tokens"),
+        ({"top_k": -1}, "top_k is -1; it must be"),
+        ({"top_p": 0.0}, r"top_p is 0\.0; it must be more than 0 and at most 1\. Use 1 to"),
+        ({"top_p": 1.01}, r"top_p is 1\.01"),
+        ({"top_p": NAN}, "top_p is nan"),
+        ({"min_p": -0.1}, r"min_p is -0\.1; it must be 0 to 1\. Use 0 to"),
+        ({"min_p": NAN}, "min_p is nan"),
+        ({"repetition_penalty": 0.0}, r"repetition_penalty is 0\.0; it must be 0\.01 to 100\. Use 1 for none"),
+        ({"repetition_penalty": NAN}, "repetition_penalty is nan"),
+        ({"presence_penalty": 2.5}, r"presence_penalty is 2\.5; it must be -2 to 2\. Use 0 for none"),
+        ({"frequency_penalty": -3.0}, r"frequency_penalty is -3\.0; it must be"),
+        ({"min_tokens": -1}, "min_tokens is -1; it must be at least 0 and at most max_new_tokens, which is 8"),
+        ({"min_tokens": 9}, r"min_tokens is 9; .* Lower min_tokens or raise max_new_tokens"),
+        ({"top_logprobs": -1}, "top_logprobs is -1; it must be at least 0"),
+        ({"logit_bias": ((1, 1.0), (1, 2.0))}, "logit_bias gives token 1 twice"),
+        (
+            {"logit_bias": ((1, 101.0),)},
+            r"logit_bias of token 1 is 101\.0; it must be -100 to 100\. Use allowed_token_ids",
+        ),
+        ({"logit_bias": ((1, NAN),)}, "logit_bias of token 1 is nan"),
+        ({"allowed_token_ids": ()}, r"allowed_token_ids is empty; .* Use null to allow all"),
+        (
+            {"allowed_token_ids": (1, 2), "stop_token_ids": (2, 1), "min_tokens": 1},
+            "allowed_token_ids are all stop tokens and min_tokens is 1, so that no token could be sampled",
+        ),
+    ],
+)
+def test_values_that_cannot_work(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SamplingParams(max_new_tokens=8, **params)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
+        ({"max_new_tokens": 1, "n_generations": 0}, "n_generations is 0; it must be at least 1"),
+        ({"max_new_tokens": 1, "temperature": -0.1}, "temperature is -0.1; it must be finite and at least 0"),
+        ({"max_new_tokens": 1, "temperature": float("inf")}, "temperature is inf"),
+        ({"max_new_tokens": 1, "temperature": float("nan")}, "temperature is nan"),
+        ({"max_new_tokens": 1, "seed": 2**32}, "seed is 4294967296; it must be at least 0 and less than"),
+    ],
+)
+def test_sampling_that_cannot_work(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SamplingParams(**params)
+
+
+def test_an_empty_prompt() -> None:
+    with pytest.raises(ValueError, match="prompt 4 has 0 tokens; the model needs at least 1"):
+        Request(prompt_id=4, prompt_tokens=(), params=SamplingParams(max_new_tokens=1))

@@ -1,0 +1,38 @@
+"""How a run is set up."""
+
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.training import TrainerConfig
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"train_batch_size": 0}, "train_batch_size is 0; it must be at least 1"),
+        ({"num_train_steps": 0}, "num_train_steps is 0"),
+        ({"per_device_parallelism": 0}, "per_device_parallelism is 0.*-1"),
+        ({"seed": -1}, "seed is -1"),
+        ({"mp": "f31"}, "mp is 'f31'"),
+        ({"run_id": "a/b"}, "run_id is 'a/b'"),
+    ],
+)
+def test_settings_out_of_range(values, text):
+    with pytest.raises(ConfigError, match=text):
+        TrainerConfig(**values)
+
+
+class ShapeOfMesh:
+    """What `TrainerConfig.microbatches` looks at."""
+
+    def __init__(self, dp, fsdp):
+        self.shape = {"dp": dp, "fsdp": fsdp, "tp": 1}
+
+
+def test_batches_that_do_not_divide():
+    config = TrainerConfig(train_batch_size=24, per_device_parallelism=2)
+    assert config.microbatches(ShapeOfMesh(2, 2)) == 3
+    with pytest.raises(ConfigError, match="train_batch_size is 24.*multiple of 16, e.g. 16 or 32"):
+        config.microbatches(ShapeOfMesh(2, 8))
+    with pytest.raises(ConfigError, match=r"does not divide the 3 rows.*Use one of \[1, 3\], or -1"):
+        config.microbatches(ShapeOfMesh(2, 4))
