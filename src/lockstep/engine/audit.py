@@ -216,14 +216,14 @@ def audit(
     with (current() if hosts is None else hosts).scope("audit") as scope:
         with scope.run_on_all("prepare") as prepared:
             prepared.agree({"requests and completions": digest(repr(list(requests)), repr(list(completions)))})
-            _, weights = read_decoder(model)
-            auditor = Auditor(mesh_of(weights.embed), vocab_size=vocab_size, dtype=dtype)
+            read = read_decoder(model)
+            auditor = Auditor(mesh_of(read[1].embed), vocab_size=vocab_size, dtype=dtype)
             if requests:
-                prepared.agree(auditor.prepare(model, requests))
+                prepared.agree(auditor.prepare(read, requests))
         if not completions:
             return 0.0
         with scope.launch_on_all("audit", auditor.ledger) as audited:
-            gap = auditor.run(model, requests, completions)
+            gap = auditor.run(read, requests, completions)
             audited.agree({"gap": repr(gap)})
     return gap
 
