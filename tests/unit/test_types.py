@@ -65,3 +65,21 @@ def test_sampling_that_cannot_work(params: dict[str, Any], message: str) -> None
 def test_an_empty_prompt() -> None:
     with pytest.raises(ValueError, match="prompt 4 has 0 tokens; the model needs at least 1"):
         Request(prompt_id=4, prompt_tokens=(), params=SamplingParams(max_new_tokens=1))
+
+
+@pytest.mark.parametrize(("ignore_eos", "stops"), [(False, (1, 2)), (True, ())])
+def test_stop_tokens_end_an_answer_unless_they_are_ignored(ignore_eos: bool, stops: tuple[int, ...]) -> None:
+    params = SamplingParams(max_new_tokens=8, stop_token_ids=(1, 2), ignore_eos=ignore_eos, min_tokens=3)
+    assert params.stops == stops and params.rules_out_stops == bool(stops)
+
+
+@pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
+def test_any_penalty_makes_logits_depend_on_the_tokens_so_far(name: str) -> None:
+    assert not SamplingParams(max_new_tokens=8).has_penalties
+    assert SamplingParams(max_new_tokens=8, **{name: 0.5}).has_penalties
+
+
+def test_values_at_the_ends_of_their_ranges_work() -> None:
+    SamplingParams(max_new_tokens=1, temperature=1e-4, top_k=1, top_p=1.0, min_p=1.0, min_tokens=1, seed=2**32 - 1)
+    SamplingParams(max_new_tokens=1, repetition_penalty=100.0, presence_penalty=-2.0, frequency_penalty=2.0)
+    SamplingParams(max_new_tokens=1, logit_bias=((0, -100.0), (1, 100.0)), allowed_token_ids=(1,), stop_token_ids=(1,))

@@ -1,10 +1,82 @@
 """Block sizes, and heads as the kernel takes them."""
 
+from typing import Any
+
 import pytest
 
-from lockstep.attention.tpu_blocks import stored_heads
+from lockstep.attention import tpu_blocks
+from lockstep.attention.tpu_block_table import VMEM_LIMIT
+from lockstep.attention.tpu_blocks import (
+    BlockKey,
+    blocks_for,
+    safe,
+    stored_head_size,
+    stored_heads,
+    takes,
+    tpu_generation,
+)
 
 
 @pytest.mark.parametrize(("itemsize", "wants"), [(4, {1: 1, 3: 4, 5: 8}), (2, {1: 1, 3: 4, 6: 8, 12: 16}), (1, {1: 2})])
 def test_stored_heads(itemsize: int, wants: dict[int, int]) -> None:
     assert {kv_heads: stored_heads(kv_heads, itemsize) for kv_heads in wants} == wants
+
+
+@pytest.mark.parametrize(
+    ("kind", "generation"),
+    [
+        ("TPU v4", "v4"),
+        ("TPU v5", "v5p"),
+        ("TPU v5p", "v5p"),
+        ("TPU v5 lite", "v5e"),
+        ("TPU v6 lite", "v6e"),
+        ("TPU v6e", "v6e"),
+        ("CPU", "cpu"),
+    ],
+)
+def test_the_generation_follows_from_the_kind(kind: str, generation: str) -> None:
+    assert tpu_generation(kind) == generation
+
+
+@pytest.mark.parametrize(("size", "stored"), [(1, 128), (64, 128), (128, 128), (129, 256)])
+def test_a_head_fills_whole_rows_of_lanes(size: int, stored: int) -> None:
+    assert stored_head_size(size) == stored
+
+
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "itemsize", "works"),
+    [(8, 8, 4, False), (16, 8, 4, True), (4, 4, 4, True), (6, 3, 4, True), (8, 8, 2, True), (40, 8, 4, False)],
+)
+def test_query_heads_of_a_tile_are_a_multiple_of_8_or_all(
+    q_heads: int, kv_heads: int, itemsize: int, works: bool
+) -> None:
+    assert takes(q_heads, kv_heads, itemsize) == works
+
+
+def key_of(**values: Any) -> BlockKey:
+    given = {"generation": "v5p", "q_heads": 32, "kv_heads": 8, "head_size": 128, "page_size": 64, "dtype": "bfloat16"}
+    return BlockKey(**{**given, **values})
+
+
+def test_heads_of_the_table_get_its_blocks_in_pages() -> None:
+    decode, prefill = blocks_for(key_of())
+    assert (decode.pages, decode.queries, decode.known) == (512 // 64, 8, True)
+    assert (prefill.pages, prefill.queries, prefill.known) == (1024 // 64, 32, True)
+    assert decode.vmem_limit == VMEM_LIMIT["v5p"]
+
+
+@pytest.mark.parametrize("change", [{"q_heads": 31}, {"page_size": 24}, {"generation": "v9"}, {"dtype": "float16"}])
+def test_what_the_table_lacks_gets_small_blocks_and_a_warning(
+    change: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    key = key_of(**change)
+    tpu_blocks._warn.cache_clear()
+    decode, prefill = blocks_for(key)
+    assert decode == prefill == safe(key) and not decode.known
+    assert "no block sizes for" in caplog.text
+
+
+def test_small_blocks_shrink_with_many_query_heads_and_large_pages() -> None:
+    assert (safe(key_of(q_heads=32)).queries, safe(key_of(q_heads=128)).queries) == (8, 4)
+    assert (safe(key_of(q_heads=1024)).queries, safe(key_of(page_size=256)).pages) == (1, 1)
+    assert safe(key_of(generation="v9")).vmem_limit == min(VMEM_LIMIT.values())

@@ -1,7 +1,22 @@
 """What is said of a finished job."""
 
-from lockstep.batch_inference.summary import Outcome, Totals, metrics, summary_table
+import json
+
+import pytest
+
+from lockstep.batch_inference.summary import (
+    MemoryLog,
+    Outcome,
+    Totals,
+    add_up,
+    closing_words,
+    first_rows,
+    metrics,
+    summary_table,
+)
+from tests.multiprocess.harness import run_threads
 from tests.unit.batch_inference.made_up_progress import shown
+from tests.unit.batch_inference.made_up_rows import row
 
 
 def test_figures_have_the_promised_names():
@@ -37,3 +52,42 @@ def test_figures_have_the_promised_names():
         "peak 3.00 GiB",
     ):
         assert part in text
+
+
+def test_a_mean_is_over_the_rows_that_have_the_metric():
+    lines = [json.dumps(each).encode() for each in (row(3), {**row(5), "gsm8k": 1.0}, {**row(7), "gsm8k": 0.5})]
+    totals = Totals().add(lines)
+    assert (totals.rows, totals.tokens, totals.finish) == (3, 15, {"stop": 3})
+    assert totals.means == {"length": 5.0, "gsm8k": 0.75}
+
+
+def test_sums_of_all_hosts_are_the_leaders():
+    parts = [
+        Totals(rows=1, tokens=5, finish={"stop": 1}, sums={"a": 1.0}, counts={"a": 1}),
+        Totals(rows=2, tokens=7, finish={"length": 1, "stop": 1}, sums={"a": 4.0, "b": 2.0}, counts={"a": 2, "b": 1}),
+    ]
+    every, nothing = run_threads(lambda hosts: add_up(hosts, parts[hosts.index]), 2)
+    assert nothing is None and (every.rows, every.tokens, every.finish) == (3, 12, {"stop": 2, "length": 1})
+    assert every.means == {"a": pytest.approx(5 / 3), "b": 2.0}
+
+
+def test_memory_is_that_of_the_host_with_most_in_use(monkeypatch):
+    def body(hosts):
+        log = MemoryLog(hosts)
+        log._add("loaded", 5 + hosts.index)
+        log._add("peak", None if hosts.index else 9)
+        return log.of_all("memory")
+
+    assert run_threads(body, 2) == [{"loaded": 6, "peak": 9}, {}]
+
+
+def test_the_table_has_the_first_rows_of_the_merged_file(tmp_path):
+    merged = tmp_path / "samples.jsonl"
+    merged.write_text("".join(json.dumps(row(number)) + "\n" for number in range(4)))
+    assert [each.num_tokens for each in first_rows(merged, 3)] == [0, 1, 2]
+
+
+def test_only_files_that_exist_are_listed_at_the_end(tmp_path):
+    (tmp_path / "samples.jsonl").touch()
+    text = closing_words([("rows", tmp_path / "samples.jsonl"), ("table", tmp_path / "none")], "gs://bucket/rows")
+    assert text == f"\ndone:\n  rows       {tmp_path}/samples.jsonl\n  uploaded   gs://bucket/rows"

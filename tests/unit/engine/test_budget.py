@@ -13,6 +13,8 @@ from lockstep.schedule import Scheduler
 from lockstep.types import Completion, FinishReason, Request
 from tests.unit.engine.models import mesh_of, mixed_requests, model_on, request
 from tests.unit.schedule.test_schedule import find_stop
+from tests.unit.schedule.test_scheduler import capacity_of
+from tests.unit.schedule.test_scheduler import request as one_request
 
 
 @pytest.fixture(scope="module")
@@ -112,3 +114,37 @@ def test_when_the_time_is_over_all_come_back_with_what_they_have(
             assert completion == before
     assert len(jax.live_arrays()) == live
     assert engine.generate(model, mixed_requests()) == list(plain.values()), "the next run is not touched"
+
+
+class Clock:
+    """Seconds that a test sets."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def waiting() -> Scheduler:
+    return Scheduler(capacity_of(), [one_request(0, 5, 2)])
+
+
+def test_a_budget_counts_from_when_it_was_made() -> None:
+    clock, scheduler = Clock(), waiting()
+    with current().scope("test-budget-clock") as hosts:
+        budget = Budget(hosts, 5.0, clock=clock)
+        clock.now = 104.9
+        budget(scheduler)
+        assert not scheduler.done
+        clock.now = 105.0
+        budget(scheduler)
+    assert [c.finish_reason for c in scheduler.completions()] == [FinishReason.BUDGET] and not budget.preempted
+
+
+def test_without_a_limit_no_time_is_too_long() -> None:
+    clock, scheduler = Clock(), waiting()
+    with current().scope("test-budget-none") as hosts:
+        budget = Budget(hosts, clock=clock)
+        clock.now = 1e9
+        budget(scheduler)
+    assert not scheduler.done

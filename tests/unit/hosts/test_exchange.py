@@ -2,8 +2,9 @@
 
 import pytest
 
-from lockstep.errors import HostError, PeerError
+from lockstep.errors import DisagreementError, HostError, PeerError
 from lockstep.hosts import Hosts, MemoryClient, digest
+from lockstep.hosts.exchange import name_processes, raise_if_different, shown
 from tests.multiprocess.harness import run_threads
 
 
@@ -46,3 +47,34 @@ def test_what_the_leader_does_fails_alike_everywhere():
     assert run_threads(_from_leader, 3, False) == ["prompts"] * 3
     text = "1 of 3 processes failed at 'prompts'. process 0: OSError: no such file"
     assert run_threads(_from_leader, 3, True) == [f"{text} (OSError)", f"{text} (NoneType)", f"{text} (NoneType)"]
+
+
+@pytest.mark.parametrize(
+    ("processes", "text"),
+    [([3], "process 3"), ([1, 0], "processes 0, 1"), ([2, 0, 1, 5], "processes 0-2, 5"), ([0, 2], "processes 0, 2")],
+)
+def test_processes_in_a_row_are_named_by_the_first_and_the_last(processes, text):
+    assert name_processes(processes) == text
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("lockstep/job/inference_eval#3/prepare", "inference_eval#3/prepare"),
+        ("lockstep/job/config#1", "config"),
+        ("lockstep/launch/7", "lockstep/launch/7"),
+    ],
+)
+def test_a_key_is_shown_without_what_all_keys_have(key, text):
+    assert shown(key) == text
+
+
+def test_the_smallest_number_of_all_is_everybodys():
+    assert run_threads(lambda hosts: hosts.all_min("free", 10 - hosts.index), 3) == [8, 8, 8]
+
+
+def test_values_that_differ_are_told_apart_in_their_first_characters():
+    values = [{"config": "a" * 200}, {"config": "b"}, {"config": "b"}]
+    with pytest.raises(DisagreementError) as caught:
+        raise_if_different("lockstep/job/x#1", values)
+    assert f"config: processes 1, 2 (the majority): 'b'; process 0: '{'a' * 77}...'." in str(caught.value)

@@ -21,9 +21,7 @@ def test_a_batch_is_made_of_whole_groups():
 
 
 def test_a_row_has_room_for_prompt_and_answer():
-    with pytest.raises(
-        ConfigError, match=r"rollout\.max_new_tokens is 64 and data\.max_seq_len is 64; .* less than"
-    ):
+    with pytest.raises(ConfigError, match=r"rollout\.max_new_tokens is 64 and data\.max_seq_len is 64; .* less than"):
         read("--rollout.max_new_tokens", "64", "--data.max_seq_len", "64")
 
 

@@ -1,8 +1,16 @@
 """The train step of a plan."""
 
+import dataclasses
+from types import SimpleNamespace
+
+import jax
+import numpy as np
 import pytest
 
-from lockstep.plan.train_step import largest_that_works
+from lockstep.plan.train_step import largest_that_works, peak, saved_bytes, step_flops
+from lockstep.plan.workload import TrainingWorkload, Workload
+from lockstep.training import OptimizerConfig, TrainerConfig, lm_loss
+from tests.unit.engine.models import LLAMA
 
 
 @pytest.mark.parametrize("limit", range(0, 18))
@@ -29,3 +37,59 @@ def test_a_good_guess_is_confirmed_with_two_questions():
 
     assert largest_that_works([1, 2, 4, 8, 16], 4, works) == 4
     assert asked == [4, 8]
+
+
+def workload_of(**values):
+    model = dataclasses.replace(LLAMA, gradient_checkpointing=values.pop("remat", False))
+    training = TrainingWorkload(
+        trainer=TrainerConfig(train_batch_size=8),
+        optimizer=OptimizerConfig(),
+        loss=lm_loss,
+        columns={"tokens": jax.ShapeDtypeStruct((32,), np.int32), "loss_mask": jax.ShapeDtypeStruct((32,), bool)},
+        **values,
+    )
+    return Workload(
+        command="train-lm",
+        model=model,
+        model_key="model",
+        vocab_size=40,
+        mesh_shape="auto",
+        dtype="float32",
+        training=training,
+        sampling=[],
+    )
+
+
+def test_operations_of_a_step_are_two_per_weight_and_token_three_times():
+    # Of a layer: q and o 16 x 32 each, k and v 16 x 16 each, the MLP 3 x 16 x 24; and all pairs of 32 positions.
+    weights = 2 * 16 * 32 + 2 * 16 * 16 + 3 * 16 * 24
+    pairs = 2 * 2 * 4 * 8 * 32
+    layers, output = 2 * (2 * weights + pairs), 2 * 16 * 40
+    assert step_flops(workload_of()) == 3 * (layers + output) * 8 * 32
+
+
+def test_layers_that_are_computed_twice_cost_a_third_more_and_the_output_does_not():
+    twice, once = step_flops(workload_of(remat=True)), step_flops(workload_of())
+    output = 3 * 2 * 16 * 40 * 8 * 32
+    assert (twice - output) / (once - output) == pytest.approx(4 / 3)
+
+
+def test_a_row_of_two_sequences_costs_twice_as_much():
+    assert step_flops(workload_of(sequences_per_row=2)) == 2 * step_flops(workload_of())
+
+
+def test_what_the_backward_pass_needs_grows_with_the_rows_and_shrinks_with_rematerialisation():
+    whole, half = saved_bytes(workload_of(), 4), saved_bytes(workload_of(), 2)
+    assert whole == pytest.approx(2 * half, rel=0.05)
+    assert saved_bytes(workload_of(remat=True), 4) < whole / 2
+
+
+@pytest.mark.parametrize(("measured", "total"), [(700, 710), (0, 310)])
+def test_the_worst_moment_is_the_compilers_or_arguments_and_temporaries_and_the_code(measured, total):
+    memory = SimpleNamespace(
+        peak_memory_in_bytes=measured,
+        argument_size_in_bytes=100,
+        temp_size_in_bytes=200,
+        generated_code_size_in_bytes=10,
+    )
+    assert peak(SimpleNamespace(memory=memory)) == total

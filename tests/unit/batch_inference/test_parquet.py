@@ -1,0 +1,23 @@
+"""Merged rows as Parquet."""
+
+import sys
+
+import pytest
+
+from lockstep.batch_inference.parquet import check_pyarrow, write_parquet
+from lockstep.errors import ConfigError
+from lockstep.report import read_jsonl
+
+
+def test_parquet_holds_the_merged_rows(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    merged = tmp_path / "samples.jsonl"
+    merged.write_text("".join(f'{{"round": 0, "prompt_id": {i}, "generated_text": "ü {i}"}}\n' for i in range(10_000)))
+    assert parquet.read_table(write_parquet(merged)).to_pylist() == read_jsonl(merged)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["samples.jsonl", "samples.parquet"]
+
+
+def test_without_pyarrow_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match=r"pip install 'jax-lockstep\[parquet\]', or set write_parquet to false"):
+        check_pyarrow()

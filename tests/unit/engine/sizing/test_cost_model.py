@@ -1,0 +1,57 @@
+"""Seconds that decoding should take: what they grow with."""
+
+import dataclasses
+
+import pytest
+
+from lockstep.device import Chip, Link
+from lockstep.engine import EngineConfig
+from lockstep.engine.config import Layout
+from lockstep.engine.sizing.cost_model import Estimate, estimate
+from lockstep.engine.sizing.demand import Demand, desired_capacity
+from tests.unit.engine.models import request
+from tests.unit.engine.sizing.made_up import models_on
+
+LINK = Link(bandwidth=1e9, latency_s=1e-6)
+CHIP = Chip(name="made up", memory=2**40, bandwidth=1e9, flops=1e12, link=LINK, network=LINK)
+REQUESTS = [request(i, 20, 30) for i in range(8)]
+
+
+def found(layout: Layout, chip: Chip = CHIP, **options: object) -> Estimate:
+    config = EngineConfig(**options)
+    model = models_on(config)[layout]
+    capacity = desired_capacity(config, model, REQUESTS)
+    return estimate(model, capacity, Demand.of(REQUESTS, capacity.page_size), chip)
+
+
+def test_memory_and_compute_hide_behind_each_other_and_collectives_behind_neither() -> None:
+    seconds = Estimate(reshard_s=100.0, memory_s=2.0, compute_s=3.0, collectives_s=0.5, steps=4.0, active=1.0)
+    assert seconds.step_s == 3.5 and seconds.total_s == 100.0 + 4 * 3.5
+    assert dataclasses.replace(seconds, memory_s=5.0).step_s == 5.5
+
+
+def test_twice_the_bandwidth_is_half_the_memory_time() -> None:
+    fast = dataclasses.replace(CHIP, bandwidth=2 * CHIP.bandwidth)
+    assert found({"tensor": 2}, fast).memory_s == pytest.approx(found({"tensor": 2}).memory_s / 2)
+
+
+def test_only_a_replica_of_several_devices_has_collectives_in_a_step() -> None:
+    assert found({"tensor": 1}).collectives_s == 0.0 < found({"tensor": 2}).collectives_s
+
+
+def test_the_training_layout_moves_nothing_once_and_gathers_in_every_step() -> None:
+    training = found("training")
+    assert training.reshard_s == 0.0 < found({"tensor": 1}).reshard_s
+    assert training.collectives_s > 0.0
+
+
+def test_few_slots_take_several_batches_of_steps() -> None:
+    assert found({"tensor": 1}).steps == 30
+    capped = found({"tensor": 1}, max_seqs=2)
+    assert (capped.steps, capped.active) == (4 * 30, 2.0)
+
+
+def test_devices_at_one_memory_share_its_bandwidth() -> None:
+    # Four CPU devices of this process: one that decodes has the bandwidth that four would share.
+    shared, alone = found({"tensor": 1}), found({"tensor": 1, "replicas": 1})
+    assert alone.memory_s < shared.memory_s

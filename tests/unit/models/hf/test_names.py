@@ -1,0 +1,59 @@
+"""Which Hugging Face tensor each parameter has, and how their axes correspond."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from lockstep.models.hf.names import LLAMA_TENSORS, HFTensor, parameters, skeleton
+from tests.unit.engine.models import FAMILIES, LLAMA
+
+SIZES = {"embed": 6, "kv_head": 4, "q_heads_per_group": 2, "head_size": 3}
+Q = HFTensor("layer.{layer}.q", (("kv_head", "q_heads_per_group", "head_size"), ("embed",)))
+AXES = ("embed", "kv_head", "q_heads_per_group", "head_size")
+
+
+def whole(**parts):
+    return {axis: parts.get(axis, slice(0, size)) for axis, size in SIZES.items()}
+
+
+def test_a_name_has_the_number_of_its_layer():
+    assert Q.name(3) == "layer.3.q" and HFTensor("norm", (("embed",),)).name(None) == "norm"
+
+
+def test_axes_are_flattened_into_the_stored_dimensions():
+    assert Q.shape(SIZES) == (4 * 2 * 3, 6)
+
+
+@pytest.mark.parametrize(
+    "parts", [{}, {"kv_head": slice(2, 4)}, {"embed": slice(1, 5)}, {"kv_head": slice(1, 2), "embed": slice(0, 3)}]
+)
+def test_a_part_is_read_from_its_block_of_what_was_stored(parts):
+    array = np.random.default_rng(0).standard_normal([SIZES[axis] for axis in AXES])
+    where = whole(**parts)
+    stored = Q.to_stored(array, AXES, SIZES)
+    part = Q.from_stored(stored[Q.stored_slices(where, SIZES)], where, AXES, SIZES)
+    np.testing.assert_array_equal(part, array[tuple(where[axis] for axis in AXES)])
+
+
+def test_a_block_is_no_larger_than_the_part_along_its_slowest_axis():
+    assert Q.stored_slices(whole(kv_head=slice(1, 2)), SIZES) == (slice(6, 12), slice(0, 6))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "tied"])
+def test_every_parameter_of_a_family_has_its_tensors(family):
+    found = parameters(skeleton(10, FAMILIES[family]), LLAMA_TENSORS)
+    names = [name for parameter in found for name, _ in parameter.tensors()]
+    assert len(set(names)) == len(names)
+    per_layer = [parameter for parameter in found if parameter.layers != [None]]
+    assert all(len(list(parameter.tensors())) == 2 for parameter in per_layer) and len(per_layer) >= 9
+
+
+def test_shapes_are_those_that_hugging_face_stores():
+    config = dataclasses.replace(LLAMA, num_layers=1)
+    found = dict(pair for parameter in parameters(skeleton(10, config), LLAMA_TENSORS) for pair in parameter.tensors())
+    assert found["model.embed_tokens.weight"] == found["lm_head.weight"] == (10, 16)
+    assert found["model.layers.0.self_attn.q_proj.weight"] == (4 * 8, 16)
+    assert found["model.layers.0.self_attn.k_proj.weight"] == (2 * 8, 16)
+    assert found["model.layers.0.self_attn.o_proj.weight"] == (16, 4 * 8)
+    assert found["model.layers.0.mlp.down_proj.weight"] == (16, 24)

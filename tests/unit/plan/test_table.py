@@ -1,0 +1,56 @@
+"""A plan at the terminal."""
+
+import io
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from lockstep.plan.infeasibility import Infeasibility
+from lockstep.plan.table import _named, _seconds, print_plan
+
+REASON = Infeasibility(key="engine.max_seqs", value=64, largest=32, text="too many [sequences]", place="a.yaml:3")
+
+
+def printed(**values):
+    workload = SimpleNamespace(command="sample", one_host=False, notes=("tokens [guessed]",))
+    topology = SimpleNamespace(describe=lambda: "v5p-8 [2x2x1]", devices=[None] * 4, hosts=1)
+    chip = SimpleNamespace(name="TPU v5p")
+    given = {"workload": workload, "topology": topology, "chip": chip, "mesh_shape": {"dp": 1, "fsdp": 4}}
+    given |= {"training": None, "sampling": [], "fits": False, "infeasibilities": [REASON]}
+    console = Console(file=io.StringIO(), width=100)
+    print_plan(SimpleNamespace(**given | values), console)
+    return console.file.getvalue()
+
+
+def test_it_says_what_is_planned_for_which_slice():
+    text = printed()
+    assert "sample on v5p-8 [2x2x1]" in text and "mesh (dp 1, fsdp 4), TPU v5p" in text
+
+
+def test_notes_are_shown_as_they_are():
+    assert "- tokens [guessed]" in printed()
+
+
+def test_what_does_not_fit_names_key_value_the_largest_and_the_place():
+    text = printed()
+    assert "does not fit: too many [sequences]" in text
+    assert "engine.max_seqs is 64; the largest that works is 32" in text
+    assert "change engine.max_seqs at a.yaml:3" in text
+
+
+def test_where_no_value_works_none_is_offered():
+    nothing = Infeasibility(key="model", value="70B", largest=None, text="too large", place="a.yaml:1")
+    assert "the largest that works" not in printed(infeasibilities=[nothing])
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.0, "0"), (2e-7, "0.2 µs"), (1.5e-5, "15 µs"), (0.0123, "12.3 ms"), (75.0, "75 s")]
+)
+def test_seconds_have_the_unit_that_they_fill(value, text):
+    assert _seconds(value) == text
+
+
+@pytest.mark.parametrize(("name", "text"), [("rollout", "rollout: step"), ("", "step")])
+def test_a_round_of_sampling_is_named_by_its_block(name, text):
+    assert _named(SimpleNamespace(workload=SimpleNamespace(name=name)), "step") == text

@@ -1,0 +1,73 @@
+"""Tests mirror the package: ``src/lockstep/a/b.py`` is tested in ``tests/unit/a/test_b.py``."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SOURCE, UNIT = ROOT / "src" / "lockstep", ROOT / "tests" / "unit"
+
+REPOSITORY = {"test_demo_data.py", "test_docs.py", "test_imports.py", "test_launch.py", "test_mirror.py"}
+"""Tests of what is in the repository beside the package."""
+
+COVERED_BY = {
+    # Protocols and tables, which have no behaviour of their own.
+    "attention/base.py": "tests/unit/attention/test_reference.py",
+    "attention/tpu_block_table.py": "tests/tpu_compile/test_blocks.py",
+    "engine/capacity_fields.py": "tests/unit/test_sampling_fields.py",
+    "report/evaluation_fields.py": "tests/unit/test_sampling_fields.py",
+    "training/objectives/parts.py": "tests/unit/training/objectives/test_lm.py",
+    "training/rollout.py": "tests/unit/test_sampling_fields.py",
+    # Programs of the decoder, which only the whole engine runs.
+    "engine/decoder/build.py": "tests/unit/engine/test_engine.py",
+    "engine/decoder/copy_pages.py": "tests/unit/engine/decoder/test_transformer.py",
+    "engine/decoder/prefill.py": "tests/unit/engine/decoder/test_transformer.py",
+    "engine/prepare.py": "tests/unit/engine/test_engine.py",
+    # Steps of a whole round, run or plan.
+    "batch_inference/generate.py": "tests/unit/batch_inference/test_run.py",
+    "callback/round.py": "tests/unit/callback/test_sample_callback.py",
+    "plan/planner.py": "tests/tpu_compile/test_plan.py",
+    "hosts/peers.py": "tests/multiprocess/test_endings.py",
+    # Commands: a configuration and a call.
+    "main/plan.py": "tests/unit/main/test_plan_workload.py",
+    "main/run.py": "tests/multiprocess/test_train_simpo.py",
+    "main/sample.py": "tests/multiprocess/test_sample.py",
+    "main/train_config.py": "tests/unit/main/test_train_grpo.py",
+    "main/train_lm.py": "tests/multiprocess/test_demo.py",
+    "main/train_simpo.py": "tests/multiprocess/test_train_simpo.py",
+}
+"""The test file of each module that has none of its name."""
+
+
+def mirror_of(module: str) -> Path:
+    """The test file of a module, given by its path in the package."""
+    path = Path(module)
+    return UNIT / path.parent / f"test_{path.name}"
+
+
+def modules() -> list[str]:
+    """Every module, by its path in the package; a package's face has nothing to test."""
+    paths = (path for path in SOURCE.rglob("*.py") if path.name != "__init__.py")
+    return sorted(path.relative_to(SOURCE).as_posix() for path in paths)
+
+
+def test_every_test_file_is_that_of_a_module_or_of_its_package():
+    orphans = []
+    for test in UNIT.rglob("test_*.py"):
+        tested = SOURCE / test.relative_to(UNIT).with_name(test.name.removeprefix("test_"))
+        of_package = tested.stem == tested.parent.name and tested.parent.is_dir()
+        if not (tested.exists() or of_package or test.parent == UNIT and test.name in REPOSITORY):
+            orphans.append(test.relative_to(ROOT).as_posix())
+    assert not orphans, "name these after the module that they test, or after its package"
+
+
+def test_every_module_has_its_test_file():
+    missing = [module for module in modules() if module not in COVERED_BY and not mirror_of(module).exists()]
+    assert not missing, "write their tests, or say in COVERED_BY which file has them"
+
+
+def test_every_row_of_the_table_names_a_module_and_a_test_file():
+    assert set(COVERED_BY) <= set(modules())
+    assert not [test for test in COVERED_BY.values() if not (ROOT / test).is_file()]
+
+
+def test_no_row_of_the_table_has_been_overtaken():
+    assert not [module for module in COVERED_BY if mirror_of(module).exists()]
