@@ -40,7 +40,7 @@ def render(page: str, seen: Seen, date: str | None = None) -> str:
     ]
     for fault in _faults():
         mark = " ⁴" if fault.on_four else ""
-        sees = f"… {fault.sees} …".replace("|", "\\|") if fault.sees else "nothing, or the system's own words"
+        sees = f"… {fault.sees} …".replace("|", "\\|") if fault.sees else "nothing"
         found = seen.get(fault.name, {})
         shown = [_shown(found[count]) if count in found else "–" for count in COUNTS[: 2 if fault.on_four else 1]]
         lines.append(f"| {fault.what}{mark} | {fault.ends} | {sees} | {fault.deadline_s:g} s | {' / '.join(shown)} s |")

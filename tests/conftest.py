@@ -1,6 +1,9 @@
-"""Four CPU devices in the process that runs the tests; which of them run side by side with `-n`."""
+"""Four CPU devices in the process that runs the tests; which of them run side by side with `-n`; the time by file."""
 
+import collections
 import os
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,3 +26,29 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "processes" if nodeid.startswith(ONE_AFTER_THE_OTHER) else nodeid
 
     return Scheduling(config, log)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_group_outlives_the_tests() -> Iterator[None]:
+    """End the processes that several tests share, if there are any."""
+    yield
+    if pool := sys.modules.get("tests.multiprocess.pool"):
+        pool.end_all()
+
+
+SHOWN_FILES = 25
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print how long the tests of each file took, set-up and clean-up included, whichever worker ran them."""
+    seconds: collections.Counter[str] = collections.Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    if len(seconds) < 2:
+        return
+    terminalreporter.section(f"time by file, the {SHOWN_FILES} slowest of {len(seconds)}")
+    for file, total in seconds.most_common(SHOWN_FILES):
+        terminalreporter.write_line(f"{total:8.1f} s  {file}")
+    terminalreporter.write_line(f"{seconds.total():8.1f} s  in all, on all workers together")

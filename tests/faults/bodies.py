@@ -16,14 +16,15 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-from launches import record_launches
 
 from lockstep.callback import InferenceEvalConfig, SampleCallback
 from lockstep.engine import engine as engine_module
+from lockstep.hosts import Ledger
 from lockstep.main.run import RunConfig, train
 from lockstep.report.trackers import NoopTracker
 from lockstep.training import OptimizerConfig, TrainerConfig, lm_loss
 from tests import tiny
+from tests.multiprocess.launches import record_launches
 
 environment_module = sys.modules["lockstep.hosts.environment"]
 GOOD = {"eval_every": 1, "prompts": ["one"], "max_new_tokens": 4, "timeout_s": 60.0}
@@ -42,13 +43,19 @@ class Launching(NoopTracker):
 
 
 class BlockingForSteps(NoopTracker):
+    def __init__(self):
+        self.released = threading.Event()
+
     def log(self, metrics, *, step):
-        time.sleep(60)
+        self.released.wait(60)
 
 
 class Blocking(NoopTracker):
+    def __init__(self):
+        self.released = threading.Event()
+
     def log_rows(self, name, rows, *, step):
-        time.sleep(60)
+        self.released.wait(60)
 
 
 def failing_metric(row, prompt):
@@ -73,6 +80,18 @@ def tokenizer_with_more(count):
     tokenizer = tiny.tokenizer()
     tokenizer.add_tokens([f"<more {i}>" for i in range(count)])
     return tokenizer
+
+
+@contextlib.contextmanager
+def told():
+    """What the library logs inside."""
+    log = io.StringIO()
+    handler = logging.StreamHandler(log)
+    logging.getLogger("lockstep").addHandler(handler)
+    try:
+        yield log
+    finally:
+        logging.getLogger("lockstep").removeHandler(handler)
 
 
 class Faults:
@@ -137,7 +156,9 @@ class Faults:
         self.round(info, tracker=Broken())
 
     def tracker_blocks(self, info):
-        self.round(info, tracker=Blocking(), times=3)
+        tracker = Blocking()
+        self.round(info, tracker=tracker, times=3)
+        tracker.released.set()
 
     def disk_full(self, info):
         path = os.path.join(self.directory, "full")
@@ -184,7 +205,6 @@ def body_goes_on(hosts, directory, names):
     """One training with a fault after each step, and one without; what each fault did, and both runs' losses."""
     own = types.ModuleType("own_metrics")
     own.failing, own.launching = failing_metric, launching_metric
-    sys.modules["own_metrics"] = own
     faults, found = Faults(hosts, directory), {}
     steps = len(names) + 1
 
@@ -192,16 +212,17 @@ def body_goes_on(hosts, directory, names):
         if info.next_step > len(names):
             return
         name = names[info.next_step - 1]
-        log = io.StringIO()
-        handler = logging.StreamHandler(log)
-        logging.getLogger("lockstep").addHandler(handler)
         begin, error = time.monotonic(), None
-        with record_launches() as launches, contextlib.redirect_stdout(io.StringIO()):
+        with (
+            told() as log,
+            mock.patch.dict(sys.modules, own_metrics=own),
+            record_launches() as launches,
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
             try:
                 getattr(faults, name)(info)
             except Exception as raised:
                 error = f"{type(raised).__name__}: {raised}"
-        logging.getLogger("lockstep").removeHandler(handler)
         one = faults.callback
         found[name] = {
             "seconds": time.monotonic() - begin,
@@ -276,9 +297,9 @@ def body_saved_on_sigterm(hosts, directory):
     with sigterm_at(hosts, "read prompts", hosts.is_leader):
         codes = [train_and_save(hosts, directory, 50, inference_eval=samples)]
     codes.append(train_and_save(hosts, directory, 3))
-    with sigterm_at(hosts, "saving", hosts.index == hosts.count - 1) as struck:
+    with sigterm_at(hosts, "saving", hosts.index == hosts.count - 1) as struck, told() as log:
         codes.append(train_and_save(hosts, os.path.join(directory, "signalled"), 3))
-    return codes, {"struck": struck, "ended": time.monotonic()}
+    return codes, {"struck": struck, "ended": time.monotonic(), "log": log.getvalue()}
 
 
 SIGNALS = {
@@ -305,16 +326,12 @@ def body_sigterm(hosts, directory):
         config = InferenceEvalConfig(**GOOD | {"eval_every": 2, "max_new_tokens": 24, "audit": phase == "auditing"})
         callback = SampleCallback(config, tokenizer, hosts=hosts, tracker=tracker)
         trainer.add_hook(callback)
-        log = io.StringIO()
         # Between launches the leader does not wait for the others: only its own signal is seen at once for sure.
         here = hosts.is_leader if kill_at in ("prefill", "decode") else odd
-        handler = logging.StreamHandler(log)
-        logging.getLogger("lockstep").addHandler(handler)
         before = hosts.ledger.count
         model = tiny.init_model(trainer)
-        with sigterm_at(hosts, kill_at, here) as struck, contextlib.redirect_stdout(io.StringIO()):
+        with sigterm_at(hosts, kill_at, here) as struck, told() as log, contextlib.redirect_stdout(io.StringIO()):
             result = trainer.train(model, tiny.rows())
-        logging.getLogger("lockstep").removeHandler(handler)
         results[phase] = {
             "steps": result.completed_steps,
             "stopped_by": result.stopped_by,
@@ -375,24 +392,23 @@ def body_tracker_blocks(hosts):
     """The same training without a tracker, and with one that never returns: losses, seconds and what was told."""
     impatient = copy.copy(hosts)
     impatient.timeout_s = 4.0  # the end of training waits half of this for the tracker
-    found, log = {}, io.StringIO()
-    handler = logging.StreamHandler(log)
-    logging.getLogger("lockstep").addHandler(handler)
-    for name, tracker in {"plain": None, "blocked": BlockingForSteps()}.items():
-        trainer, losses = tiny.make_trainer("auto", 3, impatient, tracker=tracker), []
-        trainer.add_hook(lambda info, losses=losses: losses.append(float(info.loss).hex()))
-        model, begin = tiny.init_model(trainer), time.monotonic()
-        trainer.train(model, tiny.rows())
-        found[name] = {"losses": losses, "seconds": time.monotonic() - begin}
-    logging.getLogger("lockstep").removeHandler(handler)
+    found = {}
+    with told() as log:
+        for name, tracker in {"plain": None, "blocked": BlockingForSteps()}.items():
+            trainer, losses = tiny.make_trainer("auto", 3, impatient, tracker=tracker), []
+            trainer.add_hook(lambda info, losses=losses: losses.append(float(info.loss).hex()))
+            model, begin = tiny.init_model(trainer), time.monotonic()
+            trainer.train(model, tiny.rows())
+            found[name] = {"losses": losses, "seconds": time.monotonic() - begin}
+            if tracker is not None:
+                tracker.released.set()
     return found | {"log": log.getvalue()}
 
 
 def body_exits(hosts):
     """Errors that end a run, caught here, with the text that every process would have ended with."""
-    from launches import assert_same_launches
-
     from lockstep.report.trackers import WandbTrackerConfig
+    from tests.multiprocess.launches import assert_same_launches
 
     texts, seconds, threads = {}, {}, body_threads(hosts)
     blocked = body_tracker_blocks(hosts)
@@ -423,9 +439,11 @@ def body_exits(hosts):
                 jnp.zeros(())  # gloo lets this pass
 
     def one_host_launches_ours():
-        trainer = tiny.make_trainer("auto", 1, hosts)
+        odd = copy.copy(hosts)
+        odd.ledger = Ledger()
+        trainer = tiny.make_trainer("auto", 1, odd)
         if hosts.is_leader:
-            hosts.ledger.record("decode", "0" * 64)
+            odd.ledger.record("decode", "0" * 64)
         trainer.train(tiny.init_model(trainer), tiny.rows())
 
     caught("wandb_is_missing", without_wandb)

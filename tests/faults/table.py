@@ -14,7 +14,7 @@ class Fault:
         name: of the test, without ``test_``.
         what: happens.
         ends: how it ends for training.
-        sees: what the user is told; the test finds this text.
+        sees: what the user is told; the test finds this text. Empty: nothing, and the test finds that nothing is told.
         deadline_s: the test fails if it ends later: seconds from the fault until every host is back in training, or has
             ended. The round, its compiling included, counts too; ``timeout_s`` is 2 where a wait must run out. On 4
             processes, which share the same two cores, twice that where they compile.

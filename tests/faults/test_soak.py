@@ -8,10 +8,10 @@ import threading
 
 import jax
 import pytest
-from harness import run_processes
 
 from lockstep.callback import InferenceEvalConfig, SampleCallback
 from tests import tiny
+from tests.multiprocess.harness import run_processes
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -54,7 +54,7 @@ def body(hosts, cycles):
 
 
 def test_nothing_grows_over_200_cycles():
-    for result in run_processes(body, processes=2, devices=2, timeout_s=540, args=(CYCLES,)):
+    for result in run_processes(body, processes=2, devices=2, timeout_s=540, args=(CYCLES,), own="memory is measured"):
         assert result["rounds"] == CYCLES
         looks = [look for look in result["looks"] if look["cycle"] >= SETTLED]
         first, last = looks[0], looks[-1]

@@ -1,8 +1,8 @@
 """Run a function of a test module in several real processes, through infra/launch.py.
 
-In a test module of tests/multiprocess::
+In a test module::
 
-    from harness import run_processes           # from elsewhere: from tests.multiprocess.harness import ...
+    from tests.multiprocess.harness import run_processes
 
     def body_sum(hosts, scale):                 # runs in every process; module level, positional JSON arguments
         import jax
@@ -14,33 +14,29 @@ In a test module of tests/multiprocess::
         assert results[0] == results[1]         # what each process returned, by process number
 
 The body gets the job's ``lockstep.hosts.Hosts`` (already started, inside a barrier before and after) and then ``args``.
-JAX sees ``devices`` CPU devices per process. Programs are cached on disk between processes and runs (``CACHE``).
+JAX sees ``devices`` CPU devices per process. Programs are cached on disk between processes and runs.
+The processes serve other tests too (tests/multiprocess/pool.py): what a body leaves behind in them fails its test.
 ``run_threads`` runs a body that needs no devices between threads of the test, in milliseconds.
 When a process raises, dies or outlives ``timeout_s``, all are ended and the error holds every process's log.
 """
 
 import concurrent.futures
 import dataclasses
-import importlib.util
-import json
+import functools
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-import unittest.mock
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep import hosts as lockstep_hosts
+from infra import launch
 from lockstep.hosts import Hosts, MemoryClient
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-LAUNCHER = REPOSITORY / "infra" / "launch.py"
-CACHE = REPOSITORY / "build" / "jax-cache"
-HOST_TIMEOUT_S = 60.0
+from tests.multiprocess import pool
+from tests.multiprocess.launcher import LAUNCHER, REPOSITORY, cache_environment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,38 +55,36 @@ class Run:
 
 
 def run_processes(
-    body: Callable[..., Any] | str,
+    body: Callable[..., Any],
     *,
     processes: int = 2,
     devices: int = 2,
     timeout_s: float = 120.0,
     args: Sequence[Any] = (),
     env: Mapping[str, str] | None = None,
+    own: str = "",
 ) -> list[Any]:
     """Run ``body(hosts, *args)`` in every process and return what each one returned, by process number.
 
     Args:
-        body: a module-level function, or "path/to/file.py:name".
+        body: a module-level function.
         processes: how many.
         devices: CPU devices of each.
         timeout_s: seconds after which all are killed.
         args: JSON values.
-        env: set in every process.
+        env: set in every process, which then serve this body alone.
+        own: why the body needs processes that serve it alone; empty where it does not.
 
     Raises:
-        AssertionError: a process failed or ran out of time; the text has every process's log.
+        AssertionError: a process failed or ran out of time, or the body left something behind in processes that serve
+            others; the text has every process's log.
     """
-    if isinstance(body, str):
-        file, _, name = body.rpartition(":")
-    else:
-        file, name = body.__code__.co_filename, body.__name__
-    with tempfile.TemporaryDirectory(prefix="lockstep-test-") as directory:
-        command = ["python", __file__, str(Path(file).resolve()), name, directory, json.dumps(list(args))]
-        run = run_command(command, processes=processes, devices=devices, timeout_s=timeout_s, env=env)
-        if run.code != 0:
-            logs = "\n".join(f"---- process {i}\n{log}" for i, log in enumerate(run.logs))
-            raise AssertionError(f"{name} ended with {run.code}\n{logs}\n---- launcher\n{run.output}")
-        return [json.loads((Path(directory) / f"result-{i}.json").read_text()) for i in range(processes)]
+    if not own and not env:
+        return pool.shared(processes, devices).run(body, args, timeout_s)
+    group = pool.Group(processes, devices, env)
+    results = group.run(body, args, timeout_s, leaves=True)
+    group.end()
+    return results
 
 
 def run_command(
@@ -161,10 +155,6 @@ def run_unattended(
     Raises:
         AssertionError: one outlived ``timeout_s``; the text has every process's log.
     """
-    if str(LAUNCHER.parent) not in sys.path:
-        sys.path.insert(0, str(LAUNCHER.parent))
-    import launch
-
     options = launch.parse(["--devices_per_process", str(devices), "--processes", str(processes), "--", *command])
     address = f"127.0.0.1:{launch.free_port()}"
     with tempfile.TemporaryDirectory(prefix="lockstep-logs-") as directory:
@@ -174,7 +164,9 @@ def run_unattended(
             with file.open("wb") as log:
                 environment = launch.local_environment(os.environ, options, address, index) | cache_environment()
                 running.append(
-                    subprocess.Popen(launch.resolve(command), env=environment, stdout=log, stderr=subprocess.STDOUT)
+                    subprocess.Popen(
+                        launch.resolve(command), env=environment, cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT
+                    )
                 )
         ends: dict[int, float] = {}
         try:
@@ -218,52 +210,20 @@ def run_threads(body: Callable[..., Any], count: int, *args: Any, timeout_s: flo
         return [future.result() for future in futures]
 
 
-def cache_environment() -> dict[str, str]:
-    """Variables with which processes share compiled programs on disk."""
-    return {
-        "JAX_COMPILATION_CACHE_DIR": str(CACHE),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
+def cached[**Arguments, Result](function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Like ``functools.cache``, errors too: what fails for one test does not take its time for all others again."""
 
+    @functools.cache
+    def outcome(*args: Any, **kwargs: Any) -> tuple[Any, BaseException | None]:
+        try:
+            return function(*args, **kwargs), None
+        except Exception as error:
+            return None, error
 
-def _cache_on_every_process() -> None:
-    """Have every process write the programs that it compiled, not process 0 alone.
+    def again(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        result, error = outcome(*args, **kwargs)
+        if error is not None:
+            raise error
+        return result
 
-    The key of a CPU program of several processes differs between them, so that all but process 0 would compile anew in
-    every run, and process 0, which does not, would wait for them in its first collective (gloo gives up after 30 s).
-    """
-    from jax._src import compiler, distributed
-
-    write = compiler._cache_write
-
-    def write_anyway(*arguments: Any) -> None:
-        with unittest.mock.patch.object(distributed.global_state, "process_id", 0):
-            write(*arguments)
-
-    compiler._cache_write = write_anyway
-
-
-def _worker(file: str, name: str, directory: str, arguments: str) -> None:
-    """One process: join the job, run the body between two barriers, leave its result as a file."""
-
-    def main() -> None:
-        sys.path[:0] = [str(Path(file).parent), str(REPOSITORY)]
-        spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[Path(file).stem] = module
-        spec.loader.exec_module(module)
-        config = lockstep_hosts.DistributedConfig(timeout_s=HOST_TIMEOUT_S, initialization_timeout_s=60)
-        hosts = lockstep_hosts.start(config)
-        _cache_on_every_process()
-        hosts.barrier("test-start")
-        result = getattr(module, name)(hosts, *json.loads(arguments))
-        hosts.barrier("test-end")
-        (Path(directory) / f"result-{hosts.index}.json").write_text(json.dumps(result))
-
-    lockstep_hosts.run_main(main)
-
-
-if __name__ == "__main__":
-    _worker(*sys.argv[1:])
+    return again

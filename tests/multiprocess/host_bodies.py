@@ -1,12 +1,14 @@
 """What tests/unit/hosts runs between threads and tests/multiprocess/test_hosts.py between processes: the same logic.
 
-Every body returns plain values; ``check`` says what they must be.
+Each behaviour is a body, which returns plain values, and a check, which says what they must be. Bodies leave no key.
 """
 
-import os
+import collections
+import re
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 from lockstep.errors import DisagreementError, HostError, HostTimeoutError, PeerError
 from lockstep.hosts import Hosts
@@ -21,17 +23,32 @@ def caught(function: Callable[[], object]) -> list[Any]:
     return []
 
 
-def barrier_orders(hosts: Hosts) -> float:
-    """Nobody leaves before the slowest has come."""
+Results = list[Any]
+"""What each process returned, by process number."""
+
+
+def clean(hosts: Hosts) -> None:
+    """Delete the keys of waits that ran out of time, which nobody else does."""
+    hosts.barrier("left")
+    if hosts.is_leader:
+        hosts.client.delete("lockstep/job")
+
+
+def barrier(hosts: Hosts, wait_s: float) -> tuple[float, float]:
+    """When this process came to a barrier, and when it left it: the last one comes late."""
     with hosts.scope("barrier") as scope:
         if hosts.index == hosts.count - 1:
-            time.sleep(0.2)
-        before = time.time()
+            time.sleep(wait_s)
+        came = time.monotonic()
         scope.barrier("all")
-    return time.time() - before
+    return came, time.monotonic()
 
 
-def broadcasts(hosts: Hosts) -> list[int]:
+def check_barrier(results: Results, wait_s: float) -> None:
+    assert min(left for _, left in results) >= max(came for came, _ in results)
+
+
+def broadcast(hosts: Hosts, wait_s: float) -> list[int]:
     values = [b"", b"prompts", bytes(1000) + b"end"]
     with hosts.scope("broadcast") as scope:
         got = [scope.broadcast(f"v{i}", v if hosts.is_leader else None) for i, v in enumerate(values)]
@@ -39,14 +56,23 @@ def broadcasts(hosts: Hosts) -> list[int]:
     return [len(value) for value in got] if got == values else []
 
 
-def gathers(hosts: Hosts) -> list[str] | None:
+def check_broadcast(results: Results, wait_s: float) -> None:
+    assert results == [[0, 7, 1003]] * len(results)
+
+
+def gather(hosts: Hosts, wait_s: float) -> list[str] | None:
     with hosts.scope("gather") as scope:
         got = scope.gather("rows", f"from {hosts.index}".encode())
         scope.barrier("end")
     return None if got is None else [value.decode() for value in got]
 
 
-def agreements(hosts: Hosts) -> list[Any]:
+def check_gather(results: Results, wait_s: float) -> None:
+    count = len(results)
+    assert results == [[f"from {i}" for i in range(count)], *[None] * (count - 1)]
+
+
+def agree(hosts: Hosts, wait_s: float) -> list[Any]:
     last = hosts.index == hosts.count - 1
     with hosts.scope("agree") as scope:
         scope.agree("same", {"step": "10", "config": "aaaa"})
@@ -56,13 +82,27 @@ def agreements(hosts: Hosts) -> list[Any]:
     return [odd, absent, each]
 
 
+def check_agree(results: Results, wait_s: float) -> None:
+    last = len(results) - 1
+    first = list(range(last))
+    assert all(one == results[0] for one in results), "the text is the same on every process"
+    odd, absent, each = results[0]
+    assert odd[0] == absent[0] == each[0] == DisagreementError.__name__
+    others = {1: "process 0", 3: "processes 0-2"}[len(first)]
+    majority = " (the majority)" if len(first) > 1 else ""
+    assert f"config: {others}{majority}: 'aaaa'; process {last}: 'bbbb'." in odd[1]
+    assert "on 'config'." in odd[1] and "step:" not in odd[1]
+    assert f"programs: {others}{majority}: 'cc'; process {last}: no such value." in absent[1]
+    assert "; ".join(f"process {i}: 'p{i}'" for i in [*first, last]) in each[1] and "majority" not in each[1]
+
+
 def fail(scope: Hosts, name: str, error: Exception | None) -> None:
     with scope.run_on_all(name):
         if error is not None:
             raise error
 
 
-def settles(hosts: Hosts) -> list[Any]:
+def settle(hosts: Hosts, wait_s: float) -> list[Any]:
     last = hosts.index == hosts.count - 1
     with hosts.scope("settle") as scope:
         fail(scope, "fine", None)
@@ -71,7 +111,21 @@ def settles(hosts: Hosts) -> list[Any]:
     return [one, every]
 
 
-def names(hosts: Hosts) -> list[Any]:
+def check_settle(results: Results, wait_s: float) -> None:
+    count = len(results)
+    assert len({text for _, (_, text, _) in results}) == 1, "the text is the same on every process"
+    disks = "; ".join(f"process {i}: OSError: disk {i}" for i in range(count))
+    for one, every in results:
+        assert one[0] == every[0] == PeerError.__name__
+        place = r"processes failed at 'settle#\d+"
+        who = f"process {count - 1}: ValueError: prompts.txt is empty"
+        assert re.fullmatch(rf"1 of {count} {place}/one'\. {who}", one[1]), one[1]
+        assert re.fullmatch(rf"{count} of {count} {place}/every'\. {disks}", every[1]), every[1]
+    assert [one[2] for one, _ in results] == ["NoneType"] * (count - 1) + ["ValueError"], "an own error is the cause"
+    assert [every[2] for _, every in results] == ["OSError"] * count
+
+
+def names(hosts: Hosts, wait_s: float) -> list[Any]:
     """A name is used once in a scope; the scope itself is counted; outside of scopes names are counted too."""
     for _ in range(2):
         with hosts.scope("repeated") as scope:
@@ -85,7 +139,15 @@ def names(hosts: Hosts) -> list[Any]:
     return [again, deep]
 
 
-def leaves_nothing(hosts: Hosts) -> list[int]:
+def check_names(results: Results, wait_s: float) -> None:
+    for again, deep in results:
+        assert again[0] == deep[0] == HostError.__name__
+        (count,) = re.findall(r"'same' is used twice inside the scope 'lockstep/job/repeated#(\d+)'", again[1])
+        assert int(count) >= 2, "a scope of a name that was used before has another number"
+        assert re.search(r"'lockstep/job/outer#\d+/inner#1'", deep[1]), deep[1]
+
+
+def keys(hosts: Hosts, wait_s: float) -> list[int]:
     """Keys after a scope that ended with a barrier, after one that ended without, and after one that failed."""
     counts = []
 
@@ -115,6 +177,10 @@ def leaves_nothing(hosts: Hosts) -> list[int]:
     return counts
 
 
+def check_keys(results: Results, wait_s: float) -> None:
+    assert results == [[0, 0, 0, 0]] * len(results)
+
+
 def late(hosts: Hosts, wait_s: float) -> list[Any]:
     """The last process says that it decodes and comes late; the others wait for a barrier, a gather, an agreement."""
     found = []
@@ -137,7 +203,25 @@ def late(hosts: Hosts, wait_s: float) -> list[Any]:
             hosts.phase("reading prompts")
             time.sleep(2 * wait_s)
         found.append([] if hosts.is_leader else caught(lambda: scope.broadcast("prompts", None)))
+    clean(hosts)
     return found
+
+
+def check_late(results: Results, wait_s: float) -> None:
+    last = len(results) - 1
+    for index, (barrier, gather, agree, broadcast) in enumerate(results):
+        for i, found in enumerate((barrier, gather, agree)):
+            if index == last:
+                assert found == []
+                continue
+            assert found[0] == HostTimeoutError.__name__
+            waited = rf"barrier 'lockstep/job/round#\d+/tokens' timed out after {wait_s:g} s on process {index}"
+            assert re.search(waited, found[1]), found[1]
+            assert f"Missing: process {last} (last phase 'decode {i}' " in found[1]
+            assert "process 0 (" not in found[1]
+        if index > 0:
+            assert broadcast[0] == HostTimeoutError.__name__
+            assert "Missing: process 0 (last phase 'reading prompts' " in broadcast[1]
 
 
 def left_by_error(hosts: Hosts, wait_s: float) -> list[Any]:
@@ -153,99 +237,77 @@ def left_by_error(hosts: Hosts, wait_s: float) -> list[Any]:
             found = caught(lambda: scope.barrier("x"))
     except ValueError:
         time.sleep(2 * wait_s)
+    clean(hosts)
     return found
 
 
-def milliseconds(hosts: Hosts) -> dict[str, float]:
-    """The median time of each call."""
-    times = {}
+def check_left_by_error(results: Results, wait_s: float) -> None:
+    last = len(results) - 1
+    for found in results[:-1]:
+        assert f"process {last} (last phase 'tokenize (left by ValueError: no such file)' " in found[1]
+
+
+class CountedClient:
+    """The client of a channel, with a count of what it is asked for."""
+
+    def __init__(self, client: Any):
+        self.client = client
+        self.requests: collections.Counter[str] = collections.Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.client, name)
+        if callable(value):
+            self.requests[name] += 1
+        return value
+
+
+def requests(hosts: Hosts, wait_s: float) -> dict[str, Any]:
+    """For each call what it asked the service for, and the median of its milliseconds."""
     calls: dict[str, Callable[[Hosts], object]] = {
         "barrier": lambda scope: scope.barrier("x"),
-        "broadcast 1 KB": lambda scope: scope.broadcast("x", bytes(1000) if hosts.is_leader else None),
-        "gather 1 KB": lambda scope: scope.gather("x", bytes(1000)),
+        "broadcast": lambda scope: scope.broadcast("x", bytes(1000) if hosts.is_leader else None),
+        "gather": lambda scope: scope.gather("x", bytes(1000)),
         "agree": lambda scope: scope.agree("x", {"tokens": "0" * 64, "ledger": "1" * 64}),
         "settle": lambda scope: fail(scope, "x", None),
     }
+    found: dict[str, Any] = {}
     for name, call in calls.items():
         laps = []
-        for _ in range(30):
-            with hosts.scope(name) as scope:
+        for _ in range(10):
+            hosts.barrier("ready")
+            counted = CountedClient(hosts.client)
+            with hosts.scope(name) as scope, mock.patch.object(hosts._channel, "client", counted):
                 start = time.perf_counter()
                 call(scope)
-                laps.append(time.perf_counter() - start)
-        hosts.barrier(name)
-        times[name] = round(1000 * sorted(laps)[len(laps) // 2], 2)
-    return times
+                laps.append(1000 * (time.perf_counter() - start))
+        found[name] = {"requests": dict(counted.requests), "ms": round(sorted(laps)[len(laps) // 2], 2)}
+    hosts.barrier("all")
+    return found
 
 
-BODIES = (barrier_orders, broadcasts, gathers, agreements, settles, names, leaves_nothing, milliseconds)
-SLOW_BODIES = (late, left_by_error)
+def check_requests(results: Results, wait_s: float) -> None:
+    """A call is a post and one wait, which the service answers at once; nobody asks again and again."""
+    print(f"{len(results)} processes, median ms: { {name: one['ms'] for name, one in results[0].items()} }")
+    for index, result in enumerate(results):
+        asked = {name: one["requests"] for name, one in result.items()}
+        assert asked["barrier"] == {"barrier": 1}
+        for name in ("agree", "settle"):
+            assert asked[name] == {"set": 1, "barrier": 1, "get_dir": 1}, (name, asked[name])
+        assert asked["broadcast"] == ({"set": 1} if index == 0 else {"get": 1})
+        leaders = {"get": len(results)} if index == 0 else {}
+        assert asked["gather"] == {"set": 1, "barrier": 1} | leaders
 
 
-def run_all(hosts: Hosts, wait_s: float) -> dict[str, Any]:
-    """Every body; ``wait_s`` is how long the waits last that end in a time-out."""
-    quick = {body.__name__: body(hosts) for body in BODIES}
-    return quick | {body.__name__: body(hosts, wait_s) for body in SLOW_BODIES}
-
-
-def check(results: list[dict[str, Any]], wait_s: float) -> None:
-    """What every process must have seen, by process number."""
-    count = len(results)
-    last = count - 1
-    first = list(range(last))
-
-    def by_process(name: str) -> list[Any]:
-        return [result[name] for result in results]
-
-    assert all(waited > 0.15 for waited in by_process("barrier_orders")[:-1])
-    assert by_process("broadcasts") == [[0, 7, 1003]] * count
-    assert by_process("gathers") == [[f"from {i}" for i in range(count)], *[None] * last]
-    _check_agreements(by_process("agreements"), first, last)
-    for one, every in by_process("settles"):
-        assert one[:2] == [
-            PeerError.__name__,
-            f"1 of {count} processes failed at 'settle#1/one'. process {last}: ValueError: prompts.txt is empty",
-        ]
-        disks = "; ".join(f"process {i}: OSError: disk {i}" for i in range(count))
-        assert every[:2] == [
-            PeerError.__name__,
-            f"{count} of {count} processes failed at 'settle#1/every'. {disks}",
-        ]
-        assert every[2] == "OSError"
-    assert [one[2] for one, _ in by_process("settles")] == ["NoneType"] * last + ["ValueError"]
-    for again, deep in by_process("names"):
-        assert again[0] == deep[0] == HostError.__name__
-        assert "'same' is used twice inside the scope 'lockstep/job/repeated#2'" in again[1]
-        assert "'lockstep/job/outer#1/inner#1'" in deep[1]
-    assert by_process("leaves_nothing") == [[0, 0, 0, 0]] * count
-    for index, (barrier, gather, agree, broadcast) in enumerate(by_process("late")):
-        for i, found in enumerate((barrier, gather, agree)):
-            if index == last:
-                assert found == []
-                continue
-            assert found[0] == HostTimeoutError.__name__
-            assert (
-                f"barrier 'lockstep/job/round#{i + 1}/tokens' timed out after {wait_s:g} s on process {index}"
-                in found[1]
-            )
-            assert f"Missing: process {last} (last phase 'decode {i}' " in found[1]
-            assert "process 0 (" not in found[1]
-        if index > 0:
-            assert broadcast[0] == HostTimeoutError.__name__
-            assert "Missing: process 0 (last phase 'reading prompts' " in broadcast[1]
-    for found in by_process("left_by_error")[:-1]:
-        assert f"process {last} (last phase 'tokenize (left by ValueError: no such file)' " in found[1]
-    print(f"{count} processes, median ms: {by_process('milliseconds')[0]}, pid {os.getpid()}")
-    assert all(value < 100 for value in by_process("milliseconds")[0].values())
-
-
-def _check_agreements(found: list[Any], first: list[int], last: int) -> None:
-    assert all(one == found[0] for one in found), "the text is the same on every process"
-    odd, absent, each = found[0]
-    assert odd[0] == absent[0] == each[0] == DisagreementError.__name__
-    others = {1: "process 0", 3: "processes 0-2"}[len(first)]
-    majority = " (the majority)" if len(first) > 1 else ""
-    assert f"config: {others}{majority}: 'aaaa'; process {last}: 'bbbb'." in odd[1]
-    assert "on 'config'." in odd[1] and "step:" not in odd[1]
-    assert f"programs: {others}{majority}: 'cc'; process {last}: no such value." in absent[1]
-    assert "; ".join(f"process {i}: 'p{i}'" for i in [*first, last]) in each[1] and "majority" not in each[1]
+BEHAVIOURS: dict[str, tuple[Callable[[Hosts, float], Any], Callable[[Results, float], None]]] = {
+    "a barrier lets nobody pass before all have come": (barrier, check_barrier),
+    "a broadcast gives everybody the leader's bytes": (broadcast, check_broadcast),
+    "a gather gives the leader everybody's bytes": (gather, check_gather),
+    "who disagrees is named to everybody": (agree, check_agree),
+    "errors of some are raised on all": (settle, check_settle),
+    "a name is used once in a scope": (names, check_names),
+    "no key stays": (keys, check_keys),
+    "who is late is named with its phase": (late, check_late),
+    "who left by an error is named with it": (left_by_error, check_left_by_error),
+    "a call is one wait": (requests, check_requests),
+}
+"""By name: what every process runs, given how long the waits last that end in a time-out, and its check."""

@@ -2,12 +2,14 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
-from harness import REPOSITORY, run_processes
 from safetensors.numpy import load_file
 
 from lockstep.hosts import Hosts
+from tests.multiprocess.harness import run_processes
+from tests.multiprocess.launcher import REPOSITORY
 
 pytestmark = pytest.mark.multiprocess
 
@@ -31,9 +33,8 @@ def body_load_and_save(hosts: Hosts, family: str, target: str) -> dict[str, Any]
         counted.append(block.nbytes)  # from several threads
         return block
 
-    checkpoint_files.CheckpointFiles.read = counting  # type: ignore[method-assign] (counts reads)
     mesh = make_mesh("auto")
-    with jax.no_execution(True):
+    with jax.no_execution(True), mock.patch.object(checkpoint_files.CheckpointFiles, "read", counting):
         model = load_hf(str(GOLDEN / family), mesh)
     golden = np.load(GOLDEN / family / "golden.npz")
     # Twice the two rows: one for each of four devices.

@@ -4,9 +4,9 @@ import dataclasses
 import random
 
 import pytest
-from harness import run_processes
 
 from lockstep.types import Completion, FinishReason
+from tests.multiprocess.harness import run_processes
 from tests.unit.engine.combinations import CONFIGS, Case, answer, check, pool
 from tests.unit.engine.models import FAMILIES
 

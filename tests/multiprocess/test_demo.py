@@ -6,7 +6,6 @@ from pathlib import Path
 
 import jax
 import pytest
-from harness import run_command, run_processes
 
 from lockstep.callback import InferenceEvalConfig
 from lockstep.callback.round_prompts import read_round_prompts
@@ -16,6 +15,7 @@ from lockstep.placement import make_mesh
 from lockstep.report import COLUMNS, read_jsonl
 from lockstep.text import load_tokenizer
 from lockstep.types import Completion, FinishReason
+from tests.multiprocess.harness import run_command, run_processes
 from tests.oracle import assert_same_tokens, oracle_completions
 
 ROOT = Path(__file__).parents[2]

@@ -3,8 +3,6 @@
 import dataclasses
 
 import pytest
-from harness import run_processes
-from launches import record_launches
 
 import lockstep
 from lockstep.callback import InferenceEvalConfig, SampleCallback
@@ -12,6 +10,8 @@ from lockstep.engine import Budget, Engine, EngineConfig
 from lockstep.placement import make_mesh
 from lockstep.report.trackers import NoopTracker
 from tests import tiny
+from tests.multiprocess.harness import run_processes
+from tests.multiprocess.launches import record_launches
 
 STEPS, EVERY = 6, 3
 STOPS = ["e", "a "]

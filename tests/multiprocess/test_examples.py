@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from harness import run_command
 
 from lockstep.report import read_jsonl
+from tests.multiprocess.harness import run_command
 
 pytestmark = pytest.mark.multiprocess
 

@@ -2,12 +2,11 @@
 
 import dataclasses
 
-from harness import run_processes, run_threads
-
 from lockstep.engine import Engine, EngineConfig
 from lockstep.placement import make_mesh
 from lockstep.types import Completion, FinishReason
 from tests import tiny
+from tests.multiprocess.harness import run_processes, run_threads
 from tests.oracle import assert_same_tokens, oracle_completions
 
 

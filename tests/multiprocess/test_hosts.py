@@ -4,23 +4,21 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
-from harness import LAUNCHER, run_command, run_processes
-from host_bodies import check, run_all
 
-from lockstep.errors import HostTimeoutError, LaunchMismatchError
-from lockstep.hosts import WATCHDOG_EXIT_CODE, DistributedConfig, Hosts, Watchdog, current, leader_only, run_main, start
+from infra import launch
+from lockstep.errors import LaunchMismatchError
+from lockstep.hosts import WATCHDOG_EXIT_CODE, DistributedConfig, Hosts, leader_only, start
+from tests.multiprocess.harness import run_command, run_processes
+from tests.multiprocess.host_bodies import BEHAVIOURS
+from tests.multiprocess.launcher import LAUNCHER
 
 pytestmark = pytest.mark.multiprocess
 
 WAIT_S = 0.5
-
-
-def body_all(hosts: Hosts):
-    return run_all(hosts, WAIT_S)
+SCENARIO = ["python", "-m", "tests.multiprocess.scenarios"]
 
 
 def body_devices_and_sizes(hosts: Hosts):
@@ -32,10 +30,13 @@ def body_devices_and_sizes(hosts: Hosts):
         rows = scope.gather("w", got[: -hosts.index] if hosts.index else got)
         scope.barrier("end")
     hosts.barrier("deleted")  # the leader deletes what "end" made superfluous before it comes here
+    before = hosts.timeout_s
     again = start(DistributedConfig(timeout_s=7.0))
+    timeout_s = hosts.timeout_s
+    start(DistributedConfig(timeout_s=before))
     sizes = None if rows is None else [len(row) for row in rows]
     devices = [jax.process_count(), jax.device_count(), jax.local_device_count()]
-    return [got == big, sizes, devices, again is hosts, hosts.timeout_s, len(hosts.client.get_dir("lockstep/job"))]
+    return [got == big, sizes, devices, again is hosts, timeout_s, len(hosts.client.get_dir("lockstep/job"))]
 
 
 def body_leader_only(hosts: Hosts):
@@ -72,33 +73,22 @@ def body_leader_only(hosts: Hosts):
         return [raised, float(total(x))]
 
 
-def body_of_two(hosts: Hosts):
-    # What runs into time-outs leaves keys behind, so it comes last.
-    return {"leader only": body_leader_only(hosts), "sizes": body_devices_and_sizes(hosts), "all": body_all(hosts)}
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("behaviour", BEHAVIOURS)
+def test_between_processes(behaviour, processes):
+    body, check = BEHAVIOURS[behaviour]
+    check(run_processes(body, processes=processes, args=(WAIT_S,)), WAIT_S)
 
 
-@pytest.fixture(scope="module")
-def two():
-    return run_processes(body_of_two, processes=2, devices=4)
-
-
-def test_waits_and_agreement_of_two(two):
-    check([result["all"] for result in two], WAIT_S)
-
-
-def test_waits_and_agreement_of_four():
-    check(run_processes(body_all, processes=4, devices=2), WAIT_S)
-
-
-def test_long_values_and_idempotent_start(two):
-    first, second = (result["sizes"] for result in two)
+def test_long_values_and_idempotent_start():
+    first, second = run_processes(body_devices_and_sizes)
     size = 33 << 20
-    assert first == [True, [size, size - 1], [2, 8, 4], True, 7.0, 0]
-    assert second == [True, None, [2, 8, 4], True, 7.0, 0]
+    assert first == [True, [size, size - 1], [2, 4, 2], True, 7.0, 0]
+    assert second == [True, None, [2, 4, 2], True, 7.0, 0]
 
 
-def test_leader_only_raises_on_launch(two):
-    first, second = (result["leader only"] for result in two)
+def test_leader_only_raises_on_launch():
+    first, second = run_processes(body_leader_only)
     assert first == [["cached jit", "compiled", "eager", "zeros", "new jit"], 140.0]
     assert second == [[], 140.0]
 
@@ -112,7 +102,7 @@ def test_leader_only_raises_on_launch(two):
 )
 def test_guardrails_stop_every_process_at_once(env, processes, text):
     begin = time.monotonic()
-    run = run_command(["python", __file__, "start"], processes=processes, env=env)
+    run = run_command([*SCENARIO, "begin"], processes=processes, env=env)
     assert run.code == 1
     assert all(f"error: {text}" in log and "Start the command on every worker" in log for log in run.logs), run.output
     assert "Traceback" not in run.output
@@ -120,7 +110,7 @@ def test_guardrails_stop_every_process_at_once(env, processes, text):
 
 
 def test_a_missing_process_is_waited_for_no_longer_than_told():
-    codes, outputs = _run_by_hand(["start", "2"], started=1)
+    codes, outputs = _run_by_hand(["begin", "2"], started=1)
     assert codes == [1], outputs
     assert "not all of the 2 processes of the job" in outputs[0] and "connected within 2 s" in outputs[0]
 
@@ -128,7 +118,7 @@ def test_a_missing_process_is_waited_for_no_longer_than_told():
 def test_plain_python_needs_no_service():
     env = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
     run = subprocess.run(
-        [sys.executable, __file__, "start"], env={**env, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True
+        [sys.executable, *SCENARIO[1:], "begin"], env={**env, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr
     assert run.stderr.startswith("lockstep: process 0 of 1 on ") and "backend cpu" in run.stderr
@@ -138,7 +128,7 @@ def test_plain_python_needs_no_service():
 def test_one_process_that_raises_ends_all(victim):
     """Without the launcher's help: the processes are started by hand, and the others wait in a barrier."""
     begin = time.monotonic()
-    codes, outputs = _run_by_hand(["raise", victim])
+    codes, outputs = _run_by_hand(["fail", victim])
     assert time.monotonic() - begin < 20
     other = 1 - int(victim)
     assert codes[int(victim)] == 1 and codes[other] == 85, outputs
@@ -173,12 +163,12 @@ def test_watchdog_ends_a_process_that_waits_in_a_collective():
     assert "process 0: last phase 'launching decode'" in report
     assert "process 1: last phase 'reading a slow disk'" in report
     assert "lockstep watchdog: last launches here: none" in report
-    assert "in scenario_stuck" in report and "Terminating process" not in outputs[1]
+    assert "in stuck" in report and "Terminating process" not in outputs[1]
 
 
 @pytest.mark.parametrize("victim", ["0", "1"])
 def test_launcher_shows_the_failing_process(victim):
-    run = run_command(["python", __file__, "raise", victim])
+    run = run_command([*SCENARIO, "fail", victim])
     assert run.code == 1
     assert f"launch: process {victim} failed, exit code 1" in run.output
     assert run.output.rstrip().splitlines()[-1].startswith(f"launch: failed: process {victim}")
@@ -191,7 +181,7 @@ def test_a_service_that_the_user_started_is_used():
 
 
 def test_ctrl_c_ends_all_processes_quietly():
-    command = [sys.executable, str(LAUNCHER), "--processes", "2", "--", "python", __file__, "wait"]
+    command = [sys.executable, str(LAUNCHER), "--processes", "2", "--", *SCENARIO, "wait"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
     lines = [process.stdout.readline() for _ in range(4)]  # start-up line and pid of both
@@ -210,14 +200,11 @@ def test_ctrl_c_ends_all_processes_quietly():
 
 def _run_by_hand(arguments: list[str], started: int = 2) -> tuple[list[int], list[str]]:
     """Two processes with nobody above them that would end one when the other fails."""
-    sys.path.insert(0, str(LAUNCHER.parent))
-    import launch
-
     options = launch.parse(["--processes", "2", "--", "x"])
     address = f"127.0.0.1:{launch.free_port()}"
     running = [
         subprocess.Popen(
-            [sys.executable, __file__, *arguments],
+            [sys.executable, *SCENARIO[1:], *arguments],
             env=launch.local_environment(os.environ, options, address, index),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -231,77 +218,3 @@ def _run_by_hand(arguments: list[str], started: int = 2) -> tuple[list[int], lis
         for process in running:
             process.kill()
     return [process.returncode for process in running], outputs
-
-
-# ---------------------------------------------------------------- what the processes above run
-
-
-def scenario_start(initialization_timeout_s: str = "60") -> None:
-    start(DistributedConfig(initialization_timeout_s=int(initialization_timeout_s)))
-
-
-def scenario_raise(victim: str) -> None:
-    hosts = start(DistributedConfig(timeout_s=60))
-    hosts.barrier("both")
-    if hosts.index == int(victim):
-        raise ValueError("boom")
-    try:
-        hosts.barrier("never")
-    except HostTimeoutError as error:
-        raise AssertionError("should have been ended before") from error
-
-
-def scenario_terminate(victim: str, where: str) -> None:
-    hosts = start(DistributedConfig(timeout_s=60))
-    hosts.barrier("both")
-    if hosts.index == int(victim):
-        hosts.phase(where)
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        if where == "waiting":
-            hosts.barrier("nobody else comes")
-    time.sleep(60)
-
-
-def scenario_stuck() -> None:
-    import jax
-    import numpy as np
-
-    hosts = start(DistributedConfig(timeout_s=60))
-    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
-    x = jax.make_array_from_callback((4,), rows, lambda at: np.ones(4)[at])
-    hosts.phase("launching decode" if hosts.is_leader else "reading a slow disk")
-    hosts.barrier("both")
-    if hosts.is_leader:
-        with Watchdog(hosts, 2.0).watch("decode"):
-            jax.jit(lambda x: x.sum())(x).block_until_ready()
-    else:
-        time.sleep(60)
-
-
-def scenario_adopt() -> None:
-    import jax
-
-    jax.distributed.initialize(
-        os.environ["LOCKSTEP_COORDINATOR_ADDRESS"],
-        int(os.environ["LOCKSTEP_NUM_PROCESSES"]),
-        int(os.environ["LOCKSTEP_PROCESS_ID"]),
-    )
-    jax.devices()
-    hosts = current()
-    assert hosts.count == 2
-    hosts.barrier("before start")
-    assert start() is hosts
-    hosts.barrier("after start")
-
-
-def scenario_wait() -> None:
-    hosts = start(DistributedConfig(timeout_s=60))
-    print(f"pid {os.getpid()}", flush=True)
-    hosts.barrier("both")
-    time.sleep(60)
-
-
-if __name__ == "__main__":
-    scenario, *values = sys.argv[1:]
-    run_main(lambda: globals()[f"scenario_{scenario}"](*values))

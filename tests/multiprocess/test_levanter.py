@@ -9,8 +9,6 @@ import jax
 import jmp
 import levanter.tracker
 import pytest
-from harness import run_processes
-from launches import record_launches
 from levanter.callbacks import Callback
 from levanter.checkpoint import CheckpointerConfig
 from levanter.data.dataset import ListAsyncDataset
@@ -28,8 +26,12 @@ from lockstep.types import Request, SamplingParams
 from tests import levanter_models as models
 from tests import tiny
 from tests.multiprocess import levanter_runs as runs
+from tests.multiprocess.harness import run_processes
+from tests.multiprocess.launches import record_launches
 
 pytestmark = pytest.mark.multiprocess
+
+SETS = "Levanter sets logging, W&B and JAX up for the whole process"
 
 STEPS, EVERY = 20, 5
 SAMPLING = InferenceEvalConfig(
@@ -99,7 +101,7 @@ def body_same_losses(hosts, directory, mesh):
 
 @pytest.mark.parametrize("mesh", ["fsdp", pytest.param("tensor", marks=pytest.mark.slow)])
 def test_a_run_with_samples_has_the_same_losses_and_launches(mesh, tmp_path):
-    results = run_processes(body_same_losses, args=(str(tmp_path), mesh), timeout_s=400)
+    results = run_processes(body_same_losses, args=(str(tmp_path), mesh), timeout_s=400, own=SETS)
     for result in results:
         plain, sampled = result["plain"], result["sampled"]
         assert len(set(plain["losses"])) > STEPS // 2
@@ -164,7 +166,7 @@ def body_beside_its_hooks(hosts, directory):
 
 @pytest.mark.slow
 def test_it_runs_beside_evaluation_and_checkpoints_and_resumes(tmp_path):
-    results = run_processes(body_beside_its_hooks, args=(str(tmp_path),), timeout_s=400)
+    results = run_processes(body_beside_its_hooks, args=(str(tmp_path),), timeout_s=400, own=SETS)
     for result in results:
         assert result["whole"]["losses"] == result["resumed"]["losses"]
         assert len(result["whole"]["losses"]) == 6
@@ -238,7 +240,7 @@ def body_alone(hosts, directory):
 
 @pytest.mark.slow
 def test_schedule_events_and_the_averaged_model(tmp_path):
-    (found,) = run_processes(body_alone, processes=1, devices=2, args=(str(tmp_path),), timeout_s=300)
+    (found,) = run_processes(body_alone, processes=1, devices=2, args=(str(tmp_path),), timeout_s=300, own=SETS)
     assert found["rounds"] == {"True": [2, 4, 5], "False": [2, 4]}
     assert found["events"] == [2, 2]
     assert found["same"][0] and not found["same"][1]  # the averaged model speaks, and the trained one says otherwise
@@ -269,7 +271,7 @@ def body_refused(hosts, directory):
 
 @pytest.mark.slow
 def test_an_unsupported_model_is_refused_by_name_at_once(tmp_path):
-    (found,) = run_processes(body_refused, processes=1, devices=2, args=(str(tmp_path),), timeout_s=200)
+    (found,) = run_processes(body_refused, processes=1, devices=2, args=(str(tmp_path),), timeout_s=200, own=SETS)
     assert [steps for steps, _ in found] == [[], [1], []]
     for _, text in found[:2]:
         assert "Gpt2LMHeadModel cannot be read; supported are Apertus" in text

@@ -2,12 +2,14 @@
 
 import numpy as np
 import pytest
-from harness import run_processes
+
+from tests.multiprocess.harness import run_processes
 
 pytestmark = pytest.mark.multiprocess
 
 MIB = 2**20
 PLACED_MIB = 64
+PEAK = "what a peak of memory grows by shows in a fresh process alone"
 
 
 def body_place_without_a_launch(hosts):
@@ -65,24 +67,19 @@ def _peak_bytes():
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
 
 
-def body(hosts):
-    # Memory first: what a peak grows by shows in a fresh process alone.
-    return {"grown": body_peak_memory(hosts, "place"), "rows": body_place_without_a_launch(hosts)}
-
-
-@pytest.fixture(scope="module")
-def results():
-    """What each process found, by the number of them."""
-    return {processes: run_processes(body, processes=processes, devices=2) for processes in (2, 4)}
+def grown(processes, how):
+    """What the peak of the worst process grew by, in MiB."""
+    return max(run_processes(body_peak_memory, processes=processes, args=(how,), own=PEAK))
 
 
 @pytest.mark.parametrize("processes", [2, 4])
-def test_placing_launches_nothing_and_waits_for_nobody(results, processes):
-    assert [result["rows"] for result in results[processes]] == [[16 * i, 16 * (i + 1)] for i in range(processes)]
+def test_placing_launches_nothing_and_waits_for_nobody(processes):
+    rows = run_processes(body_place_without_a_launch, processes=processes)
+    assert rows == [[16 * i, 16 * (i + 1)] for i in range(processes)]
 
 
-def test_peak_memory_does_not_grow_with_the_processes(results):
-    two, four = (max(result["grown"] for result in results[processes]) for processes in (2, 4))
+def test_peak_memory_does_not_grow_with_the_processes():
+    two, four = grown(2, "place"), grown(4, "place")
     print(f"placing {PLACED_MIB} MiB: peak grew by {two:.0f} MiB with 2 processes, {four:.0f} MiB with 4")
     # A host's own shards (the devices are host memory here) and a little for the runtime.
     assert two <= PLACED_MIB / 2 + 16
@@ -91,6 +88,6 @@ def test_peak_memory_does_not_grow_with_the_processes(results):
 
 @pytest.mark.slow
 def test_the_comparison_that_place_avoids_does_grow():
-    two, four = (max(run_processes(body_peak_memory, processes=n, devices=2, args=("device_put",))) for n in (2, 4))
+    two, four = grown(2, "device_put"), grown(4, "device_put")
     print(f"device_put of {PLACED_MIB} MiB: peak grew by {two:.0f} MiB with 2 processes, {four:.0f} MiB with 4")
     assert four > two

@@ -4,15 +4,14 @@ The oracle runs in the test's own process: two hosts that agree on a wrong answe
 """
 
 import dataclasses
-import functools
 
 import pytest
-from harness import run_processes
 
 from lockstep.engine import Engine, EngineConfig
 from lockstep.placement import make_mesh
 from lockstep.types import Completion, FinishReason
 from tests import tiny
+from tests.multiprocess.harness import cached, run_processes
 from tests.oracle import assert_same_logprobs, assert_same_tokens, oracle_completions
 
 TIGHT = {"max_seqs": 3, "page_size": 8, "max_pages": 15, "max_prefill_size": 16, "max_steps_per_launch": 5}
@@ -77,7 +76,7 @@ def expected():
     return oracle_completions((tiny.CONFIG, tiny.numpy_weights()), all_requests())
 
 
-@functools.cache
+@cached
 def answers(processes):
     """Of each process, by case: one launch of processes makes all."""
     return run_processes(body, processes=processes, timeout_s=300)

@@ -6,16 +6,15 @@ from unittest import mock
 
 import jax
 import pytest
-from harness import run_processes
-from launches import record_launches
 
 from lockstep.engine import EngineConfig
-from lockstep.models import save_hf
 from lockstep.placement import make_mesh
 from lockstep.report import read_jsonl
 from lockstep.text import decode, encode, load_tokenizer, read_prompts, stop_ids
 from lockstep.types import Request
-from tests import tiny, wandb_run
+from tests import wandb_run
+from tests.multiprocess.harness import run_processes
+from tests.multiprocess.launches import record_launches
 from tests.oracle import oracle_completions
 
 pytestmark = pytest.mark.multiprocess
@@ -47,13 +46,6 @@ OPTIONS = {
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model") / "checkpoint"
-    save_hf(tiny.init_model(tiny.make_trainer("auto", 1)), path, tokenizer=tiny.tokenizer())
-    return path
-
-
-@pytest.fixture(scope="module")
 def expected(checkpoint):
     """Text and number of tokens of every row, by the plain forward on one device."""
     from lockstep.batch_inference import SampleConfig
@@ -77,6 +69,8 @@ def expected(checkpoint):
 
 
 def body_sample(hosts, checkpoint, directory):
+    import wandb
+
     from lockstep.batch_inference import JobConfig, SampleConfig
     from lockstep.batch_inference.run import sample
     from lockstep.errors import PeerError
@@ -110,6 +104,7 @@ def body_sample(hosts, checkpoint, directory):
     assert sample(config("cut"), hosts) == 0  # nothing is left to do
     quiet = {"inference_mode": "host_data_parallel", "enable_host_rows_gather": False, "skip_samples_table": True}
     assert sample(config("quiet", **quiet), hosts) == 0
+    wandb.teardown()  # its service would outlive the body
     return {"launches": launches, "keys": len(hosts.client.get_dir("lockstep/job"))}
 
 

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from harness import run_command
 
 from lockstep.report import read_jsonl
 from tests import wandb_run
+from tests.multiprocess.harness import run_command
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from harness import LAUNCHER, cache_environment
-from test_sample import checkpoint  # noqa: F401  (a fixture)
 
 from tests import fake_gcs
+from tests.multiprocess.launcher import LAUNCHER, cache_environment
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -64,7 +63,7 @@ def kill_after(config, processes, count, whom, log, written):
     return code
 
 
-def write_config(path, checkpoint, run_id, **values):  # noqa: F811
+def write_config(path, checkpoint, run_id, **values):
     config = {
         "hf_checkpoint": str(checkpoint),
         "trainer": {"log_dir": str(path.parent), "run_id": run_id, "tracker": {"type": "noop"}},
@@ -83,7 +82,7 @@ def write_config(path, checkpoint, run_id, **values):  # noqa: F811
 
 
 @pytest.mark.parametrize("mode", ["host_data_parallel", "global_mesh"])
-def test_whatever_is_killed_whenever_every_row_comes_out_once(mode, checkpoint, tmp_path):  # noqa: F811
+def test_whatever_is_killed_whenever_every_row_comes_out_once(mode, checkpoint, tmp_path):
     draw = random.Random(mode)
     with open(tmp_path / "log", "w+") as log:
         whole = write_config(tmp_path / "whole.yaml", checkpoint, "whole", inference_mode=mode)
@@ -108,7 +107,7 @@ def test_whatever_is_killed_whenever_every_row_comes_out_once(mode, checkpoint, 
 
 
 @pytest.mark.parametrize("mode", ["host_data_parallel", "global_mesh"])
-def test_rows_in_a_bucket_outlive_the_machines(mode, checkpoint, tmp_path, monkeypatch):  # noqa: F811
+def test_rows_in_a_bucket_outlive_the_machines(mode, checkpoint, tmp_path, monkeypatch):
     """As above, but every run begins on machines that have nothing on their disks."""
     pytest.importorskip("gcsfs", reason="gcsfs is not installed (pip install 'jax-lockstep[gcs]')")
     draw, total = random.Random(mode), PROMPTS * GENERATIONS

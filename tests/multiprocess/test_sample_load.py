@@ -7,11 +7,12 @@ from pathlib import Path
 
 import jax
 import pytest
-from harness import run_processes
 from jax.sharding import Mesh
 
 from lockstep.models import as_trainable, save_hf
 from tests import fake_gcs, tiny
+from tests.multiprocess.harness import run_processes
+from tests.multiprocess.test_place import PEAK
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -75,7 +76,7 @@ def test_a_process_holds_its_part_and_a_file_at_most(checkpoint, processes, plac
             pytest.importorskip("gcsfs", reason="gcsfs is not installed (pip install 'jax-lockstep[gcs]')")
             bucket.objects |= {f"bucket/model/{path.name}": path.read_bytes() for path in checkpoint.iterdir()}
             source, environment = "gs://bucket/model", bucket.environment
-        results = run_processes(body_load, processes=processes, args=(source,), env=environment)
+        results = run_processes(body_load, processes=processes, args=(source,), env=environment, own=PEAK)
     for result in results:
         print({name: round(value / 2**20, 1) for name, value in result.items()})
         assert result["read"] == result["held"]

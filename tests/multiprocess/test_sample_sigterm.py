@@ -6,8 +6,8 @@ import signal
 import time
 
 import pytest
-from test_sample import checkpoint  # noqa: F401  (a fixture)
-from test_sample_kills import LIMIT_S, PROMPTS, children, start, write_config
+
+from tests.multiprocess.test_sample_kills import LIMIT_S, PROMPTS, children, start, write_config
 
 pytestmark = pytest.mark.multiprocess
 
@@ -19,7 +19,7 @@ def has_open(pid, path):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_sigterm_while_prompts_are_read(victim, checkpoint, tmp_path):  # noqa: F811
+def test_sigterm_while_prompts_are_read(victim, checkpoint, tmp_path):
     """The leader reads, the other one waits for it in a call that Python cannot interrupt."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("What is 12 plus 7, and why is that so?\n" * 1_000_000)  # takes far longer than this test

@@ -6,11 +6,11 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import run_processes
-from test_sample import checkpoint  # noqa: F401  (a fixture)
-from test_sample_load import anonymous
 
 from lockstep.report import read_jsonl
+from tests.multiprocess.harness import run_processes
+from tests.multiprocess.test_place import PEAK
+from tests.multiprocess.test_sample_load import anonymous
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -22,7 +22,7 @@ WHILE_GENERATING = 8 << 20
 """Bytes that may be added between the first tenth of the answers and the last of them."""
 
 
-def body_stream(hosts, checkpoint, directory, count):  # noqa: F811
+def body_stream(hosts, checkpoint, directory, count):
     from lockstep.batch_inference import JobConfig, SampleConfig
     from lockstep.batch_inference.run import sample
     from lockstep.report.trackers import NoopTrackerConfig
@@ -61,11 +61,11 @@ def body_stream(hosts, checkpoint, directory, count):  # noqa: F811
     return {"peak": max(held for _, held in seen), "first tenth": first}
 
 
-def test_memory_does_not_grow_with_the_number_of_prompts(checkpoint, tmp_path):  # noqa: F811
+def test_memory_does_not_grow_with_the_number_of_prompts(checkpoint, tmp_path):
     found = {}
     for count in (WARM_UP, FEW, MANY):
         arguments = (str(checkpoint), str(tmp_path), count)
-        (found[count],) = run_processes(body_stream, processes=1, devices=1, timeout_s=900, args=arguments)
+        (found[count],) = run_processes(body_stream, processes=1, devices=1, timeout_s=900, args=arguments, own=PEAK)
     print({count: {what: round(held / 2**20, 1) for what, held in each.items()} for count, each in found.items()})
     rows = read_jsonl(tmp_path / str(MANY) / "samples" / "samples.jsonl")
     assert [row["prompt_id"] for row in rows] == list(range(MANY))

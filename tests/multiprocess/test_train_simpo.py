@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from harness import run_command
+
+from tests.multiprocess.harness import run_command
 
 pytestmark = pytest.mark.multiprocess
 

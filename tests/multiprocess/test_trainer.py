@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from harness import run_processes
+
+from tests.multiprocess.harness import run_processes
 
 pytestmark = pytest.mark.multiprocess
 

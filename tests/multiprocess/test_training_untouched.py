@@ -1,18 +1,17 @@
 """Sampling inside training changes nothing about it: losses bit for bit, traces, memory, launches on every host."""
 
-import functools
 import gc
 import json
 import math
 
 import jax
 import pytest
-from harness import run_processes
-from launches import record_launches
 
 from lockstep.callback import InferenceEvalConfig, SampleCallback
 from lockstep.report.rows import Row
 from tests import tiny
+from tests.multiprocess.harness import cached, run_processes
+from tests.multiprocess.launches import record_launches
 
 STEPS, EVERY = 30, 6
 PROMPTS = [{"prompt": "What is 12 plus 7?", "answer": "nineteen"}, "What is 40 in words?", "one"]
@@ -106,7 +105,7 @@ def body(hosts, mesh_shape, layouts):
     return [train(hosts, mesh_shape, layout) for layout in (None, *layouts)]
 
 
-@functools.cache
+@cached
 def runs(processes, mesh_shape):
     """Of each process, the plain run and those with samples: one launch of processes makes all."""
     layouts = LAYOUTS[processes, mesh_shape]

@@ -3,11 +3,11 @@
 import dataclasses
 
 import pytest
-from harness import run_command, run_processes
-from launches import record_launches
 
 from lockstep.callback import InferenceEvalConfig, SampleCallback
 from tests import tiny
+from tests.multiprocess.harness import run_command, run_processes
+from tests.multiprocess.launches import record_launches
 
 LONG = "What is 12 plus 7? " * 8
 GOOD = {"prompts": ["one"], "max_new_tokens": 4}

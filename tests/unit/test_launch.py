@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from infra import launch
+
 LAUNCHER = Path(__file__).resolve().parents[2] / "infra" / "launch.py"
-sys.path.insert(0, str(LAUNCHER.parent))
-import launch  # noqa: E402
 
 PRELUDE = "import os, signal, subprocess, sys, time; i = int(os.environ['LOCKSTEP_PROCESS_ID'])\n"
 

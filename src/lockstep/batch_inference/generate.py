@@ -35,22 +35,22 @@ class Generator:
     """Generates the rows of a job that this host takes part in.
 
     Args:
-        hosts: of the job.
-        config: of the run.
-        spool: all prompts.
-        tokenizer: for the texts.
-        stop_ids: tokens that end an answer.
+        hosts: The processes of the job.
+        config: The configuration of the run.
+        store: All prompts.
+        tokenizer: The tokenizer that turns tokens into text.
+        stop_ids: The ids of the tokens that end a completion.
     """
 
     def __init__(
         self,
         hosts: Hosts,
         config: SampleConfig,
-        spool: PromptStore,
+        store: PromptStore,
         tokenizer: "PreTrainedTokenizerBase",
         stop_ids: tuple[int, ...],
     ) -> None:
-        self._hosts, self._config, self._spool, self._tokenizer = hosts, config, spool, tokenizer
+        self._hosts, self._config, self._store, self._tokenizer = hosts, config, store, tokenizer
         self._params = [config.sampling_params(stop_ids, round_) for round_ in range(config.n_rounds)]
         self._metrics: Mapping[str, Metric] = load_metrics(config.metrics)
         self._find_stop = StopFinder(tokenizer) if config.stop else None
@@ -85,20 +85,21 @@ class Generator:
         return np.mean(owners[:, :, None] == np.arange(self._hosts.count), axis=1)
 
     def prepare(self, model: Any, mesh: Mesh, shape: JobShape, units: Int[np.ndarray, " pending"]) -> None:
-        """Choose sizes, compile, and agree, before anything is launched. Every host calls it alike.
+        """Choose capacities, compile, and agree, before anything is launched; every host calls it.
 
         Args:
-            model: on the mesh.
-            mesh: of all devices, or of this host's.
-            shape: of the job.
-            units: of this host, as `pending_units` orders them; may be none where hosts work for themselves.
+            model: The model, sharded over the mesh.
+            mesh: The mesh of all devices, or of this host's.
+            shape: The shape of the job.
+            units: The units of this host, in the order of `pending_units`; may be none where hosts work for
+                themselves.
 
         Raises:
-            PeerError: a host cannot work like this; the same on every host.
-            DisagreementError: hosts compiled different programs.
+            PeerError: A host cannot work with this configuration; raised on every host.
+            DisagreementError: The hosts compiled different programs.
         """
         config = self._config
-        longest = int(self._spool.lengths.max()) + config.max_new_tokens
+        longest = int(self._store.lengths.max()) + config.max_new_tokens
         vocab_size = max(self._tokenizer.get_vocab().values()) + 1
 
         with self._hosts.scope("engine") as scope:
@@ -124,14 +125,14 @@ class Generator:
         """Generate units and write their rows.
 
         Args:
-            shape: of the job.
-            units: as given to `prepare`.
-            rows: file of this host; None on hosts that write none.
-            meter: told of progress; None on hosts that show none.
+            shape: The shape of the job.
+            units: The units given to `prepare`.
+            rows: The row file of this host; None on hosts that write none.
+            meter: The meter that counts progress; None on hosts that show none.
 
         Raises:
-            PeerError: hosts work in lockstep and one of them failed; the same on every host.
-            DisagreementError: hosts work in lockstep and computed different tokens.
+            PeerError: The hosts work in lockstep and one of them failed; raised on every host.
+            DisagreementError: The hosts work in lockstep and computed different tokens.
         """
         for work in batches(shape, units, max(1, len(units))):
             with contextlib.closing(self._stream(work, meter)) as answers:
@@ -166,7 +167,7 @@ class Generator:
         return [self._request(batch.round, number) for number in batch.prompts]
 
     def _request(self, round_: int, number: int) -> Request:
-        return Request(prompt_id=number, prompt_tokens=self._spool[number].tokens, params=self._params[round_])
+        return Request(prompt_id=number, prompt_tokens=self._store[number].tokens, params=self._params[round_])
 
     def _stream(self, work: Batch, meter: Meter | None) -> Answers:
         """Prepare for a round and begin it: no slot waits for the end of a batch, weights are moved once."""
@@ -233,7 +234,7 @@ class Generator:
     def _rows(self, round_: int, completions: Sequence[Completion]) -> Iterator[SampleRow]:
         """Rows of a batch by prompt and generation, so that a file reads in order as far as it can."""
         for completion in sorted(completions, key=lambda each: (each.prompt_id, each.generation_id)):
-            prompt = self._spool[completion.prompt_id].prompt
+            prompt = self._store[completion.prompt_id].prompt
             text = cut_at_stop(decode(self._tokenizer, completion.tokens), self._config.stop)
             row = SampleRow.from_completion(completion, prompt, text, round=round_)
             yield measure(self._metrics, row, prompt)

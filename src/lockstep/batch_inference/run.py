@@ -53,14 +53,14 @@ _SHOWN_ROWS = 10
 
 
 def sample(config: SampleConfig, hosts: Hosts) -> int:
-    """Answer every prompt once, on every host alike.
+    """Complete every prompt once; every host makes the same call.
 
     Args:
-        config: of the run.
-        hosts: of the job.
+        config: The configuration of the run.
+        hosts: The processes of the job.
 
     Returns:
-        Exit code.
+        The exit code.
 
     Raises:
         PeerError: a host cannot go on; the same on every host.
@@ -80,9 +80,9 @@ class _Run:
         config, hosts = self.config, self.hosts
         hosts.agree("config", {"configuration": config_digest(config)})
         self._read()
-        spool = self._spool()
-        shape = JobShape(rounds=config.n_rounds, prompts=len(spool), generations=config.n_generations)
-        self._open(spool)
+        store = self._store()
+        shape = JobShape(rounds=config.n_rounds, prompts=len(store), generations=config.n_generations)
+        self._open(store)
         index, found = self._find(shape)
         tracker: Tracker = NoopTracker()
         with hosts.run_on_all("tracker"):
@@ -93,7 +93,7 @@ class _Run:
             present = int(found.sum())
             if hosts.is_leader and present:
                 log.info("%d of %d answers are there already", present, shape.rows)
-            progress = self._generate(spool, shape, index, found, tracker)
+            progress = self._generate(store, shape, index, found, tracker)
             self._report(shape, index, present, progress, tracker)
         finally:
             if hosts.is_leader:
@@ -127,7 +127,7 @@ class _Run:
             elif given is not None:
                 self.output_dir = Path(given)
 
-    def _spool(self) -> PromptStore:
+    def _store(self) -> PromptStore:
         config, hosts = self.config, self.hosts
         hosts.phase("reading prompts")
         lines: Iterator[bytes] | None = None
@@ -143,13 +143,13 @@ class _Run:
             )
         return store_prompts(hosts, lines)
 
-    def _open(self, spool: PromptStore) -> None:
+    def _open(self, store: PromptStore) -> None:
         """Make the output directory this job's, or find that it is another's."""
         config, hosts = self.config, self.hosts
         params = config.sampling_params(self.stop_ids, 0)
         record = {
             **self.facts,
-            "prompts": f"{len(spool)} with digest {spool.digest[:16]}",
+            "prompts": f"{len(store)} with digest {store.digest[:16]}",
             "n_rounds": config.n_rounds,
             "dtype": config.engine.dtype,
             "kv_cache_dtype": config.engine.kv_cache_dtype,
@@ -183,11 +183,11 @@ class _Run:
         return index, unpack(hosts.broadcast("rows that are there", union), shape.rows)
 
     def _generate(
-        self, spool: PromptStore, shape: JobShape, index: RowIndex, found: np.ndarray, tracker: Tracker
+        self, store: PromptStore, shape: JobShape, index: RowIndex, found: np.ndarray, tracker: Tracker
     ) -> JobProgress:
         config, hosts = self.config, self.hosts
         separate = config.inference_mode == "host_data_parallel"
-        units: Int[np.ndarray, " pending"] = pending_units(shape, spool.lengths, shape.finished(found))
+        units: Int[np.ndarray, " pending"] = pending_units(shape, store.lengths, shape.finished(found))
         at_rest = int(shape.finished(found).sum()) * shape.generations
         if not len(units):
             done = [HostProgress(done=True)]
@@ -197,7 +197,7 @@ class _Run:
         mesh = self._mesh(separate)
         model, self.loaded_bytes, self.load_s = load(hosts, self.checkpoint, mesh, config.engine.dtype)
         self.memory.note("after_load")
-        generator = Generator(hosts, config, spool, self.tokenizer, self.stop_ids)
+        generator = Generator(hosts, config, store, self.tokenizer, self.stop_ids)
         hosts.phase("preparing the engine")
         generator.prepare(model, mesh, shape, mine)
         self.memory.note("after_engine")
@@ -336,7 +336,7 @@ class _Shown:
             _report("the tracker", self._flush)
 
     def _keep(self, job: JobProgress) -> None:
-        """For the tracker, unless it is there: how it ended is told whenever that is."""
+        """For the tracker, unless it is there: how it ended is logged in any case."""
         self._last = None
         self._kept.append(job)
 

@@ -19,11 +19,13 @@ class RoundResult:
     """What a round produced; the same on every host but for ``prompts``.
 
     Args:
-        prompts: as the leader read them; None elsewhere.
-        completions: in the order of the prompts, then of the generations.
-        seconds: wall time of each phase.
-        memory: bytes that this host's fullest device held ``before`` and ``after``; empty where nobody counts (CPU).
-        logprob_gap: largest difference between a log-probability and that of the training forward; None without audit.
+        prompts: The prompts as the leader read them; None elsewhere.
+        completions: The completions in the order of the prompts, then of the generations.
+        seconds: The wall time of each phase, in seconds.
+        memory: The most bytes in use on any device of this host ``before`` and ``after``; empty where the backend does
+            not count them (CPU).
+        logprob_gap: The largest difference between a log-probability and that of the training forward, in nats; None
+            without an audit.
     """
 
     prompts: list[Prompt] | None
@@ -47,23 +49,26 @@ def run_round(
     """Barrier, broadcast, agreement, generation, agreement, barrier: every host makes the same steps or none.
 
     Args:
-        hosts: inside a scope of this round's own; its ``timeout_s`` bounds every wait and every device call.
-        facts: what every host must hold alike before anything else happens (step, configuration, tokenizer).
-        read: reads the prompts; called on the leader alone.
-        engine: Gives the engine and the model, read once for the round; called on every host, launches nothing.
-        find_stop: finds stop strings.
-        max_seconds: that generation may last; None for no limit.
-        auditor: recomputes the log-probabilities, or None; called on every host after ``engine``, launches nothing.
-        watchdog: of device calls; None for one of its own, whose thread outlives the round by up to ``timeout_s``.
+        hosts: The processes, inside a scope of this round's own; its ``timeout_s`` bounds every wait and device call.
+        facts: What must be the same on every host before anything else happens (step, configuration, tokenizer).
+        read: A function that reads the prompts; called on the leader alone.
+        engine: A function that gives the engine and the model, read once for the round; called on every host, launches
+            nothing.
+        find_stop: What finds stop strings.
+        max_seconds: The seconds that generation may last; None for no limit.
+        auditor: A function that gives what recomputes the log-probabilities, or None; called on every host after
+            ``engine``, launches nothing.
+        watchdog: The watchdog of device calls; None for one of its own, whose thread outlives the round by up to
+            ``timeout_s``.
 
     Returns:
-        None where the job is asked to end: the round was abandoned between two launches, on every host at the same.
+        None where the job is asked to end: the round was aborted between the same two launches on every host.
 
     Raises:
-        PeerError: a host-only phase failed on at least one host; the same on every host, nothing was launched.
-        DisagreementError: hosts differ; the same on every host.
-        LaunchMismatchError: hosts launched different programs; the same on every host.
-        HostTimeoutError: a host is missing.
+        PeerError: A phase failed on at least one host; raised on every host.
+        DisagreementError: The hosts differ; raised on every host.
+        LaunchMismatchError: The hosts launched different programs; raised on every host.
+        HostTimeoutError: A host is missing.
     """
     watchdog = Watchdog(hosts, hosts.timeout_s) if watchdog is None else watchdog
     clock = _Clock()

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundPrompts:
-    """What is asked in a round.
+    """The prompts of a round.
 
     Args:
-        prompts: in the order of their numbers; empty where the questions came by broadcast.
-        requests: one for each prompt.
-        largest: as many requests as in any round, and as long: programs are made for these, so that another round's
+        prompts: The prompts in the order of their numbers; empty where they came by broadcast.
+        requests: One request for each prompt.
+        largest: As many requests as in any round, and as long: programs are made for these, so that another round's
             prompts compile nothing. None where each round has the same requests.
     """
 
@@ -42,8 +42,8 @@ def read_round_prompts(
     """Reads and encodes the prompts of the round after ``step``; host-only.
 
     Raises:
-        PromptError: a prompt or file that cannot be used.
-        ConfigError: a stop string that can never be found, or more prompts per round than there are.
+        PromptError: A prompt or file cannot be used.
+        ConfigError: A stop string can never be found, or there are fewer prompts than a round has.
     """
     StopFinder(tokenizer).check(config.stop)
     prompts = read_prompts(config.prompts)
@@ -71,9 +71,9 @@ def drawn_prompts(config: InferenceEvalConfig, count: int, step: int) -> list[in
     no prompt comes twice before nearly all others had their turn.
 
     Args:
-        config: with ``prompts_per_round``.
-        count: of prompts to draw from.
-        step: completed.
+        config: A configuration with ``prompts_per_round``.
+        count: The number of prompts to draw from.
+        step: The number of completed steps.
     """
     each = config.prompts_per_round
     assert each is not None
@@ -88,14 +88,14 @@ def largest_of(requests: Sequence[Request], count: int) -> list[Request]:
     return sorted(requests, key=lambda request: -len(request.prompt_tokens))[:count]
 
 
-def to_bytes(questions: RoundPrompts) -> bytes:
+def to_bytes(asked: RoundPrompts) -> bytes:
     """A round's prompts as they are broadcast: ids and parameters, no text."""
-    lists = (questions.requests, questions.largest)
+    lists = (asked.requests, asked.largest)
     return json.dumps([each and [dataclasses.asdict(request) for request in each] for each in lists]).encode()
 
 
 def from_bytes(data: bytes) -> RoundPrompts:
-    """The questions that `to_bytes` was given, without their prompts."""
+    """What `to_bytes` was given, without the prompts' text."""
     requests, largest = json.loads(data)
     return RoundPrompts(requests=_requests(requests), largest=None if largest is None else _requests(largest))
 

@@ -46,22 +46,22 @@ class SampleCallback:
     """Samples from the model inside a training loop, on all hosts in lockstep; training goes on untouched.
 
     Call it on every host with anything that has ``step`` and ``model``: it decides from the number of completed steps
-    alone whether a round is due, so every host decides alike. The number is ``info.next_step`` where there is one
+    alone whether a round is due, so every host decides the same. The number is ``info.next_step`` where there is one
     (Levanter and lockstep count ``step`` from 0), else ``info.step``.
 
     Args:
-        config: when, what, and within which limits.
-        tokenizer: a Hugging Face tokenizer.
-        tracker: used by the leader alone, from a thread of its own behind a bounded queue, so that it may be slow: a
-            round waits 2 s for it, and not at all until it has caught up. It stays the caller's to finish. A
-            `BackgroundTracker` is used as it is; None for none.
-        name: prefix of the table and of the metrics; two callbacks in one run need two names.
-        output_dir: where the leader appends ``samples.jsonl``; None for no file.
-        hosts: of the job; None: the current ones.
-        dtype: floating dtype to decode in, the trainer's compute dtype; None: the dtype of the parameters.
+        config: When to sample, what, and within which limits.
+        tokenizer: A Hugging Face tokenizer.
+        tracker: The tracker that rows and scalars go to; used by the leader alone, from a thread of its own behind a
+            bounded queue, so that it may be slow: a round waits 2 s for it, and not at all until it has caught up. It
+            stays the caller's to finish. A `BackgroundTracker` is used as it is; None for none.
+        name: The prefix of the table and of the metrics; two callbacks in one run need two names.
+        output_dir: The directory where the leader appends to ``samples.jsonl``; None for no file.
+        hosts: The processes of the job; None for the current ones.
+        dtype: The floating dtype to decode in, the trainer's compute dtype; None: the dtype of the parameters.
 
     Raises:
-        ConfigError: sampling in several processes is not allowed by ``config``.
+        ConfigError: ``config`` does not allow sampling in several processes.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class SampleCallback:
         self.on_step(info, force=force)
 
     def on_step(self, info: Any, force: bool = False) -> None:
-        """Runs a round if one is due after ``info``'s step. Every host calls it alike.
+        """Runs a round if one is due after ``info``'s step; every host calls it.
 
         Args:
             info: has ``model``, and ``next_step`` or ``step``. The model is not kept.
@@ -153,7 +153,7 @@ class SampleCallback:
             log.error("%s: the tracker did not take all samples within %g s; some may be lost", self.name, wait_s)
 
     def check(self, model: Any) -> None:
-        """Finds out now, alike on every host, what would make a round fail: prompts, sizes, model, configuration.
+        """Finds out now what would make a round fail, the same on every host: prompts, sizes, model, configuration.
 
         Launches nothing. Training scripts call it before the first step, so that a mistake ends the run there and not
         in the hundredth step.
@@ -211,7 +211,7 @@ class SampleCallback:
             self._report(step, result.prompts, result)
 
     def _skip(self, step: int, error: HostError) -> None:
-        """Counts a failed round, alike on every host, and raises ``error`` again where the configuration says so."""
+        """Counts a failed round, the same on every host, and raises ``error`` again where the configuration says so."""
         self.skipped_rounds += 1
         if self.config.on_error == "raise":
             raise error

@@ -1,8 +1,5 @@
 """Paged-attention generation on the devices that a model is sharded over."""
 
-from lockstep.device import Compilation as Compilation
-from lockstep.device import Program as Program
-from lockstep.device import compile_program as compile_program
 from lockstep.engine.audit import Auditor as Auditor
 from lockstep.engine.audit import audit as audit
 from lockstep.engine.budget import Budget as Budget
@@ -13,4 +10,3 @@ from lockstep.engine.decode_model import DecodeModel as DecodeModel
 from lockstep.engine.engine import Engine as Engine
 from lockstep.engine.sampling.sampler import never_used as never_used
 from lockstep.engine.sizing.result import Sizing as Sizing
-from lockstep.hosts import Ledger as Ledger

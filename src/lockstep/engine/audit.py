@@ -24,20 +24,21 @@ from lockstep.units import bytes_text
 _LENGTH_STEP = 64
 """Positions of a forward pass come in multiples of this, so that a longer answer seldom needs another program."""
 _CHUNK = 128
-"""Positions whose logits are held at a time: a whole vocabulary for each."""
+"""The number of positions whose logits exist at a time: a whole vocabulary for each."""
 
 
 class Auditor:
     """Recomputes the log-probabilities of completions with the model's own full forward pass, without a cache.
 
-    Every host calls it alike. The forward pass is that of `lockstep.models.LlamaLMHeadModel`, on the very arrays that
-    the model holds; each device takes one sequence at a time. Only the compiled program is kept.
+    Every host makes the same calls. The forward pass is that of `lockstep.models.LlamaLMHeadModel`, on the model's own
+    arrays; each device takes one sequence at a time. Only the compiled program is kept.
 
     Args:
-        mesh: that the model lies on.
-        vocab_size: as given to the engine; None for all rows of the embedding.
-        dtype: floating dtype to compute in, as the engine's; None for the dtype of the parameters.
-        ledger: where launches are recorded; None for one of its own.
+        mesh: The mesh that the model is sharded over.
+        vocab_size: The number of token ids that may be sampled, as given to the engine; None for all rows of the
+            embedding.
+        dtype: The floating dtype to compute in, the engine's; None for the dtype of the parameters.
+        ledger: The ledger that launches are recorded in; None for one of its own.
     """
 
     def __init__(
@@ -59,8 +60,8 @@ class Auditor:
         """Compiles the forward pass for the longest that the requests can become; launches nothing.
 
         Args:
-            model: what `lockstep.models.read_decoder` reads.
-            requests: at least one.
+            model: A model that `lockstep.models.read_decoder` reads.
+            requests: The requests, at least one.
 
         Returns:
             The program's digests by name. Hosts must agree on it before `run`.
@@ -86,11 +87,11 @@ class Auditor:
         """Refuses an audit that needs more memory than there is when cache and decode weights are gone again.
 
         Args:
-            free: bytes on the fullest device of all hosts, agreed on.
-            utilization: share of them that may be used.
+            free: The least free memory of any device of any host, in bytes; the same on every host.
+            utilization: The share of it that may be used, between 0 and 1.
 
         Raises:
-            CapacityError: names what is needed, what there is, and the fix.
+            CapacityError: The audit does not fit; names what it needs, what there is, and the fix.
         """
         assert self._built is not None, "prepare() comes before check_memory()"
         memory = self._built[2].memory()
@@ -99,7 +100,8 @@ class Auditor:
             raise CapacityError(
                 f"the audit needs {bytes_text(need)} per device for sequences of {self._built[1]} tokens; there are "
                 f"{bytes_text(int(free * utilization))}: hbm_utilization {utilization:g} of the {bytes_text(free)} "
-                "that the fullest device of all hosts has free. Set audit to false, or shorten prompts and answers."
+                "that the device with the least free memory of all hosts has. Set audit to false, or shorten prompts "
+                "and answers."
             )
 
     def run(
@@ -113,16 +115,18 @@ class Auditor:
         """The largest absolute difference between a completion's log-probability and the recomputed one.
 
         Args:
-            model: as given to `prepare`, or a later state of it.
-            requests: as given to `prepare`.
-            completions: of these requests; the same on every host.
-            around_launch: called with the program's name; its context surrounds a launch and the wait for its result.
+            model: The model given to `prepare`, or a later state of it.
+            requests: The requests given to `prepare`.
+            completions: Completions of these requests; the same on every host.
+            around_launch: A function of the program's name whose context surrounds a launch and the wait for its
+                result.
 
         Returns:
-            In nats, the same on every host; infinite where either is not a number, 0 where nothing was sampled.
+            The difference in nats, the same on every host; infinite where either is not a number, 0 where nothing was
+            sampled.
 
         Raises:
-            ConfigError: the model is not as it was prepared for, or a completion belongs to none of the requests.
+            ConfigError: The model is not the one that was prepared for, or a completion is of none of the requests.
         """
         assert self._built is not None, "prepare() comes before run()"
         signature, length, program = self._built
@@ -133,15 +137,15 @@ class Auditor:
                 "Call prepare with this model first."
             )
         prompts = {request.prompt_id: request.prompt_tokens for request in requests}
-        told = [completion for completion in completions if completion.tokens]
-        for completion in told:
+        sampled = [completion for completion in completions if completion.tokens]
+        for completion in sampled:
             if completion.prompt_id not in prompts:
                 raise ConfigError(
                     f"a completion is of prompt {completion.prompt_id}, which none of the {len(prompts)} requests has. "
                     "Pass the requests that were answered."
                 )
         gap = 0.0
-        for batch in _batches(told, self.mesh.size):
+        for batch in _batches(sampled, self.mesh.size):
             ids = np.zeros((self.mesh.size, length + 1), np.int32)
             for row, completion in enumerate(batch):
                 known = (*prompts[completion.prompt_id], *completion.tokens)
@@ -191,34 +195,35 @@ def audit(
     dtype: str | None = None,
     hosts: Hosts | None = None,
 ) -> float:
-    """How far the log-probabilities of completions are from those of the training forward. Every host calls it alike.
+    """How far the log-probabilities of completions are from those of the training forward; every host calls it.
 
     Args:
-        model: what `lockstep.models.read_decoder` reads, sharded as it was when the completions were made.
-        requests: that were answered.
-        completions: the answers, the same on every host.
-        vocab_size: as given to the engine; None for all rows of the embedding.
-        dtype: floating dtype to compute in; None for the dtype of the parameters.
-        hosts: of the job; None: the current ones.
+        model: A model that `lockstep.models.read_decoder` reads, sharded as it was when the completions were made.
+        requests: The requests that the completions are of.
+        completions: The completions, the same on every host.
+        vocab_size: The number of token ids that may be sampled, as given to the engine; None for all rows of the
+            embedding.
+        dtype: The floating dtype to compute in; None for the dtype of the parameters.
+        hosts: The processes of the job; None for the current ones.
 
     Returns:
         The largest absolute difference in nats, the same on every host; infinite where either is not a number.
 
     Raises:
-        PeerError: on every host alike, when it failed on at least one.
-        DisagreementError: hosts were given different completions.
+        PeerError: The audit failed on at least one host; raised on every host.
+        DisagreementError: The hosts were given different completions.
     """
     with (current() if hosts is None else hosts).scope("audit") as scope:
         with scope.run_on_all("prepare") as prepared:
             prepared.agree({"requests and completions": digest(repr(list(requests)), repr(list(completions)))})
-            _, weights = read_decoder(model)
-            auditor = Auditor(mesh_of(weights.embed), vocab_size=vocab_size, dtype=dtype)
+            read = read_decoder(model)
+            auditor = Auditor(mesh_of(read[1].embed), vocab_size=vocab_size, dtype=dtype)
             if requests:
-                prepared.agree(auditor.prepare(model, requests))
+                prepared.agree(auditor.prepare(read, requests))
         if not completions:
             return 0.0
         with scope.launch_on_all("audit", auditor.ledger) as audited:
-            gap = auditor.run(model, requests, completions)
+            gap = auditor.run(read, requests, completions)
             audited.agree({"gap": repr(gap)})
     return gap
 

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +13,12 @@ from lockstep.device import block_bytes
 from lockstep.engine.config import EngineConfig, Layout, layout_text, tensor_size
 from lockstep.engine.decoder.kv_replication import replicate_kv_heads, replicates_kv_heads
 from lockstep.engine.decoder.transformer import device_heads
-from lockstep.engine.idle_replicas import layout_with_idle_replicas
+from lockstep.engine.idle_replicas import count_active, layout_with_idle_replicas
 from lockstep.errors import ConfigError
 from lockstep.models import STACKED, TENSOR_DIMS, DecoderWeights, LlamaConfig
 from lockstep.placement import (
     DecodeMesh,
     LayoutTree,
-    LeafLayout,
     is_lazy,
     leaf_layouts,
     make_decode_mesh,
@@ -57,85 +55,44 @@ class DecodeModel:
         config: The configuration of the model, with kv heads replicated where the layout needs that.
         weights: Shape structs and `LazyWeight` of such, with the trainer's shardings and kv heads replicated.
         decode_mesh: The decode mesh.
+        active_replicas: The number of replicas that decode.
+        device: One of the devices, which are all of the same kind.
+        heads: The attention heads of one device.
         dtype: The dtype of weights and activations while decoding.
         kv_dtype: The dtype of the KV cache.
+        kv_bytes: Bytes per device of K and V at one position in all layers; in 8 bits with their scales.
         layouts: The `LeafLayout` of each weight: where the trainer has it, and where decoding wants it.
+        leaves: What there is to know of each weight.
+        lazy: Whether any weight has yet to be made from what the trainer has.
+        casts: Whether any parameter has another dtype than decoding uses.
+        moves: Whether weights move into the decode layout once per round; otherwise they stay in the trainer's.
+        copied_bytes: Bytes per device of the copy of the weights that decoding needs; 0 where it reads the trainer's
+            arrays in place.
+        gathered: The weights that the layout ``training`` gathers anew at each step.
     """
 
     layout: Layout
     config: LlamaConfig
     weights: DecoderWeights
     decode_mesh: DecodeMesh
+    active_replicas: int
+    device: jax.Device
+    heads: Heads
     dtype: jnp.dtype
     kv_dtype: jnp.dtype
+    kv_bytes: int
     layouts: LayoutTree
-
-    @property
-    def device(self) -> jax.Device:
-        """One of the devices, which are all of the same kind."""
-        device: jax.Device = self.decode_mesh.mesh.devices.flat[0]
-        return device
-
-    @functools.cached_property
-    def heads(self) -> Heads:
-        """Attention heads of one device."""
-        return device_heads(self.config, self.decode_mesh)
-
-    @functools.cached_property
-    def lazy(self) -> bool:
-        """Whether any weight has yet to be made from what the trainer has."""
-        return is_lazy(self.weights)
-
-    @functools.cached_property
-    def casts(self) -> bool:
-        """Whether any parameter has another dtype than decoding uses."""
-        return any(leaf.dtype != self.dtype for leaf in jax.tree.leaves(self.weights))
-
-    @functools.cached_property
-    def moves(self) -> bool:
-        """Whether weights move into the decode layout once per round; otherwise they stay in the trainer's."""
-        return self.layout != "training" and not all(weight.in_place for weight in self.leaves)
+    leaves: tuple[Weight, ...]
+    lazy: bool
+    casts: bool
+    moves: bool
+    copied_bytes: int
+    gathered: tuple[Weight, ...]
 
     @property
     def copies(self) -> bool:
-        """Whether decoding needs a copy of the weights; otherwise it reads the trainer's arrays in place."""
+        """Whether decoding needs a copy of the weights."""
         return self.moves or self.lazy or self.casts
-
-    @functools.cached_property
-    def leaves(self) -> tuple[Weight, ...]:
-        """The weights that there are."""
-
-        def weight(path: Any, leaf: Any, layout: LeafLayout) -> Weight:
-            dims = list(leaf.shape)
-            if layout.tensor_dim is not None:
-                dims[layout.tensor_dim] = -(-dims[layout.tensor_dim] // self.decode_mesh.tensor)
-            return Weight(
-                name=path[-1].name,
-                stacked=path[-1].name in STACKED,
-                in_place=layout == layout.decode,
-                decode_bytes=math.prod(dims) * self.dtype.itemsize,
-                training_bytes=block_bytes(leaf) * self.dtype.itemsize // leaf.dtype.itemsize,
-            )
-
-        return tuple(jax.tree.leaves(jax.tree_util.tree_map_with_path(weight, self.weights, self.layouts)))
-
-    @functools.cached_property
-    def copied_bytes(self) -> int:
-        """Bytes per device of the copy of the weights that decoding needs; 0 where it reads the trainer's in place."""
-        if not self.copies:
-            return 0
-        return sum(weight.decode_bytes if self.moves else weight.training_bytes for weight in self.leaves)
-
-    @functools.cached_property
-    def gathered(self) -> tuple[Weight, ...]:
-        """The weights that the layout ``training`` gathers anew at each step."""
-        return () if self.layout != "training" else tuple(weight for weight in self.leaves if not weight.in_place)
-
-    @functools.cached_property
-    def kv_bytes(self) -> int:
-        """Bytes per device of K and V at one position in all layers; in 8 bits with their scales."""
-        heads = stored_kv_heads(self.device, self.heads, self.kv_dtype)
-        return self.config.num_layers * 2 * heads.kv_heads * heads.head_size * self.kv_dtype.itemsize
 
 
 class DecodeModels:
@@ -173,7 +130,7 @@ class DecodeModels:
         """The layouts to compare: the configured one, or all that the mesh and the model allow."""
         return [self._engine.layout] if self._engine.layout != "auto" else self.possible
 
-    @property
+    @functools.cached_property
     def possible(self) -> list[Layout]:
         """All layouts that the mesh and the model allow, but for those that need replicated kv heads.
 
@@ -192,15 +149,52 @@ class DecodeModels:
         check_layout(self.config, decode_mesh)
         config, weights = replicate_kv_heads(self.config, self._weights, decode_mesh.tensor)
         dtype = jnp.dtype(self._engine.dtype or weights.embed.dtype)
+        kv_dtype = self._engine.kv_dtype(dtype)
+        device, heads = self.mesh.devices.flat[0], device_heads(config, decode_mesh)
+        kept = stored_kv_heads(device, heads, kv_dtype)
+        layouts = leaf_layouts(weights, decode_mesh, TENSOR_DIMS)
+        leaves = _leaves(weights, layouts, dtype)
+        lazy, casts = is_lazy(weights), any(leaf.dtype != dtype for leaf in jax.tree.leaves(weights))
+        away = tuple(weight for weight in leaves if not weight.in_place)
+        moves = layout != "training" and bool(away)
+        copy = sum(weight.decode_bytes if moves else weight.training_bytes for weight in leaves)
         return DecodeModel(
             layout=layout,
             config=config,
             weights=weights,
             decode_mesh=decode_mesh,
+            active_replicas=count_active(layout, decode_mesh.replicas),
+            device=device,
+            heads=heads,
             dtype=dtype,
-            kv_dtype=self._engine.kv_dtype(dtype),
-            layouts=leaf_layouts(weights, decode_mesh, TENSOR_DIMS),
+            kv_dtype=kv_dtype,
+            kv_bytes=config.num_layers * 2 * kept.kv_heads * kept.head_size * kv_dtype.itemsize,
+            layouts=layouts,
+            leaves=leaves,
+            lazy=lazy,
+            casts=casts,
+            moves=moves,
+            copied_bytes=copy if moves or lazy or casts else 0,
+            gathered=away if layout == "training" else (),
         )
+
+
+def _leaves(weights: DecoderWeights, layouts: LayoutTree, dtype: jnp.dtype) -> tuple[Weight, ...]:
+    found = []
+    every = jax.tree_util.tree_leaves_with_path(weights)
+    for (path, leaf), layout in zip(every, jax.tree.leaves(layouts), strict=True):
+        name, dims = path[-1].name, list(leaf.shape)
+        if layout.tensor_dim is not None:
+            dims[layout.tensor_dim] = -(-dims[layout.tensor_dim] // layout.decode_mesh.tensor)
+        weight = Weight(
+            name=name,
+            stacked=name in STACKED,
+            in_place=layout == layout.decode,
+            decode_bytes=math.prod(dims) * dtype.itemsize,
+            training_bytes=block_bytes(leaf) * dtype.itemsize // leaf.dtype.itemsize,
+        )
+        found.append(weight)
+    return tuple(found)
 
 
 def signature_of(config: LlamaConfig, weights: DecoderWeights) -> object:

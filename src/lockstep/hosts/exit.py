@@ -73,7 +73,8 @@ def run_main(main: Callable[[], object]) -> None:
             text = error.code
             print(text, file=sys.stderr)
     except HostError as error:
-        code, text = 1, f"{type(error).__name__}: {error}"
+        # The peers have the same error where all have it: to them a word is enough.
+        code, text = 1, type(error).__name__ if error.on_every_process else f"{type(error).__name__}: {error}"
         _print_host_error(error)
     except (ConfigError, PromptError) as error:
         code, text = 1, str(error)

@@ -27,8 +27,8 @@ class Hosts:
     every process has read them, so a scope that ends with a barrier leaves none.
 
     Args:
-        client: the coordination service, or its in-memory twin.
-        timeout_s: seconds that any wait may last.
+        client: The coordination service, or its in-memory twin.
+        timeout_s: The seconds that any wait may last.
     """
 
     def __init__(self, client: Client, timeout_s: float = 300.0):
@@ -68,14 +68,15 @@ class Hosts:
         """Give the names used inside a prefix of their own: ``name#k/``, k counting the uses of ``name`` so far.
 
         Inside, each name can be used once. An error that leaves the scope becomes this process's phase, so that
-        peers that wait for it in vain are told about it.
+        peers that wait for it in vain can say so.
 
         Args:
-            name: the same on every process; with a step number in it, a process that skipped one is found at once.
-            timeout_s: for the waits inside; None keeps the present one.
+            name: The name of the scope, the same on every process; with a step number in it, a process that skipped one
+                is found at once.
+            timeout_s: The seconds that a wait inside may last; None keeps the present number.
 
         Raises:
-            HostError: a name was used twice inside.
+            HostError: A name was used twice inside.
         """
         inner = object.__new__(Hosts)
         inner.__dict__.update(self.__dict__)
@@ -167,7 +168,7 @@ class Hosts:
         """Return once every process has called it with this name.
 
         Raises:
-            HostTimeoutError: not all came in time; names the missing ones and their last phase.
+            HostTimeoutError: Not all came in time; names the missing ones and their last phase.
         """
         self._channel.barrier(self._key(name), self.timeout_s)
 
@@ -175,8 +176,8 @@ class Hosts:
         """Return on every process the leader's bytes, of any length; the others pass None. The leader does not wait.
 
         Raises:
-            HostError: the leader passed None, or another process a value.
-            HostTimeoutError: the leader posted nothing in time.
+            HostError: The leader passed None, or another process a value.
+            HostTimeoutError: The leader posted nothing in time.
         """
         return broadcast(self._channel, self._key(name), value, self.timeout_s)
 
@@ -184,7 +185,7 @@ class Hosts:
         """Return on the leader every process's bytes by process number, of any length; None elsewhere.
 
         Raises:
-            HostTimeoutError: not all came in time; names the missing ones and their last phase.
+            HostTimeoutError: Not all came in time; names the missing ones and their last phase.
         """
         return gather(self._channel, self._key(name), value, self.timeout_s)
 
@@ -192,8 +193,8 @@ class Hosts:
         """Return when every process passed the same values: for each thing to agree on, its name and its digest.
 
         Raises:
-            DisagreementError: on every process, with the same text: what differs, and who holds what.
-            HostTimeoutError: not all came in time; names the missing ones and their last phase.
+            DisagreementError: The values differ; the same text on every process says what differs and who has what.
+            HostTimeoutError: Not all came in time; names the missing ones and their last phase.
         """
         agree(self._channel, self._key(name), values, self.timeout_s)
 
@@ -201,7 +202,7 @@ class Hosts:
         """Return on every process the smallest value that any of them passed.
 
         Raises:
-            HostTimeoutError: not all came in time; names the missing ones and their last phase.
+            HostTimeoutError: Not all came in time; names the missing ones and their last phase.
         """
         return all_min(self._channel, self._key(name), value, self.timeout_s)
 
@@ -209,8 +210,8 @@ class Hosts:
         """Do ``work`` on the leader alone and return on every process what it returned, of any length.
 
         Raises:
-            PeerError: it failed; the same text everywhere, and on the leader the error is its cause.
-            HostTimeoutError: the leader posted nothing in time.
+            PeerError: The work failed; the same text on every process, and on the leader its error is the cause.
+            HostTimeoutError: The leader posted nothing in time.
         """
         return broadcast_from_leader(self._channel, self._key(name), work, self.timeout_s)
 

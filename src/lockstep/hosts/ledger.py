@@ -28,7 +28,7 @@ class Ledger:
         """Adds a launch, before it is made, so that one that never returns is on record.
 
         Raises:
-            LaunchMismatchError: in debug mode, when another process is about to launch something else.
+            LaunchMismatchError: In debug mode, another process is about to launch something else.
         """
         self._hash = hashlib.sha256(f"{self._hash} {name} {digest}".encode()).hexdigest()
         self._launches.append((name, digest[:SHOWN_DIGITS]))

@@ -89,16 +89,17 @@ def run_command[Config: RunConfig](
     """Run a training command.
 
     Args:
-        cls: its configuration.
-        arguments: of its command line.
-        parts: takes data and objective from the configuration.
+        cls: The class of its configuration.
+        arguments: The arguments of its command line.
+        parts: A function that takes data and objective from the configuration.
 
     Returns:
-        Exit code: 0; 128 + signal for a run that a signal ended; 1 where a host failed.
+        The exit code: 0, or 128 + signal for a run that a signal ended.
 
     Raises:
-        ConfigError: the configuration cannot work.
-        HostError: the hosts lost each other.
+        ConfigError: The configuration cannot work.
+        PeerError: A host failed where all must go on together.
+        HostError: The hosts lost each other.
     """
     if "--help" in arguments or "-h" in arguments:
         print(f"--config_path  FILE.yaml with any of these keys; keys on the command line win over it\n{_help(cls)}")
@@ -111,21 +112,21 @@ def run_command[Config: RunConfig](
 
 
 def train(config: RunConfig, data: LoadsData, objective: LossFn, hosts: Hosts) -> int:
-    """Train on every host alike: prepare, agree, train with samples, save, sum up.
+    """Train; every host does the same: prepare, agree, train with samples, save, sum up.
 
     Args:
-        config: of the run.
-        data: what to train on.
-        objective: what to minimise.
-        hosts: of the job.
+        config: The configuration of the run.
+        data: The data to train on.
+        objective: The objective to minimise.
+        hosts: The processes of the job.
 
     Returns:
-        Exit code, see `run_command`.
+        The exit code, see `run_command`.
 
     Raises:
-        PeerError: preparing or saving failed on a host.
-        DisagreementError: hosts have different configurations or data.
-        ConfigError: the model does not fit the mesh.
+        PeerError: Preparing or saving failed on a host.
+        DisagreementError: The hosts have different configurations or data.
+        ConfigError: The model does not fit the mesh.
     """
     hosts.agree("config", {"config": config_digest(config)})
     with hosts.run_on_all("reading tokenizer and data") as prepared:

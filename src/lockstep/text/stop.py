@@ -19,7 +19,7 @@ class StopFinder:
 
     It is a pure function on the host: with the same tokens it gives the same result on every host. The text of tokens
     is what `decode` returns (special tokens left out) without an incomplete character at its end. Only the tail is
-    decoded: as many tokens as could contain the beginning of a stop string.
+    decoded: the most tokens that can contain the beginning of a stop string.
 
     Args:
         tokenizer: A Hugging Face tokenizer.

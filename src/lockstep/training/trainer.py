@@ -1,4 +1,4 @@
-"""The training loop: batches in, steps launched by all hosts alike, hooks and metrics out."""
+"""The training loop: batches in, the same steps launched by every host, hooks and metrics out."""
 
 import contextlib
 import dataclasses
@@ -42,7 +42,7 @@ class TrainResult:
     completed_steps: int
     """Steps that were done."""
     loss: float
-    """Of the last step; nan if there was none."""
+    """The loss of the last step; nan if there was none."""
     stopped_by: int | None
     """Signal that ended the run early, on whichever host it came; the same on all. None for a full run."""
     tracker_errors: int
@@ -53,17 +53,17 @@ class Trainer:
     """Trains a model that is sharded over all devices; every host makes the same calls.
 
     Args:
-        config: of the run.
-        optimizer: what turns gradients into updates.
-        loss_fn: the objective.
-        hosts: of the job; None: the current ones.
-        mesh: to train on; None: made from ``config.mesh_shape``.
-        tracker: where metrics go; used by the leader alone, from a thread of its own behind a bounded queue, so that it
-            may be slow. It stays the caller's to finish. A `BackgroundTracker` is used as it is.
-        schedule: learning rate by completed steps, for the metrics.
+        config: The configuration of the run.
+        optimizer: The transformation that turns gradients into updates.
+        loss_fn: The objective.
+        hosts: The processes of the job; None for the current ones.
+        mesh: The mesh to train on; None to make it from ``config.mesh_shape``.
+        tracker: The tracker that metrics go to; used by the leader alone, from a thread of its own behind a bounded
+            queue, so that it may be slow. It stays the caller's to finish. A `BackgroundTracker` is used as it is.
+        schedule: The learning rate by completed steps, for the metrics.
 
     Raises:
-        ConfigError: mesh or batch size do not fit the devices.
+        ConfigError: The mesh or the batch size does not fit the devices.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class Trainer:
         """Have something called as training goes on, see `Hooks`.
 
         Args:
-            hook: an object with ``on_step(info, force=False)``, or a function of the info.
-            every: after each step whose number of completed steps is a multiple of this.
+            hook: An object with ``on_step(info, force=False)``, or a function of the info.
+            every: The number of completed steps between two calls.
 
         Raises:
-            ConfigError: it cannot be called, or ``every`` is below 1.
+            ConfigError: The hook cannot be called, or ``every`` is below 1.
         """
         self._hooks.add(hook, every)
 
@@ -112,7 +112,7 @@ class Trainer:
         """Make a model from scratch, each device making only its part.
 
         Args:
-            init: makes a model from a key.
+            init: A function that makes a model from a key.
 
         Returns:
             The model in the parameter type and sharding.
@@ -123,14 +123,15 @@ class Trainer:
         """Train for ``num_train_steps`` steps.
 
         Args:
-            model: on the mesh; donated, use the result's model afterwards.
-            batches: gives each host its rows of each batch.
+            model: The model, sharded over the mesh; donated: use the result's model afterwards.
+            batches: What gives each host its rows of each batch.
 
         Raises:
-            PeerError: the train step does not compile on some host; the same on all.
-            DisagreementError: hosts compiled different train steps, or with different versions or flags.
-            LaunchMismatchError: hosts launched different programs, found at the end (in debug mode, before the launch).
-            HostError: a step failed while it ran on several hosts, most likely because one of them has died.
+            PeerError: The train step does not compile on some host; raised on every host.
+            DisagreementError: The hosts compiled different train steps, or with different versions or flags.
+            LaunchMismatchError: The hosts launched different programs; found at the end, or in debug mode before the
+                launch.
+            HostError: A step failed while it ran on several hosts, most likely because one of them has died.
 
         Returns:
             The trained model and how the run ended. A signal (Ctrl-C, SIGTERM) on any host ends the run after a step,
@@ -195,7 +196,7 @@ class Trainer:
             ) from error
 
     def _compile(self, state: TrainState, shardings: PyTree, batches: Batches) -> TrainStep:
-        """The train step that every host has compiled alike; nobody launches it before all are ready."""
+        """The train step, compiled and agreed on by every host; nobody launches it before all are ready."""
         step_fn = TrainStep(
             loss_fn=self._loss_fn,
             optimizer=self._optimizer,
@@ -246,7 +247,7 @@ class Trainer:
         if not self.hosts.is_leader:
             return
         values = step_metrics(info, metrics, self.config.train_batch_size)
-        with contextlib.suppress(Exception):  # the queue has told and counted it
+        with contextlib.suppress(Exception):  # the queue has logged and counted it
             self.tracker.log(values, step=info.next_step)
         if not math.isfinite(info.loss) and not self._warned_of_loss:
             self._warned_of_loss = True
@@ -262,9 +263,9 @@ def step_metrics(info: StepInfo, metrics: StepMetrics, batch_size: int) -> Mappi
     """Name the figures of a step as a tracker gets them.
 
     Args:
-        info: of the step.
-        metrics: of the step.
-        batch_size: rows of the batch.
+        info: The info of the step.
+        metrics: The metrics of the step.
+        batch_size: The number of rows of the batch.
 
     Returns:
         ``train/…`` and ``throughput/…``, durations in seconds.

@@ -11,7 +11,7 @@ import pytest
 import lockstep
 from lockstep.callback import InferenceEvalConfig, SampleCallback
 from lockstep.device import memory as device_memory
-from lockstep.models import UnreadableModelError
+from lockstep.models import UnreadableModelError, register_reader
 from lockstep.placement import make_mesh
 from lockstep.report.trackers import NoopTracker
 from tests import tiny
@@ -96,6 +96,25 @@ class Recorder(NoopTracker):
 
     def log(self, metrics, *, step):
         self.scalars.append((step, dict(metrics)))
+
+
+def test_a_round_reads_the_model_once():
+    weights = tiny.placed_weights(make_mesh("1,1,1", jax.devices()[:1]), vocab=tiny.vocab_size())
+    reads = []
+
+    class Theirs:
+        pass
+
+    @register_reader(Theirs)
+    def read(model):
+        reads.append(model)
+        return tiny.CONFIG, weights
+
+    config = InferenceEvalConfig(prompts=["one"], max_new_tokens=2, eval_every=1, audit=True, on_error="raise")
+    callback = SampleCallback(config, tiny.tokenizer())
+    callback(tiny.Info(1, Theirs()))
+    callback(tiny.Info(2, Theirs()))
+    assert callback.rounds == len(reads) == 2
 
 
 def test_a_plain_jax_loop_on_one_device(tmp_path, capsys, caplog, monkeypatch):

@@ -8,8 +8,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lockstep.device.program import Program, compile_program, without_source_locations
-from lockstep.engine import Ledger
 from lockstep.errors import LockstepError
+from lockstep.hosts import Ledger
 from tests.unit.engine.models import mesh_of
 
 

@@ -5,14 +5,16 @@ import pytest
 from lockstep.errors import PeerError
 from lockstep.hosts import Hosts, MemoryClient, current
 from tests.multiprocess.harness import run_threads
-from tests.multiprocess.host_bodies import check, run_all
+from tests.multiprocess.host_bodies import BEHAVIOURS
 
 WAIT_S = 0.2
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_waits_and_agreement(count):
-    check(run_threads(run_all, count, WAIT_S), WAIT_S)
+@pytest.mark.parametrize("behaviour", BEHAVIOURS)
+def test_between_threads(behaviour, count):
+    body, check = BEHAVIOURS[behaviour]
+    check(run_threads(body, count, WAIT_S), WAIT_S)
 
 
 def test_one_process_waits_for_nobody():

@@ -8,7 +8,7 @@ from lockstep.device import chip_of
 from lockstep.engine.config import EngineConfig, Layout, layout_text
 from lockstep.engine.decode_model import DecodeModel, DecodeModels
 from lockstep.engine.sizing.cost_model import estimate
-from lockstep.engine.sizing.demand import Demand, desired_capacity, max_prompts
+from lockstep.engine.sizing.demand import Demand, desired_capacity, max_prompts, measure_demand
 from lockstep.engine.sizing.fit import fit, smallest
 from lockstep.engine.sizing.memory_model import MemoryModel
 from lockstep.engine.sizing.result import Choice, Sizing, reasons
@@ -47,21 +47,23 @@ class Chooser:
             CapacityError: A request can never fit: the caps, the model or the memory.
         """
         layouts = self.models.layouts if before is None else [before.layout]
-        choices = [self._consider(self.models[layout], requests, before) for layout in layouts]
+        demand = measure_demand(self.config, self.models, requests)
+        choices = [self._consider(self.models[layout], demand, before) for layout in layouts]
+        check_capacity(choices[0].wanted, requests)  # caps are the same in every layout
         fitting = [choice for choice in choices if choice.sizes is not None]
         if not fitting and before is not None:
             return self.choose(requests)
         if not fitting:
-            raise CapacityError(self._too_small(choices, requests))
+            raise CapacityError(self._too_small(choices, demand, requests))
         best = min(fitting, key=lambda choice: choice.estimate.total_s if choice.estimate else 0.0)
         assert best.sizes is not None and best.estimate is not None
         check_capacity(best.sizes, requests)
-        model, prompts = self.models[best.layout], max_prompts(self.config, best.sizes, requests)
+        model, prompts = self.models[best.layout], max_prompts(self.config, best.sizes, demand)
         return Sizing(
             layout=best.layout,
             wanted=best.wanted,
             sizes=best.sizes,
-            reasons=reasons(self.config, best.wanted, best.sizes, requests, prompts),
+            reasons=reasons(self.config, best.wanted, best.sizes, demand, prompts),
             predicted=best.footprint,
             compiled=None,
             free=self.free,
@@ -74,12 +76,11 @@ class Chooser:
             attention=describe_attention(model.device, model.config.head_size),
         )
 
-    def _consider(self, model: DecodeModel, requests: Sequence[Request], before: Sizing | None) -> Choice:
+    def _consider(self, model: DecodeModel, demand: Demand, before: Sizing | None = None) -> Choice:
         """What fits in one layout, and how long that would take."""
         old = before if before is not None and before.layout == model.layout else None
-        wanted = desired_capacity(self.config, model, requests, old.wanted if old else None)
-        check_capacity(wanted, requests)
-        demand, memory, budget = Demand.of(requests, wanted.page_size), MemoryModel(model), self._budget(model.layout)
+        wanted = desired_capacity(self.config, model, demand, old.wanted if old else None)
+        memory, budget = MemoryModel(model), self._budget(model.layout)
         if old is not None and wanted == old.wanted and demand.longest <= old.sizes.pages - 1:
             sizes: Capacity | None = old.sizes
         else:
@@ -101,7 +102,7 @@ class Chooser:
     def _excess(self, layout: Layout) -> int:
         return self.excess.get(layout_text(layout), 0)
 
-    def _too_small(self, choices: Sequence[Choice], requests: Sequence[Request]) -> str:
+    def _too_small(self, choices: Sequence[Choice], demand: Demand, requests: Sequence[Request]) -> str:
         """What was needed, what there is, the largest that works, and which knob to turn."""
         hungry = max(requests, key=lambda r: len(r.prompt_tokens) + r.params.max_new_tokens)
         prompt, new = len(hungry.prompt_tokens), hungry.params.max_new_tokens
@@ -118,7 +119,7 @@ class Chooser:
         if longest > 0 and cap is not None and cap > longest:
             ways.append(f"lower max_seq_len to at most {longest}")
         others = [other for other in self.models.possible if other != layout] if len(choices) == 1 else []
-        tried = [self._consider(self.models[other], requests, None) for other in others]
+        tried = [self._consider(self.models[other], demand) for other in others]
         works = [layout_text(choice.layout) for choice in tried if choice.sizes is not None]
         if works:
             ways.append(f"set layout to auto or {' or '.join(works)}")

@@ -1,14 +1,11 @@
 """What requests ask for: the capacity that they would get if memory had no end, within the caps."""
 
 import dataclasses
-from collections.abc import Sequence
-
-import jax
+from collections.abc import Mapping, Sequence
 
 from lockstep.device import chip_named
 from lockstep.engine.config import DEFAULT_PAGE_SIZE, EngineConfig
-from lockstep.engine.decode_model import DecodeModel
-from lockstep.engine.idle_replicas import count_active
+from lockstep.engine.decode_model import DecodeModel, DecodeModels
 from lockstep.errors import ConfigError
 from lockstep.schedule import Capacity, check_length, sampling_sizes
 from lockstep.types import Request
@@ -24,55 +21,73 @@ _STOP_IDS = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Demand:
-    """What requests ask of the KV cache.
+    """What requests ask for: all that is known of them once they are checked.
 
     Args:
+        page_size: Tokens in a page.
         longest: Pages of the longest request.
         mean: Pages of a sequence, on average.
         sequences: Sequences of all requests together.
         context: Positions that a sequence has behind it at half of its answer, on average.
         new_tokens: Tokens of the longest answer.
+        tokens: Tokens of the longest request, prompt and answer together.
+        prefill: Tokens of the longest prompt but for the last one, which decode reads.
+        generations: Sequences of each request, in falling order.
+        stop_ids: The most stop tokens that a request has.
+        copies_pages: Whether several sequences have the same prompt, and prefill ends on a partial page.
+        sampling: What the requests ask of the sampler, by the name in `Capacity`.
     """
 
+    page_size: int
     longest: int
     mean: float
     sequences: int
     context: float
     new_tokens: int
+    tokens: int
+    prefill: int
+    generations: tuple[int, ...]
+    stop_ids: int
+    copies_pages: bool
+    sampling: Mapping[str, int]
 
     @classmethod
     def of(cls, requests: Sequence[Request], page_size: int) -> "Demand":
         """The demand of some requests at worst: every answer is as long as it may be."""
         counts = [request.params.n_generations for request in requests]
-        lengths = [len(request.prompt_tokens) + request.params.max_new_tokens - 1 for request in requests]
-        pages = [-(-length // page_size) for length in lengths]
+        lengths = [len(request.prompt_tokens) + request.params.max_new_tokens for request in requests]
+        pages = [-(-(length - 1) // page_size) for length in lengths]
         middles = [len(request.prompt_tokens) + request.params.max_new_tokens / 2 for request in requests]
         total = sum(counts)
         return cls(
+            page_size=page_size,
             longest=max(pages),
             mean=sum(n * p for n, p in zip(counts, pages, strict=True)) / total,
             sequences=total,
             context=sum(n * m for n, m in zip(counts, middles, strict=True)) / total,
             new_tokens=max(request.params.max_new_tokens for request in requests),
+            tokens=max(lengths),
+            prefill=max(len(request.prompt_tokens) for request in requests) - 1,
+            generations=tuple(sorted(counts, reverse=True)),
+            stop_ids=max(len(request.params.stop_token_ids) for request in requests),
+            copies_pages=_copies_pages(requests, page_size),
+            sampling=sampling_sizes(request.params for request in requests),
         )
 
 
-def desired_capacity(
-    config: EngineConfig, model: DecodeModel, requests: Sequence[Request], before: Capacity | None = None
-) -> Capacity:
-    """The capacity for ``requests``: explicit values are caps, the rest follows from the requests.
+def measure_demand(config: EngineConfig, models: DecodeModels, requests: Sequence[Request]) -> Demand:
+    """The demand of requests that are not longer than the model and the caps allow.
 
     Args:
         config: The configuration of the engine.
-        model: The model in the layout to decode in.
+        models: The model.
         requests: At least one request.
-        before: The capacity of an earlier call; none of it shrinks, so that programs are compiled again only to grow.
 
     Raises:
-        ConfigError: A cap is beyond what the model or the layout can do.
+        ConfigError: The cap ``max_seq_len`` is beyond what the model can do.
         CapacityError: A request is longer than the cap.
     """
-    most = model.config.max_seq_len
+    most = models.config.max_seq_len
     limit = config.max_seq_len or most
     if limit > most:
         raise ConfigError(
@@ -80,31 +95,40 @@ def desired_capacity(
         )
     for request in requests:
         check_length(request, limit, most)
-    page_size = config.page_size or _page_size(config, model.device)
-    longest = config.max_seq_len or max(len(r.prompt_tokens) + r.params.max_new_tokens for r in requests)
-    counts = sorted((r.params.n_generations for r in requests), reverse=True)
-    total = sum(counts[: config.max_prompts_per_batch])
-    replicas = model.decode_mesh.replicas
-    active = count_active(model.layout, replicas)
+    return Demand.of(requests, config.page_size or _page_size(config, models.mesh.devices.flat[0].platform))
+
+
+def desired_capacity(
+    config: EngineConfig, model: DecodeModel, demand: Demand, before: Capacity | None = None
+) -> Capacity:
+    """The capacity for a demand: explicit values are caps, the rest follows from the demand.
+
+    Args:
+        config: The configuration of the engine.
+        model: The model in the layout to decode in.
+        demand: What the requests ask for.
+        before: The capacity of an earlier call; none of it shrinks, so that programs are compiled again only to grow.
+    """
+    page_size, active = demand.page_size, model.active_replicas
+    total = sum(demand.generations[: config.max_prompts_per_batch])
     most_slots = slots_per_replica(model.device.device_kind, model.device.platform, model.dtype.itemsize)
     sequences = min(total, config.max_seqs or most_slots * active)
-    prefill = max(len(r.prompt_tokens) for r in requests) - 1
     slots = -(-sequences // active)
-    rows = min(slots * -(-prefill // page_size), (config.max_prefill_size or _PREFILL_TOKENS) // page_size)
+    rows = min(slots * -(-demand.prefill // page_size), (config.max_prefill_size or _PREFILL_TOKENS) // page_size)
     wanted = Capacity(
-        replicas=replicas,
+        replicas=model.decode_mesh.replicas,
         sequences=sequences,
         slots=slots,
         page_size=page_size,
         pages=0,
-        pages_per_sequence=-(-longest // page_size),
+        pages_per_sequence=-(-(config.max_seq_len or demand.tokens) // page_size),
         prefill_rows=max(1, rows),
-        steps=min(config.max_steps_per_launch or _STEPS, max(r.params.max_new_tokens for r in requests)),
-        stop_ids=_round_up(max(len(r.params.stop_token_ids) for r in requests), _STOP_IDS),
-        page_copies=int(config.share_prefixes and _copies_pages(requests, page_size)),
+        steps=min(config.max_steps_per_launch or _STEPS, demand.new_tokens),
+        stop_ids=max(-(-demand.stop_ids // _STOP_IDS), 1) * _STOP_IDS,
+        page_copies=int(config.share_prefixes and demand.copies_pages),
         prefill_sequences=config.max_seqs_in_prefill or 0,
-        idle_replicas=replicas - active,
-        **sampling_sizes(r.params for r in requests),
+        idle_replicas=model.decode_mesh.replicas - active,
+        **demand.sampling,
     )
     if before is not None:
         pairs = ((f.name, getattr(wanted, f.name), getattr(before, f.name)) for f in dataclasses.fields(wanted))
@@ -131,21 +155,20 @@ def slots_per_replica(kind: str, platform: str, itemsize: int) -> int:
     return min(_MOST_SLOTS, max(_LEAST_SLOTS, int(knee) // 64 * 64))
 
 
-def max_prompts(config: EngineConfig, sizes: Capacity, requests: Sequence[Request]) -> int:
+def max_prompts(config: EngineConfig, sizes: Capacity, demand: Demand) -> int:
     """The number of prompts that the scheduler has at a time: as configured, else enough to fill every slot twice.
 
     Args:
         config: The configuration of the engine.
         sizes: The capacity in use.
-        requests: At least one request.
+        demand: What the requests ask for.
     """
-    fewest = min(r.params.n_generations for r in requests)
-    return config.max_prompts_per_batch or -(-2 * sizes.sequences // fewest)
+    return config.max_prompts_per_batch or -(-2 * sizes.sequences // demand.generations[-1])
 
 
-def _page_size(config: EngineConfig, device: jax.Device) -> int:
+def _page_size(config: EngineConfig, platform: str) -> int:
     """On TPU larger pages: attention copies page by page, and a small copy takes as long as a large one."""
-    size = _TPU_PAGE_SIZE if device.platform == "tpu" else DEFAULT_PAGE_SIZE
+    size = _TPU_PAGE_SIZE if platform == "tpu" else DEFAULT_PAGE_SIZE
     while config.max_prefill_size is not None and size > config.max_prefill_size:
         size //= 2
     return size
@@ -161,7 +184,3 @@ def _copies_pages(requests: Sequence[Request], page_size: int) -> bool:
                 return True
             seen.add(prompt)
     return False
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return max(-(-value // multiple), 1) * multiple

@@ -1,14 +1,13 @@
 """Which layout and capacity were chosen, and why: in numbers for programs, in words for people."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from lockstep.engine.config import EngineConfig, Layout, layout_text
 from lockstep.engine.sizing.cost_model import Estimate
 from lockstep.engine.sizing.demand import Demand
 from lockstep.engine.sizing.memory_model import Footprint
 from lockstep.schedule import Capacity
-from lockstep.types import Request
 from lockstep.units import bytes_text
 
 
@@ -118,7 +117,7 @@ def _outlook(choice: Choice) -> str:
 
 
 def reasons(
-    config: EngineConfig, wanted: Capacity, sizes: Capacity, requests: Sequence[Request], max_prompts: int
+    config: EngineConfig, wanted: Capacity, sizes: Capacity, demand: Demand, max_prompts: int
 ) -> dict[str, tuple[int, str]]:
     """The value of each size by its name in `EngineConfig`, and what bounds it.
 
@@ -126,12 +125,11 @@ def reasons(
         config: The configuration with the caps.
         wanted: The capacity for the requests and the caps.
         sizes: The capacity in use.
-        requests: At least one request.
+        demand: What the requests ask for.
         max_prompts: The number of prompts that the scheduler has at a time.
     """
-    page, demand = sizes.page_size, Demand.of(requests, sizes.page_size)
-    longest_prompt = max(len(request.prompt_tokens) for request in requests) - 1
-    prompt_rows = max(1, sizes.slots * -(-longest_prompt // page))
+    page, num_prompts = sizes.page_size, len(demand.generations)
+    prompt_rows = max(1, sizes.slots * -(-demand.prefill // page))
     # Name in the configuration, value, value if there were memory, value that the requests would need, in its unit.
     every = (
         ("max_seqs", sizes.sequences, wanted.sequences, demand.sequences),
@@ -151,9 +149,9 @@ def reasons(
     count, why = found["max_seqs"]
     if why in ("default", "cap given") and config.max_prompts_per_batch and count != config.max_seqs:
         found["max_seqs"] = (count, "max_prompts_per_batch")
-    if max_prompts >= len(requests):
+    if max_prompts >= num_prompts:
         why = "all requests fit"
     else:
         why = "fills max_seqs twice" if config.max_prompts_per_batch is None else "cap given"
-    found["max_prompts_per_batch"] = (min(max_prompts, len(requests)), why)
+    found["max_prompts_per_batch"] = (min(max_prompts, num_prompts), why)
     return found

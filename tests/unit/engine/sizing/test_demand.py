@@ -7,7 +7,7 @@ import pytest
 
 from lockstep.engine import Engine, EngineConfig
 from lockstep.engine.decode_model import DecodeModels
-from lockstep.engine.sizing.demand import desired_capacity, slots_per_replica
+from lockstep.engine.sizing.demand import desired_capacity, measure_demand, slots_per_replica
 from lockstep.errors import ConfigError
 from lockstep.models import LlamaConfig, read_decoder
 from lockstep.schedule import Capacity, check_capacity
@@ -22,7 +22,7 @@ LONG = LlamaConfig(
 def sizes(requests: list[Request], mesh: str = "1,4,1", before: Capacity | None = None, **options: Any):
     config = EngineConfig(**options)
     models = DecodeModels(config, *read_decoder(model_on(mesh, LONG)), mesh_of(mesh))
-    return desired_capacity(config, models[{"tensor": 1}], requests, before)
+    return desired_capacity(config, models[{"tensor": 1}], measure_demand(config, models, requests), before)
 
 
 def test_what_follows_from_the_requests() -> None:

@@ -15,12 +15,8 @@ from tests.unit.engine.sizing.made_up import models_on
 
 def test_fit_is_the_best_of_all_slots_and_pages() -> None:
     config = EngineConfig(page_size=8, max_prefill_size=8)
-    wanted = desired_capacity(
-        config,
-        models_on(config)[{"tensor": 2}],
-        [request(0, 40, 8), *(request(i, 5, 4) for i in range(1, 20))],
-    )
     demand = Demand.of([request(0, 40, 8), *(request(i, 5, 4) for i in range(1, 20))], 8)
+    wanted = desired_capacity(config, models_on(config)[{"tensor": 2}], demand)
 
     def bytes_of(sizes: Capacity) -> Footprint:
         return Footprint(weights=100, pool=10 * sizes.pages, reshard=0, temporaries=35 * sizes.slots)

@@ -1,0 +1,84 @@
+"""How jobs start and end: what the processes of tests/multiprocess/test_hosts.py run.
+
+python -m tests.multiprocess.scenarios NAME [ARGUMENT ...]
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+from lockstep.errors import HostTimeoutError
+from lockstep.hosts import DistributedConfig, Watchdog, current, run_main, start
+
+
+def begin(initialization_timeout_s: str = "60") -> None:
+    start(DistributedConfig(initialization_timeout_s=int(initialization_timeout_s)))
+
+
+def fail(victim: str) -> None:
+    hosts = start(DistributedConfig(timeout_s=60))
+    hosts.barrier("both")
+    if hosts.index == int(victim):
+        raise ValueError("boom")
+    try:
+        hosts.barrier("never")
+    except HostTimeoutError as error:
+        raise AssertionError("should have been ended before") from error
+
+
+def terminate(victim: str, where: str) -> None:
+    hosts = start(DistributedConfig(timeout_s=60))
+    hosts.barrier("both")
+    if hosts.index == int(victim):
+        hosts.phase(where)
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        if where == "waiting":
+            hosts.barrier("nobody else comes")
+    time.sleep(60)
+
+
+def stuck() -> None:
+    import jax
+    import numpy as np
+
+    hosts = start(DistributedConfig(timeout_s=60))
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    x = jax.make_array_from_callback((4,), rows, lambda at: np.ones(4)[at])
+    hosts.phase("launching decode" if hosts.is_leader else "reading a slow disk")
+    hosts.barrier("both")
+    if hosts.is_leader:
+        with Watchdog(hosts, 2.0).watch("decode"):
+            jax.jit(lambda x: x.sum())(x).block_until_ready()
+    else:
+        time.sleep(60)
+
+
+def adopt() -> None:
+    import jax
+
+    jax.distributed.initialize(
+        os.environ["LOCKSTEP_COORDINATOR_ADDRESS"],
+        int(os.environ["LOCKSTEP_NUM_PROCESSES"]),
+        int(os.environ["LOCKSTEP_PROCESS_ID"]),
+    )
+    jax.devices()
+    hosts = current()
+    assert hosts.count == 2
+    hosts.barrier("before start")
+    assert start() is hosts
+    hosts.barrier("after start")
+
+
+def wait() -> None:
+    hosts = start(DistributedConfig(timeout_s=60))
+    print(f"pid {os.getpid()}", flush=True)
+    hosts.barrier("both")
+    time.sleep(60)
+
+
+if __name__ == "__main__":
+    scenario, *values = sys.argv[1:]
+    run_main(lambda: globals()[scenario](*values))
