@@ -22,3 +22,16 @@ def test_rows_of_unknown_origin_are_refused(tmp_path):
     write(tmp_path, 0, [0])
     with pytest.raises(ConfigError, match=r"has rows but no job.json"):
         check_manifest(tmp_path, {}, force=False)
+
+
+def test_a_setting_that_only_one_of_two_jobs_has_makes_them_differ(tmp_path):
+    write_manifest(tmp_path, {"seed": 0, "old": 1}, 0)
+    assert check_manifest(tmp_path, {"seed": 0, "new": 2}, force=True) == [
+        "old was 1 and is null",
+        "new was null and is 2",
+    ]
+
+
+def test_a_manifest_appears_whole_and_leaves_nothing_temporary(tmp_path):
+    path = write_manifest(tmp_path / "rows", {"seed": 0}, 3)
+    assert [each.name for each in path.parent.iterdir()] == ["job.json"]

@@ -50,9 +50,7 @@ def test_the_leader_deletes_keys_after_the_next_barrier_and_no_sooner():
 
 def test_a_value_that_never_comes_names_the_process_that_did_not_send_it():
     client, _ = MemoryClient.hub(2)
-    with pytest.raises(
-        HostTimeoutError, match=r"read 'v' timed out after 0\.01 s .* Missing: process 1 .never seen"
-    ):
+    with pytest.raises(HostTimeoutError, match=r"read 'v' timed out after 0\.01 s .* Missing: process 1 .never seen"):
         channel_module.Channel(client).read("v", 1, 0.01)
 
 

@@ -77,11 +77,11 @@ def test_what_the_others_share_is_not_known_before_the_end():
             _ = phase.shared
 
 
-def test_values_that_are_added_later_are_compared_too():
+def test_values_that_are_added_later_do_not_replace_earlier_ones():
     def body(hosts):
         with hosts.run_on_all("prepare") as phase:
-            phase.agree({"config": "same"})
             phase.agree({"data": str(hosts.index)})
+            phase.agree({"config": "same"})
 
     with pytest.raises(DisagreementError, match="disagree at 'prepare' on 'data'"):
         run_threads(body, 2)

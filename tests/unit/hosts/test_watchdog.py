@@ -40,3 +40,20 @@ def test_watchdog_leaves_quick_blocks_alone():
         with watchdog.watch("again"):
             pass
     assert (time.perf_counter() - begin) / 1000 < 1e-3
+
+
+def test_after_an_inner_block_the_outer_one_is_watched_with_its_own_deadline():
+    watchdog = Watchdog(Hosts(*MemoryClient.hub(1)), 60.0)
+    with watchdog.watch("outer"):
+        outer = watchdog._watched
+        with watchdog.watch("inner"):
+            assert watchdog._watched[0] == "inner" and watchdog._watched[1] >= outer[1]
+        assert watchdog._watched is outer
+    assert watchdog._watched is None
+
+
+def test_a_launch_is_the_phase_that_the_others_see():
+    hosts = Hosts(*MemoryClient.hub(1))
+    watchdog = Watchdog(hosts, 60.0)
+    with watchdog.watch_launch("decode"):
+        assert hosts.last_phase == "decode" and watchdog._watched[0] == "decode"

@@ -6,7 +6,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from lockstep.errors import ConfigError
 from lockstep.models import TENSOR_DIMS
@@ -68,3 +68,23 @@ def test_a_weight_on_other_devices_is_refused_by_its_path() -> None:
     broken = dataclasses.replace(placed, layers=dataclasses.replace(placed.layers, up=stray))
     with pytest.raises(ConfigError, match=r"the weight \.layers\.up is placed on 1 devices"):
         leaf_layouts(broken, make_decode_mesh(mesh, 2), TENSOR_DIMS)
+
+
+def test_in_the_decode_layout_only_the_tensor_axes_split_a_weight() -> None:
+    decode_mesh = decode_mesh_of("1,2,2", 2)
+    layout = LeafLayout(decode_mesh, (decode_mesh.replica_axes, (), decode_mesh.tensor_axes), 1)
+    assert layout.decode.spec == ((), decode_mesh.tensor_axes, ())
+    assert LeafLayout(decode_mesh, layout.spec, None).decode.spec == ((), (), ())
+
+
+def test_the_layout_of_a_layer_has_one_axis_less() -> None:
+    decode_mesh = decode_mesh_of("1,2,2", 2)
+    stacked = LeafLayout(decode_mesh, ((), decode_mesh.replica_axes, decode_mesh.tensor_axes), 2)
+    assert stacked.drop_layer() == LeafLayout(decode_mesh, (decode_mesh.replica_axes, decode_mesh.tensor_axes), 1)
+    assert LeafLayout(decode_mesh, stacked.spec, None).drop_layer().tensor_dim is None
+
+
+def test_an_axis_that_nothing_splits_is_none_in_the_partition_spec() -> None:
+    decode_mesh = decode_mesh_of("1,2,2", 2)
+    layout = LeafLayout(decode_mesh, ((), decode_mesh.tensor_axes), None)
+    assert layout.partition_spec == PartitionSpec(None, decode_mesh.tensor_axes)

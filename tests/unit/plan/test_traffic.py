@@ -1,7 +1,7 @@
 """Bytes that a program moves."""
 
 from lockstep.plan.hlo import Array, Hlo
-from lockstep.plan.traffic import copies, traffic
+from lockstep.plan.traffic import StepBytes, copies, traffic
 
 TEXT = """HloModule known
 
@@ -70,3 +70,24 @@ def test_bytes_of_a_text_with_a_known_answer() -> None:
     assert moved["copy"] == (2 * 2 * 6 * 64 * 64, 1)
     assert [op.name for op in copies(hlo, (6, 64, 64))] == ["copy"]
     assert Array("bf16", (8, 64), True).bytes == 1024
+
+
+SLICES = """HloModule slices
+
+ENTRY %main (w: f32[8,4], i: s32[]) -> f32[8,4] {
+  %w = f32[8,4]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %one = f32[1,4]{1,0} dynamic-slice(%w, %i, %i), dynamic_slice_sizes={1,4}
+  ROOT %out = f32[8,4]{1,0} dynamic-update-slice(%w, %one, %i, %i)
+}
+"""
+
+
+def test_a_slice_is_read_and_written_and_the_rest_of_its_array_is_not() -> None:
+    moved = {run.op.name: size for run, size in traffic(Hlo(SLICES), lambda op, operands: 0)}
+    assert moved == {"one": 2 * 4 * 4, "out": 2 * 4 * 4}
+
+
+def test_a_launch_is_spread_over_its_steps() -> None:
+    found = StepBytes(floor_weights=60, floor_kv=40, program=90, kernel=20, per_launch=80)
+    assert found.floor == 100 and found.compiled(8) == 120.0 and found.ratio(8) == 1.2

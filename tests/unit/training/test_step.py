@@ -36,7 +36,7 @@ def test_an_array_without_axes_is_on_every_device():
 
 def test_rows_of_a_batch_are_split_over_data_axes_alone():
     columns = {"tokens": jax.ShapeDtypeStruct((2, 7), np.int32)}
-    tokens = batch_structs(columns, 8, make_mesh("2,1,2"))["tokens"]
+    tokens = batch_structs(columns, 8, make_mesh("1,2,2"))["tokens"]
     assert (tokens.shape, tokens.dtype) == ((8, 2, 7), np.int32)
     assert tokens.sharding.shard_shape(tokens.shape) == (4, 2, 7)
 

@@ -11,6 +11,7 @@ from lockstep.engine.sizing.memory_model import Footprint
 from lockstep.schedule import Capacity
 from tests.unit.engine.models import request
 from tests.unit.engine.sizing.made_up import models_on
+from tests.unit.schedule.test_scheduler import capacity_of
 
 
 def test_fit_is_the_best_of_all_slots_and_pages() -> None:
@@ -35,3 +36,21 @@ def test_fit_is_the_best_of_all_slots_and_pages() -> None:
         if got is not None:
             assert bytes_of(got).total <= budget
             assert min(at_a_time(got.slots, got.pages), 20.0) == pytest.approx(max(every))
+
+
+def test_a_larger_prefill_may_cost_a_tenth_of_the_sequences() -> None:
+    wanted = capacity_of(slots=100, sequences=100, pages=101, pages_per_sequence=1, prefill_rows=8)
+    demand = Demand(page_size=2, longest=1, mean=1.0, sequences=100, context=1.0, new_tokens=1)
+
+    def bytes_of(sizes: Capacity) -> Footprint:
+        return Footprint(weights=0, pool=sizes.pages, reshard=0, temporaries=4 * sizes.prefill_rows)
+
+    # Pages that are left beside a prefill of 8, 4, 2 and 1 rows, the null page too: 59, 75, 83, 87.
+    got = fit(wanted, demand, bytes_of, 91)
+    assert got is not None and (got.prefill_rows, got.pages) == (2, 83)
+
+
+def test_what_fits_is_left_as_it_is_wanted() -> None:
+    wanted = capacity_of(prefill_rows=8)
+    demand = Demand(page_size=2, longest=1, mean=1.0, sequences=100, context=1.0, new_tokens=1)
+    assert fit(wanted, demand, lambda sizes: Footprint(weights=1, pool=1, reshard=0, temporaries=1), 3) is wanted

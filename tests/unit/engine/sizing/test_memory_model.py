@@ -6,6 +6,7 @@ from typing import Any
 from lockstep.engine import Engine, EngineConfig
 from lockstep.engine.decode_model import DecodeModels
 from lockstep.engine.sizing.choose import Chooser
+from lockstep.engine.sizing.memory_model import Footprint
 from lockstep.engine.sizing.result import Sizing
 from lockstep.models import read_decoder
 from lockstep.types import SamplingParams
@@ -46,3 +47,8 @@ def test_the_compiler_agrees_about_the_bytes() -> None:
     assert sizing.compiled.temporaries <= 1.3 * sizing.predicted.temporaries
     for name in ("prefill", "decode"):
         assert engine.programs[name].memory().alias_size_in_bytes == sizing.compiled.pool, f"{name}: in place"
+
+
+def test_weights_move_before_there_is_a_pool() -> None:
+    assert Footprint(weights=10, pool=3, reshard=4, temporaries=5).total == 10 + 8
+    assert Footprint(weights=10, pool=3, reshard=9, temporaries=5).total == 10 + 9
