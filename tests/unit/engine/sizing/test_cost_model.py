@@ -20,8 +20,8 @@ REQUESTS = [request(i, 20, 30) for i in range(8)]
 def found(layout: Layout, chip: Chip = CHIP, **options: object) -> Estimate:
     config = EngineConfig(**options)
     model = models_on(config)[layout]
-    capacity = desired_capacity(config, model, REQUESTS)
-    return estimate(model, capacity, Demand.of(REQUESTS, capacity.page_size), chip)
+    demand = Demand.of(REQUESTS, 16)
+    return estimate(model, desired_capacity(config, model, demand), demand, chip)
 
 
 def test_memory_and_compute_hide_behind_each_other_and_collectives_behind_neither() -> None:

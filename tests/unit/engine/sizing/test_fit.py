@@ -40,7 +40,7 @@ def test_fit_is_the_best_of_all_slots_and_pages() -> None:
 
 def test_a_larger_prefill_may_cost_a_tenth_of_the_sequences() -> None:
     wanted = capacity_of(slots=100, sequences=100, pages=101, pages_per_sequence=1, prefill_rows=8)
-    demand = Demand(page_size=2, longest=1, mean=1.0, sequences=100, context=1.0, new_tokens=1)
+    demand = Demand.of([request(0, 1, 1, n_generations=100)], 2)
 
     def bytes_of(sizes: Capacity) -> Footprint:
         return Footprint(weights=0, pool=sizes.pages, reshard=0, temporaries=4 * sizes.prefill_rows)
@@ -52,5 +52,5 @@ def test_a_larger_prefill_may_cost_a_tenth_of_the_sequences() -> None:
 
 def test_what_fits_is_left_as_it_is_wanted() -> None:
     wanted = capacity_of(prefill_rows=8)
-    demand = Demand(page_size=2, longest=1, mean=1.0, sequences=100, context=1.0, new_tokens=1)
+    demand = Demand.of([request(0, 1, 1, n_generations=100)], 2)
     assert fit(wanted, demand, lambda sizes: Footprint(weights=1, pool=1, reshard=0, temporaries=1), 3) is wanted
