@@ -13,44 +13,44 @@ from lockstep.placement.reshard import reshard_function
 from tests.unit.placement.layouts import check_shards, weights_on
 
 
-def check_relay(
+def check_reshard(
     host: DecoderWeights, placed: DecoderWeights, decode_mesh: DecodeMesh, dtype: Any, *, gather: bool
 ) -> Any:
     layouts = leaf_layouts(placed, decode_mesh, TENSOR_DIMS)
     function, target = reshard_function(layouts, dtype, gather=gather)
     shardings = jax.tree.map(lambda leaf: NamedSharding(decode_mesh.mesh, leaf.partition_spec), target)
     with jax.set_mesh(decode_mesh.mesh):
-        relaid = jax.jit(function, out_shardings=shardings)(placed)
+        resharded = jax.jit(function, out_shardings=shardings)(placed)
     if gather:
-        jax.tree.map(check_shards, relaid, jax.tree.map(lambda leaf: leaf.astype(dtype), host), target)
-    return relaid
+        jax.tree.map(check_shards, resharded, jax.tree.map(lambda leaf: leaf.astype(dtype), host), target)
+    return resharded
 
 
 @pytest.mark.parametrize(
     ("shape", "tensor", "vocab"),
     [("1,4,1", 1, 8), ("1,4,1", 2, 8), ("1,4,1", 4, 6), ("1,2,2", 2, 8), ("2,2,1", 2, 7), ("4,1,1", 4, 5)],
 )
-def test_relaid_weights_are_the_original_ones(shape: str, tensor: int, vocab: int) -> None:
+def test_resharded_weights_are_the_original_ones(shape: str, tensor: int, vocab: int) -> None:
     host, placed, mesh = weights_on(shape, vocab)
-    check_relay(host, placed, make_decode_mesh(mesh, tensor), np.float32, gather=True)
+    check_reshard(host, placed, make_decode_mesh(mesh, tensor), np.float32, gather=True)
 
 
 def test_cast_to_bfloat16_before_anything_moves() -> None:
     host, placed, mesh = weights_on("1,2,2", 8)
-    relaid = check_relay(host, placed, make_decode_mesh(mesh, 2), jnp.bfloat16, gather=True)
-    assert {leaf.dtype for leaf in jax.tree.leaves(relaid)} == {jnp.dtype(jnp.bfloat16)}
+    resharded = check_reshard(host, placed, make_decode_mesh(mesh, 2), jnp.bfloat16, gather=True)
+    assert {leaf.dtype for leaf in jax.tree.leaves(resharded)} == {jnp.dtype(jnp.bfloat16)}
 
 
 def test_weights_split_by_layer() -> None:
     specs = {"q": PartitionSpec("fsdp", None, "tp"), "attn_norm": PartitionSpec(("fsdp",))}
     host, placed, mesh = weights_on("1,2,2", 8, **specs)
-    check_relay(host, placed, make_decode_mesh(mesh, 2), np.float32, gather=True)
+    check_reshard(host, placed, make_decode_mesh(mesh, 2), np.float32, gather=True)
 
 
 def test_the_training_layout_casts_and_moves_nothing() -> None:
     host, placed, mesh = weights_on("1,2,2", 8)
     decode_mesh = make_decode_mesh(mesh, 1)
-    relaid = check_relay(host, placed, decode_mesh, jnp.bfloat16, gather=False)
+    resharded = check_reshard(host, placed, decode_mesh, jnp.bfloat16, gather=False)
 
     def check(cast: jax.Array, before: jax.Array, original: np.ndarray) -> None:
         assert cast.sharding.devices_indices_map(cast.shape) == before.sharding.devices_indices_map(cast.shape)
