@@ -22,11 +22,12 @@ def body_load_and_save(hosts: Hosts, family: str, target: str) -> dict[str, Any]
     import numpy as np
 
     from lockstep.errors import PeerError
-    from lockstep.models import checkpoint_files, load_hf, save_hf
+    from lockstep.models import load_hf, save_hf
+    from lockstep.models.hf import files
     from lockstep.placement import COMPUTE_AXES, make_mesh, place
 
     counted: list[int] = []
-    read = checkpoint_files.CheckpointFiles.read
+    read = files.CheckpointFiles.read
 
     def counting(self: Any, name: str, slices: tuple[slice, ...]) -> Any:
         block = read(self, name, slices)
@@ -34,7 +35,7 @@ def body_load_and_save(hosts: Hosts, family: str, target: str) -> dict[str, Any]
         return block
 
     mesh = make_mesh("auto")
-    with jax.no_execution(True), mock.patch.object(checkpoint_files.CheckpointFiles, "read", counting):
+    with jax.no_execution(True), mock.patch.object(files.CheckpointFiles, "read", counting):
         model = load_hf(str(GOLDEN / family), mesh)
     golden = np.load(GOLDEN / family / "golden.npz")
     # Twice the two rows: one for each of four devices.

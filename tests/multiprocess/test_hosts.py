@@ -137,8 +137,15 @@ def test_one_process_that_raises_ends_all(victim):
     assert "Terminating process" not in outputs[other]
 
 
-@pytest.mark.parametrize("victim", ["0", "1"])
-@pytest.mark.parametrize("where", ["working", "waiting"])
+@pytest.mark.parametrize(
+    ("victim", "where"),
+    [
+        ("0", "waiting"),
+        ("1", "working"),
+        pytest.param("0", "working", marks=pytest.mark.slow),
+        pytest.param("1", "waiting", marks=pytest.mark.slow),
+    ],
+)
 def test_sigterm_to_one_process_ends_all(where, victim):
     """A loop of one's own, which catches no signal: JAX's preemption service would swallow it.
 
@@ -166,7 +173,7 @@ def test_watchdog_ends_a_process_that_waits_in_a_collective():
     assert "in stuck" in report and "Terminating process" not in outputs[1]
 
 
-@pytest.mark.parametrize("victim", ["0", "1"])
+@pytest.mark.parametrize("victim", [pytest.param("0", marks=pytest.mark.slow), "1"])
 def test_launcher_shows_the_failing_process(victim):
     run = run_command([*SCENARIO, "fail", victim])
     assert run.code == 1

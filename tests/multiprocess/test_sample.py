@@ -69,8 +69,6 @@ def expected(checkpoint):
 
 
 def body_sample(hosts, checkpoint, directory):
-    import wandb
-
     from lockstep.batch_inference import JobConfig, SampleConfig
     from lockstep.batch_inference.run import sample
     from lockstep.errors import PeerError
@@ -104,12 +102,12 @@ def body_sample(hosts, checkpoint, directory):
     assert sample(config("cut"), hosts) == 0  # nothing is left to do
     quiet = {"inference_mode": "host_data_parallel", "enable_host_rows_gather": False, "skip_samples_table": True}
     assert sample(config("quiet", **quiet), hosts) == 0
-    wandb.teardown()  # its service would outlive the body
     return {"launches": launches, "keys": len(hosts.client.get_dir("lockstep/job"))}
 
 
 def test_both_modes_give_the_rows_of_the_oracle_and_go_on_where_they_were_cut_off(checkpoint, expected, tmp_path):
-    leader, follower = run_processes(body_sample, timeout_s=300, args=(str(checkpoint), str(tmp_path)))
+    arguments = (str(checkpoint), str(tmp_path))
+    leader, follower = run_processes(body_sample, timeout_s=300, args=arguments, own="W&B's service outlives its runs")
     merged = tmp_path / "global_mesh" / "samples" / "samples.jsonl"
     rows = read_jsonl(merged)
     assert [(r["round"], r["prompt_id"], r["generation_id"], r["generated_text"]) for r in rows] == expected

@@ -54,8 +54,6 @@ FAMILIES = {
     ),
     "apertus": LlamaConfig(**SIZES, qk_norm=True, variant=Variant(activation="xielu", embed_norm=True)),
 }
-VARIANTS = ("gemma", "olmo", "apertus")
-"""Those that depart from Llama in more than a switch."""
 VOCAB = 40
 
 

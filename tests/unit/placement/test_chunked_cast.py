@@ -13,8 +13,19 @@ from lockstep.placement.leaf_layout import LeafLayout
 from tests.unit.placement.layouts import check_shards, decode_mesh_of, every_spec
 
 
-@pytest.mark.parametrize(("shape", "tensor"), [("1,2,2", 2), ("1,4,1", 2), ("1,4,1", 4), ("4,1,1", 2)])
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("shape", "tensor", "dtype"),
+    [
+        ("1,2,2", 2, np.float32),
+        ("1,4,1", 2, np.float32),
+        ("1,4,1", 4, np.float32),
+        ("4,1,1", 2, np.float32),
+        ("1,4,1", 2, jnp.bfloat16),
+        pytest.param("1,2,2", 2, jnp.bfloat16, marks=pytest.mark.slow),
+        pytest.param("1,4,1", 4, jnp.bfloat16, marks=pytest.mark.slow),
+        pytest.param("4,1,1", 2, jnp.bfloat16, marks=pytest.mark.slow),
+    ],
+)
 def test_a_large_weight_moves_in_pieces(shape: str, tensor: int, dtype: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(chunked_cast, "PIECE_BYTES", 32)
     decode_mesh, rng = decode_mesh_of(shape, tensor), np.random.default_rng(0)

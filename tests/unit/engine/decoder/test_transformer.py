@@ -11,7 +11,7 @@ import pytest
 from lockstep.engine import Engine, EngineConfig
 from lockstep.types import Completion, FinishReason
 from tests.oracle import Expected, assert_same_logprobs, assert_same_tokens, oracle_completions
-from tests.unit.engine.models import FAMILIES, LLAMA, VARIANTS, VOCAB, mesh_of, mixed_requests, model_on, request
+from tests.unit.engine.models import FAMILIES, LLAMA, VOCAB, mesh_of, mixed_requests, model_on, request
 
 LAYOUTS: dict[str, Any] = {"tensor1": {"tensor": 1}, "training": "training", "tensor2": {"tensor": 2}}
 # Spread over the families, so that each family and each layout meets several: page sizes, prefill in chunks, few
@@ -25,13 +25,15 @@ OPTIONS: list[dict[str, int]] = [
 ]
 MESHES = {"tensor1": ("1,4,1", "2,2,1"), "training": ("1,2,2", "2,2,1"), "tensor2": ("1,2,2", "1,4,1")}
 COLLECTIVE = re.compile(r"= \S+ (?:all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)\(")
+QUICK = {"llama": LAYOUTS, "llama3": ("training",), "qwen2": ("tensor1",), "qwen3": ("training",), "tied": ("tensor1",)}
+"""Layouts of the families that `make test` runs: one family in all of them, each other one in one."""
 CASES = [
     pytest.param(
         family,
         layout,
         MESHES[layout][i % 2],
         OPTIONS[(i + 2 * j) % len(OPTIONS)],
-        marks=[pytest.mark.slow] if family in VARIANTS and layout != "tensor2" else [],
+        marks=[] if layout in QUICK.get(family, ("tensor2",)) else [pytest.mark.slow],
     )
     for i, family in enumerate(FAMILIES)
     for j, layout in enumerate(LAYOUTS)
