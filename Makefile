@@ -21,7 +21,7 @@ help: ## show this list
 
 setup: ## make the environment in .venv (the other targets do it themselves)
 	@scripts/setup.sh dev
-setup-tests: setup
+setup-tests:
 	@scripts/setup.sh dev plan levanter
 
 demo: setup ## train a small model on two simulated hosts and watch what it says (about 5 minutes)
