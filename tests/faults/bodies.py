@@ -136,8 +136,10 @@ class Faults:
         self._fixed(info, "code of lockstep")
 
     def _fixed(self, info, name):
-        fixed = environment_module._fixed()
-        with mock.patch.object(environment_module, "_fixed", lambda: {**fixed, name: "other" if self.odd else "one"}):
+        fixed = environment_module._versions_and_source()
+        with mock.patch.object(
+            environment_module, "_versions_and_source", lambda: {**fixed, name: "other" if self.odd else "one"}
+        ):
             self.round(info)
 
     def a_host_is_late_but_in_time(self, info):
