@@ -78,6 +78,7 @@ def test_placing_launches_nothing_and_waits_for_nobody(processes):
     assert rows == [[16 * i, 16 * (i + 1)] for i in range(processes)]
 
 
+@pytest.mark.slow
 def test_peak_memory_does_not_grow_with_the_processes():
     two, four = grown(2, "place"), grown(4, "place")
     print(f"placing {PLACED_MIB} MiB: peak grew by {two:.0f} MiB with 2 processes, {four:.0f} MiB with 4")

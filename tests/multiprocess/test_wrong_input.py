@@ -140,7 +140,12 @@ def test_requests_that_differ_are_found_by_the_engine(results):
     [
         (["--inference_eval.page_sise", "8"], {}, ["page_sise", "page_size"]),
         ([], {"REQUIRE_JAX_PROCESS_COUNT": "3"}, ["has 2 process", "requires 3", "Start the command on every worker"]),
-        ([], {"REQUIRE_JAX_PROCESS_COUNT": "1"}, ["has 2 process", "requires 1", "change the requirement"]),
+        pytest.param(
+            [],
+            {"REQUIRE_JAX_PROCESS_COUNT": "1"},
+            ["has 2 process", "requires 1", "change the requirement"],
+            marks=pytest.mark.slow,  # the check of the case above
+        ),
         (
             ["--model", "null", "--initialize_from_hf", "tests/golden/llama3"],
             {},
