@@ -143,6 +143,8 @@ class BackgroundTracker:
                 if self.errors == 1:
                     log.error("the tracker failed; training goes on, later failures are counted", exc_info=error)
             call.done.set()
+            # While the thread waits for the next call, an error's stack would keep the arrays of that round alive.
+            del call
 
 
 @dataclasses.dataclass
