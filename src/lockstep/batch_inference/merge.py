@@ -70,17 +70,17 @@ def merge(hosts: Hosts, index: RowIndex, owner: Int[np.ndarray, " rows"], direct
             file = stack.enter_context(open(gathered, "wb")) if hosts.is_leader else None
             while True:
                 piece = b""
-                with scope.run_on_all(f"read {turn}"):
+                with scope.run_on_all(f"read {turn}", "gathering rows"):
                     piece = next(pieces, b"")
                 received = scope.gather(f"rows {turn}", piece)
-                with scope.run_on_all(f"keep {turn}"):
+                with scope.run_on_all(f"keep {turn}", "gathering rows"):
                     if received is not None and file is not None:
                         file.writelines(received)
                 more = None if received is None else (b"more" if any(received) else b"end")
                 if scope.broadcast(f"more {turn}", more) == b"end":
                     break
                 turn += 1
-        with scope.run_on_all("write"):
+        with scope.run_on_all("write", "gathering rows"):
             if hosts.is_leader:
                 index.scan_file(gathered)
                 _write(path, index, len(owner))

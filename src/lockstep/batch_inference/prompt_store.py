@@ -122,14 +122,14 @@ def store_prompts(hosts: Hosts, lines: Iterator[bytes] | None, *, piece_bytes: i
     with hosts.scope("prompts") as scope:
         while True:
             piece: bytes | None = None
-            with scope.run_on_all(f"read {number}"):
+            with scope.run_on_all(f"read {number}", "reading prompts"):
                 if lines is not None:
                     piece = _piece(lines, piece_bytes)
             # The phase ends in a barrier, so that the piece before is deleted from the service when this one comes.
             received = scope.broadcast(f"piece {number}", piece)
             if not received:
                 break
-            with scope.run_on_all(f"store {number}"):
+            with scope.run_on_all(f"store {number}", "reading prompts"):
                 store.append(received)
             number += 1
         scope.agree("prompt store", {"prompts": store.digest})

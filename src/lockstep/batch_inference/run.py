@@ -103,8 +103,7 @@ class _Run:
     def _read(self) -> None:
         """Tokenizer, checkpoint's identity, directories."""
         config, hosts = self.config, self.hosts
-        hosts.phase("reading tokenizer and checkpoint")
-        with hosts.run_on_all("prepare"):
+        with hosts.run_on_all("reading tokenizer and checkpoint"):
             if config.write_parquet and hosts.is_leader:
                 check_pyarrow()
             self.checkpoint = resolve_checkpoint(config)

@@ -109,7 +109,7 @@ class Hosts:
         self._channel.heartbeat.enter(name)
 
     @contextlib.contextmanager
-    def run_on_all(self, name: str) -> Iterator[Phase]:
+    def run_on_all(self, name: str, doing: str | None = None) -> Iterator[Phase]:
         """Run the block on every process; when it fails on one, it fails on all, before any process goes on.
 
         One exchange, which is a barrier too, carries each process's outcome, the value that it shares
@@ -117,7 +117,8 @@ class Hosts:
         process.
 
         Args:
-            name: The name of the phase, the same on every process; also what the process is said to be doing.
+            name: The name of the phase, the same on every process.
+            doing: What this process is doing, as errors of other processes say it; None for the name.
 
         Yields:
             The phase. When the block has ended, ``phase.shared`` has the values of all processes.
@@ -128,7 +129,7 @@ class Hosts:
             DisagreementError: The processes do not agree; the same text on every process.
             HostTimeoutError: Not all came in time; names the missing ones and their last phase.
         """
-        with self._phase(name, None) as phase:
+        with self._phase(name, None, doing) as phase:
             yield phase
 
     @contextlib.contextmanager
@@ -154,8 +155,8 @@ class Hosts:
             yield phase
 
     @contextlib.contextmanager
-    def _phase(self, name: str, ledger: Ledger | None) -> Iterator[Phase]:
-        self.phase(name)
+    def _phase(self, name: str, ledger: Ledger | None, doing: str | None = None) -> Iterator[Phase]:
+        self.phase(name if doing is None else doing)
         phase = Phase(name)
         error: Exception | None = None
         try:

@@ -68,7 +68,7 @@ def save_hf(
     with hosts.scope("save_hf") as scope, _removed_at_the_end(temporary, enabled=hosts.is_leader):
 
         def leader_does(name: str, work: Callable[[], object]) -> None:
-            with scope.run_on_all(name):
+            with scope.run_on_all(name, "saving"):
                 if hosts.is_leader:
                     with leader_only():
                         work()
