@@ -102,22 +102,22 @@ def fail(scope: Hosts, name: str, error: Exception | None) -> None:
             raise error
 
 
-def settle(hosts: Hosts, wait_s: float) -> list[Any]:
+def failures(hosts: Hosts, wait_s: float) -> list[Any]:
     last = hosts.index == hosts.count - 1
-    with hosts.scope("settle") as scope:
+    with hosts.scope("failures") as scope:
         fail(scope, "fine", None)
         one = caught(lambda: fail(scope, "one", ValueError("prompts.txt is empty") if last else None))
         every = caught(lambda: fail(scope, "every", OSError(f"disk {hosts.index}")))
     return [one, every]
 
 
-def check_settle(results: Results, wait_s: float) -> None:
+def check_failures(results: Results, wait_s: float) -> None:
     count = len(results)
     assert len({text for _, (_, text, _) in results}) == 1, "the text is the same on every process"
     disks = "; ".join(f"process {i}: OSError: disk {i}" for i in range(count))
     for one, every in results:
         assert one[0] == every[0] == PeerError.__name__
-        place = r"processes failed at 'settle#\d+"
+        place = r"processes failed at 'failures#\d+"
         who = f"process {count - 1}: ValueError: prompts.txt is empty"
         assert re.fullmatch(rf"1 of {count} {place}/one'\. {who}", one[1]), one[1]
         assert re.fullmatch(rf"{count} of {count} {place}/every'\. {disks}", every[1]), every[1]
@@ -152,7 +152,7 @@ def keys(hosts: Hosts, wait_s: float) -> list[int]:
     counts = []
 
     def count(name: str) -> None:
-        hosts.barrier(f"settled {name}")  # the leader may still be deleting when the others leave the scope
+        hosts.barrier(f"ended {name}")  # the leader may still be deleting when the others leave the scope
         hosts.barrier(f"deleted {name}")
         counts.append(len(hosts.client.get_dir("lockstep/job")))
         hosts.barrier(f"counted {name}")
@@ -268,7 +268,7 @@ def requests(hosts: Hosts, wait_s: float) -> dict[str, Any]:
         "broadcast": lambda scope: scope.broadcast("x", bytes(1000) if hosts.is_leader else None),
         "gather": lambda scope: scope.gather("x", bytes(1000)),
         "agree": lambda scope: scope.agree("x", {"tokens": "0" * 64, "ledger": "1" * 64}),
-        "settle": lambda scope: fail(scope, "x", None),
+        "phase": lambda scope: fail(scope, "x", None),
     }
     found: dict[str, Any] = {}
     for name, call in calls.items():
@@ -291,7 +291,7 @@ def check_requests(results: Results, wait_s: float) -> None:
     for index, result in enumerate(results):
         asked = {name: one["requests"] for name, one in result.items()}
         assert asked["barrier"] == {"barrier": 1}
-        for name in ("agree", "settle"):
+        for name in ("agree", "phase"):
             assert asked[name] == {"set": 1, "barrier": 1, "get_dir": 1}, (name, asked[name])
         assert asked["broadcast"] == ({"set": 1} if index == 0 else {"get": 1})
         leaders = {"get": len(results)} if index == 0 else {}
@@ -303,7 +303,7 @@ BEHAVIOURS: dict[str, tuple[Callable[[Hosts, float], Any], Callable[[Results, fl
     "a broadcast gives everybody the leader's bytes": (broadcast, check_broadcast),
     "a gather gives the leader everybody's bytes": (gather, check_gather),
     "who disagrees is named to everybody": (agree, check_agree),
-    "errors of some are raised on all": (settle, check_settle),
+    "errors of some are raised on all": (failures, check_failures),
     "a name is used once in a scope": (names, check_names),
     "no key stays": (keys, check_keys),
     "who is late is named with its phase": (late, check_late),
