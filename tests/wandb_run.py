@@ -26,9 +26,9 @@ def history(run: Path) -> list[tuple[int, dict[str, Any]]]:
 
 
 def tables(run: Path, name: str) -> list[dict[str, Any]]:
-    """The contents of every table that was logged as ``name``, shortest first."""
-    files = (run / "files" / "media" / "table").glob(f"{name}_*.table.json")
-    return sorted((json.loads(file.read_text()) for file in files), key=lambda table: len(table["data"]))
+    """The contents of every increment of the table ``name``, as the history refers to them, in its order."""
+    paths = [values[f"{name}/path"] for _, values in history(run) if f"{name}/path" in values]
+    return [json.loads((run / "files" / path).read_text()) for path in paths]
 
 
 def _records(data: bytes) -> Iterator[bytes]:

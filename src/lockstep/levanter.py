@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import levanter.tracker.wandb
 from levanter.callbacks import Callback, ProgressEvent, progress_event_scope
 from levanter.tracker import CompositeTracker
-from levanter.tracker.wandb import WandbTracker
 
 from lockstep.callback import InferenceEvalConfig, SampleCallback
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts
-from lockstep.report import TableRow, WandbTables
+from lockstep.report import TableRow, WandbTracker
 
 
 def sample_callback(
@@ -109,7 +109,7 @@ class LevanterSampleCallback(Callback):
         config = self.sampler.config
         if not config.enabled or step == self.sampler.last_step or (force and not config.at_end):
             if force:
-                self.sampler.flush()
+                self.sampler.finish()
             return
         with progress_event_scope(info.emit_event, ProgressEvent.EVALUATION_STARTED, ProgressEvent.EVALUATION_FINISHED):
             self.sampler.on_step(_Step(step, info.eval_model), force=force)
@@ -130,26 +130,34 @@ class LevanterTracker:
 
     The trackers are called themselves: ``levanter.tracker.log`` asks first whether it is being traced, by way of
     ``jnp.zeros(())``, and under a global mesh that is a program on the devices of all processes. The step is
-    Levanter's, which counts from 0; with ours, W&B would refuse what Levanter logs after its hooks.
+    Levanter's, which counts from 0. W&B gets a round in whatever history entry is open when its report is done:
+    Levanter's own tracker refuses a step that it has passed.
 
     Args:
         tracker: The trainer's tracker.
     """
 
     def __init__(self, tracker: Any) -> None:
-        self._trackers = _flat(tracker)
-        self._tables = WandbTables()
+        self._wandb: list[WandbTracker] = []
+        self._others: list[Any] = []
+        for each in _flat(tracker):
+            wrapped = getattr(each, "wrapped", each)
+            if isinstance(wrapped, levanter.tracker.wandb.WandbTracker):
+                self._wandb.append(WandbTracker(wrapped.run, alone=False))
+            else:
+                self._others.append(each)
 
     def log(self, metrics: Mapping[str, float | str], *, step: int) -> None:
         """Record scalars in every tracker."""
-        for tracker in self._trackers:
+        for tracker in self._others:
             tracker.log(dict(metrics), step=step - 1)
+        for tracker in self._wandb:
+            tracker.log(metrics, step=step)
 
     def log_rows(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
-        """Log the table with all rows so far to W&B; Levanter's other trackers have no tables."""
-        for tracker in self._trackers:
-            if isinstance(getattr(tracker, "wrapped", tracker), WandbTracker):
-                tracker.log({name: self._tables.add(name, rows)}, step=step - 1)
+        """Add the rows to the table in W&B; Levanter's other trackers have no tables."""
+        for tracker in self._wandb:
+            tracker.log_rows(name, rows, step=step)
 
     def finish(self) -> None:
         """Do nothing: the trackers are the trainer's."""

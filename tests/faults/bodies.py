@@ -50,14 +50,6 @@ class BlockingForSteps(NoopTracker):
         self.released.wait(60)
 
 
-class Blocking(NoopTracker):
-    def __init__(self):
-        self.released = threading.Event()
-
-    def log_rows(self, name, rows, *, step):
-        self.released.wait(60)
-
-
 def failing_metric(row, prompt):
     raise KeyError("no such score")
 
@@ -108,6 +100,7 @@ class Faults:
         self.callback = SampleCallback(config, tokenizer, hosts=self.hosts, output_dir=path, tracker=tracker)
         for i in range(times):
             self.callback(tiny.Info(info.next_step + i, info.model if model is None else model))
+        self.callback.flush()
 
     def leader_tokenizer_raises(self, info):
         self.round(info, tokenizer=broken_tokenizer() if self.hosts.is_leader else None)
@@ -157,11 +150,6 @@ class Faults:
 
     def tracker_raises(self, info):
         self.round(info, tracker=Broken())
-
-    def tracker_blocks(self, info):
-        tracker = Blocking()
-        self.round(info, tracker=tracker, times=3)
-        tracker.released.set()
 
     def disk_full(self, info):
         path = os.path.join(self.directory, "full")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import bodies
+from tests.faults import bodies, report_bodies
 from tests.faults.measured import record
 from tests.faults.table import FAULTS, GOES_ON
 from tests.multiprocess.harness import cached, run_command, run_processes, run_unattended
@@ -36,7 +36,9 @@ SKIPPED = {
     "token_ids_out_of_range",
     "deleted_model",
 }
-ROUNDS = [f for f in FAULTS if f.ends == GOES_ON and f.name != "trainers_tracker_blocks"]
+REPORTS = ["metric_is_slow", "metric_never_returns", "judge_does_not_answer", "file_system_hangs", "tracker_blocks"]
+"""In these the report takes longer than the trainer waits for anything, or never ends."""
+ROUNDS = [f for f in FAULTS if f.ends == GOES_ON and f.name not in ("trainers_tracker_blocks", *REPORTS)]
 REPORT_FAILS = {"tracker_launches", "metric_raises", "metric_launches", "tracker_raises", "disk_full"}
 ON_FOUR = pytest.param(4, marks=pytest.mark.slow)
 
@@ -53,6 +55,12 @@ def went_on(processes):
             args=(directory, names),
             own="the thread of a tracker that raised keeps the error, and with it the model of that round",
         )
+
+
+@cached
+def reports():
+    with tempfile.TemporaryDirectory() as directory:
+        return run_processes(report_bodies.body_reports, devices=1, timeout_s=240, args=(directory, REPORTS))
 
 
 @cached
@@ -162,6 +170,21 @@ def test_a_launch_of_one_host(processes):
     pattern = rf"LaunchMismatchError: .*Launch \d+ was 'decode' \(0+\) on process 0; 'init_state' .* on {others}"
     assert re.search(pattern, ledger), ledger
     check_time("a_launch_of_one_host", processes, max(result["seconds"]["ledger"] for result in exits(processes)))
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_training_goes_on_whatever_the_report_does(name):
+    results = [result[name] for result in reports()]
+    plain = reports()[0]["none"]["losses"]
+    leader, other = results
+    assert leader["losses"] == other["losses"] == plain
+    assert (leader["rounds"], other["rounds"], leader["errors"]) == (1, 1, 0)
+    check_sees(name, leader["log"])
+    check_time(name, 2, max(one["seconds"] for one in results))
+    # What hung comes to an end in the test: then the whole report is there.
+    assert leader["late"] and other["rows"] == []
+    step = report_bodies.EVERY
+    assert leader["rows"] == [[step, number, 1.0] for number in range(len(report_bodies.PROMPTS))]
 
 
 def test_the_trainers_tracker_blocks():

@@ -16,7 +16,6 @@ PATIENCE_S = 3.0
 
 KEPT_THREADS = {
     "lockstep-watchdog": "ends by itself once nothing has been watched for its time-out",
-    "lockstep-tracker": "a callback's queue, which waits for calls as long as the process lives",
 }
 """Threads that may stay, by the beginning of their names, and why."""
 

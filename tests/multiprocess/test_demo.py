@@ -1,7 +1,6 @@
 """The demo as `make demo` runs it: noise at first, right answers to questions never trained on in the end."""
 
 import dataclasses
-import json
 from pathlib import Path
 
 import jax
@@ -15,6 +14,7 @@ from lockstep.placement import make_mesh
 from lockstep.report import COLUMNS, read_jsonl
 from lockstep.text import load_tokenizer
 from lockstep.types import Completion, FinishReason
+from tests import wandb_run
 from tests.multiprocess.harness import run_command, run_processes
 from tests.oracle import assert_same_tokens, oracle_completions
 
@@ -100,11 +100,12 @@ def test_the_demo_learns_and_leaves_everything_it_promises(tmp_path):
     assert len(losses) == steps[-1]
     assert mean(losses[-20:]) < 0.1 * mean(losses[:20])
 
-    tables = list(run_dir.glob("wandb/offline-run-*/files/media/table/inference_eval/samples_*.table.json"))
-    contents = sorted((json.loads(path.read_text()) for path in tables), key=lambda table: len(table["data"]))
-    assert [len(table["data"]) for table in contents] == [PROMPTS * (index + 1) for index in range(len(steps))]
-    assert contents[-1]["columns"] == [*COLUMNS, "exact_match"]
-    assert [dict(zip(contents[-1]["columns"], cells, strict=True)) for cells in contents[-1]["data"]] == rows
+    (offline_run,) = run_dir.glob("wandb/offline-run-*")
+    increments = wandb_run.tables(offline_run, "inference_eval/samples")
+    assert [len(table["data"]) for table in increments] == [PROMPTS] * len(steps)
+    columns = [*COLUMNS, "exact_match"]
+    assert all(table["columns"] == columns for table in increments)
+    assert [dict(zip(columns, cells, strict=True)) for table in increments for cells in table["data"]] == rows
 
     leader, other = run.logs
     assert leader.count("generated text") == len(steps)

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Generator as Stream
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -231,10 +231,14 @@ class Generator:
             between_launches=look,
         )
 
-    def _rows(self, round_: int, completions: Sequence[Completion]) -> Iterator[SampleRow]:
+    def _rows(self, round_: int, completions: Sequence[Completion]) -> list[SampleRow]:
         """Rows of a batch by prompt and generation, so that a file reads in order as far as it can."""
+        rows, prompts = [], []
         for completion in sorted(completions, key=lambda each: (each.prompt_id, each.generation_id)):
-            prompt = self._store[completion.prompt_id].prompt
+            prompts.append(self._store[completion.prompt_id].prompt)
             text = cut_at_stop(decode(self._tokenizer, completion.tokens), self._config.stop)
-            row = SampleRow.from_completion(completion, prompt, text, round=round_)
-            yield measure(self._metrics, row, prompt)
+            rows.append(SampleRow.from_completion(completion, prompts[-1], text, round=round_))
+        measured, failures = measure(self._metrics, rows, prompts, guard=leader_only)
+        for failure in failures:
+            log.error("round %d: %s; sampling goes on", round_, failure)
+        return measured

@@ -40,7 +40,11 @@ def write_parquet(merged: Path) -> Path:
     with open(merged, "rb") as lines:
         while rows := [json.loads(line) for line in itertools.islice(lines, _ROWS)]:
             table = pa.Table.from_pylist(rows, schema=writer and writer.schema)
-            writer = writer or pq.ParquetWriter(temporary, table.schema)
+            if writer is None:
+                # A metric without a value so far has no type yet; metrics are numbers.
+                types = [(one.name, pa.float64() if pa.types.is_null(one.type) else one.type) for one in table.schema]
+                table = table.cast(pa.schema(types))
+                writer = pq.ParquetWriter(temporary, table.schema)
             writer.write_table(table)
     assert writer is not None, "a job has at least one row"
     writer.close()

@@ -30,7 +30,7 @@ class Totals:
         tokens: The number of tokens of all completions.
         finish: The number of completions by finish reason.
         sums: The sum of each metric.
-        counts: The number of completions that have each metric.
+        counts: The number of completions that have a value of each metric.
     """
 
     rows: int = 0
@@ -47,13 +47,14 @@ class Totals:
             self.tokens += row.num_tokens
             self.finish[row.finish_reason] = self.finish.get(row.finish_reason, 0) + 1
             for name, value in row.metrics.items():
-                self.sums[name] = self.sums.get(name, 0.0) + value
-                self.counts[name] = self.counts.get(name, 0) + 1
+                if value is not None:
+                    self.sums[name] = self.sums.get(name, 0.0) + value
+                    self.counts[name] = self.counts.get(name, 0) + 1
         return self
 
     @property
     def means(self) -> dict[str, float]:
-        """The mean of each metric over the completions that have it."""
+        """The mean of each metric over the completions that have a value."""
         return {name: total / self.counts[name] for name, total in self.sums.items()}
 
 
@@ -199,7 +200,8 @@ def summary_table(outcome: Outcome) -> Table:
     table.add_row("tokens", f"{totals.tokens:,}{mean}")
     table.add_row("ended by", ", ".join(f"{reason} {count:,}" for reason, count in sorted(totals.finish.items())))
     for name, value in totals.means.items():
-        table.add_row(name, f"mean {value:.4g}")
+        measured = totals.counts[name]
+        table.add_row(name, f"mean {value:.4g}" + (f" of {measured:,}" if measured < totals.rows else ""))
     hosts = f"{outcome.hosts} host{'s' * (outcome.hosts != 1)}, {outcome.mode}"
     if outcome.tokens:
         table.add_row(

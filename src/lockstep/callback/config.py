@@ -40,6 +40,8 @@ class InferenceEvalConfig(EvaluationFields, SamplingBlock):
     max_seconds: float | None = None
     """Seconds that generation may last in a round, by the leader's clock, looked at between launches; compiling does
     not count. Unfinished answers are shown as far as they got, with finish_reason "budget". Null: no limit."""
+    flush_s: float = 60.0
+    """Seconds that the end of training waits for reports of rounds that are not done: metrics, file, table, tracker."""
     on_error: Literal["skip", "raise"] = "skip"
     """What every host does when a round failed: skip it and train on, or raise."""
     max_consecutive_errors: int | None = 5
@@ -61,6 +63,10 @@ class InferenceEvalConfig(EvaluationFields, SamplingBlock):
         if self.max_seconds is not None and self.max_seconds <= 0:
             raise ConfigError(
                 f"inference_eval.max_seconds is {self.max_seconds}; it must be more than 0. Use null for no limit."
+            )
+        if self.flush_s < 0:
+            raise ConfigError(
+                f"inference_eval.flush_s is {self.flush_s}; it must be at least 0 seconds. The default is 60."
             )
         if self.on_error not in ("skip", "raise"):
             raise ConfigError(f"inference_eval.on_error is {self.on_error!r}; it must be skip or raise.")

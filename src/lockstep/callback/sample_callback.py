@@ -1,45 +1,31 @@
-"""The hook: when to sample, what a failed round does, and what the leader makes of the answers."""
+"""The hook: when to sample, and what a failed round does."""
 
 import dataclasses
 import json
 import logging
 import os
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.callback.config import InferenceEvalConfig
-from lockstep.callback.round import RoundResult, run_round
+from lockstep.callback.reporter import Reporter
+from lockstep.callback.round import run_round
 from lockstep.callback.round_prompts import read_round_prompts
 from lockstep.engine import Auditor, Engine, Sizing
 from lockstep.errors import ConfigError, DisagreementError, HostError, PeerError
-from lockstep.hosts import Hosts, Watchdog, current, digest, environment, leader_only, try_leader_only
+from lockstep.hosts import Hosts, Watchdog, current, digest, environment
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
 from lockstep.placement import mesh_of
-from lockstep.report import (
-    FINISH_S,
-    BackgroundTracker,
-    NoopTracker,
-    Row,
-    Tracker,
-    append_jsonl,
-    load_metrics,
-    measure,
-    metric_means,
-    print_table,
-)
-from lockstep.text import Prompt, StopFinder, check_vocab, cut_at_stop, decode
-from lockstep.types import Completion, FinishReason
+from lockstep.report import Tracker
+from lockstep.text import StopFinder, check_vocab
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
-TRACKER_WAIT_S = 2.0
-"""Seconds that a call waits for a tracker which keeps up, so that the loop's own later calls come later."""
+AFTER_SIGNAL_S = 2.0
+"""Seconds that reports have after a signal: little time remains for a save."""
 
 
 class SampleCallback:
@@ -52,9 +38,8 @@ class SampleCallback:
     Args:
         config: When to sample, what, and within which limits.
         tokenizer: A Hugging Face tokenizer.
-        tracker: The tracker that rows and scalars go to; used by the leader alone, from a thread of its own behind a
-            bounded queue, so that it may be slow: a round waits 2 s for it, and not at all until it has caught up. It
-            stays the caller's to finish. A `BackgroundTracker` is used as it is; None for none.
+        tracker: The tracker that rows and scalars go to, after the round, while training goes on; used by the leader
+            alone, from a thread of its own, so it may be slow. It stays the caller's to finish. None for none.
         name: The prefix of the table and of the metrics; two callbacks in one run need two names.
         output_dir: The directory where the leader appends to ``samples.jsonl``; None for no file.
         hosts: The processes of the job; None for the current ones.
@@ -85,18 +70,16 @@ class SampleCallback:
         """Rounds that ended without samples because the job was asked to end."""
         self.switched_off = False
         """Whether ``max_consecutive_errors`` rounds in a row were skipped, so that no more are tried."""
-        self.report_errors = 0
-        """Reports that failed on the leader, wholly or in part."""
         self._tokenizer = tokenizer
-        self._tracker: Tracker = NoopTracker() if tracker is None else tracker
-        self._queue: BackgroundTracker | None = None
-        if tracker is not None and not isinstance(tracker, BackgroundTracker):
-            wait_s = min(TRACKER_WAIT_S, config.timeout_s / 4)  # the other hosts wait for the leader meanwhile
-            self._tracker = self._queue = BackgroundTracker(tracker, leader_only, wait_s=wait_s)
-        self._samples_path = None if output_dir is None else Path(output_dir) / "samples.jsonl"
+        self._reporter = Reporter(
+            name=name,
+            config=config,
+            tokenizer=tokenizer,
+            tracker=tracker,
+            samples_path=None if output_dir is None else Path(output_dir) / "samples.jsonl",
+        )
         self._hosts = current() if hosts is None else hosts
         self._dtype = dtype
-        self._metrics = load_metrics(config.metrics)
         self._engine: Engine | None = None
         self._auditor: Auditor | None = None
         self._find_stop = StopFinder(tokenizer) if config.stop else None
@@ -123,6 +106,16 @@ class SampleCallback:
         """The engine, or None before the first round."""
         return self._engine
 
+    @property
+    def report_errors(self) -> int:
+        """Parts of reports that failed on the leader so far: a metric in a round, the file, the table, the tracker."""
+        return self._reporter.errors
+
+    @property
+    def dropped_reports(self) -> int:
+        """Reports that were not made, because earlier ones were too slow."""
+        return self._reporter.dropped
+
     def __call__(self, info: Any, force: bool = False) -> None:
         """See `on_step`."""
         self.on_step(info, force=force)
@@ -132,7 +125,7 @@ class SampleCallback:
 
         Args:
             info: has ``model``, and ``next_step`` or ``step``. The model is not kept.
-            force: the loop's last call: run unless this step had its round already, then `flush`.
+            force: the loop's last call: run unless this step had its round already, then `finish`.
 
         Raises:
             PeerError, DisagreementError: the round failed and ``on_error`` is raise; the same on every host.
@@ -144,13 +137,36 @@ class SampleCallback:
             self.last_step = step
             self._round(step, info.model)
         if force:
-            self.flush()
+            self.finish()
 
-    def flush(self) -> None:
-        """Waits on the leader, at most 60 s, until the tracker has taken all it was given; says so where it has not."""
-        wait_s = min(FINISH_S, self.config.timeout_s / 2)
-        if self._queue is not None and not self._queue.flush(wait_s):
-            log.error("%s: the tracker did not take all samples within %g s; some may be lost", self.name, wait_s)
+    def finish(self) -> None:
+        """Waits at most ``flush_s`` until all rounds are reported; every host calls it, and waits for the leader.
+
+        Raises:
+            HostTimeoutError: a host is missing.
+        """
+        if not self.config.enabled:
+            return
+        # The others wait longer than the leader may take, however short their other waits are.
+        timeout_s = self.config.timeout_s + self.config.flush_s
+        with self._hosts.scope(f"{self.name}/finish", timeout_s) as hosts:
+            with hosts.run_on_all("finish", "writing the last samples"):
+                self.flush()
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Waits until all rounds so far are reported, on this host alone; says which are not.
+
+        Args:
+            timeout_s: the seconds to wait at most; None: the configuration's ``flush_s``.
+
+        Returns:
+            Whether all are reported.
+        """
+        return self._reporter.flush(self.config.flush_s if timeout_s is None else timeout_s)
+
+    def after_signal(self) -> None:
+        """Waits on this host, at most 2 s, for the last reports: a signal ended the loop without a last call."""
+        self.flush(min(AFTER_SIGNAL_S, self.config.flush_s))
 
     def check(self, model: Any) -> None:
         """Finds out now what would make a round fail, the same on every host: prompts, sizes, model, configuration.
@@ -208,7 +224,7 @@ class SampleCallback:
         if self._hosts.is_leader:
             assert result.prompts is not None
             self._log_sizing()
-            self._report(step, result.prompts, result)
+            self._reporter.report(step, result.prompts, result, {"skipped_rounds": self.skipped_rounds})
 
     def _skip(self, step: int, error: HostError) -> None:
         """Counts a failed round, the same on every host, and raises ``error`` again where the configuration says so."""
@@ -227,11 +243,7 @@ class SampleCallback:
                 self.name,
                 self._errors_in_a_row,
             )
-        self._guarded("count the skipped round", step, lambda: self._track_counts(step))
-
-    def _track_counts(self, step: int) -> None:
-        counts = {"skipped_rounds": self.skipped_rounds, "report_errors": self.report_errors}
-        self._tracker.log({f"{self.name}/{key}": value for key, value in counts.items()}, step=step)
+        self._reporter.log(step, {"skipped_rounds": self.skipped_rounds})
 
     def _engine_for(self, model: Any) -> tuple[Engine, tuple[LlamaConfig, DecoderWeights]]:
         """The engine on the mesh that the model is sharded over, and the model as it was read, once for all.
@@ -275,60 +287,3 @@ class SampleCallback:
             lines = "\n".join(f"  {each}" for each in new)
             log.info("%s: compiled %d programs:\n%s", self.name, len(new), lines)
             self._logged_compilations = len(compilations)
-
-    def _report(self, step: int, prompts: list[Prompt], result: RoundResult) -> None:
-        """The leader's own work: whatever fails here is reported and counted, and training goes on."""
-        start = time.perf_counter()
-        rows: list[Row] = []
-
-        def make_rows() -> None:
-            by_id = {prompt.id: prompt for prompt in prompts}
-            for completion in result.completions:
-                prompt = by_id[completion.prompt_id]
-                rows.append(self._row(step, prompt, completion))
-            for index, row in enumerate(rows):
-                rows[index] = measure(self._metrics, row, by_id[row.prompt_id])
-
-        def write_file() -> None:
-            if self._samples_path is not None:
-                append_jsonl(self._samples_path, [row.to_dict() for row in rows])
-
-        def show() -> None:
-            if not self.config.skip_samples_table:
-                print_table(rows, title=f"{self.name}: what the model says after {step} steps")
-                sys.stdout.flush()
-
-        def track() -> None:
-            if not self.config.skip_samples_table:
-                self._tracker.log_rows(f"{self.name}/samples", rows, step=step)
-            scalars = self._scalars(rows, result, time.perf_counter() - start)
-            self._tracker.log({f"{self.name}/{key}": value for key, value in scalars.items()}, step=step)
-
-        for what in (make_rows, write_file, show, track):
-            self._guarded(what.__name__.replace("_", " "), step, what)
-
-    def _guarded(self, name: str, step: int, what: Callable[[], None]) -> None:
-        """Does a part of the leader's work, in which a launch raises; what fails is logged and counted."""
-        if not try_leader_only(f"{self.name}: {name} after step {step}", what, "training goes on"):
-            self.report_errors += 1
-
-    def _row(self, step: int, prompt: Prompt, completion: Completion) -> Row:
-        text = cut_at_stop(decode(self._tokenizer, completion.tokens), self.config.stop)
-        return Row.from_completion(completion, prompt, text, step=step)
-
-    def _scalars(self, rows: list[Row], result: RoundResult, report_s: float) -> dict[str, float]:
-        tokens = sum(row.num_tokens for row in rows)
-        return {
-            "num_prompts": len({row.prompt_id for row in rows}),
-            "num_completions": len(rows),
-            "unfinished_completions": sum(row.finish_reason == FinishReason.BUDGET for row in rows),
-            "generated_tokens": tokens,
-            "tokens_per_second": tokens / result.seconds["generate"],
-            "skipped_rounds": self.skipped_rounds,
-            "report_errors": self.report_errors,
-            **{f"time/{phase}_s": seconds for phase, seconds in result.seconds.items()},
-            "time/report_s": report_s,
-            **{f"hbm/{moment}_bytes": used for moment, used in result.memory.items()},
-            **({} if result.logprob_gap is None else {"logprob_gap": result.logprob_gap}),
-            **metric_means(rows),
-        }

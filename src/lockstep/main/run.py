@@ -30,7 +30,7 @@ from lockstep.models import (
     save_hf,
 )
 from lockstep.placement import PARAMETER_AXES, make_mesh
-from lockstep.report import BackgroundTracker, NoopTracker, Tracker, build_tracker
+from lockstep.report import FINISH_S, BackgroundTracker, NoopTracker, Tracker, build_tracker
 from lockstep.text import check_vocab, load_tokenizer
 from lockstep.training import LossFn, OptimizerConfig, StopRequest, TokenizedRows, Trainer, TrainerConfig
 
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
+
+LAST_FLUSH_S = 2.0
+"""Seconds that reports of rounds still have when everything else is done; at the end of training they had more."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,7 +146,9 @@ def train(config: RunConfig, data: LoadsData, objective: LossFn, hosts: Hosts) -
     with hosts.run_on_all("tracker"):
         if hosts.is_leader:
             built = build_tracker(config.trainer.tracker, run_dir, run_dir.name, draccus.encode(config))
-            tracker = BackgroundTracker(built, leader_only)
+            # The others wait for the leader at their end, at most timeout_s.
+            tracker = BackgroundTracker(built, leader_only, finish_s=min(FINISH_S, hosts.timeout_s / 2))
+    samples: SampleCallback | None = None
     try:
         schedule = config.optimizer.schedule(config.trainer.num_train_steps)
         optimizer = config.optimizer.build(config.trainer.num_train_steps)
@@ -176,6 +181,8 @@ def train(config: RunConfig, data: LoadsData, objective: LossFn, hosts: Hosts) -
                 save_hf(result.model, saved, tokenizer=tokenizer, hosts=hosts)
     finally:
         if hosts.is_leader:
+            if samples is not None:  # where an error ended training, the rounds before it are reported too
+                samples.flush(min(LAST_FLUSH_S, hosts.timeout_s / 4))
             try_leader_only("closing the tracker", tracker.finish, "what it had written is kept")
     if hosts.is_leader:
         print(closing_summary(run_dir, result, config.trainer.num_train_steps, saved), flush=True)

@@ -1,6 +1,7 @@
 """Rows of completions, and what is made of them: files, metrics, tables, tracked runs."""
 
 from lockstep.report.background import FINISH_S, BackgroundTracker
+from lockstep.report.background_queue import BackgroundQueue
 from lockstep.report.evaluation_fields import EvaluationFields
 from lockstep.report.jsonl import append_jsonl, read_jsonl, repair_jsonl
 from lockstep.report.metrics import Metric, exact_match, load_metric, load_metrics, measure, metric_means
@@ -16,13 +17,13 @@ from lockstep.report.trackers import (
     Tracker,
     TrackerChoice,
     TrackerConfig,
-    WandbTables,
     WandbTracker,
     WandbTrackerConfig,
     build_tracker,
 )
 
 __all__ = [
+    "BackgroundQueue",
     "BackgroundTracker",
     "COLUMNS",
     "CompositeTracker",
@@ -41,7 +42,6 @@ __all__ = [
     "Tracker",
     "TrackerChoice",
     "TrackerConfig",
-    "WandbTables",
     "WandbTracker",
     "WandbTrackerConfig",
     "append_jsonl",

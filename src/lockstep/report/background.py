@@ -1,13 +1,10 @@
 """A tracker behind a bounded queue: one that is down or slow neither blocks nor fails training."""
 
 import contextlib
-import dataclasses
 import logging
-import queue
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 
+from lockstep.report.background_queue import BackgroundQueue
 from lockstep.report.rows import TableRow
 from lockstep.report.trackers import Tracker
 
@@ -30,8 +27,6 @@ class BackgroundTracker:
             launch raises.
         size: The number of calls that may wait; further ones are dropped and counted.
         finish_s: The seconds that ``finish`` waits for the calls that are left.
-        wait_s: The seconds that a call waits for the tracker, so that what is logged afterwards comes after it; an
-            error within that time is raised. A call does not wait while earlier ones are not done. 0: it never waits.
     """
 
     def __init__(
@@ -41,17 +36,13 @@ class BackgroundTracker:
         *,
         size: int = QUEUE_SIZE,
         finish_s: float = FINISH_S,
-        wait_s: float = 0.0,
     ) -> None:
         self.dropped = 0
         """The number of calls that found the queue full, or were left when the time to finish was over."""
         self.errors = 0
         """The number of calls in which the tracker failed."""
-        self._tracker, self._guard, self._finish_s, self._wait_s = tracker, guard, finish_s, wait_s
-        self._queue: queue.Queue[_Call | None] = queue.Queue(size)
-        self._last: _Call | None = None
-        self._warned_slow = False
-        self._thread: threading.Thread | None = None
+        self._tracker, self._guard, self._finish_s = tracker, guard, finish_s
+        self._queue = BackgroundQueue("lockstep-tracker", size=size)
         self._finished = False
 
     def log(self, metrics: Mapping[str, float | str], *, step: int) -> None:
@@ -62,7 +53,7 @@ class BackgroundTracker:
             step: The number of training steps completed.
         """
         values = dict(metrics)
-        self._call(lambda: self._tracker.log(values, step=step))
+        self._put(f"log of step {step}", lambda: self._tracker.log(values, step=step))
 
     def log_rows(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
         """Queue rows to be added to a table.
@@ -73,10 +64,10 @@ class BackgroundTracker:
             step: The number of training steps completed.
         """
         kept = list(rows)
-        self._call(lambda: self._tracker.log_rows(name, kept, step=step))
+        self._put(f"rows of step {step}", lambda: self._tracker.log_rows(name, kept, step=step))
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until the tracker has done all calls so far.
+        """Wait until the tracker has done all calls.
 
         Args:
             timeout_s: The seconds to wait at most.
@@ -84,73 +75,33 @@ class BackgroundTracker:
         Returns:
             Whether the tracker has done them.
         """
-        return self._last is None or self._last.done.wait(timeout_s)
+        return not self._queue.flush(timeout_s)
 
     def finish(self) -> None:
         """Wait for the calls that are left and finish the tracker, ``finish_s`` seconds in all; log what was lost."""
         if self._finished:
             return
-        deadline = time.monotonic() + self._finish_s
-        with contextlib.suppress(queue.Full):
-            self._put(self._tracker.finish, wait_s=self._finish_s)
-            self._queue.put(None, timeout=max(0.0, deadline - time.monotonic()))
         self._finished = True
-        if self._thread is not None:
-            self._thread.join(max(0.0, deadline - time.monotonic()))
-            if self._thread.is_alive():
-                self.dropped += self._queue.qsize()
-                log.error("the tracker did not finish within %g s; it is left behind", self._finish_s)
+        self._queue.put("finish", lambda: self._call(self._tracker.finish), even_if_full=True)
+        if left := self._queue.flush(self._finish_s):
+            self.dropped += len(left) - 1  # the last is finishing itself
+            log.error("the tracker did not finish within %g s; it is left behind", self._finish_s)
         if self.dropped or self.errors:
             log.warning("the tracker failed %d times, and %d calls were dropped", self.errors, self.dropped)
 
-    def _call(self, work: Callable[[], None]) -> None:
-        waits = self._wait_s > 0 and self.flush(0.0)
-        call = self._put(work)
-        if not waits or call is None:
-            return
-        if call.done.wait(self._wait_s):
-            if call.error is not None:
-                raise call.error
-        elif not self._warned_slow:
-            self._warned_slow = True
-            log.error("the tracker is slow, more than %g s for a call: training does not wait for it", self._wait_s)
-
-    def _put(self, work: Callable[[], None], wait_s: float = 0.0) -> "_Call | None":
+    def _put(self, what: str, work: Callable[[], None]) -> None:
         if self._finished:
-            return None
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="lockstep-tracker", daemon=True)
-            self._thread.start()
-        call = _Call(work)
-        try:
-            self._queue.put(call, block=wait_s > 0, timeout=wait_s or None)
-        except queue.Full:
+            self.dropped += 1
+        elif not self._queue.put(what, lambda: self._call(work)):
             self.dropped += 1
             if self.dropped == 1:
                 log.error("the tracker is too slow: what it cannot take is dropped and counted; training goes on")
-            return None
-        self._last = call
-        return call
 
-    def _run(self) -> None:
-        while (call := self._queue.get()) is not None:
-            try:
-                with self._guard():
-                    call.work()
-            except Exception as error:
-                self.errors += 1
-                call.error = error
-                if self.errors == 1:
-                    log.error("the tracker failed; training goes on, later failures are counted", exc_info=error)
-            call.done.set()
-            # While the thread waits for the next call, an error's stack would keep the arrays of that round alive.
-            del call
-
-
-@dataclasses.dataclass
-class _Call:
-    """One call of the tracker: what to do, whether it is done, and what it raised."""
-
-    work: Callable[[], None]
-    done: threading.Event = dataclasses.field(default_factory=threading.Event)
-    error: Exception | None = None
+    def _call(self, work: Callable[[], None]) -> None:
+        try:
+            with self._guard():
+                work()
+        except Exception as error:
+            self.errors += 1
+            if self.errors == 1:
+                log.error("the tracker failed; training goes on, later failures are counted", exc_info=error)

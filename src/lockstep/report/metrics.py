@@ -1,10 +1,11 @@
 """Metrics: functions of a row and its prompt that give a number."""
 
+import contextlib
 import dataclasses
 import importlib
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.report.answers import last_number, same_number
@@ -13,29 +14,28 @@ from lockstep.text import Prompt
 
 type AnyRow = Row | SampleRow
 """A row of a training run or of ``lockstep sample``; a metric may read what both have."""
-type Metric = Callable[[AnyRow, Prompt], float]
-"""A function of a row and its prompt that returns a number."""
+type Metric = Callable[[AnyRow, Prompt], float | None]
+"""A function of a row and its prompt that returns a number, or None where there is none."""
 
 _NGRAM = 4
 _DIGITS = 4
 """The number of significant digits of the perplexity; further ones depend on how the model is split over devices."""
 
 
-def exact_match(row: AnyRow, prompt: Prompt) -> float:
+def exact_match(row: AnyRow, prompt: Prompt) -> float | None:
     """1 where the first line of the completion is the prompt's answer, but for space around it; else 0.
 
     Args:
         row: The completion.
-        prompt: The prompt, with an answer.
-
-    Raises:
-        LockstepError: The prompt has no answer.
+        prompt: The prompt; without an answer there is no value.
     """
+    if prompt.answer is None:
+        return None
     first_line = row.generated_text.strip().split("\n")[0].strip()
-    return float(first_line == _reference(prompt, "exact_match").strip())
+    return float(first_line == prompt.answer.strip())
 
 
-def gsm8k(row: AnyRow, prompt: Prompt) -> float:
+def gsm8k(row: AnyRow, prompt: Prompt) -> float | None:
     r"""1 where the completion ends in the number of the prompt's answer, as in GSM8K; else 0.
 
     The number of either text is what follows ``####``, else in the last ``\boxed{}``, else the last number in
@@ -43,12 +43,14 @@ def gsm8k(row: AnyRow, prompt: Prompt) -> float:
 
     Args:
         row: The completion.
-        prompt: The prompt, with an answer.
+        prompt: The prompt; without an answer there is no value.
 
     Raises:
-        LockstepError: The prompt has no answer, or one without a number.
+        LockstepError: The prompt's answer has no number.
     """
-    expected = last_number(_reference(prompt, "gsm8k"))
+    if prompt.answer is None:
+        return None
+    expected = last_number(prompt.answer)
     if expected is None:
         raise LockstepError(f"the answer of prompt {prompt.id}, {prompt.answer!r}, has no number. Correct the answer.")
     return float(same_number(last_number(row.generated_text), expected))
@@ -158,39 +160,42 @@ def load_metrics(names: Iterable[str]) -> dict[str, Metric]:
     return metrics
 
 
-def measure[R: AnyRow](metrics: Mapping[str, Metric], row: R, prompt: Prompt) -> R:
-    """Apply metrics to a row.
+def measure[R: AnyRow](
+    metrics: Mapping[str, Metric],
+    rows: Sequence[R],
+    prompts: Sequence[Prompt],
+    guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+) -> tuple[list[R], list[str]]:
+    """Apply metrics to rows. A metric that fails on a row leaves that cell empty.
 
     Args:
         metrics: The functions by their columns, as returned by ``load_metrics``.
-        row: The completion.
-        prompt: Its prompt.
+        rows: The completions.
+        prompts: The prompt of each row.
+        guard: A function that makes a context around each call of a metric.
 
     Returns:
-        The row with their values added.
-
-    Raises:
-        LockstepError: A metric failed; the message names the metric, the prompt and the generation.
+        The rows with their values added, None where there is none; and for each metric that failed, on how many rows,
+        and how on the first of them.
     """
-    values = dict(row.metrics)
-    for column, metric in metrics.items():
-        try:
-            values[column] = float(metric(row, prompt))
-        except Exception as error:  # a metric is the user's own code
-            raise LockstepError(
-                f"metric {column!r} failed on prompt {row.prompt_id}, generation {row.generation_id}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-    return dataclasses.replace(row, metrics=values)
-
-
-def _reference(prompt: Prompt, metric: str) -> str:
-    if prompt.answer is None:
-        raise LockstepError(
-            f"prompt {prompt.id} has no answer to compare with. Write it as {{prompt: …, answer: …}}, or remove "
-            f"{metric} from metrics."
-        )
-    return prompt.answer
+    measured, errors = [], dict[str, list[str]]()
+    for row, prompt in zip(rows, prompts, strict=True):
+        values = dict(row.metrics)
+        for column, metric in metrics.items():
+            try:
+                with guard():
+                    value = metric(row, prompt)
+                values[column] = None if value is None else float(value)
+            except (Exception, SystemExit) as error:  # a metric is the user's own code
+                values[column] = None
+                where = f"prompt {row.prompt_id}, generation {row.generation_id}"
+                errors.setdefault(column, []).append(f"{where}: {type(error).__name__}: {error}")
+        measured.append(dataclasses.replace(row, metrics=values))
+    failures = [
+        f"metric {column!r} failed on {len(texts)} of {len(rows)} rows, which have no value; first on {texts[0]}"
+        for column, texts in errors.items()
+    ]
+    return measured, failures
 
 
 def _regex(name: str) -> Metric:
@@ -202,7 +207,7 @@ def _regex(name: str) -> Metric:
 
 
 def metric_means(rows: Iterable[TableRow]) -> dict[str, float]:
-    """The mean of each metric over the rows that have it, by the metric's name.
+    """The mean of each metric over the rows that have a value, by the metric's name; without any there is no mean.
 
     Args:
         rows: The rows.
@@ -210,5 +215,6 @@ def metric_means(rows: Iterable[TableRow]) -> dict[str, float]:
     values: dict[str, list[float]] = {}
     for row in rows:
         for name, value in row.metrics.items():
-            values.setdefault(name, []).append(value)
+            if value is not None:
+                values.setdefault(name, []).append(value)
     return {name: sum(each) / len(each) for name, each in values.items()}

@@ -32,8 +32,8 @@ class TableRow(Protocol):
     columns: ClassVar[tuple[str, ...]]
 
     @property
-    def metrics(self) -> Mapping[str, float]:
-        """The value of each metric, by the metric's name; these are the columns after the first ones."""
+    def metrics(self) -> Mapping[str, float | None]:
+        """The value of each metric, None where there is none, by its name: the columns after the first ones."""
         ...
 
     def to_dict(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class CompletionRow:
         num_tokens: The number of tokens sampled, a stop token included.
         finish_reason: Why the completion ended: ``stop``, ``length``, ``budget`` or ``cancelled``.
         mean_logprob: The mean natural-log probability of the sampled tokens; 0 where none was sampled.
-        metrics: The value of each metric, by the metric's name.
+        metrics: The value of each metric, by the metric's name; None where it has no value for this row.
     """
 
     columns: ClassVar[tuple[str, ...]]
@@ -65,7 +65,7 @@ class CompletionRow:
     num_tokens: int
     finish_reason: str
     mean_logprob: float
-    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    metrics: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def from_completion(cls, completion: Completion, prompt: Prompt, text: str, **when: Any) -> Self:
@@ -115,7 +115,7 @@ class Row(CompletionRow):
         Raises:
             KeyError: A column is missing.
         """
-        metrics = {name: float(value) for name, value in values.items() if name not in COLUMNS}
+        metrics = {name: _number(value) for name, value in values.items() if name not in COLUMNS}
         columns = {column: values[column] for column in COLUMNS}
         return cls(**columns | {"mean_logprob": float(columns["mean_logprob"])}, metrics=metrics)
 
@@ -152,7 +152,7 @@ class SampleRow(CompletionRow):
             KeyError: A column is missing.
         """
         own = (*SAMPLE_COLUMNS, "finish_reason")
-        metrics = {name: float(value) for name, value in values.items() if name not in own}
+        metrics = {name: _number(value) for name, value in values.items() if name not in own}
         return cls(**{name: values[name] for name in own}, metrics=metrics)
 
 
@@ -163,3 +163,8 @@ def metric_names(rows: Iterable[TableRow]) -> tuple[str, ...]:
         rows: The rows.
     """
     return tuple(dict.fromkeys(name for row in rows for name in row.metrics))
+
+
+def _number(value: float | str | None) -> float | None:
+    """A metric's value as JSON lines have it: a number, its name where it is not finite, or nothing."""
+    return None if value is None else float(value)

@@ -88,4 +88,8 @@ def _shortened(text: str, limit: int, *, keep_end: bool) -> str:
 
 def _below(rows: Sequence[Row | SampleRow], max_rows: int) -> str:
     shown = f"{max_rows} of {len(rows)} rows" if len(rows) > max_rows else f"{len(rows)} row{'s' * (len(rows) != 1)}"
-    return " · ".join([shown, *(f"mean {name} {mean:.3g}" for name, mean in metric_means(rows).items())])
+    means = []
+    for name, mean in metric_means(rows).items():
+        measured = sum(row.metrics.get(name) is not None for row in rows)
+        means.append(f"mean {name} {mean:.3g}" + (f" of {measured}" if measured < len(rows) else ""))
+    return " · ".join([shown, *means])

@@ -1,7 +1,7 @@
 """Trackers: where metrics and tables of samples go. Only the leader has one that writes; none of them uses jax."""
 
+import collections
 import dataclasses
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,10 +16,11 @@ from lockstep.report.rows import TableRow, metric_names
 if TYPE_CHECKING:
     import wandb
 
-log = logging.getLogger(__name__)
-
 MAX_TABLE_ROWS = 10_000
-"""The number of rows of a table that W&B shows; older rows are left out of the table."""
+"""The number of rows that a W&B table begins with at most; older ones are in the tables before it."""
+MAX_INCREMENTS = 100
+"""The number of times that rows are added to a W&B table: of more increments W&B shows only the last 100
+(https://github.com/wandb/wandb/pull/9810)."""
 
 
 class Tracker(Protocol):
@@ -87,52 +88,80 @@ class JsonlTracker:
 
 
 class WandbTables:
-    """W&B tables that have all rows so far, for a W&B table cannot change once it is logged."""
+    """W&B tables that grow over a run: each addition sends the rows that are new, and no others.
+
+    The columns of a W&B table are fixed, and W&B shows its last 100 increments. So a table begins anew, with the newest
+    10,000 rows, when a metric comes that it has no column for, and after 100 additions.
+    """
 
     def __init__(self) -> None:
-        self._rows: dict[str, list[TableRow]] = {}
+        self._tables: dict[str, _GrowingTable] = {}
 
     def add(self, name: str, rows: Sequence[TableRow]) -> "wandb.Table":
-        """The table with these rows added.
+        """The table with these rows added, to be logged before the next addition.
 
         Args:
             name: The table's name.
-            rows: The rows to add.
+            rows: The rows to add, at least one.
         """
+        return self._tables.setdefault(name, _GrowingTable()).add(rows)
+
+
+class _GrowingTable:
+    def __init__(self) -> None:
+        self._columns: list[str | int] = []
+        self._newest: collections.deque[dict[str, Any]] = collections.deque(maxlen=MAX_TABLE_ROWS)
+        self._table: wandb.Table | None = None
+        self._additions = 0
+
+    def add(self, rows: Sequence[TableRow]) -> "wandb.Table":
         import wandb
 
-        kept = self._rows.setdefault(name, [])
-        kept.extend(rows)
-        if len(kept) > MAX_TABLE_ROWS:
-            log.warning("table %s: more than %d rows, the oldest are left out of it", name, MAX_TABLE_ROWS)
-            del kept[: len(kept) - MAX_TABLE_ROWS]
-        columns: list[str | int] = [*kept[-1].columns, *metric_names(kept)]
-        data = [[values.get(str(column)) for column in columns] for values in (row.to_dict() for row in kept)]
-        return wandb.Table(columns=columns, data=data)
+        new = [row.to_dict() for row in rows]
+        self._newest.extend(new)
+        names = [*rows[0].columns, *metric_names(rows)]
+        missing = [name for name in names if name not in self._columns]
+        if self._table is None or missing or self._additions == MAX_INCREMENTS:
+            self._columns += missing
+            self._table, self._additions = wandb.Table(columns=list(self._columns), log_mode="INCREMENTAL"), 0
+            new = list(self._newest)
+        for values in new:
+            self._table.add_data(*(values.get(str(column)) for column in self._columns))
+        self._additions += 1
+        return self._table
 
 
 class WandbTracker:
     """Logs to a Weights & Biases run.
 
-    W&B refuses a step below the run's last one: such values are logged at the last step.
+    W&B has one history entry open, and drops what is logged for a step before it. So values that come late go into the
+    open entry. A value named ``…/step`` becomes the x-axis of all values whose names begin like it.
 
     Args:
         run: The run that ``wandb.init`` returned.
+        alone: Whether nobody else logs to the run. Otherwise nothing here opens a new entry, and all values go into the
+            open one.
     """
 
-    def __init__(self, run: "wandb.Run") -> None:
-        self._run = run
-        self._step = 0
+    def __init__(self, run: "wandb.Run", *, alone: bool = True) -> None:
+        self._run, self._alone = run, alone
         self._tables = WandbTables()
+        self._axes: set[str] = set()
         self._finished = False
 
     def log(self, metrics: Mapping[str, float | str], *, step: int) -> None:
         """Record scalars; those of the same step become one history entry."""
-        self._run.log({name: _plain(value) for name, value in metrics.items()}, step=self._advance(step))
+        for name in metrics.keys() - self._axes:
+            if name.endswith("/step"):
+                self._axes.add(name)
+                self._run.define_metric(name)
+                self._run.define_metric(name.removesuffix("step") + "*", step_metric=name)
+        self._log({name: _plain(value) for name, value in metrics.items()}, step)
 
     def log_rows(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
-        """Log the table with all rows so far."""
-        self._run.log({name: self._tables.add(name, rows)}, step=self._advance(step))
+        """Add the rows to the table in W&B; only they are sent."""
+        if rows:
+            self._log({name: self._tables.add(name, rows)}, step)
 
     def finish(self) -> None:
         """Close the run; online, wait for the upload."""
@@ -140,9 +169,11 @@ class WandbTracker:
             self._finished = True
             self._run.finish()
 
-    def _advance(self, step: int) -> int:
-        self._step = max(self._step, int(step))
-        return self._step
+    def _log(self, values: dict[str, Any], step: int) -> None:
+        if self._alone and step > self._run.step:
+            self._run.log(values, step=step)
+        else:
+            self._run.log(values, commit=False)
 
 
 class CompositeTracker:

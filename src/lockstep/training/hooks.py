@@ -38,6 +38,15 @@ class Hook(Protocol):
         ...
 
 
+@runtime_checkable
+class SignalHook(Hook, Protocol):
+    """A hook that has something to end when a signal ended the run, after which no hook gets its last call."""
+
+    def after_signal(self) -> Any:
+        """End it, within seconds: the process may be taken away."""
+        ...
+
+
 class Hooks:
     """The hooks of a run, called on every host in the order in which they were added."""
 
@@ -86,6 +95,12 @@ class Hooks:
                 hook(info, force=True)
             elif info.next_step % every != 0:
                 hook(info)
+
+    def after_signal(self) -> None:
+        """Call the hooks that have something to end when a signal ended the run."""
+        for hook, _ in self._hooks:
+            if isinstance(hook, SignalHook):
+                hook.after_signal()
 
 
 def _takes_force(function: Callable[..., Any]) -> bool:

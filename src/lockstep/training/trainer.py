@@ -166,6 +166,7 @@ class Trainer:
                 self._log(info, metrics)
                 if metrics.stop:
                     stopped_by = metrics.stop
+                    self._hooks.after_signal()
                     break
                 self._hooks.after_step(info)
             else:
@@ -247,8 +248,7 @@ class Trainer:
         if not self.hosts.is_leader:
             return
         values = step_metrics(info, metrics, self.config.train_batch_size)
-        with contextlib.suppress(Exception):  # the queue has logged and counted it
-            self.tracker.log(values, step=info.next_step)
+        self.tracker.log(values, step=info.next_step)
         if not math.isfinite(info.loss) and not self._warned_of_loss:
             self._warned_of_loss = True
             log.warning("the loss is %s after %d steps; training goes on", info.loss, info.next_step)

@@ -54,11 +54,14 @@ def test_figures_have_the_promised_names():
         assert part in text
 
 
-def test_a_mean_is_over_the_rows_that_have_the_metric():
-    lines = [json.dumps(each).encode() for each in (row(3), {**row(5), "gsm8k": 1.0}, {**row(7), "gsm8k": 0.5})]
+def test_a_mean_is_over_the_rows_that_have_a_value():
+    lines = [
+        json.dumps(each).encode()
+        for each in (row(3), {**row(5), "gsm8k": 1.0}, {**row(7), "gsm8k": 0.5}, {**row(9), "gsm8k": None})
+    ]
     totals = Totals().add(lines)
-    assert (totals.rows, totals.tokens, totals.finish) == (3, 15, {"stop": 3})
-    assert totals.means == {"length": 5.0, "gsm8k": 0.75}
+    assert (totals.rows, totals.tokens, totals.finish) == (4, 24, {"stop": 4})
+    assert totals.means == {"length": 6.0, "gsm8k": 0.75}
 
 
 def test_sums_of_all_hosts_are_the_leaders():

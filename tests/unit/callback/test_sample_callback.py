@@ -136,7 +136,7 @@ def test_a_plain_jax_loop_on_one_device(tmp_path, capsys, caplog, monkeypatch):
     callback = lockstep.SampleCallback(config, tiny.tokenizer(), tracker=tracker, output_dir=tmp_path)
     for step in (1, 2):
         callback(tiny.Info(step, (tiny.CONFIG, weights)))
-    assert (callback.rounds, callback.report_errors) == (2, 0)
+    assert callback.flush(30) and (callback.rounds, callback.report_errors, callback.dropped_reports) == (2, 0, 0)
     # On one device the weights lie right already: no program moves them.
     traces = {name: program.traces for name, program in callback.engine.programs.items()}
     assert traces == {"new_cache": 1, "prefill": 1, "copy_pages": 1, "decode": 1}
@@ -168,7 +168,7 @@ def test_the_table_can_be_left_out(capsys):
     tracker = Recorder()
     config = InferenceEvalConfig(eval_every=1, prompts=["one"], max_new_tokens=2, skip_samples_table=True)
     callback = SampleCallback(config, tiny.tokenizer(), tracker=tracker)
-    callback(tiny.Info(1, (tiny.CONFIG, tiny.placed_weights(mesh, vocab=tiny.vocab_size()))))
+    callback(tiny.Info(1, (tiny.CONFIG, tiny.placed_weights(mesh, vocab=tiny.vocab_size()))), force=True)
     assert tracker.rows == [] and len(tracker.scalars) == 1
     assert capsys.readouterr().out == ""
 
@@ -179,7 +179,7 @@ def run_one_round(tmp_path, **values):
     tracker = Recorder()
     config = InferenceEvalConfig(eval_every=1, prompts=["one"], temperature=1.0, on_error="raise", **values)
     callback = SampleCallback(config, tiny.tokenizer(), tracker=tracker, output_dir=tmp_path)
-    callback(tiny.Info(1, (tiny.CONFIG, tiny.placed_weights(mesh, vocab=tiny.vocab_size()))))
+    callback(tiny.Info(1, (tiny.CONFIG, tiny.placed_weights(mesh, vocab=tiny.vocab_size()))), force=True)
     assert callback.report_errors == 0
     (scalars,) = tracker.scalars
     return [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()], scalars[1]

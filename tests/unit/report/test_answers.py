@@ -2,7 +2,7 @@ from fractions import Fraction
 
 import pytest
 
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError
 from lockstep.report import SampleRow, load_metrics, measure
 from lockstep.report.answers import last_number
 from lockstep.text import Prompt
@@ -39,7 +39,11 @@ def row(text, **values):
 
 
 def values_of(metrics, text, answer=None, **values):
-    return measure(load_metrics(metrics), row(text, **values), Prompt(id=0, text="p", answer=answer)).metrics
+    (measured,), failures = measure(
+        load_metrics(metrics), [row(text, **values)], [Prompt(id=0, text="p", answer=answer)]
+    )
+    assert not failures
+    return measured.metrics
 
 
 def test_built_in_metrics():
@@ -62,7 +66,13 @@ def test_wrong_metrics_are_refused_by_name():
         load_metrics(["regex=("])
     with pytest.raises(ConfigError, match=r"metric 'bleu' is not known.*gsm8k.*regex=PATTERN"):
         load_metrics(["bleu"])
-    with pytest.raises(LockstepError, match=r"prompt 0 has no answer.*remove gsm8k"):
-        values_of(["gsm8k"], "7")
-    with pytest.raises(LockstepError, match=r"'seven', has no number"):
-        values_of(["gsm8k"], "7", answer="seven")
+
+
+def test_without_an_answer_there_is_no_value():
+    assert values_of(["gsm8k", "exact_match", "length"], "7") == {"gsm8k": None, "exact_match": None, "length": 7.0}
+
+
+def test_an_answer_without_a_number_fails():
+    prompt = Prompt(id=4, text="p", answer="seven")
+    (measured,), (failure,) = measure(load_metrics(["gsm8k"]), [row("7")], [prompt])
+    assert measured.metrics == {"gsm8k": None} and "the answer of prompt 4, 'seven', has no number" in failure

@@ -2,8 +2,6 @@ import contextlib
 import threading
 import time
 
-import pytest
-
 from lockstep.report.background import BackgroundTracker
 from lockstep.report.trackers import NoopTracker
 
@@ -75,28 +73,20 @@ def test_calls_are_guarded():
     assert entered == ["lockstep-tracker"] * 2
 
 
-def test_a_tracker_that_keeps_up_is_waited_for_and_its_errors_are_raised():
-    recorder = Recorder(fail=True)
-    tracker = BackgroundTracker(recorder, wait_s=30)
-    for step in range(2):
-        with pytest.raises(ConnectionError, match="down"):
-            tracker.log({}, step=step)
-        assert recorder.steps == list(range(step + 1))
-    assert tracker.errors == 2
-
-
-def test_a_slow_tracker_is_waited_for_once_and_again_when_it_has_caught_up(caplog):
+def test_a_tracker_that_was_slow_loses_nothing():
     release = threading.Event()
     recorder = Recorder(wait=release)
-    tracker = BackgroundTracker(recorder, wait_s=0.3)
-    begin = time.monotonic()
+    tracker = BackgroundTracker(recorder)
     for step in range(100):
         tracker.log({}, step=step)
-    assert 0.3 <= time.monotonic() - begin < 0.6
     assert not tracker.flush(0.05) and recorder.steps == []
-    assert caplog.text.count("the tracker is slow, more than 0.3 s for a call") == 1
     release.set()
     assert tracker.flush(30) and recorder.steps == list(range(100))
-    tracker.log({}, step=100)
-    assert recorder.steps[-1] == 100 and (tracker.dropped, tracker.errors) == (0, 0)
-    assert not recorder.finished
+    assert (tracker.dropped, tracker.errors) == (0, 0) and not recorder.finished
+
+
+def test_a_call_after_finishing_is_counted():
+    tracker = BackgroundTracker(Recorder())
+    tracker.finish()
+    tracker.log({}, step=1)
+    assert tracker.dropped == 1

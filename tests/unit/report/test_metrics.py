@@ -3,7 +3,7 @@ import types
 
 import pytest
 
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError
 from lockstep.report import Row, exact_match, load_metric, load_metrics, measure, metric_means
 from lockstep.text import Prompt
 
@@ -27,10 +27,11 @@ def row(text):
 def own(monkeypatch):
     module = types.ModuleType("own_metrics")
     module.length = lambda row, prompt: len(row.generated_text)
-    module.broken = lambda row, prompt: 1 / 0
+    module.leaves = lambda row, prompt: sys.exit(3)
     module.prompt = module.length
     module.number = 3
     monkeypatch.setitem(sys.modules, "own_metrics", module)
+    return module
 
 
 @pytest.mark.parametrize(
@@ -43,12 +44,16 @@ def test_exact_match_compares_the_first_line(text, value):
 def test_metrics_are_found_by_name(own):
     assert load_metric("exact_match") is exact_match
     metrics = load_metrics(["exact_match", "own_metrics:length"])
-    assert measure(metrics, row(" four"), PROMPT).metrics == {"exact_match": 1.0, "length": 5.0}
+    (measured,), failures = measure(metrics, [row(" four")], [PROMPT])
+    assert measured.metrics == {"exact_match": 1.0, "length": 5.0} and failures == []
 
 
-def test_means_are_over_the_rows_that_have_the_metric():
-    rows = [measure({"exact_match": exact_match}, row(text), PROMPT) for text in ("four", "five")]
-    assert metric_means([*rows, row("four")]) == {"exact_match": 0.5}
+def test_means_are_over_the_rows_that_have_a_value():
+    prompts = [PROMPT, PROMPT, Prompt(id=8, text="Hello")]
+    rows, failures = measure({"exact_match": exact_match}, [row("four"), row("five"), row("four")], prompts)
+    assert [each.metrics for each in rows] == [{"exact_match": 1.0}, {"exact_match": 0.0}, {"exact_match": None}]
+    assert metric_means([*rows, row("four")]) == {"exact_match": 0.5} and failures == []
+    assert metric_means(rows[2:]) == {}
 
 
 @pytest.mark.parametrize(
@@ -68,8 +73,26 @@ def test_wrong_names_are_refused(own, names, message):
         load_metrics(names)
 
 
-def test_a_failing_metric_is_named(own):
-    with pytest.raises(LockstepError, match=r"metric 'broken' failed on prompt 7, generation 2: ZeroDivisionError"):
-        measure(load_metrics(["own_metrics:broken"]), row("four"), PROMPT)
-    with pytest.raises(LockstepError, match=r"metric 'exact_match' failed.*prompt 0 has no answer to compare with"):
-        measure(load_metrics(["exact_match"]), row("four"), Prompt(id=0, text="Hello"))
+def test_a_metric_that_fails_loses_its_cells_and_is_named_once(own):
+    own.odd = lambda row, prompt: 1 / len(row.generated_text)
+    texts = ["", "four", ""]
+    metrics = load_metrics(["own_metrics:odd", "own_metrics:length", "own_metrics:leaves"])
+    rows, failures = measure(metrics, [row(text) for text in texts], [PROMPT] * 3)
+    assert [each.metrics for each in rows] == [
+        {"odd": None, "length": 0.0, "leaves": None},
+        {"odd": 0.25, "length": 4.0, "leaves": None},
+        {"odd": None, "length": 0.0, "leaves": None},
+    ]
+    assert failures == [
+        "metric 'odd' failed on 2 of 3 rows, which have no value; first on prompt 7, generation 2: "
+        "ZeroDivisionError: division by zero",
+        "metric 'leaves' failed on 3 of 3 rows, which have no value; first on prompt 7, generation 2: SystemExit: 3",
+    ]
+
+
+def test_each_call_of_a_metric_is_guarded(own):
+    def guard():
+        raise PermissionError("not here")
+
+    rows, failures = measure(load_metrics(["length"]), [row("four")], [PROMPT], guard)
+    assert rows[0].metrics == {"length": None} and "PermissionError: not here" in failures[0]

@@ -1,5 +1,8 @@
 """Rows are made of completions in one place, and survive their file."""
 
+import dataclasses
+import json
+
 import pytest
 
 from lockstep.report import Row, SampleRow
@@ -36,7 +39,13 @@ def test_a_completion_without_tokens_has_a_mean_of_zero():
 
 
 def test_a_sample_row_survives_its_file():
-    before = row("text\n", metrics={"gsm8k": 1.0})
+    before = row("text\n", metrics={"gsm8k": 1.0, "exact_match": None})
     values = before.to_dict()
-    assert list(values) == [*SampleRow.columns, "finish_reason", "gsm8k"]
-    assert SampleRow.from_dict(values).to_dict() == values
+    assert list(values) == [*SampleRow.columns, "finish_reason", "gsm8k", "exact_match"]
+    assert SampleRow.from_dict(json.loads(json.dumps(values))).to_dict() == values
+
+
+def test_a_row_of_training_survives_its_file():
+    before = Row.from_completion(completion(-1.0), PROMPT, "so", step=7)
+    before = dataclasses.replace(before, metrics={"gsm8k": None, "length": 2.0})
+    assert Row.from_dict(json.loads(json.dumps(before.to_dict()))) == before

@@ -57,10 +57,11 @@ def test_what_is_left_out_is_counted():
 
 
 def test_samples_of_a_prompt_are_told_apart_and_missing_metrics_marked():
-    lines = printed([row(0, "a", good=0.125), row(0, "b", generation_id=1)], 120)
+    rows = [row(0, "a", good=0.125), row(0, "b", generation_id=1), row(0, "c", generation_id=2, good=None)]
+    lines = printed(rows, 120)
     assert any("sample" in line for line in lines)
+    assert sum("–" in line for line in lines) == 2 and lines[-1].rstrip() == "3 rows · mean good 0.125 of 1"
     assert any("0.125" in line for line in lines)
-    assert any("–" in line for line in lines)
 
 
 def test_a_plain_log_gets_80_columns_and_no_colour(monkeypatch, capsys):

@@ -80,3 +80,16 @@ def test_a_function_without_a_signature_is_called_too():
 def test_a_hook_that_cannot_be_called_is_refused(hook, every, text):
     with pytest.raises(ConfigError, match=text):
         Hooks().add(hook, every)
+
+
+def test_after_a_signal_only_hooks_that_ask_for_it_are_called():
+    class Ending(Recorder):
+        def after_signal(self):
+            self.calls.append("signal")
+
+    recorder, ending, calls = Recorder(), Ending(), []
+    hooks = hooks_with(recorder, 1)
+    hooks.add(ending, 5)
+    hooks.add(calls.append, 1)
+    hooks.after_signal()
+    assert (recorder.calls, ending.calls, calls) == ([], ["signal"], [])

@@ -1,0 +1,189 @@
+"""The leader's report of a round, behind a queue that training never waits for."""
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.callback.config import InferenceEvalConfig
+from lockstep.callback.round import RoundResult
+from lockstep.hosts import leader_only, try_leader_only
+from lockstep.report import (
+    BackgroundQueue,
+    NoopTracker,
+    Row,
+    Tracker,
+    append_jsonl,
+    load_metrics,
+    measure,
+    metric_means,
+    print_table,
+)
+from lockstep.text import Prompt, cut_at_stop, decode
+from lockstep.types import Completion, FinishReason
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+MAX_WAITING = 8
+"""Reports that may wait behind the one being made; each keeps the tokens of its round in the host's memory."""
+
+
+class Reporter:
+    """Makes the reports of rounds, one after the other, on a thread of its own; the leader alone has one that works.
+
+    A report is one job: rows, metrics, file, terminal table, tracker. Nothing in it can launch a device program. What
+    fails is logged and counted; what is slow, or never returns, delays later reports and nothing else.
+
+    Args:
+        name: The prefix of the table and of the metrics.
+        config: The configuration of the rounds.
+        tokenizer: The tokenizer that turns tokens into text.
+        tracker: The tracker; None for none.
+        samples_path: The file that rows are appended to; None for none.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        config: InferenceEvalConfig,
+        tokenizer: "PreTrainedTokenizerBase",
+        tracker: Tracker | None,
+        samples_path: Path | None,
+    ) -> None:
+        self.errors = 0
+        """Parts of reports that failed; a metric counts once per round."""
+        self.dropped = 0
+        """Reports that were not made because the queue was full."""
+        self._name, self._config, self._tokenizer, self._samples_path = name, config, tokenizer, samples_path
+        self._tracker: Tracker = NoopTracker() if tracker is None else tracker
+        self._metrics = load_metrics(config.metrics)
+        self._queue = BackgroundQueue("lockstep-report", size=MAX_WAITING)
+
+    def report(self, step: int, prompts: list[Prompt], result: RoundResult, counts: Mapping[str, float]) -> None:
+        """Queue the report of a round; returns at once.
+
+        Args:
+            step: The number of training steps completed.
+            prompts: The prompts of the round.
+            result: What the round produced.
+            counts: Further numbers for the tracker, by their names without the prefix.
+        """
+        size = len(result.completions)
+        what = f"step {step} ({size} row{'s' * (size != 1)})"
+        self._put(what, lambda: self._report(step, prompts, result, counts))
+
+    def log(self, step: int, counts: Mapping[str, float]) -> None:
+        """Queue numbers for the tracker; returns at once.
+
+        Args:
+            step: The number of training steps completed.
+            counts: The numbers by their names without the prefix.
+        """
+        self._put(f"step {step} (skipped)", lambda: self._try("the tracker", step, lambda: self._log(step, counts)))
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all reports are made; say which are not.
+
+        Args:
+            timeout_s: The seconds to wait at most.
+
+        Returns:
+            Whether all are made.
+        """
+        left = self._queue.flush(timeout_s)
+        if left:
+            log.error(
+                "%s: after %g s the report of %s is not done%s. A metric, the disk or the tracker is slow or hangs. "
+                "What is not done when the process ends is lost",
+                self._name,
+                timeout_s,
+                left[0],
+                f", and behind it wait {', '.join(left[1:])}" if left[1:] else "",
+            )
+        return not left
+
+    def _put(self, what: str, work: Callable[[], object]) -> None:
+        if not self._queue.put(what, work):
+            self.dropped += 1
+            log.error(
+                "%s: the report of %s is dropped, because %d earlier ones still wait: a metric, the disk or the "
+                "tracker is slow or hangs; training goes on",
+                self._name,
+                what,
+                MAX_WAITING,
+            )
+
+    def _report(self, step: int, prompts: list[Prompt], result: RoundResult, counts: Mapping[str, float]) -> None:
+        start = time.perf_counter()
+        rows: list[Row] = []
+        shown = not self._config.skip_samples_table
+
+        def make_rows() -> None:
+            by_id = {prompt.id: prompt for prompt in prompts}
+            asked = [by_id[completion.prompt_id] for completion in result.completions]
+            made = [self._row(step, *each) for each in zip(asked, result.completions, strict=True)]
+            measured, failures = measure(self._metrics, made, asked, guard=leader_only)
+            rows.extend(measured)
+            for failure in failures:
+                self.errors += 1
+                log.error("%s: after step %d %s; training goes on", self._name, step, failure)
+
+        def write_file() -> None:
+            if self._samples_path is not None:
+                append_jsonl(self._samples_path, [row.to_dict() for row in rows])
+
+        def show() -> None:
+            if shown:
+                print_table(rows, title=f"{self._name}: what the model says after {step} steps")
+                sys.stdout.flush()
+
+        def track() -> None:
+            if shown:
+                self._tracker.log_rows(f"{self._name}/samples", rows, step=step)
+            self._log(step, {**counts, **scalars(rows, result), "time/report_s": time.perf_counter() - start})
+
+        if self._try("making rows", step, make_rows):
+            self._try("writing samples.jsonl", step, write_file)
+            self._try("the terminal table", step, show)
+            self._try("the tracker", step, track)
+
+    def _try(self, what: str, step: int, work: Callable[[], None]) -> bool:
+        """Do a part of a report, in which a launch raises; whether it succeeded."""
+        done = try_leader_only(f"{self._name}: {what} after step {step}", work, "training goes on")
+        self.errors += not done
+        return done
+
+    def _log(self, step: int, values: Mapping[str, float]) -> None:
+        own = {"step": step, "report_errors": self.errors, "dropped_reports": self.dropped}
+        self._tracker.log({f"{self._name}/{key}": value for key, value in {**own, **values}.items()}, step=step)
+
+    def _row(self, step: int, prompt: Prompt, completion: Completion) -> Row:
+        text = cut_at_stop(decode(self._tokenizer, completion.tokens), self._config.stop)
+        return Row.from_completion(completion, prompt, text, step=step)
+
+
+def scalars(rows: list[Row], result: RoundResult) -> dict[str, float]:
+    """Return the numbers of a round under the names that a tracker gets, without the prefix.
+
+    Args:
+        rows: The rows of the round, with their metrics.
+        result: What the round produced.
+    """
+    tokens = sum(row.num_tokens for row in rows)
+    return {
+        "num_prompts": len({row.prompt_id for row in rows}),
+        "num_completions": len(rows),
+        "unfinished_completions": sum(row.finish_reason == FinishReason.BUDGET for row in rows),
+        "generated_tokens": tokens,
+        "tokens_per_second": tokens / result.seconds["generate"],
+        **{f"time/{phase}_s": seconds for phase, seconds in result.seconds.items()},
+        **{f"hbm/{moment}_bytes": used for moment, used in result.memory.items()},
+        **({} if result.logprob_gap is None else {"logprob_gap": result.logprob_gap}),
+        **metric_means(rows),
+    }

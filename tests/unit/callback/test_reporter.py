@@ -1,0 +1,149 @@
+"""What the leader makes of a round, behind a queue: in order, whatever fails, however slow a part is."""
+
+import json
+import sys
+import threading
+import time
+import types
+
+import pytest
+
+from lockstep.callback import InferenceEvalConfig
+from lockstep.callback.reporter import MAX_WAITING, Reporter
+from lockstep.callback.round import RoundResult
+from lockstep.report.trackers import NoopTracker
+from lockstep.text import Prompt
+from lockstep.types import Completion, FinishReason
+from tests import tiny
+
+PROMPTS = [Prompt(id=0, text="one", answer="two"), Prompt(id=1, text="two")]
+
+
+class Recorder(NoopTracker):
+    def __init__(self):
+        self.calls = []
+
+    def log_rows(self, name, rows, *, step):
+        self.calls.append((step, name, [row.to_dict() for row in rows]))
+
+    def log(self, metrics, *, step):
+        self.calls.append((step, dict(metrics)))
+
+
+@pytest.fixture
+def own(monkeypatch):
+    """A module of metrics, whose ``slow`` returns when the event is set."""
+    module = types.ModuleType("own_metrics")
+    module.release = threading.Event()
+    module.slow = lambda row, prompt: float(module.release.wait(60))
+    module.odd = lambda row, prompt: 1 / prompt.id
+    monkeypatch.setitem(sys.modules, "own_metrics", module)
+    yield module
+    module.release.set()
+
+
+def result(token=7):
+    completions = [
+        Completion(
+            prompt_id=number, generation_id=0, tokens=(token,), logprobs=(-1.0,), finish_reason=FinishReason.LENGTH
+        )
+        for number in (0, 1)
+    ]
+    return RoundResult(prompts=PROMPTS, completions=completions, seconds={"generate": 2.0}, memory={"after": 5})
+
+
+def reporter(tmp_path=None, tracker=None, **values):
+    return Reporter(
+        name="inference_eval",
+        config=InferenceEvalConfig(prompts=["one"], **values),
+        tokenizer=tiny.tokenizer(),
+        tracker=tracker,
+        samples_path=tmp_path and tmp_path / "samples.jsonl",
+    )
+
+
+def test_reports_come_in_order_and_complete(tmp_path, capsys):
+    tracker = Recorder()
+    made = reporter(tmp_path, tracker, metrics=["exact_match"])
+    for step in (1, 2, 3):
+        made.report(step, PROMPTS, result(), {"skipped_rounds": 0})
+    made.log(4, {"skipped_rounds": 1})
+    assert made.flush(30)
+    written = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["prompt_id"], row["exact_match"]) for row in written] == [
+        (step, number, value) for step in (1, 2, 3) for number, value in ((0, 0.0), (1, None))
+    ]
+    assert [call[0] for call in tracker.calls] == [1, 1, 2, 2, 3, 3, 4]
+    assert tracker.calls[0][1:] == ("inference_eval/samples", written[:2])
+    scalars = tracker.calls[1][1]
+    assert scalars.pop("inference_eval/time/report_s") > 0
+    assert {name.removeprefix("inference_eval/"): value for name, value in scalars.items()} == {
+        "step": 1,
+        "num_prompts": 2,
+        "num_completions": 2,
+        "unfinished_completions": 0,
+        "generated_tokens": 2,
+        "tokens_per_second": 1.0,
+        "exact_match": 0.0,
+        "skipped_rounds": 0,
+        "report_errors": 0,
+        "dropped_reports": 0,
+        "time/generate_s": 2.0,
+        "hbm/after_bytes": 5,
+    }
+    assert tracker.calls[-1][1]["inference_eval/skipped_rounds"] == 1
+    shown = capsys.readouterr().out
+    assert [f"what the model says after {step}" in shown for step in (1, 2, 3)] == [True] * 3
+
+
+def test_a_metric_that_fails_on_one_row_loses_that_cell(tmp_path, own, caplog):
+    tracker = Recorder()
+    made = reporter(tmp_path, tracker, metrics=["own_metrics:odd", "length"])
+    made.report(1, PROMPTS, result(), {})
+    assert made.flush(30)
+    written = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [(row["odd"], row["length"]) for row in written] == [(None, 1.0), (1.0, 1.0)]
+    assert made.errors == tracker.calls[1][1]["inference_eval/report_errors"] == 1
+    (record,) = caplog.records
+    assert "after step 1 metric 'odd' failed on 1 of 2 rows" in record.message
+    assert "first on prompt 0, generation 0: ZeroDivisionError" in record.message
+
+
+def test_what_fails_does_not_keep_the_rest_from_being_reported(tmp_path, capsys, caplog):
+    class Down(Recorder):
+        def log_rows(self, name, rows, *, step):
+            raise ConnectionError("down")
+
+    (tmp_path / "samples.jsonl").mkdir()
+    made = reporter(tmp_path, Down())
+    made.report(1, PROMPTS, result(), {})
+    assert made.flush(30) and made.errors == 2
+    assert "what the model says after 1" in capsys.readouterr().out
+    assert "writing samples.jsonl after step 1 failed" in caplog.text and "the tracker after step 1" in caplog.text
+
+
+def test_a_metric_that_does_not_return_holds_up_neither_rounds_nor_the_end(tmp_path, own, caplog):
+    made = reporter(tmp_path, metrics=["own_metrics:slow"])
+    begin = time.monotonic()
+    for step in range(MAX_WAITING + 3):
+        made.report(step, PROMPTS, result(), {})
+        if step == 0:
+            while "step 0" not in made._queue._doing:
+                time.sleep(0.01)
+    assert time.monotonic() - begin < 5 and made.dropped == 2
+    for step in (MAX_WAITING + 1, MAX_WAITING + 2):
+        assert f"the report of step {step} (2 rows) is dropped, because {MAX_WAITING} earlier ones" in caplog.text
+    assert not made.flush(0.1)
+    waiting = ", ".join(f"step {step} (2 rows)" for step in range(1, MAX_WAITING + 1))
+    assert f"after 0.1 s the report of step 0 (2 rows) is not done, and behind it wait {waiting}." in caplog.text
+    own.release.set()
+    assert made.flush(30) and made.errors == 0
+    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 2 * (MAX_WAITING + 1)
+
+
+def test_no_table_where_none_is_wanted(tmp_path, capsys):
+    tracker = Recorder()
+    made = reporter(tmp_path, tracker, skip_samples_table=True)
+    made.report(1, PROMPTS, result(), {})
+    assert made.flush(30) and len(tracker.calls) == 1
+    assert capsys.readouterr().out == "" and (tmp_path / "samples.jsonl").exists()
