@@ -12,6 +12,6 @@ class EvaluationFields:
     """A list of texts, ``{prompt, answer}`` or ``{messages, answer}``, or a .txt or .jsonl file (local or URL)."""
     metrics: list[str] = dataclasses.field(default_factory=list)
     """Numbers per completion, and their means: ``exact_match``, ``gsm8k``, ``regex=PATTERN``, ``length``,
-    ``repetition``, ``perplexity``, or ``module:function`` of (row, prompt) -> float."""
+    ``repetition``, ``perplexity``, or ``module:function`` of (row, prompt) -> float or None (no value)."""
     skip_samples_table: bool = False
     """No table of rows in the tracker and none at the terminal; the scalars are logged."""
