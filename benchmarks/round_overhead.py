@@ -107,7 +107,8 @@ def worker() -> None:
             inside, begin = 0.0, time.perf_counter()
             with contextlib.redirect_stdout(sys.stderr):
                 callback(SimpleNamespace(step=step + 1, model=model))
-            total = time.perf_counter() - begin
+                total = time.perf_counter() - begin
+                callback.flush()
             laps.append((total, inside, counted.calls))
             for _ in range(5):
                 begin = time.perf_counter()

@@ -152,6 +152,7 @@ def train(steps: int, eval_every: int, output_dir: str) -> None:
         params, state, loss = train_step(params, state, tokens)
         callback(SimpleNamespace(step=step, model=read(params)))
         float(loss)  # waits for the step
+    callback.finish()
 
 
 def main() -> None:

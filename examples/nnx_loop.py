@@ -163,6 +163,7 @@ def train(steps: int, eval_every: int, output_dir: str) -> None:
         params, state, loss = train_step(params, state, tokens)
         callback(SimpleNamespace(step=step, model=nnx.merge(graph, params)))
         float(loss)  # waits for the step
+    callback.finish()
 
 
 def main() -> None:

@@ -67,6 +67,7 @@ def train(steps: int, eval_every: int, output_dir: str) -> None:
         shown = float(loss)  # waits for the step: on CPUs, collectives of many steps in flight starve each other
         if hosts.is_leader and step % 20 == 0:
             print(f"step {step}/{steps}  loss {shown:.4f}", flush=True)
+    callback.finish()
 
 
 def init(optimizer: optax.GradientTransformation, vocab_size: int, mesh: Mesh) -> tuple[LlamaLMHeadModel, Any]:

@@ -317,6 +317,8 @@ def body_sigterm(hosts, directory):
         config = InferenceEvalConfig(**GOOD | {"eval_every": 2, "max_new_tokens": 24, "audit": phase == "auditing"})
         callback = SampleCallback(config, tokenizer, hosts=hosts, tracker=tracker)
         trainer.add_hook(callback)
+        if phase == "reporting":
+            trainer.add_hook(lambda info, callback=callback: callback.flush())  # the signal comes before the next step
         # Between launches the leader does not wait for the others: only its own signal is seen at once for sure.
         here = hosts.is_leader if kill_at in ("prefill", "decode") else odd
         before = hosts.ledger.count

@@ -33,6 +33,7 @@ def body(hosts, cycles):
 
     def look(info):
         hosts.barrier("look")
+        callback.flush()
         gc.collect()
         looks.append(
             {

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 from pathlib import Path
 
 import jax
@@ -24,7 +23,7 @@ from lockstep.report import read_jsonl
 from lockstep.text.tokenizer import decode
 from lockstep.types import Request, SamplingParams
 from tests import levanter_models as models
-from tests import tiny
+from tests import tiny, wandb_run
 from tests.multiprocess import levanter_runs as runs
 from tests.multiprocess.harness import run_processes
 from tests.multiprocess.launches import record_launches
@@ -82,7 +81,7 @@ def body_same_losses(hosts, directory, mesh):
                 made.append(lockstep.levanter.sample_callback(SAMPLING, tiny.tokenizer(), trainer, model=state.model))
                 trainer.add_hook(made[0], every=EVERY)
                 made.append(lockstep.levanter.sample_callback(SAMPLING, tiny.tokenizer(), trainer, name="naive"))
-                made[1].sampler._tracker = NaiveTracker()
+                made[1].sampler._reporter._tracker = NaiveTracker()
                 trainer.add_hook(made[1], every=STEPS)
 
         tracker = {} if name == "sampled" else {"tracker": NoopConfig()}
@@ -118,11 +117,14 @@ def test_a_run_with_samples_has_the_same_losses_and_launches(mesh, tmp_path):
     with pytest.raises(AssertionError):
         assert_same_launches(leader["trap"]["launches"], other["trap"]["launches"])
     assert leader["naive"] == [1, 1] and other["naive"] == [1, 0]  # refused by the scope: no launch, one report error
-    tables = sorted((tmp_path / "sampled").rglob("*.table.json"), key=lambda path: len(path.read_text()))
-    assert len(tables) == STEPS // EVERY
-    table = json.loads(tables[-1].read_text())
-    assert len(table["data"]) == 6 * STEPS // EVERY
-    assert sorted({row[table["columns"].index("step")] for row in table["data"]}) == [5, 10, 15, 20]
+    (run,) = (tmp_path / "sampled").rglob("offline-run-*")
+    increments = wandb_run.tables(run, "inference_eval/samples")
+    steps = [sorted({cells[table["columns"].index("step")] for cells in table["data"]}) for table in increments]
+    assert steps == [[5], [10], [15], [20]] and all(len(table["data"]) == 6 for table in increments)
+    history = wandb_run.history(run)
+    reports = [values for _, values in history if "inference_eval/step" in values]
+    assert [values["inference_eval/step"] for values in reports] == [5, 10, 15, 20]
+    assert sum("train/loss" in values for _, values in history) == STEPS, "nothing of Levanter's own is lost"
 
 
 def assert_same_launches(one, two):
@@ -208,9 +210,10 @@ def body_alone(hosts, directory):
             trainer.add_hook(hook, every=2)
             trainer.add_hook(events)
             if at_end:
-                trainer.add_hook(functools.partial(compare, trainer=trainer), every=4)
+                trainer.add_hook(functools.partial(compare, trainer=trainer, sampler=hook.sampler), every=4)
 
-        def compare(info, trainer, directory_of=directory_of):
+        def compare(info, trainer, sampler, directory_of=directory_of):
+            assert sampler.flush()
             rows = [row for row in read_jsonl(directory_of / "samples.jsonl") if row["step"] == info.next_step]
             requests = [
                 Request(

@@ -8,11 +8,14 @@ import jmp
 import pytest
 from levanter.models.gpt2 import Gpt2Config
 from levanter.tracker import CompositeTracker, NoopTracker
+from levanter.tracker.background import BackgroundTracker
+from levanter.tracker.wandb import WandbTracker
 
 from lockstep.callback import InferenceEvalConfig
 from lockstep.errors import ConfigError, PeerError
 from lockstep.levanter import LevanterTracker, sample_callback
 from tests import tiny
+from tests.unit.report.test_trackers import FakeRun, row
 
 
 class Recorder(NoopTracker):
@@ -62,3 +65,17 @@ def test_it_logs_at_levanters_step_to_every_tracker():
     assert one.logged == two.logged == [(4, {"a": 1.0})]
     LevanterTracker(one).log_rows("samples", [], step=5)
     assert len(one.logged) == 1  # a table is for W&B alone
+
+
+@pytest.mark.parametrize("in_the_background", [False, True])
+def test_a_round_that_levanters_wandb_tracker_would_refuse_goes_into_the_open_entry(in_the_background):
+    run = FakeRun()
+    theirs = WandbTracker(run)
+    theirs.log({"train/loss": 2.0}, step=9)
+    theirs.log({"late": 1.0}, step=4)
+    assert len(run.logged) == 1, "Levanter's tracker drops it"
+    ours = LevanterTracker(BackgroundTracker(theirs) if in_the_background else theirs)
+    ours.log_rows("samples", [row(5, "text")], step=5)
+    ours.log({"eval/step": 5, "eval/a": 1.0}, step=5)
+    assert [(step, list(values)) for step, values in run.logged[1:]] == [(9, ["samples"]), (9, ["eval/step", "eval/a"])]
+    assert run.axes == [("eval/step", None), ("eval/*", "eval/step")]
