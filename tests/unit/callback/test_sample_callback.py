@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 import json
+import threading
+import time
 from typing import Any
 
 import jax
@@ -15,6 +17,7 @@ from lockstep.models import UnreadableModelError, register_reader
 from lockstep.placement import make_mesh
 from lockstep.report.trackers import NoopTracker
 from tests import tiny
+from tests.multiprocess.harness import run_threads
 
 
 @dataclasses.dataclass
@@ -225,3 +228,28 @@ def test_a_model_that_cannot_be_read_is_named_at_check():
     with pytest.raises(lockstep.LockstepError, match=r"dict cannot be read; supported are .*LlamaLMHeadModel"):
         callback.check({"weights": 1})
     assert issubclass(UnreadableModelError, lockstep.LockstepError)
+
+
+def test_at_the_end_the_others_wait_for_the_last_report_longer_than_for_anything_else():
+    def body(hosts):
+        config = InferenceEvalConfig(prompts=["one"], timeout_s=0.3, flush_s=20)
+        callback = SampleCallback(config, tiny.tokenizer(), hosts=hosts)
+        if hosts.is_leader:
+            callback._reporter._queue.put("a slow report", lambda: time.sleep(1))
+        begin = time.monotonic()
+        callback.finish()
+        return time.monotonic() - begin
+
+    assert all(0.9 < seconds < 15 for seconds in run_threads(body, 2))
+
+
+def test_after_a_signal_the_last_report_has_two_seconds(caplog):
+    release = threading.Event()
+    callback = SampleCallback(InferenceEvalConfig(prompts=["one"]), tiny.tokenizer())
+    callback._reporter._queue.put("step 3 (1 row)", lambda: release.wait(30))
+    begin = time.monotonic()
+    callback.after_signal()
+    assert 1.9 < time.monotonic() - begin < 10
+    assert "after 2 s the report of step 3 (1 row) is not done" in caplog.text
+    release.set()
+    assert callback.flush()
