@@ -41,7 +41,7 @@ from lockstep.batch_inference.summary import (
 )
 from lockstep.hosts import Hosts, config_digest, digest, leader_only, try_leader_only
 from lockstep.placement import make_mesh
-from lockstep.report import BackgroundTracker, NoopTracker, Tracker, build_tracker, print_table
+from lockstep.report import FINISH_S, BackgroundTracker, NoopTracker, Tracker, build_tracker, print_table
 from lockstep.text import PromptFields, StopFinder, iter_prompts, load_tokenizer, stop_ids
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class _Run:
         with hosts.run_on_all("tracker"):
             if hosts.is_leader:
                 built = build_tracker(config.trainer.tracker, self.run_dir, self.run_dir.name, draccus.encode(config))
-                tracker = BackgroundTracker(built, leader_only)
+                tracker = BackgroundTracker(built, leader_only, finish_s=min(FINISH_S, hosts.timeout_s / 2))
         try:
             present = int(found.sum())
             if hosts.is_leader and present:
