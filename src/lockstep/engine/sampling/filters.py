@@ -90,22 +90,18 @@ def sortable_bits(scores: Float[Array, "slot token"]) -> UInt[Array, "slot token
     return jnp.where(negative, ~bits, bits | jnp.uint32(1 << 31))
 
 
-def weigh(
-    scores: Float[Array, "slot token"], largest: Float[Array, " slot"], kept: Bool[Array, "slot token"]
-) -> tuple[Float[Array, "slot token"], list[Int[Array, "slot token"]]]:
-    """Returns each token's weight relative to the most probable token, and the limbs of that weight; 0 if not kept.
-
-    Args:
-        scores: The scores.
-        largest: The largest score of the whole vocabulary.
-        kept: Whether the token counts.
-    """
-    weight = jnp.where(kept, jnp.exp(scores - largest[:, None]), 0.0)
+def limbs_of(weight: Float[Array, "slot token"]) -> list[Int[Array, "slot token"]]:
+    """Splits weights, which are at most 1, into limbs whose sums are exact."""
     high = jnp.floor(weight * _LIMB)
     rest = weight * _LIMB - high
     middle = jnp.floor(rest * _LIMB)
     low = jnp.round((rest * _LIMB - middle) * _LIMB)
-    return weight, [part.astype(jnp.int32) for part in (high, middle, low)]
+    return [limb.astype(jnp.int32) for limb in (high, middle, low)]
+
+
+def sum_limbs(weight: Float[Array, "slot token"]) -> Int[Array, "3 slot"]:
+    """Returns the sums of the limbs of each slot."""
+    return jnp.stack([jnp.sum(limb, axis=1) for limb in limbs_of(weight)])
 
 
 def mass_of(limbs: Int[Array, "3 ..."]) -> Float[Array, "..."]:
@@ -157,11 +153,12 @@ def top_p(candidates: Candidates, threshold: TokenThreshold, p: Float[Array, " s
     Nucleus sampling (Holtzman et al. 2019, https://arxiv.org/abs/1904.09751, eq. 2 and 3).
     """
     kept = threshold.mask(candidates)
-    weight, limbs = weigh(candidates.scores, jnp.max(candidates.scores, axis=1), kept)
-    bits, weight, *limbs = jax.lax.optimization_barrier((candidates.bits, weight, *limbs))
+    largest = jnp.max(candidates.scores, axis=1)[:, None]
+    weight = jnp.where(kept, jnp.exp(candidates.scores - largest), 0.0)
+    bits, weight = jax.lax.optimization_barrier((candidates.bits, weight))
 
     def mass(chosen: Array) -> Array:
-        return mass_of(jnp.stack([jnp.sum(jnp.where(chosen, limb, 0), axis=1) for limb in limbs]))
+        return mass_of(sum_limbs(jnp.where(chosen, weight, 0.0)))
 
     target = needed_mass(p, mass(kept))
     # Sums in float32 nearly always lead to the right token, which two exact sums prove.

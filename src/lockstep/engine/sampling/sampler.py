@@ -37,7 +37,8 @@ class SamplingState(NamedTuple):
 class ActiveFeatures(NamedTuple):
     """Whether any slot of any replica needs a feature: the same on every device, because of the collectives inside.
 
-    Each feature is a `jax.lax.cond` in a scope of its name, by which `plan` finds it in a compiled program.
+    Each feature is a `jax.lax.cond` in a scope of its name, by which `plan` finds it in a compiled program; those of
+    the filters are inside others (`scopes_needed`).
     """
 
     temperature: Bool[Array, ""]

@@ -10,11 +10,12 @@ from lockstep.engine.sampling.filters import (
     Candidates,
     TokenThreshold,
     keep_all,
+    limbs_of,
     mass_of,
     needed_mass,
     needed_of_equals,
     sortable_bits,
-    weigh,
+    sum_limbs,
 )
 
 SIZE: Final = 128
@@ -55,17 +56,18 @@ class Shortlist(NamedTuple):
             of no use.
         """
         size, vocab = self.scores.shape[1], candidates.scores.shape[1]
-        entry, largest, bits = jnp.arange(size), self.scores[:, :1], sortable_bits(self.scores)
+        entry, bits = jnp.arange(size), sortable_bits(self.scores)
         limit = jnp.where(k > 0, jnp.minimum(k, vocab), vocab)  # tokens that top-k keeps
         listed = limit <= size
-        kept = entry < limit[:, None]
+
+        def weigh(scores: Array) -> Array:
+            return jnp.exp(scores - self.scores[:, :1])
 
         def sums_of_all() -> Array:
-            _, limbs = weigh(candidates.scores, largest[:, 0], jnp.ones_like(candidates.scores, bool))
-            return jnp.stack([jnp.sum(limb, axis=1) for limb in limbs])
+            return sum_limbs(weigh(candidates.scores))
 
-        weight, limbs = weigh(self.scores, largest[:, 0], kept)
-        sums = jnp.cumsum(jnp.stack(limbs), axis=2)
+        weight = jnp.where(entry < limit[:, None], weigh(self.scores), 0.0)
+        sums = jnp.cumsum(jnp.stack(limbs_of(weight)), axis=2)
         every = (p < 1) & ~listed
         rest = jax.lax.cond(jnp.any(every), sums_of_all, lambda: sums[:, :, -1])
         target = needed_mass(p, mass_of(jnp.where(listed, sums[:, :, -1], rest)))

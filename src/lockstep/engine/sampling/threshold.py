@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from lockstep.engine.sampling.filters import FILTERS, Candidates, Filter, TokenThreshold, keep_all
 from lockstep.engine.sampling.shortlist import Shortlist
@@ -27,8 +27,8 @@ def scopes_needed(filters: Mapping[str, bool]) -> dict[str, bool]:
 
 def find_threshold(
     scores: Float[Array, "slot local_vocab"],
-    parameters: Mapping[str, Float[Array, " slot"]],
-    features: Mapping[str, Bool[Array, ""]],
+    parameters: Mapping[str, Array],
+    features: Mapping[str, Array],
     decode_mesh: DecodeMesh,
 ) -> TokenThreshold:
     """Applies the filters in order, inside ``shard_map``; two collectives, and none where no slot needs a filter.
@@ -38,8 +38,8 @@ def find_threshold(
 
     Args:
         scores: The processed logits divided by the temperature, this device's part of the vocabulary.
-        parameters: The parameter of each of `FILTERS`, by the filter's name.
-        features: Whether any slot of any replica needs the filter, by the filter's name.
+        parameters: The parameter ``[slot]`` of each of `FILTERS`, by the filter's name.
+        features: Whether any slot of any replica needs the filter, by the filter's name; scalars.
         decode_mesh: The decode mesh; the vocabulary is split over its tensor axes.
 
     Returns:
@@ -48,15 +48,19 @@ def find_threshold(
 
     def filtered(scores: Array) -> TokenThreshold:
         slots, tensor = scores.shape[0], decode_mesh.tensor
+        # XLA makes a list by sorting on TPU, which takes longer to compile, and there a pass over the vocabulary costs
+        # little.
+        with_list = decode_mesh.mesh.devices.flat[0].platform != "tpu"
         if tensor == 1:
-            return _threshold(scores, parameters, features)
+            return _threshold(scores, parameters, features, with_list=with_list)
         share = -(-slots // tensor)
         # Where the slots do not divide, the last one fills up.
         scores = scores[jnp.minimum(jnp.arange(share * tensor), slots - 1)] if slots % tensor else scores
         scores = jax.lax.all_to_all(scores, decode_mesh.tensor_axes, split_axis=0, concat_axis=1, tiled=True)
         own = jax.lax.axis_index(decode_mesh.tensor_axes) * share + jnp.arange(share)
         own = jnp.minimum(own, slots - 1)
-        found = _threshold(scores, {name: values[own] for name, values in parameters.items()}, features)
+        own_parameters = {name: values[own] for name, values in parameters.items()}
+        found = _threshold(scores, own_parameters, features, with_list=with_list)
         pair = jnp.stack([jax.lax.bitcast_convert_type(found.least, jnp.int32), found.last])
         least, last = jax.lax.all_gather(pair, decode_mesh.tensor_axes, axis=1, tiled=True)[:, :slots]
         return TokenThreshold(jax.lax.bitcast_convert_type(least, jnp.uint32), last)
@@ -67,7 +71,11 @@ def find_threshold(
 
 
 def _threshold(
-    scores: Float[Array, "slot vocab"], parameters: Mapping[str, Array], features: Mapping[str, Array]
+    scores: Float[Array, "slot vocab"],
+    parameters: Mapping[str, Array],
+    features: Mapping[str, Array],
+    *,
+    with_list: bool,
 ) -> TokenThreshold:
     """The threshold of each slot, from all of its scores."""
     candidates = Candidates.of(scores, jnp.arange(scores.shape[1], dtype=jnp.int32))
@@ -87,6 +95,8 @@ def _threshold(
         return jax.lax.cond(jnp.all(settled), lambda: found, lambda: search(threshold, _WITH_LIST))
 
     threshold = keep_all(scores.shape[0])
+    if not with_list:
+        return search(threshold, FILTERS)
     with jax.named_scope(_LISTED):
         threshold = jax.lax.cond(features["top_k"] | features["top_p"], listed, lambda same: same, threshold)
     return search(threshold, _WITHOUT)
