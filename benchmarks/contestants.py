@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import importlib.util
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -72,6 +72,23 @@ class Ours:
         start = time.perf_counter()
         self.engine.generate(self.model, requests)
         return time.perf_counter() - start
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """lockstep's engine, drawing at random.
+
+    Args:
+        ours: the engine.
+        sampling: the sampling parameters.
+    """
+
+    ours: Ours
+    sampling: Mapping[str, Any]
+
+    def generate(self, load: Load, new_tokens: int) -> float:
+        """A call of the engine."""
+        return self.ours.generate(dataclasses.replace(load, sampling=self.sampling), new_tokens)
 
 
 class Levanter:

@@ -25,6 +25,7 @@ from rich.table import Table
 
 from benchmarks.contestants import (
     Contestant,
+    Drawn,
     Floor,
     Levanter,
     Ours,
@@ -48,6 +49,7 @@ GOALS = {
     "multiprocess_vs_levanter": (">=", 10.0),
     "compile_vs_levanter": ("<=", 0.3),
     "recompiles": ("<=", 0),
+    "filters_vs_plain": (">=", 0.9),
     "mixed_vs_steady": (">=", 0.8),
     "host_share": ("<=", 0.05),
 }
@@ -108,6 +110,7 @@ def measure(quick: bool, console: Console) -> dict[str, Any]:
             rows[f"prefill_vs_{other}{suffix}"] = ratio(times, "prefill_rate", other, load)
         if load is SMALL:
             rows["recompiles"] = sum(p is not programs.get(name) for name, p in ours.engine.programs.items())
+    rows |= filters(ours, repeats, console)
     if quick:
         rows |= mixed(QUICK_MIX, ours, rows["ours_decode_tokens_per_s"], console)
     else:
@@ -138,6 +141,31 @@ def mixed(mix: Mix, contestant: Ours, steady: float, console: Console) -> dict[s
         "mixed_vs_steady": total / seconds / steady,
         "mixed_tokens_per_s": total / seconds,
         "mixed_new_tokens_per_s": new / seconds,
+    }
+
+
+def filters(ours: Ours, repeats: int, console: Console) -> dict[str, float]:
+    """Decode tokens per second with top-k and top-p over those of plain sampling at the same temperature.
+
+    Logits of random weights are nearly equal, so top-p alone keeps most of the vocabulary, which no model that has
+    learnt something does: the search over all tokens at every step, in a figure of its own.
+    """
+    plain = {"temperature": 1.0}
+    contestants: dict[str, Contestant] = {
+        "plain": Drawn(ours, plain),
+        "filtered": Drawn(ours, plain | {"top_k": 50, "top_p": 0.95}),
+        "searched": Drawn(ours, plain | {"top_p": 0.95}),
+    }
+    times = side_by_side(contestants, SMALL, repeats)
+    rates = {name: each.decode_rate(SMALL) for name, each in times.items()}
+    console.print(
+        f"{SMALL}, drawn: {rates['plain']:,.0f} tokens/s, with top-k 50 and top-p 0.95 {rates['filtered']:,.0f}, with "
+        f"top-p alone {rates['searched']:,.0f}"
+    )
+    return {
+        "filters_vs_plain": rates["filtered"] / rates["plain"],
+        "filters_search_vs_plain": rates["searched"] / rates["plain"],
+        "plain_sampling_tokens_per_s": rates["plain"],
     }
 
 

@@ -1,6 +1,8 @@
 """What is generated: one random Llama and a few loads, the same for every contestant."""
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,17 +24,19 @@ class Load:
     Args:
         prompts: how many.
         prompt_tokens: of each.
-        new_tokens: of each, greedy, never stopped early.
+        new_tokens: of each, never stopped early.
+        sampling: other sampling parameters; greedy without any.
     """
 
     prompts: int
     prompt_tokens: int
     new_tokens: int
+    sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def requests(self, new_tokens: int | None = None) -> list[Request]:
         """The prompts, with another number of new tokens if one is given."""
         rng = np.random.default_rng(0)
-        params = SamplingParams(max_new_tokens=new_tokens or self.new_tokens)
+        params = SamplingParams(max_new_tokens=new_tokens or self.new_tokens, **self.sampling)
         return [
             Request(
                 prompt_id=i, prompt_tokens=tuple(rng.integers(0, VOCAB, self.prompt_tokens).tolist()), params=params

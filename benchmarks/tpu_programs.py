@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lockstep.attention import select_attention
-from lockstep.device.chips import chip_of
+from lockstep.device.chips import chip_of, hops
 from lockstep.engine import DecodeModel, Engine, EngineConfig
 from lockstep.engine.sampling.sampler import never_used
 from lockstep.engine.sizing.memory_model import MemoryModel
@@ -136,8 +136,11 @@ def figures(engine: Engine, model: DecodeModel, context: int) -> dict[str, Any]:
     moved = step_bytes(engine.programs["decode"].text(), model, sizes, context=context, block_pages=block, unmet=UNMET)
     chip = chip_of(devices[0])
     steps = [one for one in programs["decode"]["collectives"] if one["in_step"]]
-    width = (decode_mesh.tensor - 1) / decode_mesh.tensor
-    wait = sum(one["times"] * (chip.link.latency_s + 2 * width * one["bytes"] / chip.link.bandwidth) for one in steps)
+    filtered = [one for one in collectives(Hlo(engine.programs["decode"].text()), len(devices)) if one.in_step]
+    width, far = (decode_mesh.tensor - 1) / decode_mesh.tensor, hops(devices[: decode_mesh.tensor])
+    wait = sum(
+        one["times"] * (chip.link.reduce_s(far) + 2 * width * one["bytes"] / chip.link.bandwidth) for one in steps
+    )
     seconds = moved.compiled(sizes.steps) / chip.bandwidth + wait
     return {
         "tensor": decode_mesh.tensor,
@@ -157,6 +160,7 @@ def figures(engine: Engine, model: DecodeModel, context: int) -> dict[str, Any]:
         "ratio": moved.ratio(sizes.steps),
         "step_s": seconds,
         "collectives_s": wait,
+        "filter_collectives": sum(one.times for one in filtered) - sum(one["times"] for one in steps),
         "tokens_per_s_per_chip": sizes.slots / decode_mesh.tensor / seconds,
         "floor_tokens_per_s_per_chip": sizes.slots / decode_mesh.tensor / (moved.floor / chip.bandwidth),
         "predicted": MemoryModel(model).temporaries(sizes) | {"reshard": sizing.predicted.reshard},

@@ -67,6 +67,8 @@ def check(found: dict[str, Any]) -> None:
 
     steps = [one for one in programs["decode"]["collectives"] if one["in_step"]]
     assert not any(one["crosses_replicas"] for one in steps)
+    # With top-k, top-p and min-p in use: slots go to devices and their thresholds come back, once per token.
+    assert found["filter_collectives"] == (2 if found["tensor"] > 1 else 0)
     width = found["slots"] * 4096 * 2
     if found["tensor"] == 1:
         assert not steps

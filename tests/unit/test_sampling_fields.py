@@ -41,6 +41,7 @@ OTHER_CAPACITIES = {
     "hbm_utilization": 0.5,
     "kv_cache_dtype": "int8",
     "layout": {"tensor": 2},
+    "calibration": "measured.json",
 }
 
 

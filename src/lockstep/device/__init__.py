@@ -1,9 +1,11 @@
 """Device programs, the memory that they run in, and the chips that they run on."""
 
+from lockstep.device.calibration import calibrated as calibrated
 from lockstep.device.chips import Chip as Chip
 from lockstep.device.chips import Link as Link
 from lockstep.device.chips import chip_named as chip_named
 from lockstep.device.chips import chip_of as chip_of
+from lockstep.device.chips import hops as hops
 from lockstep.device.compiler_errors import Compile as Compile
 from lockstep.device.compiler_errors import compile_lowered as compile_lowered
 from lockstep.device.compiler_errors import explain as explain

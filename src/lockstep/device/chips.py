@@ -1,13 +1,14 @@
-"""Published memory, bandwidth and FLOP/s of chips, by which layouts are compared before anything is compiled."""
+"""Published numbers of chips, by which layouts are compared before anything is compiled."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 
 _GB = 10**9
 _TPU_SOURCE = (
     "memory: the TPU compiler; bandwidth and operations: https://cloud.google.com/tpu/docs; links: "
-    "https://jax-ml.github.io/scaling-book/tpus/"
+    "https://jax-ml.github.io/scaling-book/"
 )
 
 
@@ -17,11 +18,29 @@ class Link:
 
     Args:
         bandwidth: The bytes per second that one device can send while it receives as many.
-        latency_s: The seconds that a collective takes, however little it moves.
+        latency_s: The seconds that a collective takes, however little it moves and however near the devices are.
+        hop_s: The seconds that each hop between neighbours adds to that.
     """
 
     bandwidth: float
     latency_s: float
+    hop_s: float = 0.0
+
+    def gather_s(self, hops: int) -> float:
+        """Returns the seconds of a gather that moves next to nothing.
+
+        Args:
+            hops: The number of hops between the two devices that are furthest apart.
+        """
+        return self.latency_s + hops * self.hop_s
+
+    def reduce_s(self, hops: int) -> float:
+        """Returns the seconds of an all-reduce that moves next to nothing: to every device, and back.
+
+        Args:
+            hops: The number of hops between the two devices that are furthest apart.
+        """
+        return self.latency_s + 2 * hops * self.hop_s
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,8 +68,10 @@ class Chip:
 
 
 def _tpu(name: str, memory_gib: float, bandwidth: float, flops: float, link: float) -> Chip:
-    # A ring uses both directions of one axis: two links. 1 us per collective: "How to Scale Your Model", part 2.
-    ici = Link(bandwidth=2 * link, latency_s=1e-6)
+    # A ring uses both directions of one axis: two links. https://jax-ml.github.io/scaling-book/sharding/ has about 1 us
+    # per hop ("A note on ICI latency"), and one measurement: a gather over 3 hops of a v5e that moves next to nothing
+    # takes 8 us (pop quiz 2). So the other 5 are those of any collective.
+    ici = Link(bandwidth=2 * link, latency_s=5e-6, hop_s=1e-6)
     return Chip(
         name=name,
         memory=int(memory_gib * 2**30),
@@ -115,6 +136,21 @@ def chip_of(device: jax.Device) -> Chip:
     return chip_named(device.device_kind, device.platform)
 
 
+def hops(devices: Sequence[jax.Device]) -> int:
+    """Returns the hops between the two devices of a group that are furthest apart, as if no axis were a ring.
+
+    Axes are rings in slices of at least 4 x 4 x 4 chips (v4, v5p) or 16 x 16 (v5e, v6e), where it is half as many at
+    best. Devices that do not say where they are count as a line.
+
+    Args:
+        devices: The devices of the group.
+    """
+    places = [getattr(device, "coords", None) for device in devices]
+    if any(place is None for place in places):
+        return len(devices) - 1
+    return sum(max(axis) - min(axis) for axis in zip(*places, strict=True))
+
+
 def chip_named(kind: str, platform: str) -> Chip:
     """The chip of a ``device_kind``; for a kind that is not in the table, one of the same platform.
 
@@ -126,3 +162,8 @@ def chip_named(kind: str, platform: str) -> Chip:
     if kinds:
         return _KINDS[max(kinds, key=len)]
     return {"tpu": _V5P, "gpu": _H100}.get(platform, _CPU)
+
+
+def names_of_chips() -> list[str]:
+    """Returns the common names of all chips that have numbers here."""
+    return sorted({chip.name for chip in (*_KINDS.values(), _CPU)})

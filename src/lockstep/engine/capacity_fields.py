@@ -37,3 +37,6 @@ class CapacityFields:
     ``{tensor: N}``: weights are moved once per round, N devices share a copy. ``auto``: of those that fit, the one with
     the least predicted time. ``{tensor: 1, replicas: M}``: all have the weights, M of them decode. On CPU devices
     share a memory, and ``auto`` has one for each do so: per process, or one where all processes are on one machine."""
+    calibration: str | None = None
+    """A file of measured numbers of the devices, which every host has, for ``auto`` to predict with: bandwidth,
+    operations, and the seconds of small collectives. Null: published numbers."""

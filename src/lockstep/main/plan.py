@@ -37,11 +37,12 @@ without a TPU: what fits, what is exchanged, how fast it can be at best. Exit co
 --command NAME     whose configuration it is, where that is not clear: {commands}
 --model NAME       shape to plan with: a directory with a config.json, or the name of a well-known checkpoint
 --json PATH        write all numbers there, - for standard output
+--calibration FILE measured numbers of the chip, to predict seconds with in place of published ones
 --cache_dir DIR    where the compiler's results are kept, none for nowhere (default: {cache})
 
 Any other key is one of the configuration and wins over the file: --trainer.per_device_parallelism 4"""
 
-_OWN: Final = ("topology", "command", "model", "json", "cache_dir")
+_OWN: Final = ("topology", "command", "model", "json", "calibration", "cache_dir")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
     progress = CompileProgress()
     cache = CompileCache(own["topology"], _cache_directory(own.get("cache_dir")), progress)
     with progress.live():
-        plan = make_plan(command.workload(config, own.get("model")), slice_, cache)
+        plan = make_plan(command.workload(config, own.get("model")), slice_, cache, own.get("calibration"))
     path = _config_path(rest)
     places = [dataclasses.replace(one, place=place_of(path, one.key, overrides)) for one in plan.infeasibilities]
     plan = dataclasses.replace(plan, infeasibilities=places)

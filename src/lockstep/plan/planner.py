@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from lockstep.device import Chip, block_bytes, chip_of
+from lockstep.device import Chip, block_bytes, calibrated, chip_of
 from lockstep.engine import Engine, Sizing, never_used
 from lockstep.errors import CapacityError, CompilerError, ConfigError
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder, skeleton
@@ -100,7 +100,7 @@ class Plan:
         return self.parameters + self.optimizer + self.reference
 
 
-def make_plan(workload: Workload, topology: Topology, cache: CompileCache) -> Plan:
+def make_plan(workload: Workload, topology: Topology, cache: CompileCache, calibration: str | None = None) -> Plan:
     """Compile the programs of a workload for a slice.
 
     The train step is compiled in a thread of its own, beside the programs of the engine.
@@ -109,10 +109,18 @@ def make_plan(workload: Workload, topology: Topology, cache: CompileCache) -> Pl
         workload: What the configuration asks of the devices.
         topology: The slice.
         cache: The compiler.
+        calibration: A file of measured numbers of the chip, in place of those that the configuration names; None:
+            what the configuration names for sampling, and else published numbers.
 
     Returns:
         The plan, with the reasons where something does not fit.
+
+    Raises:
+        ConfigError: The calibration cannot be read, or is of another chip.
     """
+    chip = calibrated(chip_of(topology.devices[0]), calibration)
+    if calibration is not None:
+        workload = workload.calibrated(calibration)
     infeasibilities = list(workload.infeasibilities)
     if workload.hosts is not None and workload.hosts != topology.hosts:
         infeasibilities.append(
@@ -125,7 +133,6 @@ def make_plan(workload: Workload, topology: Topology, cache: CompileCache) -> Pl
             )
         )
     devices = topology.on_host() if workload.one_host else topology.devices
-    chip = chip_of(topology.devices[0])
     try:
         mesh = make_mesh(workload.mesh_shape, devices)
         state, model, weights = _model(workload, mesh)

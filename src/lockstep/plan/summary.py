@@ -159,6 +159,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "bandwidth_bytes_per_s": plan.chip.bandwidth,
             "flops_per_s": plan.chip.flops,
             "link_bytes_per_s": plan.chip.link.bandwidth,
+            "collective_s": plan.chip.link.latency_s,
+            "hop_s": plan.chip.link.hop_s,
             "source": plan.chip.source,
         },
         "fits": plan.fits,

@@ -42,7 +42,8 @@ def print_plan(plan: Plan, console: Console) -> None:
         console.print(
             f"[dim]predicted at best, not measured; {plan.chip.name}: {bytes_text(plan.memory)} HBM, "
             f"{plan.chip.bandwidth / 1e9:.4g} GB/s, {plan.chip.flops / 1e12:.4g} TFLOP/s, "
-            f"{plan.chip.link.bandwidth / 1e9:.4g} GB/s over its links ({escape(plan.chip.source)})[/]",
+            f"{plan.chip.link.bandwidth / 1e9:.4g} GB/s over its links, {_seconds(plan.chip.link.latency_s)} for a "
+            f"collective and {_seconds(plan.chip.link.hop_s)} for each of its hops ({escape(plan.chip.source)})[/]",
             highlight=False,
         )
         console.print()

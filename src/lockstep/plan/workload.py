@@ -102,3 +102,15 @@ class Workload:
     hosts: int | None = None
     notes: tuple[str, ...] = ()
     infeasibilities: tuple[Infeasibility, ...] = ()
+
+    def calibrated(self, path: str) -> "Workload":
+        """The same with a file of measured numbers of the chip for every round of sampling.
+
+        Args:
+            path: The file.
+        """
+        engines = (dataclasses.replace(each.engine, calibration=path) for each in self.sampling)
+        sampling = [
+            dataclasses.replace(each, engine=engine) for each, engine in zip(self.sampling, engines, strict=True)
+        ]
+        return dataclasses.replace(self, sampling=sampling)

@@ -1,8 +1,12 @@
 """Published numbers of chips."""
 
+from types import SimpleNamespace
+from typing import Any
+
+import jax
 import pytest
 
-from lockstep.device import chip_named
+from lockstep.device import Link, chip_named, hops
 
 
 @pytest.mark.parametrize(
@@ -20,3 +24,28 @@ from lockstep.device import chip_named
 )
 def test_chips(kind: str, platform: str, name: str) -> None:
     assert chip_named(kind, platform).name == name
+
+
+@pytest.mark.parametrize(
+    ("coords", "expected"),
+    [
+        ([(0, 0, 0)], 0),
+        ([(0, 0, 0), (1, 0, 0)], 1),
+        ([(x, y, 0) for x in range(2) for y in range(2)], 2),  # a host of a v5p
+        ([(x, y, 0) for x in range(2) for y in range(4)], 4),  # a v6e-8
+        ([(2 + x, y, z) for x in range(2) for y in range(2) for z in range(2)], 3),
+    ],
+)
+def test_hops_are_those_of_the_longest_way_through_the_group(coords: list[Any], expected: int) -> None:
+    assert hops([SimpleNamespace(coords=place) for place in coords]) == expected  # type: ignore[misc]
+
+
+def test_devices_without_a_place_are_a_line() -> None:
+    assert hops(jax.devices()[:4]) == 3
+
+
+def test_a_sum_goes_there_and_back() -> None:
+    link = Link(bandwidth=1.0, latency_s=5.0, hop_s=1.0)
+    assert (link.gather_s(3), link.reduce_s(3)) == (8.0, 11.0)
+    # The one published measurement, see the comment at the TPUs' numbers.
+    assert chip_named("TPU v5e", "tpu").link.gather_s(3) == pytest.approx(8e-6)

@@ -1,9 +1,9 @@
-"""Top-k, top-p and min-p over a vocabulary that is split over the devices of a replica; inside ``shard_map``.
+"""Top-k, top-p and min-p by search over the whole vocabulary.
 
 Nothing is sorted. The tokens that a filter keeps are always a prefix of the order (score descending, token id
 ascending), so a filter is two numbers per slot: the least score kept, and the last token id kept among those of that
-score. Both are found by bisection over the bits of the score, with sums of integers, which are the same in whatever
-order and on however many devices they are added.
+score. Both are found by bisection over the bits of the score, and decided by sums of integers, which are the same in
+whatever order they are added. `find_threshold` asks for the search only where a `Shortlist` does not settle the matter.
 
 A new filter is a function here and its entry in `FILTERS`, a field in `lockstep.types`, and an array in
 `lockstep.schedule.SamplingBatch`.
@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from lockstep.placement import DecodeMesh
 from lockstep.types import SamplingParams
 
 _SLACK = 1e-6
@@ -30,17 +29,17 @@ _ALL_IDS = jnp.iinfo(jnp.int32).max
 
 
 class Candidates(NamedTuple):
-    """The tokens of this device's part of the vocabulary, with the scores that they are drawn by."""
+    """Tokens with the scores that they are drawn by: all of the vocabulary, or a device's part of it."""
 
-    scores: Float[Array, "slot local_vocab"]
+    scores: Float[Array, "slot token"]
     """The processed logits divided by the temperature."""
-    bits: UInt[Array, "slot local_vocab"]
+    bits: UInt[Array, "slot token"]
     """The scores as `sortable_bits`."""
-    ids: Int[Array, " local_vocab"]
+    ids: Int[Array, " token"]
     """The token ids."""
 
     @classmethod
-    def of(cls, scores: Float[Array, "slot local_vocab"], ids: Int[Array, " local_vocab"]) -> "Candidates":
+    def of(cls, scores: Float[Array, "slot token"], ids: Int[Array, " token"]) -> "Candidates":
         """The candidates with the given scores."""
         return cls(scores, sortable_bits(scores), ids)
 
@@ -53,8 +52,8 @@ class TokenThreshold(NamedTuple):
     last: Int[Array, " slot"]
     """A token id."""
 
-    def mask(self, candidates: Candidates) -> Bool[Array, "slot local_vocab"]:
-        """Whether each of this device's tokens is kept."""
+    def mask(self, candidates: Candidates) -> Bool[Array, "slot token"]:
+        """Whether each token is kept."""
         least = self.least[:, None]
         return (candidates.bits > least) | ((candidates.bits == least) & (candidates.ids <= self.last[:, None]))
 
@@ -68,15 +67,15 @@ class Filter:
         parameter: The field of `lockstep.schedule.SamplingBatch` that has its parameter for each slot.
         is_requested: Whether a request needs the filter.
         narrows: Whether the filter does anything in each slot, by the parameter.
-        apply: The filter: takes the candidates, the threshold so far, the parameter and the decode mesh; returns a
-            threshold that keeps no more than the one so far.
+        apply: The filter: takes all tokens of the vocabulary, the threshold so far and the parameter; returns a
+            threshold that keeps no more than the one so far. It contains no collective.
     """
 
     name: str
     parameter: str
     is_requested: Callable[[SamplingParams], bool]
     narrows: Callable[[Array], Array]
-    apply: Callable[[Candidates, TokenThreshold, Array, DecodeMesh], TokenThreshold]
+    apply: Callable[[Candidates, TokenThreshold, Array], TokenThreshold]
 
 
 def keep_all(slots: int) -> TokenThreshold:
@@ -84,16 +83,53 @@ def keep_all(slots: int) -> TokenThreshold:
     return TokenThreshold(jnp.zeros(slots, jnp.uint32), jnp.full(slots, _ALL_IDS, jnp.int32))
 
 
-def sortable_bits(scores: Float[Array, "slot local_vocab"]) -> UInt[Array, "slot local_vocab"]:
+def sortable_bits(scores: Float[Array, "slot token"]) -> UInt[Array, "slot token"]:
     """Converts float32 scores to unsigned integers in the same order; -0 and 0 are equal."""
     bits = jax.lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.uint32)
     negative = bits >> 31 == 1
     return jnp.where(negative, ~bits, bits | jnp.uint32(1 << 31))
 
 
-def top_k(
-    candidates: Candidates, threshold: TokenThreshold, k: Int[Array, " slot"], decode_mesh: DecodeMesh
-) -> TokenThreshold:
+def limbs_of(weight: Float[Array, "slot token"]) -> list[Int[Array, "slot token"]]:
+    """Splits weights, which are at most 1, into limbs whose sums are exact."""
+    high = jnp.floor(weight * _LIMB)
+    rest = weight * _LIMB - high
+    middle = jnp.floor(rest * _LIMB)
+    low = jnp.round((rest * _LIMB - middle) * _LIMB)
+    return [limb.astype(jnp.int32) for limb in (high, middle, low)]
+
+
+def sum_limbs(weight: Float[Array, "slot token"]) -> Int[Array, "3 slot"]:
+    """Returns the sums of the limbs of each slot."""
+    return jnp.stack([jnp.sum(limb, axis=1) for limb in limbs_of(weight)])
+
+
+def mass_of(limbs: Int[Array, "3 ..."]) -> Float[Array, "..."]:
+    """Converts sums of limbs to one float32, monotonic in their exact value."""
+    high, middle, low = limbs
+    bits = 12
+    middle, low = middle + (low >> bits), low & (2**bits - 1)
+    high, middle = high + (middle >> bits), middle & (2**bits - 1)
+    fine = ((middle << bits) + low).astype(jnp.float32)
+    return high.astype(jnp.float32) * 2.0**-bits + fine * 2.0 ** (-3 * bits)
+
+
+def needed_mass(p: Float[Array, " slot"], total: Float[Array, " slot"]) -> Float[Array, " slot"]:
+    """Returns the mass that top-p keeps at least, of the mass of all tokens that are left to it."""
+    return p * (1 - _SLACK) * total
+
+
+def needed_of_equals(missing: Float[Array, " slot"], each: Float[Array, " slot"]) -> Int[Array, " slot"]:
+    """Returns how many tokens of equal score top-p keeps of those with the least score kept.
+
+    Args:
+        missing: The mass that the tokens of higher score fall short of.
+        each: The weight of one of these tokens.
+    """
+    return jnp.clip(jnp.ceil(missing / jnp.where(each > 0, each, 1.0)), 1, 2.0**30).astype(jnp.int32)
+
+
+def top_k(candidates: Candidates, threshold: TokenThreshold, k: Int[Array, " slot"]) -> TokenThreshold:
     """Keeps the ``k`` largest scores of each slot, all where ``k`` is 0; the first filter, so ``threshold`` keeps all.
 
     Top-k sampling (Fan et al. 2018, https://arxiv.org/abs/1805.04833).
@@ -102,56 +138,54 @@ def top_k(
     bits = jax.lax.optimization_barrier(candidates.bits)  # else each step of the bisection computes them again
 
     def count(chosen: Array) -> Array:
-        return _sum(jnp.sum(chosen, axis=1, dtype=jnp.int32), decode_mesh)
+        return jnp.sum(chosen, axis=1, dtype=jnp.int32)
 
     least = _largest_bound(lambda bound: count(bits >= bound[:, None]) >= k, k.shape[0])
     equal = bits == least[:, None]
-    last = _nth_id(equal, k - count(bits > least[:, None]), candidates.ids, decode_mesh)
+    last = _nth_id(equal, k - count(bits > least[:, None]), candidates.ids)
     every = keep_all(k.shape[0])
     return TokenThreshold(jnp.where(k > 0, least, every.least), jnp.where(k > 0, last, every.last))
 
 
-def top_p(
-    candidates: Candidates, threshold: TokenThreshold, p: Float[Array, " slot"], decode_mesh: DecodeMesh
-) -> TokenThreshold:
+def top_p(candidates: Candidates, threshold: TokenThreshold, p: Float[Array, " slot"]) -> TokenThreshold:
     """Keeps the smallest prefix of what is kept with at least ``p`` of its probability; all of it where ``p`` is 1.
 
     Nucleus sampling (Holtzman et al. 2019, https://arxiv.org/abs/1904.09751, eq. 2 and 3).
     """
     kept = threshold.mask(candidates)
-    weight = jnp.where(kept, jnp.exp(candidates.scores - _max(candidates.scores, decode_mesh)[:, None]), 0.0)
-    high = jnp.floor(weight * _LIMB)
-    rest = weight * _LIMB - high
-    middle = jnp.floor(rest * _LIMB)
-    low = jnp.round((rest * _LIMB - middle) * _LIMB)
-    limbs = [part.astype(jnp.int32) for part in (high, middle, low)]
-    bits, *limbs = jax.lax.optimization_barrier((candidates.bits, *limbs))
+    largest = jnp.max(candidates.scores, axis=1)[:, None]
+    weight = jnp.where(kept, jnp.exp(candidates.scores - largest), 0.0)
+    bits, weight = jax.lax.optimization_barrier((candidates.bits, weight))
 
-    def sum_exp(chosen: Array) -> Array:
-        sums = _sum(jnp.stack([jnp.sum(jnp.where(chosen, limb, 0), axis=1) for limb in limbs]), decode_mesh)
-        return _to_float(*sums)
+    def mass(chosen: Array) -> Array:
+        return mass_of(sum_limbs(jnp.where(chosen, weight, 0.0)))
 
-    target = p * (1 - _SLACK) * sum_exp(kept)
-    least = _largest_bound(lambda bound: sum_exp(bits >= bound[:, None]) >= target, p.shape[0])
+    target = needed_mass(p, mass(kept))
+    # Sums in float32 nearly always lead to the right token, which two exact sums prove.
+    guess = _largest_bound(
+        lambda bound: jnp.sum(jnp.where(bits >= bound[:, None], weight, 0.0), axis=1) >= target, p.shape[0]
+    )
+    right = (mass(bits >= guess[:, None]) >= target) & (mass(bits > guess[:, None]) < target)
+    least = jax.lax.cond(
+        jnp.all(right | (p == 1)),
+        lambda: guess,
+        lambda: _largest_bound(lambda bound: mass(bits >= bound[:, None]) >= target, p.shape[0]),
+    )
     equal = kept & (bits == least[:, None])
-    each = _max(jnp.where(equal, weight, 0.0), decode_mesh)
-    needed = jnp.ceil((target - sum_exp(bits > least[:, None])) / jnp.where(each > 0, each, 1.0))
-    last = _nth_id(equal, jnp.clip(needed, 1, 2.0**30).astype(jnp.int32), candidates.ids, decode_mesh)
+    each = jnp.max(jnp.where(equal, weight, 0.0), axis=1)
+    needed = needed_of_equals(target - mass(bits > least[:, None]), each)
+    last = _nth_id(equal, needed, candidates.ids)
     last = jnp.where(least == threshold.least, jnp.minimum(last, threshold.last), last)
     return TokenThreshold(jnp.where(p < 1, least, threshold.least), jnp.where(p < 1, last, threshold.last))
 
 
-def min_p(
-    candidates: Candidates, threshold: TokenThreshold, log_min_p: Float[Array, " slot"], decode_mesh: DecodeMesh
-) -> TokenThreshold:
+def min_p(candidates: Candidates, threshold: TokenThreshold, log_min_p: Float[Array, " slot"]) -> TokenThreshold:
     """Keeps of what is kept the tokens at least ``exp(log_min_p)`` times as probable as the most probable one.
 
     Min-p sampling (Nguyen et al. 2024, https://arxiv.org/abs/2407.01082, section 3).
     """
-    near = candidates.scores - _max(candidates.scores, decode_mesh)[:, None] >= log_min_p[:, None]
+    near = candidates.scores - jnp.max(candidates.scores, axis=1)[:, None] >= log_min_p[:, None]
     least = jnp.min(jnp.where(near, candidates.bits, jnp.uint32(0xFFFFFFFF)), axis=1)
-    if decode_mesh.tensor > 1:
-        least = jax.lax.pmin(least, decode_mesh.tensor_axes)
     tighter = (log_min_p > -jnp.inf) & (least > threshold.least)
     return TokenThreshold(jnp.where(tighter, least, threshold.least), jnp.where(tighter, _ALL_IDS, threshold.last))
 
@@ -193,43 +227,15 @@ def _largest_bound(enough: Callable[[Array], Array], slots: int) -> UInt[Array, 
 
 
 def _nth_id(
-    chosen: Bool[Array, "slot local_vocab"],
-    n: Int[Array, " slot"],
-    ids: Int[Array, " local_vocab"],
-    decode_mesh: DecodeMesh,
+    chosen: Bool[Array, "slot token"], n: Int[Array, " slot"], ids: Int[Array, " token"]
 ) -> Int[Array, " slot"]:
     """The id of the ``n``-th chosen token of each slot, or the largest int32 where no more than ``n`` are chosen."""
-    own = jnp.sum(chosen, axis=1, dtype=jnp.int32)
-    before = jnp.zeros_like(own)
-    total = own
-    if decode_mesh.tensor > 1:
-        counts = jax.lax.all_gather(own, decode_mesh.tensor_axes)  # [part, slot]; parts in order of token id
-        part = jax.lax.axis_index(decode_mesh.tensor_axes)
-        before = jnp.sum(jnp.where(jnp.arange(decode_mesh.tensor)[:, None] < part, counts, 0), axis=0)
-        total = jnp.sum(counts, axis=0)
+    total = jnp.sum(chosen, axis=1, dtype=jnp.int32)
 
     def search(chosen: Array) -> Array:
-        rank = before[:, None] + jnp.cumsum(chosen, axis=1, dtype=jnp.int32)
+        rank = jnp.cumsum(chosen, axis=1, dtype=jnp.int32)
         return jnp.sum(jnp.where(chosen & (rank == n[:, None]), ids, 0), axis=1, dtype=jnp.int32)
 
-    # Equal scores are rare. The branches have no collective, so devices may take different ones.
-    found = jax.lax.cond(jnp.any(total > n), search, lambda chosen: jnp.zeros_like(own), chosen)
-    return jnp.where(total > n, _sum(found, decode_mesh), _ALL_IDS)
-
-
-def _to_float(high: Array, middle: Array, low: Array) -> Float[Array, " slot"]:
-    """Sums of limbs as one float32, monotonic in their exact value."""
-    bits = 12
-    middle, low = middle + (low >> bits), low & (2**bits - 1)
-    high, middle = high + (middle >> bits), middle & (2**bits - 1)
-    fine = ((middle << bits) + low).astype(jnp.float32)
-    return high.astype(jnp.float32) * 2.0**-bits + fine * 2.0 ** (-3 * bits)
-
-
-def _sum(x: Array, decode_mesh: DecodeMesh) -> Array:
-    return jax.lax.psum(x, decode_mesh.tensor_axes) if decode_mesh.tensor > 1 else x
-
-
-def _max(scores: Array, decode_mesh: DecodeMesh) -> Float[Array, " slot"]:
-    top = jnp.max(scores, axis=1)
-    return jax.lax.pmax(top, decode_mesh.tensor_axes) if decode_mesh.tensor > 1 else top
+    # Equal scores are rare.
+    found = jax.lax.cond(jnp.any(total > n), search, lambda chosen: jnp.zeros_like(total), chosen)
+    return jnp.where(total > n, found, _ALL_IDS)

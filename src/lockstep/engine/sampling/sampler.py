@@ -1,14 +1,14 @@
 """From logits to tokens, with the features that the requests use and no others; their order is in `SamplingParams`."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from lockstep.engine.sampling.filters import FILTERS, Candidates, Filter, TokenThreshold, keep_all
+from lockstep.engine.sampling.filters import FILTERS, Candidates
 from lockstep.engine.sampling.logits_processors import (
     TokenCounts,
     add_token,
@@ -18,6 +18,7 @@ from lockstep.engine.sampling.logits_processors import (
     penalise,
     rule_out_stops,
 )
+from lockstep.engine.sampling.threshold import find_threshold, scopes_needed
 from lockstep.placement import DecodeMesh
 from lockstep.types import SamplingParams
 
@@ -36,7 +37,8 @@ class SamplingState(NamedTuple):
 class ActiveFeatures(NamedTuple):
     """Whether any slot of any replica needs a feature: the same on every device, because of the collectives inside.
 
-    Each feature is a `jax.lax.cond` in a scope of its name, by which `plan` finds it in a compiled program.
+    Each feature is a `jax.lax.cond` in a scope of its name, by which `plan` finds it in a compiled program; those of
+    the filters are inside others (`scopes_needed`).
     """
 
     temperature: Bool[Array, ""]
@@ -185,9 +187,8 @@ def sample(
     def draw(processed: Array) -> tuple[Array, ...]:
         random = state.temperature[:, None] > 0
         tempered = jnp.where(random, processed / jnp.where(random, state.temperature[:, None], 1.0), processed)
-        candidates = Candidates.of(tempered, ids)
-        threshold = _filter(candidates, state, features, decode_mesh)
-        filtered = jnp.where(threshold.mask(candidates), tempered, -jnp.inf)
+        threshold = find_threshold(tempered, state.filters, features.filters, decode_mesh)
+        filtered = jnp.where(threshold.mask(Candidates.of(tempered, ids)), tempered, -jnp.inf)
         noise = jax.vmap(lambda words, at: _gumbel(words, at, ids))(state.words, position)
         scores = jnp.where(random, filtered + noise, processed)
         # Without the barrier the noise is computed again for each of its uses, in reductions that XLA does not
@@ -230,14 +231,15 @@ def active_features(state: SamplingState, active: Bool[Array, " slot"], decode_m
 
 
 def never_used(requested: Iterable[SamplingParams]) -> frozenset[str]:
-    """Returns the names of the features (`ActiveFeatures`) that no step of such requests needs.
+    """Returns the scopes of the features (`ActiveFeatures`) that no step of such requests needs.
 
     Args:
         requested: The sampling parameters of all requests.
     """
     random = [params for params in requested if params.temperature > 0]
-    needs = {each.name: any(map(each.is_requested, random)) for each in FILTERS}
-    return frozenset(name for name, needed in {"temperature": bool(random), **needs}.items() if not needed)
+    filters = {each.name: any(map(each.is_requested, random)) for each in FILTERS}
+    needs = {"temperature": bool(random), **filters, **scopes_needed(filters)}
+    return frozenset(name for name, needed in needs.items() if not needed)
 
 
 def first_largest(scores: Float[Array, "slot token"]) -> tuple[Int[Array, " slot"], Float[Array, " slot"]]:
@@ -259,21 +261,6 @@ def first_id(size: int, decode_mesh: DecodeMesh) -> Array | int:
         decode_mesh: The decode mesh.
     """
     return jax.lax.axis_index(decode_mesh.tensor_axes) * size if decode_mesh.tensor > 1 else 0
-
-
-def _filter(
-    candidates: Candidates, state: SamplingState, features: ActiveFeatures, decode_mesh: DecodeMesh
-) -> TokenThreshold:
-    """Applies the filters in order, each only where a slot needs it."""
-
-    def apply(each: Filter) -> Callable[[TokenThreshold], TokenThreshold]:
-        return lambda threshold: each.apply(candidates, threshold, state.filters[each.name], decode_mesh)
-
-    threshold = keep_all(candidates.scores.shape[0])
-    for each in FILTERS:
-        with jax.named_scope(each.name):
-            threshold = jax.lax.cond(features.filters[each.name], apply(each), lambda same: same, threshold)
-    return threshold
 
 
 def _max_and_sum_exp(logits: Array) -> tuple[Array, Array]:

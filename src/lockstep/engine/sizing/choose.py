@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from lockstep.attention import describe_attention
-from lockstep.device import chip_of
+from lockstep.device import Chip, calibrated, chip_of
 from lockstep.engine.config import EngineConfig, Layout, layout_text
 from lockstep.engine.decode_model import DecodeModel, DecodeModels
 from lockstep.engine.sizing.cost_model import estimate
@@ -71,7 +71,7 @@ class Chooser:
             max_prompts=prompts,
             estimate=best.estimate,
             considered=tuple(choices),
-            chip=chip_of(model.device).name,
+            chip=self._chip(model).name + (f" and {self.config.calibration}" if self.config.calibration else ""),
             kv_dtype=model.kv_dtype.name,
             attention=describe_attention(model.device, model.config.head_size),
         )
@@ -92,8 +92,12 @@ class Chooser:
             wanted=wanted,
             sizes=sizes,
             footprint=memory.footprint(sizes or smallest(wanted, demand.longest)),
-            estimate=None if sizes is None else estimate(model, sizes, demand, chip_of(model.device)),
+            estimate=None if sizes is None else estimate(model, sizes, demand, self._chip(model)),
         )
+
+    def _chip(self, model: DecodeModel) -> Chip:
+        """The published numbers of the devices, or those of the configured file."""
+        return calibrated(chip_of(model.device), self.config.calibration)
 
     def _budget(self, layout: Layout) -> int:
         """Bytes per device that the prediction for a layout may come to."""

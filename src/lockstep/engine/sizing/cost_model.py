@@ -2,9 +2,7 @@
 
 import dataclasses
 
-import numpy as np
-
-from lockstep.device import Chip, Link
+from lockstep.device import Chip, Link, hops
 from lockstep.engine.decode_model import DecodeModel
 from lockstep.engine.idle_replicas import count_memories
 from lockstep.engine.sizing.demand import Demand
@@ -66,16 +64,21 @@ def estimate(model: DecodeModel, sizes: Capacity, demand: Demand, chip: Chip) ->
     sharing = devices // count_memories(list(decode_mesh.mesh.devices.flat))
     decoding = sharing * len(sizes.active_replicas) / decode_mesh.replicas if sharing > 1 else 1
 
-    near, far = _link(decode_mesh, chip, tensor), _link(decode_mesh, chip, devices)
-    moved = max(1.0, slots) * config.hidden_dim * item
-    reductions = 2 * layers + 3 if tensor > 1 else 0  # two per layer, embedding, two for the sample
-    collectives = reductions * (near.latency_s + 2 * (tensor - 1) / tensor * moved / near.bandwidth)
+    near, of_replica = _link(decode_mesh, chip, tensor)
+    far, of_all = _link(decode_mesh, chip, devices)
+    collectives = 0.0
+    if tensor > 1:
+        # Two all-reduces in a layer and one for the embedding, and what two gathers tell of the sample.
+        reductions, gathers = 2 * layers + 1, 2
+        moved = max(1.0, slots) * config.hidden_dim * item
+        collectives = reductions * near.reduce_s(of_replica) + gathers * near.gather_s(of_replica)
+        collectives += (reductions + gathers) * 2 * (tensor - 1) / tensor * moved / near.bandwidth
     gathered = sum(weight.decode_bytes for weight in model.gathered)
-    collectives += sum(layers if weight.stacked else 1 for weight in model.gathered) * far.latency_s
+    collectives += sum(layers if weight.stacked else 1 for weight in model.gathered) * far.gather_s(of_all)
     collectives += gathered * (devices - 1) / devices / far.bandwidth
     reshard = 0.0
     if model.moves:
-        reshard = len(model.leaves) * layers * far.latency_s
+        reshard = len(model.leaves) * layers * far.gather_s(of_all)
         reshard += model.copied_bytes * ((devices - 1) / devices / far.bandwidth + 2 * sharing / chip.bandwidth)
     elif model.copied_bytes:
         reshard = 3 * model.copied_bytes * sharing / chip.bandwidth
@@ -90,7 +93,8 @@ def estimate(model: DecodeModel, sizes: Capacity, demand: Demand, chip: Chip) ->
     )
 
 
-def _link(decode_mesh: DecodeMesh, chip: Chip, group: int) -> Link:
-    """The slowest link inside groups of so many consecutive devices."""
-    hosts = np.array([device.process_index for device in decode_mesh.mesh.devices.flat]).reshape(-1, group)
-    return chip.link if (hosts == hosts[:, :1]).all() else chip.network
+def _link(decode_mesh: DecodeMesh, chip: Chip, group: int) -> tuple[Link, int]:
+    """The slowest link inside groups of so many consecutive devices, and the hops across the widest of them."""
+    groups = decode_mesh.mesh.devices.reshape(-1, group)
+    near = all(len({device.process_index for device in each}) == 1 for each in groups)
+    return chip.link if near else chip.network, max(hops(list(each)) for each in groups)

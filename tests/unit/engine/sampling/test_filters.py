@@ -15,6 +15,7 @@ from scipy.stats import chi2
 
 from lockstep.device.program import without_source_locations
 from lockstep.engine.sampling.sampler import Sampled, SamplingState, active_features, sample
+from lockstep.engine.sampling.shortlist import SIZE
 from lockstep.placement.decode_mesh import make_decode_mesh
 from lockstep.types import SamplingParams
 from tests.sampling_oracle import SLACK, kept, shares, step_of
@@ -193,9 +194,11 @@ def test_a_large_vocabulary_far_from_its_peak() -> None:
 
 
 def test_nothing_sorts_the_vocabulary() -> None:
-    logits = np.zeros((4, VOCAB), np.float32)
+    vocab = 4 * SIZE
+    logits = np.zeros((4, vocab), np.float32)
     params = [SamplingParams(max_new_tokens=1, temperature=1.0, top_k=2, top_p=0.5, min_p=0.1)] * 4
     state = state_of(params, np.zeros((4, 3)))
     text = sampler(1).lower(logits, state, np.zeros(4, np.int32)).compile().as_text()
     text = without_source_locations(text)  # names of functions are no operations
-    assert "while" in text and "sort" not in text.lower() and "topk" not in text.lower()
+    # One selection of the largest for the short list, which XLA makes a sort of when its result is used otherwise.
+    assert "while" in text and text.count('custom_call_target="TopK"') == 1 and " sort(" not in text

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from lockstep.device import Chip, Link
 from lockstep.engine import Engine, EngineConfig
 from lockstep.engine.config import Layout
 from lockstep.engine.sizing import choose as choose_module
+from lockstep.engine.sizing import cost_model
 from lockstep.engine.sizing.cost_model import estimate
 from lockstep.engine.sizing.demand import Demand
 from lockstep.errors import CapacityError
@@ -135,6 +138,20 @@ def test_auto_is_the_best_of_all_layouts(
     got = choose(requests, free)
     assert got.layout == min(every, key=lambda pair: pair[0])[1]
     assert [choice.layout for choice in got.considered] == list(layouts)
+
+
+def test_auto_takes_smaller_groups_where_collectives_are_slow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    link = Link(bandwidth=1e15, latency_s=0.0, hop_s=1e-9)
+    chip = Chip(name="CPU", memory=ROOMY, bandwidth=1e6, flops=1e15, link=link, network=link)
+    monkeypatch.setattr(choose_module, "chip_of", lambda _: chip)
+    monkeypatch.setattr(cost_model, "count_memories", len)  # each device has a memory of its own
+    assert choose(equal_requests(4), ROOMY).layout == {"tensor": 2}
+    slow = tmp_path / "measured.json"
+    head = {"lockstep_calibration": 1, "chip": "CPU", "measured": "never"}
+    slow.write_text(json.dumps(head | {"link": {"hop_s": 10.0}}))
+    got = choose(equal_requests(4), ROOMY, calibration=str(slow))
+    assert got.layout == {"tensor": 1}
+    assert f"predicted with the numbers of CPU and {slow}, at best" in got.describe()
 
 
 def test_auto_on_this_machine() -> None:

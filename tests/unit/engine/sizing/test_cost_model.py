@@ -9,7 +9,7 @@ from lockstep.engine import EngineConfig
 from lockstep.engine.config import Layout
 from lockstep.engine.sizing.cost_model import Estimate, estimate
 from lockstep.engine.sizing.demand import Demand, desired_capacity
-from tests.unit.engine.models import request
+from tests.unit.engine.models import LLAMA, request
 from tests.unit.engine.sizing.made_up import models_on
 
 LINK = Link(bandwidth=1e9, latency_s=1e-6)
@@ -55,3 +55,12 @@ def test_devices_at_one_memory_share_its_bandwidth() -> None:
     # Four CPU devices of this process: one that decodes has the bandwidth that four would share.
     shared, alone = found({"tensor": 1}), found({"tensor": 1, "replicas": 1})
     assert alone.memory_s < shared.memory_s
+
+
+def test_each_hop_of_a_replica_costs_in_every_collective_of_a_step() -> None:
+    far = dataclasses.replace(CHIP, link=dataclasses.replace(LINK, hop_s=1e-3), network=LINK)
+    more = found({"tensor": 2}, far).collectives_s - found({"tensor": 2}).collectives_s
+    # Two all-reduces per layer and one for the embedding go there and back over the one hop, two gathers only there.
+    reductions = 2 * LLAMA.num_layers + 1
+    assert more == pytest.approx((2 * reductions + 2) * 1e-3)
+    assert found({"tensor": 1}, far).collectives_s == 0.0
