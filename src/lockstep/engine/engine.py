@@ -1,20 +1,16 @@
 """The engine: requests in, completions out, on a model that is sharded over the devices of all hosts."""
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from jax.sharding import Mesh
 
 from lockstep.attention import check_cache_dtype
-from lockstep.device import AroundLaunch, Compilation, Compile, Program, compile_lowered, fetch, free_bytes
+from lockstep.device import AroundLaunch, Compilation, Compile, Program, compile_lowered, free_bytes
 from lockstep.engine.config import EngineConfig, tensor_size
 from lockstep.engine.decode_model import DecodeModel
-from lockstep.engine.decoder.copy_pages import copy_pages_arguments
-from lockstep.engine.decoder.decode import decode_arguments
-from lockstep.engine.decoder.prefill import prefill_arguments
-from lockstep.engine.decoder.prompt_logprobs import prompt_logprobs_arguments
+from lockstep.engine.launches import BetweenLaunches, launch_all
 from lockstep.engine.prepare import Prepared, models_for, prepare_programs, signature_of
 from lockstep.engine.sizing.choose import Chooser
 from lockstep.engine.sizing.result import Sizing
@@ -22,12 +18,9 @@ from lockstep.engine.validate import check_requests, repeated
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, Ledger, current, digest, environment
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
-from lockstep.placement import DecodeMesh, make_decode_mesh, place, sources
-from lockstep.schedule import Capacity, CopyPagesBatch, FindStop, PrefillBatch, PromptLogprobsBatch, Scheduler
+from lockstep.placement import DecodeMesh, make_decode_mesh, sources
+from lockstep.schedule import Capacity, FindStop, Scheduler
 from lockstep.types import Completion, Request
-
-type BetweenLaunches = Callable[[Scheduler], None]
-"""Called with the scheduler before each launch; may ``cancel`` sequences or ``abort`` all, the same on every host."""
 
 
 class Engine:
@@ -270,42 +263,15 @@ class Engine:
             if programs.reshard is not None:
                 weights = programs.reshard(sources(weights) if model.lazy else weights)
             pool = programs.new_cache()
-        by_replica = self.decode_mesh.sharding(self.decode_mesh.replica_axes or None)
-        while True:
-            if between_launches is not None:
-                between_launches(scheduler)
-            batch = scheduler.next_batch()
-            if batch is None:
-                break
-            if isinstance(batch, PrefillBatch):
-                with around_launch("prefill"):
-                    pool = programs.prefill(weights, pool, *(place(a, by_replica) for a in prefill_arguments(batch)))
-                continue
-            if isinstance(batch, CopyPagesBatch):
-                assert programs.copy_pages is not None
-                with around_launch("copy_pages"):
-                    pool = programs.copy_pages(pool, *(place(a, by_replica) for a in copy_pages_arguments(batch)))
-                continue
-            if isinstance(batch, PromptLogprobsBatch):
-                assert programs.prompt_logprobs is not None
-                with around_launch("prompt_logprobs"):
-                    found = programs.prompt_logprobs(
-                        weights, pool, *(place(a, by_replica) for a in prompt_logprobs_arguments(batch))
-                    )
-                    results = [fetch(result) for result in found]
-                scheduler.commit_prompt_logprobs(batch, *results)
-                continue
-            with around_launch("decode"):
-                pool, *results = programs.decode(
-                    weights,
-                    pool,
-                    place(np.asarray(batch.num_steps, np.int32), self.decode_mesh.sharding()),
-                    *(place(a, by_replica) for a in decode_arguments(batch)),
-                )
-                results = [fetch(result) for result in results]
-            scheduler.commit(batch, *results)
-            yield
-        pool.delete()
+        return launch_all(
+            programs,
+            weights,
+            pool,
+            scheduler,
+            self.decode_mesh,
+            around_launch=around_launch,
+            between_launches=between_launches,
+        )
 
     def generate(
         self,

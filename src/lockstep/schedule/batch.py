@@ -153,6 +153,18 @@ class DecodeBatch:
     sampling: SamplingBatch
     """The other sampling parameters."""
 
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Returns every array by its name, those of ``sampling`` among them."""
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del own["num_steps"], own["sampling"]
+        return own | self.sampling.arrays()
+
+    def copy(self, num_steps: int) -> "DecodeBatch":
+        """Returns a launch of ``num_steps`` with copies of the arrays."""
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        copies = {name: array.copy() for name, array in own.items() if isinstance(array, np.ndarray)}
+        return DecodeBatch(num_steps=num_steps, sampling=self.sampling.copy(), **copies)
+
     @classmethod
     def empty(cls, capacity: Capacity, num_steps: int) -> "DecodeBatch":
         """Returns a batch whose slots are all idle."""
