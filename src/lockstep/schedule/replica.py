@@ -55,8 +55,8 @@ class Replica:
         """Whether ``sequence`` has a slot and pages for its worst case here."""
         if not self.num_free_slots:
             return False
-        shared = self._prefixes.match(sequence.prefix_keys)
-        return sequence.worst_case_pages(self._page_size) - len(shared) <= self.allocator.num_free
+        missing = sequence.worst_case_pages(self._page_size) - self.allocator.num_free
+        return missing <= 0 or missing <= len(self._prefixes.match(sequence.prefix_keys))
 
     def admit(self, sequence: Sequence) -> None:
         """Gives ``sequence`` a slot and all pages that it can ever need; full pages that others have are shared.

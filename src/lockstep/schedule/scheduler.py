@@ -231,27 +231,28 @@ class Scheduler:
             batch: The batch of the launch.
             results: What each slot sampled.
         """
-        counts, stopped = self._slots.advance(results)
         at = np.nonzero(batch.remaining)
-        ended = stopped[at] | (counts[at] == batch.remaining[at])
-        gone = ended.copy()
-        self._sampled += counts.sum(axis=1)
-        sampled = results.packed.swapaxes(1, 2)  # [replica, slot, part, step]
-        numbers = (part.tolist() for part in (*at, counts[at], stopped[at], ended))
-        for index, (r, slot, count, has_stopped, has_ended) in enumerate(zip(*numbers, strict=True)):
-            sequence = self._by_index[r].slots[slot]
-            assert sequence is not None
-            sequence.extend(sampled[r, slot, :, :count].copy())
-            if has_ended:
-                sequence.finish_reason = FinishReason.STOP if has_stopped else FinishReason.LENGTH
-            if sequence.request.params.stop and self._cut_at_stop(sequence, count):
-                gone[index] = True
-            if gone[index]:
+        sequences: list[Sequence] = self._slots.sequences[at].tolist()
+        looks = self._slots.has_stop_strings[at]
+        counts, stopped = (each[at] for each in self._slots.advance(results))
+        self._sampled += np.bincount(at[0], counts, self.capacity.replicas).astype(np.int64)
+        sampled = results.packed.swapaxes(1, 2)[at]  # [sequence, part, step], a copy
+        for sequence, count, part in zip(sequences, counts.tolist(), sampled, strict=True):
+            sequence.extend(part[:, :count])
+
+        ended = stopped | (counts == batch.remaining[at])
+        for index in np.flatnonzero(ended | looks).tolist():
+            sequence = sequences[index]
+            if ended[index]:
+                sequence.finish_reason = FinishReason.STOP if stopped[index] else FinishReason.LENGTH
+            if looks[index] and self._cut_at_stop(sequence, int(counts[index])):
+                ended[index] = True
+            if ended[index]:
                 self._stopped += sequence.finish_reason is FinishReason.STOP
                 self._release(sequence)
                 self._ended(sequence)
                 self._just_finished.append(sequence)
-        self._slots.clear((at[0][gone], at[1][gone]))
+        self._slots.clear((at[0][ended], at[1][ended]))
 
     def _cut_at_stop(self, sequence: Sequence, new: int) -> bool:
         """Ends a sequence whose last ``new`` tokens complete a stop string; returns whether they do."""

@@ -82,7 +82,7 @@ class Sequence:
         return -(-positions // page_size)
 
     def extend(self, sampled: Int32[np.ndarray, "part token"]) -> None:
-        """Appends the tokens of a launch, a copy of its columns of `DecodeResults`."""
+        """Appends the tokens of a launch: what `DecodeResults` has for the sequence, which must never change."""
         assert self.finish_reason is None
         self._sampled.append(sampled)
         self.num_tokens += sampled.shape[1]

@@ -24,7 +24,11 @@ class DecodeSlots:
         one = dataclasses.replace(capacity, replicas=1, idle_replicas=0, slots=1, sequences=1)
         self._next = DecodeBatch.empty(capacity, 0)
         self._idle = DecodeBatch.empty(one, 0)
-        self._may_stop = np.zeros(self._next.token.shape, bool)
+        self._has_stop_tokens = np.zeros(self._next.token.shape, bool)
+        self.has_stop_strings = np.zeros(self._next.token.shape, bool)
+        """Whether the sequence in each slot has stop strings."""
+        self.sequences = np.full(self._next.token.shape, None, object)
+        """The sequence in each slot, or None."""
 
     @property
     def remaining(self) -> Int[np.ndarray, " sequence"]:
@@ -35,7 +39,7 @@ class DecodeSlots:
     @property
     def may_stop(self) -> bool:
         """Whether a sequence in a slot may end before its last token."""
-        return bool(self._may_stop.any())
+        return bool((self._has_stop_tokens | self.has_stop_strings).any())
 
     def put(self, sequence: Sequence) -> None:
         """Writes a sequence that was given its slot and its pages."""
@@ -48,13 +52,15 @@ class DecodeSlots:
         batch.draw[at] = (params.seed, sequence.request.prompt_id, sequence.generation_id)
         batch.temperature[at] = params.temperature
         batch.sampling.set(at, sequence)
-        self._may_stop[at] = bool(params.stops or params.stop)
+        self._has_stop_tokens[at], self.has_stop_strings[at] = bool(params.stops), bool(params.stop)
+        self.sequences[at] = sequence
 
     def clear(self, at: Slot) -> None:
         """Makes slots idle."""
         for array, idle in zip(self._next.arrays().values(), self._idle.arrays().values(), strict=True):
             array[at] = idle[0, 0]
-        self._may_stop[at] = False
+        self._has_stop_tokens[at] = self.has_stop_strings[at] = False
+        self.sequences[at] = None
 
     def advance(
         self, results: DecodeResults

@@ -1,0 +1,189 @@
+"""What the host does between launches, with a stub in place of the devices.
+
+    .venv/bin/python -m benchmarks.host_cost [--slots 1024] [--replicas 8] [--json PATH]
+
+The engine's own loop runs: scheduler, packing, placing, unpacking. The stub answers with random tokens; its time is
+subtracted. ``steady``: every slot decodes, none begins or ends. ``mixed``: prompts of 16 to 256 tokens, answers of 64 to
+512, one token in 500 ends its answer, four times as many prompts as slots. Work that is done while the devices work
+(`Scheduler.work_ahead`) is in the time per token and not in the time per launch.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sizes = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+sizes.add_argument("--slots", type=int, default=1024, help="sequences decoded at a time, over all replicas")
+sizes.add_argument("--replicas", type=int, default=8, help="replicas, a CPU device each")
+sizes.add_argument("--json", type=Path, help="write the figures to this file")
+ARGUMENTS = sizes.parse_args()
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={ARGUMENTS.replicas}"
+
+import numpy as np
+
+from lockstep.engine.decoder.arguments import pack
+from lockstep.engine.launches import launch_all
+from lockstep.placement import make_decode_mesh, make_mesh
+from lockstep.schedule import Capacity, DecodeBatch, DecodeResults, Scheduler
+from lockstep.types import Request, SamplingParams
+
+GOALS = {"us_per_token": 0.1, "ms_per_launch": 3.0}
+STEPS, PAGE, STOP, VOCAB = 64, 64, 499, 500
+
+
+class Fetched:
+    """An array that was computed, as `device.start_fetch` sees it."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array
+
+    def addressable_data(self, _: int) -> "Fetched":
+        return self
+
+    def copy_to_host_async(self) -> None:
+        pass
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        return self._array
+
+
+class StubPrograms:
+    """Programs that compute nothing: random tokens until a slot has all of its own, or its stop token."""
+
+    copy_pages = prompt_logprobs = None
+
+    def __init__(self, capacity: Capacity) -> None:
+        self.total = self._untaken = 0.0
+        self._rng = np.random.default_rng(0)
+        markers = DecodeBatch.empty(capacity, -7)
+        markers.remaining[:], markers.stop_ids[:] = -8, -9
+        row = pack(markers)[0]
+        self._num_steps, self._remaining, self._stop_ids = (np.flatnonzero(row == mark) for mark in (-7, -8, -9))
+
+    def prefill(self, weights: Any, pool: Any, given: Any) -> Any:
+        return pool
+
+    def decode(self, weights: Any, pool: Any, given: Any) -> tuple[Any, Fetched]:
+        begin = time.thread_time()
+        packed = np.asarray(given)
+        steps = int(packed[0, self._num_steps[0]])
+        remaining, stops = packed[:, self._remaining], packed[:, self._stop_ids]
+        tokens = self._rng.integers(0, VOCAB, (*remaining.shape, STEPS), np.int32)
+        stopped = np.cumsum(tokens == stops[..., None], axis=-1) - (tokens == stops[..., None]) > 0
+        over = np.arange(STEPS) >= np.minimum(remaining, steps)[..., None]
+        tokens[stopped | over] = -1
+        logprobs = self._rng.random(tokens.shape, np.float32)
+        results = Fetched(DecodeResults.of(tokens, logprobs, logprobs).packed)
+        self._untaken += time.thread_time() - begin
+        return pool, results
+
+    def take(self) -> float:
+        """The seconds of the stub since the last call."""
+        seconds, self._untaken = self._untaken, 0.0
+        self.total += seconds
+        return seconds
+
+
+class Clock:
+    """Splits the host's time: between launches, in the stub, and while the devices would work."""
+
+    def __init__(self, stub: StubPrograms, scheduler: Scheduler) -> None:
+        self.between: list[float] = []
+        """The seconds on the critical path from one decode launch to the next."""
+        self._stub, self._ahead = stub, 0.0
+        self._last = time.thread_time()
+        self._work_ahead = scheduler.work_ahead
+        scheduler.work_ahead = self._timed  # type: ignore[method-assign]
+
+    def _timed(self) -> None:
+        begin = time.thread_time()
+        self._work_ahead()
+        self._ahead += time.thread_time() - begin
+
+    @contextlib.contextmanager
+    def around(self, program: str) -> Iterator[None]:
+        yield
+        if program == "decode":
+            now = time.thread_time()
+            self.between.append(now - self._last - self._stub.take() - self._ahead)
+            self._last, self._ahead = now, 0.0
+
+
+def measure(capacity: Capacity, requests: list[Request]) -> dict[str, float]:
+    """The host's time on some requests: per launch and per token."""
+    scheduler, stub = Scheduler(capacity, requests), StubPrograms(capacity)
+    mesh, pool = make_decode_mesh(make_mesh("auto"), 1), SimpleNamespace(delete=lambda: None)
+    clock = Clock(stub, scheduler)
+    begin = time.thread_time()
+    for _ in launch_all(
+        stub,  # type: ignore[arg-type]
+        None,  # type: ignore[arg-type]
+        pool,
+        scheduler,
+        mesh,
+        around_launch=clock.around,
+    ):
+        pass
+    completions = scheduler.completions()
+    seconds = time.thread_time() - begin - stub.total
+    tokens = sum(len(completion.tokens) for completion in completions)
+    return {
+        "us_per_token": 1e6 * seconds / tokens,
+        "ms_per_launch": 1e3 * statistics.median(clock.between),
+        "ms_per_launch_mean": 1e3 * statistics.mean(clock.between),
+        "launches": len(clock.between),
+        "tokens": tokens,
+    }
+
+
+def requests_of(count: int, prompt: tuple[int, int], new: tuple[int, int], **options: Any) -> list[Request]:
+    """Random prompts, their lengths and those of their answers between two numbers each."""
+    rng = np.random.default_rng(0)
+    return [
+        Request(
+            prompt_id=number,
+            prompt_tokens=tuple(rng.integers(0, VOCAB, rng.integers(*prompt, endpoint=True)).tolist()),
+            params=SamplingParams(max_new_tokens=int(rng.integers(*new, endpoint=True)), **options),
+        )
+        for number in range(count)
+    ]
+
+
+def main() -> int:
+    slots, replicas = ARGUMENTS.slots, ARGUMENTS.replicas
+    capacity = Capacity(
+        replicas=replicas, sequences=slots, slots=slots // replicas, page_size=PAGE, pages=1 + slots // replicas * 16,
+        pages_per_sequence=16, prefill_rows=8, steps=STEPS, stop_ids=1,
+    )  # fmt: skip
+    wide = dataclasses.replace(capacity, pages=1 + slots // replicas * 40, pages_per_sequence=40)
+    steady = measure(wide, requests_of(slots, (1, 1), (2048, 2048)))
+    mixed = measure(capacity, requests_of(4 * slots, (16, 256), (64, 512), stop_token_ids=(STOP,)))
+    found = {
+        "slots": slots,
+        "replicas": replicas,
+        "steps": STEPS,
+        "us_per_token": steady["us_per_token"],
+        "ms_per_launch": steady["ms_per_launch"],
+        "tokens": steady["tokens"],
+        **{f"mixed_{name}": value for name, value in mixed.items()},
+    }
+    for name, value in found.items():
+        goal = f"  (goal: at most {GOALS[name]})" if name in GOALS else ""
+        print(f"{name:22} {value:10,.3f}{goal}")
+    if ARGUMENTS.json:
+        ARGUMENTS.json.write_text(json.dumps(found, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
