@@ -6,7 +6,7 @@ import pytest
 
 import lockstep
 from lockstep.callback import InferenceEvalConfig, SampleCallback
-from lockstep.engine import Budget, Engine, EngineConfig
+from lockstep.engine import Engine, EngineConfig, Gate
 from lockstep.placement import make_mesh
 from lockstep.report.trackers import NoopTracker
 from tests import tiny
@@ -89,8 +89,7 @@ def body_engine(hosts):
     with hosts.scope("own budget") as scope:
         # The follower's clock says that the time was over long ago; the leader's decides.
         ticks = iter(range(1000)) if hosts.is_leader else iter(range(0, 10**6, 1000))
-        budget = Budget(scope, 6, clock=lambda: float(next(ticks)))
-        late = engine.generate(model, requests, hosts=hosts, between_launches=budget)
+        late = engine.run(model, requests, gate=Gate(scope, 6, clock=lambda: float(next(ticks))))
         scope.barrier("end")
     gap = lockstep.audit(model, requests, plain, hosts=hosts)
     wrong = [dataclasses.replace(c, logprobs=(*c.logprobs[:-1], c.logprobs[-1] + 0.01)) for c in plain]

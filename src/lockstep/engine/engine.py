@@ -1,7 +1,7 @@
 """The engine: requests in, completions out, on a model that is sharded over the devices of all hosts."""
 
 import contextlib
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -10,6 +10,7 @@ from lockstep.attention import check_cache_dtype
 from lockstep.device import AroundLaunch, Compilation, Compile, Program, compile_lowered, free_bytes
 from lockstep.engine.config import EngineConfig, tensor_size
 from lockstep.engine.decode_model import DecodeModel
+from lockstep.engine.gate import Gate
 from lockstep.engine.launches import BetweenLaunches, launch_all
 from lockstep.engine.prepare import Prepared, models_for, prepare_programs, signature_of
 from lockstep.engine.sizing.choose import Chooser
@@ -163,6 +164,7 @@ class Engine:
         around_launch: AroundLaunch = contextlib.nullcontext,
         find_stop: FindStop | None = None,
         between_launches: BetweenLaunches | None = None,
+        gate: Gate | None = None,
     ) -> list[Completion]:
         """Generates; every host must call it with the same arguments after the same `prepare`.
 
@@ -174,6 +176,8 @@ class Engine:
             find_stop: Finds stop strings, such as ``lockstep.StopFinder(tokenizer)``; needed if a request has any.
             between_launches: Called with the scheduler before each launch, to cancel sequences or to end the run. It
                 must do the same on every host.
+            gate: What holds every host before each launch until all can go on (`Gate`); None where an error between two
+                launches stays on its host, and its peers wait for it in the next one.
 
         Returns:
             Completions in the order of the requests, then of their generations; the same on every host.
@@ -182,10 +186,10 @@ class Engine:
             ConfigError: The model's shapes, dtypes or placement are not those that were prepared for, or a request has
                 stop strings and there is no ``find_stop``.
             CapacityError: A request that was not prepared for does not fit.
+            PeerError: With a ``gate``, something failed on a host between two launches; raised on every host.
         """
-        weights = self._prepared_for(model)
-        scheduler = self._scheduler(requests, find_stop)
-        for _ in self._launches(weights, scheduler, around_launch, between_launches):
+        weights, scheduler = self._begin(model, lambda _: requests, find_stop, gate)
+        for _ in self._launches(weights, scheduler, around_launch, between_launches, gate):
             pass
         return scheduler.completions()
 
@@ -197,6 +201,7 @@ class Engine:
         around_launch: AroundLaunch = contextlib.nullcontext,
         find_stop: FindStop | None = None,
         between_launches: BetweenLaunches | None = None,
+        gate: Gate | None = None,
     ) -> Generator[list[Completion], None, None]:
         """`run` for any number of prompts: they are read as room becomes free, and answers leave as they are complete.
 
@@ -212,6 +217,7 @@ class Engine:
             around_launch: See `run`.
             find_stop: See `run`.
             between_launches: See `run`.
+            gate: See `run`.
 
         Yields:
             After each launch that finished any prompt, all completions of those prompts, in the order of the requests.
@@ -219,9 +225,10 @@ class Engine:
         Raises:
             ConfigError, PromptError, CapacityError: See `prepare` and `run`; raised when the request is read.
         """
-        weights = self._prepared_for(model)
-        scheduler = self._scheduler(_checked(requests, weights.embed.shape[0], self.vocab_size), find_stop)
-        for _ in self._launches(weights, scheduler, around_launch, between_launches):
+        weights, scheduler = self._begin(
+            model, lambda weights: _checked(requests, weights.embed.shape[0], self.vocab_size), find_stop, gate
+        )
+        for _ in self._launches(weights, scheduler, around_launch, between_launches, gate):
             if answered := scheduler.take_answered():
                 yield answered
         if answered := scheduler.take_answered():
@@ -238,16 +245,32 @@ class Engine:
             )
         return weights
 
-    def _scheduler(self, requests: Iterable[Request], find_stop: FindStop | None) -> Scheduler:
-        assert self._built is not None
-        sizing = self._built.sizing
-        return Scheduler(
-            sizing.sizes,
-            requests,
-            find_stop,
-            share_prefixes=self.config.share_prefixes,
-            max_prompts=sizing.max_prompts,
-        )
+    def _begin(
+        self,
+        model: Any,
+        requests: Callable[[DecoderWeights], Iterable[Request]],
+        find_stop: FindStop | None,
+        gate: Gate | None,
+    ) -> tuple[DecoderWeights, Scheduler]:
+        """What comes before the first launch; where a host fails, none launches."""
+        assert self._built is not None, "prepare() comes before run()"
+        sizing, error = self._built.sizing, None
+        try:
+            weights = self._prepared_for(model)
+            scheduler = Scheduler(
+                sizing.sizes,
+                requests(weights),
+                find_stop,
+                share_prefixes=self.config.share_prefixes,
+                max_prompts=sizing.max_prompts,
+            )
+        except Exception as caught:
+            if gate is None:
+                raise
+            error = caught
+        if gate is not None:
+            gate(error, done=True)
+        return weights, scheduler
 
     def _launches(
         self,
@@ -255,6 +278,7 @@ class Engine:
         scheduler: Scheduler,
         around_launch: AroundLaunch,
         between_launches: BetweenLaunches | None,
+        gate: Gate | None,
     ) -> Iterator[None]:
         """Launches until all requests are answered; yields after each launch whose results were committed."""
         assert self._built is not None
@@ -271,6 +295,7 @@ class Engine:
             self.decode_mesh,
             around_launch=around_launch,
             between_launches=between_launches,
+            gate=gate,
         )
 
     def generate(
@@ -309,7 +334,9 @@ class Engine:
             with scope.run_on_all("prepare") as prepared:
                 prepared.agree(self.prepare(read, requests, free=min(measured.shared)))
             with scope.launch_on_all("generate", self.ledger) as generated:
-                completions = self.run(read, requests, find_stop=find_stop, between_launches=between_launches)
+                completions = self.run(
+                    read, requests, find_stop=find_stop, between_launches=between_launches, gate=Gate(scope)
+                )
                 generated.agree({"tokens": digest(repr(completions))})
         return completions
 

@@ -132,8 +132,7 @@ class SamplingBatch:
 
     def copy(self) -> "SamplingBatch":
         """Returns a copy of all arrays."""
-        missing = {field.name: None for field in dataclasses.fields(self)}
-        return SamplingBatch(**missing | {name: array.copy() for name, array in self.arrays().items()})
+        return dataclasses.replace(self, **{name: array.copy() for name, array in self.arrays().items()})
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Returns the arrays of the features that the program has, by field."""
