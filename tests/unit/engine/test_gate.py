@@ -163,7 +163,10 @@ def failing(*_: Any) -> None:
 def test_what_fails_between_launches_fails_the_run_and_leaves_nothing(engine: Engine, model: Any, what: str) -> None:
     requests = [dataclasses.replace(r, params=dataclasses.replace(r.params, stop=("x",))) for r in mixed_requests()]
     given = {"find_stop": find_stop, **({what: failing} if what != "requests" else {})}
-    with pytest.raises(PeerError, match="between launches failed: (ValueError: no such text|ConfigError: prompt_id 0 is used by several)"):
+    with pytest.raises(
+        PeerError,
+        match="between launches failed: (ValueError: no such text|ConfigError: prompt_id 0 is used by several)",
+    ):
         engine.generate(model, requests, **given) if what != "requests" else _stream_twice(engine, model)
     gc.collect()
     live = len(jax.live_arrays())
