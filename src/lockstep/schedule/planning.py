@@ -11,8 +11,8 @@ from lockstep.schedule.replica import Replica
 
 _LAUNCH_COST = 4
 """The cost of a launch besides its steps, in steps: the host's work, gathering the context, the prefill of admitted
-sequences. It is a guess: with true costs of 0.5 to 6, `num_decode_steps` comes within 6 % of the best fixed least
-length at 8 to 64 slots, which is another one each time (benchmarks/admission.py).
+sequences. It is a guess: with true costs of 0.5 to 6, `num_decode_steps` comes within 5 % of the best fixed least
+length at 8 to 256 slots, whether answers stop early or not; that is another one each time (benchmarks/admission.py).
 """
 
 
