@@ -3,12 +3,16 @@
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lockstep.engine.decoder.build import Programs
+from lockstep.engine.gate import Gate
 from lockstep.engine.launches import launch_all
+from lockstep.models import DecoderWeights
 from lockstep.placement import make_decode_mesh
 from lockstep.schedule import DecodeResults, Scheduler
 from lockstep.types import FinishReason
@@ -18,8 +22,6 @@ from tests.unit.schedule.test_scheduler import capacity_of, request
 
 class Notes:
     """Programs, gate, scheduler's work and callback in one list of what happened, in order."""
-
-    prompt_logprobs = copy_pages = None
 
     def __init__(self, **scheduler: Any) -> None:
         self.capacity = capacity_of(slots=2, sequences=2, steps=4)
@@ -35,16 +37,21 @@ class Notes:
 
     def decode(self, weights: Any, pool: Any, given: Any) -> Any:
         self.seen.append("decode")
-        # One word before the slots: token, position, remaining.
+        # One word for the number of steps, then two each, for the two slots, of token, position and remaining.
         steps, remaining = int(given[0, 0]), np.asarray(given)[:, 5:7]
         tokens = np.where(np.arange(4) < np.minimum(remaining, steps)[..., None], 1, -1).astype(np.int32)
         return pool, jnp.asarray(DecodeResults.of(tokens, np.zeros(tokens.shape, np.float32)).packed)
 
-    def gate(self, error: Exception | None, *, done: bool = False) -> FinishReason | None:
-        self.seen.append(f"gate {error or ''}{'done' if done else ''}".strip())
-        if error is not None:
-            raise RuntimeError("known to all") from error
-        return None
+    @property
+    def gate(self) -> Any:
+        """A gate that raises another error for an error."""
+
+        def gate(error: Exception | None, *, done: bool = False) -> None:
+            self.seen.append(f"gate {error or ''}{'done' if done else ''}".strip())
+            if error is not None:
+                raise RuntimeError("known to all") from error
+
+        return mock.Mock(spec=Gate, side_effect=gate)
 
     @contextlib.contextmanager
     def around(self, program: str) -> Iterator[None]:
@@ -52,9 +59,11 @@ class Notes:
         self.seen.append(f"end of {program}")
 
     def run(self, **options: Any) -> None:
-        mesh = make_decode_mesh(mesh_of("1,1,1"), 1)
-        given: Any = (self, None, jnp.zeros(1), self.scheduler, mesh)
-        for _ in launch_all(*given, around_launch=self.around, **options):
+        """The loop, from the first launch to the last."""
+        programs = mock.Mock(spec=Programs, prefill=self.prefill, decode=self.decode)
+        weights, mesh = mock.Mock(spec=DecoderWeights), make_decode_mesh(mesh_of("1,1,1"), 1)
+        options = {"around_launch": self.around, **options}
+        for _ in launch_all(programs, weights, jnp.zeros(1), self.scheduler, mesh, **options):
             self.seen.append("yield")
 
 
@@ -97,7 +106,7 @@ def test_without_a_gate_an_error_is_the_callers() -> None:
 def test_a_reason_to_stop_ends_the_run_with_what_there_is() -> None:
     notes = Notes()
     reasons = iter([None, None, FinishReason.BUDGET])
-    notes.run(gate=lambda *_, **__: next(reasons))
+    notes.run(gate=mock.Mock(spec=Gate, side_effect=reasons))
     assert notes.seen.count("decode") == 1
     assert [(len(c.tokens), c.finish_reason) for c in notes.scheduler.completions()] == [
         (4, FinishReason.BUDGET), (4, FinishReason.BUDGET), (0, FinishReason.BUDGET),
