@@ -10,6 +10,8 @@ prompts as slots, prompts of 16 to 256 tokens, answers of up to 64 to 512, one t
 ``ms_per_launch`` is the median time on the critical path from the end of a launch to the next one: what is done while
 the devices work (`Scheduler.work_ahead`) is left out, what is done before the launches of a prefill is not. Times are
 CPU seconds of the thread, so that other programs on the machine count as little as possible.
+
+``gate_ms``: the gate before each launch (`lockstep.engine.Gate`) between 8 processes on this machine, median wall time.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import contextlib
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -24,18 +27,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import numpy as np
 
+from lockstep.engine import Gate
 from lockstep.engine.decoder.arguments import pack
 from lockstep.engine.launches import launch_all
 from lockstep.placement import make_decode_mesh, make_mesh
 from lockstep.schedule import Capacity, DecodeBatch, DecodeResults, Scheduler
 from lockstep.types import Request, SamplingParams
 
-GOALS = {"us_per_token": 0.1, "ms_per_launch": 3.0}
+GOALS = {"us_per_token": 0.1, "ms_per_launch": 3.0, "gate_ms": 1.5}
 REPLICAS, SLOTS, STEPS, PAGE, STOP, VOCAB = 8, 1024, 64, 64, 499, 500
 
 
@@ -173,14 +177,51 @@ def capacity_of(tokens: int) -> Capacity:
     )
 
 
+def gate_ms(processes: int) -> float:
+    """Milliseconds that a gate takes between processes that all come at once."""
+    root = Path(__file__).resolve().parents[1]
+    command = [sys.executable, str(root / "infra" / "launch.py"), "--backend", "local", "--prefix", "never"]
+    command += ["--processes", str(processes), "--devices_per_process", "1", "--"]
+    command += ["python", "-m", "benchmarks.host_cost", "--worker"]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=root)
+    found = [line for line in run.stdout.splitlines() if line.startswith("gate ")]
+    if run.returncode or not found:
+        raise RuntimeError(f"{processes} processes ended with {run.returncode}:\n{run.stdout}\n{run.stderr}")
+    return float(found[-1].split()[1])
+
+
+def worker() -> int:
+    """One process of `gate_ms`."""
+    from lockstep.hosts import run_main, start
+
+    def run() -> None:
+        hosts, laps = start(), []
+        with hosts.scope("gate") as scope:
+            gate = Gate(scope, 1e9)
+            for _ in range(1000):
+                begin = time.perf_counter()
+                gate(None)
+                laps.append(time.perf_counter() - begin)
+            scope.barrier("end")
+        if hosts.is_leader:
+            print(f"gate {1e3 * statistics.median(laps)}", flush=True)
+
+    run_main(run)
+    return 0
+
+
 def main() -> int:
     """Measure, print, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write one key per row to this file")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    steady = measure(capacity_of(32 * STEPS), requests_of(SLOTS, (1, 1), (32 * STEPS, 32 * STEPS)))
+    if arguments.worker:
+        return worker()
+    steady = measure(capacity_of(1 + 32 * STEPS), requests_of(SLOTS, (1, 1), (32 * STEPS, 32 * STEPS)))
     mixed = measure(capacity_of(768), requests_of(4 * SLOTS, (16, 256), (64, 512), stop_token_ids=(STOP,)))
-    rows = {**steady, **{f"mixed_{name}": value for name, value in mixed.items()}}
+    gate = {"gate_ms": gate_ms(8), "gate_processes": 8}
+    rows = {**steady, **gate, **{f"mixed_{name}": value for name, value in mixed.items()}}
     for name, value in rows.items():
         goal = f"  (goal: at most {GOALS[name]})" if name in GOALS else ""
         print(f"{name:24} {value:14,.3f}{goal}")
