@@ -50,7 +50,7 @@ FAULTS = [
     Fault("out_of_pages", "a prompt can never fit the pages", GOES_ON, "Raise max_pages to at least", 10),
     Fault("out_of_device_memory_on_one_host", "one host has no device memory left", GOES_ON, "memory", 10, True),
     Fault("stop_finder_raises_on_one_host", "a stop string's search raises on one host", GOES_ON, "no text", 30, True),
-    Fault("commit_raises_on_one_host", "results are not taken on one host", GOES_ON, "no room for results", 30),
+    Fault("commit_raises_on_one_host", "taking results raises on one host", GOES_ON, "no room for results", 30),
     Fault("prefill_cannot_be_placed_on_one_host", "one host cannot place a batch", GOES_ON, "no room for a batch", 30),
     Fault("nan_weights", "the weights are not numbers", GOES_ON, "", 30),
     Fault("token_ids_out_of_range", "the tokenizer has ids that the model has not", GOES_ON, "do not match", 10),
