@@ -201,7 +201,7 @@ class Faults:
             self.round(info)
 
     def prefill_cannot_be_placed_on_one_host(self, info):
-        with self.raising(launches_module, "place", "no room for a batch"):
+        with self.raising(launches_module, "place_argument", "no room for a batch"):
             self.round(info)
 
     @contextlib.contextmanager

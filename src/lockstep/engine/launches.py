@@ -12,7 +12,7 @@ from lockstep.engine.decoder.build import Programs
 from lockstep.engine.decoder.prompt_logprobs import unpack_prompt_logprobs
 from lockstep.engine.gate import Gate
 from lockstep.models import DecoderWeights
-from lockstep.placement import DecodeMesh, place
+from lockstep.placement import DecodeMesh, place_argument
 from lockstep.schedule import CopyPagesBatch, DecodeBatch, DecodeResults, PrefillBatch, PromptLogprobsBatch, Scheduler
 
 type BetweenLaunches = Callable[[Scheduler], None]
@@ -54,7 +54,7 @@ def launch_all(
             if between_launches is not None:
                 between_launches(scheduler)
             batch = scheduler.next_batch()
-            given = None if batch is None else place(pack(batch), by_replica, given_away=True)
+            given = None if batch is None else place_argument(pack(batch), by_replica)
         except Exception as caught:
             if gate is None:
                 raise
