@@ -8,11 +8,12 @@ prompts as slots, prompts of 16 to 256 tokens, answers of up to 64 to 512, one t
 
 ``ms_per_launch`` is the median time on the critical path from the end of a launch to the next one, and ``us_per_token``
 the sum of these times over the number of tokens. What is done before the launches of a prefill counts. What is done
-while the devices work (`Scheduler.work_ahead`: completions, reading requests) does not; with the completions of the last
-launch it is ``us_per_token_beside``. Times are CPU seconds of the thread, so that other programs on the machine count as
-little as possible.
+while the devices work (`Scheduler.work_ahead`: completions, reading requests) does not; with the completions of the
+last launch it is ``us_per_token_beside``. Times are CPU seconds of the thread, so that other programs on the machine
+count as little as possible.
 
-``gate_ms``: the gate before each launch (`lockstep.engine.Gate`) between 8 processes on this machine, median wall time.
+``gate_ms``: the gate before each launch (`lockstep.engine.Gate`) between 8 processes on this machine, median wall time;
+``barrier_ms`` and ``exchange_ms``, in turn with it: a barrier alone, and the exchange in which all post and read.
 """
 
 import argparse
@@ -23,7 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -179,34 +180,40 @@ def capacity_of(tokens: int) -> Capacity:
     )
 
 
-def gate_ms(processes: int) -> float:
-    """Milliseconds that a gate takes between processes that all come at once."""
+def between_processes(processes: int) -> dict[str, float]:
+    """Milliseconds that a gate, a barrier and an exchange take between processes that all come at once."""
     root = Path(__file__).resolve().parents[1]
     command = [sys.executable, str(root / "infra" / "launch.py"), "--backend", "local", "--prefix", "never"]
     command += ["--processes", str(processes), "--devices_per_process", "1", "--"]
     command += ["python", "-m", "benchmarks.host_cost", "--worker"]
     run = subprocess.run(command, capture_output=True, text=True, cwd=root)
-    found = [line for line in run.stdout.splitlines() if line.startswith("gate ")]
+    found = [line for line in run.stdout.splitlines() if line.startswith("{")]
     if run.returncode or not found:
         raise RuntimeError(f"{processes} processes ended with {run.returncode}:\n{run.stdout}\n{run.stderr}")
-    return float(found[-1].split()[1])
+    return {"processes": processes, **json.loads(found[-1])}
 
 
 def worker() -> int:
-    """One process of `gate_ms`."""
+    """One process of `between_processes`."""
     from lockstep.hosts import run_main, start
 
     def run() -> None:
-        hosts, laps = start(), []
-        with hosts.scope("gate") as scope:
-            gate = Gate(scope, 1e9)
-            for _ in range(1000):
+        hosts = start()
+        gate = Gate(hosts, 1e9)
+        calls: dict[str, Callable[[], object]] = {
+            "gate_ms": lambda: gate(None),
+            "barrier_ms": lambda: hosts.barrier("barrier"),
+            "exchange_ms": lambda: hosts.agree("exchange", {"launch": "1"}),
+        }
+        laps: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(500):
+            for name, call in calls.items():
+                hosts.barrier("ready")
                 begin = time.perf_counter()
-                gate(None)
-                laps.append(time.perf_counter() - begin)
-            scope.barrier("end")
+                call()
+                laps[name].append(1e3 * (time.perf_counter() - begin))
         if hosts.is_leader:
-            print(f"gate {1e3 * statistics.median(laps)}", flush=True)
+            print(json.dumps({name: statistics.median(each) for name, each in laps.items()}), flush=True)
 
     run_main(run)
     return 0
@@ -222,8 +229,7 @@ def main() -> int:
         return worker()
     steady = measure(capacity_of(1 + 32 * STEPS), requests_of(SLOTS, (1, 1), (32 * STEPS, 32 * STEPS)))
     mixed = measure(capacity_of(768), requests_of(4 * SLOTS, (16, 256), (64, 512), stop_token_ids=(STOP,)))
-    gate = {"gate_ms": gate_ms(8), "gate_processes": 8}
-    rows = {**steady, **gate, **{f"mixed_{name}": value for name, value in mixed.items()}}
+    rows = {**steady, **between_processes(8), **{f"mixed_{name}": value for name, value in mixed.items()}}
     for name, value in rows.items():
         goal = f"  (goal: at most {GOALS[name]})" if name in GOALS else ""
         print(f"{name:24} {value:14,.3f}{goal}")
