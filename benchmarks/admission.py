@@ -1,16 +1,20 @@
 """What the length of decode launches costs while sequences wait: 1,000 mixed requests on a device that only counts.
 
-Run it as ``.venv/bin/python benchmarks/admission.py``. A launch costs ``launch`` steps besides its own, and a prefill
-launch of 512 tokens ``prefill`` steps. Printed: steps that sampled a token, as a part of all steps times slots.
+Run it as ``.venv/bin/python -m benchmarks.admission``. A launch costs ``launch`` steps besides its own, and a prefill
+launch of 512 tokens ``prefill`` steps. Answers are as long as they may be (``stops`` 0), or their lengths are
+distributed exponentially with the mean ``stops``. Printed: steps that sampled a token, as a part of all steps × slots.
 """
 
 import random
 from collections.abc import Callable
 
+import numpy as np
+
 from lockstep.schedule.planning import num_decode_steps
 
 LIMIT = 64
-type Policy = Callable[[list[int], bool, bool], int]
+type Policy = Callable[[list[int], bool, float], int]
+"""Takes what the active sequences have left, whether others wait, and the share of tokens that stopped an answer."""
 
 
 def floor(least: int) -> Policy:
@@ -18,31 +22,38 @@ def floor(least: int) -> Policy:
     return lambda left, waiting, _: min(LIMIT, max(left), max(least, min(left)) if waiting else LIMIT)
 
 
-def share(policy: Policy, slots: int, launch: float, prefill: float, stops: bool) -> float:
+def expected(left: list[int], waiting: bool, stop_rate: float) -> int:
+    """What the scheduler does."""
+    return num_decode_steps(np.array(left), LIMIT, waiting=waiting, stop_rate=stop_rate)
+
+
+def share(policy: Policy, slots: int, launch: float, prefill: float, stops: int) -> float:
     """The useful part of the device's time."""
     rng = random.Random(0)
     waiting = []
     for _ in range(1000):
         pages, most = -(-rng.randint(16, 512) // 16), rng.randint(16, 256)
-        waiting.append((pages, most, min(most, int(rng.expovariate(2 / most)) + 1) if stops else most))
+        waiting.append((pages, most, min(most, int(rng.expovariate(1 / stops)) + 1) if stops else most))
     total, spent, active = sum(true for _, _, true in waiting), 0.0, []
+    stopped, sampled = 0, 0
     while waiting or active:
         new = [waiting.pop() for _ in range(min(len(waiting), slots - len(active)))]
         spent += prefill * -(-sum(pages for pages, _, _ in new) // 32)
         active += [(most, true) for _, most, true in new]
-        steps = policy([most for most, _ in active], bool(waiting), stops)
+        rate = (stopped + 1) / (sampled + LIMIT) if stops else 0.0
+        steps = policy([most for most, _ in active], bool(waiting), rate)
         spent += launch + steps
+        sampled += sum(min(steps, true) for _, true in active)
+        stopped += sum(true <= steps and true < most for most, true in active)
         active = [(most - steps, true - steps) for most, true in active if true > steps]
     return total / (slots * spent)
 
 
 if __name__ == "__main__":
     policies = {f"floor {least}": floor(least) for least in (1, 8, 16, 32, 64)}
-    policies["num_decode_steps"] = lambda left, waiting, stop: num_decode_steps(
-        left, LIMIT, waiting=waiting, may_stop=stop
-    )
+    policies["num_decode_steps"] = expected
     for slots in (8, 64, 256):
         for launch, prefill in ((0.5, 1), (2, 4), (6, 8)):
-            for stops in (False, True):
+            for stops in (0, 20, 100, 1000):
                 shares = (f"{name} {share(each, slots, launch, prefill, stops):.3f}" for name, each in policies.items())
                 print(f"slots {slots}, launch {launch}, prefill {prefill}, stops {stops}:", ", ".join(shares))

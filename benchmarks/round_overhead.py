@@ -186,7 +186,7 @@ def in_memory(count: int, latency_s: float) -> dict[str, float]:
     from lockstep.hosts import Hosts, Ledger, MemoryClient
 
     class NoEngine:
-        """Launches nothing; the scheduler is looked at twice, as in a short round."""
+        """Launches nothing; the gate is passed twice, as in a short round."""
 
         def __init__(self) -> None:
             self.ledger = Ledger()
@@ -197,9 +197,9 @@ def in_memory(count: int, latency_s: float) -> dict[str, float]:
         def prepare(self, model: Any, requests: Any, *, free: int) -> dict[str, str]:
             return {"decode": "x"}
 
-        def run(self, model: Any, requests: Any, *, between_launches: Any, **_: Any) -> list[Any]:
+        def run(self, model: Any, requests: Any, *, gate: Any, **_: Any) -> list[Any]:
             for _ in range(2):
-                between_launches(SimpleNamespace(done=False))
+                gate(None)
             return []
 
     def rounds(client: Any) -> list[tuple[float, int]]:

@@ -19,9 +19,12 @@ import jax.numpy as jnp
 
 from lockstep.callback import InferenceEvalConfig, SampleCallback
 from lockstep.engine import engine as engine_module
+from lockstep.engine import launches as launches_module
 from lockstep.hosts import Ledger
 from lockstep.main.run import RunConfig, train
 from lockstep.report.trackers import NoopTracker
+from lockstep.schedule import Scheduler
+from lockstep.text import StopFinder
 from lockstep.training import OptimizerConfig, TrainerConfig, lm_loss
 from tests import tiny
 from tests.multiprocess.launches import record_launches
@@ -176,6 +179,25 @@ class Faults:
         measure = engine_module.free_bytes
         with mock.patch.object(engine_module, "free_bytes", lambda *a: 1000 if self.odd else measure(*a)):
             self.round(info)
+
+    def stop_finder_raises_on_one_host(self, info):
+        with self.raising(StopFinder, "__call__", "no text"):
+            self.round(info, stop=["zz"])
+
+    def commit_raises_on_one_host(self, info):
+        with self.raising(Scheduler, "commit", "no room for results"):
+            self.round(info)
+
+    def prefill_cannot_be_placed_on_one_host(self, info):
+        with self.raising(launches_module, "place_argument", "no room for a batch"):
+            self.round(info)
+
+    @contextlib.contextmanager
+    def raising(self, owner, name, text):
+        """Makes a function raise on one host."""
+        error = MemoryError(text) if self.odd else None
+        with mock.patch.object(owner, name, side_effect=error, autospec=True) if error else contextlib.nullcontext():
+            yield
 
     def nan_weights(self, info):
         self.round(info, model=jax.tree.map(lambda leaf: leaf * float("nan"), info.model))

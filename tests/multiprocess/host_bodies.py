@@ -247,6 +247,45 @@ def check_left_by_error(results: Results, wait_s: float) -> None:
         assert f"process {last} (last phase 'tokenize (left by ValueError: no such file)' " in found[1]
 
 
+def stopping(hosts: Hosts, wait_s: float) -> list[Any]:
+    """What a process learns at a place that all come to again and again: reasons to stop, or an error."""
+    last, everyone = {hosts.count - 1}, set(range(hosts.count))
+    steps: list[tuple[set[int], set[int], set[int]]] = [
+        # who has an error, who has a reason, who comes late
+        (set(), set(), last),
+        (set(), last, last),
+        (set(), {0}, everyone - {0}),
+        (set(), set(), {0}),
+        (last, set(), last),
+        (last, set(), everyone - last),
+        (everyone, everyone, set()),
+        ({0}, last, set()),
+        (set(), set(), set()),
+    ]
+    found = []
+    with hosts.scope("stopping") as scope:
+        for errors, reasons, late in steps:
+            error = ValueError(f"no text {hosts.index}") if hosts.index in errors else None
+            reason = f"reason {hosts.index}" if hosts.index in reasons else None
+            time.sleep(wait_s / 4 if hosts.index in late else 0)
+            learned = set[str]()
+            failed = caught(lambda e=error, r=reason, learned=learned: learned.update(scope.reasons_to_stop("x", e, r)))
+            found.append(failed or sorted(learned))
+        scope.barrier("end")
+    return found
+
+
+def check_stopping(results: Results, wait_s: float) -> None:
+    last = len(results) - 1
+    for index, found in enumerate(results):
+        assert found[:4] == [[], [f"reason {last}"], ["reason 0"], []] and found[8] == []
+        for failed, who in zip(found[4:8], ({last}, {last}, set(range(last + 1)), {0}), strict=True):
+            assert failed[0] == PeerError.__name__ and failed[2] == ("ValueError" if index in who else "NoneType")
+            assert [f"process {i}: ValueError: no text {i}" in failed[1] for i in range(last + 1)] == [
+                i in who for i in range(last + 1)
+            ]
+
+
 class CountedClient:
     """The client of a channel, with a count of what it is asked for."""
 
@@ -269,6 +308,7 @@ def requests(hosts: Hosts, wait_s: float) -> dict[str, Any]:
         "gather": lambda scope: scope.gather("x", bytes(1000)),
         "agree": lambda scope: scope.agree("x", {"tokens": "0" * 64, "ledger": "1" * 64}),
         "phase": lambda scope: fail(scope, "x", None),
+        "gate": lambda scope: scope.reasons_to_stop("x", None),
     }
     found: dict[str, Any] = {}
     for name, call in calls.items():
@@ -290,7 +330,7 @@ def check_requests(results: Results, wait_s: float) -> None:
     print(f"{len(results)} processes, median ms: { {name: one['ms'] for name, one in results[0].items()} }")
     for index, result in enumerate(results):
         asked = {name: one["requests"] for name, one in result.items()}
-        assert asked["barrier"] == {"barrier": 1}
+        assert asked["barrier"] == asked["gate"] == {"barrier": 1}
         for name in ("agree", "phase"):
             assert asked[name] == {"set": 1, "barrier": 1, "get_dir": 1}, (name, asked[name])
         assert asked["broadcast"] == ({"set": 1} if index == 0 else {"get": 1})
@@ -309,5 +349,6 @@ BEHAVIOURS: dict[str, tuple[Callable[[Hosts, float], Any], Callable[[Results, fl
     "who is late is named with its phase": (late, check_late),
     "who left by an error is named with it": (left_by_error, check_left_by_error),
     "a call is one wait": (requests, check_requests),
+    "reasons to stop are known to all": (stopping, check_stopping),
 }
 """By name: what every process runs, given how long the waits last that end in a time-out, and its check."""

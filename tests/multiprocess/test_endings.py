@@ -1,12 +1,14 @@
 """Stop strings, budget, cancel and audit on two processes: the same on both, and training bit for bit untouched."""
 
 import dataclasses
+import re
 
 import pytest
 
 import lockstep
 from lockstep.callback import InferenceEvalConfig, SampleCallback
-from lockstep.engine import Budget, Engine, EngineConfig
+from lockstep.engine import Engine, EngineConfig, Gate
+from lockstep.errors import PeerError
 from lockstep.placement import make_mesh
 from lockstep.report.trackers import NoopTracker
 from tests import tiny
@@ -89,15 +91,27 @@ def body_engine(hosts):
     with hosts.scope("own budget") as scope:
         # The follower's clock says that the time was over long ago; the leader's decides.
         ticks = iter(range(1000)) if hosts.is_leader else iter(range(0, 10**6, 1000))
-        budget = Budget(scope, 6, clock=lambda: float(next(ticks)))
-        late = engine.generate(model, requests, hosts=hosts, between_launches=budget)
+        late = engine.run(model, requests, gate=Gate(scope, 6, clock=lambda: float(next(ticks))))
         scope.barrier("end")
+
+    def fail(scheduler):
+        if hosts.index == 1 and any(scheduler.counts.tokens):
+            raise ValueError("no such view")
+
+    try:
+        engine.generate(model, requests, hosts=hosts, between_launches=fail)
+        failed = ""
+    except PeerError as error:
+        failed = str(error)
+    again = engine.generate(model, requests, hosts=hosts)
     gap = lockstep.audit(model, requests, plain, hosts=hosts)
     wrong = [dataclasses.replace(c, logprobs=(*c.logprobs[:-1], c.logprobs[-1] + 0.01)) for c in plain]
     return {
         "plain": [dataclasses.asdict(c) for c in plain],
         "cancelled": [dataclasses.asdict(c) for c in cancelled],
         "late": [dataclasses.asdict(c) for c in late],
+        "failed": failed,
+        "again": again == plain,
         "gap": gap,
         "wrong gap": lockstep.audit(model, requests, wrong, hosts=hosts),
         "ledger": str(engine.ledger),
@@ -152,6 +166,8 @@ def test_in_the_engine(results):
     assert leader == follower
     assert leader["gap"] <= 1e-5
     assert abs(leader["wrong gap"] - 0.01) <= 1e-5
+    text = r"1 of 2 processes failed at 'generate#\d+/between launches'. process 1: ValueError: no such view"
+    assert re.fullmatch(text, leader["failed"]) and leader["again"]
     plain = leader["plain"]
     for name, reason in (("cancelled", "cancelled"), ("late", "budget")):
         ended = [c for c in leader[name] if c["finish_reason"] == reason]

@@ -16,7 +16,7 @@ from lockstep.batch_inference.job_progress import Meter
 from lockstep.batch_inference.prompt_store import PromptStore
 from lockstep.batch_inference.row_files import RowFile
 from lockstep.batch_inference.shard import Batch, JobShape, batches, prompts_per_batch
-from lockstep.engine import Engine
+from lockstep.engine import Engine, Gate
 from lockstep.hosts import Hosts, Watchdog, digest, environment, leader_only
 from lockstep.report import Metric, SampleRow, load_metrics, measure
 from lockstep.schedule import Scheduler
@@ -177,11 +177,12 @@ class Generator:
         first = self._requests(dataclasses.replace(work, prompts=work.prompts[: self.batch_prompts]))
         if not self.lockstep:  # this host's devices alone: no program of its spans hosts
             engine.prepare(self._model, first, free=self._free)
-            return self._launch(engine, work, meter)
+            return self._launch(engine, work, meter, None)
 
-        with self._hosts.scope("round") as scope, scope.run_on_all("prepare") as prepared:
-            prepared.agree({"prompts": digest(repr(work)), **engine.prepare(self._model, first, free=self._free)})
-        return self._launch(engine, work, meter)
+        with self._hosts.scope("round") as scope:
+            with scope.run_on_all("prepare") as prepared:
+                prepared.agree({"prompts": digest(repr(work)), **engine.prepare(self._model, first, free=self._free)})
+            return self._launch(engine, work, meter, Gate(scope))
 
     def _batch(self, answers: Answers, meter: Meter | None) -> list[Completion]:
         """The next answers, of about a batch of prompts; none when all are answered.
@@ -210,7 +211,7 @@ class Generator:
             meter.pause()
         return found
 
-    def _launch(self, engine: Engine, work: Batch, meter: Meter | None) -> Answers:
+    def _launch(self, engine: Engine, work: Batch, meter: Meter | None, gate: Gate | None) -> Answers:
         def look(scheduler: Scheduler) -> None:
             if meter is None:
                 return
@@ -229,6 +230,7 @@ class Generator:
             around_launch=self._watchdog.watch_launch,
             find_stop=self._find_stop,
             between_launches=look,
+            gate=gate,
         )
 
     def _rows(self, round_: int, completions: Sequence[Completion]) -> list[SampleRow]:

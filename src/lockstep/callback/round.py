@@ -7,7 +7,7 @@ from typing import Any
 
 from lockstep.callback.round_prompts import RoundPrompts, from_bytes, to_bytes
 from lockstep.device import used_bytes
-from lockstep.engine import Auditor, Budget, Engine
+from lockstep.engine import Auditor, Engine, Gate
 from lockstep.hosts import Hosts, Watchdog, digest, environment
 from lockstep.schedule import FindStop
 from lockstep.text import Prompt
@@ -111,16 +111,14 @@ def run_round(
         _end(hosts)
         return None
 
-    budget = Budget(hosts, max_seconds)
+    gate = Gate(hosts, max_seconds)
     with hosts.launch_on_all("generate", ready.ledger) as generated:
-        completions = ready.run(
-            model, requests, around_launch=watchdog.watch_launch, find_stop=find_stop, between_launches=budget
-        )
+        completions = ready.run(model, requests, around_launch=watchdog.watch_launch, find_stop=find_stop, gate=gate)
         generated.agree({"tokens": digest(repr(completions))})
     clock.lap("generate")
 
     gap: float | None = None
-    if auditing is not None and not budget.preempted:
+    if auditing is not None and not gate.preempted:
         with hosts.launch_on_all("audit", ready.ledger) as audited:
             gap = auditing.run(model, requests, completions, around_launch=watchdog.watch_launch)
             audited.agree({"logprob_gap": repr(gap)})
@@ -128,7 +126,7 @@ def run_round(
 
     _end(hosts)
     clock.lap("barrier")
-    if budget.preempted:
+    if gate.preempted:
         return None
     memory["after"] = used_bytes()
     return RoundResult(

@@ -18,3 +18,4 @@ from lockstep.device.program import Compilation as Compilation
 from lockstep.device.program import Program as Program
 from lockstep.device.program import compile_program as compile_program
 from lockstep.device.program import fetch as fetch
+from lockstep.device.program import start_fetch as start_fetch

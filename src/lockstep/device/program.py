@@ -159,4 +159,15 @@ def _devices(mesh: Mesh) -> str:
 
 def fetch(replicated: jax.Array) -> np.ndarray:
     """Waits for an array that is replicated on every device, and copies it to the host."""
-    return np.asarray(replicated.addressable_data(0))
+    return start_fetch(replicated)()
+
+
+def start_fetch(replicated: jax.Array) -> Callable[[], np.ndarray]:
+    """Begins to copy an array that is replicated on every device to the host, as soon as it is computed.
+
+    Returns:
+        A function that waits for the copy and returns it.
+    """
+    local = replicated.addressable_data(0)
+    local.copy_to_host_async()
+    return lambda: np.asarray(local)

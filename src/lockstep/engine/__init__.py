@@ -2,11 +2,11 @@
 
 from lockstep.engine.audit import Auditor as Auditor
 from lockstep.engine.audit import audit as audit
-from lockstep.engine.budget import Budget as Budget
 from lockstep.engine.capacity_fields import CapacityFields as CapacityFields
 from lockstep.engine.config import EngineConfig as EngineConfig
 from lockstep.engine.config import layout_text as layout_text
 from lockstep.engine.decode_model import DecodeModel as DecodeModel
 from lockstep.engine.engine import Engine as Engine
+from lockstep.engine.gate import Gate as Gate
 from lockstep.engine.sampling.sampler import never_used as never_used
 from lockstep.engine.sizing.result import Sizing as Sizing

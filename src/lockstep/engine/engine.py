@@ -4,17 +4,14 @@ import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from jax.sharding import Mesh
 
 from lockstep.attention import check_cache_dtype
-from lockstep.device import AroundLaunch, Compilation, Compile, Program, compile_lowered, fetch, free_bytes
+from lockstep.device import AroundLaunch, Compilation, Compile, Program, compile_lowered, free_bytes
 from lockstep.engine.config import EngineConfig, tensor_size
 from lockstep.engine.decode_model import DecodeModel
-from lockstep.engine.decoder.copy_pages import copy_pages_arguments
-from lockstep.engine.decoder.decode import decode_arguments
-from lockstep.engine.decoder.prefill import prefill_arguments
-from lockstep.engine.decoder.prompt_logprobs import prompt_logprobs_arguments
+from lockstep.engine.gate import Gate
+from lockstep.engine.launches import BetweenLaunches, launch_all
 from lockstep.engine.prepare import Prepared, models_for, prepare_programs, signature_of
 from lockstep.engine.sizing.choose import Chooser
 from lockstep.engine.sizing.result import Sizing
@@ -22,12 +19,9 @@ from lockstep.engine.validate import check_requests, repeated
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, Ledger, current, digest, environment
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
-from lockstep.placement import DecodeMesh, make_decode_mesh, place, sources
-from lockstep.schedule import Capacity, CopyPagesBatch, FindStop, PrefillBatch, PromptLogprobsBatch, Scheduler
+from lockstep.placement import DecodeMesh, make_decode_mesh, sources
+from lockstep.schedule import Capacity, FindStop, Scheduler
 from lockstep.types import Completion, Request
-
-type BetweenLaunches = Callable[[Scheduler], None]
-"""Called with the scheduler before each launch; may ``cancel`` sequences or ``abort`` all, the same on every host."""
 
 
 class Engine:
@@ -170,6 +164,7 @@ class Engine:
         around_launch: AroundLaunch = contextlib.nullcontext,
         find_stop: FindStop | None = None,
         between_launches: BetweenLaunches | None = None,
+        gate: Gate | None = None,
     ) -> list[Completion]:
         """Generates; every host must call it with the same arguments after the same `prepare`.
 
@@ -181,6 +176,8 @@ class Engine:
             find_stop: Finds stop strings, such as ``lockstep.StopFinder(tokenizer)``; needed if a request has any.
             between_launches: Called with the scheduler before each launch, to cancel sequences or to end the run. It
                 must do the same on every host.
+            gate: What holds every host before each launch until all can go on (`Gate`); None where an error between two
+                launches stays on its host, and its peers wait for it in the next one.
 
         Returns:
             Completions in the order of the requests, then of their generations; the same on every host.
@@ -189,10 +186,10 @@ class Engine:
             ConfigError: The model's shapes, dtypes or placement are not those that were prepared for, or a request has
                 stop strings and there is no ``find_stop``.
             CapacityError: A request that was not prepared for does not fit.
+            PeerError: With a ``gate``, something failed on a host between two launches; raised on every host.
         """
-        weights = self._prepared_for(model)
-        scheduler = self._scheduler(requests, find_stop)
-        for _ in self._launches(weights, scheduler, around_launch, between_launches):
+        weights, scheduler = self._begin(model, lambda _: requests, find_stop, gate)
+        for _ in self._launches(weights, scheduler, around_launch, between_launches, gate):
             pass
         return scheduler.completions()
 
@@ -204,6 +201,7 @@ class Engine:
         around_launch: AroundLaunch = contextlib.nullcontext,
         find_stop: FindStop | None = None,
         between_launches: BetweenLaunches | None = None,
+        gate: Gate | None = None,
     ) -> Generator[list[Completion], None, None]:
         """`run` for any number of prompts: they are read as room becomes free, and answers leave as they are complete.
 
@@ -219,6 +217,7 @@ class Engine:
             around_launch: See `run`.
             find_stop: See `run`.
             between_launches: See `run`.
+            gate: See `run`.
 
         Yields:
             After each launch that finished any prompt, all completions of those prompts, in the order of the requests.
@@ -226,9 +225,10 @@ class Engine:
         Raises:
             ConfigError, PromptError, CapacityError: See `prepare` and `run`; raised when the request is read.
         """
-        weights = self._prepared_for(model)
-        scheduler = self._scheduler(_checked(requests, weights.embed.shape[0], self.vocab_size), find_stop)
-        for _ in self._launches(weights, scheduler, around_launch, between_launches):
+        weights, scheduler = self._begin(
+            model, lambda weights: _checked(requests, weights.embed.shape[0], self.vocab_size), find_stop, gate
+        )
+        for _ in self._launches(weights, scheduler, around_launch, between_launches, gate):
             if answered := scheduler.take_answered():
                 yield answered
         if answered := scheduler.take_answered():
@@ -245,16 +245,32 @@ class Engine:
             )
         return weights
 
-    def _scheduler(self, requests: Iterable[Request], find_stop: FindStop | None) -> Scheduler:
-        assert self._built is not None
-        sizing = self._built.sizing
-        return Scheduler(
-            sizing.sizes,
-            requests,
-            find_stop,
-            share_prefixes=self.config.share_prefixes,
-            max_prompts=sizing.max_prompts,
-        )
+    def _begin(
+        self,
+        model: Any,
+        requests: Callable[[DecoderWeights], Iterable[Request]],
+        find_stop: FindStop | None,
+        gate: Gate | None,
+    ) -> tuple[DecoderWeights, Scheduler]:
+        """What comes before the first launch; where a host fails, none launches."""
+        assert self._built is not None, "prepare() comes before run()"
+        sizing, error = self._built.sizing, None
+        try:
+            weights = self._prepared_for(model)
+            scheduler = Scheduler(
+                sizing.sizes,
+                requests(weights),
+                find_stop,
+                share_prefixes=self.config.share_prefixes,
+                max_prompts=sizing.max_prompts,
+            )
+        except Exception as caught:
+            if gate is None:
+                raise
+            error = caught
+        if gate is not None:
+            gate(error, done=True)
+        return weights, scheduler
 
     def _launches(
         self,
@@ -262,6 +278,7 @@ class Engine:
         scheduler: Scheduler,
         around_launch: AroundLaunch,
         between_launches: BetweenLaunches | None,
+        gate: Gate | None,
     ) -> Iterator[None]:
         """Launches until all requests are answered; yields after each launch whose results were committed."""
         assert self._built is not None
@@ -270,42 +287,16 @@ class Engine:
             if programs.reshard is not None:
                 weights = programs.reshard(sources(weights) if model.lazy else weights)
             pool = programs.new_cache()
-        by_replica = self.decode_mesh.sharding(self.decode_mesh.replica_axes or None)
-        while True:
-            if between_launches is not None:
-                between_launches(scheduler)
-            batch = scheduler.next_batch()
-            if batch is None:
-                break
-            if isinstance(batch, PrefillBatch):
-                with around_launch("prefill"):
-                    pool = programs.prefill(weights, pool, *(place(a, by_replica) for a in prefill_arguments(batch)))
-                continue
-            if isinstance(batch, CopyPagesBatch):
-                assert programs.copy_pages is not None
-                with around_launch("copy_pages"):
-                    pool = programs.copy_pages(pool, *(place(a, by_replica) for a in copy_pages_arguments(batch)))
-                continue
-            if isinstance(batch, PromptLogprobsBatch):
-                assert programs.prompt_logprobs is not None
-                with around_launch("prompt_logprobs"):
-                    found = programs.prompt_logprobs(
-                        weights, pool, *(place(a, by_replica) for a in prompt_logprobs_arguments(batch))
-                    )
-                    results = [fetch(result) for result in found]
-                scheduler.commit_prompt_logprobs(batch, *results)
-                continue
-            with around_launch("decode"):
-                pool, *results = programs.decode(
-                    weights,
-                    pool,
-                    place(np.asarray(batch.num_steps, np.int32), self.decode_mesh.sharding()),
-                    *(place(a, by_replica) for a in decode_arguments(batch)),
-                )
-                results = [fetch(result) for result in results]
-            scheduler.commit(batch, *results)
-            yield
-        pool.delete()
+        return launch_all(
+            programs,
+            weights,
+            pool,
+            scheduler,
+            self.decode_mesh,
+            around_launch=around_launch,
+            between_launches=between_launches,
+            gate=gate,
+        )
 
     def generate(
         self,
@@ -343,7 +334,9 @@ class Engine:
             with scope.run_on_all("prepare") as prepared:
                 prepared.agree(self.prepare(read, requests, free=min(measured.shared)))
             with scope.launch_on_all("generate", self.ledger) as generated:
-                completions = self.run(read, requests, find_stop=find_stop, between_launches=between_launches)
+                completions = self.run(
+                    read, requests, find_stop=find_stop, between_launches=between_launches, gate=Gate(scope)
+                )
                 generated.agree({"tokens": digest(repr(completions))})
         return completions
 

@@ -13,9 +13,16 @@ from jax._src.distributed import global_state
 
 from lockstep.errors import HostError
 
+FAIL_BARRIER_S = 10.0
+"""Seconds that the service may take to say that a barrier has failed."""
+
 
 class ServiceGoneError(HostError):
     """The coordination service no longer answers: process 0, which runs it, has ended."""
+
+
+class BarrierFailedError(HostError):
+    """A process has made this barrier fail for all (`Client.fail_barrier`)."""
 
 
 class Client(Protocol):
@@ -43,7 +50,14 @@ class Client(Protocol):
         """Remove the key and the directory of this name, where they exist."""
 
     def barrier(self, name: str, timeout_s: float) -> None:
-        """Return once every process has called it with this name; TimeoutError on all of them when one does not."""
+        """Return once every process has called it with this name; TimeoutError on all of them when one does not.
+
+        A name can be used again: the k-th calls of all processes belong together. BarrierFailedError on every process
+        where one calls `fail_barrier` in place of this.
+        """
+
+    def fail_barrier(self, name: str) -> None:
+        """Take part in a barrier so that it fails on every process, also on those that come later; does not wait."""
 
 
 class JaxClient:
@@ -86,8 +100,21 @@ class JaxClient:
             self._client.key_value_delete(key_or_prefix.rstrip("/"))
 
     def barrier(self, name: str, timeout_s: float) -> None:
+        self._wait_at_barrier(name, timeout_s, None)
+
+    def fail_barrier(self, name: str) -> None:
+        # The service fails a barrier for all where a process says that others than all take part in it.
+        with contextlib.suppress(BarrierFailedError):
+            self._wait_at_barrier(name, FAIL_BARRIER_S, [(self.index + 1) % self.count])
+
+    def _wait_at_barrier(self, name: str, timeout_s: float, processes: list[int] | None) -> None:
         with _ServiceErrors(name):
-            self._client.wait_at_barrier(name, _milliseconds(timeout_s))
+            try:
+                self._client.wait_at_barrier(name, _milliseconds(timeout_s), process_ids=processes)
+            except jax.errors.JaxRuntimeError as error:
+                if "INVALID_ARGUMENT" in str(error):
+                    raise BarrierFailedError(f"a process made the barrier {name!r} fail") from error
+                raise
 
 
 class _ServiceErrors:
@@ -132,6 +159,7 @@ class MemoryClient:
         self.index = index
         self.count = count
         self._store = store
+        self._uses: collections.Counter[str] = collections.Counter()
 
     @classmethod
     def hub(cls, count: int) -> list["MemoryClient"]:
@@ -168,17 +196,28 @@ class MemoryClient:
     def barrier(self, name: str, timeout_s: float) -> None:
         if self.count == 1:
             return
-        store = self._store
+        store, use = self._store, self._next_use(name)
         with store.lock:
-            arrived = store.arrived[name]
+            arrived = store.arrived[use]
             arrived.add(self.index)
             if len(arrived) == self.count:
-                store.wake(name)
-            elif not store.wait(name, lambda: len(arrived) == self.count or name in store.broken, timeout_s):
-                store.broken.add(name)  # as in the service: one time-out ends the barrier for all
-                store.wake(name)
-            if name in store.broken:
-                raise TimeoutError(f"barrier {name!r}: {len(arrived)} of {self.count} arrived")
+                store.wake(use)
+            elif not store.wait(use, lambda: len(arrived) == self.count or use in store.ended, timeout_s):
+                # As in the service: one time-out ends the barrier for all.
+                store.ended[use] = TimeoutError(f"barrier {name!r}: {len(arrived)} of {self.count} arrived")
+                store.wake(use)
+            if use in store.ended:
+                raise type(store.ended[use])(*store.ended[use].args)
+
+    def fail_barrier(self, name: str) -> None:
+        use = self._next_use(name)
+        with self._store.lock:
+            self._store.ended.setdefault(use, BarrierFailedError(f"barrier {name!r} failed"))
+            self._store.wake(use)
+
+    def _next_use(self, name: str) -> str:
+        self._uses[name] += 1
+        return f"{name}::{self._uses[name]}"
 
 
 class _Store:
@@ -189,7 +228,7 @@ class _Store:
         self.lock = threading.Lock()
         self.values: dict[str, bytes] = {}
         self.arrived: collections.defaultdict[str, set[int]] = collections.defaultdict(set)
-        self.broken: set[str] = set()
+        self.ended: dict[str, Exception] = {}
         self._changed: dict[str, threading.Condition] = {}
 
     def wait(self, name: str, until: Callable[[], bool], timeout_s: float) -> bool:

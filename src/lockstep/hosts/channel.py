@@ -25,15 +25,20 @@ class Channel:
         # deletes) them: a completed barrier proves that all have left every earlier operation.
         self._keys_to_delete: list[str] = []
 
-    def barrier(self, key: str, timeout_s: float) -> None:
+    def barrier(self, key: str, timeout_s: float, name: str | None = None) -> None:
         """Wait until every process is here; the leader then deletes the keys of earlier operations.
+
+        Args:
+            key: The key that errors name.
+            timeout_s: The seconds to wait for the other processes.
+            name: The barrier's name at the service, which may be used again; None for the key.
 
         Raises:
             HostTimeoutError: Not all came within ``timeout_s``; names the missing ones and their last phase.
         """
         self.heartbeat.wait_at(key)
         try:
-            self.client.barrier(key, timeout_s)
+            self.client.barrier(key if name is None else name, timeout_s)
         except TimeoutError as error:
             raise self._timeout_error("barrier", key, timeout_s, None) from error
         keys, self._keys_to_delete = self._keys_to_delete, []

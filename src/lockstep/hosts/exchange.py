@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from lockstep.errors import DisagreementError, HostError, PeerError
+from lockstep.hosts._client import BarrierFailedError
 from lockstep.hosts.channel import Channel
 
 SHOWN_CHARACTERS = 80
@@ -153,6 +154,40 @@ def all_min(channel: Channel, key: str, value: int, timeout_s: float) -> int:
     return min(channel.exchange(key, value, timeout_s, _number))
 
 
+def reasons_to_stop(
+    channel: Channel, key: str, number: int, error: Exception | None, reason: str | None, timeout_s: float
+) -> set[str]:
+    """Return when every process is here, and their reasons to stop: one barrier, and no keys, while there are none.
+
+    A process with an error or a reason makes the barrier fail for all, and then all exchange what they have.
+
+    Args:
+        channel: This process's end of the service.
+        key: The key of these calls, the same on every process.
+        number: The number of the call.
+        error: What went wrong on this process, or None.
+        reason: Why this process wants all to stop, or None.
+        timeout_s: The seconds to wait for the other processes.
+
+    Raises:
+        PeerError: At least one process has an error.
+        HostTimeoutError: Not all came within ``timeout_s``; names the missing ones and their last phase.
+    """
+    own = [None if error is None else error_text(error), reason]
+    if own == [None, None]:
+        try:
+            if channel.client.count > 1:
+                channel.barrier(f"{key}/{number}", timeout_s, name=key)
+            return set()
+        except BarrierFailedError:
+            pass
+    elif channel.client.count > 1:
+        channel.client.fail_barrier(key)
+    outcomes = channel.exchange(f"{key}/{number}", own, timeout_s, _outcome)
+    raise_if_any_failed(key, [failed for failed, _ in outcomes], error)
+    return {reason for _, reason in outcomes if reason is not None}
+
+
 def raise_if_any_failed(key: str, errors: Sequence[str | None], cause: BaseException | None) -> None:
     """Raise the same error on every process where at least one of them failed.
 
@@ -223,6 +258,11 @@ def _shorten(value: str) -> str:
 
 def _mapping(value: object) -> dict[str, str]:
     assert isinstance(value, dict)
+    return value
+
+
+def _outcome(value: object) -> list[str | None]:
+    assert isinstance(value, list) and len(value) == 2
     return value
 
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 
 import jax
 
-from lockstep.errors import HostError
+from lockstep.errors import HostError, PeerError
 from lockstep.hosts._client import Client
 from lockstep.hosts.channel import Channel
-from lockstep.hosts.exchange import agree, all_min, broadcast, broadcast_from_leader, gather
+from lockstep.hosts.exchange import agree, all_min, broadcast, broadcast_from_leader, gather, reasons_to_stop
 from lockstep.hosts.heartbeat import wait_for_missing
 from lockstep.hosts.ledger import Ledger
 from lockstep.hosts.phase import Phase
@@ -161,6 +161,8 @@ class Hosts:
         error: Exception | None = None
         try:
             yield phase
+        except PeerError:
+            raise  # every process has it already
         except Exception as caught:
             error = caught
         phase.end(self._channel, self._key(name), error, ledger, self.timeout_s)
@@ -206,6 +208,24 @@ class Hosts:
             HostTimeoutError: Not all came in time; names the missing ones and their last phase.
         """
         return all_min(self._channel, self._key(name), value, self.timeout_s)
+
+    def reasons_to_stop(self, name: str, error: Exception | None, reason: str | None = None) -> set[str]:
+        """Return when every process is here, and why any of them wants all to stop: nothing while they can go on.
+
+        It is made to be called often, with the same name: it costs one barrier, and nothing in a job of one process.
+
+        Args:
+            name: The name of the place, the same on every process.
+            error: What went wrong on this process, or None.
+            reason: Why this process wants all to stop, or None.
+
+        Raises:
+            PeerError: At least one process has an error; the same text on every process, its own error is the cause.
+            HostTimeoutError: Not all came in time; names the missing ones and their last phase.
+        """
+        key = f"{self._prefix}/{name}"
+        self._uses[key] += 1
+        return reasons_to_stop(self._channel, key, self._uses[key], error, reason, self.timeout_s)
 
     def broadcast_from_leader(self, name: str, work: Callable[[], bytes]) -> bytes:
         """Do ``work`` on the leader alone and return on every process what it returned, of any length.

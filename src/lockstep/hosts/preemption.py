@@ -2,6 +2,7 @@
 
 import contextlib
 import signal
+import time
 
 from lockstep.errors import HostError
 from lockstep.hosts._client import Client
@@ -9,6 +10,8 @@ from lockstep.hosts._client import Client
 DIRECTORY = "lockstep/preempted"
 JAX_NOTICE = "RECEIVED_PREEMPTION_NOTICE"
 """The key under which JAX's preemption service, where it runs, shows all processes that one of them got a SIGTERM."""
+LOOK_S = 1.0
+"""Seconds between two looks at that key: `Preemption.requested` is called before each launch."""
 
 
 class Preemption:
@@ -21,6 +24,7 @@ class Preemption:
     def __init__(self, client: Client):
         self._client = client
         self._published = False
+        self._next_look = 0.0
         self.signal: int | None = None
         """The signal that asked this process to end, or None."""
 
@@ -37,8 +41,11 @@ class Preemption:
 
     def requested(self) -> bool:
         """Return whether this process is asked to end. The leader reads JAX's notice, and notes it as a SIGTERM."""
-        if self.signal is None and self._client.index == 0 and self._client.peek(JAX_NOTICE) is not None:
-            self.note(signal.SIGTERM)
+        now = time.monotonic()
+        if self.signal is None and self._client.index == 0 and now >= self._next_look:
+            self._next_look = now + LOOK_S
+            if self._client.peek(JAX_NOTICE) is not None:
+                self.note(signal.SIGTERM)
         return self.signal is not None
 
     def requested_anywhere(self) -> bool:

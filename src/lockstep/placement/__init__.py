@@ -30,6 +30,7 @@ from lockstep.placement.mesh import mesh_of as mesh_of
 from lockstep.placement.place import aligned_empty as aligned_empty
 from lockstep.placement.place import host_rows as host_rows
 from lockstep.placement.place import place as place
+from lockstep.placement.place import place_argument as place_argument
 from lockstep.placement.place import place_local as place_local
 from lockstep.placement.reshard import assembly_function as assembly_function
 from lockstep.placement.reshard import reshard_function as reshard_function

@@ -1,6 +1,7 @@
 """The arguments of a launch: NumPy arrays whose shapes depend on the capacities alone, never on the requests."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float32, Int32, UInt32
@@ -152,6 +153,18 @@ class DecodeBatch:
     """The temperature; 0 is greedy."""
     sampling: SamplingBatch
     """The other sampling parameters."""
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Returns every array by its name, those of ``sampling`` among them."""
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del own["num_steps"], own["sampling"]
+        return own | self.sampling.arrays()
+
+    def copy(self, num_steps: int) -> "DecodeBatch":
+        """Returns a launch of ``num_steps`` with copies of the arrays."""
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        copies: dict[str, Any] = {name: each.copy() for name, each in own.items() if isinstance(each, np.ndarray)}
+        return dataclasses.replace(self, num_steps=num_steps, sampling=self.sampling.copy(), **copies)
 
     @classmethod
     def empty(cls, capacity: Capacity, num_steps: int) -> "DecodeBatch":

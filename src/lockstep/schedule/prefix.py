@@ -13,9 +13,9 @@ import numpy as np
 def page_keys(tokens: Sequence[int], page_size: int) -> list[bytes]:
     """Returns the key of each full page of ``tokens``, a hash of all tokens up to its end: equal keys, equal K/V."""
     keys, chain = [], b""
-    for end in range(page_size, len(tokens) + 1, page_size):
-        page = np.asarray(tokens[end - page_size : end], dtype="<i4").tobytes()
-        chain = hashlib.sha256(chain + page).digest()
+    text, size = np.asarray(tokens, dtype="<i4").tobytes(), 4 * page_size
+    for end in range(size, len(text) + 1, size):
+        chain = hashlib.sha256(chain + text[end - size : end]).digest()
         keys.append(chain)
     return keys
 

@@ -20,18 +20,20 @@ class Replica:
         self.index = index
         self._shares_partial_pages = bool(capacity.page_copies)
         self._page_copies: list[tuple[Sequence, Sequence]] = []
-        self._tails: dict[bytes, Sequence] = {}
+        self._tails: dict[bytes, list[Sequence]] = {}
         self.allocator = PageAllocator(capacity.pages)
         self.slots: list[Sequence | None] = [None] * capacity.slots
+        self.num_free_slots = capacity.slots
+        """The number of slots without a sequence."""
         self._page_size = capacity.page_size
         self._prefixes = PrefixTable()
         self._queue: deque[Sequence] = deque()
-        self._admitted: list[Sequence] = []
+        self._admitted: dict[Sequence, None] = {}  # in the order of admission
 
     @property
     def busy(self) -> bool:
         """Whether any slot has a sequence."""
-        return any(sequence is not None for sequence in self.slots)
+        return self.num_free_slots < len(self.slots)
 
     @property
     def prefilling(self) -> bool:
@@ -43,11 +45,6 @@ class Replica:
         """Whether partial pages wait to be copied."""
         return bool(self._page_copies)
 
-    @property
-    def num_free_slots(self) -> int:
-        """The number of slots without a sequence."""
-        return self.slots.count(None)
-
     def num_shared_tokens(self, sequence: Sequence) -> int:
         """Returns the number of tokens of ``sequence`` that need no prefill here, because other sequences have them."""
         if sequence.tail_key is not None and sequence.tail_key in self._tails:
@@ -58,8 +55,8 @@ class Replica:
         """Whether ``sequence`` has a slot and pages for its worst case here."""
         if not self.num_free_slots:
             return False
-        shared = self._prefixes.match(sequence.prefix_keys)
-        return sequence.worst_case_pages(self._page_size) - len(shared) <= self.allocator.num_free
+        missing = sequence.worst_case_pages(self._page_size) - self.allocator.num_free
+        return missing <= 0 or missing <= len(self._prefixes.match(sequence.prefix_keys))
 
     def admit(self, sequence: Sequence) -> None:
         """Gives ``sequence`` a slot and all pages that it can ever need; full pages that others have are shared.
@@ -78,14 +75,16 @@ class Replica:
             self._prefixes.add(key, page)
         sequence.num_prefilled = len(shared) * self._page_size
         if self._shares_partial_pages and sequence.tail_key is not None:
-            first = self._tails.setdefault(sequence.tail_key, sequence)
-            if first is not sequence:
-                self._page_copies.append((first, sequence))
+            same = self._tails.setdefault(sequence.tail_key, [])
+            if same:
+                self._page_copies.append((same[0], sequence))
                 sequence.num_prefilled = sequence.num_prefill
+            same.append(sequence)
         sequence.replica = self.index
         sequence.slot = self.slots.index(None)
         self.slots[sequence.slot] = sequence
-        self._admitted.append(sequence)
+        self.num_free_slots -= 1
+        self._admitted[sequence] = None
         if sequence.num_prefilled < sequence.num_prefill:
             self._queue.append(sequence)
 
@@ -121,31 +120,36 @@ class Replica:
         Pages that it shares and has not prefilled are prefilled by the sequences that share them. Its partial page, if
         others wait for a copy, is prefilled by the first of these, and the rest copy from there.
         """
-        self._admitted.remove(sequence)
-        if sequence in self._queue:
-            self._hand_over(sequence)
-        targets = [target for source, target in self._page_copies if source is sequence]
-        if targets:
-            targets[0].num_prefilled = min(targets[0].num_prefilled, len(targets[0].prefix_keys) * self._page_size)
-        self._page_copies = [
-            (targets[0] if source is sequence else source, target)
-            for source, target in self._page_copies
-            if target is not sequence and target.num_prefilled == target.num_prefill
-        ]
-        if sequence.tail_key is not None and self._tails.get(sequence.tail_key) is sequence:
-            del self._tails[sequence.tail_key]
-            others = (each for each in self._admitted if each.tail_key == sequence.tail_key)
-            if (first := next(others, None)) is not None:
-                self._tails[sequence.tail_key] = first
-        self._queue = deque(each for each in self._admitted if each.num_prefilled < each.num_prefill)
+        del self._admitted[sequence]
+        if self._queue or self._page_copies:
+            self._leave_prefill(sequence)
+        if sequence.tail_key is not None and (same := self._tails.get(sequence.tail_key)):
+            same.remove(sequence)
+            if not same:
+                del self._tails[sequence.tail_key]
         self._prefixes.remove(self.allocator.release(sequence.pages))
         sequence.pages = []
         self.slots[sequence.slot] = None
+        self.num_free_slots += 1
 
     def release_all(self) -> None:
         """Frees all slots and pages."""
         for sequence in list(self._admitted):
             self.release(sequence)
+
+    def _leave_prefill(self, leaving: Sequence) -> None:
+        """Makes others prefill and copy what ``leaving`` would have."""
+        if leaving in self._queue:
+            self._hand_over(leaving)
+        targets = [target for source, target in self._page_copies if source is leaving]
+        if targets:
+            targets[0].num_prefilled = min(targets[0].num_prefilled, len(targets[0].prefix_keys) * self._page_size)
+        self._page_copies = [
+            (targets[0] if source is leaving else source, target)
+            for source, target in self._page_copies
+            if target is not leaving and target.num_prefilled == target.num_prefill
+        ]
+        self._queue = deque(each for each in self._admitted if each.num_prefilled < each.num_prefill)
 
     def _hand_over(self, leaving: Sequence) -> None:
         """Makes other sequences prefill the shared pages that ``leaving`` will not write: each page once, in order."""

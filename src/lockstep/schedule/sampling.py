@@ -118,6 +118,22 @@ class SamplingBatch:
             assert self.allowed_ids is not None
             self.allowed_ids[at][: len(params.allowed_token_ids)] = params.allowed_token_ids
 
+    def extend_history(self, start: Int32[np.ndarray, "replica slot"], tokens: Int32[np.ndarray, "..."]) -> None:
+        """Appends sampled tokens to the history of the slots with penalties.
+
+        Args:
+            start: The position of each slot's first token.
+            tokens: The token ids ``[replica, slot, step]``, -1 after the last one of a slot.
+        """
+        if self.history is None:
+            return
+        replica, slot, step = np.nonzero((tokens >= 0) & (self.history[..., :1] >= 0))
+        self.history[replica, slot, start[replica, slot] + step] = tokens[replica, slot, step]
+
+    def copy(self) -> "SamplingBatch":
+        """Returns a copy of all arrays."""
+        return dataclasses.replace(self, **{name: array.copy() for name, array in self.arrays().items()})
+
     def arrays(self) -> dict[str, np.ndarray]:
         """Returns the arrays of the features that the program has, by field."""
         every = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

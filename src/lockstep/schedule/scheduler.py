@@ -13,14 +13,16 @@ from lockstep.schedule.capacity import check_capacity
 from lockstep.schedule.planning import (
     PromptLogprobsRow,
     copy_pages_batch,
-    decode_batch,
+    num_decode_steps,
     prefill_batch,
     prompt_logprobs_batch,
 )
 from lockstep.schedule.prefix import page_keys, tail_key
 from lockstep.schedule.prompt_logprobs import PromptLogprobs
 from lockstep.schedule.replica import Replica
+from lockstep.schedule.results import DecodeResults
 from lockstep.schedule.sequence import Sequence
+from lockstep.schedule.slots import DecodeSlots
 from lockstep.types import Completion, FinishReason, Request
 
 type FindStop = Callable[[Seq[int], int, Seq[str]], int | None]
@@ -88,13 +90,18 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._rows_in_flight: list[PromptLogprobsRow] = []
         self._replicas = [Replica(i, capacity) for i in capacity.active_replicas]
-        self._finished, self._sampled = 0, [0] * capacity.replicas
+        self._by_index = {replica.index: replica for replica in self._replicas}
+        self._slots = DecodeSlots(capacity)
+        self._num_active = 0
+        self._finished, self._stopped = 0, 0
+        self._just_finished: list[Sequence] = []
+        self._sampled = np.zeros(capacity.replicas, np.int64)
         self._read()
 
     @property
     def done(self) -> bool:
         """Whether every sequence is finished and no request is left to read."""
-        return self._next is None and not self._waiting and not any(replica.busy for replica in self._replicas)
+        return self._next is None and not self._waiting and not self._num_active
 
     @property
     def counts(self) -> Counts:
@@ -103,7 +110,7 @@ class Scheduler:
         max_pages = sum(each.num_pages - 1 for each in allocators)
         return Counts(
             finished=self._finished,
-            tokens=tuple(self._sampled),
+            tokens=tuple(self._sampled.tolist()),
             pages=max_pages - sum(each.num_free for each in allocators),
             max_pages=max_pages,
         )
@@ -156,8 +163,8 @@ class Scheduler:
         if sequence.replica < 0:
             self._waiting.remove(sequence)
         else:
-            self._replicas[self.capacity.active_replicas.index(sequence.replica)].release(sequence)
-        self._read()
+            self._slots.clear((sequence.replica, sequence.slot))
+            self._release(sequence)
 
     def abort(self, reason: FinishReason) -> None:
         """Ends all unfinished sequences between two launches, with the tokens that they have, and frees all pages.
@@ -177,6 +184,7 @@ class Scheduler:
                 self._finished += 1
         for replica in self._replicas:
             replica.release_all()
+        self._num_active = 0
 
     def next_batch(self) -> PrefillBatch | CopyPagesBatch | PromptLogprobsBatch | DecodeBatch | None:
         """Admits waiting sequences that fit and returns the batch of the next launch; None when all is done.
@@ -184,6 +192,8 @@ class Scheduler:
         The results of a `DecodeBatch` must be given to `commit`, those of a `PromptLogprobsBatch` to
         `commit_prompt_logprobs`, before the next call.
         """
+        if len(self._waiting) < self.capacity.sequences - self._num_active:
+            self._read()
         self._admit()
         if any(replica.prefilling for replica in self._replicas):
             return prefill_batch(self.capacity, self._replicas)
@@ -195,58 +205,64 @@ class Scheduler:
                 return batch
         if self.done:
             return None
-        waiting = bool(self._waiting) or self._next is not None
-        return decode_batch(self.capacity, self._replicas, waiting=waiting)
+        steps = num_decode_steps(
+            self._slots.remaining,
+            self.capacity.steps,
+            waiting=bool(self._waiting) or self._next is not None,
+            stop_rate=self._stop_rate if self._slots.may_stop else 0.0,
+        )
+        return self._slots.batch(steps)
 
-    def commit(
-        self,
-        batch: DecodeBatch,
-        tokens: np.ndarray,
-        logprobs: np.ndarray,
-        sampled_logprobs: np.ndarray | None = None,
-        top_ids: np.ndarray | None = None,
-        top_logprobs: np.ndarray | None = None,
-    ) -> None:
+    def work_ahead(self) -> None:
+        """Does what needs no results, for the time in which the devices work: completions, and reading requests.
+
+        Every host must call it at the same places. Nothing depends on it but when the work is done, and where sequences
+        go.
+        """
+        for sequence in self._just_finished:
+            sequence.completion()
+        self._just_finished = []
+        self._read()
+
+    def commit(self, batch: DecodeBatch, results: DecodeResults) -> None:
         """Takes the results of a decode launch.
 
         Args:
             batch: The batch of the launch.
-            tokens: The token ids ``[replica, slot, step]``, -1 where a sequence had already ended.
-            logprobs: The log-probabilities of the tokens under the model.
-            sampled_logprobs: The log-probabilities of the tokens under the distribution that they were drawn from; None
-                for zeros.
-            top_ids: The ids of the most probable tokens ``[replica, slot, step, n]``, most probable first; None where
-                no sequence asks for them.
-            top_logprobs: The log-probabilities of ``top_ids`` under the model.
+            results: What each slot sampled.
         """
-        if sampled_logprobs is None:
-            sampled_logprobs = np.zeros_like(logprobs)
-        for replica in self._replicas:
-            r = replica.index
-            for slot, sequence in enumerate(replica.slots):
-                if sequence is None or batch.remaining[r, slot] == 0:
-                    continue
-                before = len(sequence.tokens)
-                count = sequence.request.params.top_logprobs
-                drawn = zip(tokens[r, slot], logprobs[r, slot], sampled_logprobs[r, slot], strict=True)
-                for step, (token, logprob, sampled_logprob) in enumerate(drawn):
-                    if token < 0 or sequence.finish_reason is not None:
-                        break
-                    top: tuple[tuple[int, float], ...] = ()
-                    if count:
-                        assert top_ids is not None and top_logprobs is not None
-                        at = (r, slot, step, slice(count))
-                        top = tuple(zip(top_ids[at].tolist(), top_logprobs[at].tolist(), strict=True))
-                    sequence.append(int(token), float(logprob), float(sampled_logprob), top)
-                if stop := sequence.request.params.stop:
-                    assert self._find_stop is not None
-                    if (end := self._find_stop(sequence.tokens, before, stop)) is not None:
-                        sequence.stop_at(end)
-                self._sampled[r] += len(sequence.tokens) - before
-                if sequence.finish_reason is not None:
-                    replica.release(sequence)
-                    self._ended(sequence)
-        self._read()
+        at = np.nonzero(batch.remaining)
+        sequences: list[Sequence] = self._slots.sequences[at].tolist()
+        looks = self._slots.has_stop_strings[at]
+        counts, stopped = (each[at] for each in self._slots.advance(results))
+        self._sampled += np.bincount(at[0], counts, self.capacity.replicas).astype(np.int64)
+        sampled = results.packed.swapaxes(1, 2)[at]  # [sequence, part, step], a copy
+        for sequence, count, part in zip(sequences, counts.tolist(), sampled, strict=True):
+            sequence.extend(part[:, :count])
+
+        ended = stopped | (counts == batch.remaining[at])
+        for index in np.flatnonzero(ended | looks).tolist():
+            sequence = sequences[index]
+            if ended[index]:
+                sequence.finish_reason = FinishReason.STOP if stopped[index] else FinishReason.LENGTH
+            if looks[index] and self._cut_at_stop(sequence, int(counts[index])):
+                ended[index] = True
+            if ended[index]:
+                self._stopped += sequence.finish_reason is FinishReason.STOP
+                self._release(sequence)
+                self._ended(sequence)
+                self._just_finished.append(sequence)
+        self._slots.clear((at[0][ended], at[1][ended]))
+
+    def _cut_at_stop(self, sequence: Sequence, new: int) -> bool:
+        """Ends a sequence whose last ``new`` tokens complete a stop string; returns whether they do."""
+        assert self._find_stop is not None
+        end = self._find_stop(sequence.tokens, sequence.num_tokens - new, sequence.request.params.stop)
+        if end is None:
+            return False
+        self._sampled[sequence.replica] -= sequence.num_tokens - end
+        sequence.stop_at(end)
+        return True
 
     def commit_prompt_logprobs(
         self,
@@ -330,23 +346,30 @@ class Scheduler:
             "run. Use a (prompt_id, generation_id) that unfinished() lists."
         )
 
+    def _release(self, sequence: Sequence) -> None:
+        """Frees the slot and the pages of an ended sequence."""
+        self._by_index[sequence.replica].release(sequence)
+        self._num_active -= 1
+
     @property
-    def _num_active(self) -> int:
-        return sum(self.capacity.slots - replica.num_free_slots for replica in self._replicas)
+    def _stop_rate(self) -> float:
+        """The part of the tokens so far that ended their sequence before its last."""
+        return (self._stopped + 1) / (int(self._sampled.sum()) + self.capacity.steps)
 
     def _admit(self) -> None:
         while self._waiting and self._num_active < self.capacity.sequences:
             sequence = self._waiting[0]
-            fitting = [i for i, replica in enumerate(self._replicas) if replica.fits(sequence)]
+            fitting = [replica for replica in self._replicas if replica.fits(sequence)]
             if not fitting:
                 return  # longest-waiting first: no sequence overtakes another
             # While all slots will be taken anyway, a sequence goes to the replica that has its prompt, so that the
             # prompt is prefilled once and not once per replica.
-            free = min(self.capacity.sequences - self._num_active, sum(r.num_free_slots for r in self._replicas))
+            free = min(self.capacity.sequences, len(self._replicas) * self.capacity.slots) - self._num_active
             crowded = len(self._waiting) >= free
 
-            def priority(i: int, sequence: Sequence = sequence, crowded: bool = crowded) -> tuple[int, int, int]:
-                replica = self._replicas[i]
-                return replica.num_shared_tokens(sequence) if crowded else 0, replica.num_free_slots, -i
+            def priority(replica: Replica, sequence: Sequence = sequence, crowded: bool = crowded) -> tuple[int, int]:
+                return replica.num_shared_tokens(sequence) if crowded else 0, replica.num_free_slots
 
-            self._replicas[max(fitting, key=priority)].admit(self._waiting.popleft())
+            max(fitting, key=priority).admit(self._waiting.popleft())  # the first of equal ones
+            self._num_active += 1
+            self._slots.put(sequence)

@@ -2,7 +2,11 @@
 
 import dataclasses
 
+import numpy as np
+from jaxtyping import Int32
+
 from lockstep.schedule.prompt_logprobs import PromptLogprobs
+from lockstep.schedule.results import FIRST_TOP, LOGPROB, SAMPLED_LOGPROB, TOKEN, as_floats
 from lockstep.types import Completion, FinishReason, Request
 
 
@@ -23,14 +27,8 @@ class Sequence:
     """The key of the partial page that prefill ends with (`tail_key`); None where there is none."""
     prompt_logprobs: PromptLogprobs | None = None
     """The log-probabilities of the prompt, shared by all generations; None where they are not requested."""
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    """The sampled token ids."""
-    logprobs: list[float] = dataclasses.field(default_factory=list)
-    """The log-probability of each sampled token under the model."""
-    sampled_logprobs: list[float] = dataclasses.field(default_factory=list)
-    """The log-probability of each sampled token under the distribution that it was drawn from."""
-    top_logprobs: list[tuple[tuple[int, float], ...]] = dataclasses.field(default_factory=list)
-    """The most probable (token id, log-probability) pairs at each step, where requested."""
+    num_tokens: int = 0
+    """The number of sampled tokens."""
     finish_reason: FinishReason | None = None
     """Why the sequence ended; None while it is waiting or decoding."""
     replica: int = -1
@@ -41,6 +39,22 @@ class Sequence:
     """The pages of the replica, in order; none before admission and after release."""
     num_prefilled: int = 0
     """The number of tokens whose K/V is written, or is in a launch that writes it."""
+    _sampled: list[Int32[np.ndarray, "part token"]] = dataclasses.field(default_factory=list)
+    """What each launch sampled, as in `DecodeResults`."""
+    _tokens: list[int] = dataclasses.field(default_factory=list)
+    """The token ids of the first launches, made when they are asked for."""
+    _num_listed: int = 0
+    """The number of launches whose token ids are in ``_tokens``."""
+    _completion: Completion | None = None
+    """The finished answer, once it is made."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """The sampled token ids."""
+        for sampled in self._sampled[self._num_listed :]:
+            self._tokens += sampled[TOKEN].tolist()
+        self._num_listed = len(self._sampled)
+        return self._tokens
 
     @property
     def num_prefill(self) -> int:
@@ -50,62 +64,64 @@ class Sequence:
     @property
     def last_token(self) -> int:
         """The token id that the next decode step reads."""
-        return self.tokens[-1] if self.tokens else self.request.prompt_tokens[-1]
+        return self.tokens[-1] if self.num_tokens else self.request.prompt_tokens[-1]
 
     @property
     def position(self) -> int:
         """The position of ``last_token``."""
-        return len(self.request.prompt_tokens) + len(self.tokens) - 1
+        return len(self.request.prompt_tokens) + self.num_tokens - 1
 
     @property
     def remaining(self) -> int:
         """The number of tokens that may still be sampled."""
-        return self.request.params.max_new_tokens - len(self.tokens)
+        return self.request.params.max_new_tokens - self.num_tokens
 
     def worst_case_pages(self, page_size: int) -> int:
         """Returns the number of pages for all positions that can be written; the last sampled token is not cached."""
         positions = len(self.request.prompt_tokens) + self.request.params.max_new_tokens - 1
         return -(-positions // page_size)
 
-    def append(
-        self,
-        token: int,
-        logprob: float,
-        sampled_logprob: float = 0.0,
-        top_logprobs: tuple[tuple[int, float], ...] = (),
-    ) -> None:
-        """Appends a sampled token; sets ``finish_reason`` when it is the last one."""
+    def extend(self, sampled: Int32[np.ndarray, "part token"]) -> None:
+        """Appends the tokens of a launch: what `DecodeResults` has for the sequence, which must never change."""
         assert self.finish_reason is None
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        self.sampled_logprobs.append(sampled_logprob)
-        if top_logprobs:
-            self.top_logprobs.append(top_logprobs)
-        if token in self.request.params.stops:
-            self.finish_reason = FinishReason.STOP
-        elif self.remaining == 0:
-            self.finish_reason = FinishReason.LENGTH
+        self._sampled.append(sampled)
+        self.num_tokens += sampled.shape[1]
 
     def stop_at(self, count: int) -> None:
         """Ends the answer after its first ``count`` tokens, and removes the others."""
-        assert 0 < count <= len(self.tokens)
-        for values in (self.tokens, self.logprobs, self.sampled_logprobs, self.top_logprobs):
-            del values[count:]
+        assert 0 < count <= self.num_tokens
+        self._sampled = [np.concatenate(self._sampled, axis=1)[:, :count]]
+        self._tokens, self._num_listed, self.num_tokens = [], 0, count
         self.finish_reason = FinishReason.STOP
 
     def completion(self) -> Completion:
-        """Returns the finished answer."""
+        """Returns the finished answer, which is made once."""
+        if self._completion is None:
+            self._completion = self._make_completion()
+        return self._completion
+
+    def _make_completion(self) -> Completion:
         assert self.finish_reason is not None
         record = self.prompt_logprobs
         prompt_logprobs, prompt_top_logprobs = ((), ()) if record is None else record.result()
+        sampled = np.concatenate([np.empty((FIRST_TOP, 0), np.int32)] if not self._sampled else self._sampled, axis=1)
         return Completion(
             prompt_id=self.request.prompt_id,
             generation_id=self.generation_id,
-            tokens=tuple(self.tokens),
-            logprobs=tuple(self.logprobs),
+            tokens=tuple(sampled[TOKEN].tolist()),
+            logprobs=tuple(as_floats(sampled[LOGPROB]).tolist()),
             finish_reason=self.finish_reason,
-            sampled_logprobs=tuple(self.sampled_logprobs),
-            top_logprobs=tuple(self.top_logprobs),
+            sampled_logprobs=tuple(as_floats(sampled[SAMPLED_LOGPROB]).tolist()),
+            top_logprobs=_top_logprobs(sampled[FIRST_TOP:], self.request.params.top_logprobs),
             prompt_logprobs=prompt_logprobs,
             prompt_top_logprobs=prompt_top_logprobs,
         )
+
+
+def _top_logprobs(parts: Int32[np.ndarray, "part token"], count: int) -> tuple[tuple[tuple[int, float], ...], ...]:
+    """The ``count`` most probable (token id, log-probability) of each token; nothing for 0."""
+    if not count:
+        return ()
+    ids, values = np.split(parts, 2)
+    pairs = zip(ids[:count].T.tolist(), as_floats(values[:count]).T.tolist(), strict=True)
+    return tuple(tuple(zip(*pair, strict=True)) for pair in pairs)

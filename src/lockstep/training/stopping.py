@@ -17,7 +17,7 @@ Ctrl-C."""
 class StopRequest:
     """Notes a signal instead of ending the process at once, so that all hosts stop after the same step.
 
-    The train step carries the signal to all hosts; during a round of samples the leader reads it between launches. A
+    The train step carries the signal to all hosts; during a round of samples they learn of it between two launches. A
     second signal ends the process at once. Only the main thread can receive signals; in another thread this does
     nothing.
 

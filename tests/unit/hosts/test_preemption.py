@@ -2,13 +2,11 @@
 
 import signal
 
-from lockstep.engine import Budget
+from lockstep.engine import Gate
 from lockstep.hosts import Hosts
 from lockstep.hosts.preemption import JAX_NOTICE
-from lockstep.schedule import Scheduler
 from lockstep.types import FinishReason
 from tests.multiprocess.harness import run_threads
-from tests.unit.schedule.test_scheduler import capacity_of, request
 
 
 def requested(hosts: Hosts, who: int):
@@ -43,16 +41,12 @@ def aborts(hosts: Hosts, who: int):
     if hosts.index == who:
         hosts.client.set(JAX_NOTICE, b"2026-11-20")  # what JAX's preemption service sets on a SIGTERM
     hosts.barrier("noted")
-    scheduler, finished = (Scheduler(capacity_of(), [request(0, 5, 2)]) for _ in range(2))
-    finished.abort(FinishReason.BUDGET)
     with hosts.scope("round") as scope:
-        budget = Budget(scope)
-        budget(finished)
-        before = budget.preempted
-        budget(scheduler)
+        gate = Gate(scope)
+        found = [gate(None, done=True), gate.preempted, gate(None), gate.preempted]
         scope.barrier("end")
-    return [before, budget.preempted, [completion.finish_reason for completion in scheduler.completions()]]
+    return found
 
 
 def test_jax_own_notice_aborts_a_run_between_launches():
-    assert run_threads(aborts, 3, 2) == [[False, True, [FinishReason.CANCELLED]]] * 3
+    assert run_threads(aborts, 3, 2) == [[None, False, FinishReason.CANCELLED, True]] * 3

@@ -5,7 +5,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lockstep.errors import ConfigError
-from lockstep.placement import host_rows, make_mesh, place, place_local
+from lockstep.placement import host_rows, make_mesh, place, place_argument, place_local
 
 
 def aligned(values: np.ndarray) -> np.ndarray:
@@ -28,6 +28,21 @@ def test_place_without_a_launch_and_without_an_alias() -> None:
     np.testing.assert_array_equal(np.asarray(sharded), expected)
     np.testing.assert_array_equal(np.asarray(tree["a"]), expected)
     assert tree["b"].shape == () and int(tree["b"]) == 3
+
+
+def test_an_argument_of_a_launch_is_placed_without_a_launch() -> None:
+    mesh = make_mesh()
+    values = aligned(np.arange(mesh.size * 6, dtype=np.int32).reshape(mesh.size, 6))
+    with jax.no_execution(True):
+        placed = [place_argument(values, NamedSharding(mesh, spec)) for spec in (P(), P(("dp", "fsdp", "tp")))]
+    for array in placed:
+        np.testing.assert_array_equal(np.asarray(array), values)
+        for shard in array.addressable_shards:
+            np.testing.assert_array_equal(np.asarray(shard.data), values[shard.index])
+    if mesh.size == 1:
+        return  # every size divides on one device
+    with pytest.raises(ConfigError, match="cannot be placed"):
+        place_argument(np.zeros((mesh.size + 1, 2), np.int32), NamedSharding(mesh, P(("dp", "fsdp", "tp"))))
 
 
 def test_one_host_holds_all_rows() -> None:

@@ -10,6 +10,7 @@ from lockstep.schedule import (
     Capacity,
     CopyPagesBatch,
     DecodeBatch,
+    DecodeResults,
     PrefillBatch,
     PromptLogprobsBatch,
     Scheduler,
@@ -128,9 +129,10 @@ class FakeDevice:
         elif isinstance(batch, PromptLogprobsBatch):
             scheduler.commit_prompt_logprobs(batch, self.prompt_logprobs(batch))
         else:
-            scheduler.commit(batch, *self.decode(batch, references))
+            scheduler.work_ahead()
+            scheduler.commit(batch, self.decode(batch, references))
 
-    def decode(self, batch: DecodeBatch, references: dict[int, dict[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    def decode(self, batch: DecodeBatch, references: dict[int, dict[int, int]]) -> DecodeResults:
         """Tokens and log-probabilities of a launch; ``references`` counts those to each page of each replica."""
         capacity = self.capacity
         tokens = np.full((capacity.replicas, capacity.slots, capacity.steps), -1, np.int32)
@@ -153,7 +155,7 @@ class FakeDevice:
                 logprobs[(*at, step)] = -0.5 * token[at]
                 position[at] += 1
                 remaining[at] = 0 if token[at] in batch.stop_ids[at] else remaining[at] - 1
-        return tokens, logprobs
+        return DecodeResults.of(tokens, logprobs)
 
 
 @dataclasses.dataclass

@@ -38,7 +38,7 @@ def batch_with(**params: Any) -> tuple[SamplingBatch, Sequence]:
     """A batch of one replica with two slots, and a sequence with one sampled token in the second slot."""
     one = request(0, 3, 8, **params)
     sequence = Sequence(request=one, generation_id=0)
-    sequence.append(9, -1.0)
+    sequence.extend(np.array([[9], [0], [0]], np.int32))
     capacity = capacity_of(slots=2, page_size=4, pages_per_sequence=2, **sampling_sizes([one.params]))
     batch = SamplingBatch.empty(capacity)
     batch.set((0, 1), sequence)

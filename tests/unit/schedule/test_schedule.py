@@ -86,7 +86,7 @@ class Run:
             assert replica.allocator.num_free == capacity.pages - 1 - len(set(held))
             assert set(replica._prefixes._keys) <= set(held), "prefixes of free pages are listed"
             assert all(s in replica.slots for s in replica._queue)
-            assert all(s in replica.slots for s in replica._tails.values())
+            assert all(s in replica.slots for same in replica._tails.values() for s in same)
             for source, target in replica._page_copies:
                 assert source in replica.slots and target in replica.slots and target not in replica._queue
                 assert source.request.prompt_tokens[:-1] == target.request.prompt_tokens[:-1]

@@ -6,20 +6,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding
 
 from lockstep.attention import select_attention
 from lockstep.device import Compile, Program, compile_lowered, compile_program
 from lockstep.engine.decode_model import DecodeModel
-from lockstep.engine.decoder.copy_pages import copy_pages_arguments, copy_pages_function
-from lockstep.engine.decoder.decode import decode_arguments, decode_function, num_results
-from lockstep.engine.decoder.prefill import prefill_arguments, prefill_function
-from lockstep.engine.decoder.prompt_logprobs import (
-    num_prompt_logprobs,
-    prompt_logprobs_arguments,
-    prompt_logprobs_function,
-)
+from lockstep.engine.decoder.arguments import Batch, pack
+from lockstep.engine.decoder.copy_pages import copy_pages_function
+from lockstep.engine.decoder.decode import decode_function
+from lockstep.engine.decoder.prefill import prefill_function
+from lockstep.engine.decoder.prompt_logprobs import prompt_logprobs_function
 from lockstep.engine.decoder.transformer import Transformer
 from lockstep.hosts import Ledger
 from lockstep.models import DecoderWeights
@@ -110,31 +106,29 @@ def build_programs(
     )
     prefill = _on_mesh(
         compiled, "prefill", prefill_function(transformer, sizes, attention), layouts, structs, pool, decode_mesh,
-        steps=[], plan=prefill_arguments(PrefillBatch.empty(sizes)), results=0,
+        PrefillBatch.empty(sizes), results=False,
     )  # fmt: skip
     copy_pages = None
     if sizes.page_copies:
-        by_replica = decode_mesh.sharding(decode_mesh.replica_axes or None)
-        plan = [_struct(array, by_replica) for array in copy_pages_arguments(CopyPagesBatch.empty(sizes))]
+        copies = _packed(CopyPagesBatch.empty(sizes), decode_mesh)
         mapped = jax.shard_map(
-            copy_pages_function(model.config.num_layers, sizes.pages, attention),
+            copy_pages_function(model.config.num_layers, sizes, attention),
             mesh=decode_mesh.mesh,
-            in_specs=(pool.sharding.spec, *(array.sharding.spec for array in plan)),
+            in_specs=(pool.sharding.spec, copies.sharding.spec),
             out_specs=pool.sharding.spec,
             check_vma=False,
         )
-        copy_pages = compiled("copy_pages", mapped, [pool, *plan], donate=(0,), out_shardings=pool.sharding)
+        copy_pages = compiled("copy_pages", mapped, [pool, copies], donate=(0,), out_shardings=pool.sharding)
     prompt_logprobs = None
     if sizes.prompt_logprobs:
         prompt_logprobs = _on_mesh(
             compiled, "prompt_logprobs", prompt_logprobs_function(transformer, sizes, attention),
             layouts, structs, pool, decode_mesh,
-            steps=[], plan=prompt_logprobs_arguments(PromptLogprobsBatch.empty(sizes)),
-            results=num_prompt_logprobs(sizes), reads_only=True,
+            PromptLogprobsBatch.empty(sizes), reads_only=True,
         )  # fmt: skip
     decode = _on_mesh(
         compiled, "decode", decode_function(transformer, sizes, attention), layouts, structs, pool, decode_mesh,
-        steps=[np.int32(0)], plan=decode_arguments(DecodeBatch.empty(sizes, 0)), results=num_results(sizes),
+        DecodeBatch.empty(sizes, 0),
     )  # fmt: skip
     return Programs(
         reshard=reshard,
@@ -154,29 +148,32 @@ def _on_mesh(
     weights: DecoderWeights,
     pool: jax.ShapeDtypeStruct,
     decode_mesh: DecodeMesh,
+    batch: Batch,
     *,
-    steps: list[np.int32],
-    plan: list[np.ndarray],
-    results: int,
+    results: bool = True,
     reads_only: bool = False,
 ) -> Program:
-    """Compiles a function of (weights, pool, scalars, a replica's part of a batch) that returns the pool and results.
+    """Compiles a function of (weights, pool, a replica's part of a packed batch) that returns the pool and its results.
 
-    A function that ``reads_only`` leaves the pool unchanged and returns results alone.
+    A function without ``results`` returns the pool alone. One that ``reads_only`` leaves the pool unchanged and returns
+    its results alone.
     """
-    everywhere, by_replica = decode_mesh.sharding(), decode_mesh.sharding(decode_mesh.replica_axes or None)
-    arguments = [*(_struct(a, everywhere) for a in steps), *(_struct(a, by_replica) for a in plan)]
-    outputs = (pool.sharding, *[everywhere] * results) if results else pool.sharding
+    everywhere, given = decode_mesh.sharding(), _packed(batch, decode_mesh)
+    outputs = (pool.sharding, everywhere) if results else pool.sharding
     if reads_only:
-        outputs = (everywhere,) * results
+        outputs = everywhere
     mapped = jax.shard_map(
         function,
         mesh=decode_mesh.mesh,
-        in_specs=(partition_specs(layouts), pool.sharding.spec, *(a.sharding.spec for a in arguments)),
+        in_specs=(partition_specs(layouts), pool.sharding.spec, given.sharding.spec),
         out_specs=jax.tree.map(lambda sharding: sharding.spec, outputs),
         check_vma=False,
     )
-    return compiled(name, mapped, [weights, pool, *arguments], donate=() if reads_only else (1,), out_shardings=outputs)
+    return compiled(name, mapped, [weights, pool, given], donate=() if reads_only else (1,), out_shardings=outputs)
+
+
+def _packed(batch: Batch, decode_mesh: DecodeMesh) -> jax.ShapeDtypeStruct:
+    return _struct(pack(batch), decode_mesh.sharding(decode_mesh.replica_axes or None))
 
 
 def _struct(array: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:

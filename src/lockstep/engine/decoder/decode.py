@@ -5,10 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array
 
 from lockstep.attention import Attention
+from lockstep.engine.decoder.arguments import pack_results, unpack
 from lockstep.engine.decoder.transformer import Transformer
 from lockstep.engine.idle_replicas import own_steps
 from lockstep.engine.sampling.logprobs import top_logprobs
@@ -19,12 +19,11 @@ from lockstep.schedule import NULL_PAGE, Capacity, DecodeBatch
 
 def decode_function(
     transformer: Transformer, capacity: Capacity, attention: Attention
-) -> Callable[..., tuple[Array, ...]]:
+) -> Callable[..., tuple[Array, Array]]:
     """Returns the function that every device runs, inside ``shard_map`` over the decode mesh.
 
-    It takes the device's blocks of the weights, the replica's pool, the number of steps, and this replica's entry of
-    the arrays of a `DecodeBatch`. The number of steps is an argument, the same on every replica: it never depends on
-    how long one replica's answers are.
+    It takes the device's blocks of the weights, the replica's pool, and this replica's part of a packed `DecodeBatch`.
+    The number of steps in it is the same on every replica: it never depends on how long one replica's answers are.
 
     Args:
         transformer: The model.
@@ -32,24 +31,26 @@ def decode_function(
         attention: The attention of the devices.
 
     Returns:
-        A function that returns the pool and `num_results` arrays ``[replica, slot, step, ...]``, replicated on every
-        device: the tokens int32, -1 where a sequence had already ended; their log-probabilities float32 under the
-        model; those under the distribution that they were drawn from; with ``capacity.top_logprobs``, the ids and the
+        A function that returns the pool and an array ``[replica, part, slot, step]``, replicated on every device
+        (`DecodeResults`): the tokens, -1 where a sequence had already ended; their log-probabilities under the model;
+        those under the distribution that they were drawn from; with ``capacity.top_logprobs``, the ids and the
         log-probabilities of the most probable tokens.
     """
     decode_mesh = transformer.decode_mesh
-    names = list(DecodeBatch.empty(capacity, 0).sampling.arrays())
+    like = DecodeBatch.empty(capacity, 0)
 
-    def decode(weights: DecoderWeights, pool: Array, num_steps: Array, *batch: Array) -> tuple[Array, ...]:
+    def decode(weights: DecoderWeights, pool: Array, packed: Array) -> tuple[Array, Array]:
         weights = transformer.read_outer(weights)
-        token, position, remaining, page_table, stop_ids, draw, temperature, *rest = (argument[0] for argument in batch)
+        given = unpack(packed[0], like)
+        token, position, remaining = given["token"], given["position"], given["remaining"]
+        page_table, stop_ids = given["page_table"], given["stop_ids"]
         rows = jnp.arange(capacity.slots)
-        num_steps = own_steps(capacity, num_steps, jnp.any(remaining > 0))
+        num_steps = own_steps(capacity, given["num_steps"], jnp.any(remaining > 0))
         sampler, counts = start_sampler(
-            draw,
-            temperature,
+            given["draw"],
+            given["temperature"],
             stop_ids,
-            dict(zip(names, rest, strict=True)),
+            {name: given[name] for name in like.sampling.arrays()},
             active=remaining > 0,
             local_vocab=weights.embed.shape[0] if weights.lm_head is None else weights.lm_head.shape[1],
             decode_mesh=decode_mesh,
@@ -100,29 +101,6 @@ def decode_function(
             results,
         )
         _, cache, _, _, _, _, results = jax.lax.while_loop(lambda state: state[0] < num_steps, step, state)
-        if decode_mesh.replica_axes:
-            results = [jax.lax.all_gather(result, decode_mesh.replica_axes) for result in results]
-        else:
-            results = [result[None] for result in results]
-        return attention.end_decode(cache), *results
+        return attention.end_decode(cache), pack_results(results, decode_mesh)
 
     return decode
-
-
-def num_results(capacity: Capacity) -> int:
-    """Returns the number of arrays that the decode function returns besides the pool."""
-    return 5 if capacity.top_logprobs else 3
-
-
-def decode_arguments(batch: DecodeBatch) -> list[np.ndarray]:
-    """Returns the arrays of a batch in the order of the decode function's arguments, without the number of steps."""
-    return [
-        batch.token,
-        batch.position,
-        batch.remaining,
-        batch.page_table,
-        batch.stop_ids,
-        batch.draw,
-        batch.temperature,
-        *batch.sampling.arrays().values(),
-    ]

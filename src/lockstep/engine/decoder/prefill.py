@@ -6,10 +6,10 @@ The decode program samples the first token from the prompt's last token, so pref
 from collections.abc import Callable
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array
 
 from lockstep.attention import Attention
+from lockstep.engine.decoder.arguments import unpack
 from lockstep.engine.decoder.transformer import Transformer
 from lockstep.engine.idle_replicas import run_if_busy
 from lockstep.models import DecoderWeights
@@ -19,7 +19,7 @@ from lockstep.schedule import NULL_PAGE, Capacity, PrefillBatch
 def prefill_function(transformer: Transformer, capacity: Capacity, attention: Attention) -> Callable[..., Array]:
     """Returns the function that every device runs, inside ``shard_map`` over the decode mesh.
 
-    It takes the device's blocks of the weights, the replica's pool, and this replica's entry of the arrays of a
+    It takes the device's blocks of the weights, the replica's pool, and this replica's part of a packed
     `PrefillBatch`. Rows are whole pages: the K/V of tokens beyond the prompt is seen by no query before decode
     overwrites it.
 
@@ -31,11 +31,11 @@ def prefill_function(transformer: Transformer, capacity: Capacity, attention: At
     Returns:
         A function that returns the pool.
     """
+    like = PrefillBatch.empty(capacity)
 
-    def prefill(
-        weights: DecoderWeights, pool: Array, tokens: Array, start: Array, page: Array, page_table: Array
-    ) -> Array:
-        tokens, start, page, page_table = (argument[0] for argument in (tokens, start, page, page_table))
+    def prefill(weights: DecoderWeights, pool: Array, packed: Array) -> Array:
+        given = unpack(packed[0], like)
+        tokens, start, page, page_table = given["tokens"], given["start"], given["page"], given["page_table"]
         weights = transformer.read_outer(weights)
         rows = attention.begin_prefill(start, page_table, page != NULL_PAGE)
 
@@ -52,8 +52,3 @@ def prefill_function(transformer: Transformer, capacity: Capacity, attention: At
         return run_if_busy(capacity, jnp.any(page != NULL_PAGE), fill, pool)
 
     return prefill
-
-
-def prefill_arguments(batch: PrefillBatch) -> list[np.ndarray]:
-    """Returns the arrays of a batch in the order of the prefill function's arguments."""
-    return [batch.tokens, batch.start, batch.page, batch.page_table]

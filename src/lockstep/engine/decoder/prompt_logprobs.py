@@ -10,15 +10,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Int32
 
 from lockstep.attention import Attention
+from lockstep.engine.decoder.arguments import pack_results, unpack
 from lockstep.engine.decoder.transformer import Transformer
 from lockstep.engine.sampling.logits_processors import local_ids
 from lockstep.engine.sampling.logprobs import top_logprobs
 from lockstep.engine.sampling.sampler import Sampled, first_id
 from lockstep.models import DecoderWeights
-from lockstep.schedule import Capacity, PromptLogprobsBatch
+from lockstep.schedule import Capacity, PromptLogprobsBatch, as_floats
 
 PROMPT_LOGPROBS_CHUNK = 128
 """Positions whose logits, a whole vocabulary for each, are in memory at a time."""
@@ -26,10 +27,10 @@ PROMPT_LOGPROBS_CHUNK = 128
 
 def prompt_logprobs_function(
     transformer: Transformer, capacity: Capacity, attention: Attention
-) -> Callable[..., tuple[Array, ...]]:
+) -> Callable[..., Array]:
     """Returns the function that every device runs, inside ``shard_map`` over the decode mesh.
 
-    It takes the device's blocks of the weights, the replica's pool, and this replica's entry of the arrays of a
+    It takes the device's blocks of the weights, the replica's pool, and this replica's part of a packed
     `PromptLogprobsBatch`.
 
     Args:
@@ -38,16 +39,17 @@ def prompt_logprobs_function(
         attention: The attention of the devices.
 
     Returns:
-        A function that returns `num_prompt_logprobs` arrays ``[replica, row, position on the page, ...]``, replicated
-        on every device: the log-probability of each target under the model, float32; with ``capacity.top_logprobs``,
+        A function that returns an array ``[replica, part, row, position on the page]``, replicated on every device
+        (`unpack_prompt_logprobs`): the log-probability of each target under the model; with ``capacity.top_logprobs``,
         the ids and the log-probabilities of the most probable tokens in its place.
     """
     decode_mesh = transformer.decode_mesh
 
-    def prompt_logprobs(
-        weights: DecoderWeights, pool: Any, tokens: Array, targets: Array, start: Array, page_table: Array
-    ) -> tuple[Array, ...]:
-        tokens, targets, start, page_table = (argument[0] for argument in (tokens, targets, start, page_table))
+    like = PromptLogprobsBatch.empty(capacity)
+
+    def prompt_logprobs(weights: DecoderWeights, pool: Any, packed: Array) -> Array:
+        given = unpack(packed[0], like)
+        tokens, targets, start, page_table = (given[name] for name in ("tokens", "targets", "start", "page_table"))
         weights = transformer.read_outer(weights)
         rows = attention.begin_prefill(start, page_table, targets[:, 0] >= 0)
 
@@ -82,21 +84,17 @@ def prompt_logprobs_function(
         found = jax.lax.map(chunk, (_chunks(x.reshape(-1, x.shape[-1])), _chunks(targets.reshape(-1))))
         whole = [part.reshape(-1, *part.shape[2:])[: targets.size] for part in found]
         results = [part.reshape(*targets.shape, *part.shape[1:]) for part in whole]
-        if decode_mesh.replica_axes:
-            return tuple(jax.lax.all_gather(result, decode_mesh.replica_axes) for result in results)
-        return tuple(result[None] for result in results)
+        return pack_results(results, decode_mesh)
 
     return prompt_logprobs
 
 
-def num_prompt_logprobs(capacity: Capacity) -> int:
-    """Returns the number of arrays that the prompt_logprobs function returns."""
-    return 3 if capacity.top_logprobs else 1
-
-
-def prompt_logprobs_arguments(batch: PromptLogprobsBatch) -> list[np.ndarray]:
-    """Returns the arrays of a batch in the order of the prompt_logprobs function's arguments."""
-    return [batch.tokens, batch.targets, batch.start, batch.page_table]
+def unpack_prompt_logprobs(packed: Int32[np.ndarray, "replica part row position"]) -> list[np.ndarray]:
+    """Returns the arrays of the function's result: log-probabilities, and with top log-probabilities ids and values."""
+    if packed.shape[1] == 1:
+        return [as_floats(packed[:, 0])]
+    ids, values = np.split(packed[:, 1:], 2, axis=1)
+    return [as_floats(packed[:, 0]), np.moveaxis(ids, 1, -1), as_floats(np.moveaxis(values, 1, -1))]
 
 
 def _chunks(array: Array) -> Array:

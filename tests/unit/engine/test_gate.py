@@ -1,20 +1,20 @@
-"""Stop strings, budget and cancel on real devices: whoever ends, the others' tokens are what they were."""
+"""The gate, stop strings and cancel on real devices: whoever ends, the others' tokens are what they were."""
 
+import dataclasses
+import gc
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from lockstep.engine import Budget, Engine, EngineConfig
-from lockstep.errors import ConfigError
+from lockstep.engine import Engine, EngineConfig, Gate
+from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import current
 from lockstep.schedule import Scheduler
 from lockstep.types import Completion, FinishReason, Request
 from tests.unit.engine.models import mesh_of, mixed_requests, model_on, request
 from tests.unit.schedule.test_schedule import find_stop
-from tests.unit.schedule.test_scheduler import capacity_of
-from tests.unit.schedule.test_scheduler import request as one_request
 
 
 @pytest.fixture(scope="module")
@@ -102,8 +102,9 @@ def test_when_the_time_is_over_all_come_back_with_what_they_have(
     live = len(jax.live_arrays())
     ticks = iter(np.arange(100.0))
     with current().scope("test-budget") as hosts:
-        budget = Budget(hosts, launches + 0.5, clock=lambda: float(next(ticks)))
-        got = engine.generate(model, mixed_requests(), between_launches=budget)
+        gate = Gate(hosts, launches + 0.5, clock=lambda: float(next(ticks)))
+        engine.prepare(model, mixed_requests())
+        got = engine.run(model, mixed_requests(), gate=gate)
     over = [c for c in got if c.finish_reason is FinishReason.BUDGET]
     assert over and (launches > 0 or not any(c.tokens for c in got))
     assert (len(over) == len(got)) == (launches < 4)
@@ -125,26 +126,56 @@ class Clock:
         return self.now
 
 
-def waiting() -> Scheduler:
-    return Scheduler(capacity_of(), [one_request(0, 5, 2)])
-
-
-def test_a_budget_counts_from_when_it_was_made() -> None:
-    clock, scheduler = Clock(), waiting()
-    with current().scope("test-budget-clock") as hosts:
-        budget = Budget(hosts, 5.0, clock=clock)
+def test_a_gate_counts_from_when_it_was_made() -> None:
+    clock = Clock()
+    with current().scope("test-gate-clock") as hosts:
+        gate = Gate(hosts, 5.0, clock=clock)
         clock.now = 104.9
-        budget(scheduler)
-        assert not scheduler.done
+        assert gate(None) is None
         clock.now = 105.0
-        budget(scheduler)
-    assert [c.finish_reason for c in scheduler.completions()] == [FinishReason.BUDGET] and not budget.preempted
+        assert gate(None, done=True) is None, "what is done needs no time"
+        assert gate(None) is FinishReason.BUDGET and not gate.preempted
 
 
 def test_without_a_limit_no_time_is_too_long() -> None:
-    clock, scheduler = Clock(), waiting()
-    with current().scope("test-budget-none") as hosts:
-        budget = Budget(hosts, clock=clock)
+    clock = Clock()
+    with current().scope("test-gate-none") as hosts:
+        gate = Gate(hosts, clock=clock)
         clock.now = 1e9
-        budget(scheduler)
-    assert not scheduler.done
+        assert gate(None) is None
+
+
+def test_an_error_ends_a_run_whatever_else_does() -> None:
+    clock, error = Clock(), ValueError("no such text")
+    with current().scope("test-gate-error") as hosts:
+        gate = Gate(hosts, 5.0, clock=clock)
+        clock.now = 1e9
+        with pytest.raises(PeerError, match="between launches failed: ValueError: no such text") as raised:
+            gate(error)
+        assert raised.value.__cause__ is error
+
+
+def failing(*_: Any) -> None:
+    raise ValueError("no such text")
+
+
+@pytest.mark.parametrize("what", ["find_stop", "between_launches"])
+def test_what_fails_between_launches_fails_the_run_and_leaves_nothing(engine: Engine, model: Any, what: str) -> None:
+    requests = [dataclasses.replace(r, params=dataclasses.replace(r.params, stop=("x",))) for r in mixed_requests()]
+    with pytest.raises(PeerError, match="between launches failed: ValueError: no such text"):
+        engine.generate(model, requests, **{"find_stop": find_stop, what: failing})
+    gc.collect()
+    live = len(jax.live_arrays())
+    assert engine.generate(model, mixed_requests()), "the next run is not touched"
+    assert len(jax.live_arrays()) == live
+
+
+@pytest.mark.parametrize("before", [1, 3, 20])
+def test_a_request_that_cannot_be_read_fails_the_run(engine: Engine, model: Any, before: int) -> None:
+    """Also one that is read while the devices work."""
+    requests = [dataclasses.replace(mixed_requests()[0], prompt_id=number) for number in range(before)]
+    engine.prepare(model, mixed_requests())
+    with current().scope("test-gate-stream") as hosts:
+        answers = engine.stream(model, [*requests, requests[0]], gate=Gate(hosts))
+        with pytest.raises(PeerError, match="between launches failed: ConfigError: prompt_id 0 is used by several"):
+            list(answers)

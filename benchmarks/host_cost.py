@@ -1,0 +1,242 @@
+"""What the host does between launches of 1,024 slots × 64 steps, with a stub in place of the devices.
+
+    python -m benchmarks.host_cost [--json PATH]
+
+The engine's own loop runs: scheduler, packing, placing on 8 CPU devices, unpacking. The stub answers with random
+tokens; its time is subtracted. ``steady``: every slot decodes to its end, 32 launches. ``mixed``: four times as many
+prompts as slots, prompts of 16 to 256 tokens, answers of up to 64 to 512, one token in 500 ends its answer.
+
+``ms_per_launch`` is the median time on the critical path from the end of a launch to the next one, and ``us_per_token``
+the sum of these times over the number of tokens. What is done before the launches of a prefill counts. What is done
+while the devices work (`Scheduler.work_ahead`: completions, reading requests) does not; with the completions of the
+last launch it is ``us_per_token_beside``. Times are CPU seconds of the thread, so that other programs on the machine
+count as little as possible.
+
+``gate_ms``: the gate before each launch (`lockstep.engine.Gate`) between 8 processes on this machine, median wall time;
+``barrier_ms`` and ``exchange_ms``, in turn with it: a barrier alone, and the exchange in which all post and read.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import numpy as np
+
+from lockstep.engine import Gate
+from lockstep.engine.decoder.arguments import pack
+from lockstep.engine.launches import launch_all
+from lockstep.placement import make_decode_mesh, make_mesh
+from lockstep.schedule import Capacity, DecodeBatch, DecodeResults, Scheduler
+from lockstep.types import Request, SamplingParams
+
+GOALS = {"us_per_token": 0.1, "ms_per_launch": 3.0, "gate_ms": 1.5}
+REPLICAS, SLOTS, STEPS, PAGE, STOP, VOCAB = 8, 1024, 64, 64, 499, 500
+
+
+class Fetched:
+    """An array that was computed, as `device.start_fetch` sees it."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array
+
+    def addressable_data(self, _: int) -> "Fetched":
+        return self
+
+    def copy_to_host_async(self) -> None:
+        pass
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        return self._array
+
+
+class StubPrograms:
+    """Programs that compute nothing: random tokens until a slot has all of its own, or its stop token."""
+
+    copy_pages = prompt_logprobs = None
+
+    def __init__(self, capacity: Capacity) -> None:
+        self.total = self._untaken = 0.0
+        self._rng = np.random.default_rng(0)
+        markers = DecodeBatch.empty(capacity, -7)
+        markers.remaining[:], markers.stop_ids[:] = -8, -9
+        row = pack(markers)[0]
+        self._num_steps, self._remaining, self._stop_ids = (np.flatnonzero(row == mark) for mark in (-7, -8, -9))
+
+    def prefill(self, weights: Any, pool: Any, given: Any) -> Any:
+        return pool
+
+    def decode(self, weights: Any, pool: Any, given: Any) -> tuple[Any, Fetched]:
+        begin = time.thread_time()
+        packed = np.asarray(given)
+        steps = int(packed[0, self._num_steps[0]])
+        remaining, stops = packed[:, self._remaining], packed[:, self._stop_ids]
+        tokens = self._rng.integers(0, VOCAB, (*remaining.shape, STEPS), np.int32)
+        stopped = np.cumsum(tokens == stops[..., None], axis=-1) - (tokens == stops[..., None]) > 0
+        over = np.arange(STEPS) >= np.minimum(remaining, steps)[..., None]
+        tokens[stopped | over] = -1
+        logprobs = self._rng.random(tokens.shape, np.float32)
+        results = Fetched(DecodeResults.of(tokens, logprobs, logprobs).packed)
+        self._untaken += time.thread_time() - begin
+        return pool, results
+
+    def take(self) -> float:
+        """The seconds of the stub since the last call."""
+        seconds, self._untaken = self._untaken, 0.0
+        self.total += seconds
+        return seconds
+
+
+class Clock:
+    """Splits the host's time: between launches, in the stub, and while the devices would work."""
+
+    def __init__(self, stub: StubPrograms, scheduler: Scheduler) -> None:
+        self.between: list[float] = []
+        """The seconds on the critical path from one decode launch to the next."""
+        self._stub, self._ahead = stub, 0.0
+        self._last = time.thread_time()
+        self._work_ahead = scheduler.work_ahead
+        scheduler.work_ahead = self._timed  # type: ignore[method-assign]
+
+    def _timed(self) -> None:
+        begin = time.thread_time()
+        self._work_ahead()
+        self._ahead += time.thread_time() - begin
+
+    @contextlib.contextmanager
+    def around(self, program: str) -> Iterator[None]:
+        yield
+        if program == "decode":
+            now = time.thread_time()
+            self.between.append(now - self._last - self._stub.take() - self._ahead)
+            self._last, self._ahead = now, 0.0
+
+
+def measure(capacity: Capacity, requests: list[Request]) -> dict[str, float]:
+    """The host's time on some requests: per launch and per token."""
+    scheduler, stub = Scheduler(capacity, requests), StubPrograms(capacity)
+    mesh, pool = make_decode_mesh(make_mesh("auto"), 1), SimpleNamespace(delete=lambda: None)
+    clock = Clock(stub, scheduler)
+    begin = time.thread_time()
+    for _ in launch_all(
+        stub,  # type: ignore[arg-type]
+        None,  # type: ignore[arg-type]
+        pool,
+        scheduler,
+        mesh,
+        around_launch=clock.around,
+    ):
+        pass
+    completions = scheduler.completions()
+    seconds = time.thread_time() - begin - stub.total
+    tokens = sum(len(completion.tokens) for completion in completions)
+    return {
+        "us_per_token": 1e6 * sum(clock.between) / tokens,
+        "us_per_token_beside": 1e6 * (seconds - sum(clock.between)) / tokens,
+        "ms_per_launch": 1e3 * statistics.median(clock.between),
+        "ms_per_launch_mean": 1e3 * statistics.mean(clock.between),
+        "launches": len(clock.between),
+        "tokens": tokens,
+    }
+
+
+def requests_of(count: int, prompt: tuple[int, int], new: tuple[int, int], **options: Any) -> list[Request]:
+    """Random prompts, their lengths and those of their answers between two numbers each."""
+    rng = np.random.default_rng(0)
+    return [
+        Request(
+            prompt_id=number,
+            prompt_tokens=tuple(rng.integers(0, VOCAB, rng.integers(*prompt, endpoint=True)).tolist()),
+            params=SamplingParams(max_new_tokens=int(rng.integers(*new, endpoint=True)), **options),
+        )
+        for number in range(count)
+    ]
+
+
+def capacity_of(tokens: int) -> Capacity:
+    """Room for every slot to have so many tokens."""
+    pages = -(-tokens // PAGE)
+    return Capacity(
+        replicas=REPLICAS,
+        sequences=SLOTS,
+        slots=SLOTS // REPLICAS,
+        page_size=PAGE,
+        pages=1 + SLOTS // REPLICAS * pages,
+        pages_per_sequence=pages,
+        prefill_rows=8,
+        steps=STEPS,
+        stop_ids=1,
+    )
+
+
+def between_processes(processes: int) -> dict[str, float]:
+    """Milliseconds that a gate, a barrier and an exchange take between processes that all come at once."""
+    root = Path(__file__).resolve().parents[1]
+    command = [sys.executable, str(root / "infra" / "launch.py"), "--backend", "local", "--prefix", "never"]
+    command += ["--processes", str(processes), "--devices_per_process", "1", "--"]
+    command += ["python", "-m", "benchmarks.host_cost", "--worker"]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=root)
+    found = [line for line in run.stdout.splitlines() if line.startswith("{")]
+    if run.returncode or not found:
+        raise RuntimeError(f"{processes} processes ended with {run.returncode}:\n{run.stdout}\n{run.stderr}")
+    return {"processes": processes, **json.loads(found[-1])}
+
+
+def worker() -> int:
+    """One process of `between_processes`."""
+    from lockstep.hosts import run_main, start
+
+    def run() -> None:
+        hosts = start()
+        gate = Gate(hosts, 1e9)
+        calls: dict[str, Callable[[], object]] = {
+            "gate_ms": lambda: gate(None),
+            "barrier_ms": lambda: hosts.barrier("barrier"),
+            "exchange_ms": lambda: hosts.agree("exchange", {"launch": "1"}),
+        }
+        laps: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(500):
+            for name, call in calls.items():
+                hosts.barrier("ready")
+                begin = time.perf_counter()
+                call()
+                laps[name].append(1e3 * (time.perf_counter() - begin))
+        if hosts.is_leader:
+            print(json.dumps({name: statistics.median(each) for name, each in laps.items()}), flush=True)
+
+    run_main(run)
+    return 0
+
+
+def main() -> int:
+    """Measure, print, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write one key per row to this file")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        return worker()
+    steady = measure(capacity_of(1 + 32 * STEPS), requests_of(SLOTS, (1, 1), (32 * STEPS, 32 * STEPS)))
+    mixed = measure(capacity_of(768), requests_of(4 * SLOTS, (16, 256), (64, 512), stop_token_ids=(STOP,)))
+    rows = {**steady, **between_processes(8), **{f"mixed_{name}": value for name, value in mixed.items()}}
+    for name, value in rows.items():
+        goal = f"  (goal: at most {GOALS[name]})" if name in GOALS else ""
+        print(f"{name:24} {value:14,.3f}{goal}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

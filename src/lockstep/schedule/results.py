@@ -1,0 +1,55 @@
+"""The results of a decode launch: one array, so that a single transfer brings all of it to the host."""
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Float32, Int32
+
+TOKEN, LOGPROB, SAMPLED_LOGPROB, FIRST_TOP = 0, 1, 2, 3
+"""The parts of `DecodeResults.packed`. From the last on come the ids of the most probable tokens, then the bits of
+their log-probabilities."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class DecodeResults:
+    """What every slot sampled in a launch."""
+
+    packed: Int32[np.ndarray, "replica part slot step"]
+    """Part 0 has the token ids, -1 where a sequence had already ended. The others have the bits of float32 numbers: the
+    log-probabilities of the tokens under the model, those under the distribution that they were drawn from; and where
+    sequences ask for them the ids of the n most probable tokens, most probable first, and n log-probabilities."""
+
+    @classmethod
+    def of(
+        cls,
+        tokens: Int32[np.ndarray, "replica slot step"],
+        logprobs: Float32[np.ndarray, "replica slot step"],
+        sampled_logprobs: Float32[np.ndarray, "replica slot step"] | None = None,
+        top_ids: Int32[np.ndarray, "replica slot step n"] | None = None,
+        top_logprobs: Float32[np.ndarray, "replica slot step n"] | None = None,
+    ) -> "DecodeResults":
+        """Packs separate arrays.
+
+        Args:
+            tokens: The token ids, -1 where a sequence had already ended.
+            logprobs: The log-probabilities of the tokens under the model.
+            sampled_logprobs: The log-probabilities under the distribution drawn from; None for zeros.
+            top_ids: The ids of the most probable tokens; None where no sequence asks for them.
+            top_logprobs: The log-probabilities of ``top_ids``.
+        """
+        sampled = np.zeros_like(logprobs) if sampled_logprobs is None else sampled_logprobs
+        parts = [tokens, logprobs, sampled]
+        for top in (top_ids, top_logprobs):
+            if top is not None:
+                parts += list(np.moveaxis(top, -1, 0))
+        return cls(packed=np.stack([np.ascontiguousarray(part).view(np.int32) for part in parts], axis=1))
+
+    @property
+    def tokens(self) -> Int32[np.ndarray, "replica slot step"]:
+        """The token ids, -1 where a sequence had already ended."""
+        return self.packed[:, TOKEN]
+
+
+def as_floats(bits: Int32[np.ndarray, "*shape"]) -> Float32[np.ndarray, "*shape"]:
+    """Returns the float32 numbers with the given bits."""
+    return np.ascontiguousarray(bits).view(np.float32)
