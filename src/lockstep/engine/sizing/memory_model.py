@@ -120,8 +120,8 @@ class MemoryModel:
             scores += 2 * CONTEXT_CHUNK * self._layer_kv_bytes
         # On CPU logits, scores and noise in float32; and a count per token where there are penalties.
         vocabularies = (_VOCABULARIES if self._tpu else 4) + sizes.penalties
-        if self._tpu and self.model.decode_mesh.tensor > 1:  # the share of the slots that a device filters, all of their scores
-            vocabularies += 1
+        if self._tpu and self.model.decode_mesh.tensor > 1:
+            vocabularies += 1  # whole scores of the slots that a device filters
         sampling = sizes.slots * vocabularies * self._vocab * 4
         if self._tpu:
             sampling = max(0, sampling - _IN_VECTOR_MEMORY.get(tpu_generation(self.model.device.device_kind), 0))
