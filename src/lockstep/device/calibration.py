@@ -54,13 +54,14 @@ def calibrated(chip: Chip, path: str | None) -> Chip:
             f"the calibration {path} was measured on {found['chip']}, and the devices are {chip.name}. Give a file "
             f"that was measured on {chip.name}, or none to use the published numbers."
         )
-    links = {name: found[name] for name in _LINKS if name in found}
+    links: dict[str, Any] = {name: found[name] for name in _LINKS if name in found}
     if chip.network == chip.link and "link" in links:
         links = {"network": links["link"]} | links
+    values: dict[str, Any] = {name: float(found[name]) for name in _NUMBERS if name in found}
+    values |= {name: dataclasses.replace(getattr(chip, name), **numbers) for name, numbers in links.items()}
     return dataclasses.replace(
         chip,
-        **{name: float(found[name]) for name in _NUMBERS if name in found},
-        **{name: dataclasses.replace(getattr(chip, name), **numbers) for name, numbers in links.items()},
+        **values,
         source=f"measured {found['measured']} ({path}); what is not in that file: {chip.source}",
     )
 

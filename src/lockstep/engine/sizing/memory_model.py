@@ -119,7 +119,10 @@ class MemoryModel:
         if self._tpu and not self._kernel:  # K and V of a chunk of a layer, in use and being read
             scores += 2 * CONTEXT_CHUNK * self._layer_kv_bytes
         # On CPU logits, scores and noise in float32; and a count per token where there are penalties.
-        sampling = sizes.slots * ((_VOCABULARIES if self._tpu else 4) + sizes.penalties) * self._vocab * 4
+        vocabularies = (_VOCABULARIES if self._tpu else 4) + sizes.penalties
+        if self._tpu and self.model.decode_mesh.tensor > 1:
+            vocabularies += 1  # whole scores of the slots that a device filters
+        sampling = sizes.slots * vocabularies * self._vocab * 4
         if self._tpu:
             sampling = max(0, sampling - _IN_VECTOR_MEMORY.get(tpu_generation(self.model.device.device_kind), 0))
         of_slots = sizes.slots * (scores + 8 * sizes.steps + self._activations)
