@@ -19,7 +19,7 @@ from tests.multiprocess.harness import run_processes
 
 
 class Waits:
-    """The keys that this process waits at, those of the budget left out: it looks once before each launch."""
+    """The keys that this process waits at, those of the gate left out, which is passed before each launch."""
 
     def __init__(self, hosts: Hosts) -> None:
         self._heartbeat = hosts._channel.heartbeat

@@ -57,7 +57,7 @@ def test_what_fits_is_told_in_full(tiny):
     assert not any(one["crosses_hosts"] for one in found["train_step"]["collectives"]), "a v6e-8 is one host"
     sampling = found["sampling"]["inference_eval"]
     assert sampling["predicted_at_best"]["tokens_per_s"] > 0
-    # Each replica is a device: its steps are its own, and the launch gathers the three results of all replicas.
+    # Each replica is a device: its steps are its own, and the launch gathers the results of all replicas as one array.
     assert sampling["layout"] == {"tensor": 1} and sampling["collectives_per_decode_step"] == []
     once = {one["kind"]: one["count"] for one in sampling["collectives_per_decode_launch"]}
     assert once == {"all-reduce": 1, "all-gather": 1}
