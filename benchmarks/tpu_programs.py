@@ -120,6 +120,7 @@ def figures(engine: Engine, model: DecodeModel, context: int) -> dict[str, Any]:
             "temporaries": int(memory.temp_size_in_bytes),
             "code": int(memory.generated_code_size_in_bytes),
             "pool_copies": len(copies(hlo, pool)),
+            "scatters": program.text().count(" scatter("),
             "kernels": sum(run.op.kind == "custom-call" and "tpu_custom_call" in run.op.line for run in hlo.runs),
             "collectives": [
                 {

@@ -63,7 +63,9 @@ def check(found: dict[str, Any]) -> None:
         assert programs[name]["pool_copies"] == 0, name
         assert programs[name]["aliased"] == found["pool"], name
         assert programs[name]["temporaries"] < 0.15 * held, name
-    assert programs["prefill"]["kernels"] == programs["decode"]["kernels"] == 1, "one, inside the loop over layers"
+    assert programs["decode"]["kernels"] == 2, "write and attend, inside the loop over layers"
+    assert programs["prefill"]["kernels"] == 3, "and the last layer only writes"
+    assert all(programs[name]["scatters"] == 0 for name in ("prefill", "copy_pages", "decode"))
 
     steps = [one for one in programs["decode"]["collectives"] if one["in_step"]]
     assert not any(one["crosses_replicas"] for one in steps)

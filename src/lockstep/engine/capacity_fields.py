@@ -29,9 +29,9 @@ class CapacityFields:
     """Share of the free device memory that sampling may use; free is what the device with the least free memory of all
     hosts has left."""
     kv_cache_dtype: str = "auto"
-    """``auto``: K and V are kept in the dtype that the engine computes in. ``int8``: in 8 bits, with a scale for each
-    token and head: nearly twice the pages of bfloat16. Log-probabilities are then those of the rounded K and V, and
-    the ``logprob_gap`` of an audit measures the rounding too. Not on TPU."""
+    """``auto``: K and V are kept in the dtype that the engine computes in. ``fp8``: in 8 bits (E4M3,
+    without scales): twice the pages of bfloat16. Log-probabilities are then those of the rounded K and V, and the
+    ``logprob_gap`` of an audit measures the rounding too."""
     layout: Layout = "auto"
     """``training``: weights stay where the trainer has them and are gathered layer by layer at every step.
     ``{tensor: N}``: weights are moved once per round, N devices share a copy. ``auto``: of those that fit, the one with
