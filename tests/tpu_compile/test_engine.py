@@ -228,7 +228,7 @@ config = LlamaConfig(
 mesh = make_mesh("auto", list(topology(slice_).devices))
 weights = weights_on(mesh, ModelPreset(config=config, vocab_size=1024), "bfloat16")
 params = SamplingParams(max_new_tokens=64, temperature=0.7)
-prompt = tuple(range(131072 - 64))
+prompt = (1,) * (131072 - 64)
 requests = [Request(prompt_id=i, prompt_tokens=prompt, params=params) for i in range(128 * mesh.size)]
 engine = Engine(
     EngineConfig(layout={"tensor": 1}, kv_cache_dtype=kv_cache_dtype, max_seqs=128 * mesh.size,
@@ -248,7 +248,7 @@ print(json.dumps({
 
 @pytest.mark.parametrize(
     ("slice_", "kv_cache_dtype"),
-    [("v5p-8", "auto"), pytest.param("v6e-4", "auto", marks=pytest.mark.slow), ("v6e-4", "fp8")],
+    [("v5p-8", "auto"), *(pytest.param("v6e-4", dtype, marks=pytest.mark.slow) for dtype in ("auto", "fp8"))],
 )
 def test_page_tables_of_128_long_sequences_fit_in_scalar_memory(slice_, kv_cache_dtype):
     """With pages of 64 tokens the table of 128 sequences of 131,072 tokens is the whole of a core's scalar memory."""

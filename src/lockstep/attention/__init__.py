@@ -9,11 +9,11 @@ from lockstep.attention.contiguous_kv import attend_context as attend_context
 from lockstep.attention.contiguous_kv import extend_context as extend_context
 from lockstep.attention.contiguous_kv import gather_context as gather_context
 from lockstep.attention.kv_dtype import FP8 as FP8
-from lockstep.attention.kv_dtype import pool_dtype as pool_dtype
 from lockstep.attention.reference import paged_attention as paged_attention
 from lockstep.attention.select import describe_attention as describe_attention
 from lockstep.attention.select import has_kernel as has_kernel
 from lockstep.attention.select import max_page_table_rows as max_page_table_rows
+from lockstep.attention.select import pool_dtype as pool_dtype
 from lockstep.attention.select import select_attention as select_attention
 from lockstep.attention.select import stored_kv_heads as stored_kv_heads
 from lockstep.attention.softmax import ScoreModifier as ScoreModifier

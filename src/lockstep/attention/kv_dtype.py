@@ -4,8 +4,9 @@ Eight bits are E4M3 of Micikevicius et al. 2022 (https://arxiv.org/abs/2209.0543
 exponent, 3 of mantissa, numbers up to 448, NaN and no infinity. There are no scales: a number between 2^-6 and 448 is
 off by at most a sixteenth of itself, whatever its neighbours are, so that nothing has to be calibrated.
 
-A pool in 8 bits is an array of bytes. XLA moves bytes as they are; arrays of an 8-bit floating type it converts to 16
-bits and back on CPU, the whole pool at every step.
+Where XLA reads and writes the pool, a pool in 8 bits is an array of bytes: on CPU it converts arrays of an 8-bit
+floating type to 16 bits and back, the whole pool at every step. Where kernels do, it is an array of that type, which
+they take as it is; making it one of bytes would be a copy of the pool.
 """
 
 import jax
@@ -15,13 +16,11 @@ from jaxtyping import Array, Float, Num
 FP8 = jnp.dtype(jnp.float8_e4m3fn)
 """The dtype of K and V in 8 bits."""
 
-_BYTE = jnp.dtype(jnp.uint8)
+
+BYTE = jnp.dtype(jnp.uint8)
+"""The dtype of a pool that has them as bytes."""
+
 _LARGEST = float(jnp.finfo(FP8).max)
-
-
-def pool_dtype(kv_dtype: jnp.dtype) -> jnp.dtype:
-    """Returns the dtype of the array that holds K and V of a dtype."""
-    return _BYTE if kv_dtype == FP8 else kv_dtype
 
 
 def to_pool(kv: Float[Array, "*shape"], dtype: jnp.dtype) -> Num[Array, "*shape"]:
@@ -34,12 +33,12 @@ def to_pool(kv: Float[Array, "*shape"], dtype: jnp.dtype) -> Num[Array, "*shape"
         kv: K or V.
         dtype: The dtype of the pool.
     """
-    if dtype != _BYTE:
+    if dtype not in (FP8, BYTE):
         return kv.astype(dtype)
     rounded = jnp.where(jnp.isfinite(kv), jnp.clip(kv, -_LARGEST, _LARGEST), jnp.nan).astype(FP8)
-    return jax.lax.bitcast_convert_type(rounded, _BYTE)
+    return jax.lax.bitcast_convert_type(rounded, dtype)
 
 
 def as_numbers(kv: Num[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Returns what `to_pool` made as numbers, in the dtype in which they are stored: bytes as E4M3."""
-    return jax.lax.bitcast_convert_type(kv, FP8) if kv.dtype == _BYTE else kv
+    return jax.lax.bitcast_convert_type(kv, FP8) if kv.dtype == BYTE else kv

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from lockstep.attention.base import Attention, Heads, StoredKvHeads
+from lockstep.attention.kv_dtype import BYTE, FP8
 from lockstep.attention.tpu import TpuAttention
 from lockstep.attention.tpu_blocks import (
     LANES,
@@ -49,6 +50,17 @@ def max_page_table_rows(device: jax.Device, head_size: int, pages: int) -> int |
         pages: The number of pages of each row.
     """
     return max_table_rows(pages) if has_kernel(device, head_size) else None
+
+
+def pool_dtype(device: jax.Device, head_size: int, kv_dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype of the array that holds the pool: bytes for K and V in 8 bits that no kernel reads and writes.
+
+    Args:
+        device: A device of the decode mesh.
+        head_size: The head size of the model in elements.
+        kv_dtype: The dtype of K and V.
+    """
+    return BYTE if kv_dtype == FP8 and not has_kernel(device, head_size) else kv_dtype
 
 
 def describe_attention(device: jax.Device, head_size: int) -> str:

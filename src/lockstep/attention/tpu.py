@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from lockstep.attention.base import Heads, StoredKvHeads
-from lockstep.attention.kv_dtype import as_numbers
 from lockstep.attention.page_ops import copy_pages_one_by_one
 from lockstep.attention.tpu_blocks import Blocks
 
@@ -117,12 +116,11 @@ class TpuAttention:
         from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
         tokens, kv_heads, group, head = q.shape
-        kv = as_numbers(pool)
-        scale = None if kv.dtype == q.dtype else 1.0
+        scale = None if pool.dtype == q.dtype else 1.0
         padded = _pad(q, 1, self.stored_kv_heads.kv_heads, 3, self.stored_kv_heads.head_size)
         out = ragged_paged_attention(
             padded.reshape(tokens, -1, self.stored_kv_heads.head_size),
-            kv,
+            pool,
             rows.lengths,
             first_page + rows.page_table,
             rows.q_starts,

@@ -9,10 +9,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from lockstep.attention import FP8, ScoreModifier, attend_context, extend_context, gather_context, paged_attention
+from lockstep.attention import ScoreModifier, attend_context, extend_context, gather_context, paged_attention
 from lockstep.attention import contiguous_kv as context_module
 from lockstep.attention import reference as reference_module
-from lockstep.attention.kv_dtype import as_numbers, pool_dtype, to_pool
+from lockstep.attention.kv_dtype import BYTE, as_numbers, to_pool
 from lockstep.engine import Engine, EngineConfig
 from tests.oracle import assert_same_logprobs, assert_same_tokens, oracle_completions, rounded_kv
 from tests.sampling_oracle import log_softmax
@@ -21,7 +21,6 @@ from tests.unit.engine.models import FAMILIES, mesh_of, mixed_requests, model_on
 GAP = 0.5
 """Of log-probabilities from those over K and V as they are, in these models of 16 numbers per token."""
 
-BYTES = pool_dtype(FP8)
 KV_HEADS, GROUP, HEAD, PAGE_SIZE, WIDTH, LENGTHS = 2, 3, 8, 4, 6, (24, 5, 14)
 
 
@@ -29,14 +28,14 @@ KV_HEADS, GROUP, HEAD, PAGE_SIZE, WIDTH, LENGTHS = 2, 3, 8, 4, 6, (24, 5, 14)
 def test_numbers_are_rounded_to_the_nearest_once(dtype: str) -> None:
     size = 2.0 ** np.arange(-12, 9)[:, None]
     given = jnp.asarray(np.random.default_rng(0).uniform(-1.7, 1.7, (21, 500)) * size, dtype)
-    got = jax.jit(lambda kv: to_pool(kv, BYTES))(given)
-    assert got.dtype == BYTES == "uint8"
+    got = jax.jit(lambda kv: to_pool(kv, BYTE))(given)
+    assert got.dtype == BYTE
     want = np.asarray(given, np.float32).astype(ml_dtypes.float8_e4m3fn)
     np.testing.assert_array_equal(np.asarray(as_numbers(got)), want)
 
 
 def test_what_is_too_large_becomes_the_largest_and_what_overflowed_is_nan() -> None:
-    got = to_pool(jnp.array([500.0, -1e30, np.inf, -np.inf, np.nan, 1.0]), BYTES)
+    got = to_pool(jnp.array([500.0, -1e30, np.inf, -np.inf, np.nan, 1.0]), BYTE)
     np.testing.assert_array_equal(np.asarray(as_numbers(got), np.float32), [448.0, -448.0, np.nan, np.nan, np.nan, 1.0])
 
 
@@ -88,7 +87,7 @@ def test_attention_over_what_was_rounded(
 
     def decode(pool: jax.Array, q: jax.Array, last: jax.Array) -> jax.Array:
         context = gather_context(pool, jnp.asarray(table), last, 1)
-        assert context.k.dtype == BYTES, "half the bytes of bfloat16 here too"
+        assert context.k.dtype == BYTE, "half the bytes of bfloat16 here too"
         own = jnp.asarray(kv)[jnp.arange(3), last].astype(dtype)
         return attend_context(q, extend_context(context, jnp.int32(0), own, last), jnp.int32(0), last, modifier)
 
