@@ -16,8 +16,8 @@ class CapacityFields:
     """Sequences decoded at a time, over all replicas; more wait their turn. Null: all of them, or as many as fit, up to
     where a step begins to take longer with each: 64 to 512 per replica, by the device's memory bandwidth and speed."""
     page_size: int | None = None
-    """Tokens per page of the KV cache. Null: 16; on TPU 64, or 128 where the page tables of so many long sequences would
-    not fit in the scalar memory of a core."""
+    """Tokens per page of the KV cache. Null: 16; on TPU 64, or 128 where the page tables of so many long sequences
+    would not fit in the scalar memory of a core."""
     max_pages: int | None = None
     """Pages of one replica's KV cache; what does not fit waits its turn. Null: enough for its sequences at their
     longest, or what fits."""
