@@ -44,7 +44,7 @@ class Engine:
         ledger: Where launches are recorded, such as that of the job (``hosts.ledger``); None for one of its own.
 
     Raises:
-        ConfigError: The layout does not fit the mesh, no token may be sampled, or the devices cannot read such a cache.
+        ConfigError: The layout does not fit the mesh, or no token may be sampled.
     """
 
     def __init__(
