@@ -8,6 +8,7 @@ objects.
 
 import argparse
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -120,6 +121,11 @@ def figures(engine: Engine, model: DecodeModel, context: int) -> dict[str, Any]:
             "temporaries": int(memory.temp_size_in_bytes),
             "code": int(memory.generated_code_size_in_bytes),
             "pool_copies": len(copies(hlo, pool)),
+            "pool_scatters": sum(
+                op.kind == "scatter" and math.prod(op.arrays[0].dims) == math.prod(pool)
+                for computation in hlo.computations.values()
+                for op in computation.values()
+            ),
             "kernels": sum(run.op.kind == "custom-call" and "tpu_custom_call" in run.op.line for run in hlo.runs),
             "collectives": [
                 {

@@ -1,6 +1,7 @@
-"""jax's ragged paged attention kernel, run on the CPU: its own code, copies and blocks included, without the compiler.
+"""The TPU kernels, jax's ragged paged attention and ours that writes K/V, run on the CPU: their own code, copies and
+blocks included, without the compiler.
 
-Pallas' TPU interpreter (``pltpu.force_tpu_interpret_mode``, jax 0.11.2) stops at the kernel's reshaped references, the
+Pallas' TPU interpreter (``pltpu.force_tpu_interpret_mode``, jax 0.11.2) stops at reshaped references of attention, the
 plain one at its masked stores. So the plain one runs it here, with a masked store written as a read, a select and a
 write, which is what it means.
 """
@@ -15,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
 
-from lockstep.attention import select
+from lockstep.attention import select, tpu_write
 
 
 class _Instead:
@@ -39,9 +40,10 @@ def _store(ref: Any, value: Any, *, mask: Any) -> None:
 
 @contextlib.contextmanager
 def kernel_on_cpu() -> Iterator[None]:
-    """Inside, the kernel can run on the CPU, and is what `select_attention` chooses there."""
+    """Inside, the kernels can run on the CPU, and are what `select_attention` chooses there."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel, "pl", _Instead(pl, pallas_call=_pallas_call))
         patch.setattr(kernel, "pltpu", _Instead(pltpu, store=_store))
+        patch.setattr(tpu_write, "pl", _Instead(pl, pallas_call=_pallas_call))
         patch.setattr(select, "has_kernel", lambda device, head_size: True)
         yield

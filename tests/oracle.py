@@ -53,7 +53,7 @@ def oracle_completions(
     *,
     vocab_size: int | None = None,
     length: int | None = None,
-    int8_cache: bool = False,
+    fp8_cache: bool = False,
 ) -> list[Expected]:
     """Answers requests by one full forward pass per token.
 
@@ -63,7 +63,7 @@ def oracle_completions(
         requests: with any sampling parameters.
         vocab_size: tokens from here on are never sampled; None for all rows of the embedding.
         length: positions of a forward pass; None: enough, a multiple of 64.
-        int8_cache: K and V are rounded before attention sees them, as a KV cache in 8 bits rounds them.
+        fp8_cache: K and V are rounded before attention sees them, as a KV cache in 8 bits rounds them.
 
     Returns:
         Expected answers in the order of the requests, then of their generations.
@@ -79,7 +79,7 @@ def oracle_completions(
             for row, writer in enumerate(batch):
                 known = [*writer.request.prompt_tokens, *writer.tokens][:length]
                 ids[row, : len(known)], last[row] = known, len(known) - 1
-            logits = np.array(_last_logits(local, ids, last, int8_cache))
+            logits = np.array(_last_logits(local, ids, last, fp8_cache))
             if vocab_size is not None:
                 logits[:, vocab_size:] = -np.inf
             for row in open_:
@@ -235,7 +235,7 @@ def _on_one_device(model: Any) -> LlamaLMHeadModel:
 
 @contextlib.contextmanager
 def rounded_kv() -> Iterator[None]:
-    """Attention traced inside sees each head of K and V as whole multiples of a 127th of its largest number."""
+    """Attention traced inside sees the numbers of K and V as 8 bits hold them (E4M3)."""
     rename = hax.NamedArray.rename
 
     def round_after(self: Any, names: Any) -> Any:
@@ -243,9 +243,7 @@ def rounded_kv() -> Iterator[None]:
         # K and V, and nothing else in floating point, get an axis of their own for positions.
         if "key_position" not in names.values() or not jnp.issubdtype(named.dtype, jnp.floating):
             return named
-        assert named.axes[-1].name == "head_size", named.axes
-        step = jnp.max(jnp.abs(named.array), axis=-1, keepdims=True) * np.float32(1 / 127)
-        return hax.NamedArray(jnp.round(named.array / step) * step, named.axes)
+        return hax.NamedArray(named.array.astype(jnp.float8_e4m3fn).astype(named.dtype), named.axes)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hax.NamedArray, "rename", round_after)
@@ -253,7 +251,7 @@ def rounded_kv() -> Iterator[None]:
 
 
 @eqx.filter_jit
-def _last_logits(model: Any, ids: np.ndarray, last: np.ndarray, int8_cache: bool) -> jax.Array:
-    with rounded_kv() if int8_cache else contextlib.nullcontext():
+def _last_logits(model: Any, ids: np.ndarray, last: np.ndarray, fp8_cache: bool) -> jax.Array:
+    with rounded_kv() if fp8_cache else contextlib.nullcontext():
         logits = model(hax.named(ids, ("batch", "position"))).array
     return jnp.take_along_axis(logits, last[:, None, None], axis=1)[:, 0].astype(jnp.float32)

@@ -120,6 +120,7 @@ print(json.dumps({
         pytest.param("v4-8", "bfloat16", 2, marks=pytest.mark.slow),
         pytest.param("v5litepod-4", "bfloat16", 2, marks=pytest.mark.slow),
         pytest.param("v6e-4", "bfloat16", 2, marks=pytest.mark.slow),
+        pytest.param("v5p-8", "float32", 2, marks=pytest.mark.slow),
     ],
 )
 def test_heads_too_wide_for_the_kernel_get_plain_attention(slice_, dtype, tensor):
@@ -141,7 +142,11 @@ def test_heads_too_wide_for_the_kernel_get_plain_attention(slice_, dtype, tensor
     for name, program in programs.items():
         assert program["copies"] == program["kernels"] == 0 and program["aliased"] == found["pool"], name
     print(predicted, programs)
-    assert programs["prefill"]["temporaries"] <= predicted["prefill"] < 0.2 * found["pool"]
+    prefill = programs["prefill"]["temporaries"]
+    if dtype == "float32":  # half of the pool once more, which is not predicted; decode takes more, and that is
+        assert prefill <= 0.55 * found["pool"] < predicted["decode"]
+    else:
+        assert prefill <= predicted["prefill"] < 0.2 * found["pool"]
     decode = programs["decode"]["temporaries"]
     assert found["pool"] * 0.99 < decode <= predicted["decode"] <= 1.15 * decode, "the context, once"
 
@@ -207,6 +212,58 @@ def test_two_kv_heads_on_four_devices():
     assert run.returncode == 0, run.stderr[-4000:]
     found = json.loads(run.stdout.splitlines()[-1])
     assert found["aliased"] == found["pool"] and found["of_layers"] == 2 * 3 + 1
+
+
+LONG = """
+import json, sys
+from benchmarks.tpu_programs import weights_on
+from lockstep.engine import Engine, EngineConfig
+from lockstep.models import LlamaConfig
+from lockstep.models.presets import ModelPreset
+from lockstep.placement import make_mesh
+from lockstep.plan.topology import topology
+from lockstep.types import Request, SamplingParams
+
+slice_, kv_cache_dtype = sys.argv[1:]
+config = LlamaConfig(
+    max_seq_len=131072, hidden_dim=512, intermediate_dim=1024, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=128
+)
+mesh = make_mesh("auto", list(topology(slice_).devices))
+weights = weights_on(mesh, ModelPreset(config=config, vocab_size=1024), "bfloat16")
+params = SamplingParams(max_new_tokens=64, temperature=0.7)
+prompt = (1,) * (131072 - 64)
+requests = [Request(prompt_id=i, prompt_tokens=prompt, params=params) for i in range(128 * mesh.size)]
+engine = Engine(
+    EngineConfig(layout={"tensor": 1}, kv_cache_dtype=kv_cache_dtype, max_seqs=128 * mesh.size,
+                 memory_bytes_per_device=80 << 30),
+    mesh,
+)
+engine.prepare((config, weights), requests)
+print(json.dumps({
+    "slots": engine.sizes.slots, "page_size": engine.sizes.page_size, "width": engine.sizes.pages_per_sequence,
+    "pool": engine.sizes.pages * engine.sizes.page_size * engine.decode_model.kv_bytes,
+    "aliased": engine.programs["decode"].memory().alias_size_in_bytes,
+    "scatters": engine.programs["decode"].text().count(" scatter("),
+    "text": engine.sizing.describe(),
+}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("slice_", "kv_cache_dtype"),
+    [("v5p-8", "auto"), *(pytest.param("v6e-4", dtype, marks=pytest.mark.slow) for dtype in ("auto", "fp8"))],
+)
+def test_page_tables_of_128_long_sequences_fit_in_scalar_memory(slice_, kv_cache_dtype):
+    """With pages of 64 tokens the table of 128 sequences of 131,072 tokens is the whole of a core's scalar memory."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    command = [sys.executable, "-c", LONG, slice_, kv_cache_dtype]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stderr[-4000:]
+    found = json.loads(run.stdout.splitlines()[-1])
+    print(found["text"])
+    assert (found["slots"], found["page_size"], found["width"]) == (128, 128, 1024)
+    assert found["aliased"] == found["pool"] and found["scatters"] == 0
+    assert "page_size 128: page tables of pages of 64 do not fit in scalar memory" in found["text"]
 
 
 ASSEMBLED = """

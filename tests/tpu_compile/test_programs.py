@@ -63,7 +63,9 @@ def check(found: dict[str, Any]) -> None:
         assert programs[name]["pool_copies"] == 0, name
         assert programs[name]["aliased"] == found["pool"], name
         assert programs[name]["temporaries"] < 0.15 * held, name
-    assert programs["prefill"]["kernels"] == programs["decode"]["kernels"] == 1, "one, inside the loop over layers"
+    assert programs["decode"]["kernels"] == 2, "write and attend, inside the loop over layers"
+    assert programs["prefill"]["kernels"] == 3, "and the last layer only writes"
+    assert all(programs[name]["pool_scatters"] == 0 for name in ("prefill", "copy_pages", "decode"))
 
     steps = [one for one in programs["decode"]["collectives"] if one["in_step"]]
     assert not any(one["crosses_replicas"] for one in steps)
@@ -84,13 +86,13 @@ def check(found: dict[str, Any]) -> None:
 def check_memory(found: dict[str, Any]) -> None:
     """Predicted temporaries, the program itself among them, against the compiler's own: never less, and little more.
 
-    Prefill is far from the worst.
+    Prefill is far from the worst; of a batch so small the compiler keeps more or less in vector memory.
     """
     predicted, programs, v6e = found["predicted"], found["programs"], "v6e" in found["chip"]
     measured = {name: programs[name]["temporaries"] + programs[name]["code"] for name in ("prefill", "decode")}
     measured["reshard"] = programs["reshard"]["temporaries"]
     print(predicted, measured)
-    assert measured["prefill"] <= predicted["prefill"] < predicted["decode"]
+    assert measured["prefill"] <= predicted["prefill"] < min(predicted["decode"], 2.1 * measured["prefill"])
     assert measured["decode"] <= predicted["decode"] <= 1.15 * measured["decode"]
     assert measured["reshard"] <= predicted["reshard"]
     if not v6e:  # there the pieces of some models never leave the vector memory

@@ -8,13 +8,12 @@ from lockstep.attention.contiguous_kv import Context as Context
 from lockstep.attention.contiguous_kv import attend_context as attend_context
 from lockstep.attention.contiguous_kv import extend_context as extend_context
 from lockstep.attention.contiguous_kv import gather_context as gather_context
-from lockstep.attention.kv_format import FloatKv as FloatKv
-from lockstep.attention.kv_format import KvFormat as KvFormat
-from lockstep.attention.quantized_kv import Int8Kv as Int8Kv
-from lockstep.attention.quantized_kv import check_cache_dtype as check_cache_dtype
+from lockstep.attention.kv_dtype import FP8 as FP8
 from lockstep.attention.reference import paged_attention as paged_attention
 from lockstep.attention.select import describe_attention as describe_attention
 from lockstep.attention.select import has_kernel as has_kernel
+from lockstep.attention.select import max_page_table_rows as max_page_table_rows
+from lockstep.attention.select import pool_dtype as pool_dtype
 from lockstep.attention.select import select_attention as select_attention
 from lockstep.attention.select import stored_kv_heads as stored_kv_heads
 from lockstep.attention.softmax import ScoreModifier as ScoreModifier

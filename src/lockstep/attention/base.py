@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, Protocol, runtime_checkable
 
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from lockstep.attention.softmax import ScoreModifier
 
@@ -28,9 +28,9 @@ class Heads:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredKvHeads:
-    """The key/value heads of a device as the pool stores them, padded or packed.
+    """The key/value heads of a device as the pool stores them.
 
-    A kernel may need more and wider heads than the model has, padded with zeros; an 8-bit head is wider by its scale.
+    A kernel may need more and wider heads than the model has, padded with zeros.
 
     Args:
         kv_heads: The number of stored key/value heads, at least that of the model.
@@ -53,35 +53,35 @@ class Attention(Protocol):
     def stored_kv_heads(self) -> StoredKvHeads:
         """The key/value heads of the pool."""
 
-    def pack(self, kv: Float[Array, "... two_kv_heads head"]) -> Shaped[Array, "... stored_two_kv_heads stored_head"]:
-        """Converts K and V to the form that the pool stores."""
+    def pack(self, kv: Float[Array, "... two_kv_heads head"]) -> Float[Array, "... stored_two_kv_heads stored_head"]:
+        """Pads K and V to the heads that the pool stores; writing rounds them to the dtype of the pool."""
 
     def write_pages(
         self,
-        pool: Shaped[Array, "pool_page page_size two_kv_heads stored_head"],
+        pool: Num[Array, "pool_page page_size two_kv_heads stored_head"],
         page: Int[Array, " row"],
         kv: Float[Array, "row page_size two_kv_heads head"],
-    ) -> Shaped[Array, "pool_page page_size two_kv_heads stored_head"]:
+    ) -> Num[Array, "pool_page page_size two_kv_heads stored_head"]:
         """Writes whole pages into the pool; where several rows name the same page, any one of them wins."""
 
     def copy_pages(
         self,
-        pool: Shaped[Array, "pool_page page_size two_kv_heads stored_head"],
+        pool: Num[Array, "pool_page page_size two_kv_heads stored_head"],
         source: Int[Array, " row"],
         target: Int[Array, " row"],
-    ) -> Shaped[Array, "pool_page page_size two_kv_heads stored_head"]:
+    ) -> Num[Array, "pool_page page_size two_kv_heads stored_head"]:
         """Copies pages inside the pool; no row's target may be another row's source."""
 
     def begin_decode(
         self,
-        pool: Shaped[Array, "pool_page page_size two_kv_heads stored_head"],
+        pool: Num[Array, "pool_page page_size two_kv_heads stored_head"],
         page_table: Int[Array, "slot page"],
         position: Int[Array, " slot"],
         num_layers: int,
     ) -> Any:
         """Makes the cache of a decode launch, once before its first step."""
 
-    def end_decode(self, cache: Any) -> Shaped[Array, "pool_page page_size two_kv_heads stored_head"]:
+    def end_decode(self, cache: Any) -> Num[Array, "pool_page page_size two_kv_heads stored_head"]:
         """Returns the pool with everything that was written during the launch."""
 
     def write(
@@ -128,7 +128,7 @@ class Attention(Protocol):
     def prefill(
         self,
         q: Float[Array, "row query kv_head group head"],
-        pool: Shaped[Array, "pool_page page_size two_kv_heads stored_head"],
+        pool: Num[Array, "pool_page page_size two_kv_heads stored_head"],
         first_page: Int[Array, ""],
         rows: Any,
     ) -> Float[Array, "row query kv_head group head"]:

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int, Num
 
-from lockstep.attention.kv_format import FloatKv, KvFormat
+from lockstep.attention.kv_dtype import to_pool
 from lockstep.attention.page_ops import ReadPages, gather_pages
 from lockstep.attention.softmax import ScoreModifier, attend
 
@@ -19,17 +19,17 @@ CONTEXT_CHUNK = 128
 
 
 class Context(NamedTuple):
-    """Contiguous K and V of all layers, in the format of the pool.
+    """Contiguous K and V of all layers, in the dtype of the pool.
 
     A chunk of positions of all slots is one contiguous block of memory, so that attention reads it without a copy.
     """
 
-    k: Shaped[Array, "layer chunk slot kv_head position stored_head"]
-    v: Shaped[Array, "layer chunk slot kv_head position stored_head"]
+    k: Num[Array, "layer chunk slot kv_head position head"]
+    v: Num[Array, "layer chunk slot kv_head position head"]
 
 
 def gather_context(
-    pool: Shaped[Array, "pool_page page_size two_kv_heads stored_head"],
+    pool: Num[Array, "pool_page page_size two_kv_heads head"],
     page_table: Int[Array, "slot page"],
     lengths: Int[Array, " slot"],
     num_layers: int,
@@ -80,15 +80,15 @@ def gather_context(
 def extend_context(
     context: Context,
     layer: Int[Array, ""],
-    kv: Shaped[Array, "slot two_kv_heads stored_head"],
+    kv: Float[Array, "slot two_kv_heads head"],
     position: Int[Array, " slot"],
 ) -> Context:
     """Writes K and V of one position per slot into one layer of the context."""
     chunk, offset = jnp.divmod(position, context.k.shape[4])
     at = (layer, chunk, jnp.arange(kv.shape[0]), slice(None), offset)
     return Context(
-        context.k.at[at].set(kv[:, 0::2].astype(context.k.dtype)),
-        context.v.at[at].set(kv[:, 1::2].astype(context.v.dtype)),
+        context.k.at[at].set(to_pool(kv[:, 0::2], context.k.dtype)),
+        context.v.at[at].set(to_pool(kv[:, 1::2], context.v.dtype)),
     )
 
 
@@ -98,7 +98,6 @@ def attend_context(
     layer: Int[Array, ""],
     position: Int[Array, " slot"],
     modifier: ScoreModifier = ScoreModifier(),  # noqa: B008  (frozen)
-    kv_format: KvFormat = FloatKv(),  # noqa: B008  (frozen)
 ) -> Float[Array, "slot kv_head group head"]:
     """Attends one query per slot to the positions up to and including its own; softmax in float32.
 
@@ -108,7 +107,6 @@ def attend_context(
         layer: The layer to attend in.
         position: The position of each slot's query.
         modifier: The soft cap and sliding window.
-        kv_format: The format of the context.
 
     Returns:
         The attention output in the dtype of ``q``.
@@ -120,4 +118,4 @@ def attend_context(
         return k, v
 
     positions = jnp.broadcast_to(position[:, None], (q.shape[0], q.shape[2]))
-    return attend(q, positions, read, context.k.shape[1], context.k.shape[4], modifier, kv_format)
+    return attend(q, positions, read, context.k.shape[1], context.k.shape[4], modifier)

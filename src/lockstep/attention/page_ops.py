@@ -8,46 +8,48 @@ place.
 from collections.abc import Callable
 
 import jax
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Float, Int, Num
+
+from lockstep.attention.kv_dtype import to_pool
 
 type ReadPages = Callable[[Array, Array], Array]
-"""Takes a pool and indices ``[...]`` of its pages; returns ``[..., page_size, two_kv_heads, stored_head]``."""
+"""Takes a pool and indices ``[...]`` of its pages; returns ``[..., page_size, two_kv_heads, head]``."""
 
 
 def gather_pages(
-    pool: Shaped[Array, "pool_page page_size two_kv_heads stored_head"], page: Int[Array, "*index"]
-) -> Shaped[Array, "*index page_size two_kv_heads stored_head"]:
+    pool: Num[Array, "pool_page page_size two_kv_heads head"], page: Int[Array, "*index"]
+) -> Num[Array, "*index page_size two_kv_heads head"]:
     """Reads all pages in one gather."""
     return pool[page]
 
 
 def read_pages_one_by_one(
-    pool: Shaped[Array, "pool_page page_size two_kv_heads stored_head"], page: Int[Array, "*index"]
-) -> Shaped[Array, "*index page_size two_kv_heads stored_head"]:
+    pool: Num[Array, "pool_page page_size two_kv_heads head"], page: Int[Array, "*index"]
+) -> Num[Array, "*index page_size two_kv_heads head"]:
     """Reads one page at a time."""
     pages = jax.lax.map(lambda one: jax.lax.dynamic_index_in_dim(pool, one, keepdims=False), page.reshape(-1))
     return pages.reshape(*page.shape, *pool.shape[1:])
 
 
 def write_pages_one_by_one(
-    pool: Shaped[Array, "pool_page page_size two_kv_heads stored_head"],
+    pool: Num[Array, "pool_page page_size two_kv_heads head"],
     page: Int[Array, " row"],
-    kv: Shaped[Array, "row page_size two_kv_heads stored_head"],
-) -> Shaped[Array, "pool_page page_size two_kv_heads stored_head"]:
+    kv: Float[Array, "row page_size two_kv_heads head"],
+) -> Num[Array, "pool_page page_size two_kv_heads head"]:
     """Writes row ``i`` of ``kv`` to page ``page[i]``, in order: of several rows that name a page the last one wins."""
-    packed = kv.astype(pool.dtype)
+    stored = to_pool(kv, pool.dtype)
 
     def write(row: Array, pool: Array) -> Array:
-        return jax.lax.dynamic_update_index_in_dim(pool, packed[row], page[row], 0)
+        return jax.lax.dynamic_update_index_in_dim(pool, stored[row], page[row], 0)
 
     return jax.lax.fori_loop(0, page.shape[0], write, pool)
 
 
 def copy_pages_one_by_one(
-    pool: Shaped[Array, "pool_page page_size two_kv_heads stored_head"],
+    pool: Num[Array, "pool_page page_size two_kv_heads head"],
     source: Int[Array, " row"],
     target: Int[Array, " row"],
-) -> Shaped[Array, "pool_page page_size two_kv_heads stored_head"]:
+) -> Num[Array, "pool_page page_size two_kv_heads head"]:
     """Copies page ``source[i]`` to page ``target[i]``; no row's target may be another row's source."""
 
     def copy(row: Array, pool: Array) -> Array:

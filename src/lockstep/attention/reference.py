@@ -5,9 +5,8 @@ Paged attention: Kwon et al. 2023, https://arxiv.org/abs/2309.06180, section 4.1
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int, Num
 
-from lockstep.attention.kv_format import FloatKv, KvFormat
 from lockstep.attention.page_ops import ReadPages, gather_pages
 from lockstep.attention.softmax import ScoreModifier, attend
 
@@ -17,11 +16,10 @@ CHUNK = 64
 
 def paged_attention(
     q: Float[Array, "sequence query kv_head group head"],
-    pool: Shaped[Array, "pool_page page_size two_kv_heads stored_head"],
+    pool: Num[Array, "pool_page page_size two_kv_heads head"],
     page_table: Int[Array, "sequence page"],
     start: Int[Array, " sequence"],
     modifier: ScoreModifier = ScoreModifier(),  # noqa: B008  (frozen)
-    kv_format: KvFormat = FloatKv(),  # noqa: B008  (frozen)
     read_pages: ReadPages = gather_pages,
 ) -> Float[Array, "sequence query kv_head group head"]:
     """Attends each query to all positions of its own sequence up to and including its own.
@@ -33,21 +31,20 @@ def paged_attention(
         page_table: The pool pages of each sequence, in order; position ``p`` is on page ``p // page_size``.
         start: The position of each sequence's first query.
         modifier: The soft cap and sliding window.
-        kv_format: The format of the pool.
         read_pages: Reads pages of the pool.
 
     Returns:
         The attention output in the dtype of ``q``; softmax in float32.
     """
     sequences, queries, kv_heads, group, head = q.shape
-    num_pages, (page_size, _, stored_head) = page_table.shape[1], pool.shape[1:]
+    num_pages, (page_size, _, _) = page_table.shape[1], pool.shape[1:]
     pages = min(max(CHUNK // page_size, 1), num_pages)
     num_chunks = -(-num_pages // pages)
     padded = jnp.pad(page_table, ((0, 0), (0, num_chunks * pages - num_pages)))
 
     def read(index: Array | int) -> tuple[Array, Array]:
         chunk = read_pages(pool, jax.lax.dynamic_slice_in_dim(padded, index * pages, pages, axis=1))
-        heads = chunk.reshape(sequences, pages * page_size, kv_heads, 2, stored_head).transpose(3, 0, 2, 1, 4)
+        heads = chunk.reshape(sequences, pages * page_size, kv_heads, 2, head).transpose(3, 0, 2, 1, 4)
         # What is masked has weight 0, and 0 times infinity is NaN.
         position = index * pages * page_size + jnp.arange(pages * page_size)
         written = position < (start + queries)[:, None]
@@ -55,5 +52,5 @@ def paged_attention(
 
     rows = q.transpose(0, 2, 1, 3, 4).reshape(sequences, kv_heads, queries * group, head)
     position = jnp.repeat(start[:, None] + jnp.arange(queries), group, axis=1)
-    out = attend(rows, position, read, num_chunks, pages * page_size, modifier, kv_format)
+    out = attend(rows, position, read, num_chunks, pages * page_size, modifier)
     return out.reshape(sequences, kv_heads, queries, group, head).transpose(0, 2, 1, 3, 4)

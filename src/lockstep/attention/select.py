@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from lockstep.attention.base import Attention, Heads, StoredKvHeads
-from lockstep.attention.kv_format import FloatKv
-from lockstep.attention.quantized_kv import Int8Kv
+from lockstep.attention.kv_dtype import BYTE, FP8
 from lockstep.attention.tpu import TpuAttention
 from lockstep.attention.tpu_blocks import (
     LANES,
     BlockKey,
     blocks_for,
+    max_table_rows,
     stored_head_size,
     stored_heads,
     takes,
@@ -39,6 +39,28 @@ def has_kernel(device: jax.Device, head_size: int) -> bool:
         head_size: The head size of the model in elements.
     """
     return device.platform == "tpu" and head_size <= LANES
+
+
+def max_page_table_rows(device: jax.Device, head_size: int, pages: int) -> int | None:
+    """The most rows that the page table of a launch may have; None where no kernel reads it from scalar memory.
+
+    Args:
+        device: A device of the decode mesh.
+        head_size: The head size of the model in elements.
+        pages: The number of pages of each row.
+    """
+    return max_table_rows(pages) if has_kernel(device, head_size) else None
+
+
+def pool_dtype(device: jax.Device, head_size: int, kv_dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype of the array that holds the pool: bytes for K and V in 8 bits that no kernel reads and writes.
+
+    Args:
+        device: A device of the decode mesh.
+        head_size: The head size of the model in elements.
+        kv_dtype: The dtype of K and V.
+    """
+    return BYTE if kv_dtype == FP8 and not has_kernel(device, head_size) else kv_dtype
 
 
 def describe_attention(device: jax.Device, head_size: int) -> str:
@@ -65,7 +87,7 @@ def stored_kv_heads(device: jax.Device, heads: Heads, dtype: jnp.dtype) -> Store
         dtype: The dtype of the pool.
     """
     if not has_kernel(device, heads.head_size):
-        return _xla_attention(device, heads, dtype).stored_kv_heads
+        return _xla_attention(device, heads).stored_kv_heads
     return StoredKvHeads(
         kv_heads=stored_heads(heads.kv_heads, jnp.dtype(dtype).itemsize),
         head_size=stored_head_size(heads.head_size),
@@ -82,7 +104,7 @@ def select_attention(
         heads: The attention heads of a device, as the model has them.
         page_size: The number of tokens in a page.
         dtype: The dtype of the queries.
-        kv_dtype: The dtype of the pool: int8, or that of the queries. None for that of the queries.
+        kv_dtype: The dtype of the pool; None for that of the queries.
 
     Raises:
         ConfigError: The TPU kernel cannot take the heads in this dtype.
@@ -90,8 +112,9 @@ def select_attention(
     if not has_kernel(device, heads.head_size):
         if device.platform == "tpu":
             _warn(heads.head_size)
-        return _xla_attention(device, heads, dtype if kv_dtype is None else kv_dtype)
-    pool = stored_kv_heads(device, heads, dtype)
+        return _xla_attention(device, heads)
+    kv_dtype = jnp.dtype(dtype if kv_dtype is None else kv_dtype)
+    pool = stored_kv_heads(device, heads, kv_dtype)
     key = BlockKey(
         generation=tpu_generation(device.device_kind),
         q_heads=pool.kv_heads * heads.group,
@@ -99,8 +122,9 @@ def select_attention(
         head_size=pool.head_size,
         page_size=page_size,
         dtype=jnp.dtype(dtype).name,
+        kv_dtype=kv_dtype.name,
     )
-    if not takes(key.q_heads, key.kv_heads, jnp.dtype(dtype).itemsize):
+    if not takes(key.q_heads, key.kv_heads, kv_dtype.itemsize):
         raise ConfigError(
             f"the TPU attention kernel cannot take {key.q_heads} query heads and {key.kv_heads} kv heads per device in "
             f"{key.dtype}: in {8 * jnp.dtype(dtype).itemsize} bits, 4 kv heads must serve a multiple of 8 query heads. "
@@ -112,9 +136,8 @@ def select_attention(
     )
 
 
-def _xla_attention(device: jax.Device, heads: Heads, kv_dtype: jnp.dtype) -> XlaAttention:
-    kv_format = Int8Kv() if kv_dtype == jnp.int8 else FloatKv()
-    return XlaAttention(heads=heads, kv_format=kv_format, page_by_page=device.platform == "tpu")
+def _xla_attention(device: jax.Device, heads: Heads) -> XlaAttention:
+    return XlaAttention(heads=heads, page_by_page=device.platform == "tpu")
 
 
 @functools.cache

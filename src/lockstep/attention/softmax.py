@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lockstep.attention.kv_format import FloatKv, KvFormat
+from lockstep.attention.kv_dtype import as_numbers
 
 type ReadChunk = Callable[[Array | int], tuple[Array, Array]]
-"""Takes the number of a chunk; returns its K and V ``[sequence, kv_head, position, stored_head]``."""
+"""Takes the number of a chunk; returns its K and V ``[sequence, kv_head, position, head]`` as the pool holds them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,6 @@ def attend(
     num_chunks: int,
     chunk_size: int,
     modifier: ScoreModifier = ScoreModifier(),
-    kv_format: KvFormat = FloatKv(),  # noqa: B008  (frozen)
 ) -> Float[Array, "sequence kv_head query head"]:
     """Attends each query to all positions up to and including its own; softmax in float32.
 
@@ -49,7 +48,6 @@ def attend(
         num_chunks: The number of chunks that ``read`` has.
         chunk_size: The number of positions in a chunk.
         modifier: The soft cap and sliding window.
-        kv_format: The format of K and V.
 
     Returns:
         The attention output in the dtype of ``q``.
@@ -57,7 +55,8 @@ def attend(
     scale = q.shape[-1] ** -0.5
 
     def scores(k: Array, first: Array | int) -> Array:
-        found = kv_format.scores(q, k, scale)
+        keys = as_numbers(k).astype(q.dtype)
+        found = jnp.einsum("skqh,skth->skqt", q, keys, preferred_element_type=jnp.float32) * scale
         if modifier.soft_cap is not None:
             found = modifier.soft_cap * jnp.tanh(found / modifier.soft_cap)
         distance = position[..., None] - (first + jnp.arange(chunk_size))
@@ -66,8 +65,8 @@ def attend(
 
     if num_chunks == 1:
         k, v = read(0)
-        weights, v = kv_format.weigh(jax.nn.softmax(scores(k, 0), axis=-1), v, q.dtype)
-        return jnp.einsum("skqt,skth->skqh", weights, v).astype(q.dtype)
+        weights = jax.nn.softmax(scores(k, 0), axis=-1).astype(q.dtype)
+        return jnp.einsum("skqt,skth->skqh", weights, as_numbers(v).astype(q.dtype)).astype(q.dtype)
 
     def add_chunk(index: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         running_max, sum_exp, out = state
@@ -75,7 +74,7 @@ def attend(
         found = scores(k, index * chunk_size)
         new_max = jnp.maximum(running_max, found.max(axis=-1))
         rescale, weights = jnp.exp(running_max - new_max), jnp.exp(found - new_max[..., None])
-        factors = kv_format.weigh(weights, v, q.dtype)
+        factors = weights.astype(q.dtype), as_numbers(v).astype(q.dtype)
         added = jnp.einsum("skqt,skth->skqh", *factors, preferred_element_type=jnp.float32)
         return new_max, sum_exp * rescale + weights.sum(axis=-1), out * rescale[..., None] + added
 

@@ -10,6 +10,7 @@ it is used here:
 - Sequences from ``num_sequences`` on are not read, and the output of query tokens that belong to none is undefined.
 - Each sequence has at least 1 position: a length of 0 would start a copy that is never waited for.
 - Whole blocks of pages are fetched, once for each block of query tokens.
+- With scales for K and V, numbers of another dtype are converted to that of the queries after they were fetched.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from lockstep.attention.base import Heads, StoredKvHeads
-from lockstep.attention.page_ops import copy_pages_one_by_one, write_pages_one_by_one
+from lockstep.attention.page_ops import copy_pages_one_by_one
 from lockstep.attention.tpu_blocks import Blocks
 
 
@@ -55,8 +56,8 @@ class TpuAttention:
         return _pad(kv, -2, 2 * self.stored_kv_heads.kv_heads, -1, self.stored_kv_heads.head_size)
 
     def write_pages(self, pool: Array, page: Array, kv: Array) -> Array:
-        """Writes page by page."""
-        return write_pages_one_by_one(pool, page, self.pack(kv))
+        """Writes with one call of the kernel that copies."""
+        return _write(pool, page, self.pack(kv))
 
     def copy_pages(self, pool: Array, source: Array, target: Array) -> Array:
         """Copies page by page."""
@@ -71,8 +72,10 @@ class TpuAttention:
         return cache
 
     def write(self, cache: Array, layer: Array, page: Array, position: Array, kv: Array) -> Array:
-        """Writes to the pages of the pool."""
-        return cache.at[page, position % self.page_size].set(self.pack(kv).astype(cache.dtype))
+        """Writes to the pages of the pool with one call of the kernel that copies, whose entries are positions."""
+        entries = cache.reshape(-1, *cache.shape[2:])
+        at = page * self.page_size + position % self.page_size
+        return _write(entries, at, self.pack(kv)).reshape(cache.shape)
 
     def decode(self, q: Array, cache: Array, layer: Array, page_table: Array, position: Array, active: Array) -> Array:
         """Attends one query token per slot; an idle slot reads one position of the first page of its table."""
@@ -113,6 +116,7 @@ class TpuAttention:
         from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
         tokens, kv_heads, group, head = q.shape
+        scale = None if pool.dtype == q.dtype else 1.0
         padded = _pad(q, 1, self.stored_kv_heads.kv_heads, 3, self.stored_kv_heads.head_size)
         out = ragged_paged_attention(
             padded.reshape(tokens, -1, self.stored_kv_heads.head_size),
@@ -124,11 +128,20 @@ class TpuAttention:
             sm_scale=head**-0.5,
             sliding_window=self.heads.modifier.window,
             soft_cap=self.heads.modifier.soft_cap,
+            k_scale=scale,
+            v_scale=scale,
             num_kv_pages_per_block=min(blocks.pages, rows.page_table.shape[1]),
             num_queries_per_block=min(blocks.queries, tokens),
             vmem_limit_bytes=blocks.vmem_limit,
         )
         return out.reshape(tokens, -1, group, self.stored_kv_heads.head_size)[:, :kv_heads, :, :head]
+
+
+def _write(pool: Array, index: Array, kv: Array) -> Array:
+    # Imported here because it loads the TPU kernel language, which other devices never need.
+    from lockstep.attention.tpu_write import write_entries
+
+    return write_entries(pool, index, kv)
 
 
 def _pad(array: Array, first: int, first_size: int, second: int, second_size: int) -> Array:

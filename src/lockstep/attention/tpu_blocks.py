@@ -17,6 +17,10 @@ logger = logging.getLogger(__name__)
 LANES = 128
 """Elements in a row of a vector register: a smaller head is padded to it, a larger one the kernel does not take."""
 
+_TABLE_BYTES = 3 << 18
+"""Bytes of scalar memory that a page table may take: of 1 MiB, which the compiler has on every generation, a quarter is
+left to the rest of the program. An index has 4 bytes, and a row is padded to whole rows of `LANES` of them."""
+
 _SAFE_TOKENS, _SAFE_QUERIES = 128, 8
 _SAFE_ROWS = 512
 
@@ -48,7 +52,8 @@ class BlockKey:
         kv_heads: The number of stored kv heads of a device.
         head_size: The stored head size in elements.
         page_size: The number of tokens in a page.
-        dtype: The name of the dtype of queries and pool.
+        dtype: The name of the dtype of the queries.
+        kv_dtype: The name of the dtype of the pool.
     """
 
     generation: str
@@ -57,11 +62,13 @@ class BlockKey:
     head_size: int
     page_size: int
     dtype: str
+    kv_dtype: str
 
     @property
     def heads(self) -> tuple[int, int, int, str]:
-        """The heads and dtype by which the table of a generation is looked up."""
-        return self.q_heads, self.kv_heads, self.head_size, self.dtype
+        """The heads and dtypes by which the table of a generation is looked up."""
+        dtypes = self.dtype if self.kv_dtype == self.dtype else f"{self.dtype}, K/V {self.kv_dtype}"
+        return self.q_heads, self.kv_heads, self.head_size, dtypes
 
 
 def blocks_for(key: BlockKey) -> tuple[Blocks, Blocks]:
@@ -109,16 +116,25 @@ def stored_heads(kv_heads: int, itemsize: int) -> int:
     return count
 
 
+def max_table_rows(pages: int) -> int:
+    """Returns the most rows that a page table in scalar memory may have.
+
+    Args:
+        pages: The number of pages of each row.
+    """
+    return _TABLE_BYTES // (4 * -(-pages // LANES) * LANES)
+
+
 def takes(q_heads: int, kv_heads: int, itemsize: int) -> bool:
     """Whether the kernel can split the query heads as it splits the kv heads.
 
     Where the kv heads are whole tiles (``16 / itemsize`` of them each) the kernel takes a tile at a time. The query
-    heads of a tile must then be a multiple of 8, or all query heads. In 16 bits they always are.
+    heads of a tile must then be a multiple of 8, or all query heads. In 16 and 8 bits they always are.
 
     Args:
         q_heads: The number of query heads of a device, those of padded kv heads included.
         kv_heads: The number of stored kv heads of a device.
-        itemsize: The bytes of an element of queries and pool.
+        itemsize: The bytes of an element of the pool.
     """
     tile = 16 // itemsize
     if kv_heads % tile:
@@ -153,7 +169,7 @@ def _warn(key: BlockKey) -> None:
         key.q_heads,
         key.kv_heads,
         key.head_size,
-        key.dtype,
+        key.heads[-1],
         key.page_size,
         key.generation,
     )

@@ -6,7 +6,7 @@ from jaxtyping import Array
 
 from lockstep.attention.base import Heads, StoredKvHeads
 from lockstep.attention.contiguous_kv import Context, attend_context, extend_context, gather_context
-from lockstep.attention.kv_format import FloatKv, KvFormat
+from lockstep.attention.kv_dtype import to_pool
 from lockstep.attention.page_ops import (
     ReadPages,
     copy_pages_one_by_one,
@@ -28,35 +28,31 @@ class XlaAttention:
 
     Args:
         heads: The attention heads of a device.
-        kv_format: The format of K and V, in the pool and in the gathered context.
         page_by_page: Whether whole pages are read and written one at a time, which the TPU compiler does in place; else
             all at once.
     """
 
     heads: Heads
-    kv_format: KvFormat = FloatKv()
     page_by_page: bool = False
 
     @property
     def stored_kv_heads(self) -> StoredKvHeads:
-        """The model's own number of heads, in the size that the format gives them."""
-        return StoredKvHeads(
-            kv_heads=self.heads.kv_heads, head_size=self.kv_format.stored_head_size(self.heads.head_size)
-        )
+        """The model's own heads."""
+        return StoredKvHeads(kv_heads=self.heads.kv_heads, head_size=self.heads.head_size)
 
     @property
     def _read_pages(self) -> ReadPages:
         return read_pages_one_by_one if self.page_by_page else gather_pages
 
     def pack(self, kv: Array) -> Array:
-        """Converts K and V to the format."""
-        return self.kv_format.pack(kv)
+        """Returns K and V as they are."""
+        return kv
 
     def write_pages(self, pool: Array, page: Array, kv: Array) -> Array:
         """Writes with one scatter, or page by page."""
         if self.page_by_page:
-            return write_pages_one_by_one(pool, page, self.pack(kv))
-        return pool.at[page].set(self.pack(kv).astype(pool.dtype))
+            return write_pages_one_by_one(pool, page, kv)
+        return pool.at[page].set(to_pool(kv, pool.dtype))
 
     def copy_pages(self, pool: Array, source: Array, target: Array) -> Array:
         """Copies with one gather and one scatter, or page by page."""
@@ -75,12 +71,12 @@ class XlaAttention:
     def write(self, cache: Cache, layer: Array, page: Array, position: Array, kv: Array) -> Cache:
         """Writes to the pool and to the context."""
         pool, context = cache
-        packed, at = self.pack(kv), (page, position % pool.shape[1])
-        return pool.at[at].set(packed.astype(pool.dtype)), extend_context(context, layer, packed, position)
+        at = (page, position % pool.shape[1])
+        return pool.at[at].set(to_pool(kv, pool.dtype)), extend_context(context, layer, kv, position)
 
     def decode(self, q: Array, cache: Cache, layer: Array, page_table: Array, position: Array, active: Array) -> Array:
         """Attends to the context; idle slots are computed too."""
-        return attend_context(q, cache[1], layer, position, self.heads.modifier, self.kv_format)
+        return attend_context(q, cache[1], layer, position, self.heads.modifier)
 
     def begin_prefill(self, start: Array, page_table: Array, used: Array) -> Rows:
         """Computes nothing."""
@@ -89,6 +85,4 @@ class XlaAttention:
     def prefill(self, q: Array, pool: Array, first_page: Array, rows: Rows) -> Array:
         """Attends to the pages of the pool; unused rows are computed too."""
         start, page_table = rows
-        return paged_attention(
-            q, pool, first_page + page_table, start, self.heads.modifier, self.kv_format, self._read_pages
-        )
+        return paged_attention(q, pool, first_page + page_table, start, self.heads.modifier, self._read_pages)

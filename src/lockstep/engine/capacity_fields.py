@@ -16,7 +16,8 @@ class CapacityFields:
     """Sequences decoded at a time, over all replicas; more wait their turn. Null: all of them, or as many as fit, up to
     where a step begins to take longer with each: 64 to 512 per replica, by the device's memory bandwidth and speed."""
     page_size: int | None = None
-    """Tokens per page of the KV cache. Null: 16, on TPU 64."""
+    """Tokens per page of the KV cache. Null: 16; on TPU 64, or 128 where the page tables of so many long sequences
+    would not fit in the scalar memory of a core."""
     max_pages: int | None = None
     """Pages of one replica's KV cache; what does not fit waits its turn. Null: enough for its sequences at their
     longest, or what fits."""
@@ -29,9 +30,9 @@ class CapacityFields:
     """Share of the free device memory that sampling may use; free is what the device with the least free memory of all
     hosts has left."""
     kv_cache_dtype: str = "auto"
-    """``auto``: K and V are kept in the dtype that the engine computes in. ``int8``: in 8 bits, with a scale for each
-    token and head: nearly twice the pages of bfloat16. Log-probabilities are then those of the rounded K and V, and
-    the ``logprob_gap`` of an audit measures the rounding too. Not on TPU."""
+    """``auto``: K and V are kept in the dtype that the engine computes in. ``fp8``: in 8 bits (E4M3,
+    without scales): twice the pages of bfloat16. Log-probabilities are then those of the rounded K and V, and the
+    ``logprob_gap`` of an audit measures the rounding too."""
     layout: Layout = "auto"
     """``training``: weights stay where the trainer has them and are gathered layer by layer at every step.
     ``{tensor: N}``: weights are moved once per round, N devices share a copy. ``auto``: of those that fit, the one with

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from lockstep.attention import FP8
 from lockstep.engine.capacity_fields import CapacityFields
 from lockstep.engine.capacity_fields import Layout as Layout
 from lockstep.errors import ConfigError
@@ -72,9 +73,9 @@ class EngineConfig(CapacityFields):
                 f"dtype is {self.dtype!r}; it must be float32, bfloat16, float16 or null. Use null for the dtype of "
                 "the parameters."
             )
-        if self.kv_cache_dtype not in ("auto", "int8"):
+        if self.kv_cache_dtype not in ("auto", "fp8"):
             raise ConfigError(
-                f"kv_cache_dtype is {self.kv_cache_dtype!r}; it must be auto or int8. Use auto for the dtype that the "
+                f"kv_cache_dtype is {self.kv_cache_dtype!r}; it must be auto or fp8. Use auto for the dtype that the "
                 "engine computes in, which dtype sets."
             )
         tensor_size(self.layout)
@@ -85,7 +86,7 @@ class EngineConfig(CapacityFields):
         Args:
             dtype: The dtype that the engine computes in.
         """
-        return jnp.dtype(jnp.int8) if self.kv_cache_dtype == "int8" else dtype
+        return FP8 if self.kv_cache_dtype == "fp8" else dtype
 
 
 def tensor_size(layout: Layout) -> int | None:

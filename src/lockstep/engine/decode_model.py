@@ -60,7 +60,7 @@ class DecodeModel:
         heads: The attention heads of one device.
         dtype: The dtype of weights and activations while decoding.
         kv_dtype: The dtype of the KV cache.
-        kv_bytes: Bytes per device of K and V at one position in all layers; in 8 bits with their scales.
+        kv_bytes: Bytes per device of K and V at one position in all layers.
         layouts: The `LeafLayout` of each weight: where the trainer has it, and where decoding wants it.
         leaves: What there is to know of each weight.
         lazy: Whether any weight has yet to be made from what the trainer has.

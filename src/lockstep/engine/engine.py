@@ -6,7 +6,6 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from lockstep.attention import check_cache_dtype
 from lockstep.device import AroundLaunch, Compilation, Compile, Program, compile_lowered, free_bytes
 from lockstep.engine.config import EngineConfig, tensor_size
 from lockstep.engine.decode_model import DecodeModel
@@ -39,7 +38,7 @@ class Engine:
         ledger: Where launches are recorded, such as that of the job (``hosts.ledger``); None for one of its own.
 
     Raises:
-        ConfigError: The layout does not fit the mesh, no token may be sampled, or the devices cannot read such a cache.
+        ConfigError: The layout does not fit the mesh, or no token may be sampled.
     """
 
     def __init__(
@@ -56,7 +55,6 @@ class Engine:
                 f"vocab_size is {vocab_size}; at least 1 token must be allowed. Give the tokenizer's number of ids, or "
                 "None for all rows of the embedding."
             )
-        check_cache_dtype(mesh.devices.flat[0], config.kv_cache_dtype)
         self.config = config
         self.mesh = mesh
         self.decode_mesh: DecodeMesh = make_decode_mesh(mesh, tensor_size(config.layout) or 1)

@@ -112,6 +112,11 @@ def _hbm(arrays: Sequence[Array]) -> int:
     return sum(array.bytes for array in arrays if array.in_hbm)
 
 
+def _in_place(op: Op) -> bool:
+    """Whether the result of a custom call is the memory of one of its operands."""
+    return "output_to_operand_aliasing" in op.line
+
+
 def copies(hlo: Hlo, dims: tuple[int, ...]) -> list[Op]:
     """The operations that make another array of some dimensions in memory, such as a second page pool.
 
@@ -134,8 +139,8 @@ class StepBytes:
     Args:
         floor_weights: The bytes of every weight that a step needs, each counted once.
         floor_kv: The bytes of K and V of all positions before the step's, each counted once.
-        program: The bytes that the program's operations read and write, without the attention kernel.
-        kernel: The bytes that the attention kernel reads and writes.
+        program: The bytes that the program's operations read and write, without the kernels.
+        kernel: The bytes that the kernels read and write: attention, and the one that writes K/V.
         per_launch: The bytes that the program moves outside its steps, once per launch.
     """
 
@@ -172,8 +177,9 @@ def step_bytes(
 ) -> StepBytes:
     """Count the bytes of a decode program.
 
-    The attention kernel is a black box to the compiler, so that its bytes follow from its contract: per sequence whole
-    blocks of pages as far as the sequence reaches, queries once, results once.
+    Kernels are black boxes to the compiler, so that their bytes follow from their contracts. Attention: per sequence
+    whole blocks of pages as far as the sequence reaches, queries once, results once. The kernel that writes K/V, whose
+    result is the pool in its own memory: what it writes, read once and written once.
 
     Args:
         text: The text of the compiled decode program.
@@ -188,6 +194,8 @@ def step_bytes(
 
     def kernel(op: Op, operands: Sequence[Sequence[Array]]) -> int:
         *scalars, queries, pool = operands
+        if _in_place(op):
+            return sum(array.bytes for arrays in scalars for array in arrays) + 2 * queries[0].bytes
         page = pool[0].bytes // pool[0].dims[0] // sizes.page_size
         moved = sizes.slots * fetched * page
         return moved + sum(array.bytes for arrays in (*scalars, queries, op.arrays) for array in arrays)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from lockstep.attention import Heads, Int8Kv, TpuAttention, XlaAttention
+from lockstep.attention import Heads, TpuAttention, XlaAttention
 from lockstep.attention.select import describe_attention, has_kernel, select_attention, stored_kv_heads
 from lockstep.errors import ConfigError
 
@@ -26,14 +26,6 @@ def test_a_cpu_gets_plain_jax_with_the_models_own_heads() -> None:
     stored = stored_kv_heads(device, HEADS, jnp.dtype("float32"))
     assert (stored.kv_heads, stored.head_size) == (2, 64) and not has_kernel(device, 64)
     assert describe_attention(device, 64).startswith("plain JAX")
-
-
-def test_an_int8_cache_has_the_8_bit_format() -> None:
-    attention = select_attention(
-        jax.devices()[0], HEADS, page_size=16, dtype=jnp.dtype("float32"), kv_dtype=jnp.dtype("int8")
-    )
-    assert isinstance(attention, XlaAttention) and attention.kv_format == Int8Kv()
-    assert attention.stored_kv_heads.head_size == 64 + 4
 
 
 def test_a_tpu_gets_the_kernel_with_heads_padded_to_its_lanes(tpu: jax.Device) -> None:

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lockstep.attention import Heads, StoredKvHeads, TpuAttention, XlaAttention
+from lockstep.attention import FP8, Heads, StoredKvHeads, TpuAttention, XlaAttention
+from lockstep.attention.kv_dtype import BYTE, as_numbers, to_pool
 from lockstep.attention.tpu_blocks import Blocks, stored_head_size, stored_heads
 from lockstep.engine import Engine, EngineConfig
 from tests.interpret import kernel_on_cpu
@@ -16,22 +17,25 @@ from tests.oracle import assert_same_logprobs, assert_same_tokens, oracle_comple
 from tests.unit.engine.models import FAMILIES, mesh_of, mixed_requests, model_on
 
 PAGE_SIZE, PAGES, LAYERS = 8, 12, 2
+FLOAT32 = jnp.dtype(jnp.float32)
 
 
-def attentions(heads: Heads, pages: int, queries: int) -> tuple[XlaAttention, TpuAttention]:
+def attentions(heads: Heads, pages: int, queries: int, itemsize: int = 4) -> tuple[XlaAttention, TpuAttention]:
     blocks = Blocks(pages=pages, queries=queries, vmem_limit=2**24, known=True)
-    stored = StoredKvHeads(kv_heads=stored_heads(heads.kv_heads, 4), head_size=stored_head_size(heads.head_size))
+    kv_heads = stored_heads(heads.kv_heads, itemsize)
+    stored = StoredKvHeads(kv_heads=kv_heads, head_size=stored_head_size(heads.head_size))
     kernel = TpuAttention(
         heads=heads, stored_kv_heads=stored, page_size=PAGE_SIZE, decode_blocks=blocks, prefill_blocks=blocks
     )
     return XlaAttention(heads=heads), kernel
 
 
-def pool_of(attention: Any, heads: Heads) -> jax.Array:
+def pool_of(attention: Any, heads: Heads, dtype: jnp.dtype = FLOAT32) -> jax.Array:
     """The same numbers in either form; the null page too has some."""
     rng = np.random.default_rng(0)
     kv = rng.standard_normal((LAYERS * PAGES, PAGE_SIZE, 2 * heads.kv_heads, heads.head_size), np.float32)
-    return attention.pack(jnp.asarray(kv))
+    by_xla = dtype == FP8 and isinstance(attention, XlaAttention)
+    return to_pool(attention.pack(jnp.asarray(kv)), BYTE if by_xla else dtype)
 
 
 # Heads that the kernel takes as they are; an odd number of heads; a head size of 64 and of 96.
@@ -39,7 +43,8 @@ HEADS = [(2, 2, 128), (3, 2, 64), (1, 4, 96)]
 
 
 @pytest.mark.parametrize(("kv_heads", "group", "head"), HEADS)
-def test_decode(kv_heads: int, group: int, head: int) -> None:
+@pytest.mark.parametrize("kv_dtype", [FLOAT32, FP8], ids=str)
+def test_decode(kv_heads: int, group: int, head: int, kv_dtype: jnp.dtype) -> None:
     heads = Heads(kv_heads=kv_heads, group=group, head_size=head)
     rng = np.random.default_rng(1)
     table = jnp.asarray(rng.permutation(np.arange(1, PAGES))[:9].reshape(3, 3).astype(np.int32))
@@ -57,15 +62,15 @@ def test_decode(kv_heads: int, group: int, head: int) -> None:
             found = attention.decode(jnp.asarray(q), cache, layer, layer * PAGES + table, position, active)
             return found, attention.end_decode(cache)
 
-        return step(pool_of(attention, heads))
+        return step(pool_of(attention, heads, kv_dtype))
 
-    xla, kernel = attentions(heads, pages=2, queries=2)
+    xla, kernel = attentions(heads, pages=2, queries=2, itemsize=kv_dtype.itemsize)
     want, want_pool = run(xla)
     with kernel_on_cpu():
         got, got_pool = run(kernel)
     np.testing.assert_allclose(got[active], want[active], rtol=1e-5, atol=1e-5)
     assert np.isfinite(got).all()
-    np.testing.assert_array_equal(got_pool, kernel.pack(want_pool))
+    np.testing.assert_array_equal(got_pool, as_numbers(kernel.pack(want_pool)))
 
 
 @functools.cache
@@ -128,14 +133,16 @@ def test_a_launch_without_rows_still_has_a_sequence() -> None:
 
 CASES: list[Any] = [
     ("qwen3", "1,2,2", {"tensor": 2}, {"page_size": 8, "max_prefill_size": 32, "max_seqs": 6}),
+    pytest.param("llama", "1,2,1", {"tensor": 1}, {"page_size": 16, "kv_cache_dtype": "fp8"}, marks=pytest.mark.slow),
     pytest.param("llama", "1,2,1", {"tensor": 1}, {"page_size": 16, "max_pages": 9}, marks=pytest.mark.slow),
     pytest.param("tied", "1,2,2", "training", {"page_size": 8, "max_prefill_size": 8}, marks=pytest.mark.slow),
 ]
 
 
 @pytest.mark.parametrize(("family", "mesh", "layout", "options"), CASES)
-def test_tokens_through_the_kernel(family: str, mesh: str, layout: Any, options: dict[str, int]) -> None:
-    want = oracle_completions(model_on("1,4,1", FAMILIES[family]), mixed_requests())
+def test_tokens_through_the_kernel(family: str, mesh: str, layout: Any, options: dict[str, Any]) -> None:
+    fp8 = options.get("kv_cache_dtype") == "fp8"
+    want = oracle_completions(model_on("1,4,1", FAMILIES[family]), mixed_requests(), fp8_cache=fp8)
     with kernel_on_cpu():
         engine = Engine(EngineConfig(layout=layout, **options), mesh_of(mesh))
         got = engine.generate(model_on(mesh, FAMILIES[family]), mixed_requests())

@@ -9,6 +9,7 @@ from lockstep.attention.tpu_block_table import VMEM_LIMIT
 from lockstep.attention.tpu_blocks import (
     BlockKey,
     blocks_for,
+    max_table_rows,
     safe,
     stored_head_size,
     stored_heads,
@@ -43,6 +44,11 @@ def test_a_head_fills_whole_rows_of_lanes(size: int, stored: int) -> None:
     assert stored_head_size(size) == stored
 
 
+@pytest.mark.parametrize(("pages", "rows"), [(1, 1536), (128, 1536), (129, 768), (1024, 192), (2048, 96), (1 << 18, 0)])
+def test_rows_of_a_page_table_in_three_quarters_of_scalar_memory(pages: int, rows: int) -> None:
+    assert max_table_rows(pages) == rows
+
+
 @pytest.mark.parametrize(
     ("q_heads", "kv_heads", "itemsize", "works"),
     [(8, 8, 4, False), (16, 8, 4, True), (4, 4, 4, True), (6, 3, 4, True), (8, 8, 2, True), (40, 8, 4, False)],
@@ -55,7 +61,7 @@ def test_query_heads_of_a_tile_are_a_multiple_of_8_or_all(
 
 def key_of(**values: Any) -> BlockKey:
     given = {"generation": "v5p", "q_heads": 32, "kv_heads": 8, "head_size": 128, "page_size": 64, "dtype": "bfloat16"}
-    return BlockKey(**{**given, **values})
+    return BlockKey(**{"kv_dtype": values.get("dtype", "bfloat16"), **given, **values})
 
 
 def test_heads_of_the_table_get_its_blocks_in_pages() -> None:

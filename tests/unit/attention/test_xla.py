@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lockstep.attention import Heads, Int8Kv, XlaAttention
+from lockstep.attention import Heads, XlaAttention
 
 HEADS = Heads(kv_heads=1, group=2, head_size=4)
 _rng = np.random.default_rng(0)
@@ -25,11 +25,6 @@ def test_pages_are_written_and_copied(page_by_page: bool) -> None:
     np.testing.assert_array_equal(pool, expected)
     expected[[2, 5]] = expected[[1, 0]]
     np.testing.assert_array_equal(attention.copy_pages(pool, indices(1, 0), indices(2, 5)), expected)
-
-
-def test_what_is_stored_has_the_size_of_its_format() -> None:
-    assert XlaAttention(heads=HEADS).stored_kv_heads.head_size == 4
-    assert XlaAttention(heads=HEADS, kv_format=Int8Kv()).stored_kv_heads.head_size == 8
 
 
 def test_what_a_step_writes_is_attended_to_and_stays_in_the_pool() -> None:

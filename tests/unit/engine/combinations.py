@@ -17,7 +17,7 @@ CONFIGS: tuple[tuple[str, Any, dict[str, Any]], ...] = (
     ("1,4,1", {"tensor": 1}, {"page_size": 8, "max_steps_per_launch": 1, "max_seqs": 3, "share_prefixes": False}),
     ("1,2,2", {"tensor": 2}, {"page_size": 64, "max_steps_per_launch": 7, "max_pages": 4}),
     ("4,1,1", "auto", {"page_size": 32, "max_prefill_size": 32, "max_steps_per_launch": 3, "share_prefixes": False}),
-    ("1,2,2", {"tensor": 2}, {"page_size": 16, "max_prefill_size": 16, "max_seqs": 5, "kv_cache_dtype": "int8"}),
+    ("1,2,2", {"tensor": 2}, {"page_size": 16, "max_prefill_size": 16, "max_seqs": 5, "kv_cache_dtype": "fp8"}),
 )
 """Mesh of four devices, layout, capacities. Few, for each is compiled once per family."""
 
@@ -50,9 +50,9 @@ def pool() -> tuple[Request, ...]:
 
 
 @functools.cache
-def expected(family: str, int8_cache: bool) -> dict[tuple[int, int], Expected]:
+def expected(family: str, fp8_cache: bool) -> dict[tuple[int, int], Expected]:
     """What each request must be answered, by prompt and generation; by full forward passes in this process."""
-    answers = oracle_completions(model_on("1,1,1", FAMILIES[family]), pool(), int8_cache=int8_cache)
+    answers = oracle_completions(model_on("1,1,1", FAMILIES[family]), pool(), fp8_cache=fp8_cache)
     return {(one.prompt_id, one.generation_id): one for one in answers}
 
 

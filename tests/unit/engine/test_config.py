@@ -1,14 +1,11 @@
 from typing import Any
 
-import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 from lockstep.callback import InferenceEvalConfig
-from lockstep.engine import Engine, EngineConfig
+from lockstep.engine import EngineConfig
 from lockstep.engine.config import tensor_size
 from lockstep.errors import ConfigError
-from lockstep.plan.topology import topology
 
 
 @pytest.mark.parametrize(
@@ -49,19 +46,12 @@ def test_values_that_work() -> None:
     assert [tensor_size(layout) for layout in ("auto", "training", {"tensor": 4})] == [None, None, 4]
 
 
-def test_int8_is_refused_where_attention_is_a_kernel() -> None:
-    pytest.importorskip("libtpu", reason="the extra [plan] brings the TPU compiler")
-    mesh = Mesh(np.array(topology("v5p-8").devices), ("fsdp",))
-    with pytest.raises(ConfigError, match=r"kv_cache_dtype is int8 .* Set kv_cache_dtype to auto"):
-        Engine(EngineConfig(kv_cache_dtype="int8"), mesh)
-
-
-def test_a_kv_cache_dtype_is_auto_or_int8() -> None:
-    with pytest.raises(ConfigError, match=r"kv_cache_dtype is 'fp8'; it must be auto or int8\. Use auto"):
-        EngineConfig(kv_cache_dtype="fp8")
-    with pytest.raises(ConfigError, match="inference_eval: kv_cache_dtype is 'int4'; it must be auto or int8"):
+def test_a_kv_cache_dtype_is_auto_or_fp8() -> None:
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype is 'int8'; it must be auto or fp8\. Use auto"):
+        EngineConfig(kv_cache_dtype="int8")
+    with pytest.raises(ConfigError, match="inference_eval: kv_cache_dtype is 'int4'; it must be auto or fp8"):
         InferenceEvalConfig(prompts=["x"], kv_cache_dtype="int4")
-    assert InferenceEvalConfig(prompts=["x"], kv_cache_dtype="int8").engine_config(None).kv_cache_dtype == "int8"
+    assert InferenceEvalConfig(prompts=["x"], kv_cache_dtype="fp8").engine_config(None).kv_cache_dtype == "fp8"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from lockstep.attention import select_attention
+from lockstep.attention import pool_dtype, select_attention
 from lockstep.device import Compile, Program, compile_lowered, compile_program
 from lockstep.engine.decode_model import DecodeModel
 from lockstep.engine.decoder.arguments import Batch, pack
@@ -94,7 +94,7 @@ def build_programs(
             2 * decode_mesh.tensor * attention.stored_kv_heads.kv_heads,
             attention.stored_kv_heads.head_size,
         ),
-        model.kv_dtype,
+        pool_dtype(model.device, model.heads.head_size, model.kv_dtype),
         sharding=decode_mesh.sharding(decode_mesh.replica_axes or None, None, decode_mesh.tensor_axes or None),
     )
     new_cache = compiled("new_cache", lambda: jnp.zeros(pool.shape, pool.dtype), [], out_shardings=pool.sharding)

@@ -3,16 +3,16 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from lockstep.attention import describe_attention
+from lockstep.attention import describe_attention, max_page_table_rows
 from lockstep.device import Chip, calibrated, chip_of
 from lockstep.engine.config import EngineConfig, Layout, layout_text
 from lockstep.engine.decode_model import DecodeModel, DecodeModels
 from lockstep.engine.sizing.cost_model import estimate
-from lockstep.engine.sizing.demand import Demand, desired_capacity, max_prompts, measure_demand
-from lockstep.engine.sizing.fit import fit, smallest
+from lockstep.engine.sizing.demand import Demand, desired_capacity, larger_page_size, max_prompts, measure_demand
+from lockstep.engine.sizing.fit import fit, smallest, tables_fit
 from lockstep.engine.sizing.memory_model import MemoryModel
 from lockstep.engine.sizing.result import Choice, Sizing, reasons
-from lockstep.errors import CapacityError
+from lockstep.errors import CapacityError, ConfigError
 from lockstep.schedule import Capacity, check_capacity
 from lockstep.types import Request
 from lockstep.units import bytes_text
@@ -48,22 +48,23 @@ class Chooser:
         """
         layouts = self.models.layouts if before is None else [before.layout]
         demand = measure_demand(self.config, self.models, requests)
-        choices = [self._consider(self.models[layout], demand, before) for layout in layouts]
+        choices = [self._consider(self.models[layout], requests, demand, before) for layout in layouts]
         check_capacity(choices[0].wanted, requests)  # caps are the same in every layout
         fitting = [choice for choice in choices if choice.sizes is not None]
         if not fitting and before is not None:
             return self.choose(requests)
         if not fitting:
-            raise CapacityError(self._too_small(choices, demand, requests))
+            raise CapacityError(self._too_small(choices, requests, demand))
         best = min(fitting, key=lambda choice: choice.estimate.total_s if choice.estimate else 0.0)
         assert best.sizes is not None and best.estimate is not None
         check_capacity(best.sizes, requests)
         model, prompts = self.models[best.layout], max_prompts(self.config, best.sizes, demand)
+        rows = self._max_rows(model, best.sizes)
         return Sizing(
             layout=best.layout,
             wanted=best.wanted,
             sizes=best.sizes,
-            reasons=reasons(self.config, best.wanted, best.sizes, demand, prompts),
+            reasons=reasons(self.config, best.wanted, best.sizes, best.demand, prompts, demand.page_size, rows),
             predicted=best.footprint,
             compiled=None,
             free=self.free,
@@ -76,28 +77,60 @@ class Chooser:
             attention=describe_attention(model.device, model.config.head_size),
         )
 
-    def _consider(self, model: DecodeModel, demand: Demand, before: Sizing | None = None) -> Choice:
-        """What fits in one layout, and how long that would take."""
+    def _consider(
+        self, model: DecodeModel, requests: Sequence[Request], demand: Demand, before: Sizing | None = None
+    ) -> Choice:
+        """What fits in one layout, and how long that would take.
+
+        Pages are no smaller than in ``demand``, and larger where the page tables need it and the configuration allows.
+        """
         old = before if before is not None and before.layout == model.layout else None
-        wanted = desired_capacity(self.config, model, demand, old.wanted if old else None)
-        memory, budget = MemoryModel(model), self._budget(model.layout)
-        if old is not None and wanted == old.wanted and demand.longest <= old.sizes.pages - 1:
-            sizes: Capacity | None = old.sizes
-        else:
-            sizes = fit(wanted, demand, memory.footprint, budget, old.sizes if old else None)
-            if sizes is None and old is not None:
-                sizes = fit(wanted, demand, memory.footprint, budget)
+        if old is not None and self.config.page_size is None and old.sizes.page_size > demand.page_size:
+            demand = Demand.of(requests, old.sizes.page_size)
+        wanted, sizes = self._fit(model, demand, old, None)
+        while sizes is not None and not tables_fit(sizes, rows := self._max_rows(model, sizes)):
+            larger = larger_page_size(self.config, demand.page_size)
+            if larger is not None:
+                demand, rows = Demand.of(requests, larger), None
+            wanted, sizes = self._fit(model, demand, old, rows)
         return Choice(
             layout=model.layout,
+            demand=demand,
             wanted=wanted,
             sizes=sizes,
-            footprint=memory.footprint(sizes or smallest(wanted, demand.longest)),
+            footprint=MemoryModel(model).footprint(sizes or smallest(wanted, demand.longest)),
             estimate=None if sizes is None else estimate(model, sizes, demand, self._chip(model)),
         )
 
     def _chip(self, model: DecodeModel) -> Chip:
         """The published numbers of the devices, or those of the configured file."""
         return calibrated(chip_of(model.device), self.config.calibration)
+
+    def _fit(
+        self, model: DecodeModel, demand: Demand, old: Sizing | None, max_rows: int | None
+    ) -> tuple[Capacity, Capacity | None]:
+        """The capacity for a demand if there were memory, and the one that fits, if any."""
+        if old is not None and old.sizes.page_size != demand.page_size:
+            old = None
+        wanted = desired_capacity(self.config, model, demand, old.wanted if old else None)
+        footprint, budget = MemoryModel(model).footprint, self._budget(model.layout)
+        if old is not None and wanted == old.wanted and demand.longest <= old.sizes.pages - 1:
+            return wanted, old.sizes
+        sizes = fit(wanted, demand, footprint, budget, old.sizes if old else None, max_rows)
+        if sizes is None and old is not None:
+            sizes = fit(wanted, demand, footprint, budget, max_rows=max_rows)
+        return wanted, sizes
+
+    def _max_rows(self, model: DecodeModel, sizes: Capacity) -> int | None:
+        """The most rows of a page table as wide as that of ``sizes``; None for no limit."""
+        rows = max_page_table_rows(model.device, model.config.head_size, sizes.pages_per_sequence)
+        if rows == 0:
+            raise ConfigError(
+                f"page_size is {sizes.page_size} tokens and a sequence may have "
+                f"{sizes.page_size * sizes.pages_per_sequence}: the page table of one sequence does not fit in the "
+                "scalar memory of a TPU core. Set page_size to null or to a larger number."
+            )
+        return rows
 
     def _budget(self, layout: Layout) -> int:
         """Bytes per device that the prediction for a layout may come to."""
@@ -106,7 +139,7 @@ class Chooser:
     def _excess(self, layout: Layout) -> int:
         return self.excess.get(layout_text(layout), 0)
 
-    def _too_small(self, choices: Sequence[Choice], demand: Demand, requests: Sequence[Request]) -> str:
+    def _too_small(self, choices: Sequence[Choice], requests: Sequence[Request], demand: Demand) -> str:
         """What was needed, what there is, the largest that works, and which knob to turn."""
         hungry = max(requests, key=lambda r: len(r.prompt_tokens) + r.params.max_new_tokens)
         prompt, new = len(hungry.prompt_tokens), hungry.params.max_new_tokens
@@ -123,7 +156,7 @@ class Chooser:
         if longest > 0 and cap is not None and cap > longest:
             ways.append(f"lower max_seq_len to at most {longest}")
         others = [other for other in self.models.possible if other != layout] if len(choices) == 1 else []
-        tried = [self._consider(self.models[other], demand) for other in others]
+        tried = [self._consider(self.models[other], requests, demand) for other in others]
         works = [layout_text(choice.layout) for choice in tried if choice.sizes is not None]
         if works:
             ways.append(f"set layout to auto or {' or '.join(works)}")

@@ -14,6 +14,8 @@ _LEAST_SLOTS = 64
 """Sequences that a replica decodes at a time unless the device is worth more."""
 _MOST_SLOTS = 512
 _TPU_PAGE_SIZE = 64
+_LARGEST_PAGE_SIZE = 128
+"""Tokens in the largest page that is taken unasked: more waste too much of the last page of each sequence."""
 _PREFILL_TOKENS = 512
 _STEPS = 64
 _STOP_IDS = 4
@@ -95,7 +97,7 @@ def measure_demand(config: EngineConfig, models: DecodeModels, requests: Sequenc
         )
     for request in requests:
         check_length(request, limit, most)
-    return Demand.of(requests, config.page_size or _page_size(config, models.mesh.devices.flat[0].platform))
+    return Demand.of(requests, config.page_size or default_page_size(config, models.mesh.devices.flat[0].platform))
 
 
 def desired_capacity(
@@ -166,12 +168,31 @@ def max_prompts(config: EngineConfig, sizes: Capacity, demand: Demand) -> int:
     return config.max_prompts_per_batch or -(-2 * sizes.sequences // demand.generations[-1])
 
 
-def _page_size(config: EngineConfig, platform: str) -> int:
-    """On TPU larger pages: attention copies page by page, and a small copy takes as long as a large one."""
+def default_page_size(config: EngineConfig, platform: str) -> int:
+    """Tokens in a page where nobody says it.
+
+    On TPU larger pages: attention copies page by page, and a small copy takes as long as a large one.
+
+    Args:
+        config: The configuration of the engine.
+        platform: The platform of a device: cpu, gpu or tpu.
+    """
     size = _TPU_PAGE_SIZE if platform == "tpu" else DEFAULT_PAGE_SIZE
     while config.max_prefill_size is not None and size > config.max_prefill_size:
         size //= 2
     return size
+
+
+def larger_page_size(config: EngineConfig, page_size: int) -> int | None:
+    """The next larger page that the configuration allows, in tokens; None where there is none.
+
+    Args:
+        config: The configuration of the engine.
+        page_size: Tokens in a page.
+    """
+    twice = 2 * page_size
+    largest = min(_LARGEST_PAGE_SIZE, config.max_prefill_size or _LARGEST_PAGE_SIZE)
+    return None if config.page_size is not None or twice > largest else twice
 
 
 def _copies_pages(requests: Sequence[Request], page_size: int) -> bool:

@@ -17,6 +17,7 @@ def fit(
     footprint: Callable[[Capacity], Footprint],
     budget: int,
     least: Capacity | None = None,
+    max_rows: int | None = None,
 ) -> Capacity | None:
     """The capacity that needs at most ``budget`` bytes: ``wanted``, or one with fewer slots, pages and prefill rows.
 
@@ -26,24 +27,34 @@ def fit(
         footprint: Gives the bytes of a capacity; must grow with each of its numbers, and by the same for every page.
         budget: Bytes per device.
         least: The least slots, pages and prefill rows to have.
+        max_rows: The most rows of a page table; None for no limit.
 
     Returns:
         The capacity that lets most sequences decode at a time; None if not even one sequence fits.
     """
-    if footprint(wanted).total <= budget:
+    if footprint(wanted).total <= budget and tables_fit(wanted, max_rows):
         return wanted
+    if max_rows is not None:
+        wanted = dataclasses.replace(
+            wanted.with_slots(min(wanted.slots, max_rows)), prefill_rows=min(wanted.prefill_rows, max_rows)
+        )
     rows, candidates = wanted.prefill_rows, []
     while True:
-        best = _most_sequences(dataclasses.replace(wanted, prefill_rows=rows), demand, footprint, budget, least)
-        if best is not None:
-            candidates.append(best)
+        found = _most_sequences(dataclasses.replace(wanted, prefill_rows=rows), demand, footprint, budget, least)
+        if found is not None:
+            candidates.append(found)
         if rows <= (least.prefill_rows if least else 1):
             break
         rows = max(rows // 2, least.prefill_rows if least else 1)
     if not candidates:
         return None
-    most = max(concurrent_sequences(sizes, demand) for sizes in candidates)
-    return next(sizes for sizes in candidates if concurrent_sequences(sizes, demand) >= _GOOD_ENOUGH * most)
+    best = max(concurrent_sequences(sizes, demand) for sizes in candidates)
+    return next(sizes for sizes in candidates if concurrent_sequences(sizes, demand) >= _GOOD_ENOUGH * best)
+
+
+def tables_fit(sizes: Capacity, max_rows: int | None) -> bool:
+    """Whether the page tables of decode and prefill launches have at most ``max_rows`` rows; None is no limit."""
+    return max_rows is None or max(sizes.slots, sizes.prefill_rows) <= max_rows
 
 
 def _most_sequences(

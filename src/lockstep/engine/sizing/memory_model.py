@@ -19,7 +19,8 @@ _VOCABULARIES = 7
 scores: read off the compiler at 256 sequences. Of smaller batches some are in vector memory."""
 
 _IN_VECTOR_MEMORY = {"v6e": 40 << 20}
-"""Bytes of those that the compiler keeps in vector memory however many there are; it was found to keep 51 to 81 MiB."""
+"""Bytes of those, and of what a prefill computes, that the compiler keeps in vector memory however many there are; it
+was found to keep 51 to 81 MiB of those."""
 
 _CODE = 10 << 20
 """Bytes of a program itself on a TPU: 7 to 9 MiB in all that were compiled."""
@@ -69,10 +70,10 @@ class MemoryModel:
     def temporaries(self, sizes: Capacity) -> dict[str, int]:
         """Bytes per device that each program takes beside weights and pool, by its name."""
         code = _CODE if self._tpu else 0
-        prefill = self._prefill(sizes)
+        rows = self._rows(sizes)
         return {
-            "prefill": prefill + code,
-            "prompt_logprobs": prefill + self._prompt_logprobs(sizes) + code if sizes.prompt_logprobs else 0,
+            "prefill": (self._prefill(sizes) if self._kernel else rows) + code,
+            "prompt_logprobs": rows + self._prompt_logprobs(sizes) + code if sizes.prompt_logprobs else 0,
             "decode": self._decode(sizes) + self._rewritten + code,
         }
 
@@ -99,13 +100,24 @@ class MemoryModel:
         return self.model.device.platform == "tpu"
 
     def _prefill(self, sizes: Capacity) -> int:
-        model = self.model
+        """Bytes where a kernel attends: of a layer the MLP's three arrays, and three as wide as the residual stream.
+
+        An upper bound, read off the TPU compiler, which keeps some or all of them in vector memory.
+        """
+        model, config = self.model, self.model.config
+        tokens = sizes.prefill_rows * sizes.page_size * model.dtype.itemsize
+        mlp = 3 * -(-config.intermediate_dim // model.decode_mesh.tensor)
+        activations = tokens * (mlp + 3 * config.hidden_dim)
+        activations -= _IN_VECTOR_MEMORY.get(tpu_generation(model.device.device_kind), 0)
+        return self._gathered_at_once + max(activations, tokens * config.hidden_dim)
+
+    def _rows(self, sizes: Capacity) -> int:
+        """Bytes of all rows of a prefill or of prompt log-probabilities, at most."""
         length = sizes.pages_per_sequence * sizes.page_size
         context = 0 if self._kernel else 2 * length * self._layer_kv_bytes + self._widened(length)
         scores = 0 if self._kernel else 3 * self._heads * sizes.page_size * length * 4
-        outer = max((each.decode_bytes for each in model.gathered if each.name in ("embed", "lm_head")), default=0)
         one_layer = context + scores + sizes.page_size * self._activations
-        return max(outer, self._gathered_layers) + sizes.prefill_rows * one_layer
+        return self._gathered_at_once + sizes.prefill_rows * one_layer
 
     def _prompt_logprobs(self, sizes: Capacity) -> int:
         """Bytes beside those of a prefill."""
@@ -162,6 +174,12 @@ class MemoryModel:
         """Two layers of what ``training`` gathers: one in use, the next being gathered."""
         stacked = sum(weight.decode_bytes for weight in self.model.gathered if weight.stacked)
         return 2 * stacked // self.model.config.num_layers
+
+    @functools.cached_property
+    def _gathered_at_once(self) -> int:
+        """The most that ``training`` gathers at a time where there are no logits."""
+        outer = [each.decode_bytes for each in self.model.gathered if each.name in ("embed", "lm_head")]
+        return max(*outer, self._gathered_layers) if outer else self._gathered_layers
 
     @functools.cached_property
     def _gathered_outer(self) -> int:

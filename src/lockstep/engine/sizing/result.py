@@ -17,6 +17,7 @@ class Choice:
 
     Args:
         layout: The layout, such as ``training`` or ``{tensor: N}``.
+        demand: What the requests ask for, in pages of this layout.
         wanted: The capacity for the requests and the caps, whatever memory there is.
         sizes: The capacity that fits; None if not even one sequence does.
         footprint: Predicted bytes of ``sizes``; of the smallest capacity that could be, if none fits.
@@ -24,6 +25,7 @@ class Choice:
     """
 
     layout: Layout
+    demand: Demand
     wanted: Capacity
     sizes: Capacity | None
     footprint: Footprint
@@ -39,7 +41,7 @@ class Sizing:
         wanted: The capacity for the requests and the caps, whatever memory there is.
         sizes: The capacity in use.
         reasons: The value of each size by its name in `EngineConfig`, and what bounds it: ``all requests fit``,
-            ``cap given``, ``default`` or ``memory``, or the name of the size that does.
+            ``cap given``, ``default``, ``memory`` or ``scalar memory``, or the name of the size that does.
         predicted: Bytes per device, before anything was compiled.
         compiled: The same by the compiler's memory analysis; None before.
         free: Bytes on the device with the least free memory of all hosts, before the engine took any.
@@ -117,7 +119,13 @@ def _outlook(choice: Choice) -> str:
 
 
 def reasons(
-    config: EngineConfig, wanted: Capacity, sizes: Capacity, demand: Demand, max_prompts: int
+    config: EngineConfig,
+    wanted: Capacity,
+    sizes: Capacity,
+    demand: Demand,
+    max_prompts: int,
+    page_size: int,
+    max_rows: int | None,
 ) -> dict[str, tuple[int, str]]:
     """The value of each size by its name in `EngineConfig`, and what bounds it.
 
@@ -127,6 +135,8 @@ def reasons(
         sizes: The capacity in use.
         demand: What the requests ask for.
         max_prompts: The number of prompts that the scheduler has at a time.
+        page_size: Tokens in a page if page tables could be of any size.
+        max_rows: The most rows of a page table; None for no limit.
     """
     page, num_prompts = sizes.page_size, len(demand.generations)
     prompt_rows = max(1, sizes.slots * -(-demand.prefill // page))
@@ -138,9 +148,15 @@ def reasons(
         ("max_steps_per_launch", sizes.steps, wanted.steps, demand.new_tokens),
     )
     found = {}
+    if page > page_size:
+        found["page_size"] = (page, f"page tables of pages of {page_size} do not fit in scalar memory")
+    crowded = set()
+    if max_rows is not None:
+        rows = {"max_seqs": sizes.slots, "max_prefill_size": sizes.prefill_rows}
+        crowded = {name for name, used in rows.items() if used >= max_rows}
     for name, value, roomy, need in every:
         if value < roomy and value < need:
-            why = "memory"
+            why = "scalar memory" if name in crowded else "memory"
         elif value >= need:
             why = "all requests fit"
         else:

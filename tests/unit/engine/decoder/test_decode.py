@@ -30,7 +30,7 @@ def poisoned(mesh: str, token: int = POISON) -> Any:
         ("1,1,1", "auto", 8, "auto"),
         ("1,2,2", {"tensor": 2}, 32, "auto"),
         ("1,2,1", "training", 16, "auto"),
-        pytest.param("1,1,1", "auto", 8, "int8", marks=pytest.mark.slow),
+        pytest.param("1,1,1", "auto", 8, "fp8", marks=pytest.mark.slow),
     ],
 )
 def test_pages_of_a_poisoned_sequence_are_as_good_as_new(
@@ -51,7 +51,7 @@ def test_pages_of_a_poisoned_sequence_are_as_good_as_new(
     order = [*sick[:2], well[0], sick[2], well[1], *sick[3:], well[2]]
     got = engine.generate(model, order)
     assert all(np.isnan(c.logprobs).all() for c in got if c.prompt_id < 6), "nobody is sick"
-    want = oracle_completions(model, well, int8_cache=kv_cache_dtype == "int8")
+    want = oracle_completions(model, well, fp8_cache=kv_cache_dtype == "fp8")
     mine = [c for c in got if c.prompt_id >= 10]
     print(f"{assert_same_tokens(want, mine)} ties, log-probabilities differ by {assert_same_logprobs(want, mine):.1e}")
 

@@ -3,25 +3,32 @@
 import dataclasses
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
 
 from lockstep.device import Chip, Link
 from lockstep.engine import Engine, EngineConfig
 from lockstep.engine.config import Layout
+from lockstep.engine.decode_model import DecodeModels
 from lockstep.engine.sizing import choose as choose_module
 from lockstep.engine.sizing import cost_model
+from lockstep.engine.sizing.choose import Chooser
 from lockstep.engine.sizing.cost_model import estimate
 from lockstep.engine.sizing.demand import Demand
-from lockstep.errors import CapacityError
+from lockstep.errors import CapacityError, ConfigError
+from lockstep.models import read_decoder
+from lockstep.placement import make_mesh
 from lockstep.schedule import Capacity, check_capacity
 from lockstep.types import Request
 from tests.oracle import assert_same_tokens
-from tests.unit.engine.models import mesh_of, model_on, request
+from tests.unit.engine.models import LLAMA, mesh_of, model_on, request
 from tests.unit.engine.sizing.made_up import ROOMY, choose, least_that_works, models_on
 
 
@@ -192,3 +199,46 @@ def test_short_memory_makes_requests_wait_and_changes_no_token() -> None:
     # More may grow it once.
     engine.prepare(model, [*requests, *(request(i, 9, 8) for i in range(20, 30))], free=ROOMY)
     assert engine.sizes is not None and engine.sizes.slots == 11
+
+
+@pytest.fixture(scope="module")
+def tpu_models() -> Callable[..., DecodeModels]:
+    """A model for long sequences on one device of a v5p, which runs nothing."""
+    pytest.importorskip("libtpu", reason="the extra [plan] brings the TPU compiler")
+    from lockstep.plan.topology import topology
+
+    mesh = make_mesh("1,1,1", list(topology("v5p-8").devices[:1]))
+    model = dataclasses.replace(LLAMA, max_seq_len=2 * LONG)
+    on_tpu = NamedSharding(mesh, PartitionSpec())
+    config, weights = read_decoder(model_on("1,1,1", model))
+    structs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_tpu), weights)
+    return lambda engine: DecodeModels(engine, config, structs, mesh)
+
+
+LONG = 131072
+
+
+def long_requests(count: int, length: int = LONG) -> list[Request]:
+    return [request(i, 64, length - 64) for i in range(count)]
+
+
+def test_pages_grow_until_page_tables_fit_in_scalar_memory(tpu_models: Callable[..., DecodeModels]) -> None:
+    config = EngineConfig()
+    chooser = Chooser(config=config, models=tpu_models(config), free=ROOMY)
+    few = chooser.choose(long_requests(96))
+    assert (few.sizes.slots, few.sizes.page_size) == (96, 64) and "page_size" not in few.reasons
+    many = chooser.choose(long_requests(97), few)
+    assert (many.sizes.slots, many.sizes.page_size, many.sizes.pages_per_sequence) == (97, 128, 1024)
+    assert many.reasons["page_size"][0] == 128 and many.sizes.pages == 97 * 1024 + 1
+    assert "page_size 128: page tables of pages of 64 do not fit in scalar memory" in many.describe()
+    assert chooser.choose(long_requests(96), many).sizes == many.sizes, "what was compiled stays in use"
+
+
+def test_where_pages_may_not_grow_fewer_sequences_decode_at_a_time(tpu_models: Callable[..., DecodeModels]) -> None:
+    config = EngineConfig(page_size=64)
+    got = Chooser(config=config, models=tpu_models(config), free=ROOMY).choose(long_requests(128))
+    assert (got.sizes.slots, got.sizes.page_size) == (96, 64)
+    assert got.reasons["max_seqs"] == (96, "scalar memory") and "page_size" not in got.reasons
+    config = EngineConfig(page_size=1)
+    with pytest.raises(ConfigError, match=r"page_size is 1 .* may have 262144: .* Set page_size to null"):
+        Chooser(config=config, models=tpu_models(config), free=ROOMY).choose(long_requests(1, 2 * LONG))

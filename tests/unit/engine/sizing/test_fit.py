@@ -54,3 +54,17 @@ def test_what_fits_is_left_as_it_is_wanted() -> None:
     wanted = capacity_of(prefill_rows=8)
     demand = Demand.of([request(0, 1, 1, n_generations=100)], 2)
     assert fit(wanted, demand, lambda sizes: Footprint(weights=1, pool=1, reshard=0, temporaries=1), 3) is wanted
+
+
+def test_no_page_table_has_more_rows_than_it_may() -> None:
+    wanted = capacity_of(slots=100, sequences=100, pages=101, pages_per_sequence=1, prefill_rows=80)
+    demand = Demand.of([request(0, 1, 1, n_generations=100)], 2)
+
+    def bytes_of(sizes: Capacity) -> Footprint:
+        return Footprint(weights=0, pool=sizes.pages, reshard=0, temporaries=0)
+
+    roomy = fit(wanted, demand, bytes_of, 1000, max_rows=60)
+    assert roomy is not None and (roomy.slots, roomy.sequences, roomy.prefill_rows) == (60, 60, 60)
+    tight = fit(wanted, demand, bytes_of, 31, max_rows=60)
+    assert tight is not None and (tight.pages, tight.prefill_rows) == (31, 60)
+    assert fit(wanted, demand, bytes_of, 1000, max_rows=100) is wanted

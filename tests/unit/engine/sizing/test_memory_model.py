@@ -23,26 +23,26 @@ def choose(free: int, **options: Any) -> Sizing:
     return Chooser(config=engine, models=models, free=free).choose(requests)
 
 
-def test_the_same_memory_has_nearly_twice_the_pages() -> None:
-    roomy = choose(2**40), choose(2**40, kv_cache_dtype="int8")
+def test_the_same_memory_has_twice_the_pages_in_8_bits() -> None:
+    roomy = choose(2**40), choose(2**40, kv_cache_dtype="fp8")
     assert roomy[0].sizes == roomy[1].sizes
-    assert roomy[1].predicted.pool / roomy[0].predicted.pool == (128 + 4) / (2 * 128)
+    assert roomy[1].predicted.pool / roomy[0].predicted.pool == 0.5
     free = roomy[0].predicted.total // 4
-    few, many = choose(free), choose(free, kv_cache_dtype="int8")
+    few, many = choose(free), choose(free, kv_cache_dtype="fp8")
     assert few.reasons["max_seqs"][1] == many.reasons["max_seqs"][1] == "memory"
-    assert many.sizes.pages > 1.8 * few.sizes.pages and many.predicted.total <= many.budget
-    assert "KV cache in int8" in many.describe() and "KV cache in bfloat16" in few.describe()
+    assert many.sizes.pages > 1.9 * few.sizes.pages and many.predicted.total <= many.budget
+    assert "KV cache in float8_e4m3fn" in many.describe() and "KV cache in bfloat16" in few.describe()
 
 
 def test_the_compiler_agrees_about_the_bytes() -> None:
     requests = [request(i, 40, 24) for i in range(32)]
-    config = EngineConfig(kv_cache_dtype="int8", max_steps_per_launch=4, max_prefill_size=64)
+    config = EngineConfig(kv_cache_dtype="fp8", max_steps_per_launch=4, max_prefill_size=64)
     engine = Engine(config, mesh_of("1,1,1"))
     engine.prepare(model_on("1,1,1"), requests)
     sizing = engine.sizing
     assert sizing is not None and sizing.compiled is not None
     pages = LLAMA.num_layers * sizing.sizes.pages
-    assert sizing.compiled.pool == sizing.predicted.pool == pages * 16 * 2 * LLAMA.num_kv_heads * (8 + 4)
+    assert sizing.compiled.pool == sizing.predicted.pool == pages * 16 * 2 * LLAMA.num_kv_heads * 8
     print(sizing.describe())
     assert sizing.compiled.temporaries <= 1.3 * sizing.predicted.temporaries
     for name in ("prefill", "decode"):
