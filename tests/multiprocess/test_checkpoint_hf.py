@@ -3,6 +3,8 @@
 import dataclasses
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
 import pytest
 from safetensors.numpy import load_file
 
@@ -88,6 +90,16 @@ def body_read(hosts: Hosts, url: str, mesh_shape: str, expected: str) -> dict[st
     return {"read": read, "requests": requests, "union": union, "whole": sum(leaf.nbytes for leaf in leaves)}
 
 
+def body_read_bucket(hosts: Hosts, server: str, expected: str) -> dict[str, Any]:
+    import fsspec
+    import gcsfs
+
+    variables = mock.patch.dict("os.environ", {"STORAGE_EMULATOR_HOST": server})
+    with variables, mock.patch.dict(fsspec.config.conf, {"gs": {"token": "anon"}}):
+        gcsfs.GCSFileSystem.clear_instance_cache()
+        return body_read(hosts, "gs://bucket/model", "auto", expected)
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import jax
@@ -104,8 +116,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("mesh_shape", ["auto", "host_local", "2,-1,1", "1,-1,2"])
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize(
+    ("processes", "mesh_shape"), [(2, "auto"), (2, "host_local"), (4, "auto"), (4, "2,-1,1"), (4, "1,-1,2")]
+)
 def test_processes_read_every_byte_once_between_them(processes: int, mesh_shape: str, checkpoint: Path) -> None:
     expected = str(checkpoint.with_name("expected.npz"))
     results = run_processes(
@@ -126,8 +139,8 @@ def test_a_bucket_sends_every_byte_once(processes: int, checkpoint: Path) -> Non
     pytest.importorskip("gcsfs", reason="gcsfs is not installed (pip install 'jax-lockstep[gcs]')")
     with fake_gcs.serve() as bucket:
         bucket.objects |= {f"bucket/model/{path.name}": path.read_bytes() for path in checkpoint.iterdir()}
-        args = ("gs://bucket/model", "auto", str(checkpoint.with_name("expected.npz")))
-        results = run_processes(body_read, processes=processes, args=args, env=bucket.environment, timeout_s=300)
+        args = (bucket.url, str(checkpoint.with_name("expected.npz")))
+        results = run_processes(body_read_bucket, processes=processes, args=args, timeout_s=300)
         sent = sum(size for _, size in bucket.reads)
         print(f"{sent} bytes in {len(bucket.reads)} requests for {[result['union'] for result in results]}")
         assert results[0]["whole"] <= sent <= 1.02 * results[0]["whole"]

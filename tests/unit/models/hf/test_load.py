@@ -1,4 +1,6 @@
+import re
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,13 @@ import pytest
 from jax.sharding import Mesh
 from safetensors.numpy import load_file, save_file
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, PeerError
+from lockstep.hosts import Hosts, digest
 from lockstep.models import Qwen3Config, load_config, load_hf
 from lockstep.models.hf.files import CheckpointFiles
 from lockstep.placement import COMPUTE_AXES, PARAMETER_AXES, make_mesh
-from tests.counted_files import CountedFiles
+from tests.counted_files import CountedFiles, HangingFiles
+from tests.multiprocess.harness import run_threads
 
 GOLDEN = Path(__file__).parents[3] / "golden"
 FAMILIES = ["llama3", "llama_tied", "mistral", "qwen2", "qwen3"]
@@ -82,6 +86,48 @@ def test_every_byte_is_read_once_however_many_devices_hold_it(shape: str) -> Non
     assert 0 < headers < 10_000, "config.json and the header of the one file"
     assert sum(new for new, _ in told) == stored
     assert {total for _, total in told} == {stored}
+
+
+def load_on_own_device(hosts: Hosts, urls: list[str], timeout_s: float) -> tuple[float, str]:
+    """Each host loads on a device of its own; returns the bytes of its model, or the error, and the seconds."""
+    hosts.timeout_s = timeout_s
+    start = time.monotonic()
+    mesh = make_mesh("1,1,1", [jax.devices()[hosts.index]])
+    try:
+        model = load_hf(urls[hosts.index], mesh, hosts=hosts)
+        text = digest(*(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(model)))
+    except PeerError as error:
+        text = str(error)
+    return time.monotonic() - start, text
+
+
+def test_hosts_that_read_slowly_are_waited_for() -> None:
+    # 31 requests of 0.1 s and more, eight at a time, one file after another: longer than any wait may last.
+    results = run_threads(load_on_own_device, 2, [f"{GOLDEN}/mistral", f"slow://{GOLDEN}/mistral"], 0.4)
+    assert results[0][1] == results[1][1] and len(results[0][1]) == 64, results
+    assert min(seconds for seconds, _ in results) > 2 * 0.4
+
+
+def test_a_host_that_gets_nothing_says_so_on_every_host() -> None:
+    HangingFiles.reads.clear()
+    HangingFiles.go_on.clear()
+    try:
+        results = run_threads(load_on_own_device, 2, [f"{GOLDEN}/llama3", f"hanging://{GOLDEN}/llama3"], 0.5)
+    finally:
+        HangingFiles.go_on.set()
+    assert results[0][1] == results[1][1]
+    expected = (
+        r"process 1: HostTimeoutError: nothing of tensor \S+ in \S+/llama3/model\.safetensors.* came for 0\.5 s\."
+    )
+    assert re.search(expected, results[0][1]), results
+    assert max(seconds for seconds, _ in results) < 10
+
+
+def test_a_file_that_ends_too_early_is_named_with_the_tensor(tmp_path: Path) -> None:
+    directory = copy_of("llama3", tmp_path)
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    refused(directory, r"tensor \S+ in \S+/llama3/model\.safetensors cannot be read: .* bytes came where .* Download")
 
 
 def test_a_given_config_replaces_the_stored_one(tmp_path: Path) -> None:
