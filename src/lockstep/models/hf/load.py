@@ -186,8 +186,14 @@ class _Loading:
         programs = {}
         for layout in dict.fromkeys(read.layout for read in reads):
             rows = jax.ShapeDtypeStruct(layout.shape, self._dtype, sharding=layout.sharding)
-            options = {"mesh": self._mesh, "ledger": self._ledger, "out_shardings": layout.target}
-            programs[layout] = compile_program("place_weights", layout.move, [rows], **options)
+            programs[layout] = compile_program(
+                "place_weights",
+                layout.move,
+                [rows],
+                mesh=self._mesh,
+                ledger=self._ledger,
+                out_shardings=layout.target,
+            )
         if self._together:
             for number, program in enumerate(programs.values()):
                 phase.agree({f"{name}, {number}": value for name, value in program.digests.items()})

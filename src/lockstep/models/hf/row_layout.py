@@ -36,6 +36,7 @@ class RowLayout:
     @classmethod
     def of(cls, parameter: Parameter, sharding: NamedSharding) -> Self:
         """Returns the layout of a parameter that is to have a sharding."""
+        assert isinstance(sharding.mesh, Mesh)
         spec = [*sharding.spec, *[None] * (parameter.value.ndim - len(sharding.spec))]
         return cls(
             mesh=sharding.mesh,
@@ -100,7 +101,7 @@ class RowLayout:
         where = {name: slice(0, size) for name, size in local.items()}
         block = block[:, : local[self.dims[0][0]] * math.prod(sizes[name] for name in self.dims[0][1:])]
         stored = HFTensor("", self.dims)
-        result = jax.vmap(lambda one: stored.from_stored(one, where, names, sizes))(block)
+        result: jax.Array = jax.vmap(lambda one: stored.from_stored(one, where, names, sizes))(block)
         result = result if "layer" in sizes else result[0]
         for dim, ((name, size), axes) in enumerate(zip(self.axes, self.split, strict=True)):
             if name not in slowest and (count := self._count(axes)) > 1:

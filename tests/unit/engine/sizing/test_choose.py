@@ -10,10 +10,13 @@ from hypothesis import strategies as st
 
 from lockstep.device import Chip, Link
 from lockstep.engine import Engine, EngineConfig
+from lockstep.engine import prepare as prepare_module
 from lockstep.engine.config import Layout
 from lockstep.engine.sizing import choose as choose_module
+from lockstep.engine.sizing.choose import Chooser
 from lockstep.engine.sizing.cost_model import estimate
 from lockstep.engine.sizing.demand import Demand
+from lockstep.engine.sizing.result import Sizing
 from lockstep.errors import CapacityError
 from lockstep.schedule import Capacity, check_capacity
 from lockstep.types import Request
@@ -167,11 +170,54 @@ def test_short_memory_makes_requests_wait_and_changes_no_token() -> None:
     assert sizing.sizes.slots < roomy.sizing.sizes.slots and sizing.reasons["max_seqs"][1] == "memory"
     assert sizing.compiled.total <= sizing.budget
     assert assert_same_tokens(expected, got) == 0
-    # The same requests again compile nothing, however much memory there is by then.
+    # The same requests, or fewer, compile nothing while the memory is about the same.
     before = engine.programs["decode"]
-    engine.prepare(model, requests, free=ROOMY)
-    engine.prepare(model, requests[:3], free=free // 100)
+    for share in (1.0, 1.03, 0.97):
+        engine.prepare(model, requests, free=int(share * free))
+        engine.prepare(model, requests[:3], free=int(share * free))
     assert engine.programs["decode"] is before
-    # More may grow it once.
+    # More requests may grow it once.
     engine.prepare(model, [*requests, *(request(i, 9, 8) for i in range(20, 30))], free=ROOMY)
     assert engine.sizes is not None and engine.sizes.slots == 11
+
+
+def test_capacities_follow_the_memory_without_compiling_in_between() -> None:
+    requests, config = equal_requests(12), EngineConfig(layout={"tensor": 2}, max_prefill_size=8)
+    models = models_on(config)
+    roomy = choose(requests, ROOMY, layout={"tensor": 2}, max_prefill_size=8)
+    tight = int(0.6 * roomy.predicted.total / 0.9)
+
+    def again(sizing: Sizing, free: int, some: list[Request] = requests) -> Sizing:
+        return Chooser(config=config, models=models, free=free).choose(some, sizing)
+
+    small = Chooser(config=config, models=models, free=tight).choose(requests)
+    assert 1 < small.sizes.slots < roomy.sizes.slots / 1.5
+    # A little more is not worth compiling; twice as much is, once.
+    assert again(small, int(1.05 * tight)).sizes == small.sizes
+    grown = again(small, 2 * tight)
+    assert grown.sizes == roomy.sizes and again(grown, 4 * tight).sizes == grown.sizes
+    # Requests that all fit at a time gain nothing from more.
+    assert again(small, 2 * tight, requests[: small.sizes.slots]).sizes == small.sizes
+    # What is in use stays where it fits, and shrinks where it does not.
+    assert again(grown, grown.predicted.total).sizes == grown.sizes
+    assert again(grown, tight).sizes == small.sizes
+
+
+def test_an_engine_that_could_not_grow_does_not_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, requests = model_on("1,2,2"), equal_requests(12)
+    engine = Engine(EngineConfig(layout={"tensor": 2}, max_prefill_size=8), mesh_of("1,2,2"))
+    engine.prepare(model, requests, free=ROOMY)
+    assert engine.sizing is not None and engine.sizing.compiled is not None
+    whole = engine.sizing.compiled.total
+    engine = Engine(EngineConfig(layout={"tensor": 2}, max_prefill_size=8), mesh_of("1,2,2"))
+    engine.prepare(model, requests, free=int(0.6 * whole / 0.9))
+    small = engine.sizes
+    measure = prepare_module.measured
+    larger = lambda programs: dataclasses.replace(measure(programs), temporaries=10 * whole)  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "measured", larger)
+        engine.prepare(model, requests, free=2 * whole)
+    compiled = len(engine.compilations)
+    assert engine.sizes == small
+    engine.prepare(model, requests, free=2 * whole)
+    assert engine.sizes == small and len(engine.compilations) == compiled
