@@ -43,14 +43,18 @@ class CountedFiles(LocalFileSystem):
 
 
 class SlowFiles(CountedFiles):
-    """The local disk behind a slow line: ``slow:///path``."""
+    """The local disk behind a slow line, which takes one request at a time: ``slow:///path``."""
 
     protocol = "slow"
     reads: list[tuple[str, int]] = []
+    seconds = 0.12
+    """That a request takes."""
+    line = threading.Lock()
 
     @staticmethod
     def before_read(path: str) -> None:  # type: ignore[override]
-        time.sleep(0.1)
+        with SlowFiles.line:
+            time.sleep(SlowFiles.seconds)
 
 
 class HangingFiles(CountedFiles):

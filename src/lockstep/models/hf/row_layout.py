@@ -7,7 +7,7 @@ All devices together read every row once, whatever the sharding; the columns are
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Self
+from typing import Any, Self
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -101,7 +101,7 @@ class RowLayout:
         where = {name: slice(0, size) for name, size in local.items()}
         block = block[:, : local[self.dims[0][0]] * math.prod(sizes[name] for name in self.dims[0][1:])]
         stored = HFTensor("", self.dims)
-        result: jax.Array = jax.vmap(lambda one: stored.from_stored(one, where, names, sizes))(block)
+        result: Any = jax.vmap(lambda one: stored.from_stored(one, where, names, sizes))(block)
         result = result if "layer" in sizes else result[0]
         for dim, ((name, size), axes) in enumerate(zip(self.axes, self.split, strict=True)):
             if name not in slowest and (count := self._count(axes)) > 1:

@@ -12,12 +12,17 @@ from lockstep.device import Chip, Link
 from lockstep.engine import Engine, EngineConfig
 from lockstep.engine import prepare as prepare_module
 from lockstep.engine.config import Layout
+from lockstep.engine.decode_model import DecodeModel
+from lockstep.engine.decoder.build import Programs
+from lockstep.engine.prepare import Prepared, prepare_programs
 from lockstep.engine.sizing import choose as choose_module
 from lockstep.engine.sizing.choose import Chooser
 from lockstep.engine.sizing.cost_model import estimate
 from lockstep.engine.sizing.demand import Demand
+from lockstep.engine.sizing.memory_model import Footprint
 from lockstep.engine.sizing.result import Sizing
 from lockstep.errors import CapacityError
+from lockstep.hosts import Ledger
 from lockstep.schedule import Capacity, check_capacity
 from lockstep.types import Request
 from tests.oracle import assert_same_tokens
@@ -182,9 +187,9 @@ def test_short_memory_makes_requests_wait_and_changes_no_token() -> None:
 
 
 def test_capacities_follow_the_memory_without_compiling_in_between() -> None:
-    requests, config = equal_requests(12), EngineConfig(layout={"tensor": 2}, max_prefill_size=8)
+    requests, config = equal_requests(12), EngineConfig(layout={"tensor": 2}, max_prefill_size=16)
     models = models_on(config)
-    roomy = choose(requests, ROOMY, layout={"tensor": 2}, max_prefill_size=8)
+    roomy = choose(requests, ROOMY, layout={"tensor": 2}, max_prefill_size=16)
     tight = int(0.6 * roomy.predicted.total / 0.9)
 
     def again(sizing: Sizing, free: int, some: list[Request] = requests) -> Sizing:
@@ -204,20 +209,30 @@ def test_capacities_follow_the_memory_without_compiling_in_between() -> None:
 
 
 def test_an_engine_that_could_not_grow_does_not_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, requests = model_on("1,2,2"), equal_requests(12)
-    engine = Engine(EngineConfig(layout={"tensor": 2}, max_prefill_size=8), mesh_of("1,2,2"))
-    engine.prepare(model, requests, free=ROOMY)
-    assert engine.sizing is not None and engine.sizing.compiled is not None
-    whole = engine.sizing.compiled.total
-    engine = Engine(EngineConfig(layout={"tensor": 2}, max_prefill_size=8), mesh_of("1,2,2"))
-    engine.prepare(model, requests, free=int(0.6 * whole / 0.9))
-    small = engine.sizes
-    measure = prepare_module.measured
-    larger = lambda programs: dataclasses.replace(measure(programs), temporaries=10 * whole)  # noqa: E731
-    with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "measured", larger)
-        engine.prepare(model, requests, free=2 * whole)
-    compiled = len(engine.compilations)
-    assert engine.sizes == small
-    engine.prepare(model, requests, free=2 * whole)
-    assert engine.sizes == small and len(engine.compilations) == compiled
+    requests, config = equal_requests(12), EngineConfig(layout={"tensor": 2}, max_prefill_size=16)
+    roomy = choose(requests, ROOMY, layout={"tensor": 2}, max_prefill_size=16)
+    tight, models = int(0.6 * roomy.predicted.total / 0.9), models_on(config)
+    built: list[Capacity] = []
+
+    def build(model: DecodeModel, sizes: Capacity, **_: Any) -> Programs:
+        built.append(sizes)
+        return object.__new__(Programs)
+
+    monkeypatch.setattr(prepare_module, "build_programs", build)
+    needed = {"bytes": 1}  # by the compiler
+    monkeypatch.setattr(
+        prepare_module, "measured", lambda _: Footprint(weights=0, pool=0, reshard=0, temporaries=needed["bytes"])
+    )
+
+    def prepare(free: int, before: Prepared | None) -> Prepared:
+        options: dict[str, Any] = {"vocab_size": None, "ledger": Ledger(), "before": before}
+        return prepare_programs(config, models, requests, free=free, **options)
+
+    first = prepare(tight, None)
+    needed["bytes"] = 4 * tight
+    second = prepare(2 * tight, first)
+    assert built == [first.sizing.sizes, roomy.sizes] and second.sizing.sizes == first.sizing.sizes
+    assert prepare(2 * tight, second) is second and len(built) == 2
+    needed["bytes"] = 1
+    third = prepare(16 * tight, second)
+    assert third.sizing.sizes == roomy.sizes and prepare(16 * tight, third) is third
