@@ -79,6 +79,13 @@ def test_a_process_holds_its_part_and_64_mib_at_most(checkpoint, processes, plac
             bucket.objects |= {f"bucket/model/{path.name}": path.read_bytes() for path in checkpoint.iterdir()}
             source, environment = "gs://bucket/model", bucket.environment | RETURN_FREED_MEMORY
         results = run_processes(body_load, processes=processes, args=(source,), env=environment, own=PEAK)
+        sent = [size for path, size in bucket.reads if path.endswith(".safetensors")]
+    if place == "bucket":
+        print(f"{sum(sent)} bytes in {len(sent)} requests to {processes} processes")
+        assert results[0]["total"] <= sum(sent) < 1.01 * results[0]["total"]
+        # One request for each tensor, two for each header; no row, and no column, is a request of its own.
+        files = len(list(checkpoint.glob("*.safetensors")))
+        assert len(sent) <= processes * (9 * CONFIG.num_layers + 3 + 2 * files)
     for result in results:
         print({name: round(value / 2**20, 1) for name, value in result.items()})
         # Vectors are read once, by a process each its part; they are on every device. All else is split.

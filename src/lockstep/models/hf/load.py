@@ -147,15 +147,15 @@ class _Loading:
             _check_tensors(files, expected, tied=config.tie_word_embeddings)
             layouts = [RowLayout.of(each, _sharding(each, self._mesh, mapping)) for each in expected]
             reads = [ParameterRead(files, *each, self._dtype) for each in zip(expected, layouts, strict=True)]
+            total = sum(read.stored_bytes for read in reads)
             if self._together:
                 opened.agree({"tensors": digest(repr([list(each.tensors()) for each in expected]))})
         leaves, structure = jax.tree.flatten(model)
-        arrays = self._read_and_place(reads)
+        arrays = self._read_and_place(reads, total)
         assert len(leaves) == len(arrays)
         return jax.tree.unflatten(structure, arrays)
 
-    def _read_and_place(self, reads: Sequence[ParameterRead]) -> list[jax.Array]:
-        total = sum(read.stored_bytes for read in reads)
+    def _read_and_place(self, reads: Sequence[ParameterRead], total: int) -> list[jax.Array]:
         limit = min(_MAX_BYTES_IN_MEMORY, sum(read.nbytes for read in reads) // _MIN_BATCHES)
         programs: dict[RowLayout, Program] = {}
         arrays: list[jax.Array] = []
