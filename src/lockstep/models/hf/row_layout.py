@@ -90,11 +90,11 @@ class RowLayout:
         return moved(rows)
 
     def _move(self, block: jax.Array) -> jax.Array:
-        if self._count(self._rest) > 1:
-            block = jax.lax.all_gather(block, self._rest, axis=1, tiled=True)
         for dim in reversed(range(1, len(self.dims))):
             if self._count(axes := self._stored_split[dim]) > 1:
                 block = jax.lax.all_to_all(block, axes, split_axis=dim + 1, concat_axis=1, tiled=True)
+        if self._count(self._rest) > 1:
+            block = jax.lax.all_gather(block, self._rest, axis=1, tiled=True)
         sizes, names = self._sizes, [name for name, _ in self.axes if name != "layer"]
         slowest = {group[0]: axes for group, axes in zip(self.dims, self._stored_split, strict=True)}
         local = {name: size // self._count(slowest.get(name, ())) for name, size in sizes.items()}
@@ -132,7 +132,7 @@ class RowLayout:
     @property
     def _moved(self) -> Axes:
         """The axes of the mesh that split the rows when they are read, and not in the end."""
-        return (*(axis for axes in self._stored_split[1:] for axis in axes), *self._rest)
+        return (*self._rest, *(axis for axes in self._stored_split[1:] for axis in axes))
 
     def _padded(self, rows: int) -> int:
         """The least multiple of the devices that share these rows."""
