@@ -2,9 +2,7 @@
 
 import hashlib
 import json
-import logging
 import os
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,14 +16,9 @@ from lockstep.batch_inference.config import SampleConfig
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts
 from lockstep.models import LlamaLMHeadModel, load_hf, read_hf_config
-from lockstep.units import bytes_text
 
 _PIECES_PER_FILE = 16
 _PIECE_BYTES = 64 << 10
-_LOG_INTERVAL_S = 5.0
-"""Seconds between two lines of the log about loading."""
-
-log = logging.getLogger(__name__)
 
 
 def resolve_checkpoint(config: SampleConfig) -> str:
@@ -114,30 +107,6 @@ def _is_model(config: Path) -> bool:
         return False
 
 
-class LoadProgress:
-    """Counts bytes as they are read, and logs how many and how fast.
-
-    Args:
-        logs: Whether to log, as the leader does.
-    """
-
-    def __init__(self, logs: bool) -> None:
-        self.bytes = 0
-        """Bytes read so far."""
-        self._logs, self._lock = logs, threading.Lock()
-        self._start = self._last = time.monotonic()
-
-    def __call__(self, read: int, total: int) -> None:
-        """Count ``read`` more bytes, of ``total`` that this host will read."""
-        with self._lock:
-            self.bytes += read
-            now = time.monotonic()
-            if self._logs and (now - self._last >= _LOG_INTERVAL_S or self.bytes >= total):
-                self._last = now
-                rate = bytes_text(round(self.bytes / max(now - self._start, 1e-9)))
-                log.info("loading: %s of %s on this host, %s/s", bytes_text(self.bytes), bytes_text(total), rate)
-
-
 def load(hosts: Hosts, checkpoint: str, mesh: Mesh, dtype: str | None) -> tuple[LlamaLMHeadModel, int, float]:
     """Load the model of a checkpoint on a mesh.
 
@@ -154,9 +123,8 @@ def load(hosts: Hosts, checkpoint: str, mesh: Mesh, dtype: str | None) -> tuple[
         PeerError: A host could not read its part; raised on every host.
     """
     start = time.monotonic()
-    progress = LoadProgress(logs=hosts.is_leader)
-    model: Any = None
-    with hosts.run_on_all("loading the checkpoint"):
+    read: list[int] = []
+    with hosts.run_on_all("reading the checkpoint's config.json"):
         stored = dtype or stored_dtype(read_hf_config(checkpoint))
-        model = load_hf(checkpoint, mesh, dtype=jnp.dtype(stored), on_read=progress)
-    return model, progress.bytes, time.monotonic() - start
+    model = load_hf(checkpoint, mesh, dtype=jnp.dtype(stored), on_read=lambda new, _: read.append(new), hosts=hosts)
+    return model, sum(read), time.monotonic() - start

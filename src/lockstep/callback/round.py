@@ -72,7 +72,7 @@ def run_round(
     """
     watchdog = Watchdog(hosts, hosts.timeout_s) if watchdog is None else watchdog
     clock = _Clock()
-    memory = {"before": used_bytes()}
+    memory: dict[str, int | None] = {}
     prompts: list[Prompt] | None = None
 
     def read_on_leader() -> bytes:
@@ -96,7 +96,9 @@ def run_round(
 
     with hosts.run_on_all("measure memory") as measured:
         ready, model = engine()
-        measured.share(ready.free_bytes(model))
+        with watchdog.watch("waiting for the train step"):
+            measured.share(ready.free_bytes(model))
+        memory["before"] = used_bytes()
     free = min(measured.shared)
 
     with hosts.run_on_all("prepare") as prepared:

@@ -8,6 +8,7 @@ import jax
 from jax.sharding import Mesh, Sharding
 
 from lockstep.device.chips import chip_of
+from lockstep.errors import ConfigError
 
 UNBOUNDED = 2**62
 """The free bytes of a process that has no device in the mesh."""
@@ -35,8 +36,9 @@ class Placed(Protocol):
 def free_bytes(mesh: Mesh, weights: Any = None) -> int:
     """The free bytes on the device of this process in ``mesh`` that has the least.
 
-    TPUs and GPUs report it. CPU devices share the free memory of the host with all devices of the job, as if all
-    processes ran on this host. For devices that can only be compiled for, it is the published size less the weights.
+    TPUs and GPUs report it; where they report the largest free block too, it is at most that: the KV cache is one
+    block. CPU devices share the free memory of the host with all devices of the job, as if all processes ran on this
+    host. For devices that can only be compiled for, it is the published size less the weights.
 
     Args:
         mesh: The mesh of the engine.
@@ -44,6 +46,9 @@ def free_bytes(mesh: Mesh, weights: Any = None) -> int:
 
     Returns:
         The bytes, or `UNBOUNDED` where this process has no device in the mesh.
+
+    Raises:
+        ConfigError: A TPU or GPU does not report its memory.
     """
     running = _running(mesh.devices.flat[0].platform)
     if not running.issuperset(mesh.devices.flat):
@@ -91,7 +96,18 @@ def _running(platform: str) -> set[jax.Device]:
 def _free(device: jax.Device) -> int:
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
-        return max(0, int(stats["bytes_limit"]) - int(stats["bytes_in_use"]))
+        limit = int(stats["bytes_limit"])
+        free = limit - int(stats["bytes_in_use"])
+        if "largest_free_block_bytes" in stats:
+            # An allocator that takes memory from the device as it needs it could still get the rest as one block.
+            untouched = limit - int(stats["pool_bytes"]) if "pool_bytes" in stats else 0
+            free = min(free, max(int(stats["largest_free_block_bytes"]), untouched))
+        return max(0, free)
+    if device.platform != "cpu":
+        raise ConfigError(
+            f"{device} ({device.device_kind}) does not report its memory, so that nobody knows how much is free. Set "
+            "memory_bytes_per_device to the bytes of a device that sampling may count on."
+        )
     return _host_bytes() // (jax.process_count() * jax.local_device_count())
 
 

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from lockstep.device import AroundLaunch, Compilation, Compile, Program, compile_lowered, free_bytes
@@ -93,11 +94,17 @@ class Engine:
         """Free memory on the device of this process that has the least; hosts agree on the least of all to `prepare`.
 
         Args:
-            model: Needed only for a mesh of devices that can be compiled for but not run on.
+            model: The model, which is waited for: while a train step runs, its temporaries take memory that is free
+                afterwards. Needed for a mesh of devices that can be compiled for but not run on.
+
+        Raises:
+            ConfigError: A device does not report its memory, and ``memory_bytes_per_device`` is not set.
         """
         if self.config.memory_bytes_per_device is not None:
             return self.config.memory_bytes_per_device
-        return free_bytes(self.mesh, None if model is None else read_decoder(model)[1])
+        weights = None if model is None else read_decoder(model)[1]
+        jax.block_until_ready(sources(weights))
+        return free_bytes(self.mesh, weights)
 
     def check(self, model: Any, requests: Sequence[Request], *, free: int | None = None) -> Capacity:
         """Refuses what can never work, without compiling or launching anything.
@@ -117,7 +124,8 @@ class Engine:
         """
         read, free = self._checked(model, requests, free)
         models, before = models_for(self.config, self.mesh, read, self._built)
-        chooser = Chooser(config=self.config, models=models, free=free)
+        excess = before.excess if before else {}
+        chooser = Chooser(config=self.config, models=models, free=free, excess=excess)
         return chooser.choose(requests, before.sizing if before else None).sizes
 
     def prepare(self, model: Any, requests: Sequence[Request], *, free: int | None = None) -> dict[str, str]:

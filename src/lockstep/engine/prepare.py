@@ -1,7 +1,7 @@
 """From requests to programs that fit: chosen by prediction, compiled, and compared with the compiler's own figures."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jax.sharding import Mesh
 
@@ -27,11 +27,13 @@ class Prepared:
         models: The model in every layout; without arrays.
         sizing: Layout and capacity in use.
         programs: The compiled programs.
+        excess: Bytes that the compiler was found to need beyond the prediction, by layout.
     """
 
     models: DecodeModels
     sizing: Sizing
     programs: Programs
+    excess: Mapping[str, int]
 
     @property
     def model(self) -> DecodeModel:
@@ -89,16 +91,16 @@ def prepare_programs(
         CapacityError: A request can never fit.
         CompilerError: A program does not compile.
     """
-    excess: dict[str, int] = {}
+    excess = dict(before.excess) if before else {}
     while True:
         chooser = Chooser(config=config, models=models, free=free, excess=excess)
         sizing = chooser.choose(requests, before.sizing if before else None)
         if before is not None and sizing.layout == before.sizing.layout and sizing.sizes == before.sizing.sizes:
             if sizing.wanted == before.sizing.wanted:
-                if sizing.max_prompts == before.sizing.max_prompts:
+                if sizing.max_prompts == before.sizing.max_prompts and excess == before.excess:
                     return before
                 sizing = dataclasses.replace(before.sizing, max_prompts=sizing.max_prompts, reasons=sizing.reasons)
-            return dataclasses.replace(before, sizing=sizing)
+            return dataclasses.replace(before, sizing=sizing, excess=excess)
         try:
             programs = build_programs(
                 models[sizing.layout], sizing.sizes, vocab_size=vocab_size, ledger=ledger, compile_with=compile_with
@@ -109,7 +111,7 @@ def prepare_programs(
             compiled = measured(programs)
             if compiled.total <= sizing.budget:
                 sizing = dataclasses.replace(sizing, compiled=compiled)
-                return Prepared(models=models, sizing=sizing, programs=programs)
+                return Prepared(models=models, sizing=sizing, programs=programs, excess=excess)
             beyond = compiled.total - sizing.predicted.total
         # At least a hundredth of the budget more each time, so that this ends.
         name = layout_text(sizing.layout)

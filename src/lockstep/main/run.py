@@ -207,10 +207,8 @@ def _make_model(
     if config.initialize_from_hf is None:
         Vocab = hax.Axis("vocab", vocab_size)
         return trainer.init_model(lambda key: LlamaLMHeadModel.init(Vocab, model_config, key=key))
-    with hosts.run_on_all("loading the checkpoint"):
-        dtype = config.trainer.precision.param
-        model = load_hf(config.initialize_from_hf, trainer.mesh, PARAMETER_AXES, dtype)
-    return model
+    dtype = config.trainer.precision.param
+    return load_hf(config.initialize_from_hf, trainer.mesh, PARAMETER_AXES, dtype, hosts=hosts)
 
 
 def _announce(config: RunConfig, model: PyTree, rows: TokenizedRows, mesh: Mesh, run_dir: Path) -> str:

@@ -1,4 +1,3 @@
-import logging
 import os
 import shutil
 from pathlib import Path
@@ -6,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.batch_inference import SampleConfig
-from lockstep.batch_inference.checkpoint import LoadProgress, fingerprint, resolve_checkpoint, stored_dtype
+from lockstep.batch_inference.checkpoint import fingerprint, resolve_checkpoint, stored_dtype
 from lockstep.errors import ConfigError
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -54,15 +53,3 @@ def test_the_stored_type_is_the_one_that_the_configuration_names():
     assert stored_dtype({"torch_dtype": "bfloat16"}) == "bfloat16"
     assert stored_dtype({"dtype": "torch.float16"}) == "float16"
     assert stored_dtype({}) == "float32"
-
-
-def test_the_leader_says_how_much_it_has_read_and_how_fast(caplog):
-    caplog.set_level(logging.INFO)
-    for logs in (False, True):
-        progress = LoadProgress(logs=logs)
-        progress._start -= 2.0
-        progress(1 << 20, 3 << 20)
-        progress(2 << 20, 3 << 20)
-        assert progress.bytes == 3 << 20
-    (line,) = (record.getMessage() for record in caplog.records)
-    assert line.startswith("loading: 3.00 MiB of 3.00 MiB on this host, 1.") and line.endswith(" MiB/s")

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from lockstep.device import chip_named
 from lockstep.device import memory as module
+from lockstep.errors import ConfigError
 from lockstep.placement import make_mesh
 
 GIB = 2**30
@@ -24,9 +25,10 @@ class Device:
     process_index: int = 0
     limit: int | None = None
     used: int = 0
+    more: tuple[tuple[str, int], ...] = ()
 
     def memory_stats(self):
-        return None if self.limit is None else {"bytes_limit": self.limit, "bytes_in_use": self.used}
+        return None if self.limit is None else {"bytes_limit": self.limit, "bytes_in_use": self.used, **dict(self.more)}
 
 
 def mesh_of(*devices):
@@ -71,6 +73,32 @@ def test_a_device_that_is_over_its_limit_has_nothing_free(running):
     device = Device(limit=GIB, used=2 * GIB)
     running(device)
     assert module.free_bytes(mesh_of(device)) == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "free"),
+    [
+        ({"largest_free_block_bytes": 3 * GIB}, 3 * GIB),
+        ({"largest_free_block_bytes": 15 * GIB}, 7 * GIB),
+        ({"largest_free_block_bytes": 0}, 0),
+        # An allocator that has taken 10 of 16 GiB from the device so far.
+        ({"largest_free_block_bytes": 0, "pool_bytes": 10 * GIB}, 6 * GIB),
+        ({"largest_free_block_bytes": 2 * GIB, "pool_bytes": 16 * GIB}, 2 * GIB),
+    ],
+)
+def test_no_more_counts_as_free_than_one_block_can_have(running, more, free):
+    device = Device(platform="tpu", limit=16 * GIB, used=9 * GIB, more=tuple(more.items()))
+    running(device)
+    assert module.free_bytes(mesh_of(device)) == free
+
+
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_the_memory_of_the_host_is_never_taken_for_that_of_an_accelerator(running, host, platform):
+    host(available=8 * GIB)
+    device = Device(platform=platform, device_kind="TPU v5 lite")
+    running(device)
+    with pytest.raises(ConfigError, match=r"TPU v5 lite\) does not report its memory.*Set memory_bytes_per_device"):
+        module.free_bytes(mesh_of(device))
 
 
 def test_of_a_device_to_compile_for_it_is_the_published_memory_less_the_weights(running):

@@ -87,6 +87,16 @@ def test_device_memory_is_what_it_was(engine: Engine, model: Any) -> None:
     assert sum(a.nbytes for a in after) == sum(a.nbytes for a in before)
 
 
+def test_free_memory_is_measured_when_the_step_has_ended(
+    engine: Engine, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[object] = []
+    monkeypatch.setattr(jax, "block_until_ready", lambda tree: seen.append(len(jax.tree.leaves(tree))))
+    monkeypatch.setattr("lockstep.engine.engine.free_bytes", lambda mesh, weights: seen.append("measured") or 7)
+    assert engine.free_bytes(model) == 7
+    assert seen == [len(jax.tree.leaves(model)), "measured"]
+
+
 def test_the_model_is_left_as_it_was(engine: Engine, model: Any) -> None:
     before = jax.tree.map(np.asarray, model)
     engine.generate(model, mixed_requests())

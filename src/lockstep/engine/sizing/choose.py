@@ -9,13 +9,16 @@ from lockstep.engine.config import EngineConfig, Layout, layout_text
 from lockstep.engine.decode_model import DecodeModel, DecodeModels
 from lockstep.engine.sizing.cost_model import estimate
 from lockstep.engine.sizing.demand import Demand, desired_capacity, larger_page_size, max_prompts, measure_demand
-from lockstep.engine.sizing.fit import fit, smallest, tables_fit
+from lockstep.engine.sizing.fit import concurrent_sequences, fit, smallest, tables_fit
 from lockstep.engine.sizing.memory_model import MemoryModel
 from lockstep.engine.sizing.result import Choice, Sizing, reasons
 from lockstep.errors import CapacityError, ConfigError
 from lockstep.schedule import Capacity, check_capacity
 from lockstep.types import Request
 from lockstep.units import bytes_text
+
+_WORTH_COMPILING = 1.25
+"""How many times the sequences that decode at a time a larger capacity must allow to be compiled."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,8 +42,9 @@ class Chooser:
 
         Args:
             requests: At least one request; checked.
-            before: The sizing in use for the same model. Its layout is kept while anything fits in it; its capacity is
-                kept or grows, unless longer sequences leave no room for as many.
+            before: The sizing in use for the same model. Its layout is kept while anything fits in it. Its capacity is
+                kept, for another one is compiled; it grows where memory for `_WORTH_COMPILING` times the sequences
+                is free, and shrinks where longer sequences or less memory leave no room for as many.
 
         Raises:
             ConfigError: A capacity or layout is beyond what the model can do.
@@ -114,11 +118,12 @@ class Chooser:
             old = None
         wanted = desired_capacity(self.config, model, demand, old.wanted if old else None)
         footprint, budget = MemoryModel(model).footprint, self._budget(model.layout)
-        if old is not None and wanted == old.wanted and demand.longest <= old.sizes.pages - 1:
-            return wanted, old.sizes
-        sizes = fit(wanted, demand, footprint, budget, old.sizes if old else None, max_rows)
-        if sizes is None and old is not None:
+        least = old.sizes if old is not None and (old.compiled or old.predicted).total <= self.free else None
+        sizes = fit(wanted, demand, footprint, budget, least, max_rows)
+        if sizes is None and least is not None:
             sizes = fit(wanted, demand, footprint, budget, max_rows=max_rows)
+        if old is not None and least is not None and wanted == old.wanted and demand.longest <= least.pages - 1:
+            sizes = _grown(least, sizes, demand)
         return wanted, sizes
 
     def _max_rows(self, model: DecodeModel, sizes: Capacity) -> int | None:
@@ -192,6 +197,14 @@ class Chooser:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if fits(middle) else (low, middle - 1)
         return low * wanted.page_size
+
+
+def _grown(used: Capacity, possible: Capacity | None, demand: Demand) -> Capacity:
+    """The capacity that is possible now where it is worth compiling, or the one in use."""
+    if possible is None:
+        return used
+    now, then = (min(demand.sequences, concurrent_sequences(sizes, demand)) for sizes in (used, possible))
+    return possible if then >= _WORTH_COMPILING * now else used
 
 
 def _up(share: float) -> str:

@@ -1,36 +1,32 @@
-"""The files of a safetensors checkpoint, one or several with an index, whose tensors are read in slices."""
+"""The files of a safetensors checkpoint, one or several with an index, whose tensors are read by rows."""
 
+import concurrent.futures
 import contextlib
 import json
 import os
 import pathlib
 import tempfile
-import threading
 from collections.abc import Iterator
-from typing import Any
 
 import fsspec
-import ml_dtypes  # noqa: F401  (teaches NumPy the bfloat16 that safetensors returns)
 import numpy as np
-import safetensors
 
 from lockstep.errors import ConfigError
-from lockstep.models.hf.remote_file import RemoteFile
+from lockstep.models.hf.tensor_file import TensorFile
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-
-# The library has no type hints.
-_open_file: Any = safetensors.safe_open
+_THREADS = 8
+"""Headers that are read at a time."""
 
 
 class CheckpointFiles:
-    """A context manager that opens each file of a checkpoint when it is first needed. Threads may share it.
+    """The files of a checkpoint, with their headers. Threads may share it.
 
     Args:
         directory: The local directory or fsspec URL with ``model.safetensors``, or with
-            ``model.safetensors.index.json`` and the files that it names. From a URL, ranges are read; nothing is copied
-            to this host's disk.
+            ``model.safetensors.index.json`` and the files that it names. Ranges are read; nothing is copied to this
+            host's disk.
 
     Raises:
         ConfigError: A file is missing or is not safetensors.
@@ -38,10 +34,6 @@ class CheckpointFiles:
 
     def __init__(self, directory: str | os.PathLike[str]):
         self.directory = os.fspath(directory)
-        self._stack = contextlib.ExitStack()
-        self._open: dict[str, Any] = {}
-        self._lock = threading.Lock()
-        self._remote = "://" in self.directory
         self._filesystem, root = fsspec.core.url_to_fs(self.directory)
         self._root = root.rstrip("/")
         listed = [path for path in self._filesystem.glob(f"{self._root}/*") if not self._filesystem.isdir(path)]
@@ -54,21 +46,16 @@ class CheckpointFiles:
                     f"{self.directory}/{INDEX_NAME} names {', '.join(missing)}, which is not there. Download the "
                     "checkpoint again."
                 )
+            self._open = self._open_all(sorted(set(self._file_of.values())))
         elif SINGLE_NAME in names:
-            self._file_of = dict.fromkeys(self._handle(SINGLE_NAME).keys(), SINGLE_NAME)
+            self._open = self._open_all([SINGLE_NAME])
+            self._file_of = dict.fromkeys(self._open[SINGLE_NAME].names, SINGLE_NAME)
         else:
             found = ", ".join(sorted(names)) or "nothing"
             raise ConfigError(
                 f"{self.directory} has neither {SINGLE_NAME} nor {INDEX_NAME}; found {found}. Save the checkpoint as "
                 "safetensors (transformers: save_pretrained)."
             )
-
-    def __enter__(self) -> "CheckpointFiles":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.clear()
-        self._stack.close()
 
     @property
     def names(self) -> set[str]:
@@ -80,38 +67,56 @@ class CheckpointFiles:
         return self._file_of[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the stored shape of a tensor; reads only the file's header.
+        """Returns the stored shape of a tensor.
 
         Raises:
             ConfigError: The index names a file that does not have the tensor.
         """
-        return tuple(self._slice(name).get_shape())
+        return self._opened(name).shape(name)
 
-    def read(self, name: str, slices: tuple[slice, ...]) -> np.ndarray:
-        """Reads a block of a tensor, in its stored dtype; reads only those bytes."""
-        return self._slice(name)[slices]
+    def row_bytes(self, name: str) -> int:
+        """Returns the stored bytes of one entry of a tensor's first dimension.
 
-    def _slice(self, name: str) -> Any:
+        Raises:
+            ConfigError: The tensor cannot be read; the error names it and its file.
+        """
+        with self._named(name):
+            return self._opened(name).row_bytes(name)
+
+    def read(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Reads the rows from ``start`` to ``stop`` of a tensor, in its stored dtype, in one request.
+
+        Raises:
+            ConfigError: The rows cannot be read; the error names the tensor and its file.
+        """
+        with self._named(name):
+            return self._opened(name).read(name, start, stop)
+
+    @contextlib.contextmanager
+    def _named(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            file = f"{self.directory}/{self._file_of[name]}"
+            raise ConfigError(f"tensor {name} in {file} cannot be read: {error}") from error
+
+    def _opened(self, name: str) -> TensorFile:
         file = self._file_of[name]
-        handle = self._handle(file)
-        if name not in handle.keys():
+        if name not in self._open[file].names:
             raise ConfigError(
                 f"{INDEX_NAME} says tensor {name} is in {file}; it is not. Download the checkpoint again."
             )
-        return handle.get_slice(name)
+        return self._open[file]
 
-    def _handle(self, file: str) -> Any:
-        with self._lock:
-            if file not in self._open:
-                path = f"{self._root}/{file}"
-                try:
-                    if self._remote:
-                        self._open[file] = RemoteFile(self._filesystem, path)
-                    else:
-                        self._open[file] = self._stack.enter_context(_open_file(path, framework="numpy"))
-                except Exception as error:
-                    raise ConfigError(f"{self.directory}/{file} cannot be read as safetensors: {error}") from error
-            return self._open[file]
+    def _open_all(self, files: list[str]) -> dict[str, TensorFile]:
+        with concurrent.futures.ThreadPoolExecutor(_THREADS, "lockstep-headers") as pool:
+            return dict(zip(files, pool.map(self._open_one, files), strict=True))
+
+    def _open_one(self, file: str) -> TensorFile:
+        try:
+            return TensorFile(self._filesystem, f"{self._root}/{file}")
+        except Exception as error:
+            raise ConfigError(f"{self.directory}/{file} cannot be read as safetensors: {error}") from error
 
 
 @contextlib.contextmanager

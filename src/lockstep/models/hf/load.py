@@ -1,13 +1,12 @@
-"""Loads Hugging Face checkpoints into sharded models; a host reads only the bytes that its devices need."""
+"""Loads Hugging Face checkpoints into sharded models; the hosts read every byte once between them."""
 
-import concurrent.futures
 import contextlib
 import difflib
+import itertools
 import json
 import os
 import re
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import haliax as hax
@@ -17,22 +16,26 @@ import numpy as np
 from haliax.partitioning import ResourceMapping
 from jax.sharding import Mesh, NamedSharding
 
-from lockstep.errors import ConfigError
+from lockstep.device import Program, compile_program
+from lockstep.errors import ConfigError, PeerError
+from lockstep.hosts import Hosts, Ledger, MemoryClient, Phase, Watchdog, current, digest
 from lockstep.models.config import LlamaConfig
 from lockstep.models.hf.config import architecture_of, config_from_hf
 from lockstep.models.hf.files import CheckpointFiles, local_directory
+from lockstep.models.hf.load_progress import LoadProgress, OnRead
 from lockstep.models.hf.names import Parameter, parameters, skeleton
+from lockstep.models.hf.parallel_reader import ParallelReader
+from lockstep.models.hf.parameter_read import ParameterRead
+from lockstep.models.hf.row_layout import RowLayout
 from lockstep.models.llama import LlamaLMHeadModel
-from lockstep.placement import PARAMETER_AXES, aligned_empty
+from lockstep.placement import PARAMETER_AXES
 
-type OnRead = Callable[[int, int], None]
-"""Takes the bytes just read on this host, and the bytes that it will read in all."""
-
-_THREADS = 8
-_MAX_BYTES_IN_FLIGHT = 256 << 20
-"""The most bytes of parameters that are read at a time; one larger parameter is read alone."""
+_MAX_BYTES_IN_MEMORY = 256 << 20
+"""The most bytes of parameters that wait in a host's memory; one larger parameter is alone."""
 _MIN_BATCHES = 8
-"""At most this part of all bytes is read at a time; one larger parameter is read alone."""
+"""At most this part of what a host reads waits in its memory; one larger parameter is alone."""
+_INTERVAL_S = 1.0
+"""Seconds after which the hosts hear of each other while they read."""
 
 # Buffers that older versions of transformers stored; they follow from the configuration.
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq|.*\.masked_bias")
@@ -79,23 +82,26 @@ def load_hf(
     *,
     config: LlamaConfig | None = None,
     on_read: OnRead | None = None,
+    hosts: Hosts | None = None,
 ) -> LlamaLMHeadModel:
     """Loads a model with the weights of a Hugging Face checkpoint, sharded over a mesh.
 
-    Every host of the mesh calls it and reads the slices that its own devices need; hosts exchange nothing, and nothing
-    is launched. An error may therefore be on one host alone: agree on it (`Hosts.run_on_all`) before the next
-    collective. From a URL a host reads the rows of stored tensors that have its slices, in pieces of 8 MiB, eight at a
-    time; where a tensor is split along another dimension than its rows, that is all of it.
+    Each device reads rows of its own of every stored tensor, so that the hosts of a mesh read every byte once between
+    them, in requests of at most 8 MiB, eight at a time. One program per parameter then moves it to its sharding; all
+    hosts launch it as soon as the last of them has read its rows. While hosts read, they hear of each other every
+    second, so however long it takes, nobody waits in vain: a host gives up where nothing came for ``hosts.timeout_s``.
 
     Args:
         path: The local directory or fsspec URL with ``config.json`` and safetensors.
-        mesh: The mesh of the trainer.
+        mesh: The mesh of the trainer. Every host with a device in it makes this call.
         mapping: The axes of the mesh by names of parameter axes.
         dtype: The dtype of the parameters.
         config: The configuration to use in place of the checkpoint's own, for instance with another ``max_seq_len``;
             None for the checkpoint's own.
-        on_read: The function that is called, from several threads, with the bytes of a parameter just placed on this
-            host's devices and the bytes of all of them.
+        on_read: The function that is called, about every second, with the bytes that this host has read since the last
+            call, and those that it will read in all.
+        hosts: The hosts that load together, each of which makes this call, on one mesh or each on its own. None for
+            ``lockstep.hosts.current()``, or for this host alone where the mesh is on no other.
 
     Returns:
         The model.
@@ -103,114 +109,100 @@ def load_hf(
     Raises:
         ConfigError: Tensors are missing, unexpected or of another shape, each named with its file; the mesh does not
             divide an axis; or the configuration cannot be read, as for `config_from_hf`.
+        PeerError: One of several hosts could not read its part, or one of given ``hosts``; that host's own error is
+            its cause.
     """
-    hf = read_hf_config(path)
-    config = config_from_hf(hf) if config is None else config
-    model = skeleton(int(hf["vocab_size"]), config)
-    with CheckpointFiles(path) as files:
-        expected = parameters(model, architecture_of(config).tensors)
-        _check_tensors(files, expected, tied=config.tie_word_embeddings)
-        shardings = [_sharding(parameter, mesh, mapping) for parameter in expected]
-        arrays = _load_all(files, expected, shardings, jnp.dtype(dtype), on_read)
-    leaves, structure = jax.tree.flatten(model)
-    assert len(leaves) == len(arrays)
-    return jax.tree.unflatten(structure, arrays)
+    processes = {device.process_index for device in mesh.devices.flat}
+    alone = hosts is None and processes == {jax.process_index()}
+    if alone:
+        hosts = Hosts(MemoryClient.hub(1)[0])
+    try:
+        with (current() if hosts is None else hosts).scope("loading the checkpoint") as scope:
+            return _Loading(scope, mesh, jnp.dtype(dtype), on_read).load(path, mapping, config)
+    except PeerError as error:
+        if alone and error.__cause__ is not None:
+            raise error.__cause__ from None
+        raise
 
 
-def read_block(
-    files: CheckpointFiles, parameter: Parameter, index: Sequence[slice], dtype: np.dtype[Any]
-) -> np.ndarray:
-    """Reads one block of a parameter from the slices of the stored tensors that it covers.
+class _Loading:
+    """One call of `load_hf`, between the hosts that make it together."""
 
-    Args:
-        files: The files of the checkpoint.
-        parameter: The parameter.
-        index: The slice of each axis of the parameter, as a sharding has it for a device.
-        dtype: The dtype of the block.
-    """
-    sizes, axes = parameter.sizes, parameter.value.axes
-    where = {a.name: slice(*part.indices(a.size)[:2]) for a, part in zip(axes, index, strict=True)}
-    lengths = [where[a.name].stop - where[a.name].start for a in axes]
-    block = aligned_empty(lengths, dtype)
-    slices = parameter.stored.stored_slices(where, sizes)
-    if "layer" not in sizes:
-        stored = files.read(parameter.stored.name(None), slices)
-        block[...] = parameter.stored.from_stored(stored, where, parameter.axes, sizes)
-        return block
-    assert axes[0].name == "layer"
-    for row, layer in enumerate(range(where["layer"].start, where["layer"].stop)):
-        stored = files.read(parameter.stored.name(layer), slices)
-        block[row] = parameter.stored.from_stored(stored, where, parameter.axes, sizes)
-    return block
+    def __init__(self, hosts: Hosts, mesh: Mesh, dtype: np.dtype[Any], on_read: OnRead | None) -> None:
+        self._hosts, self._mesh, self._dtype, self._on_read = hosts, mesh, dtype, on_read
+        self._together = any(device.process_index != jax.process_index() for device in mesh.devices.flat)
+        # What hosts launch on meshes of their own is not the job's.
+        self._ledger = hosts.ledger if self._together else Ledger()
+        self._watchdog = Watchdog(hosts, hosts.timeout_s) if self._together else None
 
+    def load(
+        self, path: str | os.PathLike[str], mapping: ResourceMapping, config: LlamaConfig | None
+    ) -> LlamaLMHeadModel:
+        with self._hosts.run_on_all("open") as opened:
+            hf = read_hf_config(path)
+            config = config_from_hf(hf) if config is None else config
+            model = skeleton(int(hf["vocab_size"]), config)
+            files = CheckpointFiles(path)
+            expected = parameters(model, architecture_of(config).tensors)
+            _check_tensors(files, expected, tied=config.tie_word_embeddings)
+            layouts = [RowLayout.of(each, _sharding(each, self._mesh, mapping)) for each in expected]
+            reads = [ParameterRead(files, *each, self._dtype) for each in zip(expected, layouts, strict=True)]
+            total = sum(read.stored_bytes for read in reads)
+            if self._together:
+                opened.agree({"tensors": digest(repr([list(each.tensors()) for each in expected]))})
+        leaves, structure = jax.tree.flatten(model)
+        arrays = self._read_and_place(reads, total)
+        assert len(leaves) == len(arrays)
+        return jax.tree.unflatten(structure, arrays)
 
-def _load_all(
-    files: CheckpointFiles,
-    expected: Sequence[Parameter],
-    shardings: Sequence[NamedSharding],
-    dtype: np.dtype[Any],
-    on_read: OnRead | None,
-) -> list[jax.Array]:
-    """Loads several parameters at a time, with only a part of all bytes in flight."""
-    sizes = [_local_bytes(p.value.array.shape, s, dtype) for p, s in zip(expected, shardings, strict=True)]
-    gate = _Gate(min(_MAX_BYTES_IN_FLIGHT, sum(sizes) // _MIN_BATCHES))
+    def _read_and_place(self, reads: Sequence[ParameterRead], total: int) -> list[jax.Array]:
+        limit = min(_MAX_BYTES_IN_MEMORY, sum(read.nbytes for read in reads) // _MIN_BATCHES)
+        programs: dict[RowLayout, Program] = {}
+        arrays: list[jax.Array] = []
+        everywhere = 0  # parameters that all hosts have read
+        progress = LoadProgress(self._hosts, total, self._on_read)
+        # Nobody is late for the others' wait because it waits for its own bytes.
+        interval_s = min(_INTERVAL_S, self._hosts.timeout_s / 4)
+        with ParallelReader(reads, limit=limit, timeout_s=self._hosts.timeout_s) as reader:
+            for number in itertools.count():
+                with self._phase(f"read {number}") as phase:
+                    if not programs:
+                        programs = self._compile(reads, phase)
+                    for read in reads[len(arrays) : everywhere]:
+                        arrays.append(self._place(read, programs[read.layout]))
+                        reader.release(read)
+                    complete = reader.wait(len(arrays), interval_s)
+                    phase.share([complete, progress.note(reader.bytes_read)])
+                everywhere = min(complete for complete, _ in phase.shared)
+                progress.show([part for _, part in phase.shared])
+                if len(arrays) == len(reads):
+                    return arrays
+        raise AssertionError("the loop ends by returning")
 
-    def one(parameter: Parameter, sharding: NamedSharding, size: int) -> jax.Array:
-        with gate.hold(size):
-            array = jax.block_until_ready(_load_parameter(files, parameter, sharding, dtype))
-        if on_read is not None:
-            on_read(size, sum(sizes))
-        return array
+    def _phase(self, name: str) -> contextlib.AbstractContextManager[Phase]:
+        return self._hosts.launch_on_all(name) if self._together else self._hosts.run_on_all(name)
 
-    with concurrent.futures.ThreadPoolExecutor(_THREADS, "lockstep-load") as pool:
-        futures = [pool.submit(one, *each) for each in zip(expected, shardings, sizes, strict=True)]
-        try:
-            return [future.result() for future in futures]
-        finally:
-            for future in futures:
-                future.cancel()
+    def _compile(self, reads: Sequence[ParameterRead], phase: Phase) -> dict[RowLayout, Program]:
+        programs = {}
+        for layout in dict.fromkeys(read.layout for read in reads):
+            rows = jax.ShapeDtypeStruct(layout.shape, self._dtype, sharding=layout.sharding)
+            programs[layout] = compile_program(
+                "place_weights",
+                layout.move,
+                [rows],
+                mesh=self._mesh,
+                ledger=self._ledger,
+                out_shardings=layout.target,
+            )
+        if self._together:
+            for number, program in enumerate(programs.values()):
+                phase.agree({f"{name}, {number}": value for name, value in program.digests.items()})
+        return programs
 
-
-class _Gate:
-    """A semaphore over bytes: the sizes inside add up to at most the limit; a larger one is inside alone."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit, self._in_flight = limit, 0
-        self._changed = threading.Condition()
-
-    @contextlib.contextmanager
-    def hold(self, size: int) -> Iterator[None]:
-        with self._changed:
-            self._changed.wait_for(lambda: self._in_flight == 0 or self._in_flight + size <= self._limit)
-            self._in_flight += size
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._in_flight -= size
-                self._changed.notify_all()
-
-
-def _local_bytes(shape: tuple[int, ...], sharding: NamedSharding, dtype: np.dtype[Any]) -> int:
-    """Returns the bytes of a parameter on this host's devices."""
-    return int(np.prod(sharding.shard_shape(shape))) * dtype.itemsize * len(sharding.addressable_devices)
-
-
-def _load_parameter(
-    files: CheckpointFiles, parameter: Parameter, sharding: NamedSharding, dtype: np.dtype[Any]
-) -> jax.Array:
-    shape = parameter.value.array.shape
-    devices_of: dict[tuple[slice, ...], list[jax.Device]] = {}
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
-        assert index is not None
-        devices_of.setdefault(index, []).append(device)
-    shards = []
-    for index, devices in devices_of.items():
-        block = read_block(files, parameter, index, dtype)
-        # The CPU backend takes the block without a copy, so that every device needs one of its own.
-        blocks = [block, *(block.copy() for _ in devices[1:])]
-        shards += [jax.device_put(*each) for each in zip(blocks, devices, strict=True)]
-    return jax.make_array_from_single_device_arrays(shape, sharding, shards, dtype=dtype)
+    def _place(self, read: ParameterRead, program: Program) -> jax.Array:
+        watched = contextlib.nullcontext() if self._watchdog is None else self._watchdog.watch("placing weights")
+        with watched:
+            return jax.block_until_ready(program(read.place()))
 
 
 def _sharding(parameter: Parameter, mesh: Mesh, mapping: ResourceMapping) -> NamedSharding:

@@ -15,14 +15,20 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from lockstep.device import Chip, Link
 from lockstep.engine import Engine, EngineConfig
+from lockstep.engine import prepare as prepare_module
 from lockstep.engine.config import Layout
-from lockstep.engine.decode_model import DecodeModels
+from lockstep.engine.decode_model import DecodeModel, DecodeModels
+from lockstep.engine.decoder.build import Programs
+from lockstep.engine.prepare import Prepared, prepare_programs
 from lockstep.engine.sizing import choose as choose_module
 from lockstep.engine.sizing import cost_model
 from lockstep.engine.sizing.choose import Chooser
 from lockstep.engine.sizing.cost_model import estimate
 from lockstep.engine.sizing.demand import Demand
+from lockstep.engine.sizing.memory_model import Footprint
+from lockstep.engine.sizing.result import Sizing
 from lockstep.errors import CapacityError, ConfigError
+from lockstep.hosts import Ledger
 from lockstep.models import read_decoder
 from lockstep.placement import make_mesh
 from lockstep.schedule import Capacity, check_capacity
@@ -191,12 +197,13 @@ def test_short_memory_makes_requests_wait_and_changes_no_token() -> None:
     assert sizing.sizes.slots < roomy.sizing.sizes.slots and sizing.reasons["max_seqs"][1] == "memory"
     assert sizing.compiled.total <= sizing.budget
     assert assert_same_tokens(expected, got) == 0
-    # The same requests again compile nothing, however much memory there is by then.
+    # The same requests, or fewer, compile nothing while the memory is about the same.
     before = engine.programs["decode"]
-    engine.prepare(model, requests, free=ROOMY)
-    engine.prepare(model, requests[:3], free=free // 100)
+    for share in (1.0, 1.03, 0.97):
+        engine.prepare(model, requests, free=int(share * free))
+        engine.prepare(model, requests[:3], free=int(share * free))
     assert engine.programs["decode"] is before
-    # More may grow it once.
+    # More requests may grow it once.
     engine.prepare(model, [*requests, *(request(i, 9, 8) for i in range(20, 30))], free=ROOMY)
     assert engine.sizes is not None and engine.sizes.slots == 11
 
@@ -242,3 +249,55 @@ def test_where_pages_may_not_grow_fewer_sequences_decode_at_a_time(tpu_models: C
     config = EngineConfig(page_size=1)
     with pytest.raises(ConfigError, match=r"page_size is 1 .* may have 262144: .* Set page_size to null"):
         Chooser(config=config, models=tpu_models(config), free=ROOMY).choose(long_requests(1, 2 * LONG))
+
+
+def test_capacities_follow_the_memory_without_compiling_in_between() -> None:
+    requests, config = equal_requests(12), EngineConfig(layout={"tensor": 2}, max_prefill_size=16)
+    models = models_on(config)
+    roomy = choose(requests, ROOMY, layout={"tensor": 2}, max_prefill_size=16)
+    tight = int(0.6 * roomy.predicted.total / 0.9)
+
+    def again(sizing: Sizing, free: int, some: list[Request] = requests) -> Sizing:
+        return Chooser(config=config, models=models, free=free).choose(some, sizing)
+
+    small = Chooser(config=config, models=models, free=tight).choose(requests)
+    assert 1 < small.sizes.slots < roomy.sizes.slots / 1.5
+    # A little more is not worth compiling; twice as much is, once.
+    assert again(small, int(1.05 * tight)).sizes == small.sizes
+    grown = again(small, 2 * tight)
+    assert grown.sizes == roomy.sizes and again(grown, 4 * tight).sizes == grown.sizes
+    # Requests that all fit at a time gain nothing from more.
+    assert again(small, 2 * tight, requests[: small.sizes.slots]).sizes == small.sizes
+    # What is in use stays where it fits, and shrinks where it does not.
+    assert again(grown, grown.predicted.total).sizes == grown.sizes
+    assert again(grown, tight).sizes == small.sizes
+
+
+def test_an_engine_that_could_not_grow_does_not_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests, config = equal_requests(12), EngineConfig(layout={"tensor": 2}, max_prefill_size=16)
+    roomy = choose(requests, ROOMY, layout={"tensor": 2}, max_prefill_size=16)
+    tight, models = int(0.6 * roomy.predicted.total / 0.9), models_on(config)
+    built: list[Capacity] = []
+
+    def build(model: DecodeModel, sizes: Capacity, **_: Any) -> Programs:
+        built.append(sizes)
+        return object.__new__(Programs)
+
+    monkeypatch.setattr(prepare_module, "build_programs", build)
+    needed = {"bytes": 1}  # by the compiler
+    monkeypatch.setattr(
+        prepare_module, "measured", lambda _: Footprint(weights=0, pool=0, reshard=0, temporaries=needed["bytes"])
+    )
+
+    def prepare(free: int, before: Prepared | None) -> Prepared:
+        options: dict[str, Any] = {"vocab_size": None, "ledger": Ledger(), "before": before}
+        return prepare_programs(config, models, requests, free=free, **options)
+
+    first = prepare(tight, None)
+    needed["bytes"] = 4 * tight
+    second = prepare(2 * tight, first)
+    assert built == [first.sizing.sizes, roomy.sizes] and second.sizing.sizes == first.sizing.sizes
+    assert prepare(2 * tight, second) is second and len(built) == 2
+    needed["bytes"] = 1
+    third = prepare(16 * tight, second)
+    assert third.sizing.sizes == roomy.sizes and prepare(16 * tight, third) is third

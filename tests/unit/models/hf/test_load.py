@@ -1,4 +1,6 @@
+import re
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,13 @@ import pytest
 from jax.sharding import Mesh
 from safetensors.numpy import load_file, save_file
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, PeerError
+from lockstep.hosts import Hosts, digest
 from lockstep.models import Qwen3Config, load_config, load_hf
 from lockstep.models.hf.files import CheckpointFiles
-from lockstep.models.hf.load import read_block
-from lockstep.models.hf.names import LLAMA_TENSORS, parameters, skeleton
 from lockstep.placement import COMPUTE_AXES, PARAMETER_AXES, make_mesh
+from tests.counted_files import CountedFiles, HangingFiles, SlowFiles
+from tests.multiprocess.harness import run_threads
 
 GOLDEN = Path(__file__).parents[3] / "golden"
 FAMILIES = ["llama3", "llama_tied", "mistral", "qwen2", "qwen3"]
@@ -41,8 +44,7 @@ def change_tensors(directory: Path, change: Callable[[dict[str, np.ndarray]], ob
 def test_logits_agree_with_transformers(family: str, shape: str, record_property: Any) -> None:
     golden = np.load(GOLDEN / family / "golden.npz")
     mesh = mesh_of(shape, 1 if shape == "1,1,1" else 4)
-    with jax.no_execution(True):
-        model = load_hf(str(GOLDEN / family), mesh)
+    model = load_hf(str(GOLDEN / family), mesh)
     ids = hax.named(golden["input_ids"], ("batch", "position"))
     with jax.set_mesh(mesh):
         logits = hax.named_jit(lambda m, i: m(i), axis_resources=COMPUTE_AXES)(model, ids)
@@ -73,62 +75,60 @@ def test_any_mapping_gives_the_same_weights(mapping: dict[str, str]) -> None:
         np.testing.assert_array_equal(ours, theirs)
 
 
-class CountingFiles(CheckpointFiles):
-    """Counts the bytes of each tensor's slices; several threads read."""
-
-    def __init__(self, directory: str | Path) -> None:
-        super().__init__(directory)
-        self.blocks: list[int] = []
-
-    @property
-    def bytes_read(self) -> int:
-        return sum(self.blocks)
-
-    def read(self, name: str, slices: tuple[slice, ...]) -> np.ndarray:
-        block = super().read(name, slices)
-        self.blocks.append(block.nbytes)
-        return block
-
-
-@pytest.mark.parametrize(("shape", "share"), [("1,4,1", 0.5), ("1,2,2", 0.5), ("2,2,1", 1.0)])
-def test_a_host_reads_only_what_its_devices_hold(shape: str, share: float) -> None:
-    # Two processes of two devices: rows 0-1 and 2-3 of the mesh. With dp=2 each holds the whole model.
-    mesh = mesh_of(shape)
-    processes = [set(mesh.devices.flat[:2]), set(mesh.devices.flat[2:])]
-    model = skeleton(112, load_config(str(GOLDEN / "qwen3")))
-    total = sum(np.prod(p.value.array.shape) * 2 for p in parameters(model, LLAMA_TENSORS))
-    counted = []
-    for devices in processes:
-        with CountingFiles(GOLDEN / "qwen3") as files:
-            for parameter in parameters(model, LLAMA_TENSORS):
-                spec = hax.partitioning.pspec_for_axis(parameter.value.axes, PARAMETER_AXES)
-                indices = jax.NamedSharding(mesh, spec).devices_indices_map(parameter.value.array.shape)
-                for index in {indices[device] for device in devices}:
-                    read_block(files, parameter, index, np.dtype(np.float32))
-            counted.append(files.bytes_read)
-    # Head norms (24 wide) are on every device; nothing else is.
-    repeated = 2 * 2 * 24 * 2
-    assert counted == [share * (total - repeated) + repeated] * 2
-
-
-def test_loading_reads_each_block_once_however_many_devices_hold_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    counters: list[CountingFiles] = []
-
-    def counting(directory: Path) -> CountingFiles:
-        counters.append(CountingFiles(directory))
-        return counters[-1]
-
-    monkeypatch.setattr("lockstep.models.hf.load.CheckpointFiles", counting)
-    model = load_hf(str(GOLDEN / "qwen3"), mesh_of("4,1,1"))
-    assert counters[0].bytes_read == sum(leaf.size * 2 for leaf in jax.tree.leaves(model))
-
-
-def test_progress_counts_every_byte_of_this_host() -> None:
+@pytest.mark.parametrize("shape", ["1,4,1", "1,2,2", "4,1,1"])
+def test_every_byte_is_read_once_however_many_devices_hold_it(shape: str) -> None:
+    CountedFiles.bytes_read()
     told: list[tuple[int, int]] = []
-    model = load_hf(str(GOLDEN / "qwen3"), mesh_of("1,4,1"), on_read=lambda *counts: told.append(counts))
-    held = sum(shard.data.nbytes for leaf in jax.tree.leaves(model) for shard in leaf.addressable_shards)
-    assert sum(read for read, _ in told) == held
-    assert {total for _, total in told} == {held}
+    on_read = lambda *counts: told.append(counts)  # noqa: E731
+    model = load_hf(f"counted://{GOLDEN}/qwen3", mesh_of(shape), on_read=on_read)
+    read, stored = CountedFiles.bytes_read(), sum(leaf.size * 2 for leaf in jax.tree.leaves(model))
+    headers = read - stored
+    assert 0 < headers < 10_000, "config.json and the header of the one file"
+    assert sum(new for new, _ in told) == stored
+    assert {total for _, total in told} == {stored}
+
+
+def load_on_own_device(hosts: Hosts, urls: list[str], timeout_s: float) -> tuple[float, str]:
+    """Each host loads on a device of its own; returns the bytes of its model, or the error, and the seconds."""
+    hosts.timeout_s = timeout_s
+    start = time.monotonic()
+    mesh = make_mesh("1,1,1", [jax.devices()[hosts.index]])
+    try:
+        model = load_hf(urls[hosts.index], mesh, hosts=hosts)
+        text = digest(*(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(model)))
+    except PeerError as error:
+        text = str(error)
+    return time.monotonic() - start, text
+
+
+def test_hosts_that_read_slowly_are_waited_for() -> None:
+    SlowFiles.reads.clear()
+    timeout_s = 1.2
+    results = run_threads(load_on_own_device, 2, [f"{GOLDEN}/mistral", f"slow://{GOLDEN}/mistral"], timeout_s)
+    assert results[0][1] == results[1][1] and len(results[0][1]) == 64, results
+    assert len(SlowFiles.reads) * SlowFiles.seconds > 2 * timeout_s, "it took longer than any wait may last"
+
+
+def test_a_host_that_gets_nothing_says_so_on_every_host() -> None:
+    HangingFiles.reads.clear()
+    HangingFiles.go_on.clear()
+    try:
+        results = run_threads(load_on_own_device, 2, [f"{GOLDEN}/llama3", f"hanging://{GOLDEN}/llama3"], 0.5)
+    finally:
+        HangingFiles.go_on.set()
+    assert results[0][1] == results[1][1]
+    expected = (
+        r"process 1: HostTimeoutError: nothing of tensor \S+ in \S+/llama3/model\.safetensors.* came for 0\.5 s\."
+    )
+    assert re.search(expected, results[0][1]), results
+    assert max(seconds for seconds, _ in results) < 10
+
+
+def test_a_file_that_ends_too_early_is_named_with_the_tensor(tmp_path: Path) -> None:
+    directory = copy_of("llama3", tmp_path)
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    refused(directory, r"tensor \S+ in \S+/llama3/model\.safetensors cannot be read: .* bytes came where .* Download")
 
 
 def test_a_given_config_replaces_the_stored_one(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A checkpoint behind a URL."""
+"""Files of tensors, behind a URL too."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.models import load_config, load_hf
-from lockstep.models.hf import remote_file
+from lockstep.models.hf import parameter_read
 from tests.unit.models.hf.test_load import GOLDEN, mesh_of
 
 
@@ -18,7 +18,7 @@ def test_a_url_is_read_in_ranges(shape: str, monkeypatch: pytest.MonkeyPatch) ->
     memory = fsspec.filesystem("memory")
     memory.put(str(GOLDEN / "mistral") + "/", "/bucket/mistral/", recursive=True)
     assert load_config("memory://bucket/mistral") == load_config(str(GOLDEN / "mistral"))
-    monkeypatch.setattr(remote_file, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(parameter_read, "CHUNK_BYTES", 1000)
     longest = []
     fetch, copy = type(memory).cat_file, type(memory).get_file
 

@@ -1,0 +1,77 @@
+"""Requests in a few threads, with bounded memory."""
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from lockstep.errors import HostTimeoutError
+from lockstep.models.hf.parallel_reader import ParallelReader
+from lockstep.models.hf.parameter_read import Request
+
+
+@dataclasses.dataclass(eq=False)
+class Job:
+    """Requests of one byte each."""
+
+    requests: int
+    nbytes: int = 1
+    run: Callable[[], None] = lambda: None
+    begun: bool = False
+
+    def begin(self) -> Iterator[Request]:
+        self.begun = True
+        return iter([Request(nbytes=1, what="tensor t in f", run=self.run) for _ in range(self.requests)])
+
+
+def test_jobs_are_complete_in_order_and_those_without_a_request_too() -> None:
+    jobs = [Job(0), Job(20), Job(0), Job(0), Job(3)]
+    with ParallelReader(jobs, limit=100, timeout_s=10) as reader:
+        done = 0
+        while done < len(jobs):
+            done = reader.wait(done, 10)
+    assert reader.bytes_read == 23 and all(job.begun for job in jobs)
+
+
+def test_a_job_begins_when_there_is_memory_and_a_large_one_alone() -> None:
+    jobs = [Job(1, 6), Job(1, 4), Job(1, 1), Job(1, 50), Job(1, 1)]
+    with ParallelReader(jobs, limit=10, timeout_s=10) as reader:
+        assert reader.wait(1, 10) == 2 and reader.wait(2, 0.05) == 2
+        reader.release(jobs[0])
+        assert reader.wait(2, 10) == 3 and reader.wait(3, 0.05) == 3
+        reader.release(jobs[1])
+        assert not jobs[3].begun and reader.wait(3, 0.05) == 3
+        reader.release(jobs[2])
+        assert reader.wait(3, 10) == 4 and not jobs[4].begun
+        reader.release(jobs[3])
+        assert reader.wait(4, 10) == 5
+
+
+def test_the_first_error_ends_all_of_them() -> None:
+    def fail() -> None:
+        raise OSError("no such key")
+
+    with ParallelReader([Job(2), Job(9, run=fail), Job(2)], limit=1, timeout_s=10) as reader:
+        assert reader.wait(0, 10) == 1
+        reader.release(Job(0))
+        with pytest.raises(OSError, match="no such key"):
+            reader.wait(1, 10)
+
+
+def test_what_does_not_come_is_named_and_what_comes_slowly_is_waited_for() -> None:
+    slow = Job(40, run=lambda: time.sleep(0.1))
+    with ParallelReader([slow], limit=1, timeout_s=0.3) as reader:
+        assert reader.wait(0, 10) == 1, "each request is in time; all of them took 0.5 s"
+    never = threading.Event()
+    with ParallelReader([Job(1), Job(1, run=lambda: never.wait(30) and None)], limit=9, timeout_s=0.3) as reader:
+        with pytest.raises(HostTimeoutError, match=r"nothing of tensor t in f came for 0\.3 s\..*raise timeout_s"):
+            reader.wait(1, 10)
+    never.set()
+
+
+def test_waiting_for_the_other_hosts_is_not_a_stall() -> None:
+    with ParallelReader([Job(1), Job(1)], limit=1, timeout_s=0.1) as reader:
+        assert reader.wait(0, 10) == 1
+        assert reader.wait(1, 0.5) == 1, "the second waits for memory"
