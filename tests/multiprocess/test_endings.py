@@ -92,14 +92,14 @@ def body_engine(hosts):
         budget = Budget(scope, 6, clock=lambda: float(next(ticks)))
         late = engine.generate(model, requests, hosts=hosts, between_launches=budget)
         scope.barrier("end")
-    gap = lockstep.audit(model, requests, plain, hosts=hosts)
+    gap = lockstep.audit(model, requests, plain, hosts=hosts).logprob_gap
     wrong = [dataclasses.replace(c, logprobs=(*c.logprobs[:-1], c.logprobs[-1] + 0.01)) for c in plain]
     return {
         "plain": [dataclasses.asdict(c) for c in plain],
         "cancelled": [dataclasses.asdict(c) for c in cancelled],
         "late": [dataclasses.asdict(c) for c in late],
         "gap": gap,
-        "wrong gap": lockstep.audit(model, requests, wrong, hosts=hosts),
+        "wrong gap": lockstep.audit(model, requests, wrong, hosts=hosts).logprob_gap,
         "ledger": str(engine.ledger),
     }
 

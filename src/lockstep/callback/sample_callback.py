@@ -329,6 +329,6 @@ class SampleCallback:
             **{f"time/{phase}_s": seconds for phase, seconds in result.seconds.items()},
             "time/report_s": report_s,
             **{f"hbm/{moment}_bytes": used for moment, used in result.memory.items()},
-            **({} if result.logprob_gap is None else {"logprob_gap": result.logprob_gap}),
+            **({} if result.audit is None else result.audit.scalars()),
             **metric_means(rows),
         }

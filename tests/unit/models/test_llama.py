@@ -70,13 +70,18 @@ def test_axes_and_dtype_of_the_logits() -> None:
     assert logits.dtype == jnp.float32
 
 
-def test_computes_in_the_dtype_of_the_parameters() -> None:
+def test_computes_in_the_dtype_of_the_parameters_and_keeps_logits_in_float32() -> None:
     model = build(CONFIG)
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model)
+    activations = hax.named_jit(lambda m, i: m.activations(i))(half, tokens())
+    assert activations.dtype == jnp.bfloat16
     logits = hax.named_jit(lambda m, i: m(i))(half, tokens())
-    assert logits.dtype == jnp.bfloat16
+    assert logits.dtype == jnp.float32
+    # Products of bfloat16 numbers, summed in float32: nothing is rounded to bfloat16 on the way out.
+    exact = np.asarray(activations.array, np.float64) @ np.asarray(half.lm_head.array, np.float64)
+    np.testing.assert_allclose(logits.array, exact, atol=1e-5)
     full = logits_of(model, tokens())
-    assert np.abs(np.asarray(logits.array, np.float32) - full).max() < 0.1 * np.abs(full).max()
+    assert np.abs(logits.array - full).max() < 0.1 * np.abs(full).max()
 
 
 @pytest.mark.parametrize("config", [CONFIG, Qwen2Config(**SIZES), Qwen3Config(**SIZES)], ids=lambda c: type(c).__name__)
