@@ -329,7 +329,7 @@ class LlamaLMHeadModel(eqx.Module):
         Args:
             activations: The hidden states that `activations` returns, or some of their positions.
         """
-        logits = hax.dot(activations, self.lm_head_array(), axis="embed", preferred_element_type=jnp.float32)
+        logits = _project(activations, self.lm_head_array())
         return hax.auto_sharded(_soft_cap(logits, self.config.variant.logit_soft_cap))
 
 
@@ -340,6 +340,27 @@ ACTIVATIONS: dict[str, Callable[[NamedArray], NamedArray]] = {
     "relu": hnn.relu,
 }
 """The activation of the gated MLP by `Variant.activation`."""
+
+
+@jax.custom_vjp
+def _project(x: NamedArray, head: NamedArray) -> NamedArray:
+    """Returns logits in float32, whose gradient is rounded to the dtype of ``x``.
+
+    A gradient in float32 would double what devices exchange of the output layer's gradient.
+    """
+    return hax.dot(x, head, axis="embed", preferred_element_type=jnp.float32)
+
+
+def _project_forward(x: NamedArray, head: NamedArray) -> tuple[NamedArray, tuple[NamedArray, NamedArray]]:
+    return _project(x, head), (x, head)
+
+
+def _project_backward(factors: tuple[NamedArray, NamedArray], gradient: NamedArray) -> tuple[NamedArray, NamedArray]:
+    product, pull_back = jax.vjp(functools.partial(hax.dot, axis="embed"), *factors)
+    return pull_back(gradient.astype(product.dtype))
+
+
+_project.defvjp(_project_forward, _project_backward)
 
 
 def _neutral(config: LlamaConfig, *axes: Axis) -> NamedArray:
