@@ -122,7 +122,7 @@ def run_round(
     if auditing is not None and not budget.preempted:
         with hosts.launch_on_all("audit", ready.ledger) as audited:
             audit = auditing.run(model, requests, completions, around_launch=watchdog.watch_launch)
-            audited.agree({"result": repr(audit)})
+            audited.agree({"audit": repr(audit)})
         clock.lap("audit")
 
     _end(hosts)

@@ -258,7 +258,7 @@ def audit(
             return AuditResult(logprob_gap=0.0)
         with scope.launch_on_all("audit", auditor.ledger) as audited:
             result = auditor.run(read, requests, completions)
-            audited.agree({"result": repr(result)})
+            audited.agree({"audit": repr(result)})
     return result
 
 
