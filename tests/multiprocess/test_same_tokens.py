@@ -18,6 +18,7 @@ from lockstep.types import Completion, FinishReason
 from tests import tiny
 from tests.multiprocess.harness import cached, run_processes
 from tests.oracle import (
+    NEAR_TIES_PER_THOUSAND,
     assert_same_but_for_near_ties,
     assert_same_logprobs,
     assert_same_tokens,
@@ -31,7 +32,8 @@ HALF = {"dtype": "bfloat16"}
 
 def all_requests(in_bfloat16=False):
     greedy = tiny.requests(lengths=(1, 5, 17, 40))
-    sampled = tiny.requests(temperature=0.8, n_generations=2, lengths=(3, 17, 33))
+    # In bfloat16 enough of them that a rate can be counted.
+    sampled = tiny.requests(temperature=0.8, n_generations=24 if in_bfloat16 else 2, lengths=(3, 17, 33))
     features = {
         "top_k": 20,
         "top_p": 0.9,
@@ -115,7 +117,10 @@ def test_tokens_are_those_of_one_process(processes, case):
         ]
         if in_bfloat16:
             assert_same_but_for_near_ties(want, got)
-            assert result["order_matters"] <= 1, "another order makes no more than a near-tie"
+            tokens = sum(len(one.tokens) for one in want)
+            assert 1000 * result["order_matters"] <= NEAR_TIES_PER_THOUSAND * tokens, (
+                "another order is no more than that"
+            )
         else:
             assert assert_same_tokens(want, got) == 0, "random weights have no ties here"
             assert_same_logprobs(want, got)
