@@ -33,8 +33,8 @@ logit of the step, over the temperature: four steps between neighbouring numbers
 two layers, which round the residual stream five times on its way to the logits."""
 
 NEAR_TIES_PER_THOUSAND = 25
-"""Near-ties in bfloat16, of tokens: the most with random weights. Their scores with Gumbel noise are as often closer than
-a small number as that number says, so that rounding of 0.02 makes about 20; 17 were seen."""
+"""Near-ties in bfloat16, of tokens, at most, with random weights. The two best scores with Gumbel noise are less than a
+small number apart about as often as that number says, so that rounding of 0.02 makes about 20; 17 were seen."""
 
 ROWS = 8
 """Sequences in a forward pass: one shape, so that it compiles once."""

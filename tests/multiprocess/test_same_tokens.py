@@ -118,9 +118,7 @@ def test_tokens_are_those_of_one_process(processes, case):
         if in_bfloat16:
             assert_same_but_for_near_ties(want, got)
             tokens = sum(len(one.tokens) for one in want)
-            assert 1000 * result["order_matters"] <= NEAR_TIES_PER_THOUSAND * tokens, (
-                "another order is no more than that"
-            )
+            assert 1000 * result["order_matters"] <= NEAR_TIES_PER_THOUSAND * tokens, "of another order, too"
         else:
             assert assert_same_tokens(want, got) == 0, "random weights have no ties here"
             assert_same_logprobs(want, got)
