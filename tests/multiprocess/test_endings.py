@@ -104,7 +104,7 @@ def body_engine(hosts):
     except PeerError as error:
         failed = str(error)
     again = engine.generate(model, requests, hosts=hosts)
-    gap = lockstep.audit(model, requests, plain, hosts=hosts)
+    gap = lockstep.audit(model, requests, plain, hosts=hosts).logprob_gap
     wrong = [dataclasses.replace(c, logprobs=(*c.logprobs[:-1], c.logprobs[-1] + 0.01)) for c in plain]
     return {
         "plain": [dataclasses.asdict(c) for c in plain],
@@ -113,7 +113,7 @@ def body_engine(hosts):
         "failed": failed,
         "again": again == plain,
         "gap": gap,
-        "wrong gap": lockstep.audit(model, requests, wrong, hosts=hosts),
+        "wrong gap": lockstep.audit(model, requests, wrong, hosts=hosts).logprob_gap,
         "ledger": str(engine.ledger),
     }
 

@@ -1,10 +1,15 @@
 """The same tokens on 1, 2 and 4 processes, in every layout and batch, as one process without a cache makes.
 
+In bfloat16 the same but for near-ties, which are counted (`tests.oracle.BFLOAT16_TIE`).
+
 The oracle runs in the test's own process: two hosts that agree on a wrong answer agree all the same.
 """
 
 import dataclasses
+import functools
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from lockstep.engine import Engine, EngineConfig
@@ -12,15 +17,23 @@ from lockstep.placement import make_mesh
 from lockstep.types import Completion, FinishReason
 from tests import tiny
 from tests.multiprocess.harness import cached, run_processes
-from tests.oracle import assert_same_logprobs, assert_same_tokens, oracle_completions
+from tests.oracle import (
+    NEAR_TIES_PER_THOUSAND,
+    assert_same_but_for_near_ties,
+    assert_same_logprobs,
+    assert_same_tokens,
+    oracle_completions,
+)
 
 TIGHT = {"max_seqs": 3, "page_size": 8, "max_pages": 15, "max_prefill_size": 16, "max_steps_per_launch": 5}
 """Few slots, pages and steps: sequences wait their turn, prompts are prefilled in parts."""
+HALF = {"dtype": "bfloat16"}
 
 
-def all_requests():
+def all_requests(in_bfloat16=False):
     greedy = tiny.requests(lengths=(1, 5, 17, 40))
-    sampled = tiny.requests(temperature=0.8, n_generations=2, lengths=(3, 17, 33))
+    # In bfloat16 enough of them that a rate can be counted.
+    sampled = tiny.requests(temperature=0.8, n_generations=24 if in_bfloat16 else 2, lengths=(3, 17, 33))
     features = {
         "top_k": 20,
         "top_p": 0.9,
@@ -38,16 +51,22 @@ def all_requests():
     ]
     return [
         dataclasses.replace(r, prompt_id=r.prompt_id + 100 * group)
-        for group, requests in enumerate((greedy, sampled, featured))
+        # Rounding also decides what is at the edge of a filter; there is no score to compare then.
+        for group, requests in enumerate((greedy, sampled, () if in_bfloat16 else featured))
         for r in requests
     ]
 
 
 CASES = {
-    2: [("auto", "auto", {}), ("auto", "training", TIGHT), ("1,2,2", {"tensor": 2}, TIGHT)],
-    4: [("host_local", {"tensor": 2}, {}), ("auto", {"tensor": 1}, {})],
+    2: [
+        ("auto", "auto", {}),
+        ("auto", "training", TIGHT),
+        ("1,2,2", {"tensor": 2}, TIGHT),
+        ("1,2,2", {"tensor": 4}, HALF),
+    ],
+    4: [("host_local", {"tensor": 2}, {}), ("auto", {"tensor": 1}, {}), ("auto", {"tensor": 2}, TIGHT | HALF)],
 }
-"""Mesh, layout and capacities, by the number of processes."""
+"""Mesh, layout and engine options, by the number of processes."""
 
 
 def body(hosts):
@@ -57,7 +76,7 @@ def body(hosts):
 def answer(hosts, mesh_shape, layout, options):
     mesh = make_mesh(mesh_shape)
     model = (tiny.CONFIG, tiny.placed_weights(mesh))
-    requests = all_requests()
+    requests = all_requests("dtype" in options)
     engine = Engine(EngineConfig(layout=layout, **options), mesh)
     straight = engine.generate(model, requests, hosts=hosts)
     # The batch order is another one, so slots and replicas are; draws must not depend on it.
@@ -65,15 +84,18 @@ def answer(hosts, mesh_shape, layout, options):
     by_id = {(c.prompt_id, c.generation_id): c.tokens for c in turned}
     return {
         "completions": [dataclasses.asdict(completion) for completion in straight],
-        "order_matters": [c.prompt_id for c in straight if by_id[c.prompt_id, c.generation_id] != c.tokens],
+        "order_matters": sum(by_id[c.prompt_id, c.generation_id] != c.tokens for c in straight),
         "traces": [program.traces for program in engine.programs.values()],
         "ledger": str(engine.ledger),
     }
 
 
-@pytest.fixture(scope="module")
-def expected():
-    return oracle_completions((tiny.CONFIG, tiny.numpy_weights()), all_requests())
+@functools.cache
+def expected(in_bfloat16):
+    weights = tiny.numpy_weights()
+    if in_bfloat16:
+        weights = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights)
+    return oracle_completions((tiny.CONFIG, weights), all_requests(in_bfloat16))
 
 
 @cached
@@ -83,7 +105,9 @@ def answers(processes):
 
 
 @pytest.mark.parametrize(("processes", "case"), [(n, i) for n, cases in CASES.items() for i in range(len(cases))])
-def test_tokens_are_those_of_one_process(expected, processes, case):
+def test_tokens_are_those_of_one_process(processes, case):
+    in_bfloat16 = "dtype" in CASES[processes][case][2]
+    want = expected(in_bfloat16)
     results = [result[case] for result in answers(processes)]
     assert len({result["ledger"] for result in results}) == 1
     for result in results:
@@ -91,7 +115,12 @@ def test_tokens_are_those_of_one_process(expected, processes, case):
             Completion(**c | {"tokens": tuple(c["tokens"]), "finish_reason": FinishReason(c["finish_reason"])})
             for c in result["completions"]
         ]
-        assert assert_same_tokens(expected, got) == 0, "random weights have no ties here"
-        assert_same_logprobs(expected, got)
-        assert result["order_matters"] == []
+        if in_bfloat16:
+            assert_same_but_for_near_ties(want, got)
+            tokens = sum(len(one.tokens) for one in want)
+            assert 1000 * result["order_matters"] <= NEAR_TIES_PER_THOUSAND * tokens, "of another order, too"
+        else:
+            assert assert_same_tokens(want, got) == 0, "random weights have no ties here"
+            assert_same_logprobs(want, got)
+            assert result["order_matters"] == 0
         assert set(result["traces"]) == {1}

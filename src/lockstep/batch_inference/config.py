@@ -65,7 +65,7 @@ class SampleConfig(EvaluationFields, SamplingFields):
     inference_mode: InferenceMode = "global_mesh"
     """``global_mesh``: the model is sharded over the devices of all hosts, which work on the same prompts in lockstep.
     ``host_data_parallel``: every host has the whole model on its own devices and works on its own share of the
-    prompts. The tokens are the same."""
+    prompts. The draws are the same, and the tokens up to a near-tie that rounding decides."""
     prompt_field: str = "prompt"
     """The field of a .jsonl line with the prompt, a text."""
     messages_field: str = "messages"

@@ -48,7 +48,9 @@ class InferenceEvalConfig(EvaluationFields, SamplingBlock):
     """After so many rounds in a row that were skipped, sampling switches itself off for the rest of the run, and says
     so. Null: never."""
     audit: bool = False
-    """Recompute every log-probability with the training forward and log the largest difference, ``logprob_gap``."""
+    """Recompute every log-probability with the training forward and log the largest difference, ``logprob_gap``; where
+    the engine computes in fewer than 32 bits, also ``logprob_noise``, the largest difference between that forward and
+    the same in float32. Up to about twice the noise, a gap is rounding."""
 
     def __post_init__(self) -> None:
         if self.eval_every < 1:

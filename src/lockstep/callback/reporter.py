@@ -184,6 +184,6 @@ def scalars(rows: list[Row], result: RoundResult) -> dict[str, float]:
         "tokens_per_second": tokens / result.seconds["generate"],
         **{f"time/{phase}_s": seconds for phase, seconds in result.seconds.items()},
         **{f"hbm/{moment}_bytes": used for moment, used in result.memory.items()},
-        **({} if result.logprob_gap is None else {"logprob_gap": result.logprob_gap}),
+        **({} if result.audit is None else result.audit.scalars()),
         **metric_means(rows),
     }

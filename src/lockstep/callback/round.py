@@ -7,7 +7,7 @@ from typing import Any
 
 from lockstep.callback.round_prompts import RoundPrompts, from_bytes, to_bytes
 from lockstep.device import used_bytes
-from lockstep.engine import Auditor, Engine, Gate
+from lockstep.engine import Auditor, AuditResult, Engine, Gate
 from lockstep.hosts import Hosts, Watchdog, digest, environment
 from lockstep.schedule import FindStop
 from lockstep.text import Prompt
@@ -24,15 +24,14 @@ class RoundResult:
         seconds: The wall time of each phase, in seconds.
         memory: The most bytes in use on any device of this host ``before`` and ``after``; empty where the backend does
             not count them (CPU).
-        logprob_gap: The largest difference between a log-probability and that of the training forward, in nats; None
-            without an audit.
+        audit: How far the log-probabilities are from those of the training forward; None without an audit.
     """
 
     prompts: list[Prompt] | None
     completions: list[Completion]
     seconds: Mapping[str, float]
     memory: Mapping[str, int]
-    logprob_gap: float | None = None
+    audit: AuditResult | None = None
 
 
 def run_round(
@@ -119,11 +118,11 @@ def run_round(
         generated.agree({"tokens": digest(repr(completions))})
     clock.lap("generate")
 
-    gap: float | None = None
+    audit: AuditResult | None = None
     if auditing is not None and not gate.preempted:
         with hosts.launch_on_all("audit", ready.ledger) as audited:
-            gap = auditing.run(model, requests, completions, around_launch=watchdog.watch_launch)
-            audited.agree({"logprob_gap": repr(gap)})
+            audit = auditing.run(model, requests, completions, around_launch=watchdog.watch_launch)
+            audited.agree({"audit": repr(audit)})
         clock.lap("audit")
 
     _end(hosts)
@@ -136,7 +135,7 @@ def run_round(
         completions=completions,
         seconds=clock.seconds,
         memory={moment: used for moment, used in memory.items() if used is not None},
-        logprob_gap=gap,
+        audit=audit,
     )
 
 

@@ -1,6 +1,7 @@
 """Paged-attention generation on the devices that a model is sharded over."""
 
 from lockstep.engine.audit import Auditor as Auditor
+from lockstep.engine.audit import AuditResult as AuditResult
 from lockstep.engine.audit import audit as audit
 from lockstep.engine.capacity_fields import CapacityFields as CapacityFields
 from lockstep.engine.config import EngineConfig as EngineConfig

@@ -1,8 +1,9 @@
 """Whether the engine's log-probabilities are the model's: recomputed with the training forward, all tokens at once."""
 
 import contextlib
+import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import haliax as hax
@@ -27,11 +28,32 @@ _CHUNK = 128
 """The number of positions whose logits exist at a time: a whole vocabulary for each."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AuditResult:
+    """How far log-probabilities are from those of the training forward, the same on every host.
+
+    Args:
+        logprob_gap: The largest absolute difference between a completion's log-probability and that of the training
+            forward in the engine's dtype, in nats; infinite where either is not a number, 0 where nothing was sampled.
+        logprob_noise: The largest absolute difference that rounding alone makes: between the training forward in the
+            engine's dtype and the same in float32, on the same weights and tokens. None where the engine computes in
+            float32. A gap of up to about twice the noise is rounding, once in the engine and once in the forward.
+    """
+
+    logprob_gap: float
+    logprob_noise: float | None = None
+
+    def scalars(self) -> dict[str, float]:
+        """Returns the numbers that there are, by name."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+
+
 class Auditor:
     """Recomputes the log-probabilities of completions with the model's own full forward pass, without a cache.
 
     Every host makes the same calls. The forward pass is that of `lockstep.models.LlamaLMHeadModel`, on the model's own
-    arrays; each device takes one sequence at a time. Only the compiled program is kept.
+    arrays; each device takes one sequence at a time. Where the engine computes in fewer than 32 bits, a second forward
+    pass in float32 measures what that costs. Only the compiled programs are kept.
 
     Args:
         mesh: The mesh that the model is sharded over.
@@ -48,13 +70,13 @@ class Auditor:
         self.vocab_size = vocab_size
         self.dtype = dtype
         self.ledger = Ledger() if ledger is None else ledger
-        self._built: tuple[object, int, Program] | None = None
+        self._built: tuple[object, int, dict[str, Program]] | None = None
         self._rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
     @property
-    def program(self) -> Program | None:
-        """The compiled program, or None before the first `prepare`."""
-        return self._built[2] if self._built else None
+    def programs(self) -> Mapping[str, Program]:
+        """The compiled programs by name; none before the first `prepare`."""
+        return self._built[2] if self._built else {}
 
     def prepare(self, model: Any, requests: Sequence[Request]) -> dict[str, str]:
         """Compiles the forward pass for the longest that the requests can become; launches nothing.
@@ -64,7 +86,7 @@ class Auditor:
             requests: The requests, at least one.
 
         Returns:
-            The program's digests by name. Hosts must agree on it before `run`.
+            The programs' digests by name. Hosts must agree on them before `run`.
         """
         config, weights = read_decoder(model)
         length = max(len(r.prompt_tokens) + r.params.max_new_tokens for r in requests)
@@ -72,16 +94,21 @@ class Auditor:
         signature = signature_of(config, weights)
         if self._built is None or self._built[0] != signature or self._built[1] < length:
             ids = jax.ShapeDtypeStruct((self.mesh.size, length + 1), np.int32, sharding=self._rows)
-            program = compile_program(
-                "audit",
-                self._forward(config, length, weight_specs(weights)),
-                [jax.tree.map(_struct, sources(weights)), ids],
-                mesh=self.mesh,
-                ledger=self.ledger,
-                out_shardings=NamedSharding(self.mesh, PartitionSpec()),
-            )
-            self._built = (signature, length, program)
-        return dict(self._built[2].digests)
+            compute = jnp.dtype(self.dtype or weights.embed.dtype)
+            names = {"audit": False} if compute == jnp.float32 else {"audit": False, "audit_float32": True}
+            programs = {
+                name: compile_program(
+                    name,
+                    self._forward(config, length, weight_specs(weights), compute, in_float32),
+                    [jax.tree.map(_struct, sources(weights)), ids],
+                    mesh=self.mesh,
+                    ledger=self.ledger,
+                    out_shardings=NamedSharding(self.mesh, PartitionSpec()),
+                )
+                for name, in_float32 in names.items()
+            }
+            self._built = (signature, length, programs)
+        return {key: value for program in self.programs.values() for key, value in program.digests.items()}
 
     def check_memory(self, free: int, utilization: float) -> None:
         """Refuses an audit that needs more memory than there is when cache and decode weights are gone again.
@@ -94,8 +121,10 @@ class Auditor:
             CapacityError: The audit does not fit; names what it needs, what there is, and the fix.
         """
         assert self._built is not None, "prepare() comes before check_memory()"
-        memory = self._built[2].memory()
-        need = int(memory.temp_size_in_bytes + memory.output_size_in_bytes + memory.generated_code_size_in_bytes)
+        need = max(
+            int(memory.temp_size_in_bytes + memory.output_size_in_bytes + memory.generated_code_size_in_bytes)
+            for memory in (program.memory() for program in self.programs.values())
+        )
         if need > free * utilization:
             raise CapacityError(
                 f"the audit needs {bytes_text(need)} per device for sequences of {self._built[1]} tokens; there are "
@@ -111,8 +140,8 @@ class Auditor:
         completions: Sequence[Completion],
         *,
         around_launch: AroundLaunch = contextlib.nullcontext,
-    ) -> float:
-        """The largest absolute difference between a completion's log-probability and the recomputed one.
+    ) -> AuditResult:
+        """Compares the log-probabilities of completions with recomputed ones.
 
         Args:
             model: The model given to `prepare`, or a later state of it.
@@ -122,14 +151,13 @@ class Auditor:
                 result.
 
         Returns:
-            The difference in nats, the same on every host; infinite where either is not a number, 0 where nothing was
-            sampled.
+            The largest differences over all tokens.
 
         Raises:
             ConfigError: The model is not the one that was prepared for, or a completion is of none of the requests.
         """
         assert self._built is not None, "prepare() comes before run()"
-        signature, length, program = self._built
+        signature, length, programs = self._built
         config, weights = read_decoder(model)
         if signature_of(config, weights) != signature:
             raise ConfigError(
@@ -144,38 +172,44 @@ class Auditor:
                     f"a completion is of prompt {completion.prompt_id}, which none of the {len(prompts)} requests has. "
                     "Pass the requests that were answered."
                 )
-        gap = 0.0
+        gap = noise = 0.0
         for batch in _batches(sampled, self.mesh.size):
             ids = np.zeros((self.mesh.size, length + 1), np.int32)
             for row, completion in enumerate(batch):
                 known = (*prompts[completion.prompt_id], *completion.tokens)
                 ids[row, : len(known)] = known
-            with around_launch("audit"):
-                logprobs = fetch(program(sources(weights), place(ids, self._rows)))
+            found: dict[str, np.ndarray] = {}
+            for name, program in programs.items():
+                with around_launch(name):
+                    found[name] = fetch(program(sources(weights), place(ids, self._rows)))
             for row, completion in enumerate(batch):
                 first = len(prompts[completion.prompt_id]) - 1
-                own = logprobs[row, first : first + len(completion.tokens)]
-                difference = float(np.max(np.abs(own - np.asarray(completion.logprobs, np.float32))))
-                gap = max(gap, difference if math.isfinite(difference) else math.inf)
-        return gap
+                tokens = slice(first, first + len(completion.tokens))
+                forward = found["audit"][row, tokens]
+                gap = max(gap, _largest_difference(forward, np.asarray(completion.logprobs, np.float32)))
+                if "audit_float32" in found:
+                    noise = max(noise, _largest_difference(forward, found["audit_float32"][row, tokens]))
+        return AuditResult(logprob_gap=gap, logprob_noise=noise if "audit_float32" in programs else None)
 
-    def _forward(self, config: LlamaConfig, length: int, plans: PyTree) -> Any:
+    def _forward(
+        self, config: LlamaConfig, length: int, plans: PyTree, compute: jnp.dtype, in_float32: bool
+    ) -> Callable[..., Array]:
         def forward(parts: PyTree, ids: Int[Array, "sequence tokens"]) -> Float[Array, "sequence position"]:
             """Log-probability of each token but the first, given those before it."""
             weights: DecoderWeights = jax.tree.map(lambda plan, part: plan.make(part), plans, parts)
-            if self.dtype is not None:
-                weights = jax.tree.map(lambda leaf: leaf.astype(self.dtype), weights)
-            with hax.axis_mapping({"batch": self.mesh.axis_names}):
+            weights = jax.tree.map(
+                lambda leaf: _widened(leaf, compute) if in_float32 else leaf.astype(compute), weights
+            )
+            # On TPU a product of float32 numbers has the precision of bfloat16 unless it is asked for more.
+            precision = jax.default_matmul_precision("highest") if in_float32 else contextlib.nullcontext()
+            with hax.axis_mapping({"batch": self.mesh.axis_names}), precision:
                 model = as_trainable(config, weights)
                 x = model.activations(hax.named(ids[:, :-1], ("batch", "position"))).array
-                head = model.lm_head_array()
 
                 def chunk(part: tuple[Array, Array]) -> Array:
                     states, targets = part
                     named = hax.named(states, ("batch", "position", "embed"))
-                    logits = hax.auto_sharded(hax.dot(named, head, axis="embed")).array.astype(jnp.float32)
-                    cap = config.variant.logit_soft_cap
-                    logits = logits if cap is None else cap * jnp.tanh(logits / cap)
+                    logits = model.logits(named).rearrange(("batch", "position", "vocab")).array
                     allowed = jnp.arange(logits.shape[-1]) < (self.vocab_size or logits.shape[-1])
                     logprobs = jax.nn.log_softmax(jnp.where(allowed, logits, -jnp.inf), axis=-1)
                     return jnp.take_along_axis(logprobs, targets[..., None], axis=-1)[..., 0]
@@ -194,7 +228,7 @@ def audit(
     vocab_size: int | None = None,
     dtype: str | None = None,
     hosts: Hosts | None = None,
-) -> float:
+) -> AuditResult:
     """How far the log-probabilities of completions are from those of the training forward; every host calls it.
 
     Args:
@@ -207,7 +241,7 @@ def audit(
         hosts: The processes of the job; None for the current ones.
 
     Returns:
-        The largest absolute difference in nats, the same on every host; infinite where either is not a number.
+        The largest differences over all tokens, the same on every host.
 
     Raises:
         PeerError: The audit failed on at least one host; raised on every host.
@@ -221,11 +255,22 @@ def audit(
             if requests:
                 prepared.agree(auditor.prepare(read, requests))
         if not completions:
-            return 0.0
+            return AuditResult(logprob_gap=0.0)
         with scope.launch_on_all("audit", auditor.ledger) as audited:
-            gap = auditor.run(read, requests, completions)
-            audited.agree({"gap": repr(gap)})
-    return gap
+            result = auditor.run(read, requests, completions)
+            audited.agree({"audit": repr(result)})
+    return result
+
+
+def _largest_difference(ours: Float[np.ndarray, " token"], theirs: Float[np.ndarray, " token"]) -> float:
+    difference = float(np.max(np.abs(ours - theirs)))
+    return difference if math.isfinite(difference) else math.inf
+
+
+def _widened(leaf: Array, dtype: jnp.dtype) -> Array:
+    """The values of ``dtype`` in float32; of a cast there and back XLA would leave nothing."""
+    info = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(leaf.astype(jnp.float32), info.nexp, info.nmant)
 
 
 def _batches[T](items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

@@ -139,8 +139,9 @@ class LlamaAttention(eqx.Module):
         q = hax.auto_sharded(rotate(q, angles, ax.HeadSize))
         k = hax.auto_sharded(rotate(k, angles, ax.HeadSize)).rename({"position": "key_position"})
         v = hax.auto_sharded(v).rename({"position": "key_position"})
-        scale = ax.HeadSize.size**-0.5 if variant.attention_scale is None else variant.attention_scale
-        scores = hax.dot(q, k, axis=ax.HeadSize, preferred_element_type=jnp.float32) * scale
+        if variant.attention_scale is not None:  # where the decoder rounds it
+            q = q * jnp.asarray(variant.attention_scale * ax.HeadSize.size**0.5, q.dtype)
+        scores = hax.dot(q, k, axis=ax.HeadSize, preferred_element_type=jnp.float32) * ax.HeadSize.size**-0.5
         scores = _soft_cap(scores, variant.attention_soft_cap)
         scores = hax.where(mask, scores, jnp.finfo(jnp.float32).min)
         probabilities = hnn.softmax(scores, axis="key_position").astype(v.dtype)
@@ -316,9 +317,19 @@ class LlamaLMHeadModel(eqx.Module):
             input_ids: The integer token ids ``[batch, position]``.
 
         Returns:
-            The logits ``[batch, position, vocab]`` in the dtype of the parameters.
+            The logits ``[batch, position, vocab]`` in float32.
         """
-        logits = hax.dot(self.activations(input_ids), self.lm_head_array(), axis="embed")
+        return self.logits(self.activations(input_ids))
+
+    def logits(self, activations: NamedArray) -> NamedArray:
+        """Returns the logits of hidden states, accumulated and kept in float32 whatever the dtype of the parameters.
+
+        Rounded to bfloat16, a logit of 10 would be off by up to 0.03, and a log-probability with it.
+
+        Args:
+            activations: The hidden states that `activations` returns, or some of their positions.
+        """
+        logits = _project(activations, self.lm_head_array())
         return hax.auto_sharded(_soft_cap(logits, self.config.variant.logit_soft_cap))
 
 
@@ -329,6 +340,27 @@ ACTIVATIONS: dict[str, Callable[[NamedArray], NamedArray]] = {
     "relu": hnn.relu,
 }
 """The activation of the gated MLP by `Variant.activation`."""
+
+
+@jax.custom_vjp
+def _project(x: NamedArray, head: NamedArray) -> NamedArray:
+    """Returns logits in float32, whose gradient is rounded to the dtype of ``x``.
+
+    A gradient in float32 would double what devices exchange of the output layer's gradient.
+    """
+    return hax.dot(x, head, axis="embed", preferred_element_type=jnp.float32)
+
+
+def _project_forward(x: NamedArray, head: NamedArray) -> tuple[NamedArray, tuple[NamedArray, NamedArray]]:
+    return _project(x, head), (x, head)
+
+
+def _project_backward(factors: tuple[NamedArray, NamedArray], gradient: NamedArray) -> tuple[NamedArray, NamedArray]:
+    product, pull_back = jax.vjp(functools.partial(hax.dot, axis="embed"), *factors)
+    return pull_back(gradient.astype(product.dtype))
+
+
+_project.defvjp(_project_forward, _project_backward)
 
 
 def _neutral(config: LlamaConfig, *axes: Axis) -> NamedArray:

@@ -176,12 +176,12 @@ def test_the_table_can_be_left_out(capsys):
     assert capsys.readouterr().out == ""
 
 
-def run_one_round(tmp_path, **values):
+def run_one_round(tmp_path, dtype=None, **values):
     """Rows and scalars of a round on one device."""
     mesh = make_mesh("1,1,1", jax.devices()[:1])
     tracker = Recorder()
     config = InferenceEvalConfig(eval_every=1, prompts=["one"], temperature=1.0, on_error="raise", **values)
-    callback = SampleCallback(config, tiny.tokenizer(), tracker=tracker, output_dir=tmp_path)
+    callback = SampleCallback(config, tiny.tokenizer(), tracker=tracker, output_dir=tmp_path, dtype=dtype)
     callback(tiny.Info(1, (tiny.CONFIG, tiny.placed_weights(mesh, vocab=tiny.vocab_size()))), force=True)
     assert callback.report_errors == 0
     (scalars,) = tracker.scalars
@@ -213,6 +213,13 @@ def test_the_audit_is_a_metric_that_can_be_switched_on(tmp_path, audit):
     _, scalars = run_one_round(tmp_path, max_new_tokens=6, n_generations=3, audit=audit)
     assert ("inference_eval/logprob_gap" in scalars) == audit
     assert scalars.get("inference_eval/logprob_gap", 0.0) <= 1e-5
+    assert "inference_eval/logprob_noise" not in scalars
+
+
+def test_in_bfloat16_the_gap_is_logged_beside_what_rounding_costs(tmp_path):
+    _, scalars = run_one_round(tmp_path, dtype="bfloat16", max_new_tokens=6, n_generations=3, audit=True)
+    assert 1e-3 < scalars["inference_eval/logprob_noise"] < 0.1
+    assert scalars["inference_eval/logprob_gap"] <= 2 * scalars["inference_eval/logprob_noise"]
 
 
 def test_a_stop_string_that_is_a_special_token_is_refused_at_check():

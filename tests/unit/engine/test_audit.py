@@ -25,9 +25,10 @@ def answers(mesh: str, model: Any, **options: Any) -> list[Completion]:
 @pytest.mark.parametrize(("mesh", "family"), [("1,1,1", "llama"), *(("1,2,2", family) for family in FAMILIES)])
 def test_the_engine_agrees_with_the_training_forward(mesh: str, family: str) -> None:
     model = model_on(mesh, FAMILIES[family])
-    gap = lockstep.audit(model, mixed_requests(), answers(mesh, model))
-    print(f"{family} on {mesh}: {gap:.2e}")
-    assert gap <= TOLERANCE
+    result = lockstep.audit(model, mixed_requests(), answers(mesh, model))
+    print(f"{family} on {mesh}: {result}")
+    assert result.logprob_gap <= TOLERANCE
+    assert result.logprob_noise is None
 
 
 def test_a_wrong_log_probability_is_found() -> None:
@@ -39,20 +40,23 @@ def test_a_wrong_log_probability_is_found() -> None:
         logprobs[-1] += change
         wrong = list(right)
         wrong[at] = dataclasses.replace(right[at], logprobs=tuple(logprobs))
-        assert lockstep.audit(pair, mixed_requests(), wrong) == pytest.approx(gap, abs=TOLERANCE)
+        assert lockstep.audit(pair, mixed_requests(), wrong).logprob_gap == pytest.approx(gap, abs=TOLERANCE)
 
 
 def test_tokens_beyond_the_vocabulary_have_no_part_in_it() -> None:
     model = model_on("1,2,2")
     got = answers("1,2,2", model, vocab_size=30)
-    assert lockstep.audit(model, mixed_requests(), got, vocab_size=30) <= TOLERANCE
-    assert lockstep.audit(model, mixed_requests(), got) > 1e-3
+    assert lockstep.audit(model, mixed_requests(), got, vocab_size=30).logprob_gap <= TOLERANCE
+    assert lockstep.audit(model, mixed_requests(), got).logprob_gap > 1e-3
 
 
-def test_half_precision_is_compared_in_half_precision() -> None:
+def test_half_precision_is_compared_in_half_precision_and_with_what_it_costs() -> None:
     model = model_on("1,2,2")
     got = Engine(EngineConfig(dtype="bfloat16"), mesh_of("1,2,2")).generate(model, mixed_requests())
-    assert lockstep.audit(model, mixed_requests(), got, dtype="bfloat16") < 0.5
+    result = lockstep.audit(model, mixed_requests(), got, dtype="bfloat16")
+    print(result)
+    assert result.logprob_noise is not None and 1e-3 < result.logprob_noise < 0.1
+    assert result.logprob_gap <= 2 * result.logprob_noise
 
 
 def test_one_program_for_all_rounds_and_nothing_left_behind() -> None:
@@ -66,7 +70,7 @@ def test_one_program_for_all_rounds_and_nothing_left_behind() -> None:
     for _ in range(2):
         assert auditor.prepare(model, mixed_requests()) == digests
         gaps.append(auditor.run(model, mixed_requests(), got))
-    assert gaps[0] == gaps[1] and auditor.program is not None and auditor.program.traces == 1
+    assert gaps[0] == gaps[1] and [program.traces for program in auditor.programs.values()] == [1]
     assert auditor.ledger.launches == ["audit"] * 2 * -(-len(got) // 4)
     assert len(jax.live_arrays()) == live
 
@@ -82,8 +86,8 @@ def test_an_audit_that_does_not_fit_is_refused() -> None:
 def test_nothing_sampled_nothing_to_compare() -> None:
     model = model_on("1,1,1")
     nothing = Completion(prompt_id=0, generation_id=0, tokens=(), logprobs=(), finish_reason=FinishReason.BUDGET)
-    assert lockstep.audit(model, [request(0, 3)], [nothing]) == 0
-    assert lockstep.audit(model, [], []) == 0
+    assert lockstep.audit(model, [request(0, 3)], [nothing]).logprob_gap == 0
+    assert lockstep.audit(model, [], []).logprob_gap == 0
 
 
 def test_completions_of_other_requests_and_other_models_are_refused() -> None:

@@ -1,5 +1,6 @@
-"""Hypothesis draws company, order and engine; the tokens are always the oracle's."""
+"""Company, order, engine and model are drawn; the tokens are always the oracle's."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -7,13 +8,19 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from lockstep.engine import Engine
+from tests.oracle import assert_same_logprobs, assert_same_tokens, oracle_completions
 from tests.unit.engine.combinations import CONFIGS, Case, answer, check, pool
-from tests.unit.engine.models import FAMILIES
+from tests.unit.engine.models import FAMILIES, mesh_of, model_on
+from tests.unit.engine.random_engines import random_case
 
 QUICK = (("llama3", 0), ("qwen3", 1), ("tied", 3))
 """Family and configuration of what `make test` draws from."""
 TOKENS_PER_TIE = 1000
 """After a tie the rest of an answer cannot be compared: with more of them the comparison would mean little."""
+
+RANDOM_ENGINES = int(os.environ.get("RANDOM_ENGINES", "3"))
+"""Whole engines to draw, each another model: one takes seconds to compile, so `make test` draws one of each depth."""
 
 orders = st.lists(st.sampled_from(range(len(pool()))), min_size=1, max_size=len(pool()), unique=True)
 
@@ -53,3 +60,15 @@ def test_tokens_depend_on_the_request_alone() -> None:
 def test_tokens_depend_on_the_request_alone_in_every_family_and_layout() -> None:
     every = st.tuples(st.sampled_from(sorted(FAMILIES)), st.integers(0, len(CONFIGS) - 1))
     run_cases(200, every, orders)
+
+
+@pytest.mark.parametrize("number", range(RANDOM_ENGINES))
+def test_a_random_engine_answers_as_a_plain_forward(number: int) -> None:
+    case = random_case(number)
+    model = model_on(case.mesh, case.model, case.vocab)
+    want = oracle_completions(model, case.requests, length=case.model.max_seq_len)
+    got = Engine(case.engine, mesh_of(case.mesh)).generate(model, case.requests)
+    ties = assert_same_tokens(want, got)
+    assert ties <= 1, "a second tie in so few tokens is an error"
+    if not ties:
+        assert_same_logprobs(want, got)
