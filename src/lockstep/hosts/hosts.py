@@ -37,8 +37,6 @@ class Hosts:
         self._uses: collections.Counter[str] = collections.Counter()
         self._counts_names = True
         self.timeout_s = timeout_s
-        self.index = client.index
-        self.count = client.count
         self.ledger = Ledger()
         """Every launch of the library's programs in this process."""
         self.preemption = Preemption(client)
@@ -52,6 +50,16 @@ class Hosts:
     @debug.setter
     def debug(self, on: bool) -> None:
         self.ledger.before_launch = self._compare_launch if on else None
+
+    @property
+    def index(self) -> int:
+        """The number of this process: ``jax.process_index()``, whatever number the coordination service gave it."""
+        return self.client.index
+
+    @property
+    def count(self) -> int:
+        """The number of processes."""
+        return self.client.count
 
     @property
     def is_leader(self) -> bool:
