@@ -16,13 +16,14 @@ from tests.multiprocess.host_bodies import BEHAVIOURS
 
 pytestmark = pytest.mark.multiprocess
 
-PROCESSES = "2,0,1"
+PROCESSES = "2,0,3,1"
 WAIT_S = 0.5
+SCENARIO = ["python", "-m", "tests.multiprocess.permuted", "1,0", "tests.multiprocess.scenarios"]
 
 
 @pytest.fixture(scope="module")
 def group():
-    group = pool.Group(3, 2, {permuted.VARIABLE: PROCESSES})
+    group = pool.Group(4, 1, {permuted.VARIABLE: PROCESSES})
     yield group
     group.end()
 
@@ -67,15 +68,14 @@ def test_process_0_of_jax_reports_a_round(group, tmp_path):
         assert result["numbers"] == [tasks[process], process, process]
         assert result["started as"] == tasks[process] != process
         assert (result["rounds"], result["tracked"]) == (1, 2 if process == 0 else 0)
-        assert result["mesh"] == [0, 0, 1, 1, 2, 2]
+        assert result["mesh"] == [0, 1, 2, 3]
         assert result["launches"] == results[0]["launches"]
     assert len(read_jsonl(tmp_path / "samples.jsonl")) == 2
 
 
 def test_the_end_of_the_process_that_runs_the_service_is_told_by_its_own_number():
     """Task 0, which is process 1 here, dies without a word; the leader is another process."""
-    command = ["python", "-m", "tests.multiprocess.permuted", "1,0", "tests.multiprocess.scenarios", "die", "1"]
-    service, leader = run_unattended(command)
+    service, leader = run_unattended([*SCENARIO, "die", "1"])
     assert service.code == -9
     assert leader.code == 85, leader.log
     assert "process 0 of 2 ends because process 1 has died, and with it the coordination service" in leader.log
@@ -83,8 +83,7 @@ def test_the_end_of_the_process_that_runs_the_service_is_told_by_its_own_number(
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_the_process_that_fails_is_told_by_its_own_number(victim):
-    command = ["python", "-m", "tests.multiprocess.permuted", "1,0", "tests.multiprocess.scenarios", "fail", str(victim)]
-    ends = run_unattended(command)[::-1]  # in the order of the processes
+    ends = run_unattended([*SCENARIO, "fail", str(victim)])[::-1]  # in the order of the processes
     other = 1 - victim
     assert [ends[victim].code, ends[other].code] == [1, 85], json.dumps([end.log for end in ends])
     assert f"process {other} ends because process {victim} failed: ValueError: boom" in ends[other].log

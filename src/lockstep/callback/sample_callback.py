@@ -30,7 +30,7 @@ from lockstep.report import (
     metric_means,
     print_table,
 )
-from lockstep.text import Prompt, StopFinder, check_vocab, cut_at_stop, decode
+from lockstep.text import Prompt, StopFinder, check_vocab, cut_at_stop, decode, tokenizer_digest
 from lockstep.types import Completion, FinishReason
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class SampleCallback:
         self._vocab_size = max(vocab.values()) + 1
         self._facts = {
             "configuration": digest(json.dumps(dataclasses.asdict(config), sort_keys=True)),
-            "tokenizer": digest(json.dumps(vocab, sort_keys=True)),
+            "tokenizer": tokenizer_digest(tokenizer),
         }
         if config.enabled and not config.allow_multihost and self._hosts.count > 1:
             raise ConfigError(

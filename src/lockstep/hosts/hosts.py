@@ -171,7 +171,7 @@ class Hosts:
             yield phase
         except Exception as caught:
             error = caught
-        phase.end(self._channel, self._key(name), error, ledger, self.timeout_s)
+        phase.end(self._channel, self._key(name), error, ledger, self.timeout_s, strict=self.debug)
 
     def barrier(self, name: str) -> None:
         """Return once every process has called it with this name.
@@ -205,7 +205,7 @@ class Hosts:
             DisagreementError: The values differ; the same text on every process says what differs and who has what.
             HostTimeoutError: Not all came in time; names the missing ones and their last phase.
         """
-        agree(self._channel, self._key(name), values, self.timeout_s)
+        agree(self._channel, self._key(name), values, self.timeout_s, strict=self.debug)
 
     def all_min(self, name: str, value: int) -> int:
         """Return on every process the smallest value that any of them passed.

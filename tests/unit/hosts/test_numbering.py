@@ -55,13 +55,19 @@ def waits(hosts):
 def test_the_words_of_the_service_are_explained():
     last, nobody, middle = run_threads(waits, 3)
     assert nobody == "" and "without tasks [1]" in last
-    assert "(The service counts otherwise: its task 0 is process 2, task 1 is process 0, task 2 is process 1.)" in middle
+    assert (
+        "(The service counts otherwise: its task 0 is process 2, task 1 is process 0, task 2 is process 1.)" in middle
+    )
 
 
 @pytest.mark.parametrize(
     ("indices", "counts", "text"),
     [
-        ([0, 0, 0], [3, 3, 3], r"jax.process_index\(\) is \[0, 0, 0\] on the processes 0 to 2 of the coordination serv"),
+        (
+            [0, 0, 0],
+            [3, 3, 3],
+            r"jax.process_index\(\) is \[0, 0, 0\] on the processes 0 to 2 of the coordination serv",
+        ),
         ([0, 1, 3], [3, 3, 3], r"must be another number from 0 on each"),
         ([0, 1, 0], [3, 3, 1], r"connected 3 processes, but .*: 3 by processes 0, 1; 1 by process 2\. Such devices"),
     ],

@@ -73,3 +73,18 @@ def test_a_failing_metric_is_named(own):
         measure(load_metrics(["own_metrics:broken"]), row("four"), PROMPT)
     with pytest.raises(LockstepError, match=r"metric 'exact_match' failed.*prompt 0 has no answer to compare with"):
         measure(load_metrics(["exact_match"]), row("four"), Prompt(id=0, text="Hello"))
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["bleu"], "metric 'bleu' is not known"),
+        (["module:"], "metric 'module:' is not known"),
+        (["regex=("], "regex"),
+        (["no_such_module:length", "length"], "the table already has a column 'length'"),
+    ],
+)
+def test_names_are_checked_without_importing_anything(names, message):
+    check_metrics(["exact_match", "regex=a", "regex=b", "no_such_module:f"])
+    with pytest.raises(ConfigError, match=message):
+        check_metrics(names)
