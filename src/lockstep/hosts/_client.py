@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import jax
-from jax._src import xla_bridge
+from jax._src import hardware_utils, xla_bridge
 from jax._src.distributed import global_state
 
 from lockstep.errors import HostError
@@ -275,3 +275,9 @@ def on_one_machine() -> bool:
 def backend_is_running() -> bool:
     """Return whether JAX has made its devices, after which ``jax.distributed`` can no longer be initialized."""
     return xla_bridge.backends_are_initialized()
+
+
+def tpu_chips() -> int:
+    """Return how many TPU chips are attached to this machine, whether JAX uses them or not."""
+    chips, _ = hardware_utils.num_available_tpu_chips_and_device_id()
+    return int(chips)

@@ -10,7 +10,14 @@ from collections.abc import Callable, Iterator
 import jax
 
 from lockstep.errors import ConfigError, HostTimeoutError
-from lockstep.hosts._client import Client, JaxClient, MemoryClient, backend_is_running, service_is_running
+from lockstep.hosts._client import (
+    Client,
+    JaxClient,
+    MemoryClient,
+    backend_is_running,
+    service_is_running,
+    tpu_chips,
+)
 from lockstep.hosts.config import (
     COORDINATOR_ADDRESS,
     NUM_PROCESSES,
@@ -44,7 +51,7 @@ def start(config: DistributedConfig | None = None) -> Hosts:
 
     Raises:
         ConfigError: On every process: the number of processes is not the required one, or an incomplete or impossible
-            address was given.
+            address was given. On this one: it has TPU chips, but JAX runs on the CPU, and nobody asked for that.
         HostError: On every process: JAX's devices are not those of this job's processes.
         HostTimeoutError: The coordinator refused, or a process did not start its devices. (When processes are missing
             for ``initialization_timeout_s``, the process prints the same text and ends with code 1: JAX is waiting and
@@ -67,6 +74,7 @@ def start(config: DistributedConfig | None = None) -> Hosts:
     _stop_watching = watch_peers(_hosts) if client.count > 1 else _nothing
     _hosts.phase("starting devices")  # where processes wait for each other
     index, count = jax.process_index(), jax.process_count()
+    _refuse_cpu_beside_tpus()
     if client.count > 1:
         number_processes(_hosts, index, count, config.initialization_timeout_s)
     task = "" if client.task == client.index else f" (task {client.task} of the coordination service)"
@@ -118,6 +126,17 @@ def shutdown() -> None:
         stop_watching()
     if service_is_running():
         jax.distributed.shutdown()
+
+
+def _refuse_cpu_beside_tpus() -> None:
+    """Refuse to train on the CPU of a machine with TPUs, which JAX falls back to with a warning."""
+    asked = (jax.config.jax_platforms or "").split(",")[0] == "cpu"
+    if jax.default_backend() == "cpu" and not asked and (chips := tpu_chips()):
+        raise ConfigError(
+            f"this machine has {chips} TPU chips, but JAX {jax.__version__} runs on its CPU. Install the libtpu that "
+            "belongs to this version (pip install 'jax-lockstep[tpu]'), and end other processes that use the chips. "
+            "To run on the CPU on purpose, set JAX_PLATFORMS=cpu."
+        )
 
 
 def _nothing() -> None:

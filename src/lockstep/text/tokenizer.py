@@ -78,7 +78,7 @@ def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
         SHA-256 in hexadecimal digits.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if hasattr(backend, "to_str"):
+    if backend is not None and hasattr(backend, "to_str"):
         parts = {name: part for name, part in json.loads(backend.to_str()).items() if name not in _OF_LAST_CALL}
     else:
         settings = {name: value for name, value in tokenizer.init_kwargs.items() if not _is_place(name)}

@@ -4,7 +4,7 @@ import types
 import pytest
 
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.report import Row, exact_match, load_metric, load_metrics, measure, metric_means
+from lockstep.report import Row, check_metrics, exact_match, load_metric, load_metrics, measure, metric_means
 from lockstep.text import Prompt
 
 PROMPT = Prompt(id=7, text="What is 2 plus 2?", answer="four")
