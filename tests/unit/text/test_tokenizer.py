@@ -61,8 +61,10 @@ def test_the_digest_of_a_slow_tokenizer_is_of_vocabulary_and_arguments(tmp_path)
     plain, more = ByT5Tokenizer(), ByT5Tokenizer(extra_ids=7)
     assert not hasattr(plain, "backend_tokenizer")
     assert tokenizer_digest(plain) == tokenizer_digest(ByT5Tokenizer()) != tokenizer_digest(more)
-    plain.save_pretrained(tmp_path)
-    assert tokenizer_digest(ByT5Tokenizer.from_pretrained(tmp_path)) == tokenizer_digest(plain)
+    places = [tmp_path / name for name in ("one", "other")]
+    for place in places:
+        plain.save_pretrained(place)
+    assert len({tokenizer_digest(load_tokenizer(place)) for place in places}) == 1
 
 
 def test_a_missing_directory_says_what_was_looked_for(tmp_path):
