@@ -31,20 +31,22 @@ def torn_entries_removed(program: str) -> Iterator[None]:
     Args:
         program: The name of the module that is compiled inside, with which its entries begin.
     """
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.filterwarnings("always", message=_MESSAGE)
-        yield
-    unread = False
-    for one in caught:
-        if str(one.message).startswith(_MESSAGE) and (removed := remove_torn_entries(program)):
-            log.warning(
-                "a process was killed while it wrote %s to the compilation cache: compiled again, and removed %s",
-                program,
-                ", ".join(map(str, removed)),
-            )
-            unread = True
-        elif not (unread and str(one.message).startswith(_MESSAGE)):
-            warnings.showwarning(one.message, one.category, one.filename, one.lineno, one.file, one.line)
+    caught: list[warnings.WarningMessage] = []
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.filterwarnings("always", message=_MESSAGE)
+            yield
+    finally:
+        for one in caught:
+            if str(one.message).startswith(_MESSAGE) and (removed := remove_torn_entries(program)):
+                log.warning(
+                    "the compilation cache had half an entry of %s, as a process that is killed leaves it: compiled "
+                    "again, and removed %s",
+                    program,
+                    ", ".join(map(str, removed)),
+                )
+            else:
+                warnings.showwarning(one.message, one.category, one.filename, one.lineno, one.file, one.line)
 
 
 def remove_torn_entries(program: str) -> list[Path]:

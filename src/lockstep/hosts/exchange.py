@@ -68,15 +68,10 @@ def raise_if_different(
         if len({one.get(name) for one in values}) > 1
     }
     different = [name for name in described if strict or not name.endswith(MAY_DIFFER)]
-    for text in described.values() if channel.client.index == 0 and not different else ():
-        if text not in channel.warned:
-            channel.warned.add(text)
-            log.warning(
-                "%s The compilers of these processes were given the same; most likely one of them found its result in "
-                "a compilation cache and another compiled. With trainer.distributed.debug this is an error.",
-                text,
-            )
-    if different:
+    if not different:
+        if channel.client.index == 0:
+            _warn_once(channel, described.values())
+    else:
         texts = [described[name] for name in different]
         what = ", ".join(map(repr, different))
         raise DisagreementError(
@@ -242,6 +237,17 @@ def _describe(name: str, values: Sequence[str | None]) -> str:
 
 def _shorten(value: str) -> str:
     return repr(value if len(value) <= SHOWN_CHARACTERS else value[: SHOWN_CHARACTERS - 3] + "...")
+
+
+def _warn_once(channel: Channel, texts: Iterable[str]) -> None:
+    for text in texts:
+        if text not in channel.warned:
+            channel.warned.add(text)
+            log.warning(
+                "%s The compilers of these processes were given the same; most likely one of them found its result in "
+                "a compilation cache and another compiled. With trainer.distributed.debug this is an error.",
+                text,
+            )
 
 
 def _mapping(value: object) -> dict[str, str]:
