@@ -28,6 +28,14 @@ def fail(victim: str) -> None:
         raise AssertionError("should have been ended before") from error
 
 
+def die(victim: str) -> None:
+    hosts = start(DistributedConfig(timeout_s=60))
+    hosts.barrier("both")
+    if hosts.index == int(victim):
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
 def terminate(victim: str, where: str) -> None:
     hosts = start(DistributedConfig(timeout_s=60))
     hosts.barrier("both")

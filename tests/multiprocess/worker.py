@@ -13,7 +13,7 @@ from typing import Any
 
 from lockstep import hosts as lockstep_hosts
 from lockstep.hosts import Hosts, Ledger
-from tests.multiprocess import leftovers
+from tests.multiprocess import leftovers, permuted
 
 HOST_TIMEOUT_S = 60.0
 MARK = "---- tests.multiprocess.worker begins body "
@@ -22,6 +22,7 @@ MARK = "---- tests.multiprocess.worker begins body "
 
 def join() -> Hosts:
     """Join the job that the launcher's environment describes."""
+    permuted.permute_as_told()
     config = lockstep_hosts.DistributedConfig(timeout_s=HOST_TIMEOUT_S, initialization_timeout_s=60)
     hosts = lockstep_hosts.start(config)
     _cache_on_every_process()

@@ -5,7 +5,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SOURCE, UNIT = ROOT / "src" / "lockstep", ROOT / "tests" / "unit"
 
-REPOSITORY = {"test_demo_data.py", "test_docs.py", "test_imports.py", "test_launch.py", "test_mirror.py"}
+REPOSITORY = {
+    "test_demo_data.py",
+    "test_docs.py",
+    "test_extras.py",
+    "test_imports.py",
+    "test_launch.py",
+    "test_mirror.py",
+}
 """Tests of what is in the repository beside the package."""
 
 COVERED_BY = {

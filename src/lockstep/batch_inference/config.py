@@ -6,7 +6,7 @@ from typing import Literal
 from lockstep.engine import EngineConfig
 from lockstep.errors import ConfigError
 from lockstep.hosts import DistributedConfig
-from lockstep.report import EvaluationFields, JsonlTrackerConfig, TrackerConfig, load_metrics
+from lockstep.report import EvaluationFields, JsonlTrackerConfig, TrackerConfig, check_metrics
 from lockstep.sampling_fields import SamplingFields
 from lockstep.text import read_prompts
 
@@ -127,7 +127,7 @@ class SampleConfig(EvaluationFields, SamplingFields):
         if not isinstance(self.prompts, str):
             read_prompts(self.prompts)
         self.check_sampling()
-        load_metrics(self.metrics)
+        check_metrics(self.metrics)
 
     @property
     def source(self) -> str:

@@ -39,10 +39,18 @@ from lockstep.batch_inference.summary import (
     log_job,
     summary_table,
 )
-from lockstep.hosts import Hosts, config_digest, digest, leader_only, try_leader_only
+from lockstep.hosts import Hosts, config_digest, leader_only, try_leader_only
 from lockstep.placement import make_mesh
-from lockstep.report import FINISH_S, BackgroundTracker, NoopTracker, Tracker, build_tracker, print_table
-from lockstep.text import PromptFields, StopFinder, iter_prompts, load_tokenizer, stop_ids
+from lockstep.report import (
+    FINISH_S,
+    BackgroundTracker,
+    NoopTracker,
+    Tracker,
+    build_tracker,
+    load_metrics,
+    print_table,
+)
+from lockstep.text import PromptFields, StopFinder, iter_prompts, load_tokenizer, stop_ids, tokenizer_digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -111,8 +119,8 @@ class _Run:
             self.stop_ids = stop_ids(self.tokenizer)
             StopFinder(self.tokenizer).check(config.stop)
             self.identity = fingerprint(self.checkpoint)
-        vocab = json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
-        self.facts = {"checkpoint": self.identity, "tokenizer": digest(vocab)}
+            load_metrics(config.metrics)
+        self.facts = {"checkpoint": self.identity, "tokenizer": tokenizer_digest(self.tokenizer)}
         hosts.agree("files", self.facts)
         name = config.trainer.run_id or time.strftime("sample-%Y%m%d-%H%M%S")
         name = hosts.broadcast("run_id", name.encode() if hosts.is_leader else None).decode()

@@ -4,7 +4,7 @@ import dataclasses
 from typing import ClassVar, Literal
 
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.report import EvaluationFields, load_metrics
+from lockstep.report import EvaluationFields, check_metrics
 from lockstep.sampling_fields import SamplingBlock
 from lockstep.text import read_prompts
 
@@ -84,7 +84,7 @@ class InferenceEvalConfig(EvaluationFields, SamplingBlock):
             )
         self.check_sampling()
         try:
-            load_metrics(self.metrics)
+            check_metrics(self.metrics)
             if self.enabled and not isinstance(self.prompts, str):
                 self.check_prompts_per_round(len(read_prompts(self.prompts)))
         except LockstepError as error:

@@ -17,7 +17,7 @@ from lockstep.hosts import Hosts, Watchdog, current, digest, environment
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
 from lockstep.placement import mesh_of
 from lockstep.report import Tracker
-from lockstep.text import StopFinder, check_vocab
+from lockstep.text import StopFinder, check_vocab, tokenizer_digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -93,7 +93,7 @@ class SampleCallback:
         self._vocab_size = max(vocab.values()) + 1
         self._facts = {
             "configuration": digest(json.dumps(dataclasses.asdict(config), sort_keys=True)),
-            "tokenizer": digest(json.dumps(vocab, sort_keys=True)),
+            "tokenizer": tokenizer_digest(tokenizer),
         }
         if config.enabled and not config.allow_multihost and self._hosts.count > 1:
             raise ConfigError(

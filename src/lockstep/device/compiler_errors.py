@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import jax
 
+from lockstep.device.torn_cache import torn_entries_removed
 from lockstep.errors import CompilerError, HbmError, VmemError
 
 type Compile = Callable[[jax.stages.Lowered, str], Any]
@@ -32,10 +33,10 @@ def compile_lowered(lowered: jax.stages.Lowered, name: str) -> jax.stages.Compil
 
     Args:
         lowered: The lowered program.
-        name: The program's name; unused here.
+        name: The program's name.
     """
-    del name
-    return lowered.compile()
+    with torn_entries_removed(f"jit_lockstep_{name}"):
+        return lowered.compile()
 
 
 def explain(name: str, mesh: Mapping[str, int], error: Exception) -> CompilerError:

@@ -7,6 +7,7 @@ from lockstep.hosts._client import on_one_machine as on_one_machine
 from lockstep.hosts.config import DistributedConfig as DistributedConfig
 from lockstep.hosts.config import config_digest as config_digest
 from lockstep.hosts.environment import environment as environment
+from lockstep.hosts.exchange import MAY_DIFFER as MAY_DIFFER
 from lockstep.hosts.exchange import digest as digest
 from lockstep.hosts.exit import run_main as run_main
 from lockstep.hosts.hosts import Hosts as Hosts

@@ -4,11 +4,11 @@ import collections
 import contextlib
 import ipaddress
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import jax
-from jax._src import xla_bridge
+from jax._src import hardware_utils, xla_bridge
 from jax._src.distributed import global_state
 
 from lockstep.errors import HostError
@@ -18,7 +18,7 @@ FAIL_BARRIER_S = 10.0
 
 
 class ServiceGoneError(HostError):
-    """The coordination service no longer answers: process 0, which runs it, has ended."""
+    """The coordination service no longer answers: the process that runs it has ended."""
 
 
 class BarrierFailedError(HostError):
@@ -31,8 +31,21 @@ class Client(Protocol):
     Keys look like paths. A directory ``a`` is every key that starts with ``a/``.
     """
 
+    task: int
+    """The number by which the service knows this process; task 0 runs the service."""
     index: int
+    """The number of this process, that of ``jax.process_index()``; until JAX's devices are there, the task's."""
     count: int
+    """The number of processes."""
+    processes: Sequence[int]
+    """The process of each task, by the task's number."""
+
+    def renumber(self, processes: Sequence[int]) -> None:
+        """Take over the numbers of the processes.
+
+        Args:
+            processes: The process of each task, by the task's number.
+        """
 
     def set(self, key: str, value: bytes) -> None:
         """Store a value; a key that exists is overwritten."""
@@ -60,7 +73,29 @@ class Client(Protocol):
         """Take part in a barrier so that it fails on every process, also on those that come later; does not wait."""
 
 
-class JaxClient:
+class _Numbered:
+    """The numbers of a client's process. The service has its own, which on a TPU need not be those of JAX's devices.
+
+    Args:
+        task: The number by which the service knows this process.
+        count: The number of processes.
+    """
+
+    def __init__(self, task: int, count: int) -> None:
+        self.task = self.index = task
+        self.count = count
+        self.processes: Sequence[int] = range(count)
+
+    def renumber(self, processes: Sequence[int]) -> None:
+        self.processes, self.index = processes, processes[self.task]
+
+    def tasks_explained(self) -> str:
+        """Return a sentence for an error that quotes the service: which processes its tasks are, where they differ."""
+        pairs = [f"task {task} is process {process}" for task, process in enumerate(self.processes) if task != process]
+        return f" (The service counts otherwise: its {', '.join(pairs)}.)" if pairs else ""
+
+
+class JaxClient(_Numbered):
     """The service that ``jax.distributed.initialize`` started.
 
     Raises:
@@ -70,20 +105,19 @@ class JaxClient:
     def __init__(self) -> None:
         if global_state.client is None:
             raise HostError("jax.distributed is not initialized; call lockstep.hosts.start() first.")
+        super().__init__(global_state.process_id, global_state.num_processes)
         self._client = global_state.client
-        self.index: int = global_state.process_id
-        self.count: int = global_state.num_processes
 
     def set(self, key: str, value: bytes) -> None:
-        with _ServiceErrors(key):
+        with self._errors(key):
             self._client.key_value_set_bytes(key, value, allow_overwrite=True)
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        with _ServiceErrors(key):
+        with self._errors(key):
             return self._client.blocking_key_value_get_bytes(key, _milliseconds(timeout_s))
 
     def peek(self, key: str) -> bytes | None:
-        with _ServiceErrors(key):
+        with self._errors(key):
             try:
                 return self._client.key_value_try_get_bytes(key)
             except jax.errors.JaxRuntimeError as error:
@@ -92,11 +126,11 @@ class JaxClient:
                 raise
 
     def get_dir(self, prefix: str) -> dict[str, bytes]:
-        with _ServiceErrors(prefix):
+        with self._errors(prefix):
             return dict(self._client.key_value_dir_get_bytes(prefix.rstrip("/") + "/"))
 
     def delete(self, key_or_prefix: str) -> None:
-        with _ServiceErrors(key_or_prefix):
+        with self._errors(key_or_prefix):
             self._client.key_value_delete(key_or_prefix.rstrip("/"))
 
     def barrier(self, name: str, timeout_s: float) -> None:
@@ -105,16 +139,19 @@ class JaxClient:
     def fail_barrier(self, name: str) -> None:
         # The service fails a barrier for all where a process says that others than all take part in it.
         with contextlib.suppress(BarrierFailedError):
-            self._wait_at_barrier(name, FAIL_BARRIER_S, [(self.index + 1) % self.count])
+            self._wait_at_barrier(name, FAIL_BARRIER_S, [(self.task + 1) % self.count])
 
-    def _wait_at_barrier(self, name: str, timeout_s: float, processes: list[int] | None) -> None:
-        with _ServiceErrors(name):
+    def _wait_at_barrier(self, name: str, timeout_s: float, tasks: list[int] | None) -> None:
+        with self._errors(name):
             try:
-                self._client.wait_at_barrier(name, _milliseconds(timeout_s), process_ids=processes)
+                self._client.wait_at_barrier(name, _milliseconds(timeout_s), process_ids=tasks)
             except jax.errors.JaxRuntimeError as error:
                 if "INVALID_ARGUMENT" in str(error):
                     raise BarrierFailedError(f"a process made the barrier {name!r} fail") from error
                 raise
+
+    def _errors(self, key: str) -> "_ServiceErrors":
+        return _ServiceErrors(key, self.tasks_explained)
 
 
 class _ServiceErrors:
@@ -122,10 +159,12 @@ class _ServiceErrors:
 
     Args:
         key: The key or barrier that the error names.
+        explain: A function that says which processes the tasks in the service's words are.
     """
 
-    def __init__(self, key: str):
+    def __init__(self, key: str, explain: Callable[[], str]):
         self._key = key
+        self._explain = explain
 
     def __enter__(self) -> None:
         return None
@@ -133,39 +172,39 @@ class _ServiceErrors:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if not isinstance(error, jax.errors.JaxRuntimeError):
             return
-        if "DEADLINE_EXCEEDED" in str(error):
-            raise TimeoutError(str(error)) from error
-        kind = ServiceGoneError if "UNAVAILABLE" in str(error) else HostError
+        text = f"{error}{self._explain()}"
+        if "DEADLINE_EXCEEDED" in text:
+            raise TimeoutError(text) from None
+        kind = ServiceGoneError if "UNAVAILABLE" in text else HostError
         raise kind(
             f"the coordination service failed at {self._key!r}; most likely another process of the job has died, look "
-            f"for the first error in the logs of all of them. The service says: {error}"
-        ) from error
+            f"for the first error in the logs of all of them. The service says: {text}"
+        ) from None
 
 
 def _milliseconds(seconds: float) -> int:
     return max(1, round(seconds * 1000))
 
 
-class MemoryClient:
+class MemoryClient(_Numbered):
     """The same interface between threads of one process: for one-process jobs, and to test host logic quickly.
 
     Args:
-        index: The number of the process that this client stands for.
+        task: The number of the task that this client stands for.
         count: The number of processes.
         store: The values and barriers that all clients share.
     """
 
-    def __init__(self, index: int, count: int, store: "_Store"):
-        self.index = index
-        self.count = count
+    def __init__(self, task: int, count: int, store: "_Store"):
+        super().__init__(task, count)
         self._store = store
         self._uses: collections.Counter[str] = collections.Counter()
 
     @classmethod
     def hub(cls, count: int) -> list["MemoryClient"]:
-        """Make ``count`` clients that share one store, each for one thread."""
+        """Make ``count`` clients that share one store, each for one thread, in the order of their tasks."""
         store = _Store(count)
-        return [cls(index, count, store) for index in range(count)]
+        return [cls(task, count, store) for task in range(count)]
 
     def set(self, key: str, value: bytes) -> None:
         with self._store.lock:
@@ -199,12 +238,14 @@ class MemoryClient:
         store, use = self._store, self._next_use(name)
         with store.lock:
             arrived = store.arrived[use]
-            arrived.add(self.index)
+            arrived.add(self.task)
             if len(arrived) == self.count:
                 store.wake(use)
             elif not store.wait(use, lambda: len(arrived) == self.count or use in store.ended, timeout_s):
                 # As in the service: one time-out ends the barrier for all.
-                store.ended[use] = TimeoutError(f"barrier {name!r}: {len(arrived)} of {self.count} arrived")
+                late = sorted({*range(self.count)} - arrived)
+                text = f"barrier {name!r}: {len(arrived)} of {self.count} arrived, without tasks {late}."
+                store.ended[use] = TimeoutError(text + self.tasks_explained())
                 store.wake(use)
             if use in store.ended:
                 raise type(store.ended[use])(*store.ended[use].args)
@@ -273,3 +314,9 @@ def on_one_machine() -> bool:
 def backend_is_running() -> bool:
     """Return whether JAX has made its devices, after which ``jax.distributed`` can no longer be initialized."""
     return xla_bridge.backends_are_initialized()
+
+
+def tpu_chips() -> int:
+    """Return how many TPU chips are attached to this machine, whether JAX uses them or not."""
+    chips, _ = hardware_utils.num_available_tpu_chips_and_device_id()
+    return int(chips)

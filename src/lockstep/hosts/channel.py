@@ -21,6 +21,8 @@ class Channel:
     def __init__(self, client: Client):
         self.client = client
         self.heartbeat = Heartbeat(client)
+        self.warned: set[str] = set()
+        """Differences between the processes that this one has warned of."""
         # Keys that every process will have read once the next barrier is complete. Only the leader keeps (and
         # deletes) them: a completed barrier proves that all have left every earlier operation.
         self._keys_to_delete: list[str] = []

@@ -1,4 +1,4 @@
-"""What a compiled program depends on besides its arguments: versions, flags, and the source of this package."""
+"""What programs and tokens depend on besides their inputs: versions, flags, and the source of this package."""
 
 import functools
 import hashlib
@@ -9,7 +9,8 @@ from pathlib import Path
 import jax
 
 FLAG_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-DISTRIBUTIONS = ("jax", "jaxlib", "libtpu")
+DISTRIBUTIONS = ("jax", "jaxlib", "libtpu", "numpy", "transformers", "tokenizers")
+"""Packages whose versions must be equal: of what compiles, draws random rows, and finds tokens and stop strings."""
 OPTIONS = (
     "jax_default_matmul_precision",
     "jax_default_prng_impl",
@@ -26,7 +27,7 @@ _PER_PROCESS_FLAGS = ("--xla_dump", "--xla_gpu_dump")
 
 
 def environment() -> dict[str, str]:
-    """Return all that must be the same on every host for its programs to be the same.
+    """Return all that must be the same on every host for its programs and its tokens to be the same.
 
     Returns:
         By name, short texts and a digest of our source. Each flag of ``XLA_FLAGS`` and ``LIBTPU_INIT_ARGS`` has an

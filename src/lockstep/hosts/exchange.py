@@ -2,6 +2,7 @@
 
 import collections
 import hashlib
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,10 @@ from lockstep.errors import DisagreementError, HostError, PeerError
 from lockstep.hosts._client import BarrierFailedError
 from lockstep.hosts.channel import Channel
 
+log = logging.getLogger(__name__)
+
+MAY_DIFFER = " (may differ)"
+"""The end of the name of a value that should be the same on every process: a difference is a warning, not an error."""
 SHOWN_CHARACTERS = 80
 """The longest value that an error shows in full."""
 ERROR_CHARACTERS = 2000
@@ -26,7 +31,7 @@ def digest(*parts: bytes | str) -> str:
     return total.hexdigest()
 
 
-def agree(channel: Channel, key: str, values: Mapping[str, str], timeout_s: float) -> None:
+def agree(channel: Channel, key: str, values: Mapping[str, str], timeout_s: float, *, strict: bool = False) -> None:
     """Return when every process passed the same values.
 
     Args:
@@ -34,28 +39,41 @@ def agree(channel: Channel, key: str, values: Mapping[str, str], timeout_s: floa
         key: The key of the exchange, the same on every process.
         values: The name of each thing to agree on, and its digest or a short text.
         timeout_s: The seconds to wait for the other processes.
+        strict: Whether values whose name ends in `MAY_DIFFER` must be equal too.
 
     Raises:
         DisagreementError: The values differ; the same text on every process says what differs and who has what.
         HostTimeoutError: Not all came within ``timeout_s``; names the missing ones and their last phase.
     """
-    raise_if_different(key, channel.exchange(key, dict(values), timeout_s, _mapping))
+    raise_if_different(channel, key, channel.exchange(key, dict(values), timeout_s, _mapping), strict=strict)
 
 
-def raise_if_different(key: str, values: Sequence[Mapping[str, str]]) -> None:
+def raise_if_different(
+    channel: Channel, key: str, values: Sequence[Mapping[str, str]], *, strict: bool = False
+) -> None:
     """Return when every process has the same values: `agree`, where all of them are known already.
 
     Args:
+        channel: This process's end of the service; the leader logs, once, a difference that is no error.
         key: The name that the error gives to the exchange.
         values: The values of each process, by process number.
+        strict: Whether values whose name ends in `MAY_DIFFER` must be equal too.
 
     Raises:
         DisagreementError: The values differ; says what differs and who has what.
     """
     names = list(dict.fromkeys(name for one in values for name in one))
-    different = [name for name in names if len({one.get(name) for one in values}) > 1]
-    if different:
-        texts = [_describe(name, [one.get(name) for one in values]) for name in different]
+    described = {
+        name: _describe(name, [one.get(name) for one in values])
+        for name in names
+        if len({one.get(name) for one in values}) > 1
+    }
+    different = [name for name in described if strict or not name.endswith(MAY_DIFFER)]
+    if not different:
+        if channel.client.index == 0:
+            _warn_once(channel, described.values())
+    else:
+        texts = [described[name] for name in different]
         what = ", ".join(map(repr, different))
         raise DisagreementError(
             f"the processes of this job disagree at {shown(key)!r} on {what}. {' '.join(texts)} "
@@ -254,6 +272,17 @@ def _describe(name: str, values: Sequence[str | None]) -> str:
 
 def _shorten(value: str) -> str:
     return repr(value if len(value) <= SHOWN_CHARACTERS else value[: SHOWN_CHARACTERS - 3] + "...")
+
+
+def _warn_once(channel: Channel, texts: Iterable[str]) -> None:
+    for text in texts:
+        if text not in channel.warned:
+            channel.warned.add(text)
+            log.warning(
+                "%s The compilers of these processes were given the same; most likely one of them found its result in "
+                "a compilation cache and another compiled. With trainer.distributed.debug this is an error.",
+                text,
+            )
 
 
 def _mapping(value: object) -> dict[str, str]:

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from lockstep.errors import ConfigError, HostError, LockstepError, PromptError
 from lockstep.hosts.peers import PEER_FAILED_EXIT_CODE, announce_exit, end_process
-from lockstep.hosts.start import current, shutdown
+from lockstep.hosts.start import current_without_devices, shutdown
 
 INTERRUPTED_EXIT_CODE = 130
 HANDLER_S = 2.0
@@ -95,7 +95,7 @@ def _print_host_error(error: HostError) -> None:
     if cause is not None and not isinstance(cause, LockstepError):
         traceback.print_exception(cause)
     try:
-        leader, alone = current().is_leader, current().count == 1
+        leader, alone = current_without_devices().is_leader, current_without_devices().count == 1
     except HostError:  # the job has no service any more: every process speaks for itself
         leader, alone = True, False
     if leader:
@@ -105,7 +105,7 @@ def _print_host_error(error: HostError) -> None:
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
     _handled.set()
-    raise _Terminated(current().last_phase)
+    raise _Terminated(current_without_devices().last_phase)
 
 
 def _watch_signals() -> None:
@@ -121,16 +121,16 @@ def _watch_signals() -> None:
     def watch() -> None:
         with reader, writer:
             while seen := reader.recv(64):
-                ours = signal.getsignal(signal.SIGTERM) is _terminate
-                if signal.SIGTERM in seen and ours and current().count > 1 and not _handled.wait(HANDLER_S):
-                    _leave_after_sigterm(current().last_phase)
+                ours, hosts = signal.getsignal(signal.SIGTERM) is _terminate, current_without_devices()
+                if signal.SIGTERM in seen and ours and hosts.count > 1 and not _handled.wait(HANDLER_S):
+                    _leave_after_sigterm(hosts.last_phase)
 
     threading.Thread(target=watch, name="lockstep-signals", daemon=True).start()
 
 
 def _leave_after_sigterm(phase: str) -> NoReturn:
     """Print that SIGTERM came in ``phase``, and end this process, and with it the job."""
-    hosts = current()
+    hosts = current_without_devices()
     code = 128 + signal.SIGTERM
     text = f"was asked to end (SIGTERM) in phase {phase!r}"
     print(f"lockstep: process {hosts.index} of {hosts.count} {text}", file=sys.stderr, flush=True)
@@ -140,7 +140,7 @@ def _leave_after_sigterm(phase: str) -> NoReturn:
 def leave(code: int, reason: str, peers: int = PEER_FAILED_EXIT_CODE) -> NoReturn:
     """End this process with ``code``; in a job of several, announce why and do not wait for the peers.
 
-    The leader, which runs the coordination service, first gives them ``GRACE_S`` seconds to end on their own.
+    The process that runs the coordination service first gives them ``GRACE_S`` seconds to end on their own.
 
     Args:
         code: The exit code, not 0.
@@ -151,7 +151,7 @@ def leave(code: int, reason: str, peers: int = PEER_FAILED_EXIT_CODE) -> NoRetur
         SystemExit: The job has one process.
     """
     try:
-        client = current().client
+        client = current_without_devices().client
     except HostError:
         sys.exit(code)
     if client.count == 1:

@@ -37,8 +37,6 @@ class Hosts:
         self._uses: collections.Counter[str] = collections.Counter()
         self._counts_names = True
         self.timeout_s = timeout_s
-        self.index = client.index
-        self.count = client.count
         self.ledger = Ledger()
         """Every launch of the library's programs in this process."""
         self.preemption = Preemption(client)
@@ -52,6 +50,16 @@ class Hosts:
     @debug.setter
     def debug(self, on: bool) -> None:
         self.ledger.before_launch = self._compare_launch if on else None
+
+    @property
+    def index(self) -> int:
+        """The number of this process: ``jax.process_index()``, whatever number the coordination service gave it."""
+        return self.client.index
+
+    @property
+    def count(self) -> int:
+        """The number of processes."""
+        return self.client.count
 
     @property
     def is_leader(self) -> bool:
@@ -165,7 +173,7 @@ class Hosts:
             raise  # every process has it already
         except Exception as caught:
             error = caught
-        phase.end(self._channel, self._key(name), error, ledger, self.timeout_s)
+        phase.end(self._channel, self._key(name), error, ledger, self.timeout_s, strict=self.debug)
 
     def barrier(self, name: str) -> None:
         """Return once every process has called it with this name.
@@ -199,7 +207,7 @@ class Hosts:
             DisagreementError: The values differ; the same text on every process says what differs and who has what.
             HostTimeoutError: Not all came in time; names the missing ones and their last phase.
         """
-        agree(self._channel, self._key(name), values, self.timeout_s)
+        agree(self._channel, self._key(name), values, self.timeout_s, strict=self.debug)
 
     def all_min(self, name: str, value: int) -> int:
         """Return on every process the smallest value that any of them passed.

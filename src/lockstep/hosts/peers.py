@@ -16,7 +16,7 @@ from lockstep.hosts._client import Client, ServiceGoneError, service_address
 from lockstep.hosts.hosts import Hosts
 
 ANNOUNCEMENTS = "lockstep/failed"
-"""Directory of the reasons and exit codes that ending processes announce, by process number."""
+"""Directory of the reasons, exit codes and numbers that ending processes announce, by task of the service."""
 WAKE_UPS = "lockstep/call"
 """Directory of the keys for which the processes wait, each for its own: set once there is an announcement."""
 DEPARTURES = "lockstep/left"
@@ -30,9 +30,9 @@ STOP_S = 1.0
 ORDERLY_S = 0.02
 """Seconds after the end of the service within which this process leaves it too, where the job ended in order."""
 CONNECT_S = 10.0
-"""Seconds that connecting to process 0 may take."""
+"""Seconds that connecting to the coordination service may take."""
 SHOWN_LAUNCHES = 3
-"""Launches that are named when process 0 has died."""
+"""Launches that are named when the process that runs the service has died."""
 PEER_FAILED_EXIT_CODE = 85
 """Exit code of a process that ends because another one failed."""
 
@@ -47,20 +47,20 @@ def announce_exit(client: Client, reason: str, code: int = PEER_FAILED_EXIT_CODE
     """
     text = f"failed: {reason}" if code == PEER_FAILED_EXIT_CODE else reason
     with contextlib.suppress(HostError, TimeoutError):
-        client.set(f"{ANNOUNCEMENTS}/{client.index}", json.dumps([text[:2000], code]).encode())
-        for process in range(client.count):
-            client.set(f"{WAKE_UPS}/{process}", b"")
+        client.set(f"{ANNOUNCEMENTS}/{client.task}", json.dumps([text[:2000], code, client.index]).encode())
+        for task in range(client.count):
+            client.set(f"{WAKE_UPS}/{task}", b"")
     _mark_departure(client)
 
 
 def _mark_departure(client: Client) -> None:
-    """Publish that this process is about to end. The leader, with whom the service ends, waits for the others to do so.
+    """Publish that this process is about to end. The one with which the service ends waits for the others to do so.
 
     Otherwise they would be aborted, with a page of C++ stacks each. It waits a second longer than ``GRACE_S``.
     """
     with contextlib.suppress(HostError, TimeoutError):
-        client.set(f"{DEPARTURES}/{client.index}", b"")
-        if client.index != 0:
+        client.set(f"{DEPARTURES}/{client.task}", b"")
+        if client.task != 0:
             return
         deadline = time.monotonic() + GRACE_S + 1.0
         while len(client.get_dir(DEPARTURES)) < client.count and time.monotonic() < deadline:
@@ -69,7 +69,7 @@ def _mark_departure(client: Client) -> None:
 
 
 def watch_peers(hosts: Hosts) -> Callable[[], None]:
-    """Start threads that end this process soon after another one has announced that it ends, or when process 0 is gone.
+    """Start threads that end this process soon after another one has announced that it ends, or the service is gone.
 
     This process's heartbeat starts too.
 
@@ -82,15 +82,15 @@ def watch_peers(hosts: Hosts) -> Callable[[], None]:
     client, stopping, stop_heartbeat = hosts.client, threading.Event(), hosts.start_heartbeat()
     thread = threading.Thread(target=_watch, args=(hosts, stopping), name="lockstep-peers", daemon=True)
     thread.start()
-    if client.index != 0:
-        threading.Thread(target=_watch_leader, args=(hosts, stopping), name="lockstep-leader", daemon=True).start()
+    if client.task != 0:
+        threading.Thread(target=_watch_service, args=(hosts, stopping), name="lockstep-service", daemon=True).start()
 
     def stop() -> None:
         # A thread inside a call of the service while the interpreter goes down would abort the process.
         if not stopping.is_set():
             stopping.set()
             with contextlib.suppress(HostError, TimeoutError):
-                client.set(f"{WAKE_UPS}/{client.index}", b"")
+                client.set(f"{WAKE_UPS}/{client.task}", b"")
             thread.join(STOP_S)
             stop_heartbeat()
 
@@ -105,17 +105,17 @@ def _watch(hosts: Hosts, stopping: threading.Event) -> None:
         _wait_for_wake_up(client)
         announced = client.get_dir(ANNOUNCEMENTS)
     except ServiceGoneError:
-        _end_without_leader(hosts, stopping)
+        _end_without_service(hosts, stopping)
         return
     except (HostError, TimeoutError):
         return  # the service was ended in order
-    if f"{ANNOUNCEMENTS}/{client.index}" in announced or stopping.wait(GRACE_S):
+    if f"{ANNOUNCEMENTS}/{client.task}" in announced or stopping.wait(GRACE_S):
         return
     codes = []
-    for key, value in announced.items():
-        text, code = json.loads(value)
+    for value in announced.values():
+        text, code, index = json.loads(value)
         codes.append(code)
-        print(f"lockstep: process {client.index} ends because process {key.rpartition('/')[2]} {text}", file=sys.stderr)
+        print(f"lockstep: process {client.index} ends because process {index} {text}", file=sys.stderr)
     _mark_departure(client)
     end_process(PEER_FAILED_EXIT_CODE if PEER_FAILED_EXIT_CODE in codes else codes[0])
 
@@ -124,15 +124,15 @@ def _wait_for_wake_up(client: Client) -> None:
     """Wait in one request that the service answers when the key is set, so that waiting costs the service nothing."""
     while True:
         with contextlib.suppress(TimeoutError):
-            client.get(f"{WAKE_UPS}/{client.index}", REQUEST_S)
+            client.get(f"{WAKE_UPS}/{client.task}", REQUEST_S)
             return
 
 
-def _watch_leader(hosts: Hosts, stopping: threading.Event) -> None:
-    """Notice the end of process 0 by a connection to it, which the operating system closes.
+def _watch_service(hosts: Hosts, stopping: threading.Event) -> None:
+    """Notice the end of the process that runs the service by a connection, which the operating system closes.
 
     Nothing is sent on this connection, so the service closes it now and then; only when it can no longer be made is
-    process 0 gone. JAX notices at the same moment, and its requests fail in any order: the thread in `_watch` often
+    that process gone. JAX notices at the same moment, and its requests fail in any order: the thread in `_watch` often
     has no time left to print anything.
     """
     host, _, port = (service_address() or "").rpartition(":")
@@ -144,20 +144,21 @@ def _watch_leader(hosts: Hosts, stopping: threading.Event) -> None:
                     while connection.recv(4096):
                         pass  # the service's greeting
     except ConnectionRefusedError:
-        _end_without_leader(hosts, stopping)
+        _end_without_service(hosts, stopping)
     except (OSError, ValueError):
-        return  # not reachable from here, which does not mean that process 0 is gone
+        return  # not reachable from here, which does not mean that the process is gone
 
 
-def _end_without_leader(hosts: Hosts, stopping: threading.Event) -> None:
+def _end_without_service(hosts: Hosts, stopping: threading.Event) -> None:
     """End this process before JAX aborts it with a page of C++ stacks; do nothing where the job ended in order."""
     if stopping.wait(ORDERLY_S) or service_address() is None:
         return
     launches = [f"{index} {name!r}" for index, name, _ in hosts.ledger.last(SHOWN_LAUNCHES)]
+    lost = hosts.client.processes[0]
     print(
-        f"lockstep: process {hosts.index} of {hosts.count} ends because process 0 has died, and with it the "
-        f"coordination service. Missing: process 0. This process was in phase {hosts.last_phase!r}; its last launches: "
-        f"{', '.join(launches) or 'none'}. Look for the log that ends without an error.",
+        f"lockstep: process {hosts.index} of {hosts.count} ends because process {lost} has died, and with it the "
+        f"coordination service. Missing: process {lost}. This process was in phase {hosts.last_phase!r}; its last "
+        f"launches: {', '.join(launches) or 'none'}. Look for the log that ends without an error.",
         file=sys.stderr,
     )
     end_process(PEER_FAILED_EXIT_CODE)

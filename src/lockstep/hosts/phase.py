@@ -44,7 +44,14 @@ class Phase:
         return self._shared
 
     def end(
-        self, channel: Channel, key: str, error: BaseException | None, ledger: Ledger | None, timeout_s: float
+        self,
+        channel: Channel,
+        key: str,
+        error: BaseException | None,
+        ledger: Ledger | None,
+        timeout_s: float,
+        *,
+        strict: bool = False,
     ) -> None:
         """Exchange outcome, shared value, what must agree and the launches, all at once.
 
@@ -54,6 +61,7 @@ class Phase:
             error: What went wrong on this process, or None.
             ledger: The launches of this process; None in a phase that launches nothing.
             timeout_s: The seconds to wait for the other processes.
+            strict: Whether values that may differ (`MAY_DIFFER`) must be equal too.
 
         Raises:
             PeerError: At least one process has an error.
@@ -69,7 +77,7 @@ class Phase:
         raise_if_any_failed(key, [failed for failed, *_ in outcomes], error)
         if ledger is not None:
             raise_if_launches_differ(channel, key, [state for *_, state in outcomes], ledger, timeout_s)
-        raise_if_different(key, [agreed for _, _, agreed, _ in outcomes])
+        raise_if_different(channel, key, [agreed for _, _, agreed, _ in outcomes], strict=strict)
         self._shared = [shared for _, shared, _, _ in outcomes]
 
 

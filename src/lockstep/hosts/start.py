@@ -10,7 +10,14 @@ from collections.abc import Callable, Iterator
 import jax
 
 from lockstep.errors import ConfigError, HostTimeoutError
-from lockstep.hosts._client import Client, JaxClient, MemoryClient, backend_is_running, service_is_running
+from lockstep.hosts._client import (
+    Client,
+    JaxClient,
+    MemoryClient,
+    backend_is_running,
+    service_is_running,
+    tpu_chips,
+)
 from lockstep.hosts.config import (
     COORDINATOR_ADDRESS,
     NUM_PROCESSES,
@@ -20,6 +27,7 @@ from lockstep.hosts.config import (
     environment_integer,
 )
 from lockstep.hosts.hosts import Hosts
+from lockstep.hosts.numbering import number_processes
 from lockstep.hosts.peers import end_process, watch_peers
 
 ABORT_MARGIN_S = 30
@@ -43,9 +51,11 @@ def start(config: DistributedConfig | None = None) -> Hosts:
 
     Raises:
         ConfigError: On every process: the number of processes is not the required one, or an incomplete or impossible
-            address was given.
-        HostTimeoutError: The coordinator refused. (When processes are missing for ``initialization_timeout_s``, the
-            process prints the same text and ends with code 1: JAX is waiting and cannot be interrupted.)
+            address was given. On this one: it has TPU chips, but JAX runs on the CPU, and nobody asked for that.
+        HostError: On every process: JAX's devices are not those of this job's processes.
+        HostTimeoutError: The coordinator refused, or a process did not start its devices. (When processes are missing
+            for ``initialization_timeout_s``, the process prints the same text and ends with code 1: JAX is waiting and
+            cannot be interrupted.)
     """
     global _hosts, _stop_watching
     if _hosts is not None and _stop_watching is not None:
@@ -57,14 +67,19 @@ def start(config: DistributedConfig | None = None) -> Hosts:
     if not service_is_running():
         _initialize(config)
         _hosts = None  # what current() may have made for a process that was alone until now
-    _hosts = current()
+    _hosts = current_without_devices()
     check_count(config, _hosts.count)
     _hosts.timeout_s, _hosts.debug = config.timeout_s, config.debug
     client = _hosts.client
     _stop_watching = watch_peers(_hosts) if client.count > 1 else _nothing
     _hosts.phase("starting devices")  # where processes wait for each other
+    index, count = jax.process_index(), jax.process_count()
+    _refuse_cpu_beside_tpus()
+    if client.count > 1:
+        number_processes(_hosts, index, count, config.initialization_timeout_s)
+    task = "" if client.task == client.index else f" (task {client.task} of the coordination service)"
     print(
-        f"lockstep: process {client.index} of {client.count} on {socket.gethostname()}: backend "
+        f"lockstep: process {client.index} of {client.count}{task} on {socket.gethostname()}: backend "
         f"{jax.default_backend()}, {jax.local_device_count()} of {jax.device_count()} devices are local",
         file=sys.stderr,
         flush=True,
@@ -76,11 +91,23 @@ def start(config: DistributedConfig | None = None) -> Hosts:
 def current() -> Hosts:
     """Return the job's ``Hosts``: that of ``start``, else one over the service that the user has started, else one
     process.
+
+    Where the user has started the service, this starts JAX's devices, which decide the number of this process.
     """
     global _hosts
     if _hosts is None:
-        _hosts = Hosts(_client())
+        hosts = current_without_devices()
+        hosts.client.index = jax.process_index() if hosts.count > 1 else 0
+        _hosts = hosts
     return _hosts
+
+
+def current_without_devices() -> Hosts:
+    """Return what `current` does, for the end of a process: no devices are started.
+
+    Where they are not there yet, the process has the number that the coordination service gave it.
+    """
+    return Hosts(_client()) if _hosts is None else _hosts
 
 
 def shutdown() -> None:
@@ -99,6 +126,17 @@ def shutdown() -> None:
         stop_watching()
     if service_is_running():
         jax.distributed.shutdown()
+
+
+def _refuse_cpu_beside_tpus() -> None:
+    """Refuse to train on the CPU of a machine with TPUs, which JAX falls back to with a warning."""
+    asked = (jax.config.jax_platforms or "").split(",")[0] == "cpu"
+    if jax.default_backend() == "cpu" and not asked and (chips := tpu_chips()):
+        raise ConfigError(
+            f"this machine has {chips} TPU chips, but JAX {jax.__version__} runs on its CPU. Install the libtpu that "
+            "belongs to this version (pip install 'jax-lockstep[tpu]'), and end other processes that use the chips. "
+            "To run on the CPU on purpose, set JAX_PLATFORMS=cpu."
+        )
 
 
 def _nothing() -> None:

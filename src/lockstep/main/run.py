@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 
 from lockstep.callback import InferenceEvalConfig, SampleCallback
 from lockstep.errors import ConfigError
-from lockstep.hosts import Hosts, config_digest, digest, leader_only, start, try_leader_only
+from lockstep.hosts import Hosts, config_digest, leader_only, start, try_leader_only
 from lockstep.main.arguments import describe, parse_arguments
 from lockstep.main.run_dir import closing_summary, make_run_dir
 from lockstep.models import (
@@ -30,8 +30,8 @@ from lockstep.models import (
     save_hf,
 )
 from lockstep.placement import PARAMETER_AXES, make_mesh
-from lockstep.report import FINISH_S, BackgroundTracker, NoopTracker, Tracker, build_tracker
-from lockstep.text import check_vocab, load_tokenizer
+from lockstep.report import FINISH_S, BackgroundTracker, NoopTracker, Tracker, build_tracker, load_metrics
+from lockstep.text import check_vocab, load_tokenizer, tokenizer_digest
 from lockstep.training import LossFn, OptimizerConfig, StopRequest, TokenizedRows, Trainer, TrainerConfig
 
 if TYPE_CHECKING:
@@ -139,8 +139,8 @@ def train(config: RunConfig, data: LoadsData, objective: LossFn, hosts: Hosts) -
         model_config, vocab_size = _model_shape(config, tokenizer, mesh)
         check_vocab(tokenizer, vocab_size)
         rows = data.load(tokenizer, model_config.max_seq_len, config.trainer.seed)
-        vocabulary = digest(repr(sorted(tokenizer.get_vocab().items())))
-        prepared.agree({"training data": rows.digest(), "tokenizer": vocabulary})
+        load_metrics(config.inference_eval.metrics if config.inference_eval.enabled else ())
+        prepared.agree({"training data": rows.digest(), "tokenizer": tokenizer_digest(tokenizer)})
     run_dir = make_run_dir(config.trainer.log_dir, config.trainer.run_id, hosts)
     tracker: Tracker = NoopTracker()
     with hosts.run_on_all("tracker"):

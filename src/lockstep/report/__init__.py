@@ -4,7 +4,15 @@ from lockstep.report.background import FINISH_S, BackgroundTracker
 from lockstep.report.background_queue import BackgroundQueue
 from lockstep.report.evaluation_fields import EvaluationFields
 from lockstep.report.jsonl import append_jsonl, read_jsonl, repair_jsonl
-from lockstep.report.metrics import Metric, exact_match, load_metric, load_metrics, measure, metric_means
+from lockstep.report.metrics import (
+    Metric,
+    check_metrics,
+    exact_match,
+    load_metric,
+    load_metrics,
+    measure,
+    metric_means,
+)
 from lockstep.report.rows import COLUMNS, SAMPLE_COLUMNS, Row, SampleRow, TableRow, metric_names
 from lockstep.report.table import print_table, terminal_table
 from lockstep.report.trackers import (
@@ -46,6 +54,7 @@ __all__ = [
     "WandbTrackerConfig",
     "append_jsonl",
     "build_tracker",
+    "check_metrics",
     "exact_match",
     "load_metric",
     "load_metrics",

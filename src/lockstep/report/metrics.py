@@ -118,11 +118,7 @@ def load_metric(name: str) -> Metric:
         return BUILT_IN[name]
     if name.startswith(_REGEX):
         return _regex(name)
-    module_name, colon, function_name = name.partition(":")
-    if not (module_name and colon and function_name):
-        raise ConfigError(
-            f"metric {name!r} is not known. Use {', '.join(BUILT_IN)}, regex=PATTERN, or module:function for your own."
-        )
+    module_name, function_name = _module_and_function(name)
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # importing runs the module's own code
@@ -137,7 +133,7 @@ def load_metric(name: str) -> Metric:
 
 
 def load_metrics(names: Iterable[str]) -> dict[str, Metric]:
-    """Find several metrics.
+    """Find several metrics; modules of the user's are imported.
 
     Args:
         names: The names, as for ``load_metric``.
@@ -149,15 +145,45 @@ def load_metrics(names: Iterable[str]) -> dict[str, Metric]:
     Raises:
         ConfigError: There is no such metric, or the table has the column already.
     """
-    metrics: dict[str, Metric] = {}
+    return {column: load_metric(name) for column, name in _columns(names).items()}
+
+
+def check_metrics(names: Iterable[str]) -> None:
+    """Check the names of metrics as far as that is possible without running a module of the user's.
+
+    Args:
+        names: The names, as for ``load_metric``.
+
+    Raises:
+        ConfigError: A name cannot be that of a metric, or the table has the column already.
+    """
+    for name in _columns(names).values():
+        if name in BUILT_IN or name.startswith(_REGEX):
+            load_metric(name)
+        else:
+            _module_and_function(name)
+
+
+def _columns(names: Iterable[str]) -> dict[str, str]:
+    """The names of metrics by their columns."""
+    columns: dict[str, str] = {}
     for name in names:
         column = "regex" if name.startswith(_REGEX) else name.rpartition(":")[2]
-        if column == "regex" and column in metrics:
-            column = f"regex_{sum(each.startswith('regex') for each in metrics) + 1}"
-        if column in metrics or column in COLUMNS or column in SAMPLE_COLUMNS:
+        if column == "regex" and column in columns:
+            column = f"regex_{sum(each.startswith('regex') for each in columns) + 1}"
+        if column in columns or column in COLUMNS or column in SAMPLE_COLUMNS:
             raise ConfigError(f"metric {name!r}: the table already has a column {column!r}. Rename or remove it.")
-        metrics[column] = load_metric(name)
-    return metrics
+        columns[column] = name
+    return columns
+
+
+def _module_and_function(name: str) -> tuple[str, str]:
+    module_name, colon, function_name = name.partition(":")
+    if not (module_name and colon and function_name):
+        raise ConfigError(
+            f"metric {name!r} is not known. Use {', '.join(BUILT_IN)}, regex=PATTERN, or module:function for your own."
+        )
+    return module_name, function_name
 
 
 def measure[R: AnyRow](

@@ -1,5 +1,6 @@
 """Hugging Face tokenizers: loading one, its stop tokens, and whether it fits the model."""
 
+import hashlib
 import json
 import os
 import tempfile
@@ -17,6 +18,8 @@ END_OF_TURN_TOKENS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _SUFFIXES = (".json", ".jinja", ".model", ".txt")
 """The suffixes of files that may belong to a tokenizer; weights, which may be beside it, have others."""
+_OF_LAST_CALL = ("padding", "truncation")
+"""Parts of a fast tokenizer's backend that every call sets anew."""
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> "PreTrainedTokenizerBase":
@@ -59,6 +62,33 @@ def load_tokenizer(path: str | os.PathLike[str]) -> "PreTrainedTokenizerBase":
             f"{where} ({type(error).__name__}: {first_line}). Check the name, or point tokenizer at a directory that "
             "tokenizer.save_pretrained() wrote."
         ) from error
+
+
+def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """A digest of all that decides which tokens a text has and which text tokens have.
+
+    Of a fast tokenizer that is its whole backend (normaliser, merges, post-processor, decoder, added tokens), of a slow
+    one its vocabulary and the arguments that it was made with; of both the class, special tokens and chat template. The
+    place that it was loaded from, and the padding and truncation of its last call, do not count.
+
+    Args:
+        tokenizer: The tokenizer.
+
+    Returns:
+        SHA-256 in hexadecimal digits.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None and hasattr(backend, "to_str"):
+        parts = {name: part for name, part in json.loads(backend.to_str()).items() if name not in _OF_LAST_CALL}
+    else:
+        settings = {name: value for name, value in tokenizer.init_kwargs.items() if not _is_place(name)}
+        parts = {"vocab": tokenizer.get_vocab(), "init_kwargs": settings, "added": tokenizer.added_tokens_decoder}
+    parts |= {
+        "class": type(tokenizer).__name__,
+        "special tokens": tokenizer.special_tokens_map,
+        "chat template": tokenizer.chat_template,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()
 
 
 def check_vocab(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> None:
@@ -134,6 +164,11 @@ def _from_url(url: str) -> "PreTrainedTokenizerBase":
         tokenizer = load_tokenizer(copy)
     tokenizer.name_or_path = url
     return tokenizer
+
+
+def _is_place(name: str) -> bool:
+    """Whether an argument of a tokenizer says where it is read from, which may differ between hosts."""
+    return name == "name_or_path" or name.endswith(("_file", "_dir"))
 
 
 def _check_files(name: str, files: Sequence[str]) -> None:

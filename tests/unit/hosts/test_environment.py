@@ -1,5 +1,7 @@
 """What every host must have the same of, so that its programs are the same."""
 
+import importlib.metadata
+
 import jax
 import pytest
 
@@ -16,6 +18,12 @@ def test_versions_and_source_are_named():
     found = environment()
     assert found["jax version"] == jax.__version__
     assert len(found["code of lockstep"]) == 64 and {"jaxlib version", "libtpu version"} <= found.keys()
+
+
+def test_versions_of_what_finds_tokens_are_named():
+    found = environment()
+    for name in ("numpy", "transformers", "tokenizers"):
+        assert found[f"{name} version"] == importlib.metadata.version(name)
 
 
 def test_each_flag_has_an_entry_of_its_own(monkeypatch):

@@ -4,6 +4,7 @@ import pytest
 
 from lockstep.errors import DisagreementError, HostError, PeerError
 from lockstep.hosts import Hosts, MemoryClient, digest
+from lockstep.hosts.channel import Channel
 from lockstep.hosts.exchange import name_processes, raise_if_different, shown
 from tests.multiprocess.harness import run_threads
 
@@ -76,5 +77,5 @@ def test_the_smallest_number_of_all_is_everybodys():
 def test_values_that_differ_are_told_apart_in_their_first_characters():
     values = [{"config": "a" * 200}, {"config": "b"}, {"config": "b"}]
     with pytest.raises(DisagreementError) as caught:
-        raise_if_different("lockstep/job/x#1", values)
+        raise_if_different(Channel(*MemoryClient.hub(1)), "lockstep/job/x#1", values)
     assert f"config: processes 1, 2 (the majority): 'b'; process 0: '{'a' * 77}...'." in str(caught.value)

@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep.errors import DisagreementError, HostError
-from lockstep.hosts import Hosts, MemoryClient
+from lockstep.hosts import MAY_DIFFER, Hosts, MemoryClient
 from tests.multiprocess.harness import run_threads
 
 
@@ -57,6 +57,26 @@ def test_a_phase_that_launches_compares_the_launches():
     assert kind == "LaunchMismatchError" and everywhere
     assert "Launch 1 was 'p' (digest of p) on processes 0, 1; 'd' (digest of d) on process 2." in text
     assert run_threads(_phase, 2, [None] * 2, ["d"] * 2, ["rp", "rp"]) == [[{"free": 0}, {"free": 1}]] * 2
+
+
+def _compiles(hosts, debug):
+    hosts.debug = debug
+    for _ in range(2):
+        with hosts.run_on_all("prepare") as phase:
+            phase.agree({"decode: StableHLO": "s", f"decode: optimised HLO{MAY_DIFFER}": f"h{hosts.index // 2}"})
+
+
+def test_a_value_that_may_differ_is_a_warning_of_the_leader(caplog):
+    run_threads(_compiles, 3, False)
+    (record,) = caplog.records  # once, whatever the number of rounds
+    assert record.levelname == "WARNING"
+    text = "decode: optimised HLO (may differ): processes 0, 1 (the majority): 'h0'; process 2: 'h1'. The compilers of"
+    assert record.getMessage().startswith(text)
+
+
+def test_a_value_that_may_differ_is_an_error_in_debug_mode():
+    with pytest.raises(DisagreementError, match="disagree at 'prepare' on 'decode: optimised HLO"):
+        run_threads(_compiles, 3, True)
 
 
 def _waits(hosts):

@@ -2,6 +2,7 @@
 
 import sys
 
+import jax
 import pytest
 
 from lockstep.errors import ConfigError
@@ -58,6 +59,32 @@ def test_start_refuses(monkeypatch, config, env, text):
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=text):
         start(DistributedConfig(**config))
+
+
+@pytest.fixture
+def four_chips(monkeypatch, tmp_path):
+    """A machine with four v5p chips, as the system lists them, on which JAX came up on the CPU by itself."""
+    from jax._src import hardware_utils
+
+    for name, number in {"vendor": "0x1ae0", "device": "0x0062"}.items():
+        (tmp_path / name).write_text(number)
+    monkeypatch.setattr(hardware_utils.glob, "glob", lambda pattern: [str(tmp_path / "vendor")] * 4)
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", None)
+    yield
+    jax.config.update("jax_platforms", before)
+
+
+def test_a_cpu_beside_tpus_is_refused(four_chips):
+    assert jax.default_backend() == "cpu"
+    text = r"has 4 TPU chips, but JAX .* runs on its CPU\. Install .*'jax-lockstep\[tpu\]'.*JAX_PLATFORMS=cpu"
+    with pytest.raises(ConfigError, match=text):
+        start()
+
+
+def test_a_cpu_beside_tpus_on_purpose_is_used(four_chips):
+    jax.config.update("jax_platforms", "cpu")
+    assert start().count == 1
 
 
 def test_hosts_is_made_of_any_client():

@@ -47,6 +47,20 @@ def test_every_pod_configuration_is_understood_without_a_network(name, monkeypat
     assert config.num_layers * layer + outer == pytest.approx(parameters, rel=0.005), "as published"
 
 
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("simpo_ultrafeedback_llama3_8b_v5p_64_inference.yaml", "inference_eval.metrics"),
+     ("sampler/sample_llama8b_multihost.yaml", "metrics")],
+)  # fmt: skip
+def test_a_module_of_the_users_is_not_imported(name, key, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "users_metrics.py").write_text("raise AssertionError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert read(name, f"--{key}", "[exact_match, users_metrics:score]").sampling
+    with pytest.raises(ConfigError, match=r"metric 'score' is not known"):
+        read(name, f"--{key}", "[score]")
+
+
 def test_simpo_on_a_pod(monkeypatch):
     monkeypatch.chdir(ROOT)
     workload = read("simpo_ultrafeedback_llama3_8b_v5p_64_inference.yaml")

@@ -4,7 +4,7 @@ import types
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.report import Row, exact_match, load_metric, load_metrics, measure, metric_means
+from lockstep.report import Row, check_metrics, exact_match, load_metric, load_metrics, measure, metric_means
 from lockstep.text import Prompt
 
 PROMPT = Prompt(id=7, text="What is 2 plus 2?", answer="four")
@@ -96,3 +96,18 @@ def test_each_call_of_a_metric_is_guarded(own):
 
     rows, failures = measure(load_metrics(["length"]), [row("four")], [PROMPT], guard)
     assert rows[0].metrics == {"length": None} and "PermissionError: not here" in failures[0]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["bleu"], "metric 'bleu' is not known"),
+        (["module:"], "metric 'module:' is not known"),
+        (["regex=("], "regex"),
+        (["no_such_module:length", "length"], "the table already has a column 'length'"),
+    ],
+)
+def test_names_are_checked_without_importing_anything(names, message):
+    check_metrics(["exact_match", "regex=a", "regex=b", "no_such_module:f"])
+    with pytest.raises(ConfigError, match=message):
+        check_metrics(names)

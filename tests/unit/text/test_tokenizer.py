@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.text import check_vocab, decode, load_tokenizer, stop_ids
+from lockstep.text import check_vocab, decode, load_tokenizer, stop_ids, tokenizer_digest
 
 DEMO_TOKENIZER = Path(__file__).parents[3] / "data" / "demo" / "tokenizer"
 
@@ -22,6 +22,49 @@ def test_loads_a_directory_and_decodes_what_it_encodes(tokenizer):
     assert ids[0] == tokenizer.bos_token_id
     assert decode(tokenizer, ids) == "What is 12 plus 3?"
     assert decode(tokenizer, [*ids, tokenizer.eos_token_id]) == "What is 12 plus 3?"
+
+
+def changed(tmp_path, change):
+    """The demo's tokenizer with another tokenizer.json."""
+    shutil.copytree(DEMO_TOKENIZER, tmp_path / "changed")
+    file = tmp_path / "changed" / "tokenizer.json"
+    parts = json.loads(file.read_text())
+    change(parts)
+    file.write_text(json.dumps(parts))
+    return load_tokenizer(tmp_path / "changed")
+
+
+def test_the_digest_is_of_the_whole_backend_not_of_the_vocabulary_alone(tokenizer, tmp_path):
+    other = changed(tmp_path, lambda parts: parts.update(normalizer={"type": "Lowercase"}))
+    assert other.get_vocab() == tokenizer.get_vocab()
+    assert tokenizer_digest(other) != tokenizer_digest(tokenizer)
+
+
+def test_the_digest_is_of_the_chat_template_and_the_special_tokens_too():
+    first, other, third = (load_tokenizer(DEMO_TOKENIZER) for _ in range(3))
+    other.chat_template = "{{ messages }}"
+    third.pad_token = third.eos_token
+    assert len({tokenizer_digest(one) for one in (first, other, third)}) == 3
+
+
+def test_the_digest_depends_neither_on_the_place_nor_on_the_last_call(tokenizer, tmp_path):
+    before = tokenizer_digest(tokenizer)
+    other = changed(tmp_path, lambda parts: None)
+    assert tokenizer_digest(other) == before
+    other(["one", "one two three"], truncation=True, max_length=2)
+    assert tokenizer_digest(other) == before
+
+
+def test_the_digest_of_a_slow_tokenizer_is_of_vocabulary_and_arguments(tmp_path):
+    from transformers import ByT5Tokenizer
+
+    plain, more = ByT5Tokenizer(), ByT5Tokenizer(extra_ids=7)
+    assert not hasattr(plain, "backend_tokenizer")
+    assert tokenizer_digest(plain) == tokenizer_digest(ByT5Tokenizer()) != tokenizer_digest(more)
+    places = [tmp_path / name for name in ("one", "other")]
+    for place in places:
+        plain.save_pretrained(place)
+    assert len({tokenizer_digest(load_tokenizer(place)) for place in places}) == 1
 
 
 def test_a_missing_directory_says_what_was_looked_for(tmp_path):

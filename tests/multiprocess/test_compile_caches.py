@@ -1,0 +1,99 @@
+"""A compilation cache per machine: one process finds its programs there, the other compiles them; both go on."""
+
+import logging
+from unittest import mock
+
+import pytest
+
+from lockstep.device import program
+from lockstep.engine import Engine, EngineConfig
+from lockstep.errors import DisagreementError
+from lockstep.placement import make_mesh
+from tests import tiny
+from tests.multiprocess.harness import run_processes
+
+pytestmark = pytest.mark.multiprocess
+
+OWN = "the processes have caches of their own"
+
+
+class Cache:
+    """JAX's compilation cache of this process in a directory, and how often something was found there."""
+
+    def __init__(self):
+        import jax
+
+        self.hits = 0
+        jax.monitoring.register_event_listener(self._count)
+
+    def _count(self, event, **_):
+        self.hits += event == "/jax/compilation_cache/cache_hits"
+
+    def move(self, directory):
+        import jax
+        from jax.experimental.compilation_cache import compilation_cache
+
+        jax.config.update("jax_compilation_cache_dir", directory)
+        compilation_cache.reset_cache()
+        jax.clear_caches()
+        self.hits = 0
+
+
+def generate(hosts):
+    """What a new engine compiles and answers."""
+    mesh = make_mesh("auto")
+    model = (tiny.CONFIG, tiny.placed_weights(mesh))
+    engine = Engine(EngineConfig(page_size=8, max_seqs=4), mesh, ledger=hosts.ledger)
+    completions = engine.generate(model, tiny.requests(temperature=0.8), hosts=hosts)
+    digests = {name: one for each in engine.programs.values() for name, one in each.digests.items()}
+    return {"tokens": [one.tokens for one in completions], "sizes": repr(engine.sizing.sizes), "digests": digests}
+
+
+def body_caches(hosts, directory):
+    cache, found = Cache(), {}
+    for turn in ("first", "second"):
+        # In the second turn process 0 finds what it wrote in the first, and process 1 nothing.
+        cache.move(f"{directory}/{hosts.index}-{turn if hosts.index else 'warm'}")
+        found[turn] = generate(hosts) | {"hits": cache.hits}
+    return found | {"ledger": hosts.ledger.state}
+
+
+def test_one_process_with_a_warm_cache_and_one_with_none_generate_alike(tmp_path):
+    warm, cold = run_processes(body_caches, args=(str(tmp_path),), own=OWN)
+    programs = len(warm["first"]["digests"]) // 3
+    assert warm["first"]["hits"] == cold["first"]["hits"] == cold["second"]["hits"] == 0
+    assert warm["second"]["hits"] >= programs >= 4
+    for turn in ("first", "second"):
+        assert warm[turn]["tokens"] == cold[turn]["tokens"] == warm["first"]["tokens"]
+        assert warm[turn]["sizes"] == cold[turn]["sizes"]
+    assert warm["ledger"] == cold["ledger"]
+
+
+def body_other_text(hosts):
+    """As if the compiler of process 1 had written its program down differently."""
+    said, strict = [], ""
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    log = logging.getLogger("lockstep.hosts")
+    log.addHandler(handler)
+    text = program.without_source_locations
+    with mock.patch.object(program, "without_source_locations", lambda hlo: text(hlo) + f"// {hosts.index}"):
+        tokens = generate(hosts)["tokens"]
+        hosts.debug = True
+        try:
+            generate(hosts)
+        except DisagreementError as error:
+            strict = str(error)
+        hosts.debug = False
+    log.removeHandler(handler)
+    return {"tokens": tokens, "said": said, "strict": strict}
+
+
+def test_another_text_of_a_program_is_a_warning_and_an_error_in_debug_mode():
+    leader, other = run_processes(body_other_text)
+    assert leader["tokens"] == other["tokens"] and leader["tokens"]
+    assert other["said"] == []
+    for name in ("decode", "prefill"):
+        assert any(text.startswith(f"{name}: optimised HLO (may differ): process 0: ") for text in leader["said"])
+        assert f"'{name}: optimised HLO (may differ)'" in leader["strict"]
+    assert leader["strict"] == other["strict"] and "StableHLO" not in leader["strict"]

@@ -1,0 +1,91 @@
+"""Jobs whose processes have other numbers on the devices than at the coordination service, as on a TPU."""
+
+import json
+import os
+
+import pytest
+
+from lockstep.callback import InferenceEvalConfig, SampleCallback
+from lockstep.placement import make_mesh
+from lockstep.report import read_jsonl
+from lockstep.report.trackers import NoopTracker
+from tests import tiny
+from tests.multiprocess import permuted, pool
+from tests.multiprocess.harness import run_unattended
+from tests.multiprocess.host_bodies import BEHAVIOURS
+
+pytestmark = pytest.mark.multiprocess
+
+PROCESSES = "2,0,3,1"
+WAIT_S = 0.5
+SCENARIO = ["python", "-m", "tests.multiprocess.permuted", "1,0", "tests.multiprocess.scenarios"]
+
+
+@pytest.fixture(scope="module")
+def group():
+    group = pool.Group(4, 1, {permuted.VARIABLE: PROCESSES})
+    yield group
+    group.end()
+
+
+def body_round(hosts, directory):
+    """A round of samples; what this process is by any count, and whether its tracker was called."""
+    import jax
+
+    class Told(NoopTracker):
+        rows = 0
+
+        def log_rows(self, name, rows, *, step):
+            self.rows += len(rows)
+
+    trainer = tiny.make_trainer("auto", 2, hosts)
+    config = InferenceEvalConfig(eval_every=2, prompts=["one", "two"], max_new_tokens=4, on_error="raise")
+    tracker = Told()
+    callback = SampleCallback(config, tiny.tokenizer(), tracker=tracker, hosts=hosts, output_dir=directory)
+    trainer.add_hook(callback)
+    trainer.train(tiny.init_model(trainer), tiny.rows())
+    mesh = [device.process_index for device in make_mesh("auto").devices.flat]
+    return {
+        "numbers": [hosts.client.task, hosts.index, jax.process_index()],
+        "started as": int(os.environ["LOCKSTEP_PROCESS_ID"]),
+        "rounds": callback.rounds,
+        "tracked": tracker.rows,
+        "mesh": mesh,
+        "launches": str(hosts.ledger),
+    }
+
+
+@pytest.mark.parametrize("behaviour", BEHAVIOURS)
+def test_between_processes(group, behaviour):
+    body, check = BEHAVIOURS[behaviour]
+    check(group.run(body, (WAIT_S,), 60.0), WAIT_S)
+
+
+def test_process_0_of_jax_reports_a_round(group, tmp_path):
+    results = group.run(body_round, (str(tmp_path),), 120.0)
+    tasks = {process: task for task, process in enumerate(permuted.numbers(PROCESSES))}
+    for process, result in enumerate(results):
+        assert result["numbers"] == [tasks[process], process, process]
+        assert result["started as"] == tasks[process] != process
+        assert (result["rounds"], result["tracked"]) == (1, 2 if process == 0 else 0)
+        assert result["mesh"] == [0, 1, 2, 3]
+        assert result["launches"] == results[0]["launches"]
+    assert len(read_jsonl(tmp_path / "samples.jsonl")) == 2
+
+
+def test_the_end_of_the_process_that_runs_the_service_is_told_by_its_own_number():
+    """Task 0, which is process 1 here, dies without a word; the leader is another process."""
+    service, leader = run_unattended([*SCENARIO, "die", "1"])
+    assert service.code == -9
+    assert leader.code == 85, leader.log
+    assert "process 0 of 2 ends because process 1 has died, and with it the coordination service" in leader.log
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_process_that_fails_is_told_by_its_own_number(victim):
+    ends = run_unattended([*SCENARIO, "fail", str(victim)])[::-1]  # in the order of the processes
+    other = 1 - victim
+    assert [ends[victim].code, ends[other].code] == [1, 85], json.dumps([end.log for end in ends])
+    assert f"process {other} ends because process {victim} failed: ValueError: boom" in ends[other].log
+    assert "Terminating process" not in ends[other].log
+    assert f"process {victim} of 2 (task {other} of the coordination service) on " in ends[victim].log
