@@ -16,6 +16,7 @@ from lockstep.text import load_tokenizer
 from lockstep.types import Completion, FinishReason
 from tests import wandb_run
 from tests.multiprocess.harness import run_command, run_processes
+from tests.multiprocess.launcher import OPTIMISED
 from tests.oracle import assert_same_tokens, oracle_completions
 
 ROOT = Path(__file__).parents[2]
@@ -72,6 +73,7 @@ def test_the_demo_learns_and_leaves_everything_it_promises(tmp_path):
         + ["--trainer.log_dir", str(tmp_path), "--trainer.run_id", "demo"],
         timeout_s=1800,
         cwd=ROOT,
+        env=OPTIMISED,
     )
     assert run.code == 0, run.output
     run_dir = tmp_path / "demo"
