@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,10 @@ log = logging.getLogger(__name__)
 
 TRACKER_WAIT_S = 2.0
 """Seconds that a call waits for a tracker which keeps up, so that the loop's own later calls come later."""
+
+
+KEPT = ("last_step", "rounds", "skipped_rounds", "abandoned_rounds", "switched_off")
+"""What a checkpoint keeps of a callback; counts of the leader's own failures begin anew."""
 
 
 class SampleCallback:
@@ -83,6 +87,8 @@ class SampleCallback:
         """Rounds that failed and were skipped on every host."""
         self.abandoned_rounds = 0
         """Rounds that ended without samples because the job was asked to end."""
+        self.interrupted = False
+        """Whether the last call left a round undone because the job is asked to end: a resume has to do it."""
         self.switched_off = False
         """Whether ``max_consecutive_errors`` rounds in a row were skipped, so that no more are tried."""
         self.report_errors = 0
@@ -140,9 +146,12 @@ class SampleCallback:
             HostTimeoutError: a host is missing.
         """
         step = int(getattr(info, "next_step", info.step))
+        self.interrupted = False
         if self._due(step, force):
-            self.last_step = step
+            before, self.last_step = self.last_step, step
             self._round(step, info.model)
+            if self.interrupted:
+                self.last_step = before
         if force:
             self.flush()
 
@@ -151,6 +160,20 @@ class SampleCallback:
         wait_s = min(FINISH_S, self.config.timeout_s / 2)
         if self._queue is not None and not self._queue.flush(wait_s):
             log.error("%s: the tracker did not take all samples within %g s; some may be lost", self.name, wait_s)
+
+    def state(self) -> dict[str, Any]:
+        """What a run that goes on from a checkpoint has to know; the same on every host."""
+        return {name: getattr(self, name) for name in KEPT} | {"errors_in_a_row": self._errors_in_a_row}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state` returned in an earlier process.
+
+        Args:
+            state: That state.
+        """
+        for name in KEPT:
+            setattr(self, name, state[name])
+        self._errors_in_a_row = state["errors_in_a_row"]
 
     def check(self, model: Any) -> None:
         """Finds out now what would make a round fail, the same on every host: prompts, sizes, model, configuration.
@@ -201,6 +224,7 @@ class SampleCallback:
         self._errors_in_a_row = 0
         if result is None:
             self.abandoned_rounds += 1
+            self.interrupted = True
             if self._hosts.is_leader:
                 log.warning("%s: the job is asked to end: no samples after step %d", self.name, step)
             return

@@ -2,7 +2,7 @@
 
 from lockstep.report.background import FINISH_S, BackgroundTracker
 from lockstep.report.evaluation_fields import EvaluationFields
-from lockstep.report.jsonl import append_jsonl, read_jsonl, repair_jsonl
+from lockstep.report.jsonl import append_jsonl, drop_later, read_jsonl, repair_jsonl
 from lockstep.report.metrics import Metric, exact_match, load_metric, load_metrics, measure, metric_means
 from lockstep.report.rows import COLUMNS, SAMPLE_COLUMNS, Row, SampleRow, TableRow, metric_names
 from lockstep.report.table import print_table, terminal_table
@@ -45,6 +45,7 @@ __all__ = [
     "WandbTracker",
     "WandbTrackerConfig",
     "append_jsonl",
+    "drop_later",
     "build_tracker",
     "exact_match",
     "load_metric",
