@@ -109,6 +109,7 @@ def run_command[Config: RunConfig](
     data, objective = parts(config)
     hosts = start(config.trainer.distributed)
     logging.basicConfig(level=logging.INFO if hosts.is_leader else logging.WARNING, format="%(name)s: %(message)s")
+    logging.getLogger("absl").setLevel(logging.WARNING)  # orbax says a dozen things about every save
     return train(config, data, objective, hosts)
 
 

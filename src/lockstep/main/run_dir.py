@@ -32,28 +32,28 @@ def make_run_dir(config: TrainerConfig, hosts: Hosts) -> Path:
     with hosts.run_on_all("run directory"):
         if hosts.is_leader:
             path.mkdir(parents=True, exist_ok=True)
-            checkpoints = None if config.checkpointer is None else config.checkpointer.path(path, path.name)
+            base_path = None if config.checkpointer is None else config.checkpointer.base_path
             if any(path.iterdir()):
-                _check_resumable(path, None if config.resume == "never" else checkpoints)
-            elif checkpoints is not None:
-                (path / RESUMABLE).write_text(json.dumps({"checkpoints": checkpoints}), encoding="utf-8")
+                _check_resumable(path, None if config.resume == "never" else base_path)
+            elif base_path is not None:
+                (path / RESUMABLE).write_text(json.dumps({"base_path": base_path}), encoding="utf-8")
     return path
 
 
-def _check_resumable(path: Path, checkpoints: str | None) -> None:
+def _check_resumable(path: Path, base_path: str | None) -> None:
     """Refuse a directory that has something of another run in it."""
     marker = path / RESUMABLE
-    if checkpoints is None or not marker.exists():
+    if base_path is None or not marker.exists():
         raise ConfigError(
             f"run directory {path} is not empty; the samples and metrics of two runs would mix. Choose another "
             "trainer.run_id (null makes one up), or remove the directory. A run with a trainer.checkpointer can go on "
             "in its own."
         )
-    before = json.loads(marker.read_text(encoding="utf-8"))["checkpoints"]
-    if before != checkpoints:
+    before = json.loads(marker.read_text(encoding="utf-8"))["base_path"]
+    if before != base_path:
         raise ConfigError(
-            f"run directory {path} is of a run with its checkpoints in {before}, but trainer.checkpointer says "
-            f"{checkpoints}. Use the same base_path, or another trainer.run_id."
+            f"run directory {path} is of a run with trainer.checkpointer.base_path {before}, but now it is "
+            f"{base_path}. Use the same, or another trainer.run_id."
         )
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -88,6 +89,7 @@ class CheckpointDirectory:
         self._local = "://" not in path
         # tensorstore wants absolute paths.
         self.path: epath.Path = epath.Path(os.path.abspath(path) if self._local else path)
+        _handler()  # imports orbax now: that takes a second, in which the first save would hold training up
 
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, in ascending order."""
@@ -183,7 +185,7 @@ def named_arrays(tree: PyTree) -> dict[str, Any]:
         tree: Arrays, or what stands for them.
 
     Returns:
-        The leaves by name, such as ``model.embeddings.weight.array``.
+        The leaves by name, such as ``model.embed.0``.
     """
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
@@ -261,6 +263,7 @@ def read_arrays(directory: "epath.Path", structs: Mapping[str, jax.ShapeDtypeStr
     return read
 
 
+@functools.cache
 def _handler() -> Any:
     import orbax.checkpoint as ocp
 

@@ -235,7 +235,7 @@ class Checkpointer:
             with self._hosts.scope("checkpoint end") as scope:
                 with scope.run_on_all("ending a checkpoint", f"writing the checkpoint of step {save.step}") as phase:
                     if scope.is_leader:
-                        phase.share(self._outcome(save, min(5.0, scope.timeout_s / 4)))
+                        phase.share(self._outcome(save, scope.timeout_s / 4))
             outcome = phase.shared[0]
         self._pending = None
         if outcome:
@@ -245,9 +245,10 @@ class Checkpointer:
 
     def _outcome(self, save: "_Save", wait_s: float) -> str | None:
         """On the leader: why the save failed, empty where it did not, None while nobody knows."""
-        if save.done.wait(wait_s):
+        left_s = self.config.timeout_s - save.seconds
+        if save.done.wait(max(0.0, min(wait_s, left_s))):
             return save.error
-        if save.seconds < self.config.timeout_s:
+        if left_s > wait_s:
             return None
         save.given_up.set()
         return f"it was not complete after {self.config.timeout_s:g} s (checkpointer.timeout_s)"
@@ -269,14 +270,14 @@ class Checkpointer:
                 wait()
                 failure = ""
             except Exception as error:
-                failure = f"{type(error).__name__}: {error}"
+                failure = _text(error)
             try:
                 key = f"{KEYS}/{save.metadata.arrays}"
                 self._hosts.client.set(f"{key}/{self._hosts.index}", failure.encode())
                 if self._hosts.is_leader:
                     save.error = self._complete(save, key)
             except Exception as error:
-                save.error = f"{type(error).__name__}: {error}"
+                save.error = _text(error)
             save.done.set()
 
     def _complete(self, save: "_Save", key: str) -> str:
@@ -378,6 +379,11 @@ class _Save:
         """Return the arrays once, so that they live no longer than they are needed."""
         arrays, self._arrays = self._arrays, {}
         return arrays
+
+
+def _text(error: Exception) -> str:
+    """The beginning of an error's text: tensorstore adds pages to it."""
+    return f"{type(error).__name__}: {error}"[:400]
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
