@@ -19,8 +19,8 @@ from tests.multiprocess.launcher import LAUNCHER, cache_environment
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
-STEPS, EVERY = 60, 3
-LIMIT_S = 150.0
+STEPS, EVERY = 40, 3
+LIMIT_S = 400.0
 KILLS = [("all", False), (1, True), (0, False), ("all", True)]
 """Who is killed with SIGKILL, and whether while a checkpoint is written; else after some more steps."""
 
@@ -52,6 +52,14 @@ def start(config, log, processes=2, devices=2, resume="auto"):
     words += ["--devices_per_process", str(devices), "--grace_s", "1", "--"]
     words += ["lockstep", "train-lm", "--config_path", str(config), "--resume", resume]
     return subprocess.Popen(words, env={**os.environ, **cache_environment()}, stdout=log, stderr=subprocess.STDOUT)
+
+
+def end(job):
+    job.terminate()
+    try:
+        job.wait(10)
+    except subprocess.TimeoutExpired:
+        job.kill()  # the kernel then kills the processes: launch.die_with_parent
 
 
 def children(pid):
@@ -86,21 +94,24 @@ def kill(job, whom):
 def test_whoever_is_killed_whenever_losses_and_samples_are_those_of_a_run_without_a_break(tmp_path):
     draw = random.Random(0)
     whole, run = tmp_path / "whole", tmp_path / "killed"
-    with open(tmp_path / "log", "w+") as log:
+    with open(tmp_path / "log", "w+") as log, contextlib.ExitStack() as ends:
 
         def finish(config, **options):
-            code = start(config, log, **options).wait(timeout=LIMIT_S)
+            job = start(config, log, **options)
+            ends.callback(end, job)
+            code = job.wait(timeout=LIMIT_S)
             assert code == 0, (tmp_path / "log").read_text()[-6000:]
 
         finish(write_config(tmp_path, "whole"))
         config = write_config(tmp_path, "killed")
         for whom, while_saving in KILLS:
             job = start(config, log)
-            before, end = lines_of(run), time.monotonic() + LIMIT_S
-            aim = min(STEPS - EVERY, max(before - EVERY, 0) + draw.randint(EVERY + 1, 12))
+            ends.callback(end, job)
+            before, deadline = lines_of(run), time.monotonic() + LIMIT_S
+            aim = min(STEPS - EVERY, max(before - EVERY, 0) + draw.randint(EVERY + 1, 8))
             # A start drops the steps after its checkpoint: they are counted once they come again.
             while job.poll() is None and not (lines_of(run) >= aim and (not while_saving or half_written(run))):
-                assert time.monotonic() < end, (tmp_path / "log").read_text()[-6000:]
+                assert time.monotonic() < deadline, (tmp_path / "log").read_text()[-6000:]
                 time.sleep(0.002)
             kill(job, whom)
             assert lines_of(run) < STEPS, "it ended before it was killed"
