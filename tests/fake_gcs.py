@@ -1,8 +1,9 @@
-"""A Google Cloud Storage that lives in this process: as much of its JSON API as gcsfs uses to list, read and write.
+"""A Google Cloud Storage that lives in this process: as much of its JSON API as gcsfs and tensorstore use here.
 
-gcsfs itself runs, over HTTP, with ``STORAGE_EMULATOR_HOST``; see https://cloud.google.com/storage/docs/json_api/v1.
+Both run themselves, over HTTP; see https://cloud.google.com/storage/docs/json_api/v1.
 """
 
+import collections
 import contextlib
 import http.server
 import json
@@ -22,6 +23,8 @@ class Bucket:
     def __init__(self, url: str) -> None:
         self.url = url
         self.objects: dict[str, bytes] = {}
+        self.generations: collections.Counter[str] = collections.Counter()
+        """How often each object was written, which tensorstore asks for before it overwrites one."""
         self.reads: list[tuple[str, int]] = []
         """Object and bytes of each download."""
         self.refuse: str | None = None
@@ -29,8 +32,14 @@ class Bucket:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables with which gcsfs, in any process, comes here instead of asking Google for credentials."""
-        return {"STORAGE_EMULATOR_HOST": self.url, "FSSPEC_GS_TOKEN": "anon"}
+        """Variables with which both, in any process, come here instead of asking Google for credentials."""
+        own = {"TENSORSTORE_GCS_HTTP_URL": self.url, "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none"}
+        return {"STORAGE_EMULATOR_HOST": self.url, "FSSPEC_GS_TOKEN": "anon", **own}
+
+    def write(self, path: str, data: bytes) -> None:
+        """Store an object."""
+        self.generations[path] += 1
+        self.objects[path] = data
 
 
 @contextlib.contextmanager
@@ -58,21 +67,47 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._answer(200, _listing(objects, bucket, query))
         elif f"{bucket}/{name}" not in objects:
             self._answer(404, {"error": {"code": 404, "message": "Not Found"}})
-        elif kind == "download/":
+        elif kind == "download/" or query.get("alt") == "media":
             self._send(f"{bucket}/{name}", objects[f"{bucket}/{name}"])
         else:
             self._answer(200, _resource(name, objects[f"{bucket}/{name}"]))
 
     def do_POST(self) -> None:
-        _, bucket, _, query = self._asked()
-        assert query["uploadType"] == "multipart", "longer uploads are not needed here"
+        _, bucket, uploaded, query = self._asked()
         body = self.rfile.read(int(self.headers["Content-Length"]))
+        if uploaded:  # the address that a resumable upload was given
+            assert self.headers.get("Content-Range", "bytes 0-").startswith(("bytes 0-", "bytes */")), "one part only"
+            self.server.bucket.write(f"{bucket}/{uploaded}", body)
+            self._answer(200, _resource(uploaded, body))
+            return
+        if query["uploadType"] == "media":
+            self._overwrite(bucket, query, body)
+            return
+        if query["uploadType"] == "resumable":
+            name = urllib.parse.quote(json.loads(body)["name"], safe="")
+            self._answer(200, b"", {"Location": f"{self.server.bucket.url}/upload/storage/v1/b/{bucket}/o/{name}"})
+            return
+        assert query["uploadType"] == "multipart"
         start = b"--" + re.search('boundary="?([^"]+)', self.headers["Content-Type"])[1].encode()
         _, described, content, _ = body.split(start, 3)
         name = json.loads(described.split(b"\n\n", 1)[1])["name"]
         data = content.split(b"\n\n", 1)[1].removesuffix(b"\n")
-        self.server.bucket.objects[f"{bucket}/{name}"] = data
+        self.server.bucket.write(f"{bucket}/{name}", data)
         self._answer(200, _resource(name, data))
+
+    def do_DELETE(self) -> None:
+        _, bucket, name, _ = self._asked()
+        found = self.server.bucket.objects.pop(f"{bucket}/{name}", None)
+        self._answer(204 if found is not None else 404, b"")
+
+    def _overwrite(self, bucket: str, query: dict[str, str], data: bytes) -> None:
+        path, store = f"{bucket}/{query['name']}", self.server.bucket
+        now = store.generations[path] if path in store.objects else 0
+        if int(query.get("ifGenerationMatch", now)) != now:
+            self._answer(412, {"error": {"code": 412, "message": "conditionNotMet"}})
+            return
+        store.write(path, data)
+        self._answer(200, _resource(query["name"], data) | {"generation": str(store.generations[path])})
 
     def _asked(self) -> tuple[str, str, str, dict[str, str]]:
         split = urllib.parse.urlsplit(self.path)
@@ -80,16 +115,20 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return kind, bucket, urllib.parse.unquote(name), dict(urllib.parse.parse_qsl(split.query))
 
     def _send(self, path: str, data: bytes) -> None:
-        status = 200
+        status, headers = 200, {"x-goog-generation": str(self.server.bucket.generations[path])}
         if wanted := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
             first, last = int(wanted[1]), int(wanted[2] or len(data) - 1)
-            status, data = (206, data[first : last + 1]) if first < len(data) else (416, b"{}")
+            size = len(data)
+            status, data = (206, data[first : last + 1]) if first < size else (416, b"{}")
+            headers["Content-Range"] = f"bytes {first}-{first + len(data) - 1}/{size}"
         self.server.bucket.reads.append((path, len(data)))
-        self._answer(status, data)
+        self._answer(status, data, headers)
 
-    def _answer(self, status: int, body: object) -> None:
+    def _answer(self, status: int, body: object, headers: dict[str, str] | None = None) -> None:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)

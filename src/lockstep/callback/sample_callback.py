@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,10 @@ log = logging.getLogger(__name__)
 
 AFTER_SIGNAL_S = 2.0
 """Seconds that reports have after a signal: little time remains for a save."""
+
+
+KEPT = ("last_step", "rounds", "skipped_rounds", "abandoned_rounds", "switched_off")
+"""What a checkpoint keeps of a callback; counts of the leader's own failures begin anew."""
 
 
 class SampleCallback:
@@ -68,6 +73,8 @@ class SampleCallback:
         """Rounds that failed and were skipped on every host."""
         self.abandoned_rounds = 0
         """Rounds that ended without samples because the job was asked to end."""
+        self.interrupted = False
+        """Whether the last call left a round undone because the job is asked to end: a resume has to do it."""
         self.switched_off = False
         """Whether ``max_consecutive_errors`` rounds in a row were skipped, so that no more are tried."""
         self._tokenizer = tokenizer
@@ -133,9 +140,12 @@ class SampleCallback:
             HostTimeoutError: a host is missing.
         """
         step = int(getattr(info, "next_step", info.step))
+        self.interrupted = False
         if self._due(step, force):
-            self.last_step = step
+            before, self.last_step = self.last_step, step
             self._round(step, info.model)
+            if self.interrupted:
+                self.last_step = before
         if force:
             self.finish()
 
@@ -167,6 +177,20 @@ class SampleCallback:
     def after_signal(self) -> None:
         """Waits on this host, at most 2 s, for the last reports: a signal ended the loop without a last call."""
         self.flush(min(AFTER_SIGNAL_S, self.config.flush_s))
+
+    def state(self) -> dict[str, Any]:
+        """What a run that goes on from a checkpoint has to know; the same on every host."""
+        return {name: getattr(self, name) for name in KEPT} | {"errors_in_a_row": self._errors_in_a_row}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state` returned in an earlier process.
+
+        Args:
+            state: That state.
+        """
+        for name in KEPT:
+            setattr(self, name, state[name])
+        self._errors_in_a_row = state["errors_in_a_row"]
 
     def check(self, model: Any) -> None:
         """Finds out now what would make a round fail, the same on every host: prompts, sizes, model, configuration.
@@ -217,6 +241,7 @@ class SampleCallback:
         self._errors_in_a_row = 0
         if result is None:
             self.abandoned_rounds += 1
+            self.interrupted = True
             if self._hosts.is_leader:
                 log.warning("%s: the job is asked to end: no samples after step %d", self.name, step)
             return

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import re
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from lockstep.callback import InferenceEvalConfig, SampleCallback
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, config_digest, leader_only, start, try_leader_only
 from lockstep.main.arguments import describe, parse_arguments
-from lockstep.main.run_dir import closing_summary, make_run_dir
+from lockstep.main.run_dir import closing_summary, make_run_dir, rewind
 from lockstep.models import (
     LlamaConfig,
     LlamaLMHeadModel,
@@ -32,7 +33,7 @@ from lockstep.models import (
 from lockstep.placement import PARAMETER_AXES, make_mesh
 from lockstep.report import FINISH_S, BackgroundTracker, NoopTracker, Tracker, build_tracker, load_metrics
 from lockstep.text import check_vocab, load_tokenizer, tokenizer_digest
-from lockstep.training import LossFn, OptimizerConfig, StopRequest, TokenizedRows, Trainer, TrainerConfig
+from lockstep.training import LossFn, OptimizerConfig, StopRequest, TokenizedRows, Trainer, TrainerConfig, TrainState
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -107,10 +108,11 @@ def run_command[Config: RunConfig](
     if "--help" in arguments or "-h" in arguments:
         print(f"--config_path  FILE.yaml with any of these keys; keys on the command line win over it\n{_help(cls)}")
         return 0
-    config = parse_arguments(cls, arguments)
+    config = parse_arguments(cls, [re.sub(r"^--resume(?==|$)", "--trainer.resume", each) for each in arguments])
     data, objective = parts(config)
     hosts = start(config.trainer.distributed)
     logging.basicConfig(level=logging.INFO if hosts.is_leader else logging.WARNING, format="%(name)s: %(message)s")
+    logging.getLogger("absl").setLevel(logging.WARNING)  # orbax says a dozen things about every save
     return train(config, data, objective, hosts)
 
 
@@ -140,8 +142,9 @@ def train(config: RunConfig, data: LoadsData, objective: LossFn, hosts: Hosts) -
         check_vocab(tokenizer, vocab_size)
         rows = data.load(tokenizer, model_config.max_seq_len, config.trainer.seed)
         load_metrics(config.inference_eval.metrics if config.inference_eval.enabled else ())
-        prepared.agree({"training data": rows.digest(), "tokenizer": tokenizer_digest(tokenizer)})
-    run_dir = make_run_dir(config.trainer.log_dir, config.trainer.run_id, hosts)
+        facts = {"training data": rows.digest(), "tokenizer": tokenizer_digest(tokenizer)}
+        prepared.agree(facts)
+    run_dir = make_run_dir(config.trainer, hosts)
     tracker: Tracker = NoopTracker()
     with hosts.run_on_all("tracker"):
         if hosts.is_leader:
@@ -152,9 +155,21 @@ def train(config: RunConfig, data: LoadsData, objective: LossFn, hosts: Hosts) -
     try:
         schedule = config.optimizer.schedule(config.trainer.num_train_steps)
         optimizer = config.optimizer.build(config.trainer.num_train_steps)
-        trainer = Trainer(config.trainer, optimizer, objective, hosts, mesh=mesh, tracker=tracker, schedule=schedule)
+        trainer = Trainer(
+            config.trainer,
+            optimizer,
+            objective,
+            hosts,
+            mesh=mesh,
+            tracker=tracker,
+            schedule=schedule,
+            run_dir=run_dir,
+            facts=facts,
+            run_config=draccus.encode(config),
+        )
+        state = _restore(model_config, vocab_size, trainer, run_dir, hosts)
         hosts.phase("making the model")
-        model = _make_model(config, model_config, vocab_size, trainer, hosts)
+        model = _make_model(config, model_config, vocab_size, trainer, hosts) if state is None else state.model
         if config.inference_eval.enabled:
             samples = SampleCallback(
                 config.inference_eval,
@@ -169,8 +184,8 @@ def train(config: RunConfig, data: LoadsData, objective: LossFn, hosts: Hosts) -
         if hosts.is_leader:
             log.info("%s", _announce(config, model, rows, mesh, run_dir))
         hosts.phase("training")
-        result = trainer.train(model, rows)
-        del model
+        result = trainer.train(model if state is None else state, rows)
+        del model, state
         saved = None
         with StopRequest(hosts.preemption):  # a signal from now on must not leave half a checkpoint
             # A machine that is taken away (SIGTERM) leaves what it has; Ctrl-C ends at once.
@@ -199,6 +214,27 @@ def _model_shape(config: RunConfig, tokenizer: "PreTrainedTokenizerBase", mesh: 
         config_to_hf(config.model, largest + 1)  # refuses now what could not be saved after the last step
     tp = mesh.shape["tp"]
     return config.model, -(-(largest + 1) // tp) * tp
+
+
+def _restore(
+    model_config: LlamaConfig, vocab_size: int, trainer: Trainer, run_dir: Path, hosts: Hosts
+) -> TrainState | None:
+    """The state to go on from, with the files of the run as they were then; None: the run begins."""
+    Vocab = hax.Axis("vocab", vocab_size)
+    state = trainer.restore(lambda key: LlamaLMHeadModel.init(Vocab, model_config, key=key))
+    came_from = trainer.resumed_from
+    with hosts.run_on_all("files of the run"):
+        if hosts.is_leader:
+            step = -1 if came_from is None else came_from.step
+            redone = came_from is not None and not came_from.hooks_called
+            rewind(run_dir, metrics_step=step, samples_step=step - 1 if redone else step)
+            if trainer.config.checkpointer is not None and trainer.config.run_id is None:
+                log.warning(
+                    "trainer.run_id is null: a later start finds the checkpoints of this run only with "
+                    "--trainer.run_id %s",
+                    run_dir.name,
+                )
+    return state
 
 
 def _make_model(

@@ -1,20 +1,24 @@
 """The directory of a run: its name, and what is in it at the end."""
 
+import json
 import secrets
 import time
 from pathlib import Path
 
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts
-from lockstep.training import TrainResult
+from lockstep.report import drop_later
+from lockstep.training import TrainerConfig, TrainResult
+
+RESUMABLE = "resumable.json"
+"""The file of a run directory that a later start may go on in; it says where the checkpoints are."""
 
 
-def make_run_dir(log_dir: str, run_id: str | None, hosts: Hosts) -> Path:
-    """Make the run directory on the leader and broadcast its name.
+def make_run_dir(config: TrainerConfig, hosts: Hosts) -> Path:
+    """Make the run directory on the leader and broadcast its name. A run with checkpoints may go on in its own.
 
     Args:
-        log_dir: The parent directory.
-        run_id: The directory's name; None: one made from the leader's clock.
+        config: The settings of the run; without a ``run_id`` the name is made from the leader's clock.
         hosts: The hosts of the job.
 
     Returns:
@@ -23,17 +27,50 @@ def make_run_dir(log_dir: str, run_id: str | None, hosts: Hosts) -> Path:
     Raises:
         PeerError: The directory cannot be made, or it has another run's files.
     """
-    name = run_id or time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
-    path = Path(log_dir) / hosts.broadcast("run_id", name.encode() if hosts.is_leader else None).decode()
+    name = config.run_id or time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
+    path = Path(config.log_dir) / hosts.broadcast("run_id", name.encode() if hosts.is_leader else None).decode()
     with hosts.run_on_all("run directory"):
         if hosts.is_leader:
             path.mkdir(parents=True, exist_ok=True)
+            base_path = None if config.checkpointer is None else config.checkpointer.base_path
             if any(path.iterdir()):
-                raise ConfigError(
-                    f"run directory {path} is not empty; the samples and metrics of two runs would mix. Choose another "
-                    "trainer.run_id (null makes one up), or remove the directory."
-                )
+                _check_resumable(path, None if config.resume == "never" else base_path)
+            elif base_path is not None:
+                (path / RESUMABLE).write_text(json.dumps({"base_path": base_path}), encoding="utf-8")
     return path
+
+
+def _check_resumable(path: Path, base_path: str | None) -> None:
+    """Refuse a directory that has something of another run in it."""
+    marker = path / RESUMABLE
+    if base_path is None or not marker.exists():
+        raise ConfigError(
+            f"run directory {path} is not empty; the samples and metrics of two runs would mix. Choose another "
+            "trainer.run_id (null makes one up), or remove the directory. A run with a trainer.checkpointer can go on "
+            "in its own."
+        )
+    before = json.loads(marker.read_text(encoding="utf-8"))["base_path"]
+    if before != base_path:
+        raise ConfigError(
+            f"run directory {path} is of a run with trainer.checkpointer.base_path {before}, but now it is "
+            f"{base_path}. Use the same, or another trainer.run_id."
+        )
+
+
+def rewind(run_dir: Path, *, metrics_step: int, samples_step: int) -> None:
+    """Remove from metrics and samples what a run that goes on from a checkpoint will write again.
+
+    Args:
+        run_dir: The directory of the run.
+        metrics_step: The last step whose metrics stay.
+        samples_step: The last step whose samples stay.
+
+    Raises:
+        OSError: A file cannot be written anew.
+    """
+    for path in run_dir.glob("metrics*.jsonl"):
+        drop_later(path, metrics_step)
+    drop_later(run_dir / "samples.jsonl", samples_step)
 
 
 def closing_summary(run_dir: Path, result: TrainResult, num_train_steps: int, saved: Path | None) -> str:
@@ -49,7 +86,7 @@ def closing_summary(run_dir: Path, result: TrainResult, num_train_steps: int, sa
         A text of several lines.
     """
     done = "done" if result.stopped_by is None else "stopped by a signal"
-    if result.stopped_by is not None and saved is None:
+    if result.stopped_by is not None and saved is None and result.checkpoint is None:
         done += ", no checkpoint was saved"
     lines = ["", f"{done}: {result.completed_steps} of {num_train_steps} steps, last loss {result.loss:.4f}"]
     found = [
@@ -60,17 +97,23 @@ def closing_summary(run_dir: Path, result: TrainResult, num_train_steps: int, sa
     if saved is not None:
         found.append(("checkpoint", saved))
     lines += [f"  {name:<11}{path}" for name, path in found if path.exists()]
+    if result.checkpoint is not None:
+        lines.append(f"  {'state':<11}{result.checkpoint}")
+    if result.checkpoint_errors:
+        lines.append(f"  {result.checkpoint_errors} checkpoints could not be saved; see the log")
     if result.tracker_errors:
         lines.append(f"  the tracker failed {result.tracker_errors} times; metrics are incomplete")
-    lines += ["try next:", *(f"  {line}" for line in _next_steps(run_dir, saved))]
+    lines += ["try next:", *(f"  {line}" for line in _next_steps(run_dir, saved, result))]
     return "\n".join(lines)
 
 
-def _next_steps(run_dir: Path, saved: Path | None) -> list[str]:
+def _next_steps(run_dir: Path, saved: Path | None, result: TrainResult) -> list[str]:
     steps = []
     for path in sorted(run_dir.glob("wandb/offline-run-*")):
         steps.append(f"wandb sync {path}   # upload the run with its table of samples")
     if saved is not None:
         steps.append(f"lockstep train-lm --initialize_from_hf {saved} ...   # go on from the trained model")
+    if result.stopped_by is not None and result.checkpoint is not None:
+        steps.append("the same command again   # goes on from the last checkpoint")
     steps.append("--inference_eval.prompts '[\"your prompt\"]'   # ask something else while it trains")
     return steps

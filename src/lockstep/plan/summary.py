@@ -12,6 +12,9 @@ from lockstep.plan.train_step import peak
 
 TRAINING = "training step"
 
+WRITE_BANDWIDTH = 1e9
+"""Bytes per second at which a host is assumed to write checkpoints; the time is stated with it."""
+
 WRITTEN_AS: Final = {"reshard": "relay", "copy_pages": "fork", "page_copies": "forks", "idle_replicas": "resting"}
 """Keys of ``--json`` whose program or capacity has another name in the code: readers of the file know these."""
 
@@ -77,6 +80,17 @@ def moments(plan: Plan) -> list[Moment]:
         }
         found.append(Moment(name=one.workload.name or "sampling", parts=parts, memory=plan.memory))
     return found
+
+
+def checkpoint_bytes(plan: Plan) -> int:
+    """Return the bytes that a host writes for a checkpoint: parameters and optimizer state of its devices.
+
+    Where they are replicated, one replica writes them; this is then what the hosts of that replica write.
+
+    Args:
+        plan: The plan.
+    """
+    return (plan.parameters + plan.optimizer) * plan.topology.devices_per_host
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -183,6 +197,13 @@ def as_json(plan: Plan) -> dict[str, Any]:
                 "step_s": time.step_s,
                 "tokens_per_s": time.tokens / time.step_s,
             },
+        },
+        "checkpoint": None
+        if plan.training is None
+        else {
+            "bytes_per_host": checkpoint_bytes(plan),
+            "seconds": checkpoint_bytes(plan) / WRITE_BANDWIDTH,
+            "write_bytes_per_s": WRITE_BANDWIDTH,
         },
         "sampling": {one.workload.name or "sampling": _sampling(one) for one in plan.sampling},
         "notes": list(plan.workload.notes),

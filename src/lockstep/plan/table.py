@@ -11,7 +11,7 @@ from lockstep.engine import layout_text
 from lockstep.plan.collectives import CollectiveSum
 from lockstep.plan.hlo import vmem
 from lockstep.plan.planner import Plan, SamplingPlan
-from lockstep.plan.summary import moments, train_time
+from lockstep.plan.summary import WRITE_BANDWIDTH, checkpoint_bytes, moments, train_time
 from lockstep.units import bytes_text
 
 
@@ -36,6 +36,8 @@ def print_plan(plan: Plan, console: Console) -> None:
         console.print(_programs(plan))
         console.print(_traffic(plan))
         console.print(_speed(plan))
+        if plan.training:
+            console.print(_checkpoint(plan), highlight=False)
         for one in plan.sampling:
             console.print(_sizes(one))
             console.print(_considered(one))
@@ -129,6 +131,14 @@ def _speed(plan: Plan) -> Table:
             _seconds(found.step_s), f"{rate:,.0f}", f"{rate / chips:,.0f}",
         )  # fmt: skip
     return table
+
+
+def _checkpoint(plan: Plan) -> str:
+    size = checkpoint_bytes(plan)
+    return (
+        f"a checkpoint: {bytes_text(size)} per host, {_seconds(size / WRITE_BANDWIDTH)} if each writes "
+        f"{WRITE_BANDWIDTH / 1e9:.4g} GB/s; SIGTERM leaves a spot VM 30 s\n"
+    )
 
 
 def _sizes(one: SamplingPlan) -> Table:

@@ -3,7 +3,7 @@
 from lockstep.report.background import FINISH_S, BackgroundTracker
 from lockstep.report.background_queue import BackgroundQueue
 from lockstep.report.evaluation_fields import EvaluationFields
-from lockstep.report.jsonl import append_jsonl, read_jsonl, repair_jsonl
+from lockstep.report.jsonl import append_jsonl, drop_later, read_jsonl, repair_jsonl
 from lockstep.report.metrics import (
     Metric,
     check_metrics,
@@ -53,6 +53,7 @@ __all__ = [
     "WandbTracker",
     "WandbTrackerConfig",
     "append_jsonl",
+    "drop_later",
     "build_tracker",
     "check_metrics",
     "exact_match",

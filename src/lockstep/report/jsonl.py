@@ -69,6 +69,34 @@ def repair_jsonl(path: str | os.PathLike[str]) -> int:
         return len(tail)
 
 
+def drop_later(path: str | os.PathLike[str], step: int) -> int:
+    """Remove the records of steps after one: a run that goes on from there writes them again.
+
+    Args:
+        path: A local file of records with a ``step``, which may be missing.
+        step: The last step whose records stay.
+
+    Returns:
+        The number of lines that were removed, those that are not whole records included.
+
+    Raises:
+        OSError: The file cannot be written anew.
+    """
+    if not os.path.exists(path):
+        return 0
+    dropped, draft = 0, f"{os.fspath(path)}.tmp"
+    with open(path, "rb") as file, open(draft, "wb") as kept:
+        for line in file:
+            if _is_json(line) and json.loads(line).get("step", step) <= step:
+                kept.write(line.rstrip(b"\n") + b"\n")
+            else:
+                dropped += 1
+        kept.flush()
+        os.fsync(kept.fileno())
+    os.replace(draft, path)
+    return dropped
+
+
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Read every whole line; a torn last line is left out with a warning.
 

@@ -1,5 +1,6 @@
 """Training: configuration, data, objectives, and the loop."""
 
+from lockstep.training.checkpointer import CheckpointerConfig, KeepConfig
 from lockstep.training.config import TrainerConfig
 from lockstep.training.data import DataConfig, GrpoDataConfig, LmDataConfig, PreferenceDataConfig
 from lockstep.training.hooks import Hook, StepInfo
@@ -8,16 +9,18 @@ from lockstep.training.optimizer import OptimizerConfig
 from lockstep.training.precision import Precision, parse_precision
 from lockstep.training.rollout import RolloutConfig
 from lockstep.training.rows import Batches, TokenizedRows
-from lockstep.training.step import TrainStep, batch_structs, parameter_shardings, state_structs
+from lockstep.training.step import TrainState, TrainStep, batch_structs, parameter_shardings, state_structs
 from lockstep.training.stopping import StopRequest
 from lockstep.training.trainer import Trainer, TrainResult
 
 __all__ = [
     "Batches",
+    "CheckpointerConfig",
     "DataConfig",
     "GrpoConfig",
     "GrpoDataConfig",
     "Hook",
+    "KeepConfig",
     "LmDataConfig",
     "LossFn",
     "LossParts",
@@ -30,6 +33,7 @@ __all__ = [
     "StopRequest",
     "TokenizedRows",
     "TrainResult",
+    "TrainState",
     "TrainStep",
     "Trainer",
     "TrainerConfig",

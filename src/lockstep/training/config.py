@@ -1,6 +1,7 @@
 """How a run is set up, in Levanter's words."""
 
 import dataclasses
+from typing import Literal
 
 from jax.sharding import Mesh
 
@@ -8,6 +9,7 @@ from lockstep.errors import ConfigError
 from lockstep.hosts import DistributedConfig
 from lockstep.placement import data_shards
 from lockstep.report import JsonlTrackerConfig, TrackerConfig
+from lockstep.training.checkpointer import CheckpointerConfig
 from lockstep.training.precision import Precision, parse_precision
 
 
@@ -36,7 +38,13 @@ class TrainerConfig:
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
     """How the hosts find each other."""
     run_id: str | None = None
-    """The name of the run and of its directory; null: the leader makes one from the time."""
+    """The name of the run and of its directory; null: the leader makes one from the time, and no later start can go on
+    with the run."""
+    checkpointer: CheckpointerConfig | None = None
+    """Checkpoints from which a later start of the same command goes on, given a ``run_id``; null: none."""
+    resume: Literal["auto", "must", "never"] = "auto"
+    """Whether to go on from the newest checkpoint of this ``run_id``: where there is one, always (else it is an error),
+    or never (then the run must be new)."""
     log_dir: str = "runs"
     """The parent of the run directory."""
 
@@ -55,6 +63,12 @@ class TrainerConfig:
             raise ConfigError(
                 f"trainer.run_id is {self.run_id!r}; it names a directory, so it must not be empty, hold a slash or "
                 "start with a dot. Choose another, or null."
+            )
+        if self.resume == "must" and (self.checkpointer is None or self.run_id is None):
+            missing = "trainer.checkpointer" if self.checkpointer is None else "trainer.run_id"
+            raise ConfigError(
+                f"trainer.resume is must, but {missing} is null, so there is no checkpoint to find. Set both "
+                "trainer.checkpointer and the trainer.run_id of the run to go on with."
             )
         parse_precision(self.mp)
 

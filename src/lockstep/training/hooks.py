@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import PyTree
@@ -47,6 +47,19 @@ class SignalHook(Hook, Protocol):
         ...
 
 
+@runtime_checkable
+class HookWithState(Protocol):
+    """A hook that keeps something from one step to the next, which then belongs into a checkpoint."""
+
+    def state(self) -> Mapping[str, Any]:
+        """Return what to keep, as JSON values; the same on every host."""
+        ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state` returned in an earlier process."""
+        ...
+
+
 class Hooks:
     """The hooks of a run, called on every host in the order in which they were added."""
 
@@ -80,11 +93,18 @@ class Hooks:
             if isinstance(hook, Hook):
                 hook.on_step(info)
 
-    def after_step(self, info: StepInfo) -> None:
-        """Call every hook that this step is due for."""
+    def after_step(self, info: StepInfo) -> bool:
+        """Call every hook that this step is due for.
+
+        Returns:
+            Whether all have done what was due: false where one was ``interrupted``, because the job is asked to end.
+        """
+        done = True
         for hook, every in self._hooks:
             if info.next_step % every == 0:
                 hook.on_step(info) if isinstance(hook, Hook) else hook(info)
+                done = done and getattr(hook, "interrupted", False) is not True
+        return done
 
     def after_last_step(self, info: StepInfo) -> None:
         """Call every hook a last time: with ``force`` where it takes that, else unless it was called for this step."""
@@ -101,6 +121,34 @@ class Hooks:
         for hook, _ in self._hooks:
             if isinstance(hook, SignalHook):
                 hook.after_signal()
+
+    def state(self) -> dict[str, Any]:
+        """Return what hooks keep from one step to the next, by their names: those with ``state`` and ``load_state``."""
+        return {_name(hook): hook.state() for hook in self._with_state()}
+
+    def load_state(self, states: Mapping[str, Any]) -> None:
+        """Give hooks back what `state` returned in an earlier process; a hook that was not there then keeps its own.
+
+        Args:
+            states: The states by the names of the hooks.
+        """
+        for hook in self._with_state():
+            if _name(hook) in states:
+                hook.load_state(states[_name(hook)])
+
+    def _with_state(self) -> list[HookWithState]:
+        hooks: list[object] = [hook for hook, _ in self._hooks]
+        return [hook for hook in hooks if isinstance(hook, HookWithState)]
+
+    def flush(self) -> None:
+        """Wait until hooks with ``flush`` have everything that they report where it belongs."""
+        for hook, _ in self._hooks:
+            if callable(flush := getattr(hook, "flush", None)):
+                flush()
+
+
+def _name(hook: Any) -> str:
+    return str(getattr(hook, "name", type(hook).__name__))
 
 
 def _takes_force(function: Callable[..., Any]) -> bool:

@@ -4,8 +4,10 @@ import contextlib
 import dataclasses
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,16 +17,29 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from lockstep.device import Program, compile_program
-from lockstep.errors import HostError
+from lockstep.errors import ConfigError, HostError
 from lockstep.hosts import Hosts, Watchdog, current, environment, leader_only
 from lockstep.placement import fsdp_warning, host_rows, make_mesh, place_local
 from lockstep.report import FINISH_S, BackgroundTracker, NoopTracker, Tracker
+from lockstep.training.checkpoint import CheckpointMetadata
+from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.config import TrainerConfig
 from lockstep.training.hooks import Hook, Hooks, StepInfo
 from lockstep.training.objectives.parts import LossFn
 from lockstep.training.progress_bar import make_progress
 from lockstep.training.rows import Batches
-from lockstep.training.step import BATCH_SPEC, STOP_SPEC, StepMetrics, TrainState, TrainStep, init_model, init_state
+from lockstep.training.saves import Saves
+from lockstep.training.step import (
+    BATCH_SPEC,
+    STOP_SPEC,
+    StepMetrics,
+    TrainState,
+    TrainStep,
+    init_model,
+    init_state,
+    parameter_shardings,
+    state_structs,
+)
 from lockstep.training.stopping import StopRequest
 
 log = logging.getLogger(__name__)
@@ -47,6 +62,10 @@ class TrainResult:
     """Signal that ended the run early, on whichever host it came; the same on all. None for a full run."""
     tracker_errors: int
     """Times the tracker failed; training went on."""
+    checkpoint: str | None = None
+    """The newest checkpoint of the run; None where there is none."""
+    checkpoint_errors: int = 0
+    """Checkpoints that could not be saved; training went on."""
 
 
 class Trainer:
@@ -61,9 +80,14 @@ class Trainer:
         tracker: The tracker that metrics go to; used by the leader alone, from a thread of its own behind a bounded
             queue, so that it may be slow. It stays the caller's to finish. A `BackgroundTracker` is used as it is.
         schedule: The learning rate by completed steps, for the metrics.
+        run_dir: The run directory, which a relative ``checkpointer.base_path`` is below; None: ``log_dir/run_id``.
+        facts: What a run must have in common with a checkpoint to go on from it, such as a digest of its data, by name;
+            seed, batch size and the shapes of all arrays are compared anyway.
+        run_config: The configuration of the run as JSON values: what has changed in it at a resume is logged.
 
     Raises:
-        ConfigError: The mesh or the batch size does not fit the devices.
+        ConfigError: The mesh or the batch size does not fit the devices, or there is a checkpointer without a run
+            directory.
     """
 
     def __init__(
@@ -76,6 +100,9 @@ class Trainer:
         mesh: Mesh | None = None,
         tracker: Tracker | None = None,
         schedule: optax.Schedule | None = None,
+        run_dir: str | os.PathLike[str] | None = None,
+        facts: Mapping[str, str] | None = None,
+        run_config: Mapping[str, Any] | None = None,
     ) -> None:
         self.config, self.hosts = config, current() if hosts is None else hosts
         self.mesh = make_mesh(config.mesh_shape) if mesh is None else mesh
@@ -90,11 +117,18 @@ class Trainer:
         self._step: TrainStep | None = None
         self._watchdog = Watchdog(self.hosts, self.hosts.timeout_s)
         self._warned_of_loss = False
+        self._checkpointer = self._make_checkpointer(run_dir, facts or {}, run_config or {})
+        self._saves = Saves(self._checkpointer, self._hooks, config)
 
     @property
     def train_step_traces(self) -> int:
         """How often the train step was traced; 1 after any number of steps."""
         return 0 if self._step is None else self._step.traces
+
+    @property
+    def resumed_from(self) -> CheckpointMetadata | None:
+        """The checkpoint that `restore` read; None where there was none."""
+        return self._saves.resumed_from
 
     def add_hook(self, hook: Hook | Callable[..., Any], every: int = 1) -> None:
         """Have something called as training goes on, see `Hooks`.
@@ -119,11 +153,35 @@ class Trainer:
         """
         return init_model(init, self.config.seed, self.mesh, self.config.precision, self._launch)
 
-    def train(self, model: PyTree, batches: Batches) -> TrainResult:
-        """Train for ``num_train_steps`` steps.
+    def restore(self, init: Callable[[jax.Array], PyTree]) -> TrainState | None:
+        """Read the newest checkpoint of this run, into the shardings of this mesh, whatever those of the run were.
 
         Args:
-            model: The model, sharded over the mesh; donated: use the result's model afterwards.
+            init: A function that makes a model from a key; only the shapes of its result are used.
+
+        Raises:
+            PeerError: The checkpoint cannot be read or does not fit this run, or ``resume`` is ``must`` and there is
+                none, or ``never`` and there is one.
+
+        Returns:
+            The state to pass to `train`; None where there is nothing to go on from.
+        """
+        if self._checkpointer is None:
+            return None
+        metadata = self._checkpointer.find(self.config.resume)
+        if metadata is None:
+            return None
+        structs, _ = state_structs(init, self._optimizer, self.mesh, self.config.precision)
+        state = self._checkpointer.restore(metadata, structs)
+        self._saves.resumed_from = metadata
+        return state
+
+    def train(self, model: PyTree | TrainState, batches: Batches) -> TrainResult:
+        """Train until ``num_train_steps`` steps are done.
+
+        Args:
+            model: The model, sharded over the mesh, to train from the beginning; or the state that `restore` returned,
+                to go on from its step. Donated: use the result's model afterwards.
             batches: What gives each host its rows of each batch.
 
         Raises:
@@ -141,20 +199,24 @@ class Trainer:
         with StopRequest(self.hosts.preemption) as stop:
             return self._train(model, batches, stop)
 
-    def _train(self, model: PyTree, batches: Batches, stop: StopRequest) -> TrainResult:
+    def _train(self, model: PyTree | TrainState, batches: Batches, stop: StopRequest) -> TrainResult:
         config = self.config
         if self.hosts.is_leader and (warning := fsdp_warning(self.mesh)):
             log.warning(warning)
-        state, shardings = init_state(model, self._optimizer, self.mesh, config.precision, self._launch)
+        if isinstance(model, TrainState):
+            state, shardings = model, parameter_shardings(model, self.mesh)
+        else:
+            state, shardings = init_state(model, self._optimizer, self.mesh, config.precision, self._launch)
+            self._saves.resumed_from = None
         del model
         step_fn = self._compile(state, shardings, batches)
-        info = StepInfo(step=-1, model=state.model, loss=math.nan, step_duration=0.0)
+        info = self._saves.first_info(state)
         stopped_by: int | None = None
         progress = make_progress(config.num_train_steps, self.hosts.is_leader)
         # A launch from a second thread could come before the train step on one host and after it on another.
         with contextlib.closing(progress), jax.thread_guard(True):
-            self._hooks.before_first_step(info)
-            for step in range(config.num_train_steps):
+            self._saves.begin(info)
+            for step in range(info.next_step, config.num_train_steps):
                 batch = self._place(batches, step)
                 start = time.perf_counter()
                 with self._named_failure(step), self._watchdog.watch("train_step"):
@@ -168,13 +230,17 @@ class Trainer:
                     stopped_by = metrics.stop
                     self._hooks.after_signal()
                     break
-                self._hooks.after_step(info)
+                self._saves.after_step(state, info, hooks_called=self._hooks.after_step(info))
             else:
-                self._hooks.after_last_step(info)
+                if not self._saves.complete:
+                    self._hooks.after_last_step(info)
+            self._saves.end(state, info, stopped_by)
             self._flush_tracker(min(FINISH_S, self.hosts.timeout_s / 2) if stopped_by is None else STOPPED_FLUSH_S)
             with self.hosts.launch_on_all("end of training"):
                 pass  # every launch of the run has been made: they are compared
         return TrainResult(
+            checkpoint=self._saves.newest,
+            checkpoint_errors=self._saves.errors,
             model=state.model,
             completed_steps=info.next_step,
             loss=info.loss,
@@ -252,6 +318,33 @@ class Trainer:
         if not math.isfinite(info.loss) and not self._warned_of_loss:
             self._warned_of_loss = True
             log.warning("the loss is %s after %d steps; training goes on", info.loss, info.next_step)
+
+    def _make_checkpointer(
+        self, run_dir: str | os.PathLike[str] | None, facts: Mapping[str, str], run_config: Mapping[str, Any]
+    ) -> Checkpointer | None:
+        config = self.config
+        if config.checkpointer is None:
+            return None
+        if run_dir is None:
+            if config.run_id is None:
+                raise ConfigError(
+                    "trainer.checkpointer is set, but neither run_dir nor trainer.run_id is given, so a later start "
+                    "would not find the checkpoints. Give one of them."
+                )
+            run_dir = Path(config.log_dir) / config.run_id
+        return Checkpointer(
+            config.checkpointer,
+            config.checkpointer.path(Path(run_dir), Path(run_dir).name),
+            self.hosts,
+            facts={"seed": str(config.seed), "train_batch_size": str(config.train_batch_size), **facts},
+            run_config=run_config,
+            reported=self._wait_until_reported,
+        )
+
+    def _wait_until_reported(self) -> None:
+        self._hooks.flush()
+        if isinstance(self.tracker, BackgroundTracker):
+            self.tracker.flush(FINISH_S)
 
     def _flush_tracker(self, wait_s: float) -> None:
         """Wait until the tracker has taken the figures of all steps; what it cannot take in time does not hold us."""

@@ -260,3 +260,33 @@ def test_after_a_signal_the_last_report_has_two_seconds(caplog):
     assert "after 2 s the report of step 3 (1 row) is not done" in caplog.text
     release.set()
     assert callback.flush()
+
+
+class Interrupted(Counting):
+    """Its round after step 4 ends without samples."""
+
+    def _round(self, step, model):
+        self.interrupted = step == 4
+        self.rounds += not self.interrupted
+        super()._round(step, model)
+
+
+def test_a_round_that_was_interrupted_is_due_again_after_a_resume():
+    callback = Interrupted(eval_every=2)
+    for step in range(1, 5):
+        callback(tiny.Info(step, None))
+    assert callback.interrupted and callback.state()["last_step"] == 2
+    resumed = Counting(eval_every=2)
+    resumed.load_state(json.loads(json.dumps(callback.state())))
+    assert (resumed.rounds, resumed.last_step) == (1, 2)
+    resumed(tiny.Info(4, None))
+    assert resumed.steps == [4]
+
+
+def test_a_round_that_was_made_is_not_due_again_after_a_resume():
+    callback = Counting(eval_every=2)
+    callback(tiny.Info(2, None))
+    resumed = Counting(eval_every=2)
+    resumed.load_state(callback.state())
+    resumed(tiny.Info(2, None), force=True)
+    assert resumed.steps == []

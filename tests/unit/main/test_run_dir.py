@@ -4,8 +4,9 @@ import pytest
 
 from lockstep.errors import PeerError
 from lockstep.hosts import Hosts, MemoryClient
-from lockstep.main.run_dir import closing_summary, make_run_dir
-from lockstep.training import TrainResult
+from lockstep.main.run_dir import closing_summary, make_run_dir, rewind
+from lockstep.report import append_jsonl, read_jsonl
+from lockstep.training import CheckpointerConfig, TrainerConfig, TrainResult
 from tests.multiprocess.harness import run_threads
 
 FULL = {"model": None, "completed_steps": 7, "loss": 1.5, "stopped_by": None, "tracker_errors": 0}
@@ -15,28 +16,69 @@ def alone():
     return Hosts(*MemoryClient.hub(1))
 
 
+def settings(log_dir, run_id=None, **values):
+    return TrainerConfig(log_dir=str(log_dir), run_id=run_id, **values)
+
+
 def result(**values):
     return TrainResult(**{**FULL, **values})
 
 
 def test_every_host_has_the_leaders_directory(tmp_path):
-    paths = run_threads(lambda hosts: make_run_dir(str(tmp_path), None, hosts), 3)
+    paths = run_threads(lambda hosts: make_run_dir(settings(tmp_path), hosts), 3)
     assert len(set(paths)) == 1 and paths[0].is_dir() and [paths[0]] == list(tmp_path.iterdir())
 
 
 def test_a_given_name_is_the_directorys(tmp_path):
-    assert make_run_dir(str(tmp_path), "mine", alone()) == tmp_path / "mine"
+    assert make_run_dir(settings(tmp_path, "mine"), alone()) == tmp_path / "mine"
 
 
 def test_two_runs_without_a_name_have_different_ones(tmp_path):
-    assert make_run_dir(str(tmp_path), None, alone()) != make_run_dir(str(tmp_path), None, alone())
+    assert make_run_dir(settings(tmp_path), alone()) != make_run_dir(settings(tmp_path), alone())
 
 
 def test_a_directory_with_files_is_refused(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "samples.jsonl").touch()
     with pytest.raises(PeerError, match=r"mine is not empty; .* Choose another trainer\.run_id"):
-        make_run_dir(str(tmp_path), "mine", alone())
+        make_run_dir(settings(tmp_path, "mine"), alone())
+
+
+def test_a_run_with_checkpoints_goes_on_in_its_own_directory(tmp_path):
+    with_checkpoints = settings(tmp_path, "mine", checkpointer=CheckpointerConfig())
+    path = make_run_dir(with_checkpoints, alone())
+    (path / "samples.jsonl").touch()
+    assert make_run_dir(with_checkpoints, alone()) == path
+    for refused, text in [
+        (settings(tmp_path, "mine"), "is not empty"),
+        (settings(tmp_path, "mine", checkpointer=CheckpointerConfig(), resume="never"), "is not empty"),
+        (settings(tmp_path, "mine", checkpointer=CheckpointerConfig(base_path="other")), "base_path checkpoints, but"),
+    ]:
+        with pytest.raises(PeerError, match=text):
+            make_run_dir(refused, alone())
+
+
+def test_a_directory_that_is_not_of_a_run_with_checkpoints_is_refused_to_one(tmp_path):
+    (make_run_dir(settings(tmp_path, "mine"), alone()) / "samples.jsonl").touch()
+    with pytest.raises(PeerError, match="is not empty"):
+        make_run_dir(settings(tmp_path, "mine", checkpointer=CheckpointerConfig()), alone())
+
+
+def test_what_a_resumed_run_will_write_again_is_removed(tmp_path):
+    records = [{"step": step} for step in (1, 2, 3)]
+    for name in ("metrics.jsonl", "samples.jsonl", "other.jsonl"):
+        append_jsonl(tmp_path / name, records)
+    rewind(tmp_path, metrics_step=2, samples_step=1)
+    assert read_jsonl(tmp_path / "metrics.jsonl") == records[:2]
+    assert read_jsonl(tmp_path / "samples.jsonl") == records[:1]
+    assert read_jsonl(tmp_path / "other.jsonl") == records
+
+
+def test_the_summary_says_how_to_resume(tmp_path):
+    text = closing_summary(tmp_path, result(stopped_by=15, checkpoint="runs/a/checkpoints/step-7"), 10, None)
+    assert "state      runs/a/checkpoints/step-7" in text and "the same command again" in text
+    assert "no checkpoint was saved" not in text
+    assert "2 checkpoints could not be saved" in closing_summary(tmp_path, result(checkpoint_errors=2), 10, None)
 
 
 def test_the_summary_lists_what_is_there_and_nothing_else(tmp_path):

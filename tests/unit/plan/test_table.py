@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from lockstep.plan.infeasibility import Infeasibility
-from lockstep.plan.table import _named, _seconds, print_plan
+from lockstep.plan.table import _checkpoint, _named, _seconds, print_plan
 
 REASON = Infeasibility(key="engine.max_seqs", value=64, largest=32, text="too many [sequences]", place="a.yaml:3")
 
@@ -54,3 +54,9 @@ def test_seconds_have_the_unit_that_they_fill(value, text):
 @pytest.mark.parametrize(("name", "text"), [("rollout", "rollout: step"), ("", "step")])
 def test_a_round_of_sampling_is_named_by_its_block(name, text):
     assert _named(SimpleNamespace(workload=SimpleNamespace(name=name)), "step") == text
+
+
+def test_a_checkpoint_has_the_state_of_the_devices_of_a_host():
+    topology = SimpleNamespace(devices_per_host=4)
+    plan = SimpleNamespace(parameters=2 * 2**30, optimizer=4 * 2**30, topology=topology)
+    assert _checkpoint(plan).startswith("a checkpoint: 24.00 GiB per host, 25.8 s if each writes 1 GB/s")

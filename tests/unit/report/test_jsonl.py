@@ -4,7 +4,7 @@ import pytest
 
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.report import Row, append_jsonl, metric_names, read_jsonl
-from lockstep.report.jsonl import repair_jsonl
+from lockstep.report.jsonl import drop_later, repair_jsonl
 
 
 def make_row(**values):
@@ -82,3 +82,18 @@ def test_a_row_is_flat_in_a_file_and_comes_back_equal(tmp_path):
     assert list(records[0])[-2:] == ["mean_logprob", "exact_match"]
     assert [Row.from_dict(record) for record in records] == rows
     assert metric_names(rows) == ("exact_match",)
+
+
+def test_records_of_later_steps_are_dropped_and_so_is_a_torn_line(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    append_jsonl(path, [{"step": 1, "a": "ä"}, {"step": 3}, {"note": "no step"}, {"step": 2}])
+    whole = path.read_bytes().splitlines(keepends=True)
+    with path.open("ab") as file:
+        file.write(b'{"step": 2, "a"')
+    assert drop_later(path, 2) == 2
+    assert path.read_bytes().splitlines(keepends=True) == [whole[0], *whole[2:]]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_missing_file_has_nothing_to_drop(tmp_path):
+    assert drop_later(tmp_path / "none.jsonl", 2) == 0

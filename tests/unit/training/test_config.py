@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.training import TrainerConfig
+from lockstep.training import CheckpointerConfig, TrainerConfig
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,12 @@ def test_batches_that_do_not_divide():
         config.microbatches(ShapeOfMesh(2, 8))
     with pytest.raises(ConfigError, match=r"does not divide the 3 rows.*Use one of \[1, 3\], or -1"):
         config.microbatches(ShapeOfMesh(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("values", "missing"),
+    [({"run_id": "mine"}, "trainer.checkpointer"), ({"checkpointer": CheckpointerConfig()}, "trainer.run_id")],
+)
+def test_a_resume_that_could_find_nothing_is_refused(values, missing):
+    with pytest.raises(ConfigError, match=f"resume is must, but {missing} is null"):
+        TrainerConfig(resume="must", **values)

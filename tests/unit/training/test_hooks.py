@@ -93,3 +93,33 @@ def test_after_a_signal_only_hooks_that_ask_for_it_are_called():
     hooks.add(calls.append, 1)
     hooks.after_signal()
     assert (recorder.calls, ending.calls, calls) == ([], ["signal"], [])
+
+
+class Stateful(Recorder):
+    name = "stateful"
+
+    def state(self):
+        return {"calls": len(self.calls)}
+
+    def load_state(self, state):
+        self.loaded = state
+
+
+def test_states_are_kept_by_the_names_of_the_hooks():
+    hooks, stateful = Hooks(), Stateful()
+    hooks.add(Recorder(), 1)
+    hooks.add(stateful, 1)
+    assert hooks.state() == {"stateful": {"calls": 0}}
+    hooks.load_state({"stateful": {"calls": 3}, "gone": {}})
+    assert stateful.loaded == {"calls": 3}
+    hooks.load_state({})
+    assert stateful.loaded == {"calls": 3}
+
+
+def test_a_hook_that_is_interrupted_says_so():
+    hooks, recorder = Hooks(), Recorder()
+    hooks.add(recorder, 2)
+    assert hooks.after_step(info(2)) is True
+    recorder.interrupted = True
+    assert hooks.after_step(info(3)) is True, "it was not called"
+    assert hooks.after_step(info(4)) is False

@@ -1,0 +1,276 @@
+"""Training checkpoints on a disk or in a bucket, written and read with orbax: the only file that imports it."""
+
+import asyncio
+import dataclasses
+import functools
+import json
+import logging
+import os
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jaxtyping import Array, PyTree
+
+from lockstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from etils import epath
+
+log = logging.getLogger(__name__)
+
+METADATA = "metadata.json"
+"""The file that makes a directory a checkpoint; it is written last."""
+
+FORMAT = 1
+"""The version of the layout of a checkpoint."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointMetadata:
+    """What a checkpoint says of itself, beside its arrays."""
+
+    step: int
+    """The number of completed steps."""
+    loss: float
+    """The loss of the last of them."""
+    arrays: str
+    """The name of the directory, inside that of the checkpoint, which has the arrays."""
+    shapes: Mapping[str, str]
+    """The type and the global shape of each array by its name, such as ``float32[8,16]``."""
+    facts: Mapping[str, str]
+    """What a run must have in common with this one to go on from here, by name."""
+    config: Mapping[str, Any]
+    """The configuration of the run."""
+    hooks: Mapping[str, Any]
+    """The states of the hooks by their names."""
+    hooks_called: bool
+    """Whether the hooks had been called for this step."""
+
+    def to_json(self) -> str:
+        """Return the metadata as JSON text."""
+        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "CheckpointMetadata":
+        """Return the metadata of a JSON text.
+
+        Args:
+            text: The content of a ``metadata.json``.
+
+        Raises:
+            ConfigError: The text is of another version.
+        """
+        values = json.loads(text)
+        if values.pop("format", None) != FORMAT:
+            raise ConfigError(
+                f"this version of lockstep reads checkpoints of format {FORMAT} only. Go on with the version that "
+                "wrote them, or start a new trainer.run_id."
+            )
+        return cls(**values)
+
+
+class CheckpointDirectory:
+    """The checkpoints of a run: ``step-N/metadata.json`` beside a directory of arrays.
+
+    A checkpoint exists once its metadata does, which is one small file that appears as a whole on a disk as in a
+    bucket, so nothing has to be renamed. Each attempt to save has a directory of arrays of its own: what a process
+    that was thought dead still writes is in nobody's way.
+
+    Args:
+        path: A local directory, or a URL that tensorstore and fsspec know, such as ``gs://bucket/checkpoints``.
+    """
+
+    def __init__(self, path: str) -> None:
+        from etils import epath
+
+        self._local = "://" not in path
+        # tensorstore wants absolute paths.
+        self.path: epath.Path = epath.Path(os.path.abspath(path) if self._local else path)
+        _handler()  # imports orbax now: that takes a second, in which the first save would hold training up
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a checkpoint, in ascending order."""
+        return sorted(step for step, directory in self._found() if (directory / METADATA).exists())
+
+    def metadata(self, step: int) -> CheckpointMetadata:
+        """Read the metadata of a checkpoint.
+
+        Args:
+            step: The number of completed steps.
+
+        Raises:
+            ConfigError: The checkpoint is of another version.
+            OSError: It cannot be read.
+        """
+        return CheckpointMetadata.from_json((self.of(step) / METADATA).read_text())
+
+    def of(self, step: int) -> "epath.Path":
+        """Return the directory of a checkpoint.
+
+        Args:
+            step: The number of completed steps.
+        """
+        return self.path / f"step-{step}"
+
+    def begin(self, step: int) -> str:
+        """Make a directory for the arrays of a checkpoint; nothing counts before `commit`.
+
+        Args:
+            step: The number of completed steps.
+
+        Returns:
+            The name of the directory of arrays.
+
+        Raises:
+            OSError: It cannot be made.
+        """
+        name = f"arrays-{secrets.token_hex(4)}"
+        (self.of(step) / name).mkdir(parents=True, exist_ok=True)
+        return name
+
+    def commit(self, metadata: CheckpointMetadata) -> None:
+        """Make a checkpoint of what has been written.
+
+        Args:
+            metadata: The metadata of the checkpoint.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        target = self.of(metadata.step) / METADATA
+        if not self._local:
+            target.write_text(metadata.to_json())  # an object appears as a whole
+            return
+        draft = f"{os.fspath(target)}.tmp"
+        with open(draft, "w", encoding="utf-8") as file:
+            file.write(metadata.to_json())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, target)
+
+    def remove(self, step: int) -> None:
+        """Remove a checkpoint or what is there of it, its metadata first, so that no half of it ever counts.
+
+        Args:
+            step: The number of completed steps.
+
+        Raises:
+            OSError: It cannot be removed.
+        """
+        (self.of(step) / METADATA).unlink(missing_ok=True)
+        self.of(step).rmtree(missing_ok=True)
+
+    def remove_unfinished(self) -> list[int]:
+        """Remove the directories without metadata, which interrupted saves have left; return their steps."""
+        complete = set(self.steps())
+        unfinished = sorted(step for step, _ in self._found() if step not in complete)
+        for step in unfinished:
+            self.remove(step)
+        return unfinished
+
+    def _found(self) -> list[tuple[int, "epath.Path"]]:
+        if not self.path.exists():
+            return []
+        matches = [(re.fullmatch(r"step-(\d+)", each.name), each) for each in self.path.iterdir()]
+        return [(int(match[1]), each) for match, each in matches if match is not None]
+
+
+def named_arrays(tree: PyTree) -> dict[str, Any]:
+    """Return the leaves of a tree by their paths.
+
+    Args:
+        tree: Arrays, or what stands for them.
+
+    Returns:
+        The leaves by name, such as ``model.embed.0``.
+    """
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    assert len(named) == len(leaves), "two leaves have the same name"
+    return named
+
+
+def shape_texts(arrays: Mapping[str, Any]) -> dict[str, str]:
+    """Return type and shape of each array as a text.
+
+    Args:
+        arrays: Arrays or shape structs by name.
+    """
+    return {name: f"{each.dtype}[{','.join(map(str, each.shape))}]" for name, each in arrays.items()}
+
+
+def write_arrays(directory: "epath.Path", arrays: Mapping[str, Array]) -> Callable[[], None]:
+    """Copy this process's shards to its memory, and write them from threads; launches nothing, waits for no other host.
+
+    Each shard is written by the process that has its first replica. Slices of replicated arrays, which orbax can
+    share out between the replicas, would be device programs, so it does not.
+
+    Args:
+        directory: An empty directory that every process sees.
+        arrays: Global arrays by name. They may be donated as soon as this returns.
+
+    Returns:
+        A function that waits until this process's part is written, and raises what went wrong.
+    """
+    import orbax.checkpoint as ocp
+
+    async def copy() -> Any:
+        return await _handler().async_save(directory, args=ocp.args.PyTreeSave(dict(arrays)))
+
+    futures = asyncio.run(copy()) or []
+
+    def wait() -> None:
+        for future in futures:
+            future.result()
+
+    return wait
+
+
+def merge_arrays(directory: "epath.Path") -> None:
+    """Make one array store of what all processes have written; one process calls it, after all have ended writing.
+
+    Args:
+        directory: The directory that the processes wrote to.
+    """
+    _handler().finalize(directory)
+
+
+def read_arrays(directory: "epath.Path", structs: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Array]:
+    """Read arrays into the shardings of this run, whatever those of the run that wrote them; launches nothing.
+
+    Each process reads only what its own devices hold.
+
+    Args:
+        directory: The directory of the arrays.
+        structs: Global shape, type and sharding of the arrays to read, by name.
+
+    Returns:
+        The arrays by name.
+    """
+    import orbax.checkpoint as ocp
+
+    restore_args = {
+        name: ocp.type_handlers.ArrayRestoreArgs(
+            restore_type=jax.Array, sharding=one.sharding, dtype=one.dtype, global_shape=one.shape
+        )
+        for name, one in structs.items()
+    }
+    args = ocp.args.PyTreeRestore(item=dict.fromkeys(structs, 0), restore_args=restore_args, partial_restore=True)
+    read: dict[str, Array] = _handler().restore(directory, args=args)
+    return read
+
+
+@functools.cache
+def _handler() -> Any:
+    import orbax.checkpoint as ocp
+
+    # This layer of orbax has no barriers between processes: those above it are device programs, or end a process that
+    # waits for one which failed. See docs/adr/0015-checkpoints.md.
+    arrays = ocp.type_handlers.ArrayHandler(
+        use_replica_parallel=False, enable_write_sharding_file=False, array_metadata_store=None
+    )
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)

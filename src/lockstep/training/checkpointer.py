@@ -1,0 +1,407 @@
+"""When a run saves, what becomes of a save that fails on one host, which checkpoints stay, and where a run goes on."""
+
+import dataclasses
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+
+from lockstep.errors import ConfigError, PeerError
+from lockstep.hosts import Hosts
+from lockstep.training.checkpoint import (
+    CheckpointDirectory,
+    CheckpointMetadata,
+    merge_arrays,
+    named_arrays,
+    read_arrays,
+    shape_texts,
+    write_arrays,
+)
+from lockstep.training.step import TrainState
+
+log = logging.getLogger(__name__)
+
+KEYS = "lockstep/checkpoint"
+"""The directory of the service in which every process posts that its part is written, or why not."""
+
+REPORT_WAIT_S = 10.0
+"""Seconds that a checkpoint waits for trackers and files: where they hang, it counts without the last figures."""
+
+SHARED_BY = "shared.json"
+"""The file by which the processes see that they have the same directory."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KeepConfig:
+    """Which checkpoints stay when a newer one is complete.
+
+    Raises:
+        ConfigError: A value is out of its range.
+    """
+
+    newest: int = 2
+    """The number of newest checkpoints that stay."""
+    every: int | None = None
+    """Checkpoints whose step is a multiple of this stay for good; null: none."""
+
+    def __post_init__(self) -> None:
+        for name in ("newest", "every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"checkpointer.keep.{name} is {value}; it must be at least 1. Raise it.")
+
+    def removed(self, steps: list[int]) -> list[int]:
+        """Return which checkpoints go.
+
+        Args:
+            steps: The steps of the complete checkpoints in ascending order.
+        """
+        older = steps[: -self.newest]
+        return [step for step in older if self.every is None or step % self.every]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointerConfig:
+    """Settings of the checkpoints of a run.
+
+    Raises:
+        ConfigError: A value is out of its range, or would have no effect.
+    """
+
+    base_path: str = "checkpoints"
+    """A directory that all hosts share, or a ``gs://`` URL. A relative path is below the run directory; to an absolute
+    one and to a URL the ``run_id`` is appended."""
+    every: int = 1000
+    """The number of steps between two checkpoints; there is always one after the last step."""
+    keep: KeepConfig = dataclasses.field(default_factory=KeepConfig)
+    """Which checkpoints stay."""
+    save_on_preemption: bool = True
+    """Save after the step at which SIGTERM ends the run."""
+    timeout_s: float = 1800.0
+    """Seconds after which a save that is not complete is given up; training goes on."""
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ConfigError(f"checkpointer.every is {self.every}; it must be at least 1. Raise it.")
+        if self.timeout_s <= 0:
+            raise ConfigError(f"checkpointer.timeout_s is {self.timeout_s:g}; it must be more than 0. Raise it.")
+        if self.keep.every is not None and self.keep.every % self.every:
+            raise ConfigError(
+                f"checkpointer.keep.every is {self.keep.every}, but there is a checkpoint every {self.every} steps "
+                f"only. Set it to a multiple of {self.every}."
+            )
+
+    def path(self, run_dir: Path, run_id: str) -> str:
+        """Return where the checkpoints of a run are.
+
+        Args:
+            run_dir: The run directory.
+            run_id: The name of the run.
+        """
+        if "://" in self.base_path:
+            return f"{self.base_path.rstrip('/')}/{run_id}"
+        base = Path(self.base_path)
+        return str(base / run_id if base.is_absolute() else run_dir / base)
+
+
+class Checkpointer:
+    """Saves and restores the state of a run; every host makes the same calls after the same steps.
+
+    A save copies the state to the memory of each host before it returns, and is written in the background. It counts
+    once every host has said, over the coordination service, that its part is written. No host waits for another that
+    failed, no device program is launched, and a failed save is logged, counted and left behind.
+
+    Args:
+        config: The settings.
+        path: The directory or URL of the run's checkpoints.
+        hosts: The processes of the job.
+        facts: What a run must have in common with a checkpoint to go on from it, by name.
+        run_config: The configuration of the run, to say what has changed.
+        reported: Called on the leader, in a thread, before a checkpoint counts: what the run has reported so far must
+            then be where it belongs, for a run that goes on from here does not report it again.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointerConfig,
+        path: str,
+        hosts: Hosts,
+        *,
+        facts: Mapping[str, str],
+        run_config: Mapping[str, Any],
+        reported: Callable[[], None],
+    ) -> None:
+        self.config = config
+        self.directory = CheckpointDirectory(path)
+        self.errors = 0
+        """Saves that failed, the same on every host."""
+        self.last_step: int | None = None
+        """The step of the newest checkpoint of this run; None where there is none yet. The same on every host."""
+        self._hosts, self._facts, self._run_config, self._reported = hosts, dict(facts), dict(run_config), reported
+        self._pending: _Save | None = None
+
+    def find(self, resume: Literal["auto", "must", "never"]) -> CheckpointMetadata | None:
+        """Return the newest checkpoint, after the leader has removed what interrupted saves have left.
+
+        Args:
+            resume: Whether there may, must or must not be one.
+
+        Returns:
+            Its metadata, the same on every host; None where there is none.
+
+        Raises:
+            PeerError: There is none or one against ``resume``, the hosts do not share the directory, or it cannot be
+                used.
+        """
+        found = self._hosts.broadcast_from_leader("finding the checkpoint", lambda: self._find(resume))
+        with self._hosts.run_on_all("sharing the directory of checkpoints"):
+            self._check_shared(json.loads(found)["shared"])
+        text = json.loads(found)["metadata"]
+        return None if text is None else CheckpointMetadata.from_json(text)
+
+    def restore(self, metadata: CheckpointMetadata, structs: TrainState) -> TrainState:
+        """Read a checkpoint into this run's shardings, each host only what its devices hold. Launches nothing.
+
+        Args:
+            metadata: What `find` returned.
+            structs: Shapes and shardings of the state.
+
+        Returns:
+            The state.
+
+        Raises:
+            PeerError: The checkpoint does not fit this run, or a host cannot read it.
+        """
+        directory = self.directory.of(metadata.step)
+        with self._hosts.run_on_all("reading the checkpoint", f"reading the checkpoint {directory}"):
+            named = named_arrays(structs)
+            self._check_fits(metadata, shape_texts(named))
+            read = read_arrays(directory / metadata.arrays, named)
+        if self._hosts.is_leader:
+            for line in changes(metadata.config, self._run_config):
+                log.warning("the run goes on with another configuration than at step %d: %s", metadata.step, line)
+            log.info("the run goes on from %s", directory)
+        self.last_step = metadata.step
+        return jax.tree.unflatten(jax.tree.structure(structs), [read[name] for name in named])
+
+    def save(self, state: TrainState, *, step: int, loss: float, hooks: Mapping[str, Any], hooks_called: bool) -> None:
+        """Begin a checkpoint, after the one before has come to its end; nothing where this step has one.
+
+        Args:
+            state: The state after the step. It may be donated as soon as this returns.
+            step: The number of completed steps.
+            loss: The loss of the last of them.
+            hooks: The states of the hooks.
+            hooks_called: Whether the hooks have been called for this step.
+        """
+        self.wait()
+        if step == self.last_step:
+            return
+        named = named_arrays(state)
+        try:
+            with self._hosts.scope("checkpoint") as scope, scope.run_on_all("beginning a checkpoint") as phase:
+                if scope.is_leader:
+                    phase.share(self.directory.begin(step))
+        except PeerError as error:
+            self._count_failure(step, str(error))
+            return
+        metadata = CheckpointMetadata(
+            step=step,
+            loss=loss,
+            arrays=phase.shared[0],
+            shapes=shape_texts(named),
+            facts=self._facts,
+            config=self._run_config,
+            hooks=hooks,
+            hooks_called=hooks_called,
+        )
+        self._pending = _Save(metadata, named)
+        threading.Thread(target=self._write, args=(self._pending,), name="lockstep-checkpoint", daemon=True).start()
+        self._pending.copied.wait()
+
+    def wait(self) -> None:
+        """Wait until the save that is under way has come to its end, at most until its time is over, on all hosts."""
+        save = self._pending
+        if save is None:
+            return
+        outcome: str | None = None
+        while outcome is None:
+            # A slice at a time, so that no host waits longer for another than it may.
+            with self._hosts.scope("checkpoint end") as scope:
+                with scope.run_on_all("ending a checkpoint", f"writing the checkpoint of step {save.step}") as phase:
+                    if scope.is_leader:
+                        phase.share(self._outcome(save, scope.timeout_s / 4))
+            outcome = phase.shared[0]
+        self._pending = None
+        if outcome:
+            self._count_failure(save.step, outcome)
+        else:
+            self.last_step = save.step
+
+    def _outcome(self, save: "_Save", wait_s: float) -> str | None:
+        """On the leader: why the save failed, empty where it did not, None while nobody knows."""
+        left_s = self.config.timeout_s - save.seconds
+        if save.done.wait(max(0.0, min(wait_s, left_s))):
+            return save.error
+        if left_s > wait_s:
+            return None
+        save.given_up.set()
+        return f"it was not complete after {self.config.timeout_s:g} s (checkpointer.timeout_s)"
+
+    def _count_failure(self, step: int, why: str) -> None:
+        self.errors += 1
+        if self._hosts.is_leader:
+            log.error("the checkpoint of step %d was not saved, training goes on: %s", step, why)
+
+    def _write(self, save: "_Save") -> None:
+        """The thread of a save: this host's part, and on the leader the end of the whole."""
+        with jax.no_execution(True):
+            try:
+                directory = self.directory.of(save.step) / save.metadata.arrays
+                try:
+                    wait = write_arrays(directory, save.take_arrays())
+                finally:
+                    save.copied.set()
+                wait()
+                failure = ""
+            except Exception as error:
+                failure = _text(error)
+            try:
+                key = f"{KEYS}/{save.metadata.arrays}"
+                self._hosts.client.set(f"{key}/{self._hosts.index}", failure.encode())
+                if self._hosts.is_leader:
+                    save.error = self._complete(save, key)
+            except Exception as error:
+                save.error = _text(error)
+            save.done.set()
+
+    def _complete(self, save: "_Save", key: str) -> str:
+        """On the leader: wait for all, then make it a checkpoint and remove old ones; say why where that fails."""
+        client, pause_s = self._hosts.client, 0.01
+        while len(posted := client.get_dir(key)) < self._hosts.count:
+            if save.given_up.wait(pause_s):
+                break
+            pause_s = min(1.0, pause_s * 1.3)
+        client.delete(key)
+        failures = {int(name.rpartition("/")[2]): text.decode() for name, text in posted.items() if text}
+        if failures:
+            self._discard(save.step)
+            return "; ".join(f"process {index}: {text}" for index, text in sorted(failures.items()))
+        if save.given_up.is_set():
+            return "given up"
+        try:
+            merge_arrays(self.directory.of(save.step) / save.metadata.arrays)
+            reporting = threading.Thread(target=self._reported, name="lockstep-checkpoint-reports", daemon=True)
+            reporting.start()
+            reporting.join(REPORT_WAIT_S)
+            self.directory.commit(save.metadata)
+        except Exception:
+            self._discard(save.step)
+            raise
+        log.info("checkpoint %s saved in %.1f s", self.directory.of(save.step), save.seconds)
+        for step in self.config.keep.removed(self.directory.steps()):
+            self._discard(step)
+        return ""
+
+    def _discard(self, step: int) -> None:
+        try:
+            self.directory.remove(step)
+        except OSError as error:
+            log.warning("%s cannot be removed: %s", self.directory.of(step), error)
+
+    def _find(self, resume: str) -> bytes:
+        self.directory.path.mkdir(parents=True, exist_ok=True)
+        for step in self.directory.remove_unfinished():
+            log.warning("%s was not complete and is removed", self.directory.of(step))
+        shared = f"{time.time_ns()}"
+        (self.directory.path / SHARED_BY).write_text(shared)
+        steps = self.directory.steps()
+        if steps and resume == "never":
+            raise ConfigError(
+                f"trainer.resume is never, but {self.directory.path} has a checkpoint of step {steps[-1]}: the "
+                "checkpoints of two runs would mix. Choose another trainer.run_id, or go on with resume: auto."
+            )
+        if resume == "must" and not steps:
+            raise ConfigError(
+                f"trainer.resume is must, but there is no checkpoint in {self.directory.path}. Check trainer.run_id "
+                "and trainer.checkpointer.base_path, or use resume: auto to start from the beginning."
+            )
+        metadata = self.directory.metadata(steps[-1]).to_json() if steps else None
+        return json.dumps({"shared": shared, "metadata": metadata}).encode()
+
+    def _check_shared(self, shared: str) -> None:
+        file = self.directory.path / SHARED_BY
+        if not file.exists() or file.read_text() != shared:
+            raise ConfigError(
+                f"the directory of checkpoints {self.directory.path} is not the one that process 0 sees: each process "
+                "writes its own part there. Set trainer.checkpointer.base_path to a gs:// URL or to a file system that "
+                "all hosts share."
+            )
+
+    def _check_fits(self, metadata: CheckpointMetadata, shapes: Mapping[str, str]) -> None:
+        wrong = [f"{line} (now)" for line in changes(metadata.facts, self._facts)]
+        wrong += [f"array {line} (now)" for line in changes(metadata.shapes, shapes)]
+        if wrong:
+            more = f"\n  and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+            raise ConfigError(
+                f"this run cannot go on from {self.directory.of(metadata.step)}; they differ in\n  "
+                + "\n  ".join(wrong[:8])
+                + f"{more}\nUse the values of the checkpoint, or another trainer.run_id for a new run."
+            )
+
+
+class _Save:
+    """A checkpoint on its way.
+
+    Args:
+        metadata: The metadata that makes it one.
+        arrays: The state by name.
+    """
+
+    def __init__(self, metadata: CheckpointMetadata, arrays: Mapping[str, Any]) -> None:
+        self.metadata, self.step = metadata, metadata.step
+        self.copied, self.done, self.given_up = threading.Event(), threading.Event(), threading.Event()
+        self.error = ""
+        self._arrays: Mapping[str, Any] = arrays
+        self._began = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """The seconds since it began."""
+        return time.monotonic() - self._began
+
+    def take_arrays(self) -> Mapping[str, Any]:
+        """Return the arrays once, so that they live no longer than they are needed."""
+        arrays, self._arrays = self._arrays, {}
+        return arrays
+
+
+def _text(error: Exception) -> str:
+    """The beginning of an error's text: tensorstore adds pages to it."""
+    return f"{type(error).__name__}: {error}"[:400]
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Return what differs between two nested mappings.
+
+    Args:
+        before: The old values.
+        now: The new values.
+        prefix: The keys that lead to them, with a dot at their end.
+
+    Returns:
+        One line per value, ``key: old → new``.
+    """
+    lines = []
+    for key in [*before, *(key for key in now if key not in before)]:
+        old, new = before.get(key, "missing"), now.get(key, "missing")
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            lines += changes(old, new, f"{prefix}{key}.")
+        elif json.dumps(old) != json.dumps(new):
+            lines.append(f"{prefix}{key}: {old} → {new}")
+    return lines

@@ -1,0 +1,233 @@
+import logging
+import threading
+import time
+
+import pytest
+
+from lockstep.errors import ConfigError, PeerError
+from lockstep.hosts import Hosts, MemoryClient
+from lockstep.training import CheckpointerConfig, KeepConfig
+from lockstep.training import checkpointer as module
+from lockstep.training.checkpointer import Checkpointer, changes
+from tests.multiprocess.harness import run_threads
+
+STATE = {}
+"""The state of these tests, in which what is written is not looked at."""
+
+
+def make(path, hosts=None, **values):
+    hosts = Hosts(*MemoryClient.hub(1)) if hosts is None else hosts
+    options = {"facts": {"seed": "0"}, "run_config": {}, "reported": lambda: None}
+    config = CheckpointerConfig(
+        **{key: values.pop(key) for key in list(values) if key in ("every", "keep", "timeout_s")}
+    )
+    return Checkpointer(config, str(path), hosts, **(options | values))
+
+
+@pytest.fixture(autouse=True)
+def no_arrays(monkeypatch):
+    """Nothing is written: what happens between the hosts is what is looked at."""
+    monkeypatch.setattr(module, "write_arrays", lambda directory, arrays: lambda: None)
+    monkeypatch.setattr(module, "merge_arrays", lambda directory: None)
+
+
+def save(checkpointer, *steps):
+    for step in steps:
+        checkpointer.save(STATE, step=step, loss=1.0, hooks={}, hooks_called=True)
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"every": 0}, r"checkpointer\.every is 0; it must be at least 1"),
+        ({"timeout_s": 0}, r"checkpointer\.timeout_s is 0; it must be more than 0"),
+        ({"every": 4, "keep": {"every": 6}}, r"keep\.every is 6, but there is a checkpoint every 4 steps only"),
+        ({"keep": {"newest": 0}}, r"keep\.newest is 0; it must be at least 1"),
+    ],
+)
+def test_values_that_cannot_work(values, text):
+    with pytest.raises(ConfigError, match=text):
+        CheckpointerConfig(**{key: KeepConfig(**one) if key == "keep" else one for key, one in values.items()})
+
+
+@pytest.mark.parametrize(
+    ("base", "path"),
+    [
+        ("checkpoints", "runs/mine/checkpoints"),
+        ("/disk/ckpt", "/disk/ckpt/mine"),
+        ("gs://bucket/ckpt/", "gs://bucket/ckpt/mine"),
+    ],
+)
+def test_where_the_checkpoints_are(base, path, tmp_path):
+    from pathlib import Path
+
+    assert CheckpointerConfig(base_path=base).path(Path("runs/mine"), "mine") == path
+
+
+def test_the_newest_stay_and_those_of_every_so_many_steps(tmp_path):
+    checkpointer = make(tmp_path, keep=KeepConfig(newest=2, every=2000))
+    save(checkpointer, 1000, 2000, 3000, 4000, 5000)
+    checkpointer.wait()
+    assert checkpointer.directory.steps() == [2000, 4000, 5000]
+    assert checkpointer.last_step == 5000 and checkpointer.errors == 0
+
+
+def test_a_step_is_saved_once(tmp_path):
+    checkpointer = make(tmp_path)
+    save(checkpointer, 3, 3)
+    checkpointer.wait()
+    (found,) = [each.name for each in checkpointer.directory.of(3).iterdir() if each.name.startswith("arrays-")]
+    assert checkpointer.directory.metadata(3).arrays == found
+
+
+def test_a_save_does_not_wait_for_its_writing(tmp_path, monkeypatch):
+    written = threading.Event()
+    monkeypatch.setattr(module, "write_arrays", lambda directory, arrays: written.wait)
+    checkpointer = make(tmp_path)
+    save(checkpointer, 1)
+    assert checkpointer.directory.steps() == [], "it is still written"
+    written.set()
+    checkpointer.wait()
+    assert checkpointer.directory.steps() == [1]
+
+
+def test_a_host_that_cannot_write_fails_the_save_on_all_and_the_next_one_works(tmp_path, monkeypatch, caplog):
+    broken = set()
+
+    def write_arrays(directory, arrays):
+        def wait():
+            if "step-1" in str(directory) and threading.current_thread() in broken:
+                raise OSError("no space left on device")
+
+        return wait
+
+    monkeypatch.setattr(module, "write_arrays", write_arrays)
+
+    def body(hosts):
+        checkpointer = make(tmp_path, hosts)
+        original = checkpointer._write
+
+        def write(save):
+            if hosts.index == 1:
+                broken.add(threading.current_thread())
+            original(save)
+
+        checkpointer._write = write
+        save(checkpointer, 1, 2)
+        checkpointer.wait()
+        return checkpointer.errors, checkpointer.last_step
+
+    with caplog.at_level(logging.ERROR):
+        assert run_threads(body, 3) == [(1, 2)] * 3
+    assert "the checkpoint of step 1 was not saved, training goes on: process 1: OSError: no space left" in caplog.text
+    assert make(tmp_path).directory.steps() == [2]
+    assert not make(tmp_path).directory.of(1).exists()
+
+
+def test_a_host_that_hangs_costs_the_save_and_nothing_else(tmp_path, monkeypatch, caplog):
+    release = threading.Event()
+
+    def body(hosts):
+        checkpointer = make(tmp_path, hosts, timeout_s=0.3)
+        original = checkpointer._write
+
+        def write(save):
+            if hosts.index == 1 and save.step == 1:
+                save.copied.set()
+                release.wait()
+            else:
+                original(save)
+
+        checkpointer._write = write
+        start = time.monotonic()
+        save(checkpointer, 1, 2)
+        checkpointer.wait()
+        return checkpointer.errors, checkpointer.last_step, time.monotonic() - start
+
+    try:
+        results = run_threads(body, 2)
+    finally:
+        release.set()
+    assert [result[:2] for result in results] == [(1, 2)] * 2
+    assert max(result[2] for result in results) < 20
+    assert make(tmp_path).directory.steps() == [2]
+
+
+def test_a_directory_that_cannot_be_made_fails_the_save_on_all(tmp_path):
+    def body(hosts):
+        checkpointer = make(tmp_path / "base", hosts)
+        (tmp_path / "base").touch()  # a file in the place of the directory
+        save(checkpointer, 1)
+        checkpointer.wait()
+        return checkpointer.errors, checkpointer.last_step
+
+    assert run_threads(body, 2) == [(1, None)] * 2
+
+
+def test_what_was_reported_is_waited_for_before_a_checkpoint_counts(tmp_path):
+    seen = []
+    checkpointer = make(tmp_path, reported=lambda: seen.append(checkpointer.directory.steps()))
+    save(checkpointer, 1)
+    checkpointer.wait()
+    assert seen == [[]] and checkpointer.directory.steps() == [1]
+
+
+def test_what_is_reported_never_holds_a_checkpoint_up_for_good(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "REPORT_WAIT_S", 0.05)
+    hangs = threading.Event()
+    checkpointer = make(tmp_path, reported=hangs.wait)
+    save(checkpointer, 1)
+    checkpointer.wait()
+    hangs.set()
+    assert checkpointer.directory.steps() == [1]
+
+
+def test_the_newest_whole_checkpoint_is_found(tmp_path):
+    first = make(tmp_path)
+    save(first, 2, 4)
+    first.wait()
+    first.directory.begin(6)  # a process was killed while it wrote
+    for metadata in run_threads(lambda hosts: make(tmp_path, hosts).find("auto"), 2):
+        assert metadata.step == 4
+    assert not first.directory.of(6).exists()
+
+
+def test_there_may_must_or_must_not_be_one(tmp_path):
+    assert make(tmp_path).find("auto") is None
+    assert make(tmp_path).find("never") is None
+    with pytest.raises(
+        PeerError, match=r"trainer\.resume is must, but there is no checkpoint in .* Check trainer\.run_id"
+    ):
+        make(tmp_path).find("must")
+    first = make(tmp_path)
+    save(first, 2)
+    first.wait()
+    assert make(tmp_path).find("must").step == 2
+    with pytest.raises(PeerError, match=r"trainer\.resume is never, but .* has a checkpoint of step 2"):
+        make(tmp_path).find("never")
+
+
+def test_hosts_that_do_not_share_the_directory_are_told(tmp_path):
+    def body(hosts):
+        with pytest.raises(PeerError, match="process 1: .*is not the one that process 0 sees"):
+            make(tmp_path / str(hosts.index), hosts).find("auto")
+
+    run_threads(body, 2)
+
+
+def test_another_run_is_refused_and_what_differs_is_named(tmp_path):
+    first = make(tmp_path, facts={"seed": "0", "training data": "abc"})
+    save(first, 2)
+    first.wait()
+    second = make(tmp_path, facts={"seed": "1", "training data": "abc"})
+    with pytest.raises(PeerError, match=r"cannot go on from .*step-2; they differ in\n\s+seed: 0 → 1 \(now\)"):
+        second.restore(second.find("auto"), STATE)
+    third = make(tmp_path, facts={"seed": "0", "training data": "abc"})
+    assert third.restore(third.find("auto"), STATE) == STATE
+    assert third.last_step == 2
+
+
+def test_changes_are_listed_by_their_keys():
+    before = {"a": {"b": 1, "c": (1, 2)}, "gone": 3}
+    now = {"a": {"b": 2, "c": [1, 2]}, "new": 4}
+    assert changes(before, now) == ["a.b: 1 → 2", "gone: 3 → missing", "new: missing → 4"]
