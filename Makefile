@@ -8,12 +8,12 @@ WORKERS ?= 2
 
 # Tests and the demo run on the CPU; programs compiled by one test run are kept for the next.
 export JAX_PLATFORMS := cpu
-test slow: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/build/jax-cache
-test slow: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.5
+test slow nightly: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/build/jax-cache
+test slow nightly: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.5
 # Most of a test's time goes to compiling programs that then run for milliseconds. The slow tests compile as users do.
 test: export XLA_FLAGS ?= --xla_backend_optimization_level=0
 
-.PHONY: help setup setup-tests demo test slow lint format types
+.PHONY: help setup setup-tests demo test slow nightly lint format types
 help: ## show this list
 	@echo "Usage: make TARGET"
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -32,7 +32,10 @@ test: setup-tests ## run the tests (ARGS='-k name' narrows them)
 	@$(PYTHON) -m pytest -m "not slow" -n $(WORKERS) $(ARGS)
 
 slow: setup-tests ## run the slow tests, the whole demo among them
-	@$(PYTHON) -m pytest -m slow -n $(WORKERS) $(ARGS)
+	@$(PYTHON) -m pytest -m "slow and not nightly" -n $(WORKERS) $(ARGS)
+
+nightly: setup-tests ## run the slow tests that have a sibling among those of make slow
+	@$(PYTHON) -m pytest -m nightly -n $(WORKERS) $(ARGS)
 
 lint: setup ## check style and formatting
 	@$(PYTHON) -m ruff check .

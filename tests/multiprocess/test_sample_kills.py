@@ -81,7 +81,7 @@ def write_config(path, checkpoint, run_id, **values):
     return path
 
 
-@pytest.mark.parametrize("mode", ["host_data_parallel", "global_mesh"])
+@pytest.mark.parametrize("mode", ["host_data_parallel", pytest.param("global_mesh", marks=pytest.mark.nightly)])
 def test_whatever_is_killed_whenever_every_row_comes_out_once(mode, checkpoint, tmp_path):
     draw = random.Random(mode)
     with open(tmp_path / "log", "w+") as log:
@@ -106,9 +106,10 @@ def test_whatever_is_killed_whenever_every_row_comes_out_once(mode, checkpoint, 
     assert len(written) == len(set(written)) == total, "no row was generated twice"
 
 
-def test_rows_in_a_bucket_outlive_the_machines(checkpoint, tmp_path, monkeypatch):
-    """As above, but every run begins on machines that have nothing on their disks; each host has rows of its own."""
-    mode = "host_data_parallel"
+@pytest.mark.nightly
+@pytest.mark.parametrize("mode", ["host_data_parallel", "global_mesh"])
+def test_rows_in_a_bucket_outlive_the_machines(mode, checkpoint, tmp_path, monkeypatch):
+    """As above, but every run begins on machines that have nothing on their disks."""
     pytest.importorskip("gcsfs", reason="gcsfs is not installed (pip install 'jax-lockstep[gcs]')")
     draw, total = random.Random(mode), PROMPTS * GENERATIONS
     with open(tmp_path / "log", "w+") as log, fake_gcs.serve() as bucket:

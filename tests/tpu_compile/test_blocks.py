@@ -24,9 +24,8 @@ TOKENS, SEQUENCES, POSITIONS = 64, 16, 1024
 def test_small_blocks_compile_for_heads_outside_the_table(generation, head_size, dtype, page_size, monkeypatch):
     for name in ("ALLOW_MULTIPLE_LIBTPU_LOAD", "TPU_SKIP_MDS_QUERY"):
         monkeypatch.setenv(name, "1")
-    key = BlockKey(
-        generation=generation, q_heads=128, kv_heads=8, head_size=head_size, page_size=page_size, dtype=dtype
-    )
+    heads = {"q_heads": 128, "kv_heads": 8, "head_size": head_size}
+    key = BlockKey(generation=generation, **heads, page_size=page_size, dtype=dtype, kv_dtype=dtype)
     blocks, prefill = blocks_for(key)
     assert blocks == prefill == safe(key) and not blocks.known
     devices = np.array(topology(SLICES[generation]).devices[:1])

@@ -26,14 +26,14 @@ OPTIONS: list[dict[str, int]] = [
 MESHES = {"tensor1": ("1,4,1", "2,2,1"), "training": ("1,2,2", "2,2,1"), "tensor2": ("1,2,2", "1,4,1")}
 COLLECTIVE = re.compile(r"= \S+ (?:all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)\(")
 QUICK = {"llama": LAYOUTS, "llama3": ("training",), "qwen2": ("tensor1",), "qwen3": ("training",), "tied": ("tensor1",)}
-"""Layouts of the families that `make test` runs: one family in all of them, each other one in one."""
+"""Layouts of the families that `make test` runs: one family in all of them, each other one in one; the rest are nightly."""
 CASES = [
     pytest.param(
         family,
         layout,
         MESHES[layout][i % 2],
         OPTIONS[(i + 2 * j) % len(OPTIONS)],
-        marks=[] if layout in QUICK.get(family, ("tensor2",)) else [pytest.mark.slow],
+        marks=[] if layout in QUICK.get(family, ("tensor2",)) else [pytest.mark.slow, pytest.mark.nightly],
     )
     for i, family in enumerate(FAMILIES)
     for j, layout in enumerate(LAYOUTS)
