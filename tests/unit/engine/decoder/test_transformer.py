@@ -26,7 +26,7 @@ OPTIONS: list[dict[str, int]] = [
 MESHES = {"tensor1": ("1,4,1", "2,2,1"), "training": ("1,2,2", "2,2,1"), "tensor2": ("1,2,2", "1,4,1")}
 COLLECTIVE = re.compile(r"= \S+ (?:all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)\(")
 QUICK = {"llama": LAYOUTS, "llama3": ("training",), "qwen2": ("tensor1",), "qwen3": ("training",), "tied": ("tensor1",)}
-"""Layouts of the families that `make test` runs: one family in all of them, each other one in one; the rest are nightly."""
+"""Layouts of the families that `make test` runs: one family in all, each other one in one. The rest are nightly."""
 CASES = [
     pytest.param(
         family,
