@@ -163,13 +163,10 @@ class CheckpointDirectory:
         (self.of(step) / METADATA).unlink(missing_ok=True)
         self.of(step).rmtree(missing_ok=True)
 
-    def remove_unfinished(self) -> list[int]:
-        """Remove the directories without metadata, which interrupted saves have left; return their steps."""
+    def unfinished(self) -> list[int]:
+        """Return the steps of directories without metadata, which interrupted saves have left."""
         complete = set(self.steps())
-        unfinished = sorted(step for step, _ in self._found() if step not in complete)
-        for step in unfinished:
-            self.remove(step)
-        return unfinished
+        return sorted(step for step, _ in self._found() if step not in complete)
 
     def _found(self) -> list[tuple[int, "epath.Path"]]:
         if not self.path.exists():

@@ -311,13 +311,14 @@ class Checkpointer:
     def _discard(self, step: int) -> None:
         try:
             self.directory.remove(step)
-        except OSError as error:
+        except Exception as error:  # storage libraries have their own; a process that lives still may write there
             log.warning("%s cannot be removed: %s", self.directory.of(step), error)
 
     def _find(self, resume: str) -> bytes:
         self.directory.path.mkdir(parents=True, exist_ok=True)
-        for step in self.directory.remove_unfinished():
+        for step in self.directory.unfinished():
             log.warning("%s was not complete and is removed", self.directory.of(step))
+            self._discard(step)
         shared = f"{time.time_ns()}"
         (self.directory.path / SHARED_BY).write_text(shared)
         steps = self.directory.steps()

@@ -68,12 +68,11 @@ def test_a_checkpoint_that_is_half_removed_is_none(directory, monkeypatch):
     assert directory.steps() == []
 
 
-def test_what_interrupted_saves_left_is_removed_and_nothing_else(directory):
+def test_what_interrupted_saves_left_is_known(directory):
     complete(directory, 4)
     directory.begin(6)
     (directory.path / "notes").mkdir()
-    assert directory.remove_unfinished() == [6]
-    assert not directory.of(6).exists() and directory.steps() == [4] and (directory.path / "notes").exists()
+    assert directory.unfinished() == [6] and directory.steps() == [4]
 
 
 def test_another_version_is_refused(directory):
@@ -159,6 +158,8 @@ def test_a_bucket_is_as_good_as_a_disk(bucket):
     structs = {"a.w": jax.ShapeDtypeStruct((8, 12), np.float32, sharding=NamedSharding(mesh, P(None, "x")))}
     read = read_arrays(directory.of(3) / name, structs)
     np.testing.assert_array_equal(np.asarray(read["a.w"]), np.asarray(saved["a.w"]))
-    assert directory.remove_unfinished() == [5] and directory.steps() == [3]
+    assert directory.unfinished() == [5]
+    directory.remove(5)
+    assert directory.unfinished() == [] and directory.steps() == [3]
     directory.remove(3)
     assert not bucket.objects

@@ -166,7 +166,12 @@ def test_a_directory_that_cannot_be_made_fails_the_save_on_all(tmp_path):
 
 def test_what_was_reported_is_waited_for_before_a_checkpoint_counts(tmp_path):
     seen = []
-    checkpointer = make(tmp_path, reported=lambda: seen.append(checkpointer.directory.steps()))
+
+    def reported():
+        time.sleep(0.1)
+        seen.append(checkpointer.directory.steps())
+
+    checkpointer = make(tmp_path, reported=reported)
     save(checkpointer, 1)
     checkpointer.wait()
     assert seen == [[]] and checkpointer.directory.steps() == [1]
@@ -190,6 +195,24 @@ def test_the_newest_whole_checkpoint_is_found(tmp_path):
     for metadata in run_threads(lambda hosts: make(tmp_path, hosts).find("auto"), 2):
         assert metadata.step == 4
     assert not first.directory.of(6).exists()
+
+
+def test_what_cannot_be_removed_at_the_start_stops_nobody(tmp_path, monkeypatch, caplog):
+    first = make(tmp_path)
+    save(first, 2)
+    first.wait()
+    first.directory.begin(4)
+
+    def remove(self, step):
+        raise OSError("directory not empty")  # a process of the last attempt still writes
+
+    monkeypatch.setattr(module.CheckpointDirectory, "remove", remove)
+    second = make(tmp_path)
+    assert second.find("auto").step == 2
+    assert "step-4 cannot be removed: directory not empty" in caplog.text
+    save(second, 4)
+    second.wait()
+    assert second.directory.steps() == [2, 4] and second.errors == 0
 
 
 def test_there_may_must_or_must_not_be_one(tmp_path):
