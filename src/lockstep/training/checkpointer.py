@@ -32,6 +32,9 @@ KEYS = "lockstep/checkpoint"
 REPORT_WAIT_S = 10.0
 """Seconds that a checkpoint waits for trackers and files: where they hang, it counts without the last figures."""
 
+SLOW_S = 1.0
+"""Seconds that training may wait for the save before, without a word in the log."""
+
 SHARED_BY = "shared.json"
 """The file by which the processes see that they have the same directory."""
 
@@ -199,9 +202,12 @@ class Checkpointer:
             hooks: The states of the hooks.
             hooks_called: Whether the hooks have been called for this step.
         """
+        start = time.monotonic()
         self.wait()
         if step == self.last_step:
             return
+        if (waited_s := time.monotonic() - start) > SLOW_S and self._hosts.is_leader:
+            log.warning("training waited %.1f s for the save before this one: raise checkpointer.every", waited_s)
         named = named_arrays(state)
         try:
             with self._hosts.scope("checkpoint") as scope, scope.run_on_all("beginning a checkpoint") as phase:
@@ -299,14 +305,24 @@ class Checkpointer:
             reporting = threading.Thread(target=self._reported, name="lockstep-checkpoint-reports", daemon=True)
             reporting.start()
             reporting.join(REPORT_WAIT_S)
+            if save.given_up.is_set():
+                raise TimeoutError("given up")
             self.directory.commit(save.metadata)
         except Exception:
             self._discard(save.step)
             raise
         log.info("checkpoint %s saved in %.1f s", self.directory.of(save.step), save.seconds)
-        for step in self.config.keep.removed(self.directory.steps()):
-            self._discard(step)
+        self._remove_old()
         return ""
+
+    def _remove_old(self) -> None:
+        try:
+            steps = self.directory.steps()
+        except Exception as error:  # storage libraries have their own
+            log.warning("%s cannot be listed, so old checkpoints stay: %s", self.directory.path, error)
+            return
+        for step in self.config.keep.removed(steps):
+            self._discard(step)
 
     def _discard(self, step: int) -> None:
         try:

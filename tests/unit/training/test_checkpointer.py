@@ -153,6 +153,26 @@ def test_a_host_that_hangs_costs_the_save_and_nothing_else(tmp_path, monkeypatch
     assert make(tmp_path).directory.steps() == [2]
 
 
+def test_old_checkpoints_that_cannot_be_removed_fail_no_save(tmp_path, monkeypatch, caplog):
+    checkpointer = make(tmp_path, keep=KeepConfig(newest=1))
+
+    def steps(self):
+        raise OSError("cannot be listed")
+
+    monkeypatch.setattr(module.CheckpointDirectory, "steps", steps)
+    save(checkpointer, 1)
+    checkpointer.wait()
+    assert (checkpointer.errors, checkpointer.last_step) == (0, 1)
+    assert "old checkpoints stay" in caplog.text
+
+
+def test_a_wait_for_the_save_before_is_said(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(module, "SLOW_S", 0.01)
+    monkeypatch.setattr(module, "write_arrays", lambda directory, arrays: lambda: time.sleep(0.1))
+    save(make(tmp_path), 1, 2)
+    assert "for the save before this one: raise checkpointer.every" in caplog.text
+
+
 def test_a_directory_that_cannot_be_made_fails_the_save_on_all(tmp_path):
     def body(hosts):
         checkpointer = make(tmp_path / "base", hosts)
