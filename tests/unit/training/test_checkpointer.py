@@ -169,7 +169,9 @@ def test_old_checkpoints_that_cannot_be_removed_fail_no_save(tmp_path, monkeypat
 def test_a_wait_for_the_save_before_is_said(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(module, "SLOW_S", 0.01)
     monkeypatch.setattr(module, "write_arrays", lambda directory, arrays: lambda: time.sleep(0.1))
-    save(make(tmp_path), 1, 2)
+    checkpointer = make(tmp_path)
+    save(checkpointer, 1, 2)
+    checkpointer.wait()
     assert "for the save before this one: raise checkpointer.every" in caplog.text
 
 
