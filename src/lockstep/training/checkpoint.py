@@ -199,6 +199,27 @@ def shape_texts(arrays: Mapping[str, Any]) -> dict[str, str]:
     return {name: f"{each.dtype}[{','.join(map(str, each.shape))}]" for name, each in arrays.items()}
 
 
+def changes(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Return what differs between two nested mappings.
+
+    Args:
+        before: The old values.
+        now: The new values.
+        prefix: The keys that lead to them, with a dot at their end.
+
+    Returns:
+        One line per value, ``key: old → new``.
+    """
+    lines = []
+    for key in [*before, *(key for key in now if key not in before)]:
+        old, new = before.get(key, "missing"), now.get(key, "missing")
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            lines += changes(old, new, f"{prefix}{key}.")
+        elif json.dumps(old) != json.dumps(new):
+            lines.append(f"{prefix}{key}: {old} → {new}")
+    return lines
+
+
 def write_arrays(directory: "epath.Path", arrays: Mapping[str, Array]) -> Callable[[], None]:
     """Copy this process's shards to its memory, and write them from threads; launches nothing, waits for no other host.
 

@@ -16,6 +16,7 @@ from lockstep.hosts import Hosts
 from lockstep.training.checkpoint import (
     CheckpointDirectory,
     CheckpointMetadata,
+    changes,
     merge_arrays,
     named_arrays,
     read_arrays,
@@ -161,11 +162,10 @@ class Checkpointer:
             PeerError: There is none or one against ``resume``, the hosts do not share the directory, or it cannot be
                 used.
         """
-        found = self._hosts.broadcast_from_leader("finding the checkpoint", lambda: self._find(resume))
+        found = json.loads(self._hosts.broadcast_from_leader("finding the checkpoint", lambda: self._find(resume)))
         with self._hosts.run_on_all("sharing the directory of checkpoints"):
-            self._check_shared(json.loads(found)["shared"])
-        text = json.loads(found)["metadata"]
-        return None if text is None else CheckpointMetadata.from_json(text)
+            self._check_shared(found["shared"])
+        return None if found["metadata"] is None else CheckpointMetadata.from_json(found["metadata"])
 
     def restore(self, metadata: CheckpointMetadata, structs: TrainState) -> TrainState:
         """Read a checkpoint into this run's shardings, each host only what its devices hold. Launches nothing.
@@ -317,12 +317,10 @@ class Checkpointer:
 
     def _remove_old(self) -> None:
         try:
-            steps = self.directory.steps()
+            for step in self.config.keep.removed(self.directory.steps()):
+                self._discard(step)
         except Exception as error:  # storage libraries have their own
             log.warning("%s cannot be listed, so old checkpoints stay: %s", self.directory.path, error)
-            return
-        for step in self.config.keep.removed(steps):
-            self._discard(step)
 
     def _discard(self, step: int) -> None:
         try:
@@ -401,24 +399,3 @@ class _Save:
 def _text(error: Exception) -> str:
     """The beginning of an error's text: tensorstore adds pages to it."""
     return f"{type(error).__name__}: {error}"[:400]
-
-
-def changes(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Return what differs between two nested mappings.
-
-    Args:
-        before: The old values.
-        now: The new values.
-        prefix: The keys that lead to them, with a dot at their end.
-
-    Returns:
-        One line per value, ``key: old → new``.
-    """
-    lines = []
-    for key in [*before, *(key for key in now if key not in before)]:
-        old, new = before.get(key, "missing"), now.get(key, "missing")
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            lines += changes(old, new, f"{prefix}{key}.")
-        elif json.dumps(old) != json.dumps(new):
-            lines.append(f"{prefix}{key}: {old} → {new}")
-    return lines

@@ -10,6 +10,7 @@ from lockstep.training.checkpoint import (
     METADATA,
     CheckpointDirectory,
     CheckpointMetadata,
+    changes,
     merge_arrays,
     named_arrays,
     read_arrays,
@@ -128,6 +129,12 @@ def test_arrays_come_back_on_another_mesh_and_nothing_is_launched(tmp_path, dire
 
 def test_shapes_as_texts():
     assert shape_texts({"w": np.zeros((2, 3), np.float32), "s": np.int32(1)}) == {"w": "float32[2,3]", "s": "int32[]"}
+
+
+def test_changes_are_listed_by_their_keys():
+    before = {"a": {"b": 1, "c": (1, 2)}, "gone": 3}
+    now = {"a": {"b": 2, "c": [1, 2]}, "new": 4}
+    assert changes(before, now) == ["a.b: 1 → 2", "gone: 3 → missing", "new: missing → 4"]
 
 
 @pytest.fixture

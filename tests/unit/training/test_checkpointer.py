@@ -8,7 +8,7 @@ from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import Hosts, MemoryClient
 from lockstep.training import CheckpointerConfig, KeepConfig
 from lockstep.training import checkpointer as module
-from lockstep.training.checkpointer import Checkpointer, changes
+from lockstep.training.checkpointer import Checkpointer
 from tests.multiprocess.harness import run_threads
 
 STATE = {}
@@ -270,9 +270,3 @@ def test_another_run_is_refused_and_what_differs_is_named(tmp_path):
     third = make(tmp_path, facts={"seed": "0", "training data": "abc"})
     assert third.restore(third.find("auto"), STATE) == STATE
     assert third.last_step == 2
-
-
-def test_changes_are_listed_by_their_keys():
-    before = {"a": {"b": 1, "c": (1, 2)}, "gone": 3}
-    now = {"a": {"b": 2, "c": [1, 2]}, "new": 4}
-    assert changes(before, now) == ["a.b: 1 → 2", "gone: 3 → missing", "new: missing → 4"]
