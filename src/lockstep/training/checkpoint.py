@@ -163,13 +163,10 @@ class CheckpointDirectory:
         (self.of(step) / METADATA).unlink(missing_ok=True)
         self.of(step).rmtree(missing_ok=True)
 
-    def remove_unfinished(self) -> list[int]:
-        """Remove the directories without metadata, which interrupted saves have left; return their steps."""
+    def unfinished(self) -> list[int]:
+        """Return the steps of directories without metadata, which interrupted saves have left."""
         complete = set(self.steps())
-        unfinished = sorted(step for step, _ in self._found() if step not in complete)
-        for step in unfinished:
-            self.remove(step)
-        return unfinished
+        return sorted(step for step, _ in self._found() if step not in complete)
 
     def _found(self) -> list[tuple[int, "epath.Path"]]:
         if not self.path.exists():
@@ -200,6 +197,27 @@ def shape_texts(arrays: Mapping[str, Any]) -> dict[str, str]:
         arrays: Arrays or shape structs by name.
     """
     return {name: f"{each.dtype}[{','.join(map(str, each.shape))}]" for name, each in arrays.items()}
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Return what differs between two nested mappings.
+
+    Args:
+        before: The old values.
+        now: The new values.
+        prefix: The keys that lead to them, with a dot at their end.
+
+    Returns:
+        One line per value, ``key: old → new``.
+    """
+    lines = []
+    for key in [*before, *(key for key in now if key not in before)]:
+        old, new = before.get(key, "missing"), now.get(key, "missing")
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            lines += changes(old, new, f"{prefix}{key}.")
+        elif json.dumps(old) != json.dumps(new):
+            lines.append(f"{prefix}{key}: {old} → {new}")
+    return lines
 
 
 def write_arrays(directory: "epath.Path", arrays: Mapping[str, Array]) -> Callable[[], None]:

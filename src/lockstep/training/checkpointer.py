@@ -16,6 +16,7 @@ from lockstep.hosts import Hosts
 from lockstep.training.checkpoint import (
     CheckpointDirectory,
     CheckpointMetadata,
+    changes,
     merge_arrays,
     named_arrays,
     read_arrays,
@@ -31,6 +32,9 @@ KEYS = "lockstep/checkpoint"
 
 REPORT_WAIT_S = 10.0
 """Seconds that a checkpoint waits for trackers and files: where they hang, it counts without the last figures."""
+
+SLOW_S = 1.0
+"""Seconds that training may wait for the save before, without a word in the log."""
 
 SHARED_BY = "shared.json"
 """The file by which the processes see that they have the same directory."""
@@ -158,11 +162,10 @@ class Checkpointer:
             PeerError: There is none or one against ``resume``, the hosts do not share the directory, or it cannot be
                 used.
         """
-        found = self._hosts.broadcast_from_leader("finding the checkpoint", lambda: self._find(resume))
+        found = json.loads(self._hosts.broadcast_from_leader("finding the checkpoint", lambda: self._find(resume)))
         with self._hosts.run_on_all("sharing the directory of checkpoints"):
-            self._check_shared(json.loads(found)["shared"])
-        text = json.loads(found)["metadata"]
-        return None if text is None else CheckpointMetadata.from_json(text)
+            self._check_shared(found["shared"])
+        return None if found["metadata"] is None else CheckpointMetadata.from_json(found["metadata"])
 
     def restore(self, metadata: CheckpointMetadata, structs: TrainState) -> TrainState:
         """Read a checkpoint into this run's shardings, each host only what its devices hold. Launches nothing.
@@ -199,9 +202,12 @@ class Checkpointer:
             hooks: The states of the hooks.
             hooks_called: Whether the hooks have been called for this step.
         """
+        start = time.monotonic()
         self.wait()
         if step == self.last_step:
             return
+        if (waited_s := time.monotonic() - start) > SLOW_S and self._hosts.is_leader:
+            log.warning("training waited %.1f s for the save before this one: raise checkpointer.every", waited_s)
         named = named_arrays(state)
         try:
             with self._hosts.scope("checkpoint") as scope, scope.run_on_all("beginning a checkpoint") as phase:
@@ -299,25 +305,34 @@ class Checkpointer:
             reporting = threading.Thread(target=self._reported, name="lockstep-checkpoint-reports", daemon=True)
             reporting.start()
             reporting.join(REPORT_WAIT_S)
+            if save.given_up.is_set():
+                raise TimeoutError("given up")
             self.directory.commit(save.metadata)
         except Exception:
             self._discard(save.step)
             raise
         log.info("checkpoint %s saved in %.1f s", self.directory.of(save.step), save.seconds)
-        for step in self.config.keep.removed(self.directory.steps()):
-            self._discard(step)
+        self._remove_old()
         return ""
+
+    def _remove_old(self) -> None:
+        try:
+            for step in self.config.keep.removed(self.directory.steps()):
+                self._discard(step)
+        except Exception as error:  # storage libraries have their own
+            log.warning("%s cannot be listed, so old checkpoints stay: %s", self.directory.path, error)
 
     def _discard(self, step: int) -> None:
         try:
             self.directory.remove(step)
-        except OSError as error:
+        except Exception as error:  # storage libraries have their own; a process that lives still may write there
             log.warning("%s cannot be removed: %s", self.directory.of(step), error)
 
     def _find(self, resume: str) -> bytes:
         self.directory.path.mkdir(parents=True, exist_ok=True)
-        for step in self.directory.remove_unfinished():
+        for step in self.directory.unfinished():
             log.warning("%s was not complete and is removed", self.directory.of(step))
+            self._discard(step)
         shared = f"{time.time_ns()}"
         (self.directory.path / SHARED_BY).write_text(shared)
         steps = self.directory.steps()
@@ -384,24 +399,3 @@ class _Save:
 def _text(error: Exception) -> str:
     """The beginning of an error's text: tensorstore adds pages to it."""
     return f"{type(error).__name__}: {error}"[:400]
-
-
-def changes(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Return what differs between two nested mappings.
-
-    Args:
-        before: The old values.
-        now: The new values.
-        prefix: The keys that lead to them, with a dot at their end.
-
-    Returns:
-        One line per value, ``key: old → new``.
-    """
-    lines = []
-    for key in [*before, *(key for key in now if key not in before)]:
-        old, new = before.get(key, "missing"), now.get(key, "missing")
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            lines += changes(old, new, f"{prefix}{key}.")
-        elif json.dumps(old) != json.dumps(new):
-            lines.append(f"{prefix}{key}: {old} → {new}")
-    return lines

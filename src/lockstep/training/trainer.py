@@ -190,6 +190,7 @@ class Trainer:
             LaunchMismatchError: The hosts launched different programs; found at the end, or in debug mode before the
                 launch.
             HostError: A step failed while it ran on several hosts, most likely because one of them has died.
+            ConfigError: The state is not one that this trainer has restored.
 
         Returns:
             The trained model and how the run ended. A signal (Ctrl-C, SIGTERM) on any host ends the run after a step,
@@ -204,6 +205,11 @@ class Trainer:
         if self.hosts.is_leader and (warning := fsdp_warning(self.mesh)):
             log.warning(warning)
         if isinstance(model, TrainState):
+            if self._saves.resumed_from is None:
+                raise ConfigError(
+                    "train() was given a state that this trainer has not restored, so its step is not known. Pass the "
+                    "result of this trainer's restore(), or a model."
+                )
             state, shardings = model, parameter_shardings(model, self.mesh)
         else:
             state, shardings = init_state(model, self._optimizer, self.mesh, config.precision, self._launch)

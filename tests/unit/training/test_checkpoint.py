@@ -10,6 +10,7 @@ from lockstep.training.checkpoint import (
     METADATA,
     CheckpointDirectory,
     CheckpointMetadata,
+    changes,
     merge_arrays,
     named_arrays,
     read_arrays,
@@ -68,12 +69,11 @@ def test_a_checkpoint_that_is_half_removed_is_none(directory, monkeypatch):
     assert directory.steps() == []
 
 
-def test_what_interrupted_saves_left_is_removed_and_nothing_else(directory):
+def test_what_interrupted_saves_left_is_known(directory):
     complete(directory, 4)
     directory.begin(6)
     (directory.path / "notes").mkdir()
-    assert directory.remove_unfinished() == [6]
-    assert not directory.of(6).exists() and directory.steps() == [4] and (directory.path / "notes").exists()
+    assert directory.unfinished() == [6] and directory.steps() == [4]
 
 
 def test_another_version_is_refused(directory):
@@ -131,6 +131,12 @@ def test_shapes_as_texts():
     assert shape_texts({"w": np.zeros((2, 3), np.float32), "s": np.int32(1)}) == {"w": "float32[2,3]", "s": "int32[]"}
 
 
+def test_changes_are_listed_by_their_keys():
+    before = {"a": {"b": 1, "c": (1, 2)}, "gone": 3}
+    now = {"a": {"b": 2, "c": [1, 2]}, "new": 4}
+    assert changes(before, now) == ["a.b: 1 → 2", "gone: 3 → missing", "new: missing → 4"]
+
+
 @pytest.fixture
 def bucket(monkeypatch):
     pytest.importorskip("gcsfs", reason="gcsfs is not installed (pip install 'jax-lockstep[gcs]')")
@@ -159,6 +165,8 @@ def test_a_bucket_is_as_good_as_a_disk(bucket):
     structs = {"a.w": jax.ShapeDtypeStruct((8, 12), np.float32, sharding=NamedSharding(mesh, P(None, "x")))}
     read = read_arrays(directory.of(3) / name, structs)
     np.testing.assert_array_equal(np.asarray(read["a.w"]), np.asarray(saved["a.w"]))
-    assert directory.remove_unfinished() == [5] and directory.steps() == [3]
+    assert directory.unfinished() == [5]
+    directory.remove(5)
+    assert directory.unfinished() == [] and directory.steps() == [3]
     directory.remove(3)
     assert not bucket.objects

@@ -8,7 +8,7 @@ from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import Hosts, MemoryClient
 from lockstep.training import CheckpointerConfig, KeepConfig
 from lockstep.training import checkpointer as module
-from lockstep.training.checkpointer import Checkpointer, changes
+from lockstep.training.checkpointer import Checkpointer
 from tests.multiprocess.harness import run_threads
 
 STATE = {}
@@ -153,6 +153,28 @@ def test_a_host_that_hangs_costs_the_save_and_nothing_else(tmp_path, monkeypatch
     assert make(tmp_path).directory.steps() == [2]
 
 
+def test_old_checkpoints_that_cannot_be_removed_fail_no_save(tmp_path, monkeypatch, caplog):
+    checkpointer = make(tmp_path, keep=KeepConfig(newest=1))
+
+    def steps(self):
+        raise OSError("cannot be listed")
+
+    monkeypatch.setattr(module.CheckpointDirectory, "steps", steps)
+    save(checkpointer, 1)
+    checkpointer.wait()
+    assert (checkpointer.errors, checkpointer.last_step) == (0, 1)
+    assert "old checkpoints stay" in caplog.text
+
+
+def test_a_wait_for_the_save_before_is_said(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(module, "SLOW_S", 0.01)
+    monkeypatch.setattr(module, "write_arrays", lambda directory, arrays: lambda: time.sleep(0.1))
+    checkpointer = make(tmp_path)
+    save(checkpointer, 1, 2)
+    checkpointer.wait()
+    assert "for the save before this one: raise checkpointer.every" in caplog.text
+
+
 def test_a_directory_that_cannot_be_made_fails_the_save_on_all(tmp_path):
     def body(hosts):
         checkpointer = make(tmp_path / "base", hosts)
@@ -166,7 +188,12 @@ def test_a_directory_that_cannot_be_made_fails_the_save_on_all(tmp_path):
 
 def test_what_was_reported_is_waited_for_before_a_checkpoint_counts(tmp_path):
     seen = []
-    checkpointer = make(tmp_path, reported=lambda: seen.append(checkpointer.directory.steps()))
+
+    def reported():
+        time.sleep(0.1)
+        seen.append(checkpointer.directory.steps())
+
+    checkpointer = make(tmp_path, reported=reported)
     save(checkpointer, 1)
     checkpointer.wait()
     assert seen == [[]] and checkpointer.directory.steps() == [1]
@@ -190,6 +217,24 @@ def test_the_newest_whole_checkpoint_is_found(tmp_path):
     for metadata in run_threads(lambda hosts: make(tmp_path, hosts).find("auto"), 2):
         assert metadata.step == 4
     assert not first.directory.of(6).exists()
+
+
+def test_what_cannot_be_removed_at_the_start_stops_nobody(tmp_path, monkeypatch, caplog):
+    first = make(tmp_path)
+    save(first, 2)
+    first.wait()
+    first.directory.begin(4)
+
+    def remove(self, step):
+        raise OSError("directory not empty")  # a process of the last attempt still writes
+
+    monkeypatch.setattr(module.CheckpointDirectory, "remove", remove)
+    second = make(tmp_path)
+    assert second.find("auto").step == 2
+    assert "step-4 cannot be removed: directory not empty" in caplog.text
+    save(second, 4)
+    second.wait()
+    assert second.directory.steps() == [2, 4] and second.errors == 0
 
 
 def test_there_may_must_or_must_not_be_one(tmp_path):
@@ -225,9 +270,3 @@ def test_another_run_is_refused_and_what_differs_is_named(tmp_path):
     third = make(tmp_path, facts={"seed": "0", "training data": "abc"})
     assert third.restore(third.find("auto"), STATE) == STATE
     assert third.last_step == 2
-
-
-def test_changes_are_listed_by_their_keys():
-    before = {"a": {"b": 1, "c": (1, 2)}, "gone": 3}
-    now = {"a": {"b": 2, "c": [1, 2]}, "new": 4}
-    assert changes(before, now) == ["a.b: 1 → 2", "gone: 3 → missing", "new: missing → 4"]

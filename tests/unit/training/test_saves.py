@@ -161,6 +161,20 @@ def test_a_run_that_is_complete_does_nothing(tmp_path, plain):
     assert noting.calls == plain[1]
 
 
+def test_the_last_step_counts_once_the_last_hooks_are_done(tmp_path):
+    class CrashesAtTheEnd(Noting):
+        def on_step(self, info, force=False):
+            if force:
+                raise Crash
+
+    trainer = make(tmp_path, every=1, num_train_steps=3)
+    trainer.add_hook(CrashesAtTheEnd())
+    with pytest.raises(Crash):
+        run(trainer)
+    losses, noting, _ = run(make(tmp_path, every=1, num_train_steps=3))
+    assert sorted(losses) == [3] and noting.calls == [[0, False], [3, False], [3, True]]
+
+
 def test_a_save_that_fails_is_counted_and_changes_nothing(tmp_path, plain, monkeypatch):
     """The place of the arrays is a file: orbax's own writing fails, in its threads."""
     begin = checkpointer_module.CheckpointDirectory.begin
@@ -186,6 +200,13 @@ def test_another_optimizer_or_seed_is_refused_by_name(tmp_path):
         make(tmp_path, train_batch_size=16).restore(Bigrams.init)
     with pytest.raises(PeerError, match=r"array model\.embed\.0: float32\[16,16\] → bfloat16\[16,16\] \(now\)"):
         make(tmp_path, mp="p=bf16").restore(Bigrams.init)
+
+
+def test_a_state_of_another_trainer_is_refused(tmp_path):
+    run(make(tmp_path, num_train_steps=1))
+    state = make(tmp_path).restore(Bigrams.init)
+    with pytest.raises(ConfigError, match="a state that this trainer has not restored"):
+        make(tmp_path).train(state, rows())
 
 
 def test_a_changed_configuration_is_said(tmp_path, caplog):
