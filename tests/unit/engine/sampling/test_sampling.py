@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from lockstep.device.program import without_source_locations
 from lockstep.engine import Engine, EngineConfig
 from lockstep.errors import CapacityError
-from lockstep.schedule import sampling_sizes
+from lockstep.schedule import DecodeBatch, sampling_sizes
 from lockstep.types import Completion, FinishReason, Request, SamplingParams
 from tests.oracle import Expected, assert_same_logprobs, assert_same_tokens, oracle_completions
 from tests.unit.engine.models import LLAMA, mesh_of, mixed_requests, model_on, request
@@ -145,34 +144,40 @@ def test_features_that_others_use_change_nothing_bit_for_bit(grown: Engine) -> N
 @pytest.mark.parametrize(
     ("params", "inputs", "outputs"),
     [
-        ({"repetition_penalty": 1.1}, 3, 0),
-        ({"logit_bias": ((1, 1.0),)}, 2, 0),
-        ({"allowed_token_ids": (1, 2)}, 1, 0),
-        ({"stop_token_ids": (1,), "min_tokens": 1}, 1, 0),
-        ({"top_logprobs": 2}, 0, 2),
-        ({"temperature": 1.0, "top_k": 3, "top_p": 0.5, "min_p": 0.1}, 0, 0),
-        ({"stop_token_ids": (1,), "ignore_eos": True}, 0, 0),
+        ({"repetition_penalty": 1.1}, ("history", "prompt_length", "penalties"), 0),
+        ({"logit_bias": ((1, 1.0),)}, ("bias_ids", "bias"), 0),
+        ({"allowed_token_ids": (1, 2)}, ("allowed_ids",), 0),
+        ({"stop_token_ids": (1,), "min_tokens": 1}, ("stop_from",), 0),
+        ({"top_logprobs": 2}, (), 4),  # an id and a log-probability of each
+        ({"temperature": 1.0, "top_k": 3, "top_p": 0.5, "min_p": 0.1}, (), 0),
+        ({"stop_token_ids": (1,), "ignore_eos": True}, (), 0),
     ],
     ids=str,
 )
-def test_a_feature_is_in_the_program_only_when_used(params: dict[str, Any], inputs: int, outputs: int) -> None:
+def test_a_feature_is_in_the_program_only_when_used(
+    params: dict[str, Any], inputs: tuple[str, ...], outputs: int
+) -> None:
     model, engine = model_on("1,1,1"), Engine(EngineConfig(), mesh_of("1,1,1"))
 
-    def shape(requests: list[Request]) -> tuple[int, int, str]:
+    def sizes(requests: list[Request]) -> tuple[int, int]:
+        """The numbers that a replica is given, and those that it returns for each token."""
         engine.prepare(model, requests)
         compiled = engine.programs["decode"]._compiled
-        return len(compiled.args_info[0]), len(compiled.out_info), without_source_locations(compiled.as_text()).lower()
+        return compiled.args_info[0][-1].shape[-1], compiled.out_info[-1].shape[1]
 
     plain, featured = [request(0, 9, 4)], [request(0, 9, 4, **params)]
-    before_in, before_out, text = shape(plain)
+    before_in, before_out = sizes(plain)
     bare = engine.programs["decode"]
-    after_in, after_out, text = shape(featured)
-    assert (after_in - before_in, after_out - before_out) == (inputs, outputs)
+    after_in, after_out = sizes(featured)
+    assert engine.sizes is not None
+    given = DecodeBatch.empty(engine.sizes, 1).arrays()
+    added = sum(given[name][0].size for name in inputs)
+    assert (after_in - before_in, after_out - before_out) == (added, outputs)
     if not inputs and not outputs:
         assert engine.programs["decode"] is bare, "an argument, so nothing is compiled again"
     # What is there stays: the same requests as before need no other program.
     decode = engine.programs["decode"]
-    shape(plain)
+    sizes(plain)
     assert engine.programs["decode"] is decode
 
 
