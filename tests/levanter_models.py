@@ -72,6 +72,7 @@ def dense_completions(model: Any, requests: Sequence[Request]) -> list[Expected]
                     logprobs=logprobs,
                     finish_reason=FinishReason.STOP if answer[-1] in request.params.stops else FinishReason.LENGTH,
                     scores=np.stack(rows),
+                    largest=tuple(float(np.abs(row[np.isfinite(row)]).max()) for row in rows),
                     sampled_logprobs=tuple(float(s.logprobs[t]) for s, t in zip(drawn, answer, strict=True)),
                     top_logprobs=(),
                 )

@@ -8,9 +8,9 @@ import sys
 import time
 from typing import Any
 
-from lockstep.batch_inference import checkpoint
 from lockstep.hosts import current
-from lockstep.main import cli, run
+from lockstep.main import cli
+from lockstep.models.hf import load
 from lockstep.training import Trainer
 
 STALLED = "stalled here"
@@ -30,8 +30,7 @@ def stalling(function: Any, everywhere: bool) -> Any:
 if __name__ == "__main__":
     where, *sys.argv[1:] = sys.argv[1:]
     if where == "loading":
-        for module in (checkpoint, run):
-            module.load_hf = stalling(module.load_hf, everywhere=False)
+        load.skeleton = stalling(load.skeleton, everywhere=False)
     else:
         Trainer.init_model = stalling(Trainer.init_model, everywhere=True)
     cli.main()

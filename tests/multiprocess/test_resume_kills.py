@@ -17,7 +17,7 @@ import yaml
 
 from tests.multiprocess.launcher import LAUNCHER, cache_environment
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.nightly]
 
 STEPS, EVERY = 40, 3
 LIMIT_S = 400.0

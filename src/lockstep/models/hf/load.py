@@ -138,7 +138,7 @@ class _Loading:
     def load(
         self, path: str | os.PathLike[str], mapping: ResourceMapping, config: LlamaConfig | None
     ) -> LlamaLMHeadModel:
-        with self._hosts.run_on_all("open") as opened:
+        with self._hosts.run_on_all("open", "loading the checkpoint") as opened:
             hf = read_hf_config(path)
             config = config_from_hf(hf) if config is None else config
             model = skeleton(int(hf["vocab_size"]), config)
