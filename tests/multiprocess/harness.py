@@ -162,7 +162,8 @@ def run_unattended(
         running = []
         for index, file in enumerate(files):
             with file.open("wb") as log:
-                environment = launch.local_environment(os.environ, options, address, index) | cache_environment()
+                base = {**os.environ, **cache_environment()}
+                environment = launch.local_environment(base, options, address, index)
                 running.append(
                     subprocess.Popen(
                         launch.resolve(command), env=environment, cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT
