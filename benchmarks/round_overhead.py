@@ -1,4 +1,4 @@
-"""What a round of samples costs outside prefill and decode: barriers, agreement, settling, the table.
+"""What a round of samples costs outside prefill and decode: barriers, agreement, exchanges, the table.
 
     python -m benchmarks.round_overhead [--json PATH]
 

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import fsspec
@@ -15,8 +14,6 @@ class CountedFiles(LocalFileSystem):
     protocol = "counted"
     reads: list[tuple[str, int]] = []
     """Path and bytes of each request."""
-    before_read: Callable[[str], None] | None = None
-    """Called with the path before each request for a part of a file."""
     _lock = threading.Lock()
 
     @classmethod
@@ -26,12 +23,15 @@ class CountedFiles(LocalFileSystem):
         return LocalFileSystem._strip_protocol(path.removeprefix(f"{cls.protocol}://"))
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
-        if end is not None and (hook := type(self).before_read) is not None:
-            hook(path)
+        if end is not None:
+            self.before_read()
         data = super().cat_file(path, start, end, **options)
         with self._lock:
             self.reads.append((path, len(data)))
         return data
+
+    def before_read(self) -> None:
+        """Called before each request for a part of a file."""
 
     @classmethod
     def bytes_read(cls) -> int:
@@ -51,21 +51,19 @@ class SlowFiles(CountedFiles):
     """That a request takes."""
     line = threading.Lock()
 
-    @staticmethod
-    def before_read(path: str) -> None:  # type: ignore[override]
+    def before_read(self) -> None:
         with SlowFiles.line:
             time.sleep(SlowFiles.seconds)
 
 
 class HangingFiles(CountedFiles):
-    """The local disk, which answers nothing while ``stuck`` is set: ``hanging:///path``."""
+    """The local disk, which after four requests answers nothing until ``go_on`` is set: ``hanging:///path``."""
 
     protocol = "hanging"
     reads: list[tuple[str, int]] = []
     go_on = threading.Event()
 
-    @staticmethod
-    def before_read(path: str) -> None:  # type: ignore[override]
+    def before_read(self) -> None:
         if len(HangingFiles.reads) > 4:
             HangingFiles.go_on.wait(60)
 

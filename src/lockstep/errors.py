@@ -54,9 +54,18 @@ class DisagreementError(HostError):
 
 
 class PeerError(HostError):
-    """A phase failed on at least one host. Raised with the same text on every host, also in a job of one."""
+    """A phase failed on at least one host. Raised with the same text on every host, also in a job of one.
+
+    Args:
+        text: The same on every host.
+        processes: The number of processes that raise it. A process can be in a job of all and have one of its own.
+    """
 
     on_every_process = True
+
+    def __init__(self, text: str, processes: int = 1) -> None:
+        super().__init__(text)
+        self.processes = processes
 
 
 class LaunchMismatchError(HostError):

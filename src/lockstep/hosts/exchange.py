@@ -227,7 +227,7 @@ def raise_if_any_failed(key: str, errors: Sequence[str | None], cause: BaseExcep
         raise PeerError(f"{shown(key)} failed: {errors[0]}") from cause
     texts = "; ".join(f"{name_processes(processes)}: {text}" for text, processes in failed.items())
     count = sum(map(len, failed.values()))
-    raise PeerError(f"{count} of {len(errors)} processes failed at {shown(key)!r}. {texts}") from cause
+    raise PeerError(f"{count} of {len(errors)} processes failed at {shown(key)!r}. {texts}", len(errors)) from cause
 
 
 def shown(key: str) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
-from lockstep.errors import ConfigError, HostError, LockstepError, PromptError
+from lockstep.errors import ConfigError, HostError, LockstepError, PeerError, PromptError
 from lockstep.hosts.peers import PEER_FAILED_EXIT_CODE, announce_exit, end_process
 from lockstep.hosts.start import current_without_devices, shutdown
 
@@ -74,7 +74,7 @@ def run_main(main: Callable[[], object]) -> None:
             print(text, file=sys.stderr)
     except HostError as error:
         # The peers have the same error where all have it: to them a word is enough.
-        code, text = 1, type(error).__name__ if error.on_every_process else f"{type(error).__name__}: {error}"
+        code, text = 1, type(error).__name__ if _is_everywhere(error) else f"{type(error).__name__}: {error}"
         _print_host_error(error)
     except (ConfigError, PromptError) as error:
         code, text = 1, str(error)
@@ -86,9 +86,19 @@ def run_main(main: Callable[[], object]) -> None:
         leave(code, text)
 
 
+def _is_everywhere(error: HostError) -> bool:
+    """Whether every process of this job has the error; that of a job of a process's own is known to it alone."""
+    if not isinstance(error, PeerError):
+        return error.on_every_process
+    try:
+        return error.processes == current_without_devices().count
+    except HostError:  # the job has no service any more
+        return error.processes > 1
+
+
 def _print_host_error(error: HostError) -> None:
     """Print an error once per job where every process has it, with the stack of what nobody had foreseen."""
-    if not error.on_every_process:
+    if not _is_everywhere(error):
         traceback.print_exception(error)
         return
     cause = error.__cause__

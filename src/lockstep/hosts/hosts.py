@@ -169,9 +169,9 @@ class Hosts:
         error: Exception | None = None
         try:
             yield phase
-        except PeerError:
-            raise  # every process has it already
         except Exception as caught:
+            if isinstance(caught, PeerError) and caught.processes == self.count:
+                raise  # every process has it already
             error = caught
         phase.end(self._channel, self._key(name), error, ledger, self.timeout_s, strict=self.debug)
 

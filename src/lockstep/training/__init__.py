@@ -1,6 +1,6 @@
 """Training: configuration, data, objectives, and the loop."""
 
-from lockstep.training.checkpointer import CheckpointerConfig, KeepConfig
+from lockstep.training.checkpointer_config import CheckpointerConfig, KeepConfig
 from lockstep.training.config import TrainerConfig
 from lockstep.training.data import DataConfig, GrpoDataConfig, LmDataConfig, PreferenceDataConfig
 from lockstep.training.hooks import Hook, StepInfo

@@ -1,12 +1,10 @@
-"""When a run saves, what becomes of a save that fails on one host, which checkpoints stay, and where a run goes on."""
+"""How a run saves, what becomes of a save that fails on one host, and where a run goes on."""
 
-import dataclasses
 import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -23,6 +21,7 @@ from lockstep.training.checkpoint import (
     shape_texts,
     write_arrays,
 )
+from lockstep.training.checkpointer_config import CheckpointerConfig
 from lockstep.training.step import TrainState
 
 log = logging.getLogger(__name__)
@@ -38,79 +37,6 @@ SLOW_S = 1.0
 
 SHARED_BY = "shared.json"
 """The file by which the processes see that they have the same directory."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class KeepConfig:
-    """Which checkpoints stay when a newer one is complete.
-
-    Raises:
-        ConfigError: A value is out of its range.
-    """
-
-    newest: int = 2
-    """The number of newest checkpoints that stay."""
-    every: int | None = None
-    """Checkpoints whose step is a multiple of this stay for good; null: none."""
-
-    def __post_init__(self) -> None:
-        for name in ("newest", "every"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"checkpointer.keep.{name} is {value}; it must be at least 1. Raise it.")
-
-    def removed(self, steps: list[int]) -> list[int]:
-        """Return which checkpoints go.
-
-        Args:
-            steps: The steps of the complete checkpoints in ascending order.
-        """
-        older = steps[: -self.newest]
-        return [step for step in older if self.every is None or step % self.every]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckpointerConfig:
-    """Settings of the checkpoints of a run.
-
-    Raises:
-        ConfigError: A value is out of its range, or would have no effect.
-    """
-
-    base_path: str = "checkpoints"
-    """A directory that all hosts share, or a ``gs://`` URL. A relative path is below the run directory; to an absolute
-    one and to a URL the ``run_id`` is appended."""
-    every: int = 1000
-    """The number of steps between two checkpoints; there is always one after the last step."""
-    keep: KeepConfig = dataclasses.field(default_factory=KeepConfig)
-    """Which checkpoints stay."""
-    save_on_preemption: bool = True
-    """Save after the step at which SIGTERM ends the run."""
-    timeout_s: float = 1800.0
-    """Seconds after which a save that is not complete is given up; training goes on."""
-
-    def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ConfigError(f"checkpointer.every is {self.every}; it must be at least 1. Raise it.")
-        if self.timeout_s <= 0:
-            raise ConfigError(f"checkpointer.timeout_s is {self.timeout_s:g}; it must be more than 0. Raise it.")
-        if self.keep.every is not None and self.keep.every % self.every:
-            raise ConfigError(
-                f"checkpointer.keep.every is {self.keep.every}, but there is a checkpoint every {self.every} steps "
-                f"only. Set it to a multiple of {self.every}."
-            )
-
-    def path(self, run_dir: Path, run_id: str) -> str:
-        """Return where the checkpoints of a run are.
-
-        Args:
-            run_dir: The run directory.
-            run_id: The name of the run.
-        """
-        if "://" in self.base_path:
-            return f"{self.base_path.rstrip('/')}/{run_id}"
-        base = Path(self.base_path)
-        return str(base / run_id if base.is_absolute() else run_dir / base)
 
 
 class Checkpointer:
@@ -371,7 +297,7 @@ class Checkpointer:
 
 
 class _Save:
-    """A checkpoint on its way.
+    """A checkpoint that is being written.
 
     Args:
         metadata: The metadata that makes it one.

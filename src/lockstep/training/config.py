@@ -9,7 +9,7 @@ from lockstep.errors import ConfigError
 from lockstep.hosts import DistributedConfig
 from lockstep.placement import data_shards
 from lockstep.report import JsonlTrackerConfig, TrackerConfig
-from lockstep.training.checkpointer import CheckpointerConfig
+from lockstep.training.checkpointer_config import CheckpointerConfig
 from lockstep.training.precision import Precision, parse_precision
 
 

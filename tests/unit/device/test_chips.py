@@ -37,7 +37,8 @@ def test_chips(kind: str, platform: str, name: str) -> None:
     ],
 )
 def test_hops_are_those_of_the_longest_way_through_the_group(coords: list[Any], expected: int) -> None:
-    assert hops([SimpleNamespace(coords=place) for place in coords]) == expected  # type: ignore[misc]
+    devices: list[Any] = [SimpleNamespace(coords=place) for place in coords]
+    assert hops(devices) == expected
 
 
 def test_devices_without_a_place_are_a_line() -> None:

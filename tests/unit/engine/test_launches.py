@@ -1,7 +1,7 @@
 """What the loop over launches does and when, with programs that only take notes."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -27,9 +27,15 @@ class Notes:
         self.capacity = capacity_of(slots=2, sequences=2, steps=4)
         self.seen: list[str] = []
         self.scheduler = Scheduler(self.capacity, [request(i, 3, 6) for i in range(3)], **scheduler)
-        work_ahead, commit = self.scheduler.work_ahead, self.scheduler.commit
-        self.scheduler.work_ahead = lambda: (self.seen.append("work ahead"), work_ahead())[1]  # type: ignore[method-assign]
-        self.scheduler.commit = lambda *given: (self.seen.append("commit"), commit(*given))[1]  # type: ignore[method-assign]
+        for name in ("work_ahead", "commit"):
+            setattr(self.scheduler, name, self._noted(name.replace("_", " "), getattr(self.scheduler, name)))
+
+    def _noted(self, what: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*given: Any) -> Any:
+            self.seen.append(what)
+            return work(*given)
+
+        return noted
 
     def prefill(self, weights: Any, pool: Any, given: Any) -> Any:
         self.seen.append("prefill")

@@ -33,3 +33,27 @@ def test_one_process_waits_for_nobody():
         scope.barrier("end")
     assert hosts.client.get_dir("lockstep/job") == {}
     assert hosts.is_leader and current().count == 1 and current() is current()
+
+
+def test_what_fails_in_a_job_of_ones_own_is_told_to_the_others():
+    def body(hosts):
+        hosts.timeout_s = 2.0
+        with pytest.raises(PeerError) as caught, hosts.run_on_all("outer"):
+            if hosts.index == 1:
+                with Hosts(*MemoryClient.hub(1)).run_on_all("inner"):
+                    raise ValueError("no prompts")
+        return str(caught.value)
+
+    one, other = run_threads(body, 2)
+    assert one == other and "process 1: PeerError: inner failed: ValueError: no prompts" in one
+
+
+def test_what_all_have_already_is_not_told_again():
+    def body(hosts):
+        with pytest.raises(PeerError) as caught, hosts.run_on_all("outer"):
+            with hosts.run_on_all("inner"):
+                raise ValueError(f"no prompts on {hosts.index}")
+        return str(caught.value)
+
+    one, other = run_threads(body, 2)
+    assert one == other and "'inner'" in one and "outer" not in one

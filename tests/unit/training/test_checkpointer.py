@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from lockstep.errors import ConfigError, PeerError
+from lockstep.errors import PeerError
 from lockstep.hosts import Hosts, MemoryClient
 from lockstep.training import CheckpointerConfig, KeepConfig
 from lockstep.training import checkpointer as module
@@ -34,34 +34,6 @@ def no_arrays(monkeypatch):
 def save(checkpointer, *steps):
     for step in steps:
         checkpointer.save(STATE, step=step, loss=1.0, hooks={}, hooks_called=True)
-
-
-@pytest.mark.parametrize(
-    ("values", "text"),
-    [
-        ({"every": 0}, r"checkpointer\.every is 0; it must be at least 1"),
-        ({"timeout_s": 0}, r"checkpointer\.timeout_s is 0; it must be more than 0"),
-        ({"every": 4, "keep": {"every": 6}}, r"keep\.every is 6, but there is a checkpoint every 4 steps only"),
-        ({"keep": {"newest": 0}}, r"keep\.newest is 0; it must be at least 1"),
-    ],
-)
-def test_values_that_cannot_work(values, text):
-    with pytest.raises(ConfigError, match=text):
-        CheckpointerConfig(**{key: KeepConfig(**one) if key == "keep" else one for key, one in values.items()})
-
-
-@pytest.mark.parametrize(
-    ("base", "path"),
-    [
-        ("checkpoints", "runs/mine/checkpoints"),
-        ("/disk/ckpt", "/disk/ckpt/mine"),
-        ("gs://bucket/ckpt/", "gs://bucket/ckpt/mine"),
-    ],
-)
-def test_where_the_checkpoints_are(base, path, tmp_path):
-    from pathlib import Path
-
-    assert CheckpointerConfig(base_path=base).path(Path("runs/mine"), "mine") == path
 
 
 def test_the_newest_stay_and_those_of_every_so_many_steps(tmp_path):

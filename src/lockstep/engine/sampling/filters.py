@@ -3,7 +3,7 @@
 Nothing is sorted. The tokens that a filter keeps are always a prefix of the order (score descending, token id
 ascending), so a filter is two numbers per slot: the least score kept, and the last token id kept among those of that
 score. Both are found by bisection over the bits of the score, and decided by sums of integers, which are the same in
-whatever order they are added. `find_threshold` asks for the search only where a `Shortlist` does not settle the matter.
+whatever order they are added. `find_threshold` asks for the search only where a `Shortlist` does not decide.
 
 A new filter is a function here and its entry in `FILTERS`, a field in `lockstep.types`, and an array in
 `lockstep.schedule.SamplingBatch`.

@@ -1,4 +1,4 @@
-"""Top-k and top-p from a short list of the most probable tokens, which nearly always settles what they keep."""
+"""Top-k and top-p from a short list of the most probable tokens, which nearly always decides what they keep."""
 
 from typing import Final, NamedTuple
 
@@ -52,8 +52,8 @@ class Shortlist(NamedTuple):
             p: The share of the probability that top-p keeps; 1 keeps all.
 
         Returns:
-            The threshold, and whether it is settled: where it is not, the list ends too early, and the threshold is
-            of no use.
+            The threshold, and whether the list decides it: where it does not, the list ends too early, and the
+            threshold is of no use.
         """
         size, vocab = self.scores.shape[1], candidates.scores.shape[1]
         entry, bits = jnp.arange(size), sortable_bits(self.scores)
@@ -87,7 +87,7 @@ class Shortlist(NamedTuple):
         ends = listed | (nucleus <= size) | (end < size)  # else there may be more of that score beyond the list
         count = jnp.where(p < 1, jnp.minimum(nucleus, end), limit)
         whole = (p == 1) & (limit == vocab)
-        settled = whole | jnp.where(p < 1, (listed | (limit == vocab)) & reached[:, -1] & ends, listed)
+        decided = whole | jnp.where(p < 1, (listed | (limit == vocab)) & reached[:, -1] & ends, listed)
 
         def last_of(values: Array) -> Array:
             return jnp.take_along_axis(values, jnp.clip(count - 1, 0, size - 1)[:, None], axis=1)[:, 0]
@@ -96,4 +96,4 @@ class Shortlist(NamedTuple):
         threshold = TokenThreshold(
             jnp.where(whole, all_tokens.least, last_of(bits)), jnp.where(whole, all_tokens.last, last_of(self.ids))
         )
-        return threshold, settled
+        return threshold, decided

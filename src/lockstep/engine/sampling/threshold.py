@@ -11,7 +11,7 @@ from lockstep.engine.sampling.shortlist import Shortlist
 from lockstep.placement import DecodeMesh
 
 _ALL, _LISTED = "filters", "shortlist"
-"""The scopes of the conditions around all filters, and around those that a short list settles."""
+"""The scopes of the conditions around all filters, and around those that a short list decides."""
 
 _WITH_LIST, _WITHOUT = FILTERS[:2], FILTERS[2:]
 
@@ -90,9 +90,9 @@ def _threshold(
         return threshold
 
     def listed(threshold: TokenThreshold) -> TokenThreshold:
-        found, settled = Shortlist.of(candidates).threshold(candidates, parameters["top_k"], parameters["top_p"])
+        found, decided = Shortlist.of(candidates).threshold(candidates, parameters["top_k"], parameters["top_p"])
         # A true condition is what a plan counts, and what is nearly always the case.
-        return jax.lax.cond(jnp.all(settled), lambda: found, lambda: search(threshold, _WITH_LIST))
+        return jax.lax.cond(jnp.all(decided), lambda: found, lambda: search(threshold, _WITH_LIST))
 
     threshold = keep_all(scores.shape[0])
     if not with_list:
