@@ -36,7 +36,7 @@ class TrainerConfig:
     mesh_shape: str = "auto"
     """``auto`` (FSDP over all devices), ``host_local`` (data parallel over hosts), or sizes ``dp,fsdp,tp``."""
     tracker: TrackerConfig | tuple[TrackerConfig, ...] = dataclasses.field(default_factory=JsonlTrackerConfig)
-    """Where metrics go: one tracker or a list of them (``type: wandb | jsonl | noop``)."""
+    """Where metrics go: one tracker or a list of them (``type: wandb | tensorboard | jsonl | noop``)."""
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
     """How the hosts find each other."""
     run_id: str | None = None
