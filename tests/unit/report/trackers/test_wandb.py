@@ -180,6 +180,7 @@ class Unauthorized(http.server.BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.slow
 def test_a_key_that_the_server_refuses_leaves_an_offline_run_behind(tmp_path):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Unauthorized) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
