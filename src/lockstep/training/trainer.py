@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 
 from lockstep.errors import ConfigError, HostError
 from lockstep.hosts import Hosts, Watchdog, current, leader_only
-from lockstep.placement import fsdp_warning, make_mesh, place, place_local
+from lockstep.placement import data_shards, fsdp_warning, make_mesh, place, place_local
 from lockstep.report import FINISH_S, BackgroundTracker, NoopTracker, Tracker
 from lockstep.training.averaging import average_of
 from lockstep.training.batch_source import BatchFeed, BatchSource
@@ -26,6 +26,7 @@ from lockstep.training.config import TrainerConfig
 from lockstep.training.hooks import Hook, Hooks, StepInfo
 from lockstep.training.launcher import Launcher
 from lockstep.training.loss_watch import LossWatch
+from lockstep.training.microbatch import compile_largest, memory_for_training
 from lockstep.training.objectives.parts import LossFn
 from lockstep.training.profiler import Profiler
 from lockstep.training.rows import Batches
@@ -325,20 +326,33 @@ class Trainer:
 
     def _compile(self, state: TrainState, shardings: PyTree, source: BatchSource) -> TrainStep:
         """The train step, compiled and agreed on by every host; nobody launches it before all are ready."""
-        step_fn = TrainStep(
-            loss_fn=self._loss_fn,
-            optimizer=self._optimizer,
-            schedule=self._schedule,
-            mesh=self.mesh,
-            shardings=shardings,
-            precision=self.config.precision,
-            microbatches=self._microbatches,
-            skip_bad=self.config.on_nan != "raise",
+
+        def make(microbatches: int) -> TrainStep:
+            return TrainStep(
+                loss_fn=self._loss_fn,
+                optimizer=self._optimizer,
+                schedule=self._schedule,
+                mesh=self.mesh,
+                shardings=shardings,
+                precision=self.config.precision,
+                microbatches=microbatches,
+                skip_bad=self.config.on_nan != "raise",
+            )
+
+        batch = source.structs()
+        if self.config.per_device_parallelism == "auto":
+            memory = memory_for_training(self.mesh, state, self.config.memory_bytes_per_device)
+            rows = self.config.train_batch_size // data_shards(self.mesh)
+            self._step = compile_largest(
+                self.hosts, rows, make, lambda step: (state, batch, *self._signals(step, 0)), memory
+            )
+            return self._step
+        step = self._step = make(self._microbatches)
+        signals = self._signals(step, 0)
+        self._launch.compile_on_all(
+            "train_step", lambda: step.compile(state, batch, *signals, ledger=self.hosts.ledger)
         )
-        arguments = state, source.structs(), *self._signals(step_fn, 0)
-        self._launch.compile_on_all("train_step", lambda: step_fn.compile(*arguments, ledger=self.hosts.ledger))
-        self._step = step_fn
-        return step_fn
+        return step
 
     def _signals(self, step_fn: TrainStep, flag: int) -> list[jax.Array]:
         """What the hosts tell the step: a signal or 0 on this host's devices, and the limit of the loss."""
