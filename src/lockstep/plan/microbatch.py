@@ -30,11 +30,8 @@ def plan_largest_step(workload: Workload, mesh: Mesh, state: State, cache: Compi
     except InfeasibleError as error:
         found = error.infeasibility
         trainer = workload.training.trainer
-        if (
-            trainer.per_device_parallelism != "auto"
-            or found.key != "trainer.per_device_parallelism"
-            or not found.largest
-        ):
+        is_open = trainer.per_device_parallelism == "auto" and found.key == "trainer.per_device_parallelism"
+        if not (is_open and found.largest):
             raise
     trainer = dataclasses.replace(trainer, per_device_parallelism=found.largest)
     training = dataclasses.replace(workload.training, trainer=trainer)

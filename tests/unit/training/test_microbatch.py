@@ -54,9 +54,7 @@ def test_the_host_with_the_least_memory_decides():
 
 
 def test_where_nothing_fits_the_error_says_what_one_row_needs():
-    with pytest.raises(
-        ConfigError, match="needs 110 B per device even with 1 of 64 rows at a time, and there are 105 B"
-    ):
+    with pytest.raises(ConfigError, match="needs 110 B per device even with 1 of 64 rows at a time, .* 105 B"):
         alone(105)
 
 
