@@ -234,27 +234,17 @@ class Trainer:
         state, shardings = self._first_state(model)
         del model
         info = self._saves.first_info(state)
-        source, progress = self._source(batches, info.next_step), self._step_log()
-        profiler, meter = self._profiler(), Meter(self.mesh, state.model)
+        run = self._begin(batches, state, info.next_step)
         stopped_by, diverged = None, False
         # A launch from a second thread could come before the train step on one host and after it on another.
-        with contextlib.closing(source), contextlib.closing(progress), contextlib.closing(profiler):
-            step_fn = self._compile(state, shardings, source)
+        with contextlib.closing(run.source), contextlib.closing(run.log), contextlib.closing(run.profiler):
+            step_fn = self._compile(state, shardings, run.source)
             with jax.thread_guard(True):
                 self._saves.begin(info)
                 for step in range(info.next_step, config.num_train_steps):
-                    before = time.perf_counter()
-                    batch = source.batch(step, state.model)
-                    start = time.perf_counter()
-                    with self._running(step), profiler.step(step):
-                        state, figures = step_fn(state, batch, *self._signals(step_fn, stop.signal or 0))
-                        source.prepare(step + 1)
-                        metrics = step_fn.read(figures)
-                    speed = meter.step(batch, step_s=time.perf_counter() - start, wait_s=start - before)
-                    info = _info(step, state, metrics, speed.step_s)
-                    progress.step(info, metrics, speed)
-                    diverged = self._loss_watch.judge(info.next_step, metrics, is_leader=self.hosts.is_leader)
+                    state, info, metrics = self._advance(run, step_fn, state, step, stop)
                     stopped_by = metrics.stop or None
+                    diverged = self._loss_watch.judge(info.next_step, metrics, is_leader=self.hosts.is_leader)
                     if stopped_by or diverged:
                         self._hooks.after_signal()
                         break
@@ -291,24 +281,36 @@ class Trainer:
             )
         return model, parameter_shardings(model, self.mesh)
 
-    def _source(self, batches: Batches | BatchSource, first: int) -> BatchSource:
-        if isinstance(batches, BatchSource):
-            return batches
-        config = self.config
-        return BatchFeed(batches, config.train_batch_size, self.mesh, first=first, last=config.num_train_steps)
+    def _begin(self, batches: Batches | BatchSource, state: TrainState, first: int) -> "_Run":
+        """What the loop needs beside its state."""
+        config, hosts = self.config, self.hosts
+        if not isinstance(batches, BatchSource):
+            last = config.num_train_steps
+            batches = BatchFeed(batches, config.train_batch_size, self.mesh, first=first, last=last)
+        traces = None if self._run_dir is None else Path(self._run_dir) / "profiler"
+        return _Run(
+            source=batches,
+            log=StepLog(config.num_train_steps, self.tracker, is_leader=hosts.is_leader),
+            profiler=Profiler(config.profiler, traces, hosts.index),
+            meter=Meter(self.mesh, state.model),
+        )
 
-    def _step_log(self) -> StepLog:
-        return StepLog(self.config.num_train_steps, self.tracker, is_leader=self.hosts.is_leader)
-
-    def _profiler(self) -> Profiler:
-        directory = None if self._run_dir is None else Path(self._run_dir) / "profiler"
-        return Profiler(self.config.profiler, directory, self.hosts.index)
-
-    @contextlib.contextmanager
-    def _running(self, step: int) -> Iterator[None]:
-        """The launch of a step and the wait for it."""
-        with self._named_failure(step), self._watchdog.watch("train_step"):
-            yield
+    def _advance(
+        self, run: "_Run", step_fn: TrainStep, state: TrainState, step: int, stop: StopRequest
+    ) -> tuple[TrainState, StepInfo, StepMetrics]:
+        """One step: its batch, the launch, the next batch while the devices work, the figures."""
+        asked = time.perf_counter()
+        batch = run.source.batch(step, state.model)
+        start = time.perf_counter()
+        with self._named_failure(step), self._watchdog.watch("train_step"), run.profiler.step(step):
+            state, figures = step_fn(state, batch, *self._signals(step_fn, stop.signal or 0))
+            run.source.prepare(step + 1)
+            metrics = step_fn.read(figures)
+        speed = run.meter.step(batch, step_s=time.perf_counter() - start, wait_s=start - asked)
+        average = average_of(state.opt_state)
+        info = StepInfo(step=step, model=state.model, loss=metrics.loss, step_duration=speed.step_s, average=average)
+        run.log.step(info, metrics, speed)
+        return state, info, metrics
 
     @contextlib.contextmanager
     def _named_failure(self, step: int) -> Iterator[None]:
@@ -375,6 +377,11 @@ class Trainer:
             log.error("the tracker did not take all figures within %g s; some may be lost", wait_s)
 
 
-def _info(step: int, state: TrainState, metrics: StepMetrics, duration: float) -> StepInfo:
-    average = average_of(state.opt_state)
-    return StepInfo(step=step, model=state.model, loss=metrics.loss, step_duration=duration, average=average)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Run:
+    """What the loop needs beside its state; all but the meter is closed at the end."""
+
+    source: BatchSource
+    log: StepLog
+    profiler: Profiler
+    meter: Meter
