@@ -273,6 +273,7 @@ class Trainer:
         """The state before the first step of this loop, and its shardings."""
         if not isinstance(model, TrainState):
             self._saves.resumed_from = None
+            self._loss_watch.reset()
             return init_state(model, self._optimizer, self.mesh, self.config.precision, self._launch)
         if self._saves.resumed_from is None:
             raise ConfigError(
