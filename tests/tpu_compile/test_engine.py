@@ -226,7 +226,8 @@ from lockstep.types import Request, SamplingParams
 
 slice_, kv_cache_dtype, num_layers = sys.argv[1], sys.argv[2], int(sys.argv[3])
 config = LlamaConfig(
-    max_seq_len=131072, hidden_dim=512, intermediate_dim=1024, num_layers=num_layers, num_heads=8, num_kv_heads=2, head_dim=128
+    max_seq_len=131072, hidden_dim=512, intermediate_dim=1024, num_layers=num_layers, num_heads=8, num_kv_heads=2,
+    head_dim=128,
 )
 mesh = make_mesh("auto", list(topology(slice_).devices))
 weights = weights_on(mesh, ModelPreset(config=config, vocab_size=1024), "bfloat16")
