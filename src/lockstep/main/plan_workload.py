@@ -53,9 +53,7 @@ def training_workload(name: str, config: TrainConfig, model: str | None = None) 
     shape = _shape(model or config.initialize_from_hf, config.model, config.tokenizer, key)
     notes.append(f"model shape: {shape.source}")
     config, infeasibilities = _rows_of(config, shape.config.max_seq_len)
-    columns = config.data.columns(shape.config.max_seq_len)
-    if config.has_reference:
-        columns["reference_logprobs"] = columns["old_logprobs"]
+    columns = config.columns(shape.config.max_seq_len)
     precision = config.trainer.precision
     sampling: list[SamplingWorkload] = []
     if config.rollouts is not None:

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import ClassVar
 
+import jax
+
 from lockstep.main.run import RunConfig
 from lockstep.training import DataConfig, LossFn, RolloutConfig
 
@@ -22,6 +24,17 @@ class TrainConfig(RunConfig):
     def objective(self) -> LossFn:
         """The loss with these settings."""
         raise NotImplementedError
+
+    def columns(self, model_max_seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return shape and type of one row of each column of a batch.
+
+        Args:
+            model_max_seq_len: The number of tokens of the model's longest sequence.
+
+        Raises:
+            ConfigError: The rows would be longer than the model allows.
+        """
+        return self.data.columns(model_max_seq_len)
 
     @property
     def has_reference(self) -> bool:
