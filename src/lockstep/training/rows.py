@@ -4,10 +4,10 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
-from jaxtyping import Int, PyTree
+from jaxtyping import Int
 
 from lockstep.errors import ConfigError
 
@@ -26,28 +26,6 @@ class Batches(Protocol):
         Returns:
             Arrays by name, with the row as axis 0.
         """
-        ...
-
-
-@runtime_checkable
-class ModelBatches(Batches, Protocol):
-    """Batches that are made with the model of their step, such as rollouts. They cannot be made ahead."""
-
-    def before_step(self, step: int, model: PyTree) -> bool:
-        """Make what `batch` then returns for this step; every host calls it, and it may launch programs.
-
-        Args:
-            step: The 0-based optimizer step.
-            model: The parameters before the step, which donates them.
-
-        Returns:
-            False where the job is asked to end and there is no batch; the same on every host.
-        """
-        ...
-
-    @property
-    def progress(self) -> str:
-        """What to show beside the loss."""
         ...
 
 

@@ -84,22 +84,20 @@ class Saves:
         if self._interrupted or (hooks_called and step % settings.every == 0 and step < self._config.num_train_steps):
             self._save(state, info, hooks_called)
 
-    def end(self, state: TrainState, info: StepInfo, stopped_by: int | None, *, before_step: bool = False) -> None:
+    def end(self, state: TrainState, info: StepInfo, stopped_by: int | None) -> None:
         """Save after the last step, or after the one at which SIGTERM ended the run, and wait until all is written.
 
         Args:
             state: The last state.
             info: The info of the last step.
             stopped_by: The signal that ended the run, or None.
-            before_step: Whether it came between the hooks of the last step and the next step.
         """
         if self._checkpointer is None:
             return
         if stopped_by is None:
             self._save(state, info, hooks_called=True)
         elif stopped_by == signal.SIGTERM and self._checkpointer.config.save_on_preemption and not self._interrupted:
-            if info.next_step:
-                self._save(state, info, hooks_called=before_step)
+            self._save(state, info, hooks_called=False)
         self._checkpointer.wait()
 
     def _save(self, state: TrainState, info: StepInfo, hooks_called: bool) -> None:

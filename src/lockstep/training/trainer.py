@@ -5,7 +5,6 @@ import dataclasses
 import logging
 import math
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +27,7 @@ from lockstep.training.config import TrainerConfig
 from lockstep.training.hooks import Hook, Hooks, StepInfo
 from lockstep.training.objectives.parts import LossFn
 from lockstep.training.progress_bar import make_progress
-from lockstep.training.rows import Batches, ModelBatches
+from lockstep.training.rows import Batches
 from lockstep.training.saves import Saves
 from lockstep.training.step import (
     BATCH_SPEC,
@@ -154,20 +153,6 @@ class Trainer:
         """
         return init_model(init, self.config.seed, self.mesh, self.config.precision, self._launch)
 
-    def frozen_copy(self, model: PyTree) -> PyTree:
-        """Copy a model in the compute type, each device only its part, such as the reference of an objective.
-
-        Args:
-            model: The model on the mesh.
-
-        Returns:
-            The copy, which no step changes.
-        """
-        precision = self.config.precision
-        with jax.set_mesh(self.mesh):
-            shardings = parameter_shardings(jax.eval_shape(precision.cast_to_compute, model), self.mesh)
-        return self._launch("frozen_copy", precision.cast_to_compute, [model], out_shardings=shardings)
-
     def restore(self, init: Callable[[jax.Array], PyTree]) -> TrainState | None:
         """Read the newest checkpoint of this run, into the shardings of this mesh, whatever those of the run were.
 
@@ -197,7 +182,7 @@ class Trainer:
         Args:
             model: The model, sharded over the mesh, to train from the beginning; or the state that `restore` returned,
                 to go on from its step. Donated: use the result's model afterwards.
-            batches: What gives each host its rows of each batch; a `ModelBatches` gets the model before each step.
+            batches: What gives each host its rows of each batch.
 
         Raises:
             PeerError: The train step does not compile on some host; raised on every host.
@@ -233,16 +218,11 @@ class Trainer:
         step_fn = self._compile(state, shardings, batches)
         info = self._saves.first_info(state)
         stopped_by: int | None = None
-        before_step = False
         progress = make_progress(config.num_train_steps, self.hosts.is_leader)
         # A launch from a second thread could come before the train step on one host and after it on another.
         with contextlib.closing(progress), jax.thread_guard(True):
             self._saves.begin(info)
             for step in range(info.next_step, config.num_train_steps):
-                if isinstance(batches, ModelBatches) and not batches.before_step(step, state.model):
-                    stopped_by, before_step = self._signal_of_any_host(stop), True
-                    self._hooks.after_signal()
-                    break
                 batch = self._place(batches, step)
                 start = time.perf_counter()
                 with self._named_failure(step), self._watchdog.watch("train_step"):
@@ -250,7 +230,7 @@ class Trainer:
                     metrics = step_fn.read(figures)
                 duration = time.perf_counter() - start
                 info = StepInfo(step=step, model=state.model, loss=metrics.loss, step_duration=duration)
-                progress.update(info.next_step, info.loss, getattr(batches, "progress", ""))
+                progress.update(info.next_step, info.loss)
                 self._log(info, metrics)
                 if metrics.stop:
                     stopped_by = metrics.stop
@@ -260,7 +240,7 @@ class Trainer:
             else:
                 if not self._saves.complete:
                     self._hooks.after_last_step(info)
-            self._saves.end(state, info, stopped_by, before_step=before_step)
+            self._saves.end(state, info, stopped_by)
             self._flush_tracker(min(FINISH_S, self.hosts.timeout_s / 2) if stopped_by is None else STOPPED_FLUSH_S)
             with self.hosts.launch_on_all("end of training"):
                 pass  # every launch of the run has been made: they are compared
@@ -273,12 +253,6 @@ class Trainer:
             stopped_by=stopped_by,
             tracker_errors=self.tracker.errors if isinstance(self.tracker, BackgroundTracker) else 0,
         )
-
-    def _signal_of_any_host(self, stop: StopRequest) -> int:
-        """The signal that ended the run between two steps; the same on every host."""
-        with self.hosts.run_on_all("end of the run") as ended:
-            ended.share(stop.signal or 0)
-        return max(*ended.shared, 0) or signal.SIGTERM
 
     @contextlib.contextmanager
     def _named_failure(self, step: int) -> Iterator[None]:
