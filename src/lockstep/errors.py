@@ -68,5 +68,11 @@ class PeerError(HostError):
         self.processes = processes
 
 
+class DivergenceError(HostError):
+    """Training has come to a loss that is not a number or far too large; raised on every host after the same step."""
+
+    on_every_process = True
+
+
 class LaunchMismatchError(HostError):
     """Hosts launched different device programs, or the same ones in a different order."""

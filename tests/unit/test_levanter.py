@@ -15,7 +15,7 @@ from lockstep.callback import InferenceEvalConfig
 from lockstep.errors import ConfigError, PeerError
 from lockstep.levanter import LevanterTracker, sample_callback
 from tests import tiny
-from tests.unit.report.test_trackers import FakeRun, row
+from tests.unit.report.trackers.fakes import FakeRun, row
 
 
 class Recorder(NoopTracker):

@@ -21,8 +21,10 @@ COVERED_BY = {
     "attention/tpu_block_table.py": "tests/tpu_compile/test_blocks.py",
     "engine/capacity_fields.py": "tests/unit/test_sampling_fields.py",
     "report/evaluation_fields.py": "tests/unit/test_sampling_fields.py",
+    "training/launcher.py": "tests/unit/training/test_trainer.py",
     "training/objectives/parts.py": "tests/unit/training/objectives/test_lm.py",
     "training/rollout.py": "tests/unit/test_sampling_fields.py",
+    "training/step_log.py": "tests/unit/training/test_trainer.py",
     # Programs of the decoder, which only the whole engine runs.
     "engine/decoder/build.py": "tests/unit/engine/test_engine.py",
     "engine/decoder/copy_pages.py": "tests/unit/engine/decoder/test_transformer.py",

@@ -25,7 +25,7 @@ class JobConfig:
     """How a checkpoint is sharded: ``auto`` (over all devices), or sizes ``dp,fsdp,tp``. In mode host_data_parallel the
     devices are those of one host."""
     tracker: TrackerConfig | tuple[TrackerConfig, ...] = dataclasses.field(default_factory=JsonlTrackerConfig)
-    """Where metrics and the table go: one tracker or a list of them (``type: wandb | jsonl | noop``)."""
+    """Where metrics and the table go: one tracker or a list of them (``type: wandb | tensorboard | jsonl | noop``)."""
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
     """How the hosts find each other. ``timeout_s`` also bounds every device call."""
     run_id: str | None = None

@@ -131,7 +131,8 @@ class SampleCallback:
         """Runs a round if one is due after ``info``'s step; every host calls it.
 
         Args:
-            info: has ``model``, and ``next_step`` or ``step``. The model is not kept.
+            info: has ``model``, and ``next_step`` or ``step``. The model is not kept. Where it has an
+                ``eval_model``, such as an average of the parameters, that is sampled.
             force: the loop's last call: run unless this step had its round already, then `finish`.
 
         Raises:
@@ -143,7 +144,7 @@ class SampleCallback:
         self.interrupted = False
         if self._due(step, force):
             before, self.last_step = self.last_step, step
-            self._round(step, info.model)
+            self._round(step, getattr(info, "eval_model", info.model))
             if self.interrupted:
                 self.last_step = before
         if force:

@@ -6,6 +6,7 @@ from lockstep.device.chips import Link as Link
 from lockstep.device.chips import chip_named as chip_named
 from lockstep.device.chips import chip_of as chip_of
 from lockstep.device.chips import hops as hops
+from lockstep.device.chips import published_chip as published_chip
 from lockstep.device.compiler_errors import Compile as Compile
 from lockstep.device.compiler_errors import compile_lowered as compile_lowered
 from lockstep.device.compiler_errors import explain as explain

@@ -136,6 +136,16 @@ def chip_of(device: jax.Device) -> Chip:
     return chip_named(device.device_kind, device.platform)
 
 
+def published_chip(device: jax.Device) -> Chip | None:
+    """The chip of a device whose numbers its maker publishes; None for a CPU and for a kind that is not in the table.
+
+    Args:
+        device: The device.
+    """
+    known = any(device.device_kind.startswith(kind) for kind in _KINDS)
+    return chip_named(device.device_kind, device.platform) if known else None
+
+
 def hops(devices: Sequence[jax.Device]) -> int:
     """Returns the hops between the two devices of a group that are furthest apart, as if no axis were a ring.
 

@@ -146,7 +146,7 @@ def run_command[Config: RunConfig, Loaded: Data](
         parts: A function that takes data, objective, and what makes batches from the configuration.
 
     Returns:
-        The exit code: 0, or 128 + signal for a run that a signal ended.
+        The exit code: 0, 128 + signal for a run that a signal ended, 1 for one that ``on_nan`` ended.
 
     Raises:
         ConfigError: The configuration cannot work.
@@ -267,9 +267,10 @@ def train[Loaded: Data](
             # A machine that is taken away (SIGTERM) leaves what it has; Ctrl-C ends at once.
             if result.stopped_by in (None, signal.SIGTERM) and config.hf_save_path is not None:
                 hosts.phase("saving")
-                steps = "" if result.stopped_by is None else f"-step-{result.completed_steps}"
+                complete = result.stopped_by is None and not result.diverged
+                steps = "" if complete else f"-step-{result.completed_steps}"
                 saved = run_dir / (config.hf_save_path + steps)
-                save_hf(result.model, saved, tokenizer=tokenizer, hosts=hosts)
+                save_hf(result.eval_model, saved, tokenizer=tokenizer, hosts=hosts)
     finally:
         if hosts.is_leader:
             if samples is not None:  # where an error ended training, the rounds before it are reported too
@@ -277,7 +278,9 @@ def train[Loaded: Data](
             try_leader_only("closing the tracker", tracker.finish, "what it had written is kept")
     if hosts.is_leader:
         print(closing_summary(run_dir, result, config.trainer.num_train_steps, saved), flush=True)
-    return 0 if result.stopped_by is None else 128 + result.stopped_by
+    if result.stopped_by is not None:
+        return 128 + result.stopped_by
+    return 1 if result.diverged else 0
 
 
 def _model_shape(config: RunConfig, tokenizer: "PreTrainedTokenizerBase", mesh: Mesh) -> tuple[LlamaConfig, int]:

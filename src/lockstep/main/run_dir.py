@@ -88,6 +88,8 @@ def closing_summary(run_dir: Path, result: TrainResult, num_train_steps: int, sa
         A text of several lines.
     """
     done = "done" if result.stopped_by is None else "stopped by a signal"
+    if result.diverged:
+        done = "stopped before a step whose loss is not finite or a spike (trainer.on_nan)"
     if result.stopped_by is not None and saved is None and result.checkpoint is None:
         done += ", no checkpoint was saved"
     lines = ["", f"{done}: {result.completed_steps} of {num_train_steps} steps, last loss {result.loss:.4f}"]
@@ -102,6 +104,8 @@ def closing_summary(run_dir: Path, result: TrainResult, num_train_steps: int, sa
     lines += [f"  {name:<11}{path}" for name, path in found if path.exists()]
     if result.checkpoint is not None:
         lines.append(f"  {'state':<11}{result.checkpoint}")
+    if result.skipped_steps and not result.diverged:
+        lines.append(f"  {result.skipped_steps} steps were skipped, see train/skipped_step in the metrics")
     if result.checkpoint_errors:
         lines.append(f"  {result.checkpoint_errors} checkpoints could not be saved; see the log")
     if result.tracker_errors:

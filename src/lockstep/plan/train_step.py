@@ -122,6 +122,7 @@ def compile_step(
         shardings=state.shardings,
         precision=training.trainer.precision,
         microbatches=microbatches,
+        skip_bad=training.trainer.on_nan != "raise",
     )
     batch = batch_structs(_columns(training, length), training.trainer.train_batch_size, mesh)
     return cache(step.lower(state.structs, batch), NAME)

@@ -1,12 +1,15 @@
 """Training: configuration, data, objectives, and the loop."""
 
+from lockstep.training.batch_source import BatchFeed, BatchSource
 from lockstep.training.checkpointer_config import CheckpointerConfig, KeepConfig
 from lockstep.training.config import TrainerConfig
 from lockstep.training.data import DataConfig, GrpoDataConfig, LmDataConfig, PreferenceDataConfig
 from lockstep.training.hooks import Hook, StepInfo
+from lockstep.training.loss_watch import LossSpikeConfig
 from lockstep.training.objectives import GrpoConfig, LossFn, LossParts, SimpoConfig, lm_loss
 from lockstep.training.optimizer import OptimizerConfig
 from lockstep.training.precision import Precision, parse_precision
+from lockstep.training.profiler import ProfilerConfig
 from lockstep.training.rollout import RolloutConfig
 from lockstep.training.rows import Batches, TokenizedRows
 from lockstep.training.step import TrainState, TrainStep, batch_structs, parameter_shardings, state_structs
@@ -14,6 +17,8 @@ from lockstep.training.stopping import StopRequest
 from lockstep.training.trainer import Trainer, TrainResult
 
 __all__ = [
+    "BatchFeed",
+    "BatchSource",
     "Batches",
     "CheckpointerConfig",
     "DataConfig",
@@ -24,9 +29,11 @@ __all__ = [
     "LmDataConfig",
     "LossFn",
     "LossParts",
+    "LossSpikeConfig",
     "OptimizerConfig",
     "Precision",
     "PreferenceDataConfig",
+    "ProfilerConfig",
     "RolloutConfig",
     "SimpoConfig",
     "StepInfo",

@@ -10,7 +10,9 @@ from lockstep.hosts import DistributedConfig
 from lockstep.placement import data_shards
 from lockstep.report import JsonlTrackerConfig, TrackerConfig
 from lockstep.training.checkpointer_config import CheckpointerConfig
+from lockstep.training.loss_watch import LossSpikeConfig
 from lockstep.training.precision import Precision, parse_precision
+from lockstep.training.profiler import ProfilerConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +36,7 @@ class TrainerConfig:
     mesh_shape: str = "auto"
     """``auto`` (FSDP over all devices), ``host_local`` (data parallel over hosts), or sizes ``dp,fsdp,tp``."""
     tracker: TrackerConfig | tuple[TrackerConfig, ...] = dataclasses.field(default_factory=JsonlTrackerConfig)
-    """Where metrics go: one tracker or a list of them (``type: wandb | jsonl | noop``)."""
+    """Where metrics go: one tracker or a list of them (``type: wandb | tensorboard | jsonl | noop``)."""
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
     """How the hosts find each other."""
     run_id: str | None = None
@@ -45,6 +47,14 @@ class TrainerConfig:
     resume: Literal["auto", "must", "never"] = "auto"
     """Whether to go on from the newest checkpoint of this ``run_id``: where there is one, always (else it is an error),
     or never (then the run must be new)."""
+    on_nan: Literal["raise", "skip", "stop"] = "raise"
+    """What all hosts do after a step whose loss or gradient is not finite: raise; leave its update out and go on (the
+    schedule then waits too); or leave it out and end the run in order, with a checkpoint where there is a
+    ``checkpointer``."""
+    loss_spike: LossSpikeConfig | None = None
+    """When a loss is so large that ``on_nan`` acts on it too; null: never."""
+    profiler: ProfilerConfig | None = None
+    """A profiler trace of some steps, in ``profiler`` below the run directory, for TensorBoard; null: none."""
     log_dir: str = "runs"
     """The parent of the run directory."""
 
@@ -71,6 +81,8 @@ class TrainerConfig:
                 "trainer.checkpointer and the trainer.run_id of the run to go on with."
             )
         parse_precision(self.mp)
+        if self.profiler is not None:
+            self.profiler.check(self.num_train_steps)
 
     @property
     def precision(self) -> Precision:

@@ -22,6 +22,13 @@ class StepInfo:
     """The mean loss of the step that is done; nan before the first."""
     step_duration: float
     """Seconds from the launch of the step to its figures; 0 before the first."""
+    average: PyTree | None = None
+    """The average of the parameters over the steps, where the optimizer keeps one (``optimizer.ema_decay``)."""
+
+    @property
+    def eval_model(self) -> PyTree:
+        """The model to evaluate and to sample from: the average where there is one, else ``model``."""
+        return self.model if self.average is None else self.average
 
     @property
     def next_step(self) -> int:

@@ -1,56 +1,90 @@
-"""AdamW with a learning-rate schedule, from a configuration."""
+"""An optax optimizer with clipping, weight decay and a learning-rate schedule, from a configuration."""
 
 import dataclasses
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Final, Literal
 
+import haliax as hax
 import jax
 import optax
-from jaxtyping import PyTree
+from jaxtyping import Array, Int, PyTree
 
 from lockstep.errors import ConfigError
+from lockstep.training.averaging import average_parameters
+from lockstep.training.schedules import WSD_DECAY, build_schedule
+
+DEFAULTS: Final[Mapping[str, Mapping[str, float]]] = {
+    "adamw": {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8},
+    "lion": {"beta1": 0.9, "beta2": 0.99},
+    "muon": {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "momentum": 0.95},
+    "adafactor": {"beta2": 0.8, "epsilon": 1e-30},
+}
+"""The settings of each optimizer with their defaults; it has no use for the others."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101) with gradient clipping and a schedule.
+    """AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101) or another optimizer, with gradient clipping and a schedule.
 
     Raises:
-        ConfigError: A value is out of its range.
+        ConfigError: A value is out of its range, or the optimizer has no use for it.
     """
 
+    type: Literal["adamw", "lion", "muon", "adafactor"] = "adamw"
+    """``adamw``; ``lion`` (Chen et al. 2023, arXiv 2302.06675); ``muon`` for the matrices of the layers, AdamW for
+    embedding, output layer, norms and biases (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/);
+    ``adafactor`` (Shazeer & Stern 2018, arXiv 1804.04235)."""
     learning_rate: float = 6e-4
-    """Peak learning rate."""
+    """Peak learning rate. Each optimizer needs its own: lion about a tenth of AdamW's, muon about 0.02."""
     weight_decay: float = 0.1
     """Decoupled weight decay; norms and biases are not decayed."""
-    beta1: float = 0.9
-    """Decay of the first moment."""
-    beta2: float = 0.95
-    """Decay of the second moment."""
-    epsilon: float = 1e-8
-    """Added to the root of the second moment."""
+    beta1: float | None = None
+    """Decay of the first moment; null: 0.9. Adafactor has none."""
+    beta2: float | None = None
+    """Decay of the second moment; null: 0.95, lion 0.99, adafactor 0.8, the power with which its decay approaches 1."""
+    epsilon: float | None = None
+    """Added to the root of the second moment; null: 1e-8. Adafactor adds it to the square, null: 1e-30; lion has none.
+    """
+    momentum: float | None = None
+    """Decay of muon's momentum; null: 0.95. The others have none."""
     max_grad_norm: float | None = 1.0
     """Gradients are scaled down to this global norm; null for no clipping."""
     warmup: float = 0.01
     """Linear warm-up from 0: a fraction of the run below 1, a number of steps from 1 on."""
     decay: float | None = None
-    """Length of the final decay: a fraction below 1, steps from 1 on; null for everything after the warm-up."""
-    lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the decay."""
+    """Length of the final decay: a fraction below 1, steps from 1 on; null for everything after the warm-up, with
+    ``wsd`` for 0.2."""
+    lr_schedule: Literal["cosine", "linear", "constant", "wsd", "inv_sqrt"] = "cosine"
+    """Shape of the decay: ``wsd`` is stable, then falls with 1 - sqrt; ``inv_sqrt`` falls with the root of the steps
+    from the end of the warm-up on."""
     min_lr_ratio: float = 0.1
-    """Learning rate at the end, as a fraction of the peak; ``constant`` has no use for it."""
+    """Learning rate at the end, as a fraction of the peak, below which ``inv_sqrt`` does not fall; ``constant`` has no
+    use for it."""
+    ema_decay: float | None = None
+    """Keep an average of the parameters that moves by ``1 - ema_decay`` of the way at each step: samples, validation
+    and Hugging Face checkpoints are then of the average. Null: none."""
 
     def __post_init__(self) -> None:
+        uses = DEFAULTS[self.type]
+        for name in ("beta1", "beta2", "epsilon", "momentum"):
+            if getattr(self, name) is not None and name not in uses:
+                raise ConfigError(
+                    f"optimizer.{name} is {getattr(self, name)}, for which {self.type} has no use; it has "
+                    f"{', '.join(uses)}. Remove it, or choose another optimizer.type."
+                )
         for name, low, high in (
             ("learning_rate", 0.0, float("inf")),
             ("weight_decay", 0.0, float("inf")),
             ("beta1", 0.0, 1.0),
             ("beta2", 0.0, 1.0),
             ("epsilon", 0.0, 1.0),
+            ("momentum", 0.0, 1.0),
             ("warmup", 0.0, float("inf")),
             ("min_lr_ratio", 0.0, 1.00001),
+            ("ema_decay", 0.0, 1.0),
         ):
             value = getattr(self, name)
-            if not low <= value < high:
+            if value is not None and not low <= value < high:
                 raise ConfigError(
                     f"optimizer.{name} is {value}; it must be at least {low:g} and less than {high:g}. Change it."
                 )
@@ -62,6 +96,20 @@ class OptimizerConfig:
             raise ConfigError(
                 f"optimizer.decay is {self.decay}; it must be above 0. Use lr_schedule: constant for none."
             )
+        if self.decay is not None and self.lr_schedule == "inv_sqrt":
+            raise ConfigError(
+                f"optimizer.decay is {self.decay}, for which lr_schedule: inv_sqrt has no use: it falls from the end "
+                "of the warm-up on. Remove it, or choose another lr_schedule."
+            )
+
+    def setting(self, name: str) -> float:
+        """Return a setting of the optimizer, its default where it is null.
+
+        Args:
+            name: The name of the setting, one that this optimizer has.
+        """
+        given: float | None = getattr(self, name)
+        return DEFAULTS[self.type][name] if given is None else given
 
     def schedule(self, num_train_steps: int) -> optax.Schedule:
         """Build the learning-rate schedule.
@@ -77,22 +125,21 @@ class OptimizerConfig:
         """
         warmup = _steps(self.warmup, num_train_steps)
         rest = num_train_steps - warmup
-        decay = rest if self.decay is None else _steps(self.decay, num_train_steps)
+        given = WSD_DECAY if self.decay is None and self.lr_schedule == "wsd" else self.decay
+        decay = rest if given is None else _steps(given, num_train_steps)
         if rest < 0 or decay > rest:
             raise ConfigError(
                 f"optimizer.warmup ({warmup} steps) and optimizer.decay ({decay} steps) are longer than "
                 f"trainer.num_train_steps = {num_train_steps}. Shorten them or train longer."
             )
-        peak, last = self.learning_rate, self.learning_rate * self.min_lr_ratio
-        if self.lr_schedule == "constant" or decay == 0:
-            falling = optax.constant_schedule(peak)
-        elif self.lr_schedule == "linear":
-            falling = optax.linear_schedule(peak, last, decay)
-        else:
-            falling = optax.cosine_decay_schedule(peak, decay, self.min_lr_ratio)
-        # Step 0 of a warm-up from exactly 0 would be wasted: it starts one step in.
-        rising = optax.linear_schedule(peak / (warmup + 1), peak, max(warmup, 1))
-        return optax.join_schedules([rising, optax.constant_schedule(peak), falling], [warmup, num_train_steps - decay])
+        return build_schedule(
+            self.lr_schedule,
+            peak=self.learning_rate,
+            min_ratio=self.min_lr_ratio,
+            warmup=warmup,
+            decay=decay,
+            total=num_train_steps,
+        )
 
     def build(self, num_train_steps: int) -> optax.GradientTransformation:
         """Build the optimizer.
@@ -106,17 +153,40 @@ class OptimizerConfig:
         Raises:
             ConfigError: Warm-up and decay together are longer than the run.
         """
-        adamw = optax.adamw(
-            self.schedule(num_train_steps),
-            b1=self.beta1,
-            b2=self.beta2,
-            eps=self.epsilon,
-            weight_decay=self.weight_decay,
-            mask=decay_mask,
-        )
-        if self.max_grad_norm is None:
-            return adamw
-        return optax.chain(optax.clip_by_global_norm(self.max_grad_norm), adamw)
+        optimizer = self._optimizer(self.schedule(num_train_steps))
+        before = [] if self.max_grad_norm is None else [optax.clip_by_global_norm(self.max_grad_norm)]
+        after = [] if self.ema_decay is None else [average_parameters(self.ema_decay)]
+        return optax.chain(*before, optimizer, *after) if before or after else optimizer
+
+    def _optimizer(self, schedule: optax.Schedule) -> optax.GradientTransformation:
+        if self.type == "adamw":
+            return optax.adamw(schedule, **self._adam(), weight_decay=self.weight_decay, mask=decay_mask)
+        if self.type == "lion":
+            b1, b2 = self.setting("beta1"), self.setting("beta2")
+            return optax.lion(schedule, b1=b1, b2=b2, weight_decay=self.weight_decay, mask=decay_mask)
+        if self.type == "muon":
+            direction = optax.partition(
+                {
+                    "matrix": optax.contrib.scale_by_muon(
+                        beta=self.setting("momentum"), weight_dimension_numbers=_matrix_axes
+                    ),
+                    "other": optax.scale_by_adam(**self._adam()),
+                },
+                _muon_labels,
+            )
+        else:
+            # Without optax.adafactor's own decay, which is not scaled by the learning rate.
+            direction = _on_arrays(
+                optax.chain(
+                    optax.scale_by_factored_rms(decay_rate=self.setting("beta2"), epsilon=self.setting("epsilon")),
+                    optax.clip_by_block_rms(1.0),
+                )
+            )
+        decay = optax.add_decayed_weights(self.weight_decay, decay_mask)
+        return optax.chain(direction, decay, optax.scale_by_learning_rate(schedule))
+
+    def _adam(self) -> dict[str, float]:
+        return {"b1": self.setting("beta1"), "b2": self.setting("beta2"), "eps": self.setting("epsilon")}
 
 
 def decay_mask(parameters: PyTree) -> PyTree:
@@ -135,6 +205,64 @@ def decay_mask(parameters: PyTree) -> PyTree:
         return "norm" not in text and "bias" not in text and ".ln_" not in text
 
     return jax.tree_util.tree_map_with_path(decays, parameters)
+
+
+def completed_updates(opt_state: PyTree) -> Int[Array, ""] | None:
+    """Return the number of updates that the schedule of an optimizer has counted; None where it counts none.
+
+    Args:
+        opt_state: The state of the optimizer.
+    """
+    parts = jax.tree.leaves(opt_state, is_leaf=lambda part: isinstance(part, optax.ScaleByScheduleState))
+    return next((part.count for part in parts if isinstance(part, optax.ScaleByScheduleState)), None)
+
+
+def _muon_labels(parameters: PyTree) -> PyTree:
+    return jax.tree.map(lambda one: "other" if _matrix(one) is None else "matrix", parameters, is_leaf=_named)
+
+
+def _matrix_axes(parameters: PyTree) -> PyTree:
+    """Which axes of each array are rows and columns of its matrices, in place of the array."""
+    return jax.tree.map(lambda one: jax.tree.map(lambda _: _matrix(one), one), parameters, is_leaf=_named)
+
+
+def _matrix(parameter: Any) -> optax.contrib.MuonDimensionNumbers | None:
+    """Rows and columns of the matrices that a parameter of the layers stacks; None where it has none.
+
+    A matrix maps from ``embed`` to other axes, or from them to ``embed``, which is how `lockstep.models.weights` orders
+    them; those of the embedding and of the output layer map from or to tokens and are left to AdamW.
+    """
+    names = [axis.name for axis in parameter.axes] if _named(parameter) else []
+    inner = [index for index, name in enumerate(names) if name != "layer"]
+    if len(inner) < 2 or "vocab" in names:
+        return None
+    if names[inner[0]] == "embed":
+        return optax.contrib.MuonDimensionNumbers(reduction_axis=inner[:1], output_axis=inner[1:])
+    if names[inner[-1]] == "embed":
+        return optax.contrib.MuonDimensionNumbers(reduction_axis=inner[:-1], output_axis=inner[-1:])
+    return None
+
+
+def _named(leaf: Any) -> bool:
+    return isinstance(leaf, hax.NamedArray)
+
+
+def _on_arrays(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """A transformation whose state has plain arrays by name: its shapes are not those of the parameters' axes."""
+
+    def arrays(tree: PyTree) -> dict[str, Array]:
+        leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+        return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+    def init(parameters: PyTree) -> PyTree:
+        return inner.init(arrays(parameters))
+
+    def update(updates: PyTree, state: PyTree, parameters: PyTree | None = None) -> tuple[PyTree, PyTree]:
+        named = arrays(updates)
+        new, state = inner.update(named, state, None if parameters is None else arrays(parameters))
+        return jax.tree.unflatten(jax.tree.structure(updates), [new[name] for name in named]), state
+
+    return optax.GradientTransformation(init, update)
 
 
 def _steps(length: float, num_train_steps: int) -> int:

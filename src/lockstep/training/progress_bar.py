@@ -14,8 +14,8 @@ UNKNOWN = "–"
 class ProgressDisplay(Protocol):
     """Shows how far a run is."""
 
-    def update(self, completed: int, loss: float) -> None:
-        """Show the number of completed steps and the last loss."""
+    def update(self, completed: int, loss: float, note: str = "") -> None:
+        """Show the number of completed steps, the last loss, and what else is to be said of the last step."""
         ...
 
     def close(self) -> None:
@@ -26,7 +26,7 @@ class ProgressDisplay(Protocol):
 class NoProgress:
     """Shows nothing: used on every host but the leader."""
 
-    def update(self, completed: int, loss: float) -> None:
+    def update(self, completed: int, loss: float, note: str = "") -> None:
         """Show nothing."""
 
     def close(self) -> None:
@@ -46,18 +46,17 @@ class BarProgress:
             TextColumn("train"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}  {task.fields[rate]} steps/s"),
+            TextColumn("loss {task.fields[loss]}  {task.fields[rate]} steps/s  {task.fields[note]}"),
             TimeRemainingColumn(),
             console=rich.get_console(),
         )
-        self._task = self._bar.add_task("train", total=total, loss=UNKNOWN, rate=UNKNOWN)
+        self._task = self._bar.add_task("train", total=total, loss=UNKNOWN, rate=UNKNOWN, note="")
         self._bar.start()
 
-    def update(self, completed: int, loss: float) -> None:
+    def update(self, completed: int, loss: float, note: str = "") -> None:
         """Move the bar."""
-        self._bar.update(
-            self._task, completed=completed, loss=_number(loss, 4), rate=_number(self._rate.add(completed), 2)
-        )
+        rate = _number(self._rate.add(completed), 2)
+        self._bar.update(self._task, completed=completed, loss=_number(loss, 4), rate=rate, note=note)
 
     def close(self) -> None:
         """Leave the bar as it is and give the terminal back."""
@@ -76,11 +75,11 @@ class LineProgress:
         self._total, self._every_s, self._rate = total, every_s, Rate()
         self._shown_at = float("-inf")
         self._shown = -1
-        self._last = (0, float("nan"), 0.0)
+        self._last = (0, float("nan"), 0.0, "")
 
-    def update(self, completed: int, loss: float) -> None:
+    def update(self, completed: int, loss: float, note: str = "") -> None:
         """Print a line unless the last one is less than ``every_s`` old."""
-        self._last = (completed, loss, self._rate.add(completed))
+        self._last = (completed, loss, self._rate.add(completed), note)
         if time.monotonic() - self._shown_at >= self._every_s:
             self._show()
 
@@ -90,10 +89,11 @@ class LineProgress:
             self._show()
 
     def _show(self) -> None:
-        completed, loss, rate = self._last
+        completed, loss, rate, note = self._last
+        note = f"{note}  " if note else ""
         eta = f"{_clock((self._total - completed) / rate)} left" if rate else "starting"
         rich.get_console().print(
-            f"step {completed}/{self._total}  loss {_number(loss, 4)}  {_number(rate, 2)} steps/s  {eta}",
+            f"step {completed}/{self._total}  loss {_number(loss, 4)}  {_number(rate, 2)} steps/s  {note}{eta}",
             highlight=False,
         )
         self._shown_at, self._shown = time.monotonic(), completed

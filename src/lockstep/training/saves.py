@@ -1,12 +1,20 @@
 """When a training loop saves, and how it goes on from a checkpoint."""
 
 import math
+import os
 import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
+from lockstep.errors import ConfigError
+from lockstep.hosts import Hosts
+from lockstep.training.averaging import average_of
 from lockstep.training.checkpoint import CheckpointMetadata
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.config import TrainerConfig
 from lockstep.training.hooks import Hooks, StepInfo
+from lockstep.training.loss_watch import LossWatch
 from lockstep.training.step import TrainState
 
 
@@ -16,11 +24,14 @@ class Saves:
     Args:
         checkpointer: What saves; None: nothing is saved.
         hooks: The hooks of the run, whose states belong into a checkpoint.
+        watch: What judges losses, whose state belongs into a checkpoint too.
         config: The configuration of the run.
     """
 
-    def __init__(self, checkpointer: Checkpointer | None, hooks: Hooks, config: TrainerConfig) -> None:
-        self._checkpointer, self._hooks, self._config = checkpointer, hooks, config
+    def __init__(
+        self, checkpointer: Checkpointer | None, hooks: Hooks, watch: LossWatch, config: TrainerConfig
+    ) -> None:
+        self._checkpointer, self._hooks, self._watch, self._config = checkpointer, hooks, watch, config
         self.resumed_from: CheckpointMetadata | None = None
         """Where the run goes on from; None: it begins."""
         self._interrupted = False
@@ -52,7 +63,8 @@ class Saves:
         """
         found = self.resumed_from
         step, loss = (0, math.nan) if found is None else (found.step, found.loss)
-        return StepInfo(step=step - 1, model=state.model, loss=loss, step_duration=0.0)
+        average = average_of(state.opt_state)
+        return StepInfo(step=step - 1, model=state.model, loss=loss, step_duration=0.0, average=average)
 
     def begin(self, info: StepInfo) -> None:
         """Call the hooks as before a first step, or those that a run which goes on has not called yet.
@@ -64,6 +76,8 @@ class Saves:
             self._hooks.before_first_step(info)
             return
         self._hooks.load_state(self.resumed_from.hooks)
+        if self._watch.name in self.resumed_from.hooks:
+            self._watch.load_state(self.resumed_from.hooks[self._watch.name])
         if not self.resumed_from.hooks_called:
             self._hooks.after_step(info)
 
@@ -84,24 +98,80 @@ class Saves:
         if self._interrupted or (hooks_called and step % settings.every == 0 and step < self._config.num_train_steps):
             self._save(state, info, hooks_called)
 
-    def end(self, state: TrainState, info: StepInfo, stopped_by: int | None) -> None:
-        """Save after the last step, or after the one at which SIGTERM ended the run, and wait until all is written.
+    def end(self, state: TrainState, info: StepInfo, stopped_by: int | None, *, diverged: bool = False) -> None:
+        """Save after the last step of this loop, unless a signal other than SIGTERM ended it; wait for what is written.
 
         Args:
             state: The last state.
             info: The info of the last step.
-            stopped_by: The signal that ended the run, or None.
+            stopped_by: The signal that ended the run; None where there was none.
+            diverged: Whether ``on_nan`` ended it, so that hooks have not been called for the last step.
         """
         if self._checkpointer is None:
             return
         if stopped_by is None:
-            self._save(state, info, hooks_called=True)
+            self._save(state, info, hooks_called=not diverged)
         elif stopped_by == signal.SIGTERM and self._checkpointer.config.save_on_preemption and not self._interrupted:
             self._save(state, info, hooks_called=False)
         self._checkpointer.wait()
 
     def _save(self, state: TrainState, info: StepInfo, hooks_called: bool) -> None:
         assert self._checkpointer is not None
-        self._checkpointer.save(
-            state, step=info.next_step, loss=info.loss, hooks=self._hooks.state(), hooks_called=hooks_called
-        )
+        hooks = self._hooks.state() | {self._watch.name: self._watch.state()}
+        self._checkpointer.save(state, step=info.next_step, loss=info.loss, hooks=hooks, hooks_called=hooks_called)
+
+
+def make_checkpointer(
+    config: TrainerConfig,
+    run_dir: str | os.PathLike[str] | None,
+    hosts: Hosts,
+    *,
+    facts: Mapping[str, str],
+    run_config: Mapping[str, Any],
+    reported: Callable[[], None],
+) -> Checkpointer | None:
+    """Make the checkpointer that a configuration asks for.
+
+    Args:
+        config: The configuration of the run.
+        run_dir: The run directory; None where it is not given.
+        hosts: The processes of the job.
+        facts: What a run must have in common with a checkpoint to go on from it, beside seed and batch size.
+        run_config: The configuration of the whole run.
+        reported: See `Checkpointer`.
+
+    Raises:
+        ConfigError: There is no run directory.
+
+    Returns:
+        The checkpointer; None where there are no checkpoints.
+    """
+    if config.checkpointer is None:
+        return None
+    run_dir = directory_of_run(config, run_dir, "trainer.checkpointer is set, and a later start must find it")
+    return Checkpointer(
+        config.checkpointer,
+        config.checkpointer.path(run_dir, run_dir.name),
+        hosts,
+        facts={"seed": str(config.seed), "train_batch_size": str(config.train_batch_size), **facts},
+        run_config=run_config,
+        reported=reported,
+    )
+
+
+def directory_of_run(config: TrainerConfig, run_dir: str | os.PathLike[str] | None, why: str) -> Path:
+    """Return the directory of a run.
+
+    Args:
+        config: The configuration of the run.
+        run_dir: The directory that was given; None: ``log_dir/run_id``.
+        why: Why there must be one, for the error.
+
+    Raises:
+        ConfigError: It is not known.
+    """
+    if run_dir is not None:
+        return Path(run_dir)
+    if config.run_id is None:
+        raise ConfigError(f"there is no run directory: neither run_dir nor trainer.run_id is given. {why}. Give one.")
+    return Path(config.log_dir) / config.run_id

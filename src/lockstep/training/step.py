@@ -18,6 +18,7 @@ from lockstep.errors import ConfigError
 from lockstep.hosts import Ledger
 from lockstep.placement import COMPUTE_AXES, MESH_AXES, PARAMETER_AXES
 from lockstep.training.objectives.parts import LossFn, LossParts
+from lockstep.training.optimizer import completed_updates
 from lockstep.training.precision import Precision, cast_floats
 
 BATCH_SPEC = P(("dp", "fsdp"))
@@ -25,6 +26,9 @@ BATCH_SPEC = P(("dp", "fsdp"))
 
 STOP_SPEC = P(MESH_AXES)
 """How the stop flags are split over the mesh: one per device."""
+
+SKIPPED = "skipped_step"
+"""The name of the metric that is 1 where a step left its update out."""
 
 
 @jax.tree_util.register_dataclass
@@ -201,6 +205,8 @@ class TrainStep:
         shardings: The shardings of the state that `init_state` returned.
         precision: The float types.
         microbatches: The number of parts of the batch that are computed one after the other.
+        skip_bad: Whether a step whose loss or gradient is not finite, or whose loss is above a limit, leaves parameters
+            and optimizer state as they are.
     """
 
     def __init__(
@@ -213,7 +219,9 @@ class TrainStep:
         shardings: PyTree,
         precision: Precision,
         microbatches: int,
+        skip_bad: bool = False,
     ) -> None:
+        self.skip_bad = skip_bad
         self._loss_fn, self._optimizer, self._schedule = loss_fn, optimizer, schedule
         self._mesh, self._precision, self._microbatches = mesh, precision, microbatches
         self._names: tuple[str, ...] = ()
@@ -225,15 +233,13 @@ class TrainStep:
         """The number of times that the step was traced."""
         return 0 if self._program is None else self._program.traces
 
-    def compile(
-        self, state: TrainState, batch: Mapping[str, Array], stop: Int[Array, " device"], ledger: Ledger
-    ) -> Mapping[str, str]:
+    def compile(self, state: TrainState, batch: Mapping[str, Any], *signals: Any, ledger: Ledger) -> Mapping[str, str]:
         """Compile for arguments of these shapes; nothing is launched, and no other host is waited for.
 
         Args:
             state: The first argument of a call; it is not donated here.
-            batch: The second argument of a call.
-            stop: The third argument of a call.
+            batch: The second argument of a call, or its shapes with shardings.
+            signals: The other arguments of a call.
             ledger: The ledger that records launches.
 
         Returns:
@@ -245,7 +251,7 @@ class TrainStep:
         self._program = compile_program(
             "train_step",
             self._step,
-            [state, dict(batch), stop],
+            [state, dict(batch), *signals],
             mesh=self._mesh,
             ledger=ledger,
             donate=(0,),
@@ -253,19 +259,22 @@ class TrainStep:
         )
         return self._program.digests
 
-    def __call__(self, state: TrainState, batch: Mapping[str, Array], stop: Int[Array, " device"]) -> Any:
+    def __call__(
+        self, state: TrainState, batch: Mapping[str, Array], stop: Int[Array, " device"], *limit: Float[Array, ""]
+    ) -> Any:
         """Launch one step.
 
         Args:
             state: The state, which is donated: its arrays are deleted.
             batch: Global arrays by name, with the row as axis 0.
             stop: The number of the signal on the devices of a host that was asked to stop, 0 on all others.
+            limit: With ``skip_bad``, the largest loss with which the step counts; infinity for any.
 
         Returns:
             The next state, and the metrics as an array for `read`.
         """
         assert self._program is not None, "compile() comes before the first call"
-        return self._program(state, dict(batch), stop)
+        return self._program(state, dict(batch), stop, *limit)
 
     def lower(self, state: TrainState, batch: Mapping[str, Any]) -> jax.stages.Lowered:
         """Trace the step for shapes; nothing is launched.
@@ -275,10 +284,12 @@ class TrainStep:
             batch: The columns of a batch as arrays, or as shape structs with shardings.
         """
         sharding = NamedSharding(self._mesh, STOP_SPEC)
-        stop = jax.ShapeDtypeStruct((self._mesh.size,), jnp.int32, sharding=sharding)
+        signals = [jax.ShapeDtypeStruct((self._mesh.size,), jnp.int32, sharding=sharding)]
+        if self.skip_bad:
+            signals.append(jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(self._mesh, P())))
         with jax.set_mesh(self._mesh):
             jitted = jax.jit(self._step, donate_argnums=0, out_shardings=self._out_shardings)
-            return jitted.lower(state, dict(batch), stop)
+            return jitted.lower(state, dict(batch), *signals)
 
     def read(self, metrics: Array) -> StepMetrics:
         """Wait for a step and fetch its metrics, which are the same on every host; nothing is launched.
@@ -289,7 +300,9 @@ class TrainStep:
         loss, stop, *others = (float(x) for x in jax.device_get(metrics.addressable_data(0)))
         return StepMetrics(loss=loss, stop=int(stop), values=dict(zip(self._names, others, strict=True)))
 
-    def _step(self, state: TrainState, batch: dict[str, Array], stop: Array) -> tuple[TrainState, Float[Array, " n"]]:
+    def _step(
+        self, state: TrainState, batch: dict[str, Array], stop: Array, *limit: Array
+    ) -> tuple[TrainState, Float[Array, " n"]]:
         parts, gradients = self._sums(state.model, batch)
         gradients = jax.tree.map(lambda g: (g / parts.weight).astype(g.dtype), gradients)
         updates, opt_state = self._optimizer.update(gradients, state.opt_state, state.model)
@@ -297,9 +310,16 @@ class TrainStep:
         values = {name: total / parts.weight for name, total in parts.metrics.items()}
         values["grad_norm"] = optax.global_norm(gradients)
         if self._schedule is not None:
-            values["learning_rate"] = jnp.asarray(self._schedule(state.step))
+            updates_done = completed_updates(state.opt_state) if self.skip_bad else None
+            values["learning_rate"] = jnp.asarray(self._schedule(state.step if updates_done is None else updates_done))
+        loss = parts.total / parts.weight
+        if self.skip_bad:
+            good = jnp.isfinite(loss) & jnp.isfinite(values["grad_norm"]) & (loss <= limit[0])
+            new, old = (model, opt_state), (state.model, state.opt_state)
+            model, opt_state = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
+            values[SKIPPED] = ~good
         self._names = tuple(values)
-        metrics = [parts.total / parts.weight, jnp.max(stop), *values.values()]
+        metrics = [loss, jnp.max(stop), *values.values()]
         new_state = TrainState(step=state.step + 1, model=model, opt_state=opt_state)
         return new_state, jnp.stack([jnp.asarray(x, jnp.float32) for x in metrics])
 

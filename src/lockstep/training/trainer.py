@@ -3,34 +3,34 @@
 import contextlib
 import dataclasses
 import logging
-import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from lockstep.device import Program, compile_program
 from lockstep.errors import ConfigError, HostError
-from lockstep.hosts import Hosts, Watchdog, current, environment, leader_only
-from lockstep.placement import fsdp_warning, host_rows, make_mesh, place_local
+from lockstep.hosts import Hosts, Watchdog, current, leader_only
+from lockstep.placement import fsdp_warning, make_mesh, place, place_local
 from lockstep.report import FINISH_S, BackgroundTracker, NoopTracker, Tracker
+from lockstep.training.averaging import average_of
+from lockstep.training.batch_source import BatchFeed, BatchSource
 from lockstep.training.checkpoint import CheckpointMetadata
-from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.config import TrainerConfig
 from lockstep.training.hooks import Hook, Hooks, StepInfo
+from lockstep.training.launcher import Launcher
+from lockstep.training.loss_watch import LossWatch
 from lockstep.training.objectives.parts import LossFn
-from lockstep.training.progress_bar import make_progress
+from lockstep.training.profiler import Profiler
 from lockstep.training.rows import Batches
-from lockstep.training.saves import Saves
+from lockstep.training.saves import Saves, directory_of_run, make_checkpointer
 from lockstep.training.step import (
-    BATCH_SPEC,
     STOP_SPEC,
     StepMetrics,
     TrainState,
@@ -40,7 +40,9 @@ from lockstep.training.step import (
     parameter_shardings,
     state_structs,
 )
+from lockstep.training.step_log import StepLog
 from lockstep.training.stopping import StopRequest
+from lockstep.training.throughput import Meter
 
 log = logging.getLogger(__name__)
 
@@ -59,13 +61,24 @@ class TrainResult:
     loss: float
     """The loss of the last step; nan if there was none."""
     stopped_by: int | None
-    """Signal that ended the run early, on whichever host it came; the same on all. None for a full run."""
+    """Signal that ended the run early, on whichever host it came; the same on all. None where there was none."""
     tracker_errors: int
     """Times the tracker failed; training went on."""
     checkpoint: str | None = None
     """The newest checkpoint of the run; None where there is none."""
     checkpoint_errors: int = 0
     """Checkpoints that could not be saved; training went on."""
+    average: PyTree | None = None
+    """The average of the parameters over the steps, where the optimizer keeps one (``optimizer.ema_decay``)."""
+    skipped_steps: int = 0
+    """Steps whose update was left out (``trainer.on_nan``)."""
+    diverged: bool = False
+    """Whether ``on_nan: stop`` ended the run; the model is then that before the bad step."""
+
+    @property
+    def eval_model(self) -> PyTree:
+        """The model to evaluate and to export: the average where there is one, else ``model``."""
+        return self.model if self.average is None else self.average
 
 
 class Trainer:
@@ -116,9 +129,20 @@ class Trainer:
         self._hooks = Hooks()
         self._step: TrainStep | None = None
         self._watchdog = Watchdog(self.hosts, self.hosts.timeout_s)
-        self._warned_of_loss = False
-        self._checkpointer = self._make_checkpointer(run_dir, facts or {}, run_config or {})
-        self._saves = Saves(self._checkpointer, self._hooks, config)
+        self._launch = Launcher(self.hosts, self.mesh, self._watchdog)
+        self._loss_watch = LossWatch(config.on_nan, config.loss_spike)
+        self._checkpointer = make_checkpointer(
+            config,
+            run_dir,
+            self.hosts,
+            facts=facts or {},
+            run_config=run_config or {},
+            reported=self._wait_until_reported,
+        )
+        self._saves = Saves(self._checkpointer, self._hooks, self._loss_watch, config)
+        self._run_dir = run_dir
+        if config.profiler is not None:
+            self._run_dir = directory_of_run(config, run_dir, "trainer.profiler is set, and its trace needs a place")
 
     @property
     def train_step_traces(self) -> int:
@@ -176,13 +200,14 @@ class Trainer:
         self._saves.resumed_from = metadata
         return state
 
-    def train(self, model: PyTree | TrainState, batches: Batches) -> TrainResult:
+    def train(self, model: PyTree | TrainState, batches: Batches | BatchSource) -> TrainResult:
         """Train until ``num_train_steps`` steps are done.
 
         Args:
             model: The model, sharded over the mesh, to train from the beginning; or the state that `restore` returned,
                 to go on from its step. Donated: use the result's model afterwards.
-            batches: What gives each host its rows of each batch.
+            batches: What gives each host its rows of each batch; or a source of whole batches, which sees the model
+                before each step. It is closed at the end.
 
         Raises:
             PeerError: The train step does not compile on some host; raised on every host.
@@ -191,6 +216,7 @@ class Trainer:
                 launch.
             HostError: A step failed while it ran on several hosts, most likely because one of them has died.
             ConfigError: The state is not one that this trainer has restored.
+            DivergenceError: A loss or a gradient is not finite, or a loss is a spike, and ``on_nan`` is ``raise``.
 
         Returns:
             The trained model and how the run ended. A signal (Ctrl-C, SIGTERM) on any host ends the run after a step,
@@ -200,59 +226,88 @@ class Trainer:
         with StopRequest(self.hosts.preemption) as stop:
             return self._train(model, batches, stop)
 
-    def _train(self, model: PyTree | TrainState, batches: Batches, stop: StopRequest) -> TrainResult:
+    def _train(self, model: PyTree | TrainState, batches: Batches | BatchSource, stop: StopRequest) -> TrainResult:
         config = self.config
         if self.hosts.is_leader and (warning := fsdp_warning(self.mesh)):
             log.warning(warning)
-        if isinstance(model, TrainState):
-            if self._saves.resumed_from is None:
-                raise ConfigError(
-                    "train() was given a state that this trainer has not restored, so its step is not known. Pass the "
-                    "result of this trainer's restore(), or a model."
-                )
-            state, shardings = model, parameter_shardings(model, self.mesh)
-        else:
-            state, shardings = init_state(model, self._optimizer, self.mesh, config.precision, self._launch)
-            self._saves.resumed_from = None
+        state, shardings = self._first_state(model)
         del model
-        step_fn = self._compile(state, shardings, batches)
         info = self._saves.first_info(state)
-        stopped_by: int | None = None
-        progress = make_progress(config.num_train_steps, self.hosts.is_leader)
+        source, progress = self._source(batches, info.next_step), self._step_log()
+        profiler, meter = self._profiler(), Meter(self.mesh, state.model)
+        stopped_by, diverged = None, False
         # A launch from a second thread could come before the train step on one host and after it on another.
-        with contextlib.closing(progress), jax.thread_guard(True):
-            self._saves.begin(info)
-            for step in range(info.next_step, config.num_train_steps):
-                batch = self._place(batches, step)
-                start = time.perf_counter()
-                with self._named_failure(step), self._watchdog.watch("train_step"):
-                    state, figures = step_fn(state, batch, self._stop_array(stop.signal or 0))
-                    metrics = step_fn.read(figures)
-                duration = time.perf_counter() - start
-                info = StepInfo(step=step, model=state.model, loss=metrics.loss, step_duration=duration)
-                progress.update(info.next_step, info.loss)
-                self._log(info, metrics)
-                if metrics.stop:
-                    stopped_by = metrics.stop
-                    self._hooks.after_signal()
-                    break
-                self._saves.after_step(state, info, hooks_called=self._hooks.after_step(info))
-            else:
-                if not self._saves.complete:
-                    self._hooks.after_last_step(info)
-            self._saves.end(state, info, stopped_by)
-            self._flush_tracker(min(FINISH_S, self.hosts.timeout_s / 2) if stopped_by is None else STOPPED_FLUSH_S)
-            with self.hosts.launch_on_all("end of training"):
-                pass  # every launch of the run has been made: they are compared
+        with contextlib.closing(source), contextlib.closing(progress), contextlib.closing(profiler):
+            step_fn = self._compile(state, shardings, source)
+            with jax.thread_guard(True):
+                self._saves.begin(info)
+                for step in range(info.next_step, config.num_train_steps):
+                    before = time.perf_counter()
+                    batch = source.batch(step, state.model)
+                    start = time.perf_counter()
+                    with self._running(step), profiler.step(step):
+                        state, figures = step_fn(state, batch, *self._signals(step_fn, stop.signal or 0))
+                        source.prepare(step + 1)
+                        metrics = step_fn.read(figures)
+                    speed = meter.step(batch, step_s=time.perf_counter() - start, wait_s=start - before)
+                    info = _info(step, state, metrics, speed.step_s)
+                    progress.step(info, metrics, speed)
+                    diverged = self._loss_watch.judge(info.next_step, metrics, is_leader=self.hosts.is_leader)
+                    stopped_by = metrics.stop or None
+                    if stopped_by or diverged:
+                        self._hooks.after_signal()
+                        break
+                    self._saves.after_step(state, info, hooks_called=self._hooks.after_step(info))
+                else:
+                    if not self._saves.complete:
+                        self._hooks.after_last_step(info)
+                self._saves.end(state, info, stopped_by, diverged=diverged)
+                self._flush_tracker(min(FINISH_S, self.hosts.timeout_s / 2) if stopped_by is None else STOPPED_FLUSH_S)
+                with self.hosts.launch_on_all("end of training"):
+                    pass  # every launch of the run has been made: they are compared
         return TrainResult(
             checkpoint=self._saves.newest,
             checkpoint_errors=self._saves.errors,
             model=state.model,
+            average=info.average,
             completed_steps=info.next_step,
             loss=info.loss,
             stopped_by=stopped_by,
+            diverged=diverged,
+            skipped_steps=self._loss_watch.skipped,
             tracker_errors=self.tracker.errors if isinstance(self.tracker, BackgroundTracker) else 0,
         )
+
+    def _first_state(self, model: PyTree | TrainState) -> tuple[TrainState, PyTree]:
+        """The state before the first step of this loop, and its shardings."""
+        if not isinstance(model, TrainState):
+            self._saves.resumed_from = None
+            return init_state(model, self._optimizer, self.mesh, self.config.precision, self._launch)
+        if self._saves.resumed_from is None:
+            raise ConfigError(
+                "train() was given a state that this trainer has not restored, so its step is not known. Pass the "
+                "result of this trainer's restore(), or a model."
+            )
+        return model, parameter_shardings(model, self.mesh)
+
+    def _source(self, batches: Batches | BatchSource, first: int) -> BatchSource:
+        if isinstance(batches, BatchSource):
+            return batches
+        config = self.config
+        return BatchFeed(batches, config.train_batch_size, self.mesh, first=first, last=config.num_train_steps)
+
+    def _step_log(self) -> StepLog:
+        return StepLog(self.config.num_train_steps, self.tracker, is_leader=self.hosts.is_leader)
+
+    def _profiler(self) -> Profiler:
+        directory = None if self._run_dir is None else Path(self._run_dir) / "profiler"
+        return Profiler(self.config.profiler, directory, self.hosts.index)
+
+    @contextlib.contextmanager
+    def _running(self, step: int) -> Iterator[None]:
+        """The launch of a step and the wait for it."""
+        with self._named_failure(step), self._watchdog.watch("train_step"):
+            yield
 
     @contextlib.contextmanager
     def _named_failure(self, step: int) -> Iterator[None]:
@@ -268,7 +323,7 @@ class Trainer:
                 f"has died: look for the log that ends without an error. The runtime says: {error}"
             ) from error
 
-    def _compile(self, state: TrainState, shardings: PyTree, batches: Batches) -> TrainStep:
+    def _compile(self, state: TrainState, shardings: PyTree, source: BatchSource) -> TrainStep:
         """The train step, compiled and agreed on by every host; nobody launches it before all are ready."""
         step_fn = TrainStep(
             loss_fn=self._loss_fn,
@@ -278,74 +333,22 @@ class Trainer:
             shardings=shardings,
             precision=self.config.precision,
             microbatches=self._microbatches,
+            skip_bad=self.config.on_nan != "raise",
         )
-        arguments = state, self._place(batches, 0), self._stop_array(0)
-        self._compile_on_all("train_step", lambda: step_fn.compile(*arguments, self.hosts.ledger))
+        arguments = state, source.structs(), *self._signals(step_fn, 0)
+        self._launch.compile_on_all("train_step", lambda: step_fn.compile(*arguments, ledger=self.hosts.ledger))
         self._step = step_fn
         return step_fn
 
-    def _compile_on_all(self, name: str, compile: Callable[[], Mapping[str, str]]) -> None:
-        """Have every host compile a program, agree on its digests, and wait until all are ready to launch it."""
-        with self.hosts.scope(name) as scope, scope.run_on_all(f"compiling {name}") as phase:
-            phase.agree(environment() | {"debug": str(scope.debug)})
-            phase.agree(compile())
-        self.hosts.phase("training")
-
-    def _launch(self, name: str, function: Callable[..., Any], arguments: Sequence[Any], **options: Any) -> Any:
-        """Compile, agree, launch once, wait; see `lockstep.training.step.Launch`."""
-        programs: list[Program] = []
-
-        def compile() -> Mapping[str, str]:
-            ledger = self.hosts.ledger
-            programs.append(compile_program(name, function, arguments, mesh=self.mesh, ledger=ledger, **options))
-            return programs[0].digests
-
-        self._compile_on_all(name, compile)
-        with self._watchdog.watch(name):
-            return jax.block_until_ready(programs[0](*arguments))
-
-    def _place(self, batches: Batches, step: int) -> dict[str, jax.Array]:
-        n_rows = self.config.train_batch_size
-        sharding = NamedSharding(self.mesh, BATCH_SPEC)
-        local = batches.batch(step, n_rows, host_rows(sharding, n_rows))
-        return {name: place_local(rows, sharding, n_rows) for name, rows in local.items()}
-
-    def _stop_array(self, flag: int) -> jax.Array:
-        """One number per device: this host's devices hold ``flag``, a signal or 0."""
+    def _signals(self, step_fn: TrainStep, flag: int) -> list[jax.Array]:
+        """What the hosts tell the step: a signal or 0 on this host's devices, and the limit of the loss."""
         sharding = NamedSharding(self.mesh, STOP_SPEC)
         n_local = len(sharding.addressable_devices)
-        return place_local(np.full(n_local, flag, np.int32), sharding, self.mesh.size)
-
-    def _log(self, info: StepInfo, metrics: StepMetrics) -> None:
-        if not self.hosts.is_leader:
-            return
-        values = step_metrics(info, metrics, self.config.train_batch_size)
-        self.tracker.log(values, step=info.next_step)
-        if not math.isfinite(info.loss) and not self._warned_of_loss:
-            self._warned_of_loss = True
-            log.warning("the loss is %s after %d steps; training goes on", info.loss, info.next_step)
-
-    def _make_checkpointer(
-        self, run_dir: str | os.PathLike[str] | None, facts: Mapping[str, str], run_config: Mapping[str, Any]
-    ) -> Checkpointer | None:
-        config = self.config
-        if config.checkpointer is None:
-            return None
-        if run_dir is None:
-            if config.run_id is None:
-                raise ConfigError(
-                    "trainer.checkpointer is set, but neither run_dir nor trainer.run_id is given, so a later start "
-                    "would not find the checkpoints. Give one of them."
-                )
-            run_dir = Path(config.log_dir) / config.run_id
-        return Checkpointer(
-            config.checkpointer,
-            config.checkpointer.path(Path(run_dir), Path(run_dir).name),
-            self.hosts,
-            facts={"seed": str(config.seed), "train_batch_size": str(config.train_batch_size), **facts},
-            run_config=run_config,
-            reported=self._wait_until_reported,
-        )
+        signals = [place_local(np.full(n_local, flag, np.int32), sharding, self.mesh.size)]
+        if step_fn.skip_bad:
+            limit = np.asarray(self._loss_watch.limit, np.float32)
+            signals.append(place(limit, NamedSharding(self.mesh, PartitionSpec())))
+        return signals
 
     def _wait_until_reported(self) -> None:
         self._hooks.flush()
@@ -358,20 +361,6 @@ class Trainer:
             log.error("the tracker did not take all figures within %g s; some may be lost", wait_s)
 
 
-def step_metrics(info: StepInfo, metrics: StepMetrics, batch_size: int) -> Mapping[str, float]:
-    """Name the figures of a step as a tracker gets them.
-
-    Args:
-        info: The info of the step.
-        metrics: The metrics of the step.
-        batch_size: The number of rows of the batch.
-
-    Returns:
-        ``train/…`` and ``throughput/…``, durations in seconds.
-    """
-    return {
-        "train/loss": info.loss,
-        **{f"train/{name}": value for name, value in metrics.values.items()},
-        "throughput/step_duration_s": info.step_duration,
-        "throughput/examples_per_s": batch_size / info.step_duration,
-    }
+def _info(step: int, state: TrainState, metrics: StepMetrics, duration: float) -> StepInfo:
+    average = average_of(state.opt_state)
+    return StepInfo(step=step, model=state.model, loss=metrics.loss, step_duration=duration, average=average)

@@ -1,11 +1,15 @@
+import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.training import OptimizerConfig, parse_precision
-from lockstep.training.optimizer import decay_mask
+from lockstep.training import OptimizerConfig, Trainer, TrainerConfig, lm_loss, parse_precision, state_structs
+from lockstep.training.optimizer import completed_updates, decay_mask
+from tests.unit.training.bigrams import Bigrams
+from tests.unit.training.test_trainer import rows
 
 
 def rates(config, steps):
@@ -86,3 +90,112 @@ def test_precision(policy, expected):
 def test_unknown_precision(policy):
     with pytest.raises(ConfigError, match="mp is .*'p=f32,c=bf16'"):
         parse_precision(policy)
+
+
+def layers(key=0):
+    """Parameters as those of a model's layers, with axes as `lockstep.models.weights` orders them."""
+    rng = np.random.default_rng(key)
+    L, E, H, D, M, V = (
+        hax.Axis(name, size)
+        for name, size in (("layer", 2), ("embed", 8), ("kv_head", 2), ("head_size", 4), ("mlp", 12), ("vocab", 16))
+    )
+    axes = {
+        "q": (L, E, H, D),
+        "o": (L, H, D, E),
+        "up": (L, E, M),
+        "norm": (L, E),
+        "q_bias": (L, H, D),
+        "embed": (V, E),
+        "lm_head": (E, V),
+    }
+    return {
+        name: hax.named(jnp.asarray(rng.standard_normal([axis.size for axis in each]), jnp.float32), each)
+        for name, each in axes.items()
+    }
+
+
+def first_updates(config):
+    """The updates of the first step and the gradients, as plain arrays."""
+    parameters, gradients = layers(0), layers(1)
+    optimizer = config.build(10)
+    updates, _ = jax.jit(optimizer.update)(gradients, jax.jit(optimizer.init)(parameters), parameters)
+    return ({name: np.asarray(each.array) for name, each in tree.items()} for tree in (parameters, gradients, updates))
+
+
+PLAIN = {"learning_rate": 0.5, "warmup": 0, "lr_schedule": "constant", "max_grad_norm": None, "weight_decay": 0.25}
+
+
+def test_muon_is_optaxs_for_each_matrix_of_the_layers_and_adamw_for_the_rest():
+    parameters, gradients, updates = first_updates(OptimizerConfig(type="muon", **PLAIN))
+    for name, shape in (("q", (8, 8)), ("o", (8, 8)), ("up", (8, 12))):
+        muon = optax.contrib.muon(0.5, weight_decay=0.25)
+        for layer in range(2):
+            matrix, gradient = parameters[name][layer].reshape(shape), gradients[name][layer].reshape(shape)
+            expected = muon.update(gradient, muon.init(matrix), matrix)[0]
+            np.testing.assert_allclose(updates[name][layer].reshape(shape), expected, rtol=1e-5, atol=1e-6)
+    adamw = optax.adamw(0.5, b2=0.95, weight_decay=0.25, mask=decay_mask)
+    rest = {name: parameters[name] for name in ("norm", "q_bias", "embed", "lm_head")}
+    expected, _ = adamw.update({name: gradients[name] for name in rest}, adamw.init(rest), rest)
+    for name in rest:
+        np.testing.assert_allclose(updates[name], expected[name], rtol=1e-5)
+
+
+def test_lion_takes_the_sign():
+    parameters, gradients, updates = first_updates(OptimizerConfig(type="lion", **PLAIN))
+    expected = -0.5 * (np.sign(gradients["up"]) + 0.25 * parameters["up"])
+    np.testing.assert_allclose(updates["up"], expected, rtol=1e-6)
+    np.testing.assert_allclose(updates["norm"], -0.5 * np.sign(gradients["norm"]))
+
+
+def test_adafactor_is_optaxs_with_decay_by_the_learning_rate():
+    parameters, gradients, updates = first_updates(OptimizerConfig(type="adafactor", **PLAIN))
+    optaxs = optax.adafactor(0.5, multiply_by_parameter_scale=False)
+    expected, _ = optaxs.update(gradients, optaxs.init(parameters), parameters)
+    np.testing.assert_allclose(updates["up"], expected["up"] - 0.5 * 0.25 * parameters["up"], rtol=1e-5)
+    np.testing.assert_allclose(updates["norm"], expected["norm"], rtol=1e-5)
+
+
+def test_adafactor_keeps_rows_and_columns_of_large_matrices_instead_of_moments():
+    large = {"up": hax.named(jnp.ones((2, 256, 512)), (hax.Axis("layer", 2), hax.Axis("embed", 256), "mlp"))}
+    state = jax.eval_shape(OptimizerConfig(type="adafactor").build(10).init, large)
+    assert sum(leaf.size for leaf in jax.tree.leaves(state)) < 0.01 * large["up"].array.size
+
+
+@pytest.mark.parametrize("kind", ["lion", "muon", "adafactor"])
+def test_every_optimizer_trains_on_a_mesh_and_its_large_arrays_are_sharded(kind):
+    rate = {"lion": 3e-3, "muon": 1e-2, "adafactor": 3e-2}[kind]
+    config = TrainerConfig(num_train_steps=8, train_batch_size=8, mesh_shape="1,2,2", on_nan="skip")
+    optimizer = OptimizerConfig(type=kind, learning_rate=rate, warmup=0)
+    trainer = Trainer(config, optimizer.build(8), lm_loss, schedule=optimizer.schedule(8))
+    losses = []
+    trainer.add_hook(lambda info: losses.append(info.loss))
+    trainer.train(trainer.init_model(Bigrams.init), rows())
+    assert trainer.train_step_traces == 1
+    assert losses[-1] < losses[0] - 0.02
+    structs, _ = state_structs(Bigrams.init, optimizer.build(8), trainer.mesh, config.precision)
+    moments = [leaf for leaf in jax.tree.leaves(structs.opt_state) if leaf.shape == (16, 16)]
+    assert all(leaf.sharding.shard_shape(leaf.shape) == (8, 8) for leaf in moments if kind != "adafactor")
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        (
+            {"type": "lion", "epsilon": 1e-6},
+            "epsilon is 1e-06, for which lion has no use; it has beta1, beta2",
+        ),
+        ({"momentum": 0.9}, "optimizer.momentum is 0.9, for which adamw has no use"),
+        ({"type": "adafactor", "beta1": 0.9}, "adafactor has no use"),
+        ({"ema_decay": 1.0}, "optimizer.ema_decay is 1.0; it must be at least 0 and less than 1"),
+    ],
+)
+def test_settings_that_would_have_no_effect(values, text):
+    with pytest.raises(ConfigError, match=text):
+        OptimizerConfig(**values)
+
+
+def test_the_number_of_updates_that_the_schedule_has_counted():
+    optimizer, parameters = OptimizerConfig().build(10), {"embed": jnp.zeros(2)}
+    _, state = optimizer.update(parameters, optimizer.init(parameters), parameters)
+    assert int(completed_updates(state)) == 1
+    assert completed_updates(optax.sgd(0.1).init(parameters)) is None

@@ -127,6 +127,7 @@ def test_a_tracker_that_fails_does_not_end_training(fail, plain, caplog):
     step, metrics = tracker.logged[0]
     assert step == 1 and metrics["train/loss"] == plain[0][0]
     assert {"train/grad_norm", "train/learning_rate", "throughput/step_duration_s"} <= metrics.keys()
+    assert metrics["throughput/tokens_per_s"] > 0 and metrics["throughput/data_wait_s"] >= 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

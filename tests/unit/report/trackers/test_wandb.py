@@ -1,136 +1,18 @@
-import dataclasses
+"""W&B: what a run holds afterwards, and what becomes of a key that is no good."""
+
+import http.server
+import logging
+import os
 import subprocess
 import sys
+import threading
 
-import draccus
 import pytest
-import yaml
 
 from lockstep.errors import ConfigError
-from lockstep.report import (
-    CompositeTracker,
-    JsonlTracker,
-    JsonlTrackerConfig,
-    NoopTrackerConfig,
-    Row,
-    TrackerConfig,
-    WandbTracker,
-    WandbTrackerConfig,
-    build_tracker,
-    read_jsonl,
-)
+from lockstep.report import WandbTracker, WandbTrackerConfig, build_tracker
 from tests import wandb_run
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    tracker: TrackerConfig | tuple[TrackerConfig, ...] = NoopTrackerConfig()
-
-
-class Recorder:
-    def __init__(self, error=None):
-        self.calls = []
-        self.error = error
-
-    def _call(self, *call):
-        self.calls.append(call)
-        if self.error:
-            raise self.error
-
-    def log(self, metrics, *, step):
-        self._call("log", metrics, step)
-
-    def log_rows(self, name, rows, *, step):
-        self._call("log_rows", name, rows, step)
-
-    def finish(self):
-        self._call("finish")
-
-
-class FakeRun:
-    """Drops what comes for a step that it has passed, as W&B does."""
-
-    def __init__(self):
-        self.step = 0
-        self.logged = []
-        self.axes = []
-        self.finished = 0
-
-    def log(self, values, *, step=None, commit=None):
-        assert step is not None or commit is False, "W&B would open a new entry"
-        if step is None or step >= self.step:
-            self.step = max(self.step, step or 0)
-            self.logged.append((self.step, values))
-
-    def define_metric(self, name, step_metric=None):
-        self.axes.append((name, step_metric))
-
-    def finish(self):
-        self.finished += 1
-
-
-def row(step, text, **metrics):
-    return Row(
-        step=step,
-        prompt_id=0,
-        generation_id=0,
-        prompt="What?",
-        generated_text=text,
-        num_tokens=2,
-        finish_reason="stop",
-        mean_logprob=-0.5,
-        metrics=metrics,
-    )
-
-
-def parse(text):
-    return draccus.decode(Config, yaml.safe_load(text)).tracker
-
-
-def test_one_tracker_or_a_list_from_yaml():
-    assert parse("{}") == NoopTrackerConfig()
-    assert parse("tracker: {type: jsonl}") == JsonlTrackerConfig()
-    assert parse("tracker: [{type: jsonl}, {type: wandb, mode: offline, tags: [a]}]") == (
-        JsonlTrackerConfig(),
-        WandbTrackerConfig(mode="offline", tags=("a",)),
-    )
-    assert draccus.parse(Config, args=["--tracker.type", "wandb"]).tracker == WandbTrackerConfig()
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("tracker: {type: tensorbord}", "Couldn't find a choice class for 'tensorbord'"),
-        ("tracker: [{type: wandb, mod: offline}]", "fields `mod` are not valid"),
-        ("tracker: {type: wandb, mode: sometimes}", "sometimes"),
-    ],
-)
-def test_wrong_configs_are_refused(text, message):
-    with pytest.raises(Exception, match=message):
-        parse(text)
-
-
-def test_jsonl_lines_hold_step_time_and_metrics(tmp_path):
-    tracker = build_tracker(JsonlTrackerConfig(), tmp_path / "run", "name")
-    tracker.log({"train/loss": 1.5}, step=1)
-    tracker.log({"train/loss": float("nan")}, step=2)
-    tracker.log_rows("inference_eval/samples", [row(2, "text")], step=2)
-    tracker.finish()
-    first, second = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert (first["step"], first["train/loss"], second["train/loss"]) == (1, 1.5, "NaN")
-    assert first["time"] <= second["time"]
-
-
-def test_several_trackers_all_get_everything_even_when_one_fails(tmp_path):
-    good, bad, worse = Recorder(), Recorder(OSError("disk full")), Recorder(ValueError("no"))
-    with pytest.raises(OSError, match="disk full"):
-        CompositeTracker([bad, good]).log({"x": 1.0}, step=3)
-    with pytest.raises(ExceptionGroup, match="2 trackers failed"):
-        CompositeTracker([bad, worse, good]).finish()
-    assert good.calls == [("log", {"x": 1.0}, 3), ("finish",)]
-    tracker = build_tracker((JsonlTrackerConfig(), NoopTrackerConfig()), tmp_path, "name")
-    assert isinstance(tracker, CompositeTracker)
-    assert isinstance(tracker.trackers[0], JsonlTracker)
+from tests.unit.report.trackers.fakes import FakeRun, row
 
 
 def test_what_comes_late_to_wandb_goes_into_the_open_entry():
@@ -164,8 +46,8 @@ def test_a_value_named_step_is_the_x_axis_of_those_beside_it():
 
 
 def test_a_wandb_table_begins_anew_with_its_newest_rows(monkeypatch):
-    monkeypatch.setattr("lockstep.report.trackers.MAX_TABLE_ROWS", 2)
-    monkeypatch.setattr("lockstep.report.trackers.MAX_INCREMENTS", 3)
+    monkeypatch.setattr("lockstep.report.trackers.wandb.MAX_TABLE_ROWS", 2)
+    monkeypatch.setattr("lockstep.report.trackers.wandb.MAX_INCREMENTS", 3)
     run = FakeRun()
     tracker = WandbTracker(run)
     seen = []
@@ -183,7 +65,8 @@ def test_a_wandb_table_begins_anew_with_its_newest_rows(monkeypatch):
 OFFLINE_RUN = """
 import sys
 import jax
-from lockstep.report import Row, WandbTrackerConfig, build_tracker, trackers
+from lockstep.report import Row, WandbTrackerConfig, build_tracker
+from lockstep.report.trackers import wandb as trackers
 trackers.MAX_INCREMENTS = 4
 def row(step, number, metrics):
     return Row(step=step, prompt_id=number, generation_id=0, prompt="p", generated_text="g", num_tokens=1,
@@ -234,12 +117,83 @@ def test_an_offline_wandb_run_has_each_late_report_with_the_step_of_its_round(of
     assert all(values["inference_eval/samples/log_mode"] == "INCREMENTAL" for _, values in history)
 
 
-def test_wandb_that_cannot_start_says_what_to_do(tmp_path, monkeypatch):
+def test_wandb_that_cannot_start_online_says_what_was_given_and_goes_on_offline(tmp_path, monkeypatch, caplog):
+    import wandb
+
+    modes = []
+
+    def init(*, mode, **_):
+        modes.append(mode)
+        if mode != "offline":
+            raise wandb.errors.AuthenticationError("The API key you provided is expired.")
+        return FakeRun()
+
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setenv("WANDB_API_KEY", "0123secret")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    tracker = build_tracker(WandbTrackerConfig(project="mine"), tmp_path, "name")
+    assert isinstance(tracker, WandbTracker) and modes == [None, "offline"]
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR and "0123secret" not in record.getMessage()
+    for words in ("is expired. Given were project mine", "a key of 10 characters", "wandb sync", "https://wandb.ai/"):
+        assert words in record.getMessage()
+
+
+def test_wandb_that_cannot_start_offline_ends_the_run(tmp_path, monkeypatch):
     import wandb
 
     def refuse(**_):
-        raise wandb.errors.UsageError("no API key")
+        raise OSError("disk full")
 
     monkeypatch.setattr(wandb, "init", refuse)
-    with pytest.raises(ConfigError, match=r"mode online\): no API key\. Set WANDB_API_KEY, or set mode: offline"):
-        build_tracker(WandbTrackerConfig(mode="online"), tmp_path, "name")
+    with pytest.raises(ConfigError, match=r"mode offline\): disk full\. Choose type: jsonl"):
+        build_tracker(WandbTrackerConfig(mode="offline"), tmp_path, "name")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    with pytest.raises(ConfigError, match="offline either: disk full"):
+        build_tracker(WandbTrackerConfig(), tmp_path, "name")
+
+
+EXPIRED = """
+import sys
+from lockstep.report import WandbTrackerConfig, build_tracker
+tracker = build_tracker(WandbTrackerConfig(project="test"), sys.argv[1], "name")
+tracker.log({"train/loss": 2.0}, step=1)
+tracker.finish()
+"""
+
+
+class Unauthorized(http.server.BaseHTTPRequestHandler):
+    """A W&B server that knows no key."""
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = b'{"errors": [{"message": "user is not logged in"}]}'
+        self.send_response(401)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_GET = do_POST
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.slow
+def test_a_key_that_the_server_refuses_leaves_an_offline_run_behind(tmp_path):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Unauthorized) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = {"WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}", "WANDB_API_KEY": "0" * 40}
+        result = subprocess.run(
+            [sys.executable, "-c", EXPIRED, str(tmp_path / "run")],
+            env={key: value for key, value in os.environ.items() if key != "WANDB_MODE"} | address,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        server.shutdown()
+    assert result.returncode == 0, result.stderr
+    assert "wandb could not start online" in result.stderr and "goes on offline" in result.stderr
+    (run,) = (tmp_path / "run").glob("wandb/offline-run-*")
+    assert wandb_run.history(run) == [(1, {"train/loss": 2.0})]

@@ -1,0 +1,31 @@
+"""Trackers: where metrics and tables of samples go. Only the leader has one that writes; none of them uses jax."""
+
+from lockstep.report.trackers.base import (
+    CompositeTracker,
+    NoopTracker,
+    NoopTrackerConfig,
+    Tracker,
+    TrackerChoice,
+    TrackerConfig,
+    build_tracker,
+)
+from lockstep.report.trackers.jsonl import JsonlTracker, JsonlTrackerConfig
+from lockstep.report.trackers.tensorboard import TensorboardTracker, TensorboardTrackerConfig
+from lockstep.report.trackers.wandb import MAX_TABLE_ROWS, WandbTracker, WandbTrackerConfig
+
+__all__ = [
+    "MAX_TABLE_ROWS",
+    "CompositeTracker",
+    "JsonlTracker",
+    "JsonlTrackerConfig",
+    "NoopTracker",
+    "NoopTrackerConfig",
+    "TensorboardTracker",
+    "TensorboardTrackerConfig",
+    "Tracker",
+    "TrackerChoice",
+    "TrackerConfig",
+    "WandbTracker",
+    "WandbTrackerConfig",
+    "build_tracker",
+]

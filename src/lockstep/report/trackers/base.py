@@ -1,0 +1,163 @@
+"""What a tracker is, several at once, none, and how a configuration names one."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import draccus
+
+from lockstep.report.rows import TableRow
+
+
+class Tracker(Protocol):
+    """What records scalars and rows of tables while a run goes on."""
+
+    def log(self, metrics: Mapping[str, float | str], *, step: int) -> None:
+        """Record scalars.
+
+        Args:
+            metrics: The values, a few of them texts, by their names.
+            step: The number of training steps completed.
+        """
+        ...
+
+    def log_rows(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
+        """Add rows to a table that grows over the run.
+
+        Args:
+            name: The table's name.
+            rows: The rows.
+            step: The number of training steps completed.
+        """
+        ...
+
+    def finish(self) -> None:
+        """Write out what is pending; nothing is logged afterwards. A second call does nothing."""
+        ...
+
+
+class NoopTracker:
+    """A tracker that drops everything: the one of every process but the leader."""
+
+    def log(self, metrics: Mapping[str, float | str], *, step: int) -> None:
+        """Drop the scalars."""
+
+    def log_rows(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
+        """Drop the rows."""
+
+    def finish(self) -> None:
+        """Do nothing."""
+
+
+class CompositeTracker:
+    """Passes everything on to several trackers; where one fails, the others still get it.
+
+    Args:
+        trackers: The trackers, in the order in which they are called.
+    """
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self.trackers = tuple(trackers)
+
+    def log(self, metrics: Mapping[str, float | str], *, step: int) -> None:
+        """Record scalars in each tracker.
+
+        Raises:
+            Exception: What a tracker raised; an ExceptionGroup where several did.
+        """
+        self._each(lambda tracker: tracker.log(metrics, step=step))
+
+    def log_rows(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
+        """Add rows in each tracker.
+
+        Raises:
+            Exception: As for ``log``.
+        """
+        self._each(lambda tracker: tracker.log_rows(name, rows, step=step))
+
+    def finish(self) -> None:
+        """Finish each tracker.
+
+        Raises:
+            Exception: As for ``log``.
+        """
+        self._each(lambda tracker: tracker.finish())
+
+    def _each(self, call: Callable[[Tracker], None]) -> None:
+        errors: list[Exception] = []
+        for tracker in self.trackers:
+            try:
+                call(tracker)
+            except Exception as error:
+                errors.append(error)
+        if len(errors) == 1:
+            raise errors[0]
+        if errors:
+            raise ExceptionGroup(f"{len(errors)} trackers failed", errors)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrackerConfig(draccus.ChoiceRegistry):
+    """Which tracker: ``type: wandb | tensorboard | jsonl | noop``."""
+
+    def build(self, run_dir: str | Path, run_name: str, config: Mapping[str, Any] | None = None) -> Tracker:
+        """Start the tracker; call it on the leader alone.
+
+        Args:
+            run_dir: The local directory of the run; everything that a tracker writes goes below it.
+            run_name: The name of the run.
+            config: The run's configuration, for trackers that show it.
+
+        Returns:
+            The tracker.
+
+        Raises:
+            ConfigError: The tracker cannot start.
+        """
+        raise NotImplementedError
+
+
+@TrackerConfig.register_subclass("noop")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NoopTrackerConfig(TrackerConfig):
+    """No tracking."""
+
+    def build(self, run_dir: str | Path, run_name: str, config: Mapping[str, Any] | None = None) -> Tracker:
+        """Start the tracker, see ``TrackerConfig.build``."""
+        return NoopTracker()
+
+
+def plain(value: float | str) -> float | str:
+    """Return a value as a plain Python number or text.
+
+    Args:
+        value: A number, which may be NumPy's, or a text.
+    """
+    return value if isinstance(value, str) else float(value)
+
+
+type TrackerChoice = TrackerConfig | tuple[TrackerConfig, ...]
+"""One tracker or a list of them; draccus needs the union itself spelled out in a config's field."""
+
+
+def build_tracker(
+    choice: TrackerChoice, run_dir: str | Path, run_name: str, config: Mapping[str, Any] | None = None
+) -> Tracker:
+    """Start one tracker or several; call it on the leader alone.
+
+    Args:
+        choice: The value of the ``tracker`` field of a configuration; an empty list: no tracking.
+        run_dir: The local directory of the run.
+        run_name: The name of the run.
+        config: The run's configuration, for trackers that show it.
+
+    Returns:
+        The tracker, a composite one for a list.
+
+    Raises:
+        ConfigError: A tracker cannot start.
+    """
+    if isinstance(choice, TrackerConfig):
+        return choice.build(run_dir, run_name, config)
+    return CompositeTracker([each.build(run_dir, run_name, config) for each in choice])

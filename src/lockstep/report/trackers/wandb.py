@@ -1,0 +1,185 @@
+"""Weights & Biases, the only file that imports it."""
+
+import collections
+import dataclasses
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from lockstep.errors import ConfigError
+from lockstep.report.rows import TableRow, metric_names
+from lockstep.report.trackers.base import Tracker, TrackerConfig, plain
+
+if TYPE_CHECKING:
+    import wandb
+
+log = logging.getLogger(__name__)
+
+MAX_TABLE_ROWS = 10_000
+"""The number of rows that a W&B table begins with at most; older ones are in the tables before it."""
+MAX_INCREMENTS = 100
+"""The number of times that rows are added to a W&B table: of more increments W&B shows only the last 100
+(https://github.com/wandb/wandb/pull/9810)."""
+
+
+class WandbTables:
+    """W&B tables that grow over a run: each addition sends the rows that are new, and no others.
+
+    The columns of a W&B table are fixed, and W&B shows its last 100 increments. So a table begins anew, with the newest
+    10,000 rows, when a metric comes that it has no column for, and after 100 additions.
+    """
+
+    def __init__(self) -> None:
+        self._tables: dict[str, _GrowingTable] = {}
+
+    def add(self, name: str, rows: Sequence[TableRow]) -> "wandb.Table":
+        """The table with these rows added, to be logged before the next addition.
+
+        Args:
+            name: The table's name.
+            rows: The rows to add, at least one.
+        """
+        return self._tables.setdefault(name, _GrowingTable()).add(rows)
+
+
+class _GrowingTable:
+    def __init__(self) -> None:
+        self._columns: list[str | int] = []
+        self._newest: collections.deque[dict[str, Any]] = collections.deque(maxlen=MAX_TABLE_ROWS)
+        self._table: wandb.Table | None = None
+        self._additions = 0
+
+    def add(self, rows: Sequence[TableRow]) -> "wandb.Table":
+        import wandb
+
+        new = [row.to_dict() for row in rows]
+        self._newest.extend(new)
+        names = [*rows[0].columns, *metric_names(rows)]
+        missing = [name for name in names if name not in self._columns]
+        if self._table is None or missing or self._additions == MAX_INCREMENTS:
+            self._columns += missing
+            self._table, self._additions = wandb.Table(columns=list(self._columns), log_mode="INCREMENTAL"), 0
+            new = list(self._newest)
+        for values in new:
+            self._table.add_data(*(values.get(str(column)) for column in self._columns))
+        self._additions += 1
+        return self._table
+
+
+class WandbTracker:
+    """Logs to a Weights & Biases run.
+
+    W&B has one history entry open, and drops what is logged for a step before it. So values that come late go into the
+    open entry. A value named ``…/step`` becomes the x-axis of all values whose names begin like it.
+
+    Args:
+        run: The run that ``wandb.init`` returned.
+        alone: Whether nobody else logs to the run. Otherwise nothing here opens a new entry, and all values go into the
+            open one.
+    """
+
+    def __init__(self, run: "wandb.Run", *, alone: bool = True) -> None:
+        self._run, self._alone = run, alone
+        self._tables = WandbTables()
+        self._axes: set[str] = set()
+        self._finished = False
+
+    def log(self, metrics: Mapping[str, float | str], *, step: int) -> None:
+        """Record scalars; those of the same step become one history entry."""
+        for name in metrics.keys() - self._axes:
+            if name.endswith("/step"):
+                self._axes.add(name)
+                self._run.define_metric(name)
+                self._run.define_metric(name.removesuffix("step") + "*", step_metric=name)
+        self._log({name: plain(value) for name, value in metrics.items()}, step)
+
+    def log_rows(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
+        """Add the rows to the table in W&B; only they are sent."""
+        if rows:
+            self._log({name: self._tables.add(name, rows)}, step)
+
+    def finish(self) -> None:
+        """Close the run; online, wait for the upload."""
+        if not self._finished:
+            self._finished = True
+            self._run.finish()
+
+    def _log(self, values: dict[str, Any], step: int) -> None:
+        if self._alone and step > self._run.step:
+            self._run.log(values, step=step)
+        else:
+            self._run.log(values, commit=False)
+
+
+@TrackerConfig.register_subclass("wandb")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WandbTrackerConfig(TrackerConfig):
+    """A Weights & Biases run.
+
+    Args:
+        project: The W&B project; None: W&B's default.
+        entity: The user or team; None: W&B's default.
+        name: The name of the run in W&B; None: that of the run.
+        group: The group of runs that it belongs to.
+        tags: The tags of the run.
+        mode: ``online`` | ``offline`` | ``disabled``; None: as the environment (``WANDB_MODE``) says, else online.
+    """
+
+    project: str | None = None
+    entity: str | None = None
+    name: str | None = None
+    group: str | None = None
+    tags: tuple[str, ...] = ()
+    mode: Literal["online", "offline", "disabled"] | None = None
+
+    def build(self, run_dir: str | Path, run_name: str, config: Mapping[str, Any] | None = None) -> Tracker:
+        """Start the tracker, see ``TrackerConfig.build``."""
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError(
+                f"the tracker is wandb, which cannot be imported: {error}. Install it (pip install wandb), or choose "
+                "type: jsonl."
+            ) from error
+
+        Path(run_dir).mkdir(parents=True, exist_ok=True)
+        arguments: dict[str, Any] = {
+            "project": self.project,
+            "entity": self.entity,
+            "name": self.name or run_name,
+            "group": self.group,
+            "tags": list(self.tags),
+            "dir": str(run_dir),
+            "config": dict(config or {}),
+            # The terminal belongs to the samples table: no chat, no capture of stdout.
+            "settings": wandb.Settings(console="off", silent=True),
+        }
+        try:
+            return WandbTracker(wandb.init(mode=self.mode, **arguments))
+        except Exception as error:  # W&B has several kinds, some of them of Python
+            mode = self.mode or os.environ.get("WANDB_MODE") or "online"
+            if mode != "online":
+                raise ConfigError(f"wandb could not start (mode {mode}): {error}. Choose type: jsonl.") from error
+            log.error(
+                "wandb could not start online: %s. Given were project %s, entity %s and %s. The run goes on offline, "
+                "in %s: upload it later with `wandb sync`. A valid key is at https://wandb.ai/authorize: put it into "
+                "WANDB_API_KEY or run `wandb login`, or set tracker.mode: offline.",
+                str(error).strip().rstrip("."),
+                self.project or "W&B's default",
+                self.entity or "W&B's default",
+                _key_source(),
+                Path(run_dir) / "wandb",
+            )
+        try:
+            return WandbTracker(wandb.init(mode="offline", **arguments))
+        except Exception as error:
+            raise ConfigError(f"wandb could not start offline either: {error}. Choose type: jsonl.") from error
+
+
+def _key_source() -> str:
+    """Where the key comes from, without the key."""
+    if key := os.environ.get("WANDB_API_KEY"):
+        return f"a key of {len(key)} characters in WANDB_API_KEY"
+    return "no WANDB_API_KEY (a key of `wandb login` may be in ~/.netrc)"

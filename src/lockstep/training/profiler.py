@@ -1,0 +1,105 @@
+"""Profiler traces of some steps, which TensorBoard and Perfetto open."""
+
+import contextlib
+import dataclasses
+import logging
+from pathlib import Path
+
+import jax
+
+from lockstep.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProfilerConfig:
+    """Which steps are traced, where.
+
+    Raises:
+        ConfigError: A value is out of its range.
+    """
+
+    start_step: int = 5
+    """The first step of the trace, counted from 0; the first steps of a run compile."""
+    num_steps: int = 25
+    """The number of steps of the trace."""
+    processes: tuple[int, ...] | None = (0,)
+    """The numbers of the processes that trace what their own devices do; null: all of them."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("start_step", 0), ("num_steps", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"trainer.profiler.{name} is {getattr(self, name)}; it must be at least {least}.")
+        if self.processes is not None and (not self.processes or min(self.processes) < 0):
+            raise ConfigError(
+                f"trainer.profiler.processes is {list(self.processes)}; it lists process numbers from 0 on. Use [0] "
+                "for the leader, null for all processes."
+            )
+
+    def check(self, num_train_steps: int) -> None:
+        """Raise where the run ends before the trace does.
+
+        Args:
+            num_train_steps: The number of steps of the whole run.
+
+        Raises:
+            ConfigError: It does.
+        """
+        last = self.start_step + self.num_steps
+        if last > num_train_steps:
+            raise ConfigError(
+                f"trainer.profiler asks for steps {self.start_step} to {last - 1}, but trainer.num_train_steps is "
+                f"{num_train_steps}. Lower profiler.start_step or profiler.num_steps."
+            )
+
+
+class Profiler:
+    """Traces the steps that the configuration names, on the processes that it names; elsewhere it does nothing.
+
+    A process that cannot trace says so and trains on: nobody waits for a trace.
+
+    Args:
+        config: Which steps; None: none.
+        directory: The directory that TensorBoard is pointed to; traces are in ``plugins/profile`` below it.
+        process: The number of this process.
+    """
+
+    def __init__(self, config: ProfilerConfig | None, directory: Path | None, process: int) -> None:
+        here = config is not None and (config.processes is None or process in config.processes)
+        self._config, self._directory = config if here else None, directory
+        self._tracing = False
+
+    def step(self, step: int) -> contextlib.AbstractContextManager[object]:
+        """Return a context for the launch of a step, after starting or ending the trace where it is time.
+
+        Args:
+            step: The 0-based step.
+        """
+        if self._config is None:
+            return contextlib.nullcontext()
+        due = self._config.start_step <= step < self._config.start_step + self._config.num_steps
+        if due and not self._tracing:
+            self._start()
+        if self._tracing and not due:
+            self.close()
+        return jax.profiler.StepTraceAnnotation("train", step_num=step) if self._tracing else contextlib.nullcontext()
+
+    def close(self) -> None:
+        """End the trace, if there is one, and write it."""
+        if not self._tracing:
+            return
+        self._tracing = False
+        try:
+            jax.profiler.stop_trace()
+            log.info("profiler trace written: tensorboard --logdir %s", self._directory)
+        except Exception as error:  # the disk, the profiler's own library
+            log.error("the profiler trace could not be written, training goes on: %s", error)
+
+    def _start(self) -> None:
+        try:
+            jax.profiler.start_trace(str(self._directory))
+            self._tracing = True
+        except Exception as error:  # another trace is under way, the directory cannot be made
+            log.error("the profiler could not start, training goes on without a trace: %s", error)
+            self._config = None

@@ -1,0 +1,39 @@
+"""What is said of each step: figures for the tracker, a bar or lines for the user."""
+
+from lockstep.report import Tracker
+from lockstep.training.hooks import StepInfo
+from lockstep.training.progress_bar import make_progress
+from lockstep.training.step import StepMetrics
+from lockstep.training.throughput import Throughput
+
+
+class StepLog:
+    """Tells of steps on the leader; elsewhere it does nothing.
+
+    Args:
+        total: The number of steps of the run.
+        tracker: The tracker that the figures go to.
+        is_leader: Whether this process is the leader.
+    """
+
+    def __init__(self, total: int, tracker: Tracker, *, is_leader: bool) -> None:
+        self._tracker, self._is_leader = tracker, is_leader
+        self._progress = make_progress(total, is_leader)
+
+    def step(self, info: StepInfo, metrics: StepMetrics, throughput: Throughput) -> None:
+        """Tell of a step.
+
+        Args:
+            info: The info of the step.
+            metrics: Its metrics.
+            throughput: How fast it was.
+        """
+        if not self._is_leader:
+            return
+        self._progress.update(info.next_step, info.loss, str(throughput))
+        values = {"train/loss": info.loss, **{f"train/{name}": value for name, value in metrics.values.items()}}
+        self._tracker.log(values | throughput.metrics(), step=info.next_step)
+
+    def close(self) -> None:
+        """Show the last state and give the terminal back."""
+        self._progress.close()

@@ -1,0 +1,83 @@
+"""Several trackers, and how a configuration names them."""
+
+import dataclasses
+
+import draccus
+import pytest
+import yaml
+
+from lockstep.report import (
+    CompositeTracker,
+    JsonlTracker,
+    JsonlTrackerConfig,
+    NoopTrackerConfig,
+    TensorboardTrackerConfig,
+    TrackerConfig,
+    WandbTrackerConfig,
+    build_tracker,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    tracker: TrackerConfig | tuple[TrackerConfig, ...] = NoopTrackerConfig()
+
+
+class Recorder:
+    def __init__(self, error=None):
+        self.calls = []
+        self.error = error
+
+    def _call(self, *call):
+        self.calls.append(call)
+        if self.error:
+            raise self.error
+
+    def log(self, metrics, *, step):
+        self._call("log", metrics, step)
+
+    def log_rows(self, name, rows, *, step):
+        self._call("log_rows", name, rows, step)
+
+    def finish(self):
+        self._call("finish")
+
+
+def parse(text):
+    return draccus.decode(Config, yaml.safe_load(text)).tracker
+
+
+def test_one_tracker_or_a_list_from_yaml():
+    assert parse("{}") == NoopTrackerConfig()
+    assert parse("tracker: {type: jsonl}") == JsonlTrackerConfig()
+    assert parse("tracker: {type: tensorboard, logdir: x}") == TensorboardTrackerConfig(logdir="x")
+    assert parse("tracker: [{type: jsonl}, {type: wandb, mode: offline, tags: [a]}]") == (
+        JsonlTrackerConfig(),
+        WandbTrackerConfig(mode="offline", tags=("a",)),
+    )
+    assert draccus.parse(Config, args=["--tracker.type", "wandb"]).tracker == WandbTrackerConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tracker: {type: tensorbord}", "Couldn't find a choice class for 'tensorbord'"),
+        ("tracker: [{type: wandb, mod: offline}]", "fields `mod` are not valid"),
+        ("tracker: {type: wandb, mode: sometimes}", "sometimes"),
+    ],
+)
+def test_wrong_configs_are_refused(text, message):
+    with pytest.raises(Exception, match=message):
+        parse(text)
+
+
+def test_several_trackers_all_get_everything_even_when_one_fails(tmp_path):
+    good, bad, worse = Recorder(), Recorder(OSError("disk full")), Recorder(ValueError("no"))
+    with pytest.raises(OSError, match="disk full"):
+        CompositeTracker([bad, good]).log({"x": 1.0}, step=3)
+    with pytest.raises(ExceptionGroup, match="2 trackers failed"):
+        CompositeTracker([bad, worse, good]).finish()
+    assert good.calls == [("log", {"x": 1.0}, 3), ("finish",)]
+    tracker = build_tracker((JsonlTrackerConfig(), NoopTrackerConfig()), tmp_path, "name")
+    assert isinstance(tracker, CompositeTracker)
+    assert isinstance(tracker.trackers[0], JsonlTracker)

@@ -1,0 +1,127 @@
+"""Batches are read ahead in one thread, and placed while the step before runs."""
+
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lockstep.placement import make_mesh
+from lockstep.training import BatchFeed
+from tests.unit.training.test_trainer import STEPS, init, losses, make_trainer, rows
+
+
+class Noting:
+    """Batches whose values are their step; notes who asks for what."""
+
+    def __init__(self):
+        self.asked, self.threads, self.may_read = [], set(), threading.Event()
+        self.may_read.set()
+
+    def batch(self, step, batch_size, rows):
+        assert self.may_read.wait(10)
+        self.asked.append(step)
+        self.threads.add(threading.current_thread().name)
+        return {"tokens": np.full((rows.stop - rows.start, 3), step, np.int32)}
+
+
+@pytest.fixture
+def noting():
+    return Noting()
+
+
+def feed(batches, first=0, last=5):
+    return BatchFeed(batches, 8, make_mesh(), first=first, last=last)
+
+
+def wait_until(condition):
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_every_batch_is_read_once_in_order_by_one_thread(noting):
+    source = feed(noting, first=1)
+    assert source.structs()["tokens"].shape == (8, 3)
+    for step in range(1, 5):
+        batch = source.batch(step, None)
+        assert np.asarray(batch["tokens"]).tolist() == [[step] * 3] * 8
+        source.prepare(step + 1)
+    source.close()
+    assert noting.asked == [1, 2, 3, 4] and len(noting.threads) == 1
+    assert threading.current_thread().name not in noting.threads
+    assert not [thread for thread in threading.enumerate() if thread.name in noting.threads]
+
+
+def test_what_is_read_is_placed_before_it_is_asked_for(noting):
+    source = feed(noting)
+    source.batch(0, None)
+    wait_until(lambda: len(noting.asked) == 3)
+    wait_until(lambda: source._reads[1].done())
+    source.prepare(1)
+    (tokens,) = source._placed[1].values()
+    assert source.batch(1, None)["tokens"] is tokens
+    source.close()
+
+
+def test_preparing_waits_for_no_read(noting):
+    source = feed(noting)
+    source.batch(0, None)
+    wait_until(lambda: len(noting.asked) == 3)
+    noting.may_read.clear()
+    source.batch(1, None)  # read already; asks for the next
+    source.prepare(3)  # returns at once
+    assert 3 not in source._placed
+    noting.may_read.set()
+    assert np.asarray(source.batch(3, None)["tokens"])[0, 0] == 3
+    source.close()
+
+
+class Launching:
+    def batch(self, step, batch_size, rows):
+        return {"tokens": np.asarray(jnp.zeros((8, 3)) + step)}
+
+
+def test_reading_may_not_launch():
+    source = feed(Launching())
+    with pytest.raises(Exception, match="(?i)disallowed|no_execution|execution"):
+        source.batch(0, None)
+    source.close()
+
+
+class Following:
+    """A source that makes each batch of the model before the step, as rollouts are."""
+
+    def __init__(self, trainer):
+        self.calls = []
+        self.feed = BatchFeed(rows(), 8, trainer.mesh, first=0, last=STEPS)
+
+    def structs(self):
+        self.calls.append("structs")
+        return self.feed.structs()
+
+    def batch(self, step, model):
+        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(model))
+        self.calls.append(("batch", step, float(np.asarray(model.norm.array)[0])))
+        return self.feed.batch(step, model)
+
+    def prepare(self, step):
+        self.calls.append(("prepare", step))
+
+    def close(self):
+        self.calls.append("close")
+        self.feed.close()
+
+
+def test_a_source_of_ones_own_sees_the_model_before_each_step():
+    trainer = make_trainer()
+    source, found = Following(trainer), []
+    trainer.add_hook(lambda info: found.append((info.loss, float(np.asarray(info.model.norm.array)[0]))))
+    trainer.train(init(trainer), source)
+    norms = [1.0, *(norm for _, norm in found)]
+    steps = [call for step in range(STEPS) for call in (("batch", step, norms[step]), ("prepare", step + 1))]
+    assert source.calls == ["structs", *steps, "close"]
+    assert [loss for loss, _ in found] == losses()[0]
