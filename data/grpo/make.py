@@ -2,8 +2,8 @@
 
 Run it as ``python data/grpo/make.py``; the same file comes out every time. Every question is a sum of the demo
 (data/demo/make.py) that the demo does not hold out, in the format of GSM8K
-(https://huggingface.co/datasets/openai/gsm8k): ``question``, and ``answer`` with the final answer after ``####``. All of
-the text is made here and dedicated to the public domain (CC0-1.0, see data/demo/LICENSE).
+(https://huggingface.co/datasets/openai/gsm8k): ``question``, and ``answer`` with the final answer after ``####``. All
+of the text is made here and dedicated to the public domain (CC0-1.0, see data/demo/LICENSE).
 """
 
 import argparse

@@ -35,6 +35,7 @@ from lockstep.report import FINISH_S, BackgroundTracker, NoopTracker, Tracker, b
 from lockstep.text import check_vocab, load_tokenizer, tokenizer_digest
 from lockstep.training import (
     Batches,
+    BatchSource,
     LossFn,
     OptimizerConfig,
     StopRequest,
@@ -136,7 +137,7 @@ class Setup[Loaded: Data]:
 def run_command[Config: RunConfig, Loaded: Data](
     cls: type[Config],
     arguments: Sequence[str],
-    parts: Callable[[Config], tuple[LoadsData[Loaded], LossFn, Callable[[Setup[Loaded]], Batches]]],
+    parts: Callable[[Config], tuple[LoadsData[Loaded], LossFn, Callable[[Setup[Loaded]], Batches | BatchSource]]],
 ) -> int:
     """Run a training command.
 
@@ -177,7 +178,7 @@ def train[Loaded: Data](
     config: RunConfig,
     data: LoadsData[Loaded],
     objective: LossFn,
-    make_batches: Callable[[Setup[Loaded]], Batches],
+    make_batches: Callable[[Setup[Loaded]], Batches | BatchSource],
     hosts: Hosts,
 ) -> int:
     """Train; every host does the same: prepare, agree, train with samples, save, sum up.

@@ -107,6 +107,7 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, TrainConfig):
             setup.data,
             setup.tokenizer,
             self.trainer,
+            trainer.mesh,
             self.data.row_length(setup.model_max_seq_len),
             trainer.hosts,
             reference=self._reference(setup),

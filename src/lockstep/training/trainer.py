@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -177,6 +178,20 @@ class Trainer:
         """
         return init_model(init, self.config.seed, self.mesh, self.config.precision, self._launch)
 
+    def frozen_copy(self, model: PyTree) -> PyTree:
+        """Copy a model in the compute type, each device only its part, such as the reference of an objective.
+
+        Args:
+            model: The model on the mesh.
+
+        Returns:
+            The copy, which no step changes.
+        """
+        precision = self.config.precision
+        with jax.set_mesh(self.mesh):
+            shardings = parameter_shardings(jax.eval_shape(precision.cast_to_compute, model), self.mesh)
+        return self._launch("frozen_copy", precision.cast_to_compute, [model], out_shardings=shardings)
+
     def restore(self, init: Callable[[jax.Array], PyTree]) -> TrainState | None:
         """Read the newest checkpoint of this run, into the shardings of this mesh, whatever those of the run were.
 
@@ -235,7 +250,7 @@ class Trainer:
         info = self._saves.first_info(state)
         source, progress = self._source(batches, info.next_step), self._step_log()
         profiler, meter = self._profiler(), Meter(self.mesh, state.model)
-        stopped_by, diverged = None, False
+        stopped_by, diverged, between_steps = None, False, False
         # A launch from a second thread could come before the train step on one host and after it on another.
         with contextlib.closing(source), contextlib.closing(progress), contextlib.closing(profiler):
             step_fn = self._compile(state, shardings, source)
@@ -244,6 +259,10 @@ class Trainer:
                 for step in range(info.next_step, config.num_train_steps):
                     before = time.perf_counter()
                     batch = source.batch(step, state.model)
+                    if batch is None:
+                        stopped_by, between_steps = self._signal_of_any_host(stop), True
+                        self._hooks.after_signal()
+                        break
                     start = time.perf_counter()
                     with self._running(step), profiler.step(step):
                         state, figures = step_fn(state, batch, *self._signals(step_fn, stop.signal or 0))
@@ -251,7 +270,7 @@ class Trainer:
                         metrics = step_fn.read(figures)
                     speed = meter.step(batch, step_s=time.perf_counter() - start, wait_s=start - before)
                     info = _info(step, state, metrics, speed.step_s)
-                    progress.step(info, metrics, speed)
+                    progress.step(info, metrics, speed, getattr(source, "progress", ""))
                     diverged = self._loss_watch.judge(info.next_step, metrics, is_leader=self.hosts.is_leader)
                     stopped_by = metrics.stop or None
                     if stopped_by or diverged:
@@ -261,7 +280,7 @@ class Trainer:
                 else:
                     if not self._saves.complete:
                         self._hooks.after_last_step(info)
-                self._saves.end(state, info, stopped_by, diverged=diverged)
+                self._saves.end(state, info, stopped_by, diverged=diverged, between_steps=between_steps)
                 self._flush_tracker(min(FINISH_S, self.hosts.timeout_s / 2) if stopped_by is None else STOPPED_FLUSH_S)
                 with self.hosts.launch_on_all("end of training"):
                     pass  # every launch of the run has been made: they are compared
@@ -277,6 +296,12 @@ class Trainer:
             skipped_steps=self._loss_watch.skipped,
             tracker_errors=self.tracker.errors if isinstance(self.tracker, BackgroundTracker) else 0,
         )
+
+    def _signal_of_any_host(self, stop: StopRequest) -> int:
+        """The signal that ended the run while a batch was made; the same on every host."""
+        with self.hosts.run_on_all("end of the run") as ended:
+            ended.share(stop.signal or 0)
+        return max(ended.shared) or signal.SIGTERM
 
     def _first_state(self, model: PyTree | TrainState) -> tuple[TrainState, PyTree]:
         """The state before the first step of this loop, and its shardings."""

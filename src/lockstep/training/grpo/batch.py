@@ -28,7 +28,7 @@ def make_columns(
     Returns:
         Arrays by column, with the answer as axis 0.
     """
-    rows = empty_columns(columns, len(completions))
+    rows: dict[str, Any] = {name: np.zeros((len(completions), *one.shape), one.dtype) for name, one in columns.items()}
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         begin, end = len(prompt), len(prompt) + len(completion.tokens)
         rows["tokens"][row, :begin] = prompt
@@ -39,13 +39,3 @@ def make_columns(
             rows["sampled_logprobs"][row, begin:end] = completion.sampled_logprobs
     rows["advantage"][:] = advantages
     return rows
-
-
-def empty_columns(columns: Mapping[str, jax.ShapeDtypeStruct], n_rows: int) -> dict[str, Any]:
-    """Return rows of zeros.
-
-    Args:
-        columns: Shape and type of one row of each column.
-        n_rows: The number of rows.
-    """
-    return {name: np.zeros((n_rows, *one.shape), one.dtype) for name, one in columns.items()}

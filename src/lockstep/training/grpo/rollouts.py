@@ -8,18 +8,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from lockstep.engine import Engine
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, Watchdog, digest, try_leader_only
 from lockstep.models import read_decoder
-from lockstep.placement import mesh_of
+from lockstep.placement import host_rows, place_local
 from lockstep.report import BackgroundQueue, NoopTracker, Row, Tracker, append_jsonl
 from lockstep.text import Prompt, StopFinder, cut_at_stop, decode, stop_ids
 from lockstep.training.config import TrainerConfig
-from lockstep.training.grpo.batch import empty_columns, make_columns
+from lockstep.training.grpo.batch import make_columns
 from lockstep.training.grpo.config import GrpoRunFields
 from lockstep.training.grpo.figures import StepTimes, answer_metrics, reward_metrics
 from lockstep.training.grpo.generate import Generated, generate
@@ -30,6 +32,7 @@ from lockstep.training.grpo.rewarding import Rewarder
 from lockstep.training.grpo.rollout import Rollout
 from lockstep.training.hooks import StepInfo
 from lockstep.training.objectives.grpo import GrpoConfig, group_advantages
+from lockstep.training.step import BATCH_SPEC, batch_structs
 from lockstep.types import Completion, Request
 
 if TYPE_CHECKING:
@@ -44,7 +47,7 @@ FLUSH_S = 10.0
 
 
 class Rollouts:
-    """Batches (`ModelBatches`) and a hook: answers are sampled before a step, with the model of that step.
+    """Batches (`BatchSource`) and a hook: answers are sampled before a step, with the model of that step.
 
     Which questions a rollout has, and every random draw, is a function of the seeds and the step. A rollout is sampled
     before each step whose number is a multiple of ``fields.updates``.
@@ -55,6 +58,7 @@ class Rollouts:
         questions: All questions.
         tokenizer: The tokenizer of the model.
         trainer: The settings of the run.
+        mesh: The mesh of the run.
         row_length: The number of tokens of a row.
         hosts: The processes of the job.
         reference: The frozen model in the compute type; None without ``kl_coefficient``.
@@ -74,6 +78,7 @@ class Rollouts:
         questions: Questions,
         tokenizer: "PreTrainedTokenizerBase",
         trainer: TrainerConfig,
+        mesh: Mesh,
         row_length: int,
         hosts: Hosts,
         *,
@@ -89,6 +94,7 @@ class Rollouts:
             )
         self._fields, self._objective, self._questions = fields, objective, questions
         self._tokenizer, self._trainer, self._row_length, self._hosts = tokenizer, trainer, row_length, hosts
+        self._mesh, self._sharding = mesh, NamedSharding(mesh, BATCH_SPEC)
         self._reference = reference
         self._tracker: Tracker = NoopTracker() if tracker is None else tracker
         self._file = None if run_dir is None else run_dir / ROWS_FILE
@@ -140,8 +146,12 @@ class Rollouts:
             engine, read = self._engine_for(model)
             engine.check(read, self._requests(self._largest(), seed=0))
 
-    def before_step(self, step: int, model: PyTree) -> bool:
-        """Sample, reward and compare answers where a rollout is due; see `ModelBatches.before_step`.
+    def structs(self) -> Mapping[str, jax.ShapeDtypeStruct]:
+        """Return global shape, type and sharding of each column, see `BatchSource.structs`."""
+        return batch_structs(self._columns, self._trainer.train_batch_size, self._mesh)
+
+    def batch(self, step: int, model: PyTree) -> Mapping[str, jax.Array] | None:
+        """Return the batch of a step, sampled first where a rollout is due, see `BatchSource.batch`.
 
         Raises:
             PeerError: A phase failed on at least one host; raised on every host.
@@ -154,17 +164,25 @@ class Rollouts:
         if update == 0:
             self._rollout = None  # nothing of the last one is kept while the next is sampled
             self._rollout = self._roll_out(number, step, model)
-            return self._rollout is not None
+            if self._rollout is None:
+                return None
         assert self._rollout is not None and self._rollout.number == number, "a rollout goes with its updates"
-        return True
-
-    def batch(self, step: int, batch_size: int, rows: slice) -> Mapping[str, np.ndarray]:
-        """Return this host's rows of a step's minibatch; rows of zeros, for their shapes, before the first rollout."""
-        if self._rollout is None:
-            return empty_columns(self._columns, rows.stop - rows.start)
-        chosen = self._rollout.minibatch(step % self._fields.updates, batch_size)
+        n_rows = self._trainer.train_batch_size
+        chosen, rows = self._rollout.minibatch(update, n_rows), host_rows(self._sharding, n_rows)
+        placed = {
+            name: place_local(column[chosen][rows], self._sharding, n_rows)
+            for name, column in self._rollout.columns.items()
+        }
         self._clock.lap("place")
-        return {name: column[chosen][rows] for name, column in self._rollout.columns.items()}
+        return placed
+
+    def prepare(self, step: int) -> None:
+        """Do nothing: a rollout needs the model of its step."""
+
+    def close(self) -> None:
+        """End what is under way; rows of finished rollouts are written."""
+        self._rewarder.close()
+        self.flush()
 
     def on_step(self, info: StepInfo, force: bool = False) -> None:
         """Log where the time of a step went. Added as the last hook, it sees how long the others took."""
@@ -272,7 +290,7 @@ class Rollouts:
             with scope.run_on_all("rows") as rows:
                 rows.agree({name: digest(column.tobytes()) for name, column in rollout.columns.items()})
                 for name in wanted:
-                    rows.agree(self._program(name, model).compile(models[name], *tokens.shape))
+                    rows.agree(self._program(name).compile(models[name], *tokens.shape))
             if wanted:
                 with scope.launch_on_all("log-probabilities", self._hosts.ledger) as computed:
                     for name in wanted:
@@ -282,14 +300,13 @@ class Rollouts:
                         computed.agree({name: digest(rollout.columns[name].tobytes())})
                 self._clock.lap("logprobs")
 
-    def _program(self, name: str, model: PyTree) -> LogprobProgram:
+    def _program(self, name: str) -> LogprobProgram:
         if name not in self._programs:
-            mesh = mesh_of(read_decoder(model)[1].embed)
             self._programs[name] = LogprobProgram(
                 name,
-                mesh=mesh,
+                mesh=self._mesh,
                 precision=self._trainer.precision,
-                microbatches=self._trainer.microbatches(mesh) * self._fields.minibatches,
+                microbatches=self._trainer.microbatches(self._mesh) * self._fields.minibatches,
                 ledger=self._hosts.ledger,
             )
         return self._programs[name]
@@ -300,7 +317,7 @@ class Rollouts:
         if self._engine is None:
             config = self._fields.rollout.engine_config(self._trainer.precision.compute.name, self._row_length)
             vocab_size = max(self._tokenizer.get_vocab().values()) + 1
-            self._engine = Engine(config, mesh_of(read[1].embed), vocab_size=vocab_size, ledger=self._hosts.ledger)
+            self._engine = Engine(config, self._mesh, vocab_size=vocab_size, ledger=self._hosts.ledger)
         return self._engine, read
 
     def _largest(self) -> list[int]:

@@ -11,7 +11,7 @@ from tests.unit.training.objectives.tables import table_model
 
 
 def ratio_of(log_new, log_old, tokens, loss):
-    """The ratios of an answer's tokens; for GSPO equation 7 of arXiv 2507.18071: that of the answer, length-normalised."""
+    """The ratios of an answer's tokens; for GSPO that of the whole answer, equation 7 of arXiv 2507.18071."""
     if loss != "gspo":
         return [np.exp(log_new[t]) / np.exp(log_old[t]) for t in tokens]
     whole = np.prod([np.exp(log_new[t]) for t in tokens]) / np.prod([np.exp(log_old[t]) for t in tokens])
@@ -39,9 +39,7 @@ def in_numpy(config, logprobs, advantage, mask, old, sampled=None, trainer_old=N
             if config.importance_cap:
                 loss *= min(np.exp(trainer_old[row, t]) / np.exp(sampled[row, t]), config.importance_cap)
             if config.kl_coefficient:
-                loss += config.kl_coefficient * divergence(
-                    config.kl_estimator, logprobs[row, t], reference[row, t]
-                )
+                loss += config.kl_coefficient * divergence(config.kl_estimator, logprobs[row, t], reference[row, t])
             losses.append(loss)
         answers.append(losses)
     if config.loss == "dapo":  # equation 8 of arXiv 2503.14476: all tokens count the same
