@@ -46,7 +46,7 @@ def value(config, text="", answer="#### 2", max_new_tokens=100, **of_row):
         ("#### eighteen", "#### 18", 0),
         ("18 of 20 are left", "#### 18", 0),
         ("it is 10-18", "#### 18", 1),
-        ("it is -18", "#### 18", 0),
+        ("the result: -18", "#### 18", 0),
         ("", "#### 18", 0),
     ],
 )
