@@ -102,7 +102,7 @@ def body_resume(hosts, directory):
     if hosts.is_leader:  # as a kill before the last save leaves it: the checkpoint of step 3, inside a rollout
         copy = Path(directory) / "killed" / "run"
         shutil.copytree(where / "run", copy)
-        shutil.rmtree(copy / "checkpoints" / "step-00000006")
+        shutil.rmtree(copy / "checkpoints" / "step-6")
     hosts.barrier("after the copy")
     second, *_ = train(where)
     third, *_ = train(Path(directory) / "killed")
