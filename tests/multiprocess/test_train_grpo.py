@@ -40,11 +40,11 @@ def outcome(trainer, rollouts, spy):
 
 
 def body_meshes(hosts, mesh_shapes):
-    """A run of three steps on each mesh, with a reference and the trainer's log-probabilities."""
+    """A run of two rollouts on each mesh, with a reference and the trainer's log-probabilities."""
     loss = {"use_rollout_logprobs": False, "importance_cap": 2.0, "kl_coefficient": 0.05}
     results = []
     for mesh_shape in mesh_shapes:
-        trainer, rollouts, model = runs.make(mesh_shape, 3, hosts, loss=loss)
+        trainer, rollouts, model = runs.make(mesh_shape, 3, hosts, loss=loss, run={"num_iterations": 2})
         results.append(outcome(trainer, rollouts, runs.train(trainer, rollouts, model)))
     return results
 
@@ -136,6 +136,7 @@ def oracle():
     return found
 
 
+@pytest.mark.slow
 def test_the_first_step_is_the_same_on_every_mesh(oracle):
     meshes = ["auto", "host_local", "1,2,2"]
     results = run_processes(body_meshes, processes=2, devices=2, args=(meshes,), timeout_s=300)
@@ -157,6 +158,7 @@ def test_a_reward_that_fails_on_one_host_costs_its_answers_their_reward():
     assert leader["launches"] == other["launches"]
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_within_a_rollout_goes_on_bit_for_bit(tmp_path):
     first, second = run_processes(body_resume, processes=2, devices=2, args=(str(tmp_path),), timeout_s=300)
     assert first == second

@@ -11,9 +11,17 @@ from lockstep.errors import ConfigError
 from lockstep.main.run import Setup, run_command
 from lockstep.main.train_config import TrainConfig
 from lockstep.report import Row
-from lockstep.training import GrpoConfig, GrpoDataConfig, RolloutConfig
-from lockstep.training.grpo import GrpoRunFields, Questions, Rollouts, load_questions, make_rewarder
-from lockstep.training.objectives import GrpoFields
+from lockstep.training import (
+    GrpoConfig,
+    GrpoDataConfig,
+    GrpoFields,
+    GrpoRunFields,
+    Questions,
+    RolloutConfig,
+    Rollouts,
+    load_questions,
+    make_rewarder,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

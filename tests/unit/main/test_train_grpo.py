@@ -68,6 +68,7 @@ def test_what_is_loaded_before_any_device_work(tmp_path):
     path = tmp_path / "q.jsonl"
     path.write_text(json.dumps({"question": "What is 1 plus 1?", "answer": "#### 2"}) + "\n")
     arguments = ["--data.train_urls", json.dumps([str(path)]), "--data.format", "text", "--rollout.max_new_tokens", "8"]
+    arguments += ["--data.instruction", ""]
 
     def load(*more, tokenizer=None):
         return read(*arguments, *more).load(tokenizer or tiny.tokenizer(), 64, 0)

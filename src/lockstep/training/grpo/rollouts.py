@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ROWS_FILE = "rollouts.jsonl"
+ROLLOUTS_FILE = "rollouts.jsonl"
 """The file of a run directory that the best and worst answers of each rollout are appended to."""
 FLUSH_S = 10.0
 """Seconds that the end of training waits for rows that are not written yet."""
@@ -97,7 +97,7 @@ class Rollouts:
         self._mesh, self._sharding = mesh, NamedSharding(mesh, BATCH_SPEC)
         self._reference = reference
         self._tracker: Tracker = NoopTracker() if tracker is None else tracker
-        self._file = None if run_dir is None else run_dir / ROWS_FILE
+        self._file = None if run_dir is None else run_dir / ROLLOUTS_FILE
         self._queue = BackgroundQueue("lockstep-rollouts", size=8)
         self._columns = objective.columns(row_length, on_policy=fields.updates == 1)
         self._rewarder = make_rewarder(fields)

@@ -27,12 +27,27 @@ def plain(tmp_path_factory):
         log_dir=str(directory),
         run_id="run",
     )
+    memory, make_batch = [], rollouts.batch
+
+    def batch(step, model):
+        before = live()
+        placed = make_batch(step, model)
+        memory.append((sorted([*before, *((array.shape, str(array.dtype)) for array in placed.values())]), live()))
+        return placed
+
+    rollouts.batch = batch
     spy = runs.train(trainer, rollouts, model)
-    return trainer, rollouts, spy, tracker, directory / "run"
+    return trainer, rollouts, spy, tracker, directory / "run", memory
+
+
+def live():
+    """Shape and type of every array on the devices."""
+    gc.collect()
+    return sorted((array.shape, str(array.dtype)) for array in jax.live_arrays())
 
 
 def test_a_rollout_is_sampled_once_for_all_of_its_updates(plain):
-    trainer, rollouts, spy, tracker, _ = plain
+    trainer, rollouts, spy, tracker, *_ = plain
     assert sorted(spy.found) == [0, 1] and len(spy.losses) == 4
     assert sorted(step for step, values in tracker.scalars.items() if "reward/mean" in values) == [1, 3]
     assert trainer.train_step_traces == 1
@@ -42,7 +57,7 @@ def test_a_rollout_is_sampled_once_for_all_of_its_updates(plain):
 
 
 def test_rows_are_prompts_with_their_answers(plain):
-    _, rollouts, spy, _, _ = plain
+    _, rollouts, spy, *_ = plain
     first = spy.found[0]
     questions = runs.questions()
     for group, question in enumerate(questions.drawn(0, runs.BATCH // runs.GROUP)):
@@ -55,7 +70,7 @@ def test_rows_are_prompts_with_their_answers(plain):
 
 
 def test_the_trainers_log_probabilities_are_the_engines_and_before_the_first_step_the_references(plain):
-    _, _, spy, tracker, _ = plain
+    _, _, spy, tracker, *_ = plain
     first, second = spy.found[0], spy.found[1]
     np.testing.assert_allclose(first["old_logprobs"], first["rollout_logprobs"], atol=1e-4)
     np.testing.assert_array_equal(first["old_logprobs"], first["reference_logprobs"])
@@ -70,7 +85,7 @@ def test_the_trainers_log_probabilities_are_the_engines_and_before_the_first_ste
 
 
 def test_advantages_are_those_of_the_rewards_in_the_rows(plain):
-    _, _, spy, tracker, directory = plain
+    _, _, spy, tracker, directory, _ = plain
     advantages = np.reshape(spy.found[0]["advantage"], (-1, runs.GROUP))
     np.testing.assert_allclose(advantages.mean(1), 0, atol=1e-6)
     lengths = np.sum(spy.found[0]["loss_mask"], axis=1)
@@ -94,7 +109,7 @@ def test_advantages_are_those_of_the_rewards_in_the_rows(plain):
 
 
 def test_figures_of_every_step(plain):
-    _, _, _, tracker, _ = plain
+    _, _, _, tracker, *_ = plain
     for step in (1, 2, 3, 4):
         values = tracker.scalars[step]
         assert {"time/update_s", "time/rollout_generate_s", "time/reward_s", "time/inference_eval_s"} <= set(values)
@@ -106,51 +121,25 @@ def test_figures_of_every_step(plain):
         assert f"train/{name}" in tracker.scalars[1]
 
 
-def test_the_memory_of_a_rollout_is_gone_before_the_update():
-    """Live arrays before a rollout and after it are the same, but for the batch."""
-    trainer, rollouts, model = runs.make(steps=2)
-    shapes = []
-
-    def live():
-        gc.collect()
-        return sorted((array.shape, str(array.dtype)) for array in jax.live_arrays())
-
-    make_batch = rollouts.batch
-
-    def batch(step, model):
-        before = live()
-        placed = make_batch(step, model)
-        own = sorted((array.shape, str(array.dtype)) for array in placed.values())
-        shapes.append((sorted([*before, *own]), live()))
-        return placed
-
-    rollouts.batch = batch
-    runs.train(trainer, rollouts, model)
-    assert len(shapes) == 2
-    for expected, found in shapes:
+def test_the_memory_of_a_rollout_is_gone_before_the_update(plain):
+    """Live arrays before a batch is made and after it are the same, but for the batch, also where none is sampled."""
+    *_, memory = plain
+    assert len(memory) == 4
+    for expected, found in memory:
         assert found == expected
 
 
-def test_the_same_seed_gives_the_same_run_and_another_one_does_not():
-    first, again, other = (runs.train(*runs.make(steps=2, seed=seed)).losses for seed in (0, 0, 1))
-    assert first == again and first != other
-
-
-def test_dynamic_sampling_asks_again_where_groups_have_no_signal():
-    """With a reward that is the same for most answers, further questions fill up the batch."""
-    results = {}
-    for attempts in (1, 3):
-        tracker = runs.Recorder()
-        trainer, rollouts, model = runs.make(
-            steps=1, tracker=tracker, run={"rollout": {"max_attempts": attempts}, "rewards": runs.fields().rewards[:1]}
-        )
-        spy = runs.train(trainer, rollouts, model)
-        trainer.tracker.flush(10)
-        results[attempts] = tracker.scalars[1]
-        signals = np.ptp(np.reshape(spy.found[0]["advantage"], (-1, runs.GROUP)), axis=1) > 0
-        assert results[attempts]["rollout/groups_without_signal"] == pytest.approx(1 - signals.mean())
-    assert results[1]["rollout/attempts"] == 1 < results[3]["rollout/attempts"] <= 3
-    assert results[3]["rollout/groups_without_signal"] < results[1]["rollout/groups_without_signal"]
+def test_another_seed_draws_other_questions_and_dynamic_sampling_fills_up(plain):
+    """With a reward that is the same for many answers, further questions are asked until all groups have a signal."""
+    tracker = runs.Recorder()
+    trainer, rollouts, model = runs.make(
+        steps=1, tracker=tracker, seed=1, run={"rollout": {"max_attempts": 4}, "rewards": runs.fields().rewards[:1]}
+    )
+    spy = runs.train(trainer, rollouts, model)
+    assert spy.found[0]["tokens"] != plain[2].found[0]["tokens"]
+    values, advantages = tracker.scalars[1], np.reshape(spy.found[0]["advantage"], (-1, runs.GROUP))
+    assert 1 < values["rollout/attempts"] <= 4 and values["rollout/groups_without_signal"] == 0
+    assert (np.ptp(advantages, axis=1) > 0).all()
 
 
 def test_a_reference_goes_with_its_coefficient():
