@@ -42,6 +42,16 @@ class TrainConfig(RunConfig):
         return False
 
     @property
+    def updates_per_rollout(self) -> int:
+        """The number of train steps that learn from what one rollout samples."""
+        return 1
+
+    @property
+    def rollout_answers(self) -> int:
+        """The number of completions of a rollout."""
+        return self.trainer.train_batch_size
+
+    @property
     def rollouts(self) -> RolloutConfig | None:
         """How completions are sampled before each step; None: the rows are read from files."""
         return None

@@ -66,6 +66,16 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, TrainConfig):
         """How the answers of a batch are sampled."""
         return self.rollout
 
+    @property
+    def updates_per_rollout(self) -> int:
+        """The number of train steps that learn from what one rollout samples."""
+        return self.updates
+
+    @property
+    def rollout_answers(self) -> int:
+        """The number of answers of a rollout."""
+        return self.trainer.train_batch_size * self.minibatches
+
     def columns(self, model_max_seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Return shape and type of one row of each column of a batch, see `TrainConfig.columns`."""
         return self.objective.columns(self.data.row_length(model_max_seq_len), on_policy=self.updates == 1)
