@@ -40,11 +40,11 @@ def outcome(trainer, rollouts, spy):
 
 
 def body_meshes(hosts, mesh_shapes):
-    """A run of two rollouts on each mesh, with a reference and the trainer's log-probabilities."""
+    """A rollout with two updates on each mesh, with a reference and the trainer's log-probabilities."""
     loss = {"use_rollout_logprobs": False, "importance_cap": 2.0, "kl_coefficient": 0.05}
     results = []
     for mesh_shape in mesh_shapes:
-        trainer, rollouts, model = runs.make(mesh_shape, 3, hosts, loss=loss, run={"num_iterations": 2})
+        trainer, rollouts, model = runs.make(mesh_shape, 2, hosts, loss=loss, run={"num_iterations": 2})
         results.append(outcome(trainer, rollouts, runs.train(trainer, rollouts, model)))
     return results
 
@@ -197,7 +197,7 @@ def test_the_command_trains_evaluates_and_saves(tmp_path):
     model |= {"num_heads": 4, "num_kv_heads": 2}
     arguments = ["--initialize_from_hf", "null", "--model", json.dumps(model), "--trainer.num_train_steps", "2"]
     arguments += ["--trainer.log_dir", str(tmp_path), "--trainer.run_id", "run", "--trainer.train_batch_size", "16"]
-    arguments += ["--inference_eval.n_generations", "2", "--inference_eval.temperature", "1"]
+    arguments += ["--optimizer.warmup", "0", "--inference_eval.n_generations", "2", "--inference_eval.temperature", "1"]
     command = ["lockstep", "train-grpo", "--config_path", "config/grpo_demo.yaml"]
     run = run_command([*command, *arguments], cwd=ROOT, timeout_s=300)
     assert run.code == 0, run.output
