@@ -19,11 +19,14 @@ from lockstep.plan import (
     CompileCache,
     CompileProgress,
     Plan,
+    RematCost,
     as_json,
     default_directory,
     make_plan,
     place_of,
     print_plan,
+    print_remat,
+    remat_costs,
     topology,
 )
 
@@ -38,11 +41,12 @@ without a TPU: what fits, what is exchanged, how fast it can be at best. Exit co
 --model NAME       shape to plan with: a directory with a config.json, or the name of a well-known checkpoint
 --json PATH        write all numbers there, - for standard output
 --calibration FILE measured numbers of the chip, to predict seconds with in place of published ones
+--remat all        what each rematerialisation policy would cost (model.gradient_checkpointing), a line each
 --cache_dir DIR    where the compiler's results are kept, none for nowhere (default: {cache})
 
 Any other key is one of the configuration and wins over the file: --trainer.per_device_parallelism 4"""
 
-_OWN: Final = ("topology", "command", "model", "json", "calibration", "cache_dir")
+_OWN: Final = ("topology", "command", "model", "json", "calibration", "remat", "cache_dir")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -72,24 +76,33 @@ def main(arguments: Sequence[str]) -> int:
     command, config = _read(own.get("command"), rest)
     progress = CompileProgress()
     cache = CompileCache(own["topology"], _cache_directory(own.get("cache_dir")), progress)
+    if own.get("remat", "all") != "all":
+        raise ConfigError(f"--remat is {own['remat']!r}; it can only be all.")
+    workload = command.workload(config, own.get("model"))
+    if "remat" in own and workload.training is None:
+        raise ConfigError(f"--remat all is about a train step, and {command.name} has none. Remove it.")
     with progress.live():
-        plan = make_plan(command.workload(config, own.get("model")), slice_, cache, own.get("calibration"))
+        plan = make_plan(workload, slice_, cache, own.get("calibration"))
+        costs = remat_costs(workload, slice_, cache, plan.memory) if "remat" in own and plan.mesh_shape else []
     path = _config_path(rest)
     places = [dataclasses.replace(one, place=place_of(path, one.key, overrides)) for one in plan.infeasibilities]
     plan = dataclasses.replace(plan, infeasibilities=places)
-    _show(plan, own.get("json"))
+    _show(plan, own.get("json"), costs)
     return 0 if plan.fits else 1
 
 
-def _show(plan: Plan, json_path: str | None) -> None:
+def _show(plan: Plan, json_path: str | None, costs: list[RematCost]) -> None:
     if json_path is not None:
-        text = json.dumps(as_json(plan), indent=2) + "\n"
+        remat = {"remat": [dataclasses.asdict(cost) for cost in costs]} if costs else {}
+        text = json.dumps(as_json(plan) | remat, indent=2) + "\n"
         if json_path == "-":
             sys.stdout.write(text)
             return
         _write(Path(json_path), text)
     console = Console(width=None if sys.stdout.isatty() else 120)
     print_plan(plan, console)
+    if costs:
+        print_remat(costs, console)
 
 
 def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:

@@ -52,6 +52,9 @@ def training_workload(name: str, config: TrainConfig, model: str | None = None) 
     key = "initialize_from_hf" if config.initialize_from_hf else "model"
     shape = _shape(model or config.initialize_from_hf, config.model, config.tokenizer, key)
     notes.append(f"model shape: {shape.source}")
+    if config.gradient_checkpointing is not None:
+        remat = dataclasses.replace(shape.config, gradient_checkpointing=config.gradient_checkpointing)
+        shape = dataclasses.replace(shape, config=remat)
     config, infeasibilities = _rows_of(config, shape.config.max_seq_len)
     columns = config.columns(shape.config.max_seq_len)
     precision = config.trainer.precision

@@ -6,7 +6,7 @@ import re
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import draccus
 import haliax as hax
@@ -29,6 +29,7 @@ from lockstep.models import (
     load_hf,
     read_hf_config,
     save_hf,
+    with_policy,
 )
 from lockstep.placement import PARAMETER_AXES, make_mesh
 from lockstep.report import FINISH_S, BackgroundTracker, NoopTracker, Tracker, build_tracker, load_metrics
@@ -68,6 +69,8 @@ class RunConfig:
     """The shape of a model from scratch; null with ``initialize_from_hf``."""
     initialize_from_hf: str | None = None
     """The Hugging Face checkpoint to start from, a directory or a URL; null: a model from scratch."""
+    gradient_checkpointing: Literal["nothing", "full", "dots", "offload"] | None = None
+    """With ``initialize_from_hf``, what ``model.gradient_checkpointing`` is for a model from scratch; null: full."""
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     """The optimizer and its schedule."""
     tokenizer: str
@@ -84,6 +87,11 @@ class RunConfig:
             raise ConfigError(
                 f"exactly one of model and initialize_from_hf is needed, but {given} given. Set model to train from "
                 "scratch, or initialize_from_hf to go on from a checkpoint."
+            )
+        if self.gradient_checkpointing is not None and self.model is not None:
+            raise ConfigError(
+                f"gradient_checkpointing is {self.gradient_checkpointing}, but the model is from scratch: set "
+                "model.gradient_checkpointing instead."
             )
         if self.hf_save_path is not None and "://" in self.hf_save_path:
             raise ConfigError(f"hf_save_path is {self.hf_save_path!r}, a URL; save to a local directory and copy it.")
@@ -287,7 +295,10 @@ def train[Loaded: Data](
 def _model_shape(config: RunConfig, tokenizer: "PreTrainedTokenizerBase", mesh: Mesh) -> tuple[LlamaConfig, int]:
     """Configuration and vocabulary size, before any weight is made or read."""
     if config.initialize_from_hf is not None:
-        return load_config(config.initialize_from_hf), int(read_hf_config(config.initialize_from_hf)["vocab_size"])
+        shape = load_config(config.initialize_from_hf)
+        if config.gradient_checkpointing is not None:
+            shape = dataclasses.replace(shape, gradient_checkpointing=config.gradient_checkpointing)
+        return shape, int(read_hf_config(config.initialize_from_hf)["vocab_size"])
     assert isinstance(config.model, LlamaConfig)
     largest = max(tokenizer.get_vocab().values())
     if config.hf_save_path is not None:
@@ -324,7 +335,8 @@ def _make_model(
         Vocab = hax.Axis("vocab", vocab_size)
         return trainer.init_model(lambda key: LlamaLMHeadModel.init(Vocab, model_config, key=key))
     dtype = config.trainer.precision.param
-    return load_hf(config.initialize_from_hf, trainer.mesh, PARAMETER_AXES, dtype, hosts=hosts)
+    model = load_hf(config.initialize_from_hf, trainer.mesh, PARAMETER_AXES, dtype, hosts=hosts)
+    return with_policy(model, model_config.gradient_checkpointing)
 
 
 def _announce(config: RunConfig, model: PyTree, rows: Data, mesh: Mesh, run_dir: Path) -> str:

@@ -19,11 +19,13 @@ from lockstep.models.llama import LlamaLMHeadModel
 from lockstep.models.presets import ModelPreset, find_preset
 from lockstep.models.reader import read_decoder
 from lockstep.models.registry import UnreadableModelError, register_reader
+from lockstep.models.remat import POLICIES, RematPolicy, recomputes_layers, with_policy
 from lockstep.models.trainable import as_trainable
 from lockstep.models.weights import STACKED, TENSOR_DIMS, WEIGHT_AXES, DecoderWeights, LayerWeights
 from lockstep.placement import LazyWeight, view
 
 __all__ = [
+    "POLICIES",
     "STACKED",
     "TENSOR_DIMS",
     "WEIGHT_AXES",
@@ -37,6 +39,7 @@ __all__ = [
     "ModelConfig",
     "Qwen2Config",
     "Qwen3Config",
+    "RematPolicy",
     "RotaryConfig",
     "LazyWeight",
     "UnreadableModelError",
@@ -49,9 +52,11 @@ __all__ = [
     "load_hf",
     "read_decoder",
     "read_hf_config",
+    "recomputes_layers",
     "register_reader",
     "rotary_frequencies",
     "save_hf",
     "skeleton",
     "view",
+    "with_policy",
 ]

@@ -161,8 +161,10 @@ class LlamaConfig(ModelConfig):
     """Whether an RMSNorm over the head comes before the rotary embeddings of queries and keys (Qwen3)."""
     variant: Variant = dataclasses.field(default_factory=Variant)
     """The departures from Llama."""
-    gradient_checkpointing: bool = True
-    """Whether the backward pass keeps only each layer's input and recomputes the rest (rematerialisation)."""
+    gradient_checkpointing: bool | Literal["nothing", "full", "dots", "offload"] = True
+    """Rematerialisation: what the backward pass computes again. ``nothing`` (false); ``full`` (true): each layer, from
+    its input; ``dots``: each layer but its products with weights; ``offload``: as ``full``, with the inputs of layers
+    in the memory of the host. ``lockstep plan --remat all`` says what each costs."""
 
     def __post_init__(self) -> None:
         for name in ("max_seq_len", "hidden_dim", "intermediate_dim", "num_layers", "num_heads", "num_kv_heads"):

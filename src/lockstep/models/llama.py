@@ -15,6 +15,7 @@ from haliax.nn.scan import Stacked
 
 from lockstep.errors import ConfigError
 from lockstep.models.config import LlamaConfig, rotary_frequencies
+from lockstep.models.remat import scan_policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,7 +260,7 @@ class LlamaLMHeadModel(eqx.Module):
         """
         ax, std = LlamaAxes.of(config), config.initializer_range
         embed_key, layer_key, head_key = jax.random.split(key, 3)
-        stacked = Stacked.init(ax.Layer, LlamaLayer, gradient_checkpointing=config.gradient_checkpointing)
+        stacked = Stacked.init(ax.Layer, LlamaLayer, gradient_checkpointing=scan_policy(config.gradient_checkpointing))
         return cls(
             embed=hax.random.normal(embed_key, (Vocab, ax.Embed)) * std,
             embed_norm=_neutral(config, ax.Embed) if config.variant.embed_norm else None,

@@ -4,6 +4,7 @@ from lockstep.plan.cache import CompileCache, default_directory
 from lockstep.plan.compile_progress import CompileProgress
 from lockstep.plan.infeasibility import Infeasibility, place_of
 from lockstep.plan.planner import Plan, make_plan
+from lockstep.plan.remat import RematCost, print_remat, remat_costs
 from lockstep.plan.summary import as_json
 from lockstep.plan.table import print_plan
 from lockstep.plan.topology import Topology, known_names, topology
@@ -14,6 +15,7 @@ __all__ = [
     "CompileProgress",
     "Plan",
     "Infeasibility",
+    "RematCost",
     "SamplingWorkload",
     "Topology",
     "TrainingWorkload",
@@ -24,5 +26,7 @@ __all__ = [
     "make_plan",
     "place_of",
     "print_plan",
+    "print_remat",
+    "remat_costs",
     "topology",
 ]

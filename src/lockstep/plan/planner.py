@@ -17,8 +17,9 @@ from lockstep.plan.cache import CompileCache
 from lockstep.plan.collectives import CollectiveSum, collectives, summed
 from lockstep.plan.hlo import Hlo, vmem
 from lockstep.plan.infeasibility import Infeasibility, InfeasibleError, key_in, largest_in, with_common_largest
+from lockstep.plan.microbatch import plan_largest_step
 from lockstep.plan.topology import Topology, names_of
-from lockstep.plan.train_step import State, TrainStepPlan, make_state, plan_step
+from lockstep.plan.train_step import State, TrainStepPlan, make_state
 from lockstep.plan.workload import SamplingWorkload, Workload
 from lockstep.training import parameter_shardings
 from lockstep.types import Request
@@ -144,7 +145,7 @@ def make_plan(workload: Workload, topology: Topology, cache: CompileCache, calib
     training: TrainStepPlan | None = None
     sampling: list[SamplingPlan] = []
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        step = pool.submit(plan_step, workload, mesh, state, cache, chip.memory) if state else None
+        step = pool.submit(plan_largest_step, workload, mesh, state, cache, chip.memory) if state else None
         free = chip.memory - resident
         for one in workload.sampling:
             try:

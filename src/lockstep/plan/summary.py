@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from lockstep.engine import layout_text
+from lockstep.models import recomputes_layers
 from lockstep.plan.collectives import CollectiveSum
 from lockstep.plan.hlo import vmem
 from lockstep.plan.planner import Plan, SamplingPlan
@@ -132,7 +133,7 @@ def train_time(plan: Plan) -> StepTime | None:
         devices *= size
     itemsize = trainer.precision.compute.itemsize / trainer.precision.param.itemsize
     whole = plan.parameters * plan.mesh_shape["fsdp"] * itemsize
-    passes = 3 if plan.workload.model.gradient_checkpointing else 2
+    passes = 3 if recomputes_layers(plan.workload.model.gradient_checkpointing) else 2
     moved = 2 * (plan.parameters + plan.optimizer) + plan.training.microbatches * passes * whole
     received = sum(one.bytes for one in plan.training_collectives)
     count = trainer.train_batch_size * training.sequences_per_row * training.length

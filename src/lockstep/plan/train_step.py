@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from lockstep.device import block_bytes
 from lockstep.errors import HbmError
-from lockstep.models import LlamaConfig, LlamaLMHeadModel
+from lockstep.models import LlamaConfig, LlamaLMHeadModel, recomputes_layers
 from lockstep.plan.cache import CompileCache, Summary
 from lockstep.plan.infeasibility import Infeasibility, InfeasibleError
 from lockstep.plan.workload import TrainingWorkload, Workload
@@ -214,7 +214,7 @@ def step_flops(workload: Workload) -> float:
     pairs = 2 * 2 * config.num_heads * config.head_size * training.length
     layers = config.num_layers * (2.0 * layer + pairs) * tokens
     output = 2.0 * config.hidden_dim * workload.vocab_size * tokens
-    return (4 if config.gradient_checkpointing else 3) * layers + 3 * output
+    return (4 if recomputes_layers(config.gradient_checkpointing) else 3) * layers + 3 * output
 
 
 def _fitting(compile_it: Callable[[], Summary], memory: int) -> Summary:

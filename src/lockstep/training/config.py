@@ -29,8 +29,12 @@ class TrainerConfig:
     """The number of optimizer steps of the whole run."""
     train_batch_size: int = 32
     """The number of rows of one optimizer step, over all devices."""
-    per_device_parallelism: int = -1
-    """The number of rows that a device works on at a time; a step then takes several microbatches. -1: all at once."""
+    per_device_parallelism: int | Literal["auto"] = -1
+    """The number of rows that a device works on at a time; a step then takes several microbatches. -1: all at once;
+    ``auto``: the most with which the compiled step fits. The log says how many: give that number to have a run bit for
+    bit again where less memory is free."""
+    memory_bytes_per_device: int | None = None
+    """With ``per_device_parallelism: auto``, the bytes of a device that training may use; null: what is free."""
     mp: str = "p=f32"
     """Float types, as in jmp: those of the parameters and of the arithmetic, e.g. ``p=f32,c=bf16``."""
     mesh_shape: str = "auto"
@@ -64,10 +68,16 @@ class TrainerConfig:
         for name in ("num_train_steps", "train_batch_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"trainer.{name} is {getattr(self, name)}; it must be at least 1. Raise it.")
-        if self.per_device_parallelism < 1 and self.per_device_parallelism != -1:
+        parallelism = self.per_device_parallelism
+        if parallelism not in ("auto", -1) and int(parallelism) < 1:
             raise ConfigError(
-                f"trainer.per_device_parallelism is {self.per_device_parallelism}; it must be at least 1, or -1 for "
-                "all rows of a device at once."
+                f"trainer.per_device_parallelism is {parallelism}; it must be at least 1, or -1 for all rows of a "
+                "device at once, or auto."
+            )
+        if self.memory_bytes_per_device is not None and (parallelism != "auto" or self.memory_bytes_per_device < 1):
+            raise ConfigError(
+                f"trainer.memory_bytes_per_device is {self.memory_bytes_per_device}; it is for per_device_parallelism: "
+                f"auto (now {parallelism}) and must be above 0. Remove it or correct it."
             )
         if self.run_id is not None and (not self.run_id or set(self.run_id) & set("/\\") or self.run_id[0] == "."):
             raise ConfigError(
@@ -96,7 +106,7 @@ class TrainerConfig:
             mesh: The mesh of the run.
 
         Returns:
-            The number, which is 1 where ``per_device_parallelism`` is -1.
+            The number, which is 1 where ``per_device_parallelism`` is -1 or not yet known (``auto``).
 
         Raises:
             ConfigError: The batch cannot be divided over the devices or over the microbatches.
@@ -110,8 +120,9 @@ class TrainerConfig:
                 "mesh_shape."
             )
         rows = self.train_batch_size // shards
-        if self.per_device_parallelism == -1:
+        if self.per_device_parallelism in ("auto", -1):
             return 1
+        assert isinstance(self.per_device_parallelism, int)
         if rows % self.per_device_parallelism:
             divisors = [n for n in range(1, rows + 1) if rows % n == 0]
             raise ConfigError(

@@ -122,11 +122,16 @@ class LossWatch:
         """Return what a run that goes on has to know; the same on every host."""
         return {"losses": list(self._losses), "skipped": self.skipped, "in_a_row": self._in_a_row}
 
+    def reset(self) -> None:
+        """Forget everything: a run begins."""
+        self.load_state({"losses": [], "skipped": 0, "in_a_row": 0})
+
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` returned in an earlier process.
 
         Args:
             state: That state.
         """
+        self._losses.clear()
         self._losses.extend(state["losses"] if self._spike is not None else [])
         self.skipped, self._in_a_row = state["skipped"], state["in_a_row"]

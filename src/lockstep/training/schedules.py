@@ -4,6 +4,7 @@ from typing import Final, Literal
 
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, ArrayLike
 
 type ScheduleName = Literal["cosine", "linear", "constant", "wsd", "inv_sqrt"]
 
@@ -35,17 +36,19 @@ def build_schedule(
     rising = optax.linear_schedule(peak / (warmup + 1), peak, max(warmup, 1))
     if shape == "inv_sqrt":
         start = max(warmup, 1)
-        return optax.join_schedules(
-            [rising, lambda step: jnp.maximum(peak * jnp.sqrt(start / (start + step)), last)], [warmup]
-        )
+
+        def by_root(step: ArrayLike) -> Array:
+            return jnp.maximum(peak * jnp.sqrt(start / (start + jnp.maximum(step, 0))), last)
+
+        return optax.join_schedules([rising, by_root], [warmup])
     if shape == "constant" or decay == 0:
         falling = optax.constant_schedule(peak)
     elif shape == "linear":
         falling = optax.linear_schedule(peak, last, decay)
     elif shape == "wsd":
 
-        def falling(step: optax.Numeric) -> optax.Numeric:
-            return peak - (peak - last) * jnp.sqrt(jnp.clip(step / decay, 0.0, 1.0))
+        def falling(step: ArrayLike) -> Array:
+            return peak - (peak - last) * jnp.sqrt(jnp.clip(jnp.asarray(step) / decay, 0.0, 1.0))
 
     else:
         falling = optax.cosine_decay_schedule(peak, decay, min_ratio)

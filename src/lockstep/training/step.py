@@ -233,6 +233,13 @@ class TrainStep:
         """The number of times that the step was traced."""
         return 0 if self._program is None else self._program.traces
 
+    def needed_bytes(self) -> int:
+        """Return the bytes per device at the worst moment of the compiled step, its arguments among them."""
+        assert self._program is not None, "compile() comes first"
+        memory = self._program.memory()
+        largest = memory.peak_memory_in_bytes or memory.argument_size_in_bytes + memory.temp_size_in_bytes
+        return int(largest + memory.generated_code_size_in_bytes)
+
     def compile(self, state: TrainState, batch: Mapping[str, Any], *signals: Any, ledger: Ledger) -> Mapping[str, str]:
         """Compile for arguments of these shapes; nothing is launched, and no other host is waited for.
 

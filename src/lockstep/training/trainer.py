@@ -18,7 +18,7 @@ from jaxtyping import PyTree
 
 from lockstep.errors import ConfigError, HostError
 from lockstep.hosts import Hosts, Watchdog, current, leader_only
-from lockstep.placement import fsdp_warning, make_mesh, place, place_local
+from lockstep.placement import data_shards, fsdp_warning, make_mesh, place, place_local
 from lockstep.report import FINISH_S, BackgroundTracker, NoopTracker, Tracker
 from lockstep.training.averaging import average_of
 from lockstep.training.batch_source import BatchFeed, BatchSource
@@ -27,6 +27,7 @@ from lockstep.training.config import TrainerConfig
 from lockstep.training.hooks import Hook, Hooks, StepInfo
 from lockstep.training.launcher import Launcher
 from lockstep.training.loss_watch import LossWatch
+from lockstep.training.microbatch import compile_largest, memory_for_training
 from lockstep.training.objectives.parts import LossFn
 from lockstep.training.profiler import Profiler
 from lockstep.training.rows import Batches
@@ -248,31 +249,22 @@ class Trainer:
         state, shardings = self._first_state(model)
         del model
         info = self._saves.first_info(state)
-        source, progress = self._source(batches, info.next_step), self._step_log()
-        profiler, meter = self._profiler(), Meter(self.mesh, state.model)
+        run = self._begin(batches, state, info.next_step)
         stopped_by, diverged, between_steps = None, False, False
         # A launch from a second thread could come before the train step on one host and after it on another.
-        with contextlib.closing(source), contextlib.closing(progress), contextlib.closing(profiler):
-            step_fn = self._compile(state, shardings, source)
+        with contextlib.closing(run.source), contextlib.closing(run.log), contextlib.closing(run.profiler):
+            step_fn = self._compile(state, shardings, run.source)
             with jax.thread_guard(True):
                 self._saves.begin(info)
                 for step in range(info.next_step, config.num_train_steps):
-                    before = time.perf_counter()
-                    batch = source.batch(step, state.model)
-                    if batch is None:
+                    advanced = self._advance(run, step_fn, state, step, stop)
+                    if advanced is None:
                         stopped_by, between_steps = self._signal_of_any_host(stop), True
                         self._hooks.after_signal()
                         break
-                    start = time.perf_counter()
-                    with self._running(step), profiler.step(step):
-                        state, figures = step_fn(state, batch, *self._signals(step_fn, stop.signal or 0))
-                        source.prepare(step + 1)
-                        metrics = step_fn.read(figures)
-                    speed = meter.step(batch, step_s=time.perf_counter() - start, wait_s=start - before)
-                    info = _info(step, state, metrics, speed.step_s)
-                    progress.step(info, metrics, speed, getattr(source, "progress", ""))
-                    diverged = self._loss_watch.judge(info.next_step, metrics, is_leader=self.hosts.is_leader)
+                    state, info, metrics = advanced
                     stopped_by = metrics.stop or None
+                    diverged = self._loss_watch.judge(info.next_step, metrics, is_leader=self.hosts.is_leader)
                     if stopped_by or diverged:
                         self._hooks.after_signal()
                         break
@@ -307,6 +299,7 @@ class Trainer:
         """The state before the first step of this loop, and its shardings."""
         if not isinstance(model, TrainState):
             self._saves.resumed_from = None
+            self._loss_watch.reset()
             return init_state(model, self._optimizer, self.mesh, self.config.precision, self._launch)
         if self._saves.resumed_from is None:
             raise ConfigError(
@@ -315,24 +308,38 @@ class Trainer:
             )
         return model, parameter_shardings(model, self.mesh)
 
-    def _source(self, batches: Batches | BatchSource, first: int) -> BatchSource:
-        if isinstance(batches, BatchSource):
-            return batches
-        config = self.config
-        return BatchFeed(batches, config.train_batch_size, self.mesh, first=first, last=config.num_train_steps)
+    def _begin(self, batches: Batches | BatchSource, state: TrainState, first: int) -> "_Run":
+        """What the loop needs beside its state."""
+        config, hosts = self.config, self.hosts
+        if not isinstance(batches, BatchSource):
+            last = config.num_train_steps
+            batches = BatchFeed(batches, config.train_batch_size, self.mesh, first=first, last=last)
+        traces = None if self._run_dir is None else Path(self._run_dir) / "profiler"
+        return _Run(
+            source=batches,
+            log=StepLog(config.num_train_steps, self.tracker, is_leader=hosts.is_leader),
+            profiler=Profiler(config.profiler, traces, hosts.index),
+            meter=Meter(self.mesh, state.model),
+        )
 
-    def _step_log(self) -> StepLog:
-        return StepLog(self.config.num_train_steps, self.tracker, is_leader=self.hosts.is_leader)
-
-    def _profiler(self) -> Profiler:
-        directory = None if self._run_dir is None else Path(self._run_dir) / "profiler"
-        return Profiler(self.config.profiler, directory, self.hosts.index)
-
-    @contextlib.contextmanager
-    def _running(self, step: int) -> Iterator[None]:
-        """The launch of a step and the wait for it."""
-        with self._named_failure(step), self._watchdog.watch("train_step"):
-            yield
+    def _advance(
+        self, run: "_Run", step_fn: TrainStep, state: TrainState, step: int, stop: StopRequest
+    ) -> tuple[TrainState, StepInfo, StepMetrics] | None:
+        """One step: its batch, the launch, the next batch while the devices work, the figures; None without a batch."""
+        asked = time.perf_counter()
+        batch = run.source.batch(step, state.model)
+        if batch is None:
+            return None
+        start = time.perf_counter()
+        with self._named_failure(step), self._watchdog.watch("train_step"), run.profiler.step(step):
+            state, figures = step_fn(state, batch, *self._signals(step_fn, stop.signal or 0))
+            run.source.prepare(step + 1)
+            metrics = step_fn.read(figures)
+        speed = run.meter.step(batch, step_s=time.perf_counter() - start, wait_s=start - asked)
+        average = average_of(state.opt_state)
+        info = StepInfo(step=step, model=state.model, loss=metrics.loss, step_duration=speed.step_s, average=average)
+        run.log.step(info, metrics, speed, getattr(run.source, "progress", ""))
+        return state, info, metrics
 
     @contextlib.contextmanager
     def _named_failure(self, step: int) -> Iterator[None]:
@@ -350,20 +357,33 @@ class Trainer:
 
     def _compile(self, state: TrainState, shardings: PyTree, source: BatchSource) -> TrainStep:
         """The train step, compiled and agreed on by every host; nobody launches it before all are ready."""
-        step_fn = TrainStep(
-            loss_fn=self._loss_fn,
-            optimizer=self._optimizer,
-            schedule=self._schedule,
-            mesh=self.mesh,
-            shardings=shardings,
-            precision=self.config.precision,
-            microbatches=self._microbatches,
-            skip_bad=self.config.on_nan != "raise",
+
+        def make(microbatches: int) -> TrainStep:
+            return TrainStep(
+                loss_fn=self._loss_fn,
+                optimizer=self._optimizer,
+                schedule=self._schedule,
+                mesh=self.mesh,
+                shardings=shardings,
+                precision=self.config.precision,
+                microbatches=microbatches,
+                skip_bad=self.config.on_nan != "raise",
+            )
+
+        batch = source.structs()
+        if self.config.per_device_parallelism == "auto":
+            memory = memory_for_training(self.mesh, state, self.config.memory_bytes_per_device)
+            rows = self.config.train_batch_size // data_shards(self.mesh)
+            self._step = compile_largest(
+                self.hosts, rows, make, lambda step: (state, batch, *self._signals(step, 0)), memory
+            )
+            return self._step
+        step = self._step = make(self._microbatches)
+        signals = self._signals(step, 0)
+        self._launch.compile_on_all(
+            "train_step", lambda: step.compile(state, batch, *signals, ledger=self.hosts.ledger)
         )
-        arguments = state, source.structs(), *self._signals(step_fn, 0)
-        self._launch.compile_on_all("train_step", lambda: step_fn.compile(*arguments, ledger=self.hosts.ledger))
-        self._step = step_fn
-        return step_fn
+        return step
 
     def _signals(self, step_fn: TrainStep, flag: int) -> list[jax.Array]:
         """What the hosts tell the step: a signal or 0 on this host's devices, and the limit of the loss."""
@@ -386,6 +406,11 @@ class Trainer:
             log.error("the tracker did not take all figures within %g s; some may be lost", wait_s)
 
 
-def _info(step: int, state: TrainState, metrics: StepMetrics, duration: float) -> StepInfo:
-    average = average_of(state.opt_state)
-    return StepInfo(step=step, model=state.model, loss=metrics.loss, step_duration=duration, average=average)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Run:
+    """What the loop needs beside its state; all but the meter is closed at the end."""
+
+    source: BatchSource
+    log: StepLog
+    profiler: Profiler
+    meter: Meter

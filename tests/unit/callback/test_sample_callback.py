@@ -16,6 +16,7 @@ from lockstep.device import memory as device_memory
 from lockstep.models import UnreadableModelError, register_reader
 from lockstep.placement import make_mesh
 from lockstep.report.trackers import NoopTracker
+from lockstep.training import StepInfo
 from tests import tiny
 from tests.multiprocess.harness import run_threads
 
@@ -290,3 +291,13 @@ def test_a_round_that_was_made_is_not_due_again_after_a_resume():
     resumed.load_state(callback.state())
     resumed(tiny.Info(2, None), force=True)
     assert resumed.steps == []
+
+
+def test_an_average_of_the_parameters_is_sampled_in_their_place():
+    callback = Counting(eval_every=1)
+    seen = []
+    callback._round = lambda step, model: seen.append(model)
+    callback(StepInfo(step=0, model="parameters", loss=1.0, step_duration=0.1))
+    callback(StepInfo(step=1, model="parameters", loss=1.0, step_duration=0.1, average="average"))
+    callback(tiny.Info(3, "plain"))
+    assert seen == ["parameters", "average", "plain"]

@@ -107,3 +107,11 @@ def test_a_run_that_a_signal_ended_says_whether_it_was_saved(tmp_path, saved, te
 
 def test_errors_of_the_tracker_are_counted(tmp_path):
     assert "the tracker failed 3 times" in closing_summary(tmp_path, result(tracker_errors=3), 10, None)
+
+
+def test_a_run_that_diverged_or_skipped_steps_says_so(tmp_path):
+    text = closing_summary(tmp_path, result(diverged=True, skipped_steps=1), 10, None)
+    assert "stopped before a step whose loss is not finite or a spike (trainer.on_nan): 7 of 10 steps" in text
+    assert "3 steps were skipped, see train/skipped_step" in closing_summary(
+        tmp_path, result(skipped_steps=3), 10, None
+    )

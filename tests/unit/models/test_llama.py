@@ -161,15 +161,17 @@ def test_logits_are_the_same_on_a_mesh(shape: str) -> None:
 
 def test_rematerialisation_changes_no_gradient_and_saves_memory() -> None:
     ids, results = tokens(), []
-    for remat in (False, True):
+    for remat in ("nothing", "full", "dots"):
         model = build(dataclasses.replace(CONFIG, num_layers=6, gradient_checkpointing=remat))
         compiled = jax.jit(jax.grad(loss_of)).lower(model, ids).compile()
         results.append((jax.tree.leaves(compiled(model, ids)), compiled.memory_analysis().temp_size_in_bytes))
-    (kept, kept_bytes), (again, again_bytes) = results
-    for ours, theirs in zip(kept, again, strict=True):
+    (kept, kept_bytes), (again, again_bytes), (dots, dots_bytes) = results
+    for ours, theirs, others in zip(kept, again, dots, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(ours, others, rtol=1e-4, atol=1e-6)
         assert np.abs(ours).max() > 0
     assert again_bytes < kept_bytes / 2
+    assert again_bytes < dots_bytes < kept_bytes
 
 
 def test_fsdp_gathers_weights_layer_by_layer_and_never_activations() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lockstep.placement import make_mesh
-from lockstep.training import BatchFeed
+from lockstep.training import BatchFeed, TrainStep
 from tests.unit.training.test_trainer import STEPS, init, losses, make_trainer, rows
 
 
@@ -92,6 +92,17 @@ def test_reading_may_not_launch():
     source.close()
 
 
+def noted(monkeypatch, name, calls):
+    """Have the calls of a method of the train step noted."""
+    method = getattr(TrainStep, name)
+
+    def noting(self, *arguments):
+        calls.append(name)
+        return method(self, *arguments)
+
+    monkeypatch.setattr(TrainStep, name, noting)
+
+
 class Following:
     """A source that makes each batch of the model before the step, as rollouts are."""
 
@@ -116,12 +127,14 @@ class Following:
         self.feed.close()
 
 
-def test_a_source_of_ones_own_sees_the_model_before_each_step():
+def test_a_source_of_ones_own_sees_the_model_before_each_step_and_works_while_the_step_runs(monkeypatch):
     trainer = make_trainer()
     source, found = Following(trainer), []
+    for name in ("__call__", "read"):
+        noted(monkeypatch, name, source.calls)
     trainer.add_hook(lambda info: found.append((info.loss, float(np.asarray(info.model.norm.array)[0]))))
     trainer.train(init(trainer), source)
     norms = [1.0, *(norm for _, norm in found)]
-    steps = [call for step in range(STEPS) for call in (("batch", step, norms[step]), ("prepare", step + 1))]
-    assert source.calls == ["structs", *steps, "close"]
+    steps = [(("batch", step, norms[step]), "__call__", ("prepare", step + 1), "read") for step in range(STEPS)]
+    assert source.calls == ["structs", *(call for calls in steps for call in calls), "close"]
     assert [loss for loss, _ in found] == losses()[0]

@@ -1,6 +1,5 @@
 """A step whose loss is no number or a spike: judged by all hosts from the same figures, left out inside the step."""
 
-import dataclasses
 import math
 
 import jax
@@ -33,7 +32,7 @@ class Poisoned:
 
 def loss(model, batch):
     parts = lm_loss(model, {name: batch[name] for name in ("tokens", "loss_mask")})
-    return dataclasses.replace(parts, total=parts.total * jnp.max(batch["factor"]))
+    return parts._replace(total=parts.total * jnp.max(batch["factor"]))
 
 
 def run(factors, *, steps=STEPS, restore=False, **values):
@@ -122,6 +121,9 @@ def test_the_limit_follows_the_last_good_losses():
         assert watch.judge(1, metrics(value, bad), is_leader=False) is False
         limits.append(watch.limit)
     assert limits == [math.inf, 2 + 2 * 1.0, 4.0, 4 + 2 * 1.0]
+    assert watch.skipped == 1
+    watch.reset()
+    assert (watch.limit, watch.skipped) == (math.inf, 0)
 
 
 def test_a_spike_ends_a_run_that_raises_and_the_message_has_the_limit():

@@ -79,3 +79,16 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "tensorboard").write_text("in the way")
     with pytest.raises(ConfigError, match=r"tensorboard, which cannot start in .*tensorboard: .*type: jsonl"):
         build_tracker(TensorboardTrackerConfig(), tmp_path, "name")
+
+
+def test_tensorboard_itself_reads_the_files(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    tracker = build_tracker(TensorboardTrackerConfig(), tmp_path, "name")
+    tracker.log({"train/loss": 1.5}, step=1)
+    tracker.log_rows("samples", [row(2, "text")], step=2)
+    tracker.finish()
+    found = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert [(event.step, event.value) for event in found.Scalars("train/loss")] == [(1, 1.5)]
+    (event,) = found.Tensors("samples/text_summary")
+    assert event.step == 2 and event.tensor_proto.string_val[0].decode() == markdown_table([row(2, "text")])

@@ -1,0 +1,71 @@
+"""What one host's rows do to a step is the same on all: skipped, stopped or raised together."""
+
+import math
+
+import pytest
+
+from tests.multiprocess.harness import run_processes
+
+pytestmark = pytest.mark.multiprocess
+
+BAD = 2
+
+
+def train(hosts, steps, bad, **values):
+    """Losses, the result and the launches of a run; at step ``bad`` the last row of the last host is not a number."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    from lockstep.training import OptimizerConfig, Trainer, TrainerConfig, lm_loss
+    from tests.multiprocess.launches import record_launches
+    from tests.unit.training.bigrams import Bigrams
+    from tests.unit.training.test_trainer import rows
+
+    class Poisoned:
+        def batch(self, step, batch_size, part):
+            factor = np.ones(batch_size, np.float32)
+            factor[-1] = math.nan if step == bad else 1.0
+            taken = step - (bad is not None and step > bad)
+            return rows().batch(taken, batch_size, part) | {"factor": factor[part]}
+
+    def loss(model, batch):
+        parts = lm_loss(model, {name: batch[name] for name in ("tokens", "loss_mask")})
+        return parts._replace(total=parts.total * jnp.max(batch["factor"]))
+
+    optimizer = OptimizerConfig(learning_rate=1e-2, warmup=0, lr_schedule="constant", ema_decay=0.5)
+    config = TrainerConfig(num_train_steps=steps, train_batch_size=8, **values)
+    trainer = Trainer(config, optimizer.build(steps), loss, hosts, schedule=optimizer.schedule(steps))
+    losses = []
+    trainer.add_hook(lambda info: losses.append(info.loss))
+    model = trainer.init_model(Bigrams.init)
+    with record_launches() as launches:
+        result = trainer.train(model, Poisoned())
+    assert trainer.train_step_traces == 1
+    return losses, result, launches
+
+
+def body(hosts):
+    from lockstep.errors import DivergenceError
+
+    plain, _, _ = train(hosts, 4, None)
+    losses, skipped, launches = train(hosts, 5, BAD, on_nan="skip", per_device_parallelism="auto")
+    assert math.isnan(losses[BAD]) and [*losses[:BAD], *losses[BAD + 1 :]] == plain
+    _, stopped, _ = train(hosts, 5, BAD, on_nan="stop")
+    try:
+        train(hosts, 5, BAD)
+    except DivergenceError as error:
+        raised = str(error)
+    return {
+        "losses": plain,
+        "skipped": [skipped.completed_steps, skipped.skipped_steps],
+        "stopped": [stopped.completed_steps, stopped.diverged],
+        "raised": raised,
+        "launches": launches,
+    }
+
+
+def test_a_bad_row_on_one_host_is_a_bad_step_on_all():
+    first, *others = run_processes(body, processes=2, devices=2)
+    assert all(other == first for other in others)
+    assert first["skipped"] == [5, 1] and first["stopped"] == [BAD + 1, True]
+    assert first["raised"].startswith("step 3 has loss nan and gradient norm nan")
