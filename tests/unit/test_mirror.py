@@ -38,7 +38,10 @@ COVERED_BY = {
     # Steps of a whole round, run or plan.
     "batch_inference/generate.py": "tests/unit/batch_inference/test_run.py",
     "callback/round.py": "tests/unit/callback/test_sample_callback.py",
-    "training/grpo/generate.py": "tests/unit/training/grpo/test_rollouts.py",
+    **{
+        f"training/grpo/{part}.py": "tests/unit/training/grpo/test_rollouts.py"
+        for part in ("answer_rows", "generate", "logprob_columns", "rollout_report")
+    },
     "plan/planner.py": "tests/tpu_compile/test_plan.py",
     "hosts/peers.py": "tests/multiprocess/test_endings.py",
     # Commands: a configuration and a call.

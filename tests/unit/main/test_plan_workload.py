@@ -83,6 +83,16 @@ def test_grpo_asks_for_rollouts_and_for_samples(monkeypatch):
     assert not workload.training.reference
     with_reference = read("grpo_gsm8k_qwen25_3b_v6e_16.yaml", "--kl_coefficient", "0.04")
     assert with_reference.training.reference and "reference_logprobs" in with_reference.training.columns
+    assert (rollout.steps, samples.steps) == (1, None), "training waits for the rollout of each step"
+
+
+def test_a_rollout_for_several_updates_has_their_answers_once(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    arguments = ("--minibatches", "2", "--num_iterations", "3", "--use_rollout_logprobs", "false")
+    workload = read("grpo_gsm8k_qwen25_3b_v6e_16.yaml", *arguments)
+    rollout = workload.sampling[0]
+    assert sum(request.params.n_generations for request in rollout.requests) == 256 and rollout.steps == 6
+    assert "old_logprobs" in workload.training.columns
 
 
 def test_rows_longer_than_the_model_are_refused_and_the_longest_that_work_are_planned(monkeypatch):

@@ -5,7 +5,8 @@ from lockstep.training.grpo.questions import Questions, load_questions
 from lockstep.training.grpo.rewarding import Rewarder, Rewards
 from lockstep.training.grpo.rewards import RewardConfig
 from lockstep.training.grpo.rollout import Rollout
-from lockstep.training.grpo.rollouts import ROLLOUTS_FILE, Rollouts, make_rewarder
+from lockstep.training.grpo.rollout_report import ROLLOUTS_FILE
+from lockstep.training.grpo.rollouts import Rollouts, make_rewarder
 
 __all__ = [
     "GrpoRunFields",

@@ -1,5 +1,6 @@
 """The numbers of a rollout and of a step, under the names that a tracker gets."""
 
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 
@@ -78,3 +79,44 @@ class StepTimes:
         self._steps.append((seconds, tokens))
         total = sum(each for each, _ in self._steps)
         return total / len(self._steps), sum(each for _, each in self._steps) / total if total else 0.0
+
+
+class StepClock:
+    """Where the time of a step goes; a phase that comes twice is added up."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {"rollout_generate": 0.0, "reward": 0.0, "logprobs": 0.0, "update": 0.0}
+        self._begin = self._last = time.perf_counter()
+
+    @property
+    def total(self) -> float:
+        """The seconds since the step began."""
+        return time.perf_counter() - self._begin
+
+    def lap(self, phase: str) -> None:
+        """Count the time since the last lap.
+
+        Args:
+            phase: What it was spent on.
+        """
+        now = time.perf_counter()
+        self.add(phase, now - self._last)
+        self._last = now
+
+    def add(self, phase: str, seconds: float) -> None:
+        """Count seconds that were measured elsewhere.
+
+        Args:
+            phase: What they were spent on.
+            seconds: The seconds.
+        """
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+
+    def shown(self, reward: float) -> str:
+        """Return the line for the progress display.
+
+        Args:
+            reward: The mean reward of the rollout.
+        """
+        sampling, rewarding = self.seconds["rollout_generate"], self.seconds["reward"]
+        return f"reward {reward:.3f}  rollout {sampling:.2f} s, reward {rewarding:.2f} s"

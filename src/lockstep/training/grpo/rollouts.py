@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import logging
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,21 +13,23 @@ from jaxtyping import PyTree
 
 from lockstep.engine import Engine
 from lockstep.errors import ConfigError
-from lockstep.hosts import Hosts, Watchdog, digest, try_leader_only
+from lockstep.hosts import Hosts, Watchdog
 from lockstep.models import read_decoder
 from lockstep.placement import host_rows, place_local
-from lockstep.report import BackgroundQueue, NoopTracker, Row, Tracker, append_jsonl
-from lockstep.text import Prompt, StopFinder, cut_at_stop, decode, stop_ids
+from lockstep.report import NoopTracker, Tracker
+from lockstep.text import StopFinder, stop_ids
 from lockstep.training.config import TrainerConfig
+from lockstep.training.grpo.answer_rows import AnswerRows
 from lockstep.training.grpo.batch import make_columns
 from lockstep.training.grpo.config import GrpoRunFields
-from lockstep.training.grpo.figures import StepTimes, answer_metrics, reward_metrics
+from lockstep.training.grpo.figures import StepClock, StepTimes
 from lockstep.training.grpo.generate import Generated, generate
 from lockstep.training.grpo.groups import Groups, choose_groups
-from lockstep.training.grpo.logprobs import LogprobProgram
+from lockstep.training.grpo.logprob_columns import LogprobColumns
 from lockstep.training.grpo.questions import Questions
 from lockstep.training.grpo.rewarding import Rewarder
 from lockstep.training.grpo.rollout import Rollout
+from lockstep.training.grpo.rollout_report import RolloutReport
 from lockstep.training.hooks import StepInfo
 from lockstep.training.objectives.grpo import GrpoConfig, group_advantages
 from lockstep.training.step import BATCH_SPEC, batch_structs
@@ -37,13 +37,6 @@ from lockstep.types import Completion, Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-log = logging.getLogger(__name__)
-
-ROLLOUTS_FILE = "rollouts.jsonl"
-"""The file of a run directory that the best and worst answers of each rollout are appended to."""
-FLUSH_S = 10.0
-"""Seconds that the end of training waits for rows that are not written yet."""
 
 
 class Rollouts:
@@ -101,21 +94,20 @@ class Rollouts:
         self._fields, self._objective, self._questions = fields, objective, questions
         self._tokenizer, self._trainer, self._row_length, self._hosts = tokenizer, trainer, row_length, hosts
         self._mesh, self._sharding = mesh, NamedSharding(mesh, BATCH_SPEC)
-        self._reference = reference
         self._tracker: Tracker = NoopTracker() if tracker is None else tracker
-        self._file = None if run_dir is None else run_dir / ROLLOUTS_FILE
-        self._queue = BackgroundQueue("lockstep-rollouts", size=8)
         self._columns = objective.columns(row_length, on_policy=fields.updates == 1)
         self._rewarder = make_rewarder(fields)
         self._find_stop = StopFinder(tokenizer) if fields.rollout.stop else None
         self._params = fields.rollout.sampling_params(stop_ids(tokenizer))
+        self._rows = AnswerRows(questions=questions, tokenizer=tokenizer, stop=fields.rollout.stop)
+        self._report = RolloutReport(self._tracker, run_dir, self._rows, fields.answers_shown)
         self._watchdog = Watchdog(hosts, hosts.timeout_s)
+        self._logprobs = LogprobColumns(self._columns, trainer, mesh, hosts, self._watchdog, reference)
         self._engine: Engine | None = None
-        self._programs: dict[str, LogprobProgram] = {}
         self._rollout: Rollout | None = None
         self._step = -1
         self._times = StepTimes()
-        self._clock = _Clock()
+        self._clock = StepClock()
         self._logged_step = 0
         self._reward_mean = float("nan")
 
@@ -127,7 +119,7 @@ class Rollouts:
     @property
     def logprob_traces(self) -> dict[str, int]:
         """How often each program that computes log-probabilities was traced, by name."""
-        return {name: program.traces for name, program in self._programs.items()}
+        return self._logprobs.traces
 
     @property
     def rollout(self) -> Rollout | None:
@@ -165,7 +157,7 @@ class Rollouts:
             LaunchMismatchError: The hosts launched different programs; raised on every host.
         """
         self._step = step
-        self._clock = _Clock()
+        self._clock = StepClock()
         number, update = divmod(step, self._fields.updates)
         if update == 0:
             self._rollout = None  # nothing of the last one is kept while the next is sampled
@@ -232,9 +224,8 @@ class Rollouts:
         self._rollout = None if state["rollout"] is None else Rollout.from_json(state["rollout"])
 
     def flush(self) -> None:
-        """Wait until the rows of all rollouts are written, at most `FLUSH_S` seconds."""
-        if left := self._queue.flush(FLUSH_S):
-            log.error("after %g s %s is not written", FLUSH_S, left[0])
+        """Wait until the rows of all rollouts are written, see `RolloutReport.flush`."""
+        self._report.flush()
 
     def after_signal(self) -> None:
         """Wait for rows that are not written yet: a signal ended the run."""
@@ -275,8 +266,12 @@ class Rollouts:
                 break
         chosen = choose_groups(groups, wanted)
         rollout = self._with_advantages(number, chosen)
-        self._report(step + 1, groups, chosen, memory)
-        self._add_logprobs(rollout, model)
+        everything = Groups.concatenate(groups)
+        self._reward_mean = float(everything.totals.mean())
+        if self._hosts.is_leader:
+            self._report.report(step + 1, everything, chosen, memory)
+        self._logprobs.fill(rollout, model)
+        clock.lap("logprobs")
         self._hosts.phase("training")
         return rollout
 
@@ -286,36 +281,6 @@ class Rollouts:
         columns = make_columns(self._columns, prompts, groups.completions, advantages.reshape(-1))
         lengths = [len(p) + len(c.tokens) for p, c in zip(prompts, groups.completions, strict=True)]
         return Rollout(number=number, columns=columns, lengths=np.array(lengths))
-
-    def _add_logprobs(self, rollout: Rollout, model: PyTree) -> None:
-        """Fill the columns that the trainer's own forward pass computes, after all hosts agreed on the rows."""
-        models = {"old_logprobs": model, "reference_logprobs": self._reference}
-        wanted = [name for name in models if name in self._columns]
-        tokens = rollout.columns["tokens"]
-        with self._hosts.scope("rollout rows") as scope:
-            with scope.run_on_all("rows") as rows:
-                rows.agree({name: digest(column.tobytes()) for name, column in rollout.columns.items()})
-                for name in wanted:
-                    rows.agree(self._program(name).compile(models[name], *tokens.shape))
-            if wanted:
-                with scope.launch_on_all("log-probabilities", self._hosts.ledger) as computed:
-                    for name in wanted:
-                        with self._watchdog.watch(name):
-                            found = self._programs[name](models[name], tokens)
-                        rollout.columns[name][:] = np.where(rollout.columns["loss_mask"], found, 0.0)
-                        computed.agree({name: digest(rollout.columns[name].tobytes())})
-                self._clock.lap("logprobs")
-
-    def _program(self, name: str) -> LogprobProgram:
-        if name not in self._programs:
-            self._programs[name] = LogprobProgram(
-                name,
-                mesh=self._mesh,
-                precision=self._trainer.precision,
-                microbatches=self._trainer.microbatches(self._mesh) * self._fields.minibatches,
-                ledger=self._hosts.ledger,
-            )
-        return self._programs[name]
 
     def _engine_for(self, model: PyTree) -> tuple[Engine, Any]:
         """The engine, made once, and the model as it was read."""
@@ -346,55 +311,8 @@ class Rollouts:
     def _submit(self, step: int, drawn: Sequence[int], completion: Completion) -> None:
         number = completion.prompt_id * self._fields.rollout.n_generations + completion.generation_id
         if number % self._hosts.count == self._hosts.index:
-            row, prompt = self._row(step + 1, drawn[completion.prompt_id], completion)
+            row, prompt = self._rows.row(step + 1, drawn[completion.prompt_id], completion)
             self._rewarder.submit(number, row, prompt)
-
-    def _row(self, step: int, question: int, completion: Completion) -> tuple[Row, Prompt]:
-        prompt = self._questions.prompts[question]
-        text = cut_at_stop(decode(self._tokenizer, completion.tokens), self._fields.rollout.stop)
-        row = Row.from_completion(completion, prompt, text, step=step)
-        return dataclasses.replace(row, prompt_id=prompt.id), prompt
-
-    def _report(self, step: int, groups: Sequence[Groups], chosen: Groups, memory: Sequence[Generated]) -> None:
-        """On the leader: the figures of a rollout, and its best and worst answers; behind queues, on plain data."""
-        everything = Groups.concatenate(groups)
-        self._reward_mean = float(everything.totals.mean())
-        if not self._hosts.is_leader:
-            return
-        rewards = everything.rewards
-        values = {
-            **reward_metrics(everything.totals, rewards.components, rewards.failed, rewards.late),
-            **answer_metrics(chosen.completions, chosen.signal),
-            "rollout/attempts": float(len(groups)),
-        }
-        for moment in ("before", "after"):
-            used = [getattr(each, moment) for each in memory]
-            if None not in used:
-                values[f"rollout/hbm/{moment}_bytes"] = float(used[-1])
-        self._log(step, values)
-
-        def write() -> None:
-            rows = self._best_and_worst(step, everything)
-            if self._file is not None:
-                append_jsonl(self._file, [row.to_dict() for row in rows])
-            self._tracker.log_rows("rollout/answers", rows, step=step)
-
-        work = "writing rollouts.jsonl"
-        if self._fields.answers_shown and not self._queue.put(
-            f"the rows of step {step}", lambda: try_leader_only(work, write, "training goes on")
-        ):
-            log.error("the rows of the rollout of step %d are dropped: the disk is slow or hangs", step)
-
-    def _best_and_worst(self, step: int, groups: Groups) -> list[Row]:
-        order = np.argsort(-groups.rewards.total, kind="stable")
-        worst = min(self._fields.answers_shown // 2, len(order))
-        best = min(self._fields.answers_shown - worst, len(order) - worst)
-        rows = []
-        for answer in [*order[:best], *order[len(order) - worst :]]:
-            row, _ = self._row(step, int(groups.questions[answer // groups.size]), groups.completions[answer])
-            components = {name: float(values[answer]) for name, values in groups.rewards.components.items()}
-            rows.append(dataclasses.replace(row, metrics={"reward": float(groups.rewards.total[answer]), **components}))
-        return rows
 
     def _log(self, step: int, values: Mapping[str, float]) -> None:
         if self._hosts.is_leader:
@@ -416,29 +334,3 @@ def make_rewarder(fields: GrpoRunFields) -> Rewarder:
         workers=fields.reward_workers,
         timeout_s=fields.reward_timeout_s,
     )
-
-
-class _Clock:
-    """Where the time of a step goes; a phase that comes twice is added up."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {"rollout_generate": 0.0, "reward": 0.0, "logprobs": 0.0, "update": 0.0}
-        self._begin = self._last = time.perf_counter()
-
-    @property
-    def total(self) -> float:
-        """The seconds since the step began."""
-        return time.perf_counter() - self._begin
-
-    def lap(self, phase: str) -> None:
-        now = time.perf_counter()
-        self.add(phase, now - self._last)
-        self._last = now
-
-    def add(self, phase: str, seconds: float) -> None:
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
-
-    def shown(self, reward: float) -> str:
-        """The line for the progress display."""
-        sampling, rewarding = self.seconds["rollout_generate"], self.seconds["reward"]
-        return f"reward {reward:.3f}  rollout {sampling:.2f} s, reward {rewarding:.2f} s"

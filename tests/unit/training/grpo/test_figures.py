@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from lockstep.training.grpo.figures import StepTimes, answer_metrics, reward_metrics
+from lockstep.training.grpo.figures import StepClock, StepTimes, answer_metrics, reward_metrics
 from lockstep.types import FinishReason
 from tests.unit.training.grpo.made_up import completion
 
@@ -30,3 +30,12 @@ def test_times_are_of_the_last_steps():
     assert times.add(100.0, 5) == (100.0, 0.05)
     times.add(2.0, 10)
     assert times.add(4.0, 50) == (3.0, 10.0)
+
+
+def test_the_clock_adds_up_phases():
+    clock = StepClock()
+    clock.add("update", 1.5)
+    clock.add("update", 0.5)
+    clock.lap("reward")
+    assert clock.seconds["update"] == 2.0 and 0 < clock.seconds["reward"] <= clock.total < 1
+    assert clock.shown(0.25) == "reward 0.250  rollout 0.00 s, reward 0.00 s"
