@@ -3,7 +3,7 @@
 Run it as ``python data/grpo/make.py``; the same file comes out every time. Every question is a sum of the demo
 (data/demo/make.py) that the demo does not hold out, in the format of GSM8K
 (https://huggingface.co/datasets/openai/gsm8k): ``question``, and ``answer`` with the final answer after ``####``. All
-of the text is made here and dedicated to the public domain (CC0-1.0, see data/demo/LICENSE).
+of the text is made here and dedicated to the public domain (CC0-1.0, see LICENSE in this directory).
 """
 
 import argparse
@@ -13,6 +13,7 @@ import re
 from pathlib import Path
 from types import ModuleType
 
+QUESTIONS = 2_000
 DEMO = Path(__file__).parents[1] / "demo" / "make.py"
 
 
@@ -26,7 +27,7 @@ def demo() -> ModuleType:
 
 
 def sums() -> list[dict[str, str]]:
-    """The sums that the demo trains on, with a worked answer each."""
+    """Sums that the demo trains on, with a worked answer each."""
     train, _ = demo().split()
     found = []
     for row in train:
@@ -34,7 +35,7 @@ def sums() -> list[dict[str, str]]:
             first, second = re.findall(r"\d+", row["prompt"])
             answer = row["completion"].strip()
             found.append({"question": row["prompt"], "answer": f"{first} and {second} make {answer}.\n#### {answer}"})
-    return found
+    return found[:QUESTIONS]
 
 
 def main() -> None:
