@@ -19,7 +19,7 @@ class GrpoRunFields:
     """The number of optimizer steps that the answers of a rollout are split over: a rollout has ``train_batch_size``
     times as many answers, and is sampled once in ``num_iterations`` times as many steps."""
     rewards: list[RewardConfig] = dataclasses.field(default_factory=lambda: [Gsm8kReward()])
-    """The components of the reward, which is their weighted sum; default: gsm8k alone."""
+    """The components of the reward, which is their weighted sum; without this key gsm8k alone."""
     reward_timeout_s: float = 30.0
     """Seconds that rewards may take after the last answer of a rollout; what is late has the component's default."""
     reward_workers: int = 8
