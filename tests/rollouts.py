@@ -114,3 +114,8 @@ def assert_close(one: Any, other: Any) -> None:
     assert set(one) == set(other)
     for name in one:
         np.testing.assert_allclose(one[name], other[name], rtol=2e-4, atol=2e-5, err_msg=name)
+
+
+def letters(row: Any, prompt: Any) -> float:
+    """A reward that a few steps can raise: the letters e per token of the answer."""
+    return float(row.generated_text.count("e") / row.num_tokens)

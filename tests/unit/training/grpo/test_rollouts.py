@@ -10,6 +10,7 @@ from lockstep.errors import ConfigError
 from lockstep.report import read_jsonl
 from lockstep.training import GrpoConfig
 from lockstep.training.grpo import Rollouts
+from lockstep.training.grpo.rewards import FunctionReward
 from lockstep.training.objectives import group_advantages
 from tests import rollouts as runs
 from tests import tiny
@@ -161,3 +162,16 @@ def test_a_checkpoint_of_another_number_of_updates_is_refused():
     _, rollouts, _ = runs.make()
     with pytest.raises(ConfigError, match="a run with 4 updates per rollout .* now there are 1"):
         rollouts.load_state({"updates": 4, "rollout": None})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo", "gspo"])
+def test_the_model_learns_what_is_rewarded(loss):
+    """From random weights, with a reward that says how many letters e an answer has."""
+    tracker = runs.Recorder()
+    rewards = [FunctionReward(function="tests.rollouts:letters")]
+    trainer, rollouts, model = runs.make(steps=20, tracker=tracker, loss={"loss": loss}, run={"rewards": rewards})
+    runs.train(trainer, rollouts, model)
+    means = [tracker.scalars[step]["reward/mean"] for step in range(1, 21)]
+    print(loss, [round(mean, 3) for mean in means])
+    assert np.mean(means[-4:]) > 2 * np.mean(means[:4]), means
