@@ -165,13 +165,11 @@ def test_a_checkpoint_of_another_number_of_updates_is_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo", "gspo"])
-def test_the_model_learns_what_is_rewarded(loss):
+def test_the_model_learns_what_is_rewarded():
     """From random weights, with a reward that says how many letters e an answer has."""
     tracker = runs.Recorder()
     rewards = [FunctionReward(function="tests.rollouts:letters")]
-    trainer, rollouts, model = runs.make(steps=20, tracker=tracker, loss={"loss": loss}, run={"rewards": rewards})
+    trainer, rollouts, model = runs.make(steps=20, tracker=tracker, run={"rewards": rewards})
     runs.train(trainer, rollouts, model)
     means = [tracker.scalars[step]["reward/mean"] for step in range(1, 21)]
-    print(loss, [round(mean, 3) for mean in means])
     assert np.mean(means[-4:]) > 2 * np.mean(means[:4]), means
