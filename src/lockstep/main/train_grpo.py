@@ -11,6 +11,7 @@ from lockstep.errors import ConfigError
 from lockstep.main.run import Setup, run_command
 from lockstep.main.train_config import TrainConfig
 from lockstep.report import Row
+from lockstep.text import StopFinder
 from lockstep.training import (
     GrpoConfig,
     GrpoDataConfig,
@@ -43,7 +44,7 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, TrainConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_loss()
-        self.check_run(self.trainer.train_batch_size)
+        self.check_run(self.trainer.train_batch_size, self.trainer.distributed.timeout_s)
         length, new = self.data.max_seq_len, self.rollout.max_new_tokens
         if length is not None and new >= length:
             raise ConfigError(
@@ -91,6 +92,7 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, TrainConfig):
         Raises:
             ConfigError: A file, a record, the tokenizer or a reward cannot be used.
         """
+        StopFinder(tokenizer).check(self.rollout.stop)
         questions = load_questions(
             self.data,
             tokenizer,

@@ -32,11 +32,12 @@ class GrpoRunFields:
         """The number of optimizer steps per rollout."""
         return self.num_iterations * self.minibatches
 
-    def check_run(self, batch_size: int) -> None:
+    def check_run(self, batch_size: int, hosts_wait_s: float) -> None:
         """Check the settings.
 
         Args:
             batch_size: The number of answers of one optimizer step.
+            hosts_wait_s: The seconds that hosts wait for each other.
 
         Raises:
             ConfigError: A value is out of its range, or the batch is not made of whole groups.
@@ -47,6 +48,12 @@ class GrpoRunFields:
         if not self.reward_timeout_s > 0:
             raise ConfigError(
                 f"reward_timeout_s is {self.reward_timeout_s}; it must be more than 0 seconds. The default is 30."
+            )
+        if self.reward_timeout_s >= hosts_wait_s:
+            raise ConfigError(
+                f"reward_timeout_s is {self.reward_timeout_s:g} and hosts wait {hosts_wait_s:g} s for each other "
+                "(trainer.distributed.timeout_s): one whose rewards are late would be taken for dead. Lower "
+                "reward_timeout_s, or raise trainer.distributed.timeout_s."
             )
         check_rewards(self.rewards)
         group = self.rollout.n_generations

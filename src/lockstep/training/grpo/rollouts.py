@@ -59,7 +59,8 @@ class Rollouts:
         run_dir: The directory that rows are appended to; None for no file.
 
     Raises:
-        ConfigError: A reward cannot be made, or the loss needs a reference and there is none.
+        ConfigError: The settings do not go together, a reward cannot be made, or the loss needs a reference and there
+            is none.
     """
 
     name = "rollouts"
@@ -85,12 +86,7 @@ class Rollouts:
                 f"kl_coefficient is {objective.kl_coefficient} and {given} reference model is given. Give one where "
                 "kl_coefficient is more than 0, and None otherwise."
             )
-        if fields.reward_timeout_s >= hosts.timeout_s:
-            raise ConfigError(
-                f"reward_timeout_s is {fields.reward_timeout_s:g} and hosts wait for each other "
-                f"{hosts.timeout_s:g} s (trainer.distributed.timeout_s): one whose rewards are late would be taken for "
-                "dead. Lower reward_timeout_s, or raise trainer.distributed.timeout_s."
-            )
+        fields.check_run(trainer.train_batch_size, hosts.timeout_s)
         self._fields, self._objective, self._questions = fields, objective, questions
         self._tokenizer, self._trainer, self._row_length, self._hosts = tokenizer, trainer, row_length, hosts
         self._mesh, self._sharding = mesh, NamedSharding(mesh, BATCH_SPEC)
