@@ -29,11 +29,11 @@ demo: setup ## train a small model on two simulated hosts and watch what it says
 		lockstep train-lm --config_path config/demo.yaml $(ARGS)
 
 # A run directory of an earlier demo would be refused: both runs begin anew.
-rl-demo: setup ## teach the demo's model for a minute, then let it learn sums from rewards alone (about 10 minutes)
+rl-demo: setup ## teach the demo's model for 250 steps, then let it learn sums from rewards alone (about 10 minutes)
 	@rm -rf runs/rl-demo-sft runs/rl-demo
 	@$(PYTHON) infra/launch.py --backend local --processes $(PROCESSES) --devices_per_process $(DEVICES) -- \
 		lockstep train-lm --config_path config/demo.yaml --trainer.run_id rl-demo-sft \
-		--trainer.num_train_steps 150 --trainer.tracker '{type: jsonl}' --inference_eval.enabled false
+		--trainer.num_train_steps 250 --trainer.tracker '{type: jsonl}' --inference_eval.enabled false
 	@$(PYTHON) infra/launch.py --backend local --processes $(PROCESSES) --devices_per_process $(DEVICES) -- \
 		lockstep train-grpo --config_path config/grpo_demo.yaml --trainer.run_id rl-demo $(ARGS)
 
