@@ -16,8 +16,8 @@ test: export XLA_FLAGS ?= --xla_backend_optimization_level=0
 .PHONY: help setup setup-tests demo rl-demo test slow nightly lint format types
 help: ## show this list
 	@echo "Usage: make TARGET"
-	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
-		|| sed -nE 's/^([a-z]+):.*## (.*)/  make \1: \2/p' $(MAKEFILE_LIST)
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
+		|| sed -nE 's/^([a-z-]+):.*## (.*)/  make \1: \2/p' $(MAKEFILE_LIST)
 
 setup: ## make the environment in .venv (the other targets do it themselves)
 	@scripts/setup.sh dev
