@@ -30,7 +30,7 @@ def train(hosts, steps, bad, **values):
 
     def loss(model, batch):
         parts = lm_loss(model, {name: batch[name] for name in ("tokens", "loss_mask")})
-        return parts._replace(total=parts.total * jnp.max(batch["factor"]))
+        return parts._replace(total=parts.total * jnp.mean(batch["factor"]))
 
     optimizer = OptimizerConfig(learning_rate=1e-2, warmup=0, lr_schedule="constant", ema_decay=0.5)
     config = TrainerConfig(num_train_steps=steps, train_batch_size=8, **values)

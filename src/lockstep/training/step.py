@@ -237,7 +237,9 @@ class TrainStep:
         """Return the bytes per device at the worst moment of the compiled step, its arguments among them."""
         assert self._program is not None, "compile() comes first"
         memory = self._program.memory()
-        largest = memory.peak_memory_in_bytes or memory.argument_size_in_bytes + memory.temp_size_in_bytes
+        largest = memory.peak_memory_in_bytes
+        if largest < memory.temp_size_in_bytes:  # the compiler for CPUs leaves temporaries out of its peak
+            largest = memory.argument_size_in_bytes + memory.temp_size_in_bytes
         return int(largest + memory.generated_code_size_in_bytes)
 
     def compile(self, state: TrainState, batch: Mapping[str, Any], *signals: Any, ledger: Ledger) -> Mapping[str, str]:

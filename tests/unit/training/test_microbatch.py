@@ -58,25 +58,24 @@ def test_where_nothing_fits_the_error_says_what_one_row_needs():
         alone(105)
 
 
-def losses(**values):
-    trainer = make_trainer(**values)
+def run(parallelism, **values):
+    """The losses of a run on 2 x 2 devices, and the bytes that its step needs."""
+    trainer = make_trainer(mesh_shape="1,2,2", train_batch_size=256, per_device_parallelism=parallelism, **values)
     found = []
     trainer.add_hook(lambda info: found.append(info.loss))
-    trainer.train(init(trainer), rows())
+    trainer.train(init(trainer), rows(256))
     assert trainer.train_step_traces == 1 and len(found) == STEPS
-    return found, trainer
+    return found, trainer._step.needed_bytes()
 
 
 def test_a_run_takes_the_microbatches_that_fit_and_gives_their_losses(caplog):
     caplog.set_level("INFO")
-    values = {"mesh_shape": "1,1,1"} if jax.device_count() == 1 else {"mesh_shape": "1,2,2"}
-    at_once, trainer = losses(**values, per_device_parallelism="auto")
-    assert at_once == losses(**values)[0]
-    all_rows = trainer._step.needed_bytes()
-    fewer, trainer = losses(**values, per_device_parallelism="auto", memory_bytes_per_device=all_rows - 1)
-    assert trainer._step.needed_bytes() < all_rows
-    assert "per_device_parallelism auto: 2 of 4 rows at a time" in caplog.text
-    assert fewer == losses(**values, per_device_parallelism=2)[0]
+    at_once, all_rows = run(-1)
+    fewer, some_rows = run(32)
+    assert some_rows < all_rows and fewer != at_once
+    assert run("auto") == (at_once, all_rows)
+    assert run("auto", memory_bytes_per_device=some_rows) == (fewer, some_rows)
+    assert "per_device_parallelism auto: 32 of 128 rows at a time" in caplog.text
 
 
 def test_values_that_cannot_work():
