@@ -9,7 +9,6 @@ import pytest
 from lockstep.errors import ConfigError
 from lockstep.main import plan as command
 from lockstep.main.arguments import parse_arguments
-from lockstep.main.cli import run
 from lockstep.main.commands import find_command
 from lockstep.models import find_preset
 from lockstep.placement import make_mesh
@@ -177,11 +176,6 @@ def test_columns_are_those_of_the_data(name, monkeypatch):
     assert {name: (a.shape[1:], a.dtype) for name, a in batch.items()} == {
         name: (one.shape, np.dtype(one.dtype)) for name, one in planned.items()
     }
-
-
-def test_train_grpo_says_that_it_comes_later():
-    with pytest.raises(ConfigError, match="cannot train yet.* lockstep plan"):
-        run(["train-grpo", "--config_path", "x.yaml"])
 
 
 def test_grpo_batches_are_whole_groups():
