@@ -13,11 +13,11 @@ test slow nightly: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.5
 # Most of a test's time goes to compiling programs that then run for milliseconds. The slow tests compile as users do.
 test: export XLA_FLAGS ?= --xla_backend_optimization_level=0
 
-.PHONY: help setup setup-tests demo test slow nightly lint format types
+.PHONY: help setup setup-tests demo rl-demo test slow nightly lint format types
 help: ## show this list
 	@echo "Usage: make TARGET"
-	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
-		|| sed -nE 's/^([a-z]+):.*## (.*)/  make \1: \2/p' $(MAKEFILE_LIST)
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
+		|| sed -nE 's/^([a-z-]+):.*## (.*)/  make \1: \2/p' $(MAKEFILE_LIST)
 
 setup: ## make the environment in .venv (the other targets do it themselves)
 	@scripts/setup.sh dev
@@ -27,6 +27,15 @@ setup-tests:
 demo: setup ## train a small model on two simulated hosts and watch what it says (about 5 minutes)
 	@$(PYTHON) infra/launch.py --backend local --processes $(PROCESSES) --devices_per_process $(DEVICES) -- \
 		lockstep train-lm --config_path config/demo.yaml $(ARGS)
+
+# A run directory of an earlier demo would be refused: both runs begin anew.
+rl-demo: setup ## teach the demo's model for 250 steps, then let it learn sums from rewards alone (about 10 minutes)
+	@rm -rf runs/rl-demo-sft runs/rl-demo
+	@$(PYTHON) infra/launch.py --backend local --processes $(PROCESSES) --devices_per_process $(DEVICES) -- \
+		lockstep train-lm --config_path config/demo.yaml --trainer.run_id rl-demo-sft \
+		--trainer.num_train_steps 250 --trainer.tracker '{type: jsonl}' --inference_eval.enabled false
+	@$(PYTHON) infra/launch.py --backend local --processes $(PROCESSES) --devices_per_process $(DEVICES) -- \
+		lockstep train-grpo --config_path config/grpo_demo.yaml --trainer.run_id rl-demo $(ARGS)
 
 test: setup-tests ## run the tests (ARGS='-k name' narrows them)
 	@$(PYTHON) -m pytest -m "not slow" -n $(WORKERS) $(ARGS)

@@ -88,7 +88,7 @@ def _nested(cls: type[Any], prefix: str) -> Iterator[tuple[str, type[Any]]]:
     """The blocks below a class with the key that leads to each, outermost first."""
     hints = typing.get_type_hints(cls)
     for field in ordered_fields(cls):
-        for option in _options(hints[field.name]):
+        for option in dict.fromkeys(_item(option) for option in _options(hints[field.name])):
             if isinstance(option, type) and (dataclasses.is_dataclass(option) or issubclass(option, ChoiceType)):
                 key = f"{prefix}{field.name}"
                 yield key, option
@@ -103,6 +103,11 @@ def _options(kind: Any) -> list[Any]:
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         return [option for option in typing.get_args(kind) if option is not type(None)]
     return [kind]
+
+
+def _item(kind: Any) -> Any:
+    """What a list is a list of; anything else as it is."""
+    return typing.get_args(kind)[0] if typing.get_origin(kind) in (list, tuple) else kind
 
 
 def _type_name(kind: Any) -> str:
@@ -131,7 +136,7 @@ def _default(field: dataclasses.Field[Any]) -> str:
         if field.default_factory is dataclasses.MISSING:
             return "required"
         value = field.default_factory()
-    if dataclasses.is_dataclass(value):
+    if any(dataclasses.is_dataclass(each) for each in (value if isinstance(value, list) else [value])):
         return "its defaults"
     if value is None:
         return "`null`"

@@ -44,6 +44,19 @@ def test_the_script_writes_the_same_bytes(tmp_path):
         assert (tmp_path / name).read_bytes() == (DEMO / name).read_bytes(), name
 
 
+def test_the_questions_of_the_reinforcement_demo_are_sums_that_are_not_held_out(tmp_path):
+    grpo = ROOT / "data" / "grpo"
+    subprocess.run([sys.executable, str(grpo / "make.py"), "--output", str(tmp_path)], check=True)
+    text = (grpo / "sums.jsonl").read_text(encoding="utf-8")
+    assert (tmp_path / "sums.jsonl").read_text(encoding="utf-8") == text
+    held_out = {tuple(sorted(re.findall(r"\d+", row["prompt"]))) for row in rows("prompts.jsonl")}
+    words = load_make().words
+    for question in map(json.loads, text.splitlines()):
+        numbers = re.findall(r"\d+", question["question"])
+        assert tuple(sorted(numbers)) not in held_out
+        assert question["answer"].endswith(f"\n#### {words(sum(map(int, numbers)))}")
+
+
 @pytest.mark.parametrize(
     ("number", "words"),
     [

@@ -24,6 +24,11 @@ COVERED_BY = {
     "training/launcher.py": "tests/unit/training/test_trainer.py",
     "training/objectives/parts.py": "tests/unit/training/objectives/test_lm.py",
     "training/rollout.py": "tests/unit/test_sampling_fields.py",
+    # One kind of reward each.
+    **{
+        f"training/grpo/rewards/{kind}.py": "tests/unit/training/grpo/rewards/test_rewards.py"
+        for kind in ("config", "exact_match", "format", "function", "gsm8k", "length", "overlong", "regex")
+    },
     "training/step_log.py": "tests/unit/training/test_trainer.py",
     # Programs of the decoder, which only the whole engine runs.
     "engine/decoder/build.py": "tests/unit/engine/test_engine.py",
@@ -33,6 +38,10 @@ COVERED_BY = {
     # Steps of a whole round, run or plan.
     "batch_inference/generate.py": "tests/unit/batch_inference/test_run.py",
     "callback/round.py": "tests/unit/callback/test_sample_callback.py",
+    **{
+        f"training/grpo/{part}.py": "tests/unit/training/grpo/test_rollouts.py"
+        for part in ("answer_rows", "generate", "logprob_columns", "rollout_report")
+    },
     "plan/planner.py": "tests/tpu_compile/test_plan.py",
     "hosts/peers.py": "tests/multiprocess/test_endings.py",
     # Commands: a configuration and a call.

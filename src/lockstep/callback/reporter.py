@@ -19,6 +19,7 @@ from lockstep.report import (
     load_metrics,
     measure,
     metric_means,
+    pass_rates,
     print_table,
 )
 from lockstep.text import Prompt, cut_at_stop, decode
@@ -186,4 +187,5 @@ def scalars(rows: list[Row], result: RoundResult) -> dict[str, float]:
         **{f"hbm/{moment}_bytes": used for moment, used in result.memory.items()},
         **({} if result.audit is None else result.audit.scalars()),
         **metric_means(rows),
+        **pass_rates(rows),
     }

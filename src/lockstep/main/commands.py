@@ -86,7 +86,7 @@ COMMANDS: Final = (
     ),
     Command(
         name="train-grpo",
-        summary="GRPO; cannot train yet, lockstep plan reads its configurations",
+        summary="reinforcement learning with GRPO on questions with verifiable answers",
         module="lockstep.main.train_grpo",
         config_class="TrainGrpoConfig",
         workload_function="lockstep.main.plan_workload:training_workload",

@@ -56,9 +56,7 @@ def training_workload(name: str, config: TrainConfig, model: str | None = None) 
         remat = dataclasses.replace(shape.config, gradient_checkpointing=config.gradient_checkpointing)
         shape = dataclasses.replace(shape, config=remat)
     config, infeasibilities = _rows_of(config, shape.config.max_seq_len)
-    columns = config.data.columns(shape.config.max_seq_len)
-    if config.has_reference:
-        columns["reference_logprobs"] = columns["old_logprobs"]
+    columns = config.columns(shape.config.max_seq_len)
     precision = config.trainer.precision
     sampling: list[SamplingWorkload] = []
     if config.rollouts is not None:
@@ -148,13 +146,14 @@ def _rollouts(config: TrainConfig, rollout: RolloutConfig, shape: Shape, notes: 
     """The rollouts of one step: a group of completions of each prompt."""
     length = config.data.row_length(shape.config.max_seq_len)
     prompt = min(length - rollout.max_new_tokens, GSM8K_PROMPT)
-    count = config.trainer.train_batch_size // rollout.n_generations
+    count = config.rollout_answers // rollout.n_generations
     notes.append(f"rollout: {count} questions of {prompt} tokens, {rollout.n_generations} answers to each")
     return SamplingWorkload(
         name="rollout",
         engine=rollout.engine_config(config.trainer.precision.compute.name, length),
         engine_block="rollout",
         requests=_requests([prompt] * count, rollout.sampling_params(())),
+        steps=config.updates_per_rollout,
     )
 
 

@@ -34,7 +34,17 @@ from lockstep.models import (
 from lockstep.placement import PARAMETER_AXES, make_mesh
 from lockstep.report import FINISH_S, BackgroundTracker, NoopTracker, Tracker, build_tracker, load_metrics
 from lockstep.text import check_vocab, load_tokenizer, tokenizer_digest
-from lockstep.training import LossFn, OptimizerConfig, StopRequest, TokenizedRows, Trainer, TrainerConfig, TrainState
+from lockstep.training import (
+    Batches,
+    BatchSource,
+    LossFn,
+    OptimizerConfig,
+    StopRequest,
+    TokenizedRows,
+    Trainer,
+    TrainerConfig,
+    TrainState,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -87,23 +97,62 @@ class RunConfig:
             raise ConfigError(f"hf_save_path is {self.hf_save_path!r}, a URL; save to a local directory and copy it.")
 
 
-class LoadsData(Protocol):
+class Data(Protocol):
+    """What was read and tokenised."""
+
+    def __len__(self) -> int:
+        """Return the number of rows, or of questions."""
+        ...
+
+    def digest(self) -> str:
+        """Return the digest of all of it, for hosts to agree on."""
+        ...
+
+
+class LoadsData[Loaded: Data](Protocol):
     """The ``data`` block of a command."""
 
-    def load(self, tokenizer: "PreTrainedTokenizerBase", model_max_seq_len: int, seed: int) -> TokenizedRows:
+    def load(self, tokenizer: "PreTrainedTokenizerBase", model_max_seq_len: int, seed: int) -> Loaded:
         """Read and tokenise the data."""
         ...
 
 
-def run_command[Config: RunConfig](
-    cls: type[Config], arguments: Sequence[str], parts: Callable[[Config], tuple[LoadsData, LossFn]]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setup[Loaded: Data]:
+    """What is there before the first step, from which the batches of a command are made.
+
+    Args:
+        data: What was loaded.
+        tokenizer: The tokenizer.
+        model: The model that training begins or goes on with.
+        model_max_seq_len: The number of tokens of the model's longest sequence.
+        initial_model: Makes the model anew as it is before the first step.
+        trainer: The trainer, to which hooks can be added.
+        tracker: The tracker of the run.
+        run_dir: The run directory.
+    """
+
+    data: Loaded
+    tokenizer: "PreTrainedTokenizerBase"
+    model: PyTree
+    model_max_seq_len: int
+    initial_model: Callable[[], PyTree]
+    trainer: Trainer
+    tracker: Tracker
+    run_dir: Path
+
+
+def run_command[Config: RunConfig, Loaded: Data](
+    cls: type[Config],
+    arguments: Sequence[str],
+    parts: Callable[[Config], tuple[LoadsData[Loaded], LossFn, Callable[[Setup[Loaded]], Batches | BatchSource]]],
 ) -> int:
     """Run a training command.
 
     Args:
         cls: The class of its configuration.
         arguments: The arguments of its command line.
-        parts: A function that takes data and objective from the configuration.
+        parts: A function that takes data, objective, and what makes batches from the configuration.
 
     Returns:
         The exit code: 0, 128 + signal for a run that a signal ended, 1 for one that ``on_nan`` ended.
@@ -117,20 +166,36 @@ def run_command[Config: RunConfig](
         print(f"--config_path  FILE.yaml with any of these keys; keys on the command line win over it\n{_help(cls)}")
         return 0
     config = parse_arguments(cls, [re.sub(r"^--resume(?==|$)", "--trainer.resume", each) for each in arguments])
-    data, objective = parts(config)
+    data, objective, make_batches = parts(config)
     hosts = start(config.trainer.distributed)
     logging.basicConfig(level=logging.INFO if hosts.is_leader else logging.WARNING, format="%(name)s: %(message)s")
     logging.getLogger("absl").setLevel(logging.WARNING)  # orbax says a dozen things about every save
-    return train(config, data, objective, hosts)
+    return train(config, data, objective, make_batches, hosts)
 
 
-def train(config: RunConfig, data: LoadsData, objective: LossFn, hosts: Hosts) -> int:
+def rows_as_batches(setup: Setup[TokenizedRows]) -> Batches:
+    """Return the batches of a command whose rows are read from files: the rows themselves.
+
+    Args:
+        setup: What is there before the first step.
+    """
+    return setup.data
+
+
+def train[Loaded: Data](
+    config: RunConfig,
+    data: LoadsData[Loaded],
+    objective: LossFn,
+    make_batches: Callable[[Setup[Loaded]], Batches | BatchSource],
+    hosts: Hosts,
+) -> int:
     """Train; every host does the same: prepare, agree, train with samples, save, sum up.
 
     Args:
         config: The configuration of the run.
         data: The data to train on.
         objective: The objective to minimise.
+        make_batches: Makes the batches of what was loaded; launches programs only through the trainer.
         hosts: The processes of the job.
 
     Returns:
@@ -189,10 +254,22 @@ def train(config: RunConfig, data: LoadsData, objective: LossFn, hosts: Hosts) -
             )
             samples.check(model)
             trainer.add_hook(samples)
+        setup = Setup(
+            data=rows,
+            tokenizer=tokenizer,
+            model=model,
+            model_max_seq_len=model_config.max_seq_len,
+            initial_model=lambda: _make_model(config, model_config, vocab_size, trainer, hosts),
+            trainer=trainer,
+            tracker=tracker,
+            run_dir=run_dir,
+        )
+        batches = make_batches(setup)
+        del setup
         if hosts.is_leader:
             log.info("%s", _announce(config, model, rows, mesh, run_dir))
         hosts.phase("training")
-        result = trainer.train(model if state is None else state, rows)
+        result = trainer.train(model if state is None else state, batches)
         del model, state
         saved = None
         with StopRequest(hosts.preemption):  # a signal from now on must not leave half a checkpoint
@@ -262,7 +339,7 @@ def _make_model(
     return with_policy(model, model_config.gradient_checkpointing)
 
 
-def _announce(config: RunConfig, model: PyTree, rows: TokenizedRows, mesh: Mesh, run_dir: Path) -> str:
+def _announce(config: RunConfig, model: PyTree, rows: Data, mesh: Mesh, run_dir: Path) -> str:
     n_parameters = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(model))
     shape = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
     return (

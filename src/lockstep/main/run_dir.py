@@ -8,7 +8,7 @@ from pathlib import Path
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts
 from lockstep.report import drop_later
-from lockstep.training import TrainerConfig, TrainResult
+from lockstep.training import ROLLOUTS_FILE, TrainerConfig, TrainResult
 
 RESUMABLE = "resumable.json"
 """The file of a run directory that a later start may go on in; it says where the checkpoints are."""
@@ -71,6 +71,7 @@ def rewind(run_dir: Path, *, metrics_step: int, samples_step: int) -> None:
     for path in run_dir.glob("metrics*.jsonl"):
         drop_later(path, metrics_step)
     drop_later(run_dir / "samples.jsonl", samples_step)
+    drop_later(run_dir / ROLLOUTS_FILE, metrics_step)
 
 
 def closing_summary(run_dir: Path, result: TrainResult, num_train_steps: int, saved: Path | None) -> str:
@@ -93,6 +94,7 @@ def closing_summary(run_dir: Path, result: TrainResult, num_train_steps: int, sa
     lines = ["", f"{done}: {result.completed_steps} of {num_train_steps} steps, last loss {result.loss:.4f}"]
     found = [
         ("samples", run_dir / "samples.jsonl"),
+        ("rollouts", run_dir / ROLLOUTS_FILE),
         *(("metrics", path) for path in sorted(run_dir.glob("metrics*.jsonl"))),
         *(("W&B run", path) for path in sorted(run_dir.glob("wandb/*run-*"))),
     ]

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import ClassVar
 
+import jax
+
 from lockstep.main.run import RunConfig
 from lockstep.training import DataConfig, LossFn, RolloutConfig
 
@@ -23,10 +25,31 @@ class TrainConfig(RunConfig):
         """The loss with these settings."""
         raise NotImplementedError
 
+    def columns(self, model_max_seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return shape and type of one row of each column of a batch.
+
+        Args:
+            model_max_seq_len: The number of tokens of the model's longest sequence.
+
+        Raises:
+            ConfigError: The rows would be longer than the model allows.
+        """
+        return self.data.columns(model_max_seq_len)
+
     @property
     def has_reference(self) -> bool:
         """Whether a frozen copy of the model is on the devices beside the one that is trained."""
         return False
+
+    @property
+    def updates_per_rollout(self) -> int:
+        """The number of train steps that learn from what one rollout samples."""
+        return 1
+
+    @property
+    def rollout_answers(self) -> int:
+        """The number of completions of a rollout."""
+        return self.trainer.train_batch_size
 
     @property
     def rollouts(self) -> RolloutConfig | None:

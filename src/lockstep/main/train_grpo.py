@@ -1,22 +1,36 @@
-"""``lockstep train-grpo``: group-relative policy optimisation. Its configuration is here; the command comes later."""
+"""``lockstep train-grpo``: reinforcement learning on questions with verifiable answers."""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar
+
+import jax
+from jaxtyping import PyTree
 
 from lockstep.errors import ConfigError
+from lockstep.main.run import Setup, run_command
 from lockstep.main.train_config import TrainConfig
-from lockstep.training import GrpoConfig, GrpoDataConfig, RolloutConfig
-
-NOT_YET: Final = (
-    "lockstep train-grpo cannot train yet: the loss and the configuration are there, the loop that samples, rewards "
-    "and learns is not. Today lockstep plan --config_path FILE.yaml --topology v6e-16 plans its programs."
+from lockstep.report import Row
+from lockstep.text import StopFinder
+from lockstep.training import (
+    GrpoConfig,
+    GrpoDataConfig,
+    GrpoFields,
+    GrpoRunFields,
+    Questions,
+    RolloutConfig,
+    Rollouts,
+    load_questions,
+    make_rewarder,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainGrpoConfig(TrainConfig):
-    """Settings of ``train-grpo``. The command cannot train yet; ``lockstep plan`` reads them.
+class TrainGrpoConfig(GrpoFields, GrpoRunFields, TrainConfig):
+    """Settings of ``train-grpo``.
 
     Raises:
         ConfigError: A value is out of its range, or the batch is not made of whole groups.
@@ -26,22 +40,11 @@ class TrainGrpoConfig(TrainConfig):
 
     data: GrpoDataConfig
     """Questions with answers that can be checked."""
-    rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
-    """How answers are sampled."""
-    clip_epsilon: float = 0.2
-    """See `GrpoConfig`."""
-    kl_coefficient: float = 0.0
-    """See `GrpoConfig`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.objective
-        batch, group = self.trainer.train_batch_size, self.rollout.n_generations
-        if batch % group:
-            raise ConfigError(
-                f"trainer.train_batch_size is {batch} answers and rollout.n_generations is {group}; a batch is made of "
-                f"whole groups. Use a multiple of {group}, e.g. {max(1, batch // group) * group}."
-            )
+        self.check_loss()
+        self.check_run(self.trainer.train_batch_size, self.trainer.distributed.timeout_s)
         length, new = self.data.max_seq_len, self.rollout.max_new_tokens
         if length is not None and new >= length:
             raise ConfigError(
@@ -52,7 +55,7 @@ class TrainGrpoConfig(TrainConfig):
     @property
     def objective(self) -> GrpoConfig:
         """The loss with these settings."""
-        return GrpoConfig(clip_epsilon=self.clip_epsilon, kl_coefficient=self.kl_coefficient)
+        return GrpoConfig(**{each.name: getattr(self, each.name) for each in dataclasses.fields(GrpoFields)})
 
     @property
     def has_reference(self) -> bool:
@@ -64,14 +67,96 @@ class TrainGrpoConfig(TrainConfig):
         """How the answers of a batch are sampled."""
         return self.rollout
 
+    @property
+    def updates_per_rollout(self) -> int:
+        """The number of train steps that learn from what one rollout samples."""
+        return self.updates
+
+    @property
+    def rollout_answers(self) -> int:
+        """The number of answers of a rollout."""
+        return self.trainer.train_batch_size * self.minibatches
+
+    def columns(self, model_max_seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return shape and type of one row of each column of a batch, see `TrainConfig.columns`."""
+        return self.objective.columns(self.data.row_length(model_max_seq_len), on_policy=self.updates == 1)
+
+    def load(self, tokenizer: "PreTrainedTokenizerBase", model_max_seq_len: int, seed: int) -> Questions:
+        """Read and tokenise the questions, and try the rewards on the first of them.
+
+        Args:
+            tokenizer: The tokenizer of the model.
+            model_max_seq_len: The number of tokens of the model's longest sequence.
+            seed: The seed of the order of the questions.
+
+        Raises:
+            ConfigError: A file, a record, the tokenizer or a reward cannot be used.
+        """
+        StopFinder(tokenizer).check(self.rollout.stop)
+        questions = load_questions(
+            self.data,
+            tokenizer,
+            row_length=self.data.row_length(model_max_seq_len),
+            max_new_tokens=self.rollout.max_new_tokens,
+            seed=seed,
+        )
+        prompt = questions.prompts[0]
+        answer = Row(
+            step=0,
+            prompt_id=0,
+            generation_id=0,
+            prompt=prompt.shown,
+            generated_text=prompt.answer or "",
+            num_tokens=1,
+            finish_reason="stop",
+            mean_logprob=0.0,
+        )
+        make_rewarder(self).check(answer, prompt)
+        return questions
+
+    def make_rollouts(self, setup: Setup[Questions]) -> Rollouts:
+        """Return the batches of a run, and add them to its hooks.
+
+        Args:
+            setup: What is there before the first step.
+        """
+        trainer = setup.trainer
+        rollouts = Rollouts(
+            self,
+            self.objective,
+            setup.data,
+            setup.tokenizer,
+            self.trainer,
+            trainer.mesh,
+            self.data.row_length(setup.model_max_seq_len),
+            trainer.hosts,
+            reference=self._reference(setup),
+            tracker=trainer.tracker,
+            run_dir=setup.run_dir,
+        )
+        rollouts.check(setup.model)
+        trainer.add_hook(rollouts)
+        return rollouts
+
+    def _reference(self, setup: Setup[Questions]) -> PyTree | None:
+        """The frozen model; a run that goes on makes the one that it began with anew."""
+        if not self.has_reference:
+            return None
+        fresh = setup.trainer.resumed_from is None
+        return setup.trainer.frozen_copy(setup.model if fresh else setup.initial_model())
+
 
 def main(arguments: Sequence[str]) -> int:
-    """Say that the command cannot train yet.
+    """Train as the command line says.
 
     Args:
         arguments: The command line after ``lockstep train-grpo``.
 
+    Returns:
+        The exit code.
+
     Raises:
-        ConfigError: Always.
+        ConfigError: The configuration cannot work.
+        PeerError: A host failed where all must go on together.
     """
-    raise ConfigError(NOT_YET)
+    return run_command(TrainGrpoConfig, arguments, lambda config: (config, config.objective, config.make_rollouts))

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from lockstep.main.run import run_command
+from lockstep.main.run import rows_as_batches, run_command
 from lockstep.main.train_config import TrainConfig
 from lockstep.training import LmDataConfig, LossFn, lm_loss
 
@@ -34,4 +34,4 @@ def main(arguments: Sequence[str]) -> int:
         ConfigError: The configuration cannot work.
         PeerError: A host failed where all must go on together.
     """
-    return run_command(TrainLmConfig, arguments, lambda config: (config.data, config.objective))
+    return run_command(TrainLmConfig, arguments, lambda config: (config.data, config.objective, rows_as_batches))

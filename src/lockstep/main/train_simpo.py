@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import ClassVar
 
-from lockstep.main.run import run_command
+from lockstep.main.run import rows_as_batches, run_command
 from lockstep.main.train_config import TrainConfig
 from lockstep.training import PreferenceDataConfig, SimpoConfig
 
@@ -50,4 +50,4 @@ def main(arguments: Sequence[str]) -> int:
         ConfigError: The configuration cannot work.
         PeerError: A host failed where all must go on together.
     """
-    return run_command(TrainSimpoConfig, arguments, lambda config: (config.data, config.objective))
+    return run_command(TrainSimpoConfig, arguments, lambda config: (config.data, config.objective, rows_as_batches))

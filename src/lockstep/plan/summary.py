@@ -145,6 +145,40 @@ def train_time(plan: Plan) -> StepTime | None:
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutStep:
+    """The least time of a train step with its share of the rollout that it learns from.
+
+    Args:
+        rollout_s: The seconds of the rollout, prefill left out, per train step.
+        update_s: The seconds of the update.
+    """
+
+    rollout_s: float
+    update_s: float
+
+    @property
+    def step_s(self) -> float:
+        """The seconds of both, one after the other."""
+        return self.rollout_s + self.update_s
+
+
+def rollout_step(plan: Plan) -> RolloutStep | None:
+    """The least time of a train step and its rollout.
+
+    Args:
+        plan: The plan.
+
+    Returns:
+        The time; None where no train step learns from a rollout.
+    """
+    time = train_time(plan)
+    for one in plan.sampling:
+        if time is not None and one.workload.steps is not None:
+            return RolloutStep(rollout_s=one.sizing.estimate.total_s / one.workload.steps, update_s=time.step_s)
+    return None
+
+
 def as_json(plan: Plan) -> dict[str, Any]:
     """The plan as ``--json`` writes it; its keys stay as they are when something is renamed in the code.
 
@@ -155,6 +189,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         Plain values: bytes, seconds, names.
     """
     time = train_time(plan)
+    split = rollout_step(plan)
     every = moments(plan)
     worst = max(every, key=lambda moment: moment.total, default=None)
     return {
@@ -207,6 +242,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "write_bytes_per_s": WRITE_BANDWIDTH,
         },
         "sampling": {one.workload.name or "sampling": _sampling(one) for one in plan.sampling},
+        "rollout_step": None if split is None else {**dataclasses.asdict(split), "step_s": split.step_s},
         "notes": list(plan.workload.notes),
         "compile_seconds": plan.seconds,
     }

@@ -11,7 +11,7 @@ from lockstep.engine import layout_text
 from lockstep.plan.collectives import CollectiveSum
 from lockstep.plan.hlo import vmem
 from lockstep.plan.planner import Plan, SamplingPlan
-from lockstep.plan.summary import WRITE_BANDWIDTH, checkpoint_bytes, moments, train_time
+from lockstep.plan.summary import WRITE_BANDWIDTH, RolloutStep, checkpoint_bytes, moments, rollout_step, train_time
 from lockstep.units import bytes_text
 
 
@@ -36,6 +36,8 @@ def print_plan(plan: Plan, console: Console) -> None:
         console.print(_programs(plan))
         console.print(_traffic(plan))
         console.print(_speed(plan))
+        if split := rollout_step(plan):
+            console.print(_split(split), highlight=False)
         if plan.training:
             console.print(_checkpoint(plan), highlight=False)
         for one in plan.sampling:
@@ -131,6 +133,13 @@ def _speed(plan: Plan) -> Table:
             _seconds(found.step_s), f"{rate:,.0f}", f"{rate / chips:,.0f}",
         )  # fmt: skip
     return table
+
+
+def _split(split: RolloutStep) -> str:
+    return (
+        f"a step: {_seconds(split.step_s)}, of which rollout {_seconds(split.rollout_s)} "
+        f"({split.rollout_s / split.step_s:.0%}, without prefill) and update {_seconds(split.update_s)}\n"
+    )
 
 
 def _checkpoint(plan: Plan) -> str:

@@ -52,6 +52,7 @@ class SamplingWorkload:
         engine_block: The block that the engine's keys are in.
         requests: Prompts of the right lengths; their token ids mean nothing.
         vocab_size: The number of token ids that may be sampled; None: all.
+        steps: The number of train steps that learn from what one round samples; None: training does not wait for it.
     """
 
     name: str
@@ -59,6 +60,7 @@ class SamplingWorkload:
     engine_block: str
     requests: Sequence[Request]
     vocab_size: int | None = None
+    steps: int | None = None
 
     def key(self, name: str) -> str:
         """The key of a setting of this block, with dots, from the root of the configuration.

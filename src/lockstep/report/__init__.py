@@ -12,6 +12,7 @@ from lockstep.report.metrics import (
     load_metrics,
     measure,
     metric_means,
+    pass_rates,
 )
 from lockstep.report.rows import COLUMNS, SAMPLE_COLUMNS, Row, SampleRow, TableRow, metric_names
 from lockstep.report.table import print_table, terminal_table
@@ -66,6 +67,7 @@ __all__ = [
     "measure",
     "metric_means",
     "metric_names",
+    "pass_rates",
     "print_table",
     "read_jsonl",
     "repair_jsonl",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.report.answers import last_number, same_number
-from lockstep.report.rows import COLUMNS, SAMPLE_COLUMNS, Row, SampleRow, TableRow
+from lockstep.report.rows import COLUMNS, SAMPLE_COLUMNS, Row, SampleRow, TableRow, metric_names
 from lockstep.text import Prompt
 
 type AnyRow = Row | SampleRow
@@ -244,3 +244,25 @@ def metric_means(rows: Iterable[TableRow]) -> dict[str, float]:
             if value is not None:
                 values.setdefault(name, []).append(value)
     return {name: sum(each) / len(each) for name, each in values.items()}
+
+
+def pass_rates(rows: Sequence[Row]) -> dict[str, float]:
+    """The share of prompts that one answer, and that any of ``k`` answers, solves: ``pass@1/NAME``, ``pass@k/NAME``.
+
+    They are for metrics whose values are all 0 or 1, where every prompt has ``k`` answers, more than one; with as many
+    answers as ``k`` that is the unbiased estimate (Chen et al. 2021, https://arxiv.org/abs/2107.03374, equation 1).
+
+    Args:
+        rows: The rows of one round.
+    """
+    found: dict[str, float] = {}
+    for name in metric_names(rows):
+        groups: dict[int, list[float | None]] = {}
+        for row in rows:
+            groups.setdefault(row.prompt_id, []).append(row.metrics.get(name))
+        sizes = {len(values) for values in groups.values()}
+        values = {value for each in groups.values() for value in each}
+        if len(sizes) == 1 and (k := sizes.pop()) > 1 and values <= {0.0, 1.0}:
+            found[f"pass@1/{name}"] = sum(sum(filter(None, each)) for each in groups.values()) / (k * len(groups))
+            found[f"pass@{k}/{name}"] = sum(1.0 in each for each in groups.values()) / len(groups)
+    return found

@@ -4,9 +4,17 @@ from lockstep.training.batch_source import BatchFeed, BatchSource
 from lockstep.training.checkpointer_config import CheckpointerConfig, KeepConfig
 from lockstep.training.config import TrainerConfig
 from lockstep.training.data import DataConfig, GrpoDataConfig, LmDataConfig, PreferenceDataConfig
+from lockstep.training.grpo import (
+    ROLLOUTS_FILE,
+    GrpoRunFields,
+    Questions,
+    Rollouts,
+    load_questions,
+    make_rewarder,
+)
 from lockstep.training.hooks import Hook, StepInfo
 from lockstep.training.loss_watch import LossSpikeConfig
-from lockstep.training.objectives import GrpoConfig, LossFn, LossParts, SimpoConfig, lm_loss
+from lockstep.training.objectives import GrpoConfig, GrpoFields, LossFn, LossParts, SimpoConfig, lm_loss
 from lockstep.training.optimizer import OptimizerConfig
 from lockstep.training.precision import Precision, parse_precision
 from lockstep.training.profiler import ProfilerConfig
@@ -24,6 +32,8 @@ __all__ = [
     "DataConfig",
     "GrpoConfig",
     "GrpoDataConfig",
+    "GrpoFields",
+    "GrpoRunFields",
     "Hook",
     "KeepConfig",
     "LmDataConfig",
@@ -34,7 +44,10 @@ __all__ = [
     "Precision",
     "PreferenceDataConfig",
     "ProfilerConfig",
+    "Questions",
+    "ROLLOUTS_FILE",
     "RolloutConfig",
+    "Rollouts",
     "SimpoConfig",
     "StepInfo",
     "StopRequest",
@@ -46,6 +59,8 @@ __all__ = [
     "TrainerConfig",
     "batch_structs",
     "lm_loss",
+    "load_questions",
+    "make_rewarder",
     "parameter_shardings",
     "parse_precision",
     "state_structs",

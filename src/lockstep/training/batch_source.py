@@ -25,12 +25,16 @@ class BatchSource(Protocol):
         """Return global shape, type and sharding of each column, for which the train step is compiled."""
         ...
 
-    def batch(self, step: int, model: PyTree) -> Mapping[str, jax.Array]:
-        """Return the batch of a step; what takes time here, the devices wait for.
+    def batch(self, step: int, model: PyTree) -> Mapping[str, jax.Array] | None:
+        """Return the batch of a step; what takes time here, the devices wait for. A source may launch programs to make
+        it, the same on every host.
 
         Args:
             step: The 0-based step.
             model: The parameters before this step. They are donated to it: nothing may keep them.
+
+        Returns:
+            Global arrays by column; None where the job is asked to end before there is a batch, on every host.
         """
         ...
 

@@ -163,24 +163,25 @@ class PreferenceDataConfig(DataConfig):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GrpoDataConfig(DataConfig):
     """The data of `train-grpo`: JSON lines in the format of GSM8K, with the fields ``question`` and ``answer``. A row
-    has prompt and sampled completion together, at most ``max_seq_len`` tokens.
+    has prompt and sampled answer together, at most ``max_seq_len`` tokens; ``truncate`` leaves out the questions that
+    leave too little room for an answer.
     """
 
-    def columns(self, model_max_seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return shape and type of one sampled completion as `GrpoConfig` reads it, without ``reference_logprobs``.
+    format: Literal["chat", "text"] = "chat"
+    """``chat``: the question is the user's message, through the tokenizer's chat template. ``text``: the model goes on
+    from the question itself."""
+    system_prompt: str | None = None
+    """The system's message before the question, with ``format: chat``; null: none."""
+    instruction: str = ""
+    """Text after each question, such as how to write the final answer."""
 
-        Args:
-            model_max_seq_len: The number of tokens of the model's longest sequence.
-
-        Raises:
-            ConfigError: The rows would be longer than the model allows.
-        """
-        row = super().columns(model_max_seq_len)
-        return {
-            **row,
-            "old_logprobs": jax.ShapeDtypeStruct(row["tokens"].shape, np.float32),
-            "advantage": jax.ShapeDtypeStruct((), np.float32),
-        }
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.system_prompt is not None and self.format == "text":
+            raise ConfigError(
+                "data.system_prompt is given and data.format is text, which has no system message. Use format: chat, "
+                "or put the text into data.instruction."
+            )
 
 
 def _document(tokenizer: "PreTrainedTokenizerBase", record: Record) -> list[int]:

@@ -24,7 +24,16 @@ class RolloutConfig(SamplingBlock):
     """The logits are divided by this before a token is drawn; it must be more than 0, or all completions of a prompt
     would be the same."""
 
+    max_attempts: int = 1
+    """Sample further questions, up to so many times in all, in place of those whose answers all have the same reward
+    (dynamic sampling, DAPO, Yu et al. 2025, https://arxiv.org/abs/2503.14476, section 3.2); 1: keep them, though
+    nothing can be learned from them."""
+
     def __post_init__(self) -> None:
+        if self.max_attempts < 1:
+            raise ConfigError(
+                f"rollout.max_attempts is {self.max_attempts}; it must be at least 1. Use 1 for no dynamic sampling."
+            )
         if self.n_generations < 2:
             raise ConfigError(
                 f"rollout.n_generations is {self.n_generations}; an answer is judged against the others to the same "

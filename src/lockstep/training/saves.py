@@ -98,7 +98,15 @@ class Saves:
         if self._interrupted or (hooks_called and step % settings.every == 0 and step < self._config.num_train_steps):
             self._save(state, info, hooks_called)
 
-    def end(self, state: TrainState, info: StepInfo, stopped_by: int | None, *, diverged: bool = False) -> None:
+    def end(
+        self,
+        state: TrainState,
+        info: StepInfo,
+        stopped_by: int | None,
+        *,
+        diverged: bool = False,
+        between_steps: bool = False,
+    ) -> None:
         """Save after the last step of this loop, unless a signal other than SIGTERM ended it; wait for what is written.
 
         Args:
@@ -106,13 +114,15 @@ class Saves:
             info: The info of the last step.
             stopped_by: The signal that ended the run; None where there was none.
             diverged: Whether ``on_nan`` ended it, so that hooks have not been called for the last step.
+            between_steps: Whether the signal ended it after the hooks of the last step.
         """
         if self._checkpointer is None:
             return
         if stopped_by is None:
             self._save(state, info, hooks_called=not diverged)
         elif stopped_by == signal.SIGTERM and self._checkpointer.config.save_on_preemption and not self._interrupted:
-            self._save(state, info, hooks_called=False)
+            if info.next_step:
+                self._save(state, info, hooks_called=between_steps)
         self._checkpointer.wait()
 
     def _save(self, state: TrainState, info: StepInfo, hooks_called: bool) -> None:

@@ -20,17 +20,18 @@ class StepLog:
         self._tracker, self._is_leader = tracker, is_leader
         self._progress = make_progress(total, is_leader)
 
-    def step(self, info: StepInfo, metrics: StepMetrics, throughput: Throughput) -> None:
+    def step(self, info: StepInfo, metrics: StepMetrics, throughput: Throughput, note: str = "") -> None:
         """Tell of a step.
 
         Args:
             info: The info of the step.
             metrics: Its metrics.
             throughput: How fast it was.
+            note: What the source of the batches has to say, for the user.
         """
         if not self._is_leader:
             return
-        self._progress.update(info.next_step, info.loss, str(throughput))
+        self._progress.update(info.next_step, info.loss, "  ".join(filter(None, [note, str(throughput)])))
         values = {"train/loss": info.loss, **{f"train/{name}": value for name, value in metrics.values.items()}}
         self._tracker.log(values | throughput.metrics(), step=info.next_step)
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -178,6 +179,20 @@ class Trainer:
         """
         return init_model(init, self.config.seed, self.mesh, self.config.precision, self._launch)
 
+    def frozen_copy(self, model: PyTree) -> PyTree:
+        """Copy a model in the compute type, each device only its part, such as the reference of an objective.
+
+        Args:
+            model: The model on the mesh.
+
+        Returns:
+            The copy, which no step changes.
+        """
+        precision = self.config.precision
+        with jax.set_mesh(self.mesh):
+            shardings = parameter_shardings(jax.eval_shape(precision.cast_to_compute, model), self.mesh)
+        return self._launch("frozen_copy", precision.cast_to_compute, [model], out_shardings=shardings)
+
     def restore(self, init: Callable[[jax.Array], PyTree]) -> TrainState | None:
         """Read the newest checkpoint of this run, into the shardings of this mesh, whatever those of the run were.
 
@@ -235,14 +250,19 @@ class Trainer:
         del model
         info = self._saves.first_info(state)
         run = self._begin(batches, state, info.next_step)
-        stopped_by, diverged = None, False
+        stopped_by, diverged, between_steps = None, False, False
         # A launch from a second thread could come before the train step on one host and after it on another.
         with contextlib.closing(run.source), contextlib.closing(run.log), contextlib.closing(run.profiler):
             step_fn = self._compile(state, shardings, run.source)
             with jax.thread_guard(True):
                 self._saves.begin(info)
                 for step in range(info.next_step, config.num_train_steps):
-                    state, info, metrics = self._advance(run, step_fn, state, step, stop)
+                    advanced = self._advance(run, step_fn, state, step, stop)
+                    if advanced is None:
+                        stopped_by, between_steps = self._signal_of_any_host(stop), True
+                        self._hooks.after_signal()
+                        break
+                    state, info, metrics = advanced
                     stopped_by = metrics.stop or None
                     diverged = self._loss_watch.judge(info.next_step, metrics, is_leader=self.hosts.is_leader)
                     if stopped_by or diverged:
@@ -252,7 +272,7 @@ class Trainer:
                 else:
                     if not self._saves.complete:
                         self._hooks.after_last_step(info)
-                self._saves.end(state, info, stopped_by, diverged=diverged)
+                self._saves.end(state, info, stopped_by, diverged=diverged, between_steps=between_steps)
                 self._flush_tracker(min(FINISH_S, self.hosts.timeout_s / 2) if stopped_by is None else STOPPED_FLUSH_S)
                 with self.hosts.launch_on_all("end of training"):
                     pass  # every launch of the run has been made: they are compared
@@ -268,6 +288,12 @@ class Trainer:
             skipped_steps=self._loss_watch.skipped,
             tracker_errors=self.tracker.errors if isinstance(self.tracker, BackgroundTracker) else 0,
         )
+
+    def _signal_of_any_host(self, stop: StopRequest) -> int:
+        """The signal that ended the run while a batch was made; the same on every host."""
+        with self.hosts.run_on_all("end of the run") as ended:
+            ended.share(stop.signal or 0)
+        return max(ended.shared) or signal.SIGTERM
 
     def _first_state(self, model: PyTree | TrainState) -> tuple[TrainState, PyTree]:
         """The state before the first step of this loop, and its shardings."""
@@ -298,10 +324,12 @@ class Trainer:
 
     def _advance(
         self, run: "_Run", step_fn: TrainStep, state: TrainState, step: int, stop: StopRequest
-    ) -> tuple[TrainState, StepInfo, StepMetrics]:
-        """One step: its batch, the launch, the next batch while the devices work, the figures."""
+    ) -> tuple[TrainState, StepInfo, StepMetrics] | None:
+        """One step: its batch, the launch, the next batch while the devices work, the figures; None without a batch."""
         asked = time.perf_counter()
         batch = run.source.batch(step, state.model)
+        if batch is None:
+            return None
         start = time.perf_counter()
         with self._named_failure(step), self._watchdog.watch("train_step"), run.profiler.step(step):
             state, figures = step_fn(state, batch, *self._signals(step_fn, stop.signal or 0))
@@ -310,7 +338,7 @@ class Trainer:
         speed = run.meter.step(batch, step_s=time.perf_counter() - start, wait_s=start - asked)
         average = average_of(state.opt_state)
         info = StepInfo(step=step, model=state.model, loss=metrics.loss, step_duration=speed.step_s, average=average)
-        run.log.step(info, metrics, speed)
+        run.log.step(info, metrics, speed, getattr(run.source, "progress", ""))
         return state, info, metrics
 
     @contextlib.contextmanager

@@ -9,7 +9,6 @@ import pytest
 from lockstep.errors import ConfigError
 from lockstep.main import plan as command
 from lockstep.main.arguments import parse_arguments
-from lockstep.main.cli import run
 from lockstep.main.commands import find_command
 from lockstep.models import find_preset
 from lockstep.placement import make_mesh
@@ -83,6 +82,16 @@ def test_grpo_asks_for_rollouts_and_for_samples(monkeypatch):
     assert not workload.training.reference
     with_reference = read("grpo_gsm8k_qwen25_3b_v6e_16.yaml", "--kl_coefficient", "0.04")
     assert with_reference.training.reference and "reference_logprobs" in with_reference.training.columns
+    assert (rollout.steps, samples.steps) == (1, None), "training waits for the rollout of each step"
+
+
+def test_a_rollout_for_several_updates_has_their_answers_once(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    arguments = ("--minibatches", "2", "--num_iterations", "3", "--use_rollout_logprobs", "false")
+    workload = read("grpo_gsm8k_qwen25_3b_v6e_16.yaml", *arguments)
+    rollout = workload.sampling[0]
+    assert sum(request.params.n_generations for request in rollout.requests) == 256 and rollout.steps == 6
+    assert "old_logprobs" in workload.training.columns
 
 
 def test_rows_longer_than_the_model_are_refused_and_the_longest_that_work_are_planned(monkeypatch):
@@ -167,11 +176,6 @@ def test_columns_are_those_of_the_data(name, monkeypatch):
     assert {name: (a.shape[1:], a.dtype) for name, a in batch.items()} == {
         name: (one.shape, np.dtype(one.dtype)) for name, one in planned.items()
     }
-
-
-def test_train_grpo_says_that_it_comes_later():
-    with pytest.raises(ConfigError, match="cannot train yet.* lockstep plan"):
-        run(["train-grpo", "--config_path", "x.yaml"])
 
 
 def test_grpo_batches_are_whole_groups():

@@ -66,11 +66,12 @@ def test_a_directory_that_is_not_of_a_run_with_checkpoints_is_refused_to_one(tmp
 
 def test_what_a_resumed_run_will_write_again_is_removed(tmp_path):
     records = [{"step": step} for step in (1, 2, 3)]
-    for name in ("metrics.jsonl", "samples.jsonl", "other.jsonl"):
+    for name in ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl", "other.jsonl"):
         append_jsonl(tmp_path / name, records)
     rewind(tmp_path, metrics_step=2, samples_step=1)
     assert read_jsonl(tmp_path / "metrics.jsonl") == records[:2]
     assert read_jsonl(tmp_path / "samples.jsonl") == records[:1]
+    assert read_jsonl(tmp_path / "rollouts.jsonl") == records[:2]
     assert read_jsonl(tmp_path / "other.jsonl") == records
 
 

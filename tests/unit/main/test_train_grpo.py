@@ -1,23 +1,31 @@
-"""The configuration of train-grpo, and that the command cannot train yet."""
+"""The configuration of train-grpo, and input that cannot work."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.main.arguments import parse_arguments
-from lockstep.main.train_grpo import TrainGrpoConfig, main
+from lockstep.main.train_grpo import TrainGrpoConfig
+from tests import tiny
 
-CONFIG = str(Path(__file__).parents[3] / "config" / "grpo_gsm8k_qwen25_3b_v6e_8.yaml")
+ROOT = Path(__file__).parents[3]
+SHIPPED = sorted(path.name for path in (ROOT / "config").glob("grpo_*.yaml"))
 
 
-def read(*arguments):
-    return parse_arguments(TrainGrpoConfig, ["--config_path", CONFIG, *arguments])
+def read(*arguments, name="grpo_gsm8k_qwen25_3b_v6e_8.yaml"):
+    return parse_arguments(TrainGrpoConfig, ["--config_path", str(ROOT / "config" / name), *arguments])
 
 
 def test_a_batch_is_made_of_whole_groups():
     with pytest.raises(ConfigError, match=r"train_batch_size is 20 answers .* Use a multiple of 8, e\.g\. 16\."):
         read("--trainer.train_batch_size", "20", "--rollout.n_generations", "8")
+
+
+def test_one_answer_is_no_group():
+    with pytest.raises(ConfigError, match=r"rollout\.n_generations is 1; .* must be at least 2"):
+        read("--rollout.n_generations", "1")
 
 
 def test_a_row_has_room_for_prompt_and_answer():
@@ -29,6 +37,15 @@ def test_a_row_has_room_for_prompt_and_answer():
 def test_a_reference_is_needed_where_the_loss_compares_with_one(coefficient, reference):
     config = read("--kl_coefficient", coefficient)
     assert config.has_reference == reference and config.objective.kl_coefficient == float(coefficient)
+    assert ("reference_logprobs" in config.columns(1024)) == reference
+
+
+def test_the_loss_has_all_of_its_settings():
+    config = read("--loss", "gspo", "--clip_epsilon_high", "4e-4", "--use_rollout_logprobs", "false")
+    assert (config.objective.loss, config.objective.clip_epsilon_high) == ("gspo", 4e-4)
+    assert "old_logprobs" not in config.columns(1024)
+    config = read("--num_iterations", "2", "--use_rollout_logprobs", "false")
+    assert "old_logprobs" in config.columns(1024) and config.updates == 2
 
 
 def test_answers_are_sampled_as_the_rollout_says():
@@ -36,6 +53,33 @@ def test_answers_are_sampled_as_the_rollout_says():
     assert config.rollouts is config.rollout and config.rollouts.max_new_tokens == 17
 
 
-def test_the_command_says_that_it_cannot_train_yet():
-    with pytest.raises(ConfigError, match="cannot train yet"):
-        main([])
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_shipped_configurations_fit_their_rows(name):
+    config = read(name=name)
+    assert config.columns(32768)["tokens"].shape == (config.data.max_seq_len,)
+    assert config.data.max_seq_len > config.rollout.max_new_tokens
+
+
+def not_a_number(row, prompt):
+    return "good"
+
+
+def test_what_is_loaded_before_any_device_work(tmp_path):
+    path = tmp_path / "q.jsonl"
+    path.write_text(json.dumps({"question": "What is 1 plus 1?", "answer": "#### 2"}) + "\n")
+    arguments = ["--data.train_urls", json.dumps([str(path)]), "--data.format", "text", "--rollout.max_new_tokens", "8"]
+    arguments += ["--data.instruction", ""]
+
+    def load(*more, tokenizer=None):
+        return read(*arguments, *more).load(tokenizer or tiny.tokenizer(), 64, 0)
+
+    assert len(load("--data.max_seq_len", "32")) == 1
+    with pytest.raises(ConfigError, match=r"q\.jsonl:1: the prompt has \d+ tokens .* but a row has 12"):
+        load("--data.max_seq_len", "12")
+    bad = json.dumps([{"type": "function", "function": f"{__name__}:not_a_number"}])
+    with pytest.raises(ConfigError, match="rewards: not_a_number was tried .* returned 'good', which is not a number"):
+        load("--data.max_seq_len", "32", "--rewards", bad)
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match=r"q\.jsonl:1: .* has no chat template"):
+        load("--data.max_seq_len", "32", "--data.format", "chat", tokenizer=tokenizer)

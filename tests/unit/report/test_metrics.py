@@ -1,10 +1,20 @@
+import dataclasses
 import sys
 import types
 
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.report import Row, check_metrics, exact_match, load_metric, load_metrics, measure, metric_means
+from lockstep.report import (
+    Row,
+    check_metrics,
+    exact_match,
+    load_metric,
+    load_metrics,
+    measure,
+    metric_means,
+    pass_rates,
+)
 from lockstep.text import Prompt
 
 PROMPT = Prompt(id=7, text="What is 2 plus 2?", answer="four")
@@ -111,3 +121,15 @@ def test_names_are_checked_without_importing_anything(names, message):
     check_metrics(["exact_match", "regex=a", "regex=b", "no_such_module:f"])
     with pytest.raises(ConfigError, match=message):
         check_metrics(names)
+
+
+def test_pass_rates_are_of_prompts():
+    """Of two prompts with three answers each, one solved once, the other never."""
+    rows = [
+        dataclasses.replace(row(""), prompt_id=p, generation_id=g, metrics={"ok": float(p == g == 0), "length": 3.0})
+        for p in (0, 1)
+        for g in range(3)
+    ]
+    assert pass_rates(rows) == {"pass@1/ok": pytest.approx(1 / 6), "pass@3/ok": 0.5}
+    assert pass_rates(rows[::3]) == {}, "one answer each"
+    assert pass_rates(rows[:-1]) == {}, "not all have as many"

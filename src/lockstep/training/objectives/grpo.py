@@ -1,119 +1,282 @@
-"""GRPO: policy gradient from groups of completions of the same prompt, without a value model."""
+"""GRPO and its relatives: policy gradients from groups of answers to the same prompt, without a value model."""
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from lockstep.errors import ConfigError
+from lockstep.training.objectives.kl import KL_ESTIMATORS
 from lockstep.training.objectives.lm import token_logprobs
 from lockstep.training.objectives.parts import LossParts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GrpoConfig:
-    """Settings of the GRPO loss.
+class GrpoFields:
+    """Settings of the loss of sampled answers."""
 
-    Raises:
-        ConfigError: A value is out of its range.
-    """
-
+    loss: Literal["grpo", "dr_grpo", "dapo", "gspo"] = "grpo"
+    """``grpo``: the mean over answers of the mean over their tokens (Shao et al. 2024, https://arxiv.org/abs/2402.03300,
+    equation 3). ``dr_grpo``: the sum over tokens, divided by a constant, and advantages that are not divided by their
+    standard deviation (Liu et al. 2025, https://arxiv.org/abs/2503.20783, section 3.2). ``dapo``: the mean over all
+    tokens (Yu et al. 2025, https://arxiv.org/abs/2503.14476, equation 8). ``gspo``: the ratio of a whole answer instead
+    of that of a token (Zheng et al. 2025, https://arxiv.org/abs/2507.18071, equation 5)."""
     clip_epsilon: float = 0.2
-    """The ratio of new to old probability of a token counts up to ``1 + clip_epsilon`` and down to ``1 - ...``."""
+    """The ratio of new to old probability counts down to ``1 - clip_epsilon``, and up to ``1 + clip_epsilon`` where
+    ``clip_epsilon_high`` is null. GSPO's paper uses 3e-4."""
+    clip_epsilon_high: float | None = None
+    """The ratio counts up to ``1 +`` this ("clip-higher"; DAPO's paper uses 0.28, GSPO's 4e-4); null: as
+    ``clip_epsilon``."""
     kl_coefficient: float = 0.0
-    """Weight of the divergence from the reference model; 0: there is no reference model."""
+    """Weight of the divergence from the reference model, the model as it was before the first step; 0: there is no
+    reference model."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """How the divergence is estimated from the sampled tokens (Schulman 2020, http://joschu.net/blog/kl-approx.html):
+    ``k1`` the log-ratio (its gradient has the mean 0: it measures, it does not pull), ``k2`` half its square, ``k3``
+    unbiased and never negative, as in GRPO's paper."""
+    use_rollout_logprobs: bool = True
+    """Whether the old probability in the ratio is that of the engine which sampled; false: the trainer's own, computed
+    once more before the first update of a rollout (where there is one update, in the update itself)."""
+    importance_cap: float | None = None
+    """Multiply the loss of a token by the trainer's old probability divided by the one that it was drawn with, at most
+    this (truncated importance sampling, Yao et al. 2025, https://fengyao.notion.site/off-policy-rl; 2 is usual). It
+    corrects for the engine's rounding, and for a temperature or filters. Null: no correction. Needs
+    ``use_rollout_logprobs: false``."""
 
-    def __post_init__(self) -> None:
+    def check_loss(self) -> None:
+        """Check the settings.
+
+        Raises:
+            ConfigError: A value is out of its range, or would have no effect.
+        """
         if not 0 < self.clip_epsilon < 1:
             raise ConfigError(
                 f"clip_epsilon is {self.clip_epsilon}; it must be more than 0 and less than 1. The paper's is 0.2."
+            )
+        if self.clip_epsilon_high is not None and not self.clip_epsilon_high > 0:
+            raise ConfigError(
+                f"clip_epsilon_high is {self.clip_epsilon_high}; it must be more than 0. DAPO's paper uses 0.28; null "
+                "is as clip_epsilon."
             )
         if not self.kl_coefficient >= 0:
             raise ConfigError(
                 f"kl_coefficient is {self.kl_coefficient}; it must be at least 0. The paper uses 0.04; 0 is none."
             )
+        if self.kl_estimator != "k3" and not self.kl_coefficient:
+            raise ConfigError(
+                f"kl_estimator is {self.kl_estimator} and kl_coefficient is 0: it would do nothing. Set kl_coefficient "
+                "to more than 0, or remove kl_estimator."
+            )
+        if self.importance_cap is not None and not self.importance_cap >= 1:
+            raise ConfigError(
+                f"importance_cap is {self.importance_cap}; it must be at least 1, or answers that were sampled with "
+                "the trainer's own probabilities would count less. 2 is usual; null is none."
+            )
+        if self.importance_cap is not None and self.use_rollout_logprobs:
+            raise ConfigError(
+                f"importance_cap is {self.importance_cap} and use_rollout_logprobs is true: the ratio then holds the "
+                "difference between engine and trainer already. Set use_rollout_logprobs to false, or importance_cap "
+                "to null."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GrpoConfig(GrpoFields):
+    """The loss of sampled answers.
+
+    Raises:
+        ConfigError: A value is out of its range, or would have no effect.
+    """
+
+    def __post_init__(self) -> None:
+        self.check_loss()
+
+    @property
+    def scales_advantages(self) -> bool:
+        """Whether the advantages of a group are divided by their standard deviation."""
+        return self.loss != "dr_grpo"
+
+    def columns(self, row_length: int, *, on_policy: bool) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return shape and type of one row of each column that the loss reads.
+
+        Args:
+            row_length: The number of tokens of a row: prompt, answer and padding.
+            on_policy: Whether each rollout is used for one update.
+        """
+
+        def row(dtype: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((row_length,), dtype)
+
+        names = ["rollout_logprobs"]
+        if self.importance_cap is not None:
+            names.append("sampled_logprobs")
+        if self.needs_old_logprobs(on_policy=on_policy):
+            names.append("old_logprobs")
+        if self.kl_coefficient:
+            names.append("reference_logprobs")
+        return {
+            "tokens": row(np.int32),
+            "loss_mask": row(np.bool_),
+            "advantage": jax.ShapeDtypeStruct((), np.float32),
+            **{name: row(np.float32) for name in names},
+        }
+
+    def needs_old_logprobs(self, *, on_policy: bool) -> bool:
+        """Whether the trainer's log-probabilities of a rollout have to be computed before its first update.
+
+        Args:
+            on_policy: Whether each rollout is used for one update: then the update itself computes them.
+        """
+        return not self.use_rollout_logprobs and not on_policy
 
     def __call__(self, model: Any, batch: Mapping[str, Array]) -> LossParts:
-        """Return the GRPO loss of sampled completions (Shao et al. 2024, arXiv 2402.03300, equation 3).
+        """Return the loss of sampled answers, see `grpo_parts`.
 
         Args:
             model: The model in the compute type, called as in `token_logprobs`.
             batch: The columns ``tokens`` ``[row, position]``; ``loss_mask`` of the same shape, true for the tokens of
-                the completion; ``advantage`` ``[row]`` (see `group_advantages`); ``old_logprobs`` ``[row, position]``,
-                the log-probability of each token under the model that sampled it; with ``kl_coefficient``, also
-                ``reference_logprobs`` of that shape.
-
-        Returns:
-            Sums with the number of rows that have a completion as the weight.
+                the answer; ``advantage`` ``[row]`` (see `group_advantages`); ``rollout_logprobs``
+                ``[row, position]``, the log-probability of each token under the model as the engine computed it; and of
+                that shape, where `columns` has them, ``sampled_logprobs`` (under the distribution that the token was
+                drawn from), ``old_logprobs`` (the trainer's, before the first update of the rollout) and
+                ``reference_logprobs``.
         """
-        reference = batch["reference_logprobs"][:, 1:] if self.kl_coefficient else None
-        return grpo_parts(
-            self,
-            token_logprobs(model, batch["tokens"]),
-            batch["old_logprobs"][:, 1:],
-            batch["advantage"],
-            batch["loss_mask"][:, 1:].astype(bool),
-            reference,
-        )
+        logprobs = answer_logprobs(model, batch["tokens"])
+        others = {name: batch[name][:, 1:] for name in batch if name.endswith("_logprobs")}
+        return grpo_parts(self, logprobs, batch["advantage"], batch["loss_mask"][:, 1:].astype(bool), **others)
+
+
+def answer_logprobs(model: Any, tokens: Int[Array, "row position"]) -> Float[Array, "row target"]:
+    """Return the log-probability of each token but the first, from the tokens before it.
+
+    Args:
+        model: The model in the compute type, called as in `token_logprobs`.
+        tokens: Token ids.
+    """
+    return token_logprobs(model, tokens)
 
 
 def grpo_parts(
     config: GrpoConfig,
     logprobs: Float[Array, "row target"],
-    old_logprobs: Float[Array, "row target"],
     advantage: Float[Array, " row"],
     mask: Bool[Array, "row target"],
+    rollout_logprobs: Float[Array, "row target"],
+    sampled_logprobs: Float[Array, "row target"] | None = None,
+    old_logprobs: Float[Array, "row target"] | None = None,
     reference_logprobs: Float[Array, "row target"] | None = None,
 ) -> LossParts:
-    r"""Sum over completions of the mean over their tokens of
-    :math:`-\min(r A, \mathrm{clip}(r, 1-\epsilon, 1+\epsilon) A)` and, with a reference,
-    :math:`\beta\,(e^{q-p} - (q-p) - 1)` (the paper's equation 4).
+    r"""Sums over answers of :math:`-\min(r A, \mathrm{clip}(r, 1-\epsilon, 1+\epsilon_{high}) A)` and, with a
+    reference, :math:`\beta` times the divergence from it.
+
+    The ratio :math:`r` is that of a token; for ``gspo`` it is :math:`(\pi(y)/\pi_{old}(y))^{1/|y|}`, the same for all
+    tokens of an answer. A token counts :math:`1/|y|` (``grpo``, ``gspo``), 1 with the number of tokens as the weight
+    (``dapo``), or 1 with the number of answers times that of the targets of a row as the weight (``dr_grpo``).
 
     Args:
-        config: The clipping range and the weight of the divergence.
+        config: The settings.
         logprobs: The log-probability of each token under the model that learns.
-        old_logprobs: The log-probability of each token under the model that sampled it.
-        advantage: The advantage of each completion.
-        mask: True for the tokens of the completions; a row without any counts for nothing.
+        advantage: The advantage of each answer.
+        mask: True for the tokens of the answers; a row without any counts for nothing.
+        rollout_logprobs: The log-probability of each token as the engine computed it.
+        sampled_logprobs: The log-probability of each token when it was drawn; None without ``importance_cap``.
+        old_logprobs: The trainer's log-probabilities before the first update of the rollout; None where this is the
+            first update, or with ``use_rollout_logprobs``.
         reference_logprobs: The log-probability of each token under the reference model; None without
             ``kl_coefficient``.
 
     Returns:
-        Sums over the completions, with the metrics ``ratio`` (mean over a completion's tokens), ``clipped`` (share of
-        its tokens whose gradient the clipping takes away) and, with a reference, ``kl``.
+        Sums with metrics: ``ratio`` and ``ratio_gap`` (its mean, and its mean distance from 1), ``clipped`` (share
+        whose gradient the clipping takes away), ``entropy`` (the mean of the negative log-probabilities, an estimate),
+        ``logprob_gap`` and ``logprob_gap_signed`` (how far the log-probabilities of the trainer are from those of the
+        engine for the same weights, while the rollout is new), and, where they are used, ``importance`` and ``kl``.
     """
-    counts = jnp.sum(mask, axis=-1)
-    share = jnp.where(mask, 1.0 / jnp.maximum(counts, 1)[:, None], 0.0)
-    # Outside the mask there are no probabilities; zeros keep the ratio there finite, and its gradient too.
-    ratio = jnp.exp(jnp.where(mask, logprobs - old_logprobs, 0.0))
+    trainer_old = jax.lax.stop_gradient(logprobs) if old_logprobs is None else old_logprobs
+    old = rollout_logprobs if config.use_rollout_logprobs else trainer_old
+    counts = jnp.sum(mask, axis=-1, dtype=jnp.float32)
+    share, weight = _shares(config, mask, counts)
+
+    # Outside the mask there are no probabilities; zeros keep every ratio there finite, and its gradient too.
+    def within(x: Float[Array, "row target"]) -> Float[Array, "row target"]:
+        return jnp.where(mask, x, 0.0)
+
+    log_ratio = within(logprobs - old)
+    if config.loss == "gspo":
+        # Every token of an answer has the answer's ratio; its gradient reaches all tokens through the mean.
+        mean = jnp.sum(log_ratio, axis=-1) / jnp.maximum(counts, 1)
+        log_ratio = jnp.broadcast_to(mean[:, None], mask.shape)
+    ratio = jnp.exp(log_ratio)
+    high = config.clip_epsilon if config.clip_epsilon_high is None else config.clip_epsilon_high
     gain = ratio * advantage[:, None]
-    clipped_gain = jnp.clip(ratio, 1 - config.clip_epsilon, 1 + config.clip_epsilon) * advantage[:, None]
+    clipped_gain = jnp.clip(ratio, 1 - config.clip_epsilon, 1 + high) * advantage[:, None]
     losses = -jnp.minimum(gain, clipped_gain)
-    metrics = {"ratio": jnp.sum(share * ratio), "clipped": jnp.sum(share * (clipped_gain < gain))}
+    gap = within(jax.lax.stop_gradient(trainer_old) - rollout_logprobs)
+    metrics = {
+        "ratio": ratio,
+        "ratio_gap": jnp.abs(ratio - 1),
+        "clipped": clipped_gain < gain,
+        "entropy": -logprobs,
+        "logprob_gap": jnp.abs(gap),
+        "logprob_gap_signed": gap,
+    }
+    if config.importance_cap is not None:
+        assert sampled_logprobs is not None, "importance_cap needs sampled_logprobs"
+        drawn = jnp.exp(within(jax.lax.stop_gradient(trainer_old) - sampled_logprobs))
+        metrics["importance"] = jnp.minimum(drawn, config.importance_cap)
+        losses = losses * metrics["importance"]
     if config.kl_coefficient:
         assert reference_logprobs is not None, "kl_coefficient needs reference_logprobs"
-        gap = jnp.where(mask, reference_logprobs - logprobs, 0.0)
-        divergence = jnp.exp(gap) - gap - 1
-        losses = losses + config.kl_coefficient * divergence
-        metrics["kl"] = jnp.sum(share * divergence)
-    return LossParts(total=jnp.sum(share * losses), weight=jnp.sum(counts > 0, dtype=jnp.float32), metrics=metrics)
+        metrics["kl"] = KL_ESTIMATORS[config.kl_estimator](within(reference_logprobs - logprobs))
+        losses = losses + config.kl_coefficient * metrics["kl"]
+    return LossParts(
+        total=jnp.sum(share * losses),
+        weight=weight,
+        metrics={name: _sum(config, mask, share, values) for name, values in metrics.items()},
+    )
 
 
-def group_advantages(rewards: Float[np.ndarray, "prompt completion"]) -> Float[np.ndarray, "prompt completion"]:
-    """Return each completion's reward less the mean of those of its prompt, divided by their standard deviation.
+def _shares(
+    config: GrpoConfig, mask: Bool[Array, "row target"], counts: Float[Array, " row"]
+) -> tuple[Float[Array, "row target"], Float[Array, ""]]:
+    """What each token counts, and what the sums are divided by."""
+    answers = jnp.sum(counts > 0, dtype=jnp.float32)
+    if config.loss == "dapo":
+        return mask.astype(jnp.float32), jnp.sum(counts)
+    if config.loss == "dr_grpo":
+        return mask.astype(jnp.float32), answers * mask.shape[1]
+    return jnp.where(mask, 1.0 / jnp.maximum(counts, 1)[:, None], 0.0), answers
 
-    This is the group-relative advantage of section 4.1.2 of the paper (arXiv 2402.03300).
+
+def _sum(
+    config: GrpoConfig, mask: Bool[Array, "row target"], share: Float[Array, "row target"], values: Array
+) -> Float[Array, ""]:
+    """A metric's sum: a mean over tokens once it is divided by the weight (``dr_grpo``: as ``grpo``)."""
+    if config.loss == "dr_grpo":
+        counts = jnp.sum(mask, axis=-1, dtype=jnp.float32)
+        share = jnp.where(mask, mask.shape[1] / jnp.maximum(counts, 1)[:, None], 0.0)
+    return jnp.sum(share * values)
+
+
+def group_advantages(
+    rewards: Float[np.ndarray, "prompt completion"], *, scale: bool = True
+) -> Float[np.ndarray, "prompt completion"]:
+    """Return each answer's reward less the mean of those of its prompt, divided by their standard deviation.
+
+    This is the group-relative advantage of section 4.1.2 of GRPO's paper (arXiv 2402.03300).
 
     Args:
-        rewards: The rewards of the completions of each prompt.
+        rewards: The rewards of the answers to each prompt.
+        scale: Whether to divide by the standard deviation; Dr. GRPO (arXiv 2503.20783) does not.
 
     Returns:
-        float32; 0 where all completions of a prompt have the same reward.
+        float32; 0 where all answers to a prompt have the same reward.
     """
     rewards = np.asarray(rewards, np.float64)
     centred = rewards - rewards.mean(axis=1, keepdims=True)
     deviation = rewards.std(axis=1, keepdims=True)
-    return np.divide(centred, deviation, out=np.zeros_like(centred), where=deviation > 1e-8).astype(np.float32)
+    divisor = deviation if scale else np.ones_like(deviation)
+    return np.divide(centred, divisor, out=np.zeros_like(centred), where=deviation > 1e-8).astype(np.float32)

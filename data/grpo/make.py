@@ -1,0 +1,51 @@
+"""Writes the questions of config/grpo_demo.yaml beside itself.
+
+Run it as ``python data/grpo/make.py``; the same file comes out every time. Every question is a sum of the demo
+(data/demo/make.py) that the demo does not hold out, in the format of GSM8K
+(https://huggingface.co/datasets/openai/gsm8k): ``question``, and ``answer`` with the final answer after ``####``. All
+of the text is made here and dedicated to the public domain (CC0-1.0, see LICENSE in this directory).
+"""
+
+import argparse
+import importlib.util
+import json
+import re
+from pathlib import Path
+from types import ModuleType
+
+QUESTIONS = 2_000
+DEMO = Path(__file__).parents[1] / "demo" / "make.py"
+
+
+def demo() -> ModuleType:
+    """The script that makes the demo's data."""
+    spec = importlib.util.spec_from_file_location("demo_data", DEMO)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def sums() -> list[dict[str, str]]:
+    """Sums that the demo trains on, with a worked answer each."""
+    train, _ = demo().split()
+    found = []
+    for row in train:
+        if "plus" in row["prompt"]:
+            first, second = re.findall(r"\d+", row["prompt"])
+            answer = row["completion"].strip()
+            found.append({"question": row["prompt"], "answer": f"{first} and {second} make {answer}.\n#### {answer}"})
+    return found[:QUESTIONS]
+
+
+def main() -> None:
+    """Write the file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent, help="directory to write to")
+    output = parser.parse_args().output
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""How a run of GRPO samples, rewards and learns, beside its loss."""
+
+import dataclasses
+
+from lockstep.errors import ConfigError
+from lockstep.training.grpo.rewards import Gsm8kReward, RewardConfig, check_rewards
+from lockstep.training.rollout import RolloutConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GrpoRunFields:
+    """Settings of rollouts, rewards and updates."""
+
+    rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
+    """How answers are sampled."""
+    num_iterations: int = 1
+    """How often each answer of a rollout is learned from."""
+    minibatches: int = 1
+    """The number of optimizer steps that the answers of a rollout are split over: a rollout has ``train_batch_size``
+    times as many answers, and is sampled once in ``num_iterations`` times as many steps."""
+    rewards: list[RewardConfig] = dataclasses.field(default_factory=lambda: [Gsm8kReward()])
+    """The components of the reward, which is their weighted sum; without this key gsm8k alone."""
+    reward_timeout_s: float = 30.0
+    """Seconds that rewards may take after the last answer of a rollout; what is late has the component's default."""
+    reward_workers: int = 8
+    """Threads per host that compute rewards; each runs the coroutines of ``async`` rewards in a loop of its own."""
+    answers_shown: int = 4
+    """Answers of a rollout in the table ``rollout/answers`` and in ``rollouts.jsonl``: the best and the worst."""
+
+    @property
+    def updates(self) -> int:
+        """The number of optimizer steps per rollout."""
+        return self.num_iterations * self.minibatches
+
+    def check_run(self, batch_size: int, hosts_wait_s: float) -> None:
+        """Check the settings.
+
+        Args:
+            batch_size: The number of answers of one optimizer step.
+            hosts_wait_s: The seconds that hosts wait for each other.
+
+        Raises:
+            ConfigError: A value is out of its range, or the batch is not made of whole groups.
+        """
+        for name, least in (("num_iterations", 1), ("minibatches", 1), ("reward_workers", 1), ("answers_shown", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}. Raise it.")
+        if not self.reward_timeout_s > 0:
+            raise ConfigError(
+                f"reward_timeout_s is {self.reward_timeout_s}; it must be more than 0 seconds. The default is 30."
+            )
+        if self.reward_timeout_s >= hosts_wait_s:
+            raise ConfigError(
+                f"reward_timeout_s is {self.reward_timeout_s:g} and hosts wait {hosts_wait_s:g} s for each other "
+                "(trainer.distributed.timeout_s): one whose rewards are late would be taken for dead. Lower "
+                "reward_timeout_s, or raise trainer.distributed.timeout_s."
+            )
+        check_rewards(self.rewards)
+        group = self.rollout.n_generations
+        if batch_size % group:
+            raise ConfigError(
+                f"trainer.train_batch_size is {batch_size} answers and rollout.n_generations is {group}; a batch is "
+                f"made of whole groups. Use a multiple of {group}, e.g. {max(1, batch_size // group) * group}."
+            )

@@ -1,0 +1,138 @@
+"""The questions that answers are sampled to, and which of them a rollout has."""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jaxtyping import Int
+
+from lockstep.errors import ConfigError, PromptError
+from lockstep.hosts import digest
+from lockstep.text import Prompt, encode
+from lockstep.training.data import GrpoDataConfig
+from lockstep.training.records import field, read_records
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Questions:
+    """All questions of a run, tokenised; every host has the same.
+
+    Args:
+        prompts: The prompts, with the reference answer as ``answer``.
+        tokens: The token ids of each prompt.
+        seed: The seed of the order.
+        shuffle: Whether each epoch has an order of its own.
+    """
+
+    prompts: Sequence[Prompt]
+    tokens: Sequence[tuple[int, ...]]
+    seed: int
+    shuffle: bool = True
+
+    def __len__(self) -> int:
+        """Return the number of questions of one epoch."""
+        return len(self.prompts)
+
+    def digest(self) -> str:
+        """Return the SHA-256 of all questions and of their order in hexadecimal digits, for hosts to agree on."""
+        return digest(f"{self.seed} {self.shuffle}", repr(self.tokens), repr([each.answer for each in self.prompts]))
+
+    def drawn(self, rollout: int, count: int, attempt: int = 0) -> Int[np.ndarray, " prompt"]:
+        """Return which questions a rollout has: a function of seed and number alone.
+
+        Args:
+            rollout: The 0-based number of the rollout.
+            count: The number of questions.
+            attempt: The number of times that this rollout drew before. The first draw takes every question once per
+                epoch; further ones are drawn at random.
+        """
+        if attempt:
+            draw = np.random.default_rng((self.seed, rollout, attempt))
+            return draw.choice(len(self), count, replace=len(self) < count)
+        epochs, offsets = np.divmod(np.arange(rollout * count, (rollout + 1) * count), len(self))
+        return np.concatenate([self._order(int(epoch))[offsets[epochs == epoch]] for epoch in np.unique(epochs)])
+
+    def longest(self, count: int) -> list[int]:
+        """Return the questions with the longest prompts, repeated where there are too few: no rollout needs more room.
+
+        Args:
+            count: The number of questions.
+        """
+        order = sorted(range(len(self)), key=lambda number: -len(self.tokens[number]))
+        return [order[place % len(order)] for place in range(count)]
+
+    def _order(self, epoch: int) -> Int[np.ndarray, " question"]:
+        return _permutation(self.seed, epoch, len(self)) if self.shuffle else np.arange(len(self))
+
+
+def load_questions(
+    config: GrpoDataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    row_length: int,
+    max_new_tokens: int,
+    seed: int,
+) -> Questions:
+    """Read and tokenise the questions.
+
+    Args:
+        config: Where they are and how a prompt is made of them.
+        tokenizer: The tokenizer of the model.
+        row_length: The number of tokens of a row.
+        max_new_tokens: The number of tokens of a row that an answer may have.
+        seed: The seed of the order.
+
+    Raises:
+        ConfigError: A file, a record or the tokenizer cannot be used, or a prompt leaves no room for an answer.
+    """
+    room = row_length - max_new_tokens
+    prompts: list[Prompt] = []
+    tokens: list[tuple[int, ...]] = []
+    left_out = 0
+    for record in read_records(config.train_urls):
+        place, question, answer = record[0], field(record, "question"), field(record, "answer")
+        try:
+            prompt = _prompt(config, len(prompts), question, answer)
+            (encoded,) = encode(tokenizer, [prompt])
+        except PromptError as error:
+            raise ConfigError(f"{place}: {error}") from error
+        if len(encoded) > room:
+            if config.truncate:
+                left_out += 1
+                continue
+            raise ConfigError(
+                f"{place}: the prompt has {len(encoded)} tokens and rollout.max_new_tokens is {max_new_tokens}: "
+                f"together {len(encoded) + max_new_tokens}, but a row has {row_length}. Raise data.max_seq_len to at "
+                f"least {len(encoded) + max_new_tokens}, lower rollout.max_new_tokens to at most "
+                f"{max(row_length - len(encoded), 0)}, or set data.truncate: true to leave out such questions."
+            )
+        prompts.append(prompt)
+        tokens.append(encoded)
+    if left_out:
+        log.warning("truncate: %d questions left out, their prompts have more than %d tokens", left_out, room)
+    if not prompts:
+        raise ConfigError("the training data has 0 questions that fit; at least 1 is needed. Check data.train_urls.")
+    return Questions(prompts=prompts, tokens=tokens, seed=seed, shuffle=config.shuffle)
+
+
+def _prompt(config: GrpoDataConfig, number: int, question: str, answer: str) -> Prompt:
+    text = question + config.instruction
+    if config.format == "text":
+        return Prompt(id=number, text=text, answer=answer)
+    messages: list[Mapping[str, str]] = [{"role": "user", "content": text}]
+    if config.system_prompt is not None:
+        messages.insert(0, {"role": "system", "content": config.system_prompt})
+    return Prompt(id=number, messages=tuple(messages), answer=answer)
+
+
+@functools.lru_cache(maxsize=4)
+def _permutation(seed: int, epoch: int, count: int) -> Int[np.ndarray, " question"]:
+    return np.random.default_rng((seed, epoch)).permutation(count)

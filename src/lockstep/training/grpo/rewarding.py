@@ -1,0 +1,159 @@
+"""The rewards of a rollout: each host computes its share of the answers, and every host gets all of them."""
+
+import collections
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from lockstep.errors import ConfigError
+from lockstep.hosts import Hosts
+from lockstep.report import Row
+from lockstep.text import Prompt
+from lockstep.training.grpo.rewards import Reward, RewardConfig, labels
+from lockstep.training.grpo.scoring import LATE, Scoring, Value, try_rewards
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Rewards:
+    """The rewards of answers; the same on every host.
+
+    Args:
+        total: The weighted sums.
+        components: The value of each component by name, its default where it had none.
+        failed: The number of answers for which a component raised or returned no number, by name.
+        late: The number of answers for which it was late.
+    """
+
+    total: Float[np.ndarray, " answer"]
+    components: Mapping[str, Float[np.ndarray, " answer"]]
+    failed: Mapping[str, int]
+    late: Mapping[str, int]
+
+
+class Rewarder:
+    """Computes the reward of every answer of a rollout.
+
+    Args:
+        rewards: The components.
+        max_new_tokens: The number of tokens that an answer may have.
+        workers: The number of threads.
+        timeout_s: The seconds that rewards may take after the last answer.
+
+    Raises:
+        ConfigError: A component cannot be made, such as a function that cannot be imported.
+    """
+
+    def __init__(self, rewards: Sequence[RewardConfig], *, max_new_tokens: int, workers: int, timeout_s: float) -> None:
+        self._configs = dict(zip(labels(rewards), rewards, strict=True))
+        self._functions: dict[str, Reward] = {
+            name: config.build(max_new_tokens) for name, config in self._configs.items()
+        }
+        self._workers, self._timeout_s = workers, timeout_s
+        self._scoring: Scoring | None = None
+        self._warned: set[str] = set()
+
+    def check(self, row: Row, prompt: Prompt) -> None:
+        """Try every component on an answer, before training begins.
+
+        Args:
+            row: The answer.
+            prompt: Its question.
+
+        Raises:
+            ConfigError: A component raises, is late, or returns no number.
+        """
+        for name, text in try_rewards(self._functions, row, prompt, self._timeout_s).items():
+            why = f"took more than {self._timeout_s:g} s" if text == LATE else text
+            raise ConfigError(
+                f"rewards: {name} was tried on the reference answer to the first question ({row.generated_text!r}): "
+                f"{why}. A reward takes (row, prompt) and returns a finite number; correct it."
+            )
+
+    def begin(self) -> None:
+        """Start the threads of a rollout."""
+        self._scoring = Scoring(self._functions, self._workers)
+
+    def submit(self, number: int, row: Row, prompt: Prompt) -> None:
+        """Have an answer of this host's share scored while others are generated.
+
+        Args:
+            number: The answer's number in the rollout.
+            row: The answer.
+            prompt: Its question.
+        """
+        assert self._scoring is not None, "begin() comes before submit()"
+        self._scoring.submit(number, row, prompt)
+
+    def close(self) -> None:
+        """Give a rollout up."""
+        if self._scoring is not None:
+            self._scoring.close()
+            self._scoring = None
+
+    def finish(self, hosts: Hosts, n_answers: int) -> Rewards:
+        """Wait for the rewards of this host's share, and exchange them with the other hosts.
+
+        Args:
+            hosts: The processes, inside a scope.
+            n_answers: The number of answers of the rollout, each submitted on one host.
+
+        Raises:
+            PeerError: A host failed; raised on every host.
+        """
+        scoring, self._scoring = self._scoring, None
+        assert scoring is not None, "begin() comes before finish()"
+        names = list(self._functions)
+        with hosts.run_on_all("rewards") as phase:
+            own = scoring.finish(self._timeout_s)
+            # Texts of what went wrong stay here but for one per component: thousands of them would not.
+            texts = {
+                name: found[name]
+                for found in reversed(own.values())
+                for name in names
+                if isinstance(found[name], str) and found[name] != LATE
+            }
+            phase.share([{number: [_short(found[name]) for name in names] for number, found in own.items()}, texts])
+        shared: dict[int, list[Any]] = {}
+        for index, (values, texts) in enumerate(phase.shared):
+            shared |= {int(number): each for number, each in values.items()}
+            self._warn(hosts, index, texts)
+        assert len(shared) == n_answers, "every answer is the share of one host"
+        return self._sum(names, [shared[number] for number in range(n_answers)])
+
+    def _sum(self, names: Sequence[str], values: Sequence[Sequence[Any]]) -> Rewards:
+        components: dict[str, np.ndarray] = {}
+        failed, late = collections.Counter[str](), collections.Counter[str]()
+        total = np.zeros(len(values))
+        for place, name in enumerate(names):
+            config = self._configs[name]
+            column = [each[place] for each in values]
+            failed[name], late[name] = column.count(None), column.count(LATE)
+            numbers = [each if isinstance(each, float | int) else config.default for each in column]
+            components[name] = np.array(numbers, np.float64)
+            total += config.weight * components[name]
+        return Rewards(total=total, components=components, failed=dict(failed), late=dict(late))
+
+    def _warn(self, hosts: Hosts, index: int, texts: Mapping[str, str]) -> None:
+        """Say once per component what went wrong; how often is in the metrics."""
+        for name, text in texts.items():
+            if hosts.is_leader and name not in self._warned:
+                self._warned.add(name)
+                log.warning(
+                    "reward %s failed on process %d, its default is used: %s. Later failures are counted in "
+                    "reward/%s/failed",
+                    name,
+                    index,
+                    text,
+                    name,
+                )
+
+
+def _short(value: Value) -> float | str | None:
+    """A number, `LATE`, or None for what failed."""
+    return value if isinstance(value, float) or value == LATE else None

@@ -1,0 +1,211 @@
+"""GRPO on several hosts: the same rollouts and losses on every mesh, rewards shared, a run that is killed goes on."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lockstep.training import CheckpointerConfig, KeepConfig
+from lockstep.training.grpo.rewards import FunctionReward, LengthReward
+from tests import rollouts as runs
+from tests import tiny
+from tests.multiprocess.harness import run_command, run_processes
+from tests.multiprocess.launches import record_launches
+
+pytestmark = pytest.mark.multiprocess
+
+ROOT = Path(__file__).parents[2]
+FAILING_HOST = "LOCKSTEP_TEST_FAILING_HOST"
+
+
+def opinion(row, prompt):
+    """A reward that fails on one host."""
+    if os.environ.get(FAILING_HOST):
+        raise OSError("the judge is not reachable from here")
+    return runs.parity(row, prompt)
+
+
+def outcome(trainer, rollouts, spy):
+    return {
+        "found": spy.found,
+        "losses": [float(loss).hex() for loss in spy.losses],
+        "traces": [trainer.train_step_traces, *rollouts.logprob_traces.values()],
+        "engine": {name: program.traces for name, program in rollouts.engine.programs.items()},
+        "compilations": len(rollouts.engine.compilations),
+    }
+
+
+def body_meshes(hosts, mesh_shapes):
+    """A rollout with two updates on each mesh, with a reference and the trainer's log-probabilities."""
+    loss = {"use_rollout_logprobs": False, "importance_cap": 2.0, "kl_coefficient": 0.05}
+    results = []
+    for mesh_shape in mesh_shapes:
+        trainer, rollouts, model = runs.make(mesh_shape, 2, hosts, loss=loss, run={"num_iterations": 2})
+        results.append(outcome(trainer, rollouts, runs.train(trainer, rollouts, model)))
+    return results
+
+
+def body_failing_reward(hosts):
+    """The reward fails on process 1 alone: its answers get the default, on every host, and training goes on."""
+    os.environ.pop(FAILING_HOST, None)
+    if hosts.index == 1:
+        os.environ[FAILING_HOST] = "1"
+    try:
+        tracker = runs.Recorder()
+        rewards = [FunctionReward(function=f"{__name__}:opinion", default=-3.0), LengthReward(weight=0.5)]
+        trainer, rollouts, model = runs.make("auto", 2, hosts, tracker=tracker, run={"rewards": rewards})
+        with record_launches() as launches:
+            spy = runs.train(trainer, rollouts, model)
+        scalars = tracker.scalars.get(1, {})
+        return {
+            "advantage": spy.found[0]["advantage"],
+            "failed": scalars.get("reward/opinion/failed"),
+            "least": scalars.get("reward/min"),
+            "losses": spy.losses,
+            "launches": sorted(set(launches)),
+        }
+    finally:
+        os.environ.pop(FAILING_HOST, None)
+
+
+KILLED_IN = {"step": 0}
+"""The step whose rewards send a SIGTERM to their process."""
+
+
+def deadly(row, prompt):
+    """A reward in whose rollout the process is asked to end."""
+    if row.step == KILLED_IN["step"]:
+        KILLED_IN["step"] = 0
+        os.kill(os.getpid(), signal.SIGTERM)
+    return runs.parity(row, prompt)
+
+
+def body_resume(hosts, directory):
+    """A run without a break; one that ends in a rollout, goes on, ends between two updates of a rollout, and goes on;
+    and one that goes on from the middle of the first rollout, as after a kill.
+    """
+    # Of four sequences at a time, so that a rollout has several launches.
+    run = {"num_iterations": 2, "minibatches": 2, "rollout": {"max_seqs": 4}}
+    run["rewards"] = [FunctionReward(function=f"{__name__}:deadly"), LengthReward(weight=-0.5)]
+
+    def train(where, at=None):
+        values = {"checkpointer": CheckpointerConfig(every=3, keep=KeepConfig(newest=9))} if where else {}
+        trainer, rollouts, model = runs.make(
+            "auto", 8, hosts, run=run, loss={"use_rollout_logprobs": False},
+            log_dir=str(where or directory), run_id="run", **values,
+        )  # fmt: skip
+        state = trainer.restore(tiny_init)
+        losses = {}
+        trainer.add_hook(lambda info: losses.update({info.next_step: float(info.loss).hex()}))
+        if at is not None:
+            trainer.add_hook(lambda info: at(info))
+        result = trainer.train(model if state is None else state, rollouts)
+        return losses, [result.completed_steps, result.stopped_by, result.checkpoint_errors]
+
+    def terminate(info):
+        if info.next_step == 5 and hosts.index == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    plain, _ = train(None)
+    where = Path(directory) / "broken"
+    KILLED_IN["step"] = 5 if hosts.index == 1 else 0
+    first, in_rollout = train(where)
+    second, between = train(where, terminate)
+    hosts.barrier("before the copy")
+    if hosts.is_leader:  # as a kill leaves it: the last checkpoint is that of step 3
+        copy = Path(directory) / "killed" / "run"
+        shutil.copytree(where / "run", copy)
+        for step in (4, 6):
+            shutil.rmtree(copy / "checkpoints" / f"step-{step}")
+    hosts.barrier("after the copy")
+    third, _ = train(where)
+    killed, _ = train(Path(directory) / "killed")
+    losses = [list(each.items()) for each in (plain, first, second, third, killed)]
+    return {"losses": losses, "ends": [in_rollout, between]}
+
+
+def tiny_init(key):
+    import haliax as hax
+
+    from lockstep.models import LlamaLMHeadModel
+
+    return LlamaLMHeadModel.init(hax.Axis("vocab", tiny.vocab_size()), tiny.CONFIG, key=key)
+
+
+def check_meshes(results, oracle):
+    for one in results[1:]:
+        for mine, leaders in zip(one, results[0], strict=True):
+            assert mine["losses"] == leaders["losses"] and mine["found"] == leaders["found"]
+    for run in results[0]:
+        assert run["traces"] == [1, 1, 1] and set(run["engine"].values()) == {1}
+        assert run["compilations"] == len(run["engine"])
+        runs.assert_close(run["found"]["0"], oracle["found"]["0"])
+        np.testing.assert_allclose(
+            float.fromhex(run["losses"][0]), float.fromhex(oracle["losses"][0]), rtol=1e-4, atol=1e-5
+        )
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    ((found,),) = run_processes(body_meshes, processes=1, devices=1, args=(["auto"],), timeout_s=240)
+    return found
+
+
+@pytest.mark.slow
+def test_the_first_step_is_the_same_on_every_mesh(oracle):
+    meshes = ["auto", "host_local", "1,2,2"]
+    results = run_processes(body_meshes, processes=2, devices=2, args=(meshes,), timeout_s=300)
+    check_meshes(results, oracle)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_the_first_step_is_the_same_on_four_processes(oracle):
+    meshes = ["auto", "host_local", "2,2,2"]
+    results = run_processes(body_meshes, processes=4, devices=2, args=(meshes,), timeout_s=400)
+    check_meshes(results, oracle)
+
+
+def test_a_reward_that_fails_on_one_host_costs_its_answers_their_reward():
+    leader, other = run_processes(body_failing_reward, processes=2, devices=2, timeout_s=200)
+    assert leader["failed"] == runs.BATCH / 2 and leader["least"] <= -2.5
+    assert leader["advantage"] == other["advantage"] and leader["losses"] == other["losses"]
+    assert leader["launches"] == other["launches"]
+
+
+@pytest.mark.slow
+def test_a_run_that_ends_within_a_rollout_goes_on_bit_for_bit(tmp_path):
+    results = run_processes(body_resume, processes=2, devices=2, args=(str(tmp_path),), timeout_s=400)
+    assert results[0] == results[1]
+    assert results[0]["ends"] == [[4, signal.SIGTERM, 0], [6, signal.SIGTERM, 0]]
+    plain, first, second, third, killed = (dict(losses) for losses in results[0]["losses"])
+    assert sorted(plain) == list(range(1, 9))
+    # The step after which the second signal was seen had not called its hooks: the third start calls them first.
+    assert [sorted(each) for each in (first, second, third)] == [[1, 2, 3, 4], [5], [6, 7, 8]]
+    assert first | second | third == plain
+    assert sorted(killed) == [4, 5, 6, 7, 8] and killed == {step: plain[step] for step in killed}
+
+
+@pytest.mark.slow
+def test_the_command_trains_evaluates_and_saves(tmp_path):
+    """The demo's configuration on two hosts, from a model that has learned nothing, for two steps."""
+    model = {"type": "llama", "max_seq_len": 64, "hidden_dim": 32, "intermediate_dim": 64, "num_layers": 2}
+    model |= {"num_heads": 4, "num_kv_heads": 2}
+    arguments = ["--initialize_from_hf", "null", "--model", json.dumps(model), "--trainer.num_train_steps", "2"]
+    arguments += ["--trainer.log_dir", str(tmp_path), "--trainer.run_id", "run", "--trainer.train_batch_size", "16"]
+    arguments += ["--optimizer.warmup", "0", "--inference_eval.n_generations", "2", "--inference_eval.temperature", "1"]
+    command = ["lockstep", "train-grpo", "--config_path", "config/grpo_demo.yaml"]
+    run = run_command([*command, *arguments], cwd=ROOT, timeout_s=300)
+    assert run.code == 0, run.output
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    values = {}
+    for line in lines:
+        values.setdefault(line["step"], {}).update(line)
+    assert "reward/exact_match/mean" in values[1] and "time/train/step_avg_last10_s" in values[2]
+    assert "inference_eval/pass@1/exact_match" in values[0] and "inference_eval/pass@2/exact_match" in values[0]
+    assert (tmp_path / "run" / "rollouts.jsonl").exists() and (tmp_path / "run" / "checkpoint" / "config.json").exists()
+    assert "done: 2 of 2 steps" in run.logs[0] and "reward 0.000" in run.logs[0]

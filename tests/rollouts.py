@@ -1,0 +1,121 @@
+"""A GRPO run so small that a test trains it in seconds; the same numbers on every mesh."""
+
+import contextlib
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.text import Prompt
+from lockstep.training import GrpoConfig, OptimizerConfig, RolloutConfig, Trainer, TrainerConfig
+from lockstep.training.grpo import GrpoRunFields, Questions, Rollouts
+from lockstep.training.grpo.rewards import FunctionReward, LengthReward
+from tests import tiny
+
+BATCH, GROUP, ROW = 16, 4, 24
+
+
+def parity(row: Any, prompt: Any) -> float:
+    """A reward without a model behind it: whether the text has an even number of letters e."""
+    return float(row.generated_text.count("e") % 2 == 0)
+
+
+class Recorder:
+    """A tracker that keeps everything."""
+
+    def __init__(self) -> None:
+        self.scalars: dict[int, dict[str, float]] = {}
+        self.rows: list[Any] = []
+
+    def log(self, metrics: Any, *, step: int) -> None:
+        self.scalars.setdefault(step, {}).update(metrics)
+
+    def log_rows(self, name: str, rows: Any, *, step: int) -> None:
+        assert name == "rollout/answers"
+        self.rows.extend(rows)
+
+    def finish(self) -> None:
+        pass
+
+
+def questions(count: int = 12) -> Questions:
+    """Sums, tokenised by the demo's tokenizer."""
+    prompts = [Prompt(id=i, text=f"What is {i} plus {3 * i}?", answer=f"#### {4 * i}") for i in range(count)]
+    tokens = [tuple(tiny.tokenizer().encode(prompt.text)) for prompt in prompts]
+    return Questions(prompts=prompts, tokens=tokens, seed=0)
+
+
+def fields(**values: Any) -> GrpoRunFields:
+    """Settings with a reward that differs between answers from the beginning."""
+    rewards = [FunctionReward(function="tests.rollouts:parity"), LengthReward(weight=-0.5)]
+    rollout = RolloutConfig(n_generations=GROUP, max_new_tokens=8, **values.pop("rollout", {}))
+    return GrpoRunFields(**{"rollout": rollout, "rewards": rewards, "reward_timeout_s": 20.0} | values)
+
+
+def make(
+    mesh_shape: str = "auto",
+    steps: int = 3,
+    hosts: Any = None,
+    tracker: Any = None,
+    loss: dict[str, Any] | None = None,
+    run: dict[str, Any] | None = None,
+    **trainer_values: Any,
+) -> tuple[Trainer, Rollouts, Any]:
+    """A trainer, its rollouts, and a model with random weights, or what to go on from."""
+    objective = GrpoConfig(**(loss or {}))
+    config = TrainerConfig(num_train_steps=steps, train_batch_size=BATCH, mesh_shape=mesh_shape, **trainer_values)
+    optimizer = OptimizerConfig(learning_rate=1e-2, warmup=0)
+    trainer = Trainer(config, optimizer.build(steps), objective, hosts, tracker=tracker)
+    initial = tiny.init_model(trainer)
+    rollouts = Rollouts(
+        fields(**(run or {})),
+        objective,
+        questions(),
+        tiny.tokenizer(),
+        config,
+        trainer.mesh,
+        ROW,
+        trainer.hosts,
+        reference=trainer.frozen_copy(initial) if objective.kl_coefficient else None,
+        tracker=trainer.tracker,
+        run_dir=None if config.run_id is None else Path(config.log_dir) / config.run_id,
+    )
+    trainer.add_hook(rollouts)
+    return trainer, rollouts, initial
+
+
+@dataclasses.dataclass
+class Spy:
+    """What each rollout of a run was, taken when its first update is done."""
+
+    rollouts: Rollouts
+    found: dict[int, dict[str, list[Any]]] = dataclasses.field(default_factory=dict)
+    losses: list[float] = dataclasses.field(default_factory=list)
+
+    def __call__(self, info: Any) -> None:
+        self.losses.append(info.loss)
+        rollout = self.rollouts.rollout
+        assert rollout is not None
+        self.found.setdefault(rollout.number, {name: column.tolist() for name, column in rollout.columns.items()})
+
+
+def train(trainer: Trainer, rollouts: Rollouts, model: Any) -> Spy:
+    """Train to the end."""
+    spy = Spy(rollouts)
+    trainer.add_hook(spy)
+    with contextlib.closing(rollouts):
+        trainer.train(model, rollouts)
+    return spy
+
+
+def assert_close(one: Any, other: Any) -> None:
+    """The columns of two rollouts are the same but for rounding."""
+    assert set(one) == set(other)
+    for name in one:
+        np.testing.assert_allclose(one[name], other[name], rtol=2e-4, atol=2e-5, err_msg=name)
+
+
+def letters(row: Any, prompt: Any) -> float:
+    """A reward that a few steps can raise: the letters e per token of the answer."""
+    return float(row.generated_text.count("e") / row.num_tokens)

@@ -1,0 +1,32 @@
+import dataclasses
+
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.training.grpo import GrpoRunFields
+from lockstep.training.grpo.rewards import Gsm8kReward
+
+
+def test_a_rollout_is_for_all_iterations_of_all_minibatches():
+    fields = GrpoRunFields(num_iterations=2, minibatches=3)
+    fields.check_run(16, 300)
+    assert fields.updates == 6 and fields.rewards == [Gsm8kReward()]
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"num_iterations": 0}, "num_iterations is 0; it must be at least 1"),
+        ({"minibatches": 0}, "minibatches is 0"),
+        ({"reward_workers": 0}, "reward_workers is 0"),
+        ({"answers_shown": -1}, "answers_shown is -1; it must be at least 0"),
+        ({"reward_timeout_s": 0}, "reward_timeout_s is 0; it must be more than 0"),
+        ({"reward_timeout_s": 300}, r"reward_timeout_s is 300 and hosts wait 300 s .*trainer\.distributed\.timeout_s"),
+        ({"rewards": []}, "rewards is empty"),
+        ({}, r"train_batch_size is 20 answers and rollout\.n_generations is 8; .* Use a multiple of 8, e\.g\. 16"),
+    ],
+)
+def test_settings_that_cannot_work(values, text):
+    fields = dataclasses.replace(GrpoRunFields(), **values)
+    with pytest.raises(ConfigError, match=text):
+        fields.check_run(16 if values else 20, 300)
