@@ -5,6 +5,7 @@ import io
 from types import SimpleNamespace
 
 import jax
+import pytest
 from rich.console import Console
 
 from lockstep.errors import CompilerError, HbmError
@@ -36,6 +37,7 @@ def costs_of(cache, memory=2**40):
     return remat_costs(workload, SimpleNamespace(devices=jax.devices()[:1]), cache, memory)
 
 
+@pytest.mark.slow
 def test_each_policy_is_compiled_and_what_keeps_less_computes_more():
     costs = {cost.policy: cost for cost in costs_of(OnCpu())}
     assert tuple(costs) == POLICIES
