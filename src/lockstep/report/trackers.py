@@ -301,6 +301,9 @@ class WandbTrackerConfig(TrackerConfig):
                 project=self.project,
                 entity=self.entity,
                 name=self.name or run_name,
+                # A run that goes on under its name goes on in W&B too.
+                id=run_name,
+                resume="allow",
                 group=self.group,
                 tags=list(self.tags),
                 mode=self.mode,

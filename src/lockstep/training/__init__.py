@@ -9,6 +9,15 @@ from lockstep.training.optimizer import OptimizerConfig
 from lockstep.training.precision import Precision, parse_precision
 from lockstep.training.rollout import RolloutConfig
 from lockstep.training.rows import Batches, TokenizedRows
+from lockstep.training.saved_model import (
+    RESUMABLE,
+    SavedModel,
+    has_checkpoint,
+    model_spec,
+    save_tokenizer,
+    saved_at,
+    saved_model,
+)
 from lockstep.training.step import TrainState, TrainStep, batch_structs, parameter_shardings, state_structs
 from lockstep.training.stopping import StopRequest
 from lockstep.training.trainer import Trainer, TrainResult
@@ -27,7 +36,9 @@ __all__ = [
     "OptimizerConfig",
     "Precision",
     "PreferenceDataConfig",
+    "RESUMABLE",
     "RolloutConfig",
+    "SavedModel",
     "SimpoConfig",
     "StepInfo",
     "StopRequest",
@@ -38,8 +49,13 @@ __all__ = [
     "Trainer",
     "TrainerConfig",
     "batch_structs",
+    "has_checkpoint",
     "lm_loss",
+    "model_spec",
     "parameter_shardings",
     "parse_precision",
+    "save_tokenizer",
+    "saved_at",
+    "saved_model",
     "state_structs",
 ]

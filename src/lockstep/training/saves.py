@@ -1,13 +1,16 @@
 """When a training loop saves, and how it goes on from a checkpoint."""
 
+import contextlib
 import math
 import signal
+import time
 
+from lockstep.hosts import Hosts
 from lockstep.training.checkpoint import CheckpointMetadata
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.config import TrainerConfig
 from lockstep.training.hooks import Hooks, StepInfo
-from lockstep.training.step import TrainState
+from lockstep.training.step import SAVE_FLAG, TrainState
 
 
 class Saves:
@@ -17,10 +20,12 @@ class Saves:
         checkpointer: What saves; None: nothing is saved.
         hooks: The hooks of the run, whose states belong into a checkpoint.
         config: The configuration of the run.
+        hosts: The processes of the job.
     """
 
-    def __init__(self, checkpointer: Checkpointer | None, hooks: Hooks, config: TrainerConfig) -> None:
-        self._checkpointer, self._hooks, self._config = checkpointer, hooks, config
+    def __init__(self, checkpointer: Checkpointer | None, hooks: Hooks, config: TrainerConfig, hosts: Hosts) -> None:
+        self._checkpointer, self._hooks, self._config, self._hosts = checkpointer, hooks, config, hosts
+        self._last_save = time.monotonic()
         self.resumed_from: CheckpointMetadata | None = None
         """Where the run goes on from; None: it begins."""
         self._interrupted = False
@@ -67,7 +72,14 @@ class Saves:
         if not self.resumed_from.hooks_called:
             self._hooks.after_step(info)
 
-    def after_step(self, state: TrainState, info: StepInfo, *, hooks_called: bool) -> None:
+    def flag(self) -> int:
+        """Return the stop flag of this host for the next step: the leader's asks for a save where time is up."""
+        if self._checkpointer is None or self._checkpointer.config.every_minutes is None or not self._hosts.is_leader:
+            return 0
+        due_s = 60 * self._checkpointer.config.every_minutes
+        return SAVE_FLAG if time.monotonic() - self._last_save >= due_s else 0
+
+    def after_step(self, state: TrainState, info: StepInfo, *, hooks_called: bool, asked: bool = False) -> None:
         """Begin a save where one is due.
 
         Args:
@@ -75,13 +87,15 @@ class Saves:
             info: The info of the step.
             hooks_called: Whether all hooks have done their work for this step; where one has not, because the job is
                 asked to end, a resume has to begin here.
+            asked: Whether the leader asked for a save with its flag for this step.
         """
         if self._checkpointer is None:
             return
         settings, step = self._checkpointer.config, info.next_step
         self._interrupted = not hooks_called and settings.save_on_preemption
         # The last one comes after the last hooks.
-        if self._interrupted or (hooks_called and step % settings.every == 0 and step < self._config.num_train_steps):
+        due = asked or (settings.every is not None and step % settings.every == 0)
+        if self._interrupted or (hooks_called and due and step < self._config.num_train_steps):
             self._save(state, info, hooks_called)
 
     def end(self, state: TrainState, info: StepInfo, stopped_by: int | None) -> None:
@@ -94,14 +108,15 @@ class Saves:
         """
         if self._checkpointer is None:
             return
-        if stopped_by is None:
-            self._save(state, info, hooks_called=True)
-        elif stopped_by == signal.SIGTERM and self._checkpointer.config.save_on_preemption and not self._interrupted:
-            self._save(state, info, hooks_called=False)
-        self._checkpointer.wait()
+        preempted = stopped_by == signal.SIGTERM and self._checkpointer.config.save_on_preemption
+        with self._checkpointer.within_grace(info.next_step) if preempted else contextlib.nullcontext():
+            if stopped_by is None or (preempted and not self._interrupted):
+                self._save(state, info, hooks_called=stopped_by is None)
+            self._checkpointer.wait()
 
     def _save(self, state: TrainState, info: StepInfo, hooks_called: bool) -> None:
         assert self._checkpointer is not None
+        self._last_save = time.monotonic()
         self._checkpointer.save(
             state, step=info.next_step, loss=info.loss, hooks=self._hooks.state(), hooks_called=hooks_called
         )

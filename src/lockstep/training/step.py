@@ -26,6 +26,9 @@ BATCH_SPEC = P(("dp", "fsdp"))
 STOP_SPEC = P(MESH_AXES)
 """How the stop flags are split over the mesh: one per device."""
 
+SAVE_FLAG = 1
+"""The stop flag with which the leader asks for a checkpoint; every signal that ends a run is a larger number."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -186,6 +189,8 @@ class StepMetrics:
     """The mean loss over the batch, before the update."""
     stop: int
     """The largest number of a signal that asked a host to stop; 0 where none did."""
+    save: bool
+    """Whether the leader asked for a checkpoint; False where a host was asked to stop."""
     values: Mapping[str, float]
     """Further metrics by name."""
 
@@ -259,7 +264,8 @@ class TrainStep:
         Args:
             state: The state, which is donated: its arrays are deleted.
             batch: Global arrays by name, with the row as axis 0.
-            stop: The number of the signal on the devices of a host that was asked to stop, 0 on all others.
+            stop: The number of the signal on the devices of a host that was asked to stop; `SAVE_FLAG` on those of a
+                leader that wants a checkpoint; 0 on all others.
 
         Returns:
             The next state, and the metrics as an array for `read`.
@@ -287,7 +293,8 @@ class TrainStep:
             metrics: The second result of a call.
         """
         loss, stop, *others = (float(x) for x in jax.device_get(metrics.addressable_data(0)))
-        return StepMetrics(loss=loss, stop=int(stop), values=dict(zip(self._names, others, strict=True)))
+        values = dict(zip(self._names, others, strict=True))
+        return StepMetrics(loss=loss, stop=0 if stop == SAVE_FLAG else int(stop), save=stop == SAVE_FLAG, values=values)
 
     def _step(self, state: TrainState, batch: dict[str, Array], stop: Array) -> tuple[TrainState, Float[Array, " n"]]:
         parts, gradients = self._sums(state.model, batch)

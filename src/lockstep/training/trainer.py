@@ -84,6 +84,8 @@ class Trainer:
         facts: What a run must have in common with a checkpoint to go on from it, such as a digest of its data, by name;
             seed, batch size and the shapes of all arrays are compared anyway.
         run_config: The configuration of the run as JSON values: what has changed in it at a resume is logged.
+        model_spec: What `lockstep.training.model_spec` returned, for ``lockstep export`` and ``lockstep sample``; None:
+            only this program can read its checkpoints.
 
     Raises:
         ConfigError: The mesh or the batch size does not fit the devices, or there is a checkpointer without a run
@@ -103,6 +105,7 @@ class Trainer:
         run_dir: str | os.PathLike[str] | None = None,
         facts: Mapping[str, str] | None = None,
         run_config: Mapping[str, Any] | None = None,
+        model_spec: Mapping[str, Any] | None = None,
     ) -> None:
         self.config, self.hosts = config, current() if hosts is None else hosts
         self.mesh = make_mesh(config.mesh_shape) if mesh is None else mesh
@@ -117,8 +120,8 @@ class Trainer:
         self._step: TrainStep | None = None
         self._watchdog = Watchdog(self.hosts, self.hosts.timeout_s)
         self._warned_of_loss = False
-        self._checkpointer = self._make_checkpointer(run_dir, facts or {}, run_config or {})
-        self._saves = Saves(self._checkpointer, self._hooks, config)
+        self._checkpointer = self._make_checkpointer(run_dir, facts or {}, run_config or {}, model_spec)
+        self._saves = Saves(self._checkpointer, self._hooks, config, self.hosts)
 
     @property
     def train_step_traces(self) -> int:
@@ -129,6 +132,11 @@ class Trainer:
     def resumed_from(self) -> CheckpointMetadata | None:
         """The checkpoint that `restore` read; None where there was none."""
         return self._saves.resumed_from
+
+    @property
+    def checkpoints(self) -> str | None:
+        """The directory or URL of the run's checkpoints; None where there are none."""
+        return None if self._checkpointer is None else os.fspath(self._checkpointer.directory.path)
 
     def add_hook(self, hook: Hook | Callable[..., Any], every: int = 1) -> None:
         """Have something called as training goes on, see `Hooks`.
@@ -226,7 +234,7 @@ class Trainer:
                 batch = self._place(batches, step)
                 start = time.perf_counter()
                 with self._named_failure(step), self._watchdog.watch("train_step"):
-                    state, figures = step_fn(state, batch, self._stop_array(stop.signal or 0))
+                    state, figures = step_fn(state, batch, self._stop_array(stop.signal or self._saves.flag()))
                     metrics = step_fn.read(figures)
                 duration = time.perf_counter() - start
                 info = StepInfo(step=step, model=state.model, loss=metrics.loss, step_duration=duration)
@@ -236,7 +244,7 @@ class Trainer:
                     stopped_by = metrics.stop
                     self._hooks.after_signal()
                     break
-                self._saves.after_step(state, info, hooks_called=self._hooks.after_step(info))
+                self._saves.after_step(state, info, hooks_called=self._hooks.after_step(info), asked=metrics.save)
             else:
                 if not self._saves.complete:
                     self._hooks.after_last_step(info)
@@ -326,7 +334,11 @@ class Trainer:
             log.warning("the loss is %s after %d steps; training goes on", info.loss, info.next_step)
 
     def _make_checkpointer(
-        self, run_dir: str | os.PathLike[str] | None, facts: Mapping[str, str], run_config: Mapping[str, Any]
+        self,
+        run_dir: str | os.PathLike[str] | None,
+        facts: Mapping[str, str],
+        run_config: Mapping[str, Any],
+        model_spec: Mapping[str, Any] | None,
     ) -> Checkpointer | None:
         config = self.config
         if config.checkpointer is None:
@@ -345,6 +357,7 @@ class Trainer:
             facts={"seed": str(config.seed), "train_batch_size": str(config.train_batch_size), **facts},
             run_config=run_config,
             reported=self._wait_until_reported,
+            model=model_spec,
         )
 
     def _wait_until_reported(self) -> None:
