@@ -11,7 +11,7 @@ from lockstep.engine import layout_text
 from lockstep.plan.collectives import CollectiveSum
 from lockstep.plan.hlo import vmem
 from lockstep.plan.planner import Plan, SamplingPlan
-from lockstep.plan.summary import WRITE_BANDWIDTH, checkpoint_bytes, moments, train_time
+from lockstep.plan.summary import checkpoint_bytes, checkpoint_seconds, grace_seconds, moments, train_time
 from lockstep.units import bytes_text
 
 
@@ -134,10 +134,11 @@ def _speed(plan: Plan) -> Table:
 
 
 def _checkpoint(plan: Plan) -> str:
-    size = checkpoint_bytes(plan)
+    seconds, grace_s = checkpoint_seconds(plan), grace_seconds(plan)
+    fits = "it fits" if seconds <= grace_s else "it does not fit: what came after the last checkpoint is lost then"
     return (
-        f"a checkpoint: {bytes_text(size)} per host, {_seconds(size / WRITE_BANDWIDTH)} if each writes "
-        f"{WRITE_BANDWIDTH / 1e9:.4g} GB/s; SIGTERM leaves a spot VM 30 s\n"
+        f"a checkpoint: {bytes_text(checkpoint_bytes(plan))} per host, {_seconds(seconds)} if each writes "
+        f"{plan.write_bandwidth / 1e9:.4g} GB/s (--write_bandwidth); SIGTERM leaves {grace_s:g} s, {fits}\n"
     )
 
 

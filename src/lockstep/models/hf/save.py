@@ -151,6 +151,7 @@ class _Save:
         target = self._begin()
         try:
             try:
+                self._choose_writers(target)
                 source.prepare()
                 saved = self._write(source, target, interrupted)
                 if saved:
@@ -169,16 +170,18 @@ class _Save:
             raise
 
     def _begin(self) -> SaveTarget:
-        """Make the place, and learn which hosts see it."""
+        """Make the place."""
 
         def begin() -> bytes:
             token = secrets.token_hex(4)
             save_target(self._path, token).begin()
             return token.encode()
 
-        token = self._hosts.broadcast_from_leader("begin", begin).decode()
+        return save_target(self._path, self._hosts.broadcast_from_leader("begin", begin).decode())
+
+    def _choose_writers(self, target: SaveTarget) -> None:
+        """Learn which hosts see the place, and share the files out between them."""
         with self._hosts.run_on_all("writers", "saving") as phase:
-            target = save_target(self._path, token)
             phase.share(target.seen())
             phase.agree({"tensors": digest(repr([(each.name, each.shape, each.dtype.name) for each in self._tensors]))})
         self._writers = [process for process, sees in enumerate(phase.shared) if sees]
@@ -192,7 +195,6 @@ class _Save:
                 self._hosts.count,
             )
         self._files = plan_files(self._tensors, self._max_shard_bytes, len(self._writers))
-        return target
 
     def _files_of(self, process: int) -> dict[str, Sequence[SavedTensor]]:
         """The files that a process writes: one after the other goes to the next writer."""
