@@ -39,6 +39,7 @@ ONLY_IN = {
     "tensorboardX": {"report/trackers.py"},
     "jax._src": {"hosts/_client.py"},
     "orbax": {"training/checkpoint.py"},
+    "tensorstore": {"training/checkpoint.py"},
     "levanter": {"models/levanter_reader.py", "levanter.py"},
 }
 

@@ -193,23 +193,23 @@ class Checkpointer:
             return
         grace_s, before = self.config.grace_s, self.last_step
         start = time.monotonic()
-        otherwise = "from the beginning" if before is None else f"from step {before}"
         if self._last_s is not None and self._last_s > grace_s:
             log.warning(
                 "the last checkpoint took %.1f s, and SIGTERM leaves %g s (checkpointer.grace_s): this one may not be "
                 "complete in time, and the run then goes on %s",
                 self._last_s,
                 grace_s,
-                otherwise,
+                self._otherwise(),
             )
 
         def late() -> None:
+            pending = self._pending
             log.error(
                 "the checkpoint of step %d is not complete %g s after SIGTERM (checkpointer.grace_s): if the machine "
                 "is taken away now, the run goes on %s",
-                step,
+                step if pending is None else pending.step,
                 grace_s,
-                otherwise,
+                self._otherwise(),
             )
 
         timer = threading.Timer(grace_s, late)
@@ -221,6 +221,13 @@ class Checkpointer:
             timer.cancel()
         if self.last_step != before:
             log.info("saved %.1f s after SIGTERM, which leaves %g s", time.monotonic() - start, grace_s)
+
+    def _otherwise(self) -> str:
+        """Where the run goes on if no save that is not complete yet is completed."""
+        pending, step = self._pending, self.last_step
+        if pending is not None and pending.done.is_set() and not pending.error:
+            step = pending.step
+        return "from the beginning" if step is None else f"from step {step}"
 
     def _outcome(self, save: "_Save", wait_s: float) -> str | None:
         """On the leader: why the save failed, empty where it did not, None while nobody knows."""

@@ -68,7 +68,8 @@ def test_it_is_read_into_any_mesh_and_nothing_is_launched(run, mesh_shape):
 
 def test_it_is_read_in_another_type_as_it_would_be_cast(run):
     directory, model = run
-    read = saved_model(str(directory)).read(make_mesh("auto"), "bfloat16")
+    with jax.no_execution(True):
+        read = saved_model(str(directory)).read(make_mesh("auto"), "bfloat16")
     assert same(read, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model))
 
 
