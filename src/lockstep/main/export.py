@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from lockstep.errors import ConfigError
-from lockstep.hosts import DistributedConfig, Hosts, config_digest, start
+from lockstep.hosts import DistributedConfig, Hosts, digest, start
 from lockstep.main.arguments import describe, parse_arguments
 from lockstep.main.hf_saves import HF_DTYPES
 from lockstep.models import export_hf
@@ -88,7 +88,8 @@ def export(config: ExportConfig, hosts: Hosts) -> int:
         PeerError: A process could not read or write.
         DisagreementError: The processes have different configurations or find different checkpoints.
     """
-    hosts.agree("config", {"config": config_digest(config)})
+    asked = [config.checkpoint, config.output, config.step, config.dtype, config.tokenizer]
+    hosts.agree("config", {"config": digest(repr(asked))})
     start_s = time.monotonic()
     with hosts.run_on_all("reading the checkpoint's metadata") as phase:
         model = saved_model(config.checkpoint, config.step)

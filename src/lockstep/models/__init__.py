@@ -15,7 +15,7 @@ from lockstep.models.config import (
 from lockstep.models.hf.config import config_from_hf, config_to_hf
 from lockstep.models.hf.load import load_config, load_hf, read_hf_config
 from lockstep.models.hf.names import skeleton
-from lockstep.models.hf.save import export_hf, save_hf
+from lockstep.models.hf.save import SavesTokenizer, export_hf, save_hf
 from lockstep.models.hf.save_plan import SavedTensor
 from lockstep.models.hf.save_writer import Read
 from lockstep.models.llama import LlamaLMHeadModel
@@ -43,6 +43,7 @@ __all__ = [
     "Read",
     "RotaryConfig",
     "SavedTensor",
+    "SavesTokenizer",
     "LazyWeight",
     "UnreadableModelError",
     "Variant",

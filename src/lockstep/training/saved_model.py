@@ -7,7 +7,7 @@ import os
 import re
 import tempfile
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import draccus
 import jax
@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from lockstep.errors import ConfigError
-from lockstep.models import LlamaConfig, LlamaLMHeadModel, ModelConfig, Read, SavedTensor, skeleton
+from lockstep.models import LlamaConfig, LlamaLMHeadModel, ModelConfig, Read, SavedTensor, SavesTokenizer, skeleton
 from lockstep.training.checkpoint import (
     METADATA,
     ArrayReader,
@@ -37,13 +37,6 @@ TOKENIZER = "tokenizer"
 
 _LAST = "tokenizer_config.json"
 """The file of a tokenizer that is written last."""
-
-
-class SavesTokenizer(Protocol):
-    """The part of a transformers tokenizer that is used here."""
-
-    def save_pretrained(self, save_directory: str) -> Any:
-        """Writes the tokenizer's files to a directory."""
 
 
 def model_spec(config: LlamaConfig, vocab_size: int) -> dict[str, Any]:

@@ -2,14 +2,16 @@
 
 import abc
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from lockstep.device import Program, compile_program
-from lockstep.hosts import Hosts, Phase, Watchdog
+from lockstep.hosts import Hosts, Ledger, Phase, Watchdog
 from lockstep.models.hf.save_gather import RowGather
 from lockstep.models.hf.save_plan import SavedTensor
 from lockstep.models.hf.save_writer import PIECE_BYTES, FileWriter, Handover, Read
@@ -81,16 +83,7 @@ class Gathered(Source):
         with self._hosts.run_on_all("compile", "saving") as phase:
             first = {RowGather.of(tensor, PIECE_BYTES): tensor for group in pieces for tensor, _, _ in group}
             for number, (gather, tensor) in enumerate(first.items()):
-                array = tensor.parameter.value.array
-                where = jax.ShapeDtypeStruct((2,), np.int32, sharding=gather.replicated)
-                program = compile_program(
-                    "gather_rows",
-                    gather.gather,
-                    [array, where],
-                    mesh=gather.mesh,
-                    ledger=self._hosts.ledger,
-                    out_shardings=gather.replicated,
-                )
+                program = gather_program(gather, tensor.parameter.value.array.dtype, self._hosts.ledger)
                 self._programs[gather] = program
                 phase.agree({f"{name}, {number}": value for name, value in program.digests.items()})
 
@@ -120,3 +113,25 @@ class Gathered(Source):
 
     def close(self) -> None:
         self._handover.close()
+
+
+@functools.lru_cache(maxsize=64)
+def gather_program(gather: RowGather, dtype: np.dtype[Any], ledger: Ledger) -> Program:
+    """Compile a program that gathers rows, once for all saves of a run.
+
+    Args:
+        gather: What to gather.
+        dtype: The dtype of the parameter.
+        ledger: The ledger that records launches.
+    """
+    shape = tuple(size for _, size in gather.layout.axes)
+    array = jax.ShapeDtypeStruct(shape, dtype, sharding=gather.layout.target)
+    where = jax.ShapeDtypeStruct((2,), np.int32, sharding=gather.replicated)
+    return compile_program(
+        "gather_rows",
+        gather.gather,
+        [array, where],
+        mesh=gather.mesh,
+        ledger=ledger,
+        out_shardings=gather.replicated,
+    )

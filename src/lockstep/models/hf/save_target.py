@@ -161,9 +161,11 @@ class BucketTarget(SaveTarget):
         try:
             yield file
         except BaseException:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # storage libraries have their own
                 file.discard()
-            file.closed = True  # nobody closes it later, which would make the part an object
+                file.closed = True  # nobody closes it later, which would make the part an object
+            with contextlib.suppress(Exception):
+                self._filesystem.rm_file(f"{self._root}/{name}")  # where it is there as soon as it is opened
             raise
         file.close()
 

@@ -70,7 +70,8 @@ def test_nothing_is_written_after_the_context(target):
     assert len(calls) == count < len(TENSORS)
 
 
-def test_a_disk_that_hangs_is_named(target):
+def test_a_disk_that_hangs_is_named(target, monkeypatch):
+    monkeypatch.setattr(save_writer, "STOP_S", 0.05)
     release = threading.Event()
     try:
         with pytest.raises(HostTimeoutError, match=r"nothing of the checkpoint was written for 0\.1 s"):
