@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from tests import tiny
 from tests.multiprocess.harness import run_processes, run_unattended
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 
 def body_export_and_sample(hosts, directory):
@@ -63,10 +63,10 @@ def body_memory(hosts, directory):
     import jax
 
     from lockstep.models import as_trainable, save_hf
-    from lockstep.models.hf import save_plan, save_source, save_writer
+    from lockstep.models.hf import save, save_plan, save_source, save_writer
     from lockstep.placement import make_mesh
 
-    for module in (save_writer, save_source):
+    for module in (save, save_source, save_writer):
         module.PIECE_BYTES = 1 << 20
     save_plan.MIN_PART_BYTES = 1
     config = dataclasses.replace(tiny.CONFIG, hidden_dim=512, num_heads=8)

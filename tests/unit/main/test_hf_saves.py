@@ -23,10 +23,13 @@ def model():
     return tiny.init_model(tiny.make_trainer("auto", 1))
 
 
+HOSTS = Hosts(MemoryClient.hub(1)[0])
+"""Of all tests here, so that programs are compiled once."""
+
+
 def make(tmp_path, **values):
-    hosts = Hosts(MemoryClient.hub(1)[0])
     fields = {"hf_save_path": "hf", "hf_save_dtype": None, "trainer": TrainerConfig(num_train_steps=9)}
-    return HfSaves(SimpleNamespace(**fields | values), tmp_path, tiny.tokenizer(), tiny.vocab_size() - 2, hosts), hosts
+    return HfSaves(SimpleNamespace(**fields | values), tmp_path, tiny.tokenizer(), tiny.vocab_size() - 2, HOSTS), HOSTS
 
 
 def info(model, step):
