@@ -6,10 +6,29 @@ from typing import Any
 import jax
 import numpy as np
 
-from lockstep.models import DecoderWeights, LayerWeights, LlamaConfig, LlamaLMHeadModel, as_trainable
-from lockstep.placement import place
+from lockstep.hosts import Hosts, MemoryClient
+from lockstep.models import (
+    DecoderWeights,
+    LayerWeights,
+    LlamaConfig,
+    LlamaLMHeadModel,
+    as_trainable,
+    padded_vocab_size,
+)
+from lockstep.placement import make_mesh, place
 from lockstep.text import load_tokenizer
-from lockstep.training import OptimizerConfig, TokenizedRows, Trainer, TrainerConfig, lm_loss
+from lockstep.training import (
+    CheckpointerConfig,
+    OptimizerConfig,
+    TokenizedRows,
+    Trainer,
+    TrainerConfig,
+    TrainState,
+    lm_loss,
+    model_spec,
+    save_tokenizer,
+)
+from lockstep.training.checkpointer import Checkpointer
 from lockstep.types import Request, SamplingParams
 
 TOKENIZER = "data/demo/tokenizer"
@@ -124,3 +143,26 @@ class Info:
 
     step: int
     model: Any
+
+
+def save_checkpoint(path: str, step: int = 4, mesh_shape: str = "auto", hosts: Any = None, seed: int = 0) -> Any:
+    """A training checkpoint with random weights and the demo's tokenizer beside it; the model that is in it."""
+    mesh = make_mesh(mesh_shape)
+    rows = padded_vocab_size(vocab_size(), 1)
+    model = as_trainable(CONFIG, placed_weights(mesh, vocab=rows, seed=seed))
+    checkpointer = Checkpointer(
+        CheckpointerConfig(),
+        path,
+        Hosts(MemoryClient.hub(1)[0]) if hosts is None else hosts,
+        facts={},
+        run_config={"tokenizer": TOKENIZER},
+        reported=lambda: None,
+        model=model_spec(CONFIG, vocab_size()),
+    )
+    state = TrainState(step=place(np.int32(step), jax.NamedSharding(mesh, jax.P())), model=model, opt_state=())
+    checkpointer.save(state, step=step, loss=1.0, hooks={}, hooks_called=True)
+    checkpointer.wait()
+    assert checkpointer.errors == 0
+    if hosts is None or hosts.is_leader:
+        save_tokenizer(path, tokenizer())
+    return model

@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
 
+from lockstep.training import saved_model
 from tests.multiprocess.harness import run_command
 
 pytestmark = pytest.mark.multiprocess
@@ -19,6 +21,7 @@ def read(path):
 
 def test_simpo_trains_and_samples(tmp_path):
     arguments = ["--trainer.log_dir", str(tmp_path), "--trainer.run_id", "run", "--hf_save_path", "model"]
+    arguments += ["--hf_save_steps", "10", "--hf_save_dtype", "bfloat16", "--trainer.checkpointer.every", "15"]
     run = run_command([*COMMAND, *arguments], cwd=ROOT, timeout_s=240)
     assert run.code == 0, run.output
 
@@ -30,7 +33,13 @@ def test_simpo_trains_and_samples(tmp_path):
 
     samples = read(tmp_path / "run" / "samples.jsonl")
     assert [(row["step"], row["prompt_id"]) for row in samples] == [(s, p) for s in (0, 10, 20, 30) for p in (0, 1)]
-    assert (tmp_path / "run" / "model" / "config.json").exists()
+    saved = sorted(path.parent.name for path in (tmp_path / "run").glob("model*/config.json"))
+    assert saved == ["model", "model-step-10", "model-step-20"]
+    for path in (tmp_path / "run").glob("model*/model.safetensors"):
+        assert {str(tensor.dtype) for tensor in load_file(path).values()} == {"bfloat16"}
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in checkpoints.glob("*-*")) == ["step-15", "step-30"]
+    assert saved_model(str(checkpoints)).tokenizer == str(checkpoints / "tokenizer")
 
     leader, other = run.logs
     assert "done: 30 of 30 steps" in leader and "after 20 steps" in leader

@@ -29,7 +29,7 @@ BELOW["report"] = {"engine", "text", *BELOW["engine"]}
 BELOW["callback"] = {"report", "sampling_fields", *BELOW["report"]}
 BELOW["levanter"] = {"callback", *BELOW["callback"]}
 BELOW["training"] = {"callback", *BELOW["callback"]}
-BELOW["batch_inference"] = {"report", "sampling_fields", *BELOW["report"]}
+BELOW["batch_inference"] = {"report", "sampling_fields", "training", *BELOW["training"]}
 BELOW["plan"] = {"engine", "training", "batch_inference", *BELOW["training"], *BELOW["batch_inference"]}
 BELOW["main"] = {"plan", "training", "batch_inference", *BELOW["plan"]}
 
@@ -39,6 +39,7 @@ ONLY_IN = {
     "tensorboardX": {"report/trackers/tensorboard.py"},
     "jax._src": {"hosts/_client.py"},
     "orbax": {"training/checkpoint.py"},
+    "tensorstore": {"training/checkpoint.py"},
     "levanter": {"models/levanter_reader.py", "levanter.py"},
 }
 

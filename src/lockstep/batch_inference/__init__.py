@@ -1,5 +1,8 @@
 """Batch inference (`lockstep sample`): one checkpoint, many hosts, every prompt completed exactly once."""
 
+from lockstep.batch_inference.checkpoint import Checkpoint as Checkpoint
+from lockstep.batch_inference.checkpoint import HfCheckpoint as HfCheckpoint
+from lockstep.batch_inference.checkpoint import resolve_checkpoint as resolve_checkpoint
 from lockstep.batch_inference.config import JobConfig as JobConfig
 from lockstep.batch_inference.config import SampleConfig as SampleConfig
 from lockstep.batch_inference.run import sample as sample

@@ -1,14 +1,18 @@
 """The checkpoint of a job: a Hugging Face one, or what a training run of lockstep saved."""
 
+import dataclasses
+import functools
 import hashlib
 import json
 import os
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import fsspec
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
@@ -16,41 +20,72 @@ from lockstep.batch_inference.config import SampleConfig
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts
 from lockstep.models import LlamaLMHeadModel, load_hf, read_hf_config
+from lockstep.training import SavedModel, has_checkpoint, saved_at, saved_model
 
 _PIECES_PER_FILE = 16
 _PIECE_BYTES = 64 << 10
 
 
-def resolve_checkpoint(config: SampleConfig) -> str:
-    """Return the directory or URL of the Hugging Face files that a configuration names; nothing is launched.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HfCheckpoint:
+    """A Hugging Face checkpoint.
+
+    Args:
+        path: Its directory or URL.
+    """
+
+    path: str
+
+    @property
+    def tokenizer(self) -> str:
+        """The tokenizer beside it."""
+        return self.path
+
+    def fingerprint(self) -> str:
+        """Return a digest that differs between checkpoints, see `fingerprint`."""
+        return fingerprint(self.path)
+
+
+type Checkpoint = HfCheckpoint | SavedModel
+"""What can be sampled from: a Hugging Face checkpoint, or the model in one that a training run goes on from."""
+
+
+def resolve_checkpoint(config: SampleConfig) -> Checkpoint:
+    """Return the checkpoint that a configuration names; nothing is launched.
 
     Args:
         config: The configuration of the run. Of several checkpoints in the directory ``checkpoint_path``, the newest is
             returned.
 
     Raises:
-        ConfigError: There is no such checkpoint, or it is one that cannot be read yet.
+        ConfigError: There is no such checkpoint, or it does not say what its model is.
     """
     if config.hf_checkpoint is not None:
-        return config.hf_checkpoint
+        return HfCheckpoint(path=config.hf_checkpoint)
     assert config.checkpoint_path is not None
     path = config.checkpoint_path
-    if "://" in path or (Path(path) / "config.json").is_file():
-        return path
+    if "://" in path:
+        return saved_model(path) if has_checkpoint(path) else HfCheckpoint(path=path)
+    if (Path(path) / "config.json").is_file():
+        return HfCheckpoint(path=path)
     if not Path(path).is_dir():
         raise ConfigError(
             f"checkpoint_path is {path!r}, and there is no such directory. Give the run directory of a training run "
-            "with hf_save_path, the directory of several, or the checkpoint itself. `make demo` writes one below runs."
+            "with hf_save_path or a checkpointer, the directory of several, or the checkpoint itself. `make demo` "
+            "writes one below runs."
         )
-    runs = [run for run in Path(path).iterdir() if run.is_dir()]
-    found = _hf_checkpoints(Path(path)) or [each for run in runs for each in _hf_checkpoints(run)]
+    if re.fullmatch(r"step-\d+", Path(path).name) and has_checkpoint(path):
+        return saved_model(path)
+    found = _found(Path(path)) or [each for run in Path(path).iterdir() if run.is_dir() for each in _found(run)]
     if not found:
         raise ConfigError(
-            f"checkpoint_path is {path!r}, which has no checkpoint in the Hugging Face format: no config.json there, "
-            "one directory below or two. Checkpoints for resuming a training run cannot be sampled from yet: train "
-            "with hf_save_path (for instance hf_save_path: checkpoint) and give the run directory. `make demo` does so."
+            f"checkpoint_path is {path!r}, which has no checkpoint: no config.json of a Hugging Face checkpoint there, "
+            "one directory below or two, and none that a training run goes on from. Train with hf_save_path (for "
+            "instance hf_save_path: checkpoint) or with trainer.checkpointer, and give the run directory. `make demo` "
+            "does so."
         )
-    return str(max(found, key=lambda each: (each / "config.json").stat().st_mtime))
+    _, make = max(found, key=lambda each: each[0])
+    return make()
 
 
 def fingerprint(checkpoint: str) -> str:
@@ -76,7 +111,7 @@ def fingerprint(checkpoint: str) -> str:
     if not weights or f"{root.rstrip('/')}/config.json" not in files:
         raise ConfigError(
             f"{checkpoint} has no config.json with safetensors beside it. Give the directory of a Hugging Face "
-            "checkpoint (transformers: save_pretrained)."
+            "checkpoint (transformers: save_pretrained); the checkpoint of a training run is a checkpoint_path."
         )
     for file in (f"{root.rstrip('/')}/config.json", *weights):
         size = filesystem.size(file)
@@ -95,9 +130,18 @@ def stored_dtype(hf: Mapping[str, Any]) -> str:
     return named if named in ("float32", "bfloat16", "float16") else "float32"
 
 
-def _hf_checkpoints(run: Path) -> list[Path]:
-    """Return the directories inside a run directory that are checkpoints in the Hugging Face format."""
-    return [each.parent for each in run.glob("*/config.json") if _is_model(each)]
+def _found(run: Path) -> list[tuple[float, Callable[[], Checkpoint]]]:
+    """Return the checkpoints inside a run directory: when each was complete, and what reads its description."""
+    found: list[tuple[float, Callable[[], Checkpoint]]] = [
+        (each.stat().st_mtime, functools.partial(HfCheckpoint, path=str(each.parent)))
+        for each in run.glob("*/config.json")
+        if _is_model(each)
+    ]
+    for directory in (run, run / "checkpoints"):
+        if has_checkpoint(str(directory)):
+            found.append((saved_at(str(directory)), functools.partial(saved_model, str(directory))))
+            break
+    return found
 
 
 def _is_model(config: Path) -> bool:
@@ -107,12 +151,12 @@ def _is_model(config: Path) -> bool:
         return False
 
 
-def load(hosts: Hosts, checkpoint: str, mesh: Mesh, dtype: str | None) -> tuple[LlamaLMHeadModel, int, float]:
+def load(hosts: Hosts, checkpoint: Checkpoint, mesh: Mesh, dtype: str | None) -> tuple[LlamaLMHeadModel, int, float]:
     """Load the model of a checkpoint on a mesh.
 
     Args:
         hosts: The processes of the job, all of which make this call.
-        checkpoint: A directory or URL of Hugging Face files.
+        checkpoint: The checkpoint.
         mesh: A mesh of all devices, or of this host's.
         dtype: The float type of the weights; None for the one in which they are stored.
 
@@ -123,8 +167,20 @@ def load(hosts: Hosts, checkpoint: str, mesh: Mesh, dtype: str | None) -> tuple[
         PeerError: A host could not read its part; raised on every host.
     """
     start = time.monotonic()
+    if isinstance(checkpoint, SavedModel):
+        with hosts.run_on_all("reading the training checkpoint", f"reading {checkpoint.path}"):
+            model = jax.block_until_ready(checkpoint.read(mesh, dtype or checkpoint.dtype))
+        return model, _local_bytes(model), time.monotonic() - start
     read: list[int] = []
     with hosts.run_on_all("reading the checkpoint's config.json"):
-        stored = dtype or stored_dtype(read_hf_config(checkpoint))
-    model = load_hf(checkpoint, mesh, dtype=jnp.dtype(stored), on_read=lambda new, _: read.append(new), hosts=hosts)
+        stored = dtype or stored_dtype(read_hf_config(checkpoint.path))
+    model = load_hf(
+        checkpoint.path, mesh, dtype=jnp.dtype(stored), on_read=lambda new, _: read.append(new), hosts=hosts
+    )
     return model, sum(read), time.monotonic() - start
+
+
+def _local_bytes(model: LlamaLMHeadModel) -> int:
+    """The bytes of the parts that this host's devices hold, each part once."""
+    parts = [{str(shard.index): shard.data for shard in leaf.addressable_shards} for leaf in jax.tree.leaves(model)]
+    return sum(part.nbytes for different in parts for part in different.values())

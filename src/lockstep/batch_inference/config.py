@@ -54,8 +54,9 @@ class SampleConfig(EvaluationFields, SamplingFields):
     hf_checkpoint: str | None = None
     """Hugging Face checkpoint: a directory or a URL."""
     checkpoint_path: str | None = None
-    """Checkpoint of a training run of ours: its run directory, a directory of runs (the newest with a checkpoint
-    counts), or the checkpoint itself."""
+    """Checkpoint of a training run of ours, one that it goes on from (``step-N``) or one in the Hugging Face format:
+    its run directory, a directory of runs (the newest checkpoint counts), the directory or URL of the run's
+    checkpoints, or the checkpoint itself."""
     tokenizer: str | None = None
     """Hugging Face tokenizer: a directory, a URL or a name; null: the one beside the checkpoint."""
     trainer: JobConfig = dataclasses.field(default_factory=JobConfig)

@@ -17,7 +17,7 @@ import rich
 from jax.sharding import Mesh
 from jaxtyping import Int
 
-from lockstep.batch_inference.checkpoint import fingerprint, load, resolve_checkpoint
+from lockstep.batch_inference.checkpoint import load, resolve_checkpoint
 from lockstep.batch_inference.config import SampleConfig
 from lockstep.batch_inference.generate import Generator
 from lockstep.batch_inference.job_progress import Board, HostProgress, JobProgress, Meter
@@ -115,10 +115,10 @@ class _Run:
             if config.write_parquet and hosts.is_leader:
                 check_pyarrow()
             self.checkpoint = resolve_checkpoint(config)
-            self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(config.tokenizer or self.checkpoint)
+            self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(config.tokenizer or self.checkpoint.tokenizer)
             self.stop_ids = stop_ids(self.tokenizer)
             StopFinder(self.tokenizer).check(config.stop)
-            self.identity = fingerprint(self.checkpoint)
+            self.identity = self.checkpoint.fingerprint()
             load_metrics(config.metrics)
         self.facts = {"checkpoint": self.identity, "tokenizer": tokenizer_digest(self.tokenizer)}
         hosts.agree("files", self.facts)

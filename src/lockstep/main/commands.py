@@ -99,6 +99,12 @@ COMMANDS: Final = (
         workload_function="lockstep.main.plan_workload:sampling_workload",
     ),
     Command(
+        name="export",
+        summary="make a Hugging Face checkpoint of a training checkpoint",
+        module="lockstep.main.export",
+        config_class="ExportConfig",
+    ),
+    Command(
         name="plan",
         summary="compile a configuration for a TPU slice without a TPU: does it fit, how fast",
         module="lockstep.main.plan",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import sys
 import tempfile
@@ -42,11 +43,12 @@ without a TPU: what fits, what is exchanged, how fast it can be at best. Exit co
 --json PATH        write all numbers there, - for standard output
 --calibration FILE measured numbers of the chip, to predict seconds with in place of published ones
 --remat all        what each rematerialisation policy would cost (model.gradient_checkpointing), a line each
+--write_bandwidth N  GB/s at which a host writes a checkpoint (default: 1)
 --cache_dir DIR    where the compiler's results are kept, none for nowhere (default: {cache})
 
 Any other key is one of the configuration and wins over the file: --trainer.per_device_parallelism 4"""
 
-_OWN: Final = ("topology", "command", "model", "json", "calibration", "remat", "cache_dir")
+_OWN: Final = ("topology", "command", "model", "json", "calibration", "remat", "write_bandwidth", "cache_dir")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -73,6 +75,7 @@ def main(arguments: Sequence[str]) -> int:
     # A program that is only compiled cannot be read back from JAX's own cache.
     jax.config.update("jax_enable_compilation_cache", False)
     slice_ = topology(own["topology"])
+    bandwidth = _bandwidth(own.get("write_bandwidth", "1"))
     command, config = _read(own.get("command"), rest)
     progress = CompileProgress()
     cache = CompileCache(own["topology"], _cache_directory(own.get("cache_dir")), progress)
@@ -86,7 +89,7 @@ def main(arguments: Sequence[str]) -> int:
         costs = remat_costs(workload, slice_, cache, plan.memory) if "remat" in own and plan.mesh_shape else []
     path = _config_path(rest)
     places = [dataclasses.replace(one, place=place_of(path, one.key, overrides)) for one in plan.infeasibilities]
-    plan = dataclasses.replace(plan, infeasibilities=places)
+    plan = dataclasses.replace(plan, infeasibilities=places, write_bandwidth=bandwidth)
     _show(plan, own.get("json"), costs)
     return 0 if plan.fits else 1
 
@@ -161,6 +164,17 @@ def _config_path(rest: Sequence[str]) -> Path | None:
         if name == f"--{CONFIG_PATH}":
             return Path(value if equals else rest[index + 1])
     return None
+
+
+def _bandwidth(given: str) -> float:
+    """Bytes per second, of GB/s as given."""
+    try:
+        bandwidth = float(given) * 1e9
+    except ValueError:
+        bandwidth = 0.0
+    if not 0 < bandwidth < math.inf:
+        raise ConfigError(f"--write_bandwidth is {given!r}; it must be a number of GB/s above 0, such as 0.5.")
+    return bandwidth
 
 
 def _cache_directory(given: str | None) -> Path | None:

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from lockstep.batch_inference import SampleConfig
+from lockstep.batch_inference import Checkpoint, SampleConfig, resolve_checkpoint
 from lockstep.engine import EngineConfig
 from lockstep.errors import ConfigError, PromptError
 from lockstep.main.train_config import TrainConfig
-from lockstep.models import LlamaConfig, find_preset, load_config, read_hf_config
+from lockstep.models import LlamaConfig, find_preset, load_config, padded_vocab_size, read_hf_config
 from lockstep.plan import Infeasibility, SamplingWorkload, TrainingWorkload, Workload
 from lockstep.text import Prompt, encode, load_tokenizer, read_prompts
-from lockstep.training import RolloutConfig
+from lockstep.training import RolloutConfig, SavedModel
 from lockstep.types import Request, SamplingParams
 
 CHAT_TOKENS: Final = 64
@@ -111,10 +111,15 @@ def sampling_workload(name: str, config: SampleConfig, model: str | None = None)
         ConfigError: The model's shape cannot be found, or values do not go together.
     """
     notes: list[str] = []
-    shape = _shape(model or config.source, None, config.tokenizer or config.source, "hf_checkpoint")
+    checkpoint = _trained(config) if model is None else None
+    source = config.source if checkpoint is None else checkpoint.tokenizer
+    if isinstance(checkpoint, SavedModel):
+        shape = Shape(config=checkpoint.config, vocab_size=checkpoint.rows, source=checkpoint.path)
+    else:
+        shape = _shape(model or source, None, config.tokenizer or source, "hf_checkpoint")
     notes.append(f"model shape: {shape.source}")
     params = config.sampling_params(tuple(config.stop_token_ids or ()), 0)
-    tokenizer = config.tokenizer or config.source
+    tokenizer = config.tokenizer or source
     lengths = _lengths("", config.prompts, tokenizer, config.engine.max_seq_len, params, notes)
     if config.max_prompts_per_batch is not None:
         lengths = sorted(lengths, reverse=True)[: config.max_prompts_per_batch]
@@ -123,9 +128,10 @@ def sampling_workload(name: str, config: SampleConfig, model: str | None = None)
     if one_host and hosts:
         lengths = sorted(lengths, reverse=True)[: -(-len(lengths) // hosts)]
         notes.append(f"a host answers {len(lengths)} prompts, its share of those of {hosts} hosts")
-    dtype = config.engine.dtype or "bfloat16"
+    stored = checkpoint.dtype if isinstance(checkpoint, SavedModel) else "bfloat16"
+    dtype = config.engine.dtype or stored
     engine: EngineConfig = dataclasses.replace(config.engine, dtype=dtype)
-    if config.engine.dtype is None:
+    if config.engine.dtype is None and not isinstance(checkpoint, SavedModel):
         notes.append("the checkpoint is taken to be stored in bfloat16; engine.dtype says otherwise")
     return Workload(
         command=name,
@@ -140,6 +146,14 @@ def sampling_workload(name: str, config: SampleConfig, model: str | None = None)
         hosts=hosts,
         notes=tuple(notes),
     )
+
+
+def _trained(config: SampleConfig) -> Checkpoint | None:
+    """The checkpoint of a training run, where it can be read from here; None: a name, or a Hugging Face checkpoint."""
+    path = config.checkpoint_path
+    if path is None or ("://" not in path and not Path(path).is_dir()):
+        return None
+    return resolve_checkpoint(config)
 
 
 def _rollouts(config: TrainConfig, rollout: RolloutConfig, shape: Shape, notes: list[str]) -> SamplingWorkload:
@@ -183,9 +197,9 @@ def _shape(source: str | None, model: Any, tokenizer: str | None, key: str) -> S
                     f"the vocabulary of tokenizer {tokenizer!r} is not known here. Give a directory that holds the "
                     "tokenizer: --tokenizer DIRECTORY."
                 )
-            return Shape(config=model, vocab_size=known.vocab_size, source="the model block")
+            return Shape(config=model, vocab_size=padded_vocab_size(known.vocab_size, 1), source="the model block")
         largest = max(load_tokenizer(tokenizer).get_vocab().values())
-        return Shape(config=model, vocab_size=largest + 1, source="the model block")
+        return Shape(config=model, vocab_size=padded_vocab_size(largest + 1, 1), source="the model block")
     if (Path(source).expanduser() / "config.json").is_file():
         path = Path(source).expanduser()
         return Shape(

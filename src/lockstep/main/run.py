@@ -19,6 +19,7 @@ from lockstep.callback import InferenceEvalConfig, SampleCallback
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, config_digest, leader_only, start, try_leader_only
 from lockstep.main.arguments import describe, parse_arguments
+from lockstep.main.hf_saves import HF_DTYPES, HfSaves
 from lockstep.main.run_dir import closing_summary, make_run_dir, rewind
 from lockstep.models import (
     LlamaConfig,
@@ -27,8 +28,8 @@ from lockstep.models import (
     config_to_hf,
     load_config,
     load_hf,
+    padded_vocab_size,
     read_hf_config,
-    save_hf,
     with_policy,
 )
 from lockstep.placement import PARAMETER_AXES, make_mesh
@@ -44,6 +45,8 @@ from lockstep.training import (
     Trainer,
     TrainerConfig,
     TrainState,
+    model_spec,
+    save_tokenizer,
 )
 
 if TYPE_CHECKING:
@@ -60,7 +63,8 @@ class RunConfig:
     """Settings that all training commands have.
 
     Raises:
-        ConfigError: Not exactly one of ``model`` and ``initialize_from_hf`` is given, or ``hf_save_path`` is a URL.
+        ConfigError: Not exactly one of ``model`` and ``initialize_from_hf`` is given, or a value of ``hf_save_…``
+            cannot work or would have no effect.
     """
 
     trainer: TrainerConfig = dataclasses.field(default_factory=TrainerConfig)
@@ -78,8 +82,13 @@ class RunConfig:
     inference_eval: InferenceEvalConfig = dataclasses.field(default_factory=lambda: InferenceEvalConfig(enabled=False))
     """The samples while training; without this block there are none."""
     hf_save_path: str | None = None
-    """Where to save the trained model as a Hugging Face checkpoint; a relative path is below the run directory; null:
-    nowhere."""
+    """Where to save the trained model as a Hugging Face checkpoint: a directory, where a relative path is below the run
+    directory, or a URL; null: nowhere."""
+    hf_save_steps: int | None = None
+    """The number of steps between two Hugging Face checkpoints while training, at ``<hf_save_path>-step-N``; null: none
+    before the last step."""
+    hf_save_dtype: str | None = None
+    """The float type of Hugging Face checkpoints, ``float32`` or ``bfloat16``; null: that of the parameters."""
 
     def __post_init__(self) -> None:
         if (self.model is None) == (self.initialize_from_hf is None):
@@ -93,8 +102,13 @@ class RunConfig:
                 f"gradient_checkpointing is {self.gradient_checkpointing}, but the model is from scratch: set "
                 "model.gradient_checkpointing instead."
             )
-        if self.hf_save_path is not None and "://" in self.hf_save_path:
-            raise ConfigError(f"hf_save_path is {self.hf_save_path!r}, a URL; save to a local directory and copy it.")
+        if self.hf_save_steps is not None and self.hf_save_steps < 1:
+            raise ConfigError(f"hf_save_steps is {self.hf_save_steps}; it must be at least 1. Raise it, or set null.")
+        if self.hf_save_dtype not in (None, *HF_DTYPES):
+            raise ConfigError(f"hf_save_dtype is {self.hf_save_dtype!r}; it must be {' or '.join(HF_DTYPES)}, or null.")
+        for name in ("hf_save_steps", "hf_save_dtype"):
+            if self.hf_save_path is None and getattr(self, name) is not None:
+                raise ConfigError(f"{name} is set and hf_save_path is null, so it has no effect. Set hf_save_path.")
 
 
 class Data(Protocol):
@@ -211,8 +225,11 @@ def train[Loaded: Data](
         mesh = make_mesh(config.trainer.mesh_shape)
         config.trainer.microbatches(mesh)
         tokenizer = load_tokenizer(config.tokenizer)
-        model_config, vocab_size = _model_shape(config, tokenizer, mesh)
-        check_vocab(tokenizer, vocab_size)
+        model_config, token_ids = _model_shape(config, tokenizer)
+        check_vocab(tokenizer, token_ids)
+        vocab_size = token_ids
+        if config.initialize_from_hf is None:
+            vocab_size = padded_vocab_size(token_ids, mesh.shape["tp"])
         rows = data.load(tokenizer, model_config.max_seq_len, config.trainer.seed)
         load_metrics(config.inference_eval.metrics if config.inference_eval.enabled else ())
         facts = {"training data": rows.digest(), "tokenizer": tokenizer_digest(tokenizer)}
@@ -239,7 +256,11 @@ def train[Loaded: Data](
             run_dir=run_dir,
             facts=facts,
             run_config=draccus.encode(config),
+            model_spec=model_spec(model_config, token_ids),
         )
+        with hosts.run_on_all("tokenizer beside the checkpoints"):
+            if hosts.is_leader and trainer.checkpoints is not None:
+                save_tokenizer(trainer.checkpoints, tokenizer)
         state = _restore(model_config, vocab_size, trainer, run_dir, hosts)
         hosts.phase("making the model")
         model = _make_model(config, model_config, vocab_size, trainer, hosts) if state is None else state.model
@@ -254,6 +275,9 @@ def train[Loaded: Data](
             )
             samples.check(model)
             trainer.add_hook(samples)
+        saves = HfSaves(config, run_dir, tokenizer, token_ids, hosts)
+        if config.hf_save_steps is not None:
+            trainer.add_hook(saves, every=config.hf_save_steps)
         setup = Setup(
             data=rows,
             tokenizer=tokenizer,
@@ -277,9 +301,7 @@ def train[Loaded: Data](
             if result.stopped_by in (None, signal.SIGTERM) and config.hf_save_path is not None:
                 hosts.phase("saving")
                 complete = result.stopped_by is None and not result.diverged
-                steps = "" if complete else f"-step-{result.completed_steps}"
-                saved = run_dir / (config.hf_save_path + steps)
-                save_hf(result.eval_model, saved, tokenizer=tokenizer, hosts=hosts)
+                saved = saves.save_last(result.eval_model, None if complete else result.completed_steps)
     finally:
         if hosts.is_leader:
             if samples is not None:  # where an error ended training, the rounds before it are reported too
@@ -292,19 +314,18 @@ def train[Loaded: Data](
     return 1 if result.diverged else 0
 
 
-def _model_shape(config: RunConfig, tokenizer: "PreTrainedTokenizerBase", mesh: Mesh) -> tuple[LlamaConfig, int]:
-    """Configuration and vocabulary size, before any weight is made or read."""
+def _model_shape(config: RunConfig, tokenizer: "PreTrainedTokenizerBase") -> tuple[LlamaConfig, int]:
+    """Configuration and number of token ids, before any weight is made or read."""
     if config.initialize_from_hf is not None:
         shape = load_config(config.initialize_from_hf)
         if config.gradient_checkpointing is not None:
             shape = dataclasses.replace(shape, gradient_checkpointing=config.gradient_checkpointing)
         return shape, int(read_hf_config(config.initialize_from_hf)["vocab_size"])
     assert isinstance(config.model, LlamaConfig)
-    largest = max(tokenizer.get_vocab().values())
+    token_ids = max(tokenizer.get_vocab().values()) + 1
     if config.hf_save_path is not None:
-        config_to_hf(config.model, largest + 1)  # refuses now what could not be saved after the last step
-    tp = mesh.shape["tp"]
-    return config.model, -(-(largest + 1) // tp) * tp
+        config_to_hf(config.model, token_ids)  # refuses now what could not be saved after the last step
+    return config.model, token_ids
 
 
 def _restore(

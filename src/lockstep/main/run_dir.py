@@ -8,10 +8,7 @@ from pathlib import Path
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts
 from lockstep.report import drop_later
-from lockstep.training import ROLLOUTS_FILE, TrainerConfig, TrainResult
-
-RESUMABLE = "resumable.json"
-"""The file of a run directory that a later start may go on in; it says where the checkpoints are."""
+from lockstep.training import RESUMABLE, ROLLOUTS_FILE, TrainerConfig, TrainResult
 
 
 def make_run_dir(config: TrainerConfig, hosts: Hosts) -> Path:
@@ -74,7 +71,7 @@ def rewind(run_dir: Path, *, metrics_step: int, samples_step: int) -> None:
     drop_later(run_dir / ROLLOUTS_FILE, metrics_step)
 
 
-def closing_summary(run_dir: Path, result: TrainResult, num_train_steps: int, saved: Path | None) -> str:
+def closing_summary(run_dir: Path, result: TrainResult, num_train_steps: int, saved: str | None) -> str:
     """What a run left behind and what to try next.
 
     Args:
@@ -92,15 +89,15 @@ def closing_summary(run_dir: Path, result: TrainResult, num_train_steps: int, sa
     if result.stopped_by is not None and saved is None and result.checkpoint is None:
         done += ", no checkpoint was saved"
     lines = ["", f"{done}: {result.completed_steps} of {num_train_steps} steps, last loss {result.loss:.4f}"]
-    found = [
+    found: list[tuple[str, Path]] = [
         ("samples", run_dir / "samples.jsonl"),
         ("rollouts", run_dir / ROLLOUTS_FILE),
         *(("metrics", path) for path in sorted(run_dir.glob("metrics*.jsonl"))),
         *(("W&B run", path) for path in sorted(run_dir.glob("wandb/*run-*"))),
     ]
-    if saved is not None:
-        found.append(("checkpoint", saved))
     lines += [f"  {name:<11}{path}" for name, path in found if path.exists()]
+    if saved is not None:
+        lines.append(f"  {'checkpoint':<11}{saved}")
     if result.checkpoint is not None:
         lines.append(f"  {'state':<11}{result.checkpoint}")
     if result.skipped_steps and not result.diverged:
@@ -113,7 +110,7 @@ def closing_summary(run_dir: Path, result: TrainResult, num_train_steps: int, sa
     return "\n".join(lines)
 
 
-def _next_steps(run_dir: Path, saved: Path | None, result: TrainResult) -> list[str]:
+def _next_steps(run_dir: Path, saved: str | None, result: TrainResult) -> list[str]:
     steps = []
     for path in sorted(run_dir.glob("wandb/offline-run-*")):
         steps.append(f"wandb sync {path}   # upload the run with its table of samples")

@@ -9,12 +9,15 @@ from lockstep.models.config import (
     Qwen3Config,
     RotaryConfig,
     Variant,
+    padded_vocab_size,
     rotary_frequencies,
 )
 from lockstep.models.hf.config import config_from_hf, config_to_hf
 from lockstep.models.hf.load import load_config, load_hf, read_hf_config
 from lockstep.models.hf.names import skeleton
-from lockstep.models.hf.save import save_hf
+from lockstep.models.hf.save import SavesTokenizer, export_hf, save_hf
+from lockstep.models.hf.save_plan import SavedTensor
+from lockstep.models.hf.save_writer import Read
 from lockstep.models.llama import LlamaLMHeadModel
 from lockstep.models.presets import ModelPreset, find_preset
 from lockstep.models.reader import read_decoder
@@ -40,16 +43,21 @@ __all__ = [
     "Qwen2Config",
     "Qwen3Config",
     "RematPolicy",
+    "Read",
     "RotaryConfig",
+    "SavedTensor",
+    "SavesTokenizer",
     "LazyWeight",
     "UnreadableModelError",
     "Variant",
     "as_trainable",
     "config_from_hf",
     "config_to_hf",
+    "export_hf",
     "find_preset",
     "load_config",
     "load_hf",
+    "padded_vocab_size",
     "read_decoder",
     "read_hf_config",
     "recomputes_layers",

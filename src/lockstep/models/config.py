@@ -268,3 +268,21 @@ def _at_least(name: str, value: float, limit: float, fix: str) -> None:
 
 def _divisors(n: int) -> list[int]:
     return [i for i in range(1, n + 1) if n % i == 0]
+
+
+VOCAB_MULTIPLE = 128
+"""The rows of an embedding made from scratch are a multiple of this, on any mesh: the lanes of a TPU's tile."""
+
+
+def padded_vocab_size(token_ids: int, tp: int) -> int:
+    """Return the number of rows of an embedding made from scratch.
+
+    It does not depend on the mesh where ``tp`` is a power of two up to 128, so that a run goes on with any of them and
+    has the same losses. Levanter rounds to what the mesh needs (``round_axis_for_partitioning``).
+
+    Args:
+        token_ids: The number of token ids.
+        tp: The size of the mesh axis that splits the vocabulary.
+    """
+    multiple = math.lcm(VOCAB_MULTIPLE, tp)
+    return -(-token_ids // multiple) * multiple

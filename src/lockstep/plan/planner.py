@@ -74,6 +74,7 @@ class Plan:
         sampling: The rounds of sampling that fit.
         infeasibilities: Why the workload cannot run; none where it can.
         seconds: The seconds that compiling took, all programs together; a cached program counts what it took then.
+        write_bandwidth: The bytes per second at which a host writes checkpoints, as assumed; stated with every time.
     """
 
     workload: Workload
@@ -89,6 +90,7 @@ class Plan:
     sampling: list[SamplingPlan]
     infeasibilities: list[Infeasibility]
     seconds: float
+    write_bandwidth: float = 1e9
 
     @property
     def fits(self) -> bool:

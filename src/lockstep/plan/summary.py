@@ -10,11 +10,9 @@ from lockstep.plan.collectives import CollectiveSum
 from lockstep.plan.hlo import vmem
 from lockstep.plan.planner import Plan, SamplingPlan
 from lockstep.plan.train_step import peak
+from lockstep.training import CheckpointerConfig
 
 TRAINING = "training step"
-
-WRITE_BANDWIDTH = 1e9
-"""Bytes per second at which a host is assumed to write checkpoints; the time is stated with it."""
 
 WRITTEN_AS: Final = {"reshard": "relay", "copy_pages": "fork", "page_copies": "forks", "idle_replicas": "resting"}
 """Keys of ``--json`` whose program or capacity has another name in the code: readers of the file know these."""
@@ -92,6 +90,25 @@ def checkpoint_bytes(plan: Plan) -> int:
         plan: The plan.
     """
     return (plan.parameters + plan.optimizer) * plan.topology.devices_per_host
+
+
+def checkpoint_seconds(plan: Plan) -> float:
+    """Return the seconds that writing a checkpoint takes.
+
+    Args:
+        plan: The plan, whose ``write_bandwidth`` counts.
+    """
+    return checkpoint_bytes(plan) / plan.write_bandwidth
+
+
+def grace_seconds(plan: Plan) -> float:
+    """Return the seconds that SIGTERM leaves for a checkpoint.
+
+    Args:
+        plan: The plan of a configuration that trains.
+    """
+    assert plan.workload.training is not None
+    return (plan.workload.training.trainer.checkpointer or CheckpointerConfig()).grace_s
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -238,8 +255,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
         if plan.training is None
         else {
             "bytes_per_host": checkpoint_bytes(plan),
-            "seconds": checkpoint_bytes(plan) / WRITE_BANDWIDTH,
-            "write_bytes_per_s": WRITE_BANDWIDTH,
+            "seconds": checkpoint_seconds(plan),
+            "write_bytes_per_s": plan.write_bandwidth,
+            "grace_s": grace_seconds(plan),
         },
         "sampling": {one.workload.name or "sampling": _sampling(one) for one in plan.sampling},
         "rollout_step": None if split is None else {**dataclasses.asdict(split), "step_s": split.step_s},

@@ -11,7 +11,15 @@ from lockstep.engine import layout_text
 from lockstep.plan.collectives import CollectiveSum
 from lockstep.plan.hlo import vmem
 from lockstep.plan.planner import Plan, SamplingPlan
-from lockstep.plan.summary import WRITE_BANDWIDTH, RolloutStep, checkpoint_bytes, moments, rollout_step, train_time
+from lockstep.plan.summary import (
+    RolloutStep,
+    checkpoint_bytes,
+    checkpoint_seconds,
+    grace_seconds,
+    moments,
+    rollout_step,
+    train_time,
+)
 from lockstep.units import bytes_text
 
 
@@ -143,10 +151,11 @@ def _split(split: RolloutStep) -> str:
 
 
 def _checkpoint(plan: Plan) -> str:
-    size = checkpoint_bytes(plan)
+    seconds, grace_s = checkpoint_seconds(plan), grace_seconds(plan)
+    fits = "it fits" if seconds <= grace_s else "it does not fit: what came after the last checkpoint is lost then"
     return (
-        f"a checkpoint: {bytes_text(size)} per host, {_seconds(size / WRITE_BANDWIDTH)} if each writes "
-        f"{WRITE_BANDWIDTH / 1e9:.4g} GB/s; SIGTERM leaves a spot VM 30 s\n"
+        f"a checkpoint: {bytes_text(checkpoint_bytes(plan))} per host, {_seconds(seconds)} if each writes "
+        f"{plan.write_bandwidth / 1e9:.4g} GB/s (--write_bandwidth); SIGTERM leaves {grace_s:g} s, {fits}\n"
     )
 
 

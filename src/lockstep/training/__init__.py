@@ -18,11 +18,21 @@ from lockstep.training.objectives import GrpoConfig, GrpoFields, LossFn, LossPar
 from lockstep.training.optimizer import OptimizerConfig
 from lockstep.training.precision import Precision, parse_precision
 from lockstep.training.profiler import ProfilerConfig
+from lockstep.training.result import TrainResult
 from lockstep.training.rollout import RolloutConfig
 from lockstep.training.rows import Batches, TokenizedRows
+from lockstep.training.saved_model import (
+    RESUMABLE,
+    SavedModel,
+    has_checkpoint,
+    model_spec,
+    save_tokenizer,
+    saved_at,
+    saved_model,
+)
 from lockstep.training.step import TrainState, TrainStep, batch_structs, parameter_shardings, state_structs
 from lockstep.training.stopping import StopRequest
-from lockstep.training.trainer import Trainer, TrainResult
+from lockstep.training.trainer import Trainer
 
 __all__ = [
     "BatchFeed",
@@ -45,9 +55,11 @@ __all__ = [
     "PreferenceDataConfig",
     "ProfilerConfig",
     "Questions",
+    "RESUMABLE",
     "ROLLOUTS_FILE",
     "RolloutConfig",
     "Rollouts",
+    "SavedModel",
     "SimpoConfig",
     "StepInfo",
     "StopRequest",
@@ -58,10 +70,15 @@ __all__ = [
     "Trainer",
     "TrainerConfig",
     "batch_structs",
+    "has_checkpoint",
     "lm_loss",
     "load_questions",
     "make_rewarder",
+    "model_spec",
     "parameter_shardings",
     "parse_precision",
+    "save_tokenizer",
+    "saved_at",
+    "saved_model",
     "state_structs",
 ]

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import json
 import logging
+import math
 import os
 import re
 import secrets
@@ -12,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 from jaxtyping import Array, PyTree
 
 from lockstep.errors import ConfigError
@@ -26,6 +28,14 @@ METADATA = "metadata.json"
 
 FORMAT = 1
 """The version of the layout of a checkpoint."""
+
+CHUNK_BYTES = 64 << 20
+"""The most bytes of a chunk in which an array is stored, before compression: what reading any part of it costs."""
+SPLIT_BYTES = 4 << 20
+"""Shards of more bytes, of arrays with three axes or more, are stored layer by layer: in an export one is read at a
+time."""
+CACHE_BYTES = 1 << 30
+"""The most bytes of chunks that `ArrayReader` keeps, so that neighbouring parts cost one chunk."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +58,8 @@ class CheckpointMetadata:
     """The states of the hooks by their names."""
     hooks_called: bool
     """Whether the hooks had been called for this step."""
+    model: Mapping[str, Any] | None = None
+    """What `model_spec` returned; None where the run did not say."""
 
     def to_json(self) -> str:
         """Return the metadata as JSON text."""
@@ -140,13 +152,24 @@ class CheckpointDirectory:
         Raises:
             OSError: The file cannot be written.
         """
-        target = self.of(metadata.step) / METADATA
+        self.write_whole(self.of(metadata.step) / METADATA, metadata.to_json().encode())
+
+    def write_whole(self, target: "epath.Path", data: bytes) -> None:
+        """Write a file that appears as a whole.
+
+        Args:
+            target: The file, in an existing directory.
+            data: Its content.
+
+        Raises:
+            OSError: It cannot be written.
+        """
         if not self._local:
-            target.write_text(metadata.to_json())  # an object appears as a whole
+            target.write_bytes(data)  # an object appears as a whole
             return
         draft = f"{os.fspath(target)}.tmp"
-        with open(draft, "w", encoding="utf-8") as file:
-            file.write(metadata.to_json())
+        with open(draft, "wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, target)
@@ -235,8 +258,10 @@ def write_arrays(directory: "epath.Path", arrays: Mapping[str, Array]) -> Callab
     """
     import orbax.checkpoint as ocp
 
+    save_args = {name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=_layers(a)) for name, a in arrays.items()}
+
     async def copy() -> Any:
-        return await _handler().async_save(directory, args=ocp.args.PyTreeSave(dict(arrays)))
+        return await _handler().async_save(directory, args=ocp.args.PyTreeSave(dict(arrays), save_args=save_args))
 
     futures = asyncio.run(copy()) or []
 
@@ -279,6 +304,51 @@ def read_arrays(directory: "epath.Path", structs: Mapping[str, jax.ShapeDtypeStr
     args = ocp.args.PyTreeRestore(item=dict.fromkeys(structs, 0), restore_args=restore_args, partial_restore=True)
     read: dict[str, Array] = _handler().restore(directory, args=args)
     return read
+
+
+class ArrayReader:
+    """Reads parts of the arrays of a checkpoint to this host's memory, without any device. Threads may share it.
+
+    Args:
+        directory: The directory of the arrays.
+    """
+
+    def __init__(self, directory: "epath.Path") -> None:
+        import tensorstore
+
+        url = os.fspath(directory)
+        self._base = url if "://" in url else f"file://{url}"
+        self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
+        self._open: dict[str, Any] = {}
+
+    def read(self, name: str, index: tuple[int | slice, ...]) -> np.ndarray:
+        """Return a part of an array.
+
+        Args:
+            name: The name of the array.
+            index: The part along each of its axes.
+
+        Raises:
+            ConfigError: It cannot be read.
+        """
+        import tensorstore
+
+        try:
+            if name not in self._open:
+                # https://google.github.io/tensorstore/kvstore/ocdbt: where orbax puts its zarr arrays.
+                store = {"driver": "ocdbt", "base": f"{self._base}/", "path": f"{name}/"}
+                spec = {"driver": "zarr", "kvstore": store}
+                self._open[name] = tensorstore.open(spec, read=True, context=self._context).result()
+            return np.asarray(self._open[name][index].read().result())
+        except ValueError as error:  # tensorstore has no errors of its own
+            text = f"array {name} of {self._base} cannot be read: {str(error)[:400]}. Copy the checkpoint again."
+            raise ConfigError(text) from error
+
+
+def _layers(array: Array) -> tuple[int, ...]:
+    """The axes that are stored in parts of one entry each."""
+    shard = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+    return (0,) if array.ndim >= 3 and shard > SPLIT_BYTES else ()
 
 
 @functools.cache

@@ -1,10 +1,11 @@
 """How a run saves, what becomes of a save that fails on one host, and where a run goes on."""
 
+import contextlib
 import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import jax
@@ -54,6 +55,7 @@ class Checkpointer:
         run_config: The configuration of the run, to say what has changed.
         reported: Called on the leader, in a thread, before a checkpoint counts: what the run has reported so far must
             then be where it belongs, for a run that goes on from here does not report it again.
+        model: What the checkpoints say of the model, see `model_spec`; None: nothing.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Checkpointer:
         facts: Mapping[str, str],
         run_config: Mapping[str, Any],
         reported: Callable[[], None],
+        model: Mapping[str, Any] | None = None,
     ) -> None:
         self.config = config
         self.directory = CheckpointDirectory(path)
@@ -73,7 +76,9 @@ class Checkpointer:
         self.last_step: int | None = None
         """The step of the newest checkpoint of this run; None where there is none yet. The same on every host."""
         self._hosts, self._facts, self._run_config, self._reported = hosts, dict(facts), dict(run_config), reported
+        self._model = model
         self._pending: _Save | None = None
+        self._last_s: float | None = None
 
     def find(self, resume: Literal["auto", "must", "never"]) -> CheckpointMetadata | None:
         """Return the newest checkpoint, after the leader has removed what interrupted saves have left.
@@ -151,6 +156,7 @@ class Checkpointer:
             config=self._run_config,
             hooks=hooks,
             hooks_called=hooks_called,
+            model=self._model,
         )
         self._pending = _Save(metadata, named)
         threading.Thread(target=self._write, args=(self._pending,), name="lockstep-checkpoint", daemon=True).start()
@@ -174,6 +180,54 @@ class Checkpointer:
             self._count_failure(save.step, outcome)
         else:
             self.last_step = save.step
+
+    @contextlib.contextmanager
+    def within_grace(self, step: int) -> Iterator[None]:
+        """Have the leader say whether a save that SIGTERM asked for fits in the time that is left.
+
+        Args:
+            step: The number of completed steps.
+        """
+        if not self._hosts.is_leader:
+            yield
+            return
+        grace_s, before = self.config.grace_s, self.last_step
+        start = time.monotonic()
+        if self._last_s is not None and self._last_s > grace_s:
+            log.warning(
+                "the last checkpoint took %.1f s, and SIGTERM leaves %g s (checkpointer.grace_s): this one may not be "
+                "complete in time, and the run then goes on %s",
+                self._last_s,
+                grace_s,
+                self._otherwise(),
+            )
+
+        def late() -> None:
+            pending = self._pending
+            log.error(
+                "the checkpoint of step %d is not complete %g s after SIGTERM (checkpointer.grace_s): if the machine "
+                "is taken away now, the run goes on %s",
+                step if pending is None else pending.step,
+                grace_s,
+                self._otherwise(),
+            )
+
+        timer = threading.Timer(grace_s, late)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+        if self.last_step != before:
+            log.info("saved %.1f s after SIGTERM, which leaves %g s", time.monotonic() - start, grace_s)
+
+    def _otherwise(self) -> str:
+        """Where the run goes on if no save that is not complete yet is completed."""
+        pending, step = self._pending, self.last_step
+        if pending is not None and pending.done.is_set() and not pending.error:
+            step = pending.step
+        return "from the beginning" if step is None else f"from step {step}"
 
     def _outcome(self, save: "_Save", wait_s: float) -> str | None:
         """On the leader: why the save failed, empty where it did not, None while nobody knows."""
@@ -237,6 +291,7 @@ class Checkpointer:
         except Exception:
             self._discard(save.step)
             raise
+        self._last_s = save.seconds
         log.info("checkpoint %s saved in %.1f s", self.directory.of(save.step), save.seconds)
         self._remove_old()
         return ""

@@ -46,21 +46,43 @@ class CheckpointerConfig:
     base_path: str = "checkpoints"
     """A directory that all hosts share, or a ``gs://`` URL. A relative path is below the run directory; to an absolute
     one and to a URL the ``run_id`` is appended."""
-    every: int = 1000
-    """The number of steps between two checkpoints; there is always one after the last step."""
+    every: int | None = 1000
+    """The number of steps between two checkpoints; null: by time alone. There is always one after the last step."""
+    every_minutes: float | None = None
+    """The minutes between two checkpoints, by the leader's clock; null: by steps alone. With both, whichever comes
+    first."""
     keep: KeepConfig = dataclasses.field(default_factory=KeepConfig)
     """Which checkpoints stay."""
     save_on_preemption: bool = True
     """Save after the step at which SIGTERM ends the run."""
+    grace_s: float = 30.0
+    """Seconds that SIGTERM leaves before the machine is gone, 30 for spot VMs: a save that takes longer is announced in
+    the log, and ``lockstep plan`` says whether it fits."""
     timeout_s: float = 1800.0
     """Seconds after which a save that is not complete is given up; training goes on."""
 
     def __post_init__(self) -> None:
-        if self.every < 1:
+        if self.every is None and self.every_minutes is None:
+            raise ConfigError(
+                "checkpointer.every and checkpointer.every_minutes are both null, so nothing would be saved before the "
+                "last step. Set one of them."
+            )
+        if self.every is not None and self.every < 1:
             raise ConfigError(f"checkpointer.every is {self.every}; it must be at least 1. Raise it.")
+        if self.every_minutes is not None and self.every_minutes <= 0:
+            raise ConfigError(
+                f"checkpointer.every_minutes is {self.every_minutes:g}; it must be more than 0. Raise it, or set null."
+            )
+        if self.grace_s <= 0:
+            raise ConfigError(f"checkpointer.grace_s is {self.grace_s:g}; it must be more than 0. Raise it.")
         if self.timeout_s <= 0:
             raise ConfigError(f"checkpointer.timeout_s is {self.timeout_s:g}; it must be more than 0. Raise it.")
-        if self.keep.every is not None and self.keep.every % self.every:
+        if self.keep.every is not None and self.every is None:
+            raise ConfigError(
+                f"checkpointer.keep.every is {self.keep.every}, but checkpointer.every is null: checkpoints by time "
+                f"have any step. Set every to a divisor of {self.keep.every}."
+            )
+        if self.keep.every is not None and self.every is not None and self.keep.every % self.every:
             raise ConfigError(
                 f"checkpointer.keep.every is {self.keep.every}, but there is a checkpoint every {self.every} steps "
                 f"only. Set it to a multiple of {self.every}."

@@ -1,8 +1,10 @@
 """When a training loop saves, and how it goes on from a checkpoint."""
 
+import contextlib
 import math
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.config import TrainerConfig
 from lockstep.training.hooks import Hooks, StepInfo
 from lockstep.training.loss_watch import LossWatch
-from lockstep.training.step import TrainState
+from lockstep.training.step import SAVE_FLAG, TrainState
 
 
 class Saves:
@@ -26,12 +28,15 @@ class Saves:
         hooks: The hooks of the run, whose states belong into a checkpoint.
         watch: What judges losses, whose state belongs into a checkpoint too.
         config: The configuration of the run.
+        hosts: The processes of the job.
     """
 
     def __init__(
-        self, checkpointer: Checkpointer | None, hooks: Hooks, watch: LossWatch, config: TrainerConfig
+        self, checkpointer: Checkpointer | None, hooks: Hooks, watch: LossWatch, config: TrainerConfig, hosts: Hosts
     ) -> None:
-        self._checkpointer, self._hooks, self._watch, self._config = checkpointer, hooks, watch, config
+        self._checkpointer, self._hooks, self._watch = checkpointer, hooks, watch
+        self._config, self._hosts = config, hosts
+        self._last_save = time.monotonic()
         self.resumed_from: CheckpointMetadata | None = None
         """Where the run goes on from; None: it begins."""
         self._interrupted = False
@@ -81,7 +86,14 @@ class Saves:
         if not self.resumed_from.hooks_called:
             self._hooks.after_step(info)
 
-    def after_step(self, state: TrainState, info: StepInfo, *, hooks_called: bool) -> None:
+    def flag(self) -> int:
+        """Return the stop flag of this host for the next step: the leader's asks for a save where time is up."""
+        if self._checkpointer is None or self._checkpointer.config.every_minutes is None or not self._hosts.is_leader:
+            return 0
+        due_s = 60 * self._checkpointer.config.every_minutes
+        return SAVE_FLAG if time.monotonic() - self._last_save >= due_s else 0
+
+    def after_step(self, state: TrainState, info: StepInfo, *, hooks_called: bool, asked: bool = False) -> None:
         """Begin a save where one is due.
 
         Args:
@@ -89,13 +101,15 @@ class Saves:
             info: The info of the step.
             hooks_called: Whether all hooks have done their work for this step; where one has not, because the job is
                 asked to end, a resume has to begin here.
+            asked: Whether the leader asked for a save with its flag for this step.
         """
         if self._checkpointer is None:
             return
         settings, step = self._checkpointer.config, info.next_step
         self._interrupted = not hooks_called and settings.save_on_preemption
         # The last one comes after the last hooks.
-        if self._interrupted or (hooks_called and step % settings.every == 0 and step < self._config.num_train_steps):
+        due = asked or (settings.every is not None and step % settings.every == 0)
+        if self._interrupted or (hooks_called and due and step < self._config.num_train_steps):
             self._save(state, info, hooks_called)
 
     def end(
@@ -118,15 +132,17 @@ class Saves:
         """
         if self._checkpointer is None:
             return
-        if stopped_by is None:
-            self._save(state, info, hooks_called=not diverged)
-        elif stopped_by == signal.SIGTERM and self._checkpointer.config.save_on_preemption and not self._interrupted:
-            if info.next_step:
+        preempted = stopped_by == signal.SIGTERM and self._checkpointer.config.save_on_preemption
+        with self._checkpointer.within_grace(info.next_step) if preempted else contextlib.nullcontext():
+            if stopped_by is None:
+                self._save(state, info, hooks_called=not diverged)
+            elif preempted and not self._interrupted and info.next_step:
                 self._save(state, info, hooks_called=between_steps)
-        self._checkpointer.wait()
+            self._checkpointer.wait()
 
     def _save(self, state: TrainState, info: StepInfo, hooks_called: bool) -> None:
         assert self._checkpointer is not None
+        self._last_save = time.monotonic()
         hooks = self._hooks.state() | {self._watch.name: self._watch.state()}
         self._checkpointer.save(state, step=info.next_step, loss=info.loss, hooks=hooks, hooks_called=hooks_called)
 
@@ -138,6 +154,7 @@ def make_checkpointer(
     *,
     facts: Mapping[str, str],
     run_config: Mapping[str, Any],
+    model_spec: Mapping[str, Any] | None,
     reported: Callable[[], None],
 ) -> Checkpointer | None:
     """Make the checkpointer that a configuration asks for.
@@ -148,6 +165,7 @@ def make_checkpointer(
         hosts: The processes of the job.
         facts: What a run must have in common with a checkpoint to go on from it, beside seed and batch size.
         run_config: The configuration of the whole run.
+        model_spec: What the model is, see `Checkpointer`; None where it is not known.
         reported: See `Checkpointer`.
 
     Raises:
@@ -166,6 +184,7 @@ def make_checkpointer(
         facts={"seed": str(config.seed), "train_batch_size": str(config.train_batch_size), **facts},
         run_config=run_config,
         reported=reported,
+        model=model_spec,
     )
 
 

@@ -29,6 +29,8 @@ STOP_SPEC = P(MESH_AXES)
 
 SKIPPED = "skipped_step"
 """The name of the metric that is 1 where a step left its update out."""
+SAVE_FLAG = 1
+"""The stop flag with which the leader asks for a checkpoint; every signal that ends a run is a larger number."""
 
 
 @jax.tree_util.register_dataclass
@@ -190,6 +192,8 @@ class StepMetrics:
     """The mean loss over the batch, before the update."""
     stop: int
     """The largest number of a signal that asked a host to stop; 0 where none did."""
+    save: bool
+    """Whether the leader asked for a checkpoint; False where a host was asked to stop."""
     values: Mapping[str, float]
     """Further metrics by name."""
 
@@ -276,7 +280,8 @@ class TrainStep:
         Args:
             state: The state, which is donated: its arrays are deleted.
             batch: Global arrays by name, with the row as axis 0.
-            stop: The number of the signal on the devices of a host that was asked to stop, 0 on all others.
+            stop: The number of the signal on the devices of a host that was asked to stop; `SAVE_FLAG` on those of a
+                leader that wants a checkpoint; 0 on all others.
             limit: With ``skip_bad``, the largest loss with which the step counts; infinity for any.
 
         Returns:
@@ -307,7 +312,8 @@ class TrainStep:
             metrics: The second result of a call.
         """
         loss, stop, *others = (float(x) for x in jax.device_get(metrics.addressable_data(0)))
-        return StepMetrics(loss=loss, stop=int(stop), values=dict(zip(self._names, others, strict=True)))
+        values = dict(zip(self._names, others, strict=True))
+        return StepMetrics(loss=loss, stop=0 if stop == SAVE_FLAG else int(stop), save=stop == SAVE_FLAG, values=values)
 
     def _step(
         self, state: TrainState, batch: dict[str, Array], stop: Array, *limit: Array

@@ -30,6 +30,7 @@ from lockstep.training.loss_watch import LossWatch
 from lockstep.training.microbatch import compile_largest, memory_for_training
 from lockstep.training.objectives.parts import LossFn
 from lockstep.training.profiler import Profiler
+from lockstep.training.result import TrainResult
 from lockstep.training.rows import Batches
 from lockstep.training.saves import Saves, directory_of_run, make_checkpointer
 from lockstep.training.step import (
@@ -52,37 +53,6 @@ STOPPED_FLUSH_S = 2.0
 """Seconds that a tracker has to take what is left when a signal ended the run: little time remains for a save."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainResult:
-    """How a run ended."""
-
-    model: PyTree
-    """Parameters after the last step, in the parameter type and sharding."""
-    completed_steps: int
-    """Steps that were done."""
-    loss: float
-    """The loss of the last step; nan if there was none."""
-    stopped_by: int | None
-    """Signal that ended the run early, on whichever host it came; the same on all. None where there was none."""
-    tracker_errors: int
-    """Times the tracker failed; training went on."""
-    checkpoint: str | None = None
-    """The newest checkpoint of the run; None where there is none."""
-    checkpoint_errors: int = 0
-    """Checkpoints that could not be saved; training went on."""
-    average: PyTree | None = None
-    """The average of the parameters over the steps, where the optimizer keeps one (``optimizer.ema_decay``)."""
-    skipped_steps: int = 0
-    """Steps whose update was left out (``trainer.on_nan``)."""
-    diverged: bool = False
-    """Whether ``on_nan: stop`` ended the run; the model is then that before the bad step."""
-
-    @property
-    def eval_model(self) -> PyTree:
-        """The model to evaluate and to export: the average where there is one, else ``model``."""
-        return self.model if self.average is None else self.average
-
-
 class Trainer:
     """Trains a model that is sharded over all devices; every host makes the same calls.
 
@@ -99,6 +69,8 @@ class Trainer:
         facts: What a run must have in common with a checkpoint to go on from it, such as a digest of its data, by name;
             seed, batch size and the shapes of all arrays are compared anyway.
         run_config: The configuration of the run as JSON values: what has changed in it at a resume is logged.
+        model_spec: What `lockstep.training.model_spec` returned, for ``lockstep export`` and ``lockstep sample``; None:
+            only this program can read its checkpoints.
 
     Raises:
         ConfigError: The mesh or the batch size does not fit the devices, or there is a checkpointer without a run
@@ -118,6 +90,7 @@ class Trainer:
         run_dir: str | os.PathLike[str] | None = None,
         facts: Mapping[str, str] | None = None,
         run_config: Mapping[str, Any] | None = None,
+        model_spec: Mapping[str, Any] | None = None,
     ) -> None:
         self.config, self.hosts = config, current() if hosts is None else hosts
         self.mesh = make_mesh(config.mesh_shape) if mesh is None else mesh
@@ -139,9 +112,10 @@ class Trainer:
             self.hosts,
             facts=facts or {},
             run_config=run_config or {},
+            model_spec=model_spec,
             reported=self._wait_until_reported,
         )
-        self._saves = Saves(self._checkpointer, self._hooks, self._loss_watch, config)
+        self._saves = Saves(self._checkpointer, self._hooks, self._loss_watch, config, self.hosts)
         self._run_dir = run_dir
         if config.profiler is not None:
             self._run_dir = directory_of_run(config, run_dir, "trainer.profiler is set, and its trace needs a place")
@@ -155,6 +129,11 @@ class Trainer:
     def resumed_from(self) -> CheckpointMetadata | None:
         """The checkpoint that `restore` read; None where there was none."""
         return self._saves.resumed_from
+
+    @property
+    def checkpoints(self) -> str | None:
+        """The directory or URL of the run's checkpoints; None where there are none."""
+        return None if self._checkpointer is None else os.fspath(self._checkpointer.directory.path)
 
     def add_hook(self, hook: Hook | Callable[..., Any], every: int = 1) -> None:
         """Have something called as training goes on, see `Hooks`.
@@ -268,7 +247,7 @@ class Trainer:
                     if stopped_by or diverged:
                         self._hooks.after_signal()
                         break
-                    self._saves.after_step(state, info, hooks_called=self._hooks.after_step(info))
+                    self._saves.after_step(state, info, hooks_called=self._hooks.after_step(info), asked=metrics.save)
                 else:
                     if not self._saves.complete:
                         self._hooks.after_last_step(info)
@@ -332,7 +311,7 @@ class Trainer:
             return None
         start = time.perf_counter()
         with self._named_failure(step), self._watchdog.watch("train_step"), run.profiler.step(step):
-            state, figures = step_fn(state, batch, *self._signals(step_fn, stop.signal or 0))
+            state, figures = step_fn(state, batch, *self._signals(step_fn, stop.signal or self._saves.flag()))
             run.source.prepare(step + 1)
             metrics = step_fn.read(figures)
         speed = run.meter.step(batch, step_s=time.perf_counter() - start, wait_s=start - asked)

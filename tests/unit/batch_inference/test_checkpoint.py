@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 
 from lockstep.batch_inference import SampleConfig
-from lockstep.batch_inference.checkpoint import fingerprint, resolve_checkpoint, stored_dtype
+from lockstep.batch_inference.checkpoint import HfCheckpoint, fingerprint, resolve_checkpoint, stored_dtype
 from lockstep.errors import ConfigError
+from lockstep.training import SavedModel
+from tests import tiny
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 
@@ -21,21 +23,33 @@ def test_a_run_directory_means_its_newest_checkpoint(tmp_path):
         os.utime(tmp_path / run / "checkpoint" / "config.json", (1000 + age, 1000 + age))
     (tmp_path / "second" / "samples").mkdir()
     newest = str(tmp_path / "second" / "checkpoint")
-    assert resolve_checkpoint(of_ours(tmp_path)) == newest
-    assert resolve_checkpoint(of_ours(tmp_path / "second")) == newest
-    assert resolve_checkpoint(of_ours(tmp_path / "first" / "checkpoint")) == str(tmp_path / "first" / "checkpoint")
-    assert resolve_checkpoint(SampleConfig(prompts=["one"], hf_checkpoint="gs://bucket/model")) == "gs://bucket/model"
+    assert resolve_checkpoint(of_ours(tmp_path)).path == newest
+    assert resolve_checkpoint(of_ours(tmp_path / "second")).path == newest
+    given = str(tmp_path / "first" / "checkpoint")
+    assert resolve_checkpoint(of_ours(given)) == HfCheckpoint(path=given)
+    named = SampleConfig(prompts=["one"], hf_checkpoint="gs://bucket/model")
+    assert resolve_checkpoint(named) == HfCheckpoint(path="gs://bucket/model")
+
+
+def test_the_newest_of_a_run_may_be_one_that_it_goes_on_from(tmp_path):
+    shutil.copytree(GOLDEN / "llama3", tmp_path / "run" / "checkpoint")
+    os.utime(tmp_path / "run" / "checkpoint" / "config.json", (1000, 1000))
+    checkpoints = tmp_path / "run" / "checkpoints"
+    tiny.save_checkpoint(str(checkpoints), step=4)
+    for path in (tmp_path, tmp_path / "run", checkpoints, checkpoints / "step-4"):
+        found = resolve_checkpoint(of_ours(path))
+        assert isinstance(found, SavedModel) and found.metadata.step == 4
+    os.utime(checkpoints / "step-4" / "metadata.json", (500, 500))
+    assert resolve_checkpoint(of_ours(tmp_path)) == HfCheckpoint(path=str(tmp_path / "run" / "checkpoint"))
 
 
 def test_what_cannot_be_sampled_from_is_said_plainly(tmp_path):
     with pytest.raises(ConfigError, match="there is no such directory.*make demo"):
         resolve_checkpoint(of_ours(tmp_path / "nothing"))
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(
-        ConfigError, match="Checkpoints for resuming a training run cannot be sampled from yet.*hf_save"
-    ):
+    with pytest.raises(ConfigError, match="which has no checkpoint.*Train with hf_save_path.*or with trainer.checkp"):
         resolve_checkpoint(of_ours(tmp_path / "run"))
-    with pytest.raises(ConfigError, match="has no config.json with safetensors"):
+    with pytest.raises(ConfigError, match="has no config.json with safetensors.*is a checkpoint_path"):
         fingerprint(str(tmp_path / "run"))
 
 

@@ -12,11 +12,14 @@ import pytest
 
 from lockstep.batch_inference import SampleConfig
 from lockstep.errors import PeerError
+from lockstep.hosts import Hosts, MemoryClient
+from lockstep.main.export import ExportConfig, export
 from lockstep.models import load_hf
 from lockstep.placement import make_mesh
 from lockstep.report import read_jsonl
 from lockstep.text import encode, load_tokenizer, read_prompts, stop_ids
 from lockstep.types import Request
+from tests import tiny
 from tests.oracle import oracle_completions
 
 PROMPTS = [
@@ -109,6 +112,22 @@ def test_what_changed_is_refused_by_name_unless_forced(checkpoint, prompts, tmp_
     assert tracker.values["sample/resumed_completions"] == 6 and merged.read_bytes() == rows
     # What was forced is what the rows are now said to come from.
     sample("run", **FIELDS, **changed)
+
+
+def test_a_training_checkpoint_answers_as_the_one_that_is_exported_from_it(prompts, tmp_path, sample):
+    trained, exported = tmp_path / "trained" / "checkpoints", tmp_path / "exported"
+    tiny.save_checkpoint(str(trained))
+    assert export(ExportConfig(checkpoint=str(trained), output=str(exported)), Hosts(MemoryClient.hub(1)[0])) == 0
+    for name, values in {
+        "a": {"checkpoint_path": str(trained)},
+        "b": {"hf_checkpoint": str(exported)},
+        "c": {"checkpoint_path": str(trained.parent), "inference_mode": "host_data_parallel"},
+    }.items():
+        sample(name, prompts=prompts, **FIELDS, **values)
+    rows = [read_jsonl(tmp_path / name / "samples" / "samples.jsonl") for name in ("a", "b", "c")]
+    assert len(rows[0]) == 6 and rows[0] == rows[1] == rows[2]
+    identities = [json.loads((tmp_path / name / "samples" / "job.json").read_text())["checkpoint"] for name in "abc"]
+    assert identities[0] == identities[2] != identities[1]
 
 
 def test_a_tracker_that_fails_costs_no_row(checkpoint, prompts, tmp_path, sample, caplog):

@@ -6,14 +6,16 @@ import jax
 import numpy as np
 import pytest
 
+from lockstep.batch_inference import SampleConfig
 from lockstep.errors import ConfigError
 from lockstep.main import plan as command
 from lockstep.main.arguments import parse_arguments
 from lockstep.main.commands import find_command
-from lockstep.models import find_preset
+from lockstep.models import find_preset, padded_vocab_size
 from lockstep.placement import make_mesh
 from lockstep.training import OptimizerConfig, parse_precision
 from lockstep.training.step import init_model, init_state, state_structs
+from tests import tiny
 from tests.unit.engine.models import LLAMA, VOCAB
 
 ROOT = Path(__file__).parents[3]
@@ -58,6 +60,18 @@ def test_a_module_of_the_users_is_not_imported(name, key, tmp_path, monkeypatch)
     assert read(name, f"--{key}", "[exact_match, users_metrics:score]").sampling
     with pytest.raises(ConfigError, match=r"metric 'score' is not known"):
         read(name, f"--{key}", "[score]")
+
+
+def test_a_training_checkpoint_is_planned_from_what_it_says_of_its_model(tmp_path):
+    tiny.save_checkpoint(str(tmp_path / "run" / "checkpoints"))
+    config = SampleConfig(prompts=["one", "two words"], checkpoint_path=str(tmp_path / "run"), max_new_tokens=5)
+    workload = find_command("sample").workload(config)
+    assert (workload.model, workload.vocab_size) == (tiny.CONFIG, padded_vocab_size(tiny.vocab_size(), 1))
+    assert (workload.dtype, workload.model_key) == ("float32", "checkpoint_path")
+    lengths = [len(request.prompt_tokens) for request in workload.sampling[0].requests]
+    assert lengths == [len(tiny.tokenizer()(text)["input_ids"]) for text in ("one", "two words")], (
+        "by its own tokenizer"
+    )
 
 
 def test_simpo_on_a_pod(monkeypatch):

@@ -16,6 +16,7 @@ from lockstep.models import (
     Qwen2Config,
     Qwen3Config,
     RotaryConfig,
+    padded_vocab_size,
     rotary_frequencies,
 )
 
@@ -152,3 +153,12 @@ def test_llama3_scaling_slows_long_waves_and_keeps_short_ones() -> None:
     smooth = (64 / (2 * np.pi * 4) - 1) / 3
     expected = [1, smooth + (1 - smooth) / 8, 1 / 8, 1 / 8]
     np.testing.assert_allclose(scaled / base, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8, 128])
+def test_the_rows_of_an_embedding_do_not_depend_on_the_mesh(tp: int) -> None:
+    assert [padded_vocab_size(ids, tp) for ids in (1, 128, 129, 50257)] == [128, 128, 256, 50304]
+
+
+def test_an_odd_mesh_can_split_the_vocabulary_too() -> None:
+    assert padded_vocab_size(1000, 3) == 1152 and 1152 % 3 == 0

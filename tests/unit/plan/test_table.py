@@ -8,6 +8,7 @@ from rich.console import Console
 
 from lockstep.plan.infeasibility import Infeasibility
 from lockstep.plan.table import _checkpoint, _named, _seconds, print_plan
+from lockstep.training import CheckpointerConfig, TrainerConfig
 
 REASON = Infeasibility(key="engine.max_seqs", value=64, largest=32, text="too many [sequences]", place="a.yaml:3")
 
@@ -56,7 +57,19 @@ def test_a_round_of_sampling_is_named_by_its_block(name, text):
     assert _named(SimpleNamespace(workload=SimpleNamespace(name=name)), "step") == text
 
 
-def test_a_checkpoint_has_the_state_of_the_devices_of_a_host():
+@pytest.mark.parametrize(
+    ("bandwidth", "grace_s", "text"),
+    [
+        (1e9, 30, "25.8 s if each writes 1 GB/s (--write_bandwidth); SIGTERM leaves 30 s, it fits"),
+        (0.5e9, 30, "51.5 s if each writes 0.5 GB/s (--write_bandwidth); SIGTERM leaves 30 s, it does not fit"),
+        (1e9, 10, "SIGTERM leaves 10 s, it does not fit: what came after the last checkpoint is lost then"),
+    ],
+)
+def test_a_checkpoint_has_the_state_of_the_devices_of_a_host(bandwidth, grace_s, text):
     topology = SimpleNamespace(devices_per_host=4)
-    plan = SimpleNamespace(parameters=2 * 2**30, optimizer=4 * 2**30, topology=topology)
-    assert _checkpoint(plan).startswith("a checkpoint: 24.00 GiB per host, 25.8 s if each writes 1 GB/s")
+    trainer = TrainerConfig(checkpointer=CheckpointerConfig(grace_s=grace_s))
+    workload = SimpleNamespace(training=SimpleNamespace(trainer=trainer))
+    plan = SimpleNamespace(
+        parameters=2 * 2**30, optimizer=4 * 2**30, topology=topology, workload=workload, write_bandwidth=bandwidth
+    )
+    assert _checkpoint(plan).startswith("a checkpoint: 24.00 GiB per host, ") and text in _checkpoint(plan)

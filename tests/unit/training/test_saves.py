@@ -1,8 +1,13 @@
 """Runs that are interrupted go on as if they had not been: on the same mesh bit for bit."""
 
+import itertools
 import json
+import logging
 import os
+import re
 import signal
+import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -12,6 +17,9 @@ from lockstep.errors import ConfigError, PeerError
 from lockstep.placement import make_mesh
 from lockstep.training import CheckpointerConfig, KeepConfig, OptimizerConfig, Trainer, TrainerConfig, lm_loss
 from lockstep.training import checkpointer as checkpointer_module
+from lockstep.training import saves as saves_module
+from lockstep.training.saves import Saves
+from lockstep.training.step import SAVE_FLAG
 from tests.unit.training.bigrams import Bigrams
 from tests.unit.training.test_trainer import rows
 
@@ -111,6 +119,55 @@ def test_sigterm_saves_after_the_step_and_hooks_not_called_then_are_called_at_th
     losses, noting, result = run(make(tmp_path, resume="must"))
     assert min(losses) == step + 1, "the function hooks of the step that was not ended"
     assert_same_end(plain, losses, noting, result)
+
+
+def test_the_leaders_clock_decides_when_it_is_time_to_save(tmp_path, plain, monkeypatch):
+    """Time is up at every second step of the leader, and never on other hosts."""
+    clock = itertools.count()
+    monkeypatch.setattr(saves_module, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    trainer = make(tmp_path, every=None, settings={"every_minutes": 2 / 60}, keep=9)
+    losses, noting, result = run(trainer)
+    assert_same_end(plain, losses, noting, result)
+    steps = trainer._checkpointer.directory.steps()
+    assert steps[-1] == STEPS and 2 < len(steps) < STEPS
+
+
+def test_who_does_not_lead_never_asks_for_a_save():
+    config = TrainerConfig()
+    checkpointer = SimpleNamespace(config=CheckpointerConfig(every_minutes=1e-9))
+    leads = [SimpleNamespace(is_leader=leader) for leader in (True, False)]
+    assert [Saves(checkpointer, None, config, hosts).flag() for hosts in leads] == [SAVE_FLAG, 0]
+
+
+@pytest.mark.parametrize(("write_s", "fits"), [(0.0, True), (0.6, False)])
+def test_a_save_on_sigterm_says_whether_it_was_in_time(tmp_path, monkeypatch, caplog, write_s, fits):
+    write = checkpointer_module.write_arrays
+
+    def slow(directory, arrays):
+        wait = write(directory, arrays)
+        return lambda: (time.sleep(write_s), wait())
+
+    monkeypatch.setattr(checkpointer_module, "write_arrays", slow)
+    with caplog.at_level(logging.INFO, logger=checkpointer_module.__name__):
+        result = run(make(tmp_path, every=100, settings={"grace_s": 0.3 if not fits else 20.0}), at=terminate(2))[2]
+    assert result.checkpoint.endswith("step-3"), "it is saved all the same where the machine is still there"
+    late = (
+        "the checkpoint of step 3 is not complete 0.3 s after SIGTERM (checkpointer.grace_s): if the machine is taken"
+    )
+    assert (late in caplog.text) != fits
+    assert "s after SIGTERM, which leaves" in caplog.text
+
+
+def test_a_save_that_will_not_fit_is_announced(tmp_path, monkeypatch, caplog):
+    write = checkpointer_module.write_arrays
+
+    def slow(directory, arrays):
+        wait = write(directory, arrays)
+        return lambda: (time.sleep(0.2), wait())
+
+    monkeypatch.setattr(checkpointer_module, "write_arrays", slow)
+    run(make(tmp_path, every=2, settings={"grace_s": 0.1}), at=terminate(4))
+    assert re.search("this one may not be complete in time, and the run then goes on from step [24]", caplog.text)
 
 
 def test_ctrl_c_does_not_save(tmp_path):

@@ -1,30 +1,38 @@
-"""Saves a sharded model as a Hugging Face checkpoint: all hosts gather its tensors, the leader writes them."""
+"""Saves a model as a Hugging Face checkpoint: every host writes files of its own, a bounded piece at a time."""
 
-import contextlib
-import functools
+import itertools
 import json
-import math
+import logging
 import os
 import pathlib
-import shutil
-from collections.abc import Callable, Iterator
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-import jax
-import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
-from safetensors.numpy import save_file
-
-from lockstep.errors import ConfigError
-from lockstep.hosts import Hosts, Watchdog, current, leader_only
-from lockstep.models.hf.config import architecture_of, config_to_hf
-from lockstep.models.hf.files import INDEX_NAME, SINGLE_NAME
-from lockstep.models.hf.names import Parameter, parameters
+from lockstep.errors import ConfigError, PeerError
+from lockstep.hosts import Hosts, current, digest, leader_only
+from lockstep.models.hf.config import config_to_hf
+from lockstep.models.hf.files import INDEX_NAME
+from lockstep.models.hf.load_progress import LOG_INTERVAL_S
+from lockstep.models.hf.save_plan import SavedTensor, index_text, plan_files, saved_tensors
+from lockstep.models.hf.save_source import Direct, Gathered, Pieces, Source
+from lockstep.models.hf.save_target import CONFIG_NAME, SaveTarget, save_target
+from lockstep.models.hf.save_writer import PIECE_BYTES, FileWriter, Read
 from lockstep.models.llama import LlamaLMHeadModel
+from lockstep.units import bytes_text
+
+log = logging.getLogger(__name__)
+
+MAX_SHARD_BYTES = 5 * 10**9
+"""The most bytes of tensors in a file."""
+
+_INTERVAL_S = 1.0
+"""Seconds after which the hosts hear of each other while they write."""
 
 
 class SavesTokenizer(Protocol):
-    """The part of a transformers tokenizer that `save_hf` uses."""
+    """The part of a transformers tokenizer that is used here."""
 
     def save_pretrained(self, save_directory: str) -> Any:
         """Writes the tokenizer's files to a directory."""
@@ -35,153 +43,223 @@ def save_hf(
     path: str | os.PathLike[str],
     *,
     tokenizer: SavesTokenizer | None = None,
-    max_shard_bytes: int = 5 * 10**9,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     dtype: Any = None,
+    vocab_size: int | None = None,
+    interrupted: Callable[[], bool] = lambda: False,
     hosts: Hosts | None = None,
-) -> None:
+) -> bool:
     """Saves a model as a Hugging Face checkpoint: safetensors, an index where there are several files, config.json.
 
-    Every host calls it. One layer's tensor at a time is gathered, by a program that every host launches. The leader has
-    the tensors of one file in memory and writes to a temporary directory next to ``path``, which is renamed to ``path``
-    when it is complete. After every file an error of the leader is raised on every host.
+    Every host calls it, and writes files of its own where it sees ``path``; on a local disk that the others do not see,
+    the leader writes all of them. A piece of a tensor, of at most 32 MiB, is on each device at a time, gathered by a
+    program that every host launches; a host has two such pieces in memory. A directory appears as a whole, a
+    checkpoint that was there is replaced; at a URL, config.json is written last. What fails on one host fails on all,
+    and leaves no half checkpoint.
 
     Args:
         model: The model, in any sharding.
-        path: The local directory on the leader: absent, empty, or a checkpoint, which is replaced.
+        path: A directory or an fsspec URL such as ``gs://bucket/model``.
         tokenizer: The tokenizer to save with the model; its special tokens go into config.json. None for none.
         max_shard_bytes: The most bytes of tensors in a file; a larger tensor gets a file of its own.
         dtype: The dtype of the stored tensors; None keeps that of each parameter.
+        vocab_size: The number of rows of the vocabulary to save, where the model's is padded; None for all.
+        interrupted: Called about every second: whether this host wants all hosts to give up.
         hosts: The hosts of the job; None for ``lockstep.hosts.current()``.
 
+    Returns:
+        Whether the checkpoint was saved: False where a host gave up.
+
     Raises:
-        PeerError: The leader could not write; its own error is the cause there.
-        ConfigError: ``path`` is a URL, or no Hugging Face architecture computes the model.
+        PeerError: A host could not write; its own error is the cause there.
+        ConfigError: No Hugging Face architecture computes the model.
     """
-    if "://" in str(path):
-        raise ConfigError(f"the path to save to is {path}; it must be a local directory. Save there, then copy it.")
-    config_to_hf(model.config, model.Vocab.size)  # refuses a model that no Hugging Face architecture computes
+    vocab_size = model.Vocab.size if vocab_size is None else vocab_size
+    config = config_to_hf(model.config, vocab_size)  # refuses a model that no Hugging Face architecture computes
+    tensors = saved_tensors(model, dtype, vocab_size)
     hosts = current() if hosts is None else hosts
-    target = pathlib.Path(path).expanduser().absolute()
-    temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
-    files = _plan_files(_tensors(model, dtype), max_shard_bytes)
-    watchdog = Watchdog(hosts, hosts.timeout_s)
-    with hosts.scope("save_hf") as scope, _removed_at_the_end(temporary, enabled=hosts.is_leader):
-
-        def leader_does(name: str, work: Callable[[], object]) -> None:
-            with scope.run_on_all(name, "saving"):
-                if hosts.is_leader:
-                    with leader_only():
-                        work()
-
-        leader_does("prepare", lambda: _prepare(target, temporary))
-        for file, tensors in files.items():
-            gathered: dict[str, np.ndarray] = {}
-            for tensor in tensors:
-                with watchdog.watch(f"gathering {tensor.name}"):
-                    whole = tensor.gather()
-                if hosts.is_leader:
-                    gathered[tensor.name] = tensor.to_stored(whole)
-            leader_does(file, functools.partial(save_file, gathered, temporary / file, metadata={"format": "pt"}))
-        leader_does("finish", lambda: _finish(model, tokenizer, files, temporary, target))
+    with hosts.scope("save_hf") as scope:
+        save = _Save(scope, path, tensors, max_shard_bytes)
+        return save.run(Gathered(scope, save.pieces), config, tokenizer, interrupted)
 
 
-class _Tensor:
-    """One tensor to write: a parameter, or a layer of one."""
-
-    def __init__(self, parameter: Parameter, layer: int | None, dtype: Any):
-        self.parameter, self.layer = parameter, layer
-        self.name = parameter.stored.name(layer)
-        self.dtype = np.dtype(parameter.value.array.dtype if dtype is None else dtype)
-        self.nbytes = math.prod(parameter.stored.shape(parameter.sizes)) * self.dtype.itemsize
-
-    def gather(self) -> jax.Array:
-        """Gathers the tensor on every device, by a program that every host launches."""
-        array = self.parameter.value.array
-        layer = None if self.layer is None else np.int32(self.layer)
-        whole = _gather_program(_replicated(array.sharding), self.dtype)(array, layer)
-        # Waiting here bounds the devices to two gathered tensors.
-        return whole.block_until_ready()
-
-    def to_stored(self, whole: jax.Array) -> np.ndarray:
-        """Converts what `gather` returned to what Hugging Face stores, without a launch."""
-        local = np.asarray(whole.addressable_data(0))
-        return self.parameter.stored.to_stored(local, self.parameter.axes, self.parameter.sizes)
-
-
-@functools.cache
-def _gather_program(out: Sharding, dtype: np.dtype[Any]) -> Callable[[jax.Array, np.int32 | None], jax.Array]:
-    def gather(array: jax.Array, layer: np.int32 | None) -> jax.Array:
-        part = array if layer is None else jax.lax.dynamic_index_in_dim(array, layer, keepdims=False)
-        return part.astype(dtype)
-
-    return jax.jit(gather, out_shardings=out)
-
-
-def _replicated(sharding: Sharding) -> Sharding:
-    return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
-
-
-def _tensors(model: LlamaLMHeadModel, dtype: Any) -> list[_Tensor]:
-    """Returns all tensors, sorted by layer, so that those of a layer are in one file where possible."""
-    every = parameters(model, architecture_of(model.config).tensors)
-    tensors = [_Tensor(each, layer, dtype) for each in every for layer in each.layers]
-    return sorted(tensors, key=lambda t: -1 if t.layer is None else t.layer)
-
-
-def _plan_files(tensors: list[_Tensor], max_bytes: int) -> dict[str, list[_Tensor]]:
-    groups: list[list[_Tensor]] = [[]]
-    for tensor in tensors:
-        if groups[-1] and sum(t.nbytes for t in groups[-1]) + tensor.nbytes > max_bytes:
-            groups.append([])
-        groups[-1].append(tensor)
-    if len(groups) == 1:
-        return {SINGLE_NAME: groups[0]}
-    return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
-
-
-def _prepare(target: pathlib.Path, temporary: pathlib.Path) -> None:
-    if target.exists() and not target.is_dir():
-        raise ConfigError(f"{target} is a file; save_hf writes a directory. Choose another path.")
-    # Replacing removes all files, so it has to be a checkpoint.
-    if target.is_dir() and any(target.iterdir()) and not (target / "config.json").is_file():
-        raise ConfigError(
-            f"{target} is there and is not a checkpoint (no config.json); save_hf would replace it whole. Choose "
-            "another path, or remove it yourself."
-        )
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-
-
-def _finish(
+def export_hf(
     model: LlamaLMHeadModel,
-    tokenizer: SavesTokenizer | None,
-    files: dict[str, list[_Tensor]],
-    temporary: pathlib.Path,
-    target: pathlib.Path,
+    read: Read,
+    path: str | os.PathLike[str],
+    *,
+    tokenizer: SavesTokenizer | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    dtype: Any = None,
+    vocab_size: int | None = None,
+    hosts: Hosts | None = None,
 ) -> None:
-    tensors = [t for group in files.values() for t in group]
-    if len(files) > 1:
-        weight_map = {t.name: file for file, group in files.items() for t in group}
-        index = {"metadata": {"total_size": sum(t.nbytes for t in tensors)}, "weight_map": weight_map}
-        (temporary / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    if tokenizer is not None:
-        tokenizer.save_pretrained(str(temporary))
-    config = config_to_hf(model.config, model.Vocab.size)
-    config["torch_dtype"] = max(tensors, key=lambda t: t.nbytes).dtype.name
-    for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        config[token] = getattr(tokenizer, token, None)
-    (temporary / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    old = target.with_name(f".{target.name}.old-{os.getpid()}")
-    if target.exists():
-        target.rename(old)
-    temporary.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
+    """Saves a model that is read from somewhere, as `save_hf` does, without any device.
+
+    Args:
+        model: The skeleton of the model, with the dtypes of its parameters.
+        read: What gives the rows of a tensor; called in a thread of each host, for the tensors that it writes.
+        path: See `save_hf`; so are the others.
+        tokenizer: The tokenizer to save with the model.
+        max_shard_bytes: The most bytes of tensors in a file.
+        dtype: The dtype of the stored tensors.
+        vocab_size: The number of rows of the vocabulary to save.
+        hosts: The hosts of the job.
+
+    Raises:
+        PeerError: A host could not read or write; its own error is the cause there.
+        ConfigError: No Hugging Face architecture computes the model.
+    """
+    vocab_size = model.Vocab.size if vocab_size is None else vocab_size
+    config = config_to_hf(model.config, vocab_size)
+    tensors = saved_tensors(model, dtype, vocab_size)
+    with (current() if hosts is None else hosts).scope("export_hf") as scope:
+        save = _Save(scope, path, tensors, max_shard_bytes)
+        save.run(Direct(scope, read), config, tokenizer, lambda: False)
 
 
-@contextlib.contextmanager
-def _removed_at_the_end(directory: pathlib.Path, *, enabled: bool) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        if enabled:
-            shutil.rmtree(directory, ignore_errors=True)
+class _Save:
+    """One checkpoint that is saved by all hosts."""
+
+    def __init__(
+        self, hosts: Hosts, path: str | os.PathLike[str], tensors: Sequence[SavedTensor], max_shard_bytes: int
+    ) -> None:
+        self._hosts, self._path, self._tensors, self._max_shard_bytes = hosts, os.fspath(path), tensors, max_shard_bytes
+        self._files: Mapping[str, Sequence[SavedTensor]] = {}
+        self._writers: list[int] = []
+
+    def pieces(self) -> Pieces:
+        """Return what each host writes."""
+        return [
+            [
+                (tensor, start, stop)
+                for tensors in self._files_of(process).values()
+                for tensor in tensors
+                for start, stop in tensor.pieces(PIECE_BYTES)
+            ]
+            for process in range(self._hosts.count)
+        ]
+
+    def run(
+        self,
+        source: Source,
+        config: Mapping[str, Any],
+        tokenizer: SavesTokenizer | None,
+        interrupted: Callable[[], bool],
+    ) -> bool:
+        """Save; return whether it was saved, or a host gave up."""
+        target = self._begin()
+        try:
+            try:
+                self._choose_writers(target)
+                source.prepare()
+                saved = self._write(source, target, interrupted)
+                if saved:
+                    with self._hosts.run_on_all("finish", "saving"):
+                        if self._hosts.is_leader:
+                            with leader_only():
+                                target.write_small(
+                                    lambda path: self._small_files(pathlib.Path(path), config, tokenizer)
+                                )
+                                target.commit()
+                return saved
+            finally:
+                source.close()
+        except BaseException as error:
+            self._abandon(target, together=isinstance(error, PeerError))
+            raise
+
+    def _begin(self) -> SaveTarget:
+        """Make the place."""
+
+        def begin() -> bytes:
+            token = secrets.token_hex(4)
+            save_target(self._path, token).begin()
+            return token.encode()
+
+        return save_target(self._path, self._hosts.broadcast_from_leader("begin", begin).decode())
+
+    def _choose_writers(self, target: SaveTarget) -> None:
+        """Learn which hosts see the place, and share the files out between them."""
+        with self._hosts.run_on_all("writers", "saving") as phase:
+            phase.share(target.seen())
+            phase.agree({"tensors": digest(repr([(each.name, each.shape, each.dtype.name) for each in self._tensors]))})
+        self._writers = [process for process, sees in enumerate(phase.shared) if sees]
+        if not self._writers:
+            raise ConfigError(f"{self._path} cannot be seen where it was just made. Check the file system.")
+        if self._hosts.is_leader and len(self._writers) < self._hosts.count:
+            log.info(
+                "%s is seen by %d of %d processes; they write all of it",
+                self._path,
+                len(self._writers),
+                self._hosts.count,
+            )
+        self._files = plan_files(self._tensors, self._max_shard_bytes, len(self._writers))
+
+    def _files_of(self, process: int) -> dict[str, Sequence[SavedTensor]]:
+        """The files that a process writes: one after the other goes to the next writer."""
+        owners = itertools.cycle(self._writers)
+        return {
+            name: tensors
+            for (name, tensors), owner in zip(self._files.items(), owners, strict=False)
+            if owner == process
+        }
+
+    def _write(self, source: Source, target: SaveTarget, interrupted: Callable[[], bool]) -> bool:
+        interval_s = min(_INTERVAL_S, self._hosts.timeout_s / 4)
+        progress = _Progress(self._hosts, self._path, sum(tensor.nbytes for tensor in self._tensors))
+        room = True
+        with FileWriter(target, self._files_of(self._hosts.index), source.read, self._hosts.timeout_s) as writer:
+            for number in itertools.count():
+                with source.phase(f"write {number}") as phase:
+                    source.advance(room)
+                    done, own_room = source.wait(writer, interval_s)
+                    phase.share([done, own_room, writer.written, interrupted()])
+                room = all(each for _, each, _, _ in phase.shared)
+                progress.show(sum(written for _, _, written, _ in phase.shared))
+                if all(each for each, *_ in phase.shared):
+                    return True
+                if any(each for *_, each in phase.shared):
+                    source.close()
+                    break
+        self._abandon(target, together=True)
+        return False
+
+    def _abandon(self, target: SaveTarget, *, together: bool) -> None:
+        """Remove what there is, when no host writes any more."""
+        if together:
+            with self._hosts.run_on_all("nobody writes", "giving a save up"):
+                pass
+        if self._hosts.is_leader:
+            target.abandon()
+
+    def _small_files(
+        self, directory: pathlib.Path, config: Mapping[str, Any], tokenizer: SavesTokenizer | None
+    ) -> None:
+        if len(self._files) > 1:
+            (directory / INDEX_NAME).write_text(index_text(self._files))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(os.fspath(directory))
+        values = dict(config)
+        values["torch_dtype"] = max(self._tensors, key=lambda tensor: tensor.nbytes).dtype.name
+        for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            values[token] = getattr(tokenizer, token, None)
+        (directory / CONFIG_NAME).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
+
+
+class _Progress:
+    """What the leader logs while a checkpoint is saved."""
+
+    def __init__(self, hosts: Hosts, path: str, total: int) -> None:
+        self._hosts, self._path, self._total = hosts, path, total
+        self._start = self._last = time.monotonic()
+
+    def show(self, written: int) -> None:
+        """Log, every few seconds and at the end, what all hosts have written."""
+        now = time.monotonic()
+        done = written == self._total
+        if not self._hosts.is_leader or (now - self._last < LOG_INTERVAL_S and not done):
+            return
+        self._last = now
+        rate = bytes_text(round(written / max(now - self._start, 1e-9)))
+        log.info("saving %s: %s of %s, %s/s", self._path, bytes_text(written), bytes_text(self._total), rate)

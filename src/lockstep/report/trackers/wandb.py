@@ -149,6 +149,9 @@ class WandbTrackerConfig(TrackerConfig):
             "project": self.project,
             "entity": self.entity,
             "name": self.name or run_name,
+            # A run that goes on under its name goes on in W&B too.
+            "id": run_name,
+            "resume": "allow",
             "group": self.group,
             "tags": list(self.tags),
             "dir": str(run_dir),

@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,9 +10,23 @@ import pytest
 import transformers
 from safetensors.numpy import load_file
 
-from lockstep.errors import ConfigError, PeerError
-from lockstep.models import LlamaLMHeadModel, load_config, load_hf, read_hf_config, save_hf
+from lockstep.errors import PeerError
+from lockstep.hosts import Hosts
+from lockstep.models import (
+    LlamaLMHeadModel,
+    SavedTensor,
+    export_hf,
+    load_config,
+    load_hf,
+    read_hf_config,
+    save_hf,
+    skeleton,
+)
+from lockstep.models.hf import save_plan
+from lockstep.models.hf.save_source import gather_program
 from lockstep.placement import PARAMETER_AXES, make_mesh
+from tests import tiny
+from tests.multiprocess.harness import run_threads
 
 GOLDEN = Path(__file__).parents[3] / "golden"
 FAMILIES = ["llama3", "llama_tied", "mistral", "qwen2", "qwen3"]
@@ -62,9 +77,11 @@ def test_dtype_casts(tmp_path: Path) -> None:
 
 def test_a_gather_compiles_once_per_parameter_not_per_layer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = load(GOLDEN / "llama_tied")
+    gather_program.cache_clear()
     with jax.log_compiles(True):
-        save_hf(model, tmp_path)
-    compiled = [r for r in caplog.records if "Finished XLA compilation of jit(gather)" in r.getMessage()]
+        for name in ("first", "second"):
+            save_hf(model, tmp_path / name)
+    compiled = [r for r in caplog.records if "Finished XLA compilation of jit(lockstep_gather_rows)" in r.getMessage()]
     assert 0 < len(compiled) <= len(jax.tree.leaves(model))
 
 
@@ -95,8 +112,6 @@ def test_what_is_not_a_checkpoint_is_not_replaced(tmp_path: Path) -> None:
         save_hf(model, tmp_path)
     with pytest.raises(PeerError, match=r"thesis\.tex is a file"):
         save_hf(model, tmp_path / "thesis.tex")
-    with pytest.raises(ConfigError, match=r"gs://bucket/out; it must be a local directory"):
-        save_hf(model, "gs://bucket/out")
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 
@@ -111,3 +126,63 @@ def test_a_failure_leaves_the_old_checkpoint_and_nothing_else(tmp_path: Path) ->
         save_hf(jax.tree.map(lambda x: x + 1, old), tmp_path / "out", tokenizer=Broken())
     assert same(load(tmp_path / "out"), old)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+
+
+def test_a_bucket_gets_the_same_files(tmp_path: Path) -> None:
+    filesystem = fsspec.filesystem("memory")
+    filesystem.store.clear()
+    model = load(GOLDEN / "qwen2")
+    for path in (tmp_path / "out", "memory://bucket/out"):
+        assert save_hf(model, path, max_shard_bytes=40_000, dtype=jnp.bfloat16)
+    stored = {name.rsplit("/", 1)[-1]: filesystem.cat_file(name) for name in filesystem.store}
+    filesystem.store.clear()
+    assert stored == {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+
+
+def test_rows_that_pad_the_vocabulary_are_left_out(tmp_path: Path) -> None:
+    model = load(GOLDEN / "llama3")
+    save_hf(model, tmp_path / "out", vocab_size=model.Vocab.size - 3)
+    assert read_hf_config(str(tmp_path / "out"))["vocab_size"] == model.Vocab.size - 3
+    found = load(tmp_path / "out", "1,4,1")
+    np.testing.assert_array_equal(found.embed.array, np.asarray(model.embed.array)[:-3])
+
+
+def test_a_save_that_is_interrupted_leaves_the_old_checkpoint_and_nothing_else(tmp_path: Path) -> None:
+    old = load(GOLDEN / "llama3")
+    save_hf(old, tmp_path / "out")
+    assert not save_hf(jax.tree.map(lambda x: x + 1, old), tmp_path / "out", interrupted=lambda: True)
+    assert same(load(tmp_path / "out"), old)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+
+
+def test_hosts_that_share_the_place_write_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without devices: what each reads is its own."""
+    monkeypatch.setattr(save_plan, "MIN_PART_BYTES", 1)
+    model = skeleton(64, tiny.CONFIG)
+
+    def body(hosts: Hosts, shared: bool) -> set[str]:
+        mine: set[str] = set()
+
+        def rows(tensor: SavedTensor, start: int, stop: int) -> np.ndarray:
+            mine.add(tensor.name)
+            return np.full((tensor.shape[0] * (stop - start) // tensor.rows, *tensor.shape[1:]), 1.0, np.float32)
+
+        export_hf(model, rows, tmp_path / ("out" if shared or hosts.is_leader else f"other{hosts.index}"), hosts=hosts)
+        return mine
+
+    for shared in (True, False):
+        read = run_threads(body, 3, shared)
+        names = set(load_file_names(tmp_path / "out"))
+        assert set.union(*read) == names and sum(map(len, read)) == len(names), "each tensor is read by one host"
+        assert all(read) if shared else read[1:] == [set(), set()], "who does not see the directory writes nothing"
+
+
+def load_file_names(directory: Path) -> list[str]:
+    return [name for file in directory.glob("*.safetensors") for name in load_file(file)]
+
+
+def test_a_model_on_one_device_without_a_mesh_is_saved(tmp_path: Path) -> None:
+    model = load(GOLDEN / "llama_tied")
+    alone = jax.tree.map(lambda x: jax.device_put(np.asarray(x), jax.devices()[1]), model)
+    save_hf(alone, tmp_path / "out")
+    assert same(load(tmp_path / "out"), model)

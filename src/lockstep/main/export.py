@@ -1,0 +1,129 @@
+"""``lockstep export``: a Hugging Face checkpoint of a training checkpoint, on any number of processes."""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Sequence
+
+from lockstep.errors import ConfigError
+from lockstep.hosts import DistributedConfig, Hosts, digest, start
+from lockstep.main.arguments import describe, parse_arguments
+from lockstep.main.hf_saves import HF_DTYPES
+from lockstep.models import export_hf
+from lockstep.text import load_tokenizer
+from lockstep.training import saved_model
+
+log = logging.getLogger(__name__)
+
+USAGE = """\
+usage: lockstep export CHECKPOINT OUTPUT [--dtype bfloat16] [--step N] [--key VALUE ...]
+
+CHECKPOINT is a run directory, the directory or URL of its checkpoints, or one of them. No device is needed. The keys,
+which may be in a --config_path FILE.yaml too:"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """Settings of ``export``.
+
+    Raises:
+        ConfigError: A value cannot work.
+    """
+
+    checkpoint: str
+    """The run directory of a training run, the directory or URL of its checkpoints, or one of them (``step-N``)."""
+    output: str
+    """The directory or URL of the Hugging Face checkpoint; one that is there is replaced."""
+    step: int | None = None
+    """The number of completed steps of the checkpoint; null: the newest."""
+    dtype: str | None = None
+    """The float type of the tensors, ``float32`` or ``bfloat16``; null: as they are stored."""
+    tokenizer: str | None = None
+    """The tokenizer to put beside the model: a directory, a URL or a name; null: that of the run."""
+    distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
+    """How the processes find each other; each of several writes files of its own."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (None, *HF_DTYPES):
+            raise ConfigError(f"dtype is {self.dtype!r}; it must be {' or '.join(HF_DTYPES)}, or null.")
+        for name in ("checkpoint", "output"):
+            if not getattr(self, name):
+                raise ConfigError(f"{name} is empty. Give a directory or a URL.")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Export as the command line says.
+
+    Args:
+        arguments: The command line after ``lockstep export``.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: The configuration cannot work.
+        PeerError: A process could not read or write.
+    """
+    if "--help" in arguments or "-h" in arguments:
+        print(USAGE)
+        print("\n".join(describe(ExportConfig)))
+        return 0
+    config = parse_arguments(ExportConfig, _named(arguments))
+    hosts = start(config.distributed)
+    logging.basicConfig(level=logging.INFO if hosts.is_leader else logging.WARNING, format="%(name)s: %(message)s")
+    return export(config, hosts)
+
+
+def export(config: ExportConfig, hosts: Hosts) -> int:
+    """Export; every process makes the same call.
+
+    Args:
+        config: The configuration.
+        hosts: The processes of the job.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        PeerError: A process could not read or write.
+        DisagreementError: The processes have different configurations or find different checkpoints.
+    """
+    asked = [config.checkpoint, config.output, config.step, config.dtype, config.tokenizer]
+    hosts.agree("config", {"config": digest(repr(asked))})
+    start_s = time.monotonic()
+    with hosts.run_on_all("reading the checkpoint's metadata") as phase:
+        model = saved_model(config.checkpoint, config.step)
+        tokenizer = load_tokenizer(config.tokenizer or model.tokenizer)
+        phase.agree({"checkpoint": model.fingerprint()})
+    if hosts.is_leader:
+        log.info("exporting %s", model.path)
+    export_hf(
+        model.skeleton(),
+        model.reader(),
+        config.output,
+        tokenizer=tokenizer,
+        dtype=config.dtype,
+        vocab_size=model.vocab_size,
+        hosts=hosts,
+    )
+    if hosts.is_leader:
+        print(f"exported {model.path} to {config.output} in {time.monotonic() - start_s:.1f} s", flush=True)
+        print(f"try next:\n  lockstep sample --hf_checkpoint {config.output} --prompts '[\"your prompt\"]'", flush=True)
+    return 0
+
+
+def _named(arguments: Sequence[str]) -> list[str]:
+    """The command line with a key before each of the first words that have none."""
+    keys = iter(("checkpoint", "output"))
+    named: list[str] = []
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if word.startswith("--"):
+            named += [word] if "=" in word or not rest else [word, rest.pop(0)]
+            continue
+        key = next(keys, None)
+        if key is None:
+            raise ConfigError(f"{word!r} is one word too many: lockstep export CHECKPOINT OUTPUT [--key VALUE ...].")
+        named += [f"--{key}", word]
+    return named

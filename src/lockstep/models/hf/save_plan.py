@@ -1,0 +1,162 @@
+"""Which tensors a saved checkpoint has, and in which of its files each is."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from lockstep.models.hf.config import architecture_of
+from lockstep.models.hf.files import SINGLE_NAME
+from lockstep.models.hf.names import Parameter, parameters
+from lockstep.models.llama import LlamaLMHeadModel
+
+MIN_PART_BYTES = 64 << 20
+"""A checkpoint is not split for the sake of more writers into files of fewer bytes than this."""
+
+_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_LENGTH_BYTES = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SavedTensor:
+    """One tensor of a saved checkpoint: a parameter, or a layer of one.
+
+    Args:
+        parameter: The parameter, as arrays or as shapes.
+        layer: The number of the layer; None where the parameter is not per layer.
+        dtype: The dtype in which the tensor is stored.
+        vocab_size: The number of rows of the vocabulary that are stored; the parameter may have more.
+    """
+
+    parameter: Parameter
+    layer: int | None
+    dtype: np.dtype[Any]
+    vocab_size: int
+
+    @property
+    def name(self) -> str:
+        """The name in the checkpoint."""
+        return self.parameter.stored.name(self.layer)
+
+    @property
+    def row_axis(self) -> str:
+        """The axis of the parameter along which the stored rows are counted: the slowest of the first dimension."""
+        return self.parameter.stored.dims[0][0]
+
+    @property
+    def rows(self) -> int:
+        """The entries of the row axis that are stored; each is one or several rows of the stored tensor."""
+        return self.vocab_size if self.row_axis == "vocab" else self.parameter.sizes[self.row_axis]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The stored shape."""
+        return self.parameter.stored.shape(self.parameter.sizes | {self.row_axis: self.rows})
+
+    @property
+    def nbytes(self) -> int:
+        """The stored bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def pieces(self, most_bytes: int) -> Iterator[tuple[int, int]]:
+        """Yields the entries of the row axis, from and to, of pieces of at most so many bytes; one entry at least.
+
+        Args:
+            most_bytes: The most bytes of a piece.
+        """
+        step = self.rows_in(most_bytes)
+        return ((start, min(start + step, self.rows)) for start in range(0, self.rows, step))
+
+    def rows_in(self, most_bytes: int) -> int:
+        """Returns the number of entries of the row axis in so many bytes: at least one, at most all."""
+        return min(self.rows, max(1, most_bytes * self.rows // max(1, self.nbytes)))
+
+    def to_stored(self, block: np.ndarray) -> np.ndarray:
+        """Converts some entries of the row axis of this layer's parameter, with all of the other axes, to stored rows.
+
+        Args:
+            block: The values, with the axes of the parameter in their order.
+        """
+        axes = self.parameter.axes
+        sizes = self.parameter.sizes | {self.row_axis: block.shape[axes.index(self.row_axis)]}
+        return self.parameter.stored.to_stored(block.astype(self.dtype, copy=False), axes, sizes)
+
+
+def saved_tensors(model: LlamaLMHeadModel, dtype: Any, vocab_size: int) -> list[SavedTensor]:
+    """Returns all tensors of a checkpoint by layer, so that those of a layer are in one file where possible.
+
+    Args:
+        model: The model, or its skeleton.
+        dtype: The dtype of the stored tensors; None keeps that of each parameter.
+        vocab_size: The number of rows of the vocabulary that are stored.
+    """
+    tensors = [
+        SavedTensor(
+            parameter=each,
+            layer=layer,
+            dtype=np.dtype(each.value.array.dtype if dtype is None else dtype),
+            vocab_size=vocab_size,
+        )
+        for each in parameters(model, architecture_of(model.config).tensors)
+        for layer in each.layers
+    ]
+    return sorted(tensors, key=lambda tensor: -1 if tensor.layer is None else tensor.layer)
+
+
+def plan_files(tensors: Sequence[SavedTensor], max_bytes: int, writers: int) -> dict[str, list[SavedTensor]]:
+    """Returns the tensors of each file by the file's name.
+
+    Args:
+        tensors: All tensors, in order.
+        max_bytes: The most bytes of tensors in a file; a larger tensor has a file of its own.
+        writers: The number of processes that write; there are about as many files where they are large enough.
+    """
+    total = sum(tensor.nbytes for tensor in tensors)
+    share = total / max(1, min(writers, total // MIN_PART_BYTES))
+    groups: list[list[SavedTensor]] = [[]]
+    in_group = before = 0
+    for tensor in tensors:
+        full = in_group + tensor.nbytes > max_bytes or before + tensor.nbytes / 2 > share * len(groups)
+        if groups[-1] and full:
+            groups.append([])
+            in_group = 0
+        groups[-1].append(tensor)
+        in_group += tensor.nbytes
+        before += tensor.nbytes
+    if len(groups) == 1:
+        return {SINGLE_NAME: groups[0]}
+    return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
+
+
+def file_header(tensors: Sequence[SavedTensor]) -> bytes:
+    """Returns what is in a safetensors file before its tensors (https://github.com/huggingface/safetensors#format).
+
+    Args:
+        tensors: The tensors of the file in the order in which they are written.
+    """
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        start, end = end, end + tensor.nbytes
+        entries[tensor.name] = {
+            "dtype": _DTYPES[tensor.dtype.name],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _LENGTH_BYTES)  # the data begins aligned
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def index_text(files: Mapping[str, Sequence[SavedTensor]]) -> str:
+    """Returns the content of ``model.safetensors.index.json``.
+
+    Args:
+        files: The tensors of each file.
+    """
+    weight_map = {tensor.name: file for file, group in files.items() for tensor in group}
+    total = sum(tensor.nbytes for group in files.values() for tensor in group)
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"

@@ -1,0 +1,206 @@
+"""The directory or the bucket that a checkpoint is saved to: what is there counts only when it is complete."""
+
+import abc
+import contextlib
+import glob
+import os
+import pathlib
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from lockstep.errors import ConfigError
+from lockstep.models.hf.files import INDEX_NAME, SINGLE_NAME
+
+CONFIG_NAME = "config.json"
+"""The file without which nobody takes a directory for a checkpoint; in a bucket it is written last."""
+
+_WEIGHTS = re.compile(rf"{re.escape(SINGLE_NAME)}|model-\d+-of-\d+\.safetensors|{re.escape(INDEX_NAME)}")
+
+
+class Writable(Protocol):
+    """A file that is written from its beginning to its end."""
+
+    def write(self, data: Any, /) -> Any:
+        """Write bytes."""
+
+
+class SaveTarget(abc.ABC):
+    """Where a checkpoint is saved. The leader begins and ends; every process that sees the place may write files.
+
+    Args:
+        token: A name for this save that no other has, the same on every process.
+    """
+
+    def __init__(self, token: str) -> None:
+        self.token = token
+
+    @abc.abstractmethod
+    def begin(self) -> None:
+        """On the leader: make the place.
+
+        Raises:
+            ConfigError: Something is there that is not a checkpoint.
+            OSError: It cannot be made.
+        """
+
+    @abc.abstractmethod
+    def seen(self) -> bool:
+        """Return whether this process sees what `begin` made on the leader."""
+
+    @abc.abstractmethod
+    def create(self, name: str) -> contextlib.AbstractContextManager[Writable]:
+        """Return a context in which a file is written; it is complete when the context ends without an error.
+
+        Args:
+            name: The name of the file.
+        """
+
+    @abc.abstractmethod
+    def write_small(self, write: Callable[[str], None]) -> None:
+        """On the leader: write the small files.
+
+        Args:
+            write: Writes them to a local directory, whose path it is given.
+        """
+
+    @abc.abstractmethod
+    def commit(self) -> None:
+        """On the leader: make a checkpoint of what has been written, in the place of one that was there."""
+
+    @abc.abstractmethod
+    def abandon(self) -> None:
+        """On the leader: remove what has been written, as far as that is possible."""
+
+
+class LocalTarget(SaveTarget):
+    """A directory: files are written beside it, under a name that begins with a dot, and it is renamed at the end.
+
+    Args:
+        path: The directory.
+        token: See `SaveTarget`.
+    """
+
+    def __init__(self, path: str, token: str) -> None:
+        super().__init__(token)
+        self._path = pathlib.Path(path).expanduser().absolute()
+        self._draft = self._path.with_name(f".{self._path.name}.tmp-{token}")
+
+    def begin(self) -> None:
+        if self._path.exists() and not self._path.is_dir():
+            raise ConfigError(f"{self._path} is a file; a checkpoint is a directory. Choose another path.")
+        # Replacing removes all files, so it has to be a checkpoint.
+        if self._path.is_dir() and any(self._path.iterdir()) and not (self._path / CONFIG_NAME).is_file():
+            raise ConfigError(
+                f"{self._path} is there and is not a checkpoint (no {CONFIG_NAME}); saving would replace it whole. "
+                "Choose another path, or remove it yourself."
+            )
+        self._remove_siblings("tmp")  # of processes that were killed
+        self._draft.mkdir(parents=True)
+
+    def seen(self) -> bool:
+        return self._draft.is_dir()
+
+    @contextlib.contextmanager
+    def create(self, name: str) -> Iterator[Writable]:
+        with open(self._draft / name, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+
+    def write_small(self, write: Callable[[str], None]) -> None:
+        write(os.fspath(self._draft))
+
+    def commit(self) -> None:
+        if self._path.exists():
+            self._path.rename(self._path.with_name(f".{self._path.name}.old-{self.token}"))
+        self._draft.rename(self._path)
+        self._remove_siblings("old")
+
+    def abandon(self) -> None:
+        shutil.rmtree(self._draft, ignore_errors=True)
+
+    def _remove_siblings(self, kind: str) -> None:
+        for each in self._path.parent.glob(f".{glob.escape(self._path.name)}.{kind}-*"):
+            shutil.rmtree(each, ignore_errors=True)
+
+
+class BucketTarget(SaveTarget):
+    """A URL: what makes it a checkpoint is removed first and written last, since buckets cannot rename.
+
+    Files of other names stay as they are.
+
+    Args:
+        url: The URL, as fsspec knows it.
+        token: See `SaveTarget`.
+    """
+
+    def __init__(self, url: str, token: str) -> None:
+        super().__init__(token)
+        self._filesystem, root = fsspec.core.url_to_fs(url)
+        self._root = root.rstrip("/")
+        self._marker = f"{self._root}/.saving-{token}"
+
+    def begin(self) -> None:
+        self._filesystem.makedirs(self._root, exist_ok=True)
+        self._remove()
+        self._filesystem.pipe_file(self._marker, b"This checkpoint is not complete.\n")
+
+    def seen(self) -> bool:
+        self._filesystem.invalidate_cache()
+        return bool(self._filesystem.exists(self._marker))
+
+    @contextlib.contextmanager
+    def create(self, name: str) -> Iterator[Writable]:
+        file = self._filesystem.open(f"{self._root}/{name}", "wb")
+        try:
+            yield file
+        except BaseException:
+            with contextlib.suppress(Exception):  # storage libraries have their own
+                file.discard()
+                file.closed = True  # nobody closes it later, which would make the part an object
+            with contextlib.suppress(Exception):
+                self._filesystem.rm_file(f"{self._root}/{name}")  # where it is there as soon as it is opened
+            raise
+        file.close()
+
+    def write_small(self, write: Callable[[str], None]) -> None:
+        with tempfile.TemporaryDirectory(prefix="lockstep-save-") as directory:
+            write(directory)
+            files = sorted(pathlib.Path(directory).iterdir(), key=lambda file: file.name == CONFIG_NAME)
+            for file in files:
+                self._filesystem.pipe_file(f"{self._root}/{file.name}", file.read_bytes())
+
+    def commit(self) -> None:
+        self._filesystem.rm_file(self._marker)
+
+    def abandon(self) -> None:
+        with contextlib.suppress(Exception):  # storage libraries have their own
+            self._remove()
+
+    def _remove(self) -> None:
+        self._filesystem.invalidate_cache()
+        found = {path.rsplit("/", 1)[-1]: path for path in self._filesystem.find(self._root, maxdepth=1)}
+        # Without its configuration nobody takes the rest for a checkpoint.
+        for name in sorted(found, key=lambda name: name != CONFIG_NAME):
+            if name == CONFIG_NAME or name.startswith(".saving-") or _WEIGHTS.fullmatch(name):
+                self._filesystem.rm_file(found[name])
+
+
+def save_target(path: str | os.PathLike[str], token: str) -> SaveTarget:
+    """Return where to save.
+
+    Args:
+        path: A local directory or an fsspec URL.
+        token: See `SaveTarget`.
+    """
+    path = os.fspath(path)
+    if "://" not in path:
+        return LocalTarget(path, token)
+    filesystem, root = fsspec.core.url_to_fs(path)
+    return LocalTarget(root, token) if isinstance(filesystem, LocalFileSystem) else BucketTarget(path, token)

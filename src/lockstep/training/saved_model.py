@@ -1,0 +1,235 @@
+"""The model in a training checkpoint, read without the run that saved it: to sample from it, or to export it."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import draccus
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from lockstep.errors import ConfigError
+from lockstep.models import LlamaConfig, LlamaLMHeadModel, ModelConfig, Read, SavedTensor, SavesTokenizer, skeleton
+from lockstep.training.checkpoint import (
+    METADATA,
+    ArrayReader,
+    CheckpointDirectory,
+    CheckpointMetadata,
+    changes,
+    named_arrays,
+    read_arrays,
+    shape_texts,
+)
+from lockstep.training.checkpointer_config import CheckpointerConfig
+from lockstep.training.step import parameter_shardings
+
+RESUMABLE = "resumable.json"
+"""The file of a run directory that a later start may go on in; it says where the checkpoints are."""
+
+TOKENIZER = "tokenizer"
+"""The directory of the tokenizer, beside the checkpoints of a run."""
+
+_LAST = "tokenizer_config.json"
+"""The file of a tokenizer that is written last."""
+
+
+def model_spec(config: LlamaConfig, vocab_size: int) -> dict[str, Any]:
+    """Return what a checkpoint has to say of a model, so that it can be read without the run.
+
+    Args:
+        config: The configuration of the model.
+        vocab_size: The number of token ids; the embedding may have more rows.
+
+    Returns:
+        JSON values.
+    """
+    return {"config": draccus.encode(config, ModelConfig), "vocab_size": vocab_size}
+
+
+def save_tokenizer(path: str, tokenizer: SavesTokenizer) -> None:
+    """Write a tokenizer beside the checkpoints of a run, unless it is there; one process calls it.
+
+    Args:
+        path: The directory or URL of the run's checkpoints.
+        tokenizer: The tokenizer of the run, which a run that goes on must have too.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    directory = CheckpointDirectory(path)
+    target = directory.path / TOKENIZER
+    if (target / _LAST).exists():
+        return
+    target.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="lockstep-tokenizer-") as temporary:
+        tokenizer.save_pretrained(temporary)
+        files = [file for file in Path(temporary).rglob("*") if file.is_file()]
+        for file in sorted(files, key=lambda file: file.name == _LAST):
+            copy = target / file.relative_to(temporary).as_posix()
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            directory.write_whole(copy, file.read_bytes())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SavedModel:
+    """The model in a training checkpoint.
+
+    Args:
+        directory: The checkpoints of the run.
+        metadata: The metadata of the checkpoint.
+        config: The configuration of the model.
+        vocab_size: The number of token ids.
+        rows: The number of rows of the embedding, which may be more.
+        dtype: The float type in which the parameters are stored.
+    """
+
+    directory: CheckpointDirectory
+    metadata: CheckpointMetadata
+    config: LlamaConfig
+    vocab_size: int
+    rows: int
+    dtype: str
+
+    @property
+    def path(self) -> str:
+        """The directory or URL of the checkpoint."""
+        return os.fspath(self.directory.of(self.metadata.step))
+
+    @property
+    def tokenizer(self) -> str:
+        """The tokenizer of the run: a directory, a URL or a name."""
+        beside = self.directory.path / TOKENIZER
+        if (beside / _LAST).exists():
+            return os.fspath(beside)
+        return str(self.metadata.config.get("tokenizer") or beside)
+
+    def fingerprint(self) -> str:
+        """Return a digest that differs between checkpoints: each save has a name of its own in its metadata."""
+        return hashlib.sha256(self.metadata.to_json().encode()).hexdigest()
+
+    def skeleton(self) -> LlamaLMHeadModel:
+        """Return the model with a shape struct in place of each array."""
+        structs = skeleton(self.rows, self.config)
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, self.dtype), structs)
+
+    def read(self, mesh: Mesh, dtype: str) -> LlamaLMHeadModel:
+        """Read the model, each process only what its devices hold. Launches nothing.
+
+        Args:
+            mesh: The mesh that the model is sharded over, as for training.
+            dtype: The float type of the result.
+
+        Raises:
+            ConfigError: The mesh does not divide an axis.
+        """
+        structs = self.skeleton()
+        shardings = parameter_shardings(structs, mesh)
+        placed = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding), structs, shardings
+        )
+        named = named_arrays({"model": placed})
+        read = read_arrays(self.directory.of(self.metadata.step) / self.metadata.arrays, named)
+        return jax.tree.unflatten(jax.tree.structure(structs), [read[name] for name in named])
+
+    def reader(self) -> Read:
+        """Return a function that reads rows of a tensor as Hugging Face stores it, to this host's memory."""
+        arrays = ArrayReader(self.directory.of(self.metadata.step) / self.metadata.arrays)
+
+        def read(tensor: SavedTensor, start: int, stop: int) -> np.ndarray:
+            parameter = tensor.parameter
+            index: list[int | slice] = [slice(None) for _ in parameter.axes]
+            index[parameter.axes.index(tensor.row_axis)] = slice(start, stop)
+            layer = () if tensor.layer is None else (tensor.layer,)
+            return tensor.to_stored(arrays.read(f"model.{parameter.path}.0", (*layer, *index)))
+
+        return read
+
+
+def saved_model(path: str, step: int | None = None) -> SavedModel:
+    """Return the model of a training checkpoint; nothing but its metadata is read.
+
+    Args:
+        path: A run directory, the directory or URL of its checkpoints, or one of them (``step-N``).
+        step: The number of completed steps; None for the newest checkpoint.
+
+    Raises:
+        ConfigError: There is no such checkpoint, or it does not say what its model is.
+    """
+    base, own = _checkpoints(path)
+    directory = CheckpointDirectory(base)
+    steps = directory.steps()
+    step = own if step is None else step
+    if not steps or (step is not None and step not in steps):
+        wanted = "training checkpoint" if step is None else f"checkpoint of step {step}"
+        found = f"those of steps {', '.join(map(str, steps))}" if steps else f"no step-N with {METADATA}"
+        raise ConfigError(
+            f"there is no {wanted} in {base}: found {found}. Give a run directory, the directory or URL of its "
+            "checkpoints, or one of them."
+        )
+    metadata = directory.metadata(steps[-1] if step is None else step)
+    if metadata.model is None:
+        raise ConfigError(
+            f"{directory.of(metadata.step)} does not say what its model is, so only its run can read it: it was saved "
+            "by a program that gave Trainer no model_spec."
+        )
+    config = draccus.decode(ModelConfig, metadata.model["config"])
+    kind, _, sizes = metadata.shapes["model.embed.0"].partition("[")
+    found_model = SavedModel(
+        directory=directory,
+        metadata=metadata,
+        config=config,
+        vocab_size=metadata.model["vocab_size"],
+        rows=int(sizes.partition(",")[0]),
+        dtype=kind,
+    )
+    wrong = changes(
+        {name: text for name, text in metadata.shapes.items() if name.startswith("model.")},
+        shape_texts(named_arrays({"model": found_model.skeleton()})),
+    )
+    if wrong:
+        raise ConfigError(
+            f"the arrays of {found_model.path} are not those of its model: {'; '.join(wrong[:4])}. It was saved by "
+            "another version of lockstep; use that one."
+        )
+    return found_model
+
+
+def has_checkpoint(path: str) -> bool:
+    """Return whether there is a training checkpoint at a path, as `saved_model` would find it.
+
+    Args:
+        path: A directory or a URL.
+    """
+    base, step = _checkpoints(path)
+    steps = CheckpointDirectory(base).steps()
+    return bool(steps) if step is None else step in steps
+
+
+def saved_at(path: str) -> float:
+    """Return when the newest training checkpoint at a path was complete, in seconds since the epoch.
+
+    Args:
+        path: A directory or a URL that has one.
+    """
+    base, step = _checkpoints(path)
+    directory = CheckpointDirectory(base)
+    metadata = directory.of(directory.steps()[-1] if step is None else step) / METADATA
+    return float(metadata.stat().mtime)
+
+
+def _checkpoints(path: str) -> tuple[str, int | None]:
+    """The directory of checkpoints that a path means, and the step where it is one of them."""
+    path = path.rstrip("/")
+    if match := re.fullmatch(r"step-(\d+)", path.rsplit("/", 1)[-1]):
+        return path.rpartition("/")[0] or ".", int(match[1])
+    marker = Path(path) / RESUMABLE
+    if "://" not in path and marker.is_file():
+        base_path = json.loads(marker.read_text(encoding="utf-8"))["base_path"]
+        return CheckpointerConfig(base_path=base_path).path(Path(path), Path(path).absolute().name), None
+    return path, None
