@@ -207,13 +207,14 @@ def train(config: RunConfig, data: LoadsData, objective: LossFn, hosts: Hosts) -
 def _model_shape(config: RunConfig, tokenizer: "PreTrainedTokenizerBase", mesh: Mesh) -> tuple[LlamaConfig, int]:
     """Configuration and vocabulary size, before any weight is made or read."""
     if config.initialize_from_hf is not None:
-        return load_config(config.initialize_from_hf), int(read_hf_config(config.initialize_from_hf)["vocab_size"])
+        found = config.trainer.with_attention(load_config(config.initialize_from_hf))
+        return found, int(read_hf_config(config.initialize_from_hf)["vocab_size"])
     assert isinstance(config.model, LlamaConfig)
     largest = max(tokenizer.get_vocab().values())
     if config.hf_save_path is not None:
         config_to_hf(config.model, largest + 1)  # refuses now what could not be saved after the last step
     tp = mesh.shape["tp"]
-    return config.model, -(-(largest + 1) // tp) * tp
+    return config.trainer.with_attention(config.model), -(-(largest + 1) // tp) * tp
 
 
 def _restore(
@@ -244,7 +245,7 @@ def _make_model(
         Vocab = hax.Axis("vocab", vocab_size)
         return trainer.init_model(lambda key: LlamaLMHeadModel.init(Vocab, model_config, key=key))
     dtype = config.trainer.precision.param
-    return load_hf(config.initialize_from_hf, trainer.mesh, PARAMETER_AXES, dtype, hosts=hosts)
+    return load_hf(config.initialize_from_hf, trainer.mesh, PARAMETER_AXES, dtype, config=model_config, hosts=hosts)
 
 
 def _announce(config: RunConfig, model: PyTree, rows: TokenizedRows, mesh: Mesh, run_dir: Path) -> str:

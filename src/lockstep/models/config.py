@@ -11,6 +11,7 @@ import draccus
 import numpy as np
 from jaxtyping import Float
 
+from lockstep.attention import AttentionBackend, check_backend
 from lockstep.errors import ConfigError
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "xielu"]
@@ -163,6 +164,10 @@ class LlamaConfig(ModelConfig):
     """The departures from Llama."""
     gradient_checkpointing: bool = True
     """Whether the backward pass keeps only each layer's input and recomputes the rest (rematerialisation)."""
+    attn_backend: AttentionBackend = "default"
+    """How training computes attention, in Levanter's words: ``splash``, jax's kernel for TPU, which pads rows to a
+    multiple of 128 tokens; ``jax_flash``, blocks of 512 queries on any device; ``vanilla``, all pairs of positions at
+    once; ``default``: splash on TPU, jax_flash elsewhere. Samples are decoded by the engine, whatever it is."""
 
     def __post_init__(self) -> None:
         for name in ("max_seq_len", "hidden_dim", "intermediate_dim", "num_layers", "num_heads", "num_kv_heads"):
@@ -189,6 +194,7 @@ class LlamaConfig(ModelConfig):
                 f"layer_norm_epsilon is {self.layer_norm_epsilon} and initializer_range is {self.initializer_range}; "
                 "layer_norm_epsilon must be positive and initializer_range at least 0. Llama uses 1e-5 and 0.02."
             )
+        check_backend(self.attn_backend)
         if self.qkv_bias and self.qk_norm:
             raise ConfigError(
                 "qkv_bias and qk_norm are both true; no architecture that Hugging Face can load has both, so the model "

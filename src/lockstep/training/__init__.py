@@ -4,7 +4,7 @@ from lockstep.training.checkpointer_config import CheckpointerConfig, KeepConfig
 from lockstep.training.config import TrainerConfig
 from lockstep.training.data import DataConfig, GrpoDataConfig, LmDataConfig, PreferenceDataConfig
 from lockstep.training.hooks import Hook, StepInfo
-from lockstep.training.objectives import GrpoConfig, LossFn, LossParts, SimpoConfig, lm_loss
+from lockstep.training.objectives import GrpoConfig, LossFn, LossParts, SimpoConfig, lm_loss, needs_vocab_blocks
 from lockstep.training.optimizer import OptimizerConfig
 from lockstep.training.precision import Precision, parse_precision
 from lockstep.training.rollout import RolloutConfig
@@ -39,6 +39,7 @@ __all__ = [
     "TrainerConfig",
     "batch_structs",
     "lm_loss",
+    "needs_vocab_blocks",
     "parameter_shardings",
     "parse_precision",
     "state_structs",

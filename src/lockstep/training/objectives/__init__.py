@@ -1,7 +1,8 @@
 """The objectives that training minimises."""
 
 from lockstep.training.objectives.grpo import GrpoConfig, group_advantages, grpo_parts
-from lockstep.training.objectives.lm import lm_loss, token_logprobs
+from lockstep.training.objectives.lm import lm_loss
+from lockstep.training.objectives.logprobs import OutputLayer, needs_vocab_blocks, target_mask, token_logprobs
 from lockstep.training.objectives.parts import LossFn, LossParts
 from lockstep.training.objectives.simpo import SimpoConfig, simpo_parts
 
@@ -9,10 +10,13 @@ __all__ = [
     "GrpoConfig",
     "LossFn",
     "LossParts",
+    "OutputLayer",
     "SimpoConfig",
     "group_advantages",
     "grpo_parts",
     "lm_loss",
+    "needs_vocab_blocks",
     "simpo_parts",
+    "target_mask",
     "token_logprobs",
 ]

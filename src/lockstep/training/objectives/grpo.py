@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from lockstep.errors import ConfigError
-from lockstep.training.objectives.lm import token_logprobs
+from lockstep.training.objectives.logprobs import target_mask, token_logprobs
 from lockstep.training.objectives.parts import LossParts
 
 
@@ -52,10 +52,10 @@ class GrpoConfig:
         reference = batch["reference_logprobs"][:, 1:] if self.kl_coefficient else None
         return grpo_parts(
             self,
-            token_logprobs(model, batch["tokens"]),
+            token_logprobs(model, batch),
             batch["old_logprobs"][:, 1:],
             batch["advantage"],
-            batch["loss_mask"][:, 1:].astype(bool),
+            target_mask(batch),
             reference,
         )
 
