@@ -153,7 +153,8 @@ class LlamaAttention(eqx.Module):
         rows = tuple(axis for axis in q.axes if axis not in heads)
 
         def flat(x: NamedArray, axes: tuple[Axis, ...]) -> Array:
-            return x.rearrange((*rows, *axes)).array.reshape(-1, *(axis.size for axis in axes))
+            array: Array = x.rearrange((*rows, *axes)).array
+            return array.reshape(-1, *(axis.size for axis in axes))
 
         attended = self_attention(
             flat(q, heads),

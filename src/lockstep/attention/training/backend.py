@@ -47,11 +47,11 @@ def attention_products(backend: AttentionBackend, length: int, window: int | Non
         forwards: The number of times that the forward pass is computed.
     """
     if backend == "vanilla" or (backend == "jax_flash" and length <= QUERY_BLOCK):
-        return length * (2 * forwards + 4)
+        return float(length * (2 * forwards + 4))
     if backend == "jax_flash":
-        return length * (2 * forwards + 2 + 4)
+        return float(length * (2 * forwards + 2 + 4))
     block = block_size(length)
-    keys = min((length + block) / 2, length if window is None else window + block)
+    keys = min((length + block) / 2, float(length if window is None else window + block))
     return keys * (2 * forwards + 3 + 4)
 
 

@@ -67,16 +67,12 @@ def splash_attention(
     shape = (positions, positions)
     window = attention.sliding_window
     mask = CausalMask(shape) if window is None else LocalMask(shape, (window - 1, 0), 0)
+    size = block_size(length)
     kernel = make_splash_mha_single_device(
         MultiHeadMask([mask] * (kv_heads * group)),
         block_sizes=BlockSizes(
-            **dict.fromkeys(
-                (
-                    "block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute",
-                    "block_q_dq", "block_kv_dq",
-                ),
-                block_size(length),
-            )
+            block_q=size, block_kv=size, block_kv_compute=size, block_q_dkv=size, block_kv_dkv=size,
+            block_kv_dkv_compute=size, block_q_dq=size, block_kv_dq=size,
         ),
         attn_logits_soft_cap=attention.soft_cap,
         interpret=interpret,

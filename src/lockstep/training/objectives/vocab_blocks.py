@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, Final, Self
@@ -64,7 +65,7 @@ class VocabBlocks:
         stored = [_axes(PARAMETER_AXES.get(axis.name)) for axis in head.axes]
         gathered = tuple(tuple(axis for axis in found if axis not in split) for found in stored)
         # Without the mesh and the mapping of a train step, XLA divides the work.
-        if not (rows and {*rows, *split} <= set(mesh.axis_names) and set(sum(gathered, ())) <= set(rows)):
+        if not (rows and {*rows, *split} <= set(mesh.axis_names) and {*itertools.chain(*gathered)} <= set(rows)):
             mesh, rows, split, gathered = None, (), (), ((), ())
         vocab = head.resolve_axis("vocab").size // _size(mesh, split)
         tokens = math.prod(axis.size for axis in states.axes if axis.name != "embed") // _size(mesh, rows)
@@ -93,7 +94,8 @@ class VocabBlocks:
             head: The output layer, as stored between steps.
             targets: The token ids.
         """
-        return _logprobs(states, head, targets, self)
+        found: Array = _logprobs(states, head, targets, self)
+        return found
 
     @property
     def axis(self) -> int:
@@ -244,7 +246,7 @@ def _scatter(of_head: Array, blocks: VocabBlocks) -> Array:
     """Return a device's part of the sum over all rows, as the output layer is stored."""
     for axis, names in enumerate(blocks.gathered):
         of_head = jax.lax.psum_scatter(of_head, names, scatter_dimension=axis, tiled=True) if names else of_head
-    copies = tuple(name for name in blocks.rows if name not in sum(blocks.gathered, ()))
+    copies = tuple(name for name in blocks.rows if name not in itertools.chain(*blocks.gathered))
     of_head = jax.lax.psum(of_head, copies) if copies else of_head
     # XLA would else add up the whole of it in float32 over microbatches, on every device, and exchange that at the end.
     return jax.lax.optimization_barrier(of_head)
