@@ -1,5 +1,6 @@
 """The choice of attention for training, by the devices that the program is compiled for."""
 
+import functools
 from typing import Literal, get_args
 
 import jax
@@ -98,7 +99,7 @@ def self_attention(
     heads = PartitionSpec(batch_axes, None, head_axes)
     rows = PartitionSpec(batch_axes)
     return jax.shard_map(
-        lambda *arrays: splash_attention(*arrays, attention),
+        functools.partial(splash_attention, attention=attention),
         mesh=mesh,
         in_specs=(heads, heads, heads, None if segment_ids is None else rows),
         out_specs=heads,

@@ -60,12 +60,13 @@ class VocabBlocks:
         Returns:
             The blocks; None where all logits are no more than that.
         """
-        mesh: AbstractMesh | None = jax.sharding.get_abstract_mesh()
+        context = jax.sharding.get_abstract_mesh()
+        mesh: AbstractMesh | None = context
         rows, split = _axes(physical_axis_name("batch")), _axes(physical_axis_name("vocab"))
         stored = [_axes(PARAMETER_AXES.get(axis.name)) for axis in head.axes]
         gathered = tuple(tuple(axis for axis in found if axis not in split) for found in stored)
         # Without the mesh and the mapping of a train step, XLA divides the work.
-        if not (rows and {*rows, *split} <= set(mesh.axis_names) and {*itertools.chain(*gathered)} <= set(rows)):
+        if not (rows and {*rows, *split} <= set(context.axis_names) and {*itertools.chain(*gathered)} <= set(rows)):
             mesh, rows, split, gathered = None, (), (), ((), ())
         vocab = head.resolve_axis("vocab").size // _size(mesh, split)
         tokens = math.prod(axis.size for axis in states.axes if axis.name != "embed") // _size(mesh, rows)

@@ -22,7 +22,7 @@ def with_gradients(function, inputs, attention, **options):
     return (out, *gradients)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["plain", "all"])
 def test_blocks_change_neither_the_result_nor_a_gradient(case):
     attention, packed = CASES[case]
     inputs = arrays(20, packed=packed)  # the last of three blocks of 8 begins inside the second

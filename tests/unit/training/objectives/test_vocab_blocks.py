@@ -61,7 +61,7 @@ def with_gradients(function, inputs, mesh=None, **options):
     return found, *of
 
 
-@pytest.mark.parametrize("mesh", [None, "1,4,1", "2,1,2", "1,2,2"])
+@pytest.mark.parametrize("mesh", [None, "2,1,2", "1,2,2"])
 @pytest.mark.parametrize(("vocab", "vocab_first", "cap"), [(512, False, None), (604, True, 1.5)])
 def test_blocks_change_neither_the_result_nor_a_gradient(mesh, vocab, vocab_first, cap):
     """604 is no multiple of a block, on no mesh: the last block begins inside the one before it."""
