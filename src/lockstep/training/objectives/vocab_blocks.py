@@ -247,7 +247,8 @@ def _scatter(of_head: Array, blocks: VocabBlocks) -> Array:
     """Return a device's part of the sum over all rows, as the output layer is stored."""
     for axis, names in enumerate(blocks.gathered):
         of_head = jax.lax.psum_scatter(of_head, names, scatter_dimension=axis, tiled=True) if names else of_head
-    copies = tuple(name for name in blocks.rows if name not in itertools.chain(*blocks.gathered))
+    scattered = {*itertools.chain(*blocks.gathered)}
+    copies = tuple(name for name in blocks.rows if name not in scattered and _size(blocks.mesh, (name,)) > 1)
     of_head = jax.lax.psum(of_head, copies) if copies else of_head
     # XLA would else add up the whole of it in float32 over microbatches, on every device, and exchange that at the end.
     return jax.lax.optimization_barrier(of_head)
