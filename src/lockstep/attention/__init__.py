@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache: one protocol, one implementation for each kind of device."""
+"""Attention over a paged KV cache, one implementation for each kind of device; and that of training."""
 
 from lockstep.attention.base import Attention as Attention
 from lockstep.attention.base import Heads as Heads
@@ -19,4 +19,9 @@ from lockstep.attention.select import stored_kv_heads as stored_kv_heads
 from lockstep.attention.softmax import ScoreModifier as ScoreModifier
 from lockstep.attention.tpu import TpuAttention as TpuAttention
 from lockstep.attention.tpu_blocks import tpu_generation as tpu_generation
+from lockstep.attention.training import AttentionBackend as AttentionBackend
+from lockstep.attention.training import CausalAttention as CausalAttention
+from lockstep.attention.training import attention_products as attention_products
+from lockstep.attention.training import check_backend as check_backend
+from lockstep.attention.training import self_attention as self_attention
 from lockstep.attention.xla import XlaAttention as XlaAttention

@@ -65,7 +65,7 @@ def training_workload(name: str, config: TrainConfig, model: str | None = None) 
         sampling.append(_samples(config, notes))
     return Workload(
         command=name,
-        model=shape.config,
+        model=config.trainer.with_attention(shape.config),
         model_key=key,
         vocab_size=shape.vocab_size,
         mesh_shape=config.trainer.mesh_shape,

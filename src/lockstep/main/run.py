@@ -30,7 +30,6 @@ from lockstep.models import (
     load_hf,
     padded_vocab_size,
     read_hf_config,
-    with_policy,
 )
 from lockstep.placement import PARAMETER_AXES, make_mesh
 from lockstep.report import FINISH_S, BackgroundTracker, NoopTracker, Tracker, build_tracker, load_metrics
@@ -317,7 +316,7 @@ def train[Loaded: Data](
 def _model_shape(config: RunConfig, tokenizer: "PreTrainedTokenizerBase") -> tuple[LlamaConfig, int]:
     """Configuration and number of token ids, before any weight is made or read."""
     if config.initialize_from_hf is not None:
-        shape = load_config(config.initialize_from_hf)
+        shape = config.trainer.with_attention(load_config(config.initialize_from_hf))
         if config.gradient_checkpointing is not None:
             shape = dataclasses.replace(shape, gradient_checkpointing=config.gradient_checkpointing)
         return shape, int(read_hf_config(config.initialize_from_hf)["vocab_size"])
@@ -325,7 +324,7 @@ def _model_shape(config: RunConfig, tokenizer: "PreTrainedTokenizerBase") -> tup
     token_ids = max(tokenizer.get_vocab().values()) + 1
     if config.hf_save_path is not None:
         config_to_hf(config.model, token_ids)  # refuses now what could not be saved after the last step
-    return config.model, token_ids
+    return config.trainer.with_attention(config.model), token_ids
 
 
 def _restore(
@@ -356,8 +355,7 @@ def _make_model(
         Vocab = hax.Axis("vocab", vocab_size)
         return trainer.init_model(lambda key: LlamaLMHeadModel.init(Vocab, model_config, key=key))
     dtype = config.trainer.precision.param
-    model = load_hf(config.initialize_from_hf, trainer.mesh, PARAMETER_AXES, dtype, hosts=hosts)
-    return with_policy(model, model_config.gradient_checkpointing)
+    return load_hf(config.initialize_from_hf, trainer.mesh, PARAMETER_AXES, dtype, config=model_config, hosts=hosts)
 
 
 def _announce(config: RunConfig, model: PyTree, rows: Data, mesh: Mesh, run_dir: Path) -> str:

@@ -22,7 +22,7 @@ from lockstep.models.llama import LlamaLMHeadModel
 from lockstep.models.presets import ModelPreset, find_preset
 from lockstep.models.reader import read_decoder
 from lockstep.models.registry import UnreadableModelError, register_reader
-from lockstep.models.remat import POLICIES, RematPolicy, recomputes_layers, with_policy
+from lockstep.models.remat import POLICIES, RematPolicy, recomputes_layers
 from lockstep.models.trainable import as_trainable
 from lockstep.models.weights import STACKED, TENSOR_DIMS, WEIGHT_AXES, DecoderWeights, LayerWeights
 from lockstep.placement import LazyWeight, view
@@ -66,5 +66,4 @@ __all__ = [
     "save_hf",
     "skeleton",
     "view",
-    "with_policy",
 ]

@@ -11,6 +11,7 @@ import draccus
 import numpy as np
 from jaxtyping import Float
 
+from lockstep.attention import AttentionBackend, check_backend
 from lockstep.errors import ConfigError
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "xielu"]
@@ -165,6 +166,10 @@ class LlamaConfig(ModelConfig):
     """Rematerialisation: what the backward pass computes again. ``nothing`` (false); ``full`` (true): each layer, from
     its input; ``dots``: each layer but its products with weights; ``offload``: as ``full``, with the inputs of layers
     in the memory of the host. ``lockstep plan --remat all`` says what each costs."""
+    attn_backend: AttentionBackend = "default"
+    """How training computes attention, in Levanter's words: ``splash``, jax's kernel for TPU, which pads rows to a
+    multiple of 128 tokens; ``jax_flash``, blocks of 512 queries on any device; ``vanilla``, all pairs of positions at
+    once; ``default``: splash on TPU, jax_flash elsewhere. Samples are decoded by the engine, whatever it is."""
 
     def __post_init__(self) -> None:
         for name in ("max_seq_len", "hidden_dim", "intermediate_dim", "num_layers", "num_heads", "num_kv_heads"):
@@ -191,6 +196,7 @@ class LlamaConfig(ModelConfig):
                 f"layer_norm_epsilon is {self.layer_norm_epsilon} and initializer_range is {self.initializer_range}; "
                 "layer_norm_epsilon must be positive and initializer_range at least 0. Llama uses 1e-5 and 0.02."
             )
+        check_backend(self.attn_backend)
         if self.qkv_bias and self.qk_norm:
             raise ConfigError(
                 "qkv_bias and qk_norm are both true; no architecture that Hugging Face can load has both, so the model "

@@ -12,7 +12,10 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from haliax.nn.scan import Stacked
+from haliax.partitioning import physical_axis_name
+from jaxtyping import Array, Int
 
+from lockstep.attention import CausalAttention, self_attention
 from lockstep.errors import ConfigError
 from lockstep.models.config import LlamaConfig, rotary_frequencies
 from lockstep.models.remat import scan_policy
@@ -120,16 +123,17 @@ class LlamaAttention(eqx.Module):
             config=config,
         )
 
-    def __call__(self, x: NamedArray, angles: NamedArray, mask: NamedArray) -> NamedArray:
+    def __call__(self, x: NamedArray, angles: NamedArray, segment_ids: NamedArray | None) -> NamedArray:
         """Attend.
 
         Args:
-            x: ``[batch, position, embed]``.
-            angles: rotary angles ``[position, half_head]``.
-            mask: bool ``[position, key_position]``, true where a query may look.
+            x: The input ``[batch, position, embed]``.
+            angles: The rotary angles ``[position, half_head]``, or with ``batch`` in front.
+            segment_ids: The document of each position ``[batch, position]``, which attends to no other; None: a row is
+                one document.
 
         Returns:
-            ``[batch, position, embed]``.
+            The attended values, with the axes of ``x``.
         """
         ax, variant = LlamaAxes.of(self.config), self.config.variant
         q = _add(hax.dot(x, self.q, axis=ax.Embed), self.q_bias)
@@ -137,17 +141,37 @@ class LlamaAttention(eqx.Module):
         v = _add(hax.dot(x, self.v, axis=ax.Embed), self.v_bias)
         q, k = rms_norm(q, self.q_norm, self.config), rms_norm(k, self.k_norm, self.config)
         q, k = rms_norm(q, self.q_wide_norm, self.config), rms_norm(k, self.k_wide_norm, self.config)
-        q = hax.auto_sharded(rotate(q, angles, ax.HeadSize))
-        k = hax.auto_sharded(rotate(k, angles, ax.HeadSize)).rename({"position": "key_position"})
-        v = hax.auto_sharded(v).rename({"position": "key_position"})
+        q, k = rotate(q, angles, ax.HeadSize), rotate(k, angles, ax.HeadSize)
         if variant.attention_scale is not None:  # where the decoder rounds it
             q = q * jnp.asarray(variant.attention_scale * ax.HeadSize.size**0.5, q.dtype)
-        scores = hax.dot(q, k, axis=ax.HeadSize, preferred_element_type=jnp.float32) * ax.HeadSize.size**-0.5
-        scores = _soft_cap(scores, variant.attention_soft_cap)
-        scores = hax.where(mask, scores, jnp.finfo(jnp.float32).min)
-        probabilities = hnn.softmax(scores, axis="key_position").astype(v.dtype)
-        attended = hax.dot(probabilities, v, axis="key_position")
+        attended = self._attend(hax.auto_sharded(q), hax.auto_sharded(k), hax.auto_sharded(v), segment_ids)
         return hax.dot(attended, self.o, axis=(ax.KVHead, ax.Group, ax.HeadSize)).rearrange(x.axes)
+
+    def _attend(self, q: NamedArray, k: NamedArray, v: NamedArray, segment_ids: NamedArray | None) -> NamedArray:
+        """Returns what the queries attend to, with the axes of ``q``; rows may have any axes, or none."""
+        ax, variant = LlamaAxes.of(self.config), self.config.variant
+        heads = (q.resolve_axis("position"), ax.KVHead, ax.Group, ax.HeadSize)
+        rows = tuple(axis for axis in q.axes if axis not in heads)
+
+        def flat(x: NamedArray, axes: tuple[Axis, ...]) -> Array:
+            array: Array = x.rearrange((*rows, *axes)).array
+            return array.reshape(-1, *(axis.size for axis in axes))
+
+        attended = self_attention(
+            flat(q, heads),
+            flat(k, (heads[0], ax.KVHead, ax.HeadSize)),
+            flat(v, (heads[0], ax.KVHead, ax.HeadSize)),
+            None if segment_ids is None else flat(segment_ids, heads[:1]),
+            CausalAttention(
+                scale=ax.HeadSize.size**-0.5,
+                sliding_window=variant.sliding_window,
+                soft_cap=variant.attention_soft_cap,
+            ),
+            backend=self.config.attn_backend,
+            batch_axes=physical_axis_name(rows[0]) if rows else None,
+            head_axes=physical_axis_name(ax.KVHead),
+        )
+        return hax.named(attended.reshape([axis.size for axis in (*rows, *heads)]), (*rows, *heads)).rearrange(q.axes)
 
 
 class LlamaMlp(eqx.Module):
@@ -225,12 +249,12 @@ class LlamaLayer(eqx.Module):
             mlp_post_norm=_neutral(config, Embed) if post else None,
         )
 
-    def __call__(self, x: NamedArray, angles: NamedArray, mask: NamedArray) -> NamedArray:
+    def __call__(self, x: NamedArray, angles: NamedArray, segment_ids: NamedArray | None) -> NamedArray:
         """Maps ``[batch, position, embed]`` to the same axes; `LlamaAttention` has the other arguments."""
         config = self.attention.config
         # With the stream sharded by the batch axes XLA gathers weights (FSDP) rather than split activations by embed.
         x = hax.auto_sharded(x)
-        attended = self.attention(rms_norm(x, self.attn_norm, config), angles, mask)
+        attended = self.attention(rms_norm(x, self.attn_norm, config), angles, segment_ids)
         x = hax.auto_sharded(x + rms_norm(attended, self.attn_post_norm, config))
         out = self.mlp(rms_norm(x, self.mlp_norm, config))
         return hax.auto_sharded(x + rms_norm(out, self.mlp_post_norm, config))
@@ -275,11 +299,14 @@ class LlamaLMHeadModel(eqx.Module):
         """The vocabulary axis."""
         return self.embed.resolve_axis("vocab")
 
-    def activations(self, input_ids: NamedArray) -> NamedArray:
+    def activations(self, input_ids: NamedArray, segment_ids: NamedArray | None = None) -> NamedArray:
         """Returns the hidden states after the last norm, which the output layer reads.
 
         Args:
             input_ids: The integer token ids ``[batch, position]``; instead of ``batch`` any axes, or none.
+            segment_ids: The document of each token, where a row is packed with several, each in one piece: integers
+                with the axes of ``input_ids``. Positions restart with each document, and a token attends to its own
+                document alone. None: a row is one document.
 
         Returns:
             The hidden states ``[batch, position, embed]`` in the dtype of the parameters.
@@ -293,34 +320,36 @@ class LlamaLMHeadModel(eqx.Module):
                 f"the input has {Position.size} positions; max_seq_len is {config.max_seq_len}. Shorten the input or "
                 "raise model.max_seq_len."
             )
-        positions = hax.arange(Position)
-        KeyPosition = Position.alias("key_position")
-        distance = positions.broadcast_axis(KeyPosition) - hax.arange(KeyPosition)
-        mask, window = distance >= 0, config.variant.sliding_window
-        mask = mask if window is None else mask & (distance < window)
+        positions = hax.arange(Position) if segment_ids is None else _positions(segment_ids, Position)
         frequencies = hax.named(jnp.asarray(rotary_frequencies(config)), "half_head")
-        angles = positions.astype(jnp.float32).broadcast_axis(frequencies.axes) * frequencies
+        angles = positions.astype(jnp.float32) * frequencies.broadcast_axis(positions.axes)
         # A table sharded by embed would leave the stream sharded by embed, and XLA would replicate it.
         x = hax.auto_sharded(hax.auto_sharded(self.embed).take("vocab", input_ids))
         if config.variant.embed_scale is not None:
             x = x * jnp.asarray(config.variant.embed_scale, x.dtype)
-        x = self.layers.fold(rms_norm(x, self.embed_norm, config), angles, mask)
+        x = self.layers.fold(rms_norm(x, self.embed_norm, config), angles, segment_ids)
         return rms_norm(x, self.final_norm, config)
 
     def lm_head_array(self) -> NamedArray:
         """Returns the output layer ``[embed, vocab]``, or the embedding ``[vocab, embed]`` where the two are tied."""
         return self.embed if self.lm_head is None else self.lm_head
 
-    def __call__(self, input_ids: NamedArray) -> NamedArray:
+    @property
+    def logit_soft_cap(self) -> float | None:
+        """The soft cap of the logits of the output layer; None for none."""
+        return self.config.variant.logit_soft_cap
+
+    def __call__(self, input_ids: NamedArray, segment_ids: NamedArray | None = None) -> NamedArray:
         """Returns the logits of the next token at every position.
 
         Args:
             input_ids: The integer token ids ``[batch, position]``.
+            segment_ids: The document of each token, as in `activations`.
 
         Returns:
             The logits ``[batch, position, vocab]`` in float32.
         """
-        return self.logits(self.activations(input_ids))
+        return self.logits(self.activations(input_ids, segment_ids))
 
     def logits(self, activations: NamedArray) -> NamedArray:
         """Returns the logits of hidden states, accumulated and kept in float32 whatever the dtype of the parameters.
@@ -331,7 +360,7 @@ class LlamaLMHeadModel(eqx.Module):
             activations: The hidden states that `activations` returns, or some of their positions.
         """
         logits = _project(activations, self.lm_head_array())
-        return hax.auto_sharded(_soft_cap(logits, self.config.variant.logit_soft_cap))
+        return hax.auto_sharded(_soft_cap(logits, self.logit_soft_cap))
 
 
 ACTIVATIONS: dict[str, Callable[[NamedArray], NamedArray]] = {
@@ -362,6 +391,15 @@ def _project_backward(factors: tuple[NamedArray, NamedArray], gradient: NamedArr
 
 
 _project.defvjp(_project_forward, _project_backward)
+
+
+def _positions(segment_ids: NamedArray, Position: Axis) -> NamedArray:
+    """Returns the position of each token in its document."""
+    axes = (*(axis for axis in segment_ids.axes if axis != Position), Position)
+    ids: Int[Array, "... position"] = segment_ids.rearrange(axes).array
+    index = jnp.arange(Position.size)
+    first = jnp.where((ids != jnp.roll(ids, 1, axis=-1)) | (index == 0), index, 0)
+    return hax.named(index - jax.lax.cummax(first, axis=first.ndim - 1), axes)
 
 
 def _neutral(config: LlamaConfig, *axes: Axis) -> NamedArray:

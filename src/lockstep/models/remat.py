@@ -59,16 +59,3 @@ def recomputes_layers(policy: RematPolicy) -> bool:
         policy: The policy.
     """
     return name_of_policy(policy) in ("full", "offload")
-
-
-def with_policy[Model](model: Model, policy: RematPolicy) -> Model:
-    """Return a model with the same arrays and another policy.
-
-    Args:
-        model: A `LlamaLMHeadModel`.
-        policy: The policy.
-    """
-    changed: Any = model
-    layers = dataclasses.replace(changed.layers, gradient_checkpointing=scan_policy(policy))
-    config = dataclasses.replace(changed.config, gradient_checkpointing=policy)
-    return dataclasses.replace(changed, layers=layers, config=config)

@@ -18,6 +18,8 @@ _BITS: Final = {
 }  # fmt: skip
 _HEAD: Final = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _ARRAY: Final = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](\{[^{}]*\})?")
+_METADATA: Final = re.compile(r"kernel_metadata=\{\n.*?\n\}", re.DOTALL)
+"""What a kernel says of itself: the only text of an operation that goes over several lines."""
 _BRACKET: Final = re.compile(r"[()]")
 _CALLED: Final = re.compile(r"\b(calls|to_apply|body|condition|\w+_computations?)=\{?((?:%[\w.\-]+(?:, )?)+)")
 
@@ -109,7 +111,7 @@ class Hlo:
         self.computations: dict[str, dict[str, Op]] = {}
         self.entry = ""
         current: dict[str, Op] | None = None
-        for line in text.splitlines():
+        for line in _METADATA.sub("kernel_metadata={}", text).splitlines():
             head = None if line.startswith(" ") else _HEAD.match(line)
             if head:
                 current = self.computations.setdefault(head[2], {})

@@ -10,13 +10,14 @@ import haliax as hax
 import jax
 from jax.sharding import Mesh
 
+from lockstep.attention import attention_products
 from lockstep.device import block_bytes
 from lockstep.errors import HbmError
 from lockstep.models import LlamaConfig, LlamaLMHeadModel, recomputes_layers
 from lockstep.plan.cache import CompileCache, Summary
 from lockstep.plan.infeasibility import Infeasibility, InfeasibleError
 from lockstep.plan.workload import TrainingWorkload, Workload
-from lockstep.training import TrainStep, batch_structs, state_structs
+from lockstep.training import TrainStep, batch_structs, needs_vocab_blocks, state_structs
 
 NAME = "train_step"
 
@@ -154,6 +155,7 @@ def plan_step(workload: Workload, mesh: Mesh, state: State, cache: CompileCache,
         block_bytes(leaf) for leaf in batch_structs(training.columns, training.trainer.train_batch_size, mesh).values()
     )
     rows = training.trainer.train_batch_size // (mesh.shape["dp"] * mesh.shape["fsdp"]) // microbatches
+    tokens = rows * training.sequences_per_row * training.length
     beyond = max(0, peak(summary) - state.parameters - state.optimizer - batch)
     kept = min(beyond, saved_bytes(workload, rows) // mesh.shape["tp"])
     return TrainStepPlan(
@@ -162,7 +164,7 @@ def plan_step(workload: Workload, mesh: Mesh, state: State, cache: CompileCache,
         activations=kept,
         temporaries=beyond - kept,
         microbatches=microbatches,
-        flops=step_flops(workload),
+        flops=step_flops(workload, vocab_blocks=needs_vocab_blocks(tokens, workload.vocab_size // mesh.shape["tp"])),
     )
 
 
@@ -197,24 +199,30 @@ def saved_bytes(workload: Workload, rows: int) -> int:
     )
 
 
-def step_flops(workload: Workload) -> float:
+def step_flops(workload: Workload, *, vocab_blocks: bool) -> float:
     """The floating-point operations of a train step.
 
-    They are 2 per weight and token forward, 4 backward, and 2 again where layers are computed twice. Attention counts
-    all pairs of positions, for that is what is computed.
+    They are 2 per weight and token forward, 4 backward, and 2 again where layers are computed twice, or logits, because
+    they are made in blocks. Attention is counted as it is computed.
 
     Args:
         workload: What is asked of the devices, with training.
+        vocab_blocks: Whether logits are made in blocks (`needs_vocab_blocks`).
     """
     training, config = workload.training, workload.model
     assert training is not None
+    forwards = 2 if recomputes_layers(config.gradient_checkpointing) else 1
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_size
     layer = config.hidden_dim * (heads + config.num_heads * config.head_size + 3 * config.intermediate_dim)
     tokens = training.trainer.train_batch_size * training.sequences_per_row * training.length
-    pairs = 2 * 2 * config.num_heads * config.head_size * training.length
-    layers = config.num_layers * (2.0 * layer + pairs) * tokens
+    pairs = (
+        config.num_heads
+        * config.head_size
+        * attention_products(config.attn_backend, training.length, config.variant.sliding_window, forwards=forwards)
+    )
+    layers = config.num_layers * 2.0 * ((forwards + 2) * layer + pairs) * tokens
     output = 2.0 * config.hidden_dim * workload.vocab_size * tokens
-    return (4 if recomputes_layers(config.gradient_checkpointing) else 3) * layers + 3 * output
+    return layers + (4 if vocab_blocks else 3) * output
 
 
 def _fitting(compile_it: Callable[[], Summary], memory: int) -> Summary:

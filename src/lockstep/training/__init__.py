@@ -14,7 +14,15 @@ from lockstep.training.grpo import (
 )
 from lockstep.training.hooks import Hook, StepInfo
 from lockstep.training.loss_watch import LossSpikeConfig
-from lockstep.training.objectives import GrpoConfig, GrpoFields, LossFn, LossParts, SimpoConfig, lm_loss
+from lockstep.training.objectives import (
+    GrpoConfig,
+    GrpoFields,
+    LossFn,
+    LossParts,
+    SimpoConfig,
+    lm_loss,
+    needs_vocab_blocks,
+)
 from lockstep.training.optimizer import OptimizerConfig
 from lockstep.training.precision import Precision, parse_precision
 from lockstep.training.profiler import ProfilerConfig
@@ -75,6 +83,7 @@ __all__ = [
     "load_questions",
     "make_rewarder",
     "model_spec",
+    "needs_vocab_blocks",
     "parameter_shardings",
     "parse_precision",
     "save_tokenizer",

@@ -5,8 +5,10 @@ from typing import Literal
 
 from jax.sharding import Mesh
 
+from lockstep.attention import AttentionBackend, check_backend
 from lockstep.errors import ConfigError
 from lockstep.hosts import DistributedConfig
+from lockstep.models import LlamaConfig
 from lockstep.placement import data_shards
 from lockstep.report import JsonlTrackerConfig, TrackerConfig
 from lockstep.training.checkpointer_config import CheckpointerConfig
@@ -39,6 +41,9 @@ class TrainerConfig:
     """Float types, as in jmp: those of the parameters and of the arithmetic, e.g. ``p=f32,c=bf16``."""
     mesh_shape: str = "auto"
     """``auto`` (FSDP over all devices), ``host_local`` (data parallel over hosts), or sizes ``dp,fsdp,tp``."""
+    attn_backend: AttentionBackend | None = None
+    """How attention is computed, as ``model.attn_backend``, for a run with ``initialize_from_hf``, which has no such
+    block; null: as the model says."""
     tracker: TrackerConfig | tuple[TrackerConfig, ...] = dataclasses.field(default_factory=JsonlTrackerConfig)
     """Where metrics go: one tracker or a list of them (``type: wandb | tensorboard | jsonl | noop``)."""
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
@@ -90,6 +95,8 @@ class TrainerConfig:
                 f"trainer.resume is must, but {missing} is null, so there is no checkpoint to find. Set both "
                 "trainer.checkpointer and the trainer.run_id of the run to go on with."
             )
+        if self.attn_backend is not None:
+            check_backend(self.attn_backend)
         parse_precision(self.mp)
         if self.profiler is not None:
             self.profiler.check(self.num_train_steps)
@@ -98,6 +105,24 @@ class TrainerConfig:
     def precision(self) -> Precision:
         """The float types that ``mp`` names."""
         return parse_precision(self.mp)
+
+    def with_attention(self, model: LlamaConfig) -> LlamaConfig:
+        """The model's configuration with the attention of this run.
+
+        Args:
+            model: The configuration of the model block, or of a checkpoint.
+
+        Raises:
+            ConfigError: The two name different attention.
+        """
+        if self.attn_backend is None:
+            return model
+        if model.attn_backend not in ("default", self.attn_backend):
+            raise ConfigError(
+                f"trainer.attn_backend is {self.attn_backend} and model.attn_backend is {model.attn_backend}; only one "
+                "can be used. Remove one of them."
+            )
+        return dataclasses.replace(model, attn_backend=self.attn_backend)
 
     def microbatches(self, mesh: Mesh) -> int:
         """The number of microbatches of one step on a mesh.

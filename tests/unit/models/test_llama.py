@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh
 
 from lockstep.errors import ConfigError
-from lockstep.models import LlamaConfig, LlamaLMHeadModel, Qwen2Config, Qwen3Config
+from lockstep.models import LlamaConfig, LlamaLMHeadModel, Qwen2Config, Qwen3Config, Variant
 from lockstep.models.hf.names import skeleton
 from lockstep.placement import COMPUTE_AXES, PARAMETER_AXES, make_mesh, place
 
@@ -116,6 +116,27 @@ def test_a_token_changes_nothing_before_it(config: LlamaConfig) -> None:
     before, after = logits_of(model, ids), logits_of(model, changed)
     np.testing.assert_array_equal(before[:, :7], after[:, :7])
     assert np.abs(before[:, 7:] - after[:, 7:]).max(axis=-1).min() > 0
+
+
+def test_packed_documents_are_computed_as_alone() -> None:
+    variant = Variant(sliding_window=3, attention_soft_cap=2.0)
+    model = build(dataclasses.replace(CONFIG, variant=variant))
+    ids = tokens(batch=2)
+    segments = np.array([[1] * 5 + [2] * 4 + [0] * 3, [1] * 12], np.int32)
+    packed = hax.named_jit(lambda m, i, s: m(i, s))(model, ids, hax.named(segments, ids.axes)).array
+    for row, begin, end in ((0, 0, 5), (0, 5, 9), (1, 0, 12)):
+        alone = logits_of(model, hax.named(np.asarray(ids.array)[row : row + 1, begin:end], ("batch", "position")))
+        np.testing.assert_allclose(packed[row, begin:end], alone[0], atol=2e-5)
+    assert np.abs(packed[0, 5:9] - logits_of(model, ids)[0, 5:9]).max() > 0.1
+
+
+def test_rows_may_have_several_axes_or_none() -> None:
+    model, ids = build(CONFIG), tokens(batch=4)
+    many = hax.named(np.asarray(ids.array).reshape(2, 2, 12), ("row", "side", "position"))
+    one = hax.named(np.asarray(ids.array)[1], ("position",))
+    expected = logits_of(model, ids)
+    np.testing.assert_allclose(logits_of(model, many).reshape(expected.shape), expected, atol=1e-5)
+    np.testing.assert_allclose(logits_of(model, one), expected[1], atol=1e-5)
 
 
 def test_the_head_on_the_activations_is_the_logits() -> None:

@@ -61,6 +61,21 @@ def test_what_is_no_program_is_refused() -> None:
         Hlo("hello")
 
 
+def test_what_a_kernel_says_of_itself_may_take_several_lines() -> None:
+    text = """HloModule m
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  %kernel = f32[8]{0} custom-call(%p), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 512}"
+}}, metadata={op_name="splash"}
+  ROOT %sum = f32[8]{0} add(%kernel, %p)
+}
+"""
+    assert [run.op.name for run in Hlo(text).runs] == ["p", "kernel", "sum"]
+    assert 'op_name="splash"' in Hlo(text).runs[1].op.line
+
+
 def test_filters_that_nobody_asks_for_are_not_counted() -> None:
     """The scopes of `ActiveFeatures` are in a compiled program; a condition that never holds costs its quiet branch."""
     decode_mesh, rows, size = make_decode_mesh(make_mesh("1,1,2", jax.devices()[:2]), 2), 2, 256

@@ -40,7 +40,9 @@ def test_a_good_guess_is_confirmed_with_two_questions():
 
 
 def workload_of(**values):
-    model = dataclasses.replace(LLAMA, gradient_checkpointing=values.pop("remat", False))
+    model = dataclasses.replace(
+        LLAMA, gradient_checkpointing=values.pop("remat", False), attn_backend=values.pop("attn_backend", "vanilla")
+    )
     training = TrainingWorkload(
         trainer=TrainerConfig(train_batch_size=8),
         optimizer=OptimizerConfig(),
@@ -65,17 +67,23 @@ def test_operations_of_a_step_are_two_per_weight_and_token_three_times():
     weights = 2 * 16 * 32 + 2 * 16 * 16 + 3 * 16 * 24
     pairs = 2 * 2 * 4 * 8 * 32
     layers, output = 2 * (2 * weights + pairs), 2 * 16 * 40
-    assert step_flops(workload_of()) == 3 * (layers + output) * 8 * 32
+    assert step_flops(workload_of(), vocab_blocks=False) == 3 * (layers + output) * 8 * 32
 
 
 def test_layers_that_are_computed_twice_cost_a_third_more_and_the_output_does_not():
-    twice, once = step_flops(workload_of(remat=True)), step_flops(workload_of())
+    twice, once = (step_flops(workload_of(remat=remat), vocab_blocks=False) for remat in (True, False))
     output = 3 * 2 * 16 * 40 * 8 * 32
     assert (twice - output) / (once - output) == pytest.approx(4 / 3)
 
 
 def test_a_row_of_two_sequences_costs_twice_as_much():
-    assert step_flops(workload_of(sequences_per_row=2)) == 2 * step_flops(workload_of())
+    one, two = (step_flops(workload_of(sequences_per_row=n), vocab_blocks=False) for n in (1, 2))
+    assert two == 2 * one
+
+
+def test_logits_in_blocks_are_computed_twice():
+    blocks, whole = (step_flops(workload_of(), vocab_blocks=blocks) for blocks in (True, False))
+    assert blocks - whole == 2 * 16 * 40 * 8 * 32
 
 
 def test_what_the_backward_pass_needs_grows_with_the_rows_and_shrinks_with_rematerialisation():

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from lockstep.errors import ConfigError
 from lockstep.training.objectives.kl import KL_ESTIMATORS
-from lockstep.training.objectives.lm import token_logprobs
+from lockstep.training.objectives.logprobs import target_mask, token_logprobs
 from lockstep.training.objectives.parts import LossParts
 
 
@@ -147,7 +147,7 @@ class GrpoConfig(GrpoFields):
         """
         logprobs = answer_logprobs(model, batch["tokens"])
         others = {name: batch[name][:, 1:] for name in batch if name.endswith("_logprobs")}
-        return grpo_parts(self, logprobs, batch["advantage"], batch["loss_mask"][:, 1:].astype(bool), **others)
+        return grpo_parts(self, logprobs, batch["advantage"], target_mask(batch), **others)
 
 
 def answer_logprobs(model: Any, tokens: Int[Array, "row position"]) -> Float[Array, "row target"]:
@@ -157,7 +157,7 @@ def answer_logprobs(model: Any, tokens: Int[Array, "row position"]) -> Float[Arr
         model: The model in the compute type, called as in `token_logprobs`.
         tokens: Token ids.
     """
-    return token_logprobs(model, tokens)
+    return token_logprobs(model, {"tokens": tokens})
 
 
 def grpo_parts(

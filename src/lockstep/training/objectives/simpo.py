@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from lockstep.errors import ConfigError
-from lockstep.training.objectives.lm import token_logprobs
+from lockstep.training.objectives.logprobs import target_mask, token_logprobs
 from lockstep.training.objectives.parts import LossParts
 
 
@@ -45,10 +45,7 @@ class SimpoConfig:
         Returns:
             Sums with the number of pairs as the weight.
         """
-        rows, _, positions = batch["tokens"].shape
-        # The pair is the inner axis, so that this reshape moves nothing between devices.
-        logprobs = token_logprobs(model, batch["tokens"].reshape(rows * 2, positions)).reshape(rows, 2, positions - 1)
-        return simpo_parts(self, logprobs, batch["loss_mask"][:, :, 1:].astype(bool))
+        return simpo_parts(self, token_logprobs(model, batch), target_mask(batch))
 
 
 def simpo_parts(

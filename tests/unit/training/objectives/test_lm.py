@@ -3,17 +3,10 @@
 import math
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from lockstep.training import lm_loss
-from lockstep.training.objectives import token_logprobs
 from tests.unit.training.objectives.tables import table_model
-
-
-def test_token_logprobs_by_hand():
-    logprobs = token_logprobs(table_model, jnp.array([[0, 1, 2, 0]]))
-    np.testing.assert_allclose(np.exp(logprobs), [[0.2, 0.25, 0.7]], rtol=1e-6)
 
 
 def test_lm_loss_is_the_mean_over_unmasked_tokens():

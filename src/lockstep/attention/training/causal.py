@@ -1,0 +1,91 @@
+"""Which scores a causal self-attention has, and the plain computation of all of them at once."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CausalAttention:
+    """What a query's scores are, and which keys it may look at: those at its own position and before.
+
+    Args:
+        scale: The factor of the product of query and key.
+        sliding_window: The number of positions that a query attends to, its own included; None for all.
+        soft_cap: The cap c of a score s, which becomes ``c * tanh(s / c)``; None for none.
+    """
+
+    scale: float
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+
+    def mask(
+        self,
+        queries: Int[Array, " query"],
+        keys: Int[Array, " key"],
+        query_segments: Int[Array, "batch query"] | None,
+        key_segments: Int[Array, "batch key"] | None,
+    ) -> Bool[Array, "any query key"]:
+        """Returns where a query may look at a key.
+
+        Args:
+            queries: The positions of the queries in the row.
+            keys: The positions of the keys in the row.
+            query_segments: The document of each query; None: a row is one document.
+            key_segments: The document of each key; None where ``query_segments`` is.
+
+        Returns:
+            True where it may, for each row, or once for all rows.
+        """
+        distance = queries[:, None] - keys[None, :]
+        allowed = distance >= 0
+        if self.sliding_window is not None:
+            allowed &= distance < self.sliding_window
+        if query_segments is None or key_segments is None:
+            return allowed[None]
+        return allowed & (query_segments[:, :, None] == key_segments[:, None, :])
+
+
+def attend_masked(
+    q: Float[Array, "batch query kv_head group head"],
+    k: Float[Array, "batch key kv_head head"],
+    v: Float[Array, "batch key kv_head head"],
+    mask: Bool[Array, "any query key"],
+    attention: CausalAttention,
+) -> Float[Array, "batch query kv_head group head"]:
+    """Attends with all scores in memory at once, in float32 (Vaswani et al. 2017, arXiv 1706.03762, equation 1).
+
+    Args:
+        q: The queries; ``group`` of them share a key/value head.
+        k: The keys.
+        v: The values.
+        mask: True where a query may look at a key; every query may look at one at least.
+        attention: The scores.
+    """
+    scores = jnp.einsum("bqkgh,bskh->bkgqs", q, k, preferred_element_type=jnp.float32) * attention.scale
+    if attention.soft_cap is not None:
+        scores = attention.soft_cap * jnp.tanh(scores / attention.soft_cap)
+    scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    return jnp.einsum("bkgqs,bskh->bqkgh", jax.nn.softmax(scores, axis=-1).astype(v.dtype), v)
+
+
+def dense_attention(
+    q: Float[Array, "batch position kv_head group head"],
+    k: Float[Array, "batch position kv_head head"],
+    v: Float[Array, "batch position kv_head head"],
+    segment_ids: Int[Array, "batch position"] | None,
+    attention: CausalAttention,
+) -> Float[Array, "batch position kv_head group head"]:
+    """Attends with the scores of all pairs of positions in memory, kept for the backward pass.
+
+    Args:
+        q: The queries; ``group`` of them share a key/value head.
+        k: The keys.
+        v: The values.
+        segment_ids: The document of each position; None: a row is one document.
+        attention: The scores.
+    """
+    positions = jnp.arange(q.shape[1])
+    return attend_masked(q, k, v, attention.mask(positions, positions, segment_ids, segment_ids), attention)

@@ -1,0 +1,126 @@
+"""The log-probability of each token of a batch, which every objective is made of."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, Final, Protocol, runtime_checkable
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import NamedArray
+from jaxtyping import Array, Bool, Float, Int
+
+from lockstep.errors import ConfigError
+from lockstep.training.objectives.vocab_blocks import VocabBlocks
+
+LOGITS_BYTES: Final = 128 * 2**20
+"""The bytes of float32 logits that a device may have at once. Fewer are kept for the backward pass, where they would
+else be computed again."""
+
+
+def needs_vocab_blocks(tokens: int, vocab: int) -> bool:
+    """Whether logits are made for blocks of the vocabulary.
+
+    Args:
+        tokens: The number of tokens of a device's microbatch.
+        vocab: The number of token ids whose logits a device makes.
+    """
+    return 4 * tokens * vocab > LOGITS_BYTES
+
+
+@runtime_checkable
+class OutputLayer(Protocol):
+    """A model whose output layer can be applied to a part of the vocabulary."""
+
+    @property
+    def logit_soft_cap(self) -> float | None:
+        """The soft cap of the logits; None for none."""
+        ...
+
+    def activations(self, input_ids: NamedArray, segment_ids: NamedArray | None = None) -> NamedArray:
+        """Return the hidden states ``[batch, position, embed]`` that the output layer reads."""
+        ...
+
+    def lm_head_array(self) -> NamedArray:
+        """Return the output layer ``[embed, vocab]`` or ``[vocab, embed]``."""
+        ...
+
+    def logits(self, activations: NamedArray) -> NamedArray:
+        """Return the logits of hidden states in float32."""
+        ...
+
+
+def token_logprobs(model: Any, batch: Mapping[str, Array]) -> Float[Array, "... target"]:
+    """Return the log-probability that a model gives to each token but the first, from the tokens before it.
+
+    The logits of an `OutputLayer` are made for blocks of the vocabulary where those of a device are more than
+    `LOGITS_BYTES`. Any other model returns all of them.
+
+    Args:
+        model: An `OutputLayer`, such as `lockstep.models.LlamaLMHeadModel`; or a function of a haliax array with axes
+            ``batch, position``, and of the segment ids where the batch has them, that returns logits with one more
+            axis, ``vocab``.
+        batch: The columns ``tokens`` ``[..., position]``, token ids; for rows packed with several documents also
+            ``segment_ids`` of the same shape, the number of the document of each token, 0 for padding.
+
+    Returns:
+        Natural-log probabilities of ``tokens[..., 1:]`` in float32. That of a document's first token, given the end of
+        the document before it, is there too: see `target_mask`.
+
+    Raises:
+        ConfigError: The batch has segment ids, and the model takes none.
+    """
+    shape = batch["tokens"].shape
+    # Axes between row and position are the inner ones, so that this reshape moves nothing between devices.
+    tokens: Int[Array, "row position"] = batch["tokens"].reshape(-1, shape[-1])
+    inputs = [hax.named(tokens, ("batch", "position"))]
+    if "segment_ids" in batch:
+        inputs.append(hax.named(batch["segment_ids"].reshape(tokens.shape), ("batch", "position")))
+    if not isinstance(model, OutputLayer):
+        _check_arguments(model, len(inputs))
+        return _picked(model(*inputs), tokens).reshape(*shape[:-1], -1)
+    states = model.activations(*inputs)
+    blocks = VocabBlocks.of(states, model.lm_head_array(), model.logit_soft_cap, most=LOGITS_BYTES)
+    if blocks is None:
+        return _picked(model.logits(states), tokens).reshape(*shape[:-1], -1)
+    # All positions, so that their number stays that of whole tiles: the last one's target is dropped.
+    found = blocks(
+        states.rearrange(("batch", "position", "embed")).array,
+        model.lm_head_array().array,
+        jnp.roll(tokens, -1, axis=-1),
+    )
+    return found[:, :-1].reshape(*shape[:-1], -1)
+
+
+def target_mask(batch: Mapping[str, Array]) -> Bool[Array, "... target"]:
+    """Return which tokens but the first are targets.
+
+    Args:
+        batch: The columns ``loss_mask`` ``[..., position]``, true for tokens to learn; for packed rows also
+            ``segment_ids`` of the same shape.
+
+    Returns:
+        The mask of ``tokens[..., 1:]``, without padding and without the first token of a document.
+    """
+    mask = batch["loss_mask"][..., 1:].astype(bool)
+    if "segment_ids" not in batch:
+        return mask
+    segments = batch["segment_ids"]
+    return mask & (segments[..., 1:] == segments[..., :-1]) & (segments[..., 1:] != 0)
+
+
+def _picked(logits: NamedArray, tokens: Int[Array, "row position"]) -> Float[Array, "row target"]:
+    before = logits.rearrange(("batch", "position", "vocab")).array[:, :-1].astype(jnp.float32)
+    picked = jnp.take_along_axis(before, tokens[:, 1:, None], axis=-1)[..., 0]
+    return picked - jax.nn.logsumexp(before, axis=-1)
+
+
+def _check_arguments(model: Any, count: int) -> None:
+    try:
+        inspect.signature(model).bind(*range(count))
+    except TypeError as error:
+        raise ConfigError(
+            f"the batch has the column segment_ids, and the model cannot be called with token ids and segment ids "
+            f"({error}): its documents would attend to each other. Give the model a second argument, or do not "
+            "pack rows."
+        ) from error

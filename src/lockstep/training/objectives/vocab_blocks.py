@@ -1,0 +1,262 @@
+"""Log-probabilities from hidden states and an output layer, with the logits of a block of the vocabulary at a time."""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, Final, Self
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax.partitioning import physical_axis_name
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from lockstep.placement import PARAMETER_AXES
+
+LANES: Final = 128
+"""Blocks are a multiple of this many token ids, the width of a TPU's tile."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VocabBlocks:
+    """The log-probability of one token id per hidden state: its logit less the log-sum-exp of all, in float32.
+
+    The log-sum-exp is summed block by block (Milakov & Gimelshein 2018, arXiv 1805.02867, algorithm 3). The backward
+    pass computes the logits of each block again; a block's part of the output layer's gradient is final when it is
+    made. A device computes its own rows: it gathers the output layer once for both passes.
+
+    Args:
+        size: The number of token ids in a block on a device.
+        vocab_first: Whether the output layer is ``[vocab, embed]`` rather than ``[embed, vocab]``.
+        soft_cap: The soft cap of the logits; None for none.
+        mesh: The mesh; None: all is on one device, or XLA divides the work.
+        rows: The mesh axes that split the rows.
+        vocab: The mesh axes that split the vocabulary, for the computation.
+        gathered: The mesh axes that split each axis of the output layer between steps, beyond ``vocab``.
+    """
+
+    size: int
+    vocab_first: bool
+    soft_cap: float | None
+    mesh: AbstractMesh | None = None
+    rows: tuple[str, ...] = ()
+    vocab: tuple[str, ...] = ()
+    gathered: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+
+    @classmethod
+    def of(cls, states: hax.NamedArray, head: hax.NamedArray, soft_cap: float | None, *, most: int) -> Self | None:
+        """Choose the blocks, for the mesh and the axis mapping that are set.
+
+        Args:
+            states: The hidden states ``[batch, position, embed]``.
+            head: The output layer.
+            soft_cap: The soft cap of the logits; None for none.
+            most: The bytes of float32 logits that a device may have at once.
+
+        Returns:
+            The blocks; None where all logits are no more than that.
+        """
+        context = jax.sharding.get_abstract_mesh()
+        mesh: AbstractMesh | None = context
+        rows, split = _axes(physical_axis_name("batch")), _axes(physical_axis_name("vocab"))
+        stored = [_axes(PARAMETER_AXES.get(axis.name)) for axis in head.axes]
+        gathered = tuple(tuple(axis for axis in found if axis not in split) for found in stored)
+        # Without the mesh and the mapping of a train step, XLA divides the work.
+        if not (rows and {*rows, *split} <= set(context.axis_names) and {*itertools.chain(*gathered)} <= set(rows)):
+            mesh, rows, split, gathered = None, (), (), ((), ())
+        vocab = head.resolve_axis("vocab").size // _size(mesh, split)
+        tokens = math.prod(axis.size for axis in states.axes if axis.name != "embed") // _size(mesh, rows)
+        if 4 * tokens * vocab <= most:
+            return None
+        return cls(
+            size=min(vocab, max(LANES, most // (4 * tokens) // LANES * LANES)),
+            vocab_first=head.axes[0].name == "vocab",
+            soft_cap=soft_cap,
+            mesh=mesh,
+            rows=rows,
+            vocab=split,
+            gathered=(gathered[0], gathered[1]),
+        )
+
+    def __call__(
+        self,
+        states: Float[Array, "row position embed"],
+        head: Float[Array, "embed vocab"] | Float[Array, "vocab embed"],
+        targets: Int[Array, "row position"],
+    ) -> Float[Array, "row position"]:
+        """Return the log-probability of each target in float32. Gradients are in the dtype of what they are of.
+
+        Args:
+            states: The hidden states.
+            head: The output layer, as stored between steps.
+            targets: The token ids.
+        """
+        found: Array = _logprobs(states, head, targets, self)
+        return found
+
+    @property
+    def axis(self) -> int:
+        """The axis of the vocabulary in the output layer."""
+        return 0 if self.vocab_first else 1
+
+    def spec(self, *, stored: bool) -> P:
+        """Return how the output layer is split over the mesh: between steps, or for the computation."""
+        extra = self.gathered if stored else ((), ())
+        used = [self.vocab if axis == self.axis else () for axis in (0, 1)]
+        return P(*((*a, *b) or None for a, b in zip(used, extra, strict=True)))
+
+    def on_devices(self, function: Callable[..., Any], *, inputs: tuple[P, ...], outputs: Any) -> Callable[..., Any]:
+        """Return a function that each device runs on its own part of the arrays."""
+        if self.mesh is None:
+            return function
+        return jax.shard_map(function, mesh=self.mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _logprobs(states: Array, head: Array, targets: Array, blocks: VocabBlocks) -> Array:
+    return _forward(states, head, targets, blocks)[0]
+
+
+def _forward(states: Array, head: Array, targets: Array, blocks: VocabBlocks) -> tuple[Array, tuple[Array, ...]]:
+    def local(states: Array, head: Array, targets: Array) -> tuple[Array, Array, Array]:
+        head = _gather(head, blocks)
+        x, ids = states.reshape(-1, states.shape[-1]), targets.reshape(-1)
+        vocab = head.shape[blocks.axis]
+
+        def add(index: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            highest, total, picked = sums
+            block = _Block.of(index, head, blocks)
+            logits = jnp.where(block.fresh, block.logits(x), -jnp.inf)
+            higher = jnp.maximum(highest, jnp.max(logits, axis=-1))
+            total = total * jnp.exp(highest - higher) + jnp.sum(jnp.exp(logits - higher[:, None]), axis=-1)
+            return higher, total, picked + jnp.sum(jnp.where(block.hit(ids), logits, 0.0), axis=-1)
+
+        nothing = jnp.zeros(len(x), jnp.float32)
+        sums = (jnp.full_like(nothing, -jnp.inf), nothing, nothing)
+        highest, total, picked = jax.lax.fori_loop(0, _count(vocab, blocks), add, sums)
+        if blocks.vocab:
+            top = jax.lax.pmax(highest, blocks.vocab)
+            total, picked = jax.lax.psum((total * jnp.exp(highest - top), picked), blocks.vocab)
+            highest = top
+        sum_exp = highest + jnp.log(total)
+        return (picked - sum_exp).reshape(targets.shape), sum_exp.reshape(targets.shape), head
+
+    rows, used = P(blocks.rows or None), blocks.spec(stored=False)
+    run = blocks.on_devices(local, inputs=(rows, blocks.spec(stored=True), rows), outputs=(rows, rows, used))
+    logprobs, sum_exp, whole = run(states, head, targets)
+    return logprobs, (states, whole, targets, sum_exp)
+
+
+def _backward(blocks: VocabBlocks, kept: tuple[Array, ...], gradient: Array) -> tuple[Array, Array, None]:
+    def local(states: Array, head: Array, targets: Array, sum_exp: Array, gradient: Array) -> tuple[Array, Array]:
+        x, ids = states.reshape(-1, states.shape[-1]), targets.reshape(-1)
+        weights, sums = gradient.reshape(-1, 1), sum_exp.reshape(-1, 1)
+        vocab = head.shape[blocks.axis]
+
+        def add(index: Array, gradients: tuple[Array, Array]) -> tuple[Array, Array]:
+            of_x, of_head = gradients
+            block = _Block.of(index, head, blocks)
+            logits = block.logits(x)
+            slope = weights * (block.hit(ids) - jnp.exp(logits - sums))
+            if blocks.soft_cap is not None:
+                slope = slope * (1.0 - jnp.square(logits / blocks.soft_cap))
+            # As in the model's own output layer: a float32 gradient would double what devices exchange.
+            slope = jnp.where(block.fresh, slope, 0.0).astype(x.dtype)
+            of_x += jnp.dot(slope, block.columns.T, preferred_element_type=jnp.float32)
+            of_block = jnp.dot(x.T, slope)
+            of_block = of_block.T if blocks.vocab_first else of_block
+            if vocab % blocks.size:  # the last block begins inside the one before it
+                of_block += jax.lax.dynamic_slice_in_dim(of_head, block.start, blocks.size, blocks.axis)
+            return of_x, jax.lax.dynamic_update_slice_in_dim(of_head, of_block, block.start, blocks.axis)
+
+        empty = (jnp.zeros(x.shape, jnp.float32), jnp.zeros_like(head))
+        of_x, of_head = jax.lax.fori_loop(0, _count(vocab, blocks), add, empty)
+        of_x = of_x.astype(x.dtype)
+        of_x = jax.lax.psum(of_x, blocks.vocab) if blocks.vocab else of_x
+        return of_x.reshape(states.shape), _scatter(of_head, blocks)
+
+    rows = P(blocks.rows or None)
+    run = blocks.on_devices(
+        local, inputs=(rows, blocks.spec(stored=False), rows, rows, rows), outputs=(rows, blocks.spec(stored=True))
+    )
+    of_states, of_head = run(*kept, gradient)
+    return of_states, of_head, None
+
+
+_logprobs.defvjp(_forward, _backward)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Block:
+    """A block of a device's vocabulary.
+
+    Args:
+        start: The first token id, counted on the device.
+        ids: The token ids, counted over all devices.
+        columns: The part of the output layer ``[embed, block]``.
+        fresh: False for the token ids that an earlier block has.
+        soft_cap: The soft cap of the logits.
+    """
+
+    start: Array
+    ids: Array
+    columns: Array
+    fresh: Array
+    soft_cap: float | None
+
+    @classmethod
+    def of(cls, index: Array, head: Array, blocks: VocabBlocks) -> Self:
+        vocab = head.shape[blocks.axis]
+        start = jnp.minimum(index * blocks.size, vocab - blocks.size)
+        local = start + jnp.arange(blocks.size)
+        columns = jax.lax.dynamic_slice_in_dim(head, start, blocks.size, blocks.axis)
+        before = jax.lax.axis_index(blocks.vocab) * vocab if blocks.vocab else 0
+        return cls(
+            start=start,
+            ids=before + local,
+            columns=columns.T if blocks.vocab_first else columns,
+            fresh=local >= index * blocks.size,
+            soft_cap=blocks.soft_cap,
+        )
+
+    def logits(self, x: Array) -> Array:
+        """Return ``[token, block]`` in float32."""
+        logits = jnp.dot(x, self.columns, preferred_element_type=jnp.float32)
+        return logits if self.soft_cap is None else self.soft_cap * jnp.tanh(logits / self.soft_cap)
+
+    def hit(self, targets: Array) -> Array:
+        """Return where a token id of the block is the target ``[token, block]``."""
+        return (self.ids == targets[:, None]) & self.fresh
+
+
+def _count(vocab: int, blocks: VocabBlocks) -> int:
+    return -(-vocab // blocks.size)
+
+
+def _gather(head: Array, blocks: VocabBlocks) -> Array:
+    for axis, names in enumerate(blocks.gathered):
+        head = jax.lax.all_gather(head, names, axis=axis, tiled=True) if names else head
+    return head
+
+
+def _scatter(of_head: Array, blocks: VocabBlocks) -> Array:
+    """Return a device's part of the sum over all rows, as the output layer is stored."""
+    for axis, names in enumerate(blocks.gathered):
+        of_head = jax.lax.psum_scatter(of_head, names, scatter_dimension=axis, tiled=True) if names else of_head
+    scattered = {*itertools.chain(*blocks.gathered)}
+    copies = tuple(name for name in blocks.rows if name not in scattered and _size(blocks.mesh, (name,)) > 1)
+    of_head = jax.lax.psum(of_head, copies) if copies else of_head
+    # XLA would else add up the whole of it in float32 over microbatches, on every device, and exchange that at the end.
+    return jax.lax.optimization_barrier(of_head)
+
+
+def _axes(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else names or ()
+
+
+def _size(mesh: AbstractMesh | None, axes: tuple[str, ...]) -> int:
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in axes)

@@ -1,0 +1,115 @@
+"""Log-probabilities by blocks of the vocabulary, against all logits at once."""
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from lockstep.placement import COMPUTE_AXES, PARAMETER_AXES, make_mesh
+from lockstep.plan.collectives import collectives
+from lockstep.plan.hlo import Hlo
+from lockstep.training.objectives.vocab_blocks import VocabBlocks
+
+ROWS, POSITIONS, EMBED = 4, 6, 8
+MOST = 4 * 24 * 128  # of all tokens, the logits of 128 token ids
+AXES = {False: ("embed", "vocab"), True: ("vocab", "embed")}
+
+
+def arrays(vocab, vocab_first=False, dtype=np.float32):
+    draw = np.random.default_rng(0)
+    states = draw.standard_normal((ROWS, POSITIONS, EMBED)).astype(dtype)
+    head = draw.standard_normal((EMBED, vocab)).astype(dtype)
+    targets = draw.integers(0, vocab, (ROWS, POSITIONS)).astype(np.int32)
+    targets[0, :3] = 0, vocab - 1, vocab // 2  # of the first and the last block, and beside a border between devices
+    weights = draw.standard_normal((ROWS, POSITIONS)).astype(np.float32)
+    return states, head.T if vocab_first else head, targets, weights
+
+
+def blockwise(states, head, targets, *, vocab_first=False, cap=None, most=MOST):
+    named = (hax.named(states, ("batch", "position", "embed")), hax.named(head, AXES[vocab_first]))
+    blocks = VocabBlocks.of(*named, cap, most=most)
+    assert blocks is not None
+    return blocks(states, head, targets)
+
+
+def dense(states, head, targets, *, vocab_first=False, cap=None):
+    logits = jnp.dot(states, head.T if vocab_first else head, preferred_element_type=jnp.float32)
+    logits = logits if cap is None else cap * jnp.tanh(logits / cap)
+    picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return picked - jax.nn.logsumexp(logits, axis=-1)
+
+
+def with_gradients(function, inputs, mesh=None, **options):
+    states, head, targets, weights = inputs
+    mapping = COMPUTE_AXES
+
+    def total(states, head):
+        with hax.axis_mapping(mapping if mesh is not None else {}):
+            found = function(states, head, targets, **options)
+        return jnp.sum(found * weights), found
+
+    gradients = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))
+    if mesh is None:
+        of, found = gradients(states, head)
+        return found, *of
+    rows = NamedSharding(mesh, PartitionSpec(("dp", "fsdp")))
+    stored = PartitionSpec(*(PARAMETER_AXES[axis] for axis in AXES[options.get("vocab_first", False)]))
+    with jax.set_mesh(mesh):
+        of, found = gradients(jax.device_put(states, rows), jax.device_put(head, NamedSharding(mesh, stored)))
+    return found, *of
+
+
+@pytest.mark.parametrize("mesh", [None, "2,1,2", "1,2,2"])
+@pytest.mark.parametrize(("vocab", "vocab_first", "cap"), [(512, False, None), (604, True, 1.5)])
+def test_blocks_change_neither_the_result_nor_a_gradient(mesh, vocab, vocab_first, cap):
+    """604 is no multiple of a block, on no mesh: the last block begins inside the one before it."""
+    inputs, options = arrays(vocab, vocab_first), {"vocab_first": vocab_first, "cap": cap}
+    mesh = make_mesh(mesh, jax.devices()[:4]) if mesh else None
+    rows = 1 if mesh is None else mesh.shape["dp"] * mesh.shape["fsdp"]
+    found = with_gradients(blockwise, inputs, mesh, most=MOST // rows, **options)
+    for ours, theirs in zip(found, with_gradients(dense, inputs, **options), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
+def test_gradients_have_the_dtype_of_what_they_are_of_and_the_log_probabilities_are_float32():
+    inputs = arrays(512, dtype=jnp.bfloat16)
+    found, of_states, of_head = with_gradients(blockwise, inputs)
+    exact = with_gradients(dense, [np.asarray(x, np.float32) for x in inputs[:2]] + list(inputs[2:]))
+    assert (found.dtype, of_states.dtype, of_head.dtype) == (jnp.float32, jnp.bfloat16, jnp.bfloat16)
+    for ours, theirs, tolerance in zip((found, of_states, of_head), exact, (2e-5, 2.0**-6, 2.0**-6), strict=True):
+        np.testing.assert_allclose(np.asarray(ours, np.float32), theirs, atol=tolerance * np.abs(theirs).max())
+
+
+def test_no_device_has_all_logits_and_the_output_layer_travels_once_each_way():
+    mesh, vocab = make_mesh("1,4,1", jax.devices()[:4]), 512
+    states, head, targets, weights = arrays(vocab, dtype=jnp.bfloat16)
+    rows, stored = (NamedSharding(mesh, PartitionSpec(axis)) for axis in (("dp", "fsdp"), "fsdp"))
+
+    def step(states, head, targets):
+        def total(states, head):
+            with hax.axis_mapping(COMPUTE_AXES):
+                return jnp.sum(blockwise(states, head, targets, most=MOST // 4) * weights)
+
+        return jax.value_and_grad(total, argnums=(0, 1))(states, head)
+
+    structs = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        for x, sharding in ((states, rows), (head, stored), (targets, rows))
+    ]
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(step, out_shardings=(None, (rows, stored))).lower(*structs)
+    # 24 tokens, 6 on a device, and the whole vocabulary or a block of it.
+    assert not any(f"{tokens}x512x" in lowered.as_text() for tokens in (6, 24)) and "6x128xf32" in lowered.as_text()
+    assert "reduce_scatter" in lowered.as_text() and "bf16" in lowered.as_text()
+    moved = [one for one in collectives(Hlo(lowered.compile().as_text()), 4) if one.bytes > 1024]
+    assert [(one.kind, one.times) for one in moved] == [("all-gather", 1), ("reduce-scatter", 1)]
+
+
+def test_few_logits_need_no_blocks():
+    states, head, *_ = arrays(128)
+    named = hax.named(states, ("batch", "position", "embed")), hax.named(head, AXES[False])
+    assert VocabBlocks.of(*named, None, most=MOST) is None
+    assert VocabBlocks.of(*named, None, most=MOST - 1).size == 128
+    assert VocabBlocks.of(*named, None, most=1).size == 128, "no smaller than a tile"
