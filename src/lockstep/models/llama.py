@@ -15,6 +15,7 @@ from haliax.nn.scan import Stacked
 
 from lockstep.errors import ConfigError
 from lockstep.models.config import LlamaConfig, rotary_frequencies
+from lockstep.placement import gather_parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,13 +227,13 @@ class LlamaLayer(eqx.Module):
 
     def __call__(self, x: NamedArray, angles: NamedArray, mask: NamedArray) -> NamedArray:
         """Maps ``[batch, position, embed]`` to the same axes; `LlamaAttention` has the other arguments."""
-        config = self.attention.config
+        config, layer = self.attention.config, gather_parameters(self)
         # With the stream sharded by the batch axes XLA gathers weights (FSDP) rather than split activations by embed.
         x = hax.auto_sharded(x)
-        attended = self.attention(rms_norm(x, self.attn_norm, config), angles, mask)
-        x = hax.auto_sharded(x + rms_norm(attended, self.attn_post_norm, config))
-        out = self.mlp(rms_norm(x, self.mlp_norm, config))
-        return hax.auto_sharded(x + rms_norm(out, self.mlp_post_norm, config))
+        attended = layer.attention(rms_norm(x, layer.attn_norm, config), angles, mask)
+        x = hax.auto_sharded(x + rms_norm(attended, layer.attn_post_norm, config))
+        out = layer.mlp(rms_norm(x, layer.mlp_norm, config))
+        return hax.auto_sharded(x + rms_norm(out, layer.mlp_post_norm, config))
 
 
 class LlamaLMHeadModel(eqx.Module):
@@ -300,7 +301,7 @@ class LlamaLMHeadModel(eqx.Module):
         frequencies = hax.named(jnp.asarray(rotary_frequencies(config)), "half_head")
         angles = positions.astype(jnp.float32).broadcast_axis(frequencies.axes) * frequencies
         # A table sharded by embed would leave the stream sharded by embed, and XLA would replicate it.
-        x = hax.auto_sharded(hax.auto_sharded(self.embed).take("vocab", input_ids))
+        x = hax.auto_sharded(gather_parameters(self.embed).take("vocab", input_ids))
         if config.variant.embed_scale is not None:
             x = x * jnp.asarray(config.variant.embed_scale, x.dtype)
         x = self.layers.fold(rms_norm(x, self.embed_norm, config), angles, mask)
@@ -308,7 +309,7 @@ class LlamaLMHeadModel(eqx.Module):
 
     def lm_head_array(self) -> NamedArray:
         """Returns the output layer ``[embed, vocab]``, or the embedding ``[vocab, embed]`` where the two are tied."""
-        return self.embed if self.lm_head is None else self.lm_head
+        return gather_parameters(self.embed if self.lm_head is None else self.lm_head)
 
     def __call__(self, input_ids: NamedArray) -> NamedArray:
         """Returns the logits of the next token at every position.

@@ -8,7 +8,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from lockstep.engine import layout_text
+from lockstep.placement import LANES
 from lockstep.plan.collectives import CollectiveSum
+from lockstep.plan.fsdp import FsdpBytes
 from lockstep.plan.hlo import vmem
 from lockstep.plan.planner import Plan, SamplingPlan
 from lockstep.plan.summary import WRITE_BANDWIDTH, checkpoint_bytes, moments, train_time
@@ -35,6 +37,8 @@ def print_plan(plan: Plan, console: Console) -> None:
         console.print(_memory(plan))
         console.print(_programs(plan))
         console.print(_traffic(plan))
+        if plan.fsdp is not None:
+            _print_fsdp(plan.fsdp, console)
         console.print(_speed(plan))
         if plan.training:
             console.print(_checkpoint(plan), highlight=False)
@@ -108,6 +112,27 @@ def _traffic(plan: Plan) -> Table:
         rows(_named(one, "per decoded token"), one.step_collectives)
         rows(_named(one, f"once per launch of {one.sizing.sizes.steps} steps"), one.collectives["decode"])
     return table
+
+
+def _print_fsdp(fsdp: FsdpBytes, console: Console) -> None:
+    if fsdp.ratio is not None:
+        console.print(
+            f"FSDP needs {bytes_text(fsdp.floor)} per device and train step (weights gathered, gradients scattered); the "
+            f"step receives {bytes_text(fsdp.received)} between data-parallel devices, {fsdp.ratio:.2f} of it",
+            highlight=False,
+            soft_wrap=True,
+        )
+    if fsdp.thin:
+        worst = min(fsdp.thin, key=lambda one: one.piece)
+        names = ", ".join(f"{one.parameter} ({one.size:,} into pieces of {one.piece:,})" for one in fsdp.thin)
+        console.print(
+            f"[bold yellow]warning[/]: no axis of {escape(names)} can be split into pieces as wide as a tile, so they "
+            f"are stored with padding and gathered slowly. A mesh_shape with a smaller fsdp and a larger dp mends it: "
+            f"pieces of {worst.axis} are {worst.piece} wide now, and a tile has {LANES}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    console.print()
 
 
 def _speed(plan: Plan) -> Table:
