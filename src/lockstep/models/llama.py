@@ -15,7 +15,7 @@ from haliax.nn.scan import Stacked
 
 from lockstep.errors import ConfigError
 from lockstep.models.config import LlamaConfig, rotary_frequencies
-from lockstep.placement import gather_parameters
+from lockstep.placement import fsdp_dot
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,9 +132,9 @@ class LlamaAttention(eqx.Module):
             ``[batch, position, embed]``.
         """
         ax, variant = LlamaAxes.of(self.config), self.config.variant
-        q = _add(hax.dot(x, self.q, axis=ax.Embed), self.q_bias)
-        k = _add(hax.dot(x, self.k, axis=ax.Embed), self.k_bias)
-        v = _add(hax.dot(x, self.v, axis=ax.Embed), self.v_bias)
+        q = _add(fsdp_dot(x, self.q, ax.Embed), self.q_bias)
+        k = _add(fsdp_dot(x, self.k, ax.Embed), self.k_bias)
+        v = _add(fsdp_dot(x, self.v, ax.Embed), self.v_bias)
         q, k = rms_norm(q, self.q_norm, self.config), rms_norm(k, self.k_norm, self.config)
         q, k = rms_norm(q, self.q_wide_norm, self.config), rms_norm(k, self.k_wide_norm, self.config)
         q = hax.auto_sharded(rotate(q, angles, ax.HeadSize))
@@ -147,7 +147,7 @@ class LlamaAttention(eqx.Module):
         scores = hax.where(mask, scores, jnp.finfo(jnp.float32).min)
         probabilities = hnn.softmax(scores, axis="key_position").astype(v.dtype)
         attended = hax.dot(probabilities, v, axis="key_position")
-        return hax.dot(attended, self.o, axis=(ax.KVHead, ax.Group, ax.HeadSize)).rearrange(x.axes)
+        return fsdp_dot(attended, self.o, (ax.KVHead, ax.Group, ax.HeadSize)).rearrange(x.axes)
 
 
 class LlamaMlp(eqx.Module):
@@ -185,12 +185,13 @@ class LlamaMlp(eqx.Module):
 
     def __call__(self, x: NamedArray) -> NamedArray:
         """Maps ``[batch, position, embed]`` to the same axes."""
-        inner = hax.dot(x, self.up, axis="embed")
+        ax = LlamaAxes.of(self.config)
+        inner = fsdp_dot(x, self.up, ax.Embed)
         if self.gate is not None:
-            inner = ACTIVATIONS[self.config.variant.activation](hax.dot(x, self.gate, axis="embed")) * inner
+            inner = ACTIVATIONS[self.config.variant.activation](fsdp_dot(x, self.gate, ax.Embed)) * inner
         else:
             inner = self._xielu(inner)
-        return hax.dot(hax.auto_sharded(inner), self.down, axis="mlp").rearrange(x.axes)
+        return fsdp_dot(hax.auto_sharded(inner), self.down, ax.Mlp).rearrange(x.axes)
 
     def _xielu(self, x: NamedArray) -> NamedArray:
         """Applies xIELU, the activation of Apertus (Huang & Schlag 2024, https://arxiv.org/abs/2411.13010)."""
@@ -227,13 +228,13 @@ class LlamaLayer(eqx.Module):
 
     def __call__(self, x: NamedArray, angles: NamedArray, mask: NamedArray) -> NamedArray:
         """Maps ``[batch, position, embed]`` to the same axes; `LlamaAttention` has the other arguments."""
-        config, layer = self.attention.config, gather_parameters(self)
+        config = self.attention.config
         # With the stream sharded by the batch axes XLA gathers weights (FSDP) rather than split activations by embed.
         x = hax.auto_sharded(x)
-        attended = layer.attention(rms_norm(x, layer.attn_norm, config), angles, mask)
-        x = hax.auto_sharded(x + rms_norm(attended, layer.attn_post_norm, config))
-        out = layer.mlp(rms_norm(x, layer.mlp_norm, config))
-        return hax.auto_sharded(x + rms_norm(out, layer.mlp_post_norm, config))
+        attended = self.attention(rms_norm(x, self.attn_norm, config), angles, mask)
+        x = hax.auto_sharded(x + rms_norm(attended, self.attn_post_norm, config))
+        out = self.mlp(rms_norm(x, self.mlp_norm, config))
+        return hax.auto_sharded(x + rms_norm(out, self.mlp_post_norm, config))
 
 
 class LlamaLMHeadModel(eqx.Module):
@@ -301,7 +302,7 @@ class LlamaLMHeadModel(eqx.Module):
         frequencies = hax.named(jnp.asarray(rotary_frequencies(config)), "half_head")
         angles = positions.astype(jnp.float32).broadcast_axis(frequencies.axes) * frequencies
         # A table sharded by embed would leave the stream sharded by embed, and XLA would replicate it.
-        x = hax.auto_sharded(gather_parameters(self.embed).take("vocab", input_ids))
+        x = hax.auto_sharded(hax.auto_sharded(self.embed).take("vocab", input_ids))
         if config.variant.embed_scale is not None:
             x = x * jnp.asarray(config.variant.embed_scale, x.dtype)
         x = self.layers.fold(rms_norm(x, self.embed_norm, config), angles, mask)
@@ -309,7 +310,7 @@ class LlamaLMHeadModel(eqx.Module):
 
     def lm_head_array(self) -> NamedArray:
         """Returns the output layer ``[embed, vocab]``, or the embedding ``[vocab, embed]`` where the two are tied."""
-        return gather_parameters(self.embed if self.lm_head is None else self.lm_head)
+        return self.embed if self.lm_head is None else self.lm_head
 
     def __call__(self, input_ids: NamedArray) -> NamedArray:
         """Returns the logits of the next token at every position.

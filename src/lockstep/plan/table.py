@@ -117,8 +117,8 @@ def _traffic(plan: Plan) -> Table:
 def _print_fsdp(fsdp: FsdpBytes, console: Console) -> None:
     if fsdp.ratio is not None:
         console.print(
-            f"FSDP needs {bytes_text(fsdp.floor)} per device and train step (weights gathered, gradients scattered); the "
-            f"step receives {bytes_text(fsdp.received)} between data-parallel devices, {fsdp.ratio:.2f} of it",
+            f"FSDP needs {bytes_text(fsdp.floor)} per device and train step (weights gathered, gradients scattered); "
+            f"{bytes_text(fsdp.received)} are received between data-parallel devices, {fsdp.ratio:.2f} of it",
             highlight=False,
             soft_wrap=True,
         )
