@@ -12,7 +12,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
-from haliax.partitioning import ResourceMapping, current_thread_local_mapping, pspec_for_axis
+from haliax.partitioning import current_thread_local_mapping, pspec_for_axis
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
@@ -22,6 +22,12 @@ from lockstep.placement.parameter_spec import parameter_spec
 _FSDP: Final = "fsdp"
 _DP: Final = "dp"
 _LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
+
+type Names = tuple[str, ...]
+"""The names of axes."""
+
+type Mapping = tuple[tuple[str, str | Sequence[str]], ...]
+"""An axis mapping that can be hashed."""
 
 
 def fsdp_dot(x: NamedArray, weight: NamedArray, axes: Axis | Sequence[Axis]) -> NamedArray:
@@ -45,54 +51,56 @@ def fsdp_dot(x: NamedArray, weight: NamedArray, axes: Axis | Sequence[Axis]) -> 
     if mapping is None or mesh.empty or not set(MESH_AXES) <= set(mesh.axis_names) or mesh.shape[_FSDP] == 1:
         return hax.dot(x, weight, axis=names)
     split = {name for entry in pspec_for_axis(x.axes, mapping) for name in _names(entry)}
-    # Where devices do not have rows of their own, their sums are not parts of the whole sum.
-    return _dot(x, weight, names) if {_DP, _FSDP} <= split else hax.dot(x, weight, axis=names)
+    if not {_DP, _FSDP} <= split:  # devices without rows of their own: their sums are not parts of the whole sum
+        return hax.dot(x, weight, axis=names)
+    return _dot(x, weight, names, tuple(mapping.items()))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _dot(x: NamedArray, weight: NamedArray, names: tuple[str, ...]) -> NamedArray:
-    return hax.dot(x, _gathered(weight), axis=names)
+# The backward pass is traced when the axis mapping is not set any more, so that it is an argument.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _dot(x: NamedArray, weight: NamedArray, names: Names, mapping: Mapping) -> NamedArray:
+    return hax.dot(x, _gathered(weight, mapping), axis=names)
 
 
 def _forward(
-    x: NamedArray, weight: NamedArray, names: tuple[str, ...]
+    x: NamedArray, weight: NamedArray, names: Names, mapping: Mapping
 ) -> tuple[NamedArray, tuple[NamedArray, NamedArray]]:
-    return _dot(x, weight, names), (x, weight)
+    return _dot(x, weight, names, mapping), (x, weight)
 
 
 def _backward(
-    names: tuple[str, ...], saved: tuple[NamedArray, NamedArray], gradient: NamedArray
+    names: Names, mapping: Mapping, saved: tuple[NamedArray, NamedArray], gradient: NamedArray
 ) -> tuple[NamedArray, NamedArray]:
     x, weight = saved
     others = [axis.name for axis in weight.axes if axis.name not in names]
-    to_x = hax.dot(gradient, _gathered(weight), axis=others).rearrange(x.axes)
-    return to_x, _scattered(x, gradient, weight)
+    to_x = hax.dot(gradient, _gathered(weight, mapping), axis=others).rearrange(x.axes).astype(x.dtype)
+    return to_x, _scattered(x, gradient, weight, mapping)
 
 
 _dot.defvjp(_forward, _backward)
 
 
-def _gathered(weight: NamedArray) -> NamedArray:
+def _gathered(weight: NamedArray, mapping: Mapping) -> NamedArray:
     """The whole parameter but for what tensor parallelism splits, with the axis first that its pieces are along."""
-    mesh, mapping = jax.sharding.get_abstract_mesh(), _mapping()
+    mesh = jax.sharding.get_abstract_mesh()
     stored = parameter_spec(weight.axes, mesh.shape).spec
     dim = _split_dim(stored)
     if dim is None:
-        return hax.auto_sharded(weight)
+        return weight
     axes = (weight.axes[dim], *weight.axes[:dim], *weight.axes[dim + 1 :])
 
     def gather(piece: Array) -> Array:
         return jax.lax.all_gather(jnp.moveaxis(piece, dim, 0), _FSDP, tiled=True)
 
-    whole = jax.shard_map(gather, mesh=mesh, in_specs=stored, out_specs=pspec_for_axis(axes, mapping), check_vma=False)(
-        weight.array
-    )
+    whole = jax.shard_map(
+        gather, mesh=mesh, in_specs=stored, out_specs=pspec_for_axis(axes, dict(mapping)), check_vma=False
+    )(weight.array)
     return hax.named(whole, axes)
 
 
-def _scattered(x: NamedArray, gradient: NamedArray, weight: NamedArray) -> NamedArray:
+def _scattered(x: NamedArray, gradient: NamedArray, weight: NamedArray, mapping: Mapping) -> NamedArray:
     """The pieces of a parameter's gradient: each device's own sums, added up over devices while they are scattered."""
-    mesh, mapping = jax.sharding.get_abstract_mesh(), _mapping()
+    mesh = jax.sharding.get_abstract_mesh()
     stored = parameter_spec(weight.axes, mesh.shape).spec
     dim = _split_dim(stored)
     first = dim or 0
@@ -104,19 +112,17 @@ def _scattered(x: NamedArray, gradient: NamedArray, weight: NamedArray) -> Named
     result = "".join(letters[name] for name in (names[first], *names[:first], *names[first + 1 :]))
 
     def scatter(x: Array, gradient: Array) -> Array:
-        sums = jnp.einsum(f"{inputs[0]},{inputs[1]}->{result}", x, gradient)
-        sums = jax.lax.psum(sums, _DP)
+        sums = jnp.einsum(f"{inputs[0]},{inputs[1]}->{result}", x, gradient).astype(weight.dtype)
+        if mesh.shape[_DP] > 1:
+            sums = jax.lax.psum(sums, _DP)
         if dim is None:
             return jax.lax.psum(sums, _FSDP)
         return jnp.moveaxis(jax.lax.psum_scatter(sums, _FSDP, tiled=True), 0, dim)
 
-    pieces = jax.shard_map(
-        scatter,
-        mesh=mesh,
-        in_specs=(pspec_for_axis(x.axes, mapping), pspec_for_axis(gradient.axes, mapping)),
-        out_specs=stored,
-        check_vma=False,
-    )(x.array, gradient.array)
+    specs = (pspec_for_axis(x.axes, dict(mapping)), pspec_for_axis(gradient.axes, dict(mapping)))
+    pieces = jax.shard_map(scatter, mesh=mesh, in_specs=specs, out_specs=stored, check_vma=False)(
+        x.array, gradient.array
+    )
     return hax.named(pieces, weight.axes)
 
 
@@ -128,9 +134,3 @@ def _split_dim(spec: PartitionSpec) -> int | None:
 def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """The mesh axes that split an axis."""
     return (entry,) if isinstance(entry, str) else entry or ()
-
-
-def _mapping() -> ResourceMapping:
-    mapping = current_thread_local_mapping()
-    assert mapping is not None
-    return mapping

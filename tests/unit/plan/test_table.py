@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from lockstep.plan.fsdp import FsdpBytes, ThinPieces
 from lockstep.plan.infeasibility import Infeasibility
-from lockstep.plan.table import _checkpoint, _named, _seconds, print_plan
+from lockstep.plan.table import _checkpoint, _named, _print_fsdp, _seconds, print_plan
 
 REASON = Infeasibility(key="engine.max_seqs", value=64, largest=32, text="too many [sequences]", place="a.yaml:3")
 
@@ -60,3 +61,18 @@ def test_a_checkpoint_has_the_state_of_the_devices_of_a_host():
     topology = SimpleNamespace(devices_per_host=4)
     plan = SimpleNamespace(parameters=2 * 2**30, optimizer=4 * 2**30, topology=topology)
     assert _checkpoint(plan).startswith("a checkpoint: 24.00 GiB per host, 25.8 s if each writes 1 GB/s")
+
+
+def test_what_fsdp_needs_and_pieces_thinner_than_a_tile_are_told():
+    console = Console(file=io.StringIO(), width=200)
+    thin = ThinPieces(parameter="layers.o", axis="embed", size=8192, piece=64)
+    _print_fsdp(FsdpBytes(floor=2**30, received=2**30 + 2**28, thin=(thin,)), console)
+    text = console.file.getvalue()
+    assert "FSDP needs 1.00 GiB per device" in text and "1.25 GiB are received" in text and "1.25 of it" in text
+    assert "warning: no axis of layers.o (8,192 into pieces of 64) can be split" in text and "a tile has 128" in text
+
+
+def test_without_thin_pieces_there_is_no_warning():
+    console = Console(file=io.StringIO(), width=200)
+    _print_fsdp(FsdpBytes(floor=2**30, received=2**30, thin=()), console)
+    assert "warning" not in console.file.getvalue()
