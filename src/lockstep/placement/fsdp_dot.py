@@ -29,19 +29,24 @@ type Names = tuple[str, ...]
 type Mapping = tuple[tuple[str, str | Sequence[str]], ...]
 """An axis mapping that can be hashed."""
 
+type Saved = tuple[NamedArray, NamedArray, NamedArray | None]
+"""What the backward pass needs: the activation, the parameter's pieces, and the whole of it where that is at hand."""
 
-def fsdp_dot(x: NamedArray, weight: NamedArray, axes: Axis | Sequence[Axis]) -> NamedArray:
+
+def fsdp_dot(x: NamedArray, weight: NamedArray, axes: Axis | Sequence[Axis], *, recomputed: bool) -> NamedArray:
     """Contract an activation with a parameter, which every device has a piece of.
 
     Fully sharded data parallelism (Rajbhandari et al. 2020, arXiv 1910.02054, section 5.3): the pieces are gathered in
-    the dtype of ``weight``; the backward pass gathers them again, for nothing is kept but the piece; each device
-    multiplies its own rows to a sum for the whole gradient, and these are added up while they are scattered. All
-    collectives are along the first axis of what they move, so that no piece is narrower than it has to be.
+    the dtype of ``weight``; the backward pass gathers them again; each device multiplies its own rows to a sum for the
+    whole gradient, and these are added up while they are scattered. All collectives are along the first axis of what
+    they move, so that no piece is narrower than it has to be.
 
     Args:
         x: The activation, split by the axis mapping that is set.
         weight: The parameter, split as `parameter_spec` says.
         axes: The axes that are summed over.
+        recomputed: Whether the backward pass computes this layer again and thereby gathers the parameter. Else the
+            product gathers it again itself, for what was gathered is never kept.
 
     Returns:
         The product, with the other axes of ``x`` first; that of `haliax.dot` where FSDP splits nothing.
@@ -53,28 +58,31 @@ def fsdp_dot(x: NamedArray, weight: NamedArray, axes: Axis | Sequence[Axis]) -> 
     split = {name for entry in pspec_for_axis(x.axes, mapping) for name in _names(entry)}
     if not {_DP, _FSDP} <= split:  # devices without rows of their own: their sums are not parts of the whole sum
         return hax.dot(x, weight, axis=names)
-    return _dot(x, weight, names, tuple(mapping.items()))
+    key = tuple((name, on if isinstance(on, str) else tuple(on)) for name, on in mapping.items())
+    whole = jax.lax.stop_gradient(_gathered(weight, key)) if recomputed else None
+    return _dot(x, weight, whole, names, key)
 
 
 # The backward pass is traced when the axis mapping is not set any more, so that it is an argument.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _dot(x: NamedArray, weight: NamedArray, names: Names, mapping: Mapping) -> NamedArray:
-    return hax.dot(x, _gathered(weight, mapping), axis=names)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _dot(x: NamedArray, weight: NamedArray, whole: NamedArray | None, names: Names, mapping: Mapping) -> NamedArray:
+    return hax.dot(x, _gathered(weight, mapping) if whole is None else whole, axis=names)
 
 
 def _forward(
-    x: NamedArray, weight: NamedArray, names: Names, mapping: Mapping
-) -> tuple[NamedArray, tuple[NamedArray, NamedArray]]:
-    return _dot(x, weight, names, mapping), (x, weight)
+    x: NamedArray, weight: NamedArray, whole: NamedArray | None, names: Names, mapping: Mapping
+) -> tuple[NamedArray, Saved]:
+    return _dot(x, weight, whole, names, mapping), (x, weight, whole)
 
 
 def _backward(
-    names: Names, mapping: Mapping, saved: tuple[NamedArray, NamedArray], gradient: NamedArray
-) -> tuple[NamedArray, NamedArray]:
-    x, weight = saved
+    names: Names, mapping: Mapping, saved: Saved, gradient: NamedArray
+) -> tuple[NamedArray, NamedArray, None]:
+    x, weight, whole = saved
+    whole = _gathered(weight, mapping) if whole is None else whole
     others = [axis.name for axis in weight.axes if axis.name not in names]
-    to_x = hax.dot(gradient, _gathered(weight, mapping), axis=others).rearrange(x.axes).astype(x.dtype)
-    return to_x, _scattered(x, gradient, weight, mapping)
+    to_x = hax.dot(gradient, whole, axis=others).rearrange(x.axes).astype(x.dtype)
+    return to_x, _scattered(x, gradient, weight, mapping), None
 
 
 _dot.defvjp(_forward, _backward)

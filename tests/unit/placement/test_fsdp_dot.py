@@ -1,5 +1,6 @@
 """Products with gathered parameters: the same numbers, and one collective for each use."""
 
+import functools
 import re
 from typing import Any
 
@@ -29,36 +30,46 @@ def operands() -> dict[str, hax.NamedArray]:
     return {name: hax.named(draw.standard_normal(sizes[name], np.float32), each) for name, each in axes.items()}
 
 
-def loss(weights: dict[str, hax.NamedArray]) -> jax.Array:
-    x = weights["x"]
-    inner = hax.auto_sharded(hax.tanh(fsdp_dot(x, weights["up"], EMBED)))
-    x = hax.auto_sharded(x + fsdp_dot(inner, weights["down"], MLP).rearrange(x.axes))
-    x = x + fsdp_dot(hax.auto_sharded(fsdp_dot(x, weights["v"], EMBED)), weights["o"], HEADS).rearrange(x.axes)
+def loss(weights: dict[str, hax.NamedArray], recomputed: bool = False) -> jax.Array:
+    product = functools.partial(fsdp_dot, recomputed=recomputed)
+
+    def layer(weights: dict[str, hax.NamedArray]) -> hax.NamedArray:
+        x = weights["x"]
+        inner = hax.auto_sharded(hax.tanh(product(x, weights["up"], EMBED)))
+        x = hax.auto_sharded(x + product(inner, weights["down"], MLP).rearrange(x.axes))
+        return x + product(hax.auto_sharded(product(x, weights["v"], EMBED)), weights["o"], HEADS).rearrange(x.axes)
+
+    x = (jax.checkpoint(layer) if recomputed else layer)(weights)
     return hax.sum(x * x).scalar()
 
 
-def on(mesh: Mesh, arrays: dict[str, hax.NamedArray]) -> Any:
+def on(mesh: Mesh, arrays: dict[str, hax.NamedArray], recomputed: bool = False) -> Any:
     """The gradient's function, compiled for a mesh, and its arguments."""
     shardings = parameter_shardings(arrays, mesh)
     rows = NamedSharding(mesh, jax.P(("dp", "fsdp")))
     shardings["x"] = jax.tree.map(lambda _: rows, shardings["x"])
     with jax.set_mesh(mesh), hax.axis_mapping(COMPUTE_AXES):
         placed = jax.device_put(arrays, shardings)
-        return jax.jit(jax.grad(loss), out_shardings=shardings).lower(placed).compile(), placed
+        return jax.jit(jax.grad(functools.partial(loss, recomputed=recomputed)), out_shardings=shardings).lower(
+            placed
+        ).compile(), placed
 
 
-@pytest.mark.parametrize("shape", ["1,4,1", "2,2,1", "1,2,2"])
-def test_gradients_are_those_of_one_device(shape: str) -> None:
+@pytest.mark.parametrize(
+    ("shape", "recomputed"), [("1,4,1", False), ("1,4,1", True), ("2,2,1", False), ("1,2,2", True)]
+)
+def test_gradients_are_those_of_one_device(shape: str, recomputed: bool) -> None:
     arrays = operands()
     expected = jax.grad(loss)(arrays)
-    compiled, placed = on(make_mesh(shape, jax.devices()[:4]), arrays)
+    compiled, placed = on(make_mesh(shape, jax.devices()[:4]), arrays, recomputed)
     for name, gradient in compiled(placed).items():
         want = np.asarray(expected[name].array)
         np.testing.assert_allclose(gradient.array, want, rtol=2e-5, atol=1e-5 * np.abs(want).max(), err_msg=name)
 
 
-def test_a_weight_is_gathered_for_each_pass_and_its_gradient_scattered_once() -> None:
-    compiled, _ = on(make_mesh("1,4,1", jax.devices()[:4]), operands())
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_a_weight_is_gathered_for_each_pass_and_its_gradient_scattered_once(recomputed: bool) -> None:
+    compiled, _ = on(make_mesh("1,4,1", jax.devices()[:4]), operands(), recomputed)
     text = compiled.as_text()
     kinds = re.findall(r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(", text)
     assert {kind: kinds.count(kind) for kind in kinds} == {"all-gather": 8, "reduce-scatter": 4}
