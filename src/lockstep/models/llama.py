@@ -15,7 +15,6 @@ from haliax.nn.scan import Stacked
 
 from lockstep.errors import ConfigError
 from lockstep.models.config import LlamaConfig, rotary_frequencies
-from lockstep.placement import fsdp_dot
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,10 +131,9 @@ class LlamaAttention(eqx.Module):
             ``[batch, position, embed]``.
         """
         ax, variant = LlamaAxes.of(self.config), self.config.variant
-        product = _product(self.config)
-        q = _add(product(x, self.q, ax.Embed), self.q_bias)
-        k = _add(product(x, self.k, ax.Embed), self.k_bias)
-        v = _add(product(x, self.v, ax.Embed), self.v_bias)
+        q = _add(hax.dot(x, self.q, axis=ax.Embed), self.q_bias)
+        k = _add(hax.dot(x, self.k, axis=ax.Embed), self.k_bias)
+        v = _add(hax.dot(x, self.v, axis=ax.Embed), self.v_bias)
         q, k = rms_norm(q, self.q_norm, self.config), rms_norm(k, self.k_norm, self.config)
         q, k = rms_norm(q, self.q_wide_norm, self.config), rms_norm(k, self.k_wide_norm, self.config)
         q = hax.auto_sharded(rotate(q, angles, ax.HeadSize))
@@ -148,7 +146,7 @@ class LlamaAttention(eqx.Module):
         scores = hax.where(mask, scores, jnp.finfo(jnp.float32).min)
         probabilities = hnn.softmax(scores, axis="key_position").astype(v.dtype)
         attended = hax.dot(probabilities, v, axis="key_position")
-        return product(attended, self.o, (ax.KVHead, ax.Group, ax.HeadSize)).rearrange(x.axes)
+        return hax.dot(attended, self.o, axis=(ax.KVHead, ax.Group, ax.HeadSize)).rearrange(x.axes)
 
 
 class LlamaMlp(eqx.Module):
@@ -186,13 +184,12 @@ class LlamaMlp(eqx.Module):
 
     def __call__(self, x: NamedArray) -> NamedArray:
         """Maps ``[batch, position, embed]`` to the same axes."""
-        ax, product = LlamaAxes.of(self.config), _product(self.config)
-        inner = product(x, self.up, ax.Embed)
+        inner = hax.dot(x, self.up, axis="embed")
         if self.gate is not None:
-            inner = ACTIVATIONS[self.config.variant.activation](product(x, self.gate, ax.Embed)) * inner
+            inner = ACTIVATIONS[self.config.variant.activation](hax.dot(x, self.gate, axis="embed")) * inner
         else:
             inner = self._xielu(inner)
-        return product(hax.auto_sharded(inner), self.down, ax.Mlp).rearrange(x.axes)
+        return hax.dot(hax.auto_sharded(inner), self.down, axis="mlp").rearrange(x.axes)
 
     def _xielu(self, x: NamedArray) -> NamedArray:
         """Applies xIELU, the activation of Apertus (Huang & Schlag 2024, https://arxiv.org/abs/2411.13010)."""
@@ -343,11 +340,6 @@ ACTIVATIONS: dict[str, Callable[[NamedArray], NamedArray]] = {
     "relu": hnn.relu,
 }
 """The activation of the gated MLP by `Variant.activation`."""
-
-
-def _product(config: LlamaConfig) -> Callable[..., NamedArray]:
-    """Returns the product of an activation with a weight of a layer."""
-    return functools.partial(fsdp_dot, recomputed=config.gradient_checkpointing not in (False, "nothing"))
 
 
 @jax.custom_vjp

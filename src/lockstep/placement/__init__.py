@@ -3,7 +3,6 @@
 from lockstep.placement.decode_mesh import DecodeMesh as DecodeMesh
 from lockstep.placement.decode_mesh import make_decode_mesh as make_decode_mesh
 from lockstep.placement.decode_mesh import tensor_sizes as tensor_sizes
-from lockstep.placement.fsdp_dot import fsdp_dot as fsdp_dot
 from lockstep.placement.lazy_weight import Assemble as Assemble
 from lockstep.placement.lazy_weight import LazyWeight as LazyWeight
 from lockstep.placement.lazy_weight import axis_specs as axis_specs
