@@ -1,9 +1,8 @@
-"""What the TPU compiler makes of our train step and of Levanter's, for the same model, mesh and batch; no TPU needed.
+"""What the TPU compiler makes of the train step for a model and a slice; no TPU is needed.
 
     JAX_PLATFORMS=cpu .venv/bin/python -m benchmarks.tpu_train_step --case llama-3-8b --json one.json
 
-``docs/performance.md`` says what the numbers mean. Levanter's is the train step of its ``Trainer`` with its Llama or
-Qwen2 and its splash attention, as on a TPU.
+``docs/performance.md`` says what the numbers mean.
 """
 
 import argparse
@@ -19,12 +18,9 @@ from typing import Any
 os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu"}
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from lockstep.device.chips import chip_of
-from lockstep.models import Qwen2Config
 from lockstep.models.presets import PRESETS, ModelPreset
 from lockstep.placement import make_mesh
 from lockstep.plan.cache import CompileCache, Summary
@@ -77,8 +73,8 @@ CASES = (
 )
 
 
-def ours(case: Case, found: Topology, cache: CompileCache) -> Summary:
-    """Our train step, compiled."""
+def train_step(case: Case, found: Topology, cache: CompileCache) -> Summary:
+    """The train step, compiled."""
     mesh = make_mesh("auto", list(found.devices))
     workload = workload_of(case)
     assert workload.training is not None
@@ -101,93 +97,6 @@ def workload_of(case: Case) -> Workload:
         mesh_shape="auto", dtype="float32", sampling=[],
         training=TrainingWorkload(trainer=trainer, optimizer=OptimizerConfig(), loss=lm_loss, columns=columns),
     )  # fmt: skip
-
-
-def levanters(case: Case, found: Topology, cache: CompileCache) -> Summary:
-    """The train step of Levanter's ``Trainer``, compiled."""
-    import equinox as eqx
-    import haliax as hax
-    import jmp
-    from haliax.partitioning import infer_resource_partitions
-    from levanter.layers.attention import AttentionBackend, AttentionMask
-    from levanter.models.llama import LlamaConfig
-    from levanter.models.lm_model import LmExample
-    from levanter.models.qwen import QwenConfig
-    from levanter.optim.config import AdamConfig
-    from levanter.tracker import NoopConfig
-    from levanter.trainer import Trainer
-    from levanter.trainer import TrainerConfig as LevanterTrainerConfig
-    from levanter.trainer_state import TrainerState
-    from levanter.utils.mesh import create_mesh_from_axis_specs
-
-    class OnSlice(LevanterTrainerConfig):
-        """Levanter's configuration for devices that can only be compiled for."""
-
-        @property
-        def device_mesh(self) -> Mesh:
-            return create_mesh_from_axis_specs(
-                ici_axes={"data": len(found.devices), "replica": 1, "model": 1}, dcn_axes={"replica_dcn": 1},
-                devices=list(found.devices),
-            )  # fmt: skip
-
-        @property
-        def data_axis_size(self) -> int:
-            return len(found.devices)
-
-    model = case.preset.config
-    config = (QwenConfig if isinstance(model, Qwen2Config) else LlamaConfig)(
-        max_seq_len=case.length, hidden_dim=model.hidden_dim, intermediate_dim=model.intermediate_dim,
-        num_layers=model.num_layers, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads,
-        tie_word_embeddings=model.tie_word_embeddings, attn_backend=AttentionBackend.SPLASH,
-    )  # fmt: skip
-    trainer_config = OnSlice(
-        id="compiled", train_batch_size=case.sequences, per_device_parallelism=case.at_a_time,
-        num_train_steps=STEPS, mp=jmp.get_policy("p=f32,c=bfloat16"), tracker=NoopConfig(), require_accelerator=False,
-    )  # fmt: skip
-    optimizer = AdamConfig().build(STEPS)
-
-    def loss(model: Any, example: LmExample, *, key: Any = None) -> Any:
-        return model.compute_next_token_loss(example, key=key)
-
-    Vocab, Batch = hax.Axis("vocab", case.preset.vocab_size), hax.Axis("batch", case.sequences)
-
-    def make_state(key: jax.Array) -> Any:
-        return TrainerState.init(
-            optimizer, config.build(Vocab, key=key), key=key, is_trainable=True, mp=trainer_config.mp
-        )
-
-    def make_batch() -> LmExample:
-        axes = (Batch, config.max_Pos)
-        return LmExample(hax.zeros(axes, jnp.int32), hax.ones(axes, jnp.float32), AttentionMask.causal())
-
-    trainer = Trainer(trainer_config, optimizer, loss, add_default_hooks=False)
-    with trainer_config.use_device_mesh(), hax.axis_mapping(trainer.parameter_axis_mapping):
-        state = _placed(eqx.filter_eval_shape(make_state, jax.random.key(0)), trainer.parameter_axis_mapping)
-        batch = _placed(eqx.filter_eval_shape(make_batch), trainer.compute_axis_mapping)
-        arrays, rest = eqx.partition((state, batch), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
-
-        # What Levanter's named_jit makes of it, which takes arrays alone.
-        def step(state: Any, batch: Any) -> Any:
-            whole = eqx.combine((state, batch), rest)
-            return eqx.filter(trainer._train_step(whole[0], (whole[1],), {}, _no_hooks=True), eqx.is_array)
-
-        shapes = eqx.filter_eval_shape(step, *arrays)
-        out = infer_resource_partitions(shapes, trainer.parameter_axis_mapping)
-        lowered = jax.jit(step, donate_argnums=0, out_shardings=out).lower(*arrays)
-    return cache(lowered, "levanter's train step")
-
-
-def _placed(tree: Any, mapping: Any) -> Any:
-    """The shapes with the shardings that a mapping gives to named arrays."""
-    import equinox as eqx
-    from haliax.partitioning import infer_resource_partitions
-
-    structs, rest = eqx.partition(tree, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
-    shardings = infer_resource_partitions(structs, mapping)
-    placed = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), structs, shardings
-    )
-    return eqx.combine(placed, rest)
 
 
 def figures(case: Case, found: Topology, summary: Summary) -> dict[str, Any]:
@@ -215,7 +124,6 @@ def figures(case: Case, found: Topology, summary: Summary) -> dict[str, Any]:
         "launched": sum(one.count for one in sums),
         "fsdp_floor": moved.floor,
         "fsdp_ratio": moved.received / moved.floor,
-        "thin_pieces": [dataclasses.asdict(one) for one in moved.thin],
         "collectives": [dataclasses.asdict(one) for one in sums],
         **times,
         "step_s": max(times.values()),
@@ -244,17 +152,16 @@ ROWS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
 
 def table(results: list[dict[str, Any]]) -> str:
     """The table of ``docs/performance.md``, in Markdown."""
-    columns = [(result, who) for result in results for who in ("ours", "levanter") if who in result]
     lines = [
-        "| | " + " | ".join(f"{result['model']} on {result['slice_name']}, {who}" for result, who in columns) + " |",
-        "|---|" + "---:|" * len(columns),
+        "| | " + " | ".join(f"{result['model']} on {result['slice_name']}" for result in results) + " |",
+        "|---|" + "---:|" * len(results),
     ]
-    lines += [f"| {name} | " + " | ".join(show(result[who]) for result, who in columns) + " |" for name, show in ROWS]
-    kinds = dict.fromkeys(one["kind"] for result, who in columns for one in result[who]["collectives"])
+    lines += [f"| {name} | " + " | ".join(show(result) for result in results) + " |" for name, show in ROWS]
+    kinds = dict.fromkeys(one["kind"] for result in results for one in result["collectives"])
     for kind in kinds:
         cells = []
-        for result, who in columns:
-            every = [one for one in result[who]["collectives"] if one["kind"] == kind]
+        for result in results:
+            every = [one for one in result["collectives"] if one["kind"] == kind]
             count, size = sum(one["count"] for one in every), sum(one["bytes"] for one in every)
             cells.append(f"{count:,}: {size / 2**30:,.1f} GiB" if every else "")
         lines.append(f"| {kind} | " + " | ".join(cells) + " |")
@@ -266,7 +173,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", choices=[case.model for case in CASES], help="default: all")
     parser.add_argument("--layers", type=int, help="in place of the model's own, to compile faster")
-    parser.add_argument("--without_levanter", action="store_true")
     parser.add_argument("--cache_dir", type=Path, help="where compiled results are kept; default: nowhere")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="only print the table of such files")
@@ -282,10 +188,8 @@ def main() -> None:
         found = topology(case.slice_name)
         start = time.monotonic()
         cache = CompileCache(case.slice_name, options.cache_dir, lambda name, what: print(name, what, file=sys.stderr))
-        result: dict[str, Any] = dataclasses.asdict(case) | {"ours": figures(case, found, ours(case, found, cache))}
-        if not options.without_levanter:
-            result["levanter"] = figures(case, found, levanters(case, found, cache))
-        results.append(result | {"seconds": time.monotonic() - start})
+        compiled = figures(case, found, train_step(case, found, cache))
+        results.append(dataclasses.asdict(case) | compiled | {"seconds": time.monotonic() - start})
         if options.json:
             options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print(table(results))

@@ -30,7 +30,7 @@ from lockstep.models import (
     read_hf_config,
     save_hf,
 )
-from lockstep.placement import make_mesh
+from lockstep.placement import PARAMETER_AXES, make_mesh
 from lockstep.report import FINISH_S, BackgroundTracker, NoopTracker, Tracker, build_tracker, load_metrics
 from lockstep.text import check_vocab, load_tokenizer, tokenizer_digest
 from lockstep.training import LossFn, OptimizerConfig, StopRequest, TokenizedRows, Trainer, TrainerConfig, TrainState
@@ -244,7 +244,7 @@ def _make_model(
         Vocab = hax.Axis("vocab", vocab_size)
         return trainer.init_model(lambda key: LlamaLMHeadModel.init(Vocab, model_config, key=key))
     dtype = config.trainer.precision.param
-    return load_hf(config.initialize_from_hf, trainer.mesh, None, dtype, hosts=hosts)
+    return load_hf(config.initialize_from_hf, trainer.mesh, PARAMETER_AXES, dtype, hosts=hosts)
 
 
 def _announce(config: RunConfig, model: PyTree, rows: TokenizedRows, mesh: Mesh, run_dir: Path) -> str:

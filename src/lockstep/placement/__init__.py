@@ -27,10 +27,6 @@ from lockstep.placement.mesh import fsdp_spans_hosts as fsdp_spans_hosts
 from lockstep.placement.mesh import fsdp_warning as fsdp_warning
 from lockstep.placement.mesh import make_mesh as make_mesh
 from lockstep.placement.mesh import mesh_of as mesh_of
-from lockstep.placement.parameter_shardings import parameter_shardings as parameter_shardings
-from lockstep.placement.parameter_spec import LANES as LANES
-from lockstep.placement.parameter_spec import ParameterSpec as ParameterSpec
-from lockstep.placement.parameter_spec import parameter_spec as parameter_spec
 from lockstep.placement.place import aligned_empty as aligned_empty
 from lockstep.placement.place import host_rows as host_rows
 from lockstep.placement.place import place as place

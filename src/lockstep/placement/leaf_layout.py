@@ -53,14 +53,7 @@ class LeafLayout:
         if self == self.decode:
             return block
         tensor, dim, spec = self.decode_mesh.tensor_axes, self.tensor_dim, list(self.spec)
-        if dim is not None and tensor and spec[dim] == (everywhere := self.decode_mesh.replica_axes + tensor):
-            # Each device gives its one piece to the replica place that gathers it next to its neighbours.
-            replicas, count = self.decode_mesh.replicas, self.decode_mesh.tensor
-            moves = [(piece, piece % replicas * count + piece // replicas) for piece in range(replicas * count)]
-            block = jax.lax.ppermute(block, everywhere, moves)
-            block = jax.lax.all_gather(block, self.decode_mesh.replica_axes, axis=dim, tiled=True)
-            spec[dim] = tensor
-        elif dim is not None and tensor and not spec[dim] and block.shape[dim] % self.decode_mesh.tensor == 0:
+        if dim is not None and tensor and not spec[dim] and block.shape[dim] % self.decode_mesh.tensor == 0:
             for other, axes in enumerate(spec):
                 if axes[-len(tensor) :] == tensor:
                     # The replica's devices swap: each gives up a part of `other` for its part of the tensor axis.

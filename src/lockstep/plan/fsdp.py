@@ -2,31 +2,13 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import haliax as hax
 import jax
 from jaxtyping import PyTree
 
-from lockstep.placement import parameter_spec
+from lockstep.placement import PARAMETER_AXES
 from lockstep.plan.collectives import Collective
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ThinPieces:
-    """A parameter whose pieces fill only a part of a TPU's tile.
-
-    Args:
-        parameter: The path of the parameter.
-        axis: The name of the axis that is split.
-        size: The size of the whole axis.
-        piece: The size of a device's piece of it.
-    """
-
-    parameter: str
-    axis: str
-    size: int
-    piece: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,12 +18,10 @@ class FsdpBytes:
     Args:
         floor: The least that FSDP has to receive, see `fsdp_floor`.
         received: What the program receives in collectives between data-parallel devices, whatever they are for.
-        thin: The parameters that are split into pieces thinner than a tile.
     """
 
     floor: int
     received: int
-    thin: tuple[ThinPieces, ...]
 
     @property
     def ratio(self) -> float | None:
@@ -64,16 +44,9 @@ def fsdp_bytes(
     tp = mesh_shape["tp"]
     # The mesh's last axis is the one that changes fastest between the positions of devices.
     between_data = (one for one in found if all(len({place % tp for place in group}) == 1 for group in one.groups))
-    thin = []
-    for name, axes in _parameters(model):
-        chosen = parameter_spec(axes, mesh_shape, name)
-        if chosen.thin is not None:
-            size = next(axis.size for axis in axes if axis.name == chosen.thin)
-            thin.append(ThinPieces(parameter=name, axis=chosen.thin, size=size, piece=chosen.piece))
     return FsdpBytes(
         floor=fsdp_floor(model, mesh_shape, microbatches=microbatches, itemsize=itemsize),
         received=sum(one.times * one.received for one in between_data),
-        thin=tuple(thin),
     )
 
 
@@ -93,8 +66,8 @@ def fsdp_floor(model: PyTree, mesh_shape: Mapping[str, int], *, microbatches: in
         itemsize: The bytes of a number in the compute type.
     """
     total = 0.0
-    for name, axes in _parameters(model):
-        split = [mesh_axis for entry in parameter_spec(axes, mesh_shape, name).spec for mesh_axis in _names(entry)]
+    for axes in _parameters(model):
+        split = {PARAMETER_AXES.get(axis.name) for axis in axes}
         size = itemsize * hax.axis.axis_size(axes) / (mesh_shape["tp"] if "tp" in split else 1)
         devices = mesh_shape["fsdp"] if "fsdp" in split else 1
         gathers = 2 if any(axis.name == "layer" for axis in axes) else 1
@@ -109,14 +82,7 @@ def _all_reduce(size: float, devices: int) -> float:
     return 2 * size * (devices - 1) / devices
 
 
-def _parameters(model: PyTree) -> list[tuple[str, tuple[hax.Axis, ...]]]:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(model, is_leaf=lambda leaf: isinstance(leaf, hax.NamedArray))
-    return [(_path(path), leaf.axes) for path, leaf in leaves if isinstance(leaf, hax.NamedArray)]
-
-
-def _path(path: tuple[Any, ...]) -> str:
-    return jax.tree_util.keystr(path).removeprefix(".")
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+def _parameters(model: PyTree) -> list[tuple[hax.Axis, ...]]:
+    """The axes of every parameter."""
+    leaves = jax.tree.leaves(model, is_leaf=lambda leaf: isinstance(leaf, hax.NamedArray))
+    return [leaf.axes for leaf in leaves if isinstance(leaf, hax.NamedArray)]

@@ -12,7 +12,7 @@ from lockstep.device import Chip, block_bytes, calibrated, chip_of
 from lockstep.engine import Engine, Sizing, never_used
 from lockstep.errors import CapacityError, CompilerError, ConfigError
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder, skeleton
-from lockstep.placement import make_mesh, parameter_shardings
+from lockstep.placement import make_mesh
 from lockstep.plan.cache import CompileCache
 from lockstep.plan.collectives import Collective, CollectiveSum, collectives, summed
 from lockstep.plan.fsdp import FsdpBytes, fsdp_bytes
@@ -21,6 +21,7 @@ from lockstep.plan.infeasibility import Infeasibility, InfeasibleError, key_in, 
 from lockstep.plan.topology import Topology, names_of
 from lockstep.plan.train_step import State, TrainStepPlan, make_state, plan_step
 from lockstep.plan.workload import SamplingWorkload, Workload
+from lockstep.training import parameter_shardings
 from lockstep.types import Request
 
 _TRAINER_KEYS = ("train_batch_size", "per_device_parallelism", "mesh_shape", "mp")

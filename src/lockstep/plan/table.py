@@ -8,7 +8,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from lockstep.engine import layout_text
-from lockstep.placement import LANES
 from lockstep.plan.collectives import CollectiveSum
 from lockstep.plan.fsdp import FsdpBytes
 from lockstep.plan.hlo import vmem
@@ -119,16 +118,6 @@ def _print_fsdp(fsdp: FsdpBytes, console: Console) -> None:
         console.print(
             f"FSDP needs {bytes_text(fsdp.floor)} per device and train step (weights gathered, gradients scattered); "
             f"{bytes_text(fsdp.received)} are received between data-parallel devices, {fsdp.ratio:.2f} of it",
-            highlight=False,
-            soft_wrap=True,
-        )
-    if fsdp.thin:
-        worst = min(fsdp.thin, key=lambda one: one.piece)
-        names = ", ".join(f"{one.parameter} ({one.size:,} into pieces of {one.piece:,})" for one in fsdp.thin)
-        console.print(
-            f"[bold yellow]warning[/]: no axis of {escape(names)} can be split into pieces as wide as a tile, so they "
-            f"are stored with padding and gathered slowly. A mesh_shape with a smaller fsdp and a larger dp mends it: "
-            f"pieces of {worst.axis} are {worst.piece} wide now, and a tile has {LANES}",
             highlight=False,
             soft_wrap=True,
         )

@@ -1,6 +1,5 @@
 """Training: configuration, data, objectives, and the loop."""
 
-from lockstep.placement import parameter_shardings
 from lockstep.training.checkpointer_config import CheckpointerConfig, KeepConfig
 from lockstep.training.config import TrainerConfig
 from lockstep.training.data import DataConfig, GrpoDataConfig, LmDataConfig, PreferenceDataConfig
@@ -10,7 +9,7 @@ from lockstep.training.optimizer import OptimizerConfig
 from lockstep.training.precision import Precision, parse_precision
 from lockstep.training.rollout import RolloutConfig
 from lockstep.training.rows import Batches, TokenizedRows
-from lockstep.training.step import TrainState, TrainStep, batch_structs, state_structs
+from lockstep.training.step import TrainState, TrainStep, batch_structs, parameter_shardings, state_structs
 from lockstep.training.stopping import StopRequest
 from lockstep.training.trainer import Trainer, TrainResult
 

@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
 from lockstep.device import Program, compile_program
+from lockstep.errors import ConfigError
 from lockstep.hosts import Ledger
-from lockstep.placement import COMPUTE_AXES, MESH_AXES, parameter_shardings
+from lockstep.placement import COMPUTE_AXES, MESH_AXES, PARAMETER_AXES
 from lockstep.training.objectives.parts import LossFn, LossParts
 from lockstep.training.precision import Precision, cast_floats
 
@@ -37,6 +38,37 @@ class TrainState:
     """The parameters, in the parameter type and sharding."""
     opt_state: PyTree
     """The state of the optimizer, sharded as the parameters that it belongs to."""
+
+
+def parameter_shardings(tree: PyTree, mesh: Mesh) -> PyTree:
+    """Return the sharding of every array of a model or of an optimizer state.
+
+    Args:
+        tree: Haliax arrays or their shapes; an array without axis names is replicated.
+        mesh: The mesh of the run.
+
+    Returns:
+        The tree with a sharding in place of each array.
+
+    Raises:
+        ConfigError: The mesh does not divide an axis.
+    """
+
+    def sharding(path: tuple[Any, ...], leaf: Any) -> Any:
+        if not _named(leaf):
+            return NamedSharding(mesh, P())
+        for axis in leaf.axes:
+            mesh_axis = PARAMETER_AXES.get(axis.name)
+            if mesh_axis is not None and axis.size % mesh.shape[mesh_axis]:
+                raise ConfigError(
+                    f"parameter {jax.tree_util.keystr(path)}: its axis {axis.name!r} has size {axis.size}, which the "
+                    f"mesh axis {mesh_axis!r} of size {mesh.shape[mesh_axis]} does not divide. Choose a mesh_shape "
+                    f"whose {mesh_axis} divides {axis.size} (mesh now: {dict(mesh.shape)}), or change the model."
+                )
+        spec = P(*(PARAMETER_AXES.get(axis.name) for axis in leaf.axes))
+        return jax.tree.map(lambda _: NamedSharding(mesh, spec), leaf)
+
+    return jax.tree_util.tree_map_with_path(sharding, tree, is_leaf=_named)
 
 
 class Launch(Protocol):
@@ -68,7 +100,7 @@ def init_model(
         launch: Launches the program that makes the model.
 
     Returns:
-        The model, in the shardings of `parameter_shardings`, with the same numbers on any mesh.
+        The model, sharded by `PARAMETER_AXES`, with the same numbers on any mesh.
     """
 
     def make() -> PyTree:
@@ -285,8 +317,7 @@ class TrainStep:
         split = {name: self._split(rows) for name, rows in batch.items()}
         (_, parts), gradients = jax.eval_shape(differentiate, model, {k: v[0] for k, v in split.items()})
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (parts, gradients))
-        shardings = parameter_shardings(gradients, self._mesh)
-        zeros = (zeros[0], jax.lax.with_sharding_constraint(zeros[1], shardings))
+        zeros = (zeros[0], hax.shard(zeros[1], PARAMETER_AXES, self._mesh))
         (parts, gradients), _ = jax.lax.scan(add, zeros, split)
         return parts, gradients
 
@@ -302,3 +333,7 @@ class TrainStep:
         parts = rows.reshape(n_shards, self._microbatches, -1, *rows.shape[1:]).swapaxes(0, 1)
         flat = parts.reshape(self._microbatches, -1, *rows.shape[1:])
         return jax.lax.with_sharding_constraint(flat, NamedSharding(self._mesh, P(None, *BATCH_SPEC)))
+
+
+def _named(leaf: Any) -> bool:
+    return isinstance(leaf, hax.NamedArray)

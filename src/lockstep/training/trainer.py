@@ -19,7 +19,7 @@ from jaxtyping import PyTree
 from lockstep.device import Program, compile_program
 from lockstep.errors import ConfigError, HostError
 from lockstep.hosts import Hosts, Watchdog, current, environment, leader_only
-from lockstep.placement import fsdp_warning, host_rows, make_mesh, parameter_shardings, place_local
+from lockstep.placement import fsdp_warning, host_rows, make_mesh, place_local
 from lockstep.report import FINISH_S, BackgroundTracker, NoopTracker, Tracker
 from lockstep.training.checkpoint import CheckpointMetadata
 from lockstep.training.checkpointer import Checkpointer
@@ -37,6 +37,7 @@ from lockstep.training.step import (
     TrainStep,
     init_model,
     init_state,
+    parameter_shardings,
     state_structs,
 )
 from lockstep.training.stopping import StopRequest

@@ -11,7 +11,7 @@ import numpy as np
 from lockstep.models import LlamaConfig, LlamaLMHeadModel, Qwen2Config, Qwen3Config, Variant
 from lockstep.models.config import Llama3Scaling, RotaryConfig
 from lockstep.models.hf.names import skeleton
-from lockstep.placement import make_mesh, parameter_spec, place
+from lockstep.placement import PARAMETER_AXES, make_mesh, place
 from lockstep.types import Request, SamplingParams
 
 SIZES: dict[str, Any] = {
@@ -65,7 +65,7 @@ def model_on(mesh_shape: str, config: LlamaConfig = LLAMA, vocab: int = VOCAB) -
 
     def draw(leaf: hax.NamedArray) -> hax.NamedArray:
         values = 0.5 * rng.standard_normal([axis.size for axis in leaf.axes]).astype(np.float32)
-        spec = parameter_spec(leaf.axes, mesh.shape).spec
+        spec = jax.sharding.PartitionSpec(*(PARAMETER_AXES.get(axis.name) for axis in leaf.axes))
         return dataclasses.replace(leaf, array=place(values, jax.sharding.NamedSharding(mesh, spec)))
 
     return jax.tree.map(draw, skeleton(vocab, config), is_leaf=lambda leaf: isinstance(leaf, hax.NamedArray))

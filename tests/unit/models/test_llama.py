@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from lockstep.errors import ConfigError
 from lockstep.models import LlamaConfig, LlamaLMHeadModel, Qwen2Config, Qwen3Config
 from lockstep.models.hf.names import skeleton
-from lockstep.placement import COMPUTE_AXES, PARAMETER_AXES, make_mesh, parameter_shardings, place
+from lockstep.placement import COMPUTE_AXES, PARAMETER_AXES, make_mesh, place
 
 Vocab = hax.Axis("vocab", 32)
 SIZES: dict[str, Any] = {
@@ -44,7 +44,8 @@ def build(config: LlamaConfig) -> LlamaLMHeadModel:
 
 
 def place_on(mesh: Mesh, model: LlamaLMHeadModel) -> LlamaLMHeadModel:
-    return jax.device_put(model, parameter_shardings(model, mesh))
+    with jax.set_mesh(mesh):
+        return hax.shard(model, PARAMETER_AXES)
 
 
 def tokens(batch: int = 4, positions: int = 12) -> hax.NamedArray:
@@ -177,8 +178,8 @@ def test_fsdp_gathers_weights_layer_by_layer_and_never_activations() -> None:
     ids = tokens(batch=8)
     batch = place(np.asarray(ids.array), jax.NamedSharding(mesh, jax.P(("dp", "fsdp"))))
     gradient = eqx.filter_grad(functools.partial(loss_of, mapping=COMPUTE_AXES))
+    step = hax.named_jit(gradient, in_axis_resources=None, out_axis_resources=PARAMETER_AXES)
     with jax.set_mesh(mesh):
-        step = jax.jit(gradient, out_shardings=parameter_shardings(model, mesh))
         text = step.lower(model, hax.named(batch, ids.axes)).compile().as_text()
     gathers = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(.*?op_name=\"([^\"]*)\"", text)
     assert gathers

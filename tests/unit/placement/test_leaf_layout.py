@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 
 import jax
 import numpy as np
@@ -59,8 +58,6 @@ def test_which_collectives_move_a_weight() -> None:
     assert "all_to_all" in swapped and "all_gather" in swapped
     odd = text_of(LeafLayout(decode_mesh, (both, ()), 1), (8, 7))
     assert "all_to_all" not in odd, "a vocabulary of 7 cannot be swapped between 2 devices"
-    along = text_of(LeafLayout(decode_mesh, ((), both), 1), (8, 8))
-    assert "collective_permute" in along and re.findall(r"all_gather.*-> (\S+)", along) == ["tensor<8x4xf32>"]
     here = text_of(LeafLayout(decode_mesh, ((), decode_mesh.tensor_axes), 1), (8, 8))
     assert "all_to_all" not in here and "all_gather" not in here, "it lies there already"
 

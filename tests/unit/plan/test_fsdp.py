@@ -7,7 +7,7 @@ import pytest
 from haliax import Axis
 
 from lockstep.plan.collectives import Collective
-from lockstep.plan.fsdp import FsdpBytes, ThinPieces, fsdp_bytes, fsdp_floor
+from lockstep.plan.fsdp import FsdpBytes, fsdp_bytes, fsdp_floor
 
 LAYER, EMBED, MLP, VOCAB = Axis("layer", 3), Axis("embed", 1024), Axis("mlp", 2048), Axis("vocab", 512)
 
@@ -54,10 +54,4 @@ def test_what_crosses_tensor_parallel_devices_is_not_counted() -> None:
 
 
 def test_nothing_to_gather_has_no_ratio() -> None:
-    assert FsdpBytes(floor=0, received=3, thin=()).ratio is None
-
-
-def test_thin_pieces_are_named_with_their_width() -> None:
-    out = (LAYER, Axis("head_size", 64), EMBED)
-    moved = fsdp_bytes(model(out=out, up=(LAYER, EMBED, MLP)), mesh(1, 16, 1), [], microbatches=1, itemsize=2)
-    assert moved.thin == (ThinPieces(parameter="['out']", axis="embed", size=1024, piece=64),)
+    assert FsdpBytes(floor=0, received=3).ratio is None

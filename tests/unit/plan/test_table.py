@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from lockstep.plan.fsdp import FsdpBytes, ThinPieces
+from lockstep.plan.fsdp import FsdpBytes
 from lockstep.plan.infeasibility import Infeasibility
 from lockstep.plan.table import _checkpoint, _named, _print_fsdp, _seconds, print_plan
 
@@ -63,16 +63,14 @@ def test_a_checkpoint_has_the_state_of_the_devices_of_a_host():
     assert _checkpoint(plan).startswith("a checkpoint: 24.00 GiB per host, 25.8 s if each writes 1 GB/s")
 
 
-def test_what_fsdp_needs_and_pieces_thinner_than_a_tile_are_told():
+def test_what_fsdp_needs_is_told_beside_what_is_received():
     console = Console(file=io.StringIO(), width=200)
-    thin = ThinPieces(parameter="layers.o", axis="embed", size=8192, piece=64)
-    _print_fsdp(FsdpBytes(floor=2**30, received=2**30 + 2**28, thin=(thin,)), console)
+    _print_fsdp(FsdpBytes(floor=2**30, received=2**30 + 2**28), console)
     text = console.file.getvalue()
     assert "FSDP needs 1.00 GiB per device" in text and "1.25 GiB are received" in text and "1.25 of it" in text
-    assert "warning: no axis of layers.o (8,192 into pieces of 64) can be split" in text and "a tile has 128" in text
 
 
-def test_without_thin_pieces_there_is_no_warning():
+def test_where_nothing_has_to_be_gathered_nothing_is_told():
     console = Console(file=io.StringIO(), width=200)
-    _print_fsdp(FsdpBytes(floor=2**30, received=2**30, thin=()), console)
-    assert "warning" not in console.file.getvalue()
+    _print_fsdp(FsdpBytes(floor=0, received=2**20), console)
+    assert "FSDP" not in console.file.getvalue()

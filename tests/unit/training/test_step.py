@@ -1,12 +1,37 @@
-"""What a train step is compiled for."""
+"""Where the parameters of a train step are placed."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
 
+from lockstep.errors import ConfigError
 from lockstep.placement import make_mesh
-from lockstep.training import OptimizerConfig, batch_structs, parse_precision, state_structs
+from lockstep.training import OptimizerConfig, batch_structs, parameter_shardings, parse_precision, state_structs
 from tests.unit.training.bigrams import Bigrams
+
+
+def test_a_parameter_that_the_mesh_does_not_divide_is_named():
+    class Mesh:
+        shape = {"dp": 1, "fsdp": 3, "tp": 1}
+
+    with pytest.raises(ConfigError, match=r"parameter .*embed.*'embed' has size 16.*'fsdp' of size 3"):
+        parameter_shardings(jax.eval_shape(lambda: Bigrams.init(jax.random.key(0))), Mesh())
+
+
+def shapes():
+    return jax.eval_shape(lambda: Bigrams.init(jax.random.key(0)))
+
+
+def test_a_parameter_is_split_by_the_axes_that_training_splits():
+    shardings = parameter_shardings(shapes(), make_mesh("1,2,2"))
+    assert shardings.embed.array.spec == PartitionSpec("tp", "fsdp")
+    assert shardings.norm.array.spec == PartitionSpec("fsdp")
+
+
+def test_an_array_without_axes_is_on_every_device():
+    assert parameter_shardings(jax.ShapeDtypeStruct((3, 5), np.float32), make_mesh("1,2,2")).spec == PartitionSpec()
 
 
 def test_rows_of_a_batch_are_split_over_data_axes_alone():

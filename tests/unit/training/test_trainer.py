@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.placement import make_mesh, parameter_shardings
+from lockstep.placement import make_mesh
 from lockstep.training import OptimizerConfig, TokenizedRows, Trainer, TrainerConfig, lm_loss
+from lockstep.training.step import parameter_shardings
 from tests.unit.training.bigrams import Bigrams
 
 STEPS = 4

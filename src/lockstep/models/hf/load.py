@@ -28,7 +28,7 @@ from lockstep.models.hf.parallel_reader import ParallelReader
 from lockstep.models.hf.parameter_read import ParameterRead
 from lockstep.models.hf.row_layout import RowLayout
 from lockstep.models.llama import LlamaLMHeadModel
-from lockstep.placement import parameter_spec
+from lockstep.placement import PARAMETER_AXES
 
 _MAX_BYTES_IN_MEMORY = 256 << 20
 """The most bytes of parameters that wait in a host's memory; one larger parameter is alone."""
@@ -77,7 +77,7 @@ def load_config(path: str | os.PathLike[str], *, max_seq_len: int | None = None)
 def load_hf(
     path: str | os.PathLike[str],
     mesh: Mesh,
-    mapping: ResourceMapping | None = None,
+    mapping: ResourceMapping = PARAMETER_AXES,
     dtype: Any = jnp.float32,
     *,
     config: LlamaConfig | None = None,
@@ -94,8 +94,7 @@ def load_hf(
     Args:
         path: The local directory or fsspec URL with ``config.json`` and safetensors.
         mesh: The mesh of the trainer. Every host with a device in it makes this call.
-        mapping: The axes of the mesh by names of parameter axes; None for the choice of `parameter_spec`, as in
-            training.
+        mapping: The axes of the mesh by names of parameter axes.
         dtype: The dtype of the parameters.
         config: The configuration to use in place of the checkpoint's own, for instance with another ``max_seq_len``;
             None for the checkpoint's own.
@@ -137,7 +136,7 @@ class _Loading:
         self._watchdog = Watchdog(hosts, hosts.timeout_s) if self._together else None
 
     def load(
-        self, path: str | os.PathLike[str], mapping: ResourceMapping | None, config: LlamaConfig | None
+        self, path: str | os.PathLike[str], mapping: ResourceMapping, config: LlamaConfig | None
     ) -> LlamaLMHeadModel:
         with self._hosts.run_on_all("open", "loading the checkpoint") as opened:
             hf = read_hf_config(path)
@@ -206,9 +205,7 @@ class _Loading:
             return jax.block_until_ready(program(read.place()))
 
 
-def _sharding(parameter: Parameter, mesh: Mesh, mapping: ResourceMapping | None) -> NamedSharding:
-    if mapping is None:
-        return NamedSharding(mesh, parameter_spec(parameter.value.axes, mesh.shape, parameter.path).spec)
+def _sharding(parameter: Parameter, mesh: Mesh, mapping: ResourceMapping) -> NamedSharding:
     spec = hax.partitioning.pspec_for_axis(parameter.value.axes, mapping)
     for axis, names in zip(parameter.value.axes, spec, strict=True):
         names = () if names is None else (names,) if isinstance(names, str) else names
