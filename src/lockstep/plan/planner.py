@@ -14,7 +14,8 @@ from lockstep.errors import CapacityError, CompilerError, ConfigError
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder, skeleton
 from lockstep.placement import make_mesh
 from lockstep.plan.cache import CompileCache
-from lockstep.plan.collectives import CollectiveSum, collectives, summed
+from lockstep.plan.collectives import Collective, CollectiveSum, collectives, summed
+from lockstep.plan.fsdp import FsdpBytes, fsdp_bytes
 from lockstep.plan.hlo import Hlo, vmem
 from lockstep.plan.infeasibility import Infeasibility, InfeasibleError, key_in, largest_in, with_common_largest
 from lockstep.plan.microbatch import plan_largest_step
@@ -71,6 +72,7 @@ class Plan:
         reference: The bytes per device of a frozen copy of the model.
         training: The train step; None where there is none, or where it does not fit.
         training_collectives: The collectives of one train step.
+        fsdp: What FSDP needs of them and what they are; None where no train step is planned.
         sampling: The rounds of sampling that fit.
         infeasibilities: Why the workload cannot run; none where it can.
         seconds: The seconds that compiling took, all programs together; a cached program counts what it took then.
@@ -87,6 +89,7 @@ class Plan:
     reference: int
     training: TrainStepPlan | None
     training_collectives: list[CollectiveSum]
+    fsdp: FsdpBytes | None
     sampling: list[SamplingPlan]
     infeasibilities: list[Infeasibility]
     seconds: float
@@ -165,6 +168,7 @@ def make_plan(workload: Workload, topology: Topology, cache: CompileCache, calib
                 infeasibilities.append(
                     Infeasibility(key=workload.model_key, value="the train step", largest=None, text=str(error))
                 )
+    step_collectives = collectives(Hlo(training.summary.text), len(hosts)) if training else []
     return Plan(
         workload=workload,
         topology=topology,
@@ -175,7 +179,8 @@ def make_plan(workload: Workload, topology: Topology, cache: CompileCache, calib
         optimizer=state.optimizer if state else 0,
         reference=state.reference if state else 0,
         training=training,
-        training_collectives=summed(collectives(Hlo(training.summary.text), len(hosts)), hosts) if training else [],
+        training_collectives=summed(step_collectives, hosts),
+        fsdp=_fsdp(workload, state, training, mesh, step_collectives),
         sampling=sampling,
         infeasibilities=with_common_largest(infeasibilities),
         seconds=sum(summary.seconds for summary in cache.summaries.values()),
@@ -188,9 +193,18 @@ def _plan(
     """The plan of a workload that fails before anything is compiled."""
     return Plan(
         workload=workload, topology=topology, mesh_shape=mesh_shape, chip=chip, memory=chip.memory, parameters=0,
-        optimizer=0, reference=0, training=None, training_collectives=[], sampling=[], infeasibilities=infeasibilities,
-        seconds=0.0,
+        optimizer=0, reference=0, training=None, training_collectives=[], fsdp=None, sampling=[],
+        infeasibilities=infeasibilities, seconds=0.0,
     )  # fmt: skip
+
+
+def _fsdp(
+    workload: Workload, state: State | None, training: TrainStepPlan | None, mesh: Mesh, found: Sequence[Collective]
+) -> FsdpBytes | None:
+    if state is None or training is None or workload.training is None:
+        return None
+    itemsize = workload.training.trainer.precision.compute.itemsize
+    return fsdp_bytes(state.structs.model, mesh.shape, found, microbatches=training.microbatches, itemsize=itemsize)
 
 
 def _model(workload: Workload, mesh: Mesh) -> tuple[State | None, LlamaConfig, DecoderWeights]:

@@ -9,7 +9,7 @@ from lockstep.models import POLICIES
 from lockstep.placement import make_mesh
 from lockstep.plan.cache import CompileCache
 from lockstep.plan.topology import Topology
-from lockstep.plan.train_step import compile_step, make_state, peak, step_flops
+from lockstep.plan.train_step import compile_step, make_state, makes_vocab_blocks, peak, step_flops
 from lockstep.plan.workload import Workload
 from lockstep.units import bytes_text
 
@@ -53,12 +53,13 @@ def remat_costs(workload: Workload, topology: Topology, cache: CompileCache, mem
     assert workload.training is not None
     mesh = make_mesh(workload.mesh_shape, topology.devices)
     microbatches = workload.training.trainer.microbatches(mesh)
+    vocab_blocks = makes_vocab_blocks(workload, mesh, microbatches)
     found = []
     for policy in POLICIES:
         changed = dataclasses.replace(
             workload, model=dataclasses.replace(workload.model, gradient_checkpointing=policy)
         )
-        state, flops = make_state(changed, mesh), step_flops(changed)
+        state, flops = make_state(changed, mesh), step_flops(changed, vocab_blocks=vocab_blocks)
         needed, error = 0, None
         try:
             needed = state.reference + peak(compile_step(changed, mesh, state, cache, microbatches=microbatches))

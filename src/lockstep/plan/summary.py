@@ -245,6 +245,13 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "vmem_bytes": vmem(plan.training.summary.text),
             "flops": plan.training.flops,
             "collectives": _collectives(plan.training_collectives),
+            "fsdp": None
+            if plan.fsdp is None
+            else {
+                "floor_bytes": plan.fsdp.floor,
+                "received_bytes": plan.fsdp.received,
+                "ratio": plan.fsdp.ratio,
+            },
             "predicted_at_best": {
                 **dataclasses.asdict(time),
                 "step_s": time.step_s,

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from lockstep.engine import layout_text
 from lockstep.plan.collectives import CollectiveSum
+from lockstep.plan.fsdp import FsdpBytes
 from lockstep.plan.hlo import vmem
 from lockstep.plan.planner import Plan, SamplingPlan
 from lockstep.plan.summary import (
@@ -43,6 +44,8 @@ def print_plan(plan: Plan, console: Console) -> None:
         console.print(_memory(plan))
         console.print(_programs(plan))
         console.print(_traffic(plan))
+        if plan.fsdp is not None:
+            _print_fsdp(plan.fsdp, console)
         console.print(_speed(plan))
         if split := rollout_step(plan):
             console.print(_split(split), highlight=False)
@@ -118,6 +121,17 @@ def _traffic(plan: Plan) -> Table:
         rows(_named(one, "per decoded token"), one.step_collectives)
         rows(_named(one, f"once per launch of {one.sizing.sizes.steps} steps"), one.collectives["decode"])
     return table
+
+
+def _print_fsdp(fsdp: FsdpBytes, console: Console) -> None:
+    if fsdp.ratio is not None:
+        console.print(
+            f"FSDP needs {bytes_text(fsdp.floor)} per device and train step (weights gathered, gradients scattered); "
+            f"{bytes_text(fsdp.received)} are received between data-parallel devices, {fsdp.ratio:.2f} of it",
+            highlight=False,
+            soft_wrap=True,
+        )
+    console.print()
 
 
 def _speed(plan: Plan) -> Table:

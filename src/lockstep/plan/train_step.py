@@ -155,7 +155,6 @@ def plan_step(workload: Workload, mesh: Mesh, state: State, cache: CompileCache,
         block_bytes(leaf) for leaf in batch_structs(training.columns, training.trainer.train_batch_size, mesh).values()
     )
     rows = training.trainer.train_batch_size // (mesh.shape["dp"] * mesh.shape["fsdp"]) // microbatches
-    tokens = rows * training.sequences_per_row * training.length
     beyond = max(0, peak(summary) - state.parameters - state.optimizer - batch)
     kept = min(beyond, saved_bytes(workload, rows) // mesh.shape["tp"])
     return TrainStepPlan(
@@ -164,7 +163,7 @@ def plan_step(workload: Workload, mesh: Mesh, state: State, cache: CompileCache,
         activations=kept,
         temporaries=beyond - kept,
         microbatches=microbatches,
-        flops=step_flops(workload, vocab_blocks=needs_vocab_blocks(tokens, workload.vocab_size // mesh.shape["tp"])),
+        flops=step_flops(workload, vocab_blocks=makes_vocab_blocks(workload, mesh, microbatches)),
     )
 
 
@@ -197,6 +196,21 @@ def saved_bytes(workload: Workload, rows: int) -> int:
     return sum(
         math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept) if leaf.shape not in weights
     )
+
+
+def makes_vocab_blocks(workload: Workload, mesh: Mesh, microbatches: int) -> bool:
+    """Return whether a device makes logits in blocks of the vocabulary.
+
+    Args:
+        workload: What is asked of the devices, with training.
+        mesh: The mesh of the run.
+        microbatches: The number of parts of a batch that are computed one after the other.
+    """
+    training = workload.training
+    assert training is not None
+    rows = training.trainer.train_batch_size // (mesh.shape["dp"] * mesh.shape["fsdp"]) // microbatches
+    tokens = rows * training.sequences_per_row * training.length
+    return needs_vocab_blocks(tokens, workload.vocab_size // mesh.shape["tp"])
 
 
 def step_flops(workload: Workload, *, vocab_blocks: bool) -> float:

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from lockstep.plan.fsdp import FsdpBytes
 from lockstep.plan.infeasibility import Infeasibility
-from lockstep.plan.table import _checkpoint, _named, _seconds, print_plan
+from lockstep.plan.table import _checkpoint, _named, _print_fsdp, _seconds, print_plan
 from lockstep.training import CheckpointerConfig, TrainerConfig
 
 REASON = Infeasibility(key="engine.max_seqs", value=64, largest=32, text="too many [sequences]", place="a.yaml:3")
@@ -73,3 +74,16 @@ def test_a_checkpoint_has_the_state_of_the_devices_of_a_host(bandwidth, grace_s,
         parameters=2 * 2**30, optimizer=4 * 2**30, topology=topology, workload=workload, write_bandwidth=bandwidth
     )
     assert _checkpoint(plan).startswith("a checkpoint: 24.00 GiB per host, ") and text in _checkpoint(plan)
+
+
+def test_what_fsdp_needs_is_told_beside_what_is_received():
+    console = Console(file=io.StringIO(), width=200)
+    _print_fsdp(FsdpBytes(floor=2**30, received=2**30 + 2**28), console)
+    text = console.file.getvalue()
+    assert "FSDP needs 1.00 GiB per device" in text and "1.25 GiB are received" in text and "1.25 of it" in text
+
+
+def test_where_nothing_has_to_be_gathered_nothing_is_told():
+    console = Console(file=io.StringIO(), width=200)
+    _print_fsdp(FsdpBytes(floor=0, received=2**20), console)
+    assert "FSDP" not in console.file.getvalue()

@@ -1,0 +1,199 @@
+"""What the TPU compiler makes of the train step for a model and a slice; no TPU is needed.
+
+    JAX_PLATFORMS=cpu .venv/bin/python -m benchmarks.tpu_train_step --case llama-3-8b --json one.json
+
+``docs/performance.md`` says what the numbers mean.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu"}
+
+import jax
+import numpy as np
+
+from lockstep.device.chips import chip_of
+from lockstep.models.presets import PRESETS, ModelPreset
+from lockstep.placement import make_mesh
+from lockstep.plan.cache import CompileCache, Summary
+from lockstep.plan.collectives import collectives, summed
+from lockstep.plan.fsdp import fsdp_bytes
+from lockstep.plan.hlo import Array, Hlo, Op
+from lockstep.plan.topology import Topology, topology
+from lockstep.plan.traffic import traffic
+from lockstep.plan.train_step import compile_step, make_state, peak, step_flops
+from lockstep.plan.workload import TrainingWorkload, Workload
+from lockstep.training import OptimizerConfig, TrainerConfig, lm_loss
+
+STEPS = 100
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model on a slice, with full FSDP, parameters in float32 and arithmetic in bfloat16.
+
+    Args:
+        model: The name of the model's preset.
+        slice_name: The name of the slice.
+        sequences: The number of sequences of a batch.
+        length: The number of tokens of each.
+        at_a_time: The number of sequences of a device's microbatch.
+        layers: The number of layers, in place of the model's own; None for those.
+    """
+
+    model: str
+    slice_name: str
+    sequences: int
+    length: int
+    at_a_time: int
+    layers: int | None = None
+
+    @property
+    def preset(self) -> ModelPreset:
+        """The model, which takes sequences of this length and no longer ones."""
+        preset = PRESETS[self.model]
+        layers = self.layers or preset.config.num_layers
+        config = dataclasses.replace(preset.config, max_seq_len=self.length, num_layers=layers)
+        return dataclasses.replace(preset, config=config)
+
+
+# Batches of the shipped configurations; SimPO's 256 pairs are 512 sequences.
+CASES = (
+    Case(model="llama-3-8b", slice_name="v5p-64", sequences=512, length=2048, at_a_time=4),
+    Case(model="qwen2.5-3b", slice_name="v6e-16", sequences=128, length=1024, at_a_time=4),
+    Case(model="llama-3.1-70b", slice_name="v5p-256", sequences=256, length=2048, at_a_time=2),
+)
+
+
+def train_step(case: Case, found: Topology, cache: CompileCache) -> Summary:
+    """The train step, compiled."""
+    mesh = make_mesh("auto", list(found.devices))
+    workload = workload_of(case)
+    assert workload.training is not None
+    microbatches = workload.training.trainer.microbatches(mesh)
+    return compile_step(workload, mesh, make_state(workload, mesh), cache, microbatches=microbatches)
+
+
+def workload_of(case: Case) -> Workload:
+    """The train step of a case, as a configuration of ``train-lm`` asks for it."""
+    columns = {
+        "tokens": jax.ShapeDtypeStruct((case.length,), np.int32),
+        "loss_mask": jax.ShapeDtypeStruct((case.length,), np.bool_),
+    }
+    trainer = TrainerConfig(
+        train_batch_size=case.sequences, per_device_parallelism=case.at_a_time, num_train_steps=STEPS,
+        mp="p=f32,c=bfloat16",
+    )  # fmt: skip
+    return Workload(
+        command="train-lm", model=case.preset.config, model_key="model", vocab_size=case.preset.vocab_size,
+        mesh_shape="auto", dtype="float32", sampling=[],
+        training=TrainingWorkload(trainer=trainer, optimizer=OptimizerConfig(), loss=lm_loss, columns=columns),
+    )  # fmt: skip
+
+
+def figures(case: Case, found: Topology, summary: Summary) -> dict[str, Any]:
+    """What is to be known of a train step, ready for JSON. Bytes are per device and step."""
+    workload, chip, hlo = workload_of(case), chip_of(found.devices[0]), Hlo(summary.text)
+    assert workload.training is not None
+    mesh = make_mesh("auto", list(found.devices))
+    hosts = [device.process_index for device in mesh.devices.flat]
+    each = collectives(hlo, len(hosts))
+    sums = summed(each, hosts)
+    model = make_state(workload, mesh).structs.model
+    moved = fsdp_bytes(model, mesh.shape, each, itemsize=2, microbatches=workload.training.trainer.microbatches(mesh))
+    accessed = sum(size * run.times for run, size in traffic(hlo, _kernel))
+    times = {
+        "compute_s": step_flops(workload) / len(hosts) / chip.flops,
+        "memory_s": accessed / chip.bandwidth,
+        "collectives_s": sum(one.bytes / chip.link.bandwidth + one.count * chip.link.latency_s for one in sums),
+    }
+    return {
+        "arguments": summary.memory.argument_size_in_bytes,
+        "temporaries": summary.memory.temp_size_in_bytes,
+        "peak": peak(summary),
+        "accessed": accessed,
+        "received": sum(one.bytes for one in sums),
+        "launched": sum(one.count for one in sums),
+        "fsdp_floor": moved.floor,
+        "fsdp_ratio": moved.received / moved.floor,
+        "collectives": [dataclasses.asdict(one) for one in sums],
+        **times,
+        "step_s": max(times.values()),
+        "compile_s": summary.seconds,
+    }
+
+
+def _kernel(op: Op, operands: Sequence[Sequence[Array]]) -> int:
+    """The bytes of a kernel, into which the compiler does not see: operands once, results once."""
+    return op.bytes + sum(array.bytes for arrays in operands for array in arrays)
+
+
+ROWS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
+    ("arguments, GiB", lambda one: f"{one['arguments'] / 2**30:.2f}"),
+    ("temporaries, GiB", lambda one: f"{one['temporaries'] / 2**30:.2f}"),
+    ("read and written in HBM, GiB", lambda one: f"{one['accessed'] / 2**30:,.1f}"),
+    ("received, GiB", lambda one: f"{one['received'] / 2**30:,.1f}"),
+    ("of what FSDP needs", lambda one: f"{one['fsdp_ratio']:.3f}"),
+    ("collectives", lambda one: f"{one['launched']:,}"),
+    ("compute at best, s", lambda one: f"{one['compute_s']:.3f}"),
+    ("memory at best, s", lambda one: f"{one['memory_s']:.3f}"),
+    ("collectives at best, s", lambda one: f"{one['collectives_s']:.3f}"),
+    ("step at best, s", lambda one: f"{one['step_s']:.3f}"),
+)
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """The table of ``docs/performance.md``, in Markdown."""
+    lines = [
+        "| | " + " | ".join(f"{result['model']} on {result['slice_name']}" for result in results) + " |",
+        "|---|" + "---:|" * len(results),
+    ]
+    lines += [f"| {name} | " + " | ".join(show(result) for result in results) + " |" for name, show in ROWS]
+    kinds = dict.fromkeys(one["kind"] for result in results for one in result["collectives"])
+    for kind in kinds:
+        cells = []
+        for result in results:
+            every = [one for one in result["collectives"] if one["kind"] == kind]
+            count, size = sum(one["count"] for one in every), sum(one["bytes"] for one in every)
+            cells.append(f"{count:,}: {size / 2**30:,.1f} GiB" if every else "")
+        lines.append(f"| {kind} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Compiles, and prints what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", action="append", choices=[case.model for case in CASES], help="default: all")
+    parser.add_argument("--layers", type=int, help="in place of the model's own, to compile faster")
+    parser.add_argument("--cache_dir", type=Path, help="where compiled results are kept; default: nowhere")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="only print the table of such files")
+    options = parser.parse_args()
+    if options.table:
+        print(table([each for file in options.table for each in json.loads(file.read_text(encoding="utf-8"))]))
+        return
+    results = []
+    for case in CASES:
+        if options.case and case.model not in options.case:
+            continue
+        case = dataclasses.replace(case, layers=options.layers)
+        found = topology(case.slice_name)
+        start = time.monotonic()
+        cache = CompileCache(case.slice_name, options.cache_dir, lambda name, what: print(name, what, file=sys.stderr))
+        compiled = figures(case, found, train_step(case, found, cache))
+        results.append(dataclasses.asdict(case) | compiled | {"seconds": time.monotonic() - start})
+        if options.json:
+            options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    print(table(results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
