@@ -6,7 +6,7 @@ import re
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import draccus
 import haliax as hax
@@ -33,7 +33,17 @@ from lockstep.models import (
 from lockstep.placement import PARAMETER_AXES, make_mesh
 from lockstep.report import FINISH_S, BackgroundTracker, NoopTracker, Tracker, build_tracker, load_metrics
 from lockstep.text import check_vocab, load_tokenizer, tokenizer_digest
-from lockstep.training import LossFn, OptimizerConfig, StopRequest, TokenizedRows, Trainer, TrainerConfig, TrainState
+from lockstep.training import (
+    CachedRows,
+    DataConfig,
+    LossFn,
+    OptimizerConfig,
+    StopRequest,
+    Trainer,
+    TrainerConfig,
+    TrainState,
+    Validation,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -79,16 +89,8 @@ class RunConfig:
             raise ConfigError(f"hf_save_path is {self.hf_save_path!r}, a URL; save to a local directory and copy it.")
 
 
-class LoadsData(Protocol):
-    """The ``data`` block of a command."""
-
-    def load(self, tokenizer: "PreTrainedTokenizerBase", model_max_seq_len: int, seed: int) -> TokenizedRows:
-        """Read and tokenise the data."""
-        ...
-
-
 def run_command[Config: RunConfig](
-    cls: type[Config], arguments: Sequence[str], parts: Callable[[Config], tuple[LoadsData, LossFn]]
+    cls: type[Config], arguments: Sequence[str], parts: Callable[[Config], tuple[DataConfig, LossFn]]
 ) -> int:
     """Run a training command.
 
@@ -116,7 +118,7 @@ def run_command[Config: RunConfig](
     return train(config, data, objective, hosts)
 
 
-def train(config: RunConfig, data: LoadsData, objective: LossFn, hosts: Hosts) -> int:
+def train(config: RunConfig, data: DataConfig, objective: LossFn, hosts: Hosts) -> int:
     """Train; every host does the same: prepare, agree, train with samples, save, sum up.
 
     Args:
@@ -134,16 +136,20 @@ def train(config: RunConfig, data: LoadsData, objective: LossFn, hosts: Hosts) -
         ConfigError: The model does not fit the mesh.
     """
     hosts.agree("config", {"config": config_digest(config)})
-    with hosts.run_on_all("reading tokenizer and data") as prepared:
+    _check_validation(config.trainer, data)
+    with hosts.run_on_all("reading tokenizer") as prepared:
         mesh = make_mesh(config.trainer.mesh_shape)
         config.trainer.microbatches(mesh)
         tokenizer = load_tokenizer(config.tokenizer)
         model_config, vocab_size = _model_shape(config, tokenizer, mesh)
         check_vocab(tokenizer, vocab_size)
-        rows = data.load(tokenizer, model_config.max_seq_len, config.trainer.seed)
         load_metrics(config.inference_eval.metrics if config.inference_eval.enabled else ())
-        facts = {"training data": rows.digest(), "tokenizer": tokenizer_digest(tokenizer)}
+        facts = {"tokenizer": tokenizer_digest(tokenizer)}
         prepared.agree(facts)
+    rows = data.load(tokenizer, model_config.max_seq_len, config.trainer.seed, hosts)
+    validation = data.load_validation(tokenizer, model_config.max_seq_len, hosts)
+    facts["training data"] = rows.digest()
+    hosts.agree("training data", facts)
     run_dir = make_run_dir(config.trainer, hosts)
     tracker: Tracker = NoopTracker()
     with hosts.run_on_all("tracker"):
@@ -181,6 +187,9 @@ def train(config: RunConfig, data: LoadsData, objective: LossFn, hosts: Hosts) -
             )
             samples.check(model)
             trainer.add_hook(samples)
+        if validation:
+            every = config.trainer.steps_per_eval or config.trainer.num_train_steps
+            trainer.add_hook(Validation(trainer, objective, validation, perplexity=data.CROSS_ENTROPY), every)
         if hosts.is_leader:
             log.info("%s", _announce(config, model, rows, mesh, run_dir))
         hosts.phase("training")
@@ -247,13 +256,23 @@ def _make_model(
     return load_hf(config.initialize_from_hf, trainer.mesh, PARAMETER_AXES, dtype, hosts=hosts)
 
 
-def _announce(config: RunConfig, model: PyTree, rows: TokenizedRows, mesh: Mesh, run_dir: Path) -> str:
+def _announce(config: RunConfig, model: PyTree, rows: CachedRows, mesh: Mesh, run_dir: Path) -> str:
     n_parameters = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(model))
     shape = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
     return (
         f"{n_parameters:,} parameters on mesh ({shape}); {len(rows):,} rows, batch {config.trainer.train_batch_size}, "
         f"{config.trainer.num_train_steps} steps; run directory {run_dir}"
     )
+
+
+def _check_validation(config: TrainerConfig, data: DataConfig) -> None:
+    for name in ("steps_per_eval", "per_device_eval_parallelism"):
+        value = getattr(config, name)
+        if value not in (None, -1) and not data.validation_urls:
+            raise ConfigError(
+                f"trainer.{name} is {value}, but data.validation_urls is empty, so it has no effect. Name files to "
+                "validate with, or leave it out."
+            )
 
 
 def _help(cls: type[Any]) -> str:
