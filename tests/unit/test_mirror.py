@@ -21,6 +21,10 @@ COVERED_BY = {
     "attention/tpu_block_table.py": "tests/tpu_compile/test_blocks.py",
     "engine/capacity_fields.py": "tests/unit/test_sampling_fields.py",
     "report/evaluation_fields.py": "tests/unit/test_sampling_fields.py",
+    "training/data/build_progress.py": "tests/unit/training/data/test_build.py",
+    "training/data/build_worker.py": "tests/unit/training/data/test_build.py",
+    "training/data/cache_plan.py": "tests/unit/training/data/test_build.py",
+    "training/data/chunk_builder.py": "tests/unit/training/data/test_records.py",
     "training/objectives/parts.py": "tests/unit/training/objectives/test_lm.py",
     "training/rollout.py": "tests/unit/test_sampling_fields.py",
     # Programs of the decoder, which only the whole engine runs.

@@ -58,10 +58,10 @@ def build_caches(
 ) -> list[TokenCache]:
     """Build what is not there yet. Every host makes this call.
 
-    Hosts that see the same cache directory build a share of the chunks each; one with a disk of its own builds all. The
-    chunks do not depend on the number of hosts, and a complete one is never built again, so a build that was killed goes
-    on. While hosts build they hear of each other every second, so however long it takes, nobody waits in vain; a host
-    gives up where nothing was read for ``hosts.timeout_s``.
+    Hosts that see the same cache directory build a share of the chunks each; one with its own disk builds all. The
+    chunks do not depend on the number of hosts, and a complete one is never built again, so a build that was killed
+    goes on. While hosts build they hear of each other every second, so however long it takes, nobody waits in vain; a
+    host gives up where nothing was read for ``hosts.timeout_s``.
 
     Args:
         make_plans: A function that looks at the files and returns the caches that are wanted.
@@ -111,8 +111,8 @@ def _sharing(scope: Hosts, fs: Any, root: str, nonce: str, directories: Iterable
                 stream.write(b"here")
         except Exception as error:  # each file system has its own errors
             raise ConfigError(
-                f"data.cache_dir {root} cannot be written to: {type(error).__name__}: {error}. Set it to a directory or "
-                "bucket that can."
+                f"data.cache_dir {root} cannot be written to: {type(error).__name__}: {error}. Set it to a "
+                "directory or bucket that can."
             ) from error
     with scope.run_on_all("look", "writing to the cache directory") as phase:
         fs.invalidate_cache()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lockstep.errors import ConfigError
-from lockstep.training.data.order import BLOCK, RowOrder
+from lockstep.training.data.order import RowOrder
 from lockstep.training.data.token_cache import TokenCache
 
 _DIGESTED = 64
@@ -23,7 +23,7 @@ class CachedRows:
         shuffle: Whether each epoch has an order of its own; otherwise all have the order of the files.
 
     Raises:
-        ConfigError: A source has no rows, or so small a weight that it would have none in a block.
+        ConfigError: A source has no rows.
     """
 
     def __init__(self, caches: Sequence[TokenCache], weights: Sequence[float], seed: int, shuffle: bool = True) -> None:
@@ -36,11 +36,6 @@ class CachedRows:
         self.caches = tuple(caches)
         sizes = tuple(len(cache) for cache in caches)
         self.order = RowOrder(sizes=sizes, weights=tuple(weights), seed=seed, shuffle=shuffle)
-        if 0 in self.order.shares:
-            raise ConfigError(
-                f"data.train_urls has weights {list(weights)}; one is less than 1/{BLOCK} of their sum, and its source "
-                "would never be drawn. Raise it or leave the source out."
-            )
 
     def __len__(self) -> int:
         """Return the number of rows of all sources."""

@@ -61,9 +61,9 @@ class DataConfig:
     """Whether the loss on this data is a mean over tokens, of which the exponential is the perplexity."""
 
     train_urls: tuple[str | SourceConfig, ...] = ()
-    """Files to train on: paths or URLs that fsspec knows (``gs://``, ``hf://``), wildcards allowed. JSON lines, Parquet,
-    text, each also compressed, and directories that ``Dataset.save_to_disk`` wrote. As soon as one is written as ``{url,
-    weight}``, each is a source of its own in a mixture; otherwise all together are one source."""
+    """Files to train on: paths or URLs that fsspec knows (``gs://``, ``hf://``), wildcards allowed. JSON lines and
+    text, also compressed (.gz, .zst), Parquet, and directories of ``Dataset.save_to_disk``. As soon as one has a
+    weight (``{url, weight}``), each is a source of its own in a mixture; otherwise all together are one source."""
     validation_urls: tuple[str | SourceConfig, ...] = ()
     """Files to validate with, each a source with metrics of its own, ``eval/<name>/loss``; see
     ``trainer.steps_per_eval``."""
@@ -76,7 +76,7 @@ class DataConfig:
     """Cut examples that are longer than a row (an example left without a target is dropped, and counted in the log);
     otherwise a longer example is a bad row."""
     on_bad_row: Literal["skip", "raise"] = "skip"
-    """What to do with a record that cannot be used: leave it out, with its file, line and reason in the log, or stop."""
+    """What to do with a record that cannot be used: leave it out and log its file, line and reason, or stop."""
     max_bad_rows: int = 100
     """The most records of a source that may be left out; with more the run stops, and names the first."""
     shuffle: bool = True

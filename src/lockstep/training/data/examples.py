@@ -60,8 +60,8 @@ class _Chat:
 def tokenize(tokenizer: "PreTrainedTokenizerBase", format: Format, records: Sequence[Record]) -> list[Example | BadRow]:
     """Turn records into tokens, all in one call of the tokenizer, which uses every core for it.
 
-    Prompts have the tokens that `lockstep.text.encode` gives them, so that training and sampling see the same ones; only
-    where a token holds the end of a chat's prompt and the first character of its answer, it belongs to the answer.
+    Prompts have the tokens that `lockstep.text.encode` gives them, so that training and sampling see the same ones;
+    only where a token holds the end of a chat's prompt and the first character of its answer, it belongs to the answer.
 
     Args:
         tokenizer: The tokenizer of the model; chats need its chat template.

@@ -18,7 +18,7 @@ type Record = Mapping[str, Any]
 """The fields of a training record by name."""
 
 
-class BadRow(Exception):  # noqa: N818
+class BadRow(Exception):
     """A record that cannot be trained on; the text goes on after its place, as in ``file:line is not JSON``."""
 
 
@@ -55,8 +55,8 @@ def read_piece(
         ) from error
     except Exception as error:  # each file system and each decompressor has its own errors
         raise ConfigError(
-            f"training file {file.path} cannot be read: {type(error).__name__}: {error}. Check the file, or take it out "
-            "of the data."
+            f"training file {file.path} cannot be read: {type(error).__name__}: {error}. Check the file, or take it "
+            "out of the data."
         ) from error
 
 
@@ -100,7 +100,7 @@ def _lines(file: SourceFile, part: int, parts: int) -> Iterator[tuple[int, bytes
     begin, end = (part * file.size // parts, (part + 1) * file.size // parts)
     with file.fs.open(file.path, "rb", compression=file.compression) as raw:
         # Without a buffer of their own, these read a whole block for each line.
-        unbuffered = isinstance(raw, fsspec.spec.AbstractBufferedFile | io.RawIOBase)
+        unbuffered = isinstance(raw, fsspec.spec.AbstractBufferedFile | io.RawIOBase) or file.compression == "zstd"
         stream = io.BufferedReader(raw, BUFFER_BYTES) if unbuffered else raw
         if begin:
             stream.seek(begin - 1)

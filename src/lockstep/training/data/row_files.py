@@ -1,9 +1,9 @@
 """Rows of any length on disk or in a bucket, and any of them read at once.
 
-The rows of a chunk are in two files: ``chunk-N.rows``, all of them one after the other as int32, and ``chunk-N.index``, the
-beginning of each and the end of the last as int64. A row is the number of its sequences, then the number of prompt
-tokens and of all tokens of each, then the tokens. What a reader needs of it are two ranges, so a host reads its own rows and
-nothing else.
+The rows of a chunk are in two files: ``chunk-N.rows``, all of them one after the other as int32, and
+``chunk-N.index``, the beginning of each and the end of the last as int64. A row is the number of its sequences, then
+the number of prompt tokens and of all tokens of each, then the tokens. What a reader needs of it are two ranges, so a
+host reads its own rows and nothing else.
 """
 
 import contextlib
@@ -149,7 +149,9 @@ class RowReader:
         size = INDEX.itemsize
         index = self._ranges("index", [(c, place * size, (place + 2) * size) for c, place in places])
         bounds = [np.frombuffer(data, INDEX) * ROW.itemsize for data in index]
-        rows = self._ranges("rows", [(c, *map(int, ends)) for (c, _), ends in zip(places, bounds, strict=True)])
+        rows = self._ranges(
+            "rows", [(c, int(start), int(end)) for (c, _), (start, end) in zip(places, bounds, strict=True)]
+        )
         return [np.frombuffer(data, ROW) for data in rows]
 
     def _ranges(self, suffix: str, ranges: Sequence[tuple[int, int, int]]) -> list[bytes]:

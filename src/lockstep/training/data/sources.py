@@ -20,6 +20,10 @@ _ETAGS = ("md5Hash", "blob_id", "checksum", "etag", "ETag")
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
 
+type Kind = Literal["jsonl", "text", "parquet", "arrow"]
+_KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
+"""How records are stored in files, by suffix; all others are text."""
+
 type Piece = tuple[int, int, int]
 """A part of a file: the number of the file, the number of the part, and how many parts the file has."""
 type Chunk = tuple[Piece, ...]
@@ -45,7 +49,7 @@ class SourceFile:
     size: int
     content: str
     changed: str
-    kind: Literal["jsonl", "text", "parquet", "arrow"]
+    kind: Kind
     compression: str | None
 
     @property
@@ -90,8 +94,8 @@ def list_files(url: str, key: str) -> list[SourceFile]:
 def make_chunks(files: Sequence[SourceFile]) -> tuple[Chunk, ...]:
     """Cut files into chunks of about equal size, which depend on the files alone, never on the number of hosts.
 
-    A compressed file and an Arrow file are read as a whole; others in parts: JSON lines and text at line ends, Parquet at
-    row groups.
+    A compressed file and an Arrow file are read as a whole; others in parts: JSON lines and text at line ends, Parquet
+    at row groups.
 
     Args:
         files: The files of a source.
@@ -120,13 +124,12 @@ def _file(fs: Any, path: str) -> SourceFile:
     size = int(info["size"] or 0)
     content, changed = _fingerprint(fs, path, info, size)
     name, compression = path.lower(), None
-    for suffix, kind in _COMPRESSIONS.items():
+    for suffix, codec in _COMPRESSIONS.items():
         if name.endswith(suffix):
-            name, compression = name.removesuffix(suffix), kind
-    kinds: dict[str, Any] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
+            name, compression = name.removesuffix(suffix), codec
     if name.endswith(".json"):
         raise ConfigError(f"training file {path} is one JSON value. Write a JSON object per line, in a .jsonl file.")
-    kind = next((kind for suffix, kind in kinds.items() if name.endswith(suffix)), "text")
+    kind: Kind = next((known for suffix, known in _KINDS.items() if name.endswith(suffix)), "text")
     return SourceFile(fs=fs, path=path, size=size, content=content, changed=changed, kind=kind, compression=compression)
 
 

@@ -107,8 +107,8 @@ class TokenCache:
 def expand(records: Sequence[np.ndarray], layout: Layout, length: int) -> dict[str, np.ndarray]:
     """Make the columns of rows, see `TokenCache.take`.
 
-    The first token of a sequence is never a target. In a packed row the documents are numbered from 1, and padding has the
-    number 0.
+    The first token of a sequence is never a target. In a packed row the documents are numbered from 1, and padding
+    has the number 0.
 
     Args:
         records: The records of the rows, see `parse_record`.
