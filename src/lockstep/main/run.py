@@ -136,8 +136,8 @@ def train(config: RunConfig, data: DataConfig, objective: LossFn, hosts: Hosts) 
         ConfigError: The model does not fit the mesh.
     """
     hosts.agree("config", {"config": config_digest(config)})
-    _check_validation(config.trainer, data)
     with hosts.run_on_all("reading tokenizer") as prepared:
+        _check_validation(config.trainer, data)
         mesh = make_mesh(config.trainer.mesh_shape)
         config.trainer.microbatches(mesh)
         tokenizer = load_tokenizer(config.tokenizer)

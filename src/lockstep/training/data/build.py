@@ -17,9 +17,9 @@ from lockstep.hosts import Hosts
 from lockstep.training.data.build_progress import BuildProgress
 from lockstep.training.data.build_worker import BuildWorker, Job
 from lockstep.training.data.cache_plan import CachePlan
-from lockstep.training.data.chunk_builder import place, read_chunk
-from lockstep.training.data.row_files import is_local, new_file
-from lockstep.training.data.token_cache import METADATA, CacheMetadata, TokenCache, read_metadata
+from lockstep.training.data.chunk_builder import place
+from lockstep.training.data.row_files import is_local, new_file, remove_dead_files
+from lockstep.training.data.token_cache import METADATA, CacheMetadata, TokenCache, chunk_file, read_metadata
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -92,7 +92,7 @@ def build_caches(
         with scope.run_on_all("read", "reading the data cache") as phase:
             caches = [TokenCache(fs, path, _finished(fs, path)) for path in directories]
             for plan, cache in zip(plans, caches, strict=True):
-                _check_bad(plan, cache.metadata, policy)
+                _check_rows(plan, cache.metadata, policy)
             phase.agree({f"rows of {plan.name}": cache.digest() for plan, cache in zip(plans, caches, strict=True)})
     if hosts.is_leader:
         for plan, cache in zip(plans, caches, strict=True):
@@ -170,31 +170,33 @@ def _build(
             for plan, path in missing:
                 with new_file(fs, f"{path}/{METADATA}") as stream:
                     stream.write(json.dumps(dataclasses.asdict(_summarise(fs, path, plan))).encode())
+                if is_local(fs):
+                    remove_dead_files(path)
 
 
 def _summarise(fs: Any, path: str, plan: CachePlan) -> CacheMetadata:
     """What is in the chunks of a cache, with the lines of bad rows counted from the beginnings of their files."""
     fs.invalidate_cache()
-    chunks = [read_chunk(fs, path, number) for number in range(len(plan.chunks))]
+    paths = [chunk_file(path, number, "json") for number in range(len(plan.chunks))]
+    whole = [None] * len(paths)
+    chunks = [json.loads(data) for data in fs.cat_ranges(paths, whole, whole, on_error="raise")]
     lines = [0] * len(plan.files)
     bad: list[str] = []
     for pieces, chunk in zip(plan.chunks, chunks, strict=True):
-        assert chunk is not None, "all chunks are built"
         before = []
         for (number, _, _), read in zip(pieces, chunk["lines"], strict=True):
             before.append(lines[number])
             lines[number] += read
         for piece, line, why in chunk["bad"]:
             bad.append(f"{place(plan.files[pieces[piece][0]].path, before[piece], line)} {why}")
-    known = [chunk for chunk in chunks if chunk is not None]
     return CacheMetadata(
         layout=plan.shape.layout,
         length=plan.shape.length,
-        chunk_rows=tuple(chunk["rows"] for chunk in known),
-        digests=tuple(chunk["digest"] for chunk in known),
+        chunk_rows=tuple(chunk["rows"] for chunk in chunks),
+        digests=tuple(chunk["digest"] for chunk in chunks),
         bad=tuple(bad),
         **{
-            name: sum(chunk[name] for chunk in known)
+            name: sum(chunk[name] for chunk in chunks)
             for name in ("examples", "unpacked_rows", "tokens", "dropped", "n_bad")
         },
     )
@@ -210,11 +212,18 @@ def _finished(fs: Any, path: str) -> CacheMetadata:
     return metadata
 
 
-def _check_bad(plan: CachePlan, metadata: CacheMetadata, policy: BadRowPolicy) -> None:
+def _check_rows(plan: CachePlan, metadata: CacheMetadata, policy: BadRowPolicy) -> None:
     if metadata.n_bad and policy.on_bad_row == "raise":
         raise ConfigError(metadata.bad[0])
     if metadata.n_bad > policy.max_bad_rows:
         raise ConfigError(f"{plan.name}: {_too_many(metadata.n_bad, policy)} The first: {metadata.bad[0]}")
+    if not sum(metadata.chunk_rows):
+        why = ""
+        if metadata.bad:
+            why = f"{metadata.n_bad} records cannot be used: {metadata.bad[0]} "
+        elif metadata.dropped:
+            why = f"The prompts of all {metadata.dropped} examples fill a row of {metadata.length} tokens. "
+        raise ConfigError(f"{plan.name} has 0 rows; at least 1 is needed. {why}Check the files.")
 
 
 def _too_many(found: int, policy: BadRowPolicy) -> str:

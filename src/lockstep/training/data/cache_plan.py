@@ -1,6 +1,7 @@
 """What a cache is made of: its files, its rows, and the key by which a later run finds it."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Sequence
@@ -31,17 +32,17 @@ class CachePlan:
     shape: RowShape
     tokenizer_digest: str
 
-    @property
+    @functools.cached_property
     def chunks(self) -> tuple[Chunk, ...]:
         """The parts that hosts share out."""
         return make_chunks(self.files)
 
-    @property
+    @functools.cached_property
     def key(self) -> str:
         """The name of its directory: a digest of all that its rows depend on."""
         return _digest([self.content, [file.changed for file in self.files]])
 
-    @property
+    @functools.cached_property
     def content(self) -> str:
         """A digest that is the same on hosts with equal copies of the files, whenever they were copied."""
         files = [[file.path.rpartition("/")[2], file.size, file.content, file.kind] for file in self.files]

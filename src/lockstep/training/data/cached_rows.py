@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lockstep.errors import ConfigError
 from lockstep.training.data.order import RowOrder
 from lockstep.training.data.token_cache import TokenCache
 
@@ -17,22 +16,13 @@ class CachedRows:
     """The batches of a run (`lockstep.training.rows.Batches`): a pure function of the step.
 
     Args:
-        caches: The cache of each source.
+        caches: The cache of each source, none of them empty.
         weights: The weight of each source in the mixture.
         seed: The seed of the order.
         shuffle: Whether each epoch has an order of its own; otherwise all have the order of the files.
-
-    Raises:
-        ConfigError: A source has no rows.
     """
 
     def __init__(self, caches: Sequence[TokenCache], weights: Sequence[float], seed: int, shuffle: bool = True) -> None:
-        for number, cache in enumerate(caches):
-            if not len(cache):
-                raise ConfigError(
-                    f"the training data (source {number + 1} of {len(caches)}) has 0 rows; at least 1 is needed. "
-                    f"{_why_none(cache)}Check data.train_urls."
-                )
         self.caches = tuple(caches)
         sizes = tuple(len(cache) for cache in caches)
         self.order = RowOrder(sizes=sizes, weights=tuple(weights), seed=seed, shuffle=shuffle)
@@ -59,12 +49,3 @@ class CachedRows:
         order = self.order
         parts = [cache.digest() for cache in self.caches], order.weights, order.seed, order.shuffle
         return hashlib.sha256(repr((*parts, order.rows(range(_DIGESTED)))).encode()).hexdigest()
-
-
-def _why_none(cache: TokenCache) -> str:
-    metadata = cache.metadata
-    if metadata.bad:
-        return f"{metadata.n_bad} records cannot be used: {metadata.bad[0]} "
-    if metadata.dropped:
-        return f"The prompts of all {metadata.dropped} examples fill a row of {metadata.length} tokens. "
-    return ""

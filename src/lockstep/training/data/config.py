@@ -36,7 +36,8 @@ class SourceConfig:
     weight: float | None = None
     """The share of a batch that comes from it, relative to the weights of the others; null: 1."""
     name: str | None = None
-    """Its name in metrics and messages; null: the name of the file without its suffix."""
+    """Its name in metrics and messages; null: the name of the file without its suffix, or of the
+    directory where the file has wildcards."""
 
     def __post_init__(self) -> None:
         if self.weight is not None and not 0 < self.weight < float("inf"):
@@ -46,7 +47,8 @@ class SourceConfig:
     def label(self) -> str:
         """The name in metrics and messages."""
         path = PurePosixPath(self.url.rstrip("/"))
-        return self.name or path.name.split(".")[0] or self.url
+        stem = path.name.split(".")[0]
+        return self.name or (path.parent.name if "*" in stem or "[" in stem else stem) or self.url
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -176,9 +178,6 @@ class DataConfig:
             return {}
         groups = [(f"data.validation_urls ({source.label})", [source.url]) for source in self._validation]
         caches = self._open(groups, tokenizer, model_max_seq_len, hosts)
-        for (name, _), cache in zip(groups, caches, strict=True):
-            if not len(cache):
-                raise ConfigError(f"{name} has 0 rows; at least 1 is needed. Check the file, or take it out.")
         return {source.label: cache for source, cache in zip(self._validation, caches, strict=True)}
 
     @property

@@ -8,9 +8,11 @@ host reads its own rows and nothing else.
 
 import contextlib
 import functools
+import glob
 import hashlib
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
@@ -23,6 +25,7 @@ from lockstep.training.data.packing import Row
 
 ROW, INDEX = np.dtype("<i4"), np.dtype("<i8")
 FLUSH_ROWS = 1000
+DEAD_S = 3600.0
 OPEN_CHUNKS = 128
 """Chunks whose files are mapped into memory at a time; each takes two file descriptors."""
 
@@ -48,6 +51,18 @@ def new_file(fs: Any, path: str) -> Iterator[BinaryIO]:
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.remove(temporary)
+
+
+def remove_dead_files(directory: str) -> None:
+    """Remove what processes that were killed were writing; one that lives has written to its file since.
+
+    Args:
+        directory: A local directory.
+    """
+    for path in glob.glob(f"{glob.escape(directory)}/*.tmp"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - os.path.getmtime(path) > DEAD_S:
+                os.remove(path)
 
 
 def is_local(fs: Any) -> bool:

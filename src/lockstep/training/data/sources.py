@@ -73,13 +73,13 @@ def list_files(url: str, key: str) -> list[SourceFile]:
     """
     try:
         fs, path = fsspec.core.url_to_fs(url)
-        if fsspec.utils.get_protocol(url) != "http" and any(sign in path for sign in "*?["):
-            paths = sorted(one for one in fs.glob(path) if fs.isfile(one))
+        if any(sign in path for sign in "*["):
+            infos = {one: info for one, info in sorted(fs.glob(path, detail=True).items()) if info["type"] == "file"}
         elif fs.isdir(path):
-            paths = _dataset_files(fs, path.rstrip("/"), url, key)
+            infos = {one: fs.info(one) for one in _dataset_files(fs, path.rstrip("/"), url, key)}
         else:
-            paths = [path] if fs.exists(path) else []
-        files = [_file(fs, one) for one in paths]
+            infos = {path: fs.info(path)} if fs.exists(path) else {}
+        files = [_file(fs, one, info) for one, info in infos.items()]
     except ConfigError:
         raise
     except Exception as error:  # each file system has its own errors: permissions, credentials, a missing package
@@ -119,8 +119,7 @@ def make_chunks(files: Sequence[SourceFile]) -> tuple[Chunk, ...]:
     return (*chunks, tuple(pieces)) if pieces else tuple(chunks)
 
 
-def _file(fs: Any, path: str) -> SourceFile:
-    info = fs.info(path)
+def _file(fs: Any, path: str, info: Mapping[str, Any]) -> SourceFile:
     size = int(info["size"] or 0)
     content, changed = _fingerprint(fs, path, info, size)
     name, compression = path.lower(), None

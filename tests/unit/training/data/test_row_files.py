@@ -1,5 +1,8 @@
 """Rows on disk and in a bucket: any of them, by number."""
 
+import os
+import time
+
 import fsspec
 import numpy as np
 import pytest
@@ -28,6 +31,14 @@ def write(fs, directory, counts):
         assert writer.count == count
         first += count
     return RowReader(fs, lambda chunk, suffix: f"{directory}/{chunk}.{suffix}", counts)
+
+
+def test_what_a_killed_process_was_writing_is_removed(tmp_path):
+    for name, age in (("dead.rows.ab.tmp", 7200), ("alive.rows.cd.tmp", 60), ("chunk-00000.rows", 7200)):
+        (tmp_path / name).write_bytes(b"x")
+        os.utime(tmp_path / name, (time.time() - age,) * 2)
+    row_files.remove_dead_files(str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alive.rows.cd.tmp", "chunk-00000.rows"]
 
 
 @pytest.mark.parametrize("protocol", ["file", "memory"])
