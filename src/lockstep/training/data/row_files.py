@@ -20,7 +20,6 @@ import fsspec
 import numpy as np
 from jaxtyping import Int
 
-from lockstep.training.data.examples import TokenSequence
 from lockstep.training.data.packing import Row
 
 ROW, INDEX = np.dtype("<i4"), np.dtype("<i8")
@@ -155,10 +154,10 @@ class RowReader:
         return found
 
     def _map(self, chunk: int) -> tuple[np.ndarray, np.ndarray]:
-        return (
-            np.memmap(self._name(chunk, "index"), INDEX, "r"),
-            np.memmap(self._name(chunk, "rows"), ROW, "r"),
-        )
+        # As plain arrays: each slice of a np.memmap runs Python of its class.
+        index = np.memmap(self._name(chunk, "index"), INDEX, "r")
+        rows = np.memmap(self._name(chunk, "rows"), ROW, "r")
+        return np.asarray(index), np.asarray(rows)
 
     def _read_ranges(self, places: Sequence[tuple[int, int]]) -> list[np.ndarray]:
         size = INDEX.itemsize
@@ -175,11 +174,11 @@ class RowReader:
         return self._fs.cat_ranges(paths, starts, ends, on_error="raise")
 
 
-def parse_record(record: Int[np.ndarray, " record"]) -> Row:
-    """Return the sequences of a record."""
+def parse_record(record: Int[np.ndarray, " record"]) -> Iterator[tuple[int, Int[np.ndarray, " token"]]]:
+    """Yield the number of prompt tokens and all tokens of each sequence of a record."""
     n_sequences = int(record[0])
-    row, start = [], 1 + 2 * n_sequences
-    for n_prompt, size in record[1:start].reshape(n_sequences, 2):
-        row.append(TokenSequence(int(n_prompt), record[start : start + size]))
-        start += int(size)
-    return row
+    start = 1 + 2 * n_sequences
+    header = record[1:start].tolist()
+    for n_prompt, size in zip(header[::2], header[1::2], strict=True):
+        yield n_prompt, record[start : start + size]
+        start += size

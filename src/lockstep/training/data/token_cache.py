@@ -118,14 +118,15 @@ def expand(records: Sequence[np.ndarray], layout: Layout, length: int) -> dict[s
     shape = (len(records), 2, length) if layout == "pair" else (len(records), 1, length)
     tokens, mask, segments = np.zeros(shape, np.int32), np.zeros(shape, bool), np.zeros(shape, np.int32)
     for row, record in enumerate(records):
-        start = 0
-        for number, one in enumerate(parse_record(record)):
-            side = number if layout == "pair" else 0
-            start = 0 if layout == "pair" else start
-            end = start + len(one.tokens)
-            tokens[row, side, start:end] = one.tokens
-            mask[row, side, start + max(one.n_prompt, 1) : end] = True
-            segments[row, side, start:end] = number + 1
+        start = side = 0
+        for number, (n_prompt, sequence) in enumerate(parse_record(record)):
+            if layout == "pair":
+                start, side = 0, number
+            end = start + len(sequence)
+            tokens[row, side, start:end] = sequence
+            mask[row, side, start + max(n_prompt, 1) : end] = True
+            if layout == "packed":
+                segments[row, side, start:end] = number + 1
             start = end
     columns = {"tokens": tokens, "loss_mask": mask} | ({"segment_ids": segments} if layout == "packed" else {})
     return columns if layout == "pair" else {name: column[:, 0] for name, column in columns.items()}

@@ -49,7 +49,7 @@ def test_rows_are_read_back_by_number(tmp_path, monkeypatch, protocol):
     assert len(reader) == 15
     wanted = [14, 0, 5, 4, 6, 14]
     for number, record in zip(wanted, reader.read(wanted), strict=True):
-        found = [(one.n_prompt, one.tokens.tolist()) for one in parse_record(record)]
+        found = [(n_prompt, tokens.tolist()) for n_prompt, tokens in parse_record(record)]
         assert found == [(one.n_prompt, one.tokens) for one in row_of(number)]
 
 
