@@ -1,4 +1,4 @@
-"""Rows of the token cache and places of its order, against grain's ArrayRecord and shuffle; docs/adr/0018-token-cache.md.
+"""Rows of the token cache and places of its order, against grain's own; docs/adr/0018-token-cache.md has the decision.
 
 Run it as ``.venv/bin/python -m benchmarks.token_cache``.
 """
