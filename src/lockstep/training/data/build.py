@@ -83,9 +83,8 @@ def build_caches(
             plans = make_plans()
             phase.agree({f"files of {plan.name}": plan.content for plan in plans})
             phase.share([[plan.key for plan in plans], secrets.token_hex(8)])
-        keys, nonce = phase.shared[
-            0
-        ]  # the leader's, since equal copies of a file may have been made at different times
+        # The leader's: equal copies of a file on several hosts may have been made at different times.
+        keys, nonce = phase.shared[0]
         directories = [f"{root.rstrip('/')}/{key}" for key in keys]
         group = _sharing(scope, fs, root, nonce, directories)
         _build(scope, fs, list(zip(plans, directories, strict=True)), tokenizer, policy, group)

@@ -21,7 +21,13 @@ _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
 
 type Kind = Literal["jsonl", "text", "parquet", "arrow"]
-_KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
+_KINDS: dict[str, Kind] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
 """How records are stored in files, by suffix; all others are text."""
 
 type Piece = tuple[int, int, int]
@@ -126,8 +132,6 @@ def _file(fs: Any, path: str, info: Mapping[str, Any]) -> SourceFile:
     for suffix, codec in _COMPRESSIONS.items():
         if name.endswith(suffix):
             name, compression = name.removesuffix(suffix), codec
-    if name.endswith(".json"):
-        raise ConfigError(f"training file {path} is one JSON value. Write a JSON object per line, in a .jsonl file.")
     kind: Kind = next((known for suffix, known in _KINDS.items() if name.endswith(suffix)), "text")
     return SourceFile(fs=fs, path=path, size=size, content=content, changed=changed, kind=kind, compression=compression)
 

@@ -92,7 +92,7 @@ def test_missing_files_and_no_files(tmp_path):
     with pytest.raises(ConfigError, match="train_urls is empty"):
         LmDataConfig().load(Tokenizer(), 16, 0)
     (tmp_path / "x.json").write_text("[]")
-    with pytest.raises(ConfigError, match="one JSON value.*jsonl"):
+    with pytest.raises(ConfigError, match="x.json:1 is a JSON list, not an object. Write one object per line"):
         LmDataConfig(train_urls=(str(tmp_path / "x.json"),)).load(Tokenizer(), 16, 0)
 
 
