@@ -13,6 +13,8 @@ from lockstep.training.data.chunk_builder import ChunkBuilder, read_chunk
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+END_S = 5.0
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
@@ -38,7 +40,8 @@ class Job:
 class BuildWorker:
     """A context manager that builds chunks one after the other in a thread; complete ones are left as they are.
 
-    The thread ends with the context at the next batch of records; it does not keep the interpreter alive.
+    The thread ends with the context, at the next batch of records, which is waited for some seconds; it does not keep
+    the interpreter alive.
 
     Args:
         jobs: The chunks.
@@ -63,6 +66,7 @@ class BuildWorker:
         """The bytes read so far, those of complete chunks included."""
         self.n_bad = 0
         """The bad rows found so far."""
+        self._thread = threading.Thread(target=self._run, name="lockstep-data", daemon=True)
         self._changed = threading.Condition()
         self._done, self._closed = False, False
         self._builder: ChunkBuilder | None = None
@@ -71,12 +75,13 @@ class BuildWorker:
         self._what, self._last = "the first file", time.monotonic()
 
     def __enter__(self) -> Self:
-        threading.Thread(target=self._run, name="lockstep-data", daemon=True).start()
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         with self._changed:
             self._closed = True
+        self._thread.join(END_S)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until all chunks are built, or for some seconds.
@@ -110,6 +115,7 @@ class BuildWorker:
         try:
             for job in self._jobs:
                 before = self.bytes_read
+                self._what = job.plan.files[job.plan.chunks[job.number][0][0]].path
                 chunk = read_chunk(self._fs, job.directory, job.number)
                 if chunk is None:
                     builder = ChunkBuilder(job.plan, job.number, raise_at_bad_row=self._raise, progress=self._note)
@@ -117,7 +123,7 @@ class BuildWorker:
                     builder.build(self._fs, job.directory, self._tokenizer)
                 else:
                     self.n_bad += chunk["n_bad"]
-                self._note(before + job.size - self.bytes_read, 0, job.directory)
+                self._note(before + job.size - self.bytes_read, 0, self._what)
             self._finish(None)
         except BaseException as error:
             self._finish(error)

@@ -107,7 +107,7 @@ def make_chunks(files: Sequence[SourceFile]) -> tuple[Chunk, ...]:
         files: The files of a source.
 
     Returns:
-        The chunks. Pieces in order are the files in order.
+        The chunks, of half to one and a half of the size that is aimed at. Pieces in order are the files in order.
     """
     wanted = sum(file.size for file in files) // WANTED_CHUNKS
     chunk_bytes = min(MAX_CHUNK_BYTES, max(MIN_CHUNK_BYTES, wanted))
@@ -119,7 +119,7 @@ def make_chunks(files: Sequence[SourceFile]) -> tuple[Chunk, ...]:
         for part in range(parts):
             pieces.append((number, part, parts))
             size += file.size / parts
-            if size >= chunk_bytes:
+            if size >= chunk_bytes / 2:
                 chunks.append(tuple(pieces))
                 pieces, size = [], 0.0
     return (*chunks, tuple(pieces)) if pieces else tuple(chunks)

@@ -29,7 +29,7 @@ class Counting(Tokenizer):
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
-    """600 records in 12 chunks."""
+    """600 records in 14 chunks, each of them one call of the tokenizer."""
     monkeypatch.setattr(sources, "MIN_CHUNK_BYTES", 900)
     urls = write(tmp_path / "x.jsonl", [{"text": f"row {n}"} for n in range(600)])
     return LmDataConfig(train_urls=urls, packing=False, max_seq_len=12, cache_dir=str(tmp_path / "cache"))
@@ -50,7 +50,7 @@ def test_hosts_build_a_share_each_and_find_it_finished_later(config, tmp_path):
     tokenizers = [Counting() for _ in range(3)]
     found = run_threads(load, 3, config, tokenizers)
     assert found == [oracle] * 3
-    assert alone.calls > 9 and [one.calls for one in tokenizers] == [alone.calls // 3] * 3
+    assert alone.calls == 14 and [one.calls for one in tokenizers] == [5, 5, 4]
     assert not list((tmp_path / "cache").glob("probe-*")) and not list((tmp_path / "cache").glob("*/*.tmp"))
     again = [Counting() for _ in range(2)]
     assert run_threads(load, 2, config, again) == [oracle] * 2
@@ -64,7 +64,7 @@ def load_alone(config, tokenizer):
 
 def test_what_fails_on_one_host_fails_on_all_and_the_next_start_goes_on(config, tmp_path):
     def body(hosts, tokenizers):
-        with pytest.raises(PeerError, match="process 1.*the disk is gone") as caught:
+        with pytest.raises(PeerError, match="(?s)process 1.*the disk is gone") as caught:
             load(hosts, config, tokenizers)
         return str(caught.value)
 
@@ -80,18 +80,18 @@ def test_what_fails_on_one_host_fails_on_all_and_the_next_start_goes_on(config, 
 
 def test_a_slow_host_is_waited_for(config):
     """Longer than any wait may last, as long as something is read."""
-    tokenizers = [Counting(), Counting(delay_s=0.15)]
+    tokenizers = [Counting(), Counting(delay_s=0.4)]
     start = time.monotonic()
-    run_threads(load, 2, config, tokenizers, timeout_s=0.6)
-    assert time.monotonic() - start > 0.8
+    run_threads(load, 2, config, tokenizers, timeout_s=2.0)
+    assert time.monotonic() - start > 2.5
 
 
 def test_a_host_that_reads_nothing_is_given_up(config):
     def body(hosts, tokenizers):
-        with pytest.raises(PeerError, match=r"process 1.*nothing of .*x.jsonl was read for 0.5 s"):
+        with pytest.raises(PeerError, match=r"(?s)process 1.*nothing of .*x.jsonl was read for 1 s"):
             load(hosts, config, tokenizers)
 
-    run_threads(body, 2, [Counting(), Counting(stall_s=3.0)], timeout_s=0.5)
+    run_threads(body, 2, [Counting(), Counting(stall_s=4.0)], timeout_s=1.0)
 
 
 def test_hosts_with_disks_of_their_own_build_all(config, tmp_path, caplog):
@@ -100,7 +100,7 @@ def test_hosts_with_disks_of_their_own_build_all(config, tmp_path, caplog):
 
     tokenizers = [Counting(), Counting()]
     first, second = run_threads(body, 2, tokenizers)
-    assert first == second and tokenizers[0].calls == tokenizers[1].calls > 9
+    assert first == second and tokenizers[0].calls == tokenizers[1].calls == 14
     assert "not one directory for all hosts" in caplog.text and "gs://" in caplog.text
 
 
@@ -157,8 +157,7 @@ def test_the_leader_shows_progress_and_who_is_last(caplog, monkeypatch):
 
     assert run_threads(body, 2) == ["building the data cache, 75%"] * 2
     (line,) = [record.message for record in caplog.records]
-    assert "150 bytes of 200 bytes" in line.replace("150 B of 200 B", "150 bytes of 200 bytes")
-    assert "process 1 is last with 50%" in line
+    assert "150 B of 200 B read" in line and "process 1 is last with 50%" in line
 
 
 def test_the_default_is_below_the_users_cache(monkeypatch):

@@ -54,7 +54,7 @@ class Slow(characters.Tokenizer):
     """Merges a newline with the one after it, and does not say which characters a token holds."""
 
     def encode(self, text, add_special_tokens=True):
-        return [4 if one == "\n\n" else ord(one) for one in text.replace("\n\n", "\0").replace("\0", "\x04")]
+        return [ord(one) for one in text.replace("\n\n", "\x04")]
 
     def apply_chat_template(self, messages, tokenize, add_generation_prompt=False):
         turns = "".join(f"<{m['role']}>\n{m['content']}" for m in messages)

@@ -43,7 +43,7 @@ def test_documents_fill_rows_in_order(sizes):
 def test_first_fit_wastes_little():
     sizes = np.random.default_rng(0).integers(20, 400, 2000)
     rows = rows_of(examples_of(sizes), length=512)
-    assert 1 - sizes.sum() / (512 * len(rows)) < 0.03
+    assert 1 - sizes.sum() / (512 * len(rows)) < 0.05
     assert 1 - sizes.sum() / (512 * len(sizes)) > 0.5
 
 

@@ -57,7 +57,7 @@ def test_chunks_split_large_files_and_join_small_ones(tmp_path, monkeypatch):
     chunks = make_chunks(list_files(str(tmp_path / "*"), "data.train_urls"))
     parts = [(0, 0, 3), (0, 1, 3), (0, 2, 3), (1, 0, 1), (2, 0, 1), (3, 0, 1), (4, 0, 1), (5, 0, 1)]
     assert [piece for chunk in chunks for piece in chunk] == parts
-    assert [len(chunk) for chunk in chunks] == [2, 2, 3, 1]
+    assert [len(chunk) for chunk in chunks] == [1, 1, 1, 1, 2, 1, 1]
 
 
 def test_a_directory_must_be_one_split_of_a_data_set(tmp_path):
