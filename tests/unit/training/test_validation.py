@@ -53,7 +53,9 @@ def run(sources, every=2, loss=lm_loss, train_rows=None, at=None, perplexity=Tru
     validation = Validation(trainer, loss, sources, perplexity=perplexity)
     models = {}
     trainer.add_hook(validation, every)
-    trainer.add_hook(lambda info: models.update({info.next_step: jax.device_get(info.model)}))
+    trainer.add_hook(
+        lambda info: models.update({info.next_step: jax.tree.map(lambda x: jnp.asarray(jax.device_get(x)), info.model)})
+    )
     if at is not None:
         trainer.add_hook(at)
     state = trainer.restore(Bigrams.init)

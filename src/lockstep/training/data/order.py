@@ -66,7 +66,13 @@ class RowOrder:
             return int(_permutation(size, seed)[offset])
         from grain.experimental import index_shuffle  # half a second to import, which small data need not wait for
 
-        return int(index_shuffle(offset, max_index=size - 1, seed=seed, rounds=4))
+        # Grain 0.2.18 loses a number where the largest is a power of two (2**16 and 2**18, tried), so there it shuffles
+        # one more, and what is mapped to that one is mapped again.
+        largest = size if (size - 1).bit_count() == 1 else size - 1
+        row = index_shuffle(offset, max_index=largest, seed=seed, rounds=4)
+        while row >= size:
+            row = index_shuffle(row, max_index=largest, seed=seed, rounds=4)
+        return int(row)
 
 
 def _of_source(source: int, count: int) -> tuple[int, int]:

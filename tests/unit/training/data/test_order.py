@@ -11,7 +11,7 @@ def make(*sizes, weights=None, seed=0, shuffle=True):
     return RowOrder(sizes=sizes, weights=weights or (1.0,) * len(sizes), seed=seed, shuffle=shuffle)
 
 
-@pytest.mark.parametrize("size", [10, order.SMALL + 1], ids=["list", "computed"])
+@pytest.mark.parametrize("size", [10, order.SMALL + 1], ids=["list", "computed"])  # grain alone loses a row there
 def test_every_row_comes_once_per_epoch_in_another_order(size):
     first, second = ([row for _, row in make(size).rows(range(e * size, (e + 1) * size))] for e in range(2))
     assert sorted(first) == sorted(second) == list(range(size))
