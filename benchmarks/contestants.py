@@ -26,33 +26,54 @@ class Contestant(Protocol):
 
 
 class Floor:
-    """The matrix products of the weights alone, layers stacked and scanned: no attention, norms, cache or sampling."""
+    """The matrix products of the weights alone, layers stacked and scanned: no norms, cache or sampling.
 
-    def __init__(self) -> None:
+    Args:
+        context: Whether each decode step also reads the keys and values of every sequence, at half of its new tokens
+            on average, and multiplies with them: the products of attention without its softmax. They lie as these
+            products want them, contiguous, which no engine that adds a position at each step can have.
+    """
+
+    def __init__(self, *, context: bool = False) -> None:
         mesh = Mesh(np.array(jax.devices()[:1]), ("fsdp",))
         self._weights = random_weights(mesh)
+        self._context = context
+        self._keys_and_values: dict[tuple[int, int], jax.Array] = {}
         self._run = jax.jit(_products)
 
     def generate(self, load: Load, new_tokens: int) -> float:
         """Products of the prompt's tokens, then of ``new_tokens - 1`` steps."""
         prompt = jnp.ones((load.prompts * load.prompt_tokens, MODEL.hidden_dim))
         step = jnp.ones((load.prompts, MODEL.hidden_dim))
+        context = self._of(load.prompts, load.prompt_tokens + load.new_tokens // 2) if self._context else None
         start = time.perf_counter()
-        jax.block_until_ready(self._run(prompt, self._weights, 1))
-        jax.block_until_ready(self._run(step, self._weights, new_tokens - 1))
+        jax.block_until_ready(self._run(prompt, self._weights, None, 1))
+        jax.block_until_ready(self._run(step, self._weights, context, new_tokens - 1))
         return time.perf_counter() - start
 
+    def _of(self, prompts: int, length: int) -> jax.Array:
+        """Keys and values ``[layer, key or value, sequence, kv head, position, head]``, made once."""
+        shape = (MODEL.num_layers, 2, prompts, MODEL.num_kv_heads, length, MODEL.head_size)
+        if (prompts, length) not in self._keys_and_values:
+            self._keys_and_values = {(prompts, length): jax.block_until_ready(jnp.ones(shape))}
+        return self._keys_and_values[prompts, length]
 
-def _products(x: jax.Array, weights: DecoderWeights, steps: int) -> jax.Array:
+
+def _products(x: jax.Array, weights: DecoderWeights, context: jax.Array | None, steps: int) -> jax.Array:
     width = x.shape[1]
 
-    def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+    def layer(x: jax.Array, scanned: Any) -> tuple[jax.Array, None]:
+        w, keys_and_values = scanned
         q, k, v = (x @ each.reshape(width, -1) for each in (w.q, w.k, w.v))
+        if keys_and_values is not None:
+            heads = q.reshape(len(x), MODEL.num_kv_heads, MODEL.q_heads_per_group, MODEL.head_size)
+            scores = jnp.einsum("skgh,skph->skgp", heads, keys_and_values[0])
+            q = jnp.einsum("skgp,skph->skgh", scores, keys_and_values[1]).reshape(q.shape)
         x = (q + jnp.concatenate([k, v], axis=1)) @ w.o.reshape(-1, width)
         return (x @ w.gate * (x @ w.up)) @ w.down, None
 
     def step(_: int, x: jax.Array) -> jax.Array:
-        x, _ = jax.lax.scan(layer, x, weights.layers)
+        x, _ = jax.lax.scan(layer, x, (weights.layers, context))
         logits = x[: min(len(x), 64)] @ weights.lm_head
         return x + jnp.max(logits) * 1e-30  # so that nothing can be left out
 

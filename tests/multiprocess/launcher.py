@@ -5,6 +5,8 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LAUNCHER = REPOSITORY / "infra" / "launch.py"
+STARTUP = Path(__file__).resolve().parent / "startup"
+"""Has the module that each process of a job imports at its start."""
 CACHE = REPOSITORY / "build" / "jax-cache"
 
 
@@ -19,7 +21,9 @@ def cache_environment() -> dict[str, str]:
     """
     flags = os.environ.get("XLA_FLAGS", "")
     level = "" if "xla_backend_optimization_level" in flags else " --xla_backend_optimization_level=0"
+    path = [str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
+        "PYTHONPATH": os.pathsep.join(path),
         "XLA_FLAGS": flags + level,
         "JAX_COMPILATION_CACHE_DIR": str(CACHE),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

@@ -7,7 +7,6 @@ python -m tests.multiprocess.worker once MODULE NAME ARGS   one body and no answ
 import importlib
 import json
 import sys
-import unittest.mock
 from multiprocessing import connection
 from typing import Any
 
@@ -24,9 +23,7 @@ def join() -> Hosts:
     """Join the job that the launcher's environment describes."""
     permuted.permute_as_told()
     config = lockstep_hosts.DistributedConfig(timeout_s=HOST_TIMEOUT_S, initialization_timeout_s=60)
-    hosts = lockstep_hosts.start(config)
-    _cache_on_every_process()
-    return hosts
+    return lockstep_hosts.start(config)
 
 
 def serve(address: str) -> None:
@@ -78,23 +75,6 @@ def _forget() -> None:
             for value in list(vars(module).values()):
                 if callable(clear := getattr(value, "cache_clear", None)):
                     clear()
-
-
-def _cache_on_every_process() -> None:
-    """Have every process write the programs that it compiled, not process 0 alone.
-
-    The key of a CPU program of several processes differs between them, so that all but process 0 would compile anew in
-    every run, and process 0, which does not, would wait for them in its first collective (gloo gives up after 30 s).
-    """
-    from jax._src import compiler, distributed
-
-    write = compiler._cache_write
-
-    def write_anyway(*arguments: Any) -> None:
-        with unittest.mock.patch.object(distributed.global_state, "process_id", 0):
-            write(*arguments)
-
-    compiler._cache_write = write_anyway
 
 
 def once(module: str, name: str, arguments: str) -> None:

@@ -93,7 +93,10 @@ def check_memory(found: dict[str, Any]) -> None:
     measured["reshard"] = programs["reshard"]["temporaries"]
     print(predicted, measured)
     assert measured["prefill"] <= predicted["prefill"] < min(predicted["decode"], 2.1 * measured["prefill"])
-    assert measured["decode"] <= predicted["decode"] <= 1.15 * measured["decode"]
+    # A v6e has 128 MiB of vector memory, so that decode took 43 (512 sequences) to 143 MiB (256) less of HBM; the
+    # prediction counts on 40.
+    in_vector_memory = (128 - 40) << 20 if v6e else 0
+    assert measured["decode"] <= predicted["decode"] <= 1.15 * measured["decode"] + in_vector_memory
     assert measured["reshard"] <= predicted["reshard"]
     if not v6e:  # there the pieces of some models never leave the vector memory
         assert predicted["reshard"] <= 1.11 * measured["reshard"]

@@ -22,7 +22,17 @@ def answers(mesh: str, model: Any, **options: Any) -> list[Completion]:
     return Engine(EngineConfig(), mesh_of(mesh), **options).generate(model, mixed_requests())
 
 
-@pytest.mark.parametrize(("mesh", "family"), [("1,1,1", "llama"), *(("1,2,2", family) for family in FAMILIES)])
+QUICK = ("llama", "gemma")
+"""The families of `make test`; the decoder is compared with a plain forward for each."""
+
+
+@pytest.mark.parametrize(
+    ("mesh", "family"),
+    [
+        ("1,1,1", "llama"),
+        *(pytest.param("1,2,2", each, marks=[] if each in QUICK else [pytest.mark.slow]) for each in FAMILIES),
+    ],
+)
 def test_the_engine_agrees_with_the_training_forward(mesh: str, family: str) -> None:
     model = model_on(mesh, FAMILIES[family])
     result = lockstep.audit(model, mixed_requests(), answers(mesh, model))

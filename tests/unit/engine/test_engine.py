@@ -154,10 +154,10 @@ def test_any_mesh_context_will_do(engine: Engine, model: Any) -> None:
     ("mesh", "options", "moved"),
     [
         ("1,1,1", {}, False),
-        ("4,1,1", {}, False),
+        pytest.param("4,1,1", {}, False, marks=pytest.mark.slow),
         ("4,1,1", {"dtype": "bfloat16"}, True),
         ("1,1,4", {"layout": {"tensor": 4}}, False),
-        ("1,4,1", {}, True),
+        pytest.param("1,4,1", {}, True, marks=pytest.mark.slow),
     ],
 )
 def test_weights_that_lie_right_are_not_copied(mesh: str, options: dict[str, Any], moved: bool) -> None:
@@ -223,9 +223,9 @@ def expected_in_bfloat16(model: Any) -> list[Expected]:
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
-        ("training", {"page_size": 8}),
+        pytest.param("training", {"page_size": 8}, marks=pytest.mark.slow),
         ({"tensor": 2}, {"max_seqs": 3, "page_size": 8, "max_prefill_size": 16, "max_steps_per_launch": 5}),
-        ({"tensor": 4}, {"max_seqs": 5}),
+        pytest.param({"tensor": 4}, {"max_seqs": 5}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

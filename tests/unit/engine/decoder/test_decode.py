@@ -29,7 +29,7 @@ def poisoned(mesh: str, token: int = POISON) -> Any:
     [
         ("1,1,1", "auto", 8, "auto"),
         ("1,2,2", {"tensor": 2}, 32, "auto"),
-        ("1,2,1", "training", 16, "auto"),
+        pytest.param("1,2,1", "training", 16, "auto", marks=pytest.mark.slow),
         pytest.param("1,1,1", "auto", 8, "fp8", marks=pytest.mark.slow),
     ],
 )

@@ -36,9 +36,9 @@ def requests_with_and_without() -> list[Request]:
 @pytest.mark.parametrize(
     ("family", "mesh", "layout", "options"),
     [
-        ("llama3", "1,1,1", "auto", {"page_size": 16}),
+        pytest.param("llama3", "1,1,1", "auto", {"page_size": 16}, marks=pytest.mark.slow),
         ("qwen3", "1,2,2", {"tensor": 2}, {"page_size": 8, "max_prefill_size": 16, "max_seqs": 3}),
-        ("tied", "2,2,1", "training", {"page_size": 32, "max_prefill_size": 32}),
+        pytest.param("tied", "2,2,1", "training", {"page_size": 32, "max_prefill_size": 32}, marks=pytest.mark.slow),
     ],
 )
 def test_they_are_the_models(

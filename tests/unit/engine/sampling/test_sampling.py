@@ -74,9 +74,9 @@ def check(want: list[Expected], got: list[Completion]) -> None:
     ("layout", "options"),
     [
         ({"tensor": 1}, {"page_size": 8, "max_seqs": 6, "max_steps_per_launch": 5}),
-        ({"tensor": 2}, {}),
+        pytest.param({"tensor": 2}, {}, marks=pytest.mark.slow),
         ({"tensor": 4}, {"max_steps_per_launch": 4}),
-        ("training", {"max_seqs": 8}),
+        pytest.param("training", {"max_seqs": 8}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
