@@ -81,7 +81,7 @@ def test_figures_are_exact_over_all_rows_of_each_source(parallelism):
             columns = {key: jnp.asarray(column) for key, column in source.columns.items()}
             parts = lm_loss(models[step], columns)
             sums[name] = np.array([parts.total, parts.weight], np.float64)
-            assert figures[f"eval/{name}/loss"] == pytest.approx(parts.total / parts.weight, rel=1e-5)
+            assert figures[f"eval/{name}/loss"] == pytest.approx(float(parts.total / parts.weight), rel=1e-5)
         total, weight = sum(sums.values())
         assert figures["eval/loss"] == pytest.approx(total / weight, rel=1e-5)
         assert figures["eval/perplexity"] == pytest.approx(math.exp(total / weight), rel=1e-5)
