@@ -36,6 +36,14 @@ def _no_group_outlives_the_tests() -> Iterator[None]:
         pool.end_all()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _data_caches_of_this_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep the caches of training data apart from the user's, also in processes that tests start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 SHOWN_FILES = 25
 
 

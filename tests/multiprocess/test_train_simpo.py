@@ -56,9 +56,10 @@ def test_simpo_trains_and_samples(tmp_path):
         pytest.param(["--tokenizer", "./data/none"], "data/none", marks=pytest.mark.slow),
         pytest.param(["--trainer.train_batch_size", "6"], "train_batch_size is 6", marks=pytest.mark.slow),
         pytest.param(["--inference_eval.max_seq_len", "16"], "max_seq_len is 16", marks=pytest.mark.slow),
+        pytest.param(["--trainer.steps_per_eval", "3"], "validation_urls is empty", marks=pytest.mark.slow),
         pytest.param(["--trainer.nm_train_steps", "3"], "Did you mean 'num_train_steps'?", marks=pytest.mark.slow),
     ],
-    ids=["rows", "tokenizer", "batch", "prompts", "key"],
+    ids=["rows", "tokenizer", "batch", "prompts", "validation", "key"],
 )
 def test_wrong_input_ends_every_process_before_training(tmp_path, arguments, text):
     run = run_command([*COMMAND, "--trainer.log_dir", str(tmp_path), *arguments], cwd=ROOT, timeout_s=120)

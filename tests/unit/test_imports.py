@@ -37,6 +37,7 @@ BELOW["main"] = {"plan", "training", "batch_inference", *BELOW["plan"]}
 ONLY_IN = {
     "wandb": {"report/trackers/wandb.py"},
     "tensorboardX": {"report/trackers/tensorboard.py"},
+    "grain": {"training/data/order.py"},
     "jax._src": {"hosts/_client.py"},
     "orbax": {"training/checkpoint.py"},
     "tensorstore": {"training/checkpoint.py"},

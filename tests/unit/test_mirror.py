@@ -23,6 +23,10 @@ COVERED_BY = {
     "engine/capacity_fields.py": "tests/unit/test_sampling_fields.py",
     "report/evaluation_fields.py": "tests/unit/test_sampling_fields.py",
     "training/launcher.py": "tests/unit/training/test_trainer.py",
+    "training/data/build_progress.py": "tests/unit/training/data/test_build.py",
+    "training/data/build_worker.py": "tests/unit/training/data/test_build.py",
+    "training/data/cache_plan.py": "tests/unit/training/data/test_build.py",
+    "training/data/chunk_builder.py": "tests/unit/training/data/test_records.py",
     "training/objectives/parts.py": "tests/unit/training/objectives/test_lm.py",
     "training/rollout.py": "tests/unit/test_sampling_fields.py",
     # One kind of reward each.
@@ -30,6 +34,8 @@ COVERED_BY = {
         f"training/grpo/rewards/{kind}.py": "tests/unit/training/grpo/rewards/test_rewards.py"
         for kind in ("config", "exact_match", "format", "function", "gsm8k", "length", "overlong", "regex")
     },
+    "main/setup.py": "tests/unit/main/test_train_grpo.py",
+    "training/result.py": "tests/unit/training/test_trainer.py",
     "training/step_log.py": "tests/unit/training/test_trainer.py",
     # Programs of the decoder, which only the whole engine runs.
     "engine/decoder/build.py": "tests/unit/engine/test_engine.py",

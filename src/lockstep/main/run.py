@@ -6,7 +6,7 @@ import re
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import draccus
 import haliax as hax
@@ -21,6 +21,7 @@ from lockstep.hosts import Hosts, config_digest, leader_only, start, try_leader_
 from lockstep.main.arguments import describe, parse_arguments
 from lockstep.main.hf_saves import HF_DTYPES, HfSaves
 from lockstep.main.run_dir import closing_summary, make_run_dir, rewind
+from lockstep.main.setup import Data, LoadsData, Setup
 from lockstep.models import (
     LlamaConfig,
     LlamaLMHeadModel,
@@ -37,13 +38,14 @@ from lockstep.text import check_vocab, load_tokenizer, tokenizer_digest
 from lockstep.training import (
     Batches,
     BatchSource,
+    CachedRows,
     LossFn,
     OptimizerConfig,
     StopRequest,
-    TokenizedRows,
     Trainer,
     TrainerConfig,
     TrainState,
+    Validation,
     model_spec,
     save_tokenizer,
 )
@@ -110,51 +112,6 @@ class RunConfig:
                 raise ConfigError(f"{name} is set and hf_save_path is null, so it has no effect. Set hf_save_path.")
 
 
-class Data(Protocol):
-    """What was read and tokenised."""
-
-    def __len__(self) -> int:
-        """Return the number of rows, or of questions."""
-        ...
-
-    def digest(self) -> str:
-        """Return the digest of all of it, for hosts to agree on."""
-        ...
-
-
-class LoadsData[Loaded: Data](Protocol):
-    """The ``data`` block of a command."""
-
-    def load(self, tokenizer: "PreTrainedTokenizerBase", model_max_seq_len: int, seed: int) -> Loaded:
-        """Read and tokenise the data."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Setup[Loaded: Data]:
-    """What is there before the first step, from which the batches of a command are made.
-
-    Args:
-        data: What was loaded.
-        tokenizer: The tokenizer.
-        model: The model that training begins or goes on with.
-        model_max_seq_len: The number of tokens of the model's longest sequence.
-        initial_model: Makes the model anew as it is before the first step.
-        trainer: The trainer, to which hooks can be added.
-        tracker: The tracker of the run.
-        run_dir: The run directory.
-    """
-
-    data: Loaded
-    tokenizer: "PreTrainedTokenizerBase"
-    model: PyTree
-    model_max_seq_len: int
-    initial_model: Callable[[], PyTree]
-    trainer: Trainer
-    tracker: Tracker
-    run_dir: Path
-
-
 def run_command[Config: RunConfig, Loaded: Data](
     cls: type[Config],
     arguments: Sequence[str],
@@ -186,7 +143,7 @@ def run_command[Config: RunConfig, Loaded: Data](
     return train(config, data, objective, make_batches, hosts)
 
 
-def rows_as_batches(setup: Setup[TokenizedRows]) -> Batches:
+def rows_as_batches(setup: Setup[CachedRows]) -> Batches:
     """Return the batches of a command whose rows are read from files: the rows themselves.
 
     Args:
@@ -220,7 +177,8 @@ def train[Loaded: Data](
         ConfigError: The model does not fit the mesh.
     """
     hosts.agree("config", {"config": config_digest(config)})
-    with hosts.run_on_all("reading tokenizer and data") as prepared:
+    with hosts.run_on_all("reading tokenizer") as prepared:
+        _check_validation(config.trainer, data)
         mesh = make_mesh(config.trainer.mesh_shape)
         config.trainer.microbatches(mesh)
         tokenizer = load_tokenizer(config.tokenizer)
@@ -229,10 +187,13 @@ def train[Loaded: Data](
         vocab_size = token_ids
         if config.initialize_from_hf is None:
             vocab_size = padded_vocab_size(token_ids, mesh.shape["tp"])
-        rows = data.load(tokenizer, model_config.max_seq_len, config.trainer.seed)
         load_metrics(config.inference_eval.metrics if config.inference_eval.enabled else ())
-        facts = {"training data": rows.digest(), "tokenizer": tokenizer_digest(tokenizer)}
+        facts = {"tokenizer": tokenizer_digest(tokenizer)}
         prepared.agree(facts)
+    rows = data.load(tokenizer, model_config.max_seq_len, config.trainer.seed, hosts)
+    validation = data.load_validation(tokenizer, model_config.max_seq_len, hosts)
+    facts["training data"] = rows.digest()
+    hosts.agree("training data", facts)
     run_dir = make_run_dir(config.trainer, hosts)
     tracker: Tracker = NoopTracker()
     with hosts.run_on_all("tracker"):
@@ -277,6 +238,9 @@ def train[Loaded: Data](
         saves = HfSaves(config, run_dir, tokenizer, token_ids, hosts)
         if config.hf_save_steps is not None:
             trainer.add_hook(saves, every=config.hf_save_steps)
+        if validation:
+            every = config.trainer.steps_per_eval or config.trainer.num_train_steps
+            trainer.add_hook(Validation(trainer, objective, validation, perplexity=data.CROSS_ENTROPY), every)
         setup = Setup(
             data=rows,
             tokenizer=tokenizer,
@@ -365,6 +329,16 @@ def _announce(config: RunConfig, model: PyTree, rows: Data, mesh: Mesh, run_dir:
         f"{n_parameters:,} parameters on mesh ({shape}); {len(rows):,} rows, batch {config.trainer.train_batch_size}, "
         f"{config.trainer.num_train_steps} steps; run directory {run_dir}"
     )
+
+
+def _check_validation(config: TrainerConfig, data: LoadsData[Any]) -> None:
+    for name in ("steps_per_eval", "per_device_eval_parallelism"):
+        value = getattr(config, name)
+        if value not in (None, -1) and not data.validation_urls:
+            raise ConfigError(
+                f"trainer.{name} is {value}, but data.validation_urls is empty, so it has no effect. Name files to "
+                "validate with, or leave it out."
+            )
 
 
 def _help(cls: type[Any]) -> str:

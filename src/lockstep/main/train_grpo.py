@@ -8,7 +8,9 @@ import jax
 from jaxtyping import PyTree
 
 from lockstep.errors import ConfigError
-from lockstep.main.run import Setup, run_command
+from lockstep.hosts import Hosts
+from lockstep.main.run import run_command
+from lockstep.main.setup import Setup
 from lockstep.main.train_config import TrainConfig
 from lockstep.report import Row
 from lockstep.text import StopFinder
@@ -20,6 +22,7 @@ from lockstep.training import (
     Questions,
     RolloutConfig,
     Rollouts,
+    TokenCache,
     load_questions,
     make_rewarder,
 )
@@ -37,6 +40,7 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, TrainConfig):
     """
 
     ROW_NAME: ClassVar[str] = "answers"
+    CROSS_ENTROPY: ClassVar[bool] = False
 
     data: GrpoDataConfig
     """Questions with answers that can be checked."""
@@ -51,6 +55,11 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, TrainConfig):
                 f"rollout.max_new_tokens is {new} and data.max_seq_len is {length}; prompt and answer together must "
                 f"fit a row. Lower rollout.max_new_tokens to less than {length}, or raise data.max_seq_len."
             )
+
+    @property
+    def validation_urls(self) -> tuple[()]:
+        """Nothing: held-out questions are answered by ``inference_eval``."""
+        return ()
 
     @property
     def objective(self) -> GrpoConfig:
@@ -81,17 +90,34 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, TrainConfig):
         """Return shape and type of one row of each column of a batch, see `TrainConfig.columns`."""
         return self.objective.columns(self.data.row_length(model_max_seq_len), on_policy=self.updates == 1)
 
-    def load(self, tokenizer: "PreTrainedTokenizerBase", model_max_seq_len: int, seed: int) -> Questions:
-        """Read and tokenise the questions, and try the rewards on the first of them.
+    def load(
+        self, tokenizer: "PreTrainedTokenizerBase", model_max_seq_len: int, seed: int, hosts: Hosts | None = None
+    ) -> Questions:
+        """Read and tokenise the questions, and try the rewards on the first of them. Every host makes this call.
 
         Args:
             tokenizer: The tokenizer of the model.
             model_max_seq_len: The number of tokens of the model's longest sequence.
             seed: The seed of the order of the questions.
+            hosts: The hosts that make this call together; None for this one alone.
 
         Raises:
             ConfigError: A file, a record, the tokenizer or a reward cannot be used.
+            PeerError: The same, where hosts are given; raised on all of them.
         """
+        if hosts is None:
+            return self._load(tokenizer, model_max_seq_len, seed)
+        with hosts.run_on_all("reading questions"):
+            questions = self._load(tokenizer, model_max_seq_len, seed)
+        return questions
+
+    def load_validation(
+        self, tokenizer: "PreTrainedTokenizerBase", model_max_seq_len: int, hosts: Hosts | None = None
+    ) -> dict[str, TokenCache]:
+        """Return nothing: held-out questions are answered by ``inference_eval``."""
+        return {}
+
+    def _load(self, tokenizer: "PreTrainedTokenizerBase", model_max_seq_len: int, seed: int) -> Questions:
         StopFinder(tokenizer).check(self.rollout.stop)
         questions = load_questions(
             self.data,

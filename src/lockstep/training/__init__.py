@@ -3,7 +3,15 @@
 from lockstep.training.batch_source import BatchFeed, BatchSource
 from lockstep.training.checkpointer_config import CheckpointerConfig, KeepConfig
 from lockstep.training.config import TrainerConfig
-from lockstep.training.data import DataConfig, GrpoDataConfig, LmDataConfig, PreferenceDataConfig
+from lockstep.training.data import (
+    CachedRows,
+    DataConfig,
+    GrpoDataConfig,
+    LmDataConfig,
+    PreferenceDataConfig,
+    SourceConfig,
+    TokenCache,
+)
 from lockstep.training.grpo import (
     ROLLOUTS_FILE,
     GrpoRunFields,
@@ -41,11 +49,13 @@ from lockstep.training.saved_model import (
 from lockstep.training.step import TrainState, TrainStep, batch_structs, parameter_shardings, state_structs
 from lockstep.training.stopping import StopRequest
 from lockstep.training.trainer import Trainer
+from lockstep.training.validation import Validation
 
 __all__ = [
     "BatchFeed",
     "BatchSource",
     "Batches",
+    "CachedRows",
     "CheckpointerConfig",
     "DataConfig",
     "GrpoConfig",
@@ -69,14 +79,17 @@ __all__ = [
     "Rollouts",
     "SavedModel",
     "SimpoConfig",
+    "SourceConfig",
     "StepInfo",
     "StopRequest",
+    "TokenCache",
     "TokenizedRows",
     "TrainResult",
     "TrainState",
     "TrainStep",
     "Trainer",
     "TrainerConfig",
+    "Validation",
     "batch_structs",
     "has_checkpoint",
     "lm_loss",

@@ -37,6 +37,11 @@ class TrainerConfig:
     bit again where less memory is free."""
     memory_bytes_per_device: int | None = None
     """With ``per_device_parallelism: auto``, the bytes of a device that training may use; null: what is free."""
+    steps_per_eval: int | None = None
+    """The number of steps between two validations on ``data.validation_urls``; null: after the last step alone."""
+    per_device_eval_parallelism: int = -1
+    """The number of validation rows that a device works on at a time; -1: as many as in training, and 1
+    with ``per_device_parallelism: auto``."""
     mp: str = "p=f32"
     """Float types, as in jmp: those of the parameters and of the arithmetic, e.g. ``p=f32,c=bf16``."""
     mesh_shape: str = "auto"
@@ -83,6 +88,16 @@ class TrainerConfig:
             raise ConfigError(
                 f"trainer.memory_bytes_per_device is {self.memory_bytes_per_device}; it is for per_device_parallelism: "
                 f"auto (now {parallelism}) and must be above 0. Remove it or correct it."
+            )
+        if self.per_device_eval_parallelism < 1 and self.per_device_eval_parallelism != -1:
+            raise ConfigError(
+                f"trainer.per_device_eval_parallelism is {self.per_device_eval_parallelism}; it must be at least 1, or "
+                "-1 for as many rows as in training."
+            )
+        if self.steps_per_eval is not None and self.steps_per_eval < 1:
+            raise ConfigError(
+                f"trainer.steps_per_eval is {self.steps_per_eval}; it must be at least 1, or null for a validation "
+                "after the last step alone."
             )
         if self.run_id is not None and (not self.run_id or set(self.run_id) & set("/\\") or self.run_id[0] == "."):
             raise ConfigError(
@@ -155,3 +170,18 @@ class TrainerConfig:
                 f"rows that each device has of a batch of {self.train_batch_size}. Use one of {divisors}, or -1."
             )
         return rows // self.per_device_parallelism
+
+    def eval_batch_size(self, mesh: Mesh) -> int:
+        """The number of validation rows that all devices work on at a time.
+
+        Args:
+            mesh: The mesh of the run.
+
+        Raises:
+            ConfigError: As for `microbatches`.
+        """
+        if self.per_device_eval_parallelism != -1:
+            return data_shards(mesh) * self.per_device_eval_parallelism
+        if self.per_device_parallelism == "auto":
+            return data_shards(mesh)
+        return self.train_batch_size // self.microbatches(mesh)

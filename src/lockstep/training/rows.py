@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -72,7 +72,11 @@ class TokenizedRows:
 
     def batch(self, step: int, batch_size: int, rows: slice) -> dict[str, np.ndarray]:
         """Return some rows of the batch of a step, see `Batches.batch`."""
-        chosen = self.indices(step, batch_size)[rows]
+        return self.take(self.indices(step, batch_size)[rows])
+
+    def take(self, numbers: Sequence[int] | Int[np.ndarray, " row"]) -> dict[str, np.ndarray]:
+        """Return the columns of some rows by their numbers."""
+        chosen = np.asarray(numbers, np.int64)
         return {name: column[chosen] for name, column in self.columns.items()}
 
     def digest(self) -> str:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,12 +13,16 @@ from lockstep.errors import ConfigError, PromptError
 from lockstep.hosts import digest
 from lockstep.text import Prompt, encode
 from lockstep.training.data import GrpoDataConfig
-from lockstep.training.records import field, read_records
+from lockstep.training.data.records import BadRow, Record, read_piece
+from lockstep.training.data.sources import list_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
+
+FIELDS = ("question", "answer")
+"""The fields of a record."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,8 +101,7 @@ def load_questions(
     prompts: list[Prompt] = []
     tokens: list[tuple[int, ...]] = []
     left_out = 0
-    for record in read_records(config.train_urls):
-        place, question, answer = record[0], field(record, "question"), field(record, "answer")
+    for place, question, answer in _read(config):
         try:
             prompt = _prompt(config, len(prompts), question, answer)
             (encoded,) = encode(tokenizer, [prompt])
@@ -121,6 +124,38 @@ def load_questions(
     if not prompts:
         raise ConfigError("the training data has 0 questions that fit; at least 1 is needed. Check data.train_urls.")
     return Questions(prompts=prompts, tokens=tokens, seed=seed, shuffle=config.shuffle)
+
+
+def _read(config: GrpoDataConfig) -> Iterator[tuple[str, str, str]]:
+    """Yields the place of each question, the question, and its answer."""
+    if not config.train_urls:
+        raise ConfigError("data.train_urls is empty; at least 1 file is needed. List files, e.g. [data/train.jsonl].")
+    bad: list[str] = []
+    for source in config.train_urls:
+        for file in list_files(source if isinstance(source, str) else source.url, "data.train_urls"):
+            for number, _, record in read_piece(file, 0, 1, FIELDS):
+                place = f"{file.path}:{number}"
+                try:
+                    if record is not None:
+                        yield place, _text(record, "question"), _text(record, "answer")
+                except BadRow as error:
+                    bad.append(f"{place} {error}")
+                    if config.on_bad_row == "raise" or len(bad) > config.max_bad_rows:
+                        raise ConfigError(
+                            f"{bad[0]} ({len(bad)} bad records so far, data.on_bad_row is {config.on_bad_row}, "
+                            f"data.max_bad_rows {config.max_bad_rows}). Correct the file, or allow more."
+                        ) from error
+    for each in bad:
+        log.warning("question left out: %s", each)
+
+
+def _text(record: Record | BadRow, name: str) -> str:
+    if isinstance(record, BadRow):
+        raise record
+    value = record.get(name)
+    if not isinstance(value, str):
+        raise BadRow(f"needs the field {name!r} with a text, and has {sorted(record)}")
+    return value
 
 
 def _prompt(config: GrpoDataConfig, number: int, question: str, answer: str) -> Prompt:

@@ -56,18 +56,22 @@ def simpo_parts(
     Args:
         config: The settings ``beta`` and ``gamma / beta``.
         logprobs: The log-probability of each token; index 0 of axis 1 is the chosen response, 1 the rejected one.
-        mask: True for the tokens of the responses.
+        mask: True for the tokens of the responses. A pair with an empty one has no weight: it fills up a batch.
 
     Returns:
         Sums over the pairs, with the metrics ``reward_chosen``, ``reward_rejected``, ``reward_margin`` and ``accuracy``
         (share of pairs whose chosen response has the higher reward).
     """
-    means = jnp.sum(jnp.where(mask, logprobs, 0.0), axis=-1) / jnp.sum(mask, axis=-1)
-    chosen, rejected = config.beta * means[:, 0], config.beta * means[:, 1]
+    counts = jnp.sum(mask, axis=-1)
+    real = jnp.all(counts > 0, axis=-1)
+    means = jnp.sum(jnp.where(mask, logprobs, 0.0), axis=-1) / jnp.maximum(counts, 1)
+    rewards = jnp.where(real[:, None], config.beta * means, 0.0)
+    chosen, rejected = rewards[:, 0], rewards[:, 1]
     margin = chosen - rejected
+    losses = -jax.nn.log_sigmoid(margin - config.gamma_beta_ratio * config.beta)
     return LossParts(
-        total=-jnp.sum(jax.nn.log_sigmoid(margin - config.gamma_beta_ratio * config.beta)),
-        weight=jnp.asarray(margin.shape[0], jnp.float32),
+        total=jnp.sum(jnp.where(real, losses, 0.0)),
+        weight=jnp.sum(real, dtype=jnp.float32),
         metrics={
             "reward_chosen": jnp.sum(chosen),
             "reward_rejected": jnp.sum(rejected),

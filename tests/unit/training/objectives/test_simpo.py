@@ -26,6 +26,17 @@ def test_simpo_by_hand():
     )
 
 
+def test_a_pair_without_targets_has_no_weight():
+    """It fills up the last batch of a validation: what its log-probabilities are, nan too, does not count."""
+    logprobs = jnp.array([[[-0.5, -1.5], [-2.0, -3.0]], [[jnp.nan, -1.0], [-7.0, jnp.nan]]])
+    mask = jnp.array([[[1, 1], [1, 1]], [[0, 0], [0, 0]]], bool)
+    alone = simpo_parts(SimpoConfig(), logprobs[:1], mask[:1])
+    both = simpo_parts(SimpoConfig(), logprobs, mask)
+    assert float(both.weight) == float(alone.weight) == 1
+    assert float(both.total) == float(alone.total)
+    assert {k: float(v) for k, v in both.metrics.items()} == {k: float(v) for k, v in alone.metrics.items()}
+
+
 def test_simpo_from_tokens():
     """Through the model: one target each, p(1 | 0) = 0.2 chosen and p(3 | 0) = 0.4 rejected; beta 10, gamma 0."""
     batch = {

@@ -1,0 +1,76 @@
+"""What the training commands have before the first step: their data, and from it their batches."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from jaxtyping import PyTree
+
+from lockstep.hosts import Hosts
+from lockstep.report import Tracker
+from lockstep.training import TokenCache, Trainer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Data(Protocol):
+    """What was read and tokenised."""
+
+    def __len__(self) -> int:
+        """Return the number of rows, or of questions."""
+        ...
+
+    def digest(self) -> str:
+        """Return the digest of all of it, for hosts to agree on."""
+        ...
+
+
+class LoadsData[Loaded: Data](Protocol):
+    """The ``data`` block of a command."""
+
+    CROSS_ENTROPY: ClassVar[bool]
+    """Whether the loss on this data is a mean over tokens, of which the exponential is the perplexity."""
+
+    @property
+    def validation_urls(self) -> Sequence[object]:
+        """The files to validate with."""
+        ...
+
+    def load(
+        self, tokenizer: "PreTrainedTokenizerBase", model_max_seq_len: int, seed: int, hosts: Hosts | None = None
+    ) -> Loaded:
+        """Read and tokenise the data; every host makes this call."""
+        ...
+
+    def load_validation(
+        self, tokenizer: "PreTrainedTokenizerBase", model_max_seq_len: int, hosts: Hosts | None = None
+    ) -> Mapping[str, TokenCache]:
+        """Read and tokenise the rows to validate with, by the name of their source; every host makes this call."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setup[Loaded: Data]:
+    """What is there before the first step, from which the batches of a command are made.
+
+    Args:
+        data: What was loaded.
+        tokenizer: The tokenizer.
+        model: The model that training begins or goes on with.
+        model_max_seq_len: The number of tokens of the model's longest sequence.
+        initial_model: Makes the model anew as it is before the first step.
+        trainer: The trainer, to which hooks can be added.
+        tracker: The tracker of the run.
+        run_dir: The run directory.
+    """
+
+    data: Loaded
+    tokenizer: "PreTrainedTokenizerBase"
+    model: PyTree
+    model_max_seq_len: int
+    initial_model: Callable[[], PyTree]
+    trainer: Trainer
+    tracker: Tracker
+    run_dir: Path

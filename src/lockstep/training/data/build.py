@@ -1,0 +1,248 @@
+"""Builds the caches of a run, each host a share of their chunks, or finds them finished."""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import fsspec
+
+from lockstep.errors import ConfigError
+from lockstep.hosts import Hosts
+from lockstep.training.data.build_progress import BuildProgress
+from lockstep.training.data.build_worker import BuildWorker, Job
+from lockstep.training.data.cache_plan import CachePlan
+from lockstep.training.data.chunk_builder import place
+from lockstep.training.data.row_files import is_local, new_file, remove_dead_files
+from lockstep.training.data.token_cache import METADATA, CacheMetadata, TokenCache, chunk_file, read_metadata
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+INTERVAL_S = 1.0
+"""Seconds after which the hosts hear of each other while they build."""
+SHOWN_BAD = 5
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BadRowPolicy:
+    """What happens at records that cannot be used.
+
+    Args:
+        on_bad_row: Leave them out, or raise at the first.
+        max_bad_rows: The most that are left out of a source.
+    """
+
+    on_bad_row: Literal["skip", "raise"]
+    max_bad_rows: int
+
+
+def default_cache_dir() -> str:
+    """Return where caches are kept unless the configuration says otherwise: below the user's cache directory."""
+    return os.path.join(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"), "lockstep", "data")
+
+
+def build_caches(
+    make_plans: Callable[[], Sequence[CachePlan]],
+    tokenizer: "PreTrainedTokenizerBase",
+    cache_dir: str | None,
+    policy: BadRowPolicy,
+    hosts: Hosts,
+) -> list[TokenCache]:
+    """Build what is not there yet. Every host makes this call.
+
+    Hosts that see the same cache directory build a share of the chunks each; one with its own disk builds all. The
+    chunks do not depend on the number of hosts, and a complete one is never built again, so a build that was killed
+    goes on. While hosts build they hear of each other every second, so however long it takes, nobody waits in vain; a
+    host gives up where nothing was read for ``hosts.timeout_s``.
+
+    Args:
+        make_plans: A function that looks at the files and returns the caches that are wanted.
+        tokenizer: The tokenizer.
+        cache_dir: The directory or URL below which caches are kept; None for `default_cache_dir`.
+        policy: What happens at bad rows.
+        hosts: The hosts that build together.
+
+    Returns:
+        The caches.
+
+    Raises:
+        PeerError: A host could not read a file or write the cache, or there are more bad rows than allowed.
+        DisagreementError: The hosts have different files.
+    """
+    with hosts.scope("data") as scope:
+        with scope.run_on_all("files", "looking at the data files") as phase:
+            fs, root = fsspec.core.url_to_fs(cache_dir or default_cache_dir())
+            plans = make_plans()
+            phase.agree({f"files of {plan.name}": plan.content for plan in plans})
+            phase.share([[plan.key for plan in plans], secrets.token_hex(8)])
+        # The leader's: equal copies of a file on several hosts may have been made at different times.
+        keys, nonce = phase.shared[0]
+        directories = [f"{root.rstrip('/')}/{key}" for key in keys]
+        group = _sharing(scope, fs, root, nonce, directories)
+        _build(scope, fs, list(zip(plans, directories, strict=True)), tokenizer, policy, group)
+        with scope.run_on_all("read", "reading the data cache") as phase:
+            caches = [TokenCache(fs, path, _finished(fs, path)) for path in directories]
+            for plan, cache in zip(plans, caches, strict=True):
+                _check_rows(plan, cache.metadata, policy)
+            phase.agree({f"rows of {plan.name}": cache.digest() for plan, cache in zip(plans, caches, strict=True)})
+    if hosts.is_leader:
+        for plan, cache in zip(plans, caches, strict=True):
+            _report(plan, cache)
+    return caches
+
+
+def _sharing(scope: Hosts, fs: Any, root: str, nonce: str, directories: Iterable[str]) -> list[int]:
+    """The processes that see the same cache directory as this one, itself among them."""
+    probes = f"{root.rstrip('/')}/probe-{nonce}"
+    with scope.run_on_all("mark", "writing to the cache directory"):
+        try:
+            for path in (*directories, probes) if is_local(fs) else ():
+                os.makedirs(path, exist_ok=True)
+            with new_file(fs, f"{probes}/{scope.index}") as stream:
+                stream.write(b"here")
+        except Exception as error:  # each file system has its own errors
+            raise ConfigError(
+                f"data.cache_dir {root} cannot be written to: {type(error).__name__}: {error}. Set it to a "
+                "directory or bucket that can."
+            ) from error
+    with scope.run_on_all("look", "writing to the cache directory") as phase:
+        fs.invalidate_cache()
+        seen = sorted(int(name) for path in fs.ls(probes, detail=False) if (name := path.rpartition("/")[2]).isdigit())
+        phase.share(seen)
+    if scope.index == seen[0]:
+        with contextlib.suppress(Exception):  # a directory with a few bytes is left behind
+            fs.rm(probes, recursive=True)
+    if scope.is_leader and any(len(each) < scope.count for each in phase.shared):
+        log.warning(
+            "data.cache_dir %s is not one directory for all hosts, so each builds the cache for itself. Set it to a "
+            "shared disk or a bucket (gs://…) to have it built once.",
+            root,
+        )
+    return seen
+
+
+def _build(
+    scope: Hosts,
+    fs: Any,
+    wanted: Sequence[tuple[CachePlan, str]],
+    tokenizer: "PreTrainedTokenizerBase",
+    policy: BadRowPolicy,
+    group: Sequence[int],
+) -> None:
+    """Build this host's share of the chunks, until all hosts are done; then the first of a group says so on disk."""
+    with scope.run_on_all("caches", "looking for finished data caches") as phase:
+        missing = [(plan, path) for plan, path in wanted if read_metadata(fs, path) is None]
+        phase.share(len(missing))
+    if not any(phase.shared):
+        return
+    chunks = [Job(plan=plan, directory=path, number=n) for plan, path in missing for n in range(len(plan.chunks))]
+    jobs = chunks[list(group).index(scope.index) :: len(group)]
+    mine = sum(job.size for job in jobs)
+    with scope.run_on_all("shares") as phase:
+        phase.share(mine)
+    totals = list(phase.shared)
+    progress = BuildProgress(scope, sum(totals))
+    interval_s = min(INTERVAL_S, scope.timeout_s / 4)
+    scope.phase("building the data cache")
+    strict = policy.on_bad_row == "raise"
+    worker = BuildWorker(jobs, fs, tokenizer, raise_at_bad_row=strict, timeout_s=scope.timeout_s)
+    with worker, contextlib.closing(progress):
+        for number in itertools.count():
+            with scope.run_on_all(f"build {number}", scope.last_phase) as phase:
+                done = worker.wait(interval_s)
+                if worker.n_bad > policy.max_bad_rows * len(wanted) and (first := worker.first_bad()):
+                    raise ConfigError(f"{_too_many(worker.n_bad, policy)} The first: {first}")
+                phase.share([done, min(worker.bytes_read, mine)])
+            progress.show([(read, total) for (_, read), total in zip(phase.shared, totals, strict=True)])
+            if all(done for done, _ in phase.shared):
+                break
+    with scope.run_on_all("finish", "finishing the data cache"):
+        if scope.index == group[0]:
+            for plan, path in missing:
+                with new_file(fs, f"{path}/{METADATA}") as stream:
+                    stream.write(json.dumps(dataclasses.asdict(_summarise(fs, path, plan))).encode())
+                if is_local(fs):
+                    remove_dead_files(path)
+
+
+def _summarise(fs: Any, path: str, plan: CachePlan) -> CacheMetadata:
+    """What is in the chunks of a cache, with the lines of bad rows counted from the beginnings of their files."""
+    fs.invalidate_cache()
+    paths = [chunk_file(path, number, "json") for number in range(len(plan.chunks))]
+    whole = [None] * len(paths)
+    chunks = [json.loads(data) for data in fs.cat_ranges(paths, whole, whole, on_error="raise")]
+    lines = [0] * len(plan.files)
+    bad: list[str] = []
+    for pieces, chunk in zip(plan.chunks, chunks, strict=True):
+        before = []
+        for (number, _, _), read in zip(pieces, chunk["lines"], strict=True):
+            before.append(lines[number])
+            lines[number] += read
+        for piece, line, why in chunk["bad"]:
+            bad.append(f"{place(plan.files[pieces[piece][0]].path, before[piece], line)} {why}")
+    return CacheMetadata(
+        layout=plan.shape.layout,
+        length=plan.shape.length,
+        chunk_rows=tuple(chunk["rows"] for chunk in chunks),
+        digests=tuple(chunk["digest"] for chunk in chunks),
+        bad=tuple(bad),
+        **{
+            name: sum(chunk[name] for chunk in chunks)
+            for name in ("examples", "unpacked_rows", "tokens", "dropped", "n_bad")
+        },
+    )
+
+
+def _finished(fs: Any, path: str) -> CacheMetadata:
+    metadata = read_metadata(fs, path)
+    if metadata is None:
+        raise ConfigError(
+            f"the data cache {path} has no {METADATA}, which another process has just written. Use a data.cache_dir "
+            "that all hosts see in the same way, or one on each host's own disk."
+        )
+    return metadata
+
+
+def _check_rows(plan: CachePlan, metadata: CacheMetadata, policy: BadRowPolicy) -> None:
+    if metadata.n_bad and policy.on_bad_row == "raise":
+        raise ConfigError(metadata.bad[0])
+    if metadata.n_bad > policy.max_bad_rows:
+        raise ConfigError(f"{plan.name}: {_too_many(metadata.n_bad, policy)} The first: {metadata.bad[0]}")
+    if not sum(metadata.chunk_rows):
+        why = ""
+        if metadata.bad:
+            why = f"{metadata.n_bad} records cannot be used: {metadata.bad[0]} "
+        elif metadata.dropped:
+            why = f"The prompts of all {metadata.dropped} examples fill a row of {metadata.length} tokens. "
+        raise ConfigError(f"{plan.name} has 0 rows; at least 1 is needed. {why}Check the files.")
+
+
+def _too_many(found: int, policy: BadRowPolicy) -> str:
+    return (
+        f"{found} records cannot be used, but data.max_bad_rows is {policy.max_bad_rows}. Correct the data or the "
+        "settings, or raise data.max_bad_rows."
+    )
+
+
+def _report(plan: CachePlan, cache: TokenCache) -> None:
+    metadata = cache.metadata
+    log.info("%s: %s; cache %s", plan.name, metadata.summary(), cache.path)
+    if metadata.dropped:
+        log.warning(
+            "truncate: %d of %d examples dropped, their prompts fill a row of %d tokens",
+            metadata.dropped,
+            metadata.examples + metadata.dropped,
+            metadata.length,
+        )
+    if metadata.n_bad:
+        shown = "\n  ".join(metadata.bad[:SHOWN_BAD])
+        more = f"\n  and {metadata.n_bad - SHOWN_BAD} more" if metadata.n_bad > SHOWN_BAD else ""
+        log.warning("%s: %d records left out, as they cannot be used:\n  %s%s", plan.name, metadata.n_bad, shown, more)

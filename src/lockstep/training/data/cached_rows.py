@@ -1,0 +1,51 @@
+"""The rows of a run, from caches: each host reads those of its own devices, when they are needed."""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from lockstep.training.data.order import RowOrder
+from lockstep.training.data.token_cache import TokenCache
+
+_DIGESTED = 64
+"""Places of the order that are in the digest: with another version of grain they might be others."""
+
+
+class CachedRows:
+    """The batches of a run (`lockstep.training.rows.Batches`): a pure function of the step.
+
+    Args:
+        caches: The cache of each source, none of them empty.
+        weights: The weight of each source in the mixture.
+        seed: The seed of the order.
+        shuffle: Whether each epoch has an order of its own; otherwise all have the order of the files.
+    """
+
+    def __init__(self, caches: Sequence[TokenCache], weights: Sequence[float], seed: int, shuffle: bool = True) -> None:
+        self.caches = tuple(caches)
+        sizes = tuple(len(cache) for cache in caches)
+        self.order = RowOrder(sizes=sizes, weights=tuple(weights), seed=seed, shuffle=shuffle)
+
+    def __len__(self) -> int:
+        """Return the number of rows of all sources."""
+        return sum(self.order.sizes)
+
+    def batch(self, step: int, batch_size: int, rows: slice) -> dict[str, np.ndarray]:
+        """Return some rows of the batch of a step, see `lockstep.training.rows.Batches.batch`."""
+        places = range(step * batch_size, (step + 1) * batch_size)[rows]
+        drawn = self.order.rows(places)
+        columns: dict[str, np.ndarray] = {}
+        for source in sorted({source for source, _ in drawn}):
+            mine = [place for place, (one, _) in enumerate(drawn) if one == source]
+            for name, values in self.caches[source].take([drawn[place][1] for place in mine]).items():
+                if name not in columns:
+                    columns[name] = np.empty((len(drawn), *values.shape[1:]), values.dtype)
+                columns[name][mine] = values
+        return columns
+
+    def digest(self) -> str:
+        """Return the SHA-256 of all rows and of their order in hexadecimal digits, for hosts to agree on."""
+        order = self.order
+        parts = [cache.digest() for cache in self.caches], order.weights, order.seed, order.shuffle
+        return hashlib.sha256(repr((*parts, order.rows(range(_DIGESTED)))).encode()).hexdigest()

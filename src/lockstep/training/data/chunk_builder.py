@@ -1,0 +1,137 @@
+"""Makes the rows of one chunk: reads, tokenises, packs and writes, with bounded memory."""
+
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import ConfigError
+from lockstep.training.data.cache_plan import CachePlan
+from lockstep.training.data.examples import FIELDS, Example, tokenize
+from lockstep.training.data.packing import Row
+from lockstep.training.data.records import BadRow, Record, lines_before, read_piece
+from lockstep.training.data.row_files import RowWriter, new_file
+from lockstep.training.data.token_cache import chunk_file
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+BATCH_RECORDS = 500
+"""Records that are tokenised in one call."""
+KEPT_BAD = 20
+"""Bad rows of a chunk whose places are kept; all are counted."""
+
+type OnProgress = Callable[[int, int, str], None]
+"""Takes the bytes just read, the number of bad rows just found and the path of the file."""
+
+
+class ChunkBuilder:
+    """One chunk on its way into the cache.
+
+    Args:
+        plan: The cache.
+        number: The number of the chunk.
+        raise_at_bad_row: Whether a bad row is an error.
+        progress: The function that hears of what is read.
+    """
+
+    def __init__(self, plan: CachePlan, number: int, *, raise_at_bad_row: bool, progress: OnProgress) -> None:
+        self._plan, self._number = plan, number
+        self._raise, self._progress = raise_at_bad_row, progress
+        self._lines: list[int] = []
+        self._bad: list[tuple[int, int, str]] = []
+        self._counts = {"examples": 0, "unpacked_rows": 0, "dropped": 0, "n_bad": 0}
+
+    def build(self, fs: Any, directory: str, tokenizer: "PreTrainedTokenizerBase") -> None:
+        """Write the files of the chunk; the last one says that it is complete, and what is in it.
+
+        Args:
+            fs: The file system of the cache.
+            directory: The directory of the cache.
+            tokenizer: The tokenizer.
+
+        Raises:
+            ConfigError: A file cannot be read, or a bad row is an error.
+            OSError: A file cannot be written.
+        """
+        paths = {suffix: chunk_file(directory, self._number, suffix) for suffix in ("rows", "index", "json")}
+        with new_file(fs, paths["rows"]) as rows, new_file(fs, paths["index"]) as index:
+            writer = RowWriter(rows, index)
+            for row in self._rows(tokenizer):
+                writer.write(row)
+            digest = writer.finish()
+        facts = {"rows": writer.count, "tokens": writer.tokens, "digest": digest, "lines": self._lines}
+        with new_file(fs, paths["json"]) as stream:
+            stream.write(json.dumps({**facts, **self._counts, "bad": self._bad}).encode())
+
+    def _rows(self, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Row]:
+        packer, shape = self._plan.shape.packer(), self._plan.shape
+        for piece, (number, part, parts) in enumerate(self._plan.chunks[self._number]):
+            file = self._plan.files[number]
+            self._lines.append(0)
+            records = read_piece(file, part, parts, FIELDS[self._plan.format])
+            read = 0
+            for batch in itertools.batched(records, BATCH_RECORDS):
+                bad_before = self._counts["n_bad"]
+                for line, example in self._tokenize(tokenizer, batch):
+                    fitting = example if isinstance(example, BadRow) else shape.fit(example)
+                    if isinstance(fitting, BadRow):
+                        self._note_bad(piece, line, fitting)
+                    elif fitting is None:
+                        self._counts["dropped"] += 1
+                    else:
+                        self._counts["examples"] += 1
+                        self._counts["unpacked_rows"] += -(-len(fitting[0].tokens) // shape.length)
+                        yield from packer.add(fitting)
+                self._lines[-1], position = batch[-1][0], batch[-1][1]
+                self._progress(position - read, self._counts["n_bad"] - bad_before, file.path)
+                read = position
+        yield from packer.finish()
+
+    def _tokenize(
+        self, tokenizer: "PreTrainedTokenizerBase", batch: tuple[tuple[int, int, Record | BadRow | None], ...]
+    ) -> Iterator[tuple[int, Example | BadRow]]:
+        good = [record for _, _, record in batch if record is not None and not isinstance(record, BadRow)]
+        examples = iter(tokenize(tokenizer, self._plan.format, good) if good else ())
+        for line, _, record in batch:
+            if record is not None:
+                yield line, record if isinstance(record, BadRow) else next(examples)
+
+    def _note_bad(self, piece: int, line: int, bad: BadRow) -> None:
+        self._counts["n_bad"] += 1
+        if len(self._bad) < KEPT_BAD:
+            self._bad.append((piece, line, str(bad)))
+        if self._raise:
+            raise ConfigError(self.first_bad())
+
+    def first_bad(self) -> str:
+        """Name the first bad row of the chunk, counting the lines before it in its file."""
+        piece, line, text = self._bad[0]
+        number, part, parts = self._plan.chunks[self._number][piece]
+        file = self._plan.files[number]
+        return f"{place(file.path, lines_before(file, part, parts), line)} {text}"
+
+
+def place(path: str, before: int, line: int) -> str:
+    """Name the place of a record.
+
+    Args:
+        path: The path of its file.
+        before: The number of lines before the part that it is in.
+        line: The 1-based number of its line within the part; 0 for a text file, which has one record.
+    """
+    return f"{path}:{before + line}" if line else path
+
+
+def read_chunk(fs: Any, directory: str, number: int) -> dict[str, Any] | None:
+    """Return what is in a chunk; None where it is not complete.
+
+    Args:
+        fs: The file system of the cache.
+        directory: The directory of the cache.
+        number: The number of the chunk.
+    """
+    try:
+        return json.loads(fs.cat_file(chunk_file(directory, number, "json")))
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,308 @@
+"""Which data to train on and to validate with: text, prompts with completions, chats and preference pairs."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import jax
+import numpy as np
+
+from lockstep.errors import ConfigError, PeerError
+from lockstep.hosts import Hosts, MemoryClient
+from lockstep.text import tokenizer_digest
+from lockstep.training.data.build import BadRowPolicy, build_caches
+from lockstep.training.data.cache_plan import CachePlan
+from lockstep.training.data.cached_rows import CachedRows
+from lockstep.training.data.examples import Format, check_format
+from lockstep.training.data.packing import RowShape
+from lockstep.training.data.sources import list_files
+from lockstep.training.data.token_cache import TokenCache
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+    """A source of a mixture, or of the validation data.
+
+    Raises:
+        ConfigError: A value is out of its range.
+    """
+
+    url: str
+    """Its file or files: a path or URL that fsspec knows, wildcards allowed, or a directory of ``save_to_disk``."""
+    weight: float | None = None
+    """The share of a batch that comes from it, relative to the weights of the others; null: 1."""
+    name: str | None = None
+    """Its name in metrics and messages; null: the name of the file without its suffix, or of the
+    directory where the file has wildcards."""
+
+    def __post_init__(self) -> None:
+        if self.weight is not None and not 0 < self.weight < float("inf"):
+            raise ConfigError(f"the weight of source {self.url} is {self.weight}; it must be above 0. Change it.")
+
+    @property
+    def label(self) -> str:
+        """The name in metrics and messages."""
+        path = PurePosixPath(self.url.rstrip("/"))
+        stem = path.name.split(".")[0]
+        return self.name or (path.parent.name if "*" in stem or "[" in stem else stem) or self.url
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which files to train on, and how long a row is.
+
+    Raises:
+        ConfigError: A value is out of its range.
+    """
+
+    CROSS_ENTROPY: ClassVar[bool] = False
+    """Whether the loss on this data is a mean over tokens, of which the exponential is the perplexity."""
+
+    train_urls: tuple[str | SourceConfig, ...] = ()
+    """Files to train on: paths or URLs that fsspec knows (``gs://``, ``hf://``), wildcards allowed. JSON lines and
+    text, also compressed (.gz, .zst), Parquet, and directories of ``Dataset.save_to_disk``. As soon as one has a
+    weight (``{url, weight}``), each is a source of its own in a mixture; otherwise all together are one source."""
+    validation_urls: tuple[str | SourceConfig, ...] = ()
+    """Files to validate with, each a source with metrics of its own, ``eval/<name>/loss``; see
+    ``trainer.steps_per_eval``."""
+    cache_dir: str | None = None
+    """The directory or URL of the tokenised cache, shared by the hosts so that each builds a part of it; null:
+    ``lockstep/data`` below ``$XDG_CACHE_HOME`` or ``~/.cache``, where every later run finds it."""
+    max_seq_len: int | None = None
+    """Tokens of a row; null: the model's ``max_seq_len``."""
+    truncate: bool = False
+    """Cut examples that are longer than a row (an example left without a target is dropped, and counted in the log);
+    otherwise a longer example is a bad row."""
+    on_bad_row: Literal["skip", "raise"] = "skip"
+    """What to do with a record that cannot be used: leave it out and log its file, line and reason, or stop."""
+    max_bad_rows: int = 100
+    """The most records of a source that may be left out; with more the run stops, and names the first."""
+    shuffle: bool = True
+    """Draw every epoch in another order."""
+
+    def __post_init__(self) -> None:
+        if self.max_seq_len is not None and self.max_seq_len < 2:
+            raise ConfigError(f"data.max_seq_len is {self.max_seq_len}; it must be at least 2. Raise it, or use null.")
+        if self.max_bad_rows < 0:
+            raise ConfigError(f"data.max_bad_rows is {self.max_bad_rows}; it must be at least 0. Raise it.")
+        if any(isinstance(one, SourceConfig) and one.weight is not None for one in self.validation_urls):
+            raise ConfigError("data.validation_urls has a weight, which has no effect there. Remove it.")
+        names = [source.label for source in self._validation]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ConfigError(
+                f"data.validation_urls has the name {twice[0]!r} twice. Write {{url, name}} to give each its own."
+            )
+
+    def row_length(self, model_max_seq_len: int) -> int:
+        """Return the number of tokens of a row.
+
+        Args:
+            model_max_seq_len: The number of tokens of the model's longest sequence.
+
+        Returns:
+            ``max_seq_len``, or the model's where that is null.
+
+        Raises:
+            ConfigError: The rows would be longer than the model allows.
+        """
+        if self.max_seq_len is None:
+            return model_max_seq_len
+        if self.max_seq_len > model_max_seq_len:
+            raise ConfigError(
+                f"data.max_seq_len is {self.max_seq_len}, but the model's max_seq_len is {model_max_seq_len}. Set "
+                f"it to at most {model_max_seq_len}, or use a model that is built for longer sequences."
+            )
+        return self.max_seq_len
+
+    def columns(self, model_max_seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return shape and type of one row of each column that ``load`` makes, without reading any data.
+
+        Args:
+            model_max_seq_len: The number of tokens of the model's longest sequence.
+
+        Raises:
+            ConfigError: The rows would be longer than the model allows.
+        """
+        row = (self.row_length(model_max_seq_len),)
+        return {"tokens": jax.ShapeDtypeStruct(row, np.int32), "loss_mask": jax.ShapeDtypeStruct(row, np.bool_)}
+
+    def load(
+        self, tokenizer: "PreTrainedTokenizerBase", model_max_seq_len: int, seed: int, hosts: Hosts | None = None
+    ) -> CachedRows:
+        """Tokenise the data that is not in the cache yet, and open the cache. Every host makes this call.
+
+        Args:
+            tokenizer: The tokenizer of the model; chats need its chat template.
+            model_max_seq_len: The number of tokens of the model's longest sequence.
+            seed: The seed of the order of the rows.
+            hosts: The hosts that make this call together; None for this one alone.
+
+        Returns:
+            The batches of a run, with the columns of ``columns``.
+
+        Raises:
+            ConfigError: A file or too many records cannot be used; the message names their places.
+            PeerError: The same, where hosts are given; raised on all of them.
+        """
+        sources = [one if isinstance(one, SourceConfig) else SourceConfig(url=one) for one in self.train_urls]
+        if any(source.weight is not None for source in sources):
+            groups = [(f"data.train_urls ({source.label})", [source.url]) for source in sources]
+            weights = [1.0 if source.weight is None else source.weight for source in sources]
+        else:
+            groups, weights = [("data.train_urls", [source.url for source in sources])], [1.0]
+        caches = self._open(groups, tokenizer, model_max_seq_len, hosts)
+        return CachedRows(caches, weights, seed, self.shuffle)
+
+    def load_validation(
+        self, tokenizer: "PreTrainedTokenizerBase", model_max_seq_len: int, hosts: Hosts | None = None
+    ) -> dict[str, TokenCache]:
+        """Open the validation data, as `load` does the training data. Every host makes this call.
+
+        Args:
+            tokenizer: The tokenizer of the model; chats need its chat template.
+            model_max_seq_len: The number of tokens of the model's longest sequence.
+            hosts: The hosts that make this call together; None for this one alone.
+
+        Returns:
+            The rows of each source by its name, in the order of the files; empty without ``validation_urls``.
+
+        Raises:
+            ConfigError: A file or too many records cannot be used; the message names their places.
+            PeerError: The same, where hosts are given; raised on all of them.
+        """
+        if not self.validation_urls:
+            return {}
+        groups = [(f"data.validation_urls ({source.label})", [source.url]) for source in self._validation]
+        caches = self._open(groups, tokenizer, model_max_seq_len, hosts)
+        return {source.label: cache for source, cache in zip(self._validation, caches, strict=True)}
+
+    @property
+    def _validation(self) -> list[SourceConfig]:
+        return [one if isinstance(one, SourceConfig) else SourceConfig(url=one) for one in self.validation_urls]
+
+    def _rows(self) -> tuple[Format, bool]:
+        """What the records are, and whether rows are packed."""
+        raise ConfigError(f"{type(self).__name__} has no rows of its own: its rows are sampled while it trains.")
+
+    def _open(
+        self,
+        groups: Sequence[tuple[str, Sequence[str]]],
+        tokenizer: "PreTrainedTokenizerBase",
+        model_max_seq_len: int,
+        hosts: Hosts | None,
+    ) -> list[TokenCache]:
+        def make_plans() -> list[CachePlan]:
+            if not all(urls for _, urls in groups):
+                raise ConfigError(
+                    "data.train_urls is empty; at least 1 file is needed. List files, e.g. [data/train.jsonl]."
+                )
+            format, packing = self._rows()
+            check_format(tokenizer, format)
+            shape = RowShape(
+                length=self.row_length(model_max_seq_len),
+                truncate=self.truncate,
+                packing=packing,
+                documents=format == "text",
+                pairs=format == "preference",
+            )
+            digest = tokenizer_digest(tokenizer)
+            return [
+                CachePlan(
+                    name=name,
+                    files=tuple(file for url in urls for file in list_files(url, name.partition(" ")[0])),
+                    format=format,
+                    shape=shape,
+                    tokenizer_digest=digest,
+                )
+                for name, urls in groups
+            ]
+
+        policy = BadRowPolicy(on_bad_row=self.on_bad_row, max_bad_rows=self.max_bad_rows)
+        if hosts is not None:
+            return build_caches(make_plans, tokenizer, self.cache_dir, policy, hosts)
+        try:
+            return build_caches(make_plans, tokenizer, self.cache_dir, policy, Hosts(MemoryClient.hub(1)[0]))
+        except PeerError as error:
+            if error.__cause__ is None:
+                raise
+            raise error.__cause__ from None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LmDataConfig(DataConfig):
+    """The data of `train-lm`."""
+
+    CROSS_ENTROPY: ClassVar[bool] = True
+
+    format: Literal["text", "prompt_completion", "chat"] = "text"
+    """``text``: field ``text``, documents of which every token but the first is a target. ``prompt_completion``: fields
+    ``prompt`` and ``completion``. ``chat``: field ``messages``; the last one, the assistant's, is the target."""
+    packing: bool | None = None
+    """Put several examples into a row, numbered by ``segment_ids``, which keep them apart in attention: documents one
+    after the other, cut where a row ends; others as a whole where they fit. null: documents yes, others no."""
+
+    @property
+    def packs(self) -> bool:
+        """Whether a row holds several examples."""
+        return self.format == "text" if self.packing is None else self.packing
+
+    def columns(self, model_max_seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
+        columns = super().columns(model_max_seq_len)
+        if self.packs:
+            columns["segment_ids"] = jax.ShapeDtypeStruct(columns["tokens"].shape, np.int32)
+        return columns
+
+    def _rows(self) -> tuple[Format, bool]:
+        return self.format, self.packs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreferenceDataConfig(DataConfig):
+    """The data of `train-simpo`, in the chat format of UltraFeedback-binarized, with the fields ``chosen`` and
+    ``rejected``, each a list of ``{role, content}`` that ends with the assistant's answer; all before it is the prompt.
+    """
+
+    def columns(self, model_max_seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
+        single = super().columns(model_max_seq_len)
+        return {name: jax.ShapeDtypeStruct((2, *one.shape), one.dtype) for name, one in single.items()}
+
+    def _rows(self) -> tuple[Format, bool]:
+        return "preference", False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GrpoDataConfig(DataConfig):
+    """The data of `train-grpo`: records in the format of GSM8K, with the fields ``question`` and ``answer``, read whole
+    by every host. A row has prompt and sampled answer together, at most ``max_seq_len`` tokens; ``truncate`` leaves out
+    the questions that leave too little room for an answer. Held-out questions are those of ``inference_eval``.
+    """
+
+    on_bad_row: Literal["skip", "raise"] = "raise"
+    format: Literal["chat", "text"] = "chat"
+    """``chat``: the question is the user's message, through the tokenizer's chat template. ``text``: the model goes on
+    from the question itself."""
+    system_prompt: str | None = None
+    """The system's message before the question, with ``format: chat``; null: none."""
+    instruction: str = ""
+    """Text after each question, such as how to write the final answer."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.system_prompt is not None and self.format == "text":
+            raise ConfigError(
+                "data.system_prompt is given and data.format is text, which has no system message. Use format: chat, "
+                "or put the text into data.instruction."
+            )
+        if self.validation_urls:
+            raise ConfigError(
+                "data.validation_urls has no effect in train-grpo, whose loss needs sampled answers. Give held-out "
+                "questions to inference_eval.prompts, with the metric pass_at_k."
+            )
+        if self.cache_dir is not None:
+            raise ConfigError("data.cache_dir has no effect in train-grpo: questions are not cached. Remove it.")
+        if any(isinstance(one, SourceConfig) and one.weight is not None for one in self.train_urls):
+            raise ConfigError("data.train_urls has a weight, which has no effect in train-grpo. Remove it.")

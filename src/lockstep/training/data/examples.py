@@ -1,0 +1,242 @@
+"""From records to tokens: documents, prompts with completions, chats and preference pairs."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from lockstep.errors import ConfigError, PromptError
+from lockstep.text import Prompt
+from lockstep.training.data.records import BadRow, Record, field
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+type Format = Literal["text", "prompt_completion", "chat", "preference"]
+"""What the records of a source are."""
+
+FIELDS: Mapping[Format, tuple[str, ...]] = {
+    "text": ("text",),
+    "prompt_completion": ("prompt", "completion"),
+    "chat": ("messages",),
+    "preference": ("chosen", "rejected"),
+}
+"""The fields that a record of each format has."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenSequence:
+    """The tokens of one sequence.
+
+    Args:
+        n_prompt: The number of its first tokens that are not targets.
+        tokens: Token ids.
+    """
+
+    n_prompt: int
+    tokens: Sequence[int] | np.ndarray
+
+
+type Example = tuple[TokenSequence, ...]
+"""One sequence; of a pair the chosen and the rejected one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chat:
+    """A chat as text.
+
+    Args:
+        text: All of it.
+        boundary: The number of characters before the last answer.
+        prompt: The text that a sample of the answer would begin with.
+    """
+
+    text: str
+    boundary: int
+    prompt: str
+
+
+def tokenize(tokenizer: "PreTrainedTokenizerBase", format: Format, records: Sequence[Record]) -> list[Example | BadRow]:
+    """Turn records into tokens, all in one call of the tokenizer, which uses every core for it.
+
+    Prompts have the tokens that `lockstep.text.encode` gives them, so that training and sampling see the same ones;
+    only where a token holds the end of a chat's prompt and the first character of its answer, it belongs to the answer.
+
+    Args:
+        tokenizer: The tokenizer of the model; chats need its chat template.
+        format: What the records are.
+        records: The records.
+
+    Returns:
+        The example of each record, or what is wrong with it.
+    """
+    return _TOKENIZE[format](tokenizer, records)
+
+
+def check_format(tokenizer: "PreTrainedTokenizerBase", format: Format) -> None:
+    """Check that a tokenizer can be used for a format.
+
+    Raises:
+        ConfigError: The records are chats, and the tokenizer has no chat template.
+    """
+    if format in ("chat", "preference") and not tokenizer.chat_template:
+        raise ConfigError(
+            f"the data is made of chats, but the tokenizer {str(tokenizer.name_or_path)!r} has no chat template. Use a "
+            "tokenizer with one (chat_template.jinja beside tokenizer.json)."
+        )
+
+
+def _documents(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record]) -> list[Example | BadRow]:
+    def document(tokens: Sequence[int]) -> Example:
+        return (TokenSequence(0, [*tokens, *_end(tokenizer)]),)
+
+    texts = _each(records, lambda record: field(record, "text"))
+    return _map_good(texts, lambda good: [document(ids) for ids in _ids(tokenizer, good)])
+
+
+def _completions(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record]) -> list[Example | BadRow]:
+    def texts_of(record: Record) -> tuple[str, str]:
+        return _prompt(text=field(record, "prompt")).shown, field(record, "completion")
+
+    def examples(good: Sequence[tuple[str, str]]) -> list[Example | BadRow]:
+        prompts = _ids(tokenizer, [prompt for prompt, _ in good])
+        completions = _ids(tokenizer, [completion for _, completion in good], add_special_tokens=False)
+        return [_example(*pair, _end(tokenizer)) for pair in zip(prompts, completions, strict=True)]
+
+    return _map_good(_each(records, texts_of), examples)
+
+
+def _chats(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record]) -> list[Example | BadRow]:
+    chats = _each(records, lambda record: _chat(tokenizer, field(record, "messages", list)))
+    return _map_good(chats, lambda good: _answers(tokenizer, good))
+
+
+def _pairs(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record]) -> list[Example | BadRow]:
+    def pair_of(record: Record) -> tuple[_Chat, _Chat]:
+        chosen, rejected = (field(record, name, list) for name in ("chosen", "rejected"))
+        if chosen[:-1] != rejected[:-1]:
+            raise BadRow(
+                "has 'chosen' and 'rejected' that differ before the last message; they must answer the same prompt. "
+                "Correct the pair or remove it."
+            )
+        return _chat(tokenizer, chosen, "(chosen) "), _chat(tokenizer, rejected, "(rejected) ")
+
+    def examples(good: Sequence[tuple[_Chat, _Chat]]) -> list[Example | BadRow]:
+        answers = _answers(tokenizer, [chat for pair in good for chat in pair])
+        return [_joined(*answers[number : number + 2]) for number in range(0, len(answers), 2)]
+
+    return _map_good(_each(records, pair_of), examples)
+
+
+_TOKENIZE: Mapping[Format, Callable[["PreTrainedTokenizerBase", Sequence[Record]], list[Example | BadRow]]] = {
+    "text": _documents,
+    "prompt_completion": _completions,
+    "chat": _chats,
+    "preference": _pairs,
+}
+
+
+def _joined(chosen: Example | BadRow, rejected: Example | BadRow) -> Example | BadRow:
+    if isinstance(chosen, BadRow):
+        return BadRow(f"(chosen) {chosen}")
+    if isinstance(rejected, BadRow):
+        return BadRow(f"(rejected) {rejected}")
+    return (*chosen, *rejected)
+
+
+def _chat(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, str]], side: str = "") -> _Chat:
+    roles = [message.get("role") if isinstance(message, Mapping) else None for message in messages]
+    if len(messages) < 2 or roles[-1] != "assistant":
+        raise BadRow(
+            f"{side}has {len(messages)} messages and ends with role {roles[-1] if roles else None!r}; it must have a "
+            "prompt and end with the assistant's answer. Correct it or remove it."
+        )
+    if not isinstance(messages[-1].get("content"), str):
+        raise BadRow(f"{side}has an answer without a text as its 'content'. Correct it or remove it.")
+    before = [dict(message) for message in _prompt(messages=tuple(messages[:-1])).messages or ()]
+    try:
+        prompt = tokenizer.apply_chat_template(before, add_generation_prompt=True, tokenize=False)
+        text = tokenizer.apply_chat_template([*before, dict(messages[-1])], tokenize=False)
+    except Exception as error:  # the template is a program of the tokenizer's: it may raise anything
+        raise BadRow(f"{side}has messages that the tokenizer's chat template refuses: {error}") from error
+    assert isinstance(prompt, str) and isinstance(text, str)
+    if not text.startswith(prompt):
+        raise BadRow(
+            f"{side}has a chat whose text does not begin with that of its prompt, so it is not known where the answer "
+            "begins. Use a chat template whose generation prompt begins an assistant's message."
+        )
+    return _Chat(text, len(prompt), prompt)
+
+
+def _answers(tokenizer: "PreTrainedTokenizerBase", chats: Sequence[_Chat]) -> list[Example | BadRow]:
+    """Chats as tokens; the first token of the answer is the one that holds its first character."""
+    if not getattr(tokenizer, "is_fast", False):
+        return _answers_by_prefix(tokenizer, chats)
+    texts = [chat.text for chat in chats]
+    found = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    examples: list[Example | BadRow] = []
+    for chat, ids, offsets in zip(chats, found["input_ids"], found["offset_mapping"], strict=True):
+        first = next((place for place, (_, end) in enumerate(offsets) if end > chat.boundary), len(ids))
+        examples.append(_example(ids[:first], ids[first:], []))
+    return examples
+
+
+def _answers_by_prefix(tokenizer: "PreTrainedTokenizerBase", chats: Sequence[_Chat]) -> list[Example | BadRow]:
+    """The same for a tokenizer that does not say which characters a token holds."""
+    wholes = _ids(tokenizer, [chat.text for chat in chats], add_special_tokens=False)
+    prompts = _ids(tokenizer, [chat.prompt for chat in chats], add_special_tokens=False)
+    examples: list[Example | BadRow] = []
+    for whole, prompt in zip(wholes, prompts, strict=True):
+        if list(whole[: len(prompt)]) == list(prompt):
+            examples.append(_example(prompt, whole[len(prompt) :], []))
+            continue
+        examples.append(
+            BadRow(
+                "has a token that holds the end of the prompt and the beginning of the answer, and the tokenizer "
+                f"{str(tokenizer.name_or_path)!r} does not say which characters a token holds. Use its fast version "
+                "(a tokenizer.json), which does."
+            )
+        )
+    return examples
+
+
+def _example(prompt: Sequence[int], target: Sequence[int], end: Sequence[int]) -> Example | BadRow:
+    if not prompt:
+        return BadRow("has a prompt of 0 tokens; at least 1 is needed. Correct it or remove it.")
+    if not target and not end:
+        return BadRow("has a completion of 0 tokens; at least 1 is needed. Correct it or remove it.")
+    return (TokenSequence(len(prompt), [*prompt, *target, *end]),)
+
+
+def _prompt(**values: Any) -> Prompt:
+    try:
+        return Prompt(id=0, **values)
+    except PromptError as error:
+        raise BadRow(f"has a prompt that cannot be used: {str(error).removeprefix('prompt 0 ')}") from error
+
+
+def _ids(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], **options: bool) -> list[list[int]]:
+    return list(tokenizer(list(texts), verbose=False, **options)["input_ids"]) if texts else []
+
+
+def _end(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    return [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+
+
+def _each[T](records: Sequence[Record], read: Callable[[Record], T]) -> list[T | BadRow]:
+    found: list[T | BadRow] = []
+    for record in records:
+        try:
+            found.append(read(record))
+        except BadRow as bad:
+            found.append(bad)
+    return found
+
+
+def _map_good[T](
+    found: Sequence[T | BadRow], function: Callable[[Sequence[T]], Sequence[Example | BadRow]]
+) -> list[Example | BadRow]:
+    """Apply a function to all that can be used at once, and leave the others in their places."""
+    good = iter(function([one for one in found if not isinstance(one, BadRow)]))
+    return [one if isinstance(one, BadRow) else next(good) for one in found]

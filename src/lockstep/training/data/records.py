@@ -1,0 +1,178 @@
+"""Reads the records of a part of a file one by one, each with its number there, or what is wrong with it."""
+
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import fsspec
+
+from lockstep.errors import ConfigError
+from lockstep.training.data.sources import SourceFile
+
+BUFFER_BYTES = 1 << 20
+BATCH_RECORDS = 1000
+"""Records of a Parquet or Arrow file that are in memory at a time."""
+
+type Record = Mapping[str, Any]
+"""The fields of a training record by name."""
+
+
+class BadRow(Exception):
+    """A record that cannot be trained on; the text goes on after its place, as in ``file:line is not JSON``."""
+
+
+def read_piece(
+    file: SourceFile, part: int, parts: int, fields: Sequence[str]
+) -> Iterator[tuple[int, int, Record | BadRow | None]]:
+    """Read the records of a part of a file.
+
+    JSON lines have an object per line. A text file is one record with the field ``text``; each
+    part of it is, where it has several. Parts begin and end at line ends, those of a Parquet file at row groups.
+
+    Args:
+        file: The file.
+        part: The number of the part.
+        parts: The number of parts that the file has.
+        fields: The fields that are needed, in formats that can leave out the others.
+
+    Yields:
+        The 1-based number of the line (or row) within this part, the share of the part that was read so far in bytes
+        of the file, and the record, or what is wrong with it; None for an empty line.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
+    readers = {"jsonl": _read_jsonl, "text": _read_text, "parquet": _read_parquet, "arrow": _read_arrow}
+    try:
+        yield from readers[file.kind](file, part, parts, fields)
+    except ConfigError:
+        raise
+    except ImportError as error:
+        raise ConfigError(
+            f"training file {file.path} needs a package that is not installed: {error}. Install "
+            "'jax-lockstep[parquet]' for Parquet and Arrow."
+        ) from error
+    except Exception as error:  # each file system and each decompressor has its own errors
+        raise ConfigError(
+            f"training file {file.path} cannot be read: {type(error).__name__}: {error}. Check the file, or take it "
+            "out of the data."
+        ) from error
+
+
+def lines_before(file: SourceFile, part: int, parts: int) -> int:
+    """Count the lines (or rows) of a file before one of its parts, by reading it up to there.
+
+    Args:
+        file: The file.
+        part: The number of the part.
+        parts: The number of parts that the file has.
+    """
+    if file.kind == "parquet":
+        import pyarrow.parquet
+
+        with file.fs.open(file.path, "rb") as stream, pyarrow.parquet.ParquetFile(stream) as table:
+            groups = range(part * table.num_row_groups // parts)
+            return sum(table.metadata.row_group(group).num_rows for group in groups)
+    return sum(1 for before in range(part) for _ in _lines(file, before, parts))
+
+
+def field(record: Record, name: str, kind: type = str) -> Any:
+    """Return one field of a record.
+
+    Args:
+        record: The fields of a record.
+        name: The name of the field.
+        kind: The type that its value must have.
+
+    Raises:
+        BadRow: The field is missing or has another type.
+    """
+    if name not in record:
+        raise BadRow(f"has no field {name!r}; it has {sorted(record)}. Set data.format to what the file is.")
+    if not isinstance(record[name], kind):
+        raise BadRow(f"has {record[name]!r:.200} as {name!r}, which is not a {kind.__name__}. Correct it.")
+    return record[name]
+
+
+def _lines(file: SourceFile, part: int, parts: int) -> Iterator[tuple[int, bytes]]:
+    """The lines that begin in a part, each with the bytes that were read with it."""
+    begin, end = (part * file.size // parts, (part + 1) * file.size // parts)
+    with file.fs.open(file.path, "rb", compression=file.compression) as raw:
+        # Without a buffer of their own, these read a whole block for each line.
+        unbuffered = isinstance(raw, fsspec.spec.AbstractBufferedFile | io.RawIOBase) or file.compression == "zstd"
+        stream = io.BufferedReader(raw, BUFFER_BYTES) if unbuffered else raw
+        if begin:
+            stream.seek(begin - 1)
+            begin += len(stream.readline()) - 1
+        while (parts == 1 or begin < end) and (line := stream.readline()):
+            begin += len(line)
+            yield begin, line
+
+
+def _read_jsonl(
+    file: SourceFile, part: int, parts: int, fields: Sequence[str]
+) -> Iterator[tuple[int, int, Record | BadRow | None]]:
+    begin = part * file.size // parts
+    for number, (position, line) in enumerate(_lines(file, part, parts), start=1):
+        yield number, position - begin, _parse(line) if line.strip() else None
+
+
+def _parse(line: bytes) -> Record | BadRow:
+    try:
+        values = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return BadRow(f"is not UTF-8: {error}. Correct the line or remove it.")
+    except (json.JSONDecodeError, RecursionError) as error:
+        return BadRow(f"is not JSON: {error}. Correct the line or remove it.")
+    if not isinstance(values, dict):
+        return BadRow(f"is a JSON {type(values).__name__}, not an object. Write one object per line.")
+    return values
+
+
+def _read_text(
+    file: SourceFile, part: int, parts: int, fields: Sequence[str]
+) -> Iterator[tuple[int, int, Record | BadRow | None]]:
+    text = b"".join(line for _, line in _lines(file, part, parts))
+    try:
+        yield 0, len(text), {"text": text.decode("utf-8")}
+    except UnicodeDecodeError as error:
+        yield 0, len(text), BadRow(f"is not UTF-8: {error}. Convert the file or remove it.")
+
+
+def _read_parquet(
+    file: SourceFile, part: int, parts: int, fields: Sequence[str]
+) -> Iterator[tuple[int, int, Record | BadRow | None]]:
+    import pyarrow.parquet
+
+    with file.fs.open(file.path, "rb") as stream, pyarrow.parquet.ParquetFile(stream) as table:
+        groups = range(part * table.num_row_groups // parts, (part + 1) * table.num_row_groups // parts)
+        columns = [name for name in fields if name in table.schema_arrow.names] or None
+        batches = table.iter_batches(BATCH_RECORDS, row_groups=list(groups), columns=columns) if groups else ()
+        total = sum(table.metadata.row_group(group).num_rows for group in groups)
+        yield from _rows(batches, lambda number: file.size * number // (total * parts))
+
+
+def _read_arrow(
+    file: SourceFile, part: int, parts: int, fields: Sequence[str]
+) -> Iterator[tuple[int, int, Record | BadRow | None]]:
+    import pyarrow.ipc
+
+    with file.fs.open(file.path, "rb", compression=file.compression) as stream:
+        head = stream.read(6)
+        stream.seek(0)
+        if head == b"ARROW1":
+            table = pyarrow.ipc.open_file(stream)
+            batches: Any = (table.get_batch(number) for number in range(table.num_record_batches))
+        else:
+            batches = pyarrow.ipc.open_stream(stream)
+        yield from _rows(batches, lambda _: stream.tell())
+
+
+def _rows(batches: Any, position: Any) -> Iterator[tuple[int, int, Record | BadRow | None]]:
+    number = 0
+    for batch in batches:
+        for start in range(0, batch.num_rows, BATCH_RECORDS):
+            for values in batch.slice(start, BATCH_RECORDS).to_pylist():
+                number += 1
+                yield number, position(number), values

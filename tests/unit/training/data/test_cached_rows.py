@@ -1,0 +1,81 @@
+"""Batches from a cache: a pure function of the step, with bounded memory."""
+
+import gc
+import json
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from lockstep.training import LmDataConfig
+from tests.tiny import tokenizer
+from tests.unit.training.data.characters import Tokenizer, write
+
+
+def test_a_batch_is_a_function_of_the_step_and_hosts_take_their_part(tmp_path):
+    urls = write(tmp_path / "x.jsonl", [{"text": chr(65 + n)} for n in range(20)])
+    rows = LmDataConfig(train_urls=urls, packing=False, max_seq_len=3).load(Tokenizer(), 16, 3)
+    drawn = np.concatenate([rows.batch(step, 8, slice(0, 8))["tokens"][:, 1] for step in range(5)])
+    assert sorted(drawn[:20]) == sorted(drawn[20:]) == list(range(65, 85))
+    parts = [rows.batch(3, 8, slice(start, start + 2))["tokens"][:, 1] for start in (0, 2, 4, 6)]
+    assert np.concatenate(parts).tolist() == drawn[24:32].tolist()
+
+
+def anonymous_mib():
+    """Resident memory of this process that is not a file's."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) / 1024
+
+
+def growth_mib(work):
+    """How far the resident memory goes up while some work is done."""
+    gc.collect()
+    before, most, done = anonymous_mib(), [0.0], threading.Event()
+
+    def watch():
+        while not done.is_set():
+            most[0] = max(most[0], anonymous_mib())
+            time.sleep(0.005)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        work()
+    finally:
+        done.set()
+        thread.join()
+    return max(most[0], anonymous_mib()) - before
+
+
+def generate(path, count):
+    with path.open("w") as file:
+        for number in range(count):
+            file.write(json.dumps({"prompt": f"What is {number} plus 7?", "completion": " thirty-six"}) + "\n")
+    return (str(path),)
+
+
+@pytest.mark.parametrize(
+    ("count", "limit"),
+    [(30_000, 60), pytest.param(10_000_000, 120, marks=[pytest.mark.slow, pytest.mark.nightly])],
+    ids=["30 thousand", "10 million"],
+)
+def test_memory_does_not_grow_with_the_rows(tmp_path, count, limit):
+    """As lists of Python integers, 30,000 rows of 16 tokens take 60 MiB or more, 10 million 20 GiB."""
+    words = tokenizer()
+    config = LmDataConfig(
+        train_urls=generate(tmp_path / "x.jsonl", count),
+        cache_dir=str(tmp_path / "cache"),
+        format="prompt_completion",
+        max_seq_len=32,
+    )
+    warm = LmDataConfig(**{**vars(config), "train_urls": generate(tmp_path / "warm.jsonl", 2000)})
+    warm.load(words, 32, 0).batch(0, 64, slice(0, 64))
+
+    def work():
+        rows = config.load(words, 32, 0)
+        assert len(rows) == count
+        for step in range(0, count // 64, count // 64 // 100):
+            rows.batch(step, 64, slice(0, 64))
+
+    assert growth_mib(work) < limit

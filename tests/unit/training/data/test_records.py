@@ -1,0 +1,169 @@
+"""Records that cannot be used are named by file and line; files that cannot be read end the run."""
+
+import json
+
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.training import LmDataConfig, PreferenceDataConfig
+from lockstep.training.data import sources
+from tests.unit.training.data.characters import Tokenizer, columns, preference, write
+
+
+@pytest.mark.parametrize(
+    ("record", "data_format", "text"),
+    [
+        ({"prompt": "a"}, "prompt_completion", r"x.jsonl:1 has no field 'completion'"),
+        ({"prompt": "a", "completion": 3}, "prompt_completion", r"x.jsonl:1 has 3 as 'completion', .* not a str"),
+        (
+            {"prompt": " ", "completion": "b"},
+            "prompt_completion",
+            r"x.jsonl:1 has a prompt that cannot be used: is emp",
+        ),
+        ({"prompt": "a"}, "text", "no field 'text'.*data.format"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "chat", "ends with role 'user'"),
+        ({"messages": [{"role": "user"}, {"role": "assistant", "content": "x"}]}, "chat", "needs the texts 'role'"),
+        ([1], "text", "JSON list, not an object"),
+    ],
+)
+def test_wrong_records(tmp_path, record, data_format, text):
+    urls = write(tmp_path / "x.jsonl", [record])
+    with pytest.raises(ConfigError, match=text):
+        LmDataConfig(train_urls=urls, format=data_format, on_bad_row="raise").load(Tokenizer(), 16, 0)
+    with pytest.raises(ConfigError, match=f"0 rows.*1 records cannot be used: .*{text}"):
+        LmDataConfig(train_urls=urls, format=data_format).load(Tokenizer(), 16, 0)
+
+
+def test_a_pair_must_answer_one_prompt(tmp_path):
+    pair = preference("good", "no") | {"rejected": preference("x", "no", question="other")["rejected"]}
+    config = PreferenceDataConfig(train_urls=write(tmp_path / "x.jsonl", [pair]), on_bad_row="raise")
+    with pytest.raises(ConfigError, match=r"x.jsonl:1 has 'chosen' and 'rejected' that differ"):
+        config.load(Tokenizer(), 16, 0)
+
+
+def test_too_long_is_a_bad_row_that_names_the_place(tmp_path):
+    urls = write(tmp_path / "x.jsonl", [{"prompt": "a", "completion": "b"}, {"prompt": "abc", "completion": "def"}])
+    config = LmDataConfig(train_urls=urls, format="prompt_completion", max_seq_len=6, on_bad_row="raise")
+    with pytest.raises(ConfigError, match=r"x.jsonl:2 has 8 tokens, but a row has 6.*truncate: true"):
+        config.load(Tokenizer(), 16, 0)
+
+
+def lines_with_faults(tmp_path, monkeypatch):
+    """60 lines with two faults and empty lines between, cut into many parts."""
+    monkeypatch.setattr(sources, "MIN_CHUNK_BYTES", 100)
+    lines = [b'{"text": "line %d"}' % number for number in range(1, 61)]
+    lines[16], lines[41] = b"{broken", b'{"text": "\xff"}'
+    lines[30] = lines[40] = lines[59] = b"  "
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    return LmDataConfig(train_urls=(str(path),), packing=False, max_seq_len=16)
+
+
+def test_bad_rows_are_counted_and_named_in_whichever_part_they_are(tmp_path, monkeypatch, caplog):
+    rows = lines_with_faults(tmp_path, monkeypatch).load(Tokenizer(), 16, 0)
+    metadata = rows.caches[0].metadata
+    assert len(metadata.chunk_rows) > 5 and metadata.n_bad == 2 and len(rows) == 55
+    assert "x.jsonl:17 is not JSON" in metadata.bad[0] and "x.jsonl:42 is not UTF-8" in metadata.bad[1]
+    assert "2 records left out" in caplog.text and "x.jsonl:17 is not JSON" in caplog.text
+    texts = ["".join(map(chr, row[1 : 1 + mask.sum() - 1])) for row, mask in zip(*columns(rows).values(), strict=True)]
+    assert texts == [f"line {n}" for n in range(1, 61) if n not in (17, 31, 41, 42, 60)]
+
+
+def test_raising_names_the_line_in_the_file(tmp_path, monkeypatch):
+    config = lines_with_faults(tmp_path, monkeypatch)
+    with pytest.raises(ConfigError, match="x.jsonl:17 is not JSON"):
+        LmDataConfig(**{**vars(config), "on_bad_row": "raise"}).load(Tokenizer(), 16, 0)
+    config.load(Tokenizer(), 16, 0)
+    with pytest.raises(ConfigError, match="x.jsonl:17 is not JSON"):  # also where the cache is finished already
+        LmDataConfig(**{**vars(config), "on_bad_row": "raise"}).load(Tokenizer(), 16, 0)
+
+
+def test_too_many_bad_rows_stop_the_run(tmp_path, monkeypatch):
+    config = lines_with_faults(tmp_path, monkeypatch)
+    text = r"2 records cannot be used, but data.max_bad_rows is 1.*x.jsonl:17 is not JSON"
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=text):
+            LmDataConfig(**{**vars(config), "max_bad_rows": 1}).load(Tokenizer(), 16, 0)
+
+
+def test_missing_files_and_no_files(tmp_path):
+    with pytest.raises(ConfigError, match=r"none.jsonl.*Check data.train_urls"):
+        LmDataConfig(train_urls=(str(tmp_path / "none.jsonl"),)).load(Tokenizer(), 16, 0)
+    with pytest.raises(ConfigError, match="train_urls is empty"):
+        LmDataConfig().load(Tokenizer(), 16, 0)
+    (tmp_path / "x.json").write_text("[]")
+    with pytest.raises(ConfigError, match="x.json:1 is a JSON list, not an object. Write one object per line"):
+        LmDataConfig(train_urls=(str(tmp_path / "x.json"),)).load(Tokenizer(), 16, 0)
+
+
+def test_a_broken_archive_is_not_a_bad_row(tmp_path):
+    (tmp_path / "x.jsonl.gz").write_bytes(b"\x1f\x8b\x08 no")
+    with pytest.raises(ConfigError, match=r"x.jsonl.gz cannot be read"):
+        LmDataConfig(train_urls=(str(tmp_path / "x.jsonl.gz"),)).load(Tokenizer(), 16, 0)
+
+
+RECORDS = [{"prompt": f"{n}?", "completion": "x" * (n % 5), "more": n} for n in range(50)]
+
+
+def text_of(records):
+    return "".join(json.dumps(record) + "\n" for record in records).encode()
+
+
+def as_gzip(path):
+    import gzip
+
+    (path / "x.jsonl.gz").write_bytes(gzip.compress(text_of(RECORDS)))
+    return path / "x.jsonl.gz"
+
+
+def as_zstd(path):
+    import zstandard
+
+    (path / "x.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(text_of(RECORDS)))
+    return path / "x.jsonl.zst"
+
+
+def as_parquet(path):
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(RECORDS), path / "x.parquet", row_group_size=8)
+    return path / "x.parquet"
+
+
+def as_dataset(path):
+    """What ``Dataset.save_to_disk`` writes: two shards, named in their order by state.json."""
+    import pyarrow
+
+    table = pyarrow.Table.from_pylist(RECORDS)
+    names = [f"data-{number:05d}-of-00002.arrow" for number in range(2)]
+    for name, part in zip(names, (table[:20], table[20:]), strict=True):
+        with pyarrow.OSFile(str(path / name), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
+            stream.write_table(part, max_chunksize=7)
+    (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    return path
+
+
+def in_memory(path):
+    import fsspec
+
+    with fsspec.open("memory://data/x.jsonl", "wb") as file:
+        file.write(text_of(RECORDS))
+    return "memory://data/x.jsonl"
+
+
+def by_wildcard(path):
+    for number in range(5):
+        (path / f"part-{number}.jsonl").write_bytes(text_of(RECORDS[number * 10 : number * 10 + 10]))
+    return path / "part-*.jsonl"
+
+
+@pytest.mark.parametrize("make", [as_gzip, as_zstd, as_parquet, as_dataset, in_memory, by_wildcard])
+def test_every_format_gives_the_same_rows(tmp_path, monkeypatch, make):
+    monkeypatch.setattr(sources, "MIN_CHUNK_BYTES", 300)
+    expected = LmDataConfig(train_urls=write(tmp_path / "plain.jsonl", RECORDS), format="prompt_completion")
+    config = LmDataConfig(train_urls=(str(make(tmp_path)),), format="prompt_completion")
+    found, wanted = (columns(one.load(Tokenizer(), 12, 0)) for one in (config, expected))
+    assert len(found["tokens"]) == 50
+    for name, column in wanted.items():
+        assert found[name].tolist() == column.tolist()
