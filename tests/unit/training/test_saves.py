@@ -136,7 +136,7 @@ def test_who_does_not_lead_never_asks_for_a_save():
     config = TrainerConfig()
     checkpointer = SimpleNamespace(config=CheckpointerConfig(every_minutes=1e-9))
     leads = [SimpleNamespace(is_leader=leader) for leader in (True, False)]
-    assert [Saves(checkpointer, None, config, hosts).flag() for hosts in leads] == [SAVE_FLAG, 0]
+    assert [Saves(checkpointer, None, None, config, hosts).flag() for hosts in leads] == [SAVE_FLAG, 0]
 
 
 @pytest.mark.parametrize(("write_s", "fits"), [(0.0, True), (0.6, False)])
