@@ -33,7 +33,7 @@ def body(hosts, cases):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "devices"), [(2, 2), (4, 1)])
+@pytest.mark.parametrize(("processes", "devices"), [(2, 2), pytest.param(4, 1, marks=pytest.mark.nightly)])
 def test_tokens_depend_on_the_request_alone_on_several_processes(processes, devices):
     cases = draw(12, processes)
     results = run_processes(

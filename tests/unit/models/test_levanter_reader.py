@@ -1,6 +1,7 @@
 """Every Levanter family: greedy tokens equal those of Levanter's own dense forward, on one process as the oracle."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import haliax as hax
@@ -42,6 +43,8 @@ FAMILIES: dict[str, Any] = {
     "gemma3": Gemma3Config(**models.SIZES),
     "apertus": ApertusConfig(**models.SIZES, rope=LLAMA3),
 }
+NIGHTLY = ("llama", "mistral", "gemma", "olmo2", "qwen3")
+"""Families that are read as those of the other tests are."""
 UNSTACKED = {
     name: dataclasses.replace(FAMILIES[name], scan_layers=False) for name in ("llama", "olmo2", "gemma2", "apertus")
 }
@@ -68,17 +71,23 @@ def check(model: Any, oracle: Any = None) -> None:
     assert lockstep.audit(model, asked, got).logprob_gap < 3e-5
 
 
-def slow_but(quick: set[str], names: Any) -> list[Any]:
-    """Each name, and most of them for the slow tests: a family takes 5 seconds."""
-    return [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in names]
+def slow_but(quick: set[str], names: Any, nightly: Sequence[str] = ()) -> list[Any]:
+    """Each name, and most of them for the slow tests or the nightly ones: a family takes 5 seconds."""
+
+    def marks(name: str) -> list[pytest.MarkDecorator]:
+        if name in quick:
+            return []
+        return [pytest.mark.slow, pytest.mark.nightly] if name in nightly else [pytest.mark.slow]
+
+    return [pytest.param(name, marks=marks(name)) for name in names]
 
 
-@pytest.mark.parametrize("name", slow_but({"qwen2", "gemma2"}, FAMILIES))
+@pytest.mark.parametrize("name", slow_but({"qwen2", "gemma2"}, FAMILIES, nightly=NIGHTLY))
 def test_a_family_says_what_levanter_says(name):
     check(models.build(FAMILIES[name]))
 
 
-@pytest.mark.parametrize("name", slow_but({"olmo2"}, UNSTACKED))
+@pytest.mark.parametrize("name", slow_but({"olmo2"}, UNSTACKED, nightly=sorted(UNSTACKED)))
 def test_layers_need_not_be_stacked(name):
     check(models.build(UNSTACKED[name]))
 
