@@ -21,7 +21,7 @@ from lockstep.callback import InferenceEvalConfig, SampleCallback
 from lockstep.engine import engine as engine_module
 from lockstep.engine import launches as launches_module
 from lockstep.hosts import Ledger
-from lockstep.main.run import RunConfig, train
+from lockstep.main.run import RunConfig, rows_as_batches, train
 from lockstep.report.trackers import NoopTracker
 from lockstep.schedule import Scheduler
 from lockstep.text import StopFinder
@@ -274,8 +274,14 @@ class Killing(NoopTracker):
 class Data:
     """The ``data`` block of a command: random rows."""
 
-    def load(self, tokenizer, model_max_seq_len, seed):
+    CROSS_ENTROPY = True
+    validation_urls = ()
+
+    def load(self, tokenizer, model_max_seq_len, seed, hosts=None):
         return tiny.rows()
+
+    def load_validation(self, tokenizer, model_max_seq_len, hosts=None):
+        return {}
 
 
 def train_and_save(hosts, directory, steps, **settings):
@@ -288,7 +294,7 @@ def train_and_save(hosts, directory, steps, **settings):
         hf_save_path="hf",
         **settings,
     )
-    return train(config, Data(), lm_loss, hosts)
+    return train(config, Data(), lm_loss, rows_as_batches, hosts)
 
 
 @contextlib.contextmanager
