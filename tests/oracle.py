@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lockstep.models import LlamaLMHeadModel, read_decoder
+from lockstep.models import LlamaLMHeadModel, llama, read_decoder
 from lockstep.models.hf.names import skeleton
 from lockstep.types import Completion, FinishReason, Request
 from tests.sampling_oracle import log_softmax, step_of
@@ -266,17 +266,14 @@ def _on_one_device(model: Any) -> LlamaLMHeadModel:
 @contextlib.contextmanager
 def rounded_kv() -> Iterator[None]:
     """Attention traced inside sees the numbers of K and V as 8 bits hold them (E4M3)."""
-    rename = hax.NamedArray.rename
+    exact = llama.self_attention
 
-    def round_after(self: Any, names: Any) -> Any:
-        named = rename(self, names)
-        # K and V, and nothing else in floating point, get an axis of their own for positions.
-        if "key_position" not in names.values() or not jnp.issubdtype(named.dtype, jnp.floating):
-            return named
-        return hax.NamedArray(named.array.astype(jnp.float8_e4m3fn).astype(named.dtype), named.axes)
+    def rounded(q: jax.Array, k: jax.Array, v: jax.Array, *others: Any, **options: Any) -> jax.Array:
+        k, v = (each.astype(jnp.float8_e4m3fn).astype(each.dtype) for each in (k, v))
+        return exact(q, k, v, *others, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hax.NamedArray, "rename", round_after)
+        patch.setattr(llama, "self_attention", rounded)
         yield
 
 

@@ -41,7 +41,11 @@ def compile_on_one_process(compiler: Any) -> None:
 
     cache_key._hash_accelerator_config = cache_key._hash_devices
     job, read, write = distributed.global_state, compiler._cache_read, compiler._cache_write
+    compile_and_write = compiler._compile_and_write_cache
     known: set[str] = set()
+
+    def is_shared(devices: Any) -> bool:
+        return job.client is not None and len({device.process_index for device in devices}) > 1
 
     def tell(key: str) -> None:
         if job.client is not None and job.process_id == 0 and key not in known:
@@ -49,8 +53,7 @@ def compile_on_one_process(compiler: Any) -> None:
             job.client.key_value_set_bytes(f"compiled/{key}", b"")
 
     def read_when_told(module: str, key: str, options: Any, backend: Any, devices: Any, *others: Any) -> Any:
-        shared = len({device.process_index for device in devices}) > 1
-        if job.client is not None and job.process_id != 0 and shared and key not in known:
+        if is_shared(devices) and job.process_id != 0 and key not in known:
             known.add(key)
             with contextlib.suppress(Exception):  # process 0 does not compile it, or has left
                 job.client.blocking_key_value_get_bytes(f"compiled/{key}", int(COMPILED_S * 1e3))
@@ -63,7 +66,16 @@ def compile_on_one_process(compiler: Any) -> None:
         write(key, *others)
         tell(key)
 
+    def compile_write_and_read(
+        backend: Any, computation: Any, devices: Any, options: Any, callbacks: Any, module: str, key: str
+    ) -> Any:
+        compiled = compile_and_write(backend, computation, devices, options, callbacks, module, key)
+        # The text of a program that was read from the cache can differ, and hosts compare it.
+        found = read(module, key, options, backend, devices, callbacks)[0] if is_shared(devices) else None
+        return compiled if found is None else found
+
     compiler._cache_read, compiler._cache_write = read_when_told, write_and_tell
+    compiler._compile_and_write_cache = compile_write_and_read
 
 
 sys.meta_path.insert(0, CompilerHook())
