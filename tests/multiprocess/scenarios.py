@@ -41,6 +41,7 @@ def terminate(victim: str, where: str) -> None:
     hosts.barrier("both")
     if hosts.index == int(victim):
         hosts.phase(where)
+        print(f"signal at {time.monotonic() + 0.5}", flush=True)
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
         if where == "waiting":
             hosts.barrier("nobody else comes")

@@ -176,7 +176,8 @@ class WandbTrackerConfig(TrackerConfig):
                 Path(run_dir) / "wandb",
             )
         try:
-            return WandbTracker(wandb.init(mode="offline", **arguments))
+            # W&B's service still has a run of this id, which did not start.
+            return WandbTracker(wandb.init(mode="offline", **arguments | {"id": None, "resume": None}))
         except Exception as error:
             raise ConfigError(f"wandb could not start offline either: {error}. Choose type: jsonl.") from error
 
