@@ -25,17 +25,6 @@ def history(run: Path) -> list[tuple[int, dict[str, Any]]]:
     return found
 
 
-def run_id(run: Path) -> str:
-    """The id of the run, by which ``wandb sync`` finds the one to go on with."""
-    (file,) = run.glob("*.wandb")
-    for data in _records(file.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        if record.WhichOneof("record_type") == "run":
-            return str(record.run.run_id)
-    raise AssertionError(f"{file} has no run")
-
-
 def tables(run: Path, name: str) -> list[dict[str, Any]]:
     """The contents of every increment of the table ``name``, as the history refers to them, in its order."""
     paths = [values[f"{name}/path"] for _, values in history(run) if f"{name}/path" in values]

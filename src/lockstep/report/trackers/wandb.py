@@ -149,9 +149,6 @@ class WandbTrackerConfig(TrackerConfig):
             "project": self.project,
             "entity": self.entity,
             "name": self.name or run_name,
-            # A run that goes on under its name goes on in W&B too.
-            "id": run_name,
-            "resume": "allow",
             "group": self.group,
             "tags": list(self.tags),
             "dir": str(run_dir),
@@ -176,8 +173,7 @@ class WandbTrackerConfig(TrackerConfig):
                 Path(run_dir) / "wandb",
             )
         try:
-            # W&B's service still has a run of this id, which did not start.
-            return WandbTracker(wandb.init(mode="offline", **arguments | {"id": None, "resume": None}))
+            return WandbTracker(wandb.init(mode="offline", **arguments))
         except Exception as error:
             raise ConfigError(f"wandb could not start offline either: {error}. Choose type: jsonl.") from error
 

@@ -117,13 +117,6 @@ def test_an_offline_wandb_run_has_each_late_report_with_the_step_of_its_round(of
     assert all(values["inference_eval/samples/log_mode"] == "INCREMENTAL" for _, values in history)
 
 
-def test_a_run_that_goes_on_under_its_name_goes_on_in_wandb(tmp_path):
-    for _ in range(2):
-        build_tracker(WandbTrackerConfig(mode="offline"), tmp_path, "my-run").finish()
-    found = [wandb_run.run_id(path) for path in tmp_path.glob("wandb/offline-run-*")]
-    assert found == ["my-run"] * len(found) and found
-
-
 def test_wandb_that_cannot_start_online_says_what_was_given_and_goes_on_offline(tmp_path, monkeypatch, caplog):
     import wandb
 
