@@ -10,6 +10,8 @@ from lockstep.hosts.environment import environment as environment
 from lockstep.hosts.exchange import MAY_DIFFER as MAY_DIFFER
 from lockstep.hosts.exchange import digest as digest
 from lockstep.hosts.exit import run_main as run_main
+from lockstep.hosts.host_thread import HostThread as HostThread
+from lockstep.hosts.host_thread import Stopped as Stopped
 from lockstep.hosts.hosts import Hosts as Hosts
 from lockstep.hosts.leader import leader_only as leader_only
 from lockstep.hosts.leader import try_leader_only as try_leader_only

@@ -18,6 +18,7 @@ from jaxtyping import Array, Int
 from lockstep.attention import CausalAttention, self_attention
 from lockstep.errors import ConfigError
 from lockstep.models.config import LlamaConfig, rotary_frequencies
+from lockstep.models.output_layer import float32_logits
 from lockstep.models.remat import scan_policy
 
 
@@ -359,7 +360,7 @@ class LlamaLMHeadModel(eqx.Module):
         Args:
             activations: The hidden states that `activations` returns, or some of their positions.
         """
-        logits = _project(activations, self.lm_head_array())
+        logits = float32_logits(activations, self.lm_head_array())
         return hax.auto_sharded(_soft_cap(logits, self.logit_soft_cap))
 
 
@@ -370,27 +371,6 @@ ACTIVATIONS: dict[str, Callable[[NamedArray], NamedArray]] = {
     "relu": hnn.relu,
 }
 """The activation of the gated MLP by `Variant.activation`."""
-
-
-@jax.custom_vjp
-def _project(x: NamedArray, head: NamedArray) -> NamedArray:
-    """Returns logits in float32, whose gradient is rounded to the dtype of ``x``.
-
-    A gradient in float32 would double what devices exchange of the output layer's gradient.
-    """
-    return hax.dot(x, head, axis="embed", preferred_element_type=jnp.float32)
-
-
-def _project_forward(x: NamedArray, head: NamedArray) -> tuple[NamedArray, tuple[NamedArray, NamedArray]]:
-    return _project(x, head), (x, head)
-
-
-def _project_backward(factors: tuple[NamedArray, NamedArray], gradient: NamedArray) -> tuple[NamedArray, NamedArray]:
-    product, pull_back = jax.vjp(functools.partial(hax.dot, axis="embed"), *factors)
-    return pull_back(gradient.astype(product.dtype))
-
-
-_project.defvjp(_project_forward, _project_backward)
 
 
 def _positions(segment_ids: NamedArray, Position: Axis) -> NamedArray:

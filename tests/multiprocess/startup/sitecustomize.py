@@ -31,7 +31,7 @@ class CompilerHook(importlib.abc.MetaPathFinder):
             execute(module)
             compile_on_one_process(module)
 
-        spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
+        vars(spec.loader)["exec_module"] = execute_and_change
         return spec
 
 

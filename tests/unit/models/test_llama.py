@@ -84,29 +84,6 @@ def test_computes_in_the_dtype_of_the_parameters_and_keeps_logits_in_float32() -
     assert np.abs(logits.array - full).max() < 0.1 * np.abs(full).max()
 
 
-def test_the_gradient_of_the_output_layer_is_that_of_the_logits() -> None:
-    Batch, Embed = hax.Axis("batch", 4), hax.Axis("embed", CONFIG.hidden_dim)
-    draw = np.random.default_rng(0)
-    x, weights, head = (
-        hax.named(draw.standard_normal([axis.size for axis in axes]).astype(np.float32), axes)
-        for axes in ((Batch, Embed), (Batch, Vocab), (Embed, Vocab))
-    )
-
-    def gradients(dtype: Any) -> Any:
-        model = dataclasses.replace(build(CONFIG), lm_head=head.astype(dtype))
-
-        def loss(head: Any, x: Any) -> Any:
-            return hax.sum(eqx.tree_at(lambda m: m.lm_head, model, head).logits(x) * weights).scalar()
-
-        return jax.grad(loss, argnums=(0, 1))(model.lm_head, x.astype(dtype))
-
-    exact = (x.array.T @ weights.array, weights.array @ head.array.T)
-    for dtype, tolerance in ((jnp.float32, 1e-5), (jnp.bfloat16, 2.0**-6)):
-        for got, want in zip(gradients(dtype), exact, strict=True):
-            assert got.dtype == dtype
-            np.testing.assert_allclose(got.array.astype(np.float32), want, atol=tolerance * np.abs(want).max())
-
-
 @pytest.mark.parametrize("config", [CONFIG, Qwen2Config(**SIZES), Qwen3Config(**SIZES)], ids=lambda c: type(c).__name__)
 def test_a_token_changes_nothing_before_it(config: LlamaConfig) -> None:
     model, ids = build(config), tokens()

@@ -34,7 +34,7 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def advance(self, room: bool) -> None:
-        """Have rows brought, by what all hosts do alike; ``room`` says whether all of them have room."""
+        """Have rows brought, by launches that all hosts make; ``room`` says whether all of them have room."""
 
     @abc.abstractmethod
     def wait(self, writer: FileWriter, timeout_s: float) -> tuple[bool, bool]:

@@ -1,32 +1,24 @@
 """The thread of one host that writes its files of a checkpoint, piece by piece, while the hosts stay in touch."""
 
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
 
-from lockstep.errors import HostTimeoutError
+from lockstep.hosts import HostThread, Stopped
 from lockstep.models.hf.save_plan import SavedTensor, file_header
 from lockstep.models.hf.save_target import SaveTarget
 
 PIECE_BYTES = 32 << 20
 """The most bytes of a tensor that are gathered and written at a time, but for a single row that has more."""
 
-STOP_S = 5.0
-"""Seconds that a write under way has to end when a save is given up."""
-
 type Read = Callable[[SavedTensor, int, int], np.ndarray]
 """Returns the stored rows of some entries of a tensor's row axis, from and to."""
 
 
-class Stopped(Exception):
-    """The save was given up; nobody sees this but the thread."""
-
-
-class FileWriter:
+class FileWriter(HostThread):
     """A context manager that writes files in a thread; after the context nothing more is written.
 
     Args:
@@ -39,75 +31,30 @@ class FileWriter:
     def __init__(
         self, target: SaveTarget, files: Mapping[str, Sequence[SavedTensor]], read: Read, timeout_s: float
     ) -> None:
-        self._target, self._files, self._read, self._timeout_s = target, files, read, timeout_s
+        super().__init__("lockstep-save", timeout_s)
+        self._target, self._files, self._read = target, files, read
         self.nbytes = sum(tensor.nbytes for group in files.values() for tensor in group)
         """The bytes that this host writes in all."""
         self.written = 0
         """The bytes that it has written."""
-        self._changed = threading.Condition()
-        self._done = self._stopped = False
-        self._error: BaseException | None = None
-        self._last = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="lockstep-save", daemon=True)
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
+    def _work(self) -> None:
+        with jax.no_execution(True):
+            for name, tensors in self._files.items():
+                self._write(name, tensors)
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        """Have the thread end after the piece that it is at."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
-        self._thread.join(STOP_S)
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until all files are written, or for some seconds.
-
-        Returns:
-            Whether they are.
-
-        Raises:
-            HostTimeoutError: Nothing was written for the writer's ``timeout_s``.
-            Exception: What reading or writing raised.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: self._done or self._error is not None, timeout_s)
-            if self._error is not None:
-                raise self._error
-            if not self._done and time.monotonic() - self._last > self._timeout_s:
-                raise HostTimeoutError(
-                    f"nothing of the checkpoint was written for {self._timeout_s:g} s. Check the disk, or the network "
-                    "and the access to the bucket, or raise timeout_s."
-                )
-            return self._done
-
-    def _run(self) -> None:
-        try:
-            with jax.no_execution(True):
-                for name, tensors in self._files.items():
-                    self._write(name, tensors)
-        except Stopped:
-            return
-        except BaseException as error:
-            self._error = error
-        with self._changed:
-            self._done = self._error is None
-            self._changed.notify_all()
+    def _stall(self) -> str:
+        return "nothing of the checkpoint was written"
 
     def _write(self, name: str, tensors: Sequence[SavedTensor]) -> None:
         with self._target.create(name) as file:
             file.write(file_header(tensors))
             for tensor in tensors:
                 for start, stop in tensor.pieces(PIECE_BYTES):
-                    if self._stopped:
-                        raise Stopped
+                    self._raise_if_stopped()
                     rows = self._read(tensor, start, stop)
                     file.write(_as_bytes(rows))
-                    self._last = time.monotonic()
+                    self._end_step()
                     self.written += rows.nbytes
 
 

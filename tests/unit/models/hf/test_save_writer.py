@@ -8,11 +8,12 @@ import pytest
 from safetensors.numpy import load_file
 
 from lockstep.errors import HostTimeoutError
+from lockstep.hosts import Stopped
 from lockstep.models import skeleton
 from lockstep.models.hf import save_writer
 from lockstep.models.hf.save_plan import plan_files, saved_tensors
 from lockstep.models.hf.save_target import save_target
-from lockstep.models.hf.save_writer import FileWriter, Handover, Stopped
+from lockstep.models.hf.save_writer import FileWriter, Handover
 from tests import tiny
 
 TENSORS = saved_tensors(skeleton(12, tiny.CONFIG), None, 12)
@@ -71,7 +72,7 @@ def test_nothing_is_written_after_the_context(target):
 
 
 def test_a_disk_that_hangs_is_named(target, monkeypatch):
-    monkeypatch.setattr(save_writer, "STOP_S", 0.05)
+    monkeypatch.setattr("lockstep.hosts.host_thread.STOP_S", 0.05)
     release = threading.Event()
     try:
         with pytest.raises(HostTimeoutError, match=r"nothing of the checkpoint was written for 0\.1 s"):
