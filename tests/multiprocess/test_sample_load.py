@@ -33,14 +33,15 @@ def anonymous():
 
 
 def body_load(hosts, checkpoint):
-    from lockstep.batch_inference.checkpoint import load
+    from lockstep.batch_inference.checkpoint import HfCheckpoint, load
     from lockstep.models import read_hf_config
     from lockstep.placement import make_mesh
 
     read_hf_config(checkpoint)  # what reads the files is imported
 
     mesh = make_mesh("auto")
-    load(hosts, str(REPOSITORY / "tests" / "golden" / "llama3"), mesh, None)  # what compiles and connects is there
+    small = HfCheckpoint(path=str(REPOSITORY / "tests" / "golden" / "llama3"))
+    load(hosts, small, mesh, None)  # what compiles and connects is there
     before, peak, done = anonymous(), [0], threading.Event()
 
     def watch():
@@ -50,7 +51,7 @@ def body_load(hosts, checkpoint):
 
     thread = threading.Thread(target=watch)
     thread.start()
-    model, read, seconds = load(hosts, checkpoint, mesh, None)
+    model, read, seconds = load(hosts, HfCheckpoint(path=checkpoint), mesh, None)
     done.set()
     thread.join()
     held = sum(s.data.nbytes for leaf in jax.tree.leaves(model) for s in leaf.addressable_shards)
