@@ -57,6 +57,8 @@ def training_workload(name: str, config: TrainConfig, model: str | None = None) 
         shape = dataclasses.replace(shape, config=remat)
     config, infeasibilities = _rows_of(config, shape.config.max_seq_len)
     columns = config.columns(shape.config.max_seq_len)
+    if config.data.length_buckets:
+        notes.append("data.length_buckets: the train step is that of the longest rows, which needs the most memory")
     precision = config.trainer.precision
     sampling: list[SamplingWorkload] = []
     if config.rollouts is not None:

@@ -36,7 +36,7 @@ from lockstep.training.precision import Precision, parse_precision
 from lockstep.training.profiler import ProfilerConfig
 from lockstep.training.result import TrainResult
 from lockstep.training.rollout import RolloutConfig
-from lockstep.training.rows import Batches, TokenizedRows
+from lockstep.training.rows import Batches, BatchesOfLengths, TokenizedRows
 from lockstep.training.saved_model import (
     RESUMABLE,
     SavedModel,
@@ -55,6 +55,7 @@ __all__ = [
     "BatchFeed",
     "BatchSource",
     "Batches",
+    "BatchesOfLengths",
     "CachedRows",
     "CheckpointerConfig",
     "DataConfig",

@@ -1,7 +1,7 @@
 """Where the train step gets its batches: read ahead in a thread, placed on the devices while the step before runs."""
 
 import concurrent.futures
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from lockstep.placement import host_rows, place_local
-from lockstep.training.rows import Batches
+from lockstep.training.rows import Batches, BatchesOfLengths
 from lockstep.training.step import BATCH_SPEC
 
 AHEAD = 2
@@ -76,12 +76,16 @@ class BatchFeed:
         self._read_ahead(first)
 
     def structs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return global shape, type and sharding of each column, see `BatchSource.structs`."""
+        """Return global shape, type and sharding of each column of the largest batch, see `BatchSource.structs`."""
+        return self.all_structs()[-1]
+
+    def all_structs(self) -> list[dict[str, jax.ShapeDtypeStruct]]:
+        """Return the same for the batches of each length, ascending."""
         local = self._reading(self._first).result()
-        return {
-            name: jax.ShapeDtypeStruct((self._n_rows, *rows.shape[1:]), rows.dtype, sharding=self._sharding)
-            for name, rows in local.items()
-        }
+        lengths: Sequence[int | None] = [None]
+        if isinstance(self._batches, BatchesOfLengths):
+            lengths = self._batches.lengths
+        return [{name: self._struct(rows, length) for name, rows in local.items()} for length in lengths]
 
     def batch(self, step: int, model: PyTree) -> dict[str, jax.Array]:
         """Return the batch of a step, see `BatchSource.batch`."""
@@ -100,6 +104,10 @@ class BatchFeed:
     def close(self) -> None:
         """End the thread."""
         self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _struct(self, rows: np.ndarray, length: int | None) -> jax.ShapeDtypeStruct:
+        shape = rows.shape[1:] if length is None else (*rows.shape[1:-1], length)
+        return jax.ShapeDtypeStruct((self._n_rows, *shape), rows.dtype, sharding=self._sharding)
 
     def _place(self, step: int) -> None:
         local = self._reading(step).result()

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int
@@ -26,6 +26,16 @@ class Batches(Protocol):
         Returns:
             Arrays by name, with the row as axis 0.
         """
+        ...
+
+
+@runtime_checkable
+class BatchesOfLengths(Protocol):
+    """What `Batches` have too whose rows are longer in one step than in another."""
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """All lengths of the last axis of the columns, ascending; the train step is compiled for each of them."""
         ...
 
 

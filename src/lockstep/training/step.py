@@ -199,7 +199,8 @@ class StepMetrics:
 
 
 class TrainStep:
-    """The train step: compiled ahead of time, so that hosts agree on it before its first launch; traced once.
+    """The train step: compiled ahead of time, so that hosts agree on it before its first launch; traced once for each
+    shape of a batch.
 
     Args:
         loss_fn: The objective.
@@ -230,24 +231,27 @@ class TrainStep:
         self._mesh, self._precision, self._microbatches = mesh, precision, microbatches
         self._names: tuple[str, ...] = ()
         self._out_shardings = shardings, NamedSharding(mesh, P())
-        self._program: Program | None = None
+        self._programs: dict[_BatchShape, Program] = {}
 
     @property
     def traces(self) -> int:
         """The number of times that the step was traced."""
-        return 0 if self._program is None else self._program.traces
+        return sum(program.traces for program in self._programs.values())
 
     def needed_bytes(self) -> int:
-        """Return the bytes per device at the worst moment of the compiled step, its arguments among them."""
-        assert self._program is not None, "compile() comes first"
-        memory = self._program.memory()
+        """Return the bytes per device at the worst moment of the compiled step with its largest batch, its arguments
+        among them.
+        """
+        assert self._programs, "compile() comes first"
+        memory = max((one.memory() for one in self._programs.values()), key=lambda one: one.temp_size_in_bytes)
         largest = memory.peak_memory_in_bytes
         if largest < memory.temp_size_in_bytes:  # the compiler for CPUs leaves temporaries out of its peak
             largest = memory.argument_size_in_bytes + memory.temp_size_in_bytes
         return int(largest + memory.generated_code_size_in_bytes)
 
     def compile(self, state: TrainState, batch: Mapping[str, Any], *signals: Any, ledger: Ledger) -> Mapping[str, str]:
-        """Compile for arguments of these shapes; nothing is launched, and no other host is waited for.
+        """Compile for arguments of these shapes, beside the programs that were compiled for batches of other shapes;
+        nothing is launched, and no other host is waited for.
 
         Args:
             state: The first argument of a call; it is not donated here.
@@ -261,7 +265,7 @@ class TrainStep:
         Raises:
             LockstepError: The compiler refused the program.
         """
-        self._program = compile_program(
+        program = self._programs[_batch_shape(batch)] = compile_program(
             "train_step",
             self._step,
             [state, dict(batch), *signals],
@@ -270,7 +274,7 @@ class TrainStep:
             donate=(0,),
             out_shardings=self._out_shardings,
         )
-        return self._program.digests
+        return program.digests
 
     def __call__(
         self, state: TrainState, batch: Mapping[str, Array], stop: Int[Array, " device"], *limit: Float[Array, ""]
@@ -286,9 +290,18 @@ class TrainStep:
 
         Returns:
             The next state, and the metrics as an array for `read`.
+
+        Raises:
+            ConfigError: The step is not compiled for a batch of this shape.
         """
-        assert self._program is not None, "compile() comes before the first call"
-        return self._program(state, dict(batch), stop, *limit)
+        shape = _batch_shape(batch)
+        if shape not in self._programs:
+            compiled = " or ".join(map(_text, self._programs))
+            raise ConfigError(
+                f"a batch is {_text(shape)}, but the train step was compiled for {compiled}, and nothing is compiled "
+                "after the start. Pad rows to one length, or give the batches the property lengths (BatchesOfLengths)."
+            )
+        return self._programs[shape](state, dict(batch), stop, *limit)
 
     def lower(self, state: TrainState, batch: Mapping[str, Any]) -> jax.stages.Lowered:
         """Trace the step for shapes; nothing is launched.
@@ -368,6 +381,17 @@ class TrainStep:
         parts = rows.reshape(n_shards, self._microbatches, -1, *rows.shape[1:]).swapaxes(0, 1)
         flat = parts.reshape(self._microbatches, -1, *rows.shape[1:])
         return jax.lax.with_sharding_constraint(flat, NamedSharding(self._mesh, P(None, *BATCH_SPEC)))
+
+
+type _BatchShape = frozenset[tuple[str, tuple[int, ...]]]
+
+
+def _batch_shape(batch: Mapping[str, Any]) -> _BatchShape:
+    return frozenset((name, tuple(column.shape)) for name, column in batch.items())
+
+
+def _text(shape: _BatchShape) -> str:
+    return ", ".join(f"{name} {list(sizes)}" for name, sizes in sorted(shape))
 
 
 def _named(leaf: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import signal
@@ -122,7 +123,7 @@ class Trainer:
 
     @property
     def train_step_traces(self) -> int:
-        """How often the train step was traced; 1 after any number of steps."""
+        """How often the train step was traced; 1 after any number of steps, or one for each length of rows."""
         return 0 if self._step is None else self._step.traces
 
     @property
@@ -349,20 +350,23 @@ class Trainer:
                 skip_bad=self.config.on_nan != "raise",
             )
 
-        batch = source.structs()
-        if self.config.per_device_parallelism == "auto":
+        todo: list[Mapping[str, jax.ShapeDtypeStruct]] = [source.structs()]
+        if isinstance(source, BatchFeed):
+            todo = [*source.all_structs()]
+        if self.config.per_device_parallelism == "auto":  # what fits with the longest rows fits with shorter ones
+            longest = todo.pop()
             memory = memory_for_training(self.mesh, state, self.config.memory_bytes_per_device)
             rows = self.config.train_batch_size // data_shards(self.mesh)
             self._step = compile_largest(
-                self.hosts, rows, make, lambda step: (state, batch, *self._signals(step, 0)), memory
+                self.hosts, rows, make, lambda step: (state, longest, *self._signals(step, 0)), memory
             )
-            return self._step
-        step = self._step = make(self._microbatches)
-        signals = self._signals(step, 0)
-        self._launch.compile_on_all(
-            "train_step", lambda: step.compile(state, batch, *signals, ledger=self.hosts.ledger)
-        )
-        return step
+        else:
+            self._step = make(self._microbatches)
+        signals = self._signals(self._step, 0)
+        for batch in todo:
+            compile = functools.partial(self._step.compile, state, batch, *signals, ledger=self.hosts.ledger)
+            self._launch.compile_on_all("train_step", compile)
+        return self._step
 
     def _signals(self, step_fn: TrainStep, flag: int) -> list[jax.Array]:
         """What the hosts tell the step: a signal or 0 on this host's devices, and the limit of the loss."""

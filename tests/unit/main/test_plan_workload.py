@@ -82,6 +82,10 @@ def test_simpo_on_a_pod(monkeypatch):
     assert len(samples.requests) == 5 and samples.requests[0].params.max_new_tokens == 64
     assert samples.key("layout") == "inference_eval.layout"
     assert any("UTF-8 bytes" in note for note in workload.notes)
+    buckets = "--data.length_buckets", "[512, 1024]"
+    bucketed = read("simpo_ultrafeedback_llama3_8b_v5p_64_inference.yaml", *buckets)
+    assert bucketed.training.columns == workload.training.columns, "the longest rows decide"
+    assert any("length_buckets: the train step is that of the longest rows" in note for note in bucketed.notes)
 
 
 def test_grpo_asks_for_rollouts_and_for_samples(monkeypatch):

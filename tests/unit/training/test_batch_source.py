@@ -56,6 +56,17 @@ def test_every_batch_is_read_once_in_order_by_one_thread(noting):
     assert not [thread for thread in threading.enumerate() if thread.name in noting.threads]
 
 
+def test_the_step_is_compiled_for_the_rows_of_every_length(noting):
+    source = feed(noting)
+    assert source.all_structs() == [source.structs()]
+    source.close()
+    noting.lengths = (2, 3, 7)
+    source = feed(noting)
+    assert [each["tokens"].shape for each in source.all_structs()] == [(8, 2), (8, 3), (8, 7)]
+    assert source.structs() == source.all_structs()[-1]
+    source.close()
+
+
 def test_what_is_read_is_placed_before_it_is_asked_for(noting):
     source = feed(noting)
     source.batch(0, None)

@@ -76,6 +76,41 @@ def test_the_first_loss_is_the_mean_over_the_tokens_of_the_batch(plain):
     assert float(parts.total / parts.weight) == pytest.approx(plain[0][0], rel=1e-5)
 
 
+class OfTwoLengths:
+    """Batches whose rows are short in two of four steps; ``padded``: the same targets in rows of one length."""
+
+    def __init__(self, padded):
+        self.padded = padded
+        if not padded:
+            self.lengths = (8, 16)
+
+    def batch(self, step, batch_size, part):
+        batch, length = rows().batch(step, batch_size, part), (16, 8, 8, 16)[step]
+        if self.padded:
+            return {name: np.where(np.arange(16) < length, column, 0) for name, column in batch.items()}
+        return {name: column[:, :length] for name, column in batch.items()}
+
+
+@pytest.mark.parametrize("parallelism", [-1, "auto"])
+def test_rows_of_two_lengths_have_a_program_each_and_the_losses_of_padded_ones(parallelism):
+    found, traces = [[], []], []
+    for padded in (False, True):
+        trainer = make_trainer(per_device_parallelism=parallelism)
+        trainer.add_hook(lambda info, padded=padded: found[padded].append(info.loss))
+        trainer.train(init(trainer), OfTwoLengths(padded))
+        traces.append(trainer.train_step_traces)
+    assert traces == [2, 1] and len(found[0]) == STEPS
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
+
+
+def test_a_batch_of_a_length_that_was_not_announced_is_refused():
+    batches = OfTwoLengths(padded=False)
+    del batches.lengths
+    trainer = make_trainer()
+    with pytest.raises(ConfigError, match=r"tokens \[8, 8\], but .* for loss_mask \[8, 16\], tokens \[8, 16\], and"):
+        trainer.train(init(trainer), batches)
+
+
 class Recorder:
     def __init__(self):
         self.calls = []

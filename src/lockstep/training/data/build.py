@@ -188,16 +188,15 @@ def _summarise(fs: Any, path: str, plan: CachePlan) -> CacheMetadata:
             lines[number] += read
         for piece, line, why in chunk["bad"]:
             bad.append(f"{place(plan.files[pieces[piece][0]].path, before[piece], line)} {why}")
+    buckets = [chunk["buckets"][bucket] for bucket in range(len(plan.shape.lengths)) for chunk in chunks]
     return CacheMetadata(
         layout=plan.shape.layout,
-        length=plan.shape.length,
-        chunk_rows=tuple(chunk["rows"] for chunk in chunks),
-        digests=tuple(chunk["digest"] for chunk in chunks),
+        lengths=plan.shape.lengths,
+        chunk_rows=tuple(one["rows"] for one in buckets),
+        digests=tuple(one["digest"] for one in buckets),
+        tokens=sum(one["tokens"] for one in buckets),
         bad=tuple(bad),
-        **{
-            name: sum(chunk[name] for chunk in chunks)
-            for name in ("examples", "unpacked_rows", "tokens", "dropped", "n_bad")
-        },
+        **{name: sum(chunk[name] for chunk in chunks) for name in ("examples", "unpacked_rows", "dropped", "n_bad")},
     )
 
 

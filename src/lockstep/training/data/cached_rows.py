@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lockstep.training.data.order import RowOrder
+from lockstep.training.data.bucket_order import BucketOrder
 from lockstep.training.data.token_cache import TokenCache
 
 _DIGESTED = 64
@@ -24,17 +24,21 @@ class CachedRows:
 
     def __init__(self, caches: Sequence[TokenCache], weights: Sequence[float], seed: int, shuffle: bool = True) -> None:
         self.caches = tuple(caches)
-        sizes = tuple(len(cache) for cache in caches)
-        self.order = RowOrder(sizes=sizes, weights=tuple(weights), seed=seed, shuffle=shuffle)
+        sizes = tuple(cache.metadata.bucket_rows for cache in caches)
+        self.order = BucketOrder(sizes=sizes, weights=tuple(weights), seed=seed, shuffle=shuffle)
 
     def __len__(self) -> int:
         """Return the number of rows of all sources."""
-        return sum(self.order.sizes)
+        return sum(len(cache) for cache in self.caches)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The tokens of a row, ascending: one, or one for each bucket that has rows."""
+        return tuple(self.caches[0].metadata.lengths[bucket] for bucket in self.order.buckets)
 
     def batch(self, step: int, batch_size: int, rows: slice) -> dict[str, np.ndarray]:
         """Return some rows of the batch of a step, see `lockstep.training.rows.Batches.batch`."""
-        places = range(step * batch_size, (step + 1) * batch_size)[rows]
-        drawn = self.order.rows(places)
+        drawn = self.order.rows(step, batch_size, rows)
         columns: dict[str, np.ndarray] = {}
         for source in sorted({source for source, _ in drawn}):
             mine = [place for place, (one, _) in enumerate(drawn) if one == source]
@@ -48,4 +52,4 @@ class CachedRows:
         """Return the SHA-256 of all rows and of their order in hexadecimal digits, for hosts to agree on."""
         order = self.order
         parts = [cache.digest() for cache in self.caches], order.weights, order.seed, order.shuffle
-        return hashlib.sha256(repr((*parts, order.rows(range(_DIGESTED)))).encode()).hexdigest()
+        return hashlib.sha256(repr((*parts, *order.first(_DIGESTED))).encode()).hexdigest()

@@ -1,5 +1,6 @@
 """Makes the rows of one chunk: reads, tokenises, packs and writes, with bounded memory."""
 
+import contextlib
 import itertools
 import json
 from collections.abc import Callable, Iterator
@@ -54,15 +55,18 @@ class ChunkBuilder:
             ConfigError: A file cannot be read, or a bad row is an error.
             OSError: A file cannot be written.
         """
-        paths = {suffix: chunk_file(directory, self._number, suffix) for suffix in ("rows", "index", "json")}
-        with new_file(fs, paths["rows"]) as rows, new_file(fs, paths["index"]) as index:
-            writer = RowWriter(rows, index)
+        shape, n_chunks = self._plan.shape, len(self._plan.chunks)
+        with contextlib.ExitStack() as files:
+            writers = []
+            for bucket in range(len(shape.lengths)):
+                paths = [chunk_file(directory, bucket * n_chunks + self._number, name) for name in ("rows", "index")]
+                writers.append(RowWriter(*(files.enter_context(new_file(fs, path)) for path in paths)))
             for row in self._rows(tokenizer):
-                writer.write(row)
-            digest = writer.finish()
-        facts = {"rows": writer.count, "tokens": writer.tokens, "digest": digest, "lines": self._lines}
-        with new_file(fs, paths["json"]) as stream:
-            stream.write(json.dumps({**facts, **self._counts, "bad": self._bad}).encode())
+                writers[shape.bucket(row)].write(row)
+            buckets = [{"digest": one.finish(), "rows": one.count, "tokens": one.tokens} for one in writers]
+        facts = {"buckets": buckets, "lines": self._lines, **self._counts, "bad": self._bad}
+        with new_file(fs, chunk_file(directory, self._number, "json")) as stream:
+            stream.write(json.dumps(facts).encode())
 
     def _rows(self, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Row]:
         packer, shape = self._plan.shape.packer(), self._plan.shape

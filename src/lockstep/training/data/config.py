@@ -74,6 +74,10 @@ class DataConfig:
     ``lockstep/data`` below ``$XDG_CACHE_HOME`` or ``~/.cache``, where every later run finds it."""
     max_seq_len: int | None = None
     """Tokens of a row; null: the model's ``max_seq_len``."""
+    length_buckets: tuple[int, ...] = ()
+    """Lengths of shorter rows, such as ``[128, 256]``: every batch has rows of one length, the shortest that holds its
+    examples, or of ``max_seq_len``. The train step is compiled once for each length, before the first step. For rows
+    that are not packed; empty: all rows have ``max_seq_len``."""
     truncate: bool = False
     """Cut examples that are longer than a row (an example left without a target is dropped, and counted in the log);
     otherwise a longer example is a bad row."""
@@ -87,6 +91,11 @@ class DataConfig:
     def __post_init__(self) -> None:
         if self.max_seq_len is not None and self.max_seq_len < 2:
             raise ConfigError(f"data.max_seq_len is {self.max_seq_len}; it must be at least 2. Raise it, or use null.")
+        buckets = self.length_buckets
+        if any(length < 2 for length in buckets) or list(buckets) != sorted(set(buckets)):
+            raise ConfigError(
+                f"data.length_buckets is {list(buckets)}; the lengths must be at least 2 and ascend. Correct them."
+            )
         if self.max_bad_rows < 0:
             raise ConfigError(f"data.max_bad_rows is {self.max_bad_rows}; it must be at least 0. Raise it.")
         if any(isinstance(one, SourceConfig) and one.weight is not None for one in self.validation_urls):
@@ -118,8 +127,26 @@ class DataConfig:
             )
         return self.max_seq_len
 
+    def row_lengths(self, model_max_seq_len: int) -> tuple[int, ...]:
+        """Return the number of tokens of a row of each bucket, ascending.
+
+        Args:
+            model_max_seq_len: The number of tokens of the model's longest sequence.
+
+        Raises:
+            ConfigError: The rows would be longer than the model allows, or a bucket's not shorter than the longest.
+        """
+        longest = self.row_length(model_max_seq_len)
+        if self.length_buckets and self.length_buckets[-1] >= longest:
+            raise ConfigError(
+                f"data.length_buckets is {list(self.length_buckets)}, but the longest rows have {longest} tokens, and "
+                "the list is of shorter ones. Leave out what is not below that, or raise data.max_seq_len."
+            )
+        return (*self.length_buckets, longest)
+
     def columns(self, model_max_seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return shape and type of one row of each column that ``load`` makes, without reading any data.
+        """Return shape and type of one row of each column that ``load`` makes, the longest where rows have several
+        lengths, without reading any data.
 
         Args:
             model_max_seq_len: The number of tokens of the model's longest sequence.
@@ -127,7 +154,7 @@ class DataConfig:
         Raises:
             ConfigError: The rows would be longer than the model allows.
         """
-        row = (self.row_length(model_max_seq_len),)
+        row = (self.row_lengths(model_max_seq_len)[-1],)
         return {"tokens": jax.ShapeDtypeStruct(row, np.int32), "loss_mask": jax.ShapeDtypeStruct(row, np.bool_)}
 
     def load(
@@ -154,7 +181,7 @@ class DataConfig:
             weights = [1.0 if source.weight is None else source.weight for source in sources]
         else:
             groups, weights = [("data.train_urls", [source.url for source in sources])], [1.0]
-        caches = self._open(groups, tokenizer, model_max_seq_len, hosts)
+        caches = self._open(groups, tokenizer, self.row_lengths(model_max_seq_len), hosts)
         return CachedRows(caches, weights, seed, self.shuffle)
 
     def load_validation(
@@ -177,7 +204,8 @@ class DataConfig:
         if not self.validation_urls:
             return {}
         groups = [(f"data.validation_urls ({source.label})", [source.url]) for source in self._validation]
-        caches = self._open(groups, tokenizer, model_max_seq_len, hosts)
+        # One program validates: all rows have its length.
+        caches = self._open(groups, tokenizer, (self.row_length(model_max_seq_len),), hosts)
         return {source.label: cache for source, cache in zip(self._validation, caches, strict=True)}
 
     @property
@@ -192,7 +220,7 @@ class DataConfig:
         self,
         groups: Sequence[tuple[str, Sequence[str]]],
         tokenizer: "PreTrainedTokenizerBase",
-        model_max_seq_len: int,
+        lengths: tuple[int, ...],
         hosts: Hosts | None,
     ) -> list[TokenCache]:
         def make_plans() -> list[CachePlan]:
@@ -203,11 +231,12 @@ class DataConfig:
             format, packing = self._rows()
             check_format(tokenizer, format)
             shape = RowShape(
-                length=self.row_length(model_max_seq_len),
+                length=lengths[-1],
                 truncate=self.truncate,
                 packing=packing,
                 documents=format == "text",
                 pairs=format == "preference",
+                shorter=lengths[:-1],
             )
             digest = tokenizer_digest(tokenizer)
             return [
@@ -244,6 +273,14 @@ class LmDataConfig(DataConfig):
     packing: bool | None = None
     """Put several examples into a row, numbered by ``segment_ids``, which keep them apart in attention: documents one
     after the other, cut where a row ends; others as a whole where they fit. null: documents yes, others no."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.length_buckets and self.packs:
+            raise ConfigError(
+                f"data.length_buckets is {list(self.length_buckets)}, but rows are packed, and a packed row is full. "
+                "Remove it, or set data.packing: false."
+            )
 
     @property
     def packs(self) -> bool:
@@ -302,6 +339,8 @@ class GrpoDataConfig(DataConfig):
                 "data.validation_urls has no effect in train-grpo, whose loss needs sampled answers. Give held-out "
                 "questions to inference_eval.prompts, with the metric pass_at_k."
             )
+        if self.length_buckets:
+            raise ConfigError("data.length_buckets has no effect in train-grpo, whose rows have one length. Remove it.")
         if self.cache_dir is not None:
             raise ConfigError("data.cache_dir has no effect in train-grpo: questions are not cached. Remove it.")
         if any(isinstance(one, SourceConfig) and one.weight is not None for one in self.train_urls):

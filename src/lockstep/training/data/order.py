@@ -43,13 +43,17 @@ class RowOrder:
         """
         found = []
         for place in places:
-            source, count = self._source(place)
+            source, count = self.turn(place)
             epoch, offset = divmod(count, self.sizes[source])
             found.append((source, self._shuffled(source, epoch, offset) if self.shuffle else offset))
         return found
 
-    def _source(self, place: int) -> tuple[int, int]:
-        """The source of a place, and how many places before it are that source's."""
+    def turn(self, place: int) -> tuple[int, int]:
+        """Return the source of a place, and how many places before it are that source's.
+
+        Args:
+            place: A place in the run, from 0.
+        """
         return (0, place) if len(self.sizes) == 1 else self._mixture[place]
 
     @functools.cached_property

@@ -1,5 +1,6 @@
 """Examples into rows of one length: one each, cut, or several in a row."""
 
+import bisect
 import dataclasses
 from collections.abc import Iterator
 from typing import Literal, Protocol
@@ -41,6 +42,7 @@ class RowShape:
         packing: Whether a row holds several examples.
         documents: Whether examples are documents, which may go on in another row.
         pairs: Whether an example is a pair.
+        shorter: The tokens of shorter rows, ascending, for what fits into them; not for packed rows.
     """
 
     length: int
@@ -48,6 +50,16 @@ class RowShape:
     packing: bool
     documents: bool
     pairs: bool
+    shorter: tuple[int, ...] = ()
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The tokens of a row of each bucket, ascending."""
+        return (*self.shorter, self.length)
+
+    def bucket(self, row: Row) -> int:
+        """Return the number of the bucket whose rows are just long enough for all sequences of a row."""
+        return bisect.bisect_left(self.lengths, max(len(one.tokens) for one in row)) if self.shorter else 0
 
     @property
     def layout(self) -> Layout:

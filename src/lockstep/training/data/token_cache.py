@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,9 +22,9 @@ class CacheMetadata:
 
     Args:
         layout: What a row holds.
-        length: The tokens of a row.
-        chunk_rows: The number of rows of each chunk.
-        digests: The SHA-256 of the rows of each chunk.
+        lengths: The tokens of a row of each bucket, ascending; one where rows are not put into buckets.
+        chunk_rows: The number of rows of each chunk, those of the first bucket in all chunks, then of the next.
+        digests: The SHA-256 of the rows of each chunk, in the same order.
         examples: The number of examples that are in it.
         unpacked_rows: The number of rows if each example had rows of its own.
         tokens: The tokens in all rows.
@@ -33,7 +34,7 @@ class CacheMetadata:
     """
 
     layout: Layout
-    length: int
+    lengths: tuple[int, ...]
     chunk_rows: tuple[int, ...]
     digests: tuple[str, ...]
     examples: int
@@ -44,10 +45,29 @@ class CacheMetadata:
     bad: tuple[str, ...]
 
     @property
+    def length(self) -> int:
+        """The tokens of a row, the longest where rows have several lengths."""
+        return self.lengths[-1]
+
+    @property
+    def bucket_rows(self) -> tuple[int, ...]:
+        """The number of rows of each bucket."""
+        n_chunks = len(self.chunk_rows) // len(self.lengths)
+        return tuple(sum(rows) for rows in itertools.batched(self.chunk_rows, n_chunks))
+
+    @property
     def padding(self) -> float:
-        """The share of a batch that is padding."""
-        sequences = sum(self.chunk_rows) * (2 if self.layout == "pair" else 1)
-        return 1 - self.tokens / (sequences * self.length) if sequences else 0.0
+        """The share of all batches that is padding."""
+        return self._padding(self.lengths)
+
+    @property
+    def padding_without_buckets(self) -> float:
+        """The share of all batches that would be padding if all rows had the longest length."""
+        return self._padding([self.length] * len(self.lengths))
+
+    def _padding(self, lengths: Sequence[int]) -> float:
+        positions = sum(rows * length for rows, length in zip(self.bucket_rows, lengths, strict=True))
+        return 1 - self.tokens / (positions * (2 if self.layout == "pair" else 1)) if positions else 0.0
 
     @property
     def padding_without_packing(self) -> float:
@@ -55,10 +75,13 @@ class CacheMetadata:
         return 1 - self.tokens / (self.unpacked_rows * self.length) if self.unpacked_rows else 0.0
 
     def summary(self) -> str:
-        """What is in the cache, in a few words with the waste before and after packing."""
+        """What is in the cache, in a few words with the waste before and after packing or buckets."""
         unit = "pairs" if self.layout == "pair" else "examples"
-        text = f"{self.examples:,} {unit}, {self.tokens:,} tokens in {sum(self.chunk_rows):,} rows of {self.length}"
+        rows = [f"{n:,} rows of {length}" for n, length in zip(self.bucket_rows, self.lengths, strict=True)]
+        text = f"{self.examples:,} {unit}, {self.tokens:,} tokens in {', '.join(rows)}"
         without = f" ({self.padding_without_packing:.1%} without packing)" if self.layout == "packed" else ""
+        if len(self.lengths) > 1:
+            without = f" ({self.padding_without_buckets:.1%} without data.length_buckets)"
         return f"{text}, {self.padding:.1%} of it padding{without}"
 
 
@@ -75,6 +98,8 @@ class TokenCache:
 
     def __init__(self, fs: Any, path: str, metadata: CacheMetadata) -> None:
         self.path, self.metadata = path, metadata
+        self.bucket_starts = np.cumsum([0, *metadata.bucket_rows])
+        """The number of the first row of each bucket, and that of all rows."""
         self._reader = RowReader(fs, lambda chunk, suffix: chunk_file(path, chunk, suffix), metadata.chunk_rows)
 
     def __len__(self) -> int:
@@ -86,7 +111,7 @@ class TokenCache:
         return {name: column[0] for name, column in self.take([number]).items()}
 
     def take(self, numbers: Sequence[int]) -> dict[str, np.ndarray]:
-        """Read some rows.
+        """Read some rows. All have the length of the longest among them.
 
         Args:
             numbers: The numbers of the rows.
@@ -95,13 +120,13 @@ class TokenCache:
             The columns ``tokens`` int32 ``[row, position]`` and ``loss_mask`` bool of the same shape, for packed rows
             ``segment_ids`` int32 too; for pairs ``[row, 2, position]``, chosen and rejected.
         """
-        return expand(self._reader.read(numbers), self.metadata.layout, self.metadata.length)
+        bucket = int(np.searchsorted(self.bucket_starts, max(numbers), side="right")) - 1
+        return expand(self._reader.read(numbers), self.metadata.layout, self.metadata.lengths[bucket])
 
     def digest(self) -> str:
         """Return the SHA-256 of all rows in hexadecimal digits."""
-        return hashlib.sha256(
-            repr((self.metadata.layout, self.metadata.length, self.metadata.digests)).encode()
-        ).hexdigest()
+        metadata = self.metadata
+        return hashlib.sha256(repr((metadata.layout, *metadata.lengths, metadata.digests)).encode()).hexdigest()
 
 
 def expand(records: Sequence[np.ndarray], layout: Layout, length: int) -> dict[str, np.ndarray]:
@@ -154,5 +179,5 @@ def read_metadata(fs: Any, path: str) -> CacheMetadata | None:
         values = json.loads(fs.cat_file(f"{path}/{METADATA}"))
     except FileNotFoundError:
         return None
-    lists = {name: tuple(values[name]) for name in ("chunk_rows", "digests", "bad")}
+    lists = {name: tuple(values[name]) for name in ("lengths", "chunk_rows", "digests", "bad")}
     return CacheMetadata(**{**values, **lists})

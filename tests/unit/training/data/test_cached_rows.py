@@ -8,9 +8,10 @@ import time
 import numpy as np
 import pytest
 
-from lockstep.training import LmDataConfig
+from lockstep.training import LmDataConfig, PreferenceDataConfig
+from lockstep.training.data import sources
 from tests.tiny import tokenizer
-from tests.unit.training.data.characters import Tokenizer, write
+from tests.unit.training.data.characters import Tokenizer, preference, write
 
 
 def test_a_batch_is_a_function_of_the_step_and_hosts_take_their_part(tmp_path):
@@ -20,6 +21,40 @@ def test_a_batch_is_a_function_of_the_step_and_hosts_take_their_part(tmp_path):
     assert sorted(drawn[:20]) == sorted(drawn[20:]) == list(range(65, 85))
     parts = [rows.batch(3, 8, slice(start, start + 2))["tokens"][:, 1] for start in (0, 2, 4, 6)]
     assert np.concatenate(parts).tolist() == drawn[24:32].tolist()
+
+
+def test_pairs_in_buckets_are_those_without_in_batches_of_one_length_each(tmp_path, monkeypatch, caplog):
+    """The question, the role of the answer and their ends take 5 tokens; the longer answer of a pair decides."""
+    sizes = np.random.default_rng(0).permutation([1] * 24 + [3] * 8 + [6] * 8)
+    pairs = [preference(chr(65 + n) * size, chr(65 + n)) for n, size in enumerate(sizes)]
+    urls = write(tmp_path / "x.jsonl", pairs)
+    monkeypatch.setattr(sources, "MIN_CHUNK_BYTES", 2000)  # several chunks, each with rows of several lengths
+    caplog.set_level("INFO")
+    plain = PreferenceDataConfig(train_urls=urls, max_seq_len=11).load(Tokenizer(), 16, 3)
+    bucketed = PreferenceDataConfig(train_urls=urls, max_seq_len=11, length_buckets=(4, 6, 8)).load(Tokenizer(), 16, 3)
+    (cache,) = bucketed.caches
+    assert len(cache.metadata.chunk_rows) > 4 * 2
+    # No pair fits into rows of 4.
+    assert (cache.metadata.bucket_rows, bucketed.lengths) == ((0, 24, 8, 8), (6, 8, 11))
+    assert len(bucketed) == len(plain) == 40 and bucketed.digest() != plain.digest()
+
+    def drawn(rows, steps):
+        found = []
+        for step in steps:
+            batch = rows.batch(step, 8, slice(0, 8))
+            length = batch["tokens"].shape[-1]
+            longest = batch["loss_mask"].any(axis=(0, 1)).nonzero()[0].max() + 1
+            assert (longest == length) == (rows is bucketed) or rows is plain, "no row is longer than its bucket needs"
+            found += [tuple(map(tuple, np.pad(one, ((0, 0), (0, 11 - length))))) for one in batch["tokens"]]
+        return found
+
+    assert sorted(drawn(bucketed, range(5))) == sorted(drawn(plain, range(5)))
+    assert sorted(drawn(bucketed, range(5, 10))) == sorted(drawn(plain, range(5)))
+    shapes = [bucketed.batch(step, 8, slice(0, 2))["tokens"].shape for step in range(5)]
+    assert sorted(shapes) == [(2, 2, 6)] * 3 + [(2, 2, 8), (2, 2, 11)]
+    tokens = int(sum(5 + size + 6 for size in sizes))
+    before, after = 1 - tokens / (2 * 40 * 11), 1 - tokens / (2 * (24 * 6 + 8 * 8 + 8 * 11))
+    assert f"24 rows of 6, 8 rows of 8, 8 rows of 11, {after:.1%} of it padding ({before:.1%} without" in caplog.text
 
 
 def anonymous_mib():

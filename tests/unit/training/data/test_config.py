@@ -112,6 +112,8 @@ def test_validation_sources_have_names(tmp_path):
         ({"validation_urls": ("a/x.jsonl", "b/x.jsonl")}, "name 'x' twice"),
         ({"validation_urls": (SourceConfig(url="x", weight=2.0),)}, "has a weight, which has no effect"),
         ({"max_bad_rows": -1}, "must be at least 0"),
+        ({"length_buckets": (8, 4)}, "at least 2 and ascend"),
+        ({"length_buckets": (8,)}, "rows are packed"),
     ],
 )
 def test_values_that_cannot_work(values, text):
@@ -119,6 +121,16 @@ def test_values_that_cannot_work(values, text):
         LmDataConfig(**values)
     with pytest.raises(ConfigError, match="weight of source x is 0.*above 0"):
         SourceConfig(url="x", weight=0)
+
+
+def test_buckets_are_for_rows_that_are_shorter_than_the_longest():
+    config = decode_config(PreferenceDataConfig, {"length_buckets": [4, 8], "max_seq_len": 12}, "here")
+    assert config.row_lengths(16) == (4, 8, 12) and config.columns(16)["tokens"].shape == (2, 12)
+    config = PreferenceDataConfig(length_buckets=(4, 16))
+    with pytest.raises(ConfigError, match=r"length_buckets is \[4, 16\], but the longest rows have 16 tokens"):
+        config.columns(16)
+    with pytest.raises(ConfigError, match="no effect in train-grpo"):
+        GrpoDataConfig(length_buckets=(4,))
 
 
 def test_grpo_has_no_rows_to_load(tmp_path):

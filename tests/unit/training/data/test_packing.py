@@ -51,3 +51,10 @@ def test_the_fullest_open_row_makes_room(monkeypatch):
     monkeypatch.setattr(packing, "OPEN_ROWS", 2)
     rows = rows_of(examples_of([6, 8, 7]), length=10)
     assert [[len(one.tokens) for one in row] for row in rows] == [[8], [6], [7]]
+
+
+def test_a_row_is_in_the_bucket_that_is_just_long_enough_for_its_longest_sequence():
+    shape = RowShape(length=16, truncate=False, packing=False, documents=False, pairs=True, shorter=(4, 8))
+    assert shape.lengths == (4, 8, 16)
+    for sizes, bucket in (((2, 4), 0), ((5, 2), 1), ((8, 8), 1), ((1, 9), 2), ((16, 3), 2)):
+        assert shape.bucket([TokenSequence(1, [0] * size) for size in sizes]) == bucket, sizes
