@@ -68,7 +68,8 @@ def skipped():
 def test_skipping_costs_nothing_where_no_step_is_bad(plain):
     found, result, trainer = run({}, on_nan="skip")
     assert found == plain[0] and same(result, plain[1]) and result.skipped_steps == 0
-    before, after = (each._step._program.memory() for each in (plain[2], trainer))
+    ((before,), (after,)) = (each._step._programs.values() for each in (plain[2], trainer))
+    before, after = before.memory(), after.memory()
     # The state is donated to the new one all the same, and no second one is made beside it.
     assert after.alias_size_in_bytes == before.alias_size_in_bytes > 0
     assert after.temp_size_in_bytes <= before.temp_size_in_bytes + before.alias_size_in_bytes // 2
