@@ -1,4 +1,7 @@
-"""``lockstep train-lm`` killed at random moments, one process or all, also while it saves, and started again."""
+"""``lockstep train-lm`` killed five times at random moments, one process or all, also while it saves.
+
+``python docs/images/make_curves.py kills`` draws what the test leaves in ``starts.json``.
+"""
 
 import contextlib
 import json
@@ -13,38 +16,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 
 from tests.multiprocess.launcher import LAUNCHER, cache_environment
+from tests.multiprocess.lm_run import EVERY, checkpoints, losses, write_config
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.nightly]
 
-STEPS, EVERY = 40, 3
+STEPS = 60
 LIMIT_S = 400.0
-KILLS = [("all", False), (1, True), (0, False), ("all", True)]
+KILLS = [("all", False), (1, True), (0, False), ("all", True), (1, False)]
 """Who is killed with SIGKILL, and whether while a checkpoint is written; else after some more steps."""
-
-
-def write_config(directory, run_id):
-    config = {
-        "trainer": {
-            "num_train_steps": STEPS,
-            "train_batch_size": 16,
-            "log_dir": str(directory),
-            "run_id": run_id,
-            "checkpointer": {"every": EVERY, "keep": {"newest": 2}},
-        },
-        "model": {"type": "llama", "max_seq_len": 32, "hidden_dim": 64, "intermediate_dim": 128, "num_layers": 2}
-        | {"num_heads": 4, "num_kv_heads": 2},
-        "optimizer": {"learning_rate": 1e-2, "warmup": 0.1},
-        "tokenizer": "data/demo/tokenizer",
-        "data": {"train_urls": ["data/demo/train.jsonl"], "format": "prompt_completion", "max_seq_len": 20},
-        "inference_eval": {"eval_every": 7, "prompts": ["What is 12 plus 7?"], "max_new_tokens": 8}
-        | {"temperature": 0.9, "n_generations": 2, "on_error": "raise"},
-    }
-    path = directory / f"{run_id}.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
 
 
 def start(config, log, processes=2, devices=2, resume="auto"):
@@ -64,14 +45,6 @@ def end(job):
 
 def children(pid):
     return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def losses(run):
-    """Loss by step; each step is in the file once."""
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    found = [(each["step"], each["train/loss"]) for each in records if "train/loss" in each]
-    assert [step for step, _ in found] == list(range(1, len(found) + 1))
-    return dict(found)
 
 
 def lines_of(run):
@@ -102,25 +75,35 @@ def test_whoever_is_killed_whenever_losses_and_samples_are_those_of_a_run_withou
             code = job.wait(timeout=LIMIT_S)
             assert code == 0, (tmp_path / "log").read_text()[-6000:]
 
-        finish(write_config(tmp_path, "whole"))
-        config = write_config(tmp_path, "killed")
+        finish(write_config(tmp_path, "whole", STEPS))
+        config = write_config(tmp_path, "killed", STEPS)
+        starts: list[dict] = []  # what docs/images/make_curves.py draws
         for whom, while_saving in KILLS:
+            first = max(checkpoints(run), default=0) + 1
             job = start(config, log)
             ends.callback(end, job)
             before, deadline = lines_of(run), time.monotonic() + LIMIT_S
-            aim = min(STEPS - EVERY, max(before - EVERY, 0) + draw.randint(EVERY + 1, 8))
+            aim = min(STEPS - EVERY, max(before - EVERY, 0) + draw.randint(EVERY + 1, 12))
             # A start drops the steps after its checkpoint: they are counted once they come again.
             while job.poll() is None and not (lines_of(run) >= aim and (not while_saving or half_written(run))):
                 assert time.monotonic() < deadline, (tmp_path / "log").read_text()[-6000:]
                 time.sleep(0.002)
             kill(job, whom)
             assert lines_of(run) < STEPS, "it ended before it was killed"
+            starts.append({"first": first, "losses": list(losses(run).values())[first - 1 :], "killed": whom})
         for processes, _ in ((1, 1), (4, 1)):
             shutil.copytree(run, tmp_path / f"on-{processes}")
+        first = max(checkpoints(run)) + 1
         finish(config, resume="must")
+        starts.append({"first": first, "losses": list(losses(run).values())[first - 1 :]})
         for processes, devices in ((1, 1), (4, 1)):
-            finish(write_config(tmp_path, f"on-{processes}"), processes=processes, devices=devices, resume="must")
+            elsewhere = write_config(tmp_path, f"on-{processes}", STEPS)
+            finish(elsewhere, processes=processes, devices=devices, resume="must")
+    (tmp_path / "starts.json").write_text(json.dumps({"whole": list(losses(whole).values()), "starts": starts}))
     assert losses(run) == losses(whole) and len(losses(whole)) == STEPS
+    for each in starts:  # steps that were made again too
+        assert each["losses"] == list(losses(whole).values())[each["first"] - 1 :][: len(each["losses"])]
+    assert len(starts) == 6 and sum(len(each["losses"]) for each in starts) > STEPS
     assert (run / "samples.jsonl").read_bytes() == (whole / "samples.jsonl").read_bytes()
     assert (whole / "samples.jsonl").read_bytes().count(b"\n") == 2 * len([*range(7, STEPS, 7), STEPS])
     for processes in (1, 4):

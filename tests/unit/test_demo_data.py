@@ -57,6 +57,27 @@ def test_the_questions_of_the_reinforcement_demo_are_sums_that_are_not_held_out(
         assert question["answer"].endswith(f"\n#### {words(sum(map(int, numbers)))}")
 
 
+def test_no_preference_that_is_held_out_is_trained_on_and_each_sum_is_wanted_in_both_ways(tmp_path):
+    preferences = ROOT / "data" / "preferences"
+    subprocess.run([sys.executable, str(preferences / "make.py"), "--output", str(tmp_path)], check=True)
+    pairs = {}
+    for path in preferences.glob("*.jsonl"):
+        assert (tmp_path / path.name).read_bytes() == path.read_bytes(), path.name
+        pairs[path.stem] = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+    def numbers(pair):
+        return tuple(sorted(re.findall(r"\d+", pair["prompt"])))
+
+    train, held_out = pairs["as_asked"], pairs["as_asked_held_out"]
+    assert not {numbers(pair) for pair in train} & {numbers(pair) for pair in held_out}
+    assert len({numbers(pair) for pair in held_out}) == 100
+    for spelled, digits in zip(held_out[::2], held_out[1::2], strict=True):
+        assert spelled["prompt"].replace("words", "digits") == digits["prompt"]
+        liked, other = (spelled[side][-1]["content"] for side in ("chosen", "rejected"))
+        assert [digits[side][-1]["content"] for side in ("rejected", "chosen")] == [liked, other]
+        assert other.isdigit() and not any(sign.isdigit() for sign in liked)
+
+
 @pytest.mark.parametrize(
     ("number", "words"),
     [

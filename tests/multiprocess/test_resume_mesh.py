@@ -1,0 +1,40 @@
+"""``lockstep train-lm`` goes on with another number of tensor-parallel devices, and of processes."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.multiprocess.harness import run_command
+from tests.multiprocess.lm_run import checkpoints, losses, write_config
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+STEPS = 9
+STAGES = [("1,1,1", 1, 1, 3), ("2,1,2", 2, 2, 6)]
+"""``mesh_shape`` (data, FSDP, tensor parallel), processes, devices of each, and the checkpoint to go on from."""
+
+
+def train(config, mesh_shape, processes, devices, resume):
+    command = ["lockstep", "train-lm", "--config_path", str(config), "--trainer.mesh_shape", mesh_shape]
+    run = run_command([*command, "--resume", resume], cwd=ROOT, processes=processes, devices=devices, timeout_s=240)
+    assert run.code == 0, run.output
+    return run.output
+
+
+def test_a_run_goes_on_with_another_tensor_parallel_size(tmp_path):
+    config = write_config(tmp_path, "moved", STEPS, keep=STEPS)
+    run = tmp_path / "moved"
+    train(config, "1,2,2", 2, 2, "never")
+    whole = losses(run)
+    for mesh_shape, processes, devices, step in STAGES:
+        for later in (each for each in checkpoints(run) if each > step):
+            shutil.rmtree(run / "checkpoints" / f"step-{later}")
+        output = train(config, mesh_shape, processes, devices, "must")
+        assert f"goes on from {run}/checkpoints/step-{step}" in output
+        # The sums of other devices round differently: no more than that.
+        found = losses(run)
+        assert list(found) == list(whole) and found != whole
+        np.testing.assert_allclose(list(found.values()), list(whole.values()), rtol=1e-5)
