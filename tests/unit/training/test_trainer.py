@@ -87,7 +87,7 @@ class OfTwoLengths:
     def batch(self, step, batch_size, part):
         batch, length = rows().batch(step, batch_size, part), (16, 8, 8, 16)[step]
         if self.padded:
-            return {name: np.where(np.arange(16) < length, column, 0) for name, column in batch.items()}
+            return {name: column * (np.arange(16) < length).astype(column.dtype) for name, column in batch.items()}
         return {name: column[:, :length] for name, column in batch.items()}
 
 
