@@ -73,6 +73,7 @@ def test_simpo_learns_what_holds_for_pairs_it_has_not_seen(tmp_path, seed):
     assert accuracies[2] < 0.75 <= accuracies[30], accuracies
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
