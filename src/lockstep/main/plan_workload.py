@@ -58,6 +58,10 @@ def training_workload(name: str, config: TrainConfig, model: str | None = None) 
     config, infeasibilities = _rows_of(config, shape.config.max_seq_len)
     columns = config.columns(shape.config.max_seq_len)
     precision = config.trainer.precision
+    dtype, lora = precision.param.name, config.lora
+    if lora is not None:
+        dtype = lora.base_dtype or precision.compute.name
+        lora = dataclasses.replace(lora, base_dtype=dtype)
     sampling: list[SamplingWorkload] = []
     if config.rollouts is not None:
         sampling.append(_rollouts(config, config.rollouts, shape, notes))
@@ -69,7 +73,7 @@ def training_workload(name: str, config: TrainConfig, model: str | None = None) 
         model_key=key,
         vocab_size=shape.vocab_size,
         mesh_shape=config.trainer.mesh_shape,
-        dtype=precision.param.name,
+        dtype=dtype,
         training=TrainingWorkload(
             trainer=config.trainer,
             optimizer=config.optimizer,
@@ -77,7 +81,8 @@ def training_workload(name: str, config: TrainConfig, model: str | None = None) 
             columns=columns,
             rows=config.ROW_NAME,
             sequences_per_row=config.SEQUENCES_PER_ROW,
-            reference=config.has_reference,
+            reference=config.has_reference and lora is None,  # without its adapters, the model is its own reference
+            lora=lora,
         ),
         sampling=sampling,
         hosts=config.trainer.distributed.require_process_count,
