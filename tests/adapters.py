@@ -1,13 +1,28 @@
 """Adapters with random factors on a tiny model, and the model that they make of it, by NumPy."""
 
+import dataclasses
 from typing import Any
 
 import haliax as hax
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from lockstep.models import LlamaLMHeadModel, LoraConfig, LoraModel, read_decoder
-from lockstep.placement import PARAMETER_AXES, mesh_of, place
+from lockstep.hosts import Hosts, MemoryClient
+from lockstep.models import (
+    LlamaLMHeadModel,
+    LoraConfig,
+    LoraModel,
+    as_trainable,
+    fingerprint,
+    load_hf,
+    read_decoder,
+    save_hf,
+)
+from lockstep.placement import PARAMETER_AXES, make_mesh, mesh_of, place
+from lockstep.training import CheckpointerConfig, SavedAdapters, TrainState, model_spec, save_tokenizer
+from lockstep.training.checkpointer import Checkpointer
+from tests import tiny
 
 LORA = LoraConfig(r=3, alpha=6.0)
 
@@ -50,3 +65,35 @@ def merged(model: LoraModel) -> LlamaLMHeadModel:
 def mesh_of_model(model: Any) -> jax.sharding.Mesh:
     """The mesh that a model is on."""
     return mesh_of(read_decoder(model)[1].embed)
+
+
+def save_base(path: str) -> None:
+    """The tiny model as a Hugging Face checkpoint, with the demo's tokenizer."""
+    model = as_trainable(tiny.CONFIG, tiny.placed_weights(make_mesh("auto"), vocab=tiny.vocab_size()))
+    save_hf(model, path, tokenizer=tiny.tokenizer(), hosts=Hosts(MemoryClient.hub(1)[0]))
+
+
+def save_checkpoint(
+    path: str, base: str, lora: LoraConfig = LORA, step: int = 4, base_dtype: str = "float32"
+) -> LoraModel:
+    """A training checkpoint of random adapters for a Hugging Face checkpoint; the model that they make with it."""
+    lora = dataclasses.replace(lora, base_dtype=base_dtype)
+    model = with_adapters(load_hf(base, make_mesh("auto"), dtype=jnp.dtype(base_dtype)), lora)
+    checkpointer = Checkpointer(
+        CheckpointerConfig(),
+        path,
+        Hosts(MemoryClient.hub(1)[0]),
+        facts={},
+        run_config={"tokenizer": tiny.TOKENIZER},
+        reported=lambda: None,
+        model=model_spec(
+            model.config, tiny.vocab_size(), SavedAdapters(lora=lora, base=base, fingerprint=fingerprint(base))
+        ),
+    )
+    placed = place(np.int32(4), jax.NamedSharding(make_mesh("auto"), jax.P()))
+    state, _ = TrainState(step=placed, model=model, opt_state=()).split()
+    checkpointer.save(state, step=4, loss=1.0, hooks={}, hooks_called=True)
+    checkpointer.wait()
+    assert checkpointer.errors == 0
+    save_tokenizer(path, tiny.tokenizer())
+    return model

@@ -12,11 +12,12 @@ from lockstep.models.config import (
     padded_vocab_size,
     rotary_frequencies,
 )
-from lockstep.models.hf.adapter_rows import merged_rows
+from lockstep.models.hf.adapter_rows import ReadPair, merged_rows
 from lockstep.models.hf.config import config_from_hf, config_to_hf
 from lockstep.models.hf.fingerprint import fingerprint
 from lockstep.models.hf.load import load_config, load_hf, read_hf_config
 from lockstep.models.hf.names import skeleton
+from lockstep.models.hf.peft import save_peft
 from lockstep.models.hf.save import SavesTokenizer, export_hf, save_hf
 from lockstep.models.hf.save_plan import SavedTensor
 from lockstep.models.hf.save_writer import Read
@@ -49,6 +50,7 @@ __all__ = [
     "Qwen3Config",
     "RematPolicy",
     "Read",
+    "ReadPair",
     "RotaryConfig",
     "SavedTensor",
     "SavesTokenizer",
@@ -75,6 +77,7 @@ __all__ = [
     "register_reader",
     "rotary_frequencies",
     "save_hf",
+    "save_peft",
     "skeleton",
     "split_trained",
     "view",

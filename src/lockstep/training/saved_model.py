@@ -23,6 +23,7 @@ from lockstep.models import (
     LoraModel,
     ModelConfig,
     Read,
+    ReadPair,
     SavedTensor,
     SavesTokenizer,
     fingerprint,
@@ -209,20 +210,25 @@ class SavedModel:
         assert base is not None, "adapters have a base"
         return LoraModel(base=base, adapters=trained, scale=self.adapters.lora.scale)
 
+    def pair_reader(self) -> ReadPair:
+        """Return a function that reads the factors of a layer's adapter, in float32, to this host's memory."""
+        arrays = ArrayReader(self.directory.of(self.metadata.step) / self.metadata.arrays)
+
+        def read_pair(name: str, layer: int) -> tuple[np.ndarray, np.ndarray]:
+            a, b = (arrays.read(f"model.{name}.{factor}.0", (layer,)) for factor in ("a", "b"))
+            return a.astype(np.float32), b.astype(np.float32)
+
+        return read_pair
+
     def reader(self) -> Read:
         """Return a function that reads rows of a tensor as Hugging Face stores it, to this host's memory.
 
         Raises:
             ConfigError: There are adapters, and their base model is not where it was.
         """
-        arrays = ArrayReader(self.directory.of(self.metadata.step) / self.metadata.arrays)
         if self.adapters is not None:
-
-            def read_pair(name: str, layer: int) -> tuple[np.ndarray, np.ndarray]:
-                a, b = (arrays.read(f"model.{name}.{factor}.0", (layer,)) for factor in ("a", "b"))
-                return a.astype(np.float32), b.astype(np.float32)
-
-            return merged_rows(self.checked_base(), self.dtype, self.adapters.lora, read_pair)
+            return merged_rows(self.checked_base(), self.dtype, self.adapters.lora, self.pair_reader())
+        arrays = ArrayReader(self.directory.of(self.metadata.step) / self.metadata.arrays)
 
         def read(tensor: SavedTensor, start: int, stop: int) -> np.ndarray:
             parameter = tensor.parameter
