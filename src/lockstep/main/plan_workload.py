@@ -120,6 +120,8 @@ def sampling_workload(name: str, config: SampleConfig, model: str | None = None)
     source = config.source if checkpoint is None else checkpoint.tokenizer
     if isinstance(checkpoint, SavedModel):
         shape = Shape(config=checkpoint.config, vocab_size=checkpoint.rows, source=checkpoint.path)
+        if checkpoint.adapters is not None:
+            notes.append("the checkpoint has adapters alone; planned as the model that they make with their base")
     else:
         shape = _shape(model or source, None, config.tokenizer or source, "hf_checkpoint")
     notes.append(f"model shape: {shape.source}")
