@@ -1,8 +1,8 @@
 """A model with low-rank adapters beside frozen weights (LoRA, https://arxiv.org/abs/2106.09685)."""
 
 import dataclasses
-import functools
 import math
+import operator
 import string
 from typing import Any, Final, Literal
 
@@ -112,7 +112,7 @@ class LoraConfig:
         found = {}
         for name in self.modules:
             path, inputs, outputs = MODULES[name]
-            weight: NamedArray | None = functools.reduce(getattr, path.split("."), layers)
+            weight: NamedArray | None = operator.attrgetter(path)(layers)
             if weight is None:
                 raise ConfigError(f"lora.target_modules has {name}, which this model does not have. Leave it out.")
             Layer, In, Out = (weight.resolve_axis(names) for names in (("layer",), inputs, outputs))
@@ -188,7 +188,7 @@ class LoraModel(eqx.Module):
         Args:
             name: The name of the layer.
         """
-        found: NamedArray = functools.reduce(getattr, MODULES[name][0].split("."), self.base.layers.stacked)
+        found: NamedArray = operator.attrgetter(MODULES[name][0])(self.base.layers.stacked)
         return found
 
     def merge_of(self, name: str) -> MergeLora:
@@ -212,10 +212,10 @@ class LoraModel(eqx.Module):
         return self._with({name: hax.named(array, self.weight(name).axes) for name, array in weights.items()})
 
     def _with(self, weights: dict[str, Any]) -> LlamaLMHeadModel:
-        paths = [MODULES[name][0].split(".") for name in weights]
+        find = [operator.attrgetter(MODULES[name][0]) for name in weights]
 
         def places(model: LlamaLMHeadModel) -> list[Any]:
-            return [functools.reduce(getattr, path, model.layers.stacked) for path in paths]
+            return [one(model.layers.stacked) for one in find]
 
         model: LlamaLMHeadModel = eqx.tree_at(places, self.base, list(weights.values()))
         return model

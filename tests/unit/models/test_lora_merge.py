@@ -29,7 +29,7 @@ def test_weights_with_adapters_are_merged_and_others_are_the_very_same(dtype):
         np.testing.assert_allclose(
             np.asarray(own.array, np.float32), np.asarray(expected, np.float32), rtol=tolerance, atol=tolerance
         )
-    assert layer.attention.q is old.attention.q and found.embed is model.base.embed
+    assert layer.attention.q.array is old.attention.q.array and found.embed.array is model.base.embed.array
     assert jax.tree.structure(found) == jax.tree.structure(model.base)
     merge_adapters(with_adapters(model.base, LORA, seed=1), hosts, dtype)
     assert _program.cache_info().misses == before + 2, "compiled once"

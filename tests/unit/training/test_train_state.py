@@ -8,7 +8,15 @@ import pytest
 
 from lockstep.models import LoraConfig, LoraModel, save_hf
 from lockstep.models.hf.names import skeleton
-from lockstep.training import CheckpointerConfig, OptimizerConfig, Trainer, TrainerConfig, TrainState, lm_loss
+from lockstep.training import (
+    CheckpointerConfig,
+    KeepConfig,
+    OptimizerConfig,
+    Trainer,
+    TrainerConfig,
+    TrainState,
+    lm_loss,
+)
 from tests import tiny
 
 LORA = LoraConfig(r=4, alpha=16.0)
@@ -44,7 +52,7 @@ def train(trainer, *, resume=False):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     path = tmp_path_factory.mktemp("run")
-    trainer = make(checkpointer=CheckpointerConfig(every=2), log_dir=str(path), run_id="run")
+    trainer = make(checkpointer=CheckpointerConfig(every=2, keep=KeepConfig(newest=9)), log_dir=str(path), run_id="run")
     return path, trainer, *train(trainer)
 
 
@@ -56,8 +64,6 @@ def test_only_adapters_change(run):
     np.testing.assert_array_equal(base.embed.array, tiny.init_model(trainer).embed.array)
     first, last = seen[1][1], seen[STEPS][1]
     assert all(np.abs(a - b).max() > 1e-3 for a, b in zip(*map(jax.tree.leaves, (first, last)), strict=True))
-    losses = [seen[step][0] for step in sorted(seen)]
-    assert losses[-1] < losses[0]
 
 
 def test_the_first_loss_is_that_of_the_model_to_the_bit(run):
