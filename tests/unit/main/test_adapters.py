@@ -95,7 +95,7 @@ def test_a_checkpoint_of_adapters_is_read_with_its_base(saved):
         np.testing.assert_array_equal(mine, theirs)
 
 
-@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("dtype", [None, pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_the_merged_model_is_exported_as_the_run_saves_it(saved, tmp_path, dtype):
     path, model = saved
     out = tmp_path / "out"
@@ -129,7 +129,7 @@ def test_the_adapters_are_exported_as_peft_has_them(saved, tmp_path):
 def test_adapters_that_are_not_there_cannot_be_exported(tmp_path):
     tiny.save_checkpoint(str(tmp_path / "checkpoints"))
     with pytest.raises(PeerError, match="adapters is true, and .*step-4 has none: its run trained the whole model"):
-        export(ExportConfig(checkpoint=str(tmp_path), output="out", adapters=True), HOSTS)
+        export(ExportConfig(checkpoint=str(tmp_path / "checkpoints"), output="out", adapters=True), HOSTS)
     with pytest.raises(ConfigError, match="adapters is true, so dtype and tokenizer have no effect"):
         ExportConfig(checkpoint="a", output="b", adapters=True, dtype="float32")
 
@@ -148,4 +148,4 @@ def test_a_base_that_is_gone_or_another_one_is_refused(saved, tmp_path):
     with pytest.raises(PeerError, match="has adapters alone, and their base model cannot be read: .* Put the checkp"):
         load(HOSTS, found, make_mesh("auto"), None)
     with pytest.raises(PeerError, match="has adapters alone, and their base model cannot be read"):
-        export(ExportConfig(checkpoint=str(tmp_path), output=str(tmp_path / "out")), HOSTS)
+        export(ExportConfig(checkpoint=found.path, output=str(tmp_path / "out")), HOSTS)

@@ -30,7 +30,9 @@ def compute(model, ids):
         return model(hax.named(ids, ("batch", "position"))).array
 
 
-@pytest.mark.parametrize(("family", "mesh_shape"), [("qwen3", "1,1,1"), ("llama", "1,2,2")])
+@pytest.mark.parametrize(
+    ("family", "mesh_shape"), [pytest.param("qwen3", "1,1,1", marks=pytest.mark.slow), ("llama", "1,2,2")]
+)
 def test_it_computes_as_the_merged_model(family, mesh_shape):
     model = with_adapters(model_on(mesh_shape, FAMILIES[family]))
     expected, base = logits(merged(model)), logits(model.base)
@@ -48,6 +50,7 @@ def test_new_adapters_change_nothing_to_the_bit():
     np.testing.assert_array_equal(logits(LoraModel(base=base, adapters=pairs, scale=2.0)), logits(base))
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_merged_weights():
     model = with_adapters(model_on("1,1,1"))
     trained, frozen = split_trained(model)

@@ -66,6 +66,7 @@ def test_only_adapters_change(run):
     assert all(np.abs(a - b).max() > 1e-3 for a, b in zip(*map(jax.tree.leaves, (first, last)), strict=True))
 
 
+@pytest.mark.slow
 def test_the_first_loss_is_that_of_the_model_to_the_bit(run):
     full = make()
     losses = []
@@ -103,13 +104,14 @@ def test_a_run_goes_on_bit_for_bit(run):
             np.testing.assert_array_equal(mine, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "values",
     [
         {"mesh_shape": "1,4,1", "per_device_parallelism": 1},
-        pytest.param({"optimizer": {"type": "muon", "learning_rate": 1e-2}}, marks=pytest.mark.slow),
-        pytest.param({"optimizer": {"type": "adafactor"}, "on_nan": "skip"}, marks=pytest.mark.slow),
-        pytest.param({"mp": "p=f32,c=bf16"}, marks=pytest.mark.slow),
+        {"optimizer": {"type": "muon", "learning_rate": 1e-2}},
+        pytest.param({"optimizer": {"type": "adafactor"}, "on_nan": "skip"}, marks=pytest.mark.nightly),
+        pytest.param({"mp": "p=f32,c=bf16"}, marks=pytest.mark.nightly),
     ],
 )
 def test_adapters_are_trained_whatever_the_settings(run, values):
