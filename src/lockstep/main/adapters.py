@@ -1,6 +1,5 @@
 """The frozen model of a run that trains adapters: where it is, which one it is, and how it is read."""
 
-import dataclasses
 import os
 from typing import Protocol
 
@@ -43,9 +42,8 @@ def describe_adapters(config: AdapterFields, model: LlamaConfig) -> SavedAdapter
     if config.lora is None or base is None:
         return None
     config.lora.shapes(model)
-    dtype = config.lora.base_dtype or config.trainer.precision.compute.name
     return SavedAdapters(
-        lora=dataclasses.replace(config.lora, base_dtype=dtype),
+        lora=config.lora.resolved(config.trainer.precision.compute.name),
         base=base if "://" in base else os.path.abspath(os.path.expanduser(base)),
         fingerprint=fingerprint(base),
     )

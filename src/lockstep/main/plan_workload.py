@@ -58,10 +58,7 @@ def training_workload(name: str, config: TrainConfig, model: str | None = None) 
     config, infeasibilities = _rows_of(config, shape.config.max_seq_len)
     columns = config.columns(shape.config.max_seq_len)
     precision = config.trainer.precision
-    dtype, lora = precision.param.name, config.lora
-    if lora is not None:
-        dtype = lora.base_dtype or precision.compute.name
-        lora = dataclasses.replace(lora, base_dtype=dtype)
+    lora = None if config.lora is None else config.lora.resolved(precision.compute.name)
     sampling: list[SamplingWorkload] = []
     if config.rollouts is not None:
         sampling.append(_rollouts(config, config.rollouts, shape, notes))
@@ -73,7 +70,7 @@ def training_workload(name: str, config: TrainConfig, model: str | None = None) 
         model_key=key,
         vocab_size=shape.vocab_size,
         mesh_shape=config.trainer.mesh_shape,
-        dtype=dtype,
+        dtype=precision.param.name if lora is None else str(lora.base_dtype),
         training=TrainingWorkload(
             trainer=config.trainer,
             optimizer=config.optimizer,

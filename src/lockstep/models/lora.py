@@ -4,7 +4,7 @@ import dataclasses
 import math
 import operator
 import string
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Self
 
 import equinox as eqx
 import haliax as hax
@@ -82,6 +82,15 @@ class LoraConfig:
     def modules(self) -> tuple[str, ...]:
         """The names of the layers with adapters, in the order of `MODULES`."""
         return tuple(name for name in MODULES if name in self.target_modules or self.target_modules == (ALL,))
+
+    def resolved(self, compute: str) -> Self:
+        """Returns the configuration with a float type for the frozen weights.
+
+        Args:
+            compute: The name of the compute type of the run, which stands for null.
+        """
+        changed: dict[str, Any] = {"base_dtype": self.base_dtype or compute}
+        return dataclasses.replace(self, **changed)
 
     def shapes(self, config: LlamaConfig) -> dict[str, LowRankPair]:
         """Returns the adapters with a `jax.ShapeDtypeStruct` in place of each array, without device work.
@@ -249,7 +258,7 @@ def join_trained(trained: PyTree, frozen: PyTree) -> PyTree:
 def _read_lora(model: LoraModel) -> tuple[LlamaConfig, DecoderWeights]:
     """The weights of the base by reference; those with adapters are merged while they are resharded."""
     config, weights = read_registered(model.base)
-    lazy = {MODULES[name][0].split(".")[1]: _merged_on_the_way(model, name) for name in model.pairs}
+    lazy: dict[str, Any] = {MODULES[name][0].split(".")[1]: _merged_on_the_way(model, name) for name in model.pairs}
     return config, dataclasses.replace(weights, layers=dataclasses.replace(weights.layers, **lazy))
 
 

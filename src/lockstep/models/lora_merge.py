@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from lockstep.device import Program, compile_program
 from lockstep.hosts import Hosts, Ledger, Watchdog
@@ -40,7 +41,7 @@ def merge_adapters(model: LoraModel, hosts: Hosts, dtype: Any = None) -> LlamaLM
             for name, arrays in parts.items():
                 structs = [jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=each.sharding) for each in arrays]
                 target = jnp.dtype(structs[0].dtype if dtype is None else dtype)
-                programs[name] = _program(model.merge_of(name), *structs, target, hosts.ledger)
+                programs[name] = _program(model.merge_of(name), *structs, target, mesh_of(arrays[0]), hosts.ledger)
                 phase.agree({f"{key}, {name}": value for key, value in programs[name].digests.items()})
         merged = {}
         with scope.launch_on_all("merge"):
@@ -57,6 +58,7 @@ def _program(
     a: jax.ShapeDtypeStruct,
     b: jax.ShapeDtypeStruct,
     dtype: jnp.dtype,
+    mesh: Mesh,
     ledger: Ledger,
 ) -> Program:
     """The program for all layers of one linear layer, one after the other, so that one is in float32 at a time."""
@@ -65,5 +67,5 @@ def _program(
         return jax.lax.map(lambda layer: assemble(*layer).astype(dtype), parts)
 
     return compile_program(
-        "merge_adapter", merge, [weight, a, b], mesh=mesh_of(weight), ledger=ledger, out_shardings=weight.sharding
+        "merge_adapter", merge, [weight, a, b], mesh=mesh, ledger=ledger, out_shardings=weight.sharding
     )
