@@ -49,7 +49,7 @@ def without_the_last_checkpoint(hosts, directory, name):
 
 
 def body_train(hosts, directory):
-    """A run, the same from its middle on two meshes, and samples of what it left."""
+    """A run, the same from its middle, and samples of what it left."""
     from lockstep.batch_inference import JobConfig, SampleConfig, sample
     from lockstep.main.export import ExportConfig, export
     from lockstep.main.train_lm import TrainLmConfig
@@ -57,8 +57,6 @@ def body_train(hosts, directory):
     base = ["--initialize_from_hf", f"{directory}/base", *LM]
     codes = [run(hosts, TrainLmConfig, *base, "--trainer.log_dir", f"{directory}/first")]
     codes += [run(hosts, TrainLmConfig, *base, *without_the_last_checkpoint(hosts, directory, "again"))]
-    other = without_the_last_checkpoint(hosts, directory, "other")
-    codes += [run(hosts, TrainLmConfig, *base, *other, "--trainer.mesh_shape", "1,2,2")]
     export(ExportConfig(checkpoint=f"{directory}/first/run", output=f"{directory}/exported"), hosts)
     for name, values in {
         "trained": {"checkpoint_path": f"{directory}/first/run/checkpoints"},
@@ -87,11 +85,10 @@ def losses(path):
 def test_a_run_with_adapters_goes_on_and_is_sampled_and_exported(tmp_path):
     save_base(str(tmp_path / "base"))
     results = run_processes(body_train, processes=2, devices=2, args=(str(tmp_path),), timeout_s=400)
-    assert results == [[0, 0, 0], [0, 0, 0]]
-    first, again, other = (losses(tmp_path / name) for name in ("first", "again", "other"))
+    assert results == [[0, 0], [0, 0]]
+    first, again = (losses(tmp_path / name) for name in ("first", "again"))
     assert sorted(first) == [1, 2, 3, 4]
     assert again == first, "bit for bit"
-    np.testing.assert_allclose([other[step] for step in first], list(first.values()), rtol=1e-5)
     shown = [
         [
             (row["step"], row["generated_text"], row["mean_logprob"])
@@ -99,7 +96,7 @@ def test_a_run_with_adapters_goes_on_and_is_sampled_and_exported(tmp_path):
         ]
         for name in ("first", "again")
     ]
-    assert shown[0] == shown[1] and [step for step, *_ in shown[0]] == [0, 2, 4]
+    assert shown[0] == shown[1] and [step for step, *_ in shown[0]] == [2, 4]
     rows = [(tmp_path / name / "samples" / "samples.jsonl").read_text() for name in ("trained", "merged")]
     assert len(rows[0].splitlines()) == 2 and rows[0] == rows[1]
     saved = load_file(tmp_path / "first" / "run" / "model" / "model.safetensors")
@@ -117,6 +114,7 @@ def body_grpo(hosts, directory):
     return [code, sorted(set(launches))]
 
 
+@pytest.mark.nightly
 def test_the_reference_of_grpo_needs_no_copy(tmp_path):
     save_base(str(tmp_path / "base"))
     questions = [{"question": f"What is {i} plus 1?", "answer": f"#### {i + 1}"} for i in range(8)]
