@@ -151,9 +151,10 @@ def train_time(plan: Plan) -> StepTime | None:
     for size in plan.mesh_shape.values():
         devices *= size
     trained = plan.parameters - plan.frozen
-    # In the compute type, in which they are gathered.
-    gathered = trained / trainer.precision.param.itemsize + plan.frozen / jnp.dtype(plan.workload.dtype).itemsize
-    whole = gathered * trainer.precision.compute.itemsize * plan.mesh_shape["fsdp"]
+    # In the compute type, in which they are gathered; most of the adapters beside frozen weights is whole already.
+    frozen = plan.frozen / jnp.dtype(plan.workload.dtype).itemsize * plan.mesh_shape["fsdp"]
+    whole = trained / trainer.precision.param.itemsize * (1 if plan.frozen else plan.mesh_shape["fsdp"]) + frozen
+    whole *= trainer.precision.compute.itemsize
     passes = 3 if recomputes_layers(plan.workload.model.gradient_checkpointing) else 2
     moved = 2 * (trained + plan.optimizer) + plan.training.microbatches * passes * whole
     received = sum(one.bytes for one in plan.training_collectives)
