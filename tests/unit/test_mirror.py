@@ -20,6 +20,8 @@ COVERED_BY = {
     # Protocols and tables, which have no behaviour of their own.
     "attention/base.py": "tests/unit/attention/test_reference.py",
     "models/hf/save_source.py": "tests/unit/models/hf/test_save.py",
+    "models/hf/peft.py": "tests/unit/main/test_adapters.py",
+    "models/hf/fingerprint.py": "tests/unit/batch_inference/test_checkpoint.py",
     "attention/tpu_block_table.py": "tests/tpu_compile/test_blocks.py",
     "engine/capacity_fields.py": "tests/unit/test_sampling_fields.py",
     "report/evaluation_fields.py": "tests/unit/test_sampling_fields.py",

@@ -2,16 +2,13 @@
 
 import dataclasses
 import functools
-import hashlib
 import json
-import os
 import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -19,11 +16,8 @@ from jax.sharding import Mesh
 from lockstep.batch_inference.config import SampleConfig
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts
-from lockstep.models import LlamaLMHeadModel, load_hf, read_hf_config
+from lockstep.models import LlamaLMHeadModel, LoraModel, fingerprint, load_hf, read_hf_config
 from lockstep.training import SavedModel, has_checkpoint, saved_at, saved_model
-
-_PIECES_PER_FILE = 16
-_PIECE_BYTES = 64 << 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,42 +82,6 @@ def resolve_checkpoint(config: SampleConfig) -> Checkpoint:
     return make()
 
 
-def fingerprint(checkpoint: str) -> str:
-    """Return a digest that differs between checkpoints: of names, sizes and pieces of their files, not of age or place.
-
-    The beginning of each file of weights (with the names and shapes of the tensors) and pieces of 64 KiB all over it
-    are read, so that it takes seconds for a checkpoint of any size. Training changes all weights, so every piece
-    differs.
-
-    Args:
-        checkpoint: A directory or URL of Hugging Face files.
-
-    Returns:
-        SHA-256 in hexadecimal digits.
-
-    Raises:
-        ConfigError: There is no config.json with safetensors.
-    """
-    filesystem, root = fsspec.core.url_to_fs(os.path.expanduser(checkpoint))
-    files = sorted(f for f in filesystem.glob(f"{root.rstrip('/')}/*") if f.endswith((".safetensors", ".json")))
-    total = hashlib.sha256()
-    weights = [file for file in files if file.endswith(".safetensors")]
-    if not weights or f"{root.rstrip('/')}/config.json" not in files:
-        raise ConfigError(
-            f"{checkpoint} has no config.json with safetensors beside it. Give the directory of a Hugging Face "
-            "checkpoint (transformers: save_pretrained); the checkpoint of a training run is a checkpoint_path."
-        )
-    for file in (f"{root.rstrip('/')}/config.json", *weights):
-        size = filesystem.size(file)
-        total.update(f"{file.rsplit('/', 1)[-1]} {size}\n".encode())
-        starts = sorted({size * piece // _PIECES_PER_FILE for piece in range(_PIECES_PER_FILE)})
-        with filesystem.open(file, "rb") as opened:
-            for start in starts:
-                opened.seek(start)
-                total.update(opened.read(_PIECE_BYTES))
-    return total.hexdigest()
-
-
 def stored_dtype(hf: Mapping[str, Any]) -> str:
     """Return the name of the float type of the weights, from the contents of a checkpoint's ``config.json``."""
     named = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
@@ -151,14 +109,17 @@ def _is_model(config: Path) -> bool:
         return False
 
 
-def load(hosts: Hosts, checkpoint: Checkpoint, mesh: Mesh, dtype: str | None) -> tuple[LlamaLMHeadModel, int, float]:
+def load(
+    hosts: Hosts, checkpoint: Checkpoint, mesh: Mesh, dtype: str | None
+) -> tuple[LlamaLMHeadModel | LoraModel, int, float]:
     """Load the model of a checkpoint on a mesh.
 
     Args:
         hosts: The processes of the job, all of which make this call.
         checkpoint: The checkpoint.
         mesh: A mesh of all devices, or of this host's.
-        dtype: The float type of the weights; None for the one in which they are stored.
+        dtype: The float type of the weights; None for the one in which they are stored. Those with adapters keep that
+            of the training run, so that they are merged as they were there.
 
     Returns:
         The model, the bytes that this host read, and the seconds until the last host had its part.
@@ -167,11 +128,16 @@ def load(hosts: Hosts, checkpoint: Checkpoint, mesh: Mesh, dtype: str | None) ->
         PeerError: A host could not read its part; raised on every host.
     """
     start = time.monotonic()
-    if isinstance(checkpoint, SavedModel):
-        with hosts.run_on_all("reading the training checkpoint", f"reading {checkpoint.path}"):
-            model = jax.block_until_ready(checkpoint.read(mesh, dtype or checkpoint.dtype))
-        return model, _local_bytes(model), time.monotonic() - start
     read: list[int] = []
+    if isinstance(checkpoint, SavedModel):
+        base: LlamaLMHeadModel | None = None
+        if checkpoint.adapters is not None:
+            with hosts.run_on_all("finding the base model"):
+                path = checkpoint.checked_base()
+            base = load_hf(path, mesh, dtype=jnp.dtype(checkpoint.dtype), config=checkpoint.config, hosts=hosts)
+        with hosts.run_on_all("reading the training checkpoint", f"reading {checkpoint.path}"):
+            trained = jax.block_until_ready(checkpoint.read(mesh, dtype or checkpoint.dtype, base))
+        return trained, _local_bytes(trained), time.monotonic() - start
     with hosts.run_on_all("reading the checkpoint's config.json"):
         stored = dtype or stored_dtype(read_hf_config(checkpoint.path))
     model = load_hf(
@@ -180,7 +146,7 @@ def load(hosts: Hosts, checkpoint: Checkpoint, mesh: Mesh, dtype: str | None) ->
     return model, sum(read), time.monotonic() - start
 
 
-def _local_bytes(model: LlamaLMHeadModel) -> int:
+def _local_bytes(model: LlamaLMHeadModel | LoraModel) -> int:
     """The bytes of the parts that this host's devices hold, each part once."""
     parts = [{str(shard.index): shard.data for shard in leaf.addressable_shards} for leaf in jax.tree.leaves(model)]
     return sum(part.nbytes for different in parts for part in different.values())

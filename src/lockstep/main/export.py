@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 
 from lockstep.errors import ConfigError
-from lockstep.hosts import DistributedConfig, Hosts, digest, start
+from lockstep.hosts import DistributedConfig, Hosts, digest, leader_only, start
 from lockstep.main.arguments import describe, parse_arguments
 from lockstep.main.hf_saves import HF_DTYPES
-from lockstep.models import export_hf
+from lockstep.models import export_hf, save_peft
 from lockstep.text import load_tokenizer
 from lockstep.training import saved_model
 
@@ -38,6 +38,8 @@ class ExportConfig:
     """The number of completed steps of the checkpoint; null: the newest."""
     dtype: str | None = None
     """The float type of the tensors, ``float32`` or ``bfloat16``; null: as they are stored."""
+    adapters: bool = False
+    """Of a run with ``lora``, write the adapters alone, as PEFT stores them, instead of the merged model."""
     tokenizer: str | None = None
     """The tokenizer to put beside the model: a directory, a URL or a name; null: that of the run."""
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
@@ -46,6 +48,11 @@ class ExportConfig:
     def __post_init__(self) -> None:
         if self.dtype not in (None, *HF_DTYPES):
             raise ConfigError(f"dtype is {self.dtype!r}; it must be {' or '.join(HF_DTYPES)}, or null.")
+        if self.adapters and (self.dtype or self.tokenizer):
+            raise ConfigError(
+                "adapters is true, so dtype and tokenizer have no effect: PEFT takes both from the base "
+                "model. Remove them."
+            )
         for name in ("checkpoint", "output"):
             if not getattr(self, name):
                 raise ConfigError(f"{name} is empty. Give a directory or a URL.")
@@ -88,18 +95,32 @@ def export(config: ExportConfig, hosts: Hosts) -> int:
         PeerError: A process could not read or write.
         DisagreementError: The processes have different configurations or find different checkpoints.
     """
-    asked = [config.checkpoint, config.output, config.step, config.dtype, config.tokenizer]
+    asked = [config.checkpoint, config.output, config.step, config.dtype, config.adapters, config.tokenizer]
     hosts.agree("config", {"config": digest(repr(asked))})
     start_s = time.monotonic()
     with hosts.run_on_all("reading the checkpoint's metadata") as phase:
         model = saved_model(config.checkpoint, config.step)
         tokenizer = load_tokenizer(config.tokenizer or model.tokenizer)
         phase.agree({"checkpoint": model.fingerprint()})
+        if config.adapters and model.adapters is None:
+            raise ConfigError(
+                f"adapters is true, and {model.path} has none: its run trained the whole model. Remove it."
+            )
+        read = None if config.adapters else model.reader()  # of adapters, it looks for their base
     if hosts.is_leader:
         log.info("exporting %s", model.path)
+    if read is None:
+        with hosts.run_on_all("writing the adapters", "exporting"):
+            if hosts.is_leader:
+                assert model.adapters is not None
+                adapters = model.adapters
+                with leader_only():
+                    save_peft(config.output, model.config, adapters.lora, adapters.base, model.pair_reader())
+                print(f"exported the adapters of {model.path} to {config.output}", flush=True)
+        return 0
     export_hf(
         model.skeleton(),
-        model.reader(),
+        read,
         config.output,
         tokenizer=tokenizer,
         dtype=config.dtype,

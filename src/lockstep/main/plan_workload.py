@@ -60,6 +60,7 @@ def training_workload(name: str, config: TrainConfig, model: str | None = None) 
     if config.data.length_buckets:
         notes.append("data.length_buckets: the train step is that of the longest rows, which needs the most memory")
     precision = config.trainer.precision
+    lora = None if config.lora is None else config.lora.resolved(precision.compute.name)
     sampling: list[SamplingWorkload] = []
     if config.rollouts is not None:
         sampling.append(_rollouts(config, config.rollouts, shape, notes))
@@ -71,7 +72,7 @@ def training_workload(name: str, config: TrainConfig, model: str | None = None) 
         model_key=key,
         vocab_size=shape.vocab_size,
         mesh_shape=config.trainer.mesh_shape,
-        dtype=precision.param.name,
+        dtype=precision.param.name if lora is None else str(lora.base_dtype),
         training=TrainingWorkload(
             trainer=config.trainer,
             optimizer=config.optimizer,
@@ -79,7 +80,8 @@ def training_workload(name: str, config: TrainConfig, model: str | None = None) 
             columns=columns,
             rows=config.ROW_NAME,
             sequences_per_row=config.SEQUENCES_PER_ROW,
-            reference=config.has_reference,
+            reference=config.has_reference and lora is None,  # without its adapters, the model is its own reference
+            lora=lora,
         ),
         sampling=sampling,
         hosts=config.trainer.distributed.require_process_count,
@@ -117,6 +119,8 @@ def sampling_workload(name: str, config: SampleConfig, model: str | None = None)
     source = config.source if checkpoint is None else checkpoint.tokenizer
     if isinstance(checkpoint, SavedModel):
         shape = Shape(config=checkpoint.config, vocab_size=checkpoint.rows, source=checkpoint.path)
+        if checkpoint.adapters is not None:
+            notes.append("the checkpoint has adapters alone; planned as the model that they make with their base")
     else:
         shape = _shape(model or source, None, config.tokenizer or source, "hf_checkpoint")
     notes.append(f"model shape: {shape.source}")

@@ -1,6 +1,7 @@
 """What the training commands share: from a command line to a trained model, the same steps on every host."""
 
 import dataclasses
+import functools
 import logging
 import re
 import signal
@@ -18,6 +19,7 @@ from jaxtyping import PyTree
 from lockstep.callback import InferenceEvalConfig, SampleCallback
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, config_digest, leader_only, start, try_leader_only
+from lockstep.main.adapters import describe_adapters, load_frozen
 from lockstep.main.arguments import describe, parse_arguments
 from lockstep.main.hf_saves import HF_DTYPES, HfSaves
 from lockstep.main.run_dir import closing_summary, make_run_dir, rewind
@@ -25,12 +27,16 @@ from lockstep.main.setup import Data, LoadsData, Setup
 from lockstep.models import (
     LlamaConfig,
     LlamaLMHeadModel,
+    LoraConfig,
+    LoraModel,
     ModelConfig,
     config_to_hf,
+    join_trained,
     load_config,
     load_hf,
     padded_vocab_size,
     read_hf_config,
+    split_trained,
 )
 from lockstep.placement import PARAMETER_AXES, make_mesh
 from lockstep.report import FINISH_S, BackgroundTracker, NoopTracker, Tracker, build_tracker, load_metrics
@@ -76,6 +82,8 @@ class RunConfig:
     """The Hugging Face checkpoint to start from, a directory or a URL; null: a model from scratch."""
     gradient_checkpointing: Literal["nothing", "full", "dots", "offload"] | None = None
     """With ``initialize_from_hf``, what ``model.gradient_checkpointing`` is for a model from scratch; null: full."""
+    lora: LoraConfig | None = None
+    """Low-rank adapters on the model of ``initialize_from_hf``, which alone are trained; null: all of it is."""
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     """The optimizer and its schedule."""
     tokenizer: str
@@ -102,6 +110,11 @@ class RunConfig:
             raise ConfigError(
                 f"gradient_checkpointing is {self.gradient_checkpointing}, but the model is from scratch: set "
                 "model.gradient_checkpointing instead."
+            )
+        if self.lora is not None and self.model is not None:
+            raise ConfigError(
+                "lora is given, but the model is from scratch: its random weights would stay as they are. Set "
+                "initialize_from_hf instead of model, or leave lora out."
             )
         if self.hf_save_steps is not None and self.hf_save_steps < 1:
             raise ConfigError(f"hf_save_steps is {self.hf_save_steps}; it must be at least 1. Raise it, or set null.")
@@ -189,6 +202,9 @@ def train[Loaded: Data](
             vocab_size = padded_vocab_size(token_ids, mesh.shape["tp"])
         load_metrics(config.inference_eval.metrics if config.inference_eval.enabled else ())
         facts = {"tokenizer": tokenizer_digest(tokenizer)}
+        adapters = describe_adapters(config, model_config)
+        if adapters is not None:
+            facts |= {"base model": adapters.fingerprint, "lora.alpha / lora.r": str(adapters.lora.scale)}
         prepared.agree(facts)
     rows = data.load(tokenizer, model_config.max_seq_len, config.trainer.seed, hosts)
     validation = data.load_validation(tokenizer, model_config.max_seq_len, hosts)
@@ -216,14 +232,19 @@ def train[Loaded: Data](
             run_dir=run_dir,
             facts=facts,
             run_config=draccus.encode(config),
-            model_spec=model_spec(model_config, token_ids),
+            model_spec=model_spec(model_config, token_ids, adapters),
         )
         with hosts.run_on_all("tokenizer beside the checkpoints"):
             if hosts.is_leader and trainer.checkpoints is not None:
                 save_tokenizer(trainer.checkpoints, tokenizer)
-        state = _restore(model_config, vocab_size, trainer, run_dir, hosts)
+        frozen: LoraModel | None = None
+        init: Callable[[jax.Array], PyTree] = functools.partial(_init_model, model_config, vocab_size)
+        if adapters is not None:
+            init = functools.partial(adapters.lora.init, model_config)
+            frozen = load_frozen(adapters, model_config, trainer.mesh, hosts)
+        state = _restore(init, frozen, trainer, run_dir, hosts)
         hosts.phase("making the model")
-        model = _make_model(config, model_config, vocab_size, trainer, hosts) if state is None else state.model
+        model = _make_model(config, model_config, init, frozen, trainer, hosts) if state is None else state.model
         if config.inference_eval.enabled:
             samples = SampleCallback(
                 config.inference_eval,
@@ -246,7 +267,7 @@ def train[Loaded: Data](
             tokenizer=tokenizer,
             model=model,
             model_max_seq_len=model_config.max_seq_len,
-            initial_model=lambda: _make_model(config, model_config, vocab_size, trainer, hosts),
+            initial_model=lambda: _make_model(config, model_config, init, frozen, trainer, hosts),
             trainer=trainer,
             tracker=tracker,
             run_dir=run_dir,
@@ -291,12 +312,15 @@ def _model_shape(config: RunConfig, tokenizer: "PreTrainedTokenizerBase") -> tup
     return config.trainer.with_attention(config.model), token_ids
 
 
+def _init_model(config: LlamaConfig, vocab_size: int, key: jax.Array) -> LlamaLMHeadModel:
+    return LlamaLMHeadModel.init(hax.Axis("vocab", vocab_size), config, key=key)
+
+
 def _restore(
-    model_config: LlamaConfig, vocab_size: int, trainer: Trainer, run_dir: Path, hosts: Hosts
+    init: Callable[[jax.Array], PyTree], frozen: PyTree, trainer: Trainer, run_dir: Path, hosts: Hosts
 ) -> TrainState | None:
     """The state to go on from, with the files of the run as they were then; None: the run begins."""
-    Vocab = hax.Axis("vocab", vocab_size)
-    state = trainer.restore(lambda key: LlamaLMHeadModel.init(Vocab, model_config, key=key))
+    state = trainer.restore(init, frozen)
     came_from = trainer.resumed_from
     with hosts.run_on_all("files of the run"):
         if hosts.is_leader:
@@ -313,21 +337,28 @@ def _restore(
 
 
 def _make_model(
-    config: RunConfig, model_config: LlamaConfig, vocab_size: int, trainer: Trainer, hosts: Hosts
+    config: RunConfig,
+    model_config: LlamaConfig,
+    init: Callable[[jax.Array], PyTree],
+    frozen: PyTree,
+    trainer: Trainer,
+    hosts: Hosts,
 ) -> PyTree:
-    if config.initialize_from_hf is None:
-        Vocab = hax.Axis("vocab", vocab_size)
-        return trainer.init_model(lambda key: LlamaLMHeadModel.init(Vocab, model_config, key=key))
+    if config.initialize_from_hf is None or frozen is not None:
+        return join_trained(trainer.init_model(init), frozen)
     dtype = config.trainer.precision.param
     return load_hf(config.initialize_from_hf, trainer.mesh, PARAMETER_AXES, dtype, config=model_config, hosts=hosts)
 
 
 def _announce(config: RunConfig, model: PyTree, rows: Data, mesh: Mesh, run_dir: Path) -> str:
-    n_parameters = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(model))
+    n_parameters, n_trained = (
+        sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(tree)) for tree in (model, split_trained(model)[0])
+    )
+    trained = "" if n_trained == n_parameters else f", of which {n_trained:,} are trained,"
     shape = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
     return (
-        f"{n_parameters:,} parameters on mesh ({shape}); {len(rows):,} rows, batch {config.trainer.train_batch_size}, "
-        f"{config.trainer.num_train_steps} steps; run directory {run_dir}"
+        f"{n_parameters:,} parameters{trained} on mesh ({shape}); {len(rows):,} rows, batch "
+        f"{config.trainer.train_batch_size}, {config.trainer.num_train_steps} steps; run directory {run_dir}"
     )
 
 

@@ -12,6 +12,7 @@ from lockstep.hosts import Hosts
 from lockstep.main.run import run_command
 from lockstep.main.setup import Setup
 from lockstep.main.train_config import TrainConfig
+from lockstep.models import LoraModel
 from lockstep.report import Row
 from lockstep.text import StopFinder
 from lockstep.training import (
@@ -165,9 +166,11 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, TrainConfig):
         return rollouts
 
     def _reference(self, setup: Setup[Questions]) -> PyTree | None:
-        """The frozen model; a run that goes on makes the one that it began with anew."""
+        """The frozen model; a run that goes on makes the one that it began with anew. Adapters leave one as it was."""
         if not self.has_reference:
             return None
+        if isinstance(setup.model, LoraModel):
+            return setup.model.base
         fresh = setup.trainer.resumed_from is None
         return setup.trainer.frozen_copy(setup.model if fresh else setup.initial_model())
 

@@ -12,13 +12,18 @@ from lockstep.models.config import (
     padded_vocab_size,
     rotary_frequencies,
 )
+from lockstep.models.hf.adapter_rows import ReadPair, merged_rows
 from lockstep.models.hf.config import config_from_hf, config_to_hf
+from lockstep.models.hf.fingerprint import fingerprint
 from lockstep.models.hf.load import load_config, load_hf, read_hf_config
 from lockstep.models.hf.names import skeleton
+from lockstep.models.hf.peft import save_peft
 from lockstep.models.hf.save import SavesTokenizer, export_hf, save_hf
 from lockstep.models.hf.save_plan import SavedTensor
 from lockstep.models.hf.save_writer import Read
 from lockstep.models.llama import LlamaLMHeadModel
+from lockstep.models.lora import LoraConfig, LoraModel, join_trained, split_trained
+from lockstep.models.low_rank import RANK, MergeLora
 from lockstep.models.presets import ModelPreset, find_preset
 from lockstep.models.reader import read_decoder
 from lockstep.models.registry import UnreadableModelError, register_reader
@@ -29,6 +34,7 @@ from lockstep.placement import LazyWeight, view
 
 __all__ = [
     "POLICIES",
+    "RANK",
     "STACKED",
     "TENSOR_DIMS",
     "WEIGHT_AXES",
@@ -44,10 +50,14 @@ __all__ = [
     "Qwen3Config",
     "RematPolicy",
     "Read",
+    "ReadPair",
     "RotaryConfig",
     "SavedTensor",
     "SavesTokenizer",
     "LazyWeight",
+    "LoraConfig",
+    "LoraModel",
+    "MergeLora",
     "UnreadableModelError",
     "Variant",
     "as_trainable",
@@ -55,8 +65,11 @@ __all__ = [
     "config_to_hf",
     "export_hf",
     "find_preset",
+    "fingerprint",
     "load_config",
+    "join_trained",
     "load_hf",
+    "merged_rows",
     "padded_vocab_size",
     "read_decoder",
     "read_hf_config",
@@ -64,6 +77,8 @@ __all__ = [
     "register_reader",
     "rotary_frequencies",
     "save_hf",
+    "save_peft",
     "skeleton",
+    "split_trained",
     "view",
 ]

@@ -8,12 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import haliax.nn as hnn
-import jax.numpy as jnp
 from haliax import NamedArray
 from haliax.nn.mup import LinearStandardParam
 from haliax.nn.scan import BlockSeq, Stacked
 from haliax.quantization import DefaultDotGeneralOp
-from jaxtyping import Array
 from levanter.adaptor.lora import LoraLinear
 from levanter.dpo import DpoModel
 from levanter.layers.attention import Attention
@@ -27,6 +25,7 @@ from levanter.models.olmo import Olmo2Attention, Olmo2LMHeadModel
 from levanter.models.qwen import QwenConfig, QwenLMHeadModel
 
 from lockstep.models.config import Activation, Llama3Scaling, LlamaConfig, RotaryConfig, Variant
+from lockstep.models.low_rank import MergeLora, unchanged
 from lockstep.models.registry import UnreadableModelError, read_registered, register_reader, registered_classes
 from lockstep.models.weights import WEIGHT_AXES, DecoderWeights, LayerWeights, haliax_axes
 from lockstep.placement import LazyWeight, axis_specs, resharded, view
@@ -322,7 +321,7 @@ class _Layers:
                     )
         if not isinstance(plain, LazyWeight):  # already in the wanted order
             array, sharding = base[0].array, resharded(base[0].array, axis_specs(base[0].array))
-            plain = LazyWeight((array,), _same, array.shape, array.dtype, sharding, stacked="layer" in names[0])
+            plain = LazyWeight((array,), unchanged, array.shape, array.dtype, sharding, stacked="layer" in names[0])
         every = dict.fromkeys(name for own in names for name in own if name != "layer")
         letters = dict(zip(every, string.ascii_letters, strict=False))
         weight, a, b = ("".join(letters[name] for name in own if name != "layer") for own in names)
@@ -334,32 +333,8 @@ class _Layers:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class MergeLora:
-    """Assembles a weight with a low-rank adapter (https://arxiv.org/abs/2106.09685, eq. 3), summed in float32.
-
-    Args:
-        equation: The einsum of the two factors that gives the axes of the weight.
-        scale: The factor of their product.
-        then: What is done to the sum.
-    """
-
-    equation: str
-    scale: float
-    then: Callable[[Array], Array]
-
-    def __call__(self, weight: Array, a: Array, b: Array) -> Array:
-        """The merged weight, float32."""
-        delta = jnp.einsum(self.equation, a.astype(jnp.float32), b.astype(jnp.float32))
-        return self.then(weight.astype(jnp.float32) + self.scale * delta)
-
-
 def _base(linear: Any) -> Any:
     return linear.wrapped if isinstance(linear, LoraLinear) else linear
-
-
-def _same(block: Array) -> Array:
-    return block
 
 
 def _unreadable(model: Any, what: str, can: str) -> UnreadableModelError:

@@ -18,6 +18,7 @@ from jaxtyping import Array, Int
 from lockstep.attention import CausalAttention, self_attention
 from lockstep.errors import ConfigError
 from lockstep.models.config import LlamaConfig, rotary_frequencies
+from lockstep.models.low_rank import Weight, linear
 from lockstep.models.output_layer import float32_logits
 from lockstep.models.remat import scan_policy
 
@@ -89,10 +90,10 @@ def rotate(x: NamedArray, angles: NamedArray, HeadSize: Axis) -> NamedArray:
 class LlamaAttention(eqx.Module):
     """Grouped-query causal self-attention (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245)."""
 
-    q: NamedArray
-    k: NamedArray
-    v: NamedArray
-    o: NamedArray
+    q: Weight
+    k: Weight
+    v: Weight
+    o: Weight
     q_bias: NamedArray | None
     k_bias: NamedArray | None
     v_bias: NamedArray | None
@@ -137,16 +138,16 @@ class LlamaAttention(eqx.Module):
             The attended values, with the axes of ``x``.
         """
         ax, variant = LlamaAxes.of(self.config), self.config.variant
-        q = _add(hax.dot(x, self.q, axis=ax.Embed), self.q_bias)
-        k = _add(hax.dot(x, self.k, axis=ax.Embed), self.k_bias)
-        v = _add(hax.dot(x, self.v, axis=ax.Embed), self.v_bias)
+        q = _add(linear(x, self.q, ax.Embed), self.q_bias)
+        k = _add(linear(x, self.k, ax.Embed), self.k_bias)
+        v = _add(linear(x, self.v, ax.Embed), self.v_bias)
         q, k = rms_norm(q, self.q_norm, self.config), rms_norm(k, self.k_norm, self.config)
         q, k = rms_norm(q, self.q_wide_norm, self.config), rms_norm(k, self.k_wide_norm, self.config)
         q, k = rotate(q, angles, ax.HeadSize), rotate(k, angles, ax.HeadSize)
         if variant.attention_scale is not None:  # where the decoder rounds it
             q = q * jnp.asarray(variant.attention_scale * ax.HeadSize.size**0.5, q.dtype)
         attended = self._attend(hax.auto_sharded(q), hax.auto_sharded(k), hax.auto_sharded(v), segment_ids)
-        return hax.dot(attended, self.o, axis=(ax.KVHead, ax.Group, ax.HeadSize)).rearrange(x.axes)
+        return linear(attended, self.o, (ax.KVHead, ax.Group, ax.HeadSize)).rearrange(x.axes)
 
     def _attend(self, q: NamedArray, k: NamedArray, v: NamedArray, segment_ids: NamedArray | None) -> NamedArray:
         """Returns what the queries attend to, with the axes of ``q``; rows may have any axes, or none."""
@@ -178,9 +179,9 @@ class LlamaAttention(eqx.Module):
 class LlamaMlp(eqx.Module):
     """A gated MLP, such as SwiGLU (Shazeer 2020, https://arxiv.org/abs/2002.05202, eq. 6), or xIELU without a gate."""
 
-    gate: NamedArray | None
-    up: NamedArray
-    down: NamedArray
+    gate: Weight | None
+    up: Weight
+    down: Weight
     xielu_p: NamedArray | None
     xielu_n: NamedArray | None
     xielu_beta: NamedArray | None
@@ -210,12 +211,12 @@ class LlamaMlp(eqx.Module):
 
     def __call__(self, x: NamedArray) -> NamedArray:
         """Maps ``[batch, position, embed]`` to the same axes."""
-        inner = hax.dot(x, self.up, axis="embed")
+        inner = linear(x, self.up, "embed")
         if self.gate is not None:
-            inner = ACTIVATIONS[self.config.variant.activation](hax.dot(x, self.gate, axis="embed")) * inner
+            inner = ACTIVATIONS[self.config.variant.activation](linear(x, self.gate, "embed")) * inner
         else:
             inner = self._xielu(inner)
-        return hax.dot(hax.auto_sharded(inner), self.down, axis="mlp").rearrange(x.axes)
+        return linear(hax.auto_sharded(inner), self.down, "mlp").rearrange(x.axes)
 
     def _xielu(self, x: NamedArray) -> NamedArray:
         """Applies xIELU, the activation of Apertus (Huang & Schlag 2024, https://arxiv.org/abs/2411.13010)."""

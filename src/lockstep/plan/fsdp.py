@@ -7,6 +7,7 @@ import haliax as hax
 import jax
 from jaxtyping import PyTree
 
+from lockstep.models import split_trained
 from lockstep.placement import PARAMETER_AXES
 from lockstep.plan.collectives import Collective
 
@@ -55,26 +56,27 @@ def fsdp_floor(model: PyTree, mesh_shape: Mapping[str, int], *, microbatches: in
 
     For each microbatch and in the compute type: the weights of each layer are gathered for the forward pass, dropped,
     and gathered again for the backward pass (Rajbhandari et al. 2020, arXiv 1910.02054, section 7.2.2); other weights
-    are gathered once; gradients are summed while they are scattered, each once. Of an array of B bytes on n devices,
-    gathering and scattering receive B (n - 1) / n each. Where there are replicas (``dp``), what a device has of the
-    gradients is summed over them once per step.
+    are gathered once; gradients, which frozen weights do not have, are summed while they are scattered, each once. Of
+    an array of B bytes on n devices, gathering and scattering receive B (n - 1) / n each. Where there are replicas
+    (``dp``), what a device has of the gradients is summed over them once per step.
 
     Args:
-        model: The parameters as haliax arrays, or their shapes.
+        model: The parameters as haliax arrays, or their shapes, those of a `LoraModel` that are frozen too.
         mesh_shape: The size of each axis of the mesh, by name.
         microbatches: The number of parts of a batch that are computed one after the other.
         itemsize: The bytes of a number in the compute type.
     """
     total = 0.0
-    for axes in _parameters(model):
+    trained, frozen = split_trained(model)
+    for axes, gradients in [(axes, 1) for axes in _parameters(trained)] + [(axes, 0) for axes in _parameters(frozen)]:
         split = {PARAMETER_AXES.get(axis.name) for axis in axes}
         size = itemsize * hax.axis.axis_size(axes) / (mesh_shape["tp"] if "tp" in split else 1)
         devices = mesh_shape["fsdp"] if "fsdp" in split else 1
         gathers = 2 if any(axis.name == "layer" for axis in axes) else 1
-        total += microbatches * (gathers + 1) * size * (devices - 1) / devices
-        total += _all_reduce(size / devices, mesh_shape["dp"])
+        total += microbatches * (gathers + gradients) * size * (devices - 1) / devices
+        total += gradients * _all_reduce(size / devices, mesh_shape["dp"])
         if devices == 1:  # whole on every device: its gradient is summed over all of them
-            total += _all_reduce(size, mesh_shape["fsdp"])
+            total += gradients * _all_reduce(size, mesh_shape["fsdp"])
     return round(total)
 
 

@@ -5,13 +5,12 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from lockstep.device import Chip, block_bytes, calibrated, chip_of
 from lockstep.engine import Engine, Sizing, never_used
 from lockstep.errors import CapacityError, CompilerError, ConfigError
-from lockstep.models import DecoderWeights, LlamaConfig, read_decoder, skeleton
+from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
 from lockstep.placement import make_mesh
 from lockstep.plan.cache import CompileCache
 from lockstep.plan.collectives import Collective, CollectiveSum, collectives, summed
@@ -20,9 +19,8 @@ from lockstep.plan.hlo import Hlo, vmem
 from lockstep.plan.infeasibility import Infeasibility, InfeasibleError, key_in, largest_in, with_common_largest
 from lockstep.plan.microbatch import plan_largest_step
 from lockstep.plan.topology import Topology, names_of
-from lockstep.plan.train_step import State, TrainStepPlan, make_state
+from lockstep.plan.train_step import State, TrainStepPlan, make_state, model_structs
 from lockstep.plan.workload import SamplingWorkload, Workload
-from lockstep.training import parameter_shardings
 from lockstep.types import Request
 
 _TRAINER_KEYS = ("train_batch_size", "per_device_parallelism", "mesh_shape", "mp")
@@ -77,6 +75,7 @@ class Plan:
         infeasibilities: Why the workload cannot run; none where it can.
         seconds: The seconds that compiling took, all programs together; a cached program counts what it took then.
         write_bandwidth: The bytes per second at which a host writes checkpoints, as assumed; stated with every time.
+        frozen: The bytes per device of the parameters that no step changes, which are not in checkpoints.
     """
 
     workload: Workload
@@ -94,6 +93,7 @@ class Plan:
     infeasibilities: list[Infeasibility]
     seconds: float
     write_bandwidth: float = 1e9
+    frozen: int = 0
 
     @property
     def fits(self) -> bool:
@@ -184,6 +184,7 @@ def make_plan(workload: Workload, topology: Topology, cache: CompileCache, calib
         sampling=sampling,
         infeasibilities=with_common_largest(infeasibilities),
         seconds=sum(summary.seconds for summary in cache.summaries.values()),
+        frozen=state.parameters - state.trained if state else 0,
     )
 
 
@@ -213,27 +214,6 @@ def _model(workload: Workload, mesh: Mesh) -> tuple[State | None, LlamaConfig, D
         state = make_state(workload, mesh)
         return state, *read_decoder(state.structs.model)
     return None, *read_decoder(model_structs(workload, mesh))
-
-
-def model_structs(workload: Workload, mesh: Mesh) -> object:
-    """A model that is not trained, as shapes on a mesh.
-
-    Args:
-        workload: What is asked of the devices; its model is used.
-        mesh: The mesh.
-
-    Returns:
-        The model with a `jax.ShapeDtypeStruct` for each weight.
-
-    Raises:
-        ConfigError: The mesh does not divide an axis of a weight.
-    """
-    shapes = skeleton(workload.vocab_size, workload.model)
-    return jax.tree.map(
-        lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, jnp.dtype(workload.dtype), sharding=sharding),
-        shapes,
-        parameter_shardings(shapes, mesh),
-    )
 
 
 def _leaves(weights: DecoderWeights) -> list[jax.ShapeDtypeStruct]:

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Final
 
+import jax.numpy as jnp
+
 from lockstep.engine import layout_text
 from lockstep.models import recomputes_layers
 from lockstep.plan.collectives import CollectiveSum
@@ -82,14 +84,14 @@ def moments(plan: Plan) -> list[Moment]:
 
 
 def checkpoint_bytes(plan: Plan) -> int:
-    """Return the bytes that a host writes for a checkpoint: parameters and optimizer state of its devices.
+    """Return the bytes that a host writes for a checkpoint: trained parameters and optimizer state of its devices.
 
     Where they are replicated, one replica writes them; this is then what the hosts of that replica write.
 
     Args:
         plan: The plan.
     """
-    return (plan.parameters + plan.optimizer) * plan.topology.devices_per_host
+    return (plan.parameters - plan.frozen + plan.optimizer) * plan.topology.devices_per_host
 
 
 def checkpoint_seconds(plan: Plan) -> float:
@@ -148,10 +150,13 @@ def train_time(plan: Plan) -> StepTime | None:
     devices = 1
     for size in plan.mesh_shape.values():
         devices *= size
-    itemsize = trainer.precision.compute.itemsize / trainer.precision.param.itemsize
-    whole = plan.parameters * plan.mesh_shape["fsdp"] * itemsize
+    trained = plan.parameters - plan.frozen
+    # In the compute type, in which they are gathered; most of the adapters beside frozen weights is whole already.
+    frozen = plan.frozen / jnp.dtype(plan.workload.dtype).itemsize * plan.mesh_shape["fsdp"]
+    whole = trained / trainer.precision.param.itemsize * (1 if plan.frozen else plan.mesh_shape["fsdp"]) + frozen
+    whole *= trainer.precision.compute.itemsize
     passes = 3 if recomputes_layers(plan.workload.model.gradient_checkpointing) else 2
-    moved = 2 * (plan.parameters + plan.optimizer) + plan.training.microbatches * passes * whole
+    moved = 2 * (trained + plan.optimizer) + plan.training.microbatches * passes * whole
     received = sum(one.bytes for one in plan.training_collectives)
     count = trainer.train_batch_size * training.sequences_per_row * training.length
     return StepTime(

@@ -13,11 +13,18 @@ from jax.sharding import Mesh
 from lockstep.attention import attention_products
 from lockstep.device import block_bytes
 from lockstep.errors import HbmError
-from lockstep.models import LlamaConfig, LlamaLMHeadModel, recomputes_layers
+from lockstep.models import (
+    LlamaLMHeadModel,
+    LoraModel,
+    join_trained,
+    recomputes_layers,
+    skeleton,
+    split_trained,
+)
 from lockstep.plan.cache import CompileCache, Summary
 from lockstep.plan.infeasibility import Infeasibility, InfeasibleError
 from lockstep.plan.workload import TrainingWorkload, Workload
-from lockstep.training import TrainStep, batch_structs, needs_vocab_blocks, state_structs
+from lockstep.training import TrainStep, batch_structs, needs_vocab_blocks, parameter_shardings, state_structs
 
 NAME = "train_step"
 
@@ -30,6 +37,7 @@ class State:
         structs: The state as shapes with shardings.
         shardings: The shardings of the state.
         parameters: The bytes per device of the model's parameters.
+        trained: The bytes per device of those that are trained.
         optimizer: The bytes per device of the optimizer's state.
         reference: The bytes per device of a frozen copy of the model.
     """
@@ -37,6 +45,7 @@ class State:
     structs: Any
     shardings: Any
     parameters: int
+    trained: int
     optimizer: int
     reference: int
 
@@ -81,13 +90,18 @@ def make_state(workload: Workload, mesh: Mesh) -> State:
     assert training is not None
     precision = training.trainer.precision
     optimizer = training.optimizer.build(training.trainer.num_train_steps)
-    structs, shardings = state_structs(_init(workload.model, workload.vocab_size), optimizer, mesh, precision)
+    structs, shardings = state_structs(lambda key: split_trained(_init(workload)(key))[0], optimizer, mesh, precision)
+    trained = _bytes(structs.model)
+    if training.lora is not None:
+        base = model_structs(workload, mesh)
+        structs = structs.join(LoraModel(base=base, adapters=None, scale=training.lora.scale))
     parameters = _bytes(structs.model)
     reference = parameters * precision.compute.itemsize // precision.param.itemsize if training.reference else 0
     return State(
         structs=structs,
         shardings=shardings,
         parameters=parameters,
+        trained=trained,
         optimizer=_bytes(structs.opt_state),
         reference=reference,
     )
@@ -186,13 +200,18 @@ def saved_bytes(workload: Workload, rows: int) -> int:
     precision = training.trainer.precision
 
     def residuals() -> Any:
-        model = precision.cast_to_compute(_init(workload.model, workload.vocab_size)(jax.random.key(0)))
-        arrays, rest = eqx.partition(model, eqx.is_array)
+        model = precision.cast_to_compute(_init(workload)(jax.random.key(0)))
+        trained, frozen = split_trained(model)
+        arrays, rest = eqx.partition(trained, eqx.is_array)
         batch = {name: jax.numpy.zeros((rows, *one.shape), one.dtype) for name, one in training.columns.items()}
-        return arrays, jax.vjp(lambda m: training.loss(eqx.combine(m, rest), batch).total, arrays)[1]
+
+        def loss(part: Any) -> Any:
+            return training.loss(join_trained(eqx.combine(part, rest), frozen), batch).total
+
+        return jax.tree.leaves(model), jax.vjp(loss, arrays)[1]
 
     model, kept = jax.eval_shape(residuals)
-    weights = {leaf.shape for leaf in jax.tree.leaves(model)}
+    weights = {leaf.shape for leaf in model}
     return sum(
         math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept) if leaf.shape not in weights
     )
@@ -217,7 +236,8 @@ def step_flops(workload: Workload, *, vocab_blocks: bool) -> float:
     """The floating-point operations of a train step.
 
     They are 2 per weight and token forward, 4 backward, and 2 again where layers are computed twice, or logits, because
-    they are made in blocks. Attention is counted as it is computed.
+    they are made in blocks. A frozen weight has no gradient, so it needs 2 backward. Attention is counted as it is
+    computed.
 
     Args:
         workload: What is asked of the devices, with training.
@@ -234,9 +254,13 @@ def step_flops(workload: Workload, *, vocab_blocks: bool) -> float:
         * config.head_size
         * attention_products(config.attn_backend, training.length, config.variant.sliding_window, forwards=forwards)
     )
-    layers = config.num_layers * 2.0 * ((forwards + 2) * layer + pairs) * tokens
-    output = 2.0 * config.hidden_dim * workload.vocab_size * tokens
-    return layers + (4 if vocab_blocks else 3) * output
+    backwards, adapters = 2, 0
+    if training.lora is not None:
+        backwards = 1
+        adapters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(training.lora.shapes(config)))
+    products = config.num_layers * ((forwards + backwards) * layer + pairs) + (forwards + 2) * adapters
+    output = config.hidden_dim * workload.vocab_size * (backwards + (2 if vocab_blocks else 1))
+    return 2.0 * (products + output) * tokens
 
 
 def _fitting(compile_it: Callable[[], Summary], memory: int) -> Summary:
@@ -281,8 +305,8 @@ def _what_fits(
             return False
         return True
 
-    # Gradients are added up from microbatch to microbatch: as large as the parameters.
-    constant = fixed + state.parameters
+    # Gradients are added up from microbatch to microbatch: as large as the parameters that are trained.
+    constant = fixed + state.trained
     sizes = [size for size in range(1, given) if rows % size == 0]
     per_row = max(1.0, (error.needed - constant) / given)
     guess = [size for size in sizes if constant + per_row * size <= memory]
@@ -349,8 +373,38 @@ def _columns(training: TrainingWorkload, length: int | None) -> dict[str, jax.Sh
     return changed
 
 
-def _init(model: LlamaConfig, vocab_size: int) -> Callable[[jax.Array], LlamaLMHeadModel]:
-    return lambda key: LlamaLMHeadModel.init(hax.Axis("vocab", vocab_size), model, key=key)
+def model_structs(workload: Workload, mesh: Mesh) -> LlamaLMHeadModel:
+    """A model that is not trained, as shapes on a mesh.
+
+    Args:
+        workload: What is asked of the devices; its model is used.
+        mesh: The mesh.
+
+    Returns:
+        The model with a `jax.ShapeDtypeStruct` for each weight.
+
+    Raises:
+        ConfigError: The mesh does not divide an axis of a weight.
+    """
+    shapes = skeleton(workload.vocab_size, workload.model)
+    return jax.tree.map(
+        lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, jax.numpy.dtype(workload.dtype), sharding=sharding),
+        shapes,
+        parameter_shardings(shapes, mesh),
+    )
+
+
+def _init(workload: Workload) -> Callable[[jax.Array], LlamaLMHeadModel | LoraModel]:
+    """What makes the model that is trained."""
+    lora = None if workload.training is None else workload.training.lora
+
+    def init(key: jax.Array) -> LlamaLMHeadModel | LoraModel:
+        base = LlamaLMHeadModel.init(hax.Axis("vocab", workload.vocab_size), workload.model, key=key)
+        if lora is None:
+            return base
+        return LoraModel(base=base, adapters=lora.init(workload.model, key), scale=lora.scale)
+
+    return init
 
 
 def _bytes(tree: Any) -> int:

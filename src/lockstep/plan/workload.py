@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from lockstep.engine import EngineConfig
-from lockstep.models import LlamaConfig
+from lockstep.models import LlamaConfig, LoraConfig
 from lockstep.plan.infeasibility import Infeasibility
 from lockstep.training import LossFn, OptimizerConfig, TrainerConfig
 from lockstep.types import Request
@@ -25,6 +25,8 @@ class TrainingWorkload:
         rows: What a row is called in messages: pairs, sequences, answers.
         sequences_per_row: The number of sequences in a row: 2 for pairs.
         reference: Whether a frozen copy of the model, in the compute type, is on the devices too.
+        lora: The adapters, where they alone are trained, with the float type of the frozen weights; None where all
+            weights are trained.
     """
 
     trainer: TrainerConfig
@@ -35,6 +37,7 @@ class TrainingWorkload:
     rows: str = "sequences"
     sequences_per_row: int = 1
     reference: bool = False
+    lora: LoraConfig | None = None
 
     @property
     def length(self) -> int:
@@ -82,7 +85,7 @@ class Workload:
         model_key: The configuration key that names the model.
         vocab_size: The number of rows of the embedding.
         mesh_shape: The shape of the mesh that the model is on, as in the configuration.
-        dtype: The float type of the parameters.
+        dtype: The float type of the weights that are sampled from.
         training: The train step; None where there is none.
         sampling: The rounds of sampling.
         one_host: Whether each host has a mesh of its own.

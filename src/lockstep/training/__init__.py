@@ -39,6 +39,7 @@ from lockstep.training.rollout import RolloutConfig
 from lockstep.training.rows import Batches, BatchesOfLengths, TokenizedRows
 from lockstep.training.saved_model import (
     RESUMABLE,
+    SavedAdapters,
     SavedModel,
     has_checkpoint,
     model_spec,
@@ -46,8 +47,9 @@ from lockstep.training.saved_model import (
     saved_at,
     saved_model,
 )
-from lockstep.training.step import TrainState, TrainStep, batch_structs, parameter_shardings, state_structs
+from lockstep.training.step import TrainStep, batch_structs, parameter_shardings, state_structs
 from lockstep.training.stopping import StopRequest
+from lockstep.training.train_state import TrainState
 from lockstep.training.trainer import Trainer
 from lockstep.training.validation import Validation
 
@@ -78,6 +80,7 @@ __all__ = [
     "ROLLOUTS_FILE",
     "RolloutConfig",
     "Rollouts",
+    "SavedAdapters",
     "SavedModel",
     "SimpoConfig",
     "SourceConfig",

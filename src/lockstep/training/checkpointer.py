@@ -23,7 +23,7 @@ from lockstep.training.checkpoint import (
     write_arrays,
 )
 from lockstep.training.checkpointer_config import CheckpointerConfig
-from lockstep.training.step import TrainState
+from lockstep.training.train_state import TrainState
 
 log = logging.getLogger(__name__)
 

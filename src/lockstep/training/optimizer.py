@@ -10,6 +10,7 @@ import optax
 from jaxtyping import Array, Int, PyTree
 
 from lockstep.errors import ConfigError
+from lockstep.models import RANK
 from lockstep.training.averaging import average_parameters
 from lockstep.training.schedules import WSD_DECAY, build_schedule
 
@@ -230,15 +231,16 @@ def _matrix(parameter: Any) -> optax.contrib.MuonDimensionNumbers | None:
     """Rows and columns of the matrices that a parameter of the layers stacks; None where it has none.
 
     A matrix maps from ``embed`` to other axes, or from them to ``embed``, which is how `lockstep.models.weights` orders
-    them; those of the embedding and of the output layer map from or to tokens and are left to AdamW.
+    them; the factors of an adapter map to the rank and from it. The matrices of the embedding and of the output layer
+    map from or to tokens and are left to AdamW.
     """
     names = [axis.name for axis in parameter.axes] if _named(parameter) else []
     inner = [index for index, name in enumerate(names) if name != "layer"]
     if len(inner) < 2 or "vocab" in names:
         return None
-    if names[inner[0]] == "embed":
+    if names[inner[0]] in ("embed", RANK) and names[inner[-1]] != RANK:
         return optax.contrib.MuonDimensionNumbers(reduction_axis=inner[:1], output_axis=inner[1:])
-    if names[inner[-1]] == "embed":
+    if names[inner[-1]] in ("embed", RANK):
         return optax.contrib.MuonDimensionNumbers(reduction_axis=inner[:-1], output_axis=inner[-1:])
     return None
 

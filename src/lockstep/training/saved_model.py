@@ -13,9 +13,23 @@ import draccus
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from lockstep.errors import ConfigError
-from lockstep.models import LlamaConfig, LlamaLMHeadModel, ModelConfig, Read, SavedTensor, SavesTokenizer, skeleton
+from lockstep.models import (
+    LlamaConfig,
+    LlamaLMHeadModel,
+    LoraConfig,
+    LoraModel,
+    ModelConfig,
+    Read,
+    ReadPair,
+    SavedTensor,
+    SavesTokenizer,
+    fingerprint,
+    merged_rows,
+    skeleton,
+)
 from lockstep.training.checkpoint import (
     METADATA,
     ArrayReader,
@@ -39,17 +53,34 @@ _LAST = "tokenizer_config.json"
 """The file of a tokenizer that is written last."""
 
 
-def model_spec(config: LlamaConfig, vocab_size: int) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SavedAdapters:
+    """What a checkpoint of adapters says of them, and of the model that they are for, which is not in it.
+
+    Args:
+        lora: The adapters, with the float type of the base model.
+        base: The directory or URL of the base model's Hugging Face checkpoint.
+        fingerprint: The digest of that checkpoint, see `lockstep.models.fingerprint`.
+    """
+
+    lora: LoraConfig
+    base: str
+    fingerprint: str
+
+
+def model_spec(config: LlamaConfig, vocab_size: int, adapters: SavedAdapters | None = None) -> dict[str, Any]:
     """Return what a checkpoint has to say of a model, so that it can be read without the run.
 
     Args:
         config: The configuration of the model.
         vocab_size: The number of token ids; the embedding may have more rows.
+        adapters: The adapters, where they alone are trained; None for a model that is trained as a whole.
 
     Returns:
         JSON values.
     """
-    return {"config": draccus.encode(config, ModelConfig), "vocab_size": vocab_size}
+    spec = {"config": draccus.encode(config, ModelConfig), "vocab_size": vocab_size}
+    return spec if adapters is None else spec | {"adapters": draccus.encode(adapters)}
 
 
 def save_tokenizer(path: str, tokenizer: SavesTokenizer) -> None:
@@ -86,7 +117,8 @@ class SavedModel:
         config: The configuration of the model.
         vocab_size: The number of token ids.
         rows: The number of rows of the embedding, which may be more.
-        dtype: The float type in which the parameters are stored.
+        dtype: The float type in which the parameters are stored; with adapters, that of the base model in training.
+        adapters: The adapters, where they alone are in the checkpoint; None where the whole model is.
     """
 
     directory: CheckpointDirectory
@@ -95,6 +127,7 @@ class SavedModel:
     vocab_size: int
     rows: int
     dtype: str
+    adapters: SavedAdapters | None = None
 
     @property
     def path(self) -> str:
@@ -113,32 +146,88 @@ class SavedModel:
         """Return a digest that differs between checkpoints: each save has a name of its own in its metadata."""
         return hashlib.sha256(self.metadata.to_json().encode()).hexdigest()
 
+    def checked_base(self) -> str:
+        """Return the directory or URL of the base model that the adapters are for.
+
+        Raises:
+            ConfigError: It is not there any more, or is another one.
+        """
+        assert self.adapters is not None, "there is a base where there are adapters"
+        base = self.adapters.base
+        try:
+            found = fingerprint(base)
+        except (ConfigError, OSError) as error:
+            raise ConfigError(
+                f"{self.path} has adapters alone, and their base model cannot be read: {error} Put the checkpoint "
+                f"that the run was initialized from at {base} again."
+            ) from error
+        if found != self.adapters.fingerprint:
+            raise ConfigError(
+                f"{self.path} has adapters for another base model than the one that is now at {base}. Put the "
+                "checkpoint that the run was initialized from there again."
+            )
+        return base
+
     def skeleton(self) -> LlamaLMHeadModel:
-        """Return the model with a shape struct in place of each array."""
+        """Return the model with a shape struct in place of each array; with adapters, it is that of the merged one."""
         structs = skeleton(self.rows, self.config)
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, self.dtype), structs)
 
-    def read(self, mesh: Mesh, dtype: str) -> LlamaLMHeadModel:
+    def trained(self) -> PyTree:
+        """Return what is in the checkpoint, the model or its adapters, with a shape struct in place of each array."""
+        if self.adapters is None:
+            return self.skeleton()
+        dtype = next(text for name, text in self.metadata.shapes.items() if _of_model(name)).partition("[")[0]
+        shapes = self.adapters.lora.shapes(self.config)
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shapes)
+
+    def read(self, mesh: Mesh, dtype: str, base: LlamaLMHeadModel | None = None) -> LlamaLMHeadModel | LoraModel:
         """Read the model, each process only what its devices hold. Launches nothing.
 
         Args:
             mesh: The mesh that the model is sharded over, as for training.
-            dtype: The float type of the result.
+            dtype: The float type of the result; adapters keep theirs.
+            base: The model that adapters are for, read from `checked_base`; None where there are none.
 
         Raises:
             ConfigError: The mesh does not divide an axis.
         """
-        structs = self.skeleton()
+        structs = self.trained()
         shardings = parameter_shardings(structs, mesh)
         placed = jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding), structs, shardings
+            lambda leaf, sharding: jax.ShapeDtypeStruct(
+                leaf.shape, dtype if self.adapters is None else leaf.dtype, sharding=sharding
+            ),
+            structs,
+            shardings,
         )
         named = named_arrays({"model": placed})
         read = read_arrays(self.directory.of(self.metadata.step) / self.metadata.arrays, named)
-        return jax.tree.unflatten(jax.tree.structure(structs), [read[name] for name in named])
+        trained = jax.tree.unflatten(jax.tree.structure(structs), [read[name] for name in named])
+        if self.adapters is None:
+            model: LlamaLMHeadModel = trained
+            return model
+        assert base is not None, "adapters have a base"
+        return LoraModel(base=base, adapters=trained, scale=self.adapters.lora.scale)
+
+    def pair_reader(self) -> ReadPair:
+        """Return a function that reads the factors of a layer's adapter, in float32, to this host's memory."""
+        arrays = ArrayReader(self.directory.of(self.metadata.step) / self.metadata.arrays)
+
+        def read_pair(name: str, layer: int) -> tuple[np.ndarray, np.ndarray]:
+            a, b = (arrays.read(f"model.{name}.{factor}.0", (layer,)) for factor in ("a", "b"))
+            return a.astype(np.float32), b.astype(np.float32)
+
+        return read_pair
 
     def reader(self) -> Read:
-        """Return a function that reads rows of a tensor as Hugging Face stores it, to this host's memory."""
+        """Return a function that reads rows of a tensor as Hugging Face stores it, to this host's memory.
+
+        Raises:
+            ConfigError: There are adapters, and their base model is not where it was.
+        """
+        if self.adapters is not None:
+            return merged_rows(self.checked_base(), self.dtype, self.adapters.lora, self.pair_reader())
         arrays = ArrayReader(self.directory.of(self.metadata.step) / self.metadata.arrays)
 
         def read(tensor: SavedTensor, start: int, stop: int) -> np.ndarray:
@@ -179,18 +268,25 @@ def saved_model(path: str, step: int | None = None) -> SavedModel:
             "by a program that gave Trainer no model_spec."
         )
     config = draccus.decode(ModelConfig, metadata.model["config"])
-    kind, _, sizes = metadata.shapes["model.embed.0"].partition("[")
+    adapters: SavedAdapters | None = None
+    if "adapters" in metadata.model:
+        adapters = draccus.decode(SavedAdapters, metadata.model["adapters"])
+        kind, rows = str(adapters.lora.base_dtype), int(metadata.model["vocab_size"])
+    else:
+        kind, _, sizes = metadata.shapes["model.embed.0"].partition("[")
+        rows = int(sizes.partition(",")[0])
     found_model = SavedModel(
         directory=directory,
         metadata=metadata,
         config=config,
         vocab_size=metadata.model["vocab_size"],
-        rows=int(sizes.partition(",")[0]),
+        rows=rows,
         dtype=kind,
+        adapters=adapters,
     )
     wrong = changes(
-        {name: text for name, text in metadata.shapes.items() if name.startswith("model.")},
-        shape_texts(named_arrays({"model": found_model.skeleton()})),
+        {name: text for name, text in metadata.shapes.items() if _of_model(name)},
+        shape_texts(named_arrays({"model": found_model.trained()})),
     )
     if wrong:
         raise ConfigError(
@@ -221,6 +317,10 @@ def saved_at(path: str) -> float:
     directory = CheckpointDirectory(base)
     metadata = directory.of(directory.steps()[-1] if step is None else step) / METADATA
     return float(metadata.stat().mtime)
+
+
+def _of_model(name: str) -> bool:
+    return name.startswith("model.")
 
 
 def _checkpoints(path: str) -> tuple[str, int | None]:

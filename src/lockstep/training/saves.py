@@ -11,13 +11,13 @@ from typing import Any
 
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts
-from lockstep.training.averaging import average_of
 from lockstep.training.checkpoint import CheckpointMetadata
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.config import TrainerConfig
 from lockstep.training.hooks import Hooks, StepInfo
 from lockstep.training.loss_watch import LossWatch
-from lockstep.training.step import SAVE_FLAG, TrainState
+from lockstep.training.step import SAVE_FLAG
+from lockstep.training.train_state import TrainState
 
 
 class Saves:
@@ -68,8 +68,7 @@ class Saves:
         """
         found = self.resumed_from
         step, loss = (0, math.nan) if found is None else (found.step, found.loss)
-        average = average_of(state.opt_state)
-        return StepInfo(step=step - 1, model=state.model, loss=loss, step_duration=0.0, average=average)
+        return StepInfo(step=step - 1, model=state.model, loss=loss, step_duration=0.0, average=state.average)
 
     def begin(self, info: StepInfo) -> None:
         """Call the hooks as before a first step, or those that a run which goes on has not called yet.
@@ -144,7 +143,8 @@ class Saves:
         assert self._checkpointer is not None
         self._last_save = time.monotonic()
         hooks = self._hooks.state() | {self._watch.name: self._watch.state()}
-        self._checkpointer.save(state, step=info.next_step, loss=info.loss, hooks=hooks, hooks_called=hooks_called)
+        changing, _ = state.split()
+        self._checkpointer.save(changing, step=info.next_step, loss=info.loss, hooks=hooks, hooks_called=hooks_called)
 
 
 def make_checkpointer(

@@ -16,10 +16,12 @@ from jaxtyping import Array, Float, Int, PyTree
 from lockstep.device import Program, compile_program
 from lockstep.errors import ConfigError
 from lockstep.hosts import Ledger
+from lockstep.models import join_trained, split_trained
 from lockstep.placement import COMPUTE_AXES, MESH_AXES, PARAMETER_AXES
 from lockstep.training.objectives.parts import LossFn, LossParts
 from lockstep.training.optimizer import completed_updates
 from lockstep.training.precision import Precision, cast_floats
+from lockstep.training.train_state import TrainState
 
 BATCH_SPEC = P(("dp", "fsdp"))
 """How the rows of a batch are split over the mesh."""
@@ -31,19 +33,6 @@ SKIPPED = "skipped_step"
 """The name of the metric that is 1 where a step left its update out."""
 SAVE_FLAG = 1
 """The stop flag with which the leader asks for a checkpoint; every signal that ends a run is a larger number."""
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainState:
-    """All that a step changes. It is donated to the next step, so only the newest state can be read."""
-
-    step: Int[Array, ""]
-    """The number of completed steps."""
-    model: PyTree
-    """The parameters, in the parameter type and sharding."""
-    opt_state: PyTree
-    """The state of the optimizer, sharded as the parameters that it belongs to."""
 
 
 def parameter_shardings(tree: PyTree, mesh: Mesh) -> PyTree:
@@ -120,7 +109,7 @@ def init_model(
 def init_state(
     model: PyTree, optimizer: optax.GradientTransformation, mesh: Mesh, precision: Precision, launch: Launch
 ) -> tuple[TrainState, PyTree]:
-    """Make the first state. The model is donated: use the state's instead.
+    """Make the first state. What is trained of the model is donated: use the state's model instead.
 
     Args:
         model: The model on the mesh, in any sharding and float type.
@@ -130,12 +119,14 @@ def init_state(
         launch: Launches the program that makes the state.
 
     Returns:
-        The state, and its shardings.
+        The state, and the shardings of what a step changes of it.
     """
     make = _state_maker(optimizer, precision)
+    trained, frozen = split_trained(model)
     with jax.set_mesh(mesh):
-        shardings = parameter_shardings(jax.eval_shape(make, model), mesh)
-    return launch("init_state", make, [model], out_shardings=shardings, donate=(0,)), shardings
+        shardings = parameter_shardings(jax.eval_shape(make, trained), mesh)
+    state: TrainState = launch("init_state", make, [trained], out_shardings=shardings, donate=(0,))
+    return state.join(frozen), shardings
 
 
 def state_structs(
@@ -144,7 +135,7 @@ def state_structs(
     """Return the shapes of what `init_model` and `init_state` make: nothing is allocated, and no device is needed.
 
     Args:
-        init: Makes a model from a key.
+        init: Makes a model from a key; of a `LoraModel` the part that is trained.
         optimizer: The optimizer of the run.
         mesh: The mesh of the run; its devices may be ones that can only be compiled for.
         precision: The float types, of which the parameter type is used.
@@ -207,7 +198,7 @@ class TrainStep:
         optimizer: The optimizer of the run.
         schedule: The learning rate by completed steps, to report as a metric; None to report none.
         mesh: The mesh of the run.
-        shardings: The shardings of the state that `init_state` returned.
+        shardings: The shardings that `init_state` returned.
         precision: The float types.
         microbatches: The number of parts of the batch that are computed one after the other.
         skip_bad: Whether a step whose loss or gradient is not finite, or whose loss is above a limit, leaves parameters
@@ -268,7 +259,7 @@ class TrainStep:
         program = self._programs[_batch_shape(batch)] = compile_program(
             "train_step",
             self._step,
-            [state, dict(batch), *signals],
+            [*state.split(), dict(batch), *signals],
             mesh=self._mesh,
             ledger=ledger,
             donate=(0,),
@@ -282,7 +273,7 @@ class TrainStep:
         """Launch one step.
 
         Args:
-            state: The state, which is donated: its arrays are deleted.
+            state: The state, which is donated: its arrays are deleted, but for those that are frozen.
             batch: Global arrays by name, with the row as axis 0.
             stop: The number of the signal on the devices of a host that was asked to stop; `SAVE_FLAG` on those of a
                 leader that wants a checkpoint; 0 on all others.
@@ -301,7 +292,9 @@ class TrainStep:
                 f"a batch is {_text(shape)}, but the train step was compiled for {compiled}, and nothing is compiled "
                 "after the start. Pad rows to one length, or give the batches the property lengths (BatchesOfLengths)."
             )
-        return self._programs[shape](state, dict(batch), stop, *limit)
+        changing, frozen = state.split()
+        new, metrics = self._programs[shape](changing, frozen, dict(batch), stop, *limit)
+        return new.join(frozen), metrics
 
     def lower(self, state: TrainState, batch: Mapping[str, Any]) -> jax.stages.Lowered:
         """Trace the step for shapes; nothing is launched.
@@ -316,7 +309,7 @@ class TrainStep:
             signals.append(jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(self._mesh, P())))
         with jax.set_mesh(self._mesh):
             jitted = jax.jit(self._step, donate_argnums=0, out_shardings=self._out_shardings)
-            return jitted.lower(state, dict(batch), *signals)
+            return jitted.lower(*state.split(), dict(batch), *signals)
 
     def read(self, metrics: Array) -> StepMetrics:
         """Wait for a step and fetch its metrics, which are the same on every host; nothing is launched.
@@ -329,9 +322,9 @@ class TrainStep:
         return StepMetrics(loss=loss, stop=0 if stop == SAVE_FLAG else int(stop), save=stop == SAVE_FLAG, values=values)
 
     def _step(
-        self, state: TrainState, batch: dict[str, Array], stop: Array, *limit: Array
+        self, state: TrainState, frozen: PyTree, batch: dict[str, Array], stop: Array, *limit: Array
     ) -> tuple[TrainState, Float[Array, " n"]]:
-        parts, gradients = self._sums(state.model, batch)
+        parts, gradients = self._sums(state.model, frozen, batch)
         gradients = jax.tree.map(lambda g: (g / parts.weight).astype(g.dtype), gradients)
         updates, opt_state = self._optimizer.update(gradients, state.opt_state, state.model)
         model = optax.apply_updates(state.model, updates)
@@ -351,27 +344,27 @@ class TrainStep:
         new_state = TrainState(step=state.step + 1, model=model, opt_state=opt_state)
         return new_state, jnp.stack([jnp.asarray(x, jnp.float32) for x in metrics])
 
-    def _sums(self, model: PyTree, batch: dict[str, Array]) -> tuple[LossParts, PyTree]:
+    def _sums(self, model: PyTree, frozen: PyTree, batch: dict[str, Array]) -> tuple[LossParts, PyTree]:
         """Return the sums over the whole batch and the gradient of their total, microbatch by microbatch."""
         differentiate = eqx.filter_value_and_grad(self._total, has_aux=True)
         if self._microbatches == 1:
-            (_, parts), gradients = differentiate(model, batch)
+            (_, parts), gradients = differentiate(model, frozen, batch)
             return parts, gradients
 
         def add(sums: PyTree, microbatch: dict[str, Array]) -> tuple[PyTree, None]:
-            (_, parts), gradients = differentiate(model, microbatch)
+            (_, parts), gradients = differentiate(model, frozen, microbatch)
             return jax.tree.map(jnp.add, sums, (parts, gradients)), None
 
         split = {name: self._split(rows) for name, rows in batch.items()}
-        (_, parts), gradients = jax.eval_shape(differentiate, model, {k: v[0] for k, v in split.items()})
+        (_, parts), gradients = jax.eval_shape(differentiate, model, frozen, {k: v[0] for k, v in split.items()})
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (parts, gradients))
         zeros = (zeros[0], hax.shard(zeros[1], PARAMETER_AXES, self._mesh))
         (parts, gradients), _ = jax.lax.scan(add, zeros, split)
         return parts, gradients
 
-    def _total(self, model: PyTree, batch: dict[str, Array]) -> tuple[Array, LossParts]:
+    def _total(self, model: PyTree, frozen: PyTree, batch: dict[str, Array]) -> tuple[Array, LossParts]:
         with hax.axis_mapping(COMPUTE_AXES):
-            parts = self._loss_fn(self._precision.cast_to_compute(model), batch)
+            parts = self._loss_fn(self._precision.cast_to_compute(join_trained(model, frozen)), batch)
         parts = cast_floats(parts, jnp.dtype(jnp.float32))
         return parts.total, parts
 

@@ -6,10 +6,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from lockstep.device import published_chip
-from lockstep.models import LlamaConfig, UnreadableModelError, read_decoder
+from lockstep.models import LlamaConfig, LoraModel, UnreadableModelError, read_decoder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,9 +68,12 @@ class Meter:
     def __init__(self, mesh: Mesh, model: Any) -> None:
         self._peak = peak_flops(mesh)
         self._shape: tuple[LlamaConfig, int] | None = None
+        self._adapters: int | None = None
         with contextlib.suppress(UnreadableModelError):
             config, weights = read_decoder(model)
             self._shape = config, weights.embed.shape[0]
+        if isinstance(model, LoraModel):
+            self._adapters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model.adapters))
 
     def step(self, batch: Mapping[str, Any], *, step_s: float, wait_s: float) -> Throughput:
         """Return the figures of a step.
@@ -83,7 +87,7 @@ class Meter:
         tokens = math.prod(batch["tokens"].shape) if "tokens" in batch else None
         mfu = None
         if tokens is not None and self._shape is not None and self._peak:
-            flops = tokens * flops_per_token(*self._shape, batch["tokens"].shape[-1])
+            flops = tokens * flops_per_token(*self._shape, batch["tokens"].shape[-1], self._adapters)
             mfu = flops / (step_s + wait_s) / self._peak
         return Throughput(rows=rows, tokens=tokens, step_s=step_s, wait_s=wait_s, mfu=mfu)
 
@@ -98,18 +102,21 @@ def peak_flops(mesh: Mesh) -> float:
     return sum(chip.flops for chip in chips if chip is not None) if all(chips) else 0.0
 
 
-def flops_per_token(model: LlamaConfig, vocab_size: int, length: int) -> float:
+def flops_per_token(model: LlamaConfig, vocab_size: int, length: int, adapters: int | None = None) -> float:
     """Return the operations that training with one token needs, without those that rematerialisation repeats.
 
     They are 6 per weight of a matrix product, and 12 per layer, position and element of the query heads (PaLM,
-    Chowdhery et al. 2022, arXiv 2204.02311, appendix B). The embedding is looked up, not multiplied.
+    Chowdhery et al. 2022, arXiv 2204.02311, appendix B). The embedding is looked up, not multiplied. A frozen weight
+    needs 4: it has no gradient.
 
     Args:
         model: The shape of the model.
         vocab_size: The number of columns of the output layer.
         length: The number of positions of a sequence.
+        adapters: The number of weights of the adapters, where they alone are trained; None where all weights are.
     """
     queries = model.num_heads * model.head_size
     heads = 2 * queries + 2 * model.num_kv_heads * model.head_size
     weights = model.num_layers * model.hidden_dim * (heads + 3 * model.intermediate_dim) + model.hidden_dim * vocab_size
-    return 6.0 * weights + 12.0 * model.num_layers * queries * length
+    products = 6.0 * weights if adapters is None else 4.0 * weights + 6.0 * adapters
+    return products + 12.0 * model.num_layers * queries * length

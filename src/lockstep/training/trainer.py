@@ -21,7 +21,6 @@ from lockstep.errors import ConfigError, HostError
 from lockstep.hosts import Hosts, Watchdog, current, leader_only
 from lockstep.placement import data_shards, fsdp_warning, make_mesh, place, place_local
 from lockstep.report import FINISH_S, BackgroundTracker, NoopTracker, Tracker
-from lockstep.training.averaging import average_of
 from lockstep.training.batch_source import BatchFeed, BatchSource
 from lockstep.training.checkpoint import CheckpointMetadata
 from lockstep.training.config import TrainerConfig
@@ -37,7 +36,6 @@ from lockstep.training.saves import Saves, directory_of_run, make_checkpointer
 from lockstep.training.step import (
     STOP_SPEC,
     StepMetrics,
-    TrainState,
     TrainStep,
     init_model,
     init_state,
@@ -47,6 +45,7 @@ from lockstep.training.step import (
 from lockstep.training.step_log import StepLog
 from lockstep.training.stopping import StopRequest
 from lockstep.training.throughput import Meter
+from lockstep.training.train_state import TrainState
 
 log = logging.getLogger(__name__)
 
@@ -173,11 +172,14 @@ class Trainer:
             shardings = parameter_shardings(jax.eval_shape(precision.cast_to_compute, model), self.mesh)
         return self._launch("frozen_copy", precision.cast_to_compute, [model], out_shardings=shardings)
 
-    def restore(self, init: Callable[[jax.Array], PyTree]) -> TrainState | None:
+    def restore(self, init: Callable[[jax.Array], PyTree], frozen: PyTree = None) -> TrainState | None:
         """Read the newest checkpoint of this run, into the shardings of this mesh, whatever those of the run were.
 
         Args:
-            init: A function that makes a model from a key; only the shapes of its result are used.
+            init: A function that makes a model from a key; only the shapes of its result are used. Of a `LoraModel`,
+                it makes the adapters.
+            frozen: What `lockstep.models.split_trained` returned as frozen of a `LoraModel`, which is not in
+                checkpoints; None where there is none.
 
         Raises:
             PeerError: The checkpoint cannot be read or does not fit this run, or ``resume`` is ``must`` and there is
@@ -192,7 +194,7 @@ class Trainer:
         if metadata is None:
             return None
         structs, _ = state_structs(init, self._optimizer, self.mesh, self.config.precision)
-        state = self._checkpointer.restore(metadata, structs)
+        state = self._checkpointer.restore(metadata, structs).join(frozen)
         self._saves.resumed_from = metadata
         return state
 
@@ -201,7 +203,7 @@ class Trainer:
 
         Args:
             model: The model, sharded over the mesh, to train from the beginning; or the state that `restore` returned,
-                to go on from its step. Donated: use the result's model afterwards.
+                to go on from its step. What is trained of it is donated: use the result's model afterwards.
             batches: What gives each host its rows of each batch; or a source of whole batches, which sees the model
                 before each step. It is closed at the end.
 
@@ -286,7 +288,7 @@ class Trainer:
                 "train() was given a state that this trainer has not restored, so its step is not known. Pass the "
                 "result of this trainer's restore(), or a model."
             )
-        return model, parameter_shardings(model, self.mesh)
+        return model, parameter_shardings(model.split()[0], self.mesh)
 
     def _begin(self, batches: Batches | BatchSource, state: TrainState, first: int) -> "_Run":
         """What the loop needs beside its state."""
@@ -316,8 +318,9 @@ class Trainer:
             run.source.prepare(step + 1)
             metrics = step_fn.read(figures)
         speed = run.meter.step(batch, step_s=time.perf_counter() - start, wait_s=start - asked)
-        average = average_of(state.opt_state)
-        info = StepInfo(step=step, model=state.model, loss=metrics.loss, step_duration=speed.step_s, average=average)
+        info = StepInfo(
+            step=step, model=state.model, loss=metrics.loss, step_duration=speed.step_s, average=state.average
+        )
         run.log.step(info, metrics, speed, getattr(run.source, "progress", ""))
         return state, info, metrics
 

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.batch_inference import SampleConfig
-from lockstep.batch_inference.checkpoint import HfCheckpoint, fingerprint, resolve_checkpoint, stored_dtype
+from lockstep.batch_inference.checkpoint import HfCheckpoint, resolve_checkpoint, stored_dtype
 from lockstep.errors import ConfigError
+from lockstep.models import fingerprint
 from lockstep.training import SavedModel
 from tests import tiny
 

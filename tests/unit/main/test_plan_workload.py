@@ -201,3 +201,13 @@ def test_grpo_batches_are_whole_groups():
         read("grpo_gsm8k_qwen25_3b_v6e_8.yaml", "--trainer.train_batch_size", "30")
     with pytest.raises(ConfigError, match="rollout.max_new_tokens is 1024 and data.max_seq_len is 1024"):
         read("grpo_gsm8k_qwen25_3b_v6e_8.yaml", "--rollout.max_new_tokens", "1024")
+
+
+@pytest.mark.parametrize(("dtype", "stored"), [(None, "bfloat16"), ("float32", "float32")])
+def test_adapters_are_planned_with_their_base_as_the_reference(dtype, stored, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    more = ["--lora.r", "16", "--kl_coefficient", "0.05", *([] if dtype is None else ["--lora.base_dtype", dtype])]
+    workload = read("grpo_gsm8k_qwen25_3b_v6e_8.yaml", *more)
+    assert workload.dtype == workload.training.lora.base_dtype == stored and not workload.training.reference
+    whole = read("grpo_gsm8k_qwen25_3b_v6e_8.yaml", "--kl_coefficient", "0.05")
+    assert whole.training.lora is None and whole.training.reference and whole.dtype == "float32"

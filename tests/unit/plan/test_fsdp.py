@@ -6,8 +6,10 @@ import jax.numpy as jnp
 import pytest
 from haliax import Axis
 
+from lockstep.models import LoraConfig, LoraModel, skeleton
 from lockstep.plan.collectives import Collective
 from lockstep.plan.fsdp import FsdpBytes, fsdp_bytes, fsdp_floor
+from tests.unit.engine.models import LLAMA
 
 LAYER, EMBED, MLP, VOCAB = Axis("layer", 3), Axis("embed", 1024), Axis("mlp", 2048), Axis("vocab", 512)
 
@@ -30,6 +32,20 @@ def test_layers_are_gathered_twice_other_weights_once_and_gradients_scattered_on
 def test_tensor_parallelism_leaves_each_device_a_part_to_gather() -> None:
     given = model(up=(LAYER, EMBED, MLP))
     assert fsdp_floor(given, mesh(1, 4, 2), microbatches=1, itemsize=2) == 3 * 2 * (3 * 1024 * 1024) * 3 // 4
+
+
+def test_frozen_weights_are_gathered_and_nothing_of_them_is_scattered() -> None:
+    lora = LoraConfig(r=4)
+    base, adapters = skeleton(512, LLAMA), lora.shapes(LLAMA)
+
+    def floor(dp: int, part: object) -> int:
+        return fsdp_floor(part, mesh(dp, 4, 1), microbatches=5, itemsize=2)
+
+    layers = sum(leaf.size for leaf in jax.tree.leaves(base.layers))
+    rest = sum(leaf.size for leaf in jax.tree.leaves(base)) - layers
+    for dp in (1, 2):
+        model = LoraModel(base=base, adapters=adapters, scale=lora.scale)
+        assert floor(dp, model) - floor(dp, adapters) == pytest.approx(5 * 2 * (2 * layers + rest) * 3 / 4, abs=8)
 
 
 def test_replicas_add_up_their_pieces_of_the_gradients_once_per_step() -> None:

@@ -7,9 +7,11 @@ import jax
 import numpy as np
 import pytest
 
-from lockstep.plan.train_step import largest_that_works, peak, saved_bytes, step_flops
+from lockstep.models import LoraConfig, skeleton
+from lockstep.placement import make_mesh
+from lockstep.plan.train_step import largest_that_works, make_state, peak, saved_bytes, step_flops
 from lockstep.plan.workload import TrainingWorkload, Workload
-from lockstep.training import OptimizerConfig, TrainerConfig, lm_loss
+from lockstep.training import OptimizerConfig, TrainerConfig, TrainStep, batch_structs, lm_loss
 from tests.unit.engine.models import LLAMA
 
 
@@ -68,6 +70,38 @@ def test_operations_of_a_step_are_two_per_weight_and_token_three_times():
     pairs = 2 * 2 * 4 * 8 * 32
     layers, output = 2 * (2 * weights + pairs), 2 * 16 * 40
     assert step_flops(workload_of(), vocab_blocks=False) == 3 * (layers + output) * 8 * 32
+
+
+def test_frozen_weights_cost_two_operations_backward_and_adapters_four():
+    lora = LoraConfig(r=4, target_modules=("q_proj", "down_proj"), base_dtype="float32")
+    adapters = 2 * 4 * (16 + 32 + 24 + 16)
+    whole, ours = (step_flops(workload_of(lora=one), vocab_blocks=False) for one in (None, lora))
+    pairs = 2 * 2 * 4 * 8 * 32
+    tokens = 8 * 32
+    frozen = (whole - 2 * 3 * pairs * tokens) * 2 / 3 + 2 * 3 * pairs * tokens
+    assert ours == pytest.approx(frozen + 2 * 3 * adapters * tokens)
+
+
+def test_state_and_step_of_adapters_are_planned():
+    lora = LoraConfig(r=4, base_dtype="bfloat16")
+    workload = dataclasses.replace(workload_of(lora=lora), dtype="bfloat16", mesh_shape="1,4,1")
+    mesh = make_mesh("1,4,1", jax.devices()[:4])
+    state = make_state(workload, mesh)
+    base = sum(leaf.size for leaf in jax.tree.leaves(skeleton(40, workload.model)))
+    assert state.parameters - state.trained == 2 * base // 4
+    assert 2 * state.trained <= state.optimizer <= 2 * state.trained + 64, "two moments of the adapters alone"
+    assert saved_bytes(workload, 2) > 0
+    step = TrainStep(
+        loss_fn=lm_loss, optimizer=OptimizerConfig().build(1000), schedule=None, mesh=mesh, shardings=state.shardings,
+        precision=TrainerConfig().precision, microbatches=1,
+    )  # fmt: skip
+    compiled = step.lower(state.structs, batch_structs(workload.training.columns, 8, mesh)).compile()
+    resident = state.parameters + state.optimizer
+    assert resident <= compiled.memory_analysis().argument_size_in_bytes <= resident + 4096
+    outputs = compiled.memory_analysis().output_size_in_bytes
+    assert state.trained + state.optimizer <= outputs <= state.trained + state.optimizer + 1024, (
+        "the base is not copied"
+    )
 
 
 def test_layers_that_are_computed_twice_cost_a_third_more_and_the_output_does_not():

@@ -6,8 +6,10 @@ import optax
 import pytest
 
 from lockstep.errors import ConfigError
+from lockstep.models import LoraConfig
 from lockstep.training import OptimizerConfig, Trainer, TrainerConfig, lm_loss, parse_precision, state_structs
-from lockstep.training.optimizer import completed_updates, decay_mask
+from lockstep.training.optimizer import _matrix, completed_updates, decay_mask
+from tests import tiny
 from tests.unit.training.bigrams import Bigrams
 from tests.unit.training.test_trainer import rows
 
@@ -159,6 +161,18 @@ def test_adafactor_keeps_rows_and_columns_of_large_matrices_instead_of_moments()
     large = {"up": hax.named(jnp.ones((2, 256, 512)), (hax.Axis("layer", 2), hax.Axis("embed", 256), "mlp"))}
     state = jax.eval_shape(OptimizerConfig(type="adafactor").build(10).init, large)
     assert sum(leaf.size for leaf in jax.tree.leaves(state)) < 0.01 * large["up"].array.size
+
+
+def test_muon_takes_both_factors_of_an_adapter_as_matrices():
+    adapters = LoraConfig(r=2).shapes(tiny.CONFIG)
+    for name, (a, b) in {
+        "q_proj": (((1,), (2,)), ((1,), (2, 3, 4))),
+        "o_proj": (((1, 2, 3), (4,)), ((1,), (2,))),
+        "down_proj": (((1,), (2,)), ((1,), (2,))),
+    }.items():
+        for part, axes in ((adapters[name].a, a), (adapters[name].b, b)):
+            found = _matrix(part)
+            assert (tuple(found.reduction_axis), tuple(found.output_axis)) == axes, name
 
 
 @pytest.mark.parametrize("kind", ["lion", "muon", "adafactor"])

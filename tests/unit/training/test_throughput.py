@@ -19,6 +19,12 @@ def test_operations_per_token():
     assert flops_per_token(CONFIG, 100, 10) == 6 * weights + 12 * 2 * 16 * 10
 
 
+def test_frozen_weights_have_no_gradient():
+    whole = flops_per_token(CONFIG, 100, 10)
+    attention = 12 * 2 * 16 * 10
+    assert flops_per_token(CONFIG, 100, 10, adapters=50) == (whole - attention) * 4 / 6 + 6 * 50 + attention
+
+
 def test_a_cpu_has_no_peak_and_so_no_mfu():
     assert peak_flops(make_mesh()) == 0
     batch = {"tokens": np.zeros((4, 2, 8), np.int32)}

@@ -20,6 +20,8 @@ from lockstep.models.hf.save_source import Direct, Gathered, Pieces, Source
 from lockstep.models.hf.save_target import CONFIG_NAME, SaveTarget, save_target
 from lockstep.models.hf.save_writer import PIECE_BYTES, FileWriter, Read
 from lockstep.models.llama import LlamaLMHeadModel
+from lockstep.models.lora import LoraModel
+from lockstep.models.lora_merge import merge_adapters
 from lockstep.units import bytes_text
 
 log = logging.getLogger(__name__)
@@ -39,7 +41,7 @@ class SavesTokenizer(Protocol):
 
 
 def save_hf(
-    model: LlamaLMHeadModel,
+    model: LlamaLMHeadModel | LoraModel,
     path: str | os.PathLike[str],
     *,
     tokenizer: SavesTokenizer | None = None,
@@ -58,7 +60,8 @@ def save_hf(
     and leaves no half checkpoint.
 
     Args:
-        model: The model, in any sharding.
+        model: The model, in any sharding. Adapters are merged, for which the devices hold a second copy of the weights
+            that have them.
         path: A directory or an fsspec URL such as ``gs://bucket/model``.
         tokenizer: The tokenizer to save with the model; its special tokens go into config.json. None for none.
         max_shard_bytes: The most bytes of tensors in a file; a larger tensor gets a file of its own.
@@ -76,8 +79,10 @@ def save_hf(
     """
     vocab_size = model.Vocab.size if vocab_size is None else vocab_size
     config = config_to_hf(model.config, vocab_size)  # refuses a model that no Hugging Face architecture computes
-    tensors = saved_tensors(model, dtype, vocab_size)
     hosts = current() if hosts is None else hosts
+    if isinstance(model, LoraModel):
+        model = merge_adapters(model, hosts, dtype)
+    tensors = saved_tensors(model, dtype, vocab_size)
     with hosts.scope("save_hf") as scope:
         save = _Save(scope, path, tensors, max_shard_bytes)
         return save.run(Gathered(scope, save.pieces), config, tokenizer, interrupted)

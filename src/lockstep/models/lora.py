@@ -1,0 +1,275 @@
+"""A model with low-rank adapters beside frozen weights (LoRA, https://arxiv.org/abs/2106.09685)."""
+
+import dataclasses
+import math
+import operator
+import string
+from typing import Any, Final, Literal, Self
+
+import equinox as eqx
+import haliax as hax
+import jax
+from haliax import Axis, NamedArray
+from jaxtyping import Array, PyTree
+
+from lockstep.errors import ConfigError
+from lockstep.models.config import LlamaConfig
+from lockstep.models.hf.names import skeleton
+from lockstep.models.llama import LlamaLMHeadModel
+from lockstep.models.low_rank import RANK, AdaptedWeight, LowRankPair, MergeLora
+from lockstep.models.registry import read_registered, register_reader
+from lockstep.models.weights import DecoderWeights
+from lockstep.placement import LazyWeight, axis_specs, resharded
+
+_HEADS, _KV_HEADS = ("kv_head", "q_heads_per_group", "head_size"), ("kv_head", "head_size")
+MODULES: Final[dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]]] = {
+    "q_proj": ("attention.q", ("embed",), _HEADS),
+    "k_proj": ("attention.k", ("embed",), _KV_HEADS),
+    "v_proj": ("attention.v", ("embed",), _KV_HEADS),
+    "o_proj": ("attention.o", _HEADS, ("embed",)),
+    "gate_proj": ("mlp.gate", ("embed",), ("mlp",)),
+    "up_proj": ("mlp.up", ("embed",), ("mlp",)),
+    "down_proj": ("mlp.down", ("mlp",), ("embed",)),
+}
+"""The linear layers that can have an adapter, by their names in Hugging Face models: their weight, axes of inputs, axes
+of outputs."""
+
+ALL: Final = "all-linear"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters, in the words of Levanter and PEFT; everything else of the model is frozen.
+
+    Raises:
+        ConfigError: A value is out of its range, or a module is unknown.
+    """
+
+    r: int = 8
+    """The rank of the adapters."""
+    alpha: float = 8.0
+    """The product of the factors is scaled by ``alpha / r``."""
+    target_modules: tuple[str, ...] = (ALL,)
+    """The linear layers with adapters: ``all-linear``, or some of ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``,
+    ``gate_proj``, ``up_proj``, ``down_proj``."""
+    base_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """The float type in which the frozen weights are stored; null: the compute type of ``trainer.mp``, in which a step
+    uses them anyway. Adapters are in the parameter type."""
+
+    def __post_init__(self) -> None:
+        if self.target_modules and all(len(name) == 1 for name in self.target_modules):
+            # A single name in YAML arrives as its letters.
+            object.__setattr__(self, "target_modules", ("".join(self.target_modules),))
+        if self.r < 1:
+            raise ConfigError(f"lora.r is {self.r}; a rank must be at least 1. Raise it, or leave lora out.")
+        if not (self.alpha > 0 and math.isfinite(self.alpha)):
+            raise ConfigError(f"lora.alpha is {self.alpha}; it must be a number above 0. Use lora.r for a scale of 1.")
+        given = self.target_modules
+        unknown = [name for name in given if name not in MODULES and given != (ALL,)]
+        if unknown or not given or len(set(given)) < len(given):
+            what = f"has {unknown[0]!r}" if unknown else f"is {list(given)}"
+            raise ConfigError(
+                f"lora.target_modules {what}; it must be {ALL} alone, or one or more of {', '.join(MODULES)}, each "
+                "once. Correct it."
+            )
+
+    @property
+    def scale(self) -> float:
+        """The factor of the product of the two factors."""
+        return self.alpha / self.r
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The names of the layers with adapters, in the order of `MODULES`."""
+        return tuple(name for name in MODULES if name in self.target_modules or self.target_modules == (ALL,))
+
+    def resolved(self, compute: str) -> Self:
+        """Returns the configuration with a float type for the frozen weights.
+
+        Args:
+            compute: The name of the compute type of the run, which stands for null.
+        """
+        changed: dict[str, Any] = {"base_dtype": self.base_dtype or compute}
+        return dataclasses.replace(self, **changed)
+
+    def shapes(self, config: LlamaConfig) -> dict[str, LowRankPair]:
+        """Returns the adapters with a `jax.ShapeDtypeStruct` in place of each array, without device work.
+
+        Args:
+            config: The configuration of the model.
+
+        Raises:
+            ConfigError: As for `init`.
+        """
+        with hax.axis_mapping({}):
+            return jax.eval_shape(lambda: self.init(config, jax.random.key(0)))
+
+    def init(self, config: LlamaConfig, key: jax.Array) -> dict[str, LowRankPair]:
+        """Returns new adapters, which change nothing yet: A is random, B is zero, as in PEFT.
+
+        Args:
+            config: The configuration of the model.
+            key: The key of the random numbers, which are the same on any mesh; uniform between -1 and 1 divided by the
+                root of the number of inputs.
+
+        Raises:
+            ConfigError: The model has no such layer, or the rank is larger than one of its sides.
+        """
+        layers = skeleton(1, config).layers.stacked
+        Rank = Axis(RANK, self.r)
+        keys = dict(zip(MODULES, jax.random.split(key, len(MODULES)), strict=True))
+        found = {}
+        for name in self.modules:
+            path, inputs, outputs = MODULES[name]
+            weight: NamedArray | None = operator.attrgetter(path)(layers)
+            if weight is None:
+                raise ConfigError(f"lora.target_modules has {name}, which this model does not have. Leave it out.")
+            Layer, In, Out = (weight.resolve_axis(names) for names in (("layer",), inputs, outputs))
+            size_in, size_out = (math.prod(axis.size for axis in axes) for axes in (In, Out))
+            if self.r > min(size_in, size_out):
+                raise ConfigError(
+                    f"lora.r is {self.r}, and {name} maps {size_in} numbers to {size_out}: no more than "
+                    f"{min(size_in, size_out)} can have an effect. Lower lora.r, or leave {name} out of "
+                    "lora.target_modules."
+                )
+            bound = size_in**-0.5
+            a = hax.random.uniform(keys[name], (*Layer, *In, Rank), minval=-bound, maxval=bound)
+            found[name] = LowRankPair(a=a, b=hax.zeros((*Layer, Rank, *Out)))
+        return found
+
+
+class LoraModel(eqx.Module):
+    """A model whose weights are frozen, with adapters that are trained; it computes as the model that it adapts does.
+
+    `split_trained` takes it apart into what is trained and what is frozen.
+    """
+
+    base: LlamaLMHeadModel
+    adapters: dict[str, LowRankPair] | None
+    """By the name of the linear layer; None where `split_trained` has taken them away."""
+    scale: float = eqx.field(static=True)
+
+    @property
+    def config(self) -> LlamaConfig:
+        """The configuration of the model."""
+        return self.base.config
+
+    @property
+    def Vocab(self) -> Axis:
+        """The vocabulary axis."""
+        return self.base.Vocab
+
+    @property
+    def logit_soft_cap(self) -> float | None:
+        """The soft cap of the logits; None for none."""
+        return self.base.logit_soft_cap
+
+    def activations(self, input_ids: NamedArray, segment_ids: NamedArray | None = None) -> NamedArray:
+        """Returns the hidden states after the last norm, see `LlamaLMHeadModel.activations`."""
+        return self.adapted().activations(input_ids, segment_ids)
+
+    def lm_head_array(self) -> NamedArray:
+        """Returns the output layer, see `LlamaLMHeadModel.lm_head_array`."""
+        return self.base.lm_head_array()
+
+    def logits(self, activations: NamedArray) -> NamedArray:
+        """Returns the logits of hidden states, see `LlamaLMHeadModel.logits`."""
+        return self.base.logits(activations)
+
+    def __call__(self, input_ids: NamedArray, segment_ids: NamedArray | None = None) -> NamedArray:
+        """Returns the logits of the next token at every position, see `LlamaLMHeadModel`."""
+        return self.logits(self.activations(input_ids, segment_ids))
+
+    def adapted(self) -> LlamaLMHeadModel:
+        """Returns the model with its adapters beside the weights; nothing is computed."""
+        pairs = self.pairs
+        return self._with({name: AdaptedWeight(self.weight(name), pairs[name], self.scale) for name in pairs})
+
+    @property
+    def pairs(self) -> dict[str, LowRankPair]:
+        """The adapters, which must not have been split off."""
+        assert self.adapters is not None, "the adapters have been split off"
+        return self.adapters
+
+    def weight(self, name: str) -> NamedArray:
+        """Returns the frozen weight of a linear layer.
+
+        Args:
+            name: The name of the layer.
+        """
+        found: NamedArray = operator.attrgetter(MODULES[name][0])(self.base.layers.stacked)
+        return found
+
+    def merge_of(self, name: str) -> MergeLora:
+        """Returns what makes one layer's merged weight of the weight and the two factors.
+
+        Args:
+            name: The name of the linear layer.
+        """
+        weight, pair = self.weight(name), self.pairs[name]
+        names = [[axis.name for axis in part.axes if axis.name != "layer"] for part in (pair.a, pair.b, weight)]
+        letters = dict(zip((*names[2], RANK), string.ascii_letters, strict=False))
+        a, b, merged = ("".join(letters[axis] for axis in part) for part in names)
+        return MergeLora(equation=f"{a},{b}->{merged}", scale=self.scale)
+
+    def with_weights(self, weights: dict[str, Array]) -> LlamaLMHeadModel:
+        """Returns the model with other weights in place of those that have adapters, such as merged ones.
+
+        Args:
+            weights: The weights by the name of the linear layer, with the axes of the frozen ones.
+        """
+        return self._with({name: hax.named(array, self.weight(name).axes) for name, array in weights.items()})
+
+    def _with(self, weights: dict[str, Any]) -> LlamaLMHeadModel:
+        find = [operator.attrgetter(MODULES[name][0]) for name in weights]
+
+        def places(model: LlamaLMHeadModel) -> list[Any]:
+            return [one(model.layers.stacked) for one in find]
+
+        model: LlamaLMHeadModel = eqx.tree_at(places, self.base, list(weights.values()))
+        return model
+
+
+def split_trained(model: PyTree) -> tuple[PyTree, PyTree]:
+    """Returns what of a model is trained, and what is frozen: the adapters of a `LoraModel`, of others everything.
+
+    Args:
+        model: The model; nothing is copied.
+
+    Returns:
+        The trained part, and the frozen part, None where there is none. `join_trained` puts them together.
+    """
+    if isinstance(model, LoraModel):
+        return model.adapters, dataclasses.replace(model, adapters=None)
+    return model, None
+
+
+def join_trained(trained: PyTree, frozen: PyTree) -> PyTree:
+    """Returns the model that `split_trained` has taken apart.
+
+    Args:
+        trained: The trained part, or another in its place.
+        frozen: The frozen part.
+    """
+    return trained if frozen is None else dataclasses.replace(frozen, adapters=trained)
+
+
+@register_reader(LoraModel)
+def _read_lora(model: LoraModel) -> tuple[LlamaConfig, DecoderWeights]:
+    """The weights of the base by reference; those with adapters are merged while they are resharded."""
+    config, weights = read_registered(model.base)
+    lazy: dict[str, Any] = {MODULES[name][0].split(".")[1]: _merged_on_the_way(model, name) for name in model.pairs}
+    return config, dataclasses.replace(weights, layers=dataclasses.replace(weights.layers, **lazy))
+
+
+def _merged_on_the_way(model: LoraModel, name: str) -> LazyWeight:
+    """Each device merges its own blocks: the factors are split over the mesh as the axes of the weight are."""
+    weight, pair = model.weight(name).array, model.pairs[name]
+    return LazyWeight(
+        parts=(weight, pair.a.array, pair.b.array),
+        assemble=model.merge_of(name),
+        shape=weight.shape,
+        dtype=weight.dtype,
+        sharding=resharded(weight, axis_specs(weight)),
+        stacked=True,
+    )

@@ -1,0 +1,126 @@
+"""Runs that train adapters, on several hosts: they resume, are sampled, exported and are their own reference."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests import tiny
+from tests.adapters import save_base
+from tests.multiprocess.harness import run_processes
+from tests.multiprocess.launches import record_launches
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+SHARED = ["--tokenizer", tiny.TOKENIZER, "--lora.r", "4", "--lora.alpha", "16", "--trainer.run_id", "run"]
+SHARED += ["--optimizer.learning_rate", "1e-2", "--optimizer.warmup", "0"]
+LM = ["--data.train_urls", "[data/demo/train.jsonl]", "--data.format", "prompt_completion", "--data.max_seq_len", "20"]
+LM += ["--trainer.num_train_steps", "4", "--trainer.train_batch_size", "8", "--hf_save_path", "model"]
+LM += ["--trainer.checkpointer.every", "2", "--trainer.checkpointer.keep.newest", "9", "--optimizer.ema_decay", "0.5"]
+LM += ["--inference_eval.eval_every", "2", "--inference_eval.prompts", '["What is 12 plus 7?"]']
+LM += ["--inference_eval.max_new_tokens", "6"]
+GRPO = ["--data.format", "text", "--data.instruction", "", "--data.max_seq_len", "32", "--rollout.max_new_tokens", "8"]
+GRPO += ["--trainer.num_train_steps", "2", "--trainer.train_batch_size", "8", "--rollout.n_generations", "4"]
+GRPO += ["--kl_coefficient", "0.05", "--rewards", '[{"type": "length", "weight": -0.5}]', "--num_iterations", "2"]
+
+
+def run(hosts, cls, *arguments):
+    """A training command as `run_command` runs it, in processes that are started already."""
+    from lockstep.main.arguments import parse_arguments
+    from lockstep.main.run import rows_as_batches, train
+
+    config = parse_arguments(cls, [*SHARED, *arguments])
+    if hasattr(config, "make_rollouts"):
+        return train(config, config, config.objective, config.make_rollouts, hosts)
+    return train(config, config.data, config.objective, rows_as_batches, hosts)
+
+
+def without_the_last_checkpoint(hosts, directory, name):
+    """A copy of the run as a kill leaves it."""
+    hosts.barrier(f"before {name}")
+    if hosts.is_leader:
+        shutil.copytree(Path(directory) / "first" / "run", Path(directory) / name / "run")
+        shutil.rmtree(Path(directory) / name / "run" / "checkpoints" / "step-4")
+    hosts.barrier(f"after {name}")
+    return ["--trainer.log_dir", f"{directory}/{name}"]
+
+
+def body_train(hosts, directory):
+    """A run, the same from its middle, and samples of what it left."""
+    from lockstep.batch_inference import JobConfig, SampleConfig, sample
+    from lockstep.main.export import ExportConfig, export
+    from lockstep.main.train_lm import TrainLmConfig
+
+    base = ["--initialize_from_hf", f"{directory}/base", *LM]
+    codes = [run(hosts, TrainLmConfig, *base, "--trainer.log_dir", f"{directory}/first")]
+    codes += [run(hosts, TrainLmConfig, *base, *without_the_last_checkpoint(hosts, directory, "again"))]
+    export(ExportConfig(checkpoint=f"{directory}/first/run", output=f"{directory}/exported"), hosts)
+    for name, values in {
+        "trained": {"checkpoint_path": f"{directory}/first/run/checkpoints"},
+        "merged": {"hf_checkpoint": f"{directory}/exported"},
+    }.items():
+        sample(
+            SampleConfig(
+                prompts=["What is 12 plus 7?", "and"],
+                max_new_tokens=6,
+                trainer=JobConfig(log_dir=directory, run_id=name),
+                **values,
+            ),
+            hosts,
+        )
+    return codes
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def losses(path):
+    return {line["step"]: line["train/loss"] for line in lines(path / "run" / "metrics.jsonl") if "train/loss" in line}
+
+
+def test_a_run_with_adapters_goes_on_and_is_sampled_and_exported(tmp_path):
+    save_base(str(tmp_path / "base"))
+    results = run_processes(body_train, processes=2, devices=2, args=(str(tmp_path),), timeout_s=400)
+    assert results == [[0, 0], [0, 0]]
+    first, again = (losses(tmp_path / name) for name in ("first", "again"))
+    assert sorted(first) == [1, 2, 3, 4]
+    assert again == first, "bit for bit"
+    shown = [
+        [
+            (row["step"], row["generated_text"], row["mean_logprob"])
+            for row in lines(tmp_path / name / "run/samples.jsonl")
+        ]
+        for name in ("first", "again")
+    ]
+    assert shown[0] == shown[1] and [step for step, *_ in shown[0]] == [2, 4]
+    rows = [(tmp_path / name / "samples" / "samples.jsonl").read_text() for name in ("trained", "merged")]
+    assert len(rows[0].splitlines()) == 2 and rows[0] == rows[1]
+    saved = load_file(tmp_path / "first" / "run" / "model" / "model.safetensors")
+    base = load_file(tmp_path / "base" / "model.safetensors")
+    changed = {name for name in saved if not np.array_equal(saved[name], base[name])}
+    assert changed == {name for name in saved if "_proj" in name}
+
+
+def body_grpo(hosts, directory):
+    from lockstep.main.train_grpo import TrainGrpoConfig
+
+    arguments = ["--initialize_from_hf", f"{directory}/base", "--data.train_urls", f"[{directory}/questions.jsonl]"]
+    with record_launches() as launches:
+        code = run(hosts, TrainGrpoConfig, *arguments, *GRPO, "--trainer.log_dir", directory)
+    return [code, sorted(set(launches))]
+
+
+@pytest.mark.nightly
+def test_the_reference_of_grpo_needs_no_copy(tmp_path):
+    save_base(str(tmp_path / "base"))
+    questions = [{"question": f"What is {i} plus 1?", "answer": f"#### {i + 1}"} for i in range(8)]
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)) + "\n")
+    results = run_processes(body_grpo, processes=2, devices=2, args=(str(tmp_path),), timeout_s=300)
+    assert results[0] == results[1] and results[0][0] == 0
+    assert not [name for name in results[0][1] if "frozen_copy" in name]
+    kl = [line["train/kl"] for line in lines(tmp_path / "run" / "metrics.jsonl") if "train/kl" in line]
+    assert len(kl) == 2 and abs(kl[0]) < 1e-6 < kl[1], "the first step begins at the reference"

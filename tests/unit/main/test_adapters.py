@@ -1,0 +1,151 @@
+"""Adapters of a run: their base, their checkpoints, and what is read and exported of them."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from lockstep.batch_inference.checkpoint import load
+from lockstep.errors import ConfigError, PeerError
+from lockstep.hosts import Hosts, MemoryClient
+from lockstep.main.adapters import describe_adapters, load_frozen
+from lockstep.main.arguments import parse_arguments
+from lockstep.main.export import ExportConfig, export
+from lockstep.main.train_grpo import TrainGrpoConfig
+from lockstep.main.train_lm import TrainLmConfig
+from lockstep.models import LoraModel, fingerprint, load_config, save_hf
+from lockstep.placement import make_mesh
+from lockstep.training import saved_model
+from tests import tiny
+from tests.adapters import LORA, numpy_merged, save_base, save_checkpoint
+
+HOSTS = Hosts(MemoryClient.hub(1)[0])
+"""Of all tests here, so that programs are compiled once."""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A base model, a checkpoint of adapters for it, and what they make together."""
+    path = tmp_path_factory.mktemp("run")
+    save_base(str(path / "base"))
+    return path, save_checkpoint(str(path / "checkpoints"), str(path / "base"))
+
+
+def config(base, *arguments, cls=TrainLmConfig):
+    given = ["--tokenizer", tiny.TOKENIZER, "--initialize_from_hf", str(base), "--data.train_urls", "[a.jsonl]"]
+    return parse_arguments(cls, [*given, *arguments])
+
+
+def test_a_run_says_what_its_adapters_are_for(saved):
+    path, _ = saved
+    base, shape = path / "base", load_config(path / "base")
+    found = describe_adapters(config(base, "--lora.r", "4", "--trainer.mp", "p=f32,c=bf16"), shape)
+    assert (found.base, found.lora.base_dtype, found.lora.r) == (str(base), "bfloat16", 4)
+    assert found.fingerprint == fingerprint(str(base))
+    frozen = load_frozen(found, shape, make_mesh("1,2,2"), HOSTS)
+    assert isinstance(frozen, LoraModel) and frozen.adapters is None and frozen.scale == 2.0
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(frozen.base)} == {"bfloat16"}
+    assert describe_adapters(config(base), shape) is None
+    wide = config(base, "--lora.base_dtype", "float32", "--trainer.mp", "p=f32,c=bf16", "--lora.r", "4")
+    assert describe_adapters(wide, shape).lora.base_dtype == "float32"
+    with pytest.raises(ConfigError, match="lora.r is 33, and q_proj maps 32 numbers to 32"):
+        describe_adapters(config(base, "--lora.r", "33"), shape)
+
+
+def test_adapters_need_a_base():
+    with pytest.raises(ConfigError, match="lora is given, but the model is from scratch: .* Set initialize_from_hf"):
+        parse_arguments(
+            TrainLmConfig,
+            ["--tokenizer", tiny.TOKENIZER, "--model.type", "llama", "--data.train_urls", "[a]", "--lora.r", "4"],
+        )
+
+
+def test_modules_are_named_on_the_command_line(saved):
+    names = config("base", "--lora.target_modules", "[q_proj, v_proj]").lora.modules
+    assert names == ("q_proj", "v_proj")
+    assert config("base", "--lora.target_modules", "o_proj").lora.modules == ("o_proj",)
+    with pytest.raises(ConfigError, match="has 'query_proj'; it must be all-linear alone, or one or more of q_proj"):
+        config("base", "--lora.target_modules", "query_proj")
+
+
+def test_the_reference_of_grpo_is_the_frozen_model(saved):
+    _, model = saved
+
+    class Setup:
+        trainer = None
+
+    Setup.model = model
+    grpo = config("base", "--kl_coefficient", "0.1", cls=TrainGrpoConfig)
+    assert grpo._reference(Setup) is model.base
+    assert config("base", cls=TrainGrpoConfig)._reference(Setup) is None
+
+
+def test_a_checkpoint_of_adapters_is_read_with_its_base(saved):
+    path, model = saved
+    found = saved_model(str(path / "checkpoints"))
+    assert found.adapters.base == str(path / "base") and found.dtype == "float32"
+    assert found.skeleton().embed.array.shape == model.base.embed.array.shape
+    got, read_bytes, _ = load(HOSTS, found, make_mesh("1,2,2"), "bfloat16")
+    assert jax.tree.structure(got) == jax.tree.structure(model) and read_bytes > 0
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(model), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", [None, pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_the_merged_model_is_exported_as_the_run_saves_it(saved, tmp_path, dtype):
+    path, model = saved
+    out = tmp_path / "out"
+    export(ExportConfig(checkpoint=str(path / "checkpoints"), output=str(out), dtype=dtype), HOSTS)
+    save_hf(model, tmp_path / "saved", dtype=dtype, vocab_size=tiny.vocab_size(), hosts=HOSTS)
+    ours, saves = (load_file(each / "model.safetensors") for each in (out, tmp_path / "saved"))
+    assert ours.keys() == saves.keys()
+    for name, tensor in ours.items():
+        assert tensor.dtype == jnp.dtype(dtype or "float32")
+        mine, theirs = (np.asarray(each, np.float32) for each in (tensor, saves[name]))
+        np.testing.assert_allclose(mine, theirs, rtol=2**-7 if dtype else 1e-5, atol=1e-6, err_msg=name)
+    expected = numpy_merged(model)["down_proj"][1].T
+    given = np.asarray(ours["model.layers.1.mlp.down_proj.weight"], np.float32)
+    np.testing.assert_allclose(given, expected, rtol=2**-7 if dtype else 1e-5, atol=1e-6)
+
+
+def test_the_adapters_are_exported_as_peft_has_them(saved, tmp_path):
+    path, model = saved
+    export(ExportConfig(checkpoint=str(path / "checkpoints"), output=str(tmp_path / "out"), adapters=True), HOSTS)
+    values = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert (values["peft_type"], values["r"], values["lora_alpha"], values["bias"]) == ("LORA", 3, 6.0, "none")
+    assert values["target_modules"] == list(LORA.modules) and values["base_model_name_or_path"] == str(path / "base")
+    tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert len(tensors) == 2 * 7 * tiny.CONFIG.num_layers
+    name = "base_model.model.model.layers.1.self_attn.o_proj.lora_{}.weight"
+    low, high = tensors[name.format("A")], tensors[name.format("B")]
+    delta = numpy_merged(model)["o_proj"][1] - np.asarray(model.weight("o_proj").array[1], np.float64)
+    np.testing.assert_allclose(2.0 * high @ low, delta.reshape(-1, tiny.CONFIG.hidden_dim).T, rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_that_are_not_there_cannot_be_exported(tmp_path):
+    tiny.save_checkpoint(str(tmp_path / "checkpoints"))
+    with pytest.raises(PeerError, match="adapters is true, and .*step-4 has none: its run trained the whole model"):
+        export(ExportConfig(checkpoint=str(tmp_path / "checkpoints"), output="out", adapters=True), HOSTS)
+    with pytest.raises(ConfigError, match="adapters is true, so dtype and tokenizer have no effect"):
+        ExportConfig(checkpoint="a", output="b", adapters=True, dtype="float32")
+
+
+def test_a_base_that_is_gone_or_another_one_is_refused(saved, tmp_path):
+    shutil.copytree(saved[0] / "base", tmp_path / "base")
+    save_checkpoint(str(tmp_path / "checkpoints"), str(tmp_path / "base"))
+    found = saved_model(str(tmp_path / "checkpoints"))
+    assert found.checked_base() == str(tmp_path / "base")
+    save_hf(
+        jax.tree.map(lambda leaf: 2 * leaf, saved[1].base), tmp_path / "base", tokenizer=tiny.tokenizer(), hosts=HOSTS
+    )
+    with pytest.raises(ConfigError, match="has adapters for another base model than the one that is now at .*/base"):
+        found.checked_base()
+    shutil.rmtree(tmp_path / "base")
+    with pytest.raises(PeerError, match="has adapters alone, and their base model cannot be read: .* Put the checkp"):
+        load(HOSTS, found, make_mesh("auto"), None)
+    with pytest.raises(PeerError, match="has adapters alone, and their base model cannot be read"):
+        export(ExportConfig(checkpoint=found.path, output=str(tmp_path / "out")), HOSTS)

@@ -1,0 +1,57 @@
+"""Rows of a merged checkpoint, read from the base and the adapters."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lockstep.models import LoraConfig, load_hf, merged_rows
+from lockstep.models.hf.adapter_rows import stored_factors
+from lockstep.models.hf.save_plan import saved_tensors
+from tests.adapters import numpy_merged, with_adapters
+from tests.unit.engine.models import mesh_of
+
+GOLDEN = Path(__file__).parents[3] / "golden"
+
+
+@pytest.mark.parametrize("modules", [("all-linear",), ("o_proj",)])
+def test_rows_are_those_of_the_merged_weights(modules):
+    lora = LoraConfig(r=2, alpha=3.0, target_modules=modules)
+    base = load_hf(GOLDEN / "qwen3", mesh_of("1,1,1"))
+    model = with_adapters(base, lora)
+    arrays = numpy_merged(model)
+    asked = []
+
+    def read_pair(name, layer):
+        asked.append((name, layer))
+        return tuple(np.asarray(part.array[layer]) for part in (model.pairs[name].a, model.pairs[name].b))
+
+    read = merged_rows(str(GOLDEN / "qwen3"), "float32", lora, read_pair)
+    merged = model.with_weights({name: array.astype(np.float32) for name, array in arrays.items()})
+    for tensor in saved_tensors(merged, "float32", base.Vocab.size):
+        array = np.asarray(tensor.parameter.value.array)
+        whole = tensor.to_stored(array if tensor.layer is None else array[tensor.layer])
+        for start, stop in tensor.pieces(200):
+            inner = len(whole) // tensor.rows
+            rows = read(tensor, start, stop)
+            assert rows.dtype == np.float32
+            np.testing.assert_allclose(
+                rows, whole[start * inner : stop * inner], rtol=1e-5, atol=1e-5, err_msg=tensor.name
+            )
+    assert {name for name, _ in asked} == set(lora.modules)
+
+
+def test_the_base_is_rounded_as_in_training():
+    lora = LoraConfig(target_modules=("q_proj",))
+    base = load_hf(GOLDEN / "llama3", mesh_of("1,1,1"))
+    (tensor,) = [one for one in saved_tensors(base, "float32", base.Vocab.size) if one.name == "model.norm.weight"]
+    rows = merged_rows(str(GOLDEN / "llama3"), "bfloat16", lora, lambda name, layer: ())(tensor, 0, tensor.rows)
+    np.testing.assert_array_equal(rows, np.asarray(base.final_norm.array).astype("bfloat16").astype(np.float32))
+
+
+def test_factors_are_stored_as_peft_has_them():
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((2, 3, 5, 4)), rng.standard_normal((4, 7))
+    low, high = stored_factors(a, b)
+    assert low.shape == (4, 30) and high.shape == (7, 4)
+    np.testing.assert_allclose(high @ low, (a.reshape(30, 4) @ b).T)

@@ -1,0 +1,148 @@
+"""A model with adapters: what it computes, learns, and is sampled from."""
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import lockstep
+from lockstep.errors import ConfigError
+from lockstep.models import LoraConfig, LoraModel, join_trained, read_decoder, split_trained
+from lockstep.models.lora import MODULES
+from lockstep.placement import COMPUTE_AXES, sources, weight_specs
+from tests.adapters import LORA, merged, mesh_of_model, numpy_merged, with_adapters
+from tests.multiprocess.launches import record_launches
+from tests.oracle import assert_same_logprobs, assert_same_tokens, oracle_completions
+from tests.unit.engine.models import FAMILIES, LLAMA, VOCAB, model_on, request
+
+IDS = np.random.default_rng(0).integers(0, VOCAB, (4, 9)).astype(np.int32)
+
+
+def logits(model):
+    """Of the ids, on the mesh of the model."""
+    with jax.set_mesh(mesh_of_model(model)):
+        return jax.jit(lambda m, ids: compute(m, ids))(model, IDS)
+
+
+def compute(model, ids):
+    with hax.axis_mapping(COMPUTE_AXES):
+        return model(hax.named(ids, ("batch", "position"))).array
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh_shape"), [pytest.param("qwen3", "1,1,1", marks=pytest.mark.slow), ("llama", "1,2,2")]
+)
+def test_it_computes_as_the_merged_model(family, mesh_shape):
+    model = with_adapters(model_on(mesh_shape, FAMILIES[family]))
+    expected, base = logits(merged(model)), logits(model.base)
+    np.testing.assert_allclose(logits(model), expected, rtol=2e-4, atol=2e-4)
+    assert np.abs(expected - base).max() > 1, "the adapters matter"
+
+
+def test_new_adapters_change_nothing_to_the_bit():
+    base = model_on("1,1,1")
+    pairs = LORA.init(base.config, jax.random.key(0))
+    assert tuple(pairs) == tuple(MODULES)
+    for name, pair in pairs.items():
+        inputs = np.prod(pair.a.array.shape[1:-1])
+        assert not pair.b.array.any() and 0.8 < np.abs(pair.a.array).max() * inputs**0.5 <= 1, name
+    np.testing.assert_array_equal(logits(LoraModel(base=base, adapters=pairs, scale=2.0)), logits(base))
+
+
+@pytest.mark.slow
+def test_gradients_are_those_of_the_merged_weights():
+    model = with_adapters(model_on("1,1,1"))
+    trained, frozen = split_trained(model)
+
+    def loss(m):
+        return jnp.mean(jnp.square(compute(m, IDS)))
+
+    def oracle(factors):
+        weights = {}
+        for name, (a, b) in factors.items():
+            weight = model.weight(name).array
+            delta = jax.vmap(lambda one, other: one.reshape(-1, LORA.r) @ other.reshape(LORA.r, -1))(a, b)
+            weights[name] = weight + model.scale * delta.reshape(weight.shape)
+        return loss(model.with_weights(weights))
+
+    with jax.set_mesh(mesh_of_model(model)):
+        got = jax.jit(jax.grad(lambda part: loss(join_trained(part, frozen))))(trained)
+        expected = jax.jit(jax.grad(oracle))({name: (pair.a.array, pair.b.array) for name, pair in trained.items()})
+    assert got.keys() == expected.keys() == MODULES.keys()
+    for name, (a, b) in expected.items():
+        for mine, theirs in ((got[name].a.array, a), (got[name].b.array, b)):
+            assert np.abs(theirs).max() > 1e-3
+            np.testing.assert_allclose(mine, theirs, rtol=2e-3, atol=2e-5 * float(np.abs(theirs).max()), err_msg=name)
+
+
+def test_what_is_trained_and_what_is_frozen_are_put_together_again():
+    model = with_adapters(model_on("1,1,1"))
+    trained, frozen = split_trained(model)
+    assert trained is model.adapters and frozen.base is model.base and frozen.adapters is None
+    again = join_trained(trained, frozen)
+    assert jax.tree.structure(again) == jax.tree.structure(model)
+    assert split_trained(model.base) == (model.base, None) and join_trained(model.base, None) is model.base
+
+
+@pytest.mark.parametrize("mesh_shape", ["1,2,2"])
+def test_the_decoder_merges_on_the_way(mesh_shape):
+    lora = LoraConfig(r=3, alpha=6.0, target_modules=("q_proj", "o_proj", "down_proj"))
+    model = with_adapters(model_on(mesh_shape), lora)
+    with record_launches() as launches:
+        _, weights = read_decoder(model)
+    assert launches == []
+    assert weights.embed is model.base.embed.array and weights.layers.k is model.weight("k_proj").array
+    made = jax.tree.map(lambda spec, parts: spec.make(parts), weight_specs(weights), sources(weights))
+    for name, expected in numpy_merged(model).items():
+        own = getattr(made.layers, MODULES[name][0].split(".")[1])
+        np.testing.assert_allclose(own, expected, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("layout", [{"tensor": 2}, pytest.param("training", marks=pytest.mark.slow)])
+def test_samples_are_those_of_the_merged_model(layout):
+    model = with_adapters(model_on("1,2,2"))
+    asked = [request(i, length, new=6) for i, length in enumerate((3, 9, 14))]
+    engine = lockstep.Engine(lockstep.EngineConfig(layout=layout), mesh_of_model(model))
+    got = engine.generate(model, asked)
+    expected = oracle_completions(merged(model), asked)
+    assert assert_same_tokens(expected, got) == 0
+    assert_same_logprobs(expected, got, atol=3e-5)
+    programs = len(engine.compilations)
+    other = with_adapters(model.base, seed=8)
+    assert engine.generate(other, asked) != got, "the adapters of now"
+    assert len(engine.compilations) == programs
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"r": 0}, "lora.r is 0; a rank must be at least 1. Raise it, or leave lora out."),
+        ({"alpha": 0.0}, r"lora.alpha is 0.0; it must be a number above 0"),
+        ({"alpha": float("nan")}, r"lora.alpha is nan"),
+        (
+            {"target_modules": ()},
+            r"lora.target_modules is \[\]; it must be all-linear alone, or one or more of q_",
+        ),
+        ({"target_modules": ("q_proj", "query")}, r"lora.target_modules has 'query'; it must be all-linear alone"),
+        ({"target_modules": ("all-linear", "q_proj")}, r"lora.target_modules has 'all-linear'"),
+        ({"target_modules": ("q_proj", "q_proj")}, r"is \['q_proj', 'q_proj'\]; .* each once"),
+    ],
+)
+def test_a_wrong_configuration_is_refused_with_the_fix(values, text):
+    with pytest.raises(ConfigError, match=text):
+        LoraConfig(**values)
+
+
+def test_a_rank_that_a_layer_cannot_have_is_refused():
+    with pytest.raises(ConfigError, match=r"lora.r is 17, and q_proj maps 16 numbers to 32: no more than 16 can have"):
+        LoraConfig(r=17).shapes(LLAMA)
+    LoraConfig(r=16).shapes(LLAMA)
+    with pytest.raises(ConfigError, match="lora.target_modules has gate_proj, which this model does not have"):
+        LORA.shapes(FAMILIES["apertus"])
+
+
+def test_one_name_in_yaml_arrives_as_its_letters():
+    assert LoraConfig(target_modules=tuple("q_proj")).modules == ("q_proj",)
+    assert LoraConfig(target_modules=tuple("all-linear")).modules == tuple(MODULES)
+    assert LoraConfig(target_modules=("down_proj", "q_proj")).modules == ("q_proj", "down_proj")

@@ -1,0 +1,147 @@
+"""What a step changes, and what is frozen beside it: runs that train adapters."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from lockstep.models import LoraConfig, LoraModel, save_hf
+from lockstep.models.hf.names import skeleton
+from lockstep.training import (
+    CheckpointerConfig,
+    KeepConfig,
+    OptimizerConfig,
+    Trainer,
+    TrainerConfig,
+    TrainState,
+    lm_loss,
+)
+from tests import tiny
+
+LORA = LoraConfig(r=4, alpha=16.0)
+STEPS = 4
+
+
+def make(mesh_shape="1,2,2", optimizer=None, **values):
+    config = TrainerConfig(num_train_steps=STEPS, train_batch_size=8, mesh_shape=mesh_shape, **values)
+    settings = OptimizerConfig(**({"learning_rate": 1e-2, "warmup": 0, "ema_decay": 0.5} | (optimizer or {})))
+    return Trainer(config, settings.build(STEPS), lm_loss)
+
+
+def init(key):
+    return LORA.init(tiny.CONFIG, key)
+
+
+def train(trainer, *, resume=False):
+    """Losses by step, the base before, and the result; weight of averages are taken after each step."""
+    base = tiny.init_model(trainer)
+    frozen = LoraModel(base=base, adapters=None, scale=LORA.scale)
+    state = trainer.restore(init, frozen) if resume else None
+    model = LoraModel(base=base, adapters=trainer.init_model(init), scale=LORA.scale) if state is None else state
+    seen = {}
+
+    def see(info):
+        adapters, average = info.model.pairs, None if info.average is None else info.average.pairs
+        seen[info.next_step] = (info.loss, *(jax.tree.map(np.asarray, each) for each in (adapters, average)))
+
+    trainer.add_hook(see)
+    return seen, base, trainer.train(model, tiny.rows())
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    path = tmp_path_factory.mktemp("run")
+    trainer = make(checkpointer=CheckpointerConfig(every=2, keep=KeepConfig(newest=9)), log_dir=str(path), run_id="run")
+    return path, trainer, *train(trainer)
+
+
+def test_only_adapters_change(run):
+    _, trainer, seen, base, result = run
+    assert trainer.train_step_traces == 1 and isinstance(result.model, LoraModel)
+    for mine, theirs in zip(jax.tree.leaves(result.model.base), jax.tree.leaves(base), strict=True):
+        assert mine is theirs and not mine.is_deleted()
+    np.testing.assert_array_equal(base.embed.array, tiny.init_model(trainer).embed.array)
+    first, last = seen[1][1], seen[STEPS][1]
+    assert all(np.abs(a - b).max() > 1e-3 for a, b in zip(*map(jax.tree.leaves, (first, last)), strict=True))
+
+
+@pytest.mark.slow
+def test_the_first_loss_is_that_of_the_model_to_the_bit(run):
+    full = make()
+    losses = []
+    full.add_hook(lambda info: losses.append(info.loss))
+    full.train(tiny.init_model(full), tiny.rows())
+    assert run[2][1][0] == losses[0] and run[2][2][0] != losses[1]
+
+
+def test_optimizer_and_checkpoint_have_adapters_alone(run):
+    path, *_ = run
+    shapes = json.loads((path / "run/checkpoints/step-4/metadata.json").read_text())["shapes"]
+    adapters = {f"model.{name}.{part}.0" for name in LORA.modules for part in "ab"}
+    assert {name for name in shapes if name.startswith("model.")} == adapters
+    numbers = sum(np.prod(json.loads(text[text.index("[") :])) for text in shapes.values())
+    ours = sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(LORA.shapes(tiny.CONFIG)))
+    assert 4 * ours <= numbers <= 4 * ours + 8, "themselves, two moments, the average, and counts of steps"
+
+
+def test_the_average_is_of_the_adapters_beside_the_same_weights(run):
+    *_, seen, base, result = run
+    average = result.eval_model
+    assert isinstance(average, LoraModel) and average.base.embed.array is base.embed.array
+    expected = [0.5 * old + 0.5 * new for old, new in zip(*map(jax.tree.leaves, (seen[3][2], seen[4][1])), strict=True)]
+    for mine, theirs in zip(jax.tree.leaves(average.pairs), expected, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_a_run_goes_on_bit_for_bit(run):
+    path, _, seen, *_ = run
+    (path / "run/checkpoints/step-4/metadata.json").rename(path / "kept.json")
+    again, _, result = train(make(checkpointer=CheckpointerConfig(), log_dir=str(path), run_id="run"), resume=True)
+    assert sorted(again) == [3, 4] and result.completed_steps == STEPS
+    for step, values in again.items():
+        for mine, theirs in zip(jax.tree.leaves(values), jax.tree.leaves(seen[step]), strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"mesh_shape": "1,4,1", "per_device_parallelism": 1},
+        {"optimizer": {"type": "muon", "learning_rate": 1e-2}},
+        pytest.param({"optimizer": {"type": "adafactor"}, "on_nan": "skip"}, marks=pytest.mark.nightly),
+        pytest.param({"mp": "p=f32,c=bf16"}, marks=pytest.mark.nightly),
+    ],
+)
+def test_adapters_are_trained_whatever_the_settings(run, values):
+    seen, _, result = train(make(**values))
+    expected = [run[2][step][0] for step in sorted(run[2])]
+    rtol = 2e-2 if "mp" in values else 1e-5
+    np.testing.assert_allclose([seen[step][0] for step in sorted(seen)][:1], expected[:1], rtol=rtol)
+    if "mp" in values or "mesh_shape" in values:
+        np.testing.assert_allclose([seen[step][0] for step in sorted(seen)], expected, rtol=max(rtol, 1e-4))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(result.model.pairs)} == {"float32"}
+
+
+def test_a_model_that_is_trained_as_a_whole_has_nothing_frozen():
+    state = TrainState(step=np.int32(1), model=skeleton(8, tiny.CONFIG), opt_state=())
+    changing, frozen = state.split()
+    assert frozen is None and changing.model is state.model and changing.join(None).model is state.model
+
+
+def test_a_model_with_adapters_is_saved_merged(run, tmp_path):
+    from safetensors.numpy import load_file
+
+    from tests.adapters import numpy_merged
+
+    model = run[-1].model
+    save_hf(model, tmp_path / "hf")
+    stored = load_file(tmp_path / "hf" / "model.safetensors")
+    merged = numpy_merged(model)
+    np.testing.assert_allclose(
+        stored["model.layers.1.mlp.down_proj.weight"], merged["down_proj"][1].T, rtol=1e-5, atol=1e-6
+    )
+    q = merged["q_proj"][0].reshape(tiny.CONFIG.hidden_dim, -1)
+    np.testing.assert_allclose(stored["model.layers.0.self_attn.q_proj.weight"], q.T, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(stored["model.embed_tokens.weight"], model.base.embed.array)
