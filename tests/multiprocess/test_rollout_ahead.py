@@ -1,6 +1,7 @@
 """`rollout_ahead`: its schedule against one written down plainly, the launches of all hosts, and runs that end."""
 
 import contextlib
+import dataclasses
 import os
 import shutil
 import signal
@@ -44,18 +45,24 @@ def body_reference(hosts):
     import optax
 
     from lockstep.engine import Engine
+    from lockstep.models import as_trainable
+    from lockstep.placement import make_mesh
+    from lockstep.text import stop_ids
     from lockstep.training import GrpoConfig
     from lockstep.types import Request
 
-    trainer, _, model = runs.make("auto", STEPS, hosts)
+    mesh = make_mesh()
+    model = as_trainable(tiny.CONFIG, tiny.placed_weights(mesh, vocab=tiny.vocab_size()))
     fields, questions, tokenizer = runs.fields(), runs.questions(), tiny.tokenizer()
     engine = Engine(
         fields.rollout.engine_config("float32", runs.ROW),
-        trainer.mesh,
+        mesh,
         vocab_size=max(tokenizer.get_vocab().values()) + 1,
     )
     objective, optimizer = GrpoConfig(**runs.AHEAD), optax.sgd(RATE)
 
+    @eqx.filter_jit
+    @eqx.filter_value_and_grad
     def loss(model, batch):
         parts = objective(model, batch)
         return parts.total / parts.weight
@@ -64,8 +71,7 @@ def body_reference(hosts):
     found, losses = [], []
     for number in range(STEPS):
         seed = int(np.random.SeedSequence((0, 0, number, 0)).generate_state(1)[0])
-        params = fields.rollout.sampling_params((tokenizer.eos_token_id,))
-        params = type(params)(**vars(params) | {"seed": seed})
+        params = dataclasses.replace(fields.rollout.sampling_params(stop_ids(tokenizer)), seed=seed)
         asked = [questions.tokens[question] for question in questions.drawn(number, runs.BATCH // runs.GROUP)]
         requests = [Request(prompt_id=i, prompt_tokens=each, params=params) for i, each in enumerate(asked)]
         answers = engine.generate(weights[max(0, number - 1)], requests, hosts=hosts)
@@ -91,7 +97,7 @@ def body_reference(hosts):
         deviation = groups.std(axis=1, keepdims=True)
         centred = groups - groups.mean(axis=1, keepdims=True)
         batch["advantage"][:] = np.where(deviation > 1e-8, centred / np.maximum(deviation, 1e-8), 0).reshape(-1)
-        value, gradients = eqx.filter_value_and_grad(loss)(weights[-1], jax.tree.map(jnp.asarray, batch))
+        value, gradients = loss(weights[-1], jax.tree.map(jnp.asarray, batch))
         updates, state = optimizer.update(gradients, state)
         weights.append(optax.apply_updates(weights[-1], updates))
         losses.append(float(value))
@@ -152,7 +158,7 @@ def body_resume(hosts, directory):
         submit = rollouts._sampler._submit
 
         def submit_and_end(scoring, step, drawn, completion):
-            if step == ending and hosts.index == 1 and completion.prompt_id == 1:
+            if step == ending and hosts.index == 1 and (completion.prompt_id, completion.generation_id) == (1, 0):
                 os.kill(os.getpid(), signal.SIGTERM)
             submit(scoring, step, drawn, completion)
 
