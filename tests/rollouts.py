@@ -13,7 +13,9 @@ from lockstep.training.grpo import GrpoRunFields, Questions, Rollouts
 from lockstep.training.grpo.rewards import FunctionReward, LengthReward
 from tests import tiny
 
-BATCH, GROUP, ROW = 16, 4, 24
+BATCH, GROUP, ROW, NEW = 16, 4, 24, 8
+AHEAD = {"use_rollout_logprobs": False, "importance_cap": 2.0}
+"""The settings of the loss that ``rollout_ahead`` needs."""
 
 
 def parity(row: Any, prompt: Any) -> float:
@@ -49,7 +51,7 @@ def questions(count: int = 12) -> Questions:
 def fields(**values: Any) -> GrpoRunFields:
     """Settings with a reward that differs between answers from the beginning."""
     rewards = [FunctionReward(function="tests.rollouts:parity"), LengthReward(weight=-0.5)]
-    rollout = RolloutConfig(n_generations=GROUP, max_new_tokens=8, **values.pop("rollout", {}))
+    rollout = RolloutConfig(n_generations=GROUP, max_new_tokens=NEW, **values.pop("rollout", {}))
     return GrpoRunFields(**{"rollout": rollout, "rewards": rewards, "reward_timeout_s": 20.0} | values)
 
 
@@ -60,13 +62,15 @@ def make(
     tracker: Any = None,
     loss: dict[str, Any] | None = None,
     run: dict[str, Any] | None = None,
+    optimizer: Any = None,
     **trainer_values: Any,
 ) -> tuple[Trainer, Rollouts, Any]:
     """A trainer, its rollouts, and a model with random weights, or what to go on from."""
     objective = GrpoConfig(**(loss or {}))
     config = TrainerConfig(num_train_steps=steps, train_batch_size=BATCH, mesh_shape=mesh_shape, **trainer_values)
-    optimizer = OptimizerConfig(learning_rate=1e-2, warmup=0)
-    trainer = Trainer(config, optimizer.build(steps), objective, hosts, tracker=tracker)
+    if optimizer is None:
+        optimizer = OptimizerConfig(learning_rate=1e-2, warmup=0).build(steps)
+    trainer = Trainer(config, optimizer, objective, hosts, tracker=tracker)
     initial = tiny.init_model(trainer)
     rollouts = Rollouts(
         fields(**(run or {})),

@@ -1,6 +1,8 @@
 """GRPO on several hosts: the same rollouts and losses on every mesh, rewards shared, a run that is killed goes on."""
 
+import contextlib
 import json
+import logging
 import os
 import shutil
 import signal
@@ -45,8 +47,24 @@ def body_meshes(hosts, mesh_shapes):
     results = []
     for mesh_shape in mesh_shapes:
         trainer, rollouts, model = runs.make(mesh_shape, 2, hosts, loss=loss, run={"num_iterations": 2})
-        results.append(outcome(trainer, rollouts, runs.train(trainer, rollouts, model)))
+        with warnings_of("lockstep.training.trainer") as warnings:
+            spy = runs.train(trainer, rollouts, model)
+        warned = sum("FSDP shards parameters over" in text for text in warnings)
+        results.append({**outcome(trainer, rollouts, spy), "warned": warned})
     return results
+
+
+@contextlib.contextmanager
+def warnings_of(name):
+    """The warnings that a logger is given inside."""
+    texts = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield texts
+    finally:
+        logging.getLogger(name).removeHandler(handler)
 
 
 def body_failing_reward(hosts):
@@ -136,8 +154,11 @@ def tiny_init(key):
     return LlamaLMHeadModel.init(hax.Axis("vocab", tiny.vocab_size()), tiny.CONFIG, key=key)
 
 
-def check_meshes(results, oracle):
+def check_meshes(results, oracle, meshes):
+    # FSDP stays inside a host on host_local alone; the leader says so once where it does not.
+    assert [run["warned"] for run in results[0]] == [int(mesh != "host_local") for mesh in meshes]
     for one in results[1:]:
+        assert not any(run["warned"] for run in one)
         for mine, leaders in zip(one, results[0], strict=True):
             assert mine["losses"] == leaders["losses"] and mine["found"] == leaders["found"]
     for run in results[0]:
@@ -159,7 +180,7 @@ def oracle():
 def test_the_first_step_is_the_same_on_every_mesh(oracle):
     meshes = ["auto", "host_local", "1,2,2"]
     results = run_processes(body_meshes, processes=2, devices=2, args=(meshes,), timeout_s=300)
-    check_meshes(results, oracle)
+    check_meshes(results, oracle, meshes)
 
 
 @pytest.mark.slow
@@ -167,7 +188,7 @@ def test_the_first_step_is_the_same_on_every_mesh(oracle):
 def test_the_first_step_is_the_same_on_four_processes(oracle):
     meshes = ["auto", "host_local", "2,2,2"]
     results = run_processes(body_meshes, processes=4, devices=2, args=(meshes,), timeout_s=400)
-    check_meshes(results, oracle)
+    check_meshes(results, oracle, meshes)
 
 
 def test_a_reward_that_fails_on_one_host_costs_its_answers_their_reward():

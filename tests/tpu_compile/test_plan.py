@@ -12,6 +12,9 @@ pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra [pla
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "config" / "simpo_tiny.yaml"
+TINY_MODEL = json.dumps(
+    {"type": "llama", "max_seq_len": 64, "hidden_dim": 128, "intermediate_dim": 256, "num_layers": 2, "num_heads": 4}
+)
 SAMPLER = "sampler/sample_llama8b_multihost"
 
 
@@ -207,6 +210,25 @@ def test_every_pod_configuration_fits_its_slice(name, slice_, cache):
     code, text, found = plan("--config_path", f"config/{name}.yaml", "--topology", slice_, cache=cache)
     print(text)
     assert code == 0 and found["fits"], text
+
+
+@pytest.mark.slow
+def test_both_meshes_side_by_side(cache):
+    """Full-device FSDP gathers over all hosts; host_local inside each, and sums gradients between them."""
+    code, text, found = plan(
+        "--config_path", "config/grpo_demo.yaml", "--topology", "v6e-16", "--meshes", "all",
+        "--initialize_from_hf", "null", "--model", TINY_MODEL, "--inference_eval.enabled", "false", cache=cache,
+    )  # fmt: skip
+    assert code == 0, text
+    auto, local = found["meshes"]
+    assert (auto["mesh_shape"], auto["sizes"]) == ("auto", {"dp": 1, "fsdp": 16, "tp": 1})
+    assert (local["mesh_shape"], local["sizes"]) == ("host_local", {"dp": 4, "fsdp": 4, "tp": 1})
+    assert auto["received_across_hosts"] == auto["received"] > 0
+    assert 0 < local["received_across_hosts"] < local["received"]
+    assert auto["needed"] < local["needed"], "four times the state per device"
+    assert auto["step_s"] == pytest.approx(auto["update_s"] + auto["rollout_s"])
+    assert found["rollout_step"]["rollout_s"] == auto["rollout_s"], "the configuration has mesh_shape auto"
+    assert "trainer.mesh_shape" in text and "of it across hosts" in text
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.units import bytes_text
+from lockstep.units import bytes_text, seconds_text
 
 
 @pytest.mark.parametrize(
@@ -19,3 +19,10 @@ from lockstep.units import bytes_text
 )
 def test_the_unit_is_the_largest_that_the_size_fills(size, text):
     assert bytes_text(size) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.0, "0"), (2e-7, "0.2 µs"), (1.5e-5, "15 µs"), (0.0123, "12.3 ms"), (75.0, "75 s")]
+)
+def test_seconds_have_the_unit_that_they_fill(value, text):
+    assert seconds_text(value) == text

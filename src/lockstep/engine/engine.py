@@ -122,11 +122,24 @@ class Engine:
             PromptError: A prompt has a token that the model does not have.
             CapacityError: A request can never fit.
         """
+        return self.predict(model, requests, free=free).sizes
+
+    def predict(self, model: Any, requests: Sequence[Request], *, free: int | None = None) -> Sizing:
+        """Return layout and capacity that `prepare` would begin with; compiles and launches nothing.
+
+        Args:
+            model: See `check`.
+            requests: See `check`.
+            free: See `check`.
+
+        Raises:
+            ConfigError, PromptError, CapacityError: See `check`.
+        """
         read, free = self._checked(model, requests, free)
         models, before = models_for(self.config, self.mesh, read, self._built)
         excess = before.excess if before else {}
         chooser = Chooser(config=self.config, models=models, free=free, excess=excess)
-        return chooser.choose(requests, before.sizing if before else None).sizes
+        return chooser.choose(requests, before.sizing if before else None)
 
     def prepare(self, model: Any, requests: Sequence[Request], *, free: int | None = None) -> dict[str, str]:
         """Checks the requests and compiles what they need; launches nothing and talks to no other host.

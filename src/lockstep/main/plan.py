@@ -19,12 +19,15 @@ from lockstep.main.commands import Command, planned_commands
 from lockstep.plan import (
     CompileCache,
     CompileProgress,
+    MeshCost,
     Plan,
     RematCost,
     as_json,
     default_directory,
     make_plan,
+    mesh_costs,
     place_of,
+    print_meshes,
     print_plan,
     print_remat,
     remat_costs,
@@ -42,13 +45,14 @@ without a TPU: what fits, what is exchanged, how fast it can be at best. Exit co
 --model NAME       shape to plan with: a directory with a config.json, or the name of a well-known checkpoint
 --json PATH        write all numbers there, - for standard output
 --calibration FILE measured numbers of the chip, to predict seconds with in place of published ones
+--meshes all       what trainer.mesh_shape auto and host_local would exchange and take, side by side
 --remat all        what each rematerialisation policy would cost (model.gradient_checkpointing), a line each
 --write_bandwidth N  GB/s at which a host writes a checkpoint (default: 1)
 --cache_dir DIR    where the compiler's results are kept, none for nowhere (default: {cache})
 
 Any other key is one of the configuration and wins over the file: --trainer.per_device_parallelism 4"""
 
-_OWN: Final = ("topology", "command", "model", "json", "calibration", "remat", "write_bandwidth", "cache_dir")
+_OWN: Final = ("topology", "command", "model", "json", "calibration", "meshes", "remat", "write_bandwidth", "cache_dir")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -79,25 +83,31 @@ def main(arguments: Sequence[str]) -> int:
     command, config = _read(own.get("command"), rest)
     progress = CompileProgress()
     cache = CompileCache(own["topology"], _cache_directory(own.get("cache_dir")), progress)
-    if own.get("remat", "all") != "all":
-        raise ConfigError(f"--remat is {own['remat']!r}; it can only be all.")
     workload = command.workload(config, own.get("model"))
-    if "remat" in own and workload.training is None:
-        raise ConfigError(f"--remat all is about a train step, and {command.name} has none. Remove it.")
+    for option in ("remat", "meshes"):
+        if own.get(option, "all") != "all":
+            raise ConfigError(f"--{option} is {own[option]!r}; it can only be all.")
+        if option in own and workload.training is None:
+            raise ConfigError(f"--{option} all is about a train step, and {command.name} has none. Remove it.")
     with progress.live():
         plan = make_plan(workload, slice_, cache, own.get("calibration"))
         costs = remat_costs(workload, slice_, cache, plan.memory) if "remat" in own and plan.mesh_shape else []
+        meshes = mesh_costs(workload, slice_, cache, own.get("calibration")) if "meshes" in own else []
     path = _config_path(rest)
     places = [dataclasses.replace(one, place=place_of(path, one.key, overrides)) for one in plan.infeasibilities]
     plan = dataclasses.replace(plan, infeasibilities=places, write_bandwidth=bandwidth)
-    _show(plan, own.get("json"), costs)
+    _show(plan, own.get("json"), costs, meshes)
     return 0 if plan.fits else 1
 
 
-def _show(plan: Plan, json_path: str | None, costs: list[RematCost]) -> None:
+def _show(plan: Plan, json_path: str | None, costs: list[RematCost], meshes: list[MeshCost]) -> None:
     if json_path is not None:
-        remat = {"remat": [dataclasses.asdict(cost) for cost in costs]} if costs else {}
-        text = json.dumps(as_json(plan) | remat, indent=2) + "\n"
+        values = as_json(plan)
+        if costs:
+            values["remat"] = [dataclasses.asdict(cost) for cost in costs]
+        if meshes:
+            values["meshes"] = [{**dataclasses.asdict(cost), "step_s": cost.step_s} for cost in meshes]
+        text = json.dumps(values, indent=2) + "\n"
         if json_path == "-":
             sys.stdout.write(text)
             return
@@ -106,6 +116,8 @@ def _show(plan: Plan, json_path: str | None, costs: list[RematCost]) -> None:
     print_plan(plan, console)
     if costs:
         print_remat(costs, console)
+    if meshes:
+        print_meshes(meshes, console)
 
 
 def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:

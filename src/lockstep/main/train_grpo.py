@@ -49,7 +49,7 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, TrainConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_loss()
-        self.check_run(self.trainer.train_batch_size, self.trainer.distributed.timeout_s)
+        self.check_run(self.trainer.train_batch_size, self.trainer.distributed.timeout_s, self.importance_cap)
         length, new = self.data.max_seq_len, self.rollout.max_new_tokens
         if length is not None and new >= length:
             raise ConfigError(

@@ -26,7 +26,8 @@ COMPUTE_AXES: Final[dict[str, str | tuple[str, ...]]] = {
 FSDP_SPANS_HOSTS: Final = (
     "FSDP shards parameters over {processes} hosts (mesh {mesh}): every layer is gathered over the network between "
     "hosts at every step, and text generation in training needs all hosts. If the model fits one host's devices, "
-    "mesh_shape: host_local (data parallel over hosts, FSDP inside) may be faster."
+    "mesh_shape: host_local (data parallel over hosts, FSDP inside) may be faster; lockstep plan --meshes all compares "
+    "the two."
 )
 
 _USAGE: Final = "Use 'auto' (FSDP over all devices), 'host_local', or three sizes 'dp,fsdp,tp' such as '1,-1,1'."

@@ -3,6 +3,7 @@
 from lockstep.plan.cache import CompileCache, default_directory
 from lockstep.plan.compile_progress import CompileProgress
 from lockstep.plan.infeasibility import Infeasibility, place_of
+from lockstep.plan.meshes import MeshCost, mesh_costs, print_meshes
 from lockstep.plan.planner import Plan, make_plan
 from lockstep.plan.remat import RematCost, print_remat, remat_costs
 from lockstep.plan.summary import as_json
@@ -15,6 +16,7 @@ __all__ = [
     "CompileProgress",
     "Plan",
     "Infeasibility",
+    "MeshCost",
     "RematCost",
     "SamplingWorkload",
     "Topology",
@@ -24,7 +26,9 @@ __all__ = [
     "default_directory",
     "known_names",
     "make_plan",
+    "mesh_costs",
     "place_of",
+    "print_meshes",
     "print_plan",
     "print_remat",
     "remat_costs",

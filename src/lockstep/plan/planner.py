@@ -259,6 +259,25 @@ def _plan_sampling(
     )
 
 
+def predict_sampling(workload: Workload, one: SamplingWorkload, topology: Topology) -> Sizing:
+    """What the engine would choose for a round of sampling beside the training state, before anything is compiled.
+
+    Args:
+        workload: What is asked of the devices.
+        one: The round.
+        topology: The slice.
+
+    Raises:
+        ConfigError: The mesh or a capacity does not fit the slice.
+        CapacityError: The round can never fit.
+    """
+    mesh = make_mesh(workload.mesh_shape, topology.devices)
+    state, model, weights = _model(workload, mesh)
+    resident = state.resident if state else sum(block_bytes(leaf) for leaf in _leaves(weights))
+    engine = Engine(one.engine, mesh, vocab_size=one.vocab_size)
+    return engine.predict((model, weights), one.requests, free=chip_of(topology.devices[0]).memory - resident)
+
+
 def _shorter(
     one: SamplingWorkload,
     mesh: Mesh,

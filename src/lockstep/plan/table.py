@@ -21,7 +21,7 @@ from lockstep.plan.summary import (
     rollout_step,
     train_time,
 )
-from lockstep.units import bytes_text
+from lockstep.units import bytes_text, seconds_text
 
 
 def print_plan(plan: Plan, console: Console) -> None:
@@ -57,8 +57,8 @@ def print_plan(plan: Plan, console: Console) -> None:
         console.print(
             f"[dim]predicted at best, not measured; {plan.chip.name}: {bytes_text(plan.memory)} HBM, "
             f"{plan.chip.bandwidth / 1e9:.4g} GB/s, {plan.chip.flops / 1e12:.4g} TFLOP/s, "
-            f"{plan.chip.link.bandwidth / 1e9:.4g} GB/s over its links, {_seconds(plan.chip.link.latency_s)} for a "
-            f"collective and {_seconds(plan.chip.link.hop_s)} for each of its hops ({escape(plan.chip.source)})[/]",
+            f"{plan.chip.link.bandwidth / 1e9:.4g} GB/s over its links, {seconds_text(plan.chip.link.latency_s)} for a "
+            f"collective and {seconds_text(plan.chip.link.hop_s)} for each of its hops ({escape(plan.chip.source)})[/]",
             highlight=False,
         )
         console.print()
@@ -141,8 +141,8 @@ def _speed(plan: Plan) -> Table:
     if time is not None:
         rate = time.tokens / time.step_s
         table.add_row(
-            "train step", _seconds(time.memory_s), _seconds(time.compute_s), _seconds(time.collectives_s),
-            _seconds(time.step_s), f"{rate:,.0f}", f"{rate / chips:,.0f}",
+            "train step", seconds_text(time.memory_s), seconds_text(time.compute_s), seconds_text(time.collectives_s),
+            seconds_text(time.step_s), f"{rate:,.0f}", f"{rate / chips:,.0f}",
         )  # fmt: skip
     for one in plan.sampling:
         found = one.sizing.estimate
@@ -151,16 +151,16 @@ def _speed(plan: Plan) -> Table:
         rate = groups * found.active / found.step_s
         table.add_row(
             _named(one, f"decode step of {groups * found.active:.4g} sequences"),
-            _seconds(found.memory_s), _seconds(found.compute_s), _seconds(found.collectives_s),
-            _seconds(found.step_s), f"{rate:,.0f}", f"{rate / chips:,.0f}",
+            seconds_text(found.memory_s), seconds_text(found.compute_s), seconds_text(found.collectives_s),
+            seconds_text(found.step_s), f"{rate:,.0f}", f"{rate / chips:,.0f}",
         )  # fmt: skip
     return table
 
 
 def _split(split: RolloutStep) -> str:
     return (
-        f"a step: {_seconds(split.step_s)}, of which rollout {_seconds(split.rollout_s)} "
-        f"({split.rollout_s / split.step_s:.0%}, without prefill) and update {_seconds(split.update_s)}\n"
+        f"a step: {seconds_text(split.step_s)}, of which rollout {seconds_text(split.rollout_s)} "
+        f"({split.rollout_s / split.step_s:.0%}, without prefill) and update {seconds_text(split.update_s)}\n"
     )
 
 
@@ -168,7 +168,7 @@ def _checkpoint(plan: Plan) -> str:
     seconds, grace_s = checkpoint_seconds(plan), grace_seconds(plan)
     fits = "it fits" if seconds <= grace_s else "it does not fit: what came after the last checkpoint is lost then"
     return (
-        f"a checkpoint: {bytes_text(checkpoint_bytes(plan))} per host, {_seconds(seconds)} if each writes "
+        f"a checkpoint: {bytes_text(checkpoint_bytes(plan))} per host, {seconds_text(seconds)} if each writes "
         f"{plan.write_bandwidth / 1e9:.4g} GB/s (--write_bandwidth); SIGTERM leaves {grace_s:g} s, {fits}\n"
     )
 
@@ -193,7 +193,7 @@ def _considered(one: SamplingPlan) -> Table:
         mark = "* " if choice.layout == one.sizing.layout else "  "
         found = choice.estimate
         times = ["does not fit", "", ""] if found is None else [
-            _seconds(found.step_s), _seconds(found.reshard_s), _seconds(found.total_s)
+            seconds_text(found.step_s), seconds_text(found.reshard_s), seconds_text(found.total_s)
         ]  # fmt: skip
         table.add_row(mark + layout_text(choice.layout), bytes_text(choice.footprint.total), *times)
     return table
@@ -220,10 +220,3 @@ def _verdict(plan: Plan, console: Console) -> None:
 
 def _named(one: SamplingPlan, what: str) -> str:
     return f"{one.workload.name}: {what}" if one.workload.name else what
-
-
-def _seconds(value: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if value >= scale:
-            return f"{value / scale:.3g} {unit}"
-    return "0" if value == 0 else f"{value * 1e6:.2g} µs"

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from lockstep.plan.fsdp import FsdpBytes
 from lockstep.plan.infeasibility import Infeasibility
-from lockstep.plan.table import _checkpoint, _named, _print_fsdp, _seconds, print_plan
+from lockstep.plan.table import _checkpoint, _named, _print_fsdp, print_plan
 from lockstep.training import CheckpointerConfig, TrainerConfig
 
 REASON = Infeasibility(key="engine.max_seqs", value=64, largest=32, text="too many [sequences]", place="a.yaml:3")
@@ -44,13 +44,6 @@ def test_what_does_not_fit_names_key_value_the_largest_and_the_place():
 def test_where_no_value_works_none_is_offered():
     nothing = Infeasibility(key="model", value="70B", largest=None, text="too large", place="a.yaml:1")
     assert "the largest that works" not in printed(infeasibilities=[nothing])
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(0.0, "0"), (2e-7, "0.2 µs"), (1.5e-5, "15 µs"), (0.0123, "12.3 ms"), (75.0, "75 s")]
-)
-def test_seconds_have_the_unit_that_they_fill(value, text):
-    assert _seconds(value) == text
 
 
 @pytest.mark.parametrize(("name", "text"), [("rollout", "rollout: step"), ("", "step")])

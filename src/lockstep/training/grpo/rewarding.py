@@ -43,7 +43,7 @@ class Rewarder:
         rewards: The components.
         max_new_tokens: The number of tokens that an answer may have.
         workers: The number of threads.
-        timeout_s: The seconds that rewards may take after the last answer.
+        timeout_s: The seconds that `finish` waits at most.
 
     Raises:
         ConfigError: A component cannot be made, such as a function that cannot be imported.
@@ -55,7 +55,6 @@ class Rewarder:
             name: config.build(max_new_tokens) for name, config in self._configs.items()
         }
         self._workers, self._timeout_s = workers, timeout_s
-        self._scoring: Scoring | None = None
         self._warned: set[str] = set()
 
     def check(self, row: Row, prompt: Prompt) -> None:
@@ -75,39 +74,21 @@ class Rewarder:
                 f"{why}. A reward takes (row, prompt) and returns a finite number; correct it."
             )
 
-    def begin(self) -> None:
-        """Start the threads of a rollout."""
-        self._scoring = Scoring(self._functions, self._workers)
+    def begin(self) -> Scoring:
+        """Start the threads of a rollout. This host's share of its answers is submitted to the result."""
+        return Scoring(self._functions, self._workers)
 
-    def submit(self, number: int, row: Row, prompt: Prompt) -> None:
-        """Have an answer of this host's share scored while others are generated.
-
-        Args:
-            number: The answer's number in the rollout.
-            row: The answer.
-            prompt: Its question.
-        """
-        assert self._scoring is not None, "begin() comes before submit()"
-        self._scoring.submit(number, row, prompt)
-
-    def close(self) -> None:
-        """Give a rollout up."""
-        if self._scoring is not None:
-            self._scoring.close()
-            self._scoring = None
-
-    def finish(self, hosts: Hosts, n_answers: int) -> Rewards:
+    def finish(self, hosts: Hosts, scoring: Scoring, n_answers: int) -> Rewards:
         """Wait for the rewards of this host's share, and exchange them with the other hosts.
 
         Args:
             hosts: The processes, inside a scope.
+            scoring: What `begin` returned.
             n_answers: The number of answers of the rollout, each submitted on one host.
 
         Raises:
             PeerError: A host failed; raised on every host.
         """
-        scoring, self._scoring = self._scoring, None
-        assert scoring is not None, "begin() comes before finish()"
         names = list(self._functions)
         with hosts.run_on_all("rewards") as phase:
             own = scoring.finish(self._timeout_s)

@@ -11,8 +11,8 @@ from lockstep.hosts import try_leader_only
 from lockstep.report import BackgroundQueue, Row, Tracker, append_jsonl
 from lockstep.training.grpo.answer_rows import AnswerRows
 from lockstep.training.grpo.figures import answer_metrics, reward_metrics
-from lockstep.training.grpo.generate import Generated
 from lockstep.training.grpo.groups import Groups
+from lockstep.training.grpo.sampled import Sampled
 
 log = logging.getLogger(__name__)
 
@@ -41,22 +41,22 @@ class RolloutReport:
         self._file = None if run_dir is None else run_dir / ROLLOUTS_FILE
         self._queue = BackgroundQueue("lockstep-rollouts", size=MAX_WAITING)
 
-    def report(self, step: int, groups: Groups, chosen: Groups, generated: Sequence[Generated]) -> None:
+    def report(self, step: int, groups: Groups, chosen: Groups, sampled: Sequence[Sampled]) -> None:
         """Log the figures of a rollout and queue its rows; returns at once.
 
         Args:
             step: The number of completed steps when it has been learned from.
             groups: All answers that were sampled.
             chosen: Those that are learned from.
-            generated: What each sampling produced.
+            sampled: What each sampling produced.
         """
         rewards = groups.rewards
         values = {
             **reward_metrics(groups.totals, rewards.components, rewards.failed, rewards.late),
             **answer_metrics(chosen.completions, chosen.signal),
-            "rollout/attempts": float(len(generated)),
+            "rollout/attempts": float(len(sampled)),
         }
-        for moment, used in (("before", generated[-1].before), ("after", generated[-1].after)):
+        for moment, used in (("before", sampled[-1].before), ("after", sampled[-1].after)):
             if used is not None:
                 values[f"rollout/hbm/{moment}_bytes"] = float(used)
         self._tracker.log(values, step=step)

@@ -1,8 +1,7 @@
-"""The batches of GRPO: sampled, rewarded and compared with the model of the step that learns from them."""
+"""The batches of GRPO: sampled before the step that learns from them, rewarded, and compared with its model."""
 
-import dataclasses
-import functools
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,36 +13,37 @@ from jaxtyping import PyTree
 from lockstep.engine import Engine
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, Watchdog
-from lockstep.models import read_decoder
 from lockstep.placement import host_rows, place_local
 from lockstep.report import NoopTracker, Tracker
-from lockstep.text import StopFinder, stop_ids
 from lockstep.training.config import TrainerConfig
 from lockstep.training.grpo.answer_rows import AnswerRows
 from lockstep.training.grpo.batch import make_columns
 from lockstep.training.grpo.config import GrpoRunFields
 from lockstep.training.grpo.figures import StepClock, StepTimes
-from lockstep.training.grpo.generate import Generated, generate
 from lockstep.training.grpo.groups import Groups, choose_groups
 from lockstep.training.grpo.logprob_columns import LogprobColumns
 from lockstep.training.grpo.questions import Questions
 from lockstep.training.grpo.rewarding import Rewarder
 from lockstep.training.grpo.rollout import Rollout
 from lockstep.training.grpo.rollout_report import RolloutReport
+from lockstep.training.grpo.rollout_sampler import RolloutSampler
+from lockstep.training.grpo.sampled import Sampled
 from lockstep.training.hooks import StepInfo
 from lockstep.training.objectives.grpo import GrpoConfig, group_advantages
 from lockstep.training.step import BATCH_SPEC, batch_structs
-from lockstep.types import Completion, Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
 
 
 class Rollouts:
     """Batches (`BatchSource`) and a hook: answers are sampled before a step, with the model of that step.
 
     Which questions a rollout has, and every random draw, is a function of the seeds and the step. A rollout is sampled
-    before each step whose number is a multiple of ``fields.updates``.
+    before each step whose number is a multiple of ``fields.updates``: its own, or with ``fields.rollout_ahead`` the
+    next one, whose rewards are then computed during the updates and the sampling after them.
 
     Args:
         fields: How to sample, reward and learn.
@@ -86,21 +86,22 @@ class Rollouts:
                 f"kl_coefficient is {objective.kl_coefficient} and {given} reference model is given. Give one where "
                 "kl_coefficient is more than 0, and None otherwise."
             )
-        fields.check_run(trainer.train_batch_size, hosts.timeout_s)
+        fields.check_run(trainer.train_batch_size, hosts.timeout_s, objective.importance_cap)
         self._fields, self._objective, self._questions = fields, objective, questions
-        self._tokenizer, self._trainer, self._row_length, self._hosts = tokenizer, trainer, row_length, hosts
+        self._trainer, self._hosts = trainer, hosts
         self._mesh, self._sharding = mesh, NamedSharding(mesh, BATCH_SPEC)
         self._tracker: Tracker = NoopTracker() if tracker is None else tracker
         self._columns = objective.columns(row_length, on_policy=fields.updates == 1)
         self._rewarder = make_rewarder(fields)
-        self._find_stop = StopFinder(tokenizer) if fields.rollout.stop else None
-        self._params = fields.rollout.sampling_params(stop_ids(tokenizer))
-        self._rows = AnswerRows(questions=questions, tokenizer=tokenizer, stop=fields.rollout.stop)
-        self._report = RolloutReport(self._tracker, run_dir, self._rows, fields.answers_shown)
-        self._watchdog = Watchdog(hosts, hosts.timeout_s)
-        self._logprobs = LogprobColumns(self._columns, trainer, mesh, hosts, self._watchdog, reference)
-        self._engine: Engine | None = None
+        rows = AnswerRows(questions=questions, tokenizer=tokenizer, stop=fields.rollout.stop)
+        self._report = RolloutReport(self._tracker, run_dir, rows, fields.answers_shown)
+        watchdog = Watchdog(hosts, hosts.timeout_s)
+        self._logprobs = LogprobColumns(self._columns, trainer, mesh, hosts, watchdog, reference)
+        self._sampler = RolloutSampler(
+            fields, questions, tokenizer, trainer, mesh, row_length, hosts, watchdog, self._rewarder, rows
+        )
         self._rollout: Rollout | None = None
+        self._ahead: Sampled | None = None
         self._step = -1
         self._times = StepTimes()
         self._clock = StepClock()
@@ -110,7 +111,7 @@ class Rollouts:
     @property
     def engine(self) -> Engine | None:
         """The engine, or None before the first rollout."""
-        return self._engine
+        return self._sampler.engine
 
     @property
     def logprob_traces(self) -> dict[str, int]:
@@ -137,8 +138,7 @@ class Rollouts:
             PeerError: A host cannot work with this configuration; raised on every host.
         """
         with self._hosts.scope("rollouts/check") as scope, scope.run_on_all("check"):
-            engine, read = self._engine_for(model)
-            engine.check(read, self._requests(self._largest(), seed=0))
+            self._sampler.check(model)
 
     def structs(self) -> Mapping[str, jax.ShapeDtypeStruct]:
         """Return global shape, type and sharding of each column, see `BatchSource.structs`."""
@@ -157,7 +157,7 @@ class Rollouts:
         number, update = divmod(step, self._fields.updates)
         if update == 0:
             self._rollout = None  # nothing of the last one is kept while the next is sampled
-            self._rollout = self._roll_out(number, step, model)
+            self._rollout = self._roll_out(number, model)
             if self._rollout is None:
                 return None
         assert self._rollout is not None and self._rollout.number == number, "a rollout goes with its updates"
@@ -175,7 +175,8 @@ class Rollouts:
 
     def close(self) -> None:
         """End what is under way; rows of finished rollouts are written."""
-        self._rewarder.close()
+        if self._ahead is not None:
+            self._ahead.scoring.close()
         self.flush()
 
     def on_step(self, info: StepInfo, force: bool = False) -> None:
@@ -198,10 +199,13 @@ class Rollouts:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: the rollout, where updates of it are still to come."""
+        """Return what a checkpoint keeps: the rollout, where updates of it are still to come, and what was sampled for
+        the next one.
+        """
         between = (self._step + 1) % self._fields.updates == 0 or self._rollout is None
         rollout = None if between or self._rollout is None else self._rollout.to_json()
-        return {"updates": self._fields.updates, "rollout": rollout}
+        ahead = None if self._ahead is None else self._ahead.to_json()
+        return {"updates": self._fields.updates, "rollout": rollout, "ahead": ahead}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` returned in an earlier process.
@@ -218,6 +222,11 @@ class Rollouts:
                 f"minibatches), and now there are {self._fields.updates}. Use the same, or another trainer.run_id."
             )
         self._rollout = None if state["rollout"] is None else Rollout.from_json(state["rollout"])
+        ahead = state.get("ahead")
+        if ahead is not None and self._fields.rollout_ahead:
+            self._ahead = self._sampler.resumed(ahead)
+        elif ahead is not None and self._hosts.is_leader:
+            log.warning("rollout_ahead is 0 now: the rollout that the checkpoint has ahead is sampled again")
 
     def flush(self) -> None:
         """Wait until the rows of all rollouts are written, see `RolloutReport.flush`."""
@@ -227,37 +236,18 @@ class Rollouts:
         """Wait for rows that are not written yet: a signal ended the run."""
         self.flush()
 
-    def _roll_out(self, number: int, step: int, model: PyTree) -> Rollout | None:
+    def _roll_out(self, number: int, model: PyTree) -> Rollout | None:
         groups: list[Groups] = []
-        wanted = self._trainer.train_batch_size * self._fields.minibatches // self._fields.rollout.n_generations
-        clock, memory = self._clock, list[Generated]()
+        every: list[Sampled] = []
+        wanted = self._sampler.n_questions
         for attempt in range(self._fields.rollout.max_attempts):
-            drawn = self._questions.drawn(number, wanted, attempt).tolist()
-            seed = self._seed(number, attempt)
-            requests = self._requests(drawn, seed)
-            self._rewarder.begin()
-            try:
-                with self._hosts.scope("rollout") as scope:
-                    engine, read = self._engine_for(model)
-                    generated = generate(
-                        scope,
-                        engine,
-                        read,
-                        requests,
-                        self._requests(self._largest(), seed),
-                        watchdog=self._watchdog,
-                        find_stop=self._find_stop,
-                        each=functools.partial(self._submit, step, drawn),
-                    )
-                    clock.lap("rollout_generate")
-                    if generated is None:
-                        return None
-                    rewards = self._rewarder.finish(scope, len(generated.completions))
-                    clock.lap("reward")
-            finally:
-                self._rewarder.close()
-            memory.append(generated)
-            groups.append(Groups(questions=np.array(drawn), completions=generated.completions, rewards=rewards))
+            sampled = self._sampled(number, attempt, model)
+            self._clock.lap("rollout_generate")
+            if sampled is None:
+                return None
+            every.append(sampled)
+            groups.append(self._rewarded(sampled))
+            self._clock.lap("reward")
             if sum(int(each.signal.sum()) for each in groups) >= wanted:
                 break
         chosen = choose_groups(groups, wanted)
@@ -265,11 +255,33 @@ class Rollouts:
         everything = Groups.concatenate(groups)
         self._reward_mean = float(everything.totals.mean())
         if self._hosts.is_leader:
-            self._report.report(step + 1, everything, chosen, memory)
+            self._report.report(self._sampler.learned_at(number), everything, chosen, every)
         self._logprobs.fill(rollout, model)
-        clock.lap("logprobs")
+        self._clock.lap("logprobs")
         self._hosts.phase("training")
         return rollout
+
+    def _sampled(self, number: int, attempt: int, model: PyTree) -> Sampled | None:
+        """The answers of a rollout. With ``rollout_ahead`` they are there already, but for the first one, and the next
+        rollout is sampled: its rewards have until the next call. None where the job is asked to end.
+        """
+        if not self._fields.rollout_ahead:
+            return self._sampler.sample(number, attempt, model)
+        if self._ahead is None:
+            self._ahead = self._sampler.sample(number, attempt, model)
+        sampled, following = self._ahead, None
+        if sampled is not None and (number + 1) * self._fields.updates < self._trainer.num_train_steps:
+            following = self._sampler.sample(number + 1, attempt, model)
+            if following is None:
+                return None  # what is there goes into the checkpoint
+        assert sampled is None or sampled.number == number, "what was sampled ahead is for this rollout"
+        self._ahead = following
+        return sampled
+
+    def _rewarded(self, sampled: Sampled) -> Groups:
+        with self._hosts.scope("rewards") as scope:
+            rewards = self._rewarder.finish(scope, sampled.scoring, len(sampled.completions))
+        return Groups(questions=np.array(sampled.questions), completions=sampled.completions, rewards=rewards)
 
     def _with_advantages(self, number: int, groups: Groups) -> Rollout:
         advantages = group_advantages(groups.totals, scale=self._objective.scales_advantages)
@@ -277,38 +289,6 @@ class Rollouts:
         columns = make_columns(self._columns, prompts, groups.completions, advantages.reshape(-1))
         lengths = [len(p) + len(c.tokens) for p, c in zip(prompts, groups.completions, strict=True)]
         return Rollout(number=number, columns=columns, lengths=np.array(lengths))
-
-    def _engine_for(self, model: PyTree) -> tuple[Engine, Any]:
-        """The engine, made once, and the model as it was read."""
-        read = read_decoder(model)
-        if self._engine is None:
-            config = self._fields.rollout.engine_config(self._trainer.precision.compute.name, self._row_length)
-            vocab_size = max(self._tokenizer.get_vocab().values()) + 1
-            self._engine = Engine(config, self._mesh, vocab_size=vocab_size, ledger=self._hosts.ledger)
-        return self._engine, read
-
-    def _largest(self) -> list[int]:
-        answers = self._trainer.train_batch_size * self._fields.minibatches
-        return self._questions.longest(answers // self._fields.rollout.n_generations)
-
-    def _requests(self, questions: Sequence[int], seed: int) -> list[Request]:
-        params = dataclasses.replace(self._params, seed=seed)
-        # The place in the rollout is the prompt's number: a question can come twice where an epoch ends.
-        return [
-            Request(prompt_id=place, prompt_tokens=self._questions.tokens[question], params=params)
-            for place, question in enumerate(questions)
-        ]
-
-    def _seed(self, number: int, attempt: int) -> int:
-        """The seed of the draws of a rollout, which none of another step or of another seed of the run has."""
-        seeds = (self._trainer.seed, self._fields.rollout.seed, number, attempt)
-        return int(np.random.SeedSequence(seeds).generate_state(1)[0])
-
-    def _submit(self, step: int, drawn: Sequence[int], completion: Completion) -> None:
-        number = completion.prompt_id * self._fields.rollout.n_generations + completion.generation_id
-        if number % self._hosts.count == self._hosts.index:
-            row, prompt = self._rows.row(step + 1, drawn[completion.prompt_id], completion)
-            self._rewarder.submit(number, row, prompt)
 
     def _log(self, step: int, values: Mapping[str, float]) -> None:
         if self._hosts.is_leader:

@@ -3,14 +3,27 @@ import dataclasses
 import pytest
 
 from lockstep.errors import ConfigError
+from lockstep.training import RolloutConfig
 from lockstep.training.grpo import GrpoRunFields
 from lockstep.training.grpo.rewards import Gsm8kReward
 
 
 def test_a_rollout_is_for_all_iterations_of_all_minibatches():
     fields = GrpoRunFields(num_iterations=2, minibatches=3)
-    fields.check_run(16, 300)
+    fields.check_run(16, 300, None)
     assert fields.updates == 6 and fields.rewards == [Gsm8kReward()]
+
+
+def test_a_rollout_ahead_needs_the_correction_and_no_rewards_before_the_next():
+    ahead = GrpoRunFields(rollout_ahead=1)
+    ahead.check_run(16, 300, 2.0)
+    with pytest.raises(ConfigError, match=r"rollout_ahead is 1 and importance_cap is null: .* Set importance_cap to 2"):
+        ahead.check_run(16, 300, None)
+    with pytest.raises(ConfigError, match="rollout_ahead is 2; it must be 0 .* or 1"):
+        dataclasses.replace(ahead, rollout_ahead=2).check_run(16, 300, 2.0)
+    dynamic = dataclasses.replace(ahead, rollout=RolloutConfig(max_attempts=3))
+    with pytest.raises(ConfigError, match=r"rollout\.max_attempts is 3: .* Set rollout_ahead to 0, or"):
+        dynamic.check_run(16, 300, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -29,4 +42,4 @@ def test_a_rollout_is_for_all_iterations_of_all_minibatches():
 def test_settings_that_cannot_work(values, text):
     fields = dataclasses.replace(GrpoRunFields(), **values)
     with pytest.raises(ConfigError, match=text):
-        fields.check_run(16 if values else 20, 300)
+        fields.check_run(16 if values else 20, 300, None)

@@ -30,11 +30,11 @@ def make(timeout_s=0.5, **values):
 
 def rewarded(hosts):
     rewarder = make(weight=2.0)
-    rewarder.begin()
+    scoring = rewarder.begin()
     for number in range(hosts.index, ANSWERS, hosts.count):
-        rewarder.submit(number, row("", num_tokens=number), prompt())
+        scoring.submit(number, row("", num_tokens=number), prompt())
     with hosts.scope("rollout") as scope:
-        found = rewarder.finish(scope, ANSWERS)
+        found = rewarder.finish(scope, scoring, ANSWERS)
     return found.total.tolist(), found.components["picky"].tolist(), found.failed, found.late
 
 

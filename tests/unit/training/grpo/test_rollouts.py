@@ -1,6 +1,8 @@
 """Whole runs on the devices of one process: what is sampled, learned from and told."""
 
+import collections
 import gc
+import threading
 
 import jax
 import numpy as np
@@ -128,6 +130,47 @@ def test_the_memory_of_a_rollout_is_gone_before_the_update(plain):
     assert len(memory) == 4
     for expected, found in memory:
         assert found == expected
+
+
+DONE = collections.defaultdict(threading.Event)
+"""Set when so many steps are done."""
+EARLY: list[bool] = []
+"""For each answer but those of the first rollout, whether its reward began before the update of the step before."""
+
+
+def patient(row, prompt):
+    """A reward that cannot be had before the update of the step before."""
+    if row.step > 1:
+        EARLY.append(not DONE[row.step - 1].is_set())
+        DONE[row.step - 1].wait(20)
+    return runs.parity(row, prompt)
+
+
+def test_rewards_of_a_rollout_ahead_are_computed_while_the_devices_update():
+    DONE.clear()
+    EARLY.clear()
+    tracker = runs.Recorder()
+    run = {"rollout_ahead": 1, "rewards": [FunctionReward(function=f"{__name__}:patient")], "reward_workers": 16}
+    trainer, rollouts, model = runs.make(steps=3, tracker=tracker, loss=runs.AHEAD, run=run)
+    memory, make_batch = [], rollouts.batch
+
+    def batch(step, model):
+        before = live()
+        placed = make_batch(step, model)
+        batch_bytes = [(array.shape, str(array.dtype)) for array in placed.values()]
+        memory.append((sorted([*before, *batch_bytes]), live()))
+        return placed
+
+    rollouts.batch = batch
+    trainer.add_hook(lambda info: DONE[info.next_step].set())
+    runs.train(trainer, rollouts, model)
+    assert len(EARLY) == 2 * runs.BATCH and all(EARLY)
+    assert [tracker.scalars[step]["reward/late"] for step in (1, 2, 3)] == [0, 0, 0]
+    # Nothing was sampled before the last step; what is compiled and traced is what it is without.
+    times = [tracker.scalars[step]["time/rollout_generate_s"] for step in (1, 2, 3)]
+    assert times[1] > 100 * times[2] and trainer.train_step_traces == 1
+    assert {program.traces for program in rollouts.engine.programs.values()} == {1}
+    assert all(expected == found for expected, found in memory), "no cache and no decode weights beside an update"
 
 
 def test_another_seed_draws_other_questions_and_dynamic_sampling_fills_up(plain):

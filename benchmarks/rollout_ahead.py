@@ -1,0 +1,109 @@
+"""What `rollout_ahead` saves where rewards are slow: seconds per step of GRPO on 2 processes × 2 devices.
+
+    python -m benchmarks.rollout_ahead [--json PATH]
+
+32 answers of up to 32 tokens per step from a random model of 3 M parameters. Each answer's reward sleeps; all of a
+rollout do at the same time, so that a rollout's rewards take that long after its last answer.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+ROOT = Path(__file__).resolve().parents[1]
+BATCH, ROW, NEW, STEPS, WARM = 32, 64, 32, 9, 3
+SLEEP = "LOCKSTEP_BENCHMARK_SLEEP_S"
+REWARDS_S = (0.0, 0.5, 1.0, 2.0)
+
+
+def main() -> int:
+    """Measure, print, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        from lockstep.hosts import run_main
+
+        run_main(worker)
+        return 0
+    command = [sys.executable, str(ROOT / "infra" / "launch.py"), "--processes", "2", "--prefix", "never"]
+    command += ["--devices_per_process", "2", "--", "python", "-m", "benchmarks.rollout_ahead", "--worker"]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    found = [line.removeprefix("figures ") for line in run.stdout.splitlines() if line.startswith("figures ")]
+    if run.returncode or not found:
+        raise RuntimeError(f"the processes ended with {run.returncode}:\n{run.stdout}\n{run.stderr}")
+    rows = json.loads(found[-1])
+    for row in rows:
+        print(f"rewards of {row['reward_s']:g} s: {row['step_s']:.2f} s per step, ahead {row['ahead_step_s']:.2f} s")
+    if arguments.json:
+        temporary = arguments.json.with_suffix(".tmp")
+        temporary.write_text(json.dumps(rows, indent=2) + "\n")
+        temporary.replace(arguments.json)
+    return 0
+
+
+def slow(row: Any, prompt: Any) -> float:
+    """A reward that takes its time."""
+    time.sleep(float(os.environ[SLEEP]))
+    return float(row.generated_text.count("e") % 2 == 0)
+
+
+def worker() -> None:
+    """One process: runs with and without `rollout_ahead` for each duration of a reward."""
+    from lockstep import start
+
+    hosts = start()
+    rows = []
+    for reward_s in REWARDS_S:
+        os.environ[SLEEP] = str(reward_s)
+        plain, ahead = (step_seconds(hosts, each) for each in (0, 1))
+        rows.append({"reward_s": reward_s, "step_s": plain, "ahead_step_s": ahead})
+    hosts.barrier("all have measured")
+    if hosts.is_leader:
+        print(f"figures {json.dumps(rows)}", flush=True)
+
+
+def step_seconds(hosts: Any, ahead: int) -> float:
+    """The median seconds of a step, without the first ones and the last, before which nothing is sampled ahead."""
+    from lockstep.models import as_trainable
+    from lockstep.training import GrpoConfig, OptimizerConfig, RolloutConfig, Trainer, TrainerConfig
+    from lockstep.training.grpo import GrpoRunFields, Rollouts
+    from lockstep.training.grpo.rewards import FunctionReward
+    from tests import rollouts as runs
+    from tests import tiny
+
+    model_config = dataclasses.replace(
+        tiny.CONFIG, hidden_dim=256, intermediate_dim=688, num_layers=4, num_heads=8, num_kv_heads=4
+    )
+    objective = GrpoConfig(use_rollout_logprobs=False, importance_cap=2.0)
+    config = TrainerConfig(num_train_steps=STEPS, train_batch_size=BATCH)
+    trainer = Trainer(config, OptimizerConfig(learning_rate=1e-4).build(STEPS), objective, hosts)
+    model = as_trainable(model_config, tiny.placed_weights(trainer.mesh, config=model_config, vocab=tiny.vocab_size()))
+    fields = GrpoRunFields(
+        rollout=RolloutConfig(n_generations=8, max_new_tokens=NEW),
+        rewards=[FunctionReward(function="benchmarks.rollout_ahead:slow")],
+        reward_workers=BATCH // 2,
+        rollout_ahead=ahead,
+    )
+    rollouts = Rollouts(fields, objective, runs.questions(), tiny.tokenizer(), config, trainer.mesh, ROW, trainer.hosts)
+    times: list[float] = []
+    trainer.add_hook(rollouts)
+    trainer.add_hook(lambda info: times.append(time.perf_counter()))
+    with contextlib.closing(rollouts):
+        trainer.train(model, rollouts)
+    return statistics.median(after - before for before, after in zip(times[WARM:-2], times[WARM + 1 : -1], strict=True))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
