@@ -29,6 +29,7 @@ from lockstep.training.grpo.logprob_columns import LogprobColumns
 from lockstep.training.grpo.questions import Questions
 from lockstep.training.grpo.rewarding import Rewarder
 from lockstep.training.grpo.rollout import Rollout
+from lockstep.training.grpo.rollout_engine import RolloutEngine
 from lockstep.training.grpo.rollout_report import RolloutReport
 from lockstep.training.hooks import StepInfo
 from lockstep.training.objectives.grpo import GrpoConfig, group_advantages
@@ -57,6 +58,7 @@ class Rollouts:
         reference: The frozen model in the compute type; None without ``kl_coefficient``.
         tracker: The tracker that metrics and rows go to, used by the leader; None for none.
         run_dir: The directory that rows are appended to; None for no file.
+        engine: What samples the answers; None for lockstep's engine with the settings of ``fields.rollout``.
 
     Raises:
         ConfigError: The settings do not go together, a reward cannot be made, or the loss needs a reference and there
@@ -79,6 +81,7 @@ class Rollouts:
         reference: PyTree | None = None,
         tracker: Tracker | None = None,
         run_dir: Path | None = None,
+        engine: RolloutEngine | None = None,
     ) -> None:
         if bool(objective.kl_coefficient) != (reference is not None):
             given = "a" if reference is not None else "no"
@@ -99,7 +102,7 @@ class Rollouts:
         self._report = RolloutReport(self._tracker, run_dir, self._rows, fields.answers_shown)
         self._watchdog = Watchdog(hosts, hosts.timeout_s)
         self._logprobs = LogprobColumns(self._columns, trainer, mesh, hosts, self._watchdog, reference)
-        self._engine: Engine | None = None
+        self._engine = engine
         self._rollout: Rollout | None = None
         self._step = -1
         self._times = StepTimes()
@@ -108,8 +111,8 @@ class Rollouts:
         self._reward_mean = float("nan")
 
     @property
-    def engine(self) -> Engine | None:
-        """The engine, or None before the first rollout."""
+    def engine(self) -> RolloutEngine | None:
+        """The engine; None before the first rollout where none was given."""
         return self._engine
 
     @property
@@ -278,7 +281,7 @@ class Rollouts:
         lengths = [len(p) + len(c.tokens) for p, c in zip(prompts, groups.completions, strict=True)]
         return Rollout(number=number, columns=columns, lengths=np.array(lengths))
 
-    def _engine_for(self, model: PyTree) -> tuple[Engine, Any]:
+    def _engine_for(self, model: PyTree) -> tuple[RolloutEngine, Any]:
         """The engine, made once, and the model as it was read."""
         read = read_decoder(model)
         if self._engine is None:
