@@ -31,7 +31,7 @@ PARAMETERS, COMPUTE = {"embed": "fsdp"}, {"batch": "fsdp"}
 
 
 class LevanterEngine:
-    """Samples with Levanter's engine on one host. It is made once, and given each step's model, as its server does.
+    """Samples with Levanter's engine on one host. It is made once, and given the model of each step.
 
     Its limits are kept: the pages are longer than the prompts, for it gives wrong answers to several generations of a
     prompt that fills a page; and everything fits at once, for it drops what does not.

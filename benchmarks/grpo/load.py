@@ -37,7 +37,7 @@ class GrpoLoad:
     heads: int = 8
     kv_heads: int = 4
     vocab: int = 4096
-    prompts: int = 8
+    prompts: int = 4
     group: int = 8
     prompt_tokens: int = 32
     new_tokens: int = 64
@@ -99,7 +99,7 @@ class GrpoLoad:
 
 LOADS = {
     "full": GrpoLoad(),
-    "quick": GrpoLoad(hidden=128, mlp=352, layers=2, heads=4, kv_heads=2, vocab=2048, prompts=4, new_tokens=32),
+    "quick": GrpoLoad(hidden=128, mlp=352, layers=2, heads=4, kv_heads=2, vocab=2048, prompts=2, new_tokens=32),
 }
 
 
