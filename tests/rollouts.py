@@ -63,6 +63,7 @@ def make(
     loss: dict[str, Any] | None = None,
     run: dict[str, Any] | None = None,
     optimizer: Any = None,
+    engine: Any = None,
     **trainer_values: Any,
 ) -> tuple[Trainer, Rollouts, Any]:
     """A trainer, its rollouts, and a model with random weights, or what to go on from."""
@@ -84,6 +85,7 @@ def make(
         reference=trainer.frozen_copy(initial) if objective.kl_coefficient else None,
         tracker=trainer.tracker,
         run_dir=None if config.run_id is None else Path(config.log_dir) / config.run_id,
+        engine=engine,
     )
     trainer.add_hook(rollouts)
     return trainer, rollouts, initial

@@ -9,6 +9,7 @@ REPOSITORY = {
     "test_demo_data.py",
     "test_docs.py",
     "test_extras.py",
+    "test_grpo_benchmark.py",
     "test_imports.py",
     "test_launch.py",
     "test_mirror.py",
@@ -50,7 +51,7 @@ COVERED_BY = {
     "callback/round.py": "tests/unit/callback/test_sample_callback.py",
     **{
         f"training/grpo/{part}.py": "tests/unit/training/grpo/test_rollouts.py"
-        for part in ("answer_rows", "generate", "logprob_columns", "rollout_report")
+        for part in ("answer_rows", "generate", "logprob_columns", "rollout_engine", "rollout_report")
     },
     "plan/planner.py": "tests/tpu_compile/test_plan.py",
     "hosts/peers.py": "tests/multiprocess/test_endings.py",

@@ -5,6 +5,7 @@ from lockstep.training.grpo.questions import Questions, load_questions
 from lockstep.training.grpo.rewarding import Rewarder, Rewards
 from lockstep.training.grpo.rewards import RewardConfig
 from lockstep.training.grpo.rollout import Rollout
+from lockstep.training.grpo.rollout_engine import RolloutEngine
 from lockstep.training.grpo.rollout_report import ROLLOUTS_FILE
 from lockstep.training.grpo.rollouts import Rollouts, make_rewarder
 
@@ -16,6 +17,7 @@ __all__ = [
     "Rewarder",
     "Rewards",
     "Rollout",
+    "RolloutEngine",
     "Rollouts",
     "load_questions",
     "make_rewarder",

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lockstep.device import used_bytes
-from lockstep.engine import Engine, Gate
+from lockstep.engine import Gate
 from lockstep.hosts import Hosts, Watchdog, digest, environment
 from lockstep.schedule import FindStop
+from lockstep.training.grpo.rollout_engine import RolloutEngine
 from lockstep.types import Completion, Request
 
 
@@ -31,7 +32,7 @@ class Generated:
 
 def generate(
     hosts: Hosts,
-    engine: Engine,
+    engine: RolloutEngine,
     model: Any,
     requests: Sequence[Request],
     largest: Sequence[Request],

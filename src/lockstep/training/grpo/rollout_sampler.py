@@ -19,6 +19,7 @@ from lockstep.training.grpo.config import GrpoRunFields
 from lockstep.training.grpo.generate import generate
 from lockstep.training.grpo.questions import Questions
 from lockstep.training.grpo.rewarding import Rewarder
+from lockstep.training.grpo.rollout_engine import RolloutEngine
 from lockstep.training.grpo.sampled import Sampled, completions_from_json
 from lockstep.training.grpo.scoring import Scoring
 from lockstep.types import Completion, Request
@@ -41,6 +42,7 @@ class RolloutSampler:
         watchdog: The watchdog of device calls.
         rewarder: What computes rewards.
         rows: What makes rows of answers.
+        engine: What samples the answers; None for lockstep's engine with the settings of ``fields.rollout``.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class RolloutSampler:
         watchdog: Watchdog,
         rewarder: Rewarder,
         rows: AnswerRows,
+        engine: RolloutEngine | None = None,
     ) -> None:
         self._fields, self._questions, self._trainer = fields, questions, trainer
         self._hosts, self._watchdog, self._rewarder, self._rows = hosts, watchdog, rewarder, rows
@@ -63,8 +66,8 @@ class RolloutSampler:
         self._engine_config = fields.rollout.engine_config(trainer.precision.compute.name, row_length)
         self._vocab_size = max(tokenizer.get_vocab().values()) + 1
         self._mesh = mesh
-        self.engine: Engine | None = None
-        """The engine; None before the first use."""
+        self.engine = engine
+        """The engine; None before the first use where none was given."""
         self.n_questions = trainer.train_batch_size * fields.minibatches // fields.rollout.n_generations
         """The number of questions of a sampling."""
 
@@ -149,7 +152,7 @@ class RolloutSampler:
         """
         return number * self._fields.updates + 1
 
-    def _engine_for(self, model: PyTree) -> tuple[Engine, Any]:
+    def _engine_for(self, model: PyTree) -> tuple[RolloutEngine, Any]:
         """The engine, made once, and the model as it was read."""
         read = read_decoder(model)
         if self.engine is None:

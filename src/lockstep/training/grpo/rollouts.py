@@ -10,7 +10,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
-from lockstep.engine import Engine
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, Watchdog
 from lockstep.placement import host_rows, place_local
@@ -25,6 +24,7 @@ from lockstep.training.grpo.logprob_columns import LogprobColumns
 from lockstep.training.grpo.questions import Questions
 from lockstep.training.grpo.rewarding import Rewarder
 from lockstep.training.grpo.rollout import Rollout
+from lockstep.training.grpo.rollout_engine import RolloutEngine
 from lockstep.training.grpo.rollout_report import RolloutReport
 from lockstep.training.grpo.rollout_sampler import RolloutSampler
 from lockstep.training.grpo.sampled import Sampled
@@ -57,6 +57,7 @@ class Rollouts:
         reference: The frozen model in the compute type; None without ``kl_coefficient``.
         tracker: The tracker that metrics and rows go to, used by the leader; None for none.
         run_dir: The directory that rows are appended to; None for no file.
+        engine: What samples the answers; None for lockstep's engine with the settings of ``fields.rollout``.
 
     Raises:
         ConfigError: The settings do not go together, a reward cannot be made, or the loss needs a reference and there
@@ -79,6 +80,7 @@ class Rollouts:
         reference: PyTree | None = None,
         tracker: Tracker | None = None,
         run_dir: Path | None = None,
+        engine: RolloutEngine | None = None,
     ) -> None:
         if bool(objective.kl_coefficient) != (reference is not None):
             given = "a" if reference is not None else "no"
@@ -98,7 +100,7 @@ class Rollouts:
         watchdog = Watchdog(hosts, hosts.timeout_s)
         self._logprobs = LogprobColumns(self._columns, trainer, mesh, hosts, watchdog, reference)
         self._sampler = RolloutSampler(
-            fields, questions, tokenizer, trainer, mesh, row_length, hosts, watchdog, self._rewarder, rows
+            fields, questions, tokenizer, trainer, mesh, row_length, hosts, watchdog, self._rewarder, rows, engine
         )
         self._rollout: Rollout | None = None
         self._ahead: Sampled | None = None
@@ -109,8 +111,8 @@ class Rollouts:
         self._reward_mean = float("nan")
 
     @property
-    def engine(self) -> Engine | None:
-        """The engine, or None before the first rollout."""
+    def engine(self) -> RolloutEngine | None:
+        """The engine; None before the first rollout where none was given."""
         return self._sampler.engine
 
     @property

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from lockstep.errors import ConfigError
+from lockstep.hosts import Ledger
 from lockstep.report import read_jsonl
 from lockstep.training import GrpoConfig
 from lockstep.training.grpo import Rollouts
@@ -16,6 +17,7 @@ from lockstep.training.grpo.rewards import FunctionReward
 from lockstep.training.objectives import group_advantages
 from tests import rollouts as runs
 from tests import tiny
+from tests.unit.training.grpo.made_up import completion
 
 
 @pytest.fixture(scope="module")
@@ -184,6 +186,47 @@ def test_another_seed_draws_other_questions_and_dynamic_sampling_fills_up(plain)
     values, advantages = tracker.scalars[1], np.reshape(spy.found[0]["advantage"], (-1, runs.GROUP))
     assert 1 < values["rollout/attempts"] <= 4 and values["rollout/groups_without_signal"] == 0
     assert (np.ptp(advantages, axis=1) > 0).all()
+
+
+class Parrot:
+    """An engine that launches nothing; each answer says which one it is."""
+
+    def __init__(self):
+        self.ledger, self.calls = Ledger(), []
+
+    def free_bytes(self, model):
+        return 7
+
+    def check(self, model, requests):
+        self.calls.append(("check", len(requests)))
+
+    def prepare(self, model, requests, *, free):
+        self.calls.append(("prepare", len(requests), free))
+        return {"parrot": "0"}
+
+    def stream(self, model, requests, *, around_launch, find_stop, gate):
+        config, weights = model
+        assert config == tiny.CONFIG and weights.embed.shape[1] == tiny.CONFIG.hidden_dim
+        for request in requests:
+            self.calls.append(("stream", request.prompt_id))
+            yield [
+                completion(request.prompt_id, generation, [5 + request.prompt_id, 5 + generation])
+                for generation in range(request.params.n_generations)
+            ]
+
+
+def test_another_engine_samples_where_one_is_given():
+    parrot = Parrot()
+    _, rollouts, model = runs.make(engine=parrot)
+    rollouts.check(model)
+    assert rollouts.batch(0, model) is not None and rollouts.engine is parrot
+    groups = runs.BATCH // runs.GROUP
+    assert parrot.calls == [("check", groups), ("prepare", groups, 7), *(("stream", place) for place in range(groups))]
+    columns = rollouts.rollout.columns
+    for row in range(runs.BATCH):
+        answer = columns["tokens"][row][columns["loss_mask"][row]]
+        assert answer.tolist() == [5 + row // runs.GROUP, 5 + row % runs.GROUP]
+        assert columns["rollout_logprobs"][row][columns["loss_mask"][row]].tolist() == (-0.5 - answer).tolist()
 
 
 def test_a_reference_goes_with_its_coefficient():

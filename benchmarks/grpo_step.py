@@ -1,0 +1,185 @@
+"""A step of GRPO: lockstep's trainer, the same with Levanter's engine in the rollout's place, and Tunix's learner.
+
+    python -m benchmarks.grpo_step [--quick] [--json PATH] [--only ours --only tunix] [--steps 6]
+
+All train the same small Llama from the same float32 weights on four simulated devices (FSDP): the same questions,
+answers per question, lengths, reward and optimizer, one update per rollout. Each has a process of its own, and they
+take turns: one makes a step while the others wait. The first `WARM` steps compile and are reported apart; the rest are
+medians.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.grpo.load import LOADS, GrpoLoad, save_tokenizer
+from benchmarks.grpo.turns import Process
+
+ROOT = Path(__file__).resolve().parents[1]
+CONTESTANTS = ("ours", "levanter", "tunix")
+DEVICES = 4
+WARM = 2
+"""Levanter's engine compiles in its second call, too, and Tunix's train step in its second step."""
+TUNIX = ".venv-tunix"
+MAKE_TUNIX = f"python3.12 -m venv {TUNIX} && {TUNIX}/bin/python -m pip install google-tunix==0.1.7 jax==0.11.2"
+MAKE_LEVANTER = ".venv/bin/python -m pip install -c constraints.txt -e '.[bench]'"
+GOALS = {"rollout_vs_levanter": 5.0, "rollout_vs_tunix": 3.0, "step_vs_levanter": 1.0, "step_vs_tunix": 1.0}
+"""How many times as fast ours is: tokens per second of the rollout, and whole steps."""
+SAME_MODEL = 1e-3
+"""How far apart the log-probabilities of two contestants' first models may be."""
+
+
+def main() -> int:
+    """Measure all, show the rows, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a smaller model, fewer and shorter answers")
+    parser.add_argument("--steps", type=int, default=6, help=f"of each, of which the first {WARM} are not counted")
+    parser.add_argument("--only", action="append", choices=CONTESTANTS, help="measure these alone")
+    parser.add_argument(
+        "--tunix_python", type=Path, default=ROOT / TUNIX / "bin" / "python", help="Tunix's environment"
+    )
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    arguments = parser.parse_args()
+    if arguments.steps <= WARM:
+        parser.error(f"--steps is {arguments.steps}; the first {WARM} are not counted. Use at least {WARM + 1}.")
+    began, name = time.monotonic(), "quick" if arguments.quick else "full"
+    commands, missing = contestants(arguments.only or CONTESTANTS, arguments.tunix_python)
+    with tempfile.TemporaryDirectory() as directory:
+        heard = run(commands, name, arguments.steps, Path(directory))
+    rows = figures(heard, missing, LOADS[name])
+    rows |= {"load": str(LOADS[name]), "measured_in_s": round(time.monotonic() - began)}
+    show(rows)
+    if arguments.json:
+        temporary = arguments.json.with_suffix(".tmp")
+        temporary.write_text(json.dumps(rows, indent=2) + "\n")
+        temporary.replace(arguments.json)
+    return 0
+
+
+def contestants(names: Sequence[str], tunix_python: Path) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """The command of each contestant that can run here; for each other one, what makes its environment."""
+    ours = [sys.executable, "-m", "benchmarks.grpo.ours", "--engine"]
+    commands = {
+        "ours": [*ours, "ours"],
+        "levanter": [*ours, "levanter"],
+        "tunix": [str(tunix_python), "-m", "benchmarks.grpo.tunix"],
+    }
+    missing = {}
+    if importlib.util.find_spec("levanter") is None:
+        missing["levanter"] = MAKE_LEVANTER
+    if not tunix_python.exists():
+        missing["tunix"] = MAKE_TUNIX
+    return (
+        {name: commands[name] for name in names if name not in missing},
+        {name: command for name, command in missing.items() if name in names},
+    )
+
+
+def run(commands: Mapping[str, Sequence[str]], load: str, steps: int, directory: Path) -> dict[str, list[Any]]:
+    """What each contestant said before its first step and after each step, in turns."""
+    save_tokenizer(LOADS[load], directory / "tokenizer")
+    options = ["--load", load, "--steps", str(steps), "--tokenizer", str(directory / "tokenizer")]
+    environment = {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",  # or the first step would not be the first
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    }
+    heard: dict[str, list[Any]] = {}
+    with ExitStack() as stack:
+        running = {}
+        for name, command in commands.items():
+            log = directory / f"{name}.log"
+            running[name] = stack.enter_context(Process(name, [*command, *options], environment, log))
+            heard[name] = [running[name].ready()]  # one start after the other, too
+        check_models(heard)
+        for step in range(steps):
+            for name, process in running.items():
+                heard[name].append(process.step())
+                print(f"step {step + 1} of {steps}, {name}: {json.dumps(heard[name][-1])}", flush=True)
+    return heard
+
+
+def check_models(heard: Mapping[str, Sequence[Any]]) -> None:
+    """All train the same model on the same number of devices, or the figures would compare nothing.
+
+    Raises:
+        ValueError: They do not.
+    """
+    facts = {name: said[0] for name, said in heard.items()}
+    logprobs = [each["logprob"] for each in facts.values()]
+    if max(logprobs) - min(logprobs) > SAME_MODEL or {each["devices"] for each in facts.values()} != {DEVICES}:
+        raise ValueError(f"the contestants have different models or devices: {facts}")
+
+
+def figures(heard: Mapping[str, Sequence[Any]], missing: Mapping[str, str], load: GrpoLoad) -> dict[str, Any]:
+    """Medians of each contestant, and how many times as fast ours is.
+
+    Raises:
+        ValueError: A contestant generated another number of tokens.
+    """
+    rows: dict[str, Any] = {}
+    for name, (_, *steps) in heard.items():
+        if wrong := {each["tokens"] for each in steps} - {load.answers * load.new_tokens}:
+            raise ValueError(f"{name} generated {wrong} tokens in a step, not {load.answers * load.new_tokens}")
+        counted = steps[WARM:]
+        found = {key: float(np.median([each[key] for each in counted])) for key in counted[0]}
+        found["rollout_tokens_per_s"] = found.pop("tokens") / found["rollout_s"]
+        del found["reward"]
+        found["first_steps_s"] = [each["step_s"] for each in steps[:WARM]]
+        found["steps_s"] = [each["step_s"] for each in counted]
+        found["rewards"] = [each["reward"] for each in steps]
+        rows[name] = found
+    for other in ("levanter", "tunix"):
+        both = "ours" in rows and other in rows
+        rows[f"rollout_vs_{other}"] = (
+            rows["ours"]["rollout_tokens_per_s"] / rows[other]["rollout_tokens_per_s"] if both else None
+        )
+        rows[f"step_vs_{other}"] = rows[other]["step_s"] / rows["ours"]["step_s"] if both else None
+    return rows | {"not_run": dict(missing)}
+
+
+def show(rows: Mapping[str, Any]) -> None:
+    """The contestants, then the goals."""
+    table = Table(title="a step of GRPO, seconds (medians)", title_justify="left")
+    for column in (
+        "",
+        "step",
+        "rollout",
+        "reward",
+        "update",
+        "rollout tokens/s",
+        "first steps",
+        "mean reward, first → last",
+    ):
+        table.add_column(column, justify="right" if column else "left")
+    for name in (each for each in CONTESTANTS if each in rows):
+        one = rows[name]
+        seconds = (f"{one[key]:.3g}" for key in ("step_s", "rollout_s", "reward_s", "update_s"))
+        first = ", ".join(f"{each:.1f}" for each in one["first_steps_s"])
+        rewards = f"{one['rewards'][0]:.3f} → {one['rewards'][-1]:.3f}"
+        table.add_row(name, *seconds, f"{one['rollout_tokens_per_s']:.0f}", first, rewards)
+    Console(width=140).print(table)
+    for name, command in rows["not_run"].items():
+        print(f"not run: {name}; make its environment with: {command}")
+    for name, goal in GOALS.items():
+        if rows[name] is not None:
+            met = "met" if rows[name] >= goal else "NOT MET"
+            print(f"{name} {rows[name]:.3g} (goal {goal:g}: {met})")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
