@@ -5,8 +5,9 @@
 Both are the real commands: tokenizer, token cache, data loading, trainer, step log. Each runs in processes of its own,
 in turn, again and again, with the same optimizer, in float32, without a compile cache. A ratio is ours over Levanter's,
 of medians over all turns. Tokens per second are from one completed step to the next, without the first. The time to the
-first step is from the start of the process to the end of that step. Memory is the peak of the resident memory of all
-processes of a job, less what they had when all was imported.
+first step is from the start of the process to the end of that step, with a token cache from an earlier run. Memory is
+the peak of the resident memory of all processes of a job, less what they had when all was imported. Before that, both
+start from the same checkpoint, which shows that their losses are equal.
 """
 
 import argparse
@@ -126,6 +127,13 @@ def main() -> int:
 def measure(options: argparse.Namespace, places: Sequence[Place], directory: Path) -> dict[str, Any]:
     """Run all contestants in all places, in turn; every key of the JSON."""
     write_data(directory, rows=ROWS * options.steps, layers=options.layers)
+    figures: dict[str, Any] = {"rows": ROWS, "length": LENGTH, "steps": options.steps, "layers": options.layers}
+    # These find no token cache yet: all that are timed find one.
+    few = argparse.Namespace(**vars(options) | {"steps": min(4, options.steps)})
+    same = [launch(name, PLACES[0], few, directory, same_weights=True).losses for name in CONTESTANTS]
+    figures["same_weights_losses"] = dict(zip(CONTESTANTS, same, strict=True))
+    figures["same_weights_losses_differ"] = max(abs(a / b - 1) for a, b in zip(*same, strict=True))
+    print(f"from the same weights: losses {figures['same_weights_losses']}", file=sys.stderr, flush=True)
     runs: dict[tuple[Place, str], list[Run]] = {}
     for turn in range(options.turns):
         for place in places:
@@ -133,13 +141,6 @@ def measure(options: argparse.Namespace, places: Sequence[Place], directory: Pat
             for name in CONTESTANTS if turn % 2 else CONTESTANTS[::-1]:
                 runs.setdefault((place, name), []).append(launch(name, place, options, directory))
                 report(name, place, runs[place, name][-1])
-    figures: dict[str, Any] = {"rows": ROWS, "length": LENGTH, "steps": options.steps, "layers": options.layers}
-    if not options.quick:
-        short = argparse.Namespace(**vars(options) | {"steps": min(4, options.steps)})
-        same = [launch(name, PLACES[0], short, directory, same_weights=True).losses for name in CONTESTANTS]
-        figures["same_weights_losses"] = dict(zip(CONTESTANTS, same, strict=True))
-        figures["same_weights_losses_differ"] = max(abs(a / b - 1) for a, b in zip(*same, strict=True))
-        print(f"from the same weights: losses {same}", file=sys.stderr, flush=True)
     for place in places:
         ours, levanter = (runs[place, name] for name in ("ours", "levanter"))
         figures |= {name + place.suffix: value for name, value in compare(ours, levanter).items()}
@@ -230,7 +231,7 @@ class Record:
     def __init__(self) -> None:
         started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
         self._offset = time.clock_gettime(time.CLOCK_BOOTTIME) - started - time.perf_counter()
-        self.figures: dict[str, Any] = {"steps_done": [], "losses": [], "compile_s": 0.0}
+        self.figures: dict[str, Any] = {"steps_done": [], "losses": [], "compile_s": 0.0, "programs_s": {}}
 
     def watch(self, trainer: type[Any]) -> None:
         """Have everything taken down from here on, where all is imported.
@@ -269,9 +270,11 @@ class Record:
             memory = [program.get_compiled_memory_stats().temp_size_in_bytes for program in programs]
             figures["temporaries_bytes"] = max(memory, default=0)  # no other program has as much
 
-    def _event(self, name: str, seconds: float, **_: Any) -> None:
+    def _event(self, name: str, seconds: float, **about: Any) -> None:
         if name.startswith("/jax/core/compile/"):
             self.figures["compile_s"] += seconds
+            key = f"{about.get('fun_name')} {name.rpartition('/')[2]}"
+            self.figures["programs_s"][key] = self.figures["programs_s"].get(key, 0.0) + seconds
 
     def _now(self) -> float:
         return time.perf_counter() + self._offset
@@ -331,6 +334,7 @@ def train_levanter(options: argparse.Namespace, record: Record) -> None:
                     tokenizer=str(directory / "start"),
                     cache_dir=str(directory / "levanter"),
                     shuffle=False,
+                    mixture_block_size=ROWS,  # within a block its order is random
                     components={
                         "text": DatasetComponent(
                             source=UrlDatasetSourceConfig(train_urls=[str(directory / "train.jsonl")])
@@ -347,6 +351,8 @@ def train_levanter(options: argparse.Namespace, record: Record) -> None:
                     tracker=NoopConfig(),
                     log_dir=Path(scratch),
                     checkpointer=CheckpointerConfig(base_path=scratch, save_interval=None, keep=None),
+                    log_jaxprs=False,
+                    log_xla_hlo=False,
                     require_accelerator=False,
                     distributed=distributed,
                     mp=jmp.get_policy("f32"),
