@@ -150,7 +150,7 @@ class Server:
     def init(self, *, mode, **given):
         names = ("id", "resume", "project", "entity")
         self.calls.append((mode, *(given[name] for name in names if given.get(name) is not None)))
-        offline = mode == "offline"
+        offline = (mode or os.environ.get("WANDB_MODE")) == "offline"
         if self.refuses and not offline:
             raise ValueError("the key is expired")
         run = {"id": given.get("id") or f"made-{len(self.calls)}", "offline": offline}
