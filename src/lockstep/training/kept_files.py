@@ -17,10 +17,13 @@ def keep_files(checkpoints: str, run_dir: Path, names: Iterable[str]) -> None:
     Raises:
         OSError: A file cannot be written.
     """
+    present = [name for name in names if (run_dir / name).exists()]
+    if not present:
+        return
     directory = CheckpointDirectory(checkpoints)
-    for name in names:
+    for name in present:
         source, copy = run_dir / name, directory.path / name
-        if not source.exists() or (copy.exists() and copy.read_bytes() == source.read_bytes()):
+        if copy.exists() and copy.read_bytes() == source.read_bytes():
             continue
         directory.path.mkdir(parents=True, exist_ok=True)
         directory.write_whole(copy, source.read_bytes())
@@ -37,9 +40,10 @@ def bring_files(checkpoints: str, run_dir: Path, names: Iterable[str]) -> None:
     Raises:
         OSError: A file cannot be read or written.
     """
-    directory = CheckpointDirectory(checkpoints)
+    from etils import epath
+
     for name in names:
-        target, copy = run_dir / name, directory.path / name
+        target, copy = run_dir / name, epath.Path(checkpoints) / name
         if not target.exists() and copy.exists():
             draft = target.with_suffix(".tmp")
             draft.write_bytes(copy.read_bytes())
