@@ -14,6 +14,7 @@ REPOSITORY = {
     "test_launch.py",
     "test_mirror.py",
     "test_public_names.py",
+    "test_train_step_benchmark.py",
 }
 """Tests of what is in the repository beside the package."""
 

@@ -23,6 +23,7 @@ from lockstep.main.adapters import describe_adapters, load_frozen
 from lockstep.main.arguments import describe, parse_arguments
 from lockstep.main.hf_saves import HF_DTYPES, HfSaves
 from lockstep.main.run_dir import closing_summary, make_run_dir, rewind
+from lockstep.main.run_tracker import start_tracker
 from lockstep.main.setup import Data, LoadsData, Setup
 from lockstep.models import (
     LlamaConfig,
@@ -39,7 +40,7 @@ from lockstep.models import (
     split_trained,
 )
 from lockstep.placement import PARAMETER_AXES, make_mesh
-from lockstep.report import FINISH_S, BackgroundTracker, NoopTracker, Tracker, build_tracker, load_metrics
+from lockstep.report import FINISH_S, BackgroundTracker, NoopTracker, Tracker, load_metrics
 from lockstep.text import check_vocab, load_tokenizer, tokenizer_digest
 from lockstep.training import (
     Batches,
@@ -214,7 +215,7 @@ def train[Loaded: Data](
     tracker: Tracker = NoopTracker()
     with hosts.run_on_all("tracker"):
         if hosts.is_leader:
-            built = build_tracker(config.trainer.tracker, run_dir, run_dir.name, draccus.encode(config))
+            built = start_tracker(config.trainer, run_dir, draccus.encode(config))
             # The others wait for the leader at their end, at most timeout_s.
             tracker = BackgroundTracker(built, leader_only, finish_s=min(FINISH_S, hosts.timeout_s / 2))
     samples: SampleCallback | None = None

@@ -18,6 +18,7 @@ from lockstep.report.rows import COLUMNS, SAMPLE_COLUMNS, Row, SampleRow, TableR
 from lockstep.report.table import print_table, terminal_table
 from lockstep.report.trackers import (
     MAX_TABLE_ROWS,
+    WANDB_RUN,
     CompositeTracker,
     JsonlTracker,
     JsonlTrackerConfig,
@@ -55,6 +56,7 @@ __all__ = [
     "Tracker",
     "TrackerChoice",
     "TrackerConfig",
+    "WANDB_RUN",
     "WandbTracker",
     "WandbTrackerConfig",
     "append_jsonl",

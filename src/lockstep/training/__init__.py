@@ -21,6 +21,7 @@ from lockstep.training.grpo import (
     make_rewarder,
 )
 from lockstep.training.hooks import Hook, StepInfo
+from lockstep.training.kept_files import bring_files, keep_files
 from lockstep.training.loss_watch import LossSpikeConfig
 from lockstep.training.objectives import (
     GrpoConfig,
@@ -95,7 +96,9 @@ __all__ = [
     "TrainerConfig",
     "Validation",
     "batch_structs",
+    "bring_files",
     "has_checkpoint",
+    "keep_files",
     "lm_loss",
     "load_questions",
     "make_rewarder",

@@ -11,10 +11,11 @@ from lockstep.report.trackers.base import (
 )
 from lockstep.report.trackers.jsonl import JsonlTracker, JsonlTrackerConfig
 from lockstep.report.trackers.tensorboard import TensorboardTracker, TensorboardTrackerConfig
-from lockstep.report.trackers.wandb import MAX_TABLE_ROWS, WandbTracker, WandbTrackerConfig
+from lockstep.report.trackers.wandb import MAX_TABLE_ROWS, WANDB_RUN, WandbTracker, WandbTrackerConfig
 
 __all__ = [
     "MAX_TABLE_ROWS",
+    "WANDB_RUN",
     "CompositeTracker",
     "JsonlTracker",
     "JsonlTrackerConfig",

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+WANDB_RUN = "wandb-run.json"
+"""The file of a run directory that says which W&B run this run is, so that a later start goes on in it."""
 MAX_TABLE_ROWS = 10_000
 """The number of rows that a W&B table begins with at most; older ones are in the tables before it."""
 MAX_INCREMENTS = 100
@@ -156,26 +159,56 @@ class WandbTrackerConfig(TrackerConfig):
             # The terminal belongs to the samples table: no chat, no capture of stdout.
             "settings": wandb.Settings(console="off", silent=True),
         }
+        file = Path(run_dir) / WANDB_RUN
         try:
-            return WandbTracker(wandb.init(mode=self.mode, **arguments))
+            run = wandb.init(mode=self.mode, **arguments | self._same_run(file))
+            if not (run.offline or run.disabled):
+                _remember(run, file)
+            return WandbTracker(run)
         except Exception as error:  # W&B has several kinds, some of them of Python
-            mode = self.mode or os.environ.get("WANDB_MODE") or "online"
-            if mode != "online":
-                raise ConfigError(f"wandb could not start (mode {mode}): {error}. Choose type: jsonl.") from error
+            if self._mode != "online":
+                raise ConfigError(f"wandb could not start (mode {self._mode}): {error}. Choose type: jsonl.") from error
             log.error(
-                "wandb could not start online: %s. Given were project %s, entity %s and %s. The run goes on offline, "
+                "wandb could not start online: %s. Given were project %s, entity %s%s and %s. The run goes on offline, "
                 "in %s: upload it later with `wandb sync`. A valid key is at https://wandb.ai/authorize: put it into "
                 "WANDB_API_KEY or run `wandb login`, or set tracker.mode: offline.",
                 str(error).strip().rstrip("."),
                 self.project or "W&B's default",
                 self.entity or "W&B's default",
+                f", the run of {file}" if file.exists() else "",
                 _key_source(),
                 Path(run_dir) / "wandb",
             )
         try:
+            # A run of its own: W&B's service keeps the id of the one that did not start.
             return WandbTracker(wandb.init(mode="offline", **arguments))
         except Exception as error:
             raise ConfigError(f"wandb could not start offline either: {error}. Choose type: jsonl.") from error
+
+    def _same_run(self, file: Path) -> dict[str, str]:
+        """What makes W&B go on in the run that an earlier start had online; nothing where this one is to go elsewhere.
+
+        An offline run has an id of its own, for nobody can know here what the server has.
+        """
+        if self._mode != "online" or not file.exists():
+            return {}
+        found = json.loads(file.read_text(encoding="utf-8"))
+        for name in ("project", "entity"):
+            if getattr(self, name) not in (None, found[name]):
+                return {}
+        # The defaults of a user may have changed since.
+        return {"id": found["id"], "project": found["project"], "entity": found["entity"], "resume": "allow"}
+
+    @property
+    def _mode(self) -> str:
+        return self.mode or os.environ.get("WANDB_MODE") or "online"
+
+
+def _remember(run: "wandb.Run", file: Path) -> None:
+    """Write down which run it is."""
+    draft = file.with_suffix(".tmp")
+    draft.write_text(json.dumps({"id": run.id, "project": run.project, "entity": run.entity}), encoding="utf-8")
+    draft.replace(file)
 
 
 def _key_source() -> str:

@@ -6,7 +6,10 @@ from lockstep.report import Row
 class FakeRun:
     """Drops what comes for a step that it has passed, as W&B does."""
 
-    def __init__(self):
+    disabled = False
+
+    def __init__(self, *, id="fake", project="mine", entity="us", offline=False):
+        self.id, self.project, self.entity, self.offline = id, project, entity, offline
         self.step = 0
         self.logged = []
         self.axes = []

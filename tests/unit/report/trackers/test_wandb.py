@@ -1,6 +1,7 @@
 """W&B: what a run holds afterwards, and what becomes of a key that is no good."""
 
 import http.server
+import json
 import logging
 import os
 import subprocess
@@ -10,7 +11,7 @@ import threading
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.report import WandbTracker, WandbTrackerConfig, build_tracker
+from lockstep.report import WANDB_RUN, WandbTracker, WandbTrackerConfig, build_tracker
 from tests import wandb_run
 from tests.unit.report.trackers.fakes import FakeRun, row
 
@@ -91,6 +92,7 @@ def offline_run(tmp_path_factory):
     )
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
     assert [path.name for path in directory.iterdir()] == ["run"]
+    assert [path.name for path in (directory / "run").iterdir()] == ["wandb"], "no id of it is kept"
     (run,) = directory.glob("run/wandb/offline-run-*")
     return run
 
@@ -126,7 +128,7 @@ def test_wandb_that_cannot_start_online_says_what_was_given_and_goes_on_offline(
         modes.append(mode)
         if mode != "offline":
             raise wandb.errors.AuthenticationError("The API key you provided is expired.")
-        return FakeRun()
+        return FakeRun(offline=True)
 
     monkeypatch.setattr(wandb, "init", init)
     monkeypatch.setenv("WANDB_API_KEY", "0123secret")
@@ -137,6 +139,60 @@ def test_wandb_that_cannot_start_online_says_what_was_given_and_goes_on_offline(
     assert record.levelno == logging.ERROR and "0123secret" not in record.getMessage()
     for words in ("is expired. Given were project mine", "a key of 10 characters", "wandb sync", "https://wandb.ai/"):
         assert words in record.getMessage()
+
+
+class Server:
+    """``wandb.init`` with a server that can refuse, and what it was called with."""
+
+    def __init__(self):
+        self.calls, self.refuses = [], False
+
+    def init(self, *, mode, **given):
+        names = ("id", "resume", "project", "entity")
+        self.calls.append((mode, *(given[name] for name in names if given.get(name) is not None)))
+        offline = (mode or os.environ.get("WANDB_MODE")) == "offline"
+        if self.refuses and not offline:
+            raise ValueError("the key is expired")
+        run = {"id": given.get("id") or f"made-{len(self.calls)}", "offline": offline}
+        return FakeRun(project=given["project"] or "default-project", entity=given["entity"] or "me", **run)
+
+
+@pytest.fixture
+def server(monkeypatch):
+    import wandb
+
+    server = Server()
+    monkeypatch.setattr(wandb, "init", server.init)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    return server
+
+
+def test_a_later_start_goes_on_in_the_same_wandb_run(server, tmp_path):
+    for config in (WandbTrackerConfig(), WandbTrackerConfig(entity="me"), WandbTrackerConfig(mode="online")):
+        build_tracker(config, tmp_path, "name")
+    same = ("made-1", "allow", "default-project", "me")
+    assert server.calls == [(None,), (None, *same), ("online", *same)]
+
+
+def test_another_project_has_a_wandb_run_of_its_own(server, tmp_path):
+    for project in ("a", "b", "b", "a"):
+        build_tracker(WandbTrackerConfig(project=project), tmp_path, "name")
+    assert server.calls == [(None, "a"), (None, "b"), (None, "made-2", "allow", "b", "me"), (None, "a")]
+
+
+def test_an_offline_wandb_run_has_an_id_of_its_own_and_the_online_one_is_not_forgotten(server, tmp_path, monkeypatch):
+    config = WandbTrackerConfig()
+    build_tracker(WandbTrackerConfig(mode="offline"), tmp_path, "name")
+    build_tracker(config, tmp_path, "name")
+    server.refuses = True
+    build_tracker(config, tmp_path, "name")
+    server.refuses = False
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    build_tracker(config, tmp_path, "name")
+    monkeypatch.delenv("WANDB_MODE")
+    build_tracker(config, tmp_path, "name")
+    same = (None, "made-2", "allow", "default-project", "me")
+    assert server.calls == [("offline",), (None,), same, ("offline",), (None,), same]
 
 
 def test_wandb_that_cannot_start_offline_ends_the_run(tmp_path, monkeypatch):
@@ -182,6 +238,10 @@ class Unauthorized(http.server.BaseHTTPRequestHandler):
 
 @pytest.mark.slow
 def test_a_key_that_the_server_refuses_leaves_an_offline_run_behind(tmp_path):
+    """Of a run, too, that was online before."""
+    (tmp_path / "run").mkdir()
+    before = json.dumps({"id": "abcd1234", "project": "test", "entity": "us"})
+    (tmp_path / "run" / WANDB_RUN).write_text(before)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Unauthorized) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = {"WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}", "WANDB_API_KEY": "0" * 40}
@@ -197,3 +257,4 @@ def test_a_key_that_the_server_refuses_leaves_an_offline_run_behind(tmp_path):
     assert "wandb could not start online" in result.stderr and "goes on offline" in result.stderr
     (run,) = (tmp_path / "run").glob("wandb/offline-run-*")
     assert wandb_run.history(run) == [(1, {"train/loss": 2.0})]
+    assert "abcd1234" not in run.name and (tmp_path / "run" / WANDB_RUN).read_text() == before
