@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -72,39 +73,44 @@ def body_failing_reward(hosts):
         os.environ.pop(FAILING_HOST, None)
 
 
-KILLED_IN = {"step": 0}
-"""The step whose rewards send a SIGTERM to their process."""
+KILLED_IN = {"step": 0, "signal": signal.SIGTERM}
+"""The step whose rewards send a signal to their process, and which."""
 
 
 def deadly(row, prompt):
-    """A reward in whose rollout the process is asked to end."""
+    """A reward in whose rollout the process is asked to end, or is killed."""
     if row.step == KILLED_IN["step"]:
         KILLED_IN["step"] = 0
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), KILLED_IN["signal"])
     return runs.parity(row, prompt)
+
+
+def train_with_breaks(hosts, directory, where=None, at=None):
+    """Eight steps, two iterations of two minibatches each, that go on from what is at ``where``: losses and the end."""
+    # Of four sequences at a time, so that a rollout has several launches.
+    run = {"num_iterations": 2, "minibatches": 2, "rollout": {"max_seqs": 4}}
+    run["rewards"] = [FunctionReward(function=f"{__name__}:deadly"), LengthReward(weight=-0.5)]
+    values = {"checkpointer": CheckpointerConfig(every=3, keep=KeepConfig(newest=9))} if where else {}
+    trainer, rollouts, model = runs.make(
+        "auto", 8, hosts, run=run, loss={"use_rollout_logprobs": False},
+        log_dir=str(where or directory), run_id="run", **values,
+    )  # fmt: skip
+    state = trainer.restore(tiny_init)
+    losses = {}
+    trainer.add_hook(lambda info: losses.update({info.next_step: float(info.loss).hex()}))
+    if at is not None:
+        trainer.add_hook(lambda info: at(info))
+    result = trainer.train(model if state is None else state, rollouts)
+    return losses, [result.completed_steps, result.stopped_by, result.checkpoint_errors]
 
 
 def body_resume(hosts, directory):
     """A run without a break; one that ends in a rollout, goes on, ends between two updates of a rollout, and goes on;
     and one that goes on from the middle of the first rollout, as after a kill.
     """
-    # Of four sequences at a time, so that a rollout has several launches.
-    run = {"num_iterations": 2, "minibatches": 2, "rollout": {"max_seqs": 4}}
-    run["rewards"] = [FunctionReward(function=f"{__name__}:deadly"), LengthReward(weight=-0.5)]
 
     def train(where, at=None):
-        values = {"checkpointer": CheckpointerConfig(every=3, keep=KeepConfig(newest=9))} if where else {}
-        trainer, rollouts, model = runs.make(
-            "auto", 8, hosts, run=run, loss={"use_rollout_logprobs": False},
-            log_dir=str(where or directory), run_id="run", **values,
-        )  # fmt: skip
-        state = trainer.restore(tiny_init)
-        losses = {}
-        trainer.add_hook(lambda info: losses.update({info.next_step: float(info.loss).hex()}))
-        if at is not None:
-            trainer.add_hook(lambda info: at(info))
-        result = trainer.train(model if state is None else state, rollouts)
-        return losses, [result.completed_steps, result.stopped_by, result.checkpoint_errors]
+        return train_with_breaks(hosts, directory, where, at)
 
     def terminate(info):
         if info.next_step == 5 and hosts.index == 1:
@@ -112,7 +118,7 @@ def body_resume(hosts, directory):
 
     plain, _ = train(None)
     where = Path(directory) / "broken"
-    KILLED_IN["step"] = 5 if hosts.index == 1 else 0
+    KILLED_IN.update(step=5 if hosts.index == 1 else 0, signal=signal.SIGTERM)
     first, in_rollout = train(where)
     second, between = train(where, terminate)
     hosts.barrier("before the copy")
@@ -126,6 +132,29 @@ def body_resume(hosts, directory):
     killed, _ = train(Path(directory) / "killed")
     losses = [list(each.items()) for each in (plain, first, second, third, killed)]
     return {"losses": losses, "ends": [in_rollout, between]}
+
+
+def body_killed(hosts, directory, victims):
+    """A run whose victims get a SIGKILL at the first reward of the rollout before step 5; it has no end of its own."""
+
+    def wait_for_the_checkpoint(info):
+        deadline = time.monotonic() + 60
+        while info.next_step == 4 and not (Path(directory) / "run/checkpoints/step-3/metadata.json").exists():
+            assert time.monotonic() < deadline, "the checkpoint of step 3 is not complete"
+            time.sleep(0.01)
+
+    KILLED_IN.update(step=5 if hosts.index in victims else 0, signal=signal.SIGKILL)
+    return train_with_breaks(hosts, directory, directory, wait_for_the_checkpoint)
+
+
+def body_whole(hosts, directory):
+    """The same run without a break."""
+    return train_with_breaks(hosts, directory)
+
+
+def body_goes_on(hosts, directory):
+    """The killed run, started again."""
+    return train_with_breaks(hosts, directory, directory)
 
 
 def tiny_init(key):
@@ -188,6 +217,36 @@ def test_a_run_that_ends_within_a_rollout_goes_on_bit_for_bit(tmp_path):
     assert [sorted(each) for each in (first, second, third)] == [[1, 2, 3, 4], [5], [6, 7, 8]]
     assert first | second | third == plain
     assert sorted(killed) == [4, 5, 6, 7, 8] and killed == {step: plain[step] for step in killed}
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    """Losses by step of the run without a break."""
+    directory = str(tmp_path_factory.mktemp("whole"))
+    (losses, _), other = run_processes(body_whole, processes=2, devices=2, args=(directory,), timeout_s=200)
+    assert other[0] == losses
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "victims", [[1], pytest.param([0], marks=pytest.mark.nightly), pytest.param([0, 1], marks=pytest.mark.nightly)]
+)
+def test_a_process_killed_within_a_rollout_goes_on_bit_for_bit(tmp_path, victims, whole_run):
+    where = tmp_path / "killed"
+    with pytest.raises(AssertionError, match=f"process {victims[0]} failed, signal SIGKILL"):
+        run_processes(
+            body_killed, processes=2, devices=2, args=(str(where), victims), timeout_s=200, own="it is killed"
+        )
+    rollouts = (where / "run" / "rollouts.jsonl").read_text().splitlines()
+    # The rollout before step 1 was reported; that before step 5, whose first answers were scored, was not.
+    assert {json.loads(line)["step"] for line in rollouts} == {1}
+    steps = sorted(path.name for path in (where / "run" / "checkpoints").glob("step-*"))
+    assert steps == ["step-3"], "no step after the checkpoint was saved"
+    results = run_processes(body_goes_on, processes=2, devices=2, args=(str(where),), timeout_s=200)
+    assert results[0] == results[1]
+    losses, end = results[0]
+    assert losses == {step: whole_run[step] for step in ("4", "5", "6", "7", "8")} and end == [8, None, 0]
 
 
 @pytest.mark.slow

@@ -1,0 +1,66 @@
+"""The reinforcement demo as `make rl-demo` runs it: a model that was taught a little learns sums from rewards alone."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lockstep.report import read_jsonl
+from tests.multiprocess.harness import run_command
+from tests.multiprocess.launcher import OPTIMISED
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+TEN_MINUTES = 600.0
+START, END = 5, 20
+"""Steps whose rewards are averaged at the start, while the learning rate warms up, and at the end."""
+
+
+def commands():
+    """The commands of `make rl-demo` with their arguments, without those that a user adds."""
+    (recipe,) = re.findall(r"^rl-demo:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    lines = recipe.replace("\\\n", " ").replace("$(ARGS)", "").splitlines()
+    found = [line.split(" -- ")[1].split() for line in lines if " -- " in line]
+    assert [words[:2] for words in found] == [["lockstep", "train-lm"], ["lockstep", "train-grpo"]]
+    return found
+
+
+def run(command, log_dir, *more):
+    ended = run_command(
+        [*command, "--trainer.log_dir", str(log_dir), *more], timeout_s=TEN_MINUTES, cwd=ROOT, env=OPTIMISED
+    )
+    assert ended.code == 0, ended.output
+    return ended
+
+
+def mean(values):
+    return sum(values) / len(values)
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory):
+    """The checkpoint of the model that `make rl-demo` teaches first."""
+    directory = tmp_path_factory.mktemp("taught")
+    run(commands()[0], directory)
+    return directory / "rl-demo-sft" / "checkpoint"
+
+
+@pytest.mark.parametrize(
+    "seed", [0, pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.nightly)]
+)
+def test_the_reward_rises_by_a_fifth_of_all_answers_and_so_do_answers_to_held_out_sums(tmp_path, taught, seed):
+    ended = run(commands()[1], tmp_path, "--initialize_from_hf", str(taught), "--trainer.seed", str(seed))
+    records = read_jsonl(tmp_path / "rl-demo" / "metrics.jsonl")
+    rewards = [record["reward/mean"] for record in records if "reward/mean" in record]
+    start, end = mean(rewards[:START]), mean(rewards[-END:])
+    held_out = [
+        each["inference_eval/pass@1/exact_match"] for each in records if "inference_eval/pass@1/exact_match" in each
+    ]
+    print(f"seed {seed}: reward {start:.3f} -> {end:.3f} in {len(rewards)} steps, held out {held_out}")
+    assert 0.2 <= start <= 0.6, "the model that is taught first knows a part"
+    assert end >= start + 0.2
+    assert held_out[-1] >= held_out[0] + 0.1
+    gaps = [record["train/logprob_gap"] for record in records if "train/logprob_gap" in record]
+    assert len(gaps) == len(rewards) and max(gaps) < 1e-4, "engine and trainer give the same probabilities"
+    assert "mean of 10" in ended.logs[0], "the progress display shows the trend"
