@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from types import ModuleType
 
-QUESTIONS = 2_000
+QUESTIONS = 64
 DEMO = Path(__file__).parents[1] / "demo" / "make.py"
 
 

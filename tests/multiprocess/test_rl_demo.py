@@ -1,6 +1,7 @@
 """The reinforcement demo as `make rl-demo` runs it: a model that was taught a little learns sums from rewards alone."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def commands():
     """The commands of `make rl-demo` with their arguments, without those that a user adds."""
     (recipe,) = re.findall(r"^rl-demo:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
     lines = recipe.replace("\\\n", " ").replace("$(ARGS)", "").splitlines()
-    found = [line.split(" -- ")[1].split() for line in lines if " -- " in line]
+    found = [shlex.split(line.split(" -- ")[1]) for line in lines if " -- " in line]
     assert [words[:2] for words in found] == [["lockstep", "train-lm"], ["lockstep", "train-grpo"]]
     return found
 
@@ -47,20 +48,27 @@ def taught(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "seed", [0, pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.nightly)]
+    ("seed", "steps"),
+    [
+        pytest.param(0, 80, id="first-steps"),
+        *(pytest.param(seed, None, marks=pytest.mark.nightly, id=f"seed-{seed}") for seed in (0, 1, 2)),
+    ],
 )
-def test_the_reward_rises_by_a_fifth_of_all_answers_and_so_do_answers_to_held_out_sums(tmp_path, taught, seed):
-    ended = run(commands()[1], tmp_path, "--initialize_from_hf", str(taught), "--trainer.seed", str(seed))
+def test_the_reward_rises_by_a_fifth_in_less_than_ten_minutes(tmp_path, taught, seed, steps):
+    """With the learning rate constant, the first steps of a run are those of a shorter one."""
+    more = ["--initialize_from_hf", str(taught), "--trainer.seed", str(seed)]
+    ended = run(commands()[1], tmp_path, *more, *(["--trainer.num_train_steps", str(steps)] if steps else []))
     records = read_jsonl(tmp_path / "rl-demo" / "metrics.jsonl")
-    rewards = [record["reward/mean"] for record in records if "reward/mean" in record]
+
+    def logged(name):
+        return [record[name] for record in records if name in record]
+
+    rewards, held_out = logged("reward/mean"), logged("inference_eval/pass@1/exact_match")
     start, end = mean(rewards[:START]), mean(rewards[-END:])
-    held_out = [
-        each["inference_eval/pass@1/exact_match"] for each in records if "inference_eval/pass@1/exact_match" in each
-    ]
-    print(f"seed {seed}: reward {start:.3f} -> {end:.3f} in {len(rewards)} steps, held out {held_out}")
-    assert 0.2 <= start <= 0.6, "the model that is taught first knows a part"
+    print(f"seed {seed}: reward {start:.3f} -> {end:.3f} in {len(rewards)} steps, held-out sums {held_out}")
+    assert 0.2 <= start <= 0.6, "what is taught first answers a part of the sums"
     assert end >= start + 0.2
-    assert held_out[-1] >= held_out[0] + 0.1
-    gaps = [record["train/logprob_gap"] for record in records if "train/logprob_gap" in record]
-    assert len(gaps) == len(rewards) and max(gaps) < 1e-4, "engine and trainer give the same probabilities"
-    assert "mean of 10" in ended.logs[0], "the progress display shows the trend"
+    assert held_out[-1] >= held_out[0] - 0.15, "other sums are not forgotten for those that are learned"
+    gaps = logged("train/logprob_gap")
+    assert len(gaps) == len(rewards) and max(gaps) < 1e-5, "engine and trainer give the same probabilities"
+    assert "(last 10: " in ended.logs[0], "the progress display shows the trend"

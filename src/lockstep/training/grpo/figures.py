@@ -139,4 +139,4 @@ class RewardTrend:
     def __str__(self) -> str:
         if not self._last:
             return ""
-        return f"reward {self._last[-1]:.3f}, mean of {len(self._last)} {fmean(self._last):.3f}"
+        return f"reward {self._last[-1]:.3f} (last {len(self._last)}: {fmean(self._last):.3f})"
