@@ -29,11 +29,13 @@ demo: setup ## train a small model on two simulated hosts and watch what it says
 		lockstep train-lm --config_path config/demo.yaml $(ARGS)
 
 # A run directory of an earlier demo would be refused: both runs begin anew.
-rl-demo: setup ## teach the demo's model for 250 steps, then let it learn sums from rewards alone (about 10 minutes)
+rl-demo: setup ## teach the demo's model for 250 steps, then let it learn sums from rewards alone (about 6 minutes)
 	@rm -rf runs/rl-demo-sft runs/rl-demo
+	@echo "rl-demo, 1 of 2: a model is taught number words and sums, until it answers about a third of the sums"
 	@$(PYTHON) infra/launch.py --backend local --processes $(PROCESSES) --devices_per_process $(DEVICES) -- \
 		lockstep train-lm --config_path config/demo.yaml --trainer.run_id rl-demo-sft \
 		--trainer.num_train_steps 250 --trainer.tracker '{type: jsonl}' --inference_eval.enabled false
+	@echo "rl-demo, 2 of 2: it goes on with rewards alone; reward is the share of right answers, (last 10: ...) its trend"
 	@$(PYTHON) infra/launch.py --backend local --processes $(PROCESSES) --devices_per_process $(DEVICES) -- \
 		lockstep train-grpo --config_path config/grpo_demo.yaml --trainer.run_id rl-demo $(ARGS)
 

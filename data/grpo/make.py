@@ -1,9 +1,9 @@
 """Writes the questions of config/grpo_demo.yaml beside itself.
 
-Run it as ``python data/grpo/make.py``; the same file comes out every time. Every question is a sum of the demo
-(data/demo/make.py) that the demo does not hold out, in the format of GSM8K
-(https://huggingface.co/datasets/openai/gsm8k): ``question``, and ``answer`` with the final answer after ``####``. All
-of the text is made here and dedicated to the public domain (CC0-1.0, see LICENSE in this directory).
+Run it as ``python data/grpo/make.py``; the same files come out every time. ``sums.jsonl``: sums that the demo
+(data/demo/make.py) trains on, in the format of GSM8K (https://huggingface.co/datasets/openai/gsm8k), ``question``, and
+``answer`` with the final answer after ``####``. ``held_out.jsonl``: the sums that the demo never trains on, as prompts.
+All of the text is made here and dedicated to the public domain (CC0-1.0, see LICENSE in this directory).
 """
 
 import argparse
@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from types import ModuleType
 
-QUESTIONS = 2_000
+QUESTIONS = 64
 DEMO = Path(__file__).parents[1] / "demo" / "make.py"
 
 
@@ -38,13 +38,20 @@ def sums() -> list[dict[str, str]]:
     return found[:QUESTIONS]
 
 
+def held_out() -> list[dict[str, str]]:
+    """Sums that the demo does not train on."""
+    _, prompts = demo().split()
+    return [row for row in prompts if "plus" in row["prompt"]]
+
+
 def main() -> None:
-    """Write the file."""
+    """Write both files."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent, help="directory to write to")
     output = parser.parse_args().output
     output.mkdir(parents=True, exist_ok=True)
-    (output / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums()), encoding="utf-8")
+    for name, rows in (("sums", sums()), ("held_out", held_out())):
+        (output / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,9 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -90,47 +93,50 @@ def body_failing_reward(hosts):
         os.environ.pop(FAILING_HOST, None)
 
 
-KILLED_IN = {"step": 0}
-"""The step whose rewards send a SIGTERM to their process."""
+KILLED_IN = {"step": 0, "signal": signal.SIGTERM}
+"""The step whose rewards send a signal to their process, and which."""
 
 
 def deadly(row, prompt):
-    """A reward in whose rollout the process is asked to end."""
+    """A reward in whose rollout the process is asked to end, or is killed."""
     if row.step == KILLED_IN["step"]:
         KILLED_IN["step"] = 0
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), KILLED_IN["signal"])
     return runs.parity(row, prompt)
 
 
-def body_resume(hosts, directory):
-    """A run without a break; one that ends in a rollout, goes on, ends between two updates of a rollout, and goes on;
-    and one that goes on from the middle of the first rollout, as after a kill.
-    """
+def train_with_breaks(hosts, where, at=None):
+    """Eight steps, two iterations of two minibatches each, that go on from what is at ``where``: losses and the end."""
     # Of four sequences at a time, so that a rollout has several launches.
     run = {"num_iterations": 2, "minibatches": 2, "rollout": {"max_seqs": 4}}
     run["rewards"] = [FunctionReward(function=f"{__name__}:deadly"), LengthReward(weight=-0.5)]
+    trainer, rollouts, model = runs.make(
+        "auto", 8, hosts, run=run, loss={"use_rollout_logprobs": False}, log_dir=str(where), run_id="run",
+        checkpointer=CheckpointerConfig(every=3, keep=KeepConfig(newest=9)),
+    )  # fmt: skip
+    state = trainer.restore(tiny_init)
+    losses = {}
+    trainer.add_hook(lambda info: losses.update({info.next_step: float(info.loss).hex()}))
+    if at is not None:
+        trainer.add_hook(lambda info: at(info))
+    result = trainer.train(model if state is None else state, rollouts)
+    return losses, [result.completed_steps, result.stopped_by, result.checkpoint_errors]
+
+
+def body_resume(hosts, directory):
+    """A run that ends in a rollout, goes on, ends between two updates of a rollout, and goes on; and one that goes on
+    from the middle of the first rollout, as after a kill.
+    """
 
     def train(where, at=None):
-        values = {"checkpointer": CheckpointerConfig(every=3, keep=KeepConfig(newest=9))} if where else {}
-        trainer, rollouts, model = runs.make(
-            "auto", 8, hosts, run=run, loss={"use_rollout_logprobs": False},
-            log_dir=str(where or directory), run_id="run", **values,
-        )  # fmt: skip
-        state = trainer.restore(tiny_init)
-        losses = {}
-        trainer.add_hook(lambda info: losses.update({info.next_step: float(info.loss).hex()}))
-        if at is not None:
-            trainer.add_hook(lambda info: at(info))
-        result = trainer.train(model if state is None else state, rollouts)
-        return losses, [result.completed_steps, result.stopped_by, result.checkpoint_errors]
+        return train_with_breaks(hosts, where, at)
 
     def terminate(info):
         if info.next_step == 5 and hosts.index == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    plain, _ = train(None)
     where = Path(directory) / "broken"
-    KILLED_IN["step"] = 5 if hosts.index == 1 else 0
+    KILLED_IN.update(step=5 if hosts.index == 1 else 0, signal=signal.SIGTERM)
     first, in_rollout = train(where)
     second, between = train(where, terminate)
     hosts.barrier("before the copy")
@@ -142,8 +148,25 @@ def body_resume(hosts, directory):
     hosts.barrier("after the copy")
     third, _ = train(where)
     killed, _ = train(Path(directory) / "killed")
-    losses = [list(each.items()) for each in (plain, first, second, third, killed)]
-    return {"losses": losses, "ends": [in_rollout, between]}
+    return {"losses": [first, second, third, killed], "ends": [in_rollout, between]}
+
+
+def body_killed(hosts, directory, victims):
+    """A run whose victims get a SIGKILL at the first reward of the rollout before step 5; it has no end of its own."""
+
+    def wait_for_the_checkpoint(info):
+        deadline = time.monotonic() + 60
+        while info.next_step == 4 and not (Path(directory) / "run/checkpoints/step-3/metadata.json").exists():
+            assert time.monotonic() < deadline, "the checkpoint of step 3 is not complete"
+            time.sleep(0.01)
+
+    KILLED_IN.update(step=5 if hosts.index in victims else 0, signal=signal.SIGKILL)
+    return train_with_breaks(hosts, directory, wait_for_the_checkpoint)
+
+
+def body_unbroken(hosts, directory):
+    """A run that nobody ends: from the beginning, or from what is there."""
+    return train_with_breaks(hosts, directory)
 
 
 def tiny_init(key):
@@ -198,23 +221,52 @@ def test_a_reward_that_fails_on_one_host_costs_its_answers_their_reward():
     assert leader["launches"] == other["launches"]
 
 
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """Losses by step of a run without a break."""
+    directory = str(tmp_path_factory.mktemp("unbroken"))
+    (losses, _), other = run_processes(body_unbroken, processes=2, devices=2, args=(directory,), timeout_s=200)
+    assert other[0] == losses and sorted(losses) == [str(step) for step in range(1, 9)]
+    return losses
+
+
 @pytest.mark.slow
-def test_a_run_that_ends_within_a_rollout_goes_on_bit_for_bit(tmp_path):
+def test_a_run_that_ends_within_a_rollout_goes_on_bit_for_bit(tmp_path, unbroken):
     results = run_processes(body_resume, processes=2, devices=2, args=(str(tmp_path),), timeout_s=400)
     assert results[0] == results[1]
     assert results[0]["ends"] == [[4, signal.SIGTERM, 0], [6, signal.SIGTERM, 0]]
-    plain, first, second, third, killed = (dict(losses) for losses in results[0]["losses"])
-    assert sorted(plain) == list(range(1, 9))
+    first, second, third, killed = results[0]["losses"]
     # The step after which the second signal was seen had not called its hooks: the third start calls them first.
-    assert [sorted(each) for each in (first, second, third)] == [[1, 2, 3, 4], [5], [6, 7, 8]]
-    assert first | second | third == plain
-    assert sorted(killed) == [4, 5, 6, 7, 8] and killed == {step: plain[step] for step in killed}
+    assert ["".join(sorted(each)) for each in (first, second, third)] == ["1234", "5", "678"]
+    assert first | second | third == unbroken
+    assert killed == {step: unbroken[step] for step in "45678"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "victims", [[1], pytest.param([0], marks=pytest.mark.nightly), pytest.param([0, 1], marks=pytest.mark.nightly)]
+)
+def test_a_process_killed_within_a_rollout_goes_on_bit_for_bit(tmp_path, victims, unbroken):
+    where = tmp_path / "killed"
+    with pytest.raises(AssertionError, match=f"process {victims[0]} failed, signal SIGKILL"):
+        run_processes(
+            body_killed, processes=2, devices=2, args=(str(where), victims), timeout_s=200, own="it is killed"
+        )
+    rollouts = (where / "run" / "rollouts.jsonl").read_text().splitlines()
+    # The rollout before step 1 was reported; that before step 5, whose first answers were scored, was not.
+    assert {json.loads(line)["step"] for line in rollouts} == {1}
+    steps = sorted(path.name for path in (where / "run" / "checkpoints").glob("step-*"))
+    assert steps == ["step-3"], "no step after the checkpoint was saved"
+    results = run_processes(body_unbroken, processes=2, devices=2, args=(str(where),), timeout_s=200)
+    assert results[0] == results[1]
+    losses, end = results[0]
+    assert losses == {step: unbroken[step] for step in "45678"} and end == [8, None, 0]
 
 
 @pytest.mark.slow
 def test_the_command_trains_evaluates_and_saves(tmp_path):
     """The demo's configuration on two hosts, from a model that has learned nothing, for two steps."""
-    model = {"type": "llama", "max_seq_len": 64, "hidden_dim": 32, "intermediate_dim": 64, "num_layers": 2}
+    model = {"type": "llama", "max_seq_len": 256, "hidden_dim": 32, "intermediate_dim": 64, "num_layers": 2}
     model |= {"num_heads": 4, "num_kv_heads": 2}
     arguments = ["--initialize_from_hf", "null", "--model", json.dumps(model), "--trainer.num_train_steps", "2"]
     arguments += ["--trainer.log_dir", str(tmp_path), "--trainer.run_id", "run", "--trainer.train_batch_size", "16"]
@@ -230,3 +282,28 @@ def test_the_command_trains_evaluates_and_saves(tmp_path):
     assert "inference_eval/pass@1/exact_match" in values[0] and "inference_eval/pass@2/exact_match" in values[0]
     assert (tmp_path / "run" / "rollouts.jsonl").exists() and (tmp_path / "run" / "checkpoint" / "config.json").exists()
     assert "done: 2 of 2 steps" in run.logs[0] and "reward 0.000" in run.logs[0]
+    check_the_evaluation_on_gsm8k(tmp_path, tmp_path / "run" / "checkpoint")
+
+
+def check_the_evaluation_on_gsm8k(directory, checkpoint):
+    """The recipe of docs/grpo.md, for a model that knows nothing: from test questions to the share of right answers."""
+    questions = [{"question": f"{n} hens lay {n} eggs each. How many?", "answer": f"#### {n * n}"} for n in (3, 4, 5)]
+    (directory / "test.jsonl").write_text("".join(json.dumps(each) + "\n" for each in questions))
+    script = ["scripts/make_grpo_prompts.py", "--config_path", "config/grpo_gsm8k_qwen25_3b_v6e_8.yaml"]
+    made = [str(directory / "test.jsonl"), str(directory / "prompts.jsonl")]
+    subprocess.run([sys.executable, *script, *made], cwd=ROOT, check=True)
+    command = ["lockstep", "sample", "--config_path", "config/sampler/gsm8k_qwen25_3b.yaml"]
+    command += ["--hf_checkpoint", str(checkpoint), "--tokenizer", "null", "--prompts", made[1]]
+    command += ["--trainer.log_dir", str(directory), "--trainer.tracker", "{type: jsonl}"]
+    command += ["--engine.max_seq_len", "256", "--max_new_tokens", "16"]
+    run = run_command(command, cwd=ROOT, timeout_s=200)
+    assert run.code == 0, run.output
+    logged = {}
+    for line in (directory / "gsm8k-after" / "metrics.jsonl").read_text().splitlines():
+        logged |= json.loads(line)
+    rows = [
+        json.loads(line) for line in (directory / "gsm8k-after" / "samples" / "samples.jsonl").read_text().splitlines()
+    ]
+    assert logged["sample/total_prompts"] == len(rows) == 3 and {row["gsm8k"] for row in rows} <= {0.0, 1.0}
+    assert logged["sample/gsm8k"] == sum(row["gsm8k"] for row in rows) / 3
+    assert all("write the final answer on the last line" in row["prompt"] for row in rows)

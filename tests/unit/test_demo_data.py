@@ -47,11 +47,14 @@ def test_the_script_writes_the_same_bytes(tmp_path):
 def test_the_questions_of_the_reinforcement_demo_are_sums_that_are_not_held_out(tmp_path):
     grpo = ROOT / "data" / "grpo"
     subprocess.run([sys.executable, str(grpo / "make.py"), "--output", str(tmp_path)], check=True)
-    text = (grpo / "sums.jsonl").read_text(encoding="utf-8")
-    assert (tmp_path / "sums.jsonl").read_text(encoding="utf-8") == text
-    held_out = {tuple(sorted(re.findall(r"\d+", row["prompt"]))) for row in rows("prompts.jsonl")}
+    sums, tested = ((grpo / name).read_text(encoding="utf-8") for name in ("sums.jsonl", "held_out.jsonl"))
+    assert (tmp_path / "sums.jsonl").read_text(encoding="utf-8") == sums
+    assert (tmp_path / "held_out.jsonl").read_text(encoding="utf-8") == tested
+    prompts = rows("prompts.jsonl")
+    assert [json.loads(line) for line in tested.splitlines()] == [row for row in prompts if "plus" in row["prompt"]]
+    held_out = {tuple(sorted(re.findall(r"\d+", row["prompt"]))) for row in prompts}
     words = load_make().words
-    for question in map(json.loads, text.splitlines()):
+    for question in map(json.loads, sums.splitlines()):
         numbers = re.findall(r"\d+", question["question"])
         assert tuple(sorted(numbers)) not in held_out
         assert question["answer"].endswith(f"\n#### {words(sum(map(int, numbers)))}")

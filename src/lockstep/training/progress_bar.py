@@ -14,8 +14,8 @@ UNKNOWN = "–"
 class ProgressDisplay(Protocol):
     """Shows how far a run is."""
 
-    def update(self, completed: int, loss: float, note: str = "") -> None:
-        """Show the number of completed steps, the last loss, and what else is to be said of the last step."""
+    def update(self, completed: int, loss: float | None, note: str = "") -> None:
+        """Show the number of completed steps, the last loss (None: it says nothing), and what else is to be said."""
         ...
 
     def close(self) -> None:
@@ -26,7 +26,7 @@ class ProgressDisplay(Protocol):
 class NoProgress:
     """Shows nothing: used on every host but the leader."""
 
-    def update(self, completed: int, loss: float, note: str = "") -> None:
+    def update(self, completed: int, loss: float | None, note: str = "") -> None:
         """Show nothing."""
 
     def close(self) -> None:
@@ -46,17 +46,16 @@ class BarProgress:
             TextColumn("train"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}  {task.fields[rate]} steps/s  {task.fields[note]}"),
+            TextColumn("{task.fields[said]}"),
             TimeRemainingColumn(),
             console=rich.get_console(),
         )
-        self._task = self._bar.add_task("train", total=total, loss=UNKNOWN, rate=UNKNOWN, note="")
+        self._task = self._bar.add_task("train", total=total, said="")
         self._bar.start()
 
-    def update(self, completed: int, loss: float, note: str = "") -> None:
+    def update(self, completed: int, loss: float | None, note: str = "") -> None:
         """Move the bar."""
-        rate = _number(self._rate.add(completed), 2)
-        self._bar.update(self._task, completed=completed, loss=_number(loss, 4), rate=rate, note=note)
+        self._bar.update(self._task, completed=completed, said=_said(loss, self._rate.add(completed), note))
 
     def close(self) -> None:
         """Leave the bar as it is and give the terminal back."""
@@ -75,9 +74,9 @@ class LineProgress:
         self._total, self._every_s, self._rate = total, every_s, Rate()
         self._shown_at = float("-inf")
         self._shown = -1
-        self._last = (0, float("nan"), 0.0, "")
+        self._last: tuple[int, float | None, float, str] = (0, None, 0.0, "")
 
-    def update(self, completed: int, loss: float, note: str = "") -> None:
+    def update(self, completed: int, loss: float | None, note: str = "") -> None:
         """Print a line unless the last one is less than ``every_s`` old."""
         self._last = (completed, loss, self._rate.add(completed), note)
         if time.monotonic() - self._shown_at >= self._every_s:
@@ -90,11 +89,10 @@ class LineProgress:
 
     def _show(self) -> None:
         completed, loss, rate, note = self._last
-        note = f"{note}  " if note else ""
         eta = f"{_clock((self._total - completed) / rate)} left" if rate else "starting"
+        # A line of a log is one line, however wide the console is taken to be.
         rich.get_console().print(
-            f"step {completed}/{self._total}  loss {_number(loss, 4)}  {_number(rate, 2)} steps/s  {note}{eta}",
-            highlight=False,
+            f"step {completed}/{self._total}  {_said(loss, rate, note)}  {eta}", highlight=False, soft_wrap=True
         )
         self._shown_at, self._shown = time.monotonic(), completed
 
@@ -129,6 +127,12 @@ def make_progress(total: int, is_leader: bool) -> ProgressDisplay:
     if not is_leader:
         return NoProgress()
     return BarProgress(total) if rich.get_console().is_terminal else LineProgress(total)
+
+
+def _said(loss: float | None, rate: float, note: str) -> str:
+    """What a line says of a step: loss, speed, and the note."""
+    parts = ["" if loss is None else f"loss {_number(loss, 4)}", f"{_number(rate, 2)} steps/s", note]
+    return "  ".join(filter(None, parts))
 
 
 def _number(value: float, digits: int) -> str:

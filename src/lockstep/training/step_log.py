@@ -27,11 +27,14 @@ class StepLog:
             info: The info of the step.
             metrics: Its metrics.
             throughput: How fast it was.
-            note: What the source of the batches has to say, for the user.
+            note: What the source of the batches has to say, for the user, in place of loss and throughput.
         """
         if not self._is_leader:
             return
-        self._progress.update(info.next_step, info.loss, "  ".join(filter(None, [note, str(throughput)])))
+        if note:
+            self._progress.update(info.next_step, None, f"{note}, update {info.step_duration:.2f} s")
+        else:
+            self._progress.update(info.next_step, info.loss, str(throughput))
         values = {"train/loss": info.loss, **{f"train/{name}": value for name, value in metrics.values.items()}}
         self._tracker.log(values | throughput.metrics(), step=info.next_step)
 

@@ -1,6 +1,8 @@
 """The configuration of train-grpo, and input that cannot work."""
 
 import json
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,8 @@ import pytest
 from lockstep.errors import ConfigError
 from lockstep.main.arguments import parse_arguments
 from lockstep.main.train_grpo import TrainGrpoConfig
+from lockstep.text import encode, read_prompts
+from lockstep.training import load_questions
 from tests import tiny
 
 ROOT = Path(__file__).parents[3]
@@ -83,3 +87,26 @@ def test_what_is_loaded_before_any_device_work(tmp_path):
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match=r"q\.jsonl:1: .* has no chat template"):
         load("--data.max_seq_len", "32", "--data.format", "chat", tokenizer=tokenizer)
+
+
+SOLUTIONS = [
+    ("A farm has 3 pens with 1,250 hens each. How many hens?", "3*1,250 = <<3*1250=3750>>3,750 hens.\n#### 3,750"),
+    ("A coat costs $80 and is sold at 15% off. What is saved?", "80*0.15 = $<<80*0.15=12>>12\n#### 12"),
+]
+"""In the format of GSM8K."""
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_held_out_questions_are_asked_as_those_of_training(name, tmp_path, monkeypatch, capsys):
+    asked, output = tmp_path / "test.jsonl", tmp_path / "prompts.jsonl"
+    asked.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in SOLUTIONS))
+    config = ROOT / "config" / name
+    monkeypatch.setattr(sys, "argv", ["make", "--config_path", str(config), str(asked), str(output)])
+    runpy.run_path(str(ROOT / "scripts" / "make_grpo_prompts.py"), run_name="__main__")
+    assert "2 prompts" in capsys.readouterr().out
+
+    prompts = read_prompts(str(output))
+    trained = read("--data.train_urls", json.dumps([str(asked)]), name=name)
+    questions = load_questions(trained.data, tiny.tokenizer(), row_length=1024, max_new_tokens=8, seed=0)
+    assert tuple(encode(tiny.tokenizer(), prompts)) == tuple(questions.tokens)
+    assert [prompt.answer for prompt in prompts] == [answer for _, answer in SOLUTIONS]

@@ -64,7 +64,10 @@ def test_a_line_has_loss_speed_and_the_time_that_is_left(console, clock):
     progress.update(0, float("nan"))
     clock[0] += 2.0
     progress.update(4, 1.25)
+    clock[0] += 2.0
+    progress.update(8, None, "reward 0.500 (last 10: 0.375)  " + "rollout 0.20 s  " * 8)
     assert lines(console) == [
         "step 0/7300  loss –  – steps/s  starting",
         "step 4/7300  loss 1.2500  2.00 steps/s  1:00:48 left",
+        f"step 8/7300  2.00 steps/s  reward 0.500 (last 10: 0.375)  {'rollout 0.20 s  ' * 8}  1:00:46 left",
     ]

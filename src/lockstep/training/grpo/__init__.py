@@ -1,7 +1,7 @@
 """GRPO: questions, rollouts, rewards and the batches that are made of them."""
 
 from lockstep.training.grpo.config import GrpoRunFields
-from lockstep.training.grpo.questions import Questions, load_questions
+from lockstep.training.grpo.questions import Questions, iter_questions, load_questions
 from lockstep.training.grpo.rewarding import Rewarder, Rewards
 from lockstep.training.grpo.rewards import RewardConfig
 from lockstep.training.grpo.rollout import Rollout
@@ -19,6 +19,7 @@ __all__ = [
     "Rollout",
     "RolloutEngine",
     "Rollouts",
+    "iter_questions",
     "load_questions",
     "make_rewarder",
 ]

@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -112,11 +113,30 @@ class StepClock:
         """
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
-    def shown(self, reward: float) -> str:
-        """Return the line for the progress display.
+    def __str__(self) -> str:
+        sampling, rewarding = self.seconds["rollout_generate"], self.seconds["reward"]
+        return f"rollout {sampling:.2f} s, reward {rewarding:.2f} s"
+
+
+class RewardTrend:
+    """The mean reward of the last rollout, and of the last ones: one alone says little of the trend.
+
+    Args:
+        window: The number of last rollouts.
+    """
+
+    def __init__(self, window: int = 10) -> None:
+        self._last: deque[float] = deque(maxlen=window)
+
+    def add(self, reward: float) -> None:
+        """Note a rollout.
 
         Args:
-            reward: The mean reward of the rollout.
+            reward: The mean reward of its answers.
         """
-        sampling, rewarding = self.seconds["rollout_generate"], self.seconds["reward"]
-        return f"reward {reward:.3f}  rollout {sampling:.2f} s, reward {rewarding:.2f} s"
+        self._last.append(reward)
+
+    def __str__(self) -> str:
+        if not self._last:
+            return ""
+        return f"reward {self._last[-1]:.3f} (last {len(self._last)}: {fmean(self._last):.3f})"

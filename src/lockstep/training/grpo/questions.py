@@ -101,9 +101,8 @@ def load_questions(
     prompts: list[Prompt] = []
     tokens: list[tuple[int, ...]] = []
     left_out = 0
-    for place, question, answer in _read(config):
+    for place, prompt in iter_questions(config):
         try:
-            prompt = _prompt(config, len(prompts), question, answer)
             (encoded,) = encode(tokenizer, [prompt])
         except PromptError as error:
             raise ConfigError(f"{place}: {error}") from error
@@ -117,13 +116,30 @@ def load_questions(
                 f"least {len(encoded) + max_new_tokens}, lower rollout.max_new_tokens to at most "
                 f"{max(row_length - len(encoded), 0)}, or set data.truncate: true to leave out such questions."
             )
-        prompts.append(prompt)
+        prompts.append(dataclasses.replace(prompt, id=len(prompts)))
         tokens.append(encoded)
     if left_out:
         log.warning("truncate: %d questions left out, their prompts have more than %d tokens", left_out, room)
     if not prompts:
         raise ConfigError("the training data has 0 questions that fit; at least 1 is needed. Check data.train_urls.")
     return Questions(prompts=prompts, tokens=tokens, seed=seed, shuffle=config.shuffle)
+
+
+def iter_questions(config: GrpoDataConfig) -> Iterator[tuple[str, Prompt]]:
+    """Yield the place of each question, and the question as a prompt.
+
+    Args:
+        config: Where they are and how a prompt is made of them.
+
+    Raises:
+        ConfigError: A file or a record cannot be used.
+    """
+    for number, (place, question, answer) in enumerate(_read(config)):
+        try:
+            prompt = _prompt(config, number, question, answer)
+        except PromptError as error:
+            raise ConfigError(f"{place}: {error}") from error
+        yield place, prompt
 
 
 def _read(config: GrpoDataConfig) -> Iterator[tuple[str, str, str]]:

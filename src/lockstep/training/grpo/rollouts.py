@@ -18,7 +18,7 @@ from lockstep.training.config import TrainerConfig
 from lockstep.training.grpo.answer_rows import AnswerRows
 from lockstep.training.grpo.batch import make_columns
 from lockstep.training.grpo.config import GrpoRunFields
-from lockstep.training.grpo.figures import StepClock, StepTimes
+from lockstep.training.grpo.figures import RewardTrend, StepClock, StepTimes
 from lockstep.training.grpo.groups import Groups, choose_groups
 from lockstep.training.grpo.logprob_columns import LogprobColumns
 from lockstep.training.grpo.questions import Questions
@@ -108,7 +108,7 @@ class Rollouts:
         self._times = StepTimes()
         self._clock = StepClock()
         self._logged_step = 0
-        self._reward_mean = float("nan")
+        self._trend = RewardTrend()
 
     @property
     def engine(self) -> RolloutEngine | None:
@@ -128,7 +128,7 @@ class Rollouts:
     @property
     def progress(self) -> str:
         """The mean reward and where the time of the last step went, for the progress display."""
-        return self._clock.shown(self._reward_mean)
+        return f"{self._trend}  {self._clock}"
 
     def check(self, model: PyTree) -> None:
         """Find out before the first step what would make a rollout fail; launches nothing.
@@ -255,7 +255,7 @@ class Rollouts:
         chosen = choose_groups(groups, wanted)
         rollout = self._with_advantages(number, chosen)
         everything = Groups.concatenate(groups)
-        self._reward_mean = float(everything.totals.mean())
+        self._trend.add(float(everything.totals.mean()))
         if self._hosts.is_leader:
             self._report.report(self._sampler.learned_at(number), everything, chosen, every)
         self._logprobs.fill(rollout, model)

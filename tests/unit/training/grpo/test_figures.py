@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from lockstep.training.grpo.figures import StepClock, StepTimes, answer_metrics, reward_metrics
+from lockstep.training.grpo.figures import RewardTrend, StepClock, StepTimes, answer_metrics, reward_metrics
 from lockstep.types import FinishReason
 from tests.unit.training.grpo.made_up import completion
 
@@ -38,4 +38,12 @@ def test_the_clock_adds_up_phases():
     clock.add("update", 0.5)
     clock.lap("reward")
     assert clock.seconds["update"] == 2.0 and 0 < clock.seconds["reward"] <= clock.total < 1
-    assert clock.shown(0.25) == "reward 0.250  rollout 0.00 s, reward 0.00 s"
+
+
+def test_the_progress_display_has_the_reward_and_where_the_time_went():
+    trend, clock = RewardTrend(window=2), StepClock()
+    assert str(trend) == ""
+    for reward in (0.0, 0.25, 0.5):
+        trend.add(reward)
+    clock.add("rollout_generate", 1.25)
+    assert f"{trend}  {clock}" == "reward 0.500 (last 2: 0.375)  rollout 1.25 s, reward 0.00 s"
