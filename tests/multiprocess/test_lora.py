@@ -24,7 +24,8 @@ LM += ["--inference_eval.eval_every", "2", "--inference_eval.prompts", '["What i
 LM += ["--inference_eval.max_new_tokens", "6"]
 GRPO = ["--data.format", "text", "--data.instruction", "", "--data.max_seq_len", "32", "--rollout.max_new_tokens", "8"]
 GRPO += ["--trainer.num_train_steps", "2", "--trainer.train_batch_size", "8", "--rollout.n_generations", "4"]
-GRPO += ["--kl_coefficient", "0.05", "--rewards", '[{"type": "length", "weight": -0.5}]', "--num_iterations", "2"]
+GRPO += ["--kl_coefficient", "0.05", "--rewards", '[{"type": "function", "function": "tests.rollouts:parity"}]']
+GRPO += ["--num_iterations", "2"]
 
 
 def run(hosts, cls, *arguments):

@@ -99,7 +99,9 @@ def test_the_decoder_merges_on_the_way(mesh_shape):
         np.testing.assert_allclose(own, expected, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("layout", [{"tensor": 2}, pytest.param("training", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout", [{"tensor": 2}, pytest.param("training", marks=[pytest.mark.slow, pytest.mark.nightly])]
+)
 def test_samples_are_those_of_the_merged_model(layout):
     model = with_adapters(model_on("1,2,2"))
     asked = [request(i, length, new=6) for i, length in enumerate((3, 9, 14))]

@@ -64,8 +64,9 @@ def test_a_checkpoint_has_the_state_of_the_devices_of_a_host(bandwidth, grace_s,
     trainer = TrainerConfig(checkpointer=CheckpointerConfig(grace_s=grace_s))
     workload = SimpleNamespace(training=SimpleNamespace(trainer=trainer))
     plan = SimpleNamespace(
-        parameters=2 * 2**30, optimizer=4 * 2**30, topology=topology, workload=workload, write_bandwidth=bandwidth
-    )
+        parameters=5 * 2**30, frozen=3 * 2**30, optimizer=4 * 2**30, topology=topology, workload=workload,
+        write_bandwidth=bandwidth,
+    )  # fmt: skip
     assert _checkpoint(plan).startswith("a checkpoint: 24.00 GiB per host, ") and text in _checkpoint(plan)
 
 

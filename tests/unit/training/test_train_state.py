@@ -109,7 +109,7 @@ def test_a_run_goes_on_bit_for_bit(run):
     "values",
     [
         {"mesh_shape": "1,4,1", "per_device_parallelism": 1},
-        {"optimizer": {"type": "muon", "learning_rate": 1e-2}},
+        pytest.param({"optimizer": {"type": "muon", "learning_rate": 1e-2}}, marks=pytest.mark.nightly),
         pytest.param({"optimizer": {"type": "adafactor"}, "on_nan": "skip"}, marks=pytest.mark.nightly),
         pytest.param({"mp": "p=f32,c=bf16"}, marks=pytest.mark.nightly),
     ],
