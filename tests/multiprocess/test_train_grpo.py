@@ -292,10 +292,11 @@ def check_the_evaluation_on_gsm8k(directory, checkpoint):
     script = ["scripts/make_grpo_prompts.py", "--config_path", "config/grpo_gsm8k_qwen25_3b_v6e_8.yaml"]
     made = [str(directory / "test.jsonl"), str(directory / "prompts.jsonl")]
     subprocess.run([sys.executable, *script, *made], cwd=ROOT, check=True)
-    command = ["lockstep", "sample", "--config_path", "config/sampler/gsm8k_qwen25_3b.yaml"]
+    command = ["lockstep", "sample", "--config_path", "config/sampler/gsm8k_qwen25_3b_v6e_8.yaml"]
     command += ["--hf_checkpoint", str(checkpoint), "--tokenizer", "null", "--prompts", made[1]]
     command += ["--trainer.log_dir", str(directory), "--trainer.tracker", "{type: jsonl}"]
     command += ["--engine.max_seq_len", "256", "--max_new_tokens", "16"]
+    command += ["--trainer.distributed.require_process_count", "2"]
     run = run_command(command, cwd=ROOT, timeout_s=200)
     assert run.code == 0, run.output
     logged = {}
