@@ -13,7 +13,10 @@ last launch it is ``us_per_token_beside``. Times are CPU seconds of the thread, 
 count as little as possible.
 
 ``gate_ms``: the gate before each launch (`lockstep.engine.Gate`) between 8 processes on this machine, median wall time;
-``barrier_ms`` and ``exchange_ms``, in turn with it: a barrier alone, and the exchange in which all post and read.
+``barrier_ms`` and ``exchange_ms``, in turn with it: a barrier alone, and the exchange in which all post and read. The
+hosts of a pod have cores of their own, which this machine has for two processes at most: ``gate_ms_2`` is the gate
+between two, and ``gate_cpu_ms`` the CPU time of a gate in the busiest of 8 processes, all threads, the coordination
+service among them.
 """
 
 import argparse
@@ -212,8 +215,15 @@ def worker() -> int:
                 begin = time.perf_counter()
                 call()
                 laps[name].append(1e3 * (time.perf_counter() - begin))
-        if hosts.is_leader:
-            print(json.dumps({name: statistics.median(each) for name, each in laps.items()}), flush=True)
+        hosts.barrier("gates alone")
+        begin = time.process_time()
+        for _ in range(500):
+            gate(None)
+        cpu = 1e3 * (time.process_time() - begin) / 500
+        all_cpu = hosts.gather("CPU time", repr(cpu).encode())
+        if all_cpu is not None:
+            medians = {name: statistics.median(each) for name, each in laps.items()}
+            print(json.dumps(medians | {"gate_cpu_ms": max(map(float, all_cpu))}), flush=True)
 
     run_main(run)
     return 0
@@ -229,7 +239,12 @@ def main() -> int:
         return worker()
     steady = measure(capacity_of(1 + 32 * STEPS), requests_of(SLOTS, (1, 1), (32 * STEPS, 32 * STEPS)))
     mixed = measure(capacity_of(768), requests_of(4 * SLOTS, (16, 256), (64, 512), stop_token_ids=(STOP,)))
-    rows = {**steady, **between_processes(8), **{f"mixed_{name}": value for name, value in mixed.items()}}
+    rows = {
+        **steady,
+        **between_processes(8),
+        "gate_ms_2": between_processes(2)["gate_ms"],
+        **{f"mixed_{name}": value for name, value in mixed.items()},
+    }
     for name, value in rows.items():
         goal = f"  (goal: at most {GOALS[name]})" if name in GOALS else ""
         print(f"{name:24} {value:14,.3f}{goal}")

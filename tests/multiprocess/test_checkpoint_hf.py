@@ -47,6 +47,7 @@ def body_load_and_save(hosts: Hosts, family: str, target: str) -> dict[str, Any]
     return {"difference": difference, "error": str(caught.value)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4])
 def test_processes_load_their_shares_and_the_leader_writes_the_whole(processes: int, tmp_path: Path) -> None:
     target = tmp_path / "out"
@@ -106,7 +107,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("processes", "mesh_shape"), [(2, "auto"), (2, "host_local"), (4, "auto"), (4, "2,-1,1"), (4, "1,-1,2")]
+    ("processes", "mesh_shape"),
+    [
+        (2, "auto"),
+        (2, "host_local"),
+        *(pytest.param(4, shape, marks=pytest.mark.slow) for shape in ("auto", "2,-1,1", "1,-1,2")),
+    ],
 )
 def test_processes_read_every_byte_once_between_them(processes: int, mesh_shape: str, checkpoint: Path) -> None:
     expected = str(checkpoint.with_name("expected.npz"))

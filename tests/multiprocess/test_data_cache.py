@@ -87,6 +87,7 @@ def body_again(hosts, directory):
     }
 
 
+@pytest.mark.slow
 def test_a_killed_build_goes_on_and_gives_the_rows_of_one_process(tmp_path):
     write(tmp_path)
     with pytest.raises(AssertionError):

@@ -98,7 +98,12 @@ def test_leader_only_raises_on_launch():
     ("env", "processes", "text"),
     [
         ({"REQUIRE_JAX_PROCESS_COUNT": "4"}, 2, "this job has 2 process(es), but REQUIRE_JAX_PROCESS_COUNT requires 4"),
-        ({"REQUIRE_MULTIHOST": "1"}, 1, "this job has 1 process, but distributed.require_multihost"),
+        pytest.param(
+            {"REQUIRE_MULTIHOST": "1"},
+            1,
+            "this job has 1 process, but distributed.require_multihost",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_guardrails_stop_every_process_at_once(env, processes, text):
@@ -110,12 +115,14 @@ def test_guardrails_stop_every_process_at_once(env, processes, text):
     assert time.monotonic() - begin < 30
 
 
+@pytest.mark.slow
 def test_a_missing_process_is_waited_for_no_longer_than_told():
     codes, outputs = _run_by_hand(["begin", "2"], started=1)
     assert codes == [1], outputs
     assert "not all of the 2 processes of the job" in outputs[0] and "connected within 2 s" in outputs[0]
 
 
+@pytest.mark.slow
 def test_plain_python_needs_no_service():
     env = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
     run = subprocess.run(
@@ -125,7 +132,7 @@ def test_plain_python_needs_no_service():
     assert run.stderr.startswith("lockstep: process 0 of 1 on ") and "backend cpu" in run.stderr
 
 
-@pytest.mark.parametrize("victim", ["0", "1"])
+@pytest.mark.parametrize("victim", [pytest.param("0", marks=pytest.mark.slow), "1"])
 def test_one_process_that_raises_ends_all(victim):
     """Without the launcher's help: the processes are started by hand, and the others wait in a barrier."""
     begin = time.monotonic()
@@ -141,7 +148,7 @@ def test_one_process_that_raises_ends_all(victim):
 @pytest.mark.parametrize(
     ("victim", "where"),
     [
-        ("0", "waiting"),
+        pytest.param("0", "waiting", marks=pytest.mark.slow),
         ("1", "working"),
         pytest.param("0", "working", marks=pytest.mark.slow),
         pytest.param("1", "waiting", marks=pytest.mark.slow),
@@ -183,6 +190,7 @@ def test_launcher_shows_the_failing_process(victim):
     assert run.output.rstrip().splitlines()[-1].startswith(f"launch: failed: process {victim}")
 
 
+@pytest.mark.slow
 def test_a_service_that_the_user_started_is_used():
     codes, outputs = _run_by_hand(["adopt"])
     assert codes == [0, 0], outputs

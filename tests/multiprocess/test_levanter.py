@@ -25,6 +25,7 @@ from lockstep.types import Request, SamplingParams
 from tests import levanter_models as models
 from tests import tiny, wandb_run
 from tests.multiprocess import levanter_runs as runs
+from tests.multiprocess import permuted
 from tests.multiprocess.harness import run_processes
 from tests.multiprocess.launches import record_launches
 
@@ -129,6 +130,50 @@ def test_a_run_with_samples_has_the_same_losses_and_launches(mesh, tmp_path):
 
 def assert_same_launches(one, two):
     assert one == two, [pair for pair in zip(one, two, strict=False) if pair[0] != pair[1]][:5]
+
+
+def body_report(hosts, directory):
+    """A sampled run; what this process is by any count, and whether Levanter's W&B run is here."""
+    made = []
+    runs.examples()
+
+    def add_hooks(trainer, state):
+        made.append(
+            lockstep.levanter.sample_callback(
+                SAMPLING, tiny.tokenizer(), trainer, model=state.model, output_dir=directory
+            )
+        )
+        trainer.add_hook(made[0], every=2)
+
+    runs.train(runs.trainer_config(directory, 2, runs.FSDP), add_hooks)
+    sampler = made[0].sampler
+    return {
+        "numbers": [hosts.client.task, hosts.index, jax.process_index()],
+        "leader": hosts.is_leader,
+        "tracked here": any(run.settings.mode == "offline" for run in runs_of(sampler)),
+        "rounds": [sampler.rounds, sampler.report_errors],
+        "launches": str(sampler.engine.ledger),
+    }
+
+
+def runs_of(sampler):
+    """The W&B runs that the reports of a callback go to."""
+    return [tracker._run for tracker in sampler._reporter._tracker._wandb if tracker._run is not None]
+
+
+@pytest.mark.slow
+def test_levanters_tracker_is_on_the_process_that_reports_whatever_the_service_calls_it(tmp_path):
+    """On a TPU the coordination service numbers the processes in another order than the devices do."""
+    results = run_processes(body_report, args=(str(tmp_path),), env={permuted.VARIABLE: "1,0"}, own=SETS, timeout_s=200)
+    for process, result in enumerate(results):
+        assert result["numbers"] == [1 - process, process, process]
+        assert result["leader"] == result["tracked here"] == (process == 0)
+        assert result["rounds"] == [1, 0]
+        assert result["launches"] == results[0]["launches"]
+    assert len(read_jsonl(tmp_path / "samples.jsonl")) == 6
+    (run,) = tmp_path.rglob("offline-run-*")
+    (table,) = wandb_run.tables(run, "inference_eval/samples")
+    assert len(table["data"]) == 6
 
 
 def body_beside_its_hooks(hosts, directory):

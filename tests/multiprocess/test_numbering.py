@@ -73,6 +73,7 @@ def test_process_0_of_jax_reports_a_round(group, tmp_path):
     assert len(read_jsonl(tmp_path / "samples.jsonl")) == 2
 
 
+@pytest.mark.slow
 def test_the_end_of_the_process_that_runs_the_service_is_told_by_its_own_number():
     """Task 0, which is process 1 here, dies without a word; the leader is another process."""
     service, leader = run_unattended([*SCENARIO, "die", "1"])
@@ -81,6 +82,7 @@ def test_the_end_of_the_process_that_runs_the_service_is_told_by_its_own_number(
     assert "process 0 of 2 ends because process 1 has died, and with it the coordination service" in leader.log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_the_process_that_fails_is_told_by_its_own_number(victim):
     ends = run_unattended([*SCENARIO, "fail", str(victim)])[::-1]  # in the order of the processes

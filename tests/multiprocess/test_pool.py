@@ -78,6 +78,7 @@ def test_what_a_body_leaves_behind_fails_its_test_by_name():
     assert [line for line in LEFT if line not in text] == [], text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "words"),
     [
@@ -110,6 +111,7 @@ def test_a_group_serves_many_bodies_and_ends_in_order():
             os.kill(pid, 0)
 
 
+@pytest.mark.slow
 def test_processes_that_cannot_start_are_told(monkeypatch):
     monkeypatch.setenv("REQUIRE_JAX_PROCESS_COUNT", "3")
     with pytest.raises(AssertionError, match="(?s)the start of 2 processes: a process failed.*requires 3"):

@@ -104,7 +104,14 @@ def answers(processes):
     return run_processes(body, processes=processes, timeout_s=300)
 
 
-@pytest.mark.parametrize(("processes", "case"), [(n, i) for n, cases in CASES.items() for i in range(len(cases))])
+@pytest.mark.parametrize(
+    ("processes", "case"),
+    [
+        pytest.param(n, i, marks=[] if n == 2 else [pytest.mark.slow])
+        for n, cases in CASES.items()
+        for i in range(len(cases))
+    ],
+)
 def test_tokens_are_those_of_one_process(processes, case):
     in_bfloat16 = "dtype" in CASES[processes][case][2]
     want = expected(in_bfloat16)

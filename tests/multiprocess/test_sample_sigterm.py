@@ -18,6 +18,7 @@ def has_open(pid, path):
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_sigterm_while_prompts_are_read(victim, checkpoint, tmp_path):
     """The leader reads, the other one waits for it in a call that Python cannot interrupt."""

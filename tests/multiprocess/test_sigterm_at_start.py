@@ -37,8 +37,8 @@ def sampling(checkpoint: Path, directory: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("where", "arguments", "victim", "phase"),
     [
-        ("loading", sampling, 0, "loading the checkpoint"),
-        ("loading", demo_from, 1, "loading the checkpoint"),
+        pytest.param("loading", sampling, 0, "loading the checkpoint", marks=pytest.mark.slow),
+        pytest.param("loading", demo_from, 1, "loading the checkpoint", marks=pytest.mark.slow),
         ("making", lambda *_: TRAIN, 1, "making the model"),
     ],
     ids=["the one that reads, sample", "one that waits, training", "made"],

@@ -48,6 +48,7 @@ def test_simpo_trains_and_samples(tmp_path):
     assert "after 20 steps" not in other and "done:" not in other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

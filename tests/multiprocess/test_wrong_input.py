@@ -139,17 +139,23 @@ def test_requests_that_differ_are_found_by_the_engine(results):
     ("arguments", "environment", "parts"),
     [
         (["--inference_eval.page_sise", "8"], {}, ["page_sise", "page_size"]),
-        ([], {"REQUIRE_JAX_PROCESS_COUNT": "3"}, ["has 2 process", "requires 3", "Start the command on every worker"]),
+        pytest.param(
+            [],
+            {"REQUIRE_JAX_PROCESS_COUNT": "3"},
+            ["has 2 process", "requires 3", "Start the command on every worker"],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             [],
             {"REQUIRE_JAX_PROCESS_COUNT": "1"},
             ["has 2 process", "requires 1", "change the requirement"],
             marks=pytest.mark.slow,  # the check of the case above
         ),
-        (
+        pytest.param(
             ["--model", "null", "--initialize_from_hf", "tests/golden/llama3"],
             {},
             ["tokenizer and model vocabulary do not match", "largest token id", "Use the tokenizer"],
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["unknown key", "one process fewer", "one process more", "tokenizer of another model"],

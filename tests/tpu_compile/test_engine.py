@@ -111,6 +111,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("slice_", "dtype", "tensor"),
     [

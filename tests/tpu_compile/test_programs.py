@@ -28,6 +28,7 @@ def compiled(slice_name: str, tensor: int, batch: int, model: str = "llama-3.1-8
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("slice_name", "tensor"),
     [

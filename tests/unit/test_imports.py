@@ -142,7 +142,7 @@ def test_every_package_has_a_place_in_the_layering():
 def test_init_files_only_reexport():
     wrong = []
     for path in sources():
-        if path.name != "__init__.py":
+        if path.name != "__init__.py" or path.parent == PACKAGE:  # tests/unit/test_public_names.py looks at that one
             continue
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)

@@ -12,6 +12,7 @@ REPOSITORY = {
     "test_imports.py",
     "test_launch.py",
     "test_mirror.py",
+    "test_public_names.py",
 }
 """Tests of what is in the repository beside the package."""
 

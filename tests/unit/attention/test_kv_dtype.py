@@ -96,6 +96,7 @@ def test_attention_over_what_was_rounded(
     np.testing.assert_allclose(np.asarray(stepped, np.float32), want[:, -1], rtol=0, atol=atol)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "mesh", "layout", "options"),
     [

@@ -34,6 +34,7 @@ def bucket(monkeypatch, checkpoint):
         fsspec.filesystem("gs").clear_instance_cache()
 
 
+@pytest.mark.slow
 def test_a_whole_run_from_a_bucket_into_a_bucket(bucket, checkpoint, tmp_path, sample):
     values = {
         "hf_checkpoint": "gs://bucket/models/tiny",

@@ -114,6 +114,7 @@ def test_what_changed_is_refused_by_name_unless_forced(checkpoint, prompts, tmp_
     sample("run", **FIELDS, **changed)
 
 
+@pytest.mark.slow
 def test_a_training_checkpoint_answers_as_the_one_that_is_exported_from_it(prompts, tmp_path, sample):
     trained, exported = tmp_path / "trained" / "checkpoints", tmp_path / "exported"
     tiny.save_checkpoint(str(trained))

@@ -189,6 +189,7 @@ def run_one_round(tmp_path, dtype=None, **values):
     return [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()], scalars[1]
 
 
+@pytest.mark.slow
 def test_the_text_ends_before_a_stop_string(tmp_path):
     free, _ = run_one_round(tmp_path / "free", max_new_tokens=20, n_generations=3)
     # Two characters from the middle of each answer: wherever their tokens begin.
@@ -209,6 +210,7 @@ def test_out_of_time_before_the_first_token(tmp_path, recwarn):
     assert not [warning for warning in recwarn if issubclass(warning.category, RuntimeWarning)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("audit", [True, False])
 def test_the_audit_is_a_metric_that_can_be_switched_on(tmp_path, audit):
     _, scalars = run_one_round(tmp_path, max_new_tokens=6, n_generations=3, audit=audit)
@@ -217,6 +219,7 @@ def test_the_audit_is_a_metric_that_can_be_switched_on(tmp_path, audit):
     assert "inference_eval/logprob_noise" not in scalars
 
 
+@pytest.mark.slow
 def test_in_bfloat16_the_gap_is_logged_beside_what_rounding_costs(tmp_path):
     _, scalars = run_one_round(tmp_path, dtype="bfloat16", max_new_tokens=6, n_generations=3, audit=True)
     assert 1e-3 < scalars["inference_eval/logprob_noise"] < 0.1

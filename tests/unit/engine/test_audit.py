@@ -22,7 +22,7 @@ def answers(mesh: str, model: Any, **options: Any) -> list[Completion]:
     return Engine(EngineConfig(), mesh_of(mesh), **options).generate(model, mixed_requests())
 
 
-QUICK = ("llama", "gemma")
+QUICK = ("gemma",)
 """The families of `make test`; the decoder is compared with a plain forward for each."""
 
 
@@ -53,6 +53,7 @@ def test_a_wrong_log_probability_is_found() -> None:
         assert lockstep.audit(pair, mixed_requests(), wrong).logprob_gap == pytest.approx(gap, abs=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_tokens_beyond_the_vocabulary_have_no_part_in_it() -> None:
     model = model_on("1,2,2")
     got = answers("1,2,2", model, vocab_size=30)
@@ -60,6 +61,7 @@ def test_tokens_beyond_the_vocabulary_have_no_part_in_it() -> None:
     assert lockstep.audit(model, mixed_requests(), got).logprob_gap > 1e-3
 
 
+@pytest.mark.slow
 def test_half_precision_is_compared_in_half_precision_and_with_what_it_costs() -> None:
     model = model_on("1,2,2")
     got = Engine(EngineConfig(dtype="bfloat16"), mesh_of("1,2,2")).generate(model, mixed_requests())

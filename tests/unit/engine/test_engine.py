@@ -142,6 +142,7 @@ def test_no_requests_no_answers(engine: Engine, model: Any) -> None:
     assert len(engine.ledger.launches) == launches
 
 
+@pytest.mark.slow
 def test_any_mesh_context_will_do(engine: Engine, model: Any) -> None:
     requests = [request(0, 9, 4)]
     expected = oracle_completions(model, requests)
@@ -155,7 +156,7 @@ def test_any_mesh_context_will_do(engine: Engine, model: Any) -> None:
     [
         ("1,1,1", {}, False),
         pytest.param("4,1,1", {}, False, marks=pytest.mark.slow),
-        ("4,1,1", {"dtype": "bfloat16"}, True),
+        pytest.param("4,1,1", {"dtype": "bfloat16"}, True, marks=pytest.mark.slow),
         ("1,1,4", {"layout": {"tensor": 4}}, False),
         pytest.param("1,4,1", {}, True, marks=pytest.mark.slow),
     ],
@@ -220,6 +221,7 @@ def expected_in_bfloat16(model: Any) -> list[Expected]:
     return oracle_completions(in_bfloat16(model), many_requests())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
@@ -238,6 +240,7 @@ def test_in_bfloat16_answers_differ_at_near_ties_alone(
     assert_same_logprobs(expected_in_bfloat16, got, atol=0.1)
 
 
+@pytest.mark.slow
 def test_parameters_in_bfloat16_are_computed_in_bfloat16(model: Any) -> None:
     cast = Engine(EngineConfig(dtype="bfloat16", layout="training"), mesh_of("1,2,2"))
     native = Engine(EngineConfig(layout="training"), mesh_of("1,2,2"))

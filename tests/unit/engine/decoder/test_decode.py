@@ -28,7 +28,7 @@ def poisoned(mesh: str, token: int = POISON) -> Any:
     ("mesh", "layout", "page_size", "kv_cache_dtype"),
     [
         ("1,1,1", "auto", 8, "auto"),
-        ("1,2,2", {"tensor": 2}, 32, "auto"),
+        pytest.param("1,2,2", {"tensor": 2}, 32, "auto", marks=pytest.mark.slow),
         pytest.param("1,2,1", "training", 16, "auto", marks=pytest.mark.slow),
         pytest.param("1,1,1", "auto", 8, "fp8", marks=pytest.mark.slow),
     ],
@@ -56,6 +56,7 @@ def test_pages_of_a_poisoned_sequence_are_as_good_as_new(
     print(f"{assert_same_tokens(want, mine)} ties, log-probabilities differ by {assert_same_logprobs(want, mine):.1e}")
 
 
+@pytest.mark.slow
 def test_no_number_is_lost_where_a_page_is_not_full() -> None:
     # Tokens after the prompt on its last page are computed too: token 0 must not be one of them.
     healthy, model = model_on("1,1,1"), poisoned("1,1,1", 0)

@@ -52,6 +52,7 @@ def run_cases(examples: int, *drawn: Any) -> None:
     assert ties <= tokens / TOKENS_PER_TIE
 
 
+@pytest.mark.slow
 def test_tokens_depend_on_the_request_alone() -> None:
     run_cases(15, st.sampled_from(QUICK), orders)
 
@@ -63,7 +64,7 @@ def test_tokens_depend_on_the_request_alone_in_every_family_and_layout(examples:
     run_cases(examples, every, orders)
 
 
-@pytest.mark.parametrize("number", range(RANDOM_ENGINES))
+@pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, RANDOM_ENGINES))])
 def test_a_random_engine_answers_as_a_plain_forward(number: int) -> None:
     case = random_case(number)
     model = model_on(case.mesh, case.model, case.vocab)

@@ -80,6 +80,7 @@ def test_they_are_the_models(
     assert [dataclasses.replace(c, prompt_logprobs=(), prompt_top_logprobs=()) for c in got] == plain
 
 
+@pytest.mark.slow
 def test_logits_are_held_in_chunks() -> None:
     vocab = 4096
     model = model_on("1,1,1", dataclasses.replace(FAMILIES["llama"], max_seq_len=1024), vocab)

@@ -25,15 +25,25 @@ OPTIONS: list[dict[str, int]] = [
 ]
 MESHES = {"tensor1": ("1,4,1", "2,2,1"), "training": ("1,2,2", "2,2,1"), "tensor2": ("1,2,2", "1,4,1")}
 COLLECTIVE = re.compile(r"= \S+ (?:all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)\(")
-QUICK = {"llama": LAYOUTS, "llama3": ("training",), "qwen2": ("tensor1",), "qwen3": ("training",), "tied": ("tensor1",)}
-"""Layouts of the families that `make test` runs: one family in all, each other one in one. The rest are nightly."""
+QUICK = {"llama": ("training", "tensor2"), "qwen3": ("training",), "tied": ("tensor1",), "gemma": ("tensor2",)}
+"""Layouts of the families that `make test` runs."""
+SLOW = {"llama": LAYOUTS, "llama3": ("training",), "qwen2": ("tensor1",), "qwen3": ("training",), "tied": ("tensor1",)}
+"""Those of `make slow`: one family in all, each other one in one, tensor2 where none is named. The rest are nightly."""
+
+
+def marks(family: str, layout: str) -> list[pytest.MarkDecorator]:
+    if layout in QUICK.get(family, ()):
+        return []
+    return [pytest.mark.slow] if layout in SLOW.get(family, ("tensor2",)) else [pytest.mark.slow, pytest.mark.nightly]
+
+
 CASES = [
     pytest.param(
         family,
         layout,
         MESHES[layout][i % 2],
         OPTIONS[(i + 2 * j) % len(OPTIONS)],
-        marks=[] if layout in QUICK.get(family, ("tensor2",)) else [pytest.mark.slow, pytest.mark.nightly],
+        marks=marks(family, layout),
     )
     for i, family in enumerate(FAMILIES)
     for j, layout in enumerate(LAYOUTS)
@@ -75,6 +85,7 @@ def test_rows_beyond_the_vocabulary_are_never_sampled(vocab_size: int) -> None:
     assert max(token for c in got for token in c.tokens) < vocab_size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("working", [1, 2])
 def test_replicas_that_rest(working: int) -> None:
     options = {"page_size": 8, "max_prefill_size": 16, "max_steps_per_launch": 5, "max_seqs": 6}

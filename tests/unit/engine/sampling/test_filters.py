@@ -142,6 +142,7 @@ def cases(draw: st.DrawFn) -> tuple[np.ndarray, list[SamplingParams]]:
     return np.stack(rows), params
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(cases())
 def test_what_is_kept_is_alike_in_every_layout(case: tuple[np.ndarray, list[SamplingParams]]) -> None:
@@ -161,7 +162,7 @@ def test_what_is_kept_is_alike_in_every_layout(case: tuple[np.ndarray, list[Samp
         np.testing.assert_allclose(other.sampled_logprob, results[0].sampled_logprob, atol=1e-6)
 
 
-@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 def test_among_equal_scores_the_first_tokens_are_kept(tensor: int) -> None:
     rows = 256
     logits = np.zeros((rows, VOCAB), np.float32)

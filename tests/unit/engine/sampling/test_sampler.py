@@ -16,6 +16,7 @@ from tests.unit.engine.models import LLAMA, mesh_of, model_on, request
 VOCAB = 8
 
 
+@pytest.mark.slow
 def test_the_distribution_at_temperature_1_is_the_softmax() -> None:
     model, mesh = model_on("1,4,1", LLAMA, VOCAB), mesh_of("1,4,1")
     requests = [request(i, (6, 3), 1, temperature=1.0, seed=i % 4, n_generations=128) for i in range(32)]

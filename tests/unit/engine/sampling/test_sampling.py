@@ -73,7 +73,7 @@ def check(want: list[Expected], got: list[Completion]) -> None:
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
-        ({"tensor": 1}, {"page_size": 8, "max_seqs": 6, "max_steps_per_launch": 5}),
+        pytest.param({"tensor": 1}, {"page_size": 8, "max_seqs": 6, "max_steps_per_launch": 5}, marks=pytest.mark.slow),
         pytest.param({"tensor": 2}, {}, marks=pytest.mark.slow),
         ({"tensor": 4}, {"max_steps_per_launch": 4}),
         pytest.param("training", {"max_seqs": 8}, marks=pytest.mark.slow),
@@ -114,6 +114,7 @@ def grown() -> Engine:
     return engine
 
 
+@pytest.mark.slow
 def test_each_request_alone_is_what_it_is_in_company(grown: Engine) -> None:
     model = model_on("1,4,1", CONFIG, ODD)
     together = grown.generate(model, requests())
@@ -145,12 +146,12 @@ def test_features_that_others_use_change_nothing_bit_for_bit(grown: Engine) -> N
     ("params", "inputs", "outputs"),
     [
         ({"repetition_penalty": 1.1}, ("history", "prompt_length", "penalties"), 0),
-        ({"logit_bias": ((1, 1.0),)}, ("bias_ids", "bias"), 0),
-        ({"allowed_token_ids": (1, 2)}, ("allowed_ids",), 0),
+        pytest.param({"logit_bias": ((1, 1.0),)}, ("bias_ids", "bias"), 0, marks=pytest.mark.slow),
+        pytest.param({"allowed_token_ids": (1, 2)}, ("allowed_ids",), 0, marks=pytest.mark.slow),
         ({"stop_token_ids": (1,), "min_tokens": 1}, ("stop_from",), 0),
         ({"top_logprobs": 2}, (), 4),  # an id and a log-probability of each
-        ({"temperature": 1.0, "top_k": 3, "top_p": 0.5, "min_p": 0.1}, (), 0),
-        ({"stop_token_ids": (1,), "ignore_eos": True}, (), 0),
+        pytest.param({"temperature": 1.0, "top_k": 3, "top_p": 0.5, "min_p": 0.1}, (), 0, marks=pytest.mark.slow),
+        pytest.param({"stop_token_ids": (1,), "ignore_eos": True}, (), 0, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -205,6 +206,7 @@ def test_what_was_not_prepared_for() -> None:
     assert len(engine.ledger.launches) == launches
 
 
+@pytest.mark.slow
 def test_many_most_probable_tokens_of_a_split_vocabulary() -> None:
     # More than one device has, and all there are.
     engine = Engine(EngineConfig(layout={"tensor": 4}), mesh_of("1,4,1"), vocab_size=18)

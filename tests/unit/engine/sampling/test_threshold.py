@@ -99,6 +99,7 @@ def large(draw: st.DrawFn) -> tuple[Any, ...]:
 FLAT = np.zeros((SLOTS, LARGE), np.float32)
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(large())
 @example((FLAT, [0, SIZE, SIZE + 1], [0.1, 0.5, 1.0], [0, 0, 0]))

@@ -176,6 +176,7 @@ def test_auto_on_this_machine() -> None:
     assert "layout {tensor: 1, replicas: 1}, 1 replicas of 4, 32 sequences in each" in got.describe()
 
 
+@pytest.mark.slow
 def test_short_memory_makes_requests_wait_and_changes_no_token() -> None:
     model = model_on("1,2,2")
     requests = [request(i, 9 + i, 8, temperature=0.8 * (i % 2), seed=i) for i in range(12)]

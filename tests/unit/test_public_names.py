@@ -1,0 +1,52 @@
+"""The names of ``lockstep`` itself: all there, and imported when they are used."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lockstep
+
+LOOK = """
+import sys
+import lockstep
+assert "jax" not in sys.modules
+import lockstep.hosts
+assert "jax" in sys.modules
+print(*{name.partition(".")[0] for name in sys.modules} & {"haliax", "equinox", "flax", "optax", "transformers"})
+lockstep.Engine
+assert "haliax" in sys.modules
+"""
+
+
+def test_the_names_that_a_type_checker_sees_are_those_that_are_found():
+    tree = ast.parse(Path(lockstep.__file__).read_text(encoding="utf-8"))
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    seen = {
+        (name.asname, node.module) for node in block.body if isinstance(node, ast.ImportFrom) for name in node.names
+    }
+    assert seen == {(name, f"lockstep.{module}") for name, module in lockstep._HOME.items()}
+    assert lockstep.__all__ == sorted(lockstep._HOME)
+
+
+@pytest.mark.parametrize("name", lockstep.__all__)
+def test_a_name_is_that_of_its_package(name):
+    module = sys.modules[getattr(lockstep, name).__module__]
+    assert module.__name__.startswith(f"lockstep.{lockstep._HOME[name]}")
+    assert name in dir(lockstep)
+
+
+def test_a_package_is_found_without_an_import_of_its_own():
+    assert lockstep.hosts.Hosts is lockstep.Hosts
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'lockstep' has no attribute 'Enigne'"):
+        lockstep.Enigne  # noqa: B018
+
+
+def test_who_starts_processes_does_not_wait_for_the_engine():
+    found = subprocess.run([sys.executable, "-c", LOOK], capture_output=True, text=True, timeout=120)
+    assert (found.returncode, found.stdout.split()) == (0, []), found.stdout + found.stderr
