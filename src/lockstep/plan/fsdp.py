@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from typing import Final
 
 import haliax as hax
 import jax
@@ -11,6 +12,31 @@ from lockstep.models import split_trained
 from lockstep.placement import PARAMETER_AXES
 from lockstep.plan.collectives import Collective
 
+TILE: Final = (16, 128)
+"""The rows and columns of a TPU's tile of 16-bit numbers, the type that weights are gathered in.
+
+Source: https://docs.jax.dev/en/latest/pallas/tpu/details.html
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ThinPieces:
+    """A weight whose pieces fill only a part of a TPU's tile.
+
+    Args:
+        parameter: The path of the weight.
+        axis: The name of the axis that is split.
+        size: The size of the axis.
+        piece: The size of a device's piece of it.
+        tile: The size of a tile along it.
+    """
+
+    parameter: str
+    axis: str
+    size: int
+    piece: int
+    tile: int
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FsdpBytes:
@@ -19,10 +45,12 @@ class FsdpBytes:
     Args:
         floor: The least that FSDP has to receive, see `fsdp_floor`.
         received: What the program receives in collectives between data-parallel devices, whatever they are for.
+        thin: The weights that are split into pieces thinner than a tile.
     """
 
     floor: int
     received: int
+    thin: tuple[ThinPieces, ...] = ()
 
     @property
     def ratio(self) -> float | None:
@@ -48,6 +76,7 @@ def fsdp_bytes(
     return FsdpBytes(
         floor=fsdp_floor(model, mesh_shape, microbatches=microbatches, itemsize=itemsize),
         received=sum(one.times * one.received for one in between_data),
+        thin=thin_pieces(model, mesh_shape),
     )
 
 
@@ -68,7 +97,8 @@ def fsdp_floor(model: PyTree, mesh_shape: Mapping[str, int], *, microbatches: in
     """
     total = 0.0
     trained, frozen = split_trained(model)
-    for axes, gradients in [(axes, 1) for axes in _parameters(trained)] + [(axes, 0) for axes in _parameters(frozen)]:
+    parameters = [(axes, 1) for _, axes in _parameters(trained)] + [(axes, 0) for _, axes in _parameters(frozen)]
+    for axes, gradients in parameters:
         split = {PARAMETER_AXES.get(axis.name) for axis in axes}
         size = itemsize * hax.axis.axis_size(axes) / (mesh_shape["tp"] if "tp" in split else 1)
         devices = mesh_shape["fsdp"] if "fsdp" in split else 1
@@ -80,11 +110,37 @@ def fsdp_floor(model: PyTree, mesh_shape: Mapping[str, int], *, microbatches: in
     return round(total)
 
 
+def thin_pieces(model: PyTree, mesh_shape: Mapping[str, int]) -> tuple[ThinPieces, ...]:
+    """The weights of which FSDP gives each device a piece thinner than a tile.
+
+    A TPU stores an array in whole tiles of its last two axes, so that such a piece is stored, gathered and scattered
+    with padding. Vectors are not named: they are next to nothing.
+
+    Args:
+        model: The parameters as haliax arrays, or their shapes.
+        mesh_shape: The size of each axis of the mesh, by name.
+    """
+    found = []
+    for path, axes in _parameters(model):
+        if sum(axis.name != "layer" for axis in axes) < 2:
+            continue
+        for axis, tile in zip(axes[-2:], TILE, strict=True):
+            devices = mesh_shape["fsdp"] if PARAMETER_AXES.get(axis.name) == "fsdp" else 1
+            piece = axis.size // devices
+            if devices > 1 and piece < tile:
+                found.append(ThinPieces(parameter=path, axis=axis.name, size=axis.size, piece=piece, tile=tile))
+    return tuple(found)
+
+
 def _all_reduce(size: float, devices: int) -> float:
     return 2 * size * (devices - 1) / devices
 
 
-def _parameters(model: PyTree) -> list[tuple[hax.Axis, ...]]:
-    """The axes of every parameter."""
-    leaves = jax.tree.leaves(model, is_leaf=lambda leaf: isinstance(leaf, hax.NamedArray))
-    return [leaf.axes for leaf in leaves if isinstance(leaf, hax.NamedArray)]
+def _parameters(model: PyTree) -> list[tuple[str, tuple[hax.Axis, ...]]]:
+    """The path and the axes of every parameter."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(model, is_leaf=lambda leaf: isinstance(leaf, hax.NamedArray))
+    return [
+        (jax.tree_util.keystr(path).removeprefix("."), leaf.axes)
+        for path, leaf in leaves
+        if isinstance(leaf, hax.NamedArray)
+    ]

@@ -256,6 +256,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
                 "floor_bytes": plan.fsdp.floor,
                 "received_bytes": plan.fsdp.received,
                 "ratio": plan.fsdp.ratio,
+                "thin_pieces": [dataclasses.asdict(one) for one in plan.fsdp.thin],
             },
             "predicted_at_best": {
                 **dataclasses.asdict(time),

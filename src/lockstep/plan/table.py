@@ -1,6 +1,7 @@
 """A plan as tables at the terminal."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Final
 
 from rich import box
 from rich.console import Console
@@ -9,7 +10,7 @@ from rich.table import Table
 
 from lockstep.engine import layout_text
 from lockstep.plan.collectives import CollectiveSum
-from lockstep.plan.fsdp import FsdpBytes
+from lockstep.plan.fsdp import FsdpBytes, ThinPieces
 from lockstep.plan.hlo import vmem
 from lockstep.plan.planner import Plan, SamplingPlan
 from lockstep.plan.summary import (
@@ -22,6 +23,9 @@ from lockstep.plan.summary import (
     train_time,
 )
 from lockstep.units import bytes_text, seconds_text
+
+_NAMED: Final = 4
+"""The most weights that a warning names."""
 
 
 def print_plan(plan: Plan, console: Console) -> None:
@@ -131,7 +135,21 @@ def _print_fsdp(fsdp: FsdpBytes, console: Console) -> None:
             highlight=False,
             soft_wrap=True,
         )
+    if fsdp.thin:
+        console.print(f"[bold yellow]warning[/]: {escape(_thin(fsdp.thin))}", highlight=False, soft_wrap=True)
     console.print()
+
+
+def _thin(pieces: Sequence[ThinPieces]) -> str:
+    named = [f"{one.parameter} ({one.axis}: {one.size:,} in pieces of {one.piece})" for one in pieces[:_NAMED]]
+    more = f" and {len(pieces) - _NAMED} more (--json has them)" if len(pieces) > _NAMED else ""
+    worst = min(pieces, key=lambda one: one.size // one.tile)
+    largest = worst.size // worst.tile
+    fix = f"make fsdp in trainer.mesh_shape at most {largest}, and dp or tp larger" if largest else "the model is small"
+    return (
+        f"{', '.join(named)}{more}: pieces thinner than a tile of the TPU ({worst.tile} along {worst.axis}) are stored "
+        f"and sent with padding; {fix}."
+    )
 
 
 def _speed(plan: Plan) -> Table:

@@ -8,7 +8,7 @@ from haliax import Axis
 
 from lockstep.models import LoraConfig, LoraModel, skeleton
 from lockstep.plan.collectives import Collective
-from lockstep.plan.fsdp import FsdpBytes, fsdp_bytes, fsdp_floor
+from lockstep.plan.fsdp import FsdpBytes, ThinPieces, fsdp_bytes, fsdp_floor, thin_pieces
 from tests.unit.engine.models import LLAMA
 
 LAYER, EMBED, MLP, VOCAB = Axis("layer", 3), Axis("embed", 1024), Axis("mlp", 2048), Axis("vocab", 512)
@@ -71,3 +71,14 @@ def test_what_crosses_tensor_parallel_devices_is_not_counted() -> None:
 
 def test_nothing_to_gather_has_no_ratio() -> None:
     assert FsdpBytes(floor=0, received=3).ratio is None
+
+
+def test_pieces_thinner_than_a_tile_are_named_with_their_width() -> None:
+    # 1024 over 16 devices is 64: fewer than the 128 columns of a tile, and more than its 16 rows.
+    given = model(out=(LAYER, MLP, EMBED), up=(LAYER, EMBED, MLP), norm=(LAYER, EMBED))
+    out = ThinPieces(parameter="['out']", axis="embed", size=1024, piece=64, tile=128)
+    assert thin_pieces(given, mesh(1, 16, 1)) == (out,)
+    assert fsdp_bytes(given, mesh(1, 16, 1), [], microbatches=1, itemsize=2).thin == (out,)
+    assert thin_pieces(given, mesh(2, 8, 1)) == ()
+    rows = [one for one in thin_pieces(given, mesh(1, 128, 1)) if one.parameter == "['up']"]
+    assert [(one.piece, one.tile) for one in rows] == [(8, 16)]

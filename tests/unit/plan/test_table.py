@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from lockstep.plan.fsdp import FsdpBytes
+from lockstep.plan.fsdp import FsdpBytes, ThinPieces
 from lockstep.plan.infeasibility import Infeasibility
 from lockstep.plan.table import _checkpoint, _named, _print_fsdp, print_plan
 from lockstep.training import CheckpointerConfig, TrainerConfig
@@ -81,3 +81,24 @@ def test_where_nothing_has_to_be_gathered_nothing_is_told():
     console = Console(file=io.StringIO(), width=200)
     _print_fsdp(FsdpBytes(floor=0, received=2**20), console)
     assert "FSDP" not in console.file.getvalue()
+
+
+def thin(parameter: str, size: int, piece: int) -> ThinPieces:
+    return ThinPieces(parameter=parameter, axis="embed", size=size, piece=piece, tile=128)
+
+
+def test_pieces_thinner_than_a_tile_are_warned_of_with_the_fix():
+    console = Console(file=io.StringIO(), width=400)
+    pieces = tuple(thin(f"layers[{name}]", 8192, 64) for name in "abcdef")
+    _print_fsdp(FsdpBytes(floor=2**30, received=2**30, thin=pieces[:1]), console)
+    _print_fsdp(FsdpBytes(floor=2**30, received=2**30, thin=pieces), console)
+    one, six = (line for line in console.file.getvalue().splitlines() if line.startswith("warning"))
+    assert "layers[a] (embed: 8,192 in pieces of 64): pieces thinner than a tile of the TPU (128 along embed)" in one
+    assert "make fsdp in trainer.mesh_shape at most 64, and dp or tp larger" in one and "more" not in one
+    assert "layers[d]" in six and "layers[e]" not in six and "and 2 more (--json has them)" in six
+
+
+def test_a_model_that_is_smaller_than_a_tile_has_no_mesh_that_would_mend_it():
+    console = Console(file=io.StringIO(), width=400)
+    _print_fsdp(FsdpBytes(floor=2**30, received=2**30, thin=(thin("o", 32, 4),)), console)
+    assert "sent with padding; the model is small." in console.file.getvalue()
