@@ -29,7 +29,8 @@ from lockstep.plan.fsdp import fsdp_bytes
 from lockstep.plan.hlo import Array, Hlo, Op
 from lockstep.plan.topology import Topology, topology
 from lockstep.plan.traffic import traffic
-from lockstep.plan.train_step import compile_step, make_state, peak, step_flops
+from lockstep.plan.train_state import make_state
+from lockstep.plan.train_step import compile_step, peak, step_flops
 from lockstep.plan.workload import TrainingWorkload, Workload
 from lockstep.training import OptimizerConfig, TrainerConfig, lm_loss
 

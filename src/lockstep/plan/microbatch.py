@@ -6,7 +6,8 @@ from jax.sharding import Mesh
 
 from lockstep.plan.cache import CompileCache
 from lockstep.plan.infeasibility import InfeasibleError
-from lockstep.plan.train_step import State, TrainStepPlan, plan_step
+from lockstep.plan.train_state import State
+from lockstep.plan.train_step import TrainStepPlan, plan_step
 from lockstep.plan.workload import Workload
 
 

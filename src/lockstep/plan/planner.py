@@ -19,7 +19,8 @@ from lockstep.plan.hlo import Hlo, vmem
 from lockstep.plan.infeasibility import Infeasibility, InfeasibleError, key_in, largest_in, with_common_largest
 from lockstep.plan.microbatch import plan_largest_step
 from lockstep.plan.topology import Topology, names_of
-from lockstep.plan.train_step import State, TrainStepPlan, make_state, model_structs
+from lockstep.plan.train_state import State, make_state, model_structs
+from lockstep.plan.train_step import TrainStepPlan
 from lockstep.plan.workload import SamplingWorkload, Workload
 from lockstep.types import Request
 

@@ -9,7 +9,8 @@ from lockstep.models import POLICIES
 from lockstep.placement import make_mesh
 from lockstep.plan.cache import CompileCache
 from lockstep.plan.topology import Topology
-from lockstep.plan.train_step import compile_step, make_state, makes_vocab_blocks, peak, step_flops
+from lockstep.plan.train_state import make_state
+from lockstep.plan.train_step import compile_step, makes_vocab_blocks, peak, step_flops
 from lockstep.plan.workload import Workload
 from lockstep.units import bytes_text
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
-import haliax as hax
 import jax
 from jax.sharding import Mesh
 
@@ -14,45 +13,17 @@ from lockstep.attention import attention_products
 from lockstep.device import block_bytes
 from lockstep.errors import HbmError
 from lockstep.models import (
-    LlamaLMHeadModel,
-    LoraModel,
     join_trained,
     recomputes_layers,
-    skeleton,
     split_trained,
 )
 from lockstep.plan.cache import CompileCache, Summary
 from lockstep.plan.infeasibility import Infeasibility, InfeasibleError
+from lockstep.plan.train_state import State, init_trained
 from lockstep.plan.workload import TrainingWorkload, Workload
-from lockstep.training import TrainStep, batch_structs, needs_vocab_blocks, parameter_shardings, state_structs
+from lockstep.training import TrainStep, batch_structs, needs_vocab_blocks
 
 NAME = "train_step"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class State:
-    """The training state, which is on the devices for the whole run.
-
-    Args:
-        structs: The state as shapes with shardings.
-        shardings: The shardings of the state.
-        parameters: The bytes per device of the model's parameters.
-        trained: The bytes per device of those that are trained.
-        optimizer: The bytes per device of the optimizer's state.
-        reference: The bytes per device of a frozen copy of the model.
-    """
-
-    structs: Any
-    shardings: Any
-    parameters: int
-    trained: int
-    optimizer: int
-    reference: int
-
-    @property
-    def resident(self) -> int:
-        """The bytes per device of all of it."""
-        return self.parameters + self.optimizer + self.reference
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,37 +45,6 @@ class TrainStepPlan:
     temporaries: int
     microbatches: int
     flops: float
-
-
-def make_state(workload: Workload, mesh: Mesh) -> State:
-    """The shapes and the bytes of the parameters and of the optimizer's state.
-
-    Args:
-        workload: What is asked of the devices, with training.
-        mesh: The mesh of the run.
-
-    Raises:
-        ConfigError: The mesh does not divide an axis of the model.
-    """
-    training = workload.training
-    assert training is not None
-    precision = training.trainer.precision
-    optimizer = training.optimizer.build(training.trainer.num_train_steps)
-    structs, shardings = state_structs(lambda key: split_trained(_init(workload)(key))[0], optimizer, mesh, precision)
-    trained = _bytes(structs.model)
-    if training.lora is not None:
-        base = model_structs(workload, mesh)
-        structs = structs.join(LoraModel(base=base, adapters=None, scale=training.lora.scale))
-    parameters = _bytes(structs.model)
-    reference = parameters * precision.compute.itemsize // precision.param.itemsize if training.reference else 0
-    return State(
-        structs=structs,
-        shardings=shardings,
-        parameters=parameters,
-        trained=trained,
-        optimizer=_bytes(structs.opt_state),
-        reference=reference,
-    )
 
 
 def compile_step(
@@ -200,7 +140,7 @@ def saved_bytes(workload: Workload, rows: int) -> int:
     precision = training.trainer.precision
 
     def residuals() -> Any:
-        model = precision.cast_to_compute(_init(workload)(jax.random.key(0)))
+        model = precision.cast_to_compute(init_trained(workload)(jax.random.key(0)))
         trained, frozen = split_trained(model)
         arrays, rest = eqx.partition(trained, eqx.is_array)
         batch = {name: jax.numpy.zeros((rows, *one.shape), one.dtype) for name, one in training.columns.items()}
@@ -371,41 +311,3 @@ def _columns(training: TrainingWorkload, length: int | None) -> dict[str, jax.Sh
         shape = tuple(length if size == training.length else size for size in one.shape)
         changed[name] = jax.ShapeDtypeStruct(shape, one.dtype)
     return changed
-
-
-def model_structs(workload: Workload, mesh: Mesh) -> LlamaLMHeadModel:
-    """A model that is not trained, as shapes on a mesh.
-
-    Args:
-        workload: What is asked of the devices; its model is used.
-        mesh: The mesh.
-
-    Returns:
-        The model with a `jax.ShapeDtypeStruct` for each weight.
-
-    Raises:
-        ConfigError: The mesh does not divide an axis of a weight.
-    """
-    shapes = skeleton(workload.vocab_size, workload.model)
-    return jax.tree.map(
-        lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, jax.numpy.dtype(workload.dtype), sharding=sharding),
-        shapes,
-        parameter_shardings(shapes, mesh),
-    )
-
-
-def _init(workload: Workload) -> Callable[[jax.Array], LlamaLMHeadModel | LoraModel]:
-    """What makes the model that is trained."""
-    lora = None if workload.training is None else workload.training.lora
-
-    def init(key: jax.Array) -> LlamaLMHeadModel | LoraModel:
-        base = LlamaLMHeadModel.init(hax.Axis("vocab", workload.vocab_size), workload.model, key=key)
-        if lora is None:
-            return base
-        return LoraModel(base=base, adapters=lora.init(workload.model, key), scale=lora.scale)
-
-    return init
-
-
-def _bytes(tree: Any) -> int:
-    return sum(block_bytes(leaf) for leaf in jax.tree.leaves(tree))

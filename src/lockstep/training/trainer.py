@@ -353,9 +353,7 @@ class Trainer:
                 skip_bad=self.config.on_nan != "raise",
             )
 
-        todo: list[Mapping[str, jax.ShapeDtypeStruct]] = [source.structs()]
-        if isinstance(source, BatchFeed):
-            todo = [*source.all_structs()]
+        todo = list(source.all_structs() if isinstance(source, BatchFeed) else [source.structs()])
         if self.config.per_device_parallelism == "auto":  # what fits with the longest rows fits with shorter ones
             longest = todo.pop()
             memory = memory_for_training(self.mesh, state, self.config.memory_bytes_per_device)
@@ -367,8 +365,8 @@ class Trainer:
             self._step = make(self._microbatches)
         signals = self._signals(self._step, 0)
         for batch in todo:
-            compile = functools.partial(self._step.compile, state, batch, *signals, ledger=self.hosts.ledger)
-            self._launch.compile_on_all("train_step", compile)
+            compile_step = functools.partial(self._step.compile, state, batch, *signals, ledger=self.hosts.ledger)
+            self._launch.compile_on_all("train_step", compile_step)
         return self._step
 
     def _signals(self, step_fn: TrainStep, flag: int) -> list[jax.Array]:

@@ -9,7 +9,8 @@ import pytest
 
 from lockstep.models import LoraConfig, skeleton
 from lockstep.placement import make_mesh
-from lockstep.plan.train_step import largest_that_works, make_state, peak, saved_bytes, step_flops
+from lockstep.plan.train_state import make_state
+from lockstep.plan.train_step import largest_that_works, peak, saved_bytes, step_flops
 from lockstep.plan.workload import TrainingWorkload, Workload
 from lockstep.training import OptimizerConfig, TrainerConfig, TrainStep, batch_structs, lm_loss
 from tests.unit.engine.models import LLAMA
