@@ -1,6 +1,6 @@
 """Draws rl-curve.png from runs of ``make rl-demo``: the reward of the sampled answers, and the held-out questions.
 
-Run it in the repository's environment with the extra ``docs``, after runs with several seeds::
+Run it in the repository's environment with the extra ``figures``, after runs with several seeds::
 
     .venv/bin/python docs/images/make_rl_curve.py runs/rl-demo runs/rl-demo-1 runs/rl-demo-2
 """

@@ -23,7 +23,6 @@ POD = {
     "simpo_ultrafeedback_llama3_8b_v5p_64_inference.yaml": ("train-simpo", 8),
     "grpo_gsm8k_qwen25_3b_v6e_8.yaml": ("train-grpo", 1),
     "grpo_gsm8k_qwen25_3b_v6e_16.yaml": ("train-grpo", 4),
-    "sampler/gsm8k_qwen25_3b_v6e_8.yaml": ("sample", 1),
     "sampler/sample_llama8b_multihost.yaml": ("sample", 2),
     "sampler/sample_llama8b_multihost_real.yaml": ("sample", 2),
     "sampler/sample_llama8b_multihost_128prompts_2048_hostdp_wandb_v5p16.yaml": ("sample", 2),
