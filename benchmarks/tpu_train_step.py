@@ -29,7 +29,7 @@ from lockstep.plan.fsdp import fsdp_bytes
 from lockstep.plan.hlo import Array, Hlo, Op
 from lockstep.plan.topology import Topology, topology
 from lockstep.plan.traffic import traffic
-from lockstep.plan.train_step import compile_step, make_state, peak, step_flops
+from lockstep.plan.train_step import compile_step, make_state, makes_vocab_blocks, peak, step_flops
 from lockstep.plan.workload import TrainingWorkload, Workload
 from lockstep.training import OptimizerConfig, TrainerConfig, lm_loss
 
@@ -115,14 +115,16 @@ def figures(case: Case, found: Topology, summary: Summary) -> dict[str, Any]:
     workload, chip, hlo = workload_of(case), chip_of(found.devices[0]), Hlo(summary.text)
     assert workload.training is not None
     mesh = make_mesh("auto", list(found.devices))
+    microbatches = workload.training.trainer.microbatches(mesh)
+    flops = step_flops(workload, vocab_blocks=makes_vocab_blocks(workload, mesh, microbatches))
     hosts = [device.process_index for device in mesh.devices.flat]
     each = collectives(hlo, len(hosts))
     sums = summed(each, hosts)
     model = make_state(workload, mesh).structs.model
-    moved = fsdp_bytes(model, mesh.shape, each, itemsize=2, microbatches=workload.training.trainer.microbatches(mesh))
+    moved = fsdp_bytes(model, mesh.shape, each, itemsize=2, microbatches=microbatches)
     accessed = sum(size * run.times for run, size in traffic(hlo, _kernel))
     times = {
-        "compute_s": step_flops(workload) / len(hosts) / chip.flops,
+        "compute_s": flops / len(hosts) / chip.flops,
         "memory_s": accessed / chip.bandwidth,
         "collectives_s": sum(one.bytes / chip.link.bandwidth + one.count * chip.link.latency_s for one in sums),
     }
