@@ -30,7 +30,7 @@ from lockstep.plan.hlo import Array, Hlo, Op
 from lockstep.plan.topology import Topology, topology
 from lockstep.plan.traffic import traffic
 from lockstep.plan.train_state import make_state
-from lockstep.plan.train_step import compile_step, peak, step_flops
+from lockstep.plan.train_step import compile_step, makes_vocab_blocks, peak, step_flops
 from lockstep.plan.workload import TrainingWorkload, Workload
 from lockstep.training import OptimizerConfig, TrainerConfig, lm_loss
 
@@ -83,17 +83,6 @@ def train_step(case: Case, found: Topology, cache: CompileCache) -> Summary:
     return compile_step(workload, mesh, make_state(workload, mesh), cache, microbatches=microbatches)
 
 
-def levanter_step(case: Case, found: Topology, cache: CompileCache) -> Summary:
-    """Levanter's own train step for the same model, slice, batch and float types, compiled."""
-    from benchmarks.levanter_step import lower_step
-
-    lowered = lower_step(
-        case.preset.config, case.preset.vocab_size, found.devices, sequences=case.sequences, length=case.length,
-        at_a_time=case.at_a_time, steps=STEPS,
-    )  # fmt: skip
-    return cache(lowered, "levanter")
-
-
 def workload_of(case: Case) -> Workload:
     """The train step of a case, as a configuration of ``train-lm`` asks for it."""
     columns = {
@@ -116,14 +105,16 @@ def figures(case: Case, found: Topology, summary: Summary) -> dict[str, Any]:
     workload, chip, hlo = workload_of(case), chip_of(found.devices[0]), Hlo(summary.text)
     assert workload.training is not None
     mesh = make_mesh("auto", list(found.devices))
+    microbatches = workload.training.trainer.microbatches(mesh)
+    flops = step_flops(workload, vocab_blocks=makes_vocab_blocks(workload, mesh, microbatches))
     hosts = [device.process_index for device in mesh.devices.flat]
     each = collectives(hlo, len(hosts))
     sums = summed(each, hosts)
     model = make_state(workload, mesh).structs.model
-    moved = fsdp_bytes(model, mesh.shape, each, itemsize=2, microbatches=workload.training.trainer.microbatches(mesh))
+    moved = fsdp_bytes(model, mesh.shape, each, itemsize=2, microbatches=microbatches)
     accessed = sum(size * run.times for run, size in traffic(hlo, _kernel))
     times = {
-        "compute_s": step_flops(workload) / len(hosts) / chip.flops,
+        "compute_s": flops / len(hosts) / chip.flops,
         "memory_s": accessed / chip.bandwidth,
         "collectives_s": sum(one.bytes / chip.link.bandwidth + one.count * chip.link.latency_s for one in sums),
     }
@@ -164,9 +155,8 @@ ROWS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
 
 def table(results: list[dict[str, Any]]) -> str:
     """The table of ``docs/performance.md``, in Markdown."""
-    heads = [f"{result['maker']}: {result['model']} on {result['slice_name']}" for result in results]
     lines = [
-        "| | " + " | ".join(heads) + " |",
+        "| | " + " | ".join(f"{result['model']} on {result['slice_name']}" for result in results) + " |",
         "|---|" + "---:|" * len(results),
     ]
     lines += [f"| {name} | " + " | ".join(show(result) for result in results) + " |" for name, show in ROWS]
@@ -186,7 +176,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", choices=[case.model for case in CASES], help="default: all")
     parser.add_argument("--layers", type=int, help="in place of the model's own, to compile faster")
-    parser.add_argument("--levanter", action="store_true", help="Levanter's own train step beside each of ours")
     parser.add_argument("--cache_dir", type=Path, help="where compiled results are kept; default: nowhere")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="only print the table of such files")
@@ -200,15 +189,12 @@ def main() -> None:
             continue
         case = dataclasses.replace(case, layers=options.layers)
         found = topology(case.slice_name)
+        start = time.monotonic()
         cache = CompileCache(case.slice_name, options.cache_dir, lambda name, what: print(name, what, file=sys.stderr))
-        steps = {"ours": train_step, "levanter": levanter_step} if options.levanter else {"ours": train_step}
-        for maker, make in steps.items():
-            start = time.monotonic()
-            compiled = figures(case, found, make(case, found, cache))
-            seconds = time.monotonic() - start
-            results.append(dataclasses.asdict(case) | {"maker": maker} | compiled | {"seconds": seconds})
-            if options.json:
-                options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        compiled = figures(case, found, train_step(case, found, cache))
+        results.append(dataclasses.asdict(case) | compiled | {"seconds": time.monotonic() - start})
+        if options.json:
+            options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print(table(results))
 
 

@@ -23,7 +23,7 @@ _FIGURES: Final = (
     "generated_code_size_in_bytes", "peak_memory_in_bytes",
 )  # fmt: skip
 _TOO_LARGE: Final[dict[str, type[HbmError | VmemError]]] = {"hbm": HbmError, "vmem": VmemError}
-_FORMAT: Final = 3
+_FORMAT: Final = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -40,20 +40,6 @@ class Family:
     source: str
     options: tuple[tuple[str, Any], ...] = ()
 
-    def wraps(self, grid: tuple[int, ...]) -> tuple[bool, bool, bool]:
-        """The axes whose last chip has a link to the first, which the compiler would take for missing.
-
-        A cuboid of v4 or v5p is a torus from 4x4x4 on; of v5e and v6e, a side of 16 chips is a ring. The compiler makes
-        other collectives for a torus than for a mesh.
-
-        Args:
-            grid: The number of chips along each axis.
-        """
-        if len(grid) == 3:
-            torus = all(side % 4 == 0 for side in grid)
-            return torus, torus, torus
-        return grid[0] == _RING, grid[1] == _RING, False
-
 
 # A cuboid is rented in the shape that is nearest to a cube, with sides that are multiples of 4 from 64 chips on.
 _V4 = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8), (4, 8, 8), (8, 8, 8), (8, 8, 12), (8, 8, 16),
@@ -62,7 +48,6 @@ _V5P = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8), (4, 4,
         (8, 8, 12), (8, 12, 12), (8, 8, 16), (12, 12, 12), (8, 12, 16), (8, 16, 16), (12, 12, 16), (12, 16, 16),
         (16, 16, 16), (12, 16, 24), (16, 16, 24))  # fmt: skip
 _FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
-_RING: Final = 16
 _ONE_VM = frozenset({(1, 1), (2, 2), (2, 4)})
 
 FAMILIES: Final = (
@@ -173,7 +158,7 @@ def topology(name: str) -> Topology:
     ):
         os.environ.setdefault(variable, value)
     family, grid = known[name]
-    options = dict(family.options) | {"wrap": family.wraps(grid)}
+    options = dict(family.options)
     if grid in family.single_host:
         options["chips_per_host_bounds"] = (*grid, 1)
     sizes = "x".join(map(str, grid))

@@ -32,17 +32,6 @@ def test_names_follow_from_the_grids():
     assert names_of("v5litepod") == [f"v5litepod-{n}" for n in (1, 4, 8, 16, 32, 64, 128, 256)]
 
 
-def test_large_slices_are_tori():
-    """Compared with MaxText's table of slices (``accelerator_to_spec_map.py``, ``wrap``)."""
-    expected = {
-        "v4-64": (False, False, False), "v4-128": (True, True, True), "v5p-64": (False, False, False),
-        "v5p-128": (True, True, True), "v5p-256": (True, True, True), "v5litepod-128": (False, True, False),
-        "v6e-64": (False, False, False), "v6e-128": (False, True, False), "v6e-256": (True, True, False),
-    }  # fmt: skip
-    known = known_names()
-    assert {name: known[name][0].wraps(known[name][1]) for name in expected} == expected
-
-
 @pytest.mark.parametrize("name", ["v5p-63", "v7x-8", "", "v5p"])
 def test_an_unknown_name_lists_the_known_ones(name):
     with pytest.raises(ConfigError, match=r"is not known\. Known: v4-8, .*v5p-64.*v5litepod-16.*v6e-256\."):
