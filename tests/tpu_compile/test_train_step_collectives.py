@@ -13,7 +13,7 @@ from lockstep.plan.collectives import collectives
 from lockstep.plan.fsdp import fsdp_bytes
 from lockstep.plan.hlo import Hlo
 from lockstep.plan.topology import topology
-from lockstep.plan.train_step import make_state
+from lockstep.plan.train_state import make_state
 
 LAYERS = 2
 
