@@ -71,7 +71,7 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.mark.parametrize("place", ["disk", "bucket"])
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.nightly), 4])
 def test_a_process_holds_its_part_and_64_mib_at_most(checkpoint, processes, place):
     with fake_gcs.serve() as bucket:
         source, environment = str(checkpoint), RETURN_FREED_MEMORY
