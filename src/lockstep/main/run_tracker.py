@@ -1,11 +1,15 @@
 """The tracker of a training run, which goes on where that of an earlier start ended."""
 
-from collections.abc import Mapping
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from lockstep.report import WANDB_RUN, Tracker, build_tracker
 from lockstep.training import TrainerConfig, bring_files, keep_files
+
+log = logging.getLogger(__name__)
 
 
 def start_tracker(config: TrainerConfig, run_dir: Path, run_config: Mapping[str, Any]) -> Tracker:
@@ -23,12 +27,27 @@ def start_tracker(config: TrainerConfig, run_dir: Path, run_config: Mapping[str,
 
     Raises:
         ConfigError: The tracker cannot start.
-        OSError: The directory of the checkpoints cannot be read or written.
     """
     checkpoints = None if config.checkpointer is None else config.checkpointer.path(run_dir, run_dir.name)
     if checkpoints is not None:
-        bring_files(checkpoints, run_dir, [WANDB_RUN])
+        with _warning(checkpoints):
+            bring_files(checkpoints, run_dir, [WANDB_RUN])
     tracker = build_tracker(config.tracker, run_dir, run_dir.name, run_config)
     if checkpoints is not None:
-        keep_files(checkpoints, run_dir, [WANDB_RUN])
+        with _warning(checkpoints):
+            keep_files(checkpoints, run_dir, [WANDB_RUN])
     return tracker
+
+
+@contextlib.contextmanager
+def _warning(checkpoints: str) -> Iterator[None]:
+    """A run is not ended for the sake of its curves."""
+    try:
+        yield
+    except OSError as error:
+        log.warning(
+            "%s could not be read or written in %s: %s. On another machine this run would be a new run in W&B.",
+            WANDB_RUN,
+            checkpoints,
+            error,
+        )

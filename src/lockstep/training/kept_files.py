@@ -45,6 +45,7 @@ def bring_files(checkpoints: str, run_dir: Path, names: Iterable[str]) -> None:
     for name in names:
         target, copy = run_dir / name, epath.Path(checkpoints) / name
         if not target.exists() and copy.exists():
+            run_dir.mkdir(parents=True, exist_ok=True)
             draft = target.with_suffix(".tmp")
             draft.write_bytes(copy.read_bytes())
             draft.replace(target)
