@@ -123,6 +123,7 @@ def test_training_goes_on_on_two_processes_after(name):
     check_goes_on(name, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, ON_FOUR])
 @pytest.mark.parametrize(
     "phase",
@@ -232,7 +233,13 @@ def test_follower_config_file_differs(tmp_path):
     check_time(name, 2, time.monotonic() - begin)  # from the start of the processes
 
 
-@pytest.mark.parametrize(("name", "how"), [("a_host_is_too_late", "late"), ("a_host_stalls_during_decode", "stall")])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        pytest.param("a_host_is_too_late", "late", marks=pytest.mark.slow),
+        ("a_host_stalls_during_decode", "stall"),
+    ],
+)
 def test_every_process_exits_when(name, how, tmp_path):
     """No launcher ends them."""
     ends = run_unattended(ends_command(how))

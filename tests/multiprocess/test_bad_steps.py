@@ -64,6 +64,7 @@ def body(hosts):
     }
 
 
+@pytest.mark.slow
 def test_a_bad_row_on_one_host_is_a_bad_step_on_all():
     first, *others = run_processes(body, processes=2, devices=2)
     assert all(other == first for other in others)

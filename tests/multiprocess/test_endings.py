@@ -127,6 +127,7 @@ def results():
     return run_processes(body, timeout_s=300)
 
 
+@pytest.mark.slow
 def test_in_the_callback(results):
     leader, follower = (result["callback"] for result in results)
     for name in ("plain", *OPTIONS):

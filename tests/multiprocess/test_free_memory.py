@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import pytest
+
 from lockstep.engine import Engine, EngineConfig
 from lockstep.placement import make_mesh
 from lockstep.types import Completion, FinishReason
@@ -46,6 +48,7 @@ def body(hosts, share):
     }
 
 
+@pytest.mark.slow
 def test_hosts_with_different_memory_choose_the_smaller():
     results = run_processes(body, timeout_s=180, args=(0.4,))
     assert results[0]["own"] > results[1]["own"]

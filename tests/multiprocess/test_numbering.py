@@ -61,6 +61,7 @@ def test_between_processes(group, behaviour):
     check(group.run(body, (WAIT_S,), 60.0), WAIT_S)
 
 
+@pytest.mark.slow
 def test_process_0_of_jax_reports_a_round(group, tmp_path):
     results = group.run(body_round, (str(tmp_path),), 120.0)
     tasks = {process: task for task, process in enumerate(permuted.numbers(PROCESSES))}

@@ -19,6 +19,7 @@ def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_simpo_trains_and_samples(tmp_path):
     arguments = ["--trainer.log_dir", str(tmp_path), "--trainer.run_id", "run", "--hf_save_path", "model"]
     arguments += ["--hf_save_steps", "10", "--hf_save_dtype", "bfloat16", "--trainer.checkpointer.every", "15"]

@@ -251,6 +251,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("slice_", "kv_cache_dtype", "num_layers"),
     # In bfloat16 two layers of such sequences are all of the 32 GiB that a v6e has.
@@ -326,7 +327,7 @@ print(json.dumps({
     ("slice_", "tensor"),
     [
         ("v5p-8", 2),
-        ("v6e-4", 1),
+        pytest.param("v6e-4", 1, marks=pytest.mark.slow),
         pytest.param("v5p-8", 1, marks=pytest.mark.slow),
         pytest.param("v6e-4", 2, marks=pytest.mark.slow),
     ],

@@ -66,6 +66,7 @@ def test_what_fits_is_told_in_full(tiny):
     assert once == {"all-reduce": 1, "all-gather": 1}
 
 
+@pytest.mark.slow
 def test_the_second_time_comes_from_the_cache(tiny, cache):
     code, text, found = plan("--config_path", TINY, "--topology", "v6e-8", cache=cache)
     assert code == 0 and "compiling" not in text and "from the cache" in text
@@ -89,6 +90,7 @@ def test_what_does_not_fit_is_refused_with_the_line_to_change(cache):
     assert "Traceback" not in text
 
 
+@pytest.mark.slow
 def test_rows_longer_than_the_model_are_refused(cache):
     code, text, found = plan(
         "--config_path", TINY, "--topology", "v6e-8", "--data.max_seq_len", "50", "--inference_eval.enabled", "false",
@@ -177,6 +179,7 @@ except VmemError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_kernel_beyond_the_vector_memory_is_told_as_such():
     """The failure that cost earlier attempts days: blocks of 32 pages and 8 queries, no limit."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}

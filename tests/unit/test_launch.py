@@ -129,6 +129,7 @@ def test_one_fails_all_end(tmp_path):
     assert gone(int((tmp_path / "logs" / "process-0.log").read_text().split()[1]))
 
 
+@pytest.mark.slow
 def test_exit_codes_and_a_peer_that_does_not_want_to_end():
     ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif i == 1: time.sleep(.3); "
     assert run(ignore + "sys.exit(7)\ntime.sleep(60)").returncode == 7

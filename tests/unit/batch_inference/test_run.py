@@ -38,6 +38,7 @@ def prompts(tmp_path):
     return str(path)
 
 
+@pytest.mark.slow
 def test_rows_go_where_they_are_wanted_with_every_metric_and_as_parquet(checkpoint, prompts, tmp_path, sample):
     parquet = pytest.importorskip("pyarrow.parquet")
     tracker = sample(

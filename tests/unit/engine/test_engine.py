@@ -171,6 +171,7 @@ def test_weights_that_lie_right_are_not_copied(mesh: str, options: dict[str, Any
         assert assert_same_tokens(oracle_completions(model, requests), got) == 0
 
 
+@pytest.mark.slow
 def test_capacities_grow_once_and_never_shrink() -> None:
     engine, model = Engine(EngineConfig(page_size=8), mesh_of("1,1,1")), model_on("1,1,1")
     small, large = [request(0, 5, 3)], [request(i, 30, 9, stop_token_ids=tuple(range(30, 35))) for i in range(3)]

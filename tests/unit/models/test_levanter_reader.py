@@ -87,11 +87,13 @@ def test_a_family_says_what_levanter_says(name):
     check(models.build(FAMILIES[name]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but({"olmo2"}, UNSTACKED, nightly=sorted(UNSTACKED)))
 def test_layers_need_not_be_stacked(name):
     check(models.build(UNSTACKED[name]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but({"sharded"}, ["sharded", "stacked", "by layer"]))
 def test_lora_is_merged_on_the_way(name):
     lora = LoraConfig(r=4, alpha=8.0, a_init_mode="random")

@@ -186,6 +186,7 @@ def test_a_dict_of_arrays():
     assert len(inspect.getsource(example.read).splitlines()) < 50
 
 
+@pytest.mark.slow
 def test_a_flax_model_by_its_weight_names():
     example = load("nnx_loop")
     nnx = example.nnx

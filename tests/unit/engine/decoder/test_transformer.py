@@ -25,7 +25,7 @@ OPTIONS: list[dict[str, int]] = [
 ]
 MESHES = {"tensor1": ("1,4,1", "2,2,1"), "training": ("1,2,2", "2,2,1"), "tensor2": ("1,2,2", "1,4,1")}
 COLLECTIVE = re.compile(r"= \S+ (?:all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)\(")
-QUICK = {"llama": ("training", "tensor2"), "qwen3": ("training",), "tied": ("tensor1",), "gemma": ("tensor2",)}
+QUICK = {"llama": ("tensor2",), "qwen3": ("training",), "tied": ("tensor1",)}
 """Layouts of the families that `make test` runs."""
 SLOW = {"llama": LAYOUTS, "llama3": ("training",), "qwen2": ("tensor1",), "qwen3": ("training",), "tied": ("tensor1",)}
 """Those of `make slow`: one family in all, each other one in one, tensor2 where none is named. The rest are nightly."""
@@ -76,7 +76,7 @@ def test_every_family_and_layout(family: str, layout: str, mesh: str, options: d
     assert {program.traces for program in engine.programs.values()} == {1}
 
 
-@pytest.mark.parametrize("vocab_size", [30, 18])
+@pytest.mark.parametrize("vocab_size", [30, pytest.param(18, marks=pytest.mark.slow)])
 def test_rows_beyond_the_vocabulary_are_never_sampled(vocab_size: int) -> None:
     # Two devices have 20 rows each: with 18 tokens the second has none that may be sampled.
     engine = Engine(EngineConfig(layout={"tensor": 2}), mesh_of("1,2,2"), vocab_size=vocab_size)
@@ -138,6 +138,7 @@ def test_what_is_compared_has_both_endings_and_many_lengths() -> None:
         assert len({e.tokens for e in want}) >= 8, family  # of 10; the greedy generations of a prompt are alike
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "mesh"),
     [

@@ -124,6 +124,7 @@ def test_each_request_alone_is_what_it_is_in_company(grown: Engine) -> None:
     assert grown.programs["decode"] is decode
 
 
+@pytest.mark.slow
 def test_features_that_others_use_change_nothing_bit_for_bit(grown: Engine) -> None:
     model, plain = model_on("1,4,1", CONFIG, ODD), mixed_requests()
     bare = Engine(grown.config, grown.mesh)
@@ -148,7 +149,7 @@ def test_features_that_others_use_change_nothing_bit_for_bit(grown: Engine) -> N
         ({"repetition_penalty": 1.1}, ("history", "prompt_length", "penalties"), 0),
         pytest.param({"logit_bias": ((1, 1.0),)}, ("bias_ids", "bias"), 0, marks=pytest.mark.slow),
         pytest.param({"allowed_token_ids": (1, 2)}, ("allowed_ids",), 0, marks=pytest.mark.slow),
-        ({"stop_token_ids": (1,), "min_tokens": 1}, ("stop_from",), 0),
+        pytest.param({"stop_token_ids": (1,), "min_tokens": 1}, ("stop_from",), 0, marks=pytest.mark.slow),
         ({"top_logprobs": 2}, (), 4),  # an id and a log-probability of each
         pytest.param({"temperature": 1.0, "top_k": 3, "top_p": 0.5, "min_p": 0.1}, (), 0, marks=pytest.mark.slow),
         pytest.param({"stop_token_ids": (1,), "ignore_eos": True}, (), 0, marks=pytest.mark.slow),

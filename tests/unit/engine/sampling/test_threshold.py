@@ -108,6 +108,7 @@ def test_a_vocabulary_beyond_the_short_list(case: tuple[Any, ...]) -> None:
     assert_kept_as_before(*case)
 
 
+@pytest.mark.slow
 def test_a_vocabulary_of_a_model() -> None:
     rows = np.random.default_rng(0).standard_normal((SLOTS, 32_000)).astype(np.float32)
     for spread in (0.5, 5.0):

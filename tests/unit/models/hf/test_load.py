@@ -39,7 +39,7 @@ def change_tensors(directory: Path, change: Callable[[dict[str, np.ndarray]], ob
     save_file(tensors, directory / "model.safetensors")
 
 
-@pytest.mark.parametrize("shape", ["1,1,1", "1,2,2"])
+@pytest.mark.parametrize("shape", [pytest.param("1,1,1", marks=pytest.mark.slow), "1,2,2"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_agree_with_transformers(family: str, shape: str, record_property: Any) -> None:
     golden = np.load(GOLDEN / family / "golden.npz")

@@ -41,7 +41,9 @@ def same(one: LlamaLMHeadModel, other: LlamaLMHeadModel) -> bool:
     return all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", ["qwen2", *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES if f != "qwen2")]
+)
 def test_a_checkpoint_survives_the_round_trip_exactly(family: str, tmp_path: Path) -> None:
     model = load(GOLDEN / family, dtype=jnp.bfloat16)
     save_hf(model, tmp_path / "out")

@@ -74,6 +74,7 @@ def test_rows_are_prompts_with_their_answers(plain):
     assert first["tokens"] != spy.found[1]["tokens"], "another step has other questions and draws"
 
 
+@pytest.mark.slow
 def test_the_trainers_log_probabilities_are_the_engines_and_before_the_first_step_the_references(plain):
     _, _, spy, tracker, *_ = plain
     first, second = spy.found[0], spy.found[1]
@@ -148,6 +149,7 @@ def patient(row, prompt):
     return runs.parity(row, prompt)
 
 
+@pytest.mark.slow
 def test_rewards_of_a_rollout_ahead_are_computed_while_the_devices_update():
     DONE.clear()
     EARLY.clear()

@@ -55,6 +55,7 @@ def test_a_models_logits_are_made_in_blocks_where_they_are_many(monkeypatch):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_packed_documents_cost_what_each_costs_alone():
     model, draw = llama(), np.random.default_rng(2)
     documents = [draw.integers(1, 300, length) for length in (5, 1, 7)]
