@@ -156,12 +156,17 @@ class WandbTrackerConfig(TrackerConfig):
             "tags": list(self.tags),
             "dir": str(run_dir),
             "config": dict(config or {}),
-            # The terminal belongs to the samples table: no chat, no capture of stdout.
-            "settings": wandb.Settings(console="off", silent=True),
         }
+
+        def begin(mode: Literal["online", "offline", "disabled"] | None, **more: str) -> "wandb.Run":
+            # The terminal belongs to the samples table: no chat, no capture of stdout. Settings are made for each call,
+            # because wandb.init writes the id of its run into them.
+            settings = wandb.Settings(console="off", silent=True)
+            return wandb.init(mode=mode, settings=settings, **arguments | more)
+
         file = Path(run_dir) / WANDB_RUN
         try:
-            run = wandb.init(mode=self.mode, **arguments | self._same_run(file))
+            run = begin(self.mode, **self._same_run(file))
             if not (run.offline or run.disabled):
                 _remember(run, file)
             return WandbTracker(run)
@@ -181,7 +186,7 @@ class WandbTrackerConfig(TrackerConfig):
             )
         try:
             # A run of its own: W&B's service keeps the id of the one that did not start.
-            return WandbTracker(wandb.init(mode="offline", **arguments))
+            return WandbTracker(begin("offline"))
         except Exception as error:
             raise ConfigError(f"wandb could not start offline either: {error}. Choose type: jsonl.") from error
 
