@@ -10,7 +10,7 @@ from lockstep.report import read_jsonl
 from tests.multiprocess.harness import run_command
 from tests.multiprocess.launcher import OPTIMISED
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.nightly]
 
 ROOT = Path(__file__).parents[2]
 TEN_MINUTES = 600.0
@@ -51,7 +51,7 @@ def taught(tmp_path_factory):
     ("seed", "steps"),
     [
         pytest.param(0, 80, id="first-steps"),
-        *(pytest.param(seed, None, marks=pytest.mark.nightly, id=f"seed-{seed}") for seed in (0, 1, 2)),
+        *(pytest.param(seed, None, id=f"seed-{seed}") for seed in (0, 1, 2)),
     ],
 )
 def test_the_reward_rises_by_a_fifth_in_less_than_ten_minutes(tmp_path, taught, seed, steps):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,7 @@ pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra [pla
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "config" / "simpo_tiny.yaml"
-TINY_MODEL = json.dumps(
-    {"type": "llama", "max_seq_len": 64, "hidden_dim": 128, "intermediate_dim": 256, "num_layers": 2, "num_heads": 4}
-)
+TINY_MODEL = "{type: llama, hidden_dim: 128, intermediate_dim: 256, num_layers: 2, num_heads: 4, num_kv_heads: 4}"
 SAMPLER = "sampler/sample_llama8b_multihost"
 
 
@@ -217,11 +216,14 @@ def test_every_pod_configuration_fits_its_slice(name, slice_, cache):
 
 
 @pytest.mark.slow
-def test_both_meshes_side_by_side(cache):
+def test_both_meshes_side_by_side(cache, tmp_path):
     """Full-device FSDP gathers over all hosts; host_local inside each, and sums gradients between them."""
+    demo = (ROOT / "config" / "grpo_demo.yaml").read_text(encoding="utf-8")
+    config = tmp_path / "grpo.yaml"
+    config.write_text(re.sub(r"(?m)^initialize_from_hf: .*", f"model: {TINY_MODEL}", demo), encoding="utf-8")
     code, text, found = plan(
-        "--config_path", "config/grpo_demo.yaml", "--topology", "v6e-16", "--meshes", "all",
-        "--initialize_from_hf", "null", "--model", TINY_MODEL, "--inference_eval.enabled", "false", cache=cache,
+        "--config_path", str(config), "--topology", "v6e-16", "--meshes", "all",
+        "--inference_eval.enabled", "false", cache=cache,
     )  # fmt: skip
     assert code == 0, text
     auto, local = found["meshes"]
