@@ -125,7 +125,7 @@ def test_the_reward_is_a_share_of_words():
 @pytest.mark.slow
 def test_levanters_engine_samples_from_the_trainers_own_model(tmp_path):
     """Its log-probabilities of what it drew are those of the trainer's model, after the axes were brought in order."""
-    pytest.importorskip("levanter")
+    pytest.importorskip("levanter", reason="the extra [levanter] brings its engine")
     from benchmarks.grpo import ours
     from lockstep.hosts import current
     from lockstep.training.grpo.logprobs import LogprobProgram

@@ -44,7 +44,7 @@ def test_a_package_is_found_without_an_import_of_its_own():
 
 def test_a_name_that_is_not_there_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'lockstep' has no attribute 'Enigne'"):
-        lockstep.Enigne  # noqa: B018
+        lockstep.Enigne  # noqa: B018 - to look it up is what is tested
 
 
 def test_who_starts_processes_does_not_wait_for_the_engine():
