@@ -151,6 +151,7 @@ def check_sigterm_time(phase, results):
     check_time(f"sigterm_while_{phase}", len(results), ended - struck)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, ON_FOUR])
 def test_sigterm_saves_the_weights_of_the_step_it_stopped_at(processes):
     results, saved = sigterms(processes)
@@ -268,6 +269,7 @@ def test_a_host_dies(when, processes, tmp_path):
     check_death(f"a_host_dies_{when}_generation", when, processes - 1, processes, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("when", "processes"),
     [

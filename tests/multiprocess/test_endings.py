@@ -162,6 +162,7 @@ def test_in_the_callback(results):
         assert sorted(result["drawn"]["compiled"]) == ["copy_pages", "decode", "new_cache", "prefill", "reshard"]
 
 
+@pytest.mark.slow
 def test_in_the_engine(results):
     leader, follower = (result["engine"] for result in results)
     assert leader == follower

@@ -323,6 +323,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("slice_", "tensor"),
     [

@@ -43,7 +43,7 @@ HEADS = [(2, 2, 128), (3, 2, 64), (1, 4, 96)]
 
 
 @pytest.mark.parametrize(("kv_heads", "group", "head"), HEADS)
-@pytest.mark.parametrize("kv_dtype", [FLOAT32, FP8], ids=str)
+@pytest.mark.parametrize("kv_dtype", [FLOAT32, pytest.param(FP8, marks=pytest.mark.slow)], ids=str)
 def test_decode(kv_heads: int, group: int, head: int, kv_dtype: jnp.dtype) -> None:
     heads = Heads(kv_heads=kv_heads, group=group, head_size=head)
     rng = np.random.default_rng(1)

@@ -201,6 +201,7 @@ def test_the_text_ends_before_a_stop_string(tmp_path):
         assert row["finish_reason"] == "stop" and row["num_tokens"] <= before["num_tokens"]
 
 
+@pytest.mark.slow
 def test_out_of_time_before_the_first_token(tmp_path, recwarn):
     rows, scalars = run_one_round(tmp_path, max_new_tokens=8, max_seconds=1e-9, n_generations=2, audit=True)
     assert [(row["generated_text"], row["num_tokens"], row["mean_logprob"]) for row in rows] == [("", 0, 0.0)] * 2

@@ -41,6 +41,7 @@ def test_the_engine_agrees_with_the_training_forward(mesh: str, family: str) -> 
     assert result.logprob_noise is None
 
 
+@pytest.mark.slow
 def test_a_wrong_log_probability_is_found() -> None:
     model = model_on("1,2,2")
     right = answers("1,2,2", model)

@@ -82,6 +82,7 @@ def slow_but(quick: set[str], names: Any, nightly: Sequence[str] = ()) -> list[A
     return [pytest.param(name, marks=marks(name)) for name in names]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but({"gemma2"}, FAMILIES, nightly=NIGHTLY))
 def test_a_family_says_what_levanter_says(name):
     check(models.build(FAMILIES[name]))

@@ -157,6 +157,7 @@ def test_logits_are_the_same_on_a_mesh(shape: str) -> None:
     assert logits.array.sharding.spec == jax.P(("dp", "fsdp"), None, "tp")
 
 
+@pytest.mark.slow
 def test_rematerialisation_changes_no_gradient_and_saves_memory() -> None:
     ids, results = tokens(), []
     for remat in ("nothing", "full", "dots"):

@@ -38,6 +38,7 @@ def test_an_unknown_name_lists_the_known_ones(name):
         topology(name)
 
 
+@pytest.mark.slow
 def test_every_slice_is_known_to_the_compiler():
     pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra [plan]")
     environment = os.environ | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu"}

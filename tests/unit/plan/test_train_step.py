@@ -83,6 +83,7 @@ def test_frozen_weights_cost_two_operations_backward_and_adapters_four():
     assert ours == pytest.approx(frozen + 2 * 3 * adapters * tokens)
 
 
+@pytest.mark.slow
 def test_state_and_step_of_adapters_are_planned():
     lora = LoraConfig(r=4, base_dtype="bfloat16")
     workload = dataclasses.replace(workload_of(lora=lora), dtype="bfloat16", mesh_shape="1,4,1")

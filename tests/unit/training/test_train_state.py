@@ -85,6 +85,7 @@ def test_optimizer_and_checkpoint_have_adapters_alone(run):
     assert 4 * ours <= numbers <= 4 * ours + 8, "themselves, two moments, the average, and counts of steps"
 
 
+@pytest.mark.slow
 def test_the_average_is_of_the_adapters_beside_the_same_weights(run):
     *_, seen, base, result = run
     average = result.eval_model

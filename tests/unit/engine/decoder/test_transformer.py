@@ -103,6 +103,7 @@ def test_one_device() -> None:
     check(expected("llama", VOCAB), engine.generate(model_on("1,1,1"), mixed_requests()))
 
 
+@pytest.mark.slow
 def test_a_model_with_one_layer() -> None:
     """Prefill runs all layers but the last, so that here it runs none before it writes K/V."""
     config = dataclasses.replace(LLAMA, num_layers=1)

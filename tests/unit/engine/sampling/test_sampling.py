@@ -183,6 +183,7 @@ def test_a_feature_is_in_the_program_only_when_used(
     assert engine.programs["decode"] is decode
 
 
+@pytest.mark.slow
 def test_other_lists_need_no_other_program() -> None:
     model, engine = model_on("1,1,1"), Engine(EngineConfig(), mesh_of("1,1,1"))
     programs = set()

@@ -116,6 +116,7 @@ def test_a_vocabulary_of_a_model() -> None:
             assert_kept_as_before(spread * rows, k, p, [0, 0.05, 0])
 
 
+@pytest.mark.slow
 def test_weights_that_sums_of_floats_lose_beside_a_large_one() -> None:
     rows = -15 - np.random.default_rng(0).random((SLOTS, 32_000)).astype(np.float32)
     rows[:, 0] = 0

@@ -79,6 +79,7 @@ def test_sequences_that_a_device_is_worth(platform: str, kind: str, itemsize: in
     assert slots_per_replica(kind, platform, itemsize) == slots
 
 
+@pytest.mark.slow
 def test_auto_fills_every_slot_twice() -> None:
     engine = Engine(EngineConfig(max_seqs=6), mesh_of("1,1,1"))
     engine.prepare(model_on("1,1,1"), [request(i, 3, 2, n_generations=2) for i in range(20)])

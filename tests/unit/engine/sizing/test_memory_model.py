@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+import pytest
+
 from lockstep.engine import Engine, EngineConfig
 from lockstep.engine.decode_model import DecodeModels
 from lockstep.engine.sizing.choose import Chooser
@@ -34,6 +36,7 @@ def test_the_same_memory_has_twice_the_pages_in_8_bits() -> None:
     assert "KV cache in float8_e4m3fn" in many.describe() and "KV cache in bfloat16" in few.describe()
 
 
+@pytest.mark.slow
 def test_the_compiler_agrees_about_the_bytes() -> None:
     requests = [request(i, 40, 24) for i in range(32)]
     config = EngineConfig(kv_cache_dtype="fp8", max_steps_per_launch=4, max_prefill_size=64)
