@@ -9,9 +9,7 @@ matrix products alone; of 16 prompts of 256 tokens also those with the keys and 
 
 import argparse
 import contextlib
-import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -36,6 +34,7 @@ from benchmarks.contestants import (
     side_by_side,
 )
 from benchmarks.shapes import Load, Mix
+from benchmarks.workers import report, run_workers, write_json
 
 SMALL, LARGE = Load(8, 64, 64), Load(16, 256, 128)
 MIX, QUICK_MIX = Mix(400, 512, 256, slots=32), Mix(48, 64, 48, slots=8)
@@ -71,9 +70,7 @@ def main() -> int:
     rows = measure(arguments.quick, console)
     show(rows)
     if arguments.json:
-        temporary = arguments.json.with_suffix(".tmp")
-        temporary.write_text(json.dumps(rows, indent=2) + "\n")
-        temporary.replace(arguments.json)
+        write_json(arguments.json, rows)
     return 0
 
 
@@ -201,15 +198,7 @@ def multiprocess(console: Console) -> dict[str, float | None]:
     """Decode on 2 processes × 2 devices with FSDP-trained weights, ours over Levanter's."""
     rates: dict[str, float] = {}
     for name in ("ours", "levanter") if installed("levanter") else ("ours",):
-        root = Path(__file__).resolve().parents[1]
-        command = [sys.executable, str(root / "infra" / "launch.py"), "--backend", "local", "--prefix", "never"]
-        command += ["--processes", "2", "--devices_per_process", "2", "--"]
-        command += ["python", "-m", "benchmarks.decode", "--worker", name]
-        run = subprocess.run(command, capture_output=True, text=True, cwd=root)
-        found = [line for line in run.stdout.splitlines() if line.startswith("rate ")]
-        if run.returncode or not found:
-            raise RuntimeError(f"{name} on 2 processes ended with {run.returncode}:\n{run.stdout}\n{run.stderr}")
-        rates[name] = float(found[-1].split()[1])
+        (rates[name],) = run_workers("benchmarks.decode", "--worker", name, processes=2, devices=2)
         console.print(f"2 processes × 2 devices: {name}: decode {rates[name]:,.0f} tokens/s")
     if "levanter" not in rates:
         return {"multiprocess_vs_levanter": None, "multiprocess_ours_tokens_per_s": rates["ours"]}
@@ -231,7 +220,7 @@ def worker(name: str) -> int:
         contestant = Ours(mesh) if name == "ours" else Levanter(SMALL, mesh)
         times = side_by_side({name: contestant}, SMALL, 2)
         if hosts.is_leader:
-            print(f"rate {times[name].decode_rate(SMALL)}", flush=True)
+            report(times[name].decode_rate(SMALL))
 
     run_main(run)
     return 0

@@ -26,6 +26,7 @@ from rich.table import Table
 
 from benchmarks.grpo.load import LOADS, GrpoLoad, save_tokenizer
 from benchmarks.grpo.turns import Process
+from benchmarks.workers import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTESTANTS = ("ours", "levanter", "tunix")
@@ -62,9 +63,7 @@ def main() -> int:
     rows |= {"load": str(LOADS[name]), "measured_in_s": round(time.monotonic() - began)}
     show(rows)
     if arguments.json:
-        temporary = arguments.json.with_suffix(".tmp")
-        temporary.write_text(json.dumps(rows, indent=2) + "\n")
-        temporary.replace(arguments.json)
+        write_json(arguments.json, rows)
     return 0
 
 

@@ -21,10 +21,8 @@ service among them.
 
 import argparse
 import contextlib
-import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +35,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import numpy as np
 
+from benchmarks.workers import report, run_workers, write_json
 from lockstep.engine import Gate
 from lockstep.engine.decoder.arguments import pack
 from lockstep.engine.launches import launch_all
@@ -185,15 +184,8 @@ def capacity_of(tokens: int) -> Capacity:
 
 def between_processes(processes: int) -> dict[str, float]:
     """Milliseconds that a gate, a barrier and an exchange take between processes that all come at once."""
-    root = Path(__file__).resolve().parents[1]
-    command = [sys.executable, str(root / "infra" / "launch.py"), "--backend", "local", "--prefix", "never"]
-    command += ["--processes", str(processes), "--devices_per_process", "1", "--"]
-    command += ["python", "-m", "benchmarks.host_cost", "--worker"]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=root)
-    found = [line for line in run.stdout.splitlines() if line.startswith("{")]
-    if run.returncode or not found:
-        raise RuntimeError(f"{processes} processes ended with {run.returncode}:\n{run.stdout}\n{run.stderr}")
-    return {"processes": processes, **json.loads(found[-1])}
+    (found,) = run_workers("benchmarks.host_cost", "--worker", processes=processes, devices=1)
+    return {"processes": processes, **found}
 
 
 def worker() -> int:
@@ -223,7 +215,7 @@ def worker() -> int:
         all_cpu = hosts.gather("CPU time", repr(cpu).encode())
         if all_cpu is not None:
             medians = {name: statistics.median(each) for name, each in laps.items()}
-            print(json.dumps(medians | {"gate_cpu_ms": max(map(float, all_cpu))}), flush=True)
+            report(medians | {"gate_cpu_ms": max(map(float, all_cpu))})
 
     run_main(run)
     return 0
@@ -249,7 +241,7 @@ def main() -> int:
         goal = f"  (goal: at most {GOALS[name]})" if name in GOALS else ""
         print(f"{name:24} {value:14,.3f}{goal}")
     if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+        write_json(arguments.json, rows)
     return 0
 
 

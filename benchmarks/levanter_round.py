@@ -10,7 +10,6 @@ before; training speed is the median of Levanter's own step times before the fir
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,6 +20,8 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import numpy as np
+
+from benchmarks.workers import report, run_workers, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 64, 64
@@ -49,21 +50,13 @@ def main() -> int:
         rows["first_round_over_levanter"] = rows["levanter"]["first_round_s"] / rows["ours"]["first_round_s"]
         print(f"later rounds {rows['later_rounds_over_levanter']:.1f} × faster than Levanter's engine (goal: 8)")
     if arguments.json:
-        temporary = arguments.json.with_suffix(".tmp")
-        temporary.write_text(json.dumps(rows, indent=2) + "\n")
-        temporary.replace(arguments.json)
+        write_json(arguments.json, rows)
     return 0
 
 
 def measure(name: str, rounds: int) -> dict[str, Any]:
     """Figures of one contestant; memory is that of the process that needed most."""
-    command = [sys.executable, str(ROOT / "infra" / "launch.py"), "--backend", "local", "--prefix", "never"]
-    command += ["--processes", "2", "--devices_per_process", "2", "--"]
-    command += ["python", "-m", "benchmarks.levanter_round", "--worker", name, "--rounds", str(rounds)]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    found = [json.loads(line.split(" ", 1)[1]) for line in run.stdout.splitlines() if line.startswith("figures ")]
-    if run.returncode or len(found) != 2:
-        raise RuntimeError(f"{name} ended with {run.returncode}:\n{run.stdout}\n{run.stderr}")
+    found = run_workers("benchmarks.levanter_round", "--worker", name, "--rounds", str(rounds), processes=2, devices=2)
     leader = next(each for each in found if each["process"] == 0)
     steps, seconds = leader["steps"], leader["rounds"]
     figures: dict[str, Any] = {"step_s_before": float(np.median(steps[1:EVERY]))}
@@ -85,7 +78,7 @@ def worker(name: str, steps: int) -> int:
         hosts = start()
         with tempfile.TemporaryDirectory() as directory:
             figures = train(name, directory, steps)
-        print("figures " + json.dumps({"process": hosts.index, **figures}), flush=True)
+        report({"process": hosts.index, **figures})
 
     run_main(run)
     return 0

@@ -9,14 +9,13 @@ rollout do at the same time, so that a rollout's rewards take that long after it
 import argparse
 import contextlib
 import dataclasses
-import json
 import os
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from benchmarks.workers import report, run_workers, write_json
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -37,19 +36,11 @@ def main() -> int:
 
         run_main(worker)
         return 0
-    command = [sys.executable, str(ROOT / "infra" / "launch.py"), "--processes", "2", "--prefix", "never"]
-    command += ["--devices_per_process", "2", "--", "python", "-m", "benchmarks.rollout_ahead", "--worker"]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    found = [line.removeprefix("figures ") for line in run.stdout.splitlines() if line.startswith("figures ")]
-    if run.returncode or not found:
-        raise RuntimeError(f"the processes ended with {run.returncode}:\n{run.stdout}\n{run.stderr}")
-    rows = json.loads(found[-1])
+    (rows,) = run_workers("benchmarks.rollout_ahead", "--worker", processes=2, devices=2)
     for row in rows:
         print(f"rewards of {row['reward_s']:g} s: {row['step_s']:.2f} s per step, ahead {row['ahead_step_s']:.2f} s")
     if arguments.json:
-        temporary = arguments.json.with_suffix(".tmp")
-        temporary.write_text(json.dumps(rows, indent=2) + "\n")
-        temporary.replace(arguments.json)
+        write_json(arguments.json, rows)
     return 0
 
 
@@ -71,7 +62,7 @@ def worker() -> None:
         rows.append({"reward_s": reward_s, "step_s": plain, "ahead_step_s": ahead})
     hosts.barrier("all have measured")
     if hosts.is_leader:
-        print(f"figures {json.dumps(rows)}", flush=True)
+        report(rows)
 
 
 def step_seconds(hosts: Any, ahead: int) -> float:

@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -21,6 +20,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+
+from benchmarks.workers import report, run_workers, write_json
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -56,21 +57,14 @@ def main() -> int:
     print(f"64 clients take {growth:.1f} times as long as 2; linear would be 32 times")
     print(f"measured in {time.monotonic() - began:.0f} s")
     if arguments.json:
-        temporary = arguments.json.with_suffix(".tmp")
-        temporary.write_text(json.dumps(rows, indent=2) + "\n")
-        temporary.replace(arguments.json)
+        write_json(arguments.json, rows)
     return 0
 
 
 def on_processes(processes: int) -> dict[str, float]:
     """Median milliseconds of a round on real processes, as the leader sees it."""
-    command = [sys.executable, str(ROOT / "infra" / "launch.py"), "--processes", str(processes), "--prefix", "never"]
-    command += ["--devices_per_process", "1", "--", "python", "-m", "benchmarks.round_overhead", "--worker"]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    found = [line for line in run.stdout.splitlines() if line.startswith("figures ")]
-    if run.returncode or not found:
-        raise RuntimeError(f"{processes} processes ended with {run.returncode}:\n{run.stdout}\n{run.stderr}")
-    figures: dict[str, float] = json.loads(found[-1].removeprefix("figures "))
+    figures: dict[str, float]
+    (figures,) = run_workers("benchmarks.round_overhead", "--worker", processes=processes, devices=1)
     return figures
 
 
@@ -123,7 +117,7 @@ def worker() -> None:
     }
     hosts.barrier("all have measured")
     if hosts.is_leader:
-        print(f"figures {json.dumps(figures)}", flush=True)
+        report(figures)
 
 
 CALLS = ("set", "get", "peek", "get_dir", "delete", "barrier")

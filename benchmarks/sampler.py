@@ -23,6 +23,8 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.workers import write_json
+
 ROOT = Path(__file__).resolve().parents[1]
 TOKENIZER = ROOT / "data" / "demo" / "tokenizer"
 MODES = ("global_mesh", "host_data_parallel")
@@ -45,9 +47,7 @@ def main() -> int:
     rows = measure(arguments.prompts or prompts, new_tokens, arguments.only or [*MODES, "levanter"])
     show(rows)
     if arguments.json:
-        temporary = arguments.json.with_suffix(".tmp")
-        temporary.write_text(json.dumps(rows, indent=2) + "\n")
-        temporary.replace(arguments.json)
+        write_json(arguments.json, rows)
     return 0
 
 

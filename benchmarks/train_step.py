@@ -15,13 +15,14 @@ import dataclasses
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from benchmarks.workers import report, run_workers, write_json
 
 # Nothing else is imported here: a contestant's start is timed with the imports that it needs, and no others.
 
@@ -118,9 +119,7 @@ def main() -> int:
         figures = measure(options, places, Path(name))
     show(figures, places)
     if options.json:
-        temporary = options.json.with_suffix(".tmp")
-        temporary.write_text(json.dumps(figures, indent=2) + "\n")
-        temporary.replace(options.json)
+        write_json(options.json, figures)
     return 0
 
 
@@ -140,7 +139,7 @@ def measure(options: argparse.Namespace, places: Sequence[Place], directory: Pat
             # The first to run is another one in each turn.
             for name in CONTESTANTS if turn % 2 else CONTESTANTS[::-1]:
                 runs.setdefault((place, name), []).append(launch(name, place, options, directory))
-                report(name, place, runs[place, name][-1])
+                print_run(name, place, runs[place, name][-1])
     for place in places:
         ours, levanter = (runs[place, name] for name in ("ours", "levanter"))
         figures |= {name + place.suffix: value for name, value in compare(ours, levanter).items()}
@@ -177,18 +176,17 @@ def compare(ours: Sequence[Run], levanter: Sequence[Run]) -> dict[str, Any]:
 
 def launch(name: str, place: Place, options: argparse.Namespace, directory: Path, *, same_weights: bool = False) -> Run:
     """One run of one contestant, from weights that it draws itself, or from those that are the same for both."""
-    command = [sys.executable, str(ROOT / "infra" / "launch.py"), "--backend", "local", "--prefix", "never"]
-    command += ["--processes", str(place.processes), "--devices_per_process", str(place.devices), "--"]
-    command += ["python", "-m", "benchmarks.train_step", "--worker", name, "--directory", str(directory)]
-    command += ["--steps", str(options.steps), "--layers", str(options.layers)]
-    command += ["--same_weights"] if same_weights else []
-    environment = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "false", "WANDB_MODE": "disabled"}
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
-    found = [json.loads(line.split(" ", 1)[1]) for line in run.stdout.splitlines() if line.startswith("figures ")]
-    if run.returncode or len(found) != place.processes:
-        raise RuntimeError(
-            f"{name} in {place} ended with {run.returncode}:\n{run.stdout[-5000:]}\n{run.stderr[-5000:]}"
-        )
+    arguments = ["--worker", name, "--directory", str(directory)]
+    arguments += ["--steps", str(options.steps), "--layers", str(options.layers)]
+    arguments += ["--same_weights"] if same_weights else []
+    environment = {"JAX_ENABLE_COMPILATION_CACHE": "false", "WANDB_MODE": "disabled"}
+    found = run_workers(
+        "benchmarks.train_step",
+        *arguments,
+        processes=place.processes,
+        devices=place.devices,
+        environment=environment,
+    )
     return Run.of(found)
 
 
@@ -222,7 +220,7 @@ def work(options: argparse.Namespace) -> None:
     """One process of a job: train, and print what it took."""
     record = Record()
     (train_ours if options.worker == "ours" else train_levanter)(options, record)
-    print("figures " + json.dumps(record.figures), flush=True)
+    report(record.figures)
 
 
 class Record:
@@ -366,7 +364,7 @@ def _status(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
-def report(name: str, place: Place, run: Run) -> None:
+def print_run(name: str, place: Place, run: Run) -> None:
     """One line for a run, and its losses."""
     print(
         f"{place}: {name}: {ROWS * LENGTH / statistics.median(run.steps_s):,.0f} tokens/s, first step after "

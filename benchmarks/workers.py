@@ -1,0 +1,65 @@
+"""What the benchmarks share: workers in several processes that report figures, and the file of the results."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+_PREFIX = "figures "
+
+
+def report(figures: Any) -> None:
+    """Tell `run_workers` what this process has measured.
+
+    Args:
+        figures: JSON values.
+    """
+    print(_PREFIX + json.dumps(figures), flush=True)
+
+
+def run_workers(
+    module: str, *arguments: str, processes: int, devices: int, environment: Mapping[str, str] | None = None
+) -> list[Any]:
+    """Run a module in several processes on this machine, through the launcher.
+
+    Args:
+        module: The module's name, such as ``benchmarks.decode``.
+        arguments: Its arguments.
+        processes: The number of processes.
+        devices: The number of CPU devices of each.
+        environment: Environment variables beside those of this process.
+
+    Returns:
+        What was reported, in the order in which it was.
+
+    Raises:
+        RuntimeError: A process failed, or none reported anything; the end of what they printed is in the text.
+    """
+    command = [sys.executable, str(ROOT / "infra" / "launch.py"), "--backend", "local", "--prefix", "never"]
+    command += ["--processes", str(processes), "--devices_per_process", str(devices), "--", "python", "-m", module]
+    everything = {**os.environ, **(environment or {})}
+    run = subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=ROOT, env=everything)
+    found = [json.loads(line.removeprefix(_PREFIX)) for line in run.stdout.splitlines() if line.startswith(_PREFIX)]
+    if run.returncode or not found:
+        raise RuntimeError(
+            f"{module} {' '.join(arguments)} in {processes} processes ended with {run.returncode}:\n"
+            f"{run.stdout[-5000:]}\n{run.stderr[-5000:]}"
+        )
+    return found
+
+
+def write_json(path: Path, rows: Any) -> None:
+    """Write results whole or not at all.
+
+    Args:
+        path: The file.
+        rows: JSON values.
+    """
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(rows, indent=2) + "\n")
+    temporary.replace(path)
