@@ -3,12 +3,9 @@
 Run it as ``.venv/bin/python scripts/make_config_docs.py``.
 """
 
-import ast
 import dataclasses
-import inspect
 import re
 import sys
-import textwrap
 import types
 import typing
 from collections.abc import Iterator
@@ -19,6 +16,7 @@ from draccus.choice_types import ChoiceType
 
 from lockstep.main.arguments import ordered_fields
 from lockstep.main.commands import configured_commands
+from lockstep.main.field_docs import default_value, field_texts, first_paragraph, options_of
 
 OUTPUT = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 HEAD = """\
@@ -50,7 +48,7 @@ def render() -> str:
 
 def _section(title: str, cls: type[Any], level: int) -> str:
     """A heading, what the class is, and a table of its keys; for a choice, one such section per choice."""
-    lines = [f"{'#' * level} {title}\n", f"{_first_paragraph(cls)}\n"]
+    lines = [f"{'#' * level} {title}\n", f"{_markdown(first_paragraph(cls))}\n"]
     if issubclass(cls, ChoiceType):
         return "\n".join([*lines, *_choices(cls, level + 1)])
     return "\n".join([*lines, *_table(cls, ordered_fields(cls))])
@@ -60,7 +58,7 @@ def _choices(cls: type[Any], level: int) -> Iterator[str]:
     """Sections of the choices; one that extends another lists only what differs from it."""
     for name, choice in cls.get_known_choices().items():
         yield f"{'#' * level} `type: {name}`\n"
-        yield f"{_first_paragraph(choice)}\n"
+        yield f"{_markdown(first_paragraph(choice))}\n"
         parents = [c for n, c in cls.get_known_choices().items() if c in choice.__mro__[1:]]
         fields = ordered_fields(choice)
         if parents:
@@ -74,12 +72,12 @@ def _choices(cls: type[Any], level: int) -> Iterator[str]:
 
 
 def _table(cls: type[Any], fields: typing.Iterable[dataclasses.Field[Any]]) -> list[str]:
-    hints, texts = typing.get_type_hints(cls), _field_texts(cls)
+    hints, texts = typing.get_type_hints(cls), field_texts(cls)
     lines = ["| key | type | default | |", "|---|---|---|---|"]
     for field in fields:
         if not texts.get(field.name):
             raise SystemExit(f"{cls.__module__}.{cls.__qualname__}.{field.name} has no docstring")
-        cells = [f"`{field.name}`", _type_name(hints[field.name]), _default(field), texts[field.name]]
+        cells = [f"`{field.name}`", _type_name(hints[field.name]), _default(field), _markdown(texts[field.name])]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return [*lines, ""]
 
@@ -88,7 +86,7 @@ def _nested(cls: type[Any], prefix: str) -> Iterator[tuple[str, type[Any]]]:
     """The blocks below a class with the key that leads to each, outermost first."""
     hints = typing.get_type_hints(cls)
     for field in ordered_fields(cls):
-        for option in dict.fromkeys(_item(option) for option in _options(hints[field.name])):
+        for option in dict.fromkeys(_item(option) for option in options_of(hints[field.name])):
             if isinstance(option, type) and (dataclasses.is_dataclass(option) or issubclass(option, ChoiceType)):
                 key = f"{prefix}{field.name}"
                 yield key, option
@@ -96,13 +94,6 @@ def _nested(cls: type[Any], prefix: str) -> Iterator[tuple[str, type[Any]]]:
                 if not dataclasses.is_dataclass(option):
                     inner = next(iter(option.get_known_choices().values()))
                 yield from _nested(inner, f"{key}.")
-
-
-def _options(kind: Any) -> list[Any]:
-    """Members of a union, None left out."""
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        return [option for option in typing.get_args(kind) if option is not type(None)]
-    return [kind]
 
 
 def _item(kind: Any) -> Any:
@@ -131,11 +122,9 @@ def _type_name(kind: Any) -> str:
 
 
 def _default(field: dataclasses.Field[Any]) -> str:
-    value = field.default
+    value = default_value(field)
     if value is dataclasses.MISSING:
-        if field.default_factory is dataclasses.MISSING:
-            return "required"
-        value = field.default_factory()
+        return "required"
     if any(dataclasses.is_dataclass(each) for each in (value if isinstance(value, list) else [value])):
         return "its defaults"
     if value is None:
@@ -145,37 +134,9 @@ def _default(field: dataclasses.Field[Any]) -> str:
     return f"`{list(value) if isinstance(value, tuple | list) else value}`"
 
 
-def _field_texts(cls: type[Any]) -> dict[str, str]:
-    """What is said of each field: the text below it, or its entry under ``Args:``; a parent's where there is none."""
-    texts: dict[str, str] = {}
-    for each in reversed(cls.__mro__):
-        if not dataclasses.is_dataclass(each) and each is not cls:
-            continue
-        for entry in re.finditer(r"^    (\w+): (.*(?:\n     +.*)*)", _args(each), re.MULTILINE):
-            text = re.sub(r"\bNone\b", "null", _markdown(entry[2]))
-            texts[entry[1]] = text[:1].upper() + text[1:]
-        body = ast.parse(textwrap.dedent(inspect.getsource(each))).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for field, after in zip(body.body, body.body[1:], strict=False):
-            named = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-            if named and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-                texts[field.target.id] = _markdown(str(after.value.value))
-    return texts
-
-
-def _args(cls: type[Any]) -> str:
-    _, _, rest = (inspect.getdoc(cls) or "").partition("Args:\n")
-    return rest.partition("\n\n")[0]
-
-
-def _first_paragraph(cls: type[Any]) -> str:
-    return _markdown((inspect.getdoc(cls) or "").partition("\n\n")[0])
-
-
 def _markdown(text: str) -> str:
-    """One line; code in single backticks; addresses as links."""
-    line = " ".join(text.split()).replace("``", "`")
-    return re.sub(r"(?<![<(])https?://[^\s,)]+", lambda address: f"<{address[0]}>", line)
+    """A line with its addresses as links."""
+    return re.sub(r"(?<![<(])https?://[^\s,)]+", lambda address: f"<{address[0]}>", text)
 
 
 def main() -> int:

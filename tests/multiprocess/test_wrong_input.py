@@ -170,3 +170,11 @@ def test_command_line_mistakes_end_every_process_and_are_said_once(arguments, en
         assert part in errors[0], f"{part!r} is not in {errors[0]!r}"
     assert "Traceback" not in run.output
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_for_debugging_every_process_shows_its_stack(tmp_path):
+    command = ["lockstep", "train-lm", "--debug", "--config_path", "config/demo.yaml"]
+    run = run_command([*command, "--trainer.log_dir", str(tmp_path), "--tokenizer", "./data/none"], timeout_s=120)
+    assert run.code == 1, run.output
+    assert all("Traceback" in log and "lockstep.errors.PeerError" in log for log in run.logs), run.output

@@ -13,7 +13,15 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
-from lockstep.errors import ConfigError, HostError, LockstepError, PeerError, PromptError
+from lockstep.errors import (
+    CapacityError,
+    CompilerError,
+    ConfigError,
+    HostError,
+    LockstepError,
+    PeerError,
+    PromptError,
+)
 from lockstep.hosts.peers import PEER_FAILED_EXIT_CODE, announce_exit, end_process
 from lockstep.hosts.start import current_without_devices, shutdown
 
@@ -36,16 +44,17 @@ class _Terminated(SystemExit):
         self.phase = phase
 
 
-def run_main(main: Callable[[], object]) -> None:
+def run_main(main: Callable[[], object], *, debug: bool = False) -> None:
     """Run a program's main function and leave the job in order, or at once when it fails.
 
     SIGTERM ends the program too, with a line that says so and code 143 on every process, unless the program has a
-    handler of its own, as `Trainer` has. A ConfigError or PromptError is printed as its text, any other error with its
-    stack; the reason is announced to the peers, and the process ends. In a job of several processes it does so without
-    Python's exit handlers.
+    handler of its own, as `Trainer` has. What a user can mend (a configuration, a prompt, a request or a program that
+    is too large) is printed as its text, any other error with its stack; the reason is announced to the peers, and the
+    process ends. In a job of several processes it does so without Python's exit handlers.
 
     Args:
         main: The program; an int that it returns is the exit code.
+        debug: Whether every error is printed with its stack, on every process that has it.
 
     Raises:
         SystemExit: The program failed in a job of one process; it has the exit code. Never raised when ``main``
@@ -75,9 +84,11 @@ def run_main(main: Callable[[], object]) -> None:
     except HostError as error:
         # The peers have the same error where all have it: to them a word is enough.
         code, text = 1, type(error).__name__ if _is_everywhere(error) else f"{type(error).__name__}: {error}"
-        _print_host_error(error)
-    except (ConfigError, PromptError) as error:
+        _print_host_error(error, debug)
+    except (ConfigError, PromptError, CapacityError, CompilerError) as error:
         code, text = 1, str(error)
+        if debug:
+            traceback.print_exc()
         print(f"error: {text}", file=sys.stderr)
     except BaseException as error:
         code, text = 1, f"{type(error).__name__}: {error}"
@@ -96,13 +107,18 @@ def _is_everywhere(error: HostError) -> bool:
         return error.processes > 1
 
 
-def _print_host_error(error: HostError) -> None:
-    """Print an error once per job where every process has it, with the stack of what nobody had foreseen."""
+def _print_host_error(error: HostError, debug: bool) -> None:
+    """Print an error once per job where every process has it, with the stack of what nobody had foreseen.
+
+    With ``debug``, every process prints its stack and that of its cause before.
+    """
     if not _is_everywhere(error):
         traceback.print_exception(error)
         return
     cause = error.__cause__
-    if cause is not None and not isinstance(cause, LockstepError):
+    if debug:
+        traceback.print_exception(error)
+    elif cause is not None and not isinstance(cause, LockstepError):
         traceback.print_exception(cause)
     try:
         leader, alone = current_without_devices().is_leader, current_without_devices().count == 1

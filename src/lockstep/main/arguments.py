@@ -3,7 +3,6 @@
 import dataclasses
 import difflib
 import inspect
-import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from draccus.parsers import decoding
 from draccus.utils import DecodingError, ParsingError
 
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.main.field_docs import options_of
 
 CONFIG_PATH = "config_path"
 
@@ -101,12 +101,12 @@ def check_keys(kind: Any, value: Any, path: tuple[str, ...], where: str) -> None
         for key, inner in value.items():
             if key in names:
                 check_keys(hints[key], inner, (*path, key), where)
-            elif not (key == CHOICE_TYPE_KEY and _choices(kind)):
+            elif not (key == CHOICE_TYPE_KEY and choices_of(kind)):
                 raise ConfigError(
                     f"{where}: unknown key {'.'.join((*path, str(key)))!r}. {_suggest(str(key), names, 'key')}"
                 )
     elif isinstance(value, list):
-        for inner_kind in _options(kind):
+        for inner_kind in options_of(kind):
             for item_kind in typing.get_args(inner_kind)[:1] if typing.get_origin(inner_kind) in (tuple, list) else ():
                 for index, item in enumerate(value):
                     check_keys(item_kind, item, (*path, str(index)), where)
@@ -130,30 +130,17 @@ def ordered_fields(cls: type[Any]) -> list[dataclasses.Field[Any]]:
     return ordered
 
 
-def describe(cls: type[Any], prefix: str = "") -> Iterator[str]:
-    """List the keys of a configuration with their types and defaults.
+def choices_of(kind: Any) -> dict[str, Any]:
+    """The choices of a block with a ``type``, by its name; none for any other type or for one of its choices.
 
     Args:
-        cls: A configuration's dataclass.
-        prefix: The key that leads to it, with a dot at its end.
-
-    Yields:
-        One line per key.
+        kind: The type of a field.
     """
-    hints = typing.get_type_hints(cls)
-    for field in ordered_fields(cls):
-        key, kind = prefix + field.name, hints[field.name]
-        nested = [option for option in _options(kind) if dataclasses.is_dataclass(option) and not _choices(option)]
-        if nested:
-            yield from describe(typing.cast(type[Any], nested[0]), f"{key}.")
-            continue
-        if field.default is not dataclasses.MISSING:
-            default = f" (default: {field.default})"
-        else:
-            default = "" if field.default_factory is not dataclasses.MISSING else " (required)"
-        choices = [name for option in _options(kind) for name in _choices(option)]
-        shown = f"type: {' | '.join(choices)}" if choices else _type_name(kind)
-        yield f"--{key}  {shown}{default}"
+    for option in options_of(kind):
+        if isinstance(option, type) and issubclass(option, ChoiceType):
+            choices = dict(option.get_known_choices())
+            return {} if option in choices.values() else choices
+    return {}
 
 
 def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -197,36 +184,20 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
     values[last] = value
 
 
-def _options(kind: Any) -> tuple[Any, ...]:
-    """The members of a union, without None; any other type alone."""
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        return tuple(option for option in typing.get_args(kind) if option is not type(None))
-    return (kind,)
-
-
-def _choices(kind: Any) -> dict[str, Any]:
-    """Choices of a draccus registry, none for any other type or for one of its choices."""
-    for option in _options(kind):
-        if isinstance(option, type) and issubclass(option, ChoiceType):
-            choices = dict(option.get_known_choices())
-            return {} if option in choices.values() else choices
-    return {}
-
-
 def _dataclass_of(kind: Any, value: Mapping[str, Any], path: tuple[str, ...], where: str) -> type[Any] | None:
     """The dataclass that a mapping is meant for; None where any keys go."""
-    choices = _choices(kind)
+    choices = choices_of(kind)
     if choices:
         name = value.get(CHOICE_TYPE_KEY)
         if name is None:
-            default = next(o for o in _options(kind) if isinstance(o, type) and issubclass(o, ChoiceType))
+            default = next(o for o in options_of(kind) if isinstance(o, type) and issubclass(o, ChoiceType))
             name = default.default_choice_name()
         if name not in choices:
             raise ConfigError(
                 f"{where}: {'.'.join((*path, CHOICE_TYPE_KEY))!r} is {name!r}. {_suggest(str(name), choices, 'type')}"
             )
         return typing.cast(type[Any], choices[name])
-    found = [option for option in _options(kind) if dataclasses.is_dataclass(option)]
+    found = [option for option in options_of(kind) if dataclasses.is_dataclass(option)]
     return typing.cast(type[Any], found[0]) if len(found) == 1 else None
 
 
@@ -262,8 +233,3 @@ def _decode_text(value: Any, path: Sequence[str]) -> str:
 
 draccus.decode.register(str, _decode_text)
 decoding.get_decoding_fn.cache_clear()
-
-
-def _type_name(kind: Any) -> str:
-    names = [getattr(o, "__name__", str(o)) if not typing.get_args(o) else str(o) for o in _options(kind)]
-    return " | ".join(names).replace("typing.", "")

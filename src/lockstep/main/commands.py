@@ -20,16 +20,29 @@ class Command:
 
     Args:
         name: The word after ``lockstep``.
+        purpose: The heading of ``lockstep --help`` under which it stands.
         summary: What the command does, in a line of ``lockstep --help``.
         module: The module with its ``main(arguments) -> exit code``.
+        example: A command line, in the words of ``lockstep COMMAND --help``; lines after the first are indented.
+        usage: What goes after its name.
+        description: What it does, in more words than in the summary; "": the summary says it all.
+        options: ``module:function`` that adds what it can be given beside a configuration to an argparse parser, from
+            which help and completion are made; None: nothing.
+        own_help: Whether its ``main`` prints the help, because what it can be given depends on the other arguments.
         config_class: The name of its configuration's dataclass in that module; None: it has none of its own.
         workload_function: ``module:function`` that makes a `Workload` of (name, configuration, model), for
             ``lockstep plan``; None: the command cannot be planned.
     """
 
     name: str
+    purpose: str
     summary: str
     module: str
+    example: str
+    usage: str = "[--config_path FILE.yaml] [--key.in.dots VALUE ...]"
+    description: str = ""
+    options: str | None = None
+    own_help: bool = False
     config_class: str | None = None
     workload_function: str | None = None
 
@@ -46,6 +59,11 @@ class Command:
             ConfigError: The configuration cannot work.
         """
         return int(importlib.import_module(self.module).main(arguments))
+
+    @property
+    def reads_config(self) -> bool:
+        """Whether it reads ``--config_path`` and keys of a configuration, its own or another command's."""
+        return "--config_path" in self.usage
 
     def config(self) -> type[Any]:
         """The dataclass of the command's configuration."""
@@ -69,45 +87,82 @@ class Command:
         return workload
 
 
+TRAIN: Final = "train"
+SAMPLE: Final = "sample from a checkpoint"
+PREPARE: Final = "prepare a run"
+SHELL: Final = "set up a shell"
+
 COMMANDS: Final = (
     Command(
         name="train-lm",
+        purpose=TRAIN,
         summary="train a language model on text, completions or chats",
         module="lockstep.main.train_lm",
+        example="lockstep train-lm --config_path config/demo.yaml --trainer.num_train_steps 100",
         config_class="TrainLmConfig",
         workload_function="lockstep.main.plan_workload:training_workload",
     ),
     Command(
         name="train-simpo",
+        purpose=TRAIN,
         summary="train on preference pairs with SimPO",
         module="lockstep.main.train_simpo",
+        example="lockstep train-simpo --config_path config/simpo_tiny.yaml --inference_eval.eval_every 10",
         config_class="TrainSimpoConfig",
         workload_function="lockstep.main.plan_workload:training_workload",
     ),
     Command(
         name="train-grpo",
+        purpose=TRAIN,
         summary="reinforcement learning with GRPO on questions with verifiable answers",
         module="lockstep.main.train_grpo",
+        example="lockstep train-grpo --config_path config/grpo_gsm8k_qwen25_3b_v6e_8.yaml --trainer.seed 1",
         config_class="TrainGrpoConfig",
         workload_function="lockstep.main.plan_workload:training_workload",
     ),
     Command(
         name="sample",
+        purpose=SAMPLE,
         summary="answer prompts from a checkpoint, every prompt exactly once",
         module="lockstep.main.sample",
+        example="lockstep sample --hf_checkpoint path/to/Llama-3.1-8B-Instruct --prompts questions.jsonl",
         config_class="SampleConfig",
         workload_function="lockstep.main.plan_workload:sampling_workload",
     ),
     Command(
         name="export",
+        purpose=SAMPLE,
         summary="make a Hugging Face checkpoint of a training checkpoint",
         module="lockstep.main.export",
+        example="lockstep export runs/my-run exported --dtype bfloat16",
+        usage="CHECKPOINT OUTPUT [--config_path FILE.yaml] [--key VALUE ...]",
+        description="Makes a Hugging Face checkpoint of a training checkpoint. CHECKPOINT is a run directory, the "
+        "directory or URL of its checkpoints, or one of them. No device is needed.",
         config_class="ExportConfig",
     ),
     Command(
         name="plan",
+        purpose=PREPARE,
         summary="compile a configuration for a TPU slice without a TPU: does it fit, how fast",
         module="lockstep.main.plan",
+        example="lockstep plan --config_path config/grpo_gsm8k_qwen25_3b_v6e_8.yaml --topology v6e-8",
+        usage="--topology NAME [--config_path FILE.yaml] [options] [--key.in.dots VALUE ...]",
+        description="Compiles the programs of a configuration (train step, moving the weights, prefill, decode) for a "
+        "TPU slice, on a machine without a TPU: what fits, what is exchanged, how fast it can be at best. Exit code 0 "
+        "if it fits, 1 if it does not. Keys of the configuration can be given too, and win over the file.",
+        options="lockstep.main.plan:add_options",
+    ),
+    Command(
+        name="completion",
+        purpose=SHELL,
+        summary="print what bash, zsh or fish needs to complete commands and keys",
+        module="lockstep.main.completion",
+        example="lockstep completion bash > ~/.local/share/bash-completion/completions/lockstep",
+        usage="{bash,zsh,fish}",
+        description="Prints the completion script of a shell. bash: see the example. zsh: lockstep completion zsh > "
+        "~/.zfunc/_lockstep, where fpath has ~/.zfunc. fish: lockstep completion fish > "
+        "~/.config/fish/completions/lockstep.fish. Make it again after an upgrade.",
+        options="lockstep.main.completion:add_options",
     ),
 )
 """Every command, in the order of ``lockstep --help``."""

@@ -7,19 +7,13 @@ from collections.abc import Sequence
 
 from lockstep.errors import ConfigError
 from lockstep.hosts import DistributedConfig, Hosts, digest, leader_only, start
-from lockstep.main.arguments import describe, parse_arguments
+from lockstep.main.arguments import parse_arguments
 from lockstep.main.hf_saves import HF_DTYPES
 from lockstep.models import export_hf, save_peft
 from lockstep.text import load_tokenizer
 from lockstep.training import saved_model
 
 log = logging.getLogger(__name__)
-
-USAGE = """\
-usage: lockstep export CHECKPOINT OUTPUT [--dtype bfloat16] [--step N] [--key VALUE ...]
-
-CHECKPOINT is a run directory, the directory or URL of its checkpoints, or one of them. No device is needed. The keys,
-which may be in a --config_path FILE.yaml too:"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,10 +65,6 @@ def main(arguments: Sequence[str]) -> int:
         ConfigError: The configuration cannot work.
         PeerError: A process could not read or write.
     """
-    if "--help" in arguments or "-h" in arguments:
-        print(USAGE)
-        print("\n".join(describe(ExportConfig)))
-        return 0
     config = parse_arguments(ExportConfig, _named(arguments))
     hosts = start(config.distributed)
     logging.basicConfig(level=logging.INFO if hosts.is_leader else logging.WARNING, format="%(name)s: %(message)s")

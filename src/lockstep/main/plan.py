@@ -1,5 +1,6 @@
 """``lockstep plan``: compiles a configuration for a TPU slice on a machine without a TPU."""
 
+import argparse
 import dataclasses
 import json
 import math
@@ -8,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -34,25 +35,46 @@ from lockstep.plan import (
     topology,
 )
 
-USAGE: Final = """\
-usage: lockstep plan --config_path FILE.yaml --topology NAME [options] [--key.in.dots VALUE ...]
 
-Compiles the programs of a configuration (train step, moving the weights, prefill, decode) for a TPU slice, on a machine
-without a TPU: what fits, what is exchanged, how fast it can be at best. Exit code 0 if it fits, 1 if it does not.
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command itself, for ``--help``.
 
---topology NAME    v4-N, v5p-N, v5litepod-N or v6e-N
---command NAME     whose configuration it is, where that is not clear: {commands}
---model NAME       shape to plan with: a directory with a config.json, or the name of a well-known checkpoint
---json PATH        write all numbers there, - for standard output
---calibration FILE measured numbers of the chip, to predict seconds with in place of published ones
---meshes all       what trainer.mesh_shape auto and host_local would exchange and take, side by side
---remat all        what each rematerialisation policy would cost (model.gradient_checkpointing), a line each
---write_bandwidth N  GB/s at which a host writes a checkpoint (default: 1)
---cache_dir DIR    where the compiler's results are kept, none for nowhere (default: {cache})
-
-Any other key is one of the configuration and wins over the file: --trainer.per_device_parallelism 4"""
-
-_OWN: Final = ("topology", "command", "model", "json", "calibration", "meshes", "remat", "write_bandwidth", "cache_dir")
+    Args:
+        parser: Where to add them.
+    """
+    what = parser.add_argument_group("what is planned")
+    what.add_argument("--topology", metavar="NAME", help="the slice: v4-N, v5p-N, v5litepod-N or v6e-N; required")
+    what.add_argument(
+        "--command", choices=list(planned_commands()), help="whose configuration it is, where that is not clear"
+    )
+    what.add_argument(
+        "--model", metavar="NAME", help="shape to plan with: a directory with a config.json, or a well-known checkpoint"
+    )
+    how = parser.add_argument_group("how it is shown and predicted")
+    how.add_argument("--json", metavar="PATH", help="write all numbers there, - for standard output")
+    how.add_argument(
+        "--calibration",
+        metavar="FILE",
+        help="measured numbers of the chip, to predict seconds in place of published ones",
+    )
+    how.add_argument(
+        "--meshes",
+        choices=["all"],
+        help="what trainer.mesh_shape auto and host_local would exchange and take, side by side",
+    )
+    how.add_argument(
+        "--remat",
+        choices=["all"],
+        help="what each rematerialisation policy would cost (model.gradient_checkpointing), a line each",
+    )
+    how.add_argument("--write_bandwidth", metavar="X", help="GB/s at which a host writes a checkpoint (default: 1)")
+    how.add_argument(
+        "--cache_dir",
+        metavar="DIR",
+        help=f"where the compiler's results are kept, none for nowhere (default: {default_directory()})".replace(
+            "%", "%%"
+        ),
+    )
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -67,9 +89,6 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: The configuration cannot be read, or there is no such slice.
     """
-    if "--help" in arguments or "-h" in arguments:
-        print(USAGE.format(commands=", ".join(planned_commands()), cache=default_directory()))
-        return 0
     own, rest = _split(arguments)
     if "topology" not in own:
         raise ConfigError("--topology is missing: name the slice to plan for, such as --topology v5p-64.")
@@ -122,13 +141,16 @@ def _show(plan: Plan, json_path: str | None, costs: list[RematCost], meshes: lis
 
 def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """The options of the command itself by name, and the other arguments, which are the configuration's."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_options(parser)
+    names = set(vars(parser.parse_args([])))
     own: dict[str, str] = {}
     rest: list[str] = []
     todo = list(arguments)
     while todo:
         flag = todo.pop(0)
         name, equals, value = flag.removeprefix("--").partition("=")
-        if not flag.startswith("--") or name not in _OWN:
+        if not flag.startswith("--") or name not in names:
             rest.append(flag)
         elif equals:
             own[name] = value

@@ -20,7 +20,7 @@ from lockstep.callback import InferenceEvalConfig, SampleCallback
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, config_digest, leader_only, start, try_leader_only
 from lockstep.main.adapters import describe_adapters, load_frozen
-from lockstep.main.arguments import describe, parse_arguments
+from lockstep.main.arguments import parse_arguments
 from lockstep.main.hf_saves import HF_DTYPES, HfSaves
 from lockstep.main.run_dir import closing_summary, make_run_dir, rewind
 from lockstep.main.run_tracker import start_tracker
@@ -146,9 +146,6 @@ def run_command[Config: RunConfig, Loaded: Data](
         PeerError: A host failed where all must go on together.
         HostError: The hosts lost each other.
     """
-    if "--help" in arguments or "-h" in arguments:
-        print(f"--config_path  FILE.yaml with any of these keys; keys on the command line win over it\n{_help(cls)}")
-        return 0
     config = parse_arguments(cls, [re.sub(r"^--resume(?==|$)", "--trainer.resume", each) for each in arguments])
     data, objective, make_batches = parts(config)
     hosts = start(config.trainer.distributed)
@@ -371,7 +368,3 @@ def _check_validation(config: TrainerConfig, data: LoadsData[Any]) -> None:
                 f"trainer.{name} is {value}, but data.validation_urls is empty, so it has no effect. Name files to "
                 "validate with, or leave it out."
             )
-
-
-def _help(cls: type[Any]) -> str:
-    return "\n".join(describe(cls))

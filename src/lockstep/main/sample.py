@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from lockstep.batch_inference import SampleConfig, sample
 from lockstep.hosts import start
-from lockstep.main.arguments import describe, parse_arguments
+from lockstep.main.arguments import parse_arguments
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -21,10 +21,6 @@ def main(arguments: Sequence[str]) -> int:
         ConfigError: The configuration cannot work.
         HostError: The hosts lost each other.
     """
-    if "--help" in arguments or "-h" in arguments:
-        print("--config_path  FILE.yaml with any of these keys; keys on the command line win over it")
-        print("\n".join(describe(SampleConfig)))
-        return 0
     config = parse_arguments(SampleConfig, arguments)
     hosts = start(config.trainer.distributed)
     logging.basicConfig(level=logging.INFO if hosts.is_leader else logging.WARNING, format="%(name)s: %(message)s")

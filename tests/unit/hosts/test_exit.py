@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from lockstep.errors import ConfigError
+from lockstep.errors import CapacityError, ConfigError, HbmError, PeerError, PromptError
 from lockstep.hosts import run_main
 
 
@@ -34,3 +34,40 @@ def test_run_main(capsys, main, code, shown, stack):
         assert caught.value.code == code
     printed = capsys.readouterr().err
     assert printed.endswith(shown) and ("Traceback" in printed) == stack
+
+
+def peer_error(cause: Exception) -> PeerError:
+    error = PeerError("'prepare' failed on process 0: " + str(cause))
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigError("page_size is 0"),
+        PromptError("prompt 3 is empty"),
+        CapacityError("a request of 900 tokens never fits"),
+        HbmError("the train step needs 99 GiB"),
+        peer_error(ConfigError("page_size is 0")),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+@pytest.mark.parametrize("debug", [False, True])
+def test_what_a_user_can_mend_has_its_stack_only_for_debugging(capsys, error, debug):
+    with pytest.raises(SystemExit) as caught:
+        run_main(lambda: fail(error), debug=debug)
+    assert caught.value.code == 1
+    printed = capsys.readouterr().err
+    text = error.__cause__ or error
+    assert printed.endswith(f"error: {text}\n") and ("in fail" in printed) == debug
+    assert ("Traceback" in printed) == debug
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_what_nobody_foresaw_always_has_its_stack(capsys, debug):
+    with pytest.raises(SystemExit):
+        run_main(lambda: fail(peer_error(KeyError("oops"))), debug=debug)
+    printed = capsys.readouterr().err
+    assert "KeyError: 'oops'" in printed and printed.splitlines()[-1].startswith("error: 'prepare' failed")
+    assert ("lockstep.errors.PeerError" in printed) == debug

@@ -4,7 +4,7 @@ import draccus
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.main.arguments import decode_config, describe, parse_arguments
+from lockstep.main.arguments import decode_config, parse_arguments
 
 
 class Shape(draccus.ChoiceRegistry):
@@ -82,10 +82,3 @@ def test_what_is_wrong_is_named(values, text):
 def test_arguments_that_cannot_be_read(arguments, text):
     with pytest.raises(ConfigError, match=text):
         parse_arguments(Outer, arguments)
-
-
-def test_help_lists_every_key():
-    lines = list(describe(Outer))
-    assert "--inner.steps  int (default: 1)" in lines
-    assert any(line.startswith("--shape  type: round") for line in lines)
-    assert any(line.startswith("--name") and "(required)" in line for line in lines)

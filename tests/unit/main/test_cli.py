@@ -1,5 +1,7 @@
 """The command line."""
 
+import sys
+
 import pytest
 
 from lockstep.errors import ConfigError
@@ -16,3 +18,46 @@ def test_commands(capsys):
         cli.run(["train"])
     assert cli.run(["train-simpo", "--help"]) == 0
     assert "--gamma_beta_ratio" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["--help", "trainer"], ["--config_path", "none.yaml", "-h", "trainer"]])
+def test_help_of_one_block(capsys, arguments):
+    assert cli.run(["train-lm", *arguments]) == 0
+    shown = capsys.readouterr().out
+    assert "--trainer.seed" in shown and "--inference_eval.seed" not in shown
+
+
+def test_help_after_another_programs_words_is_that_programs(monkeypatch):
+    given = []
+    monkeypatch.setattr("lockstep.main.export.main", lambda arguments: given.append(arguments) or 0)
+    assert cli.run(["export", "--", "python", "--help"]) == 0
+    assert given == [["--", "python", "--help"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rest", "debug"),
+    [
+        (["sample", "--debug", "--seed", "1"], ["sample", "--seed", "1"], True),
+        (["sample", "--seed", "1"], ["sample", "--seed", "1"], False),
+        (["launch", "--", "lockstep", "--debug"], ["launch", "--", "lockstep", "--debug"], False),
+        (["launch", "--debug", "--", "lockstep", "--debug"], ["launch", "--", "lockstep", "--debug"], True),
+    ],
+)
+def test_debug_is_taken_from_the_words_of_the_command_itself(arguments, rest, debug):
+    assert cli.without_debug(arguments) == (rest, debug)
+
+
+@pytest.mark.parametrize("command", [command.name for command in COMMANDS])
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_mistake_in_any_command_is_a_line_and_for_debugging_a_stack(monkeypatch, capsys, command, debug):
+    def mistaken(self, arguments):
+        raise ConfigError(f"{self.name} was given {arguments}")
+
+    monkeypatch.setattr("lockstep.main.commands.Command.run", mistaken)
+    monkeypatch.setattr(sys, "argv", ["lockstep", command, *(["--debug"] if debug else []), "--a", "1"])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 1
+    printed = capsys.readouterr().err
+    assert printed.splitlines()[-1] == f"error: {command} was given ['--a', '1']"
+    assert ("Traceback" in printed) == debug

@@ -1,0 +1,224 @@
+"""``--help`` of every command, made from the table of commands and the fields of the configurations.
+
+Each command's help is an argparse parser, which shell completion reads too. It reads no values: `arguments` does.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import textwrap
+import typing
+from collections.abc import Iterator
+from typing import Any, Final
+
+from lockstep.errors import ConfigError
+from lockstep.main.arguments import CONFIG_PATH, choices_of, ordered_fields
+from lockstep.main.commands import COMMANDS, Command
+from lockstep.main.field_docs import default_value, field_texts, first_paragraph, options_of
+
+ADDED_OPTIONS: Final = "options"
+"""Title of the group of options that every command has."""
+WIDTH: Final = 120
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Key:
+    """One key of a configuration.
+
+    Args:
+        name: The key with its dots.
+        kind: The type of its value, as in an annotation.
+        default: Its default as in YAML; "" where it must be given, or where it is a block.
+        text: What it means, in a sentence.
+    """
+
+    name: str
+    kind: Any
+    default: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KeyGroup:
+    """The keys of one block of a configuration.
+
+    Args:
+        name: The key of the block; "" for the keys outside of any.
+        text: What the block is.
+        keys: Its keys, without those of blocks in it.
+    """
+
+    name: str
+    text: str
+    keys: list[Key]
+
+
+def overview() -> str:
+    """The text of ``lockstep --help``: the commands by what they are for."""
+    width = max(len(command.name) for command in COMMANDS)
+    lines = [
+        "usage: lockstep COMMAND [--config_path FILE.yaml] [--key.in.dots VALUE ...]",
+        "",
+        "See what your model says while it trains on a TPU pod.",
+    ]
+    for purpose in dict.fromkeys(command.purpose for command in COMMANDS):
+        lines += ["", f"{purpose}:"]
+        lines += [f"  {each.name:<{width}}  {each.summary}" for each in COMMANDS if each.purpose == purpose]
+    lines += [
+        "",
+        "of every command:",
+        "  --help [BLOCK]  its keys with their defaults, or those of one block, such as inference_eval; an example",
+        "  --debug         show the stack of an error that is explained in a line otherwise",
+        "",
+        "A command runs on every host of a job at once. Several processes on one machine:",
+        "  python infra/launch.py --backend local --processes 2 --devices_per_process 2 -- lockstep COMMAND ...",
+    ]
+    return "\n".join(lines)
+
+
+def command_help(command: Command, block: str | None = None) -> str:
+    """The text of ``lockstep COMMAND --help``.
+
+    Args:
+        command: The command.
+        block: The only block of its configuration to list; None: all.
+
+    Raises:
+        ConfigError: The configuration has no such block.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"lockstep {command.name}",
+        usage=f"lockstep {command.name} {command.usage}",
+        description=_description(command),
+        epilog=f"example:\n{textwrap.indent(command.example, '  ')}",
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=44, width=WIDTH),
+        add_help=False,
+    )
+    add_keys(parser, command, block)
+    return parser.format_help()
+
+
+def add_keys(parser: argparse.ArgumentParser, command: Command, block: str | None = None) -> None:
+    """Add what a command can be given, in groups.
+
+    Args:
+        parser: Where to add it.
+        command: The command.
+        block: The only block of its configuration to add; None: all, and the options.
+
+    Raises:
+        ConfigError: The configuration has no such block.
+    """
+    groups = list(key_groups(command.config())) if command.config_class is not None else []
+    if block is not None:
+        chosen = [group for group in groups if group.name == block or group.name.startswith(f"{block}.")]
+        if not chosen:
+            known = ", ".join(group.name for group in groups if group.name)
+            raise ConfigError(f"{command.name} has no block {block!r}. Known blocks: {known or 'none'}.")
+        groups = chosen
+    elif command.options is not None:
+        module, _, function = command.options.partition(":")
+        getattr(importlib.import_module(module), function)(parser)
+    if block is None:
+        options = parser.add_argument_group(ADDED_OPTIONS)
+        if command.reads_config:
+            options.add_argument(
+                f"--{CONFIG_PATH}", metavar="FILE", help="YAML file with any of the keys below; the command line wins"
+            )
+        options.add_argument("--debug", action="store_true", help="show the stack of every error")
+        options.add_argument("--help", metavar="BLOCK", nargs="?", help="show this, or the keys of one block alone")
+    for group in groups:
+        _add_group(parser, group)
+
+
+def key_groups(cls: type[Any], name: str = "") -> Iterator[KeyGroup]:
+    """The keys of a configuration by block, outermost first.
+
+    Args:
+        cls: A configuration's dataclass.
+        name: The key that leads to it; "" for a whole configuration.
+
+    Yields:
+        A block. One that has a ``type`` has the keys of all types.
+    """
+    prefix = f"{name}." if name else ""
+    hints, texts = typing.get_type_hints(cls), field_texts(cls)
+    keys, inner = [], []
+    for field in ordered_fields(cls):
+        key, kind = prefix + field.name, hints[field.name]
+        blocks = [each for each in options_of(kind) if dataclasses.is_dataclass(each) and isinstance(each, type)]
+        text = _first_sentence(texts.get(field.name, ""))
+        if choices := choices_of(kind):
+            inner.append(_choice_group(key, text, choices))
+        elif blocks:
+            inner += key_groups(blocks[0], key)
+        else:
+            keys.append(Key(name=key, kind=kind, default=_default(field), text=text))
+    yield KeyGroup(name=name, text=_first_sentence(first_paragraph(cls)), keys=keys)
+    yield from inner
+
+
+def _choice_group(name: str, text: str, choices: dict[str, Any]) -> KeyGroup:
+    """The keys of all types of a block; each says which types have it, where not all do."""
+    found: dict[str, list[tuple[str, Key]]] = {}
+    for choice, cls in choices.items():
+        for group in key_groups(cls, name):
+            for key in group.keys:
+                found.setdefault(key.name, []).append((choice, key))
+    keys = [Key(name=f"{name}.type", kind=typing.Literal[*choices], default="", text="which of these it is")]
+    for variants in found.values():
+        (_, first), types = variants[0], [choice for choice, _ in variants]
+        only = "" if len(types) == len(choices) else f"type {', '.join(types)}: "
+        same = len({key.default for _, key in variants}) == 1
+        default = first.default if same else "differs by type"
+        keys.append(dataclasses.replace(first, default=default, text=only + first.text))
+    return KeyGroup(name=name, text=text, keys=keys)
+
+
+def _add_group(parser: argparse.ArgumentParser, group: KeyGroup) -> None:
+    added = parser.add_argument_group(group.name or "keys", group.text.replace("%", "%%"))
+    for key in group.keys:
+        kinds = options_of(key.kind)
+        values = (
+            [str(each) for each in typing.get_args(kinds[0])] if typing.get_origin(kinds[0]) is typing.Literal else []
+        )
+        if bool in kinds:
+            values = ["true", "false"]
+        text = f"{key.text} (default: {key.default})" if key.default else key.text
+        added.add_argument(
+            f"--{key.name}",
+            metavar=None if values else _metavar(key.kind),
+            choices=values or None,
+            help=text.replace("%", "%%"),
+        )
+
+
+def _metavar(kind: Any) -> str:
+    """What a value looks like: a word for each of the types that it may have."""
+    words = {str: "TEXT", int: "N", float: "X", Any: "VALUE"}
+    shown = []
+    for each in options_of(kind):
+        origin = typing.get_origin(each) or each
+        shown.append("LIST" if origin in (list, tuple) else "MAPPING" if origin is dict else words.get(origin, "VALUE"))
+    return "|".join(dict.fromkeys(shown))
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    value = default_value(field)
+    if value is dataclasses.MISSING:
+        return "none: required"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+def _first_sentence(text: str) -> str:
+    """A text up to its first full stop, with a small letter at its beginning unless that is a name."""
+    sentence = text.partition(". ")[0].removesuffix(".")
+    lower = sentence[:1].lower() + sentence[1:]
+    return lower if sentence[1:2].islower() or sentence[1:2] == " " else sentence
+
+
+def _description(command: Command) -> str:
+    text = command.description or f"{command.summary[:1].upper()}{command.summary[1:]}."
+    return "\n".join(textwrap.wrap(text, WIDTH))

@@ -1,0 +1,141 @@
+"""``--help`` of every command: groups, defaults, an example that the command understands."""
+
+import dataclasses
+import re
+import shlex
+from pathlib import Path
+
+import draccus
+import pytest
+import yaml
+
+from lockstep.errors import ConfigError
+from lockstep.main.arguments import parse_arguments
+from lockstep.main.commands import COMMANDS, configured_commands, find_command, planned_commands
+from lockstep.main.help import command_help, key_groups, overview
+
+ROOT = Path(__file__).parents[3]
+
+
+class Shape(draccus.ChoiceRegistry):
+    """A choice."""
+
+
+@Shape.register_subclass("round")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Round(Shape):
+    """A circle."""
+
+    size: float = 1.0
+    """How large it is. More than this is in the reference."""
+    radius: float = 0.5
+
+
+@Shape.register_subclass("square")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Square(Shape):
+    """A square."""
+
+    size: float = 2.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inner:
+    """What is inside.
+
+    Args:
+        steps: The number of steps, 50 % of all.
+    """
+
+    steps: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outer:
+    """Everything."""
+
+    inner: Inner = dataclasses.field(default_factory=Inner)
+    """The inside."""
+    shape: Shape | None = None
+    """What it looks like."""
+    name: str
+    """Its name."""
+
+
+def test_keys_are_in_groups_with_their_defaults_and_first_sentences():
+    groups = {group.name: group for group in key_groups(Outer)}
+    assert list(groups) == ["", "inner", "shape"]
+    (steps,) = groups["inner"].keys
+    assert (steps.name, steps.default, steps.text) == ("inner.steps", "1", "the number of steps, 50 % of all")
+    (name,) = groups[""].keys
+    assert (name.name, name.default) == ("name", "none: required")
+
+
+def test_a_block_with_a_type_has_the_keys_of_all_types():
+    shape = next(group for group in key_groups(Outer) if group.name == "shape")
+    shown = {key.name: (key.default, key.text) for key in shape.keys}
+    assert shown == {
+        "shape.type": ("", "which of these it is"),
+        "shape.size": ("differs by type", "how large it is"),
+        "shape.radius": ("0.5", "type round: "),
+    }
+
+
+@pytest.mark.parametrize("command", [each for each in COMMANDS if not each.own_help], ids=lambda each: each.name)
+def test_every_command_shows_groups_defaults_and_an_example(command):
+    text = command_help(command)
+    assert text.startswith(f"usage: lockstep {command.name}")
+    assert text.rstrip().endswith(f"example:\n  {command.example}")
+    assert "--debug" in text and "\noptions:" in text
+    if command.config_class is not None:
+        assert text.count("(default: ") > 5
+    # Three of the terminal's width at most: what a line of help is for.
+    assert max(len(line) for line in text.splitlines() if "http" not in line) <= 120
+
+
+def test_a_training_command_shows_every_key_of_its_reference():
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    section = page.partition("### `trainer`")[2].partition("\n###")[0]
+    keys = re.findall(r"^\| `(\w+)` \| (?!block)", section, re.MULTILINE)
+    assert len(keys) > 15
+    text = command_help(find_command("train-lm"))
+    assert [key for key in keys if f"--trainer.{key} " not in text] == []
+
+
+def test_one_block_alone():
+    text = command_help(find_command("train-lm"), "inference_eval")
+    assert "--inference_eval.eval_every N" in text and "--trainer.seed" not in text
+    with pytest.raises(ConfigError, match="train-lm has no block 'inference'. Known blocks: trainer, .*inference_eval"):
+        command_help(find_command("train-lm"), "inference")
+
+
+def test_the_overview_has_a_heading_for_each_purpose():
+    text = overview()
+    for command in COMMANDS:
+        after = text.partition(f"\n{command.purpose}:\n")[2].partition("\n\n")[0]
+        assert f"  {command.name} " in after
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda each: each.name)
+def test_an_example_is_a_command_line_of_its_command(command):
+    program, name, *arguments = shlex.split(command.example.replace("\\\n", " "), comments=True)
+    assert (program, name) == ("lockstep", command.name)
+    files = [each for each in arguments if each.startswith("config/")]
+    assert all((ROOT / each).exists() for each in files), files
+
+
+@pytest.mark.parametrize("command", configured_commands().values(), ids=lambda each: each.name)
+def test_the_keys_of_an_example_are_known(command):
+    arguments = shlex.split(command.example)[2:]
+    if command.name == "export":
+        arguments = ["--checkpoint", arguments[0], "--output", arguments[1], *arguments[2:]]
+    arguments = [str(ROOT / each) if each.startswith("config/") else each for each in arguments]
+    given = dict(zip(arguments[::2], arguments[1::2], strict=True))
+    if "--tokenizer" not in given and command.name == "sample":
+        assert yaml.safe_load(given["--prompts"]) == "questions.jsonl"
+    assert isinstance(parse_arguments(command.config(), arguments), command.config())
+
+
+def test_what_plan_takes_beside_a_configuration_is_in_its_help():
+    text = command_help(find_command("plan"))
+    assert "--topology NAME" in text and ",".join(planned_commands()) in text
