@@ -1,13 +1,15 @@
 """The ``lockstep`` command."""
 
 import sys
+import traceback
 from collections.abc import Sequence
 
-from lockstep.main.commands import find_command
+from lockstep import exit_codes
+from lockstep.errors import LockstepError
+from lockstep.launch import own_words, without_debug
+from lockstep.main.commands import COMMANDS, find_command
 
 HELP = ("-h", "--help")
-DEBUG = "--debug"
-"""What shows the stack of every error, whatever the command."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -26,7 +28,7 @@ def run(arguments: Sequence[str]) -> int:
         from lockstep.main.help import overview
 
         print(overview())
-        return 0 if arguments else 2
+        return exit_codes.DONE if arguments else exit_codes.USAGE
     command, rest = find_command(arguments[0]), list(arguments[1:])
     asked = next((index for index, word in enumerate(own_words(rest)) if word in HELP), None)
     if asked is not None and not command.own_help:
@@ -34,27 +36,8 @@ def run(arguments: Sequence[str]) -> int:
 
         after = rest[asked + 1 : asked + 2]
         print(command_help(command, after[0] if after and not after[0].startswith("-") else None))
-        return 0
+        return exit_codes.DONE
     return command.run(rest)
-
-
-def own_words(arguments: Sequence[str]) -> Sequence[str]:
-    """The words of a command line before ``--``, after which another program's begin.
-
-    Args:
-        arguments: The command line.
-    """
-    return arguments[: arguments.index("--")] if "--" in arguments else arguments
-
-
-def without_debug(arguments: Sequence[str]) -> tuple[list[str], bool]:
-    """A command line without ``--debug``, and whether it was there; another program's after ``--`` stays with it.
-
-    Args:
-        arguments: The command line.
-    """
-    own = own_words(arguments)
-    return [word for word in own if word != DEBUG] + list(arguments[len(own) :]), DEBUG in own
 
 
 def main() -> None:
@@ -63,7 +46,30 @@ def main() -> None:
     Raises:
         SystemExit: The command failed; it carries the exit code.
     """
+    if any(command.name in sys.argv[1:2] and command.own_help for command in COMMANDS):
+        sys.exit(run(sys.argv[1:]))
+    arguments, debug = without_debug(sys.argv[1:])
+    if any(command.name in arguments[:1] and not command.joins_job for command in COMMANDS):
+        sys.exit(run_alone(arguments, debug))
     from lockstep.hosts import run_main
 
-    arguments, debug = without_debug(sys.argv[1:])
     run_main(lambda: run(arguments), debug=debug)
+
+
+def run_alone(arguments: Sequence[str], debug: bool) -> int:
+    """Run a command that is not a process of a job, without loading what a job needs.
+
+    Args:
+        arguments: The command line without the program's name and without ``--debug``.
+        debug: Whether an error is printed with its stack.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        return run(arguments)
+    except LockstepError as error:
+        if debug:
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr)
+        return exit_codes.FAILED

@@ -32,6 +32,7 @@ class Command:
         config_class: The name of its configuration's dataclass in that module; None: it has none of its own.
         workload_function: ``module:function`` that makes a `Workload` of (name, configuration, model), for
             ``lockstep plan``; None: the command cannot be planned.
+        joins_job: Whether it can be a process of a job, whose end the others must learn of; False: jax is not loaded.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Command:
     own_help: bool = False
     config_class: str | None = None
     workload_function: str | None = None
+    joins_job: bool = True
 
     def run(self, arguments: Sequence[str]) -> int:
         """Run the command.
@@ -90,6 +92,7 @@ class Command:
 TRAIN: Final = "train"
 SAMPLE: Final = "sample from a checkpoint"
 PREPARE: Final = "prepare a run"
+POD: Final = "on many machines"
 SHELL: Final = "set up a shell"
 
 COMMANDS: Final = (
@@ -153,6 +156,17 @@ COMMANDS: Final = (
         options="lockstep.main.plan:add_options",
     ),
     Command(
+        name="launch",
+        purpose=POD,
+        summary="start a command on every worker of a TPU slice, a cluster or this machine",
+        module="lockstep.launch",
+        example="lockstep launch --processes 2 -- lockstep train-lm --config_path config/demo.yaml",
+        usage="[run] [options] -- command [arguments]",
+        options="lockstep.launch:add_all_options",
+        own_help=True,
+        joins_job=False,
+    ),
+    Command(
         name="completion",
         purpose=SHELL,
         summary="print what bash, zsh or fish needs to complete commands and keys",
@@ -163,6 +177,7 @@ COMMANDS: Final = (
         "~/.zfunc/_lockstep, where fpath has ~/.zfunc. fish: lockstep completion fish > "
         "~/.config/fish/completions/lockstep.fish. Make it again after an upgrade.",
         options="lockstep.main.completion:add_options",
+        joins_job=False,
     ),
 )
 """Every command, in the order of ``lockstep --help``."""
