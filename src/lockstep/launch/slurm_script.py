@@ -1,4 +1,4 @@
-"""The batch script of a Slurm job: every task's output and exit code in a file, the first failure first, requeued if useful."""
+"""The scripts of a Slurm job: output and exit code of every task in a file; the job's code is the first failure's."""
 
 import dataclasses
 import shlex
@@ -7,23 +7,16 @@ from pathlib import Path
 from typing import Final
 
 from lockstep.exit_codes import EXIT_CODES, PEER_FAILED, WORKER_LOST
+from lockstep.launch.task_script import run_command
 
 SECRETS: Final = "secrets.sh"
 """The file in the job's directory, readable by its owner alone, that sets the secret variables."""
 SCRIPT: Final = "job.sh"
+TASK: Final = "task.sh"
 CODE: Final = "code"
 """The file in an attempt's directory with the exit code of the whole attempt; those of the tasks are ``code-N``."""
 WARNING_S: Final = 120
 """Seconds before the time limit at which the tasks get SIGTERM: time to save."""
-
-_TASK: Final = """\
-trap : TERM INT
-"$@"
-code=$?
-printf '%s %s\\n' "$code" "$(date +%s.%N)" > "$0/code-$SLURM_PROCID"
-exit "$code"
-"""
-"""What each task runs: the command, which alone dies of a signal, and a note of how it ended."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,11 +76,10 @@ mkdir -p "$logs"
     . "$directory/{SECRETS}"
 fi
 # The first task that fails ends the others; each notes its exit code and when.
-task={shlex.quote(_TASK)}
 srun --kill-on-bad-exit=1 --output="$logs/worker-%t.log" --error="$logs/worker-%t.log" \\
-    bash -c "$task" "$logs" {shlex.join(job.command)}
+    bash "$directory/{TASK}" "$logs" {shlex.join(job.command)}
 status=$?
-# The job's code is that of the first failure, but of one that failed by itself before one that ended because of another.
+# The job's code is that of the first failure, of one that failed by itself before one that ended because of another.
 failed=$(cat "$logs"/code-* 2> /dev/null | awk '$1 != 0' | sort -k 2,2n)
 code=$(awk '$1 != {PEER_FAILED} {{ print $1; exit }}' <<< "$failed")
 noted=$(find "$logs" -name 'code-*' | wc -l)
@@ -107,6 +99,23 @@ case $code in
         ;;
 esac
 rm -f "$directory/{SECRETS}"
+exit "$code"
+"""
+
+
+def task_script(secret_names: Sequence[str]) -> str:
+    """The script of one task: it runs the command, and notes how it ended, and when.
+
+    Args:
+        secret_names: The names of the variables that ``SECRETS`` sets; their values are replaced in the output.
+    """
+    return f"""\
+#!/bin/bash
+logs=$1
+shift
+filter=$(dirname "$logs")
+{run_command(list(secret_names))}\
+printf '%s %s\\n' "$code" "$(date +%s.%N)" > "$logs/code-$SLURM_PROCID"
 exit "$code"
 """
 

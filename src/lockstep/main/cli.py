@@ -46,11 +46,10 @@ def main() -> None:
     Raises:
         SystemExit: The command failed; it carries the exit code.
     """
-    if any(command.name in sys.argv[1:2] and command.own_help for command in COMMANDS):
-        sys.exit(run(sys.argv[1:]))
     arguments, debug = without_debug(sys.argv[1:])
-    if any(command.name in arguments[:1] and not command.joins_job for command in COMMANDS):
-        sys.exit(run_alone(arguments, debug))
+    for command in COMMANDS:
+        if command.name in arguments[:1] and not command.joins_job:
+            sys.exit(run_alone(sys.argv[1:] if command.own_help else arguments, debug))
     from lockstep.hosts import run_main
 
     run_main(lambda: run(arguments), debug=debug)

@@ -6,6 +6,7 @@ Each command's help is an argparse parser, which shell completion reads too. It 
 import argparse
 import dataclasses
 import importlib
+import re
 import textwrap
 import typing
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ class Key:
     Args:
         name: The key with its dots.
         kind: The type of its value, as in an annotation.
-        default: Its default as in YAML; "" where it must be given, or where it is a block.
+        default: Its default as in YAML, ``required`` where there is none; "" where none is shown.
         text: What it means, in a sentence.
     """
 
@@ -176,7 +177,8 @@ def _choice_group(name: str, text: str, choices: dict[str, Any]) -> KeyGroup:
 
 
 def _add_group(parser: argparse.ArgumentParser, group: KeyGroup) -> None:
-    added = parser.add_argument_group(group.name or "keys", group.text.replace("%", "%%"))
+    about = "\n".join(textwrap.wrap(group.text.replace("%", "%%"), WIDTH - 2))
+    added = parser.add_argument_group(group.name or "keys", about)
     for key in group.keys:
         kinds = options_of(key.kind)
         values = (
@@ -184,7 +186,8 @@ def _add_group(parser: argparse.ArgumentParser, group: KeyGroup) -> None:
         )
         if bool in kinds:
             values = ["true", "false"]
-        text = f"{key.text} (default: {key.default})" if key.default else key.text
+        default = key.default if key.default in ("", "required") else f"default: {key.default}"
+        text = f"{key.text} ({default})" if default else key.text
         added.add_argument(
             f"--{key.name}",
             metavar=None if values else _metavar(key.kind),
@@ -206,7 +209,7 @@ def _metavar(kind: Any) -> str:
 def _default(field: dataclasses.Field[Any]) -> str:
     value = default_value(field)
     if value is dataclasses.MISSING:
-        return "none: required"
+        return "required"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(list(value)) if isinstance(value, tuple) else str(value)
@@ -214,7 +217,7 @@ def _default(field: dataclasses.Field[Any]) -> str:
 
 def _first_sentence(text: str) -> str:
     """A text up to its first full stop, with a small letter at its beginning unless that is a name."""
-    sentence = text.partition(". ")[0].removesuffix(".")
+    sentence = re.split(r"(?<!e\.g)\. (?=[A-Z`])", text, maxsplit=1)[0].removesuffix(".")
     lower = sentence[:1].lower() + sentence[1:]
     return lower if sentence[1:2].islower() or sentence[1:2] == " " else sentence
 

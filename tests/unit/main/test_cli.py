@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from lockstep.errors import ConfigError
+from lockstep.launch import without_debug
 from lockstep.main import cli
 from lockstep.main.commands import COMMANDS
 
@@ -44,20 +45,22 @@ def test_help_after_another_programs_words_is_that_programs(monkeypatch):
     ],
 )
 def test_debug_is_taken_from_the_words_of_the_command_itself(arguments, rest, debug):
-    assert cli.without_debug(arguments) == (rest, debug)
+    assert without_debug(arguments) == (rest, debug)
 
 
-@pytest.mark.parametrize("command", [command.name for command in COMMANDS])
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
 @pytest.mark.parametrize("debug", [False, True])
 def test_a_mistake_in_any_command_is_a_line_and_for_debugging_a_stack(monkeypatch, capsys, command, debug):
     def mistaken(self, arguments):
         raise ConfigError(f"{self.name} was given {arguments}")
 
     monkeypatch.setattr("lockstep.main.commands.Command.run", mistaken)
-    monkeypatch.setattr(sys, "argv", ["lockstep", command, *(["--debug"] if debug else []), "--a", "1"])
+    words = ["--a", "1", *(["--debug"] if debug else [])]
+    monkeypatch.setattr(sys, "argv", ["lockstep", command.name, *words])
     with pytest.raises(SystemExit) as caught:
         cli.main()
     assert caught.value.code == 1
     printed = capsys.readouterr().err
-    assert printed.splitlines()[-1] == f"error: {command} was given ['--a', '1']"
+    given = words if command.own_help else words[:2]
+    assert printed.splitlines()[-1] == f"error: {command.name} was given {given}"
     assert ("Traceback" in printed) == debug

@@ -27,7 +27,7 @@ class Round(Shape):
     """A circle."""
 
     size: float = 1.0
-    """How large it is. More than this is in the reference."""
+    """How large it is, e.g. for 1. More than this is in the reference."""
     radius: float = 0.5
 
 
@@ -68,7 +68,7 @@ def test_keys_are_in_groups_with_their_defaults_and_first_sentences():
     (steps,) = groups["inner"].keys
     assert (steps.name, steps.default, steps.text) == ("inner.steps", "1", "the number of steps, 50 % of all")
     (name,) = groups[""].keys
-    assert (name.name, name.default) == ("name", "none: required")
+    assert (name.name, name.default) == ("name", "required")
 
 
 def test_a_block_with_a_type_has_the_keys_of_all_types():
@@ -76,7 +76,7 @@ def test_a_block_with_a_type_has_the_keys_of_all_types():
     shown = {key.name: (key.default, key.text) for key in shape.keys}
     assert shown == {
         "shape.type": ("", "which of these it is"),
-        "shape.size": ("differs by type", "how large it is"),
+        "shape.size": ("differs by type", "how large it is, e.g. for 1"),
         "shape.radius": ("0.5", "type round: "),
     }
 
@@ -89,15 +89,15 @@ def test_every_command_shows_groups_defaults_and_an_example(command):
     assert "--debug" in text and "\noptions:" in text
     if command.config_class is not None:
         assert text.count("(default: ") > 5
-    # Three of the terminal's width at most: what a line of help is for.
-    assert max(len(line) for line in text.splitlines() if "http" not in line) <= 120
+    # Group titles' descriptions are kept as they are written; the keys are wrapped.
+    assert max(len(line) for line in text.splitlines() if line.startswith("  --")) <= 120
 
 
 def test_a_training_command_shows_every_key_of_its_reference():
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     section = page.partition("### `trainer`")[2].partition("\n###")[0]
     keys = re.findall(r"^\| `(\w+)` \| (?!block)", section, re.MULTILINE)
-    assert len(keys) > 15
+    assert len(keys) > 10
     text = command_help(find_command("train-lm"))
     assert [key for key in keys if f"--trainer.{key} " not in text] == []
 
@@ -105,7 +105,9 @@ def test_a_training_command_shows_every_key_of_its_reference():
 def test_one_block_alone():
     text = command_help(find_command("train-lm"), "inference_eval")
     assert "--inference_eval.eval_every N" in text and "--trainer.seed" not in text
-    with pytest.raises(ConfigError, match="train-lm has no block 'inference'. Known blocks: trainer, .*inference_eval"):
+    with pytest.raises(
+        ConfigError, match="train-lm has no block 'inference'. Known blocks: data, trainer, .*inference_eval"
+    ):
         command_help(find_command("train-lm"), "inference")
 
 
