@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from lockstep.exit_codes import EXIT_CODES, PEER_FAILED, WORKER_LOST
+from lockstep.exit_codes import EXIT_CODES, PEER_FAILED, TERMINATED, WORKER_LOST
 from lockstep.launch.task_script import run_command
 
 SECRETS: Final = "secrets.sh"
@@ -79,9 +79,9 @@ fi
 srun --kill-on-bad-exit=1 --output="$logs/worker-%t.log" --error="$logs/worker-%t.log" \\
     bash "$directory/{TASK}" "$logs" {shlex.join(job.command)}
 status=$?
-# The job's code is that of the first failure, of one that failed by itself before one that ended because of another.
+# The job's code is that of the first failure, of one that failed by itself before one that another has ended.
 failed=$(cat "$logs"/code-* 2> /dev/null | awk '$1 != 0' | sort -k 2,2n)
-code=$(awk '$1 != {PEER_FAILED} {{ print $1; exit }}' <<< "$failed")
+code=$(awk '$1 != {PEER_FAILED} && $1 != {TERMINATED} {{ print $1; exit }}' <<< "$failed")
 noted=$(find "$logs" -name 'code-*' | wc -l)
 if [ -z "$code" ] && [ "$status" -ne 0 ] && [ "$noted" -lt {job.tasks} ]; then
     code={WORKER_LOST}
@@ -113,8 +113,7 @@ def task_script(secret_names: Sequence[str]) -> str:
 #!/bin/bash
 logs=$1
 shift
-filter=$(dirname "$logs")
-{run_command(list(secret_names))}\
+{run_command(list(secret_names), '$(dirname "$logs")')}\
 printf '%s %s\\n' "$code" "$(date +%s.%N)" > "$logs/code-$SLURM_PROCID"
 exit "$code"
 """

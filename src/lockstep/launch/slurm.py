@@ -1,0 +1,285 @@
+"""The backend ``slurm``: a batch job whose nodes share the file system of the machine that submits it."""
+
+import argparse
+import dataclasses
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from lockstep import exit_codes
+from lockstep.errors import ConfigError
+from lockstep.launch.backend import LaunchError
+from lockstep.launch.console import Console
+from lockstep.launch.env_file import job_environment
+from lockstep.launch.followed_files import FollowedFiles
+from lockstep.launch.options import add_job_options, count
+from lockstep.launch.processes import signals_to
+from lockstep.launch.record import Attempt, JobRecord, find_record, name_from_date, new_record
+from lockstep.launch.slurm_script import CODE, SCRIPT, SECRETS, TASK, SlurmJob, batch_script, secrets_file, task_script
+from lockstep.launch.task_script import filter_files
+
+POLL_S: Final = 5.0
+"""Seconds between two questions to Slurm's controller, which serves all users."""
+READ_S: Final = 0.5
+"""Seconds between two looks at the logs."""
+ENDED: Final = {
+    "NODE_FAIL": exit_codes.WORKER_LOST,
+    "BOOT_FAIL": exit_codes.WORKER_LOST,
+    "PREEMPTED": exit_codes.WORKER_LOST,
+    "OUT_OF_MEMORY": exit_codes.KILLED,
+    "TIMEOUT": exit_codes.TERMINATED,
+    "CANCELLED": exit_codes.TERMINATED,
+    "DEADLINE": exit_codes.TERMINATED,
+    "FAILED": exit_codes.FAILED,
+}
+"""States in which Slurm ended a job before its script could note a code (https://slurm.schedmd.com/squeue.html)."""
+
+ADVICE: Final = {
+    "Invalid partition": "sinfo lists the partitions: choose one with --partition.",
+    "Invalid account": "sacctmgr show assoc user=$USER lists your accounts: choose one with --account.",
+    "node configuration is not available": "sinfo -N -l lists the nodes: ask for fewer --nodes or --tasks_per_node.",
+    "QOS": "Your quota does not allow it (sacctmgr show qos): fewer --nodes or a shorter --time_limit.",
+    "time limit is invalid": "sinfo -o '%P %l' lists the limits: a shorter --time_limit.",
+    "Unable to contact slurm controller": "The controller does not answer: try again later.",
+}
+"""What to try, by a part of Slurm's own words."""
+
+
+class Slurm:
+    """Batch jobs: one process per task, found by JAX from Slurm's variables."""
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        """Add what sbatch has to know."""
+        add_job_options(parser)
+        add = parser.add_argument_group("slurm: a batch job").add_argument
+        add("--nodes", type=count, default=1, help="how many nodes (default 1)")
+        add("--tasks_per_node", type=count, default=1, help="processes of the job on each node (default 1)")
+        add("--partition", help="the partition (default: the cluster's)")
+        add("--account", help="the account that is charged (default: the user's)")
+        add(
+            "--time_limit", metavar="TIME", help="as for sbatch: 2-00:00:00 is two days; SIGTERM comes 2 minutes before"
+        )
+        add("--sbatch", action="append", default=[], metavar="OPTION", help="another option: --sbatch=--constraint=tpu")
+
+    def run(self, options: argparse.Namespace) -> int:
+        """Submit the job and, in the foreground, show its logs until it has ended."""
+        record = new_record(options, options.name or name_from_date())
+        if (before := find_record(record.name)) is not None and not before.deleted and _state(before):
+            raise LaunchError(
+                f"job {record.name!r} is in Slurm's queue (job {before.notes['job']}). Give another --name, or end it: "
+                f"lockstep launch delete {record.name}.",
+                exit_codes.REFUSED,
+            )
+        environment = job_environment(options)
+        job = _job(options, record, environment.public)
+        directory = record.directory
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for path in directory.glob(f"attempt-*/{CODE}*"):
+            path.unlink()  # of an earlier job of this name
+        for name, text in {SCRIPT: batch_script(job), TASK: task_script(list(environment.secret))}.items():
+            (directory / name).write_text(text, encoding="utf-8")
+        for name, data in filter_files().items() if environment.secret else ():
+            (directory / name).write_bytes(data)
+        _write_private(directory / SECRETS, secrets_file(environment.secret))
+        console = Console(log=directory / "launcher.log")
+        try:
+            answer = _slurm(_submit(directory))
+        except LaunchError:
+            (directory / SECRETS).unlink()
+            raise
+        record = dataclasses.replace(record, notes={"job": answer.strip().partition(";")[0]})
+        record = record.with_attempt(Attempt(number=1, id=record.notes["job"], started=time.time()))
+        record.save()
+        console.say(
+            f"job {record.name} is job {record.notes['job']} of Slurm, {job.tasks} processes; logs are in {directory}"
+        )
+        if not options.foreground:
+            console.say(f"lockstep launch status|logs|stop|delete {record.name}")
+            return exit_codes.DONE
+        return self._follow(record, console, stop_on_signal=True)
+
+    def dry_run(self, options: argparse.Namespace) -> int:
+        """Print the files and the command that `run` writes and runs."""
+        record = new_record(options, options.name or name_from_date())
+        environment = job_environment(options)
+        job, directory = _job(options, record, environment.public), record.directory
+        print(f"mkdir -p {shlex.quote(str(directory))}")
+        for name, text in {SCRIPT: batch_script(job), TASK: task_script(list(environment.secret))}.items():
+            print(f"cat > {shlex.quote(str(directory / name))} << 'END_OF_FILE'\n{text}END_OF_FILE")
+        if environment.secret:
+            names = ", ".join(environment.secret)
+            print(f"# {directory / SECRETS}, mode 600, sets {names}; {', '.join(filter_files())} take them out of logs")
+        print(shlex.join(_submit(directory)))
+        return exit_codes.DONE
+
+    def status(self, job: JobRecord) -> int:
+        """Print Slurm's state of the job, and the code of each task that has ended."""
+        state = _state(job)
+        code = _noted_code(job)
+        print(f"{job.name}: {state or ('ended' if code is None else exit_codes.describe(code))}")
+        for path in sorted(job.directory.glob(f"attempt-*/{CODE}-*")):
+            task = int(path.name.rpartition("-")[2])
+            print(f"  {path.parent.name} process {task}: {exit_codes.describe(int(path.read_text().split()[0]))}")
+        return exit_codes.DONE if state else self._code(job)
+
+    def logs(self, job: JobRecord, *, follow: bool) -> int:
+        """Print the logs of all attempts; with ``follow`` until the job has ended."""
+        if follow and _state(job):
+            return self._follow(job, Console(), stop_on_signal=False)
+        FollowedFiles(job.directory, Console()).read(last=True)
+        return exit_codes.DONE
+
+    def stop(self, job: JobRecord) -> int:
+        """Cancel the job: Slurm sends SIGTERM, and SIGKILL after its KillWait."""
+        if _state(job):
+            _slurm(["scancel", job.notes["job"]])
+            while _state(job):
+                time.sleep(READ_S)
+        (job.directory / SECRETS).unlink(missing_ok=True)
+        return exit_codes.DONE
+
+    def delete(self, job: JobRecord) -> int:
+        """Stop the job; its logs stay."""
+        self.stop(job)
+        dataclasses.replace(job, deleted=True).save()
+        return exit_codes.DONE
+
+    def _follow(self, job: JobRecord, console: Console, *, stop_on_signal: bool) -> int:
+        """Show logs and states until the job has left Slurm's queue; return its code."""
+        logs, shown, asked = FollowedFiles(job.directory, console), "", 0.0
+        received: list[int] = []
+        stopped_by: int | None = None
+        with signals_to(received.append):
+            while True:
+                if received:
+                    number = received.pop(0)
+                    if not stop_on_signal:
+                        return 128 + number
+                    force = ["--signal=KILL", "--full"] if stopped_by else []
+                    console.say(f"{signal.Signals(number).name}, {'killing' if force else 'ending'} the job")
+                    try:
+                        _slurm(["scancel", *force, job.notes["job"]])
+                    except LaunchError as error:  # it has just ended by itself
+                        console.say(str(error))
+                    stopped_by, asked = stopped_by or number, 0.0
+                if time.monotonic() - asked > POLL_S:
+                    state, asked = _state(job), time.monotonic()
+                    if state and state != shown:
+                        console.say(f"{job.name}: {state}")
+                        shown = state
+                logs.read(last=not state)
+                if not state:
+                    break
+                time.sleep(READ_S)
+        code = 128 + stopped_by if stopped_by else self._code(job)
+        attempts = [*job.directory.glob("attempt-*")]
+        job.with_attempt(dataclasses.replace(job.attempts[-1], ended=time.time(), code=code)).save()
+        if code:
+            _show_failure(job, len(attempts), code, console)
+        (job.directory / SECRETS).unlink(missing_ok=True)
+        return code
+
+    def _code(self, job: JobRecord) -> int:
+        """The code of a job that has left the queue: as its script noted, else as Slurm's accounting says."""
+        if (code := _noted_code(job)) is not None:
+            return code
+        try:
+            words = _slurm(["sacct", "-j", job.notes["job"], "-X", "-n", "-P", "-o", "State"]).split()
+        except LaunchError:
+            words = []
+        return ENDED.get(words[0], exit_codes.WORKER_LOST) if words else exit_codes.WORKER_LOST
+
+
+def _job(options: argparse.Namespace, record: JobRecord, public: dict[str, str]) -> SlurmJob:
+    if options.sync:
+        raise ConfigError("--sync is given, but the nodes of a Slurm job share this file system. Leave it out.")
+    tasks = options.nodes * options.tasks_per_node
+    words = [f"--{name}={value}" for name in ("partition", "account") if (value := getattr(options, name))]
+    return SlurmJob(
+        name=record.name,
+        directory=record.directory.resolve(),
+        command=options.command,
+        nodes=options.nodes,
+        tasks_per_node=options.tasks_per_node,
+        environment={"REQUIRE_JAX_PROCESS_COUNT": str(options.require_process_count or tasks), **public},
+        retries=options.retries,
+        time_limit=options.time_limit,
+        options=[*words, *options.sbatch],
+    )
+
+
+def _submit(directory: Path) -> list[str]:
+    return ["sbatch", "--parsable", f"--chdir={os.getcwd()}", str(directory.resolve() / SCRIPT)]
+
+
+def _state(job: JobRecord) -> str:
+    """Slurm's state of a job and its reason, as in ``PENDING (Resources)``; "" once it has left the queue."""
+    try:
+        text = _slurm(["squeue", "--noheader", f"--jobs={job.notes['job']}", "--format=%T (%r)"])
+    except LaunchError as error:
+        if "Invalid job id" in str(error):  # how Slurm says that a job has ended a while ago
+            return ""
+        raise
+    return text.strip().replace(" (None)", "")
+
+
+def _noted_code(job: JobRecord) -> int | None:
+    """The code that the script of the last attempt has noted; None: it has not."""
+    attempts = sorted(job.directory.glob("attempt-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    file = attempts[-1] / CODE if attempts else None
+    return int(file.read_text()) if file is not None and file.exists() else None
+
+
+def _show_failure(job: JobRecord, attempt: int, code: int, console: Console) -> None:
+    """Say what ended the job, and show the end of the log of the process that failed first."""
+    console.say(f"failed: {exit_codes.describe(code)}")
+    ended = []
+    for path in job.directory.glob(f"attempt-{attempt}/{CODE}-*"):
+        own, _, at = path.read_text().partition(" ")
+        if int(own) == code:
+            ended.append((float(at), int(path.name.rpartition("-")[2])))
+    if ended:
+        console.say(f"process {min(ended)[1]} failed first; its log is {job.log(attempt, min(ended)[1])}")
+    own_log = sorted(job.directory.glob("slurm-*.log"))
+    for line in own_log[-1].read_text(errors="replace").splitlines()[-5:] if own_log else ():
+        console.say(f"slurm: {line}")
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Write a file that its owner alone can read, from its first byte on."""
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def _slurm(argv: Sequence[str]) -> str:
+    """Run one of Slurm's commands and return its output.
+
+    Raises:
+        LaunchError: It is not there, or it refused.
+    """
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    except FileNotFoundError:
+        raise LaunchError(
+            f"{argv[0]} was not found. Run this on a login node of the cluster, where Slurm's commands are.",
+            exit_codes.NOT_FOUND,
+        ) from None
+    if done.returncode:
+        said = re.sub(r"^\w+: (error: )?", "", done.stderr.strip().split("\n")[0])
+        raise LaunchError(f"{argv[0]} refused: {said}{_advice(done.stderr)}", exit_codes.REFUSED)
+    if done.stderr:
+        print(done.stderr, end="", file=sys.stderr)
+    return done.stdout
+
+
+def _advice(said: str) -> str:
+    """What to try, where Slurm's words say what is wrong."""
+    return next((f" {hint}" for text, hint in ADVICE.items() if text in said), "")

@@ -1,0 +1,206 @@
+"""Jobs of the backend ``slurm``, run by Slurm's commands of tests/fake_cloud as processes of this machine."""
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lockstep import exit_codes
+from lockstep.launch import main
+from lockstep.launch.record import load_record
+from tests.fake_cloud import fake_slurm
+
+ROOT = Path(__file__).parents[3]
+SECRET = "hf_0123456789abcdef"
+PRINT = "import os, sys; print('task', os.environ['SLURM_PROCID'], *sys.argv[1:], flush=True);"
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    """A directory with jobs and the state of Slurm; its commands are on PATH."""
+    fake_slurm.install(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_SLURM", str(tmp_path / "slurm"))
+    monkeypatch.setenv("LOCKSTEP_JOBS_DIR", str(tmp_path / "jobs"))
+    monkeypatch.setattr("lockstep.launch.slurm.POLL_S", 0.1)
+    monkeypatch.setattr("lockstep.launch.slurm.READ_S", 0.05)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def launch(*words, python=None, name="job"):
+    command = [sys.executable, "-c", python] if python is not None else []
+    return main(["--backend", "slurm", "--name", name, *words, "--", *command])
+
+
+def test_every_task_runs_the_command_and_is_shown_with_its_number(cluster, capfdbinary):
+    text = PRINT + "print(os.environ['REQUIRE_JAX_PROCESS_COUNT'], os.environ['COLOUR'], os.getcwd())"
+    assert launch("--nodes", "2", "--tasks_per_node", "2", "--env", "COLOUR=deep blue", python=text) == 0
+    shown = capfdbinary.readouterr()
+    for task in range(4):
+        assert f"[{task}] task {task}\n[{task}] 4 deep blue {cluster}\n".encode() in shown.out
+    assert b"launch: job: RUNNING" in shown.err
+    job = load_record("job")
+    assert job.log(1, 3).read_text().startswith("task 3") and job.attempts[-1].code == 0
+    assert main(["status", "job"]) == 0
+    assert b"job: exit code 0, done" in capfdbinary.readouterr().out
+
+
+def test_the_first_failure_is_the_code_of_the_job(cluster, capfd):
+    """Task 1 raises; task 0 ends because of it with 85, as a process of lockstep does, and is noted later."""
+    text = PRINT + (
+        "import pathlib, signal, time\n"
+        "ready = pathlib.Path('ready')\n"
+        "if os.environ['SLURM_PROCID'] == '1':\n"
+        "    while not ready.exists(): time.sleep(0.02)\n"
+        "    sys.exit(3)\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(85)); ready.touch(); time.sleep(30)"
+    )
+    assert launch("--nodes", "2", "--retries", "2", python=text) == 3
+    shown = capfd.readouterr().err
+    assert "failed: exit code 3" in shown and "process 1 failed first" in shown
+    assert not (cluster / "jobs/job/attempt-2").exists(), "an error of the user is not tried again"
+    assert main(["status", "job"]) == 3
+    assert "attempt-1 process 0: exit code 85, ended because another process failed" in capfd.readouterr().out
+
+
+def test_a_lost_node_is_tried_again_and_its_log_is_kept(cluster, monkeypatch, capfd):
+    monkeypatch.setenv("FAKE_SLURM_LOSES_NODE", "1")
+    text = PRINT + "import time; time.sleep(2 if 'SLURM_RESTART_COUNT' not in os.environ else 0)"
+    assert launch("--nodes", "2", "--retries", "1", python=text) == 0
+    assert (cluster / "jobs/job/attempt-1/code").read_text() == f"{exit_codes.WORKER_LOST}\n"
+    assert (cluster / "jobs/job/attempt-2/code").read_text() == "0\n"
+    assert capfd.readouterr().out.count("[1] task 1") == 2
+    assert main(["logs", "job"]) == 0
+    assert capfd.readouterr().out.count("[1] task 1") == 2
+    assert launch("--nodes", "2", python=text, name="once") == exit_codes.WORKER_LOST
+
+
+def test_a_signal_to_the_task_is_the_commands_and_ends_it_in_order(cluster):
+    text = (
+        PRINT + "import signal, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143));"
+        "print('ready', flush=True); time.sleep(30)"
+    )
+    assert launch("--no-foreground", python=text) == 0
+    wait_for(lambda: "ready" in read(cluster / "jobs/job/attempt-1/worker-0.log"))
+    assert main(["stop", "job"]) == 0
+    assert read(cluster / "jobs/job/attempt-1/code-0").startswith("143 ")
+    assert main(["delete", "job"]) == 0 and load_record("job").deleted
+    assert main(["status", "job"]) == 0
+
+
+def test_the_name_of_a_job_in_the_queue_is_taken(cluster, capsys):
+    assert launch("--no-foreground", python="import time; time.sleep(30)") == 0
+    assert launch(python="print(1)") == exit_codes.REFUSED
+    assert "is in Slurm's queue (job 1000). Give another --name" in capsys.readouterr().err
+    assert main(["delete", "job"]) == 0
+    assert launch(python="print(1)") == 0
+
+
+def test_ctrl_c_cancels_the_job(cluster):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    words = ["infra/launch.py", "--backend", "slurm", "--name", "job", "--", sys.executable, "-c"]
+    text = "import time; print('ready', flush=True); time.sleep(30)"
+    child = subprocess.Popen(
+        [sys.executable, *words, text],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(lambda: "ready" in read(cluster / "jobs/job/attempt-1/worker-0.log"), 20)
+    child.send_signal(signal.SIGINT)
+    _, shown = child.communicate(timeout=30)
+    assert child.returncode == 130, shown
+    assert "SIGINT, ending the job" in shown
+    assert (cluster / "slurm/1000/state").read_text() == "CANCELLED"
+
+
+@pytest.mark.parametrize(
+    ("refusal", "advice"),
+    [
+        ("Batch job submission failed: Invalid partition name specified", "sinfo lists the partitions"),
+        ("Batch job submission failed: Invalid account or account/partition", "choose one with --account"),
+        ("Batch job submission failed: Requested node configuration is not available", "fewer --nodes"),
+        ("QOSMaxNodePerUserLimit", "Your quota does not allow it"),
+    ],
+)
+def test_what_sbatch_refuses_is_explained(cluster, monkeypatch, capsys, refusal, advice):
+    monkeypatch.setenv("FAKE_SLURM_REFUSES", refusal)
+    assert launch(python="print(1)") == exit_codes.REFUSED
+    shown = capsys.readouterr().err
+    assert f"error: sbatch refused: {refusal}" in shown and advice in shown
+    assert not list((cluster / "jobs/job").glob("secrets*"))
+
+
+def test_without_slurm_it_says_where_to_run_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("LOCKSTEP_JOBS_DIR", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert launch(python="print(1)") == exit_codes.NOT_FOUND
+    assert "sbatch was not found. Run this on a login node" in capsys.readouterr().err
+
+
+def test_secrets_are_in_one_private_file_and_in_nothing_else(cluster, capfdbinary):
+    (cluster / "env").write_text(f"HF_TOKEN={SECRET}\n")
+    text = (
+        PRINT + "import time; token = os.environ['HF_TOKEN']; print('token', token, flush=True);"
+        "time.sleep(1); assert len(token) == 19"
+    )
+    assert launch("--env_file", "env", "--no-foreground", python=text) == 0
+    file = cluster / "jobs/job/secrets.sh"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600 and SECRET in file.read_text()
+    wait_for(lambda: "token" in read(cluster / "jobs/job/attempt-1/worker-0.log"))
+    assert main(["logs", "-f", "job"]) == 0
+    assert main(["status", "job"]) == 0 and main(["logs", "job"]) == 0
+    shown = capfdbinary.readouterr()
+    assert b"[0] token <redacted>" in shown.out
+    assert SECRET.encode() not in shown.out + shown.err
+    written = [path for path in cluster.rglob("*") if path.is_file() and path.name != "env"]
+    assert len(written) > 8 and not [path for path in written if SECRET.encode() in path.read_bytes()]
+
+
+def test_a_dry_run_prints_what_can_be_pasted_and_does_nothing(cluster, capsys):
+    (cluster / "env").write_text(f"HF_TOKEN={SECRET}\n")
+    assert (
+        launch("--dry-run", "--nodes", "2", "--env_file", "env", "--partition", "tpu", python="print('it is me')") == 0
+    )
+    shown = capsys.readouterr().out
+    assert SECRET not in shown and "#SBATCH --partition=tpu" in shown and not (cluster / "slurm").exists()
+    assert not (cluster / "jobs").exists()
+    (cluster / "jobs/job").mkdir(parents=True)
+    for name in ("filter.py", "redact.py"):
+        source = ROOT / "src/lockstep/launch/agent" / name
+        (cluster / "jobs/job" / name).write_bytes(source.read_bytes())
+    done = subprocess.run(["bash", "-e"], input=shown, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    wait_for(lambda: read(cluster / "jobs/job/attempt-1/code") == "0\n")
+    assert read(cluster / "jobs/job/attempt-1/worker-1.log") == "it is me\n"
+
+
+def test_the_record_can_be_read_without_the_launcher(cluster):
+    assert launch("--no-foreground", python="print(1)") == 0
+    record = json.loads((cluster / "jobs/job/job.json").read_text())
+    assert record["backend"] == "slurm" and record["notes"] == {"job": "1000"}
+
+
+def test_files_that_the_nodes_have_anyway_are_not_sent(cluster, capsys):
+    assert launch("--sync", "config", python="print(1)") == 1
+    assert "the nodes of a Slurm job share this file system" in capsys.readouterr().err
+
+
+def read(path):
+    return path.read_text() if path.exists() else ""
+
+
+def wait_for(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
