@@ -113,7 +113,7 @@ def task_script(secret_names: Sequence[str]) -> str:
 #!/bin/bash
 logs=$1
 shift
-{run_command(list(secret_names), '$(dirname "$logs")')}\
+{run_command(list(secret_names), '$(dirname "$logs")', forward=False)}\
 printf '%s %s\\n' "$code" "$(date +%s.%N)" > "$logs/code-$SLURM_PROCID"
 exit "$code"
 """
