@@ -15,6 +15,7 @@ BELOW: dict[str, set[str]] = {
     "types": set(),
     "errors": set(),
     "units": set(),
+    "slices": set(),
     "hosts": set(),
     "text": set(),
     "schedule": set(),
@@ -30,7 +31,7 @@ BELOW["callback"] = {"report", "sampling_fields", *BELOW["report"]}
 BELOW["levanter"] = {"callback", *BELOW["callback"]}
 BELOW["training"] = {"callback", *BELOW["callback"]}
 BELOW["batch_inference"] = {"report", "sampling_fields", "training", *BELOW["training"]}
-BELOW["plan"] = {"engine", "training", "batch_inference", *BELOW["training"], *BELOW["batch_inference"]}
+BELOW["plan"] = {"slices", "engine", "training", "batch_inference", *BELOW["training"], *BELOW["batch_inference"]}
 BELOW["main"] = {"plan", "training", "batch_inference", *BELOW["plan"]}
 
 # A library and the only files of the package that may import it.
