@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from infra import launch
+from lockstep import launch
 
 LAUNCHER = Path(__file__).resolve().parents[2] / "infra" / "launch.py"
 

@@ -89,7 +89,7 @@ CAUSES: Final = (
     ),
     Cause(
         name="reservation",
-        pattern=r"Insufficient reserved capacity|Reservation not found|reservation .*(not found|does not exist|is not ready)"
+        pattern=r"Insufficient reserved capacity|Reservation not found|reservation .*(not found|does not exist)"
         r"|does not have (enough|sufficient) .*reserv",
         summary="the reservation does not have this slice free",
         advice="See what is reserved (gcloud compute reservations list), end what uses it, or ask for another "

@@ -8,7 +8,6 @@ which user it belongs to (OS Login has its own names); what it would run is what
 
 import abc
 import argparse
-import functools
 import getpass
 import re
 import shlex
@@ -28,10 +27,8 @@ from lockstep.launch.worker_backend import WorkerBackend
 from lockstep.launch.workers import Transport, Worker
 from lockstep.slices import FAMILIES, Slice, slices
 
-LABEL: Final = "lockstep-launch"
-"""The label of what the launcher made: ``delete`` leaves alone what has none."""
 PORTS: Final = (8476, 8482)
-"""Ports on a TPU host: libtpu's between hosts, and the coordination service's (coordinator_port in JAX's TPU cluster)."""
+"""Ports on a TPU host: libtpu's between hosts, and JAX's coordination service's (coordinator_port, TPU cluster)."""
 MEGASCALE_PORT: Final = 8080
 """The port of MegaScale's coordinator, on the first host of the first slice."""
 
@@ -109,9 +106,15 @@ class GoogleBackend(WorkerBackend):
         add("--project", default="", help="the project (default: that of gcloud's configuration)")
         add("--network", default="", help="the network of new machines (default: default)")
         add("--service_account", default="", help="the account of new machines (default: the project's)")
-        add("--internal_ip", action="store_true", help="machines have no external address, and ssh uses the internal one")
+        add(
+            "--internal_ip",
+            action="store_true",
+            help="machines have no external address, and ssh uses the internal one",
+        )
         add("--ssh_user", default="", help="the user on the machines (default: the one that gcloud uses)")
-        add("--ssh_key", default="~/.ssh/google_compute_engine", help="the ssh key (default: the one that gcloud makes)")
+        add(
+            "--ssh_key", default="~/.ssh/google_compute_engine", help="the ssh key (default: the one that gcloud makes)"
+        )
         add("--wait_s", type=float, default=86400.0, help="seconds to wait for the slice, then give up (default a day)")
         add("--poll_s", type=float, default=10.0, help="seconds between two looks at its state (default 10)")
         add("--setup", choices=("auto", "none"), default="auto", help="auto: install this checkout on every machine, "
@@ -130,11 +133,13 @@ class GoogleBackend(WorkerBackend):
         """
         for name, example in (("tpu_name", "my-pod"), ("zone", "us-east5-a")):
             if not getattr(options, name):
-                raise ConfigError(f"--{name} is not given; backend {options.backend} needs it. Add it: --{name} {example}")
+                raise ConfigError(
+                    f"--{name} is not given; backend {options.backend} needs it. Add it: --{name} {example}"
+                )
         if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", options.tpu_name):
             raise ConfigError(
-                f"--tpu_name is {options.tpu_name!r}; it must begin with a lower-case letter, have at most 40 lower-case "
-                "letters, digits and '-', and not end with '-'."
+                f"--tpu_name is {options.tpu_name!r}; it must begin with a lower-case letter, have at most 40 "
+                "lower-case letters, digits and '-', and not end with '-'."
             )
         if not re.fullmatch(r"[a-z]+-[a-z]+\d+-[a-z]", options.zone):
             raise ConfigError(f"--zone is {options.zone!r}, which is not the name of a zone such as us-east5-a.")
@@ -159,13 +164,15 @@ class GoogleBackend(WorkerBackend):
             )
             for i in range(count)
         ]
-        commands = [*pod.create_commands(), *pod.login_commands(None)] if self.hosts(options) else pod.login_commands(None)
+        commands = (
+            [*pod.create_commands(), *pod.login_commands(None)] if self.hosts(options) else pod.login_commands(None)
+        )
         return [shlex.join(command) for command in commands], PasteTransport(pod, self._workers(options, machines))
 
     def acquire(self, options: argparse.Namespace, console: Console) -> Transport:
         """Use or make the pod, wait for it, and have gcloud bring its ssh key to the machines."""
         pod = self.pod(options)
-        if self._installs(options) and (version := self._version()).changed:
+        if self._installs(options) and (version := setup_vm.version_of()).changed:
             console.say(f"this checkout has changes that are not committed: they are installed too, as {version.name}")
         pod.ensure(Wait(say=console.say, timeout_s=options.wait_s, poll_s=options.poll_s))
         machines = pod.machines()
@@ -184,14 +191,14 @@ class GoogleBackend(WorkerBackend):
         """The script that installs this checkout, if it is to be installed."""
         if not self._installs(options):
             return None
-        name, _ = setup_vm.wheel(setup_vm.ROOT, self._version())
-        return setup_vm.script(self._version(), name, options.extras)
+        name, _ = setup_vm.wheel(setup_vm.ROOT, setup_vm.version_of())
+        return setup_vm.script(setup_vm.version_of(), name, options.extras)
 
     def setup_files(self, options: argparse.Namespace) -> dict[str, bytes]:
         """The wheel, and the versions of everything else."""
         if not self._installs(options):
             return {}
-        name, content = setup_vm.wheel(setup_vm.ROOT, self._version())
+        name, content = setup_vm.wheel(setup_vm.ROOT, setup_vm.version_of())
         return {name: content, "constraints.txt": (setup_vm.ROOT / "constraints.txt").read_bytes()}
 
     def why_lost(self, options: argparse.Namespace) -> str | None:
@@ -207,7 +214,9 @@ class GoogleBackend(WorkerBackend):
         if pod.made_here():
             pod.delete(Wait(say=console.say, timeout_s=options.wait_s, poll_s=options.poll_s))
             return
-        console.say(f"{options.tpu_name} was not made by this launcher, or is gone, and is left as it is. To delete it:")
+        console.say(
+            f"{options.tpu_name} was not made by this launcher, or is gone, and is left as it is. To delete it:"
+        )
         for command in pod.delete_commands():
             console.say(f"  {shlex.join(command)}")
 
@@ -226,7 +235,7 @@ class GoogleBackend(WorkerBackend):
 
     def _workers(self, options: argparse.Namespace, machines: Sequence[Machine]) -> list[Worker]:
         if self._installs(options):
-            path: tuple[str, ...] = (setup_vm.programs(self._version()),)
+            path: tuple[str, ...] = (setup_vm.programs(setup_vm.version_of()),)
         else:
             path = (f"{options.venv}/bin",) if options.venv else ()
         coordinator = machines[0].internal_address if machines else ""
@@ -251,10 +260,6 @@ class GoogleBackend(WorkerBackend):
 
     def _installs(self, options: argparse.Namespace) -> bool:
         return options.setup == "auto" and not options.venv
-
-    @functools.cache  # noqa: B019: backends live as long as the process
-    def _version(self) -> setup_vm.Version:
-        return setup_vm.version_of()
 
     def _gcloud(self, options: argparse.Namespace) -> Gcloud:
         return Gcloud(project=options.project, zone=options.zone)

@@ -7,6 +7,8 @@ from typing import Final, Protocol
 
 from lockstep.launch.gcloud import GcloudError
 
+LABEL: Final = "lockstep-launch"
+"""The label of what the launcher made: ``delete`` leaves alone what has none."""
 STILL_S: Final = 300.0
 """Seconds after which a state that has not changed is shown again."""
 LOST_POLLS: Final = 6

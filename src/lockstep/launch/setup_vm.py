@@ -4,6 +4,7 @@ Each version has a directory of its own on the machine, so that a second start i
 """
 
 import dataclasses
+import functools
 import hashlib
 import os
 import shlex
@@ -60,7 +61,8 @@ say "installing $version"
 rm -rf "$home"
 mkdir "$home"
 "$uv" venv --quiet --python @PYTHON_VERSION@ "$home/venv"
-"$uv" pip install --quiet --python "$home/venv/bin/python" --prerelease allow --constraint constraints.txt "$requirement"
+"$uv" pip install --quiet --python "$home/venv/bin/python" --prerelease allow \\
+  --constraint constraints.txt "$requirement"
 "$home/venv/bin/lockstep" --help >/dev/null
 date >"$home/ready.new"
 mv "$home/ready.new" "$home/ready"
@@ -81,8 +83,9 @@ class Version:
     changed: bool
 
 
+@functools.cache
 def version_of(root: Path = ROOT) -> Version:
-    """Return the state of a checkout.
+    """Return the state of a checkout; it does not change while the launcher runs.
 
     Args:
         root: The checkout.

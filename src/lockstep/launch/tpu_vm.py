@@ -4,12 +4,17 @@ A queued resource is asked for whatever the kind of capacity, because it waits w
 their meaning: https://cloud.google.com/tpu/docs/queued-resources and the messages of the API (tpu/v2 in SDK 528).
 """
 
+import argparse
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Final
 
-from lockstep.launch.gcloud import Gcloud, GcloudError
+from lockstep.errors import ConfigError
+from lockstep.exit_codes import REFUSED, UNAVAILABLE
 from lockstep.launch.backend import LaunchError
-from lockstep.launch.pod import Machine, Wait
+from lockstep.launch.gcloud import Gcloud, GcloudError
+from lockstep.launch.google import GoogleBackend, slice_of
+from lockstep.launch.pod import LABEL, Machine, Wait
 from lockstep.slices import Slice
 
 CAPACITY_FLAGS: Final = {
@@ -32,7 +37,7 @@ class TpuVm:
 
     Args:
         gcloud: The project and the zone.
-        name: The name of the queued resource and of the node; of several slices, the nodes are ``name-0``, ``name-1``, …
+        name: The name of the queued resource and of the node; the nodes of several slices are ``name-0``, ``name-1``.
         slice: The kind of slice, or None: only an existing one is used, whatever its kind.
         count: The number of slices.
         capacity: A key of ``CAPACITY_FLAGS``.
@@ -63,11 +68,7 @@ class TpuVm:
         Raises:
             LaunchError: Nobody said which kind of slice.
         """
-        if self.slice is None:
-            raise LaunchError(
-                f"there is no TPU named {self.name} in zone {self.gcloud.zone}, and nothing says which kind to make. "
-                "Give --tpu_type, such as v5p-64, or the name and zone of one that exists."
-            )
+        slice_ = self._check_type_is_given()
         which = (
             [f"--node-id={self.name}"]
             if self.count == 1
@@ -77,9 +78,10 @@ class TpuVm:
             # Best effort is known to the alpha commands alone.
             *(["alpha"] if self.capacity == "best-effort" else []),
             *("compute", "tpus", "queued-resources", "create", self.name, *which),
-            f"--accelerator-type={self.slice.name}",
-            f"--runtime-version={self.runtime_version or self.slice.family.runtime_version}",
+            f"--accelerator-type={slice_.name}",
+            f"--runtime-version={self.runtime_version or slice_.family.runtime_version}",
             *CAPACITY_FLAGS[self.capacity],
+            f"--labels={LABEL}=yes",
             *([f"--network={self.network}"] if self.network else []),
             *([f"--service-account={self.service_account}"] if self.service_account else []),
             *(["--internal-ips"] if self.internal_ip else []),
@@ -91,16 +93,33 @@ class TpuVm:
         """Return the command that deletes the queued resource with its nodes."""
         return [self._delete_request()]
 
-    def login_command(self) -> list[str]:
-        """Return the command by which gcloud makes an ssh key and brings it to every machine of the first node."""
-        return self._login(self.nodes[0])
-
-    def login_commands(self) -> list[list[str]]:
+    def login_commands(self, machines: Sequence[Machine] | None) -> list[list[str]]:
         """Return the commands by which gcloud makes an ssh key and brings it to every machine.
 
         A key belongs to a node, so one worker of each is enough (AddSSHKeyIfNeeded in gcloud's tpu_vm/ssh.py).
+
+        Args:
+            machines: Not used: nodes have names.
         """
-        return [self._login(node) for node in self.nodes]
+        return [self._ssh(node, 0, "true") for node in self.nodes]
+
+    def ssh_command(self, worker: int, command: str) -> list[str]:
+        """Return gcloud's own way to run a command on a worker.
+
+        Args:
+            worker: Its number, from 0 over all slices.
+            command: The shell command.
+        """
+        per_slice = self.slice.hosts if self.slice else worker + 1
+        return self._ssh(self.nodes[worker // per_slice], worker % per_slice, command)
+
+    def made_here(self) -> bool:
+        """Whether the launcher made it: the label says so."""
+        request = self._request()
+        if request is not None:
+            specs = request.get("tpu", {}).get("nodeSpec", [])
+            return any(LABEL in spec.get("node", {}).get("labels", {}) for spec in specs)
+        return any(LABEL in (described or {}).get("labels", {}) for described in self._nodes().values())
 
     def ensure(self, wait: Wait) -> None:
         """Use what there is of this name, else ask for it, and wait until every node is READY.
@@ -110,11 +129,10 @@ class TpuVm:
             LaunchError: What there is cannot be used, or it does not come in time; then the request is withdrawn.
         """
         request, nodes = self._request(), self._nodes()
-        if _state_of(request) in ENDED or (request is None and _is_dead(nodes)):
-            was = _state_of(request) or "preempted"
-            wait.say(f"{self.name}: it is {was.lower()}; deleting what is left of it and asking for a new one")
-            if self.slice is None:
-                self.create_commands()  # says which option is missing, before anything is deleted
+        if _state_of(request) in ENDED or _is_dead(nodes):
+            self._check_type_is_given()  # before anything is deleted
+            was = _state_of(request) if _state_of(request) in ENDED else "PREEMPTED"
+            wait.say(f"{self.name}: it is {was}; deleting what is left of it, to ask for a new one")
             self.delete(wait)
             request, nodes = None, {}
         asked = request is None and not any(nodes.values())
@@ -137,7 +155,8 @@ class TpuVm:
             raise LaunchError(
                 f"{self.name} could not be used within {wait.timeout_s:.0f} s"
                 + (", and the request is withdrawn" if asked else "")
-                + ". Wait longer with --wait_s, or try another --zone or --capacity_type."
+                + ". Wait longer with --wait_s, or try another --zone or --capacity_type.",
+                UNAVAILABLE,
             )
 
     def machines(self) -> list[Machine]:
@@ -203,7 +222,9 @@ class TpuVm:
             return f"deleting ({', '.join(left) or 'queued resource'})", False
 
         if not wait.until(self.name, look):
-            raise LaunchError(f"{self.name} is still being deleted after {wait.timeout_s:.0f} s. Look at it with --status.")
+            raise LaunchError(
+                f"{self.name} is still being deleted after {wait.timeout_s:.0f} s. Google goes on with it."
+            )
 
     def _look(self) -> tuple[str, bool]:
         """Return the state to show, and whether every node can be used."""
@@ -216,7 +237,7 @@ class TpuVm:
         states = {node: (described or {}).get("state", "not there yet") for node, described in nodes.items()}
         dead = [f"{node} is {of}" for node, of in states.items() if nodes[node] and of not in {"READY", *COMES_BACK}]
         if dead:
-            raise LaunchError(f"{', '.join(dead)}. Delete it (launch delete), or start again with --tpu_type to have it made anew.")
+            raise LaunchError(f"{', '.join(dead)}. Start it (gcloud compute tpus tpu-vm start), or delete it.", REFUSED)
         if all(of == "READY" for of in states.values()):
             return (f"{state}, " if state else "") + "READY", True
         waiting = ", ".join(f"{node} {of}" for node, of in states.items() if of != "READY")
@@ -236,7 +257,8 @@ class TpuVm:
         who = {"USER": "by a user", "SERVICE": "by Google"}.get(data.get("stateInitiator", ""), "")
         raise LaunchError(
             f"queued resource {self.name} is {data.get('state')} {who}".strip()
-            + ": it has no TPUs any more. Start again to have new ones, with --retries to have that done by itself."
+            + ": it has no TPUs any more. Start again to have new ones, with --retries to have that done by itself.",
+            UNAVAILABLE,
         )
 
     def _check_kind(self, nodes: dict[str, dict[str, Any] | None]) -> None:
@@ -245,9 +267,19 @@ class TpuVm:
             kind = (described or {}).get("acceleratorType", "")
             if self.slice is not None and kind and kind != self.slice.name:
                 raise LaunchError(
-                    f"{node} exists and is a {kind}, but --tpu_type is {self.slice.name}. Leave --tpu_type out to use it, or "
-                    "choose another --tpu_name."
+                    f"{node} exists and is a {kind}, but --tpu_type is {self.slice.name}. Leave --tpu_type out to use "
+                    "it, or choose another --tpu_name.",
+                    REFUSED,
                 )
+
+    def _check_type_is_given(self) -> Slice:
+        if self.slice is None:
+            raise LaunchError(
+                f"there is no usable TPU named {self.name} in zone {self.gcloud.zone}, and nothing says which kind to "
+                "make. Give --tpu_type, such as v5p-64, or the name and zone of one that exists.",
+                REFUSED,
+            )
+        return self.slice
 
     def _withdraw(self, wait: Wait) -> None:
         """Delete a request that nobody waits for any more: it would cost money once it is served."""
@@ -259,8 +291,8 @@ class TpuVm:
         times = f"{self.count} × " if self.count > 1 else ""
         return f"{times}{self.slice.name} ({self.capacity}, {self.slice.hosts * self.count} hosts)"
 
-    def _login(self, node: str) -> list[str]:
-        words = ["compute", "tpus", "tpu-vm", "ssh", node, "--worker=0", "--command=true"]
+    def _ssh(self, node: str, worker: int, command: str) -> list[str]:
+        words = ["compute", "tpus", "tpu-vm", "ssh", node, f"--worker={worker}", f"--command={command}"]
         return self.gcloud.command(*words, *(["--internal-ip"] if self.internal_ip else []))
 
     def _delete_request(self) -> list[str]:
@@ -288,3 +320,42 @@ def _state_of(request: dict[str, Any] | None) -> str:
 def _is_dead(nodes: dict[str, dict[str, Any] | None]) -> bool:
     """Whether a node that nobody queued for has ended for good."""
     return any(described and described.get("state") in {"PREEMPTED", "TERMINATED"} for described in nodes.values())
+
+
+class TpuVmBackend(GoogleBackend):
+    """Slices by the Cloud TPU API: v4, v5e, v5p, v6e."""
+
+    title = "tpu-vm: slices by the Cloud TPU API"
+
+    def add_own_options(self, parser: argparse.ArgumentParser) -> None:
+        """Add the image of new nodes."""
+        add = parser.add_argument_group(self.title).add_argument
+        add("--runtime_version", default="", help="the image of new machines (default: the one for the --tpu_type)")
+
+    def pod(self, options: argparse.Namespace) -> TpuVm:
+        """The nodes of the options.
+
+        Raises:
+            ConfigError: The kind of slice is not known, or not to this API.
+        """
+        found = slice_of(options.tpu_type)
+        if found is not None and not found.family.runtime_version:
+            raise ConfigError(
+                f"--tpu_type is {found.name}, which the Cloud TPU API does not have. Use --backend mig, or gke."
+            )
+        return TpuVm(
+            gcloud=self._gcloud(options),
+            name=options.tpu_name,
+            slice=found,
+            count=options.slices,
+            capacity=options.capacity_type,
+            runtime_version=options.runtime_version,
+            network=options.network,
+            service_account=options.service_account,
+            internal_ip=options.internal_ip,
+        )
+
+    def hosts(self, options: argparse.Namespace) -> int:
+        """The number of machines of all slices; 0 where their kind is not given."""
+        found = slice_of(options.tpu_type)
+        return found.hosts * int(options.slices) if found else 0

@@ -15,7 +15,7 @@ def usage() -> str:
         "See what your model says while it trains on a TPU pod.\n\n"
         f"commands:\n{commands}\n\n"
         "lockstep COMMAND --help lists a command's keys. Start it on every host; several processes on one machine:\n"
-        "  python infra/launch.py --backend local --processes 2 --devices_per_process 2 -- lockstep COMMAND ..."
+        "  lockstep launch --backend local --processes 2 --devices_per_process 2 -- lockstep COMMAND ..."
     )
 
 
@@ -43,6 +43,8 @@ def main() -> None:
     Raises:
         SystemExit: The command failed; it carries the exit code.
     """
+    if any(command.name in sys.argv[1:2] and not command.joins_job for command in COMMANDS):
+        sys.exit(run(sys.argv[1:]))
     from lockstep.hosts import run_main
 
     run_main(lambda: run(sys.argv[1:]))

@@ -25,6 +25,7 @@ class Command:
         config_class: The name of its configuration's dataclass in that module; None: it has none of its own.
         workload_function: ``module:function`` that makes a `Workload` of (name, configuration, model), for
             ``lockstep plan``; None: the command cannot be planned.
+        joins_job: Whether it can be a process of a job, whose end the others must learn of; False: jax is not loaded.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Command:
     module: str
     config_class: str | None = None
     workload_function: str | None = None
+    joins_job: bool = True
 
     def run(self, arguments: Sequence[str]) -> int:
         """Run the command.
@@ -108,6 +110,12 @@ COMMANDS: Final = (
         name="plan",
         summary="compile a configuration for a TPU slice without a TPU: does it fit, how fast",
         module="lockstep.main.plan",
+    ),
+    Command(
+        name="launch",
+        summary="start a command on every worker of a TPU slice, a cluster or this machine",
+        module="lockstep.launch",
+        joins_job=False,
     ),
 )
 """Every command, in the order of ``lockstep --help``."""
