@@ -1,4 +1,4 @@
-"""The table of slices: names, chips, hosts; the compiler's own count is compared in tests/unit/plan/test_topology.py."""
+"""The table of slices: names, chips, hosts. The compiler counts them too, in tests/unit/plan/test_topology.py."""
 
 import pytest
 

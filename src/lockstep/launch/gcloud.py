@@ -105,7 +105,7 @@ CAUSES: Final = (
     Cause(
         name="capacity",
         pattern=r"no more capacity in the zone|ZONE_RESOURCE_POOL_EXHAUSTED|enough resources available to fulfill"
-        r"|reason: (stockout|resource_availability)|state:STOCKOUT|is currently\s+unavailable in the",
+        r"|reason: (stockout|resource_availability)|state:STOCKOUT|is currently unavailable in the",
         summary="the zone has no free TPUs of this kind at the moment",
         advice="Try again later, another --zone, a smaller --tpu_type, or another --capacity_type (spot is often free "
         "when on-demand is not; a reservation is sure). Capacity is per zone, even where quota is per region",
@@ -172,7 +172,8 @@ def classify(text: str) -> Cause:
     Args:
         text: Its standard error, or the error of a failed request.
     """
-    return next((cause for cause in CAUSES if re.search(cause.pattern, text)), UNKNOWN)
+    words = " ".join(text.split())  # gcloud breaks long lines
+    return next((cause for cause in CAUSES if re.search(cause.pattern, words)), UNKNOWN)
 
 
 class GcloudError(LaunchError):
@@ -220,21 +221,38 @@ class Gcloud:
         options = {"zone": [f"--zone={self.zone}"], "region": [f"--region={self.region}"], "": []}[place]
         return ["gcloud", *words, *options, *([f"--project={self.project}"] if self.project else []), "--quiet"]
 
-    def run(self, command: Sequence[str]) -> str:
-        """Run a command line made by `command`, without a shell, and return what it prints.
+    def configured_project(self) -> str:
+        """Return the project of gcloud's configuration; Google is not asked.
 
         Raises:
-            GcloudError: It failed, took longer than ``CALL_S``, or there is no gcloud.
+            GcloudError: There is none.
+        """
+        command = ["gcloud", "config", "get-value", "project", "--quiet"]
+        if not (found := self.run(command).strip()):
+            raise GcloudError(shlex.join(command), "The required property [project] is not currently set.")
+        return found
+
+    def run(self, command: Sequence[str], timeout_s: float = CALL_S) -> str:
+        """Run a command line made by `command`, without a shell, and return what it prints.
+
+        Args:
+            command: The command line.
+            timeout_s: Seconds that it may take.
+
+        Raises:
+            GcloudError: It failed, took longer than that, or there is no gcloud.
         """
         shown = shlex.join(command)
         try:
             done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=CALL_S
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=timeout_s
             )
         except FileNotFoundError as error:
             raise GcloudError(shown, NOT_INSTALLED) from error
         except subprocess.TimeoutExpired as error:
-            raise GcloudError(shown, f"timed out after {CALL_S:.0f} s", zone=self.zone, project=self.project) from error
+            raise GcloudError(
+                shown, f"timed out after {timeout_s:.0f} s", zone=self.zone, project=self.project
+            ) from error
         if done.returncode != 0:
             raise GcloudError(shown, done.stderr or done.stdout, zone=self.zone, project=self.project)
         return done.stdout

@@ -46,8 +46,8 @@ class SshTransport:
     def __init__(self, machines: Sequence[Machine], workers: Sequence[Worker], user: str, key: str) -> None:
         self.machines = machines
         self.workers = workers
-        self._user = user
-        self._key = key
+        self.user = user
+        self.key = key
 
     def argv(self, worker: int, command: str) -> list[str]:
         """The ssh command, see `Transport`."""
@@ -61,7 +61,7 @@ class SshTransport:
             "CheckHostIP": "no",
         }
         words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
-        return ["ssh", *SSH_OPTIONS, "-i", self._key, *words, "--", f"{self._user}@{machine.address}", command]
+        return ["ssh", *SSH_OPTIONS, "-i", self.key, *words, "--", f"{self.user}@{machine.address}", command]
 
 
 class PasteTransport:
@@ -98,6 +98,14 @@ class GoogleBackend(WorkerBackend):
     @abc.abstractmethod
     def hosts(self, options: argparse.Namespace) -> int:
         """The number of machines of all slices, from their kind alone; 0 where the kind is not given."""
+
+    def coordinator(self, transport: SshTransport) -> Machine:
+        """The machine at which several slices find each other: JAX's first of the first slice.
+
+        Args:
+            transport: The machines, slice by slice.
+        """
+        return transport.machines[0]
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         """Add the options of both backends, then its own."""
@@ -167,7 +175,9 @@ class GoogleBackend(WorkerBackend):
         commands = (
             [*pod.create_commands(), *pod.login_commands(None)] if self.hosts(options) else pod.login_commands(None)
         )
-        return [shlex.join(command) for command in commands], PasteTransport(pod, self._workers(options, machines))
+        return [shlex.join(command) for command in commands], PasteTransport(
+            pod, self._workers(options, machines, machines[0])
+        )
 
     def acquire(self, options: argparse.Namespace, console: Console) -> Transport:
         """Use or make the pod, wait for it, and have gcloud bring its ssh key to the machines."""
@@ -180,7 +190,10 @@ class GoogleBackend(WorkerBackend):
         for command in pod.login_commands(machines):
             gcloud.run(command)
         transport = self._transport(options, machines)
-        console.say(f"{options.tpu_name}: {len(machines)} workers, as {transport.argv(0, '')[-2].partition('@')[0]}")
+        if options.slices > 1:
+            workers = self._workers(options, machines, self.coordinator(transport))
+            transport = SshTransport(machines, workers, transport.user, transport.key)
+        console.say(f"{options.tpu_name}: {len(machines)} workers, user {transport.user}")
         return transport
 
     def find(self, options: argparse.Namespace) -> Transport:
@@ -225,7 +238,7 @@ class GoogleBackend(WorkerBackend):
             raise LaunchError(f"{options.tpu_name} has no machines. See what there is: --dry-run prints the commands.")
         user = options.ssh_user or self._user(options, machines)
         key = str(Path(options.ssh_key).expanduser())
-        return SshTransport(machines, self._workers(options, machines), user, key)
+        return SshTransport(machines, self._workers(options, machines, machines[0]), user, key)
 
     def _user(self, options: argparse.Namespace, machines: Sequence[Machine]) -> str:
         """The user in the ssh command that gcloud would run; without one there, that of this machine."""
@@ -233,29 +246,24 @@ class GoogleBackend(WorkerBackend):
         found = re.search(r"(\S+)@" + re.escape(machines[0].address), self._gcloud(options).run(command))
         return found[1] if found else getpass.getuser()
 
-    def _workers(self, options: argparse.Namespace, machines: Sequence[Machine]) -> list[Worker]:
+    def _workers(self, options: argparse.Namespace, machines: Sequence[Machine], coordinator: Machine) -> list[Worker]:
+        """The machines as workers; several slices find each other at the coordinator."""
         if self._installs(options):
             path: tuple[str, ...] = (setup_vm.programs(setup_vm.version_of()),)
         else:
             path = (f"{options.venv}/bin",) if options.venv else ()
-        coordinator = machines[0].internal_address if machines else ""
         workers = []
-        for i, machine in enumerate(machines):
-            several = options.slices > 1
-            environment = {
-                "MEGASCALE_COORDINATOR_ADDRESS": f"{coordinator}:{MEGASCALE_PORT}",
-                "MEGASCALE_PORT": str(MEGASCALE_PORT),
-                "MEGASCALE_NUM_SLICES": str(options.slices),
-                "MEGASCALE_SLICE_ID": str(machine.slice_id),
-            }
-            workers.append(
-                Worker(
-                    name=machine.name,
-                    environment=environment if several else {},
-                    ports=(*PORTS, MEGASCALE_PORT) if several and i == 0 else PORTS,
-                    path=path,
-                )
-            )
+        for machine in machines:
+            environment, ports = {}, PORTS
+            if options.slices > 1:
+                environment = {
+                    "MEGASCALE_COORDINATOR_ADDRESS": f"{coordinator.internal_address}:{MEGASCALE_PORT}",
+                    "MEGASCALE_PORT": str(MEGASCALE_PORT),
+                    "MEGASCALE_NUM_SLICES": str(options.slices),
+                    "MEGASCALE_SLICE_ID": str(machine.slice_id),
+                }
+                ports = (*PORTS, MEGASCALE_PORT) if machine == coordinator else PORTS
+            workers.append(Worker(name=machine.name, environment=environment, ports=ports, path=path))
         return workers
 
     def _installs(self, options: argparse.Namespace) -> bool:

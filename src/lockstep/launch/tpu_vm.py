@@ -4,16 +4,13 @@ A queued resource is asked for whatever the kind of capacity, because it waits w
 their meaning: https://cloud.google.com/tpu/docs/queued-resources and the messages of the API (tpu/v2 in SDK 528).
 """
 
-import argparse
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, Final
 
-from lockstep.errors import ConfigError
 from lockstep.exit_codes import REFUSED, UNAVAILABLE
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.gcloud import Gcloud, GcloudError
-from lockstep.launch.google import GoogleBackend, slice_of
 from lockstep.launch.pod import LABEL, Machine, Wait
 from lockstep.slices import Slice
 
@@ -320,42 +317,3 @@ def _state_of(request: dict[str, Any] | None) -> str:
 def _is_dead(nodes: dict[str, dict[str, Any] | None]) -> bool:
     """Whether a node that nobody queued for has ended for good."""
     return any(described and described.get("state") in {"PREEMPTED", "TERMINATED"} for described in nodes.values())
-
-
-class TpuVmBackend(GoogleBackend):
-    """Slices by the Cloud TPU API: v4, v5e, v5p, v6e."""
-
-    title = "tpu-vm: slices by the Cloud TPU API"
-
-    def add_own_options(self, parser: argparse.ArgumentParser) -> None:
-        """Add the image of new nodes."""
-        add = parser.add_argument_group(self.title).add_argument
-        add("--runtime_version", default="", help="the image of new machines (default: the one for the --tpu_type)")
-
-    def pod(self, options: argparse.Namespace) -> TpuVm:
-        """The nodes of the options.
-
-        Raises:
-            ConfigError: The kind of slice is not known, or not to this API.
-        """
-        found = slice_of(options.tpu_type)
-        if found is not None and not found.family.runtime_version:
-            raise ConfigError(
-                f"--tpu_type is {found.name}, which the Cloud TPU API does not have. Use --backend mig, or gke."
-            )
-        return TpuVm(
-            gcloud=self._gcloud(options),
-            name=options.tpu_name,
-            slice=found,
-            count=options.slices,
-            capacity=options.capacity_type,
-            runtime_version=options.runtime_version,
-            network=options.network,
-            service_account=options.service_account,
-            internal_ip=options.internal_ip,
-        )
-
-    def hosts(self, options: argparse.Namespace) -> int:
-        """The number of machines of all slices; 0 where their kind is not given."""
-        found = slice_of(options.tpu_type)
-        return found.hosts * int(options.slices) if found else 0
