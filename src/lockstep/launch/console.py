@@ -24,12 +24,25 @@ class Console:
         self._log = log
         self._lock = threading.Lock()
         self._errors: set[bytes] = set()
+        self._said: set[str] = set()
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def say(self, text: str) -> None:
         """Print lines of the launcher's own to standard error, each after ``launch: ``."""
         self.raw("".join(f"launch: {line}\n" for line in text.split("\n")))
+
+    def once(self, text: str) -> None:
+        """As `say`, but not again what was said before, until it is forgotten."""
+        if text not in self._said:
+            self._said.add(text)
+            self.say(text)
+
+    def forget(self, beginning: str) -> bool:
+        """Forget what begins so; return whether it was said."""
+        known = {text for text in self._said if text.startswith(beginning)}
+        self._said -= known
+        return bool(known)
 
     def raw(self, text: str) -> None:
         """Print a text as it is to standard error."""

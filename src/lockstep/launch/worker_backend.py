@@ -56,3 +56,13 @@ class WorkerBackend(abc.ABC):
     @abc.abstractmethod
     def release(self, options: argparse.Namespace, console: Console) -> None:
         """Delete the workers that `acquire` created, if it did; ``lockstep launch delete`` calls it."""
+
+
+def root_on_worker(name: str, index: int) -> str:
+    """The directory of a job on a worker; with the worker's number, as several may share a home directory.
+
+    Args:
+        name: The job's name.
+        index: The worker's number.
+    """
+    return f"~/.lockstep/work/{name}/worker-{index}"
