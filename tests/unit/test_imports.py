@@ -16,7 +16,8 @@ BELOW: dict[str, set[str]] = {
     "errors": set(),
     "units": set(),
     "exit_codes": set(),
-    "launch": set(),
+    "slices": set(),
+    "launch": {"slices"},
     "hosts": set(),
     "text": set(),
     "schedule": set(),
@@ -32,7 +33,7 @@ BELOW["callback"] = {"report", "sampling_fields", *BELOW["report"]}
 BELOW["levanter"] = {"callback", *BELOW["callback"]}
 BELOW["training"] = {"callback", *BELOW["callback"]}
 BELOW["batch_inference"] = {"report", "sampling_fields", "training", *BELOW["training"]}
-BELOW["plan"] = {"engine", "training", "batch_inference", *BELOW["training"], *BELOW["batch_inference"]}
+BELOW["plan"] = {"slices", "engine", "training", "batch_inference", *BELOW["training"], *BELOW["batch_inference"]}
 BELOW["main"] = {"launch", "plan", "training", "batch_inference", *BELOW["plan"]}
 
 # A library and the only files of the package that may import it.
