@@ -1,0 +1,244 @@
+"""The Kubernetes objects of a job on GKE: a JobSet, a Secret with its variables, a ConfigMap with its files.
+
+The fields of a JobSet: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/. What GKE wants for TPUs:
+https://docs.cloud.google.com/kubernetes-engine/docs/tutorials/tpu-multislice-kueue and
+https://docs.cloud.google.com/kubernetes-engine/docs/concepts/tpus.
+"""
+
+import base64
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from lockstep.exit_codes import EXIT_CODES, PEER_FAILED, SETUP_FAILED
+from lockstep.launch.task_script import run_command
+from lockstep.slices import Slice
+
+ACCELERATORS: Final = {
+    "v4": "tpu-v4-podslice",
+    "v5p": "tpu-v5p-slice",
+    "v5litepod": "tpu-v5-lite-podslice",
+    "v6e": "tpu-v6e-slice",
+    "tpu7x": "tpu7x",
+}
+"""The value of the node label ``cloud.google.com/gke-tpu-accelerator`` by generation."""
+REPLICATED_JOB: Final = "slice"
+CONTAINER: Final = "worker"
+FILES: Final = "/lockstep/files"
+"""Where the ConfigMap is in a pod."""
+WORKDIR: Final = "/lockstep/work"
+"""Where the command runs in a pod, in the copy of ``--sync``."""
+SYNCED: Final = "sync.tar.gz"
+CAUSE_S: Final = 15
+"""Seconds that a pod which ended because of another one waits, so that Kubernetes learns of the cause first."""
+MAX_FILES: Final = 1 << 20
+"""Bytes that a ConfigMap may have in all (https://kubernetes.io/docs/concepts/configuration/configmap/)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GkeJob:
+    """What the objects are made of.
+
+    Args:
+        name: The name of all of them.
+        slice: The TPU slice.
+        slices: The number of slices.
+        command: What every pod runs.
+        image: The container image.
+        environment: Public variables.
+        secret_names: The names of the variables in the Secret.
+        files: The names of the files in the ConfigMap.
+        requirement: What ``pip install`` is given before the command runs; "": nothing is installed.
+        retries: How often all pods are started again after a failure that another try can cure.
+        spot: Whether it runs on spot nodes.
+        reservation: The name of a reservation; "": none.
+        queue: The Kueue queue; "": none.
+        service_account: The Kubernetes service account, for buckets; "": the namespace's.
+        grace_s: Seconds between SIGTERM and SIGKILL.
+    """
+
+    name: str
+    slice: Slice
+    slices: int
+    command: Sequence[str]
+    image: str
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    secret_names: Sequence[str] = ()
+    files: Sequence[str] = ()
+    requirement: str = ""
+    retries: int = 0
+    spot: bool = False
+    reservation: str = ""
+    queue: str = ""
+    service_account: str = ""
+    grace_s: int = 60
+
+    @property
+    def pods(self) -> int:
+        """The number of pods, each of which is one process of the job."""
+        return self.slice.hosts * self.slices
+
+
+def job_set(job: GkeJob) -> dict[str, Any]:
+    """The JobSet: a Job for each slice with a pod on each of its hosts.
+
+    Args:
+        job: The job.
+
+    Returns:
+        The manifest, without secrets. A failure that another try can cure starts all pods again, any other ends them.
+    """
+    hosts = job.slice.hosts
+    labels = {"kueue.x-k8s.io/queue-name": job.queue} if job.queue else {}
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {
+            "name": job.name,
+            "labels": {"app.kubernetes.io/managed-by": "lockstep", **labels},
+            # A slice's pods have a node pool of their own: its nodes are one slice.
+            "annotations": {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"},
+        },
+        "spec": {
+            "failurePolicy": {
+                "maxRestarts": job.retries,
+                "rules": [{"name": "user_error", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
+            },
+            "replicatedJobs": [
+                {
+                    "name": REPLICATED_JOB,
+                    "replicas": job.slices,
+                    "template": {
+                        "spec": {
+                            "parallelism": hosts,
+                            "completions": hosts,
+                            "completionMode": "Indexed",
+                            "backoffLimit": 0,
+                            "podFailurePolicy": {"rules": _pod_failure_rules()},
+                            "template": {"spec": _pod(job)},
+                        }
+                    },
+                }
+            ],
+        },
+    }
+
+
+def secret(job: GkeJob, variables: Mapping[str, str]) -> dict[str, Any]:
+    """The Secret with the secret variables; it goes to kubectl's standard input and nowhere else.
+
+    Args:
+        job: The job.
+        variables: The variables.
+    """
+    data = {name: base64.b64encode(value.encode()).decode() for name, value in variables.items()}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": _metadata(job), "type": "Opaque", "data": data}
+
+
+def config_map(job: GkeJob, files: Mapping[str, bytes]) -> dict[str, Any]:
+    """The ConfigMap with the job's files.
+
+    Args:
+        job: The job.
+        files: The files.
+    """
+    data = {name: base64.b64encode(content).decode() for name, content in files.items()}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(job), "binaryData": data}
+
+
+def pod_script(job: GkeJob) -> str:
+    """The Bash of a pod: it unpacks the files, installs, and runs its arguments.
+
+    Args:
+        job: The job.
+    """
+    lines = ["set -u", f"cd {WORKDIR}"]
+    if SYNCED in job.files:
+        lines += [f"tar -xzf {FILES}/{SYNCED} || exit {SETUP_FAILED}"]
+    if job.requirement:
+        install = f"python3 -m pip install --quiet --root-user-action=ignore -c {FILES}/constraints.txt"
+        lines += [f"{install} '{job.requirement}' || exit {SETUP_FAILED}"]
+    script = "\n".join(lines) + "\n" + run_command(list(job.secret_names), FILES, forward=True)
+    return script + (
+        f'# The pod that failed first is to be seen first.\nif [ "$code" -eq {PEER_FAILED} ]; then\n'
+        f'    sleep {CAUSE_S}\nfi\nexit "$code"\n'
+    )
+
+
+def _pod(job: GkeJob) -> dict[str, Any]:
+    nodes = {
+        "cloud.google.com/gke-tpu-accelerator": ACCELERATORS[job.slice.family.prefix],
+        "cloud.google.com/gke-tpu-topology": job.slice.topology,
+    }
+    if job.spot:
+        nodes["cloud.google.com/gke-spot"] = "true"
+    if job.reservation:
+        nodes["cloud.google.com/reservation-name"] = job.reservation
+    volumes: list[dict[str, Any]] = [
+        {"name": "work", "emptyDir": {}},
+        {"name": "memory", "emptyDir": {"medium": "Memory"}},
+    ]
+    mounts: list[dict[str, Any]] = [
+        {"name": "work", "mountPath": WORKDIR},
+        {"name": "memory", "mountPath": "/dev/shm"},
+    ]
+    if job.files:
+        volumes.append({"name": "files", "configMap": {"name": job.name}})
+        mounts.append({"name": "files", "mountPath": FILES, "readOnly": True})
+    container = {
+        "name": CONTAINER,
+        "image": job.image,
+        # Kubernetes reads $(NAME) in these as a variable, and $$( as $(.
+        "command": ["bash", "-c", pod_script(job).replace("$(", "$$("), "lockstep"],
+        "args": [word.replace("$(", "$$(") for word in job.command],
+        "env": _environment(job),
+        "resources": {"limits": {"google.com/tpu": job.slice.chips // job.slice.hosts}},
+        "securityContext": {"privileged": True},
+        "volumeMounts": mounts,
+    }
+    if job.secret_names:
+        container["envFrom"] = [{"secretRef": {"name": job.name}}]
+    pod = {
+        "restartPolicy": "Never",
+        "hostNetwork": True,
+        "dnsPolicy": "ClusterFirstWithHostNet",
+        "terminationGracePeriodSeconds": job.grace_s,
+        "nodeSelector": nodes,
+        "tolerations": [{"key": "google.com/tpu", "operator": "Exists", "effect": "NoSchedule"}],
+        "containers": [container],
+        "volumes": volumes,
+    }
+    if job.service_account:
+        pod["serviceAccountName"] = job.service_account
+    return pod
+
+
+def _environment(job: GkeJob) -> list[dict[str, Any]]:
+    """Public variables, and with several slices what MegaScale needs; GKE adds which host of its slice a pod is on."""
+    found: list[dict[str, Any]] = [{"name": "PYTHONUNBUFFERED", "value": "1"}]
+    if job.slices > 1:
+        index = "metadata.labels['jobset.sigs.k8s.io/job-index']"
+        found += [
+            {"name": "MEGASCALE_NUM_SLICES", "value": str(job.slices)},
+            {"name": "MEGASCALE_SLICE_ID", "valueFrom": {"fieldRef": {"fieldPath": index}}},
+            # The name that a JobSet gives its first pod: https://jobset.sigs.k8s.io/docs/concepts/
+            {"name": "MEGASCALE_COORDINATOR_ADDRESS", "value": f"{job.name}-{REPLICATED_JOB}-0-0.{job.name}"},
+        ]
+    given = {name: value.replace("$(", "$$(") for name, value in job.environment.items()}
+    return found + [{"name": name, "value": value} for name, value in given.items()]
+
+
+def _pod_failure_rules() -> list[dict[str, Any]]:
+    """What a failed pod means: a disruption or a code that another try can cure counts, any other ends the JobSet."""
+    retried = [row.code for row in EXIT_CODES.values() if row.retried]
+    return [
+        {"action": "Count", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        {
+            "action": "FailJob",
+            "onExitCodes": {"containerName": CONTAINER, "operator": "NotIn", "values": sorted(retried)},
+        },
+    ]
+
+
+def _metadata(job: GkeJob) -> dict[str, Any]:
+    return {"name": job.name, "labels": {"app.kubernetes.io/managed-by": "lockstep"}}

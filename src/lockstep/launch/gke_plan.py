@@ -1,0 +1,137 @@
+"""What a job on GKE is made of, from the command line: its options, its name, its variables and its files."""
+
+import argparse
+import dataclasses
+import re
+import tempfile
+from pathlib import Path
+
+from lockstep.errors import ConfigError
+from lockstep.launch.env_file import JobEnvironment, job_environment
+from lockstep.launch.gke_manifest import FILES, MAX_FILES, SYNCED, GkeJob
+from lockstep.launch.google import slice_of
+from lockstep.launch.options import add_job_options, count
+from lockstep.launch.record import JobRecord, name_from_date, new_record
+from lockstep.launch.setup_vm import ROOT, version_of, wheel
+from lockstep.launch.sync import make_archive
+from lockstep.launch.task_script import filter_files
+
+CONSTRAINTS = "constraints.txt"
+
+
+def add_gke_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the backend.
+
+    Args:
+        parser: The parser.
+    """
+    add_job_options(parser)
+    add = parser.add_argument_group("gke: a JobSet on a cluster").add_argument
+    add("--tpu_type", metavar="TYPE", help="chip and size of a slice, for example v5p-64 or v6e-8; required")
+    add("--slices", type=count, default=1, help="how many slices, joined over the data-centre network (default 1)")
+    add("--capacity_type", choices=("on-demand", "spot", "reserved"), default="on-demand",
+        help="which nodes may be used (default on-demand)")  # fmt: skip
+    add("--reservation", default="", metavar="NAME", help="with --capacity_type reserved: the reservation")
+    add("--context", default="", help="the context of kubectl's configuration (default: the current one)")
+    add("--namespace", default="", help="the namespace (default: the context's)")
+    add("--image", default="python:3.12", help="the container image, with Bash and Python (default python:3.12)")
+    add("--setup", choices=("auto", "none"), default="auto",
+        help="auto: install this checkout in every pod; none: the image has it")  # fmt: skip
+    add("--extras", default="tpu,gcs", help="optional dependencies to install (default tpu,gcs)")
+    add("--service_account", default="", help="the Kubernetes service account, for buckets")
+    add("--queue", default="", help="the Kueue queue")
+    add("--grace_s", type=count, default=60, help="seconds between SIGTERM and SIGKILL (default 60)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GkePlan:
+    """A job before anything of it is created.
+
+    Args:
+        options: The options as parsed.
+        record: Its record, which is not written yet.
+        job: What its objects are made of.
+        environment: Its variables.
+        wheel_name: The file name of the wheel; "": none is sent.
+    """
+
+    options: argparse.Namespace
+    record: JobRecord
+    job: GkeJob
+    environment: JobEnvironment
+    wheel_name: str
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> "GkePlan":
+        """Read the options.
+
+        Args:
+            options: The options as parsed.
+
+        Raises:
+            ConfigError: They do not fit together.
+            LaunchError: There is no checkout to install.
+        """
+        kind = slice_of(options.tpu_type)
+        if kind is None:
+            raise ConfigError("--tpu_type is not given; backend gke needs it. Add it: --tpu_type v6e-8")
+        if bool(options.reservation) != (options.capacity_type == "reserved"):
+            raise ConfigError("--reservation NAME and --capacity_type reserved belong together: give both, or neither.")
+        record = new_record(options, options.name or name_from_date())
+        if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", record.name):
+            raise ConfigError(
+                f"--name is {record.name!r}; it must begin with a lower-case letter, have at most 40 lower-case "
+                "letters, digits and '-', and not end with '-': Kubernetes makes the pods' host names of it."
+            )
+        environment = job_environment(options)
+        number = version_of().name.partition("-")[0] if options.setup == "auto" else ""
+        wheel_name = f"jax_lockstep-{number}-py3-none-any.whl" if number else ""
+        extras = f"[{options.extras}]" if options.extras else ""
+        files = [SYNCED] if options.sync else []
+        files += [CONSTRAINTS, wheel_name] if wheel_name else []
+        files += filter_files() if environment.secret else {}
+        required = options.require_process_count or kind.hosts * options.slices
+        job = GkeJob(
+            name=record.name,
+            slice=kind,
+            slices=options.slices,
+            command=options.command,
+            image=options.image,
+            environment={"REQUIRE_JAX_PROCESS_COUNT": str(required), **environment.public},
+            secret_names=list(environment.secret),
+            files=files,
+            requirement=f"{FILES}/{wheel_name}{extras}" if wheel_name else "",
+            retries=options.retries,
+            spot=options.capacity_type == "spot",
+            reservation=options.reservation,
+            queue=options.queue,
+            service_account=options.service_account,
+            grace_s=options.grace_s,
+        )
+        return cls(options=options, record=record, job=job, environment=environment, wheel_name=wheel_name)
+
+    def files(self) -> dict[str, bytes]:
+        """The files of the ConfigMap, as `GkeJob.files` names them; the wheel is built where it is not there yet.
+
+        Raises:
+            ConfigError: They are too large for a ConfigMap.
+            LaunchError: The wheel cannot be built.
+        """
+        found: dict[str, bytes] = filter_files() if self.environment.secret else {}
+        if self.wheel_name:
+            name, found[self.wheel_name] = wheel(ROOT, version_of())
+            assert name == self.wheel_name, f"the wheel is {name}, not {self.wheel_name}"
+            found[CONSTRAINTS] = (ROOT / CONSTRAINTS).read_bytes()
+        if self.options.sync:
+            with tempfile.TemporaryDirectory(prefix="lockstep-sync-") as directory:
+                archive = make_archive(self.options.sync, self.options.env_file, Path(directory) / SYNCED)
+                found[SYNCED] = archive.path.read_bytes()
+        # In JSON they are base64; Kubernetes counts what that stands for.
+        total = sum(map(len, found.values()))
+        if total > MAX_FILES:
+            sizes = ", ".join(f"{name} {len(data):,}" for name, data in found.items())
+            raise ConfigError(
+                f"the job's files have {total:,} bytes ({sizes}); a ConfigMap may have {MAX_FILES:,}. Leave data "
+                "out of --sync and read it from a bucket, or put all into an image: --image NAME --setup none."
+            )
+        return found

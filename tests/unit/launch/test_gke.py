@@ -1,0 +1,221 @@
+"""Jobs of the backend ``gke``, run by the cluster of tests/fake_cloud as processes of this machine."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lockstep import exit_codes
+from lockstep.launch import main
+from lockstep.launch.record import load_record
+from tests.fake_cloud import fake_kubectl
+
+ROOT = Path(__file__).parents[3]
+SECRET = "hf_0123456789abcdef"
+PRINT = "import os, sys, time; print('pod', os.environ['TPU_WORKER_ID'], flush=True);"
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    """A directory with jobs and a cluster; kubectl is on PATH."""
+    fake_kubectl.install(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_KUBE", str(tmp_path / "kube"))
+    monkeypatch.setenv("LOCKSTEP_JOBS_DIR", str(tmp_path / "jobs"))
+    monkeypatch.setattr("lockstep.launch.gke.POLL_S", 0.1)
+    monkeypatch.setattr("lockstep.launch.gke_pods.RECONNECT_S", 0.1)
+    monkeypatch.setattr("lockstep.launch.gke_manifest.CAUSE_S", 1)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def launch(*words, python="print(1)", name="job", kind="v5p-16"):
+    command = [sys.executable, "-c", python]
+    return main(["--backend", "gke", "--tpu_type", kind, "--setup", "none", "--name", name, *words, "--", *command])
+
+
+def test_every_pod_of_every_slice_runs_the_command(cluster, capfdbinary):
+    names = ["REQUIRE_JAX_PROCESS_COUNT", "COLOUR", "MEGASCALE_SLICE_ID", "MEGASCALE_NUM_SLICES"]
+    text = PRINT + f"print(*[os.environ[name] for name in {names} + ['MEGASCALE_COORDINATOR_ADDRESS']])"
+    assert launch("--slices", "2", "--env", "COLOUR=$(deep) blue", python=text) == 0
+    shown = capfdbinary.readouterr()
+    for process in range(4):
+        line = f"4 $(deep) blue {process // 2} 2 job-slice-0-0.job"
+        assert f"[{process}] pod {process % 2}\n".encode() in shown.out
+        assert f"[{process}] {line}\n".encode() in shown.out
+    assert b"launch: job: Running" in shown.err or b"launch: job: exit code 0" in shown.err
+    assert load_record("job").log(1, 3).read_text().startswith("pod 1") and load_record("job").attempts[-1].code == 0
+    assert main(["status", "job"]) == 0
+    assert b"job: Completed\n  process 0 (job-slice-0-0-a0): exit code 0, done" in capfdbinary.readouterr().out
+    assert main(["logs", "job"]) == 0
+    assert capfdbinary.readouterr().out.count(b"deep") == 4
+
+
+def test_the_error_of_a_user_ends_all_pods_and_is_not_tried_again(cluster, capfd):
+    """Process 1 raises; process 0 ends because of it with 85, which waits so that the cause comes first."""
+    text = PRINT + "sys.exit(3 if os.environ['TPU_WORKER_ID'] == '1' else 85)"
+    assert launch("--retries", "2", python=text) == 3
+    shown = capfd.readouterr().err
+    assert "failed: exit code 3" in shown and "process 1 failed first" in shown
+    assert load_record("job").attempts[-1].code == 3 and not (cluster / "jobs/job/attempt-2").exists()
+    assert main(["status", "job"]) == 3
+
+
+def test_a_lost_node_starts_all_pods_again_and_both_logs_are_kept(cluster, monkeypatch, capfd):
+    monkeypatch.setenv("FAKE_KUBE_DISRUPTS", "1")
+    assert launch("--retries", "1", "--grace_s", "1", python=PRINT + wait_once(cluster)) == 0
+    assert capfd.readouterr().out.count("[1] pod 1") == 2
+    assert (cluster / "jobs/job/attempt-1/worker-1.log").read_text() == "pod 1\n"
+    assert (cluster / "jobs/job/attempt-2/worker-1.log").read_text() == "pod 1\n"
+    assert main(["logs", "job"]) == 0
+    assert capfd.readouterr().out.count("[1] pod 1") == 2
+
+
+def wait_once(cluster):
+    """Python that waits in the first attempt, until it is killed, and ends at once in the second."""
+    return (
+        f"mark = '{cluster}/mark-' + os.environ['TPU_WORKER_ID']; again = os.path.exists(mark);"
+        "open(mark, 'w').close(); time.sleep(0 if again else 20)"
+    )
+
+
+def test_a_broken_connection_to_a_log_shows_no_line_twice(cluster, monkeypatch, capfd):
+    monkeypatch.setenv("FAKE_KUBE_DROPS", "1")
+    text = PRINT + "[(print('line', i, flush=True), time.sleep(0.1)) for i in range(8)]"
+    assert launch(kind="v6e-8", python=text) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines == ["[0] pod 0", *(f"[0] line {i}" for i in range(8))]
+
+
+def test_stop_ends_the_pods_in_order_and_keeps_what_they_print(cluster):
+    text = PRINT + (
+        "import signal; signal.signal(signal.SIGTERM, lambda *_: (print('saved', flush=True), sys.exit(143)))\n"
+        "print('ready', flush=True); time.sleep(30)"
+    )
+    assert launch("--no-foreground", python=text) == 0
+    assert main(["status", "job"]) == 0
+    wait_for(lambda: all("ready" in read(path) for path in pods(cluster, 2)))
+    assert main(["stop", "job"]) == 0
+    assert read(cluster / "jobs/job/attempt-1/worker-1.log").splitlines()[-1] == "saved"
+    assert main(["delete", "job"]) == 0 and load_record("job").deleted
+    assert not (cluster / "kube/jobset-job.json").exists()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_once_ends_in_order_and_twice_at_once(cluster, times):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    words = ["--backend", "gke", "--tpu_type", "v6e-8", "--setup", "none", "--name", "job", "--grace_s", "20", "--"]
+    text = PRINT + (
+        "import signal; signal.signal(signal.SIGTERM, lambda *_: (print('saved', flush=True), sys.exit(143)))\n"
+        f"if {times} == 2: signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "print('ready', flush=True); time.sleep(30)"
+    )
+    child = subprocess.Popen(
+        [sys.executable, ROOT / "infra/launch.py", *words, sys.executable, "-c", text],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    wait_for(lambda: "ready" in "".join(map(read, pods(cluster, 1, wait=False))), 20)
+    for _ in range(times):
+        child.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+    shown, _ = child.communicate(timeout=30)
+    assert child.returncode == 130, shown
+    assert "SIGINT, ending the pods" in shown and ("SIGINT, killing the pods" in shown) == (times == 2)
+    assert ("[0] saved" in shown) == (times == 1)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "advice", "code"),
+    [
+        ('no matches for kind "JobSet" in version "jobset.x-k8s.io/v1alpha2"', "The cluster has no JobSet", "REFUSED"),
+        ('Error from server (NotFound): namespaces "x" not found', "kubectl create namespace NAME", "REFUSED"),
+        ("Error from server (Forbidden): jobsets is forbidden: User cannot create", "Your account may not", "REFUSED"),
+        ("Unable to connect to the server: dial tcp: i/o timeout", "Is the cluster there", "UNREACHABLE"),
+    ],
+)
+def test_what_the_cluster_refuses_is_explained_and_nothing_is_left(cluster, monkeypatch, capsys, refusal, advice, code):
+    monkeypatch.setenv("FAKE_KUBE_REFUSES", refusal)
+    (cluster / "env").write_text(f"HF_TOKEN={SECRET}\n")
+    assert launch("--env_file", "env") == getattr(exit_codes, code)
+    shown = capsys.readouterr().err
+    assert f"error: kubectl apply was refused: {refusal}" in shown and advice in shown
+    assert not list((cluster / "kube").glob("*-job.json"))
+
+
+def test_an_image_that_is_not_there_ends_the_job(cluster, monkeypatch, capsys):
+    monkeypatch.setenv("FAKE_KUBE_WAITS", "ImagePullBackOff")
+    assert launch() == exit_codes.SETUP_FAILED
+    shown = capsys.readouterr().err
+    assert "job: Pending (ImagePullBackOff: as the test wants it)" in shown
+    assert "process 0 can never start. Mend it (--image)" in shown
+
+
+def test_a_name_is_taken_until_it_is_deleted(cluster, capsys):
+    assert launch() == 0
+    assert launch() == exit_codes.REFUSED
+    assert "there is a JobSet job already. Give another --name, or delete it: lockstep launch delete job" in (
+        capsys.readouterr().err
+    )
+    assert main(["delete", "job"]) == 0 and launch() == 0
+
+
+def test_secrets_are_in_the_secret_and_in_nothing_else(cluster, capfdbinary):
+    (cluster / "env").write_text(f"HF_TOKEN={SECRET}\n")
+    text = PRINT + "token = os.environ['HF_TOKEN']; print('token', token); assert len(token) == 19"
+    words = ("--env_file", "env", "--env", "WANDB_API_KEY=0123456789abcdef", "--slices", "2")
+    assert launch("--dry-run", *words, python=text) == 0
+    assert launch(*words, python=text) == 0
+    assert main(["logs", "job"]) == 0 and main(["status", "job"]) == 0
+    shown = capfdbinary.readouterr()
+    assert b"[3] token <redacted>\n" in shown.out
+    allowed = {cluster / "env", cluster / "kube/secret-job.json"}
+    written = [path for path in cluster.rglob("*") if path.is_file() and path not in allowed]
+    for secret in (SECRET, "0123456789abcdef"):
+        assert secret.encode() not in shown.out + shown.err
+        assert len(written) > 10 and not [path for path in written if secret.encode() in path.read_bytes()]
+    assert set(json.loads((cluster / "kube/secret-job.json").read_text())["data"]) == {"HF_TOKEN", "WANDB_API_KEY"}
+    assert main(["delete", "job"]) == 0 and not (cluster / "kube/secret-job.json").exists()
+
+
+def test_a_dry_run_prints_the_manifest_and_asks_nobody(cluster, capsys):
+    assert launch("--dry-run", "--context", "my cluster", "--namespace", "team") == 0
+    shown = capsys.readouterr().out
+    assert "kubectl '--context=my cluster' --namespace=team create --filename=- << 'END_OF_FILE'" in shown
+    manifest = json.loads(shown.partition("'END_OF_FILE'\n")[2].partition("END_OF_FILE")[0])
+    assert manifest["kind"] == "JobSet" and not (cluster / "kube").exists() and not (cluster / "jobs").exists()
+
+
+def test_files_are_unpacked_where_the_command_runs(cluster, capfd):
+    (cluster / "config").mkdir()
+    (cluster / "config/run.yaml").write_text("seed: 7\n")
+    assert launch("--sync", "config", kind="v6e-8", python="print(open('config/run.yaml').read())") == 0
+    assert "[0] seed: 7" in capfd.readouterr().out
+
+
+def test_without_kubectl_it_says_how_to_get_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("LOCKSTEP_JOBS_DIR", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert launch() == exit_codes.NOT_FOUND
+    assert "kubectl was not found. Install it: gcloud components install kubectl" in capsys.readouterr().err
+
+
+def pods(cluster, number, wait=True):
+    if wait:
+        wait_for(lambda: len(list((cluster / "kube/pods").glob("*/log"))) == number)
+    return list((cluster / "kube/pods").glob("*/log"))
+
+
+def read(path):
+    return path.read_text() if path.exists() else ""
+
+
+def wait_for(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
