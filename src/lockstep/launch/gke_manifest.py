@@ -152,7 +152,7 @@ def pod_script(job: GkeJob) -> str:
     Args:
         job: The job.
     """
-    lines = ["set -u", f"cd {WORKDIR}"]
+    lines = ["set -u", f"cd {WORKDIR} || exit {SETUP_FAILED}"]
     if SYNCED in job.files:
         lines += [f"tar -xzf {FILES}/{SYNCED} || exit {SETUP_FAILED}"]
     if job.requirement:
