@@ -11,7 +11,7 @@ CAUSE_S = 4.0
 A process of lockstep that fails gives its peers up to 3 s to go first (lockstep.hosts.peers).
 """
 UNCLEAR_S = 20.0
-"""Seconds after a failure in which a worker that cannot be reached may come back; then it was lost, and is the cause."""
+"""Seconds after a failure for which a worker that cannot be reached may come back; then it was the cause."""
 ASKED = "the launcher asked for it"
 """The reason that a worker notes when it was told to end the command (lockstep.launch.agent.supervisor)."""
 
