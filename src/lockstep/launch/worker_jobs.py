@@ -23,7 +23,7 @@ from lockstep.launch.sync import Archive, make_archive
 from lockstep.launch.worker_backend import WorkerBackend, root_on_worker
 from lockstep.launch.workers import Transport
 
-RETRY_PAUSE_S = 5.0
+RETRY_PAUSE_S = 2.0
 """Seconds before a job is started again."""
 
 
