@@ -156,5 +156,3 @@ def test_a_killed_supervisor_is_a_lost_worker(cloud):
 def test_a_process_that_is_killed_by_a_signal_has_its_code(cloud):
     done = cloud.launch("--hosts", cloud.add("a"), *FAST, *script("kill -9 $$"))
     assert done.returncode == KILLED and "exit code 137, killed" in done.stderr
-
-
