@@ -5,8 +5,8 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 
-from lockstep import exit_codes
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.exit_codes import DONE, FAILED
 from lockstep.launch.backend import Backend, LaunchError
 from lockstep.launch.backends import BACKENDS
 from lockstep.launch.options import PROG, Parser, add_backend_options, parse_options, without_debug
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None, backends: Mapping[str, Backend]
         if debug:
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
-        return error.code if isinstance(error, LaunchError) else exit_codes.FAILED
+        return error.code if isinstance(error, LaunchError) else FAILED
 
 
 def add_all_options(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +76,7 @@ def _later(command: str, words: Sequence[str], backends: Mapping[str, Backend]) 
         raise ConfigError(f"job {job.name!r} has the backend {job.backend!r}, which this version does not have.")
     if job.deleted and command != "logs":
         print(f"launch: {job.name} was deleted; its logs are in {job.directory}", file=sys.stderr)
-        return exit_codes.DONE
+        return DONE
     if command == "logs":
         return backend.logs(job, follow=options.follow)
     return {"status": backend.status, "stop": backend.stop, "delete": backend.delete}[command](job)

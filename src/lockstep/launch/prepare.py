@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from lockstep import exit_codes
+from lockstep.exit_codes import PREFLIGHT, SETUP_FAILED, UNREACHABLE
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.connection import DroppedError, call
 from lockstep.launch.console import Console
@@ -115,7 +115,7 @@ def prepare(transport: Transport, job: Preparation, console: Console) -> list[fl
         raise LaunchError(
             in_short(running) + "\nIts launcher may be elsewhere, or it was left alone: see lockstep launch status, "
             "end it with lockstep launch stop, or give this job another --name.",
-            exit_codes.PREFLIGHT,
+            PREFLIGHT,
         )
     if job.setup is not None:
         console.say(f"setting up {count} worker(s)")
@@ -129,9 +129,7 @@ def prepare(transport: Transport, job: Preparation, console: Console) -> list[fl
     facts = on_all(transport, lambda index: _facts(transport, index, job))
     found = problems(transport.workers, facts, job.program, job.limits)
     if found:
-        raise LaunchError(
-            "\n".join(found) + "\nNothing was started. (--no-preflight starts all the same.)", exit_codes.PREFLIGHT
-        )
+        raise LaunchError("\n".join(found) + "\nNothing was started. (--no-preflight starts all the same.)", PREFLIGHT)
     return [fact.skew_s for fact in facts]
 
 
@@ -156,7 +154,7 @@ def _ask(
                 raise LaunchError(
                     f"worker {name} cannot be reached: {error}. Tried for {job.unreachable_s:g} s (--unreachable_s). "
                     "Is it up, and does the command that --dry-run shows work in your shell?",
-                    exit_codes.UNREACHABLE,
+                    UNREACHABLE,
                 ) from None
             if console is not None:
                 console.once(f"worker {name} cannot be reached, trying for {job.unreachable_s:g} s: {error}")
@@ -176,7 +174,7 @@ def _set_up(transport: Transport, index: int, job: Preparation) -> None:
         raise LaunchError(
             f"worker {transport.workers[index].name}: its setup ended with code {answer['code']}; all it printed is in "
             f"{log}. Its last lines:\n{last}",
-            exit_codes.SETUP_FAILED,
+            SETUP_FAILED,
         )
 
 
