@@ -58,7 +58,7 @@ EXIT_CODES = {
 """The table, by code."""
 
 
-def describe(code: int) -> str:
+def describe_code(code: int) -> str:
     """Return an exit code and what it means, as text.
 
     Args:

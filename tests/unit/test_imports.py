@@ -203,6 +203,8 @@ def deep_imports(found: list[Import]) -> list[str]:
         names = each.module.split(".")
         if names[0] != "lockstep" or len(names) < 3 or names[1] == part_of(each.file):
             continue
+        if each.file == "__init__.py" and each.typing_only:  # a name that is a module of its package too
+            continue
         package = PACKAGE / names[1]
         module = (package / f"{names[2]}.py").is_file() or (package / names[2]).is_dir()
         # A package may export a function of a module's name: ``from lockstep.hosts import environment``.

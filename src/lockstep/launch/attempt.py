@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep import exit_codes
+from lockstep.exit_codes import DONE, SETUP_FAILED, UNREACHABLE, WORKER_LOST, describe_code
 from lockstep.launch.console import ERROR, Console
 from lockstep.launch.follower import Event, Follower
 from lockstep.launch.processes import LAST_LINES, REPORT_S, signals_to
@@ -125,7 +125,7 @@ class RunningAttempt:
                 while len(self._endings) < len(self._followers):
                     self._step()
                     if self._left_alone():
-                        return Outcome(code=exit_codes.DONE, detached=True)
+                        return Outcome(code=DONE, detached=True)
                 self._find_cause()
             finally:
                 for follower in self._followers:
@@ -199,10 +199,10 @@ class RunningAttempt:
     def _ending(self, index: int, result: dict[str, Any]) -> Ending:
         now, skew = time.time(), self._plan.skews_s[index]
         if "error" in result:
-            return Ending(worker=index, code=exit_codes.SETUP_FAILED, at=now, reason=result["error"])
+            return Ending(worker=index, code=SETUP_FAILED, at=now, reason=result["error"])
         if result["state"] != "ended":
             reason = "its processes are gone without a word: the machine was restarted, or replaced"
-            return Ending(worker=index, code=exit_codes.WORKER_LOST, at=now, reason=reason)
+            return Ending(worker=index, code=WORKER_LOST, at=now, reason=reason)
         at = now if skew is None else result["ended"] - skew
         return Ending(worker=index, code=result["code"], at=at, reason=result["reason"])
 
@@ -231,7 +231,7 @@ class RunningAttempt:
             if self._taken or seconds > patience:
                 name = self._workers[follower.worker].name
                 reason = self._taken or f"it could not be reached for {seconds:.0f} s"
-                code = exit_codes.WORKER_LOST if follower.started else exit_codes.UNREACHABLE
+                code = WORKER_LOST if follower.started else UNREACHABLE
                 self._end(Ending(worker=follower.worker, code=code, at=time.time() - seconds, reason=reason))
                 if follower.started and self._plan.foreground:
                     self._console.say(
@@ -271,7 +271,7 @@ class RunningAttempt:
 
     def _describe(self, ending: Ending) -> str:
         why = f" ({ending.reason})" if ending.reason else ""
-        return f"{exit_codes.describe(ending.code)}{why}, after {time.monotonic() - self._begin:.1f} s"
+        return f"{describe_code(ending.code)}{why}, after {time.monotonic() - self._begin:.1f} s"
 
     def _pass_signals_on(self) -> None:
         while self._received:
@@ -295,7 +295,7 @@ class RunningAttempt:
         if self._stopped_by is not None:
             return Outcome(code=128 + self._stopped_by, cause=f"stopped by {signal.Signals(self._stopped_by).name}")
         if self._cause is None:
-            return Outcome(code=exit_codes.DONE)
+            return Outcome(code=DONE)
         name = self._workers[self._cause.worker].name
         text = f"worker {name} (process {self._cause.worker}), {self._describe(self._cause)}"
         self._console.say(f"failed: {text}")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from lockstep import exit_codes
+from lockstep.exit_codes import SETUP_FAILED
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.workers import Transport
 
@@ -189,7 +189,7 @@ def call(
                 result: dict[str, Any] = json.loads(data)
                 if "error" in result:
                     name = transport.workers[worker].name
-                    raise LaunchError(f"worker {name}: {result['error']}", exit_codes.SETUP_FAILED)
+                    raise LaunchError(f"worker {name}: {result['error']}", SETUP_FAILED)
                 return result
         raise AssertionError("frames end with R or an error")
     finally:

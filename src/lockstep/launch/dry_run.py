@@ -46,7 +46,7 @@ def show_commands(
             show(f"mkdir -p {root} && cd {root} && cat > setup.sh && sh setup.sh", f"<<'EOF_SETUP'\n{setup}\nEOF_SETUP")
         if options.sync:
             files = shlex.join(options.sync)
-            packed = f"tar --exclude-vcs --exclude-vcs-ignores -czf - {files} | "
+            packed = f"tar --exclude=.git -czf - {files} | "
             print(packed + shlex.join(transport.argv(index, f"mkdir -p {root}/files && tar -xzf - -C {root}/files")))
         secret = sorted(environment.secret)
         if options.env_file:

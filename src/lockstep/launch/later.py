@@ -6,8 +6,8 @@ import queue
 import time
 from typing import Any
 
-from lockstep import exit_codes
 from lockstep.errors import LockstepError
+from lockstep.exit_codes import DONE, INTERRUPTED, UNREACHABLE, WORKER_LOST, describe_code
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.connection import Connection, DroppedError, call
 from lockstep.launch.console import Console
@@ -61,8 +61,8 @@ class Later:
         known = job.attempts[-1].code
         if known is None:
             kinds = {state["state"] for state in states}
-            return exit_codes.UNREACHABLE if "unreachable" in kinds else exit_codes.DONE
-        print(f"it has ended: {exit_codes.describe(known)}. {job.attempts[-1].cause}".rstrip())
+            return UNREACHABLE if "unreachable" in kinds else DONE
+        print(f"it has ended: {describe_code(known)}. {job.attempts[-1].cause}".rstrip())
         return known
 
     def _note_end(self, transport: Transport, states: list[dict[str, Any]]) -> JobRecord:
@@ -73,14 +73,14 @@ class Later:
         endings = [
             Ending(worker=index, code=state["code"], at=state["ended"], reason=state["reason"])
             if state["state"] == "ended"
-            else Ending(worker=index, code=exit_codes.WORKER_LOST, at=time.time(), reason="its processes are gone")
+            else Ending(worker=index, code=WORKER_LOST, at=time.time(), reason="its processes are gone")
             for index, state in enumerate(states)
         ]
         cause = first_failure(endings, unreachable=False, all_ended=True, waited_s=0.0)
         text = f"worker {transport.workers[cause.worker].name} failed first. {cause.reason}".strip() if cause else ""
         ended = max(each.at for each in endings)
         job = self._job = self._job.with_attempt(
-            dataclasses.replace(attempt, ended=ended, code=cause.code if cause else exit_codes.DONE, cause=text)
+            dataclasses.replace(attempt, ended=ended, code=cause.code if cause else DONE, cause=text)
         )
         job.save()
         return job
@@ -104,7 +104,7 @@ class Later:
         for path in paths:
             for line in path.read_bytes().splitlines():
                 self._console.line(f"[{path.stem.split('-')[1]}] ", line)
-        return exit_codes.DONE
+        return DONE
 
     def _follow(self, transport: Transport, attempt: Attempt, wait: bool) -> int:
         """Print the logs of all workers, and add to the files here what was not in them."""
@@ -117,7 +117,7 @@ class Later:
         if not wait:
             for index in range(count):
                 self._fetch(transport, index, requests[index], offsets[index])
-            return exit_codes.DONE
+            return DONE
         events: queue.Queue[Event] = queue.Queue()
         followers = [
             Follower(transport, index, requests[index], None, offsets[index], events) for index in range(count)
@@ -143,12 +143,12 @@ class Later:
                     states[index] = {"state": "lost", **event.result}
         except KeyboardInterrupt:
             self._console.say(f"no longer followed; job {self._job.name} goes on")
-            return exit_codes.INTERRUPTED
+            return INTERRUPTED
         finally:
             for follower in followers:
                 follower.finish()
         job = self._note_end(transport, [states[index] for index in range(count)])
-        return job.attempts[-1].code or exit_codes.DONE
+        return job.attempts[-1].code or DONE
 
     def _fetch(self, transport: Transport, index: int, request: dict[str, Any], offset: int) -> None:
         full = {**request, "op": "follow", "start": None, "offset": offset, "wait": False}
@@ -188,7 +188,7 @@ class Later:
         for index, (worker, state) in enumerate(zip(transport.workers, states, strict=True)):
             print(f"[{index}] {worker.name}: {_in_words(state)}")
         self._note_end(transport, states)
-        return exit_codes.UNREACHABLE if any("unreachable" in answer for answer in answers) else exit_codes.DONE
+        return UNREACHABLE if any("unreachable" in answer for answer in answers) else DONE
 
     def delete(self) -> int:
         """Stop the job, remove its files from the workers, and give back the workers; its logs here stay."""
@@ -206,7 +206,7 @@ class Later:
         self._backend.release(self._options, self._console)
         dataclasses.replace(self._job, deleted=True).save()
         self._console.say(f"deleted {self._job.name}; its logs stay in {self._job.directory}")
-        return exit_codes.DONE
+        return DONE
 
 
 def _in_words(state: dict[str, Any]) -> str:
@@ -218,7 +218,7 @@ def _in_words(state: dict[str, Any]) -> str:
         return since + quiet
     if kind == "ended":
         reason = "" if not state["reason"] else f" ({'stopped' if state['reason'] == ASKED else state['reason']})"
-        return exit_codes.describe(state["code"]) + reason
+        return describe_code(state["code"]) + reason
     if kind == "unreachable":
         return f"cannot be reached: {state['unreachable']}"
     return {

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lockstep import exit_codes
 from lockstep.errors import ConfigError
+from lockstep.exit_codes import DONE, NOT_FOUND
 from lockstep.launch.env_file import job_environment
 from lockstep.launch.options import count
 from lockstep.launch.processes import Job, signals_to
@@ -41,7 +41,7 @@ class Local:
             command = resolve(options.command)
         except FileNotFoundError as error:
             print(f"launch: {error}", file=sys.stderr)
-            return exit_codes.NOT_FOUND
+            return NOT_FOUND
         given = job_environment(options)
         coordinator = f"127.0.0.1:{free_port()}"
         if options.log_dir:
@@ -71,7 +71,7 @@ class Local:
             hidden = [f"{name}=<redacted>" for name in given.secret if name in dict(options.env)]
             print(shlex.join(["env", *changed, *hidden, *options.command]), "&")
         print("wait")
-        return exit_codes.DONE
+        return DONE
 
     def status(self, job: JobRecord) -> int:
         """Refused, as are the others below: a local job is never kept."""

@@ -4,8 +4,8 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 
-from lockstep import exit_codes
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.exit_codes import DONE, FAILED
 from lockstep.launch.backend import Backend, LaunchError
 from lockstep.launch.backends import BACKENDS
 from lockstep.launch.options import PROG, Parser, parse_options
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None, backends: Mapping[str, Backend]
         return error.code
     except LockstepError as error:
         print(f"error: {error}", file=sys.stderr)
-        return exit_codes.FAILED
+        return FAILED
 
 
 def _later(command: str, words: Sequence[str], backends: Mapping[str, Backend]) -> int:
@@ -67,7 +67,7 @@ def _later(command: str, words: Sequence[str], backends: Mapping[str, Backend]) 
         raise ConfigError(f"job {job.name!r} has the backend {job.backend!r}, which this version does not have.")
     if job.deleted and command != "logs":
         print(f"launch: {job.name} was deleted; its logs are in {job.directory}", file=sys.stderr)
-        return exit_codes.DONE
+        return DONE
     if command == "logs":
         return backend.logs(job, follow=options.follow)
     return {"status": backend.status, "stop": backend.stop, "delete": backend.delete}[command](job)

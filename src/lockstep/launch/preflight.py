@@ -1,4 +1,4 @@
-"""Whether workers are fit to start a job: each thing that is wrong says on which worker, what, the limit and the fix."""
+"""Whether workers are fit to start a job: what is wrong, on which worker, the limit and the fix."""
 
 import collections
 import dataclasses

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from lockstep import exit_codes
+from lockstep.exit_codes import PREFLIGHT, SETUP_FAILED, UNREACHABLE
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.connection import DroppedError, call
 from lockstep.launch.console import Console
@@ -115,11 +115,11 @@ def prepare(transport: Transport, job: Preparation, console: Console) -> list[fl
         raise LaunchError(
             in_short(running) + "\nIts launcher may be elsewhere, or it was left alone: see lockstep launch status, "
             "end it with lockstep launch stop, or give this job another --name.",
-            exit_codes.PREFLIGHT,
+            PREFLIGHT,
         )
     if job.setup is not None:
         console.say(f"setting up {count} worker(s)")
-        on_all(transport, lambda index: _set_up(transport, index, job))
+        on_all(transport, lambda index: _set_up(transport, index, job, console))
     if job.archive is not None:
         archive = job.archive
         console.say(f"copying {archive.count} file(s), {archive.size / 1e6:.1f} MB")
@@ -129,9 +129,7 @@ def prepare(transport: Transport, job: Preparation, console: Console) -> list[fl
     facts = on_all(transport, lambda index: _facts(transport, index, job))
     found = problems(transport.workers, facts, job.program, job.limits)
     if found:
-        raise LaunchError(
-            "\n".join(found) + "\nNothing was started. (--no-preflight starts all the same.)", exit_codes.PREFLIGHT
-        )
+        raise LaunchError("\n".join(found) + "\nNothing was started. (--no-preflight starts all the same.)", PREFLIGHT)
     return [fact.skew_s for fact in facts]
 
 
@@ -156,7 +154,7 @@ def _ask(
                 raise LaunchError(
                     f"worker {name} cannot be reached: {error}. Tried for {job.unreachable_s:g} s (--unreachable_s). "
                     "Is it up, and does the command that --dry-run shows work in your shell?",
-                    exit_codes.UNREACHABLE,
+                    UNREACHABLE,
                 ) from None
             if console is not None:
                 console.once(f"worker {name} cannot be reached, trying for {job.unreachable_s:g} s: {error}")
@@ -164,19 +162,28 @@ def _ask(
             pause = min(2 * pause, PAUSE_S[1])
 
 
-def _set_up(transport: Transport, index: int, job: Preparation) -> None:
+def _set_up(transport: Transport, index: int, job: Preparation, console: Console) -> None:
     files = list(job.setup_files.items())
     request = {"op": "setup", "script": job.setup, "files": [[name, len(data)] for name, data in files]}
     log = job.setup_logs[index]
     log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with log.open("wb") as file:
-        answer = _ask(transport, index, job, request, tuple(data for _, data in files), file.write)
+        rest = b""
+
+        def show(data: bytes) -> None:
+            nonlocal rest
+            file.write(data)
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                console.line(f"[{index}] ", line)
+
+        answer = _ask(transport, index, job, request, tuple(data for _, data in files), show)
     if answer["code"] != 0:
         last = "\n".join("  " + line for line in log.read_text(errors="replace").splitlines()[-20:])
         raise LaunchError(
             f"worker {transport.workers[index].name}: its setup ended with code {answer['code']}; all it printed is in "
             f"{log}. Its last lines:\n{last}",
-            exit_codes.SETUP_FAILED,
+            SETUP_FAILED,
         )
 
 

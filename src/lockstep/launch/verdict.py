@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from lockstep import exit_codes
+from lockstep.exit_codes import DONE, PEER_FAILED, UNREACHABLE, WORKER_LOST, is_retried
 
 CAUSE_S = 4.0
 """Seconds after a process ended because of another one in which that other one may end too, and is then named.
@@ -11,7 +11,7 @@ CAUSE_S = 4.0
 A process of lockstep that fails gives its peers up to 3 s to go first (lockstep.hosts.peers).
 """
 UNCLEAR_S = 20.0
-"""Seconds after a failure in which a worker that cannot be reached may come back; then it was lost, and is the cause."""
+"""Seconds after a failure for which a worker that cannot be reached may come back; then it was the cause."""
 ASKED = "the launcher asked for it"
 """The reason that a worker notes when it was told to end the command (lockstep.launch.agent.supervisor)."""
 
@@ -45,13 +45,13 @@ def first_failure(endings: Sequence[Ending], *, unreachable: bool, all_ended: bo
         all_ended: Whether there will be no more.
         waited_s: Seconds since the first of them came.
     """
-    failed = sorted((each for each in endings if each.code != exit_codes.DONE), key=lambda each: each.at)
-    lost = [each for each in failed if each.code in (exit_codes.WORKER_LOST, exit_codes.UNREACHABLE)]
+    failed = sorted((each for each in endings if each.code != DONE), key=lambda each: each.at)
+    lost = [each for each in failed if each.code in (WORKER_LOST, UNREACHABLE)]
     if lost:
         return lost[0]
     if not failed or unreachable:
         return None
-    raised = [each for each in failed if each.code < 128 and each.code != exit_codes.PEER_FAILED]
+    raised = [each for each in failed if each.code < 128 and each.code != PEER_FAILED]
     if raised or all_ended or waited_s > CAUSE_S:
         return (raised or failed)[0]
     return None
@@ -63,4 +63,4 @@ def can_retry(cause: Ending) -> bool:
     Args:
         cause: The first failure.
     """
-    return cause.reason != ASKED and exit_codes.is_retried(cause.code)
+    return cause.reason != ASKED and is_retried(cause.code)

@@ -7,8 +7,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from lockstep import exit_codes
 from lockstep.errors import ConfigError
+from lockstep.exit_codes import DONE, INTERRUPTED, is_retried
 from lockstep.launch.agent.redact import Redactor
 from lockstep.launch.attempt import Outcome, Plan, RunningAttempt
 from lockstep.launch.backend import LaunchError
@@ -23,7 +23,7 @@ from lockstep.launch.sync import Archive, make_archive
 from lockstep.launch.worker_backend import WorkerBackend, root_on_worker
 from lockstep.launch.workers import Transport
 
-RETRY_PAUSE_S = 5.0
+RETRY_PAUSE_S = 2.0
 """Seconds before a job is started again."""
 
 
@@ -78,13 +78,13 @@ class WorkerJobs:
                 outcome = self._attempt(run, record, attempt, replaces=tries > 0)
             except LaunchError as error:
                 failure = error
-                outcome = Outcome(code=error.code, cause=str(error), retry=exit_codes.is_retried(error.code))
+                outcome = Outcome(code=error.code, cause=str(error), retry=is_retried(error.code))
             except KeyboardInterrupt:
                 run.console.say("interrupted before the command was started")
-                outcome = Outcome(code=exit_codes.INTERRUPTED, cause="interrupted before the command was started")
+                outcome = Outcome(code=INTERRUPTED, cause="interrupted before the command was started")
             if outcome.detached:
                 run.console.say(f"it runs; now: lockstep launch status|logs -f|stop|delete {record.name}")
-                return exit_codes.DONE
+                return DONE
             cause = Redactor(run.environment.secret.values()).text(outcome.cause)
             ended = dataclasses.replace(attempt, ended=time.time(), code=outcome.code, cause=cause)
             record = record.with_attempt(ended)
@@ -153,7 +153,7 @@ class WorkerJobs:
         name = options.name or self._backend.default_name(options) or name_from_date()
         setup, folder = self._backend.setup_script(options), self._backend.setup_folder(options)
         show_commands(options, environment, name, created, transport, setup, folder)
-        return exit_codes.DONE
+        return DONE
 
     def status(self, job: JobRecord) -> int:
         return Later(self._backend, job).status()

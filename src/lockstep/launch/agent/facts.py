@@ -39,7 +39,7 @@ def gather(request: dict[str, Any], environ: dict[str, str]) -> dict[str, Any]:
     home = os.path.expanduser("~")
     return {
         "time": now,
-        "agent_python": "%d.%d.%d" % sys.version_info[:3],
+        "agent_python": ".".join(map(str, sys.version_info[:3])),
         "disk": {path: shutil.disk_usage(path).free for path in sorted({home, "/tmp"})},
         "busy_ports": [port for port in request["ports"] if is_busy(port)],
         "holders": holders(),
@@ -90,7 +90,7 @@ def holders(devices: Sequence[str] = DEVICES, proc: str = "/proc") -> list[dict[
 
 def _as_root(wanted: set[str], proc: str) -> list[tuple[int, str]]:
     """The same for processes of other users, where this one may become root without a password."""
-    script = "cd %s && ls -l [0-9]*/fd" % proc
+    script = f"cd {proc} && ls -l [0-9]*/fd"
     try:
         shown = subprocess.run(
             ["sudo", "-n", "sh", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=20

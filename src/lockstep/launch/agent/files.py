@@ -26,7 +26,7 @@ STOP = "stop"
 
 def write_whole(path: str, data: bytes, mode: int = 0o600) -> None:
     """Write a file, whole or not at all."""
-    temporary = "%s.tmp-%d" % (path, os.getpid())
+    temporary = f"{path}.tmp-{os.getpid()}"
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
         file.write(data)
         file.flush()
@@ -68,7 +68,7 @@ def claim(directory: str) -> int | None:
 
     It appears with the lock in it, by one rename, so that of two connections exactly one starts the command.
     """
-    temporary = "%s.tmp-%d" % (directory, os.getpid())
+    temporary = f"{directory}.tmp-{os.getpid()}"
     os.makedirs(temporary, mode=0o700)
     lock = os.path.join(temporary, LOCK)
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)

@@ -22,7 +22,7 @@ PIECE = 1 << 16
 
 def send(kind: str, data: bytes | None = None) -> None:
     """Send a frame: a letter, the length of what follows, and that; without length where nothing does."""
-    head = kind if data is None else "%s %d" % (kind, len(data))
+    head = kind if data is None else f"{kind} {len(data)}"
     sys.stdout.buffer.write(head.encode() + b"\n" + (data or b""))
     sys.stdout.buffer.flush()
 

@@ -37,7 +37,7 @@ def main() -> None:
             send_result(OPERATIONS[request["op"]](root, request))
     except Exception as error:
         traceback.print_exc()
-        send_result({"error": "%s: %s" % (type(error).__name__, error)})
+        send_result({"error": f"{type(error).__name__}: {error}"})
     sys.stderr.flush()
     os._exit(0)  # a thread may still wait for the next word of the launcher
 
@@ -100,7 +100,7 @@ def _clear(root: str, request: dict[str, Any]) -> dict[str, Any]:
             for path in running:
                 ask(path, "kill")
         if waited > request["timeout_s"] + KILL_S:
-            raise RuntimeError("processes of %s do not end, even killed" % ", ".join(running))
+            raise RuntimeError(f"processes of {names} do not end, even killed")
         time.sleep(0.1)
     return {"running": [], "ended": names}
 

@@ -98,11 +98,11 @@ class Supervisor:
         cwd = os.path.expanduser(self._spec["cwd"] or "~")
         text = ""
         if program is None:
-            text = "no program %r in %s" % (argv[0], environ["PATH"])
+            text = f"no program {argv[0]!r} in {environ['PATH']}"
         try:
             os.makedirs(cwd, exist_ok=True)
         except OSError as error:
-            text = "the directory %s of the command cannot be made: %s" % (cwd, error)
+            text = f"the directory {cwd} of the command cannot be made: {error}"
         if text:
             self._write(b"error: " + text.encode() + b"\n")
             self._end(127)
@@ -154,7 +154,7 @@ class Supervisor:
                 seen, heard = changed, now
             lease = self._spec["lease_s"]
             if lease is not None and now - heard > lease:
-                self._ask("stop", "nothing was heard of the launcher for %g s" % lease)
+                self._ask("stop", f"nothing was heard of the launcher for {lease:g} s")
             self._look_for_requests()
             if self._kill_at is not None and now > self._kill_at:
                 self._signal(signal.SIGKILL)
