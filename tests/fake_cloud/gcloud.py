@@ -4,6 +4,7 @@ It refuses options that the real command does not have: ``gcloud_flags.json`` wa
 """
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -14,10 +15,22 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.fake_cloud import google_cloud
+from tests.fake_cloud import gcloud_ssh, google_cloud
 
 TABLE = json.loads((Path(__file__).parent / "gcloud_flags.json").read_text())
 EVERYWHERE = {"--project", "--quiet", "--format"}
+
+
+USER = "alice_example_com"
+"""The user on the machines, as OS Login names it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OnMachine:
+    """A command to run on a machine once the state is free."""
+
+    address: str
+    command: str
 
 
 class Refused(Exception):
@@ -51,6 +64,8 @@ def main(words: list[str]) -> int:
         except Refused as error:
             print(f"ERROR: (gcloud.{command.replace(' ', '.')}) {error}", file=sys.stderr)
             return 1
+    if isinstance(found, OnMachine):
+        return gcloud_ssh.main(["--", f"{USER}@{found.address}", found.command])
     if found is not None:
         print(json.dumps(found) if flags.get("--format") == "json" else found)
     return 0
@@ -100,6 +115,8 @@ def request_describe(call):
         state["failedData"] = {"error": {"code": 8, "message": request["error"]}}
     if request["state"] == "SUSPENDED":
         state["stateInitiator"] = "SERVICE"
+    if call.flags.get("--format", "").startswith("value"):
+        return request["state"]
     specs = [{"nodeId": name, "node": {"labels": request["labels"]}} for name in request["nodes"]]
     return {"name": f"projects/p/locations/z/queuedResources/{call.name}", "state": state, "tpu": {"nodeSpec": specs}}
 
@@ -182,8 +199,8 @@ def ssh(call, machine):
     key.write_text("a key")
     if "--dry-run" in call.flags:
         address = machine["internal"] if "--internal-ip" in call.flags else machine["external"]
-        return f"/usr/bin/ssh -T -i {key} -o CheckHostIP=no alice_example_com@{address} -- {call.flags['--command']}"
-    return None
+        return f"/usr/bin/ssh -T -i {key} -o CheckHostIP=no {USER}@{address} -- {call.flags['--command']}"
+    return OnMachine(machine["external"], call.flags["--command"])
 
 
 def node_ssh(call):
@@ -236,6 +253,8 @@ def group_list(call):
     if group["looks"] == 3:
         for each in mine:
             each["status"] = "RUNNING"
+    if call.flags.get("--format", "").startswith("value"):
+        return "\n".join(sorted(each["name"] for each in mine))
     return [
         {
             "instance": f"https://www.googleapis.com/compute/v1/projects/p/zones/z/instances/{each['name']}",
@@ -244,6 +263,11 @@ def group_list(call):
         }
         for each in mine
     ]
+
+
+def group_wait(call):
+    while not all(each["instanceStatus"] == "RUNNING" for each in group_list(call) or [{"instanceStatus": ""}]):
+        pass
 
 
 def group_errors(call):
@@ -300,6 +324,7 @@ COMMANDS = {
     "instance-groups managed describe": group_describe,
     "instance-groups managed list-instances": group_list,
     "instance-groups managed list-errors": group_errors,
+    "instance-groups managed wait-until": group_wait,
     "instance-groups managed delete": group_delete,
     "instances list": instances,
 }

@@ -47,9 +47,13 @@ def main(words: list[str]) -> int:
         environment[name] = value.replace("{worker}", environment["FAKE_WORKER"])
     dropped_before = state["drops"].get(machine["name"], 0)
     process = subprocess.Popen(
-        ["/bin/sh", "-c", command], env=environment, cwd=machine["home"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        ["/bin/sh", "-c", command],
+        env=environment,
+        cwd=machine["home"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         start_new_session=True,
-    )  # fmt: skip
+    )
     copies = [
         threading.Thread(target=copy, args=(process.stdout, 1), daemon=True),
         threading.Thread(target=copy, args=(process.stderr, 2), daemon=True),
@@ -77,4 +81,5 @@ def copy(stream, to: int) -> None:
         os.write(to, data)
 
 
-sys.exit(main(sys.argv[1:]))
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -133,34 +133,15 @@ class GoogleBackend(WorkerBackend):
         self.add_own_options(parser)
         add_worker_options(parser)
 
-    def check(self, options: argparse.Namespace) -> None:
-        """Refuse what does not fit together, before anything is done.
-
-        Raises:
-            ConfigError: A name is missing or cannot be one, or there is no such slice.
-        """
-        for name, example in (("tpu_name", "my-pod"), ("zone", "us-east5-a")):
-            if not getattr(options, name):
-                raise ConfigError(
-                    f"--{name} is not given; backend {options.backend} needs it. Add it: --{name} {example}"
-                )
-        if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", options.tpu_name):
-            raise ConfigError(
-                f"--tpu_name is {options.tpu_name!r}; it must begin with a lower-case letter, have at most 40 "
-                "lower-case letters, digits and '-', and not end with '-'."
-            )
-        if not re.fullmatch(r"[a-z]+-[a-z]+\d+-[a-z]", options.zone):
-            raise ConfigError(f"--zone is {options.zone!r}, which is not the name of a zone such as us-east5-a.")
-        self.pod(options)
-
     def default_name(self, options: argparse.Namespace) -> str | None:
         """The name of the slice."""
         return str(options.tpu_name)
 
     def plan(self, options: argparse.Namespace) -> tuple[list[str], Transport]:
         """The commands that make the pod and bring the key, and the transport by gcloud's ssh."""
+        self._check(options)
         pod = self.pod(options)
-        count = max(1, self.hosts(options))
+        count = self.hosts(options) or options.require_process_count or 1
         per_slice = count // options.slices or 1
         machines = [
             Machine(
@@ -172,12 +153,21 @@ class GoogleBackend(WorkerBackend):
             )
             for i in range(count)
         ]
-        commands = (
-            [*pod.create_commands(), *pod.login_commands(None)] if self.hosts(options) else pod.login_commands(None)
-        )
-        return [shlex.join(command) for command in commands], PasteTransport(
-            pod, self._workers(options, machines, machines[0])
-        )
+        lines = []
+        if self.hosts(options):
+            lines += [*map(shlex.join, pod.create_commands()), *pod.wait_lines()]
+        lines += map(shlex.join, pod.login_commands(None))
+        if options.slices > 1:
+            lines.append(
+                f"# {machines[0].internal_address} below: the internal address of the first slice's first worker"
+            )
+        if (folder := self.setup_folder(options)) is not None:
+            lines += [
+                shlex.join(setup_vm.build_command(setup_vm.ROOT, Path(folder))),
+                shlex.join(["cp", str(setup_vm.ROOT / "constraints.txt"), folder]),
+                f"cat > {shlex.quote(folder)}/setup.sh <<'EOF_SETUP'\n{self.setup_script(options)}EOF_SETUP",
+            ]
+        return lines, PasteTransport(pod, self._workers(options, machines, machines[0]))
 
     def acquire(self, options: argparse.Namespace, console: Console) -> Transport:
         """Use or make the pod, wait for it, and have gcloud bring its ssh key to the machines."""
@@ -194,6 +184,11 @@ class GoogleBackend(WorkerBackend):
             workers = self._workers(options, machines, self.coordinator(transport))
             transport = SshTransport(machines, workers, transport.user, transport.key)
         console.say(f"{options.tpu_name}: {len(machines)} workers, user {transport.user}")
+        if pod.made_here():
+            name = options.name or options.tpu_name
+            console.say(
+                f"{options.tpu_name} stays when the job ends, and costs money until: lockstep launch delete {name}"
+            )
         return transport
 
     def find(self, options: argparse.Namespace) -> Transport:
@@ -204,15 +199,20 @@ class GoogleBackend(WorkerBackend):
         """The script that installs this checkout, if it is to be installed."""
         if not self._installs(options):
             return None
-        name, _ = setup_vm.wheel(setup_vm.ROOT, setup_vm.version_of())
-        return setup_vm.script(setup_vm.version_of(), name, options.extras)
+        version = setup_vm.version_of()
+        return setup_vm.script(version, setup_vm.wheel_path(setup_vm.ROOT, version).name, options.extras)
 
     def setup_files(self, options: argparse.Namespace) -> dict[str, bytes]:
         """The wheel, and the versions of everything else."""
         if not self._installs(options):
             return {}
-        name, content = setup_vm.wheel(setup_vm.ROOT, setup_vm.version_of())
-        return {name: content, "constraints.txt": (setup_vm.ROOT / "constraints.txt").read_bytes()}
+        path = setup_vm.build_wheel(setup_vm.ROOT, setup_vm.version_of())
+        return {path.name: path.read_bytes(), "constraints.txt": (setup_vm.ROOT / "constraints.txt").read_bytes()}
+
+    def setup_folder(self, options: argparse.Namespace) -> str | None:
+        """Where the commands of `plan` put the wheel, the constraints and the script."""
+        version = setup_vm.version_of() if self._installs(options) else None
+        return str(setup_vm.wheel_path(setup_vm.ROOT, version).parent) if version else None
 
     def why_lost(self, options: argparse.Namespace) -> str | None:
         """What happened to the pod, if anything did; None too where Google does not answer."""
@@ -232,6 +232,25 @@ class GoogleBackend(WorkerBackend):
         )
         for command in pod.delete_commands():
             console.say(f"  {shlex.join(command)}")
+
+    def _check(self, options: argparse.Namespace) -> None:
+        """Refuse what does not fit together, before anything is done.
+
+        Raises:
+            ConfigError: A name is missing or cannot be one, or there is no such slice.
+        """
+        for name, example in (("tpu_name", "my-pod"), ("zone", "us-east5-a")):
+            if not getattr(options, name):
+                raise ConfigError(
+                    f"--{name} is not given; backend {options.backend} needs it. Add it: --{name} {example}"
+                )
+        if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", options.tpu_name):
+            raise ConfigError(
+                f"--tpu_name is {options.tpu_name!r}; it must begin with a lower-case letter, have at most 40 "
+                "lower-case letters, digits and '-', and not end with '-'."
+            )
+        if not re.fullmatch(r"[a-z]+-[a-z]+\d+-[a-z]", options.zone):
+            raise ConfigError(f"--zone is {options.zone!r}, which is not the name of a zone such as us-east5-a.")
 
     def _transport(self, options: argparse.Namespace, machines: Sequence[Machine]) -> SshTransport:
         if not machines:
@@ -254,9 +273,9 @@ class GoogleBackend(WorkerBackend):
             path = (f"{options.venv}/bin",) if options.venv else ()
         workers = []
         for machine in machines:
-            environment, ports = {}, PORTS
+            environment, ports = {"REQUIRE_MULTIHOST": "1"} if len(machines) > 1 else {}, PORTS
             if options.slices > 1:
-                environment = {
+                environment |= {
                     "MEGASCALE_COORDINATOR_ADDRESS": f"{coordinator.internal_address}:{MEGASCALE_PORT}",
                     "MEGASCALE_PORT": str(MEGASCALE_PORT),
                     "MEGASCALE_NUM_SLICES": str(options.slices),

@@ -117,6 +117,11 @@ class Mig:
             commands.append(self.gcloud.command(*words))
         return commands
 
+    def wait_lines(self) -> list[str]:
+        """Return lines for a shell that wait until every machine runs."""
+        words = ("compute", "instance-groups", "managed", "wait-until")
+        return [shlex.join(self.gcloud.command(*words, group, "--stable")) for group in self.groups]
+
     def delete_commands(self) -> list[list[str]]:
         """Return the commands that delete the groups, the template and the policy."""
         groups = [

@@ -40,6 +40,9 @@ class Pod(Protocol):
     def create_commands(self) -> list[list[str]]:
         """Return the commands that make it, ready to run."""
 
+    def wait_lines(self) -> list[str]:
+        """Return lines for a shell that wait until it can be used, as `ensure` does."""
+
     def delete_commands(self) -> list[list[str]]:
         """Return the commands that delete all of it, ready to run."""
 

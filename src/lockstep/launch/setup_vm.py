@@ -99,15 +99,25 @@ def version_of(root: Path = ROOT) -> Version:
             "from a clone, or prepare an image with the package and pass --venv DIR or --setup none.",
             SETUP_FAILED,
         )
-    number = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     commit = _git(root, "rev-parse", "--short=12", "HEAD").strip()
     changes = _git(root, "status", "--porcelain", "--untracked-files=all", "--", *_INSTALLED)
-    name = f"{number}-{commit}"
+    name = f"{_number(root)}-{commit}"
     return Version(name=f"{name}-changed-{_digest(root)}" if changes else name, changed=bool(changes))
 
 
-def wheel(root: Path, version: Version) -> tuple[str, bytes]:
-    """Return the file name and the content of the wheel of a checkout; it is built once for each version.
+def wheel_path(root: Path, version: Version) -> Path:
+    """Return where the wheel of a checkout is kept once it is built.
+
+    Args:
+        root: The checkout.
+        version: Its state.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "lockstep" / "wheels" / version.name / f"jax_lockstep-{_number(root)}-py3-none-any.whl"
+
+
+def build_wheel(root: Path, version: Version) -> Path:
+    """Build the wheel of a checkout, once for each version, and return its file.
 
     Args:
         root: The checkout.
@@ -116,9 +126,9 @@ def wheel(root: Path, version: Version) -> tuple[str, bytes]:
     Raises:
         LaunchError: It cannot be built.
     """
-    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep" / "wheels" / version.name
-    if not (built := sorted(directory.glob("*.whl"))):
-        directory.mkdir(parents=True, exist_ok=True)
+    path = wheel_path(root, version)
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
         # Not in the checkout: setuptools keeps files of earlier builds in its build directory and packs them too.
         with tempfile.TemporaryDirectory(prefix="lockstep-wheel-") as temporary:
             source, out = Path(temporary) / "source", Path(temporary) / "out"
@@ -126,11 +136,22 @@ def wheel(root: Path, version: Version) -> tuple[str, bytes]:
                 (source / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(root / file, source / file)
             _build(source, out)
-            found = next(out.glob("*.whl"))
-            shutil.copy2(found, directory / f".{found.name}.{os.getpid()}")
-            (directory / f".{found.name}.{os.getpid()}").replace(directory / found.name)
-        built = [directory / found.name]
-    return built[0].name, built[0].read_bytes()
+            partial = path.with_name(f".{path.name}.{os.getpid()}")
+            shutil.copy2(out / path.name, partial)
+            partial.replace(path)
+    return path
+
+
+def build_command(source: Path, out: Path) -> list[str]:
+    """Return the command that builds a wheel, with uv if it is there, or else with pip.
+
+    Args:
+        source: The directory with the package.
+        out: The directory for the wheel.
+    """
+    if shutil.which("uv"):
+        return ["uv", "build", "--quiet", "--wheel", "--out-dir", str(out), str(source)]
+    return [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(out), str(source)]
 
 
 def script(version: Version, wheel_name: str, extras: str) -> str:
@@ -167,6 +188,11 @@ _INSTALLED: Final = ("src", "pyproject.toml", "README.md", "LICENSE", "constrain
 """What makes a difference on a machine."""
 
 
+def _number(root: Path) -> str:
+    """The version in pyproject.toml."""
+    return str(tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"])
+
+
 def _files(root: Path) -> list[str]:
     """The files of `_INSTALLED` that git has or does not ignore."""
     listed = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *_INSTALLED)
@@ -191,11 +217,7 @@ def _git(root: Path, *words: str) -> str:
 
 
 def _build(source: Path, out: Path) -> None:
-    """Build a wheel with uv, or else with pip."""
-    if shutil.which("uv"):
-        command = ["uv", "build", "--quiet", "--wheel", "--out-dir", str(out), str(source)]
-    else:
-        command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(out), str(source)]
+    command = build_command(source, out)
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_S)
     except (OSError, subprocess.SubprocessError) as error:

@@ -5,6 +5,7 @@ their meaning: https://cloud.google.com/tpu/docs/queued-resources and the messag
 """
 
 import dataclasses
+import shlex
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -85,6 +86,12 @@ class TpuVm:
             "--async",
         ]
         return [self.gcloud.command(*words)]
+
+    def wait_lines(self) -> list[str]:
+        """Return a line for a shell that waits until the queued resource is ACTIVE."""
+        describe = self.gcloud.command("compute", "tpus", "queued-resources", "describe", self.name)
+        look = shlex.join([*describe, "--format=value(state.state)"])
+        return [f"until {look} | tee /dev/stderr | grep -qx ACTIVE; do sleep 10; done"]
 
     def delete_commands(self) -> list[list[str]]:
         """Return the command that deletes the queued resource with its nodes."""
