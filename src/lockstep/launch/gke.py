@@ -220,6 +220,6 @@ def _follow(cluster: Cluster, console: Console, *, stop_on_signal: bool) -> int:
     job = cluster.job
     job.with_attempt(dataclasses.replace(job.attempts[-1], ended=time.time(), code=code)).save()
     if code:
-        console.say(f"failed: {exit_codes.describe(code)}")
+        console.say(f"failed: {exit_codes.describe_code(code)}")
     console.say(f"its objects stay until: lockstep launch delete {job.name}")
     return code

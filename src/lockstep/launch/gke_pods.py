@@ -57,7 +57,7 @@ class PodState:
 
     def __str__(self) -> str:
         if self.code is not None:
-            return exit_codes.describe(self.code)
+            return exit_codes.describe_code(self.code)
         reason = f" ({self.waits}{': ' + self.message if self.message else ''})" if self.waits else ""
         return f"{self.phase}{reason}"
 

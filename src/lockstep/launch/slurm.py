@@ -123,10 +123,10 @@ class Slurm:
         """Print Slurm's state of the job, and the code of each task that has ended."""
         state = _state(job)
         code = _noted_code(job)
-        print(f"{job.name}: {state or ('ended' if code is None else exit_codes.describe(code))}")
+        print(f"{job.name}: {state or ('ended' if code is None else exit_codes.describe_code(code))}")
         for path in sorted(job.directory.glob(f"attempt-*/{CODE}-*")):
             task = int(path.name.rpartition("-")[2])
-            print(f"  {path.parent.name} process {task}: {exit_codes.describe(int(path.read_text().split()[0]))}")
+            print(f"  {path.parent.name} process {task}: {exit_codes.describe_code(int(path.read_text().split()[0]))}")
         return exit_codes.DONE if state else self._code(job)
 
     def logs(self, job: JobRecord, *, follow: bool) -> int:
@@ -239,7 +239,7 @@ def _noted_code(job: JobRecord) -> int | None:
 
 def _show_failure(job: JobRecord, attempt: int, code: int, console: Console) -> None:
     """Say what ended the job, and show the end of the log of the process that failed first."""
-    console.say(f"failed: {exit_codes.describe(code)}")
+    console.say(f"failed: {exit_codes.describe_code(code)}")
     ended = []
     for path in job.directory.glob(f"attempt-{attempt}/{CODE}-*"):
         own, _, at = path.read_text().partition(" ")
