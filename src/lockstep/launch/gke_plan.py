@@ -12,7 +12,7 @@ from lockstep.launch.gke_manifest import FILES, MAX_FILES, SYNCED, GkeJob
 from lockstep.launch.google import slice_of
 from lockstep.launch.options import add_job_options, count
 from lockstep.launch.record import JobRecord, name_from_date, new_record
-from lockstep.launch.setup_vm import ROOT, version_of, wheel
+from lockstep.launch.setup_vm import ROOT, build_wheel, version_of, wheel_path
 from lockstep.launch.sync import make_archive
 from lockstep.launch.task_script import filter_files
 
@@ -84,8 +84,7 @@ class GkePlan:
                 "letters, digits and '-', and not end with '-': Kubernetes makes the pods' host names of it."
             )
         environment = job_environment(options)
-        number = version_of().name.partition("-")[0] if options.setup == "auto" else ""
-        wheel_name = f"jax_lockstep-{number}-py3-none-any.whl" if number else ""
+        wheel_name = wheel_path(ROOT, version_of()).name if options.setup == "auto" else ""
         extras = f"[{options.extras}]" if options.extras else ""
         files = [SYNCED] if options.sync else []
         files += [CONSTRAINTS, wheel_name] if wheel_name else []
@@ -119,8 +118,7 @@ class GkePlan:
         """
         found: dict[str, bytes] = filter_files() if self.environment.secret else {}
         if self.wheel_name:
-            name, found[self.wheel_name] = wheel(ROOT, version_of())
-            assert name == self.wheel_name, f"the wheel is {name}, not {self.wheel_name}"
+            found[self.wheel_name] = build_wheel(ROOT, version_of()).read_bytes()
             found[CONSTRAINTS] = (ROOT / CONSTRAINTS).read_bytes()
         if self.options.sync:
             with tempfile.TemporaryDirectory(prefix="lockstep-sync-") as directory:

@@ -1,0 +1,172 @@
+"""docs/first-pod.md: every command of it is typed, in its order, against the fakes of Google's commands."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from lockstep.launch import BACKENDS, parse
+from lockstep.main.commands import COMMANDS
+from tests.fake_cloud.google_cloud import Cloud
+from tests.unit.test_troubleshooting import missing, texts_of_the_sources
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "first-pod.md").read_text(encoding="utf-8")
+KEY = "paste-yours-here-0123456789abcdef"
+
+NOT_TYPED = {
+    "gcloud auth login": "opens a browser",
+    "gcloud projects": "changes an account, which the fake does not have",
+    "gcloud billing": "changes an account, which the fake does not have",
+    "gcloud config set": "changes an account, which the fake does not have",
+    "gcloud services": "changes an account, which the fake does not have",
+    "gcloud storage": "there is no bucket",
+    "gcloud compute tpus queued-resources list": "for people; the test looks at the state of the fake instead",
+    "pip install": "downloads",
+    "hf ": "downloads",
+    "make setup-tests": "downloads",
+    ".venv/bin/lockstep plan": "compiles for a minute; tests/tpu_compile/test_plan.py plans this configuration",
+}
+"""What a fake cannot run, and why."""
+
+UV = """#!/bin/sh
+# Instead of uv: an environment has a lockstep and a python that print their arguments, and fail without their file.
+case "$1" in
+  build)
+    while [ "$1" != --out-dir ]; do shift; done
+    number=$(sed -n 's/^version = "\\(.*\\)"$/\\1/p' "$3/pyproject.toml")
+    mkdir -p "$2" && touch "$2/jax_lockstep-$number-py3-none-any.whl" ;;
+  venv) for last in "$@"; do :; done; mkdir -p "$last/bin" ;;
+  pip)
+    while [ "$1" != --python ]; do shift; done
+    for name in lockstep python; do
+      printf '#!/bin/sh\\necho "%s $*"\\n' $name > "$(dirname "$2")/$name"
+      echo 'for word in "$@"; do case $word in *.yaml) [ -f "$word" ] || exit 66; esac; done' >> "$(dirname "$2")/$name"
+      chmod +x "$(dirname "$2")/$name"
+    done ;;
+esac
+"""
+
+
+def blocks():
+    """Each block to type with the block of what it prints, "" where the page shows none."""
+    found = re.findall(r"^```(sh|text)\n(.*?)^```\n", PAGE, re.DOTALL | re.MULTILINE)
+    return [
+        (text, following[1] if (following := (*found, ("", ""))[index + 1])[0] == "text" else "")
+        for index, (kind, text) in enumerate(found)
+        if kind == "sh"
+    ]
+
+
+def commands(block):
+    """The command lines of a block."""
+    return block.replace("\\\n", " ").splitlines()
+
+
+def launches():
+    return [line for block, _ in blocks() for line in commands(block) if "infra/launch.py" in line]
+
+
+def typed(line):
+    return not line.startswith(tuple(NOT_TYPED))
+
+
+def test_every_exception_is_of_the_page():
+    lines = [line for block, _ in blocks() for line in commands(block)]
+    assert all(any(line.startswith(start) for line in lines) for start in NOT_TYPED)
+    assert sum(map(typed, lines)) > 12
+
+
+@pytest.mark.parametrize("line", [line for line in launches() if " -- " in line])
+def test_every_launch_is_read_by_the_launcher(line):
+    words = shlex.split(line)
+    assert words[:2] == ["python3.12", "infra/launch.py"]
+    options = parse(words[2:])
+    assert options.backend in BACKENDS
+    program, name, *arguments = options.command + [""]
+    assert program == "python" or name in {"--help", *(command.name for command in COMMANDS)}
+    assert all((ROOT / word).exists() for word in arguments if word.startswith(("config/", "examples/")))
+
+
+def test_what_it_quotes_of_ours_is_in_the_sources():
+    quoted = [text for text in re.findall(r"`([^`\n]+)`", PAGE) if text.startswith("lockstep: ")]
+    assert quoted and not missing(" ".join(f"`{text}`" for text in quoted), texts_of_the_sources())
+
+
+class Laptop:
+    """A machine with a clone, and Google's commands in front of a fake cloud."""
+
+    def __init__(self, directory):
+        self.directory = directory
+        self.cloud = Cloud(directory / "cloud")
+        self.cloud.install(directory / "bin")
+        (directory / "bin" / "uv").write_text(UV)
+        (directory / "bin" / "uv").chmod(0o755)
+        for name in ("config", "data", "examples", "infra"):
+            (directory / "clone" / name).parent.mkdir(exist_ok=True)
+            if name == "infra":
+                (directory / "clone" / name).symlink_to(ROOT / name)
+            else:
+                ignored = shutil.ignore_patterns("__pycache__", "runs", "*.pt")
+                shutil.copytree(ROOT / name, directory / "clone" / name, ignore=ignored)
+        (directory / "home").mkdir()
+        self.environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith(("XDG_", "LOCKSTEP"))},
+            "FAKE_GOOGLE": str(self.cloud.directory),
+            "HOME": str(directory / "home"),
+            "LOCKSTEP_JOBS_DIR": str(directory / "jobs"),
+            "PATH": f"{directory / 'bin'}:{os.environ['PATH']}",
+            "PYTHONPATH": "",
+        }
+
+    def type(self, line):
+        """Type a line; the launcher looks at the cloud more often than it does by default."""
+        line = line.replace("infra/launch.py --tpu_name", "infra/launch.py --poll_s 0.05 --tpu_name")
+        return subprocess.run(
+            ["bash", "-c", line], cwd=self.directory / "clone", env=self.environment, capture_output=True, text=True,
+            timeout=150, check=False,
+        )  # fmt: skip
+
+
+def shown(texts, output):
+    """Whether the lines of a page are in an output, in their order, with any values where they have an ellipsis."""
+    pattern = ".*?".join(re.escape(text).replace("…", "[^\n]*") for text in texts.splitlines())
+    return re.search(pattern, output, re.DOTALL) is not None
+
+
+def test_what_is_not_shown_is_seen():
+    assert shown("a …\nc", "x\na b\nc\n") and not shown("a …\nc", "c\na b\n")
+
+
+@pytest.mark.slow
+def test_the_page_is_typed(tmp_path):
+    laptop, outputs = Laptop(tmp_path), []
+    for block, expected in blocks():
+        output = ""
+        for line in filter(typed, commands(block)):
+            if line.startswith("  "):
+                continue  # goes on a command that is not typed
+            done = laptop.type(line)
+            output += done.stdout + done.stderr
+            assert done.returncode == 0, f"{line}\n{output}"
+        assert shown(expected, output), f"{expected}\nis not in\n{output}"
+        outputs.append(output)
+    printed = "\n".join(outputs)
+    for worker in range(4):
+        assert f"[{worker}] lockstep train-simpo --config_path config/simpo_tiny.yaml" in printed
+    for worker in range(8):
+        assert f"[{worker}] lockstep train-simpo --config_path my-runs/simpo.yaml --trainer.run_id simpo-1" in printed
+        assert f"[{worker}] python examples/levanter_train_lm.py" in printed
+    assert '"kind": "JobSet"' in printed and "#SBATCH --nodes=8" in printed
+    assert "compute instance-groups managed create" in printed
+    # Deleted before the part for users of Levanter, which makes the slice again.
+    assert len(laptop.cloud.calls("queued-resources create my-pod")) == 2
+    assert len(laptop.cloud.calls("queued-resources delete")) == 2
+    mine = laptop.directory / "home" / "lockstep.env"
+    written = [path for path in tmp_path.rglob("*") if path.is_file() and path != mine]
+    assert mine.stat().st_mode & 0o777 == 0o600 and KEY in mine.read_text()
+    assert KEY not in printed and not [path for path in written if KEY.encode() in path.read_bytes()]
