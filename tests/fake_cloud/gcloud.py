@@ -145,7 +145,7 @@ def advance(call, name, request):
 
 def hosts_of(kind):
     """The machines of a slice, for the kinds that tests rent."""
-    return {"v6e-8": 1, "v6e-16": 4, "v5p-8": 1, "v5p-16": 2, "v5p-32": 4}[kind]
+    return {"v6e-8": 1, "v6e-16": 4, "v5p-8": 1, "v5p-16": 2, "v5p-32": 4, "v5p-64": 8}[kind]
 
 
 def request_delete(call):

@@ -148,8 +148,6 @@ def test_the_page_is_typed(tmp_path):
     for block, expected in blocks():
         output = ""
         for line in filter(typed, commands(block)):
-            if line.startswith("  "):
-                continue  # goes on a command that is not typed
             done = laptop.type(line)
             output += done.stdout + done.stderr
             assert done.returncode == 0, f"{line}\n{output}"

@@ -6,21 +6,25 @@ ROOT = Path(__file__).parents[2]
 SOURCE, UNIT = ROOT / "src" / "lockstep", ROOT / "tests" / "unit"
 
 REPOSITORY = {
+    "test_config_heads.py",
     "test_demo_data.py",
     "test_docs.py",
     "test_extras.py",
+    "test_first_pod.py",
     "test_grpo_benchmark.py",
     "test_imports.py",
     "test_launch.py",
     "test_mirror.py",
     "test_public_names.py",
     "test_train_step_benchmark.py",
+    "test_troubleshooting.py",
 }
 """Tests of what is in the repository beside the package."""
 
 COVERED_BY = {
     # Protocols and tables, which have no behaviour of their own.
     "attention/base.py": "tests/unit/attention/test_reference.py",
+    "launch/agent/filter.py": "tests/unit/launch/test_task_script.py",
     "models/hf/save_source.py": "tests/unit/models/hf/test_save.py",
     "models/hf/peft.py": "tests/unit/main/test_adapters.py",
     "models/hf/fingerprint.py": "tests/unit/batch_inference/test_checkpoint.py",

@@ -1,6 +1,7 @@
 """docs/troubleshooting.md: what it quotes of ours is in the sources, and what it says of others has a source."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -26,6 +27,7 @@ def sections(text):
     return re.findall(r"^### (.*)\n((?:(?!^##).*\n?)*)", text, re.MULTILINE)
 
 
+@functools.cache
 def texts_of_the_sources():
     """Every string of the package; what an f-string puts in is an ellipsis."""
     found = []
