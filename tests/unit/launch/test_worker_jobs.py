@@ -135,10 +135,19 @@ def test_simpo_trains_on_two_hosts(cloud, tmp_path):
         *words,
         *("--name", "job", "--port", port, "--sync", "config/simpo_tiny.yaml", "--sync", "data/demo/tokenizer"),
         *("--sync", "data/preferences/sums.jsonl", *given, "--", "lockstep", "train-simpo"),
-        *("--config_path", "config/simpo_tiny.yaml", "--trainer.log_dir", str(tmp_path), "--trainer.run_id", "run"),
+        *(
+            "--config_path",
+            "config/simpo_tiny.yaml",
+            "--trainer.log_dir",
+            str(tmp_path),
+            "--trainer.run_id",
+            "run",
+            "--trainer.num_train_steps",
+            "12",
+        ),
         cwd=ROOT,
         timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "done: 30 of 30 steps" in done.stdout and "process 1 of 2" in done.stdout
+    assert "done: 12 of 12 steps" in done.stdout and "process 1 of 2" in done.stdout
     assert (tmp_path / "run" / "samples.jsonl").exists()
