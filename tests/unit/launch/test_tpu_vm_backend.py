@@ -1,6 +1,7 @@
 """`lockstep launch --backend tpu-vm` as a user starts it: real processes on the machines of a fake Google Cloud."""
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.exit_codes import INTERRUPTED, REFUSED, SETUP_FAILED, UNAVAILABLE, WORKER_LOST
-from lockstep.launch import BACKENDS, parse
+from lockstep.launch import BACKENDS, free_port, parse
 from lockstep.launch.tpu_vm_backend import TpuVmBackend
 from tests.fake_cloud.google_cloud import Cloud, end_machine
 
@@ -238,7 +239,7 @@ def test_the_package_is_installed_once(laptop):
     (tools / "uv").chmod(0o755)
     output = laptop.launch(*SLICE, "--tpu_type", "v5p-16", "--", "lockstep", "train", timeout_s=120)
     assert output.count("[0] trained with") == 1 and output.count("[1] trained with") == 1
-    ordered(output, "setup: installing 0.1.0-", "is ready", "trained with")
+    ordered(output, "[0] setup: installing 0.1.0-", "[0] setup: 0.1.0-", "is ready", "[0] trained with")
     versions = laptop.cloud.home("pod worker 0") / ".lockstep" / "versions"
     (version,) = versions.iterdir()
     assert (version / "ready").exists()
@@ -299,3 +300,60 @@ def test_wrong_options(words, text):
     with pytest.raises(ConfigError) as caught:
         backend.plan(options)
     assert text in str(caught.value)
+
+
+def rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.multiprocess
+def test_a_preempted_training_run_has_the_losses_of_one_that_was_not(laptop):
+    """The whole tiny SimPO run on 4 machines; all of them are taken away between two checkpoints, without notice."""
+    bucket = laptop.directory / "bucket"
+    platform = {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": str(ROOT / "src"),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=1",
+        "LOCKSTEP_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
+        "LOCKSTEP_NUM_PROCESSES": "4",
+        "LOCKSTEP_PROCESS_ID": "{worker}",
+        **{name: value for name, value in os.environ.items() if name.startswith("JAX_COMPILATION_CACHE")},
+    }
+    (laptop.cloud.directory / "platform.json").write_text(json.dumps(platform))
+
+    def words(name: str) -> list[str]:
+        return [
+            *SLICE, "--name", name, "--venv", str(Path(sys.executable).parents[1]), "--workdir", str(ROOT),
+            "--capacity_type", "spot", "--retries", "1", "--no-preflight", "--",
+            "lockstep", "train-simpo", "--config_path", "config/simpo_tiny.yaml", "--trainer.log_dir", str(bucket),
+            "--trainer.run_id", name, "--trainer.checkpointer", "{every: 5}",
+        ]  # fmt: skip
+
+    plain = laptop.launch(*words("plain"), timeout_s=300)
+    assert "[0] " in plain and "done: 30 of 30 steps" in plain
+
+    process = laptop.start(*words("spot"))
+    metrics = bucket / "spot" / "metrics.jsonl"
+    deadline = time.monotonic() + 200
+    while not metrics.exists() or metrics.read_text().count("train/loss") < 12:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        time.sleep(0.05)
+    laptop.cloud.preempt("pod")
+    before = len([row for row in rows(metrics) if "train/loss" in row])
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    ordered(output, "queued resource pod is SUSPENDED", "trying again in", "pod: asking for v6e-16",
+            "the run goes on from", "done: 30 of 30")  # fmt: skip
+    assert 12 <= before < 30
+    for file in ("metrics.jsonl", "samples.jsonl"):
+        one, other = rows(bucket / "plain" / file), rows(bucket / "spot" / file)
+        keep = ("step", "train/loss", "prompt_id", "generated_text")
+        picked = [[{key: row[key] for key in keep if key in row} for row in each] for each in (one, other)]
+        assert picked[0] == picked[1] and len(picked[0]) > 5
+    losses = [row["train/loss"] for row in rows(metrics) if "train/loss" in row]
+    assert len(losses) == 30 and losses[-1] < losses[0]
