@@ -38,7 +38,8 @@ class Later:
     def _last(self) -> Attempt:
         if not self._job.attempts:
             raise LaunchError(f"job {self._job.name!r} was never started; its record is in {self._job.directory}.")
-        return self._job.attempts[-1]
+        # One that was refused has not been on the workers, where an earlier one may still run.
+        return next((each for each in reversed(self._job.attempts) if each.launched), self._job.attempts[-1])
 
     def _call(self, transport: Transport, worker: int, **request: Any) -> dict[str, Any]:
         """`call`, with the reason under ``unreachable`` where there is no answer."""
@@ -56,20 +57,20 @@ class Later:
         states = on_all(transport, lambda index: self._call(transport, index, op="status", attempt=attempt.id))
         for index, (worker, state) in enumerate(zip(transport.workers, states, strict=True)):
             print(f"[{index}] {worker.name}: {_in_words(state)}")
-        job = self._note_end(transport, states)
+        self._note_end(transport, states)
         print(f"logs: {job.log(attempt.number, 0).parent} (lockstep launch logs {job.name})")
-        known = job.attempts[-1].code
+        known = self._last().code
         if known is None:
             kinds = {state["state"] for state in states}
             return UNREACHABLE if "unreachable" in kinds else DONE
-        print(f"it has ended: {describe_code(known)}. {job.attempts[-1].cause}".rstrip())
+        print(f"it has ended: {describe_code(known)}. {self._last().cause}".rstrip())
         return known
 
-    def _note_end(self, transport: Transport, states: list[dict[str, Any]]) -> JobRecord:
+    def _note_end(self, transport: Transport, states: list[dict[str, Any]]) -> None:
         """Write into the record how the attempt has ended, where it has on all workers and that was not known."""
         attempt = self._last()
         if attempt.code is not None or not all(state["state"] in ("ended", "lost") for state in states):
-            return self._job
+            return
         endings = [
             Ending(worker=index, code=state["code"], at=state["ended"], reason=state["reason"])
             if state["state"] == "ended"
@@ -79,11 +80,10 @@ class Later:
         cause = first_failure(endings, unreachable=False, all_ended=True, waited_s=0.0)
         text = f"worker {transport.workers[cause.worker].name} failed first. {cause.reason}".strip() if cause else ""
         ended = max(each.at for each in endings)
-        job = self._job = self._job.with_attempt(
+        self._job = self._job.with_attempt(
             dataclasses.replace(attempt, ended=ended, code=cause.code if cause else DONE, cause=text)
         )
-        job.save()
-        return job
+        self._job.save()
 
     def logs(self, *, follow: bool) -> int:
         """Print what is kept here and what is new on the workers; with ``follow`` until the command has ended."""
@@ -92,10 +92,14 @@ class Later:
             return self._print_kept(attempt)
         try:
             transport = self._backend.find(self._options)
-        except LockstepError as error:
+        except LockstepError:
             self._print_kept(attempt)
-            raise error
-        return self._follow(transport, attempt, wait=follow)
+            raise
+        try:
+            return self._follow(transport, attempt, wait=follow)
+        except KeyboardInterrupt:
+            self._console.say(f"no longer followed; job {self._job.name} goes on")
+            return INTERRUPTED
 
     def _print_kept(self, attempt: Attempt) -> int:
         paths = sorted(
@@ -141,14 +145,11 @@ class Later:
                     self._console.once(f"worker {transport.workers[index].name} cannot be reached: {event.text}")
                 elif event.kind == "result":
                     states[index] = {"state": "lost", **event.result}
-        except KeyboardInterrupt:
-            self._console.say(f"no longer followed; job {self._job.name} goes on")
-            return INTERRUPTED
         finally:
             for follower in followers:
                 follower.finish()
-        job = self._note_end(transport, [states[index] for index in range(count)])
-        return job.attempts[-1].code or DONE
+        self._note_end(transport, [states[index] for index in range(count)])
+        return self._last().code or DONE
 
     def _fetch(self, transport: Transport, index: int, request: dict[str, Any], offset: int) -> None:
         full = {**request, "op": "follow", "start": None, "offset": offset, "wait": False}

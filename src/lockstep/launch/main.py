@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.exit_codes import DONE, FAILED
+from lockstep.exit_codes import DONE, FAILED, INTERRUPTED
 from lockstep.launch.backend import Backend, LaunchError
 from lockstep.launch.backends import BACKENDS
 from lockstep.launch.options import PROG, Parser, parse_options
@@ -47,6 +47,9 @@ def main(arguments: Sequence[str] | None = None, backends: Mapping[str, Backend]
         options = parse(words[1:] if words[:1] == ["run"] else words, backends)
         backend = backends[options.backend]
         return backend.dry_run(options) if options.dry_run else backend.run(options)
+    except KeyboardInterrupt:
+        print("launch: interrupted", file=sys.stderr)
+        return INTERRUPTED
     except LaunchError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.code

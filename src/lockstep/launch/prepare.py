@@ -1,13 +1,13 @@
 """What is done on all workers before a job starts: reach them, set them up, copy files, look whether they are fit."""
 
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from lockstep.exit_codes import PREFLIGHT, SETUP_FAILED, UNREACHABLE
+from lockstep.exit_codes import FAILED, PREFLIGHT, SETUP_FAILED, UNREACHABLE
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.connection import DroppedError, call
 from lockstep.launch.console import Console
@@ -36,17 +36,31 @@ def on_all[T](transport: Transport, work: Callable[[int], T]) -> list[T]:
     Raises:
         LaunchError: It failed for some, with the texts of all.
     """
-    count = len(transport.workers)
-    with ThreadPoolExecutor(min(count, AT_ONCE)) as pool:
-        futures = [pool.submit(work, index) for index in range(count)]
-        errors = [error for future in futures if (error := future.exception()) is not None]
-    for error in errors:
+    count, gate = len(transport.workers), threading.Semaphore(AT_ONCE)
+    results: dict[int, T] = {}
+    errors: dict[int, Exception] = {}
+
+    def one(index: int) -> None:
+        with gate:
+            try:
+                results[index] = work(index)
+            except Exception as error:
+                errors[index] = error
+
+    # Threads that do not keep the launcher from ending when Ctrl-C comes.
+    threads = [threading.Thread(target=one, args=(index,), daemon=True) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    failed = [errors[index] for index in sorted(errors)]
+    for error in failed:
         if not isinstance(error, LaunchError):
             raise error
-    refused = [error for error in errors if isinstance(error, LaunchError)]
-    if refused:
-        raise LaunchError(in_short([str(error) for error in refused]), refused[0].code)
-    return [future.result() for future in futures]
+    if failed:
+        code = failed[0].code if isinstance(failed[0], LaunchError) else FAILED
+        raise LaunchError(in_short([str(error) for error in failed]), code)
+    return [results[index] for index in range(count)]
 
 
 def in_short(texts: Sequence[str]) -> str:

@@ -26,6 +26,7 @@ class Attempt:
         number: From 1.
         id: Its name on the workers, of no other attempt anywhere.
         started: When it was started, in seconds since 1970.
+        launched: Whether the workers were fit, and the command was started on them.
         ended: When it had ended on all workers; None: not known to have.
         code: Its exit code, once it has ended.
         cause: Why it ended, in words.
@@ -34,6 +35,7 @@ class Attempt:
     number: int
     id: str
     started: float
+    launched: bool = False
     ended: float | None = None
     code: int | None = None
     cause: str = ""

@@ -75,7 +75,10 @@ class WorkerJobs:
             record.save()
             failure = None
             try:
-                outcome = self._attempt(run, record, attempt, replaces=tries > 0)
+                running = self._prepare(run, record, attempt, replaces=tries > 0)
+                attempt = dataclasses.replace(attempt, launched=True)
+                record.with_attempt(attempt).save()
+                outcome = running.run()
             except LaunchError as error:
                 failure = error
                 outcome = Outcome(code=error.code, cause=str(error), retry=is_retried(error.code))
@@ -97,7 +100,8 @@ class WorkerJobs:
             raise failure
         return outcome.code
 
-    def _attempt(self, run: "_Run", record: JobRecord, attempt: Attempt, replaces: bool) -> Outcome:
+    def _prepare(self, run: "_Run", record: JobRecord, attempt: Attempt, replaces: bool) -> RunningAttempt:
+        """Get the workers ready for the command; nothing is started yet."""
         options, environment, console = run.options, run.environment, run.console
         transport = self._backend.acquire(options, console)
         check_process_count(options, transport)
@@ -143,7 +147,7 @@ class WorkerJobs:
             unreachable_s=options.unreachable_s,
         )
         console.say(f"starting on {count} worker(s), attempt {attempt.number}")
-        return RunningAttempt(transport, plan, console, lambda: self._backend.why_lost(options)).run()
+        return RunningAttempt(transport, plan, console, lambda: self._backend.why_lost(options))
 
     def dry_run(self, options: argparse.Namespace) -> int:
         """Print the commands that create the workers, and what they amount to on each of them."""
