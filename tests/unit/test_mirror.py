@@ -72,6 +72,9 @@ COVERED_BY = {
     },
     "plan/planner.py": "tests/tpu_compile/test_plan.py",
     "hosts/peers.py": "tests/multiprocess/test_endings.py",
+    # What both of Google's backends share.
+    "launch/pod.py": "tests/unit/launch/test_tpu_vm.py",
+    "launch/google.py": "tests/unit/launch/test_tpu_vm_backend.py",
     # Commands: a configuration and a call.
     "main/plan.py": "tests/unit/main/test_plan_workload.py",
     "main/run.py": "tests/multiprocess/test_train_simpo.py",

@@ -132,6 +132,15 @@ CAUSES: Final = (
         "https://cloud.google.com/tpu/docs/regions-zones. v5e has no Compute Engine machines: use --backend tpu-vm",
     ),
     Cause(
+        name="ssh",
+        pattern=r"return code \[255\]|Failed to connect to TPU|\(publickey",
+        summary="a machine cannot be reached by ssh",
+        advice="See that the network lets port 22 through (gcloud compute firewall-rules list) and that the machine "
+        "has an external address, or use --internal_ip from a machine of the same network. A machine that is new may "
+        "need a minute",
+        code=UNREACHABLE,
+    ),
+    Cause(
         name="permission",
         pattern=r"PERMISSION_DENIED|Permission denied|Required '[^']*' permission|does not have permission"
         r"|IAM_PERMISSION_DENIED|Insufficient Permission|\bforbidden\b",

@@ -27,7 +27,7 @@ from lockstep.launch.worker_backend import WorkerBackend
 from lockstep.launch.workers import Transport, Worker
 from lockstep.slices import FAMILIES, Slice, slices
 
-PORTS: Final = (8476, 8482)
+PORTS: Final[tuple[int, ...]] = (8476, 8482)
 """Ports on a TPU host: libtpu's between hosts, and JAX's coordination service's (coordinator_port, TPU cluster)."""
 MEGASCALE_PORT: Final = 8080
 """The port of MegaScale's coordinator, on the first host of the first slice."""

@@ -21,7 +21,7 @@ from lockstep.launch.backend import LaunchError
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 """The checkout that this module is part of, if it is part of one."""
-UV_VERSION: Final = "0.9.26"
+UV_VERSION: Final = "0.13.5"
 PYTHON_VERSION: Final = "3.12"
 HOME: Final = ".lockstep"
 """The directory below a machine's home in which versions are installed."""

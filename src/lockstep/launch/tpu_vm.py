@@ -133,7 +133,10 @@ class TpuVm:
             LaunchError: What there is cannot be used, or it does not come in time; then the request is withdrawn.
         """
         request, nodes = self._request(), self._nodes()
-        if _state_of(request) in ENDED or _is_dead(nodes):
+        if _state_of(request) == "DELETING":  # by a delete that was not waited for
+            self._await_deletion(wait)
+            request, nodes = None, {}
+        elif _state_of(request) in ENDED or _is_dead(nodes):
             self._check_type_is_given()  # before anything is deleted
             was = _state_of(request) if _state_of(request) in ENDED else "PREEMPTED"
             wait.say(f"{self.name}: it is {was}; deleting what is left of it, to ask for a new one")
@@ -218,17 +221,7 @@ class TpuVm:
                     words = ("compute", "tpus", "tpu-vm", "delete", node, "--async")
                     self._run_unless_gone(self.gcloud.command(*words))
 
-        def look() -> tuple[str, bool]:
-            request, nodes = self._request(), self._nodes()
-            left = [node for node, described in nodes.items() if described is not None]
-            if request is None and not left:
-                return "deleted", True
-            return f"deleting ({', '.join(left) or 'queued resource'})", False
-
-        if not wait.until(self.name, look):
-            raise LaunchError(
-                f"{self.name} is still being deleted after {wait.timeout_s:.0f} s. Google goes on with it."
-            )
+        self._await_deletion(wait)
 
     def _look(self) -> tuple[str, bool]:
         """Return the state to show, and whether every node can be used."""
@@ -246,6 +239,23 @@ class TpuVm:
             return (f"{state}, " if state else "") + "READY", True
         waiting = ", ".join(f"{node} {of}" for node, of in states.items() if of != "READY")
         return f"{state + ', ' if state else ''}{waiting}", False
+
+    def _await_deletion(self, wait: Wait) -> None:
+        """Wait until nothing of it is left."""
+
+        def look() -> tuple[str, bool]:
+            request, nodes = self._request(), self._nodes()
+            left = [node for node, described in nodes.items() if described is not None]
+            if request is None and not left:
+                return "deleted", True
+            return f"deleting ({', '.join(left) or 'queued resource'})", False
+
+        if not wait.until(self.name, look):
+            raise LaunchError(
+                f"{self.name} is still being deleted after {wait.timeout_s:.0f} s. Google goes on with it; start again "
+                "later.",
+                UNAVAILABLE,
+            )
 
     def _raise_ended(self, request: dict[str, Any]) -> None:
         """Raise what is known of why a request has ended without nodes."""

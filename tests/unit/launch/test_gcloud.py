@@ -60,6 +60,8 @@ CASES = [
     (ZONE, "type", REFUSED, "regions-zones"),
     ("NOT_FOUND: Resource 'projects/p/locations/z/nodes/pod' was not found", "gone", REFUSED, "--tpu_name"),
     (NO_GROUP, "gone", REFUSED, "--zone"),
+    ("ERROR: (gcloud.x.ssh) [/usr/bin/ssh] exited with return code [255].", "ssh", UNREACHABLE, "--internal_ip"),
+    ("alice@34.1.2.3: Permission denied (publickey).", "ssh", UNREACHABLE, "firewall-rules"),
     (CRASH, "network", UNREACHABLE, "connection"),
     (UNAVAILABLE_503, "network", UNREACHABLE, "connection"),
     (NOT_INSTALLED, "missing", REFUSED, "docs/install"),

@@ -199,6 +199,21 @@ def test_a_suspension_while_we_wait_ends_the_wait(cloud):
     assert caught.value.code == UNAVAILABLE
 
 
+def test_one_that_is_being_deleted_is_waited_for_and_made_anew(cloud):
+    ensure(pod())
+    with cloud.change() as state:
+        state["requests"]["pod"]["state"] = "DELETING"
+
+    def say(text):
+        said.append(text)
+        if "deleting" in text:
+            gcloud.run(["gcloud", "compute", "tpus", "queued-resources", "delete", "pod", "--force"])
+
+    said: list[str] = []
+    pod().ensure(Wait(say=say, timeout_s=5, poll_s=0.01))
+    assert said[:2] == ["pod: deleting (pod)", "pod: deleted"] and said[-1].startswith("pod: ACTIVE, READY")
+
+
 def test_a_stopped_node_is_not_waited_for(cloud):
     ensure(pod())
     with cloud.change() as state:
