@@ -84,6 +84,7 @@ def wait_once(cluster):
     )
 
 
+@pytest.mark.slow
 def test_a_broken_connection_to_a_log_shows_no_line_twice(cluster, monkeypatch, capfd):
     monkeypatch.setenv("FAKE_KUBE_DROPS", "1")
     text = PRINT + "[(print('line', i, flush=True), time.sleep(0.1)) for i in range(8)]"
@@ -106,6 +107,7 @@ def test_stop_ends_the_pods_in_order_and_keeps_what_they_print(cluster):
     assert not (cluster / "kube/jobset-job.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_once_ends_in_order_and_twice_at_once(cluster, times):
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
@@ -155,6 +157,7 @@ def test_an_image_that_is_not_there_ends_the_job(cluster, monkeypatch, capsys):
     assert "process 0 can never start. Mend it (--image)" in shown
 
 
+@pytest.mark.slow
 def test_a_name_is_taken_until_it_is_deleted(cluster, capsys):
     assert launch() == 0
     assert launch() == exit_codes.REFUSED
@@ -190,6 +193,7 @@ def test_a_dry_run_prints_the_manifest_and_asks_nobody(cluster, capsys):
     assert manifest["kind"] == "JobSet" and not (cluster / "kube").exists() and not (cluster / "jobs").exists()
 
 
+@pytest.mark.slow
 def test_files_are_unpacked_where_the_command_runs(cluster, capfd):
     (cluster / "config").mkdir()
     (cluster / "config/run.yaml").write_text("seed: 7\n")

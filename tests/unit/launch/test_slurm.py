@@ -95,6 +95,7 @@ def test_a_signal_to_the_task_is_the_commands_and_ends_it_in_order(cluster):
     assert main(["status", "job"]) == 0
 
 
+@pytest.mark.slow
 def test_the_name_of_a_job_in_the_queue_is_taken(cluster, capsys):
     assert launch("--no-foreground", python="import time; time.sleep(30)") == 0
     assert launch(python="print(1)") == exit_codes.REFUSED
@@ -103,6 +104,7 @@ def test_the_name_of_a_job_in_the_queue_is_taken(cluster, capsys):
     assert launch(python="print(1)") == 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_cancels_the_job(cluster):
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     words = ["infra/launch.py", "--backend", "slurm", "--name", "job", "--", sys.executable, "-c"]
@@ -166,6 +168,7 @@ def test_secrets_are_in_one_private_file_and_in_nothing_else(cluster, capfdbinar
     assert len(written) > 8 and not [path for path in written if SECRET.encode() in path.read_bytes()]
 
 
+@pytest.mark.slow
 def test_a_dry_run_prints_what_can_be_pasted_and_does_nothing(cluster, capsys):
     (cluster / "env").write_text(f"HF_TOKEN={SECRET}\n")
     assert (
