@@ -7,7 +7,7 @@ import shlex
 import signal
 import threading
 import time
-from typing import Final
+from typing import Any, Final
 
 from lockstep import exit_codes
 from lockstep.launch.backend import LaunchError
@@ -134,13 +134,13 @@ class Cluster:
         assert kind is not None, "a job has a slice"
         self._hosts = kind.hosts
 
-    def look(self) -> tuple[dict[str, object], list[PodState]]:
+    def look(self) -> tuple[dict[str, Any], list[PodState]]:
         """What there is of the JobSet, nothing where it is gone, and its pods."""
         found = self.kubectl.get("jobset", self.job.name)
         pods = self.kubectl.get("pods", f"--selector=jobset.sigs.k8s.io/jobset-name={self.job.name}")
         return found, pod_states(pods, self._hosts)
 
-    def create(self, manifest: dict[str, object]) -> None:
+    def create(self, manifest: dict[str, Any]) -> None:
         """Create an object, or replace what an earlier job of this name has left; it goes through standard input."""
         self.kubectl.run("apply", "--server-side", "--force-conflicts", "--filename=-", manifest=manifest)
 

@@ -195,9 +195,9 @@ def _pod_state(found: Mapping[str, Any], hosts: int) -> PodState:
     meta, status = found["metadata"], found.get("status", {})
     labels = meta.get("labels", {})
     index = meta.get("annotations", {}).get("batch.kubernetes.io/job-completion-index", "0")
-    state = next((each.get("state", {}) for each in status.get("containerStatuses", ())), {})
+    state: Mapping[str, Any] = next((each.get("state", {}) for each in status.get("containerStatuses", ())), {})
     ended, waiting = state.get("terminated", {}), state.get("waiting", {})
-    unscheduled = next(
+    unscheduled: Mapping[str, Any] = next(
         (each for each in status.get("conditions", ()) if each["type"] == "PodScheduled" and each["status"] == "False"),
         {},
     )

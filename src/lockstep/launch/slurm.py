@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -197,7 +197,7 @@ class Slurm:
         return ENDED.get(words[0], exit_codes.WORKER_LOST) if words else exit_codes.WORKER_LOST
 
 
-def _job(options: argparse.Namespace, record: JobRecord, public: dict[str, str]) -> SlurmJob:
+def _job(options: argparse.Namespace, record: JobRecord, public: Mapping[str, str]) -> SlurmJob:
     if options.sync:
         raise ConfigError("--sync is given, but the nodes of a Slurm job share this file system. Leave it out.")
     tasks = options.nodes * options.tasks_per_node

@@ -29,8 +29,9 @@ def field_texts(cls: type[Any]) -> dict[str, str]:
         body = ast.parse(textwrap.dedent(inspect.getsource(each))).body[0]
         assert isinstance(body, ast.ClassDef)
         for field, after in zip(body.body, body.body[1:], strict=False):
-            named = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-            if named and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+                continue
+            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
                 texts[field.target.id] = one_line(str(after.value.value))
     return texts
 
