@@ -6,6 +6,7 @@ Files beside it change what happens:
 
 - ``hosts/NAME.down``: the host cannot be reached; open connections drop, what runs on it goes on.
 - ``hosts/NAME.drop``: the number of bytes after which an answer is cut off; removed when that has happened.
+- ``hosts/NAME.bare``: the host has no Python.
 - ``hosts/NAME.gone``: as down, and everything that runs on it is killed: the host was preempted.
 
 Every call is a line of ``calls.jsonl``. What a command line or an environment had is there for tests to search.
@@ -47,9 +48,11 @@ def run(host: str, command: str, refused: str = "ssh: connect to host {host} por
         return 255
     keep = ("PATH", "LANG", "TMPDIR", "FAKE_CLOUD", "COVERAGE_PROCESS_START")
     environment = {name: os.environ[name] for name in keep if name in os.environ}
+    if home.with_name(f"{host}.bare").exists():
+        environment["PATH"] = str(cloud)
     environment |= {"HOME": str(home), "FAKE_HOST": host, "USER": "me"}
     process = subprocess.Popen(
-        ["sh", "-c", command], cwd=home, env=environment, stdin=0, stdout=subprocess.PIPE, start_new_session=True
+        ["/bin/sh", "-c", command], cwd=home, env=environment, stdin=0, stdout=subprocess.PIPE, start_new_session=True
     )
 
     def watch():

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from lockstep.exit_codes import INTERRUPTED, KILLED, UNREACHABLE, WORKER_LOST
+from lockstep.exit_codes import INTERRUPTED, KILLED, SETUP_FAILED, UNREACHABLE, WORKER_LOST
 from tests.fake_cloud.cloud import wait_for
 
 FAST = ("--no-preflight", "--grace_s", "2", "--name", "job")
@@ -111,6 +111,8 @@ def test_a_job_whose_launcher_is_gone_stops_by_its_lease(cloud):
     text = "trap 'echo saved; exit 0' TERM; echo ready; sleep 60 & wait"
     process = cloud.start("--hosts", cloud.add("a"), *FAST, "--lease_s", "1", *script(text))
     assert process.stdout.readline() == "[0] ready\n"
+    time.sleep(1.5)  # as long as the launcher is there, so is the job
+    assert process.poll() is None and cloud.processes()
     process.kill()
     process.communicate(timeout=10)
     assert cloud.wait_until_empty()
@@ -151,6 +153,13 @@ def test_a_killed_supervisor_is_a_lost_worker(cloud):
     assert process.returncode == WORKER_LOST
     assert "its processes are gone without a word" in errors
     assert cloud.wait_until_empty()
+
+
+def test_a_worker_without_python_is_no_worker(cloud):
+    hosts = cloud.add("a", "b")
+    cloud.set("b", "bare")
+    done = cloud.launch("--hosts", hosts, *FAST, *script("true"))
+    assert done.returncode == SETUP_FAILED and "a worker needs python3 (3.8 or newer)" in done.stderr
 
 
 def test_a_process_that_is_killed_by_a_signal_has_its_code(cloud):
