@@ -43,6 +43,8 @@ def run(host: str, command: str, refused: str = "ssh: connect to host {host} por
     down, gone, drop = (home.with_name(f"{host}.{kind}") for kind in ("down", "gone", "drop"))
     with (cloud / "calls.jsonl").open("a") as log:
         log.write(json.dumps({"time": time.time(), "argv": sys.argv, "host": host}) + "\n")
+    if gone.exists():
+        kill_everything(host)
     if not home.is_dir() or down.exists() or gone.exists():
         print(refused.format(host=host), file=sys.stderr)
         return 255
@@ -82,6 +84,9 @@ def run(host: str, command: str, refused: str = "ssh: connect to host {host} por
         left = None if left is None else left - len(data)
         os.write(1, data)
     code = process.wait()
+    if gone.exists():
+        kill_everything(host)
+        return 255
     return code if code >= 0 else 128 - code
 
 
