@@ -24,7 +24,9 @@ def logs(cloud, attempt=1):
 def test_all_workers_run_it_once_and_their_output_is_shown_and_kept(cloud):
     hosts = cloud.add("a", "b", "c", "d")
     text = "echo ran >> ~/ran; echo $LOCKSTEP_PROCESS_ID/$LOCKSTEP_NUM_PROCESSES $REQUIRE_JAX_PROCESS_COUNT $A $HOME"
-    done = cloud.launch("--hosts", hosts, *FAST, "--env", "A=x y", *script(text + " $LOCKSTEP_COORDINATOR_ADDRESS"))
+    done = cloud.launch(
+        "--hosts", hosts, *FAST, "--env", "A=x y", *script(text + " $LOCKSTEP_COORDINATOR_ADDRESS; sleep 60 &")
+    )
     assert done.returncode == 0, done.stderr
     wanted = [f"{i}/4 4 x y {cloud.hosts_directory / name} a:8476" for i, name in enumerate("abcd")]
     assert sorted(done.stdout.splitlines()) == [f"[{i}] {line}" for i, line in enumerate(wanted)]
@@ -32,7 +34,7 @@ def test_all_workers_run_it_once_and_their_output_is_shown_and_kept(cloud):
     assert [(cloud.hosts_directory / name / "ran").read_text() for name in "abcd"] == ["ran\n"] * 4
     (attempt,) = cloud.record("job")["attempts"]
     assert (attempt["code"], attempt["cause"]) == (0, "") and attempt["ended"] > attempt["started"]
-    assert cloud.wait_until_empty()
+    assert cloud.wait_until_empty()  # also what the command has left behind
 
 
 def test_the_first_failure_ends_the_rest_and_its_last_lines_come_first(cloud):
