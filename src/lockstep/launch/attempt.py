@@ -104,7 +104,6 @@ class RunningAttempt:
         self._logs = [open(path, "wb", buffering=0) for path in plan.logs]
         self._endings: dict[int, Ending] = {}
         self._cause: Ending | None = None
-        self._retry = False
         self._first_failure: float | None = None  # when the first failure was heard of
         self._terminate_at: float | None = None
         self._kill_at: float | None = None
@@ -143,7 +142,7 @@ class RunningAttempt:
         now = time.monotonic()
         for follower in self._followers:
             if follower.worker not in self._endings:
-                follower.tick(renews=self._plan.foreground)
+                follower.tick(self._plan.lease_s if self._plan.foreground else None)
         self._find_lost(now)
         self._find_cause()
         if self._terminate_at is not None and now > self._terminate_at:

@@ -133,7 +133,7 @@ class Later:
         try:
             while len(states) < count:
                 for follower in followers:
-                    follower.tick(renews=False)
+                    follower.tick()
                 try:
                     event = events.get(timeout=0.1)
                 except queue.Empty:

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -117,6 +118,11 @@ def test_dry_run_prints_commands_that_work_when_pasted(cloud, tmp_path):
     pasted = subprocess.run(
         ["bash", "-e"], input=done.stdout, env=cloud.environment, cwd=cloud.directory, capture_output=True, text=True
     )
+    checker = shutil.which("shellcheck", path=os.path.dirname(sys.executable)) or shutil.which("shellcheck")
+    if checker is not None:  # SC2029: what ssh gets is expanded here, as it is meant
+        command = [checker, "--shell=bash", "--exclude=SC2029,SC1090,SC1091", "-"]
+        checked = subprocess.run(command, input=done.stdout, capture_output=True, text=True)
+        assert checked.returncode == 0, checked.stdout
     assert (pasted.returncode, pasted.stdout) == (0, f"ran 0 x y {SECRET}\nran 1 x y {SECRET}\n"), pasted.stderr
 
 
