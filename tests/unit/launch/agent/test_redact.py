@@ -29,6 +29,6 @@ def test_only_what_may_be_the_beginning_of_a_value_waits():
     redactor = Redactor(["secret-value"])
     assert redactor.feed(b"progress 10%\r") == b"progress 10%\r"
     assert redactor.feed(b"a secr") == b"a "
-    assert redactor.feed(b"ets") == b"secrets"
+    assert redactor.feed(b"et!") == b"secret!"
     assert redactor.text("x secret-value y") == "x <redacted> y"
     assert Redactor([]).feed(b"all") == b"all"
