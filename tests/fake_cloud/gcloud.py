@@ -246,7 +246,7 @@ def group_list(call):
     if group["looks"] == 2:
         # Names in another order than numbers.
         for i in range(group["size"]):
-            name = f"{call.name}-{'qzxw'[i % 4]}{i}"
+            name = f"{call.name}-{'xwzq'[i % 4]}{i}"
             google_cloud.new_machine(call.state, call.cloud.directory, name, slice_id, i)
             call.state["instances"][name] = {"name": name, "group": call.name, "status": "STAGING"}
     mine = [each for each in call.state["instances"].values() if each["group"] == call.name]

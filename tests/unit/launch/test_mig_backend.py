@@ -40,6 +40,7 @@ def test_two_slices_find_each_other_at_the_machine_that_google_counts_first(lapt
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_slices_whose_machines_do_not_say_their_number_are_refused(laptop):
     output = laptop.launch(
         *SLICE, "--tpu_type", "v5p-16", "--slices", "2", "--setup", "none", "--", "true", code=1
@@ -48,6 +49,7 @@ def test_slices_whose_machines_do_not_say_their_number_are_refused(laptop):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_what_was_preempted_is_made_again(laptop):
     program = """
         file=~/../starts$FAKE_WORKER_NUMBER; echo start >> $file; echo "start $(wc -l < $file)"
