@@ -4,7 +4,7 @@
 its own, and ``/lockstep/…`` of its script is there. Faults, each a variable: ``FAKE_KUBE_REFUSES`` is what the cluster
 answers instead of creating a JobSet; ``FAKE_KUBE_DISRUPTS`` is the process whose node is taken away half a second after
 the first start; ``FAKE_KUBE_WAITS`` is why pods never start; with ``FAKE_KUBE_DROPS`` a connection to a log breaks
-after two lines.
+after two lines. With the file ``away`` there, the cluster does not answer, once.
 
 What it does not have: scheduling, images, namespaces.
 """
@@ -86,6 +86,9 @@ def create(words: list[str]) -> int:
 
 
 def get(words: list[str]) -> int:
+    if words[0] == "pods" and (home() / "away").exists():
+        (home() / "away").unlink()
+        sys.exit("Unable to connect to the server: net/http: TLS handshake timeout")
     if words[0] == "pods":
         print(json.dumps({"items": read("pods", option(words, "selector").partition("=")[2]) or []}))
     elif (found := read(words[0], words[1])) is not None:

@@ -2,7 +2,8 @@
 
 ``install(directory)`` puts sbatch, squeue, scancel, scontrol, sacct and srun there. The state of all jobs is in the
 directory ``$FAKE_SLURM``. Faults: ``$FAKE_SLURM_REFUSES`` is what sbatch answers instead of taking a job;
-``$FAKE_SLURM_LOSES_NODE`` is the number of a task whose node fails half a second after the first start.
+``$FAKE_SLURM_LOSES_NODE`` is the number of a task whose node fails half a second after the first start. With the file
+``away`` there, the controller does not answer squeue, once.
 
 What it does not have: partitions, accounts, priorities, time limits. ``KillWait`` is one second.
 """
@@ -188,6 +189,9 @@ def scontrol(words: list[str]) -> int:
 
 
 def squeue(words: list[str]) -> int:
+    if (home() / "away").exists():
+        (home() / "away").unlink()
+        sys.exit("slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
     shown = state(job_directory(option(words, "jobs")))
     if shown in ("PENDING", "RUNNING"):
         print(f"{shown} ({'Priority' if shown == 'PENDING' else 'None'})")

@@ -17,6 +17,7 @@ from lockstep.launch.gke_plan import GkePlan, add_gke_options
 from lockstep.launch.gke_pods import PodLogs, PodState, pod_states, verdict
 from lockstep.launch.google import slice_of
 from lockstep.launch.kubectl import Kubectl
+from lockstep.launch.patience import Patience
 from lockstep.launch.processes import signals_to
 from lockstep.launch.record import Attempt, JobRecord, find_record
 
@@ -180,7 +181,7 @@ def _follow(cluster: Cluster, console: Console, *, stop_on_signal: bool) -> int:
     logs, shown = PodLogs(cluster.job, cluster.kubectl, console), ""
     received: list[int] = []
     stopped_by: int | None = None
-    wake = threading.Event()
+    wake, patience = threading.Event(), Patience(console)
 
     def receive(number: int) -> None:
         received.append(number)
@@ -195,7 +196,12 @@ def _follow(cluster: Cluster, console: Console, *, stop_on_signal: bool) -> int:
                 console.say(f"{signal.Signals(number).name}, {'killing' if stopped_by else 'ending'} the pods")
                 cluster.kill() if stopped_by else cluster.suspend()
                 stopped_by = stopped_by or number
-            found, pods = cluster.look()
+            looked = patience.look(cluster.look)
+            if looked is None:
+                wake.wait(POLL_S)
+                wake.clear()
+                continue
+            found, pods = looked
             for pod in pods:
                 logs.follow(pod)
             state = ", ".join(sorted({str(pod) for pod in pods})) or "waiting for pods"

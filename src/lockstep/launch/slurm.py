@@ -20,6 +20,7 @@ from lockstep.launch.console import Console
 from lockstep.launch.env_file import job_environment
 from lockstep.launch.followed_files import FollowedFiles
 from lockstep.launch.options import add_job_options, count
+from lockstep.launch.patience import Patience
 from lockstep.launch.processes import signals_to
 from lockstep.launch.record import Attempt, JobRecord, find_record, name_from_date, new_record
 from lockstep.launch.slurm_script import CODE, SCRIPT, SECRETS, TASK, SlurmJob, batch_script, secrets_file, task_script
@@ -41,6 +42,8 @@ ENDED: Final = {
 }
 """States in which Slurm ended a job before its script could note a code (https://slurm.schedmd.com/squeue.html)."""
 
+AWAY: Final = re.compile(r"Unable to contact slurm controller|Socket timed out|Connection refused")
+"""How Slurm's commands say that the controller does not answer."""
 ADVICE: Final = {
     "Invalid partition": "sinfo lists the partitions: choose one with --partition.",
     "Invalid account": "sacctmgr show assoc user=$USER lists your accounts: choose one with --account.",
@@ -153,7 +156,8 @@ class Slurm:
 
     def _follow(self, job: JobRecord, console: Console, *, stop_on_signal: bool) -> int:
         """Show logs and states until the job has left Slurm's queue; return its code."""
-        logs, shown, asked = FollowedFiles(job.directory, console), "", 0.0
+        logs, shown, asked, state = FollowedFiles(job.directory, console), "", 0.0, "PENDING"
+        patience = Patience(console)
         received: list[int] = []
         stopped_by: int | None = None
         with signals_to(received.append):
@@ -170,7 +174,8 @@ class Slurm:
                         console.say(str(error))
                     stopped_by, asked = stopped_by or number, 0.0
                 if time.monotonic() - asked > POLL_S:
-                    state, asked = _state(job), time.monotonic()
+                    known, asked = patience.look(lambda: _state(job)), time.monotonic()
+                    state = state if known is None else known
                     if state and state != shown:
                         console.say(f"{job.name}: {state}")
                         shown = state
@@ -274,7 +279,8 @@ def _slurm(argv: Sequence[str]) -> str:
         ) from None
     if done.returncode:
         said = re.sub(r"^\w+: (error: )?", "", done.stderr.strip().split("\n")[0])
-        raise LaunchError(f"{argv[0]} refused: {said}{_advice(done.stderr)}", exit_codes.REFUSED)
+        code = exit_codes.UNREACHABLE if AWAY.search(done.stderr) else exit_codes.REFUSED
+        raise LaunchError(f"{argv[0]} refused: {said}{_advice(done.stderr)}", code)
     if done.stderr:
         print(done.stderr, end="", file=sys.stderr)
     return done.stdout

@@ -84,6 +84,14 @@ def wait_once(cluster):
     )
 
 
+def test_a_cluster_that_is_away_for_a_moment_is_asked_again(cluster, capfd):
+    away = cluster / "kube/away"
+    assert launch(kind="v6e-8", python=PRINT + f"open('{away}', 'w').close(); time.sleep(1)") == 0
+    shown = capfd.readouterr()
+    assert "[0] pod 0" in shown.out and not away.exists()
+    assert "TLS handshake timeout" in shown.err and "launch: it answers again" in shown.err
+
+
 @pytest.mark.slow
 def test_a_broken_connection_to_a_log_shows_no_line_twice(cluster, monkeypatch, capfd):
     monkeypatch.setenv("FAKE_KUBE_DROPS", "1")

@@ -95,6 +95,14 @@ def test_a_signal_to_the_task_is_the_commands_and_ends_it_in_order(cluster):
     assert main(["status", "job"]) == 0
 
 
+def test_a_controller_that_is_away_for_a_moment_is_asked_again(cluster, capfd):
+    away = cluster / "slurm/away"
+    assert launch(python=PRINT + f"open('{away}', 'w').close(); import time; time.sleep(1)") == 0
+    shown = capfd.readouterr()
+    assert "[0] task 0" in shown.out and not away.exists()
+    assert "Unable to contact slurm controller" in shown.err and "launch: it answers again" in shown.err
+
+
 @pytest.mark.slow
 def test_the_name_of_a_job_in_the_queue_is_taken(cluster, capsys):
     assert launch("--no-foreground", python="import time; time.sleep(30)") == 0

@@ -1,5 +1,6 @@
 """The completion scripts of the shells."""
 
+import functools
 import re
 import shutil
 import subprocess
@@ -17,11 +18,13 @@ COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))
 printf '%s\\n' "${{COMPREPLY[@]}}"
 """
 
+made = functools.cache(script)
+
 
 @pytest.fixture(scope="module")
 def bash_file(tmp_path_factory):
     file = tmp_path_factory.mktemp("completion") / "lockstep"
-    file.write_text(script("bash"), encoding="utf-8")
+    file.write_text(made("bash"), encoding="utf-8")
     return file
 
 
@@ -49,7 +52,7 @@ def test_bash_completes_keys_of_a_configuration_and_their_values(bash_file):
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_every_shell_has_a_script_with_every_command(shell):
-    text = script(shell)
+    text = made(shell)
     assert all(command.name in text for command in COMMANDS) and "gamma_beta_ratio" in text
     if shutil.which(shell) is not None:
         done = subprocess.run([shell, "-n"], input=text, capture_output=True, text=True)

@@ -1,0 +1,30 @@
+"""A platform that does not answer."""
+
+import pytest
+
+from lockstep.exit_codes import REFUSED, UNREACHABLE
+from lockstep.launch.backend import LaunchError
+from lockstep.launch.console import Console
+from lockstep.launch.patience import Patience
+
+
+def raise_(error):
+    raise error
+
+
+def test_it_is_asked_again_and_said_once(capsys):
+    patience = Patience(Console())
+    away = LaunchError("no answer", UNREACHABLE)
+    assert [patience.look(lambda: raise_(away)) for _ in range(3)] == [None] * 3
+    assert patience.look(lambda: 7) == 7
+    shown = capsys.readouterr().err
+    assert shown.count("no answer") == 1 and shown.count("it answers again") == 1
+
+
+def test_not_for_ever_and_not_after_a_refusal(monkeypatch):
+    patience = Patience(Console())
+    with pytest.raises(LaunchError, match="may not"):
+        patience.look(lambda: raise_(LaunchError("may not", REFUSED)))
+    monkeypatch.setattr("lockstep.launch.patience.LIMIT_S", -1.0)
+    with pytest.raises(LaunchError, match="no answer"):
+        patience.look(lambda: raise_(LaunchError("no answer", UNREACHABLE)))
