@@ -2,6 +2,7 @@
 
 import json
 import signal
+import threading
 import time
 
 import pytest
@@ -154,6 +155,20 @@ def test_a_killed_supervisor_is_a_lost_worker(cloud):
     assert process.returncode == WORKER_LOST
     assert "its processes are gone without a word" in errors
     assert cloud.wait_until_empty()
+
+
+@pytest.mark.slow
+def test_a_flood_of_one_worker_hides_no_failure_and_no_signal(cloud):
+    flood = "while :; do echo xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx; done"
+    text = f"[ $LOCKSTEP_PROCESS_ID = 1 ] && {{ sleep .5; exit 5; }}; {flood}"
+    begin = time.monotonic()
+    done = cloud.launch("--hosts", cloud.add("a", "b"), *FAST, *script(text))
+    assert done.returncode == 5 and time.monotonic() - begin < 20
+    process = cloud.start("--hosts", "a", *FAST, *script(flood))
+    threading.Thread(target=process.stdout.read, daemon=True).start()
+    wait_for(lambda: any(logs(cloud, 2)))
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=10) == INTERRUPTED
 
 
 def test_a_worker_without_python_is_no_worker(cloud):
