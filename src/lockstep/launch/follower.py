@@ -19,6 +19,8 @@ RENEW_S = 5.0
 """Seconds between two signs of life of the launcher at most; four of them within a lease."""
 REPEAT_S = 1.0
 """Seconds between two requests to end, until it has ended."""
+WAITING_EVENTS = 256
+"""Events, each with at most 64 KiB of output, that may wait to be taken."""
 DELAYS_S = (0.2, 5.0)
 """Seconds between two connections, at first and at most."""
 
@@ -116,7 +118,13 @@ class Follower(threading.Thread):
             connection.close()
 
     def _tell(self, kind: str, data: bytes = b"", text: str = "", result: dict[str, Any] | None = None) -> None:
-        self._events.put(Event(worker=self.worker, kind=kind, data=data, text=text, result=result or {}))
+        event = Event(worker=self.worker, kind=kind, data=data, text=text, result=result or {})
+        while not self._finished.is_set():
+            try:
+                self._events.put(event, timeout=0.2)  # who prints faster than can be shown is slowed down
+                return
+            except queue.Full:
+                pass
 
     def tick(self, lease_s: float | None = None) -> None:
         """Give signs of life, repeat what is wanted, and give up a connection that has none; call it often.

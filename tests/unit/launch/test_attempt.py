@@ -2,6 +2,7 @@
 
 import json
 import signal
+import threading
 import time
 
 import pytest
@@ -89,7 +90,7 @@ def test_a_connection_that_drops_loses_no_line_repeats_none_and_runs_nothing_twi
         assert (cloud.hosts_directory / name / "ran").read_text() == "ran\n"
 
 
-@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("twice", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_ctrl_c_once_gives_time_to_save_and_twice_kills(cloud, twice):
     trap = "trap '' TERM" if twice else "trap 'echo saved; exit 0' TERM"
     text = f"{trap}; echo ready; sleep 60 & while :; do wait; done"
@@ -143,6 +144,7 @@ def test_a_job_is_started_again_when_a_worker_was_taken_away(cloud):
     assert cloud.wait_until_empty()
 
 
+@pytest.mark.slow
 def test_a_killed_supervisor_is_a_lost_worker(cloud):
     process = cloud.start("--hosts", cloud.add("a", "b"), *FAST, *script("echo ready; sleep 60"))
     for _ in range(2):
@@ -156,6 +158,22 @@ def test_a_killed_supervisor_is_a_lost_worker(cloud):
     assert cloud.wait_until_empty()
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_a_flood_of_one_worker_hides_no_failure_and_no_signal(cloud):
+    flood = "while :; do echo xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx; done"
+    text = f"[ $LOCKSTEP_PROCESS_ID = 1 ] && {{ sleep .5; exit 5; }}; {flood}"
+    begin = time.monotonic()
+    done = cloud.launch("--hosts", cloud.add("a", "b"), *FAST, *script(text))
+    assert done.returncode == 5 and time.monotonic() - begin < 20
+    process = cloud.start("--hosts", "a", *FAST, *script(flood))
+    threading.Thread(target=process.stdout.read, daemon=True).start()
+    wait_for(lambda: any(logs(cloud, 2)))
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=10) == INTERRUPTED
+
+
+@pytest.mark.slow
 def test_a_worker_without_python_is_no_worker(cloud):
     hosts = cloud.add("a", "b")
     cloud.set("b", "bare")
