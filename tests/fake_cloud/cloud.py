@@ -86,8 +86,8 @@ class Cloud:
     def record(self, name):
         return json.loads((self.jobs / name / "job.json").read_text())
 
-    def processes(self):
-        """Numbers of the processes that run on the hosts."""
+    def processes(self, host=""):
+        """Numbers of the processes that run on the hosts, or on one of them."""
         mark = f"FAKE_CLOUD={self.directory}".encode()
         found = []
         for path in Path("/proc").glob("[0-9]*/environ"):
@@ -95,7 +95,7 @@ class Cloud:
                 words = path.read_bytes().split(b"\0")
             except OSError:
                 continue
-            if mark in words and any(word.startswith(b"FAKE_HOST=") for word in words):
+            if mark in words and any(word.startswith(f"FAKE_HOST={host}".encode()) for word in words):
                 found.append(int(path.parent.name))
         return found
 

@@ -6,6 +6,7 @@ Files beside it change what happens:
 
 - ``hosts/NAME.down``: the host cannot be reached; open connections drop, what runs on it goes on.
 - ``hosts/NAME.drop``: the number of bytes after which an answer is cut off; removed when that has happened.
+- ``hosts/NAME.bare``: the host has no Python.
 - ``hosts/NAME.gone``: as down, and everything that runs on it is killed: the host was preempted.
 
 Every call is a line of ``calls.jsonl``. What a command line or an environment had is there for tests to search.
@@ -42,14 +43,18 @@ def run(host: str, command: str, refused: str = "ssh: connect to host {host} por
     down, gone, drop = (home.with_name(f"{host}.{kind}") for kind in ("down", "gone", "drop"))
     with (cloud / "calls.jsonl").open("a") as log:
         log.write(json.dumps({"time": time.time(), "argv": sys.argv, "host": host}) + "\n")
+    if gone.exists():
+        kill_everything(host)
     if not home.is_dir() or down.exists() or gone.exists():
         print(refused.format(host=host), file=sys.stderr)
         return 255
     keep = ("PATH", "LANG", "TMPDIR", "FAKE_CLOUD", "COVERAGE_PROCESS_START")
     environment = {name: os.environ[name] for name in keep if name in os.environ}
+    if home.with_name(f"{host}.bare").exists():
+        environment["PATH"] = str(cloud)
     environment |= {"HOME": str(home), "FAKE_HOST": host, "USER": "me"}
     process = subprocess.Popen(
-        ["sh", "-c", command], cwd=home, env=environment, stdin=0, stdout=subprocess.PIPE, start_new_session=True
+        ["/bin/sh", "-c", command], cwd=home, env=environment, stdin=0, stdout=subprocess.PIPE, start_new_session=True
     )
 
     def watch():
@@ -79,6 +84,9 @@ def run(host: str, command: str, refused: str = "ssh: connect to host {host} por
         left = None if left is None else left - len(data)
         os.write(1, data)
     code = process.wait()
+    if gone.exists():
+        kill_everything(host)
+        return 255
     return code if code >= 0 else 128 - code
 
 

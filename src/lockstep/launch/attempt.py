@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep.exit_codes import DONE, SETUP_FAILED, UNREACHABLE, WORKER_LOST, describe_code
 from lockstep.launch.console import ERROR, Console
-from lockstep.launch.follower import Event, Follower
+from lockstep.launch.follower import WAITING_EVENTS, Event, Follower
 from lockstep.launch.processes import LAST_LINES, REPORT_S, signals_to
 from lockstep.launch.verdict import UNCLEAR_S, Ending, can_retry, first_failure
 from lockstep.launch.workers import Transport
@@ -85,7 +85,7 @@ class RunningAttempt:
     def __init__(self, transport: Transport, plan: Plan, console: Console, why_lost: Callable[[], str | None]) -> None:
         self._workers, self._plan, self._console, self._why_lost = transport.workers, plan, console, why_lost
         count = len(transport.workers)
-        self._events: queue.Queue[Event] = queue.Queue()
+        self._events: queue.Queue[Event] = queue.Queue(WAITING_EVENTS)
         self._followers = [
             Follower(
                 transport,
@@ -104,12 +104,12 @@ class RunningAttempt:
         self._logs = [open(path, "wb", buffering=0) for path in plan.logs]
         self._endings: dict[int, Ending] = {}
         self._cause: Ending | None = None
-        self._retry = False
         self._first_failure: float | None = None  # when the first failure was heard of
         self._terminate_at: float | None = None
         self._kill_at: float | None = None
         self._received: list[int] = []
         self._stopped_by: int | None = None
+        self._killed = False
         self._begin = time.monotonic()
         self._all_started: float | None = None
         self._asking: threading.Thread | None = None
@@ -143,7 +143,7 @@ class RunningAttempt:
         now = time.monotonic()
         for follower in self._followers:
             if follower.worker not in self._endings:
-                follower.tick(renews=self._plan.foreground)
+                follower.tick(self._plan.lease_s if self._plan.foreground else None)
         self._find_lost(now)
         self._find_cause()
         if self._terminate_at is not None and now > self._terminate_at:
@@ -172,7 +172,7 @@ class RunningAttempt:
     def _take_events(self, timeout_s: float) -> None:
         try:
             event = self._events.get(timeout=timeout_s) if timeout_s else self._events.get_nowait()
-            while True:
+            for _ in range(WAITING_EVENTS):  # no more: a flood of output must not hide a failure or a signal
                 self._take(event)
                 event = self._events.get_nowait()
         except queue.Empty:
@@ -279,9 +279,14 @@ class RunningAttempt:
             again, self._stopped_by = self._stopped_by is not None, self._stopped_by or number
             self._terminate_at = None
             count = len(self._running())
+            if again and self._killed:
+                self._console.say(f"no longer waiting for {count} process(es); what still runs is stopped by its lease")
+                for follower in self._running():
+                    self._end(Ending(worker=follower.worker, code=UNREACHABLE, at=time.time()))
+                continue
             if again:
                 self._console.say(f"killing {count} process(es)")
-                self._kill_at = time.monotonic()
+                self._killed, self._kill_at = True, time.monotonic()
                 continue
             self._console.say(
                 f"{signal.Signals(number).name}, stopping {count} process(es); they have {self._plan.grace_s:g} s to "

@@ -112,6 +112,7 @@ class Connection:
 
         Raises:
             DroppedError: The connection ended before the last.
+            LaunchError: The worker has no Python.
         """
         stream = self._process.stdout
         assert stream is not None
@@ -121,7 +122,10 @@ class Connection:
                 break
             noise += line
         else:
-            raise DroppedError(self.why(noise))
+            why, code = self.why(noise), self._process.returncode
+            if code in (126, 127):  # a shell was reached, which did not find the program
+                raise LaunchError(f"a worker needs python3 (3.8 or newer) on the PATH of ssh: {why}", SETUP_FAILED)
+            raise DroppedError(why)
         while head := stream.readline():
             kind, _, size = head.strip().decode(errors="replace").partition(" ")
             data = stream.read(int(size)) if size else b""

@@ -16,9 +16,11 @@ FIRST_SIGN_S = 60.0
 SILENT_S = 30.0
 """Seconds without a sign of life (one comes every 2) after which a connection is given up and made anew."""
 RENEW_S = 5.0
-"""Seconds between two signs of life of the launcher."""
+"""Seconds between two signs of life of the launcher at most; four of them within a lease."""
 REPEAT_S = 1.0
 """Seconds between two requests to end, until it has ended."""
+WAITING_EVENTS = 256
+"""Events, each with at most 64 KiB of output, that may wait to be taken."""
 DELAYS_S = (0.2, 5.0)
 """Seconds between two connections, at first and at most."""
 
@@ -116,16 +118,26 @@ class Follower(threading.Thread):
             connection.close()
 
     def _tell(self, kind: str, data: bytes = b"", text: str = "", result: dict[str, Any] | None = None) -> None:
-        self._events.put(Event(worker=self.worker, kind=kind, data=data, text=text, result=result or {}))
+        event = Event(worker=self.worker, kind=kind, data=data, text=text, result=result or {})
+        while not self._finished.is_set():
+            try:
+                self._events.put(event, timeout=0.2)  # who prints faster than can be shown is slowed down
+                return
+            except queue.Full:
+                pass
 
-    def tick(self, renews: bool) -> None:
-        """Give signs of life, repeat what is wanted, and give up a connection that has none; call it often."""
+    def tick(self, lease_s: float | None = None) -> None:
+        """Give signs of life, repeat what is wanted, and give up a connection that has none; call it often.
+
+        Args:
+            lease_s: Seconds after which the worker stops the command without them; None: it does not.
+        """
         now, connection = time.monotonic(), self._connection
         if connection is None:
             return
         if now - self._sign > (SILENT_S if self.connected else FIRST_SIGN_S):
             connection.end()
-        if self.connected and renews and now - self._renewed > RENEW_S:
+        if self.connected and lease_s is not None and now - self._renewed > min(RENEW_S, lease_s / 4):
             self._renewed = now
             connection.send("renew")
         if self.connected and self.wanted and now - self._repeated > REPEAT_S:
@@ -135,7 +147,7 @@ class Follower(threading.Thread):
     def ask(self, word: str) -> None:
         """Have the command ended: ``stop`` or ``kill``."""
         self.wanted, self._repeated = word, 0.0
-        self.tick(renews=False)
+        self.tick()
 
     def finish(self) -> None:
         """End the connection; the command goes on."""

@@ -11,7 +11,7 @@ from lockstep.exit_codes import DONE, INTERRUPTED, UNREACHABLE, WORKER_LOST, des
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.connection import Connection, DroppedError, call
 from lockstep.launch.console import Console
-from lockstep.launch.follower import Event, Follower
+from lockstep.launch.follower import WAITING_EVENTS, Event, Follower
 from lockstep.launch.prepare import on_all
 from lockstep.launch.record import Attempt, JobRecord
 from lockstep.launch.verdict import ASKED, Ending, first_failure
@@ -122,7 +122,7 @@ class Later:
             for index in range(count):
                 self._fetch(transport, index, requests[index], offsets[index])
             return DONE
-        events: queue.Queue[Event] = queue.Queue()
+        events: queue.Queue[Event] = queue.Queue(WAITING_EVENTS)
         followers = [
             Follower(transport, index, requests[index], None, offsets[index], events) for index in range(count)
         ]
@@ -133,7 +133,7 @@ class Later:
         try:
             while len(states) < count:
                 for follower in followers:
-                    follower.tick(renews=False)
+                    follower.tick()
                 try:
                     event = events.get(timeout=0.1)
                 except queue.Empty:

@@ -1,6 +1,7 @@
 """What is done on all workers before a job starts: reach them, set them up, copy files, look whether they are fit."""
 
 import dataclasses
+import resource
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,8 @@ from lockstep.launch.workers import Transport
 
 AT_ONCE = 64
 """Workers that are talked to at the same time."""
+FILES_PER_WORKER = 8
+"""Pipes and files that a connection and a log need."""
 PAUSE_S = (0.5, 5.0)
 """Seconds between two tries to reach a worker, at first and at most."""
 SHOWN = 8
@@ -37,6 +40,7 @@ def on_all[T](transport: Transport, work: Callable[[int], T]) -> list[T]:
         LaunchError: It failed for some, with the texts of all.
     """
     count, gate = len(transport.workers), threading.Semaphore(AT_ONCE)
+    allow_open_files(FILES_PER_WORKER * count + 256)
     results: dict[int, T] = {}
     errors: dict[int, Exception] = {}
 
@@ -61,6 +65,18 @@ def on_all[T](transport: Transport, work: Callable[[int], T]) -> list[T]:
         code = failed[0].code if isinstance(failed[0], LaunchError) else FAILED
         raise LaunchError(in_short([str(error) for error in failed]), code)
     return [results[index] for index in range(count)]
+
+
+def allow_open_files(number: int) -> None:
+    """Let this process have so many files open, as far as the system allows: 1,024 is a usual limit.
+
+    Args:
+        number: How many.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < number:
+        most = number if hard == resource.RLIM_INFINITY else min(number, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def in_short(texts: Sequence[str]) -> str:

@@ -5,7 +5,6 @@ import signal
 import pytest
 
 from lockstep.exit_codes import DONE, FAILED, TERMINATED, UNREACHABLE
-from tests.fake_cloud.cloud import wait_for
 
 FAST = ("--no-preflight", "--no-foreground", "--grace_s", "5", "--name", "job")
 
@@ -85,7 +84,7 @@ def test_a_job_that_cannot_start_is_known_at_once(cloud):
 
 
 def test_a_job_that_nobody_knows_is_an_error_that_names_those_there_are(cloud):
-    cloud.launch("--hosts", cloud.add("a"), *FAST, "--", "true")
+    (cloud.jobs / "job").mkdir(parents=True)
+    (cloud.jobs / "job" / "job.json").touch()
     done = cloud.launch("stop", "jab")
     assert done.returncode == 1 and f"error: no job 'jab' in {cloud.jobs}; there is job." in done.stderr
-    wait_for(cloud.wait_until_empty)

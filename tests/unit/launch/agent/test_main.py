@@ -52,6 +52,32 @@ def test_it_does_what_it_is_asked_for_and_says_what_it_cannot(tmp_path):
     assert json.loads(absent.partition(b"\n")[2])["state"] == "absent"
 
 
+def test_of_two_connections_one_starts_the_command_and_both_follow_it(tmp_path):
+    """A connection that dropped before it was answered is made anew, while the first may still be at work."""
+    start = {"argv": ["sh", "-c", "echo ran >> ~/ran; sleep .2; echo done"], "cwd": None, "path": [], "env": {}}
+    start |= {"secrets": {}, "lease_s": None, "grace_s": 1.0}
+    request = {"op": "follow", "root": "~/w", "attempt": "attempt-1", "start": start, "offset": 0, "wait": True}
+    processes = [follow(sys.executable, tmp_path, request) for _ in range(3)]
+    for process in processes:
+        answer = process.stdout.read()
+        process.stdin.close()
+        process.wait(timeout=10)
+        assert answer.count(b"S\n") == 1 and b"O 5\ndone\n" in answer and b'"code": 0' in answer
+    assert (tmp_path / "ran").read_text() == "ran\n"
+
+
+def follow(python, home, request):
+    process = subprocess.Popen(
+        [python, "-I", "-c", connection.BOOT],
+        env={"HOME": str(home), "PATH": "/usr/bin:/bin"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    process.stdin.write(connection.agent_line() + json.dumps(request).encode() + b"\n")
+    process.stdin.flush()
+    return process
+
+
 @pytest.mark.parametrize("version", ["3.8", "3.9", "3.10", "3.11"])
 def test_older_pythons_run_a_command_to_its_end(tmp_path, version):
     python = shutil.which(f"python{version}")
@@ -60,15 +86,7 @@ def test_older_pythons_run_a_command_to_its_end(tmp_path, version):
     start = {"argv": ["sh", "-c", "echo hi $A; exit 5"], "cwd": None, "path": [], "env": {"A": "1"}, "secrets": {}}
     start |= {"lease_s": None, "grace_s": 1.0}
     request = {"op": "follow", "root": "~/w", "attempt": "attempt-1", "start": start, "offset": 0, "wait": True}
-    process = subprocess.Popen(
-        [python, "-I", "-c", connection.BOOT],
-        env={"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(connection.agent_line() + json.dumps(request).encode() + b"\n")
-    process.stdin.flush()
+    process = follow(python, tmp_path, request)
     answer = process.stdout.read()
     process.stdin.close()
     process.wait(timeout=10)
