@@ -84,6 +84,7 @@ def wait_once(cluster):
     )
 
 
+@pytest.mark.slow
 def test_a_cluster_that_is_away_for_a_moment_is_asked_again(cluster, capfd):
     away = cluster / "kube/away"
     assert launch(kind="v6e-8", python=PRINT + f"open('{away}', 'w').close(); time.sleep(1)") == 0
@@ -101,6 +102,7 @@ def test_a_broken_connection_to_a_log_shows_no_line_twice(cluster, monkeypatch, 
     assert lines == ["[0] pod 0", *(f"[0] line {i}" for i in range(8))]
 
 
+@pytest.mark.slow
 def test_stop_ends_the_pods_in_order_and_keeps_what_they_print(cluster):
     text = PRINT + (
         "import signal; signal.signal(signal.SIGTERM, lambda *_: (print('saved', flush=True), sys.exit(143)))\n"

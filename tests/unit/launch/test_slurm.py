@@ -95,6 +95,7 @@ def test_a_signal_to_the_task_is_the_commands_and_ends_it_in_order(cluster):
     assert main(["status", "job"]) == 0
 
 
+@pytest.mark.slow
 def test_a_controller_that_is_away_for_a_moment_is_asked_again(cluster, capfd):
     away = cluster / "slurm/away"
     assert launch(python=PRINT + f"open('{away}', 'w').close(); import time; time.sleep(1)") == 0

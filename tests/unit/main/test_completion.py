@@ -50,7 +50,9 @@ def test_bash_completes_keys_of_a_configuration_and_their_values(bash_file):
     assert completed(bash_file, "plan", "--topo") == ["--topology"]
 
 
-@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize(
+    "shell", ["bash", *(pytest.param(shell, marks=pytest.mark.slow) for shell in SHELLS if shell != "bash")]
+)
 def test_every_shell_has_a_script_with_every_command(shell):
     text = made(shell)
     assert all(command.name in text for command in COMMANDS) and "gamma_beta_ratio" in text
