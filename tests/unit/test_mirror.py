@@ -35,7 +35,7 @@ COVERED_BY = {
     "launch/processes.py": "tests/unit/launch/test_local.py",
     # Protocols and tables, which have no behaviour of their own.
     "attention/base.py": "tests/unit/attention/test_reference.py",
-    "launch/agent/filter.py": "tests/unit/launch/test_task_script.py",
+    "launch/output_filter.py": "tests/unit/launch/test_task_script.py",
     "models/hf/save_source.py": "tests/unit/models/hf/test_save.py",
     "models/hf/peft.py": "tests/unit/main/test_adapters.py",
     "models/hf/fingerprint.py": "tests/unit/batch_inference/test_checkpoint.py",

@@ -9,7 +9,7 @@ import threading
 import time
 from typing import Any, Final
 
-from lockstep import exit_codes
+from lockstep.exit_codes import DONE, REFUSED, SETUP_FAILED, WORKER_LOST, describe_code
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.console import Console
 from lockstep.launch.gke_manifest import config_map, job_set, secret
@@ -56,7 +56,7 @@ class Gke:
         record.save()
         if not options.foreground:
             console.say(f"lockstep launch status|logs|stop|delete {record.name}")
-            return exit_codes.DONE
+            return DONE
         return _follow(Cluster(record), console, stop_on_signal=True)
 
     def dry_run(self, options: argparse.Namespace) -> int:
@@ -74,7 +74,7 @@ class Gke:
             print(f"# The launcher makes the ConfigMap {job.name} with {', '.join(job.files)}.")
         print(f"{shlex.join(kubectl.argv('create', '--filename=-'))} << 'END_OF_FILE'")
         print(f"{json.dumps(job_set(job), indent=2)}\nEND_OF_FILE")
-        return exit_codes.DONE
+        return DONE
 
     def status(self, job: JobRecord) -> int:
         """Print the JobSet's state, and each pod's."""
@@ -84,7 +84,7 @@ class Gke:
         for pod in pods:
             print(f"  process {pod.process} ({pod.name}): {pod}")
         code = verdict(found, pods) if found else job.attempts[-1].code
-        return code or exit_codes.DONE
+        return code or DONE
 
     def logs(self, job: JobRecord, *, follow: bool) -> int:
         """Print what the pods have printed; where they are gone, what was followed before."""
@@ -97,7 +97,7 @@ class Gke:
         for pod in pods:
             logs.follow(pod)
             logs.join()  # one after the other
-        return exit_codes.DONE
+        return DONE
 
     def stop(self, job: JobRecord) -> int:
         """Suspend the JobSet: its pods get SIGTERM, and SIGKILL after ``--grace_s``; what they print is kept."""
@@ -111,14 +111,14 @@ class Gke:
             while any(pod.running for pod in cluster.look()[1]):
                 time.sleep(min(POLL_S, 1.0))
             logs.join()
-        return exit_codes.DONE
+        return DONE
 
     def delete(self, job: JobRecord) -> int:
         """Stop the job and delete its objects; the logs stay."""
         self.stop(job)
         Cluster(job).delete()
         dataclasses.replace(job, deleted=True).save()
-        return exit_codes.DONE
+        return DONE
 
 
 class Cluster:
@@ -156,7 +156,7 @@ class Cluster:
             way = f"lockstep launch delete {self.job.name}" if ours else f"kubectl delete jobset {self.job.name}"
             raise LaunchError(
                 f"there is a JobSet {self.job.name} already. Give another --name, or delete it: {way}",
-                exit_codes.REFUSED,
+                REFUSED,
             )
 
     def suspend(self) -> None:
@@ -209,13 +209,13 @@ def _follow(cluster: Cluster, console: Console, *, stop_on_signal: bool) -> int:
                 console.say(f"{cluster.job.name}: {state}")
                 shown = state
             stuck = [pod for pod in pods if pod.waits in STUCK]
-            code = verdict(found, logs.seen) if found else exit_codes.WORKER_LOST
+            code = verdict(found, logs.seen) if found else WORKER_LOST
             if stopped_by is not None and not any(pod.running for pod in pods):
                 code = 128 + stopped_by
             elif stuck and code is None and stopped_by is None:
                 console.say(f"process {stuck[0].process} can never start. Mend it (--image), then start the job again.")
                 cluster.kill()
-                code = exit_codes.SETUP_FAILED
+                code = SETUP_FAILED
             if code is not None:
                 break
             wake.wait(POLL_S)
@@ -226,6 +226,6 @@ def _follow(cluster: Cluster, console: Console, *, stop_on_signal: bool) -> int:
     job = cluster.job
     job.with_attempt(dataclasses.replace(job.attempts[-1], ended=time.time(), code=code)).save()
     if code:
-        console.say(f"failed: {exit_codes.describe_code(code)}")
+        console.say(f"failed: {describe_code(code)}")
     console.say(f"its objects stay until: lockstep launch delete {job.name}")
     return code

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import IO, Any
 
-from lockstep import exit_codes
+from lockstep.exit_codes import DONE, PEER_FAILED, TERMINATED, WORKER_LOST, describe_code
 from lockstep.launch.console import Console
 from lockstep.launch.gke_manifest import CONTAINER
 from lockstep.launch.kubectl import Kubectl
@@ -15,7 +15,7 @@ from lockstep.launch.record import JobRecord
 
 RECONNECT_S = 2.0
 """Seconds between two connections to the same log."""
-IN_CONSEQUENCE = (exit_codes.PEER_FAILED, exit_codes.TERMINATED)
+IN_CONSEQUENCE = (PEER_FAILED, TERMINATED)
 """Codes of pods that another one has ended."""
 
 
@@ -57,7 +57,7 @@ class PodState:
 
     def __str__(self) -> str:
         if self.code is not None:
-            return exit_codes.describe_code(self.code)
+            return describe_code(self.code)
         reason = f" ({self.waits}{': ' + self.message if self.message else ''})" if self.waits else ""
         return f"{self.phase}{reason}"
 
@@ -85,9 +85,9 @@ def verdict(job_set: Mapping[str, Any], pods: Iterable[PodState]) -> int | None:
     if not state:
         return None
     if state == "Completed":
-        return exit_codes.DONE
+        return DONE
     first = first_failure(pods)
-    return exit_codes.WORKER_LOST if first is None or first.code is None else first.code
+    return WORKER_LOST if first is None or first.code is None else first.code
 
 
 def first_failure(pods: Iterable[PodState]) -> PodState | None:

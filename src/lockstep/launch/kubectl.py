@@ -7,27 +7,27 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from lockstep import exit_codes
+from lockstep.exit_codes import NOT_FOUND, REFUSED, UNREACHABLE
 from lockstep.launch.backend import LaunchError
 
 CALL_S: Final = 120.0
 """Seconds that a call may take that does not follow anything."""
 
 CAUSES: Final = (
-    ("executable gke-gcloud-auth-plugin not found", exit_codes.REFUSED,
+    ("executable gke-gcloud-auth-plugin not found", REFUSED,
      "Install GKE's plugin: gcloud components install gke-gcloud-auth-plugin."),
-    ("no matches for kind \"JobSet\"", exit_codes.REFUSED,
+    ("no matches for kind \"JobSet\"", REFUSED,
      "The cluster has no JobSet: see https://jobset.sigs.k8s.io/docs/installation/."),
-    ("no configuration has been provided", exit_codes.REFUSED,
+    ("no configuration has been provided", REFUSED,
      "kubectl knows no cluster: gcloud container clusters get-credentials CLUSTER --location ZONE."),
-    ("context was not found", exit_codes.REFUSED, "kubectl config get-contexts lists what there is for --context."),
-    ("namespaces", exit_codes.REFUSED, "Make it: kubectl create namespace NAME, or give another --namespace."),
-    ("exceeded quota", exit_codes.REFUSED, "The namespace's quota does not allow it: kubectl describe quota."),
-    ("orbidden", exit_codes.REFUSED, "Your account may not do this: ask for the role Kubernetes Engine Developer."),
-    ("Unauthorized", exit_codes.REFUSED, "The login has expired: gcloud auth login."),
-    ("is invalid", exit_codes.REFUSED, "The cluster's JobSet is older than this needs (0.6): upgrade it."),
-    ("Unable to connect to the server", exit_codes.UNREACHABLE, "Is the cluster there, and do you reach its network?"),
-    ("connection refused", exit_codes.UNREACHABLE, "Is the cluster there, and do you reach its network?"),
+    ("context was not found", REFUSED, "kubectl config get-contexts lists what there is for --context."),
+    ("namespaces", REFUSED, "Make it: kubectl create namespace NAME, or give another --namespace."),
+    ("exceeded quota", REFUSED, "The namespace's quota does not allow it: kubectl describe quota."),
+    ("orbidden", REFUSED, "Your account may not do this: ask for the role Kubernetes Engine Developer."),
+    ("Unauthorized", REFUSED, "The login has expired: gcloud auth login."),
+    ("is invalid", REFUSED, "The cluster's JobSet is older than this needs (0.6): upgrade it."),
+    ("Unable to connect to the server", UNREACHABLE, "Is the cluster there, and do you reach its network?"),
+    ("connection refused", UNREACHABLE, "Is the cluster there, and do you reach its network?"),
 )  # fmt: skip
 """A part of kubectl's text, the launcher's exit code, and what to try."""
 
@@ -67,7 +67,7 @@ class Kubectl:
             raise LaunchError(
                 "kubectl was not found. Install it: gcloud components install kubectl; then "
                 "gcloud container clusters get-credentials CLUSTER --location ZONE.",
-                exit_codes.NOT_FOUND,
+                NOT_FOUND,
             )
         text = None if manifest is None else json.dumps(manifest)
         try:
@@ -76,7 +76,7 @@ class Kubectl:
             )
         except subprocess.TimeoutExpired:
             raise LaunchError(
-                f"kubectl {words[0]} did not answer within {CALL_S:g} s. Is the cluster there?", exit_codes.UNREACHABLE
+                f"kubectl {words[0]} did not answer within {CALL_S:g} s. Is the cluster there?", UNREACHABLE
             ) from None
         if done.returncode:
             raise _explained(words, done.stderr)
@@ -101,4 +101,4 @@ def _explained(words: Sequence[str], said: str) -> LaunchError:
     for part, code, advice in CAUSES:
         if part in said:
             return LaunchError(f"kubectl {words[0]} was refused: {text}\n{advice}", code)
-    return LaunchError(f"kubectl {words[0]} failed: {text}", exit_codes.REFUSED)
+    return LaunchError(f"kubectl {words[0]} failed: {text}", REFUSED)

@@ -13,8 +13,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from lockstep import exit_codes
 from lockstep.errors import ConfigError
+from lockstep.exit_codes import (
+    DONE,
+    FAILED,
+    KILLED,
+    NOT_FOUND,
+    REFUSED,
+    TERMINATED,
+    UNREACHABLE,
+    WORKER_LOST,
+    describe_code,
+)
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.console import Console
 from lockstep.launch.env_file import job_environment
@@ -31,14 +41,14 @@ POLL_S: Final = 5.0
 READ_S: Final = 0.5
 """Seconds between two looks at the logs."""
 ENDED: Final = {
-    "NODE_FAIL": exit_codes.WORKER_LOST,
-    "BOOT_FAIL": exit_codes.WORKER_LOST,
-    "PREEMPTED": exit_codes.WORKER_LOST,
-    "OUT_OF_MEMORY": exit_codes.KILLED,
-    "TIMEOUT": exit_codes.TERMINATED,
-    "CANCELLED": exit_codes.TERMINATED,
-    "DEADLINE": exit_codes.TERMINATED,
-    "FAILED": exit_codes.FAILED,
+    "NODE_FAIL": WORKER_LOST,
+    "BOOT_FAIL": WORKER_LOST,
+    "PREEMPTED": WORKER_LOST,
+    "OUT_OF_MEMORY": KILLED,
+    "TIMEOUT": TERMINATED,
+    "CANCELLED": TERMINATED,
+    "DEADLINE": TERMINATED,
+    "FAILED": FAILED,
 }
 """States in which Slurm ended a job before its script could note a code (https://slurm.schedmd.com/squeue.html)."""
 
@@ -78,7 +88,7 @@ class Slurm:
             raise LaunchError(
                 f"job {record.name!r} is in Slurm's queue (job {before.notes['job']}). Give another --name, or end it: "
                 f"lockstep launch delete {record.name}.",
-                exit_codes.REFUSED,
+                REFUSED,
             )
         environment = job_environment(options)
         job = _job(options, record, environment.public)
@@ -105,7 +115,7 @@ class Slurm:
         )
         if not options.foreground:
             console.say(f"lockstep launch status|logs|stop|delete {record.name}")
-            return exit_codes.DONE
+            return DONE
         return self._follow(record, console, stop_on_signal=True)
 
     def dry_run(self, options: argparse.Namespace) -> int:
@@ -120,24 +130,24 @@ class Slurm:
             names = ", ".join(environment.secret)
             print(f"# {directory / SECRETS}, mode 600, sets {names}; {', '.join(filter_files())} take them out of logs")
         print(shlex.join(_submit(directory)))
-        return exit_codes.DONE
+        return DONE
 
     def status(self, job: JobRecord) -> int:
         """Print Slurm's state of the job, and the code of each task that has ended."""
         state = _state(job)
         code = _noted_code(job)
-        print(f"{job.name}: {state or ('ended' if code is None else exit_codes.describe_code(code))}")
+        print(f"{job.name}: {state or ('ended' if code is None else describe_code(code))}")
         for path in sorted(job.directory.glob(f"attempt-*/{CODE}-*")):
             task = int(path.name.rpartition("-")[2])
-            print(f"  {path.parent.name} process {task}: {exit_codes.describe_code(int(path.read_text().split()[0]))}")
-        return exit_codes.DONE if state else self._code(job)
+            print(f"  {path.parent.name} process {task}: {describe_code(int(path.read_text().split()[0]))}")
+        return DONE if state else self._code(job)
 
     def logs(self, job: JobRecord, *, follow: bool) -> int:
         """Print the logs of all attempts; with ``follow`` until the job has ended."""
         if follow and _state(job):
             return self._follow(job, Console(), stop_on_signal=False)
         FollowedFiles(job.directory, Console()).read(last=True)
-        return exit_codes.DONE
+        return DONE
 
     def stop(self, job: JobRecord) -> int:
         """Cancel the job: Slurm sends SIGTERM, and SIGKILL after its KillWait."""
@@ -146,13 +156,13 @@ class Slurm:
             while _state(job):
                 time.sleep(READ_S)
         (job.directory / SECRETS).unlink(missing_ok=True)
-        return exit_codes.DONE
+        return DONE
 
     def delete(self, job: JobRecord) -> int:
         """Stop the job; its logs stay."""
         self.stop(job)
         dataclasses.replace(job, deleted=True).save()
-        return exit_codes.DONE
+        return DONE
 
     def _follow(self, job: JobRecord, console: Console, *, stop_on_signal: bool) -> int:
         """Show logs and states until the job has left Slurm's queue; return its code."""
@@ -199,7 +209,7 @@ class Slurm:
             words = _slurm(["sacct", "-j", job.notes["job"], "-X", "-n", "-P", "-o", "State"]).split()
         except LaunchError:
             words = []
-        return ENDED.get(words[0], exit_codes.WORKER_LOST) if words else exit_codes.WORKER_LOST
+        return ENDED.get(words[0], WORKER_LOST) if words else WORKER_LOST
 
 
 def _job(options: argparse.Namespace, record: JobRecord, public: Mapping[str, str]) -> SlurmJob:
@@ -244,7 +254,7 @@ def _noted_code(job: JobRecord) -> int | None:
 
 def _show_failure(job: JobRecord, attempt: int, code: int, console: Console) -> None:
     """Say what ended the job, and show the end of the log of the process that failed first."""
-    console.say(f"failed: {exit_codes.describe_code(code)}")
+    console.say(f"failed: {describe_code(code)}")
     ended = []
     for path in job.directory.glob(f"attempt-{attempt}/{CODE}-*"):
         own, _, at = path.read_text().partition(" ")
@@ -275,11 +285,11 @@ def _slurm(argv: Sequence[str]) -> str:
     except FileNotFoundError:
         raise LaunchError(
             f"{argv[0]} was not found. Run this on a login node of the cluster, where Slurm's commands are.",
-            exit_codes.NOT_FOUND,
+            NOT_FOUND,
         ) from None
     if done.returncode:
         said = re.sub(r"^\w+: (error: )?", "", done.stderr.strip().split("\n")[0])
-        code = exit_codes.UNREACHABLE if AWAY.search(done.stderr) else exit_codes.REFUSED
+        code = UNREACHABLE if AWAY.search(done.stderr) else REFUSED
         raise LaunchError(f"{argv[0]} refused: {said}{_advice(done.stderr)}", code)
     if done.stderr:
         print(done.stderr, end="", file=sys.stderr)

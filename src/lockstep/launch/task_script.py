@@ -1,9 +1,7 @@
 """What a process of a job runs where a platform starts it: the command, with secrets taken out of its output."""
 
-import importlib.resources
+from pathlib import Path
 from typing import Final
-
-from lockstep.launch import agent
 
 FILTER_FILES: Final = ("filter.py", "redact.py")
 """The files that `run_command` needs where there are secrets."""
@@ -47,5 +45,6 @@ def run_command(secret_names: list[str], directory: str, *, forward: bool) -> st
 
 def filter_files() -> dict[str, bytes]:
     """The content of `FILTER_FILES`, by name."""
-    directory = importlib.resources.files(agent)
-    return {name: (directory / name).read_bytes() for name in FILTER_FILES}
+    here = Path(__file__).parent
+    sources = (here / "output_filter.py", here / "agent" / "redact.py")
+    return {name: source.read_bytes() for name, source in zip(FILTER_FILES, sources, strict=True)}

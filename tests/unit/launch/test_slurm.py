@@ -14,6 +14,7 @@ import pytest
 from lockstep import exit_codes
 from lockstep.launch import main
 from lockstep.launch.record import load_record
+from lockstep.launch.task_script import filter_files
 from tests.fake_cloud import fake_slurm
 
 ROOT = Path(__file__).parents[3]
@@ -187,9 +188,8 @@ def test_a_dry_run_prints_what_can_be_pasted_and_does_nothing(cluster, capsys):
     assert SECRET not in shown and "#SBATCH --partition=tpu" in shown and not (cluster / "slurm").exists()
     assert not (cluster / "jobs").exists()
     (cluster / "jobs/job").mkdir(parents=True)
-    for name in ("filter.py", "redact.py"):
-        source = ROOT / "src/lockstep/launch/agent" / name
-        (cluster / "jobs/job" / name).write_bytes(source.read_bytes())
+    for name, data in filter_files().items():
+        (cluster / "jobs/job" / name).write_bytes(data)
     done = subprocess.run(["bash", "-e"], input=shown, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     wait_for(lambda: read(cluster / "jobs/job/attempt-1/code") == "0\n")
