@@ -31,7 +31,8 @@ BELOW["levanter"] = {"callback", *BELOW["callback"]}
 BELOW["training"] = {"callback", *BELOW["callback"]}
 BELOW["batch_inference"] = {"report", "sampling_fields", "training", *BELOW["training"]}
 BELOW["plan"] = {"engine", "training", "batch_inference", *BELOW["training"], *BELOW["batch_inference"]}
-BELOW["main"] = {"plan", "training", "batch_inference", *BELOW["plan"]}
+BELOW["doctor"] = {"training", *BELOW["training"]}
+BELOW["main"] = {"plan", "training", "batch_inference", "doctor", *BELOW["plan"]}
 
 # A library and the only files of the package that may import it.
 ONLY_IN = {
