@@ -57,6 +57,7 @@ COVERED_BY = {
     },
     "plan/planner.py": "tests/tpu_compile/test_plan.py",
     "hosts/peers.py": "tests/multiprocess/test_endings.py",
+    "doctor/layout_rounds.py": "tests/unit/doctor/test_self_test.py",
     # Commands: a configuration and a call.
     "main/plan.py": "tests/unit/main/test_plan_workload.py",
     "main/run.py": "tests/multiprocess/test_train_simpo.py",

@@ -52,7 +52,7 @@ def read_asked(config: DoctorConfig, values: Mapping[str, Any]) -> Asked:
     urls = [(key, text) for key, text in _texts(values) if re.match(r"\w+://", text)]
     distributed = _mapping(trainer.get("distributed", values.get("distributed")))
     checkpoint = values.get("initialize_from_hf", values.get("hf_checkpoint"))
-    tokenizer = values.get("tokenizer")
+    tokenizer = values.get("tokenizer") or values.get("hf_checkpoint")  # the one beside it
     # A tokenizer and a checkpoint are looked at by their own readers.
     own = (tokenizer, checkpoint)
     return Asked(

@@ -57,7 +57,7 @@ def time_loops(hosts: Hosts, name: str, build: Callable[[], Sequence[Loop]]) -> 
             compiled.agree(environment())
             loops = build()
             for loop in loops:
-                compiled.agree(loop.fill.digests | loop.run.digests)
+                compiled.agree({**loop.fill.digests, **loop.run.digests})
         with scope.launch_on_all("measure") as measured, watchdog.watch(name):
             measured.share([_time(loop) for loop in loops])
     return measured.shared
@@ -76,7 +76,7 @@ def _time(loop: Loop) -> float:
 
 def _launch(loop: Loop, arguments: Any, turns: int) -> float:
     (leaf, *_) = jax.tree.leaves(arguments)
-    count = place(np.int32(turns), NamedSharding(leaf.sharding.mesh, PartitionSpec()))
+    count = place(np.array(turns, np.int32), NamedSharding(leaf.sharding.mesh, PartitionSpec()))
     begin = time.perf_counter()
     jax.block_until_ready(loop.run(arguments, count))
     return time.perf_counter() - begin

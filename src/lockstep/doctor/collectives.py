@@ -106,8 +106,8 @@ def find_groups(mesh: Mesh) -> list[Group]:
     by_host = [[device for device in devices if device.process_index == process] for process in processes]
     candidates["all devices"] = np.array([devices])
     if len({len(one) for one in by_host}) == 1:
-        candidates["inside hosts"] = np.array(by_host)
-        candidates["between hosts"] = np.array(by_host).T
+        candidates["the devices of a host"] = np.array(by_host)
+        candidates["one device of each host"] = np.array(by_host).T
     groups: dict[frozenset[frozenset[jax.Device]], Group] = {}
     for name, rows in candidates.items():
         division = frozenset(frozenset(row) for row in rows)
@@ -182,8 +182,9 @@ def judge_collectives(measured: Sequence[Measured]) -> list[Finding]:
     for group in dict.fromkeys(one.group.name for one in measured):
         ours = [one for one in measured if one.group.name == group and one.kind == "all-reduce"]
         first = ours[0].group
-        where = "over hosts" if first.crosses_hosts else "inside each host"
-        text = f"{group}, {first.members} devices {where}: " + ", ".join(
+        where = "of several hosts" if first.crosses_hosts else "of one host"
+        name = f"all-reduce over {group}"
+        text = f"{first.members} devices {where}: " + ", ".join(
             f"{bytes_text(one.size).replace('.00', '')} {seconds_text(one.seconds)}" for one in ours
         )
         device = first.mesh.devices.flat[0]
@@ -193,7 +194,7 @@ def judge_collectives(measured: Sequence[Measured]) -> list[Finding]:
             expected = seconds_text(worst.predicted(chip_of(device)))
             text += f"; by published numbers {bytes_text(worst.size)} take {expected}."
             fix = "Look for another process on these hosts or for a broken link; --calibrate lets plan know."
-            found.append(Finding.warning("all-reduce", text, fix))
+            found.append(Finding.warning(name, text, fix))
         else:
-            found.append(Finding.ok("all-reduce", text))
+            found.append(Finding.ok(name, text))
     return found

@@ -88,7 +88,7 @@ def build_loops(hosts: Hosts, devices: Sequence[jax.Device], sizes: Sizes) -> li
 
         def fill() -> Any:
             # Ones on both sides stay ones when a product is divided by the side.
-            return tuple(jnp.full(shape, value, sizes.dtype) for shape, value in zip(shapes, (1, 1), strict=True))
+            return tuple(jnp.ones(shape, sizes.dtype) for shape in shapes)
 
         def multiply(matrix: jax.Array, x: jax.Array, count: jax.Array) -> jax.Array:
             def turn(_: Any, x: jax.Array) -> jax.Array:
@@ -97,7 +97,9 @@ def build_loops(hosts: Hosts, devices: Sequence[jax.Device], sizes: Sizes) -> li
             return jax.lax.fori_loop(0, count, turn, x)
 
         def run(arguments: Any, count: jax.Array) -> jax.Array:
-            inner = jax.shard_map(multiply, mesh=mesh, in_specs=(P("device"), P("device"), P()), out_specs=P("device"))
+            inner: Any = jax.shard_map(
+                multiply, mesh=mesh, in_specs=(P("device"), P("device"), P()), out_specs=P("device")
+            )
             return inner(*arguments, count)
 
         structs = tuple(jax.ShapeDtypeStruct(shape, sizes.dtype, sharding=split) for shape in shapes)
@@ -130,13 +132,14 @@ def speeds(seconds: Sequence[Sequence[float]], devices: Sequence[jax.Device], si
     return [DeviceSpeed(bandwidth=read_bytes / read, flops=operations / product) for read, product in seconds]
 
 
-def judge_speeds(found: Sequence[DeviceSpeed], device: jax.Device) -> list[Finding]:
+def judge_speeds(found: Sequence[DeviceSpeed], devices: Sequence[jax.Device]) -> list[Finding]:
     """Compare what was measured with what is published, and the hosts with each other.
 
     Args:
         found: What each process reaches.
-        device: A device, for its published numbers.
+        devices: All devices. Processes whose devices share a memory get what the others leave, and are not compared.
     """
+    device, apart = devices[0], count_memories(devices) >= len(found)
     chip = published_chip(device)
     findings = []
     for name, unit, scale in (("bandwidth", "GB/s", 1e9), ("flops", "TFLOP/s", 1e12)):
@@ -144,7 +147,7 @@ def judge_speeds(found: Sequence[DeviceSpeed], device: jax.Device) -> list[Findi
         what = {"bandwidth": "memory bandwidth", "flops": "matrix products"}[name]
         middle, least = sorted(values)[len(values) // 2], min(values)
         text = f"{least / scale:.4g} {unit} per device" if device.platform != "cpu" else f"{least / scale:.4g} {unit}"
-        slow = [process for process, value in enumerate(values) if value < SLOW_HOST * middle]
+        slow = [process for process, value in enumerate(values) if apart and value < SLOW_HOST * middle]
         if chip is not None:
             text += f", {least / getattr(chip, name):.0%} of the {getattr(chip, name) / scale:.4g} published"
         if slow:

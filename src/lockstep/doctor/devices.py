@@ -9,7 +9,7 @@ import jax
 from lockstep.device import chip_of, published_chip
 from lockstep.doctor.finding import Finding
 from lockstep.errors import ConfigError
-from lockstep.placement import fsdp_warning, make_mesh, tensor_sizes
+from lockstep.placement import fsdp_spans_hosts, make_mesh, tensor_sizes
 from lockstep.units import bytes_text
 
 IN_USE: Final = 0.05
@@ -85,6 +85,6 @@ def check_mesh(mesh_shape: str, devices: Sequence[jax.Device] | None = None) -> 
     sizes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
     tensor = ", ".join(map(str, tensor_sizes(dict(mesh.shape))))
     text = f"mesh_shape {mesh_shape}: {sizes}; layouts for decoding: training, tensor {tensor}"
-    if warning := fsdp_warning(mesh):
-        return Finding.warning("mesh", f"{text}.", warning)
-    return Finding.ok("mesh", text)
+    hosts = len({device.process_index for device in mesh.devices.flat})
+    spans = f"; fsdp spans {hosts} hosts" if fsdp_spans_hosts(mesh) else ""
+    return Finding.ok("mesh", f"{text}{spans}")

@@ -158,7 +158,7 @@ class _Examination:
         sizes = device_speed.sizes_for(devices[0].platform)
         seconds = time_loops(hosts, "device speed", lambda: device_speed.build_loops(hosts, devices, sizes))
         speeds = device_speed.speeds(seconds, devices, sizes)
-        findings = attempt("device speed", lambda: device_speed.judge_speeds(speeds, devices[0]))
+        findings = attempt("device speed", lambda: device_speed.judge_speeds(speeds, devices))
         kinds: list[collectives.Kind] = ["all-reduce"]
         if self._config.calibrate is not None:
             kinds.append("all-gather")
@@ -213,10 +213,10 @@ class _Examination:
         shapes = [self._asked.mesh_shape]
         if self._hosts.count > 1 and "host_local" not in shapes:
             shapes.append("host_local")
-        end = time.monotonic() + self._config.self_test_s
+        deadline = time.monotonic() + self._config.self_test_s
         for number, shape in enumerate(shapes):
-            left = (end - time.monotonic()) / (len(shapes) - number)
-            self._on_all(f"self-test {shape}", functools.partial(self_test, self._hosts, shape, left))
+            test = functools.partial(self_test, self._hosts, shape, deadline, all_layouts=number == 0)
+            self._on_all(f"self-test {shape}", test)
 
 
 def _mesh(mesh_shape: str) -> Mesh:

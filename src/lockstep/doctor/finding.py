@@ -107,8 +107,12 @@ def merge(by_process: Sequence[Sequence[Finding]]) -> list[Reported]:
     processes: collections.defaultdict[tuple[str, str, str], list[int]] = collections.defaultdict(list)
     others: collections.defaultdict[tuple[str, str, str], int] = collections.defaultdict(int)
     for process, findings in enumerate(by_process):
+        seen: collections.Counter[str] = collections.Counter()
         for each in findings:
-            key = (each.name, each.outcome, "" if each.outcome == "ok" else f"{each.text}\n{each.fix}")
+            # A process may have several of one name: the first belongs to the first of another process.
+            seen[each.name] += each.outcome == "ok"
+            same = str(seen[each.name]) if each.outcome == "ok" else f"{each.text}\n{each.fix}"
+            key = (each.name, str(each.outcome), same)
             first = texts.setdefault(key, each)
             others[key] += first.text != each.text
             if process not in processes[key]:

@@ -1,6 +1,7 @@
 """What a run reaches over the network, each looked at in a thread: buckets, W&B, the tokenizer, the checkpoint."""
 
 import base64
+import functools
 import json
 import netrc
 import os
@@ -33,14 +34,12 @@ def begin_checks(asked: Asked) -> list[BackgroundCheck]:
     Args:
         asked: What the run reaches for.
     """
-    checks = [BackgroundCheck(f"bucket {url}", lambda url=url: check_written(url), NETWORK) for url in asked.written]
-    checks += [BackgroundCheck(f"data {url}", lambda url=url: check_read(url), NETWORK) for url in asked.read]
+    checks = [BackgroundCheck(f"bucket {url}", functools.partial(check_written, url), NETWORK) for url in asked.written]
+    checks += [BackgroundCheck(f"data {url}", functools.partial(check_read, url), NETWORK) for url in asked.read]
     if asked.tokenizer is not None:
-        name = asked.tokenizer
-        checks.append(BackgroundCheck("tokenizer", lambda: check_tokenizer(name), NETWORK))
+        checks.append(BackgroundCheck("tokenizer", functools.partial(check_tokenizer, asked.tokenizer), NETWORK))
     if asked.checkpoint is not None:
-        checkpoint = asked.checkpoint
-        checks.append(BackgroundCheck("checkpoint", lambda: check_checkpoint(checkpoint), NETWORK))
+        checks.append(BackgroundCheck("checkpoint", functools.partial(check_checkpoint, asked.checkpoint), NETWORK))
     return checks
 
 
@@ -51,10 +50,10 @@ def check_written(url: str) -> Finding:
         url: The directory or URL; one that is not there yet is made.
     """
     name = f"bucket {url}"
-    filesystem, root = fsspec.core.url_to_fs(url)
-    path, content = f"{root.rstrip('/')}/.lockstep-doctor-{uuid.uuid4().hex}", b"lockstep doctor"
-    doing = "writing to"
+    content, doing = b"lockstep doctor", "writing to"
     try:
+        filesystem, root = fsspec.core.url_to_fs(url)
+        path = f"{root.rstrip('/')}/.lockstep-doctor-{uuid.uuid4().hex}"
         filesystem.makedirs(root, exist_ok=True)
         filesystem.pipe_file(path, content)
         doing = "reading from"
