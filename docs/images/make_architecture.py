@@ -47,6 +47,7 @@ STYLE = """
 PACKAGES = {
     "main": (0, 440, "the lockstep command"),
     "plan": (1, 200, "a configuration on a TPU slice"),
+    "doctor": (1, 450, "checks of machine, job, pod"),
     "training": (2, 200, "trainer, data, objectives"),
     "levanter": (2, 450, "a hook for Levanter's trainer"),
     "callback": (3, 380, "SampleCallback and the round"),
@@ -66,9 +67,11 @@ PACKAGES = {
 
 ARROWS = (
     ("main", "plan"),
+    ("main", "doctor"),
     ("main", "batch_inference"),
     ("levanter", "callback"),
     ("plan", "training"),
+    ("doctor", "training"),
     ("training", "callback"),
     ("callback", "report"),
     ("callback", "sampling_fields"),

@@ -48,4 +48,5 @@ def test_the_self_test_passes_in_every_layout(tmp_path):
     layouts = [each["name"].partition(": layout ")[2] for each in tests["self-test auto"]]
     assert [layout for layout in layouts if layout] == ["auto", "training", "{tensor: 1}", "{tensor: 2}", "{tensor: 4}"]
     chip = calibrated(chip_named("cpu", "cpu"), str(path))
-    assert chip.link.bandwidth > chip.network.bandwidth > 1e6, "inside a process and between two"
+    assert min(chip.bandwidth, chip.link.bandwidth, chip.network.bandwidth) > 1e6
+    assert kept["collectives"] and chip.source.startswith("measured 20")

@@ -149,10 +149,10 @@ class LayoutRounds:
 
         Args:
             info: The step and the model.
-            force: Whether it is the last call, after which there is no round.
+            force: Whether it is the last call, in which there is no round.
         """
         step = info.next_step
-        if force or step == self.steps:
+        if force or step in (0, self.steps):
             return
         if step == 1:
             self.failing(_Info(step=step, model=UnreadableOnLastHost(info.model)))
