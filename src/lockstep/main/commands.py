@@ -105,15 +105,15 @@ COMMANDS: Final = (
         config_class="ExportConfig",
     ),
     Command(
-        name="plan",
-        summary="compile a configuration for a TPU slice without a TPU: does it fit, how fast",
-        module="lockstep.main.plan",
-    ),
-    Command(
         name="doctor",
         summary="look at machine, job and pod: what needs a fix, how fast they are, a self-test",
         module="lockstep.main.doctor",
         config_class="DoctorConfig",
+    ),
+    Command(
+        name="plan",
+        summary="compile a configuration for a TPU slice without a TPU: does it fit, how fast",
+        module="lockstep.main.plan",
     ),
 )
 """Every command, in the order of ``lockstep --help``."""
