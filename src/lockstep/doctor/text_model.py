@@ -7,6 +7,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from lockstep.models import LlamaConfig
+from lockstep.placement import tensor_sizes
 from lockstep.training import TokenizedRows
 
 if TYPE_CHECKING:
@@ -57,14 +58,17 @@ def shape_for(mesh: Mesh) -> LlamaConfig:
     """
     cpu = mesh.devices.flat[0].platform == "cpu"
     head, width = (16, 32) if cpu else (128, 256)  # 128: what the TPU's attention kernel reads at once
-    hidden, tp = math.lcm(width, mesh.shape["fsdp"]), mesh.shape["tp"]
+    hidden, kv_heads = math.lcm(width, mesh.shape["fsdp"]), math.lcm(2, mesh.shape["tp"])
+    # Few kv heads, so that layouts of more devices repeat them; where their numbers do not nest, one for each device.
+    if any(size % kv_heads and kv_heads % size for size in tensor_sizes(dict(mesh.shape))):
+        kv_heads = mesh.size
     return LlamaConfig(
         max_seq_len=2 * LENGTH,
         hidden_dim=hidden,
         intermediate_dim=math.lcm(2 * hidden, mesh.size),
         num_layers=2,
-        num_heads=2 * math.lcm(2, tp),
-        num_kv_heads=math.lcm(2, tp),
+        num_heads=math.lcm(2 * kv_heads, mesh.size),
+        num_kv_heads=kv_heads,
         head_dim=head,
         gradient_checkpointing=False,
         initializer_range=0.1,

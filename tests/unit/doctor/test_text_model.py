@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from lockstep.doctor.text_model import LENGTH, PROMPTS, TEXT, make_rows, make_tokenizer, shape_for
+from lockstep.engine.decode_model import _fits
+from lockstep.placement import tensor_sizes
 
 
 @dataclasses.dataclass
@@ -39,10 +41,13 @@ def test_rows_are_windows_of_the_text_the_same_every_time():
     assert text in TEXT + TEXT
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 32, 1), (8, 4, 1), (1, 24, 1), (1, 4, 8), (1, 3, 2), (1, 2560, 1)])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1), (1, 32, 1), (8, 4, 1), (1, 24, 1), (1, 3, 1), (1, 4, 8), (1, 3, 2), (1, 256, 1)]
+)
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 def test_the_mesh_divides_all_axes(shape, platform):
     mesh = Grid(dict(zip(("dp", "fsdp", "tp"), shape, strict=True)), platform)
     config = shape_for(mesh)
     assert config.hidden_dim % mesh.shape["fsdp"] == 0
-    assert config.num_kv_heads % mesh.shape["tp"] == 0 and config.intermediate_dim % mesh.size == 0
+    assert config.num_kv_heads % mesh.shape["tp"] == 0 and config.intermediate_dim % mesh.shape["tp"] == 0
+    assert all(_fits(config, size) for size in tensor_sizes(mesh.shape)), "every layout of decoding"
