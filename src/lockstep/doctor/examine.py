@@ -130,8 +130,7 @@ class _Examination:
 
     def _job(self, joined: Finding) -> None:
         """The processes and their devices, compared."""
-        own = dataclasses.replace(joined, text=joined.text.partition(";")[0])
-        findings = [own, *attempt("devices", check_devices), *attempt("device memory", check_memory)]
+        findings = [joined, *attempt("devices", check_devices), *attempt("device memory", check_memory)]
         findings += attempt("mesh", lambda: check_mesh(self._asked.mesh_shape))
         with self._hosts.run_on_all("doctor: facts of the hosts") as phase:
             phase.share(host_facts(self._asked.config_digest))

@@ -53,7 +53,9 @@ def join(config: DistributedConfig) -> Joined:
     thread.start()
     thread.join(timeout_s)
     if hosts:
-        return Joined(hosts=hosts[0], finding=_joined(hosts[0]))
+        count = hosts[0].count
+        text = "this process is alone" if count == 1 else f"{count} processes have joined"
+        return Joined(hosts=hosts[0], finding=Finding.ok("job", text))
     if errors:
         return Joined(hosts=None, finding=_not_joined(errors[0]))
     address = config.coordinator_address or os.environ.get(COORDINATOR_ADDRESS)
@@ -78,12 +80,6 @@ def probe(address: str) -> str:
     except (OSError, ValueError) as error:
         return f"does not answer ({error})"
     return "answers"
-
-
-def _joined(hosts: Hosts) -> Finding:
-    if hosts.count == 1:
-        return Finding.ok("job", "this process is alone")
-    return Finding.ok("job", f"{hosts.count} processes; this is process {hosts.index}")
 
 
 def _not_joined(error: BaseException) -> Finding:

@@ -73,5 +73,7 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
                 raise ConfigError(f"argument --{name} has no value. See lockstep doctor --help.")
             value = todo.pop(0)
         name = "self_test" if name in SWITCHES else name
+        if name == "buckets" and not value.startswith("["):  # one of them, or several with commas
+            value = f"[{value}]"
         (own if name in names else rest).append(f"--{name}={value}")
     return own, rest

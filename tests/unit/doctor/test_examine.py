@@ -27,7 +27,7 @@ SMALL = Sizes(dtype="float32", read=64, rows=1, product=32, read_turns=(1, 3), p
 def joined(monkeypatch):
     """Each thread joins the job that it was given."""
     monkeypatch.setattr(
-        module, "join", lambda config: Joined(hosts=HERE.get(), finding=Finding.ok("job", "3 processes; this is one"))
+        module, "join", lambda config: Joined(hosts=HERE.get(), finding=Finding.ok("job", "3 processes have joined"))
     )
 
 

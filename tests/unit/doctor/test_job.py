@@ -15,7 +15,7 @@ def test_a_process_that_joined_has_its_hosts(monkeypatch):
     one = Hosts(MemoryClient.hub(2)[1])
     monkeypatch.setattr(job, "start", lambda config: seen.append(config) or one)
     joined = job.join(QUICK)
-    assert joined.hosts is one and joined.finding.text == "2 processes; this is process 1"
+    assert joined.hosts is one and joined.finding.text == "2 processes have joined"
     assert seen[0].initialization_timeout_s > 1000, "start() must not end the process before doctor reports"
 
 

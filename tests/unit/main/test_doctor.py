@@ -32,6 +32,11 @@ def test_keys_go_to_doctor_or_to_the_run(called, tmp_path):
     assert distributed.heartbeat_timeout_s == 50
 
 
+def test_buckets_may_be_given_without_brackets(called):
+    doctor.main(["--buckets", "gs://mine,gs://yours"])
+    assert called[0][0].buckets == ["gs://mine", "gs://yours"]
+
+
 def test_a_switch_may_have_a_value(called):
     doctor.main(["--self-test", "false", "--measure", "false"])
     assert not called[0][0].self_test and not called[0][0].measure
