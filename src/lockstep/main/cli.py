@@ -3,7 +3,8 @@
 import sys
 from collections.abc import Sequence
 
-from lockstep.main.commands import COMMANDS, find_command
+from lockstep.main.commands import COMMANDS, find_command, local_commands
+from lockstep.main.local_command import run_locally
 
 
 def usage() -> str:
@@ -43,6 +44,9 @@ def main() -> None:
     Raises:
         SystemExit: The command failed; it carries the exit code.
     """
+    if sys.argv[1:] and sys.argv[1] in local_commands():
+        sys.exit(run_locally(lambda: run(sys.argv[1:])))
+
     from lockstep.hosts import run_main
 
     run_main(lambda: run(sys.argv[1:]))
