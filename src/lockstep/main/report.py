@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from lockstep.main.local_command import Arguments, seconds
-from lockstep.report.html import make_payload, render_page, write_page
-from lockstep.report.run_files import RunFiles, find_run
+from lockstep.report import RunFiles, find_run, make_payload, render_page, write_page
 from lockstep.units import bytes_text
 
 TEXT: Final = """\
@@ -69,11 +68,9 @@ def make_report(runs: Sequence[RunFiles], output: Path, reload_s: float | None =
     size = write_page(render_page(payload, title), output)
     answers = sum(len(run["when"]) for run in payload["runs"])
     steps = len({when for run in payload["runs"] for when in run["when"]})
-    print(
-        f"{output}: {len(payload['prompts']):,} prompts, {steps:,} {payload['axis']}s, {answers:,} answers, "
-        f"{bytes_text(size)}",
-        flush=True,
-    )
+    counts = ((len(payload["prompts"]), "prompt"), (steps, payload["axis"]), (answers, "answer"))
+    counted = ", ".join(f"{number:,} {noun}{'s' * (number != 1)}" for number, noun in counts)
+    print(f"{output}: {counted}, {bytes_text(size)}", flush=True)
     for note in payload["notes"]:
         print(f"  {note}", flush=True)
 

@@ -8,8 +8,7 @@ from rich.console import Console
 from rich.live import Live
 
 from lockstep.main.local_command import Arguments, seconds
-from lockstep.report.tail import Tail
-from lockstep.report.tail_views import LineView, PanelView
+from lockstep.report import LineView, PanelView, Tail
 
 TEXT: Final = """\
 Shows the newest samples and the newest value of every metric of a run, and goes on as the run does.

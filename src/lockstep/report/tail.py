@@ -12,7 +12,7 @@ from lockstep.report.jsonl import numbered_records
 from lockstep.report.run_files import RunFiles, find_run
 from lockstep.report.saved_rows import SavedRow, parse_row, read_rows
 
-TREND: Final = 40
+TREND: Final = 64
 """The last values of a metric that are kept, for its trend."""
 
 

@@ -15,6 +15,8 @@ from lockstep.report.tail import MetricsRecord, Tail
 
 MAX_CHARS = 160
 """Characters of a prompt or an answer on a line."""
+BARS = 12
+"""Values of a trend that are shown, the newest at its end."""
 _BARS = "▁▂▃▄▅▆▇█"
 _FRAME = 6
 """Lines of a screen that are neither metrics nor samples: frames, titles, the cursor."""
@@ -54,15 +56,16 @@ class PanelView:
         names = list(tail.metrics)[:room]
         grid = Table.grid(padding=(0, 2), expand=True)
         for _ in range(columns):
-            grid.add_column(style="dim", no_wrap=True, overflow="ellipsis", ratio=2)
+            grid.add_column(style="dim", no_wrap=True, overflow="ellipsis", ratio=1)
             grid.add_column(justify="right", no_wrap=True)
-            grid.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+            grid.add_column(no_wrap=True, min_width=BARS)
         lines = -(-len(names) // columns)
         for line in range(lines):
             cells: list[Text] = []
             for name in names[line::lines]:
                 _, value = tail.metrics[name]
-                cells += [Text(visible(name)), Text(number_text(value)), Text(trend(tail.trends.get(name, ())))]
+                bars = trend(list(tail.trends.get(name, ()))[-BARS:])
+                cells += [Text(visible(name)), Text(number_text(value)), Text(bars)]
             grid.add_row(*cells)
         step = max((step for step, _ in tail.metrics.values()), default=None)
         title = visible(tail.name) if step is None else f"{visible(tail.name)} · step {step:,}"

@@ -14,9 +14,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Final
 
-import jinja2
-from markupsafe import Markup
-
 SCRIPTS: Final = (
     "model.js",
     "text.js",
@@ -47,6 +44,10 @@ def render_page(payload: Mapping[str, Any], title: str) -> str:
     Returns:
         The text of an HTML file, which can be encoded as UTF-8 whatever is in it.
     """
+    # Whoever imports lockstep.report to train does not wait for a template engine.
+    import jinja2
+    from markupsafe import Markup
+
     folder = resources.files(__package__) / "page"
     style = (folder / "page.css").read_text(encoding="utf-8")
     parts = "\n".join((folder / name).read_text(encoding="utf-8") for name in SCRIPTS)

@@ -3,12 +3,15 @@
 const CHART_HEIGHT = 132;
 const MARGIN = { top: 8, right: 10, bottom: 20, left: 44 };
 
-/** Round numbers from low to high, about as many as wanted. */
-function ticks(low, high, wanted) {
-  if (!(high > low)) return [low];
+/** A round number, of which about as many as wanted are from low to high. */
+function roundStep(low, high, wanted) {
   const rough = (high - low) / wanted;
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = power * ([1, 2, 5, 10].find((factor) => factor * power >= rough) ?? 10);
+  return power * ([1, 2, 2.5, 5].find((factor) => factor * power >= rough * 0.999) ?? 10);
+}
+
+/** Multiples of a step from low to high. */
+function ticks(low, high, step) {
   const found = [];
   for (let value = Math.ceil(low / step); value * step <= high + step * 1e-9; value += 1) found.push(value * step);
   return found;
@@ -74,15 +77,18 @@ class Chart {
     let high = all.reduce((a, b) => Math.max(a, b), -Infinity);
     if (!all.length) [low, high] = [0, 1];
     if (low === high) [low, high] = [low - (Math.abs(low) * 0.1 || 0.5), high + (Math.abs(high) * 0.1 || 0.5)];
+    const rise = roundStep(low, high, 3);
+    [low, high] = [Math.floor(low / rise + 1e-9) * rise, Math.ceil(high / rise - 1e-9) * rise];
     const room = { width: width - MARGIN.left - MARGIN.right, height: CHART_HEIGHT - MARGIN.top - MARGIN.bottom };
     this.x = (step) => MARGIN.left + (last > first ? (step - first) / (last - first) : 0.5) * room.width;
     const y = (value) => MARGIN.top + (1 - (value - low) / (high - low)) * room.height;
     const bottom = CHART_HEIGHT - MARGIN.bottom;
-    const grid = ticks(low, high, 3).map((value) => [
+    const grid = ticks(low, high, rise).map((value) => [
       svg("line", { class: "grid", x1: MARGIN.left, x2: width - MARGIN.right, y1: y(value), y2: y(value) }),
       svg("text", { class: "tick", x: MARGIN.left - 6, y: y(value) + 3.5, "text-anchor": "end" }, format(value)),
     ]);
-    const below = ticks(first, last, Math.max(1, Math.floor(room.width / 90)))
+    const stride = last > first ? Math.max(1, roundStep(first, last, Math.max(2, Math.floor(room.width / 70)))) : 1;
+    const below = ticks(first, last, stride)
       .filter(Number.isInteger)
       .map((step) =>
         svg("text", { class: "tick", x: this.x(step), y: CHART_HEIGHT - 5, "text-anchor": "middle" }, format(step)),

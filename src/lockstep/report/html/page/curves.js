@@ -20,6 +20,21 @@ function allCurves() {
 
 let curveCache = null;
 
+function isConstant({ values }) {
+  return values.every((value) => value === values[0]);
+}
+
+/** Curves that never change, in a line of their own. */
+function constants(group, names) {
+  if (!names.length) return "";
+  const found = names.map((name) => {
+    const title = group ? name.slice(group.length + 1) : name;
+    const values = curveCache.get(name).map((line) => h("dd", { class: `now ${line.style}` }, format(line.values[0])));
+    return h("div", {}, h("dt", {}, title), values);
+  });
+  return h("dl", { class: "figures constants" }, h("div", {}, h("dt", {}, "constant:")), found);
+}
+
 function drawCurves() {
   curveCache ??= allCurves();
   const needle = state.curve.trim().toLowerCase();
@@ -32,12 +47,13 @@ function drawCurves() {
     groups.get(group).push(name);
   }
   const shown = [...groups].map(([group, members]) => {
-    const cards = members.map((name) => {
+    const steady = members.filter((name) => curveCache.get(name).every(isConstant));
+    const cards = members.filter((name) => !steady.includes(name)).map((name) => {
       const title = group ? name.slice(group.length + 1) : name;
       return new Chart({ title, lines: curveCache.get(name), step: currentStep(), onPick: pickStep }).element;
     });
     const caption = group === "answers" ? h("p", { class: "muted" }, "The mean over all answers of a step, from the rows.") : "";
-    return h("section", { class: "block" }, h("h3", {}, group || "other"), caption, h("div", { class: "charts" }, cards));
+    return h("section", { class: "block" }, h("h3", {}, group || "other"), caption, cards.length ? h("div", { class: "charts" }, cards) : "", constants(group, steady));
   });
   byId("curve-count").textContent = names.length === curveCache.size ? count(names.length, "curve") : `${names.length} of ${count(curveCache.size, "curve")}`;
   if (!shown.length) {

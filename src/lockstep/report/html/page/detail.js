@@ -40,7 +40,8 @@ function modes() {
   const buttons = Object.entries(names).map(([mode, name]) =>
     h("button", { type: "button", "aria-pressed": String(state.mode === mode), title: `${name} (${keys[mode]})`, onclick: () => show({ mode }) }, name),
   );
-  const against = state.mode === "difference" ? h("span", { class: "muted" }, `since ${baseText()}`) : null;
+  const from = state.base === "other" ? `from ${labels[0]} to ${labels[1]}` : `since ${baseText()}`;
+  const against = state.mode === "difference" ? h("span", { class: "muted" }, from) : null;
   const legend = state.mode === "logprobs" ? probabilityLegend() : null;
   return h("div", { class: "modes" }, h("div", { class: "segments", role: "group" }, buttons), against, legend);
 }
@@ -48,7 +49,8 @@ function modes() {
 /** A prompt's answers: a card per generation and run. */
 function answers(prompt) {
   const step = currentStep();
-  const generations = allGenerations(prompt);
+  const asked = rowsAt(prompt, step).map(({ generation }) => generation);
+  const generations = asked.length ? [...new Set(asked)].sort((a, b) => a - b) : allGenerations(prompt).slice(0, 1);
   const cards = generations.flatMap((generation) => runs.map((run) => card(run, prompt, generation, step, generations.length)));
   return h("div", { class: runs.length > 1 ? "cards pairs" : "cards" }, cards);
 }
@@ -60,7 +62,9 @@ function card(run, prompt, generation, step, generations) {
   const body = h("div", { class: "answer", dir: "auto" });
   const element = h("section", { class: `card run-${run.place}` }, head, body);
   if (row < 0) {
-    body.append(h("span", { class: "none" }, run.rowsOf(prompt, generation).length ? `Not asked until ${data.axis} ${run.when[run.rowsOf(prompt, generation)[0]]}` : "Not asked in this run"));
+    const first = run.asked[prompt][0];
+    const later = first > step ? `Not asked until ${data.axis} ${first}.` : "There is no such sample.";
+    body.append(h("span", { class: "none" }, first === undefined ? "Not asked in this run." : later));
     return element;
   }
   const when = run.when[row];
@@ -83,9 +87,10 @@ function fillAnswer(element, body, run, row, base) {
   }
   if (state.mode === "difference") {
     const before = base && base.run.text(base.row);
-    if (!base) note(state.base === "other" ? "What the other run is compared with." : "Nothing to compare with.");
-    else if (before === text) note(`The same as at ${whenText(base)}.`);
-    else {
+    if (!base && state.base !== "other") note("There is nothing before it to compare with.");
+    else if (!base && run !== runs[0]) note(`${labels[0]} has nothing to compare with.`);
+    else if (base && before === text) note(`The same as at ${whenText(base)}.`);
+    else if (base) {
       note(`Since ${whenText(base)}:`);
       const long = Math.max(before.length, text.length) > LONG && !unfolded.has(key);
       const coarse = long ? addDifference(body, beginning(before, LONG), beginning(text, LONG)) : addDifference(body, before, text);
@@ -128,12 +133,12 @@ function figures(run, row) {
   const reason = run.reason(row);
   const found = [
     ...columns.filter((name) => name in run.numbers).map((name) => [name, format(run.value(name, row))]),
-    ...(reason ? [["finish_reason", reason]] : []),
+    ...(reason ? [["finish", reason]] : []),
   ];
   const list = h(
     "dl",
     { class: "figures" },
-    found.map(([name, value]) => h("div", {}, h("dt", {}, name), addText(h("dd", { class: name === "finish_reason" && value !== "stop" ? "warn" : null }), value))),
+    found.map(([name, value]) => h("div", {}, h("dt", {}, name), addText(h("dd", { class: name === "finish" && value !== "stop" ? "warn" : null }), value))),
   );
   for (const name of wordColumns) {
     const text = run.words[name]?.[row];

@@ -136,6 +136,8 @@ function listItem(prompt, place, chosen, total) {
   const needle = state.q.trim().toLowerCase();
   const metric = currentMetric();
   const text = addText(h("span", { class: "item-prompt", dir: "auto" }), oneLine(prompts[prompt].text, PREVIEW), needle);
+  const several = Math.max(...runs.map((run) => rowsAt(prompt, step).filter((each) => each.run === run).length));
+  const samples = several > 1 ? h("span", { class: "id", title: `${several} answers; the first is shown here` }, `×${several}`) : null;
   const lines = runs.map((run) => itemAnswer(run, prompt, step, needle));
   const values = runs.map((run) => {
     const rows = rowsAt(prompt, step).filter((each) => each.run === run);
@@ -155,7 +157,7 @@ function listItem(prompt, place, chosen, total) {
       "aria-setsize": total,
       onclick: () => openPrompt(prompt),
     },
-    h("div", { class: "item-text" }, h("div", { class: "item-head" }, h("span", { class: "id" }, idText(prompt)), text), lines),
+    h("div", { class: "item-text" }, h("div", { class: "item-head" }, h("span", { class: "id" }, idText(prompt)), samples, text), lines),
     side,
   );
 }
@@ -182,7 +184,6 @@ function itemAnswer(run, prompt, step, needle) {
   const answer = oneLine(run.text(rows[0]), PREVIEW);
   if (answer) addText(element, answer, needle);
   else element.append(h("span", { class: "none" }, "empty"));
-  if (rows.length > 1) element.prepend(h("span", { class: "older" }, `1 of ${rows.length}`));
   return element;
 }
 

@@ -52,6 +52,7 @@ class Run {
     this.generationOf = raw.generation;
     this.steps = [...new Set(raw.when)].sort((a, b) => a - b);
     this.answers = prompts.map(() => new Map());
+    this.asked = prompts.map(() => []);
     const order = raw.when.map((_, row) => row).sort((a, b) => raw.when[a] - raw.when[b]);
     this.before = new Int32Array(order.length).fill(-1);
     for (const row of order) {
@@ -59,6 +60,8 @@ class Run {
       const line = generations.get(raw.generation[row]) ?? { rows: [], when: [] };
       generations.set(raw.generation[row], line);
       if (line.rows.length) this.before[row] = line.rows.at(-1);
+      const asked = this.asked[raw.prompt[row]];
+      if (asked.at(-1) !== raw.when[row]) asked.push(raw.when[row]);
       line.rows.push(row);
       line.when.push(raw.when[row]);
     }
@@ -78,12 +81,18 @@ class Run {
     return this.answers[prompt].get(generation)?.rows ?? [];
   }
 
-  /** The row of a prompt's generation as it was at a step: the last one up to it; -1 where there was none yet. */
+  /** The last step up to one at which a prompt was asked; undefined where it had not been asked yet. */
+  askedAt(prompt, step) {
+    return this.asked[prompt][lastUpTo(this.asked[prompt], step)];
+  }
+
+  /** The row of a prompt's generation as it was at a step, that is when the prompt was asked last; -1 where there is none. */
   rowAt(prompt, generation, step) {
     const line = this.answers[prompt].get(generation);
-    if (!line) return -1;
-    const place = lastUpTo(line.when, step);
-    return place < 0 ? -1 : line.rows[place];
+    const when = this.askedAt(prompt, step);
+    if (!line || when === undefined) return -1;
+    const place = lastUpTo(line.when, when);
+    return line.when[place] === when ? line.rows[place] : -1;
   }
 
   text(row) {

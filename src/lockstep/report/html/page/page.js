@@ -224,8 +224,9 @@ function kept(name, value) {
 function setTheme(name) {
   const theme = THEMES.includes(name) ? name : "auto";
   document.documentElement.dataset.theme = theme;
-  byId("theme").textContent = { auto: "Auto", light: "Light", dark: "Dark" }[theme];
-  byId("theme").title = "Light, dark, or as the system";
+  byId("theme").textContent = { auto: "◐", light: "○", dark: "●" }[theme];
+  byId("theme").title = { auto: "Light or dark as the system", light: "Light", dark: "Dark" }[theme];
+  byId("theme").setAttribute("aria-label", byId("theme").title);
   kept("lockstep-theme", theme);
 }
 
@@ -279,7 +280,7 @@ const told = [...data.notes, `Made ${data.made} from ${runs.map((run) => `${run.
 byId("notes").append(...told.map((note) => addText(h("li"), note)));
 const rowCount = runs.reduce((sum, run) => sum + run.when.length, 0);
 byId("summary").append(
-  ...(runs.length > 1 ? runs.flatMap((run) => [badge(run), `${run.name} `]) : []),
+  ...(runs.length > 1 ? runs.flatMap((run) => [badge(run), `${run.name} · `]) : []),
   [count(prompts.length, "prompt"), count(steps.length, data.axis), count(rowCount, "answer")].join(" · "),
 );
 if (data.notes.length) byId("help-button").classList.add("noted");
