@@ -1,8 +1,9 @@
 """``lockstep tail``: the newest samples and metrics of a run, live at a terminal or as lines in a log."""
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, NoReturn
 
 from rich.console import Console
 from rich.live import Live
@@ -54,26 +55,30 @@ def main(
     tail = Tail(options.run, must_be_there=not options.follow)
     if not options.follow:
         tail.look(at_end=True)
-        console.print(PanelView(tail, options.rows).render(console)) if console.is_terminal else LineView(
-            tail, options.rows, console
-        ).show()
+        _show_once(tail, options.rows, console)
         return 0
-    try:
-        if console.is_terminal:
-            _live(tail, PanelView(tail, options.rows), console, lambda: sleep(options.interval))
-        else:
-            view = LineView(tail, options.rows, console)
-            while True:
-                tail.look()
-                view.show()
-                sleep(options.interval)
-    except KeyboardInterrupt:
-        return 0
+    with contextlib.suppress(KeyboardInterrupt):
+        _follow(tail, options.rows, console, lambda: sleep(options.interval))
+    return 0
 
 
-def _live(tail: Tail, view: PanelView, console: Console, wait: Callable[[], object]) -> None:
-    with Live(console=console, auto_refresh=False) as live:
+def _show_once(tail: Tail, rows: int, console: Console) -> None:
+    if console.is_terminal:
+        console.print(PanelView(tail, rows).render(console))
+    else:
+        LineView(tail, rows, console).show()
+
+
+def _follow(tail: Tail, rows: int, console: Console, wait: Callable[[], object]) -> NoReturn:
+    if not console.is_terminal:
+        lines = LineView(tail, rows, console)
+        while True:
+            tail.look()
+            lines.show()
+            wait()
+    panel = PanelView(tail, rows)
+    with Live(panel.render(console), console=console, auto_refresh=False) as live:
         while True:
             if tail.look():
-                live.update(view.render(console), refresh=True)
+                live.update(panel.render(console), refresh=True)
             wait()

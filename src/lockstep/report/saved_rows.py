@@ -8,15 +8,14 @@ from typing import Any, Final, Literal
 
 from lockstep.errors import LockstepError
 from lockstep.report.jsonl import numbered_records
-from lockstep.report.rows import Row
+from lockstep.report.rows import TOKEN_COLUMNS, Row
 
 type Axis = Literal["step", "round"]
 """What counts up between a prompt's answers."""
 
 OWN: Final = ("step", "round", "prompt_id", "generation_id", "prompt", "generated_text", "finish_reason")
 """The columns with a meaning of their own; the others are numbers or texts about the answer."""
-TOKENS, TOKEN_LOGPROBS = "tokens", "token_logprobs"
-"""The columns with each token's text and its natural-log probability: two lists of the same length."""
+TOKENS, TOKEN_LOGPROBS = TOKEN_COLUMNS
 _NAMED_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -94,7 +93,7 @@ def parse_row(record: Mapping[str, Any], place: str) -> SavedRow:
     axis: Axis = "round" if "step" not in record and "round" in record else "step"
     numbers, texts = {}, {}
     for name, value in record.items():
-        if name in OWN or name in (TOKENS, TOKEN_LOGPROBS):
+        if name in OWN or name in TOKEN_COLUMNS:
             continue
         if value is None or isinstance(value, int | float):
             numbers[name] = None if value is None else _float(value)

@@ -99,11 +99,16 @@ function matches(prompt, needle, step) {
   return text.includes(needle) || rowsAt(prompt, step).some(({ run, row }) => run.lower(row).includes(needle));
 }
 
+/** An entry of a table, also where an address has a name that every object knows, such as "constructor". */
+function oneOf(table, name, fallback) {
+  return Object.hasOwn(table, name) ? table[name] : table[fallback];
+}
+
 /** The prompts that pass search and filter, sorted; what has no value to sort by is last, whichever way. */
 function chosenPrompts() {
   const step = currentStep();
   const needle = state.q.trim().toLowerCase();
-  const passes = (filters()[state.filter] ?? filters().all)[1];
+  const [, passes] = oneOf(filters(), state.filter, "all");
   const found = [];
   for (let prompt = 0; prompt < prompts.length; prompt += 1) {
     if ((!needle || matches(prompt, needle, step)) && passes(prompt, step)) found.push(prompt);
@@ -111,7 +116,7 @@ function chosenPrompts() {
   const falling = state.sort.startsWith("-");
   const name = falling ? state.sort.slice(1) : state.sort;
   if (name === "order") return falling ? found.reverse() : found;
-  const value = (sorts()[name] ?? sorts().order)[1];
+  const [, value] = oneOf(sorts(), name, "order");
   const keyed = found.map((prompt) => [value(prompt, step), prompt]);
   const empty = (key) => key === null || Number.isNaN(key);
   keyed.sort(([a, first], [b, second]) => {

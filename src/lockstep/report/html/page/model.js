@@ -34,6 +34,13 @@ function lastUpTo(numbers, limit) {
   return low - 1;
 }
 
+/** An object with these entries and nothing else: a column may have any name, also "constructor". */
+function table(entries) {
+  const made = Object.create(null);
+  for (const [name, value] of entries) made[name] = value;
+  return made;
+}
+
 /** One run: its rows by prompt and generation, in the order of their steps. A row is its number in the columns. */
 class Run {
   constructor(raw, place) {
@@ -42,10 +49,10 @@ class Run {
     this.place = place;
     this.when = raw.when;
     this.texts = raw.texts;
-    this.words = raw.words;
+    this.words = table(Object.entries(raw.words));
     this.tokens = raw.tokens;
     this.series = raw.series;
-    this.numbers = Object.fromEntries(Object.entries(raw.numbers).map(([name, all]) => [name, all.map(number)]));
+    this.numbers = table(Object.entries(raw.numbers).map(([name, all]) => [name, all.map(number)]));
     this.textOf = raw.text;
     this.reasonOf = raw.reason;
     this.reasons = raw.reasons;

@@ -121,8 +121,8 @@ function drawBand(place) {
 
 function drawFilters() {
   const name = state.sort.replace(/^-/, "");
-  choose(byId("filter"), Object.entries(filters()).map(([key, [text]]) => [key, text]), state.filter in filters() ? state.filter : "all");
-  choose(byId("sort"), Object.entries(sorts()).map(([key, [text]]) => [key, text]), name in sorts() ? name : "order");
+  choose(byId("filter"), Object.entries(filters()).map(([key, [text]]) => [key, text]), Object.hasOwn(filters(), state.filter) ? state.filter : "all");
+  choose(byId("sort"), Object.entries(sorts()).map(([key, [text]]) => [key, text]), Object.hasOwn(sorts(), name) ? name : "order");
   const falling = state.sort.startsWith("-");
   byId("direction").textContent = falling ? "↓" : "↑";
   byId("direction").title = falling ? "From high to low" : "From low to high";
