@@ -25,7 +25,7 @@ class Command:
         config_class: The name of its configuration's dataclass in that module; None: it has none of its own.
         workload_function: ``module:function`` that makes a `Workload` of (name, configuration, model), for
             ``lockstep plan``; None: the command cannot be planned.
-        local: Whether it only reads files: it is no process of a job and does not wait for jax.
+        joins_job: Whether it can be a process of a job, whose end the others must learn of; False: jax is not loaded.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Command:
     module: str
     config_class: str | None = None
     workload_function: str | None = None
-    local: bool = False
+    joins_job: bool = True
 
     def run(self, arguments: Sequence[str]) -> int:
         """Run the command.
@@ -115,13 +115,13 @@ COMMANDS: Final = (
         name="report",
         summary="make one HTML file of a run: prompts by steps, differences, curves; or of two runs",
         module="lockstep.main.report",
-        local=True,
+        joins_job=False,
     ),
     Command(
         name="tail",
         summary="show the newest samples and metrics of a run while it goes on",
         module="lockstep.main.tail",
-        local=True,
+        joins_job=False,
     ),
 )
 """Every command, in the order of ``lockstep --help``."""
@@ -151,8 +151,3 @@ def configured_commands() -> dict[str, Command]:
 def planned_commands() -> dict[str, Command]:
     """The commands that ``lockstep plan`` can plan, by name."""
     return {command.name: command for command in COMMANDS if command.workload_function is not None}
-
-
-def local_commands() -> frozenset[str]:
-    """The names of the commands that only read files."""
-    return frozenset(command.name for command in COMMANDS if command.local)

@@ -1,11 +1,13 @@
 """``lockstep report``: a run as one HTML file."""
 
+import argparse
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from lockstep.main.local_command import Arguments, seconds
+from lockstep.errors import LockstepError
+from lockstep.main.reader_arguments import Arguments, seconds
 from lockstep.report import RunFiles, find_run, make_payload, render_page, write_page
 from lockstep.units import bytes_text
 
@@ -18,6 +20,20 @@ RELOAD_S: Final = 10.0
 """Seconds between two looks at a run that is watched, and between two reloads of its page."""
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what the command is given.
+
+    Args:
+        parser: Where to add it.
+    """
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="a run, and another one to compare it with")
+    parser.add_argument("--output", "-o", type=Path, metavar="FILE", help="the file (default: report.html of the run)")
+    parser.add_argument("--watch", action="store_true", help="write it again whenever the run has written something")
+    parser.add_argument(
+        "--interval", type=seconds, default=RELOAD_S, metavar="S", help="seconds between two looks (default: 10)"
+    )
+
+
 def main(arguments: Sequence[str]) -> int:
     """Make the report.
 
@@ -28,16 +44,10 @@ def main(arguments: Sequence[str]) -> int:
         The exit code, 0.
 
     Raises:
-        LockstepError: A run is not there, or a line of it cannot be read.
-        OSError: The report cannot be written.
+        LockstepError: A run is not there, a line of it cannot be read, or the report cannot be written.
     """
     parser = Arguments("report", TEXT)
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="a run, and another one to compare it with")
-    parser.add_argument("--output", "-o", type=Path, metavar="FILE", help="the file (default: report.html of the run)")
-    parser.add_argument("--watch", action="store_true", help="write it again whenever the run has written something")
-    parser.add_argument(
-        "--interval", type=seconds, default=RELOAD_S, metavar="S", help="seconds between two looks (default: 10)"
-    )
+    add_options(parser)
     options = parser.parse_args(list(arguments))
     if options.help:
         print(parser.format_help())
@@ -45,9 +55,12 @@ def main(arguments: Sequence[str]) -> int:
     if len(options.runs) not in (1, 2):
         parser.error(f"name one run, or two to compare; {len(options.runs)} were given")
     output = options.output or _place([find_run(given) for given in options.runs])
-    if options.watch:
-        return watch(options.runs, output, options.interval)
-    make_report([find_run(given) for given in options.runs], output)
+    try:
+        if options.watch:
+            return watch(options.runs, output, options.interval)
+        make_report([find_run(given) for given in options.runs], output)
+    except OSError as error:
+        raise LockstepError(f"{error}. Name a file that can be written with --output FILE.") from error
     return 0
 
 

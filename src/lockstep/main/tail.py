@@ -1,5 +1,6 @@
 """``lockstep tail``: the newest samples and metrics of a run, live at a terminal or as lines in a log."""
 
+import argparse
 import contextlib
 import time
 from collections.abc import Callable, Sequence
@@ -8,7 +9,7 @@ from typing import Final, NoReturn
 from rich.console import Console
 from rich.live import Live
 
-from lockstep.main.local_command import Arguments, seconds
+from lockstep.main.reader_arguments import Arguments, seconds
 from lockstep.report import LineView, PanelView, Tail
 
 TEXT: Final = """\
@@ -16,6 +17,22 @@ Shows the newest samples and the newest value of every metric of a run, and goes
 At a terminal they stay in place; in a log every new sample and every new set of metrics is a line.
 
 RUN is a run's directory (runs/my-run), or a file of its rows."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what the command is given.
+
+    Args:
+        parser: Where to add it.
+    """
+    parser.add_argument("run", nargs="?", metavar="RUN", help="the run")
+    parser.add_argument("--rows", type=int, default=8, metavar="N", help="samples of a step to show (default: 8)")
+    follow = parser.add_mutually_exclusive_group()
+    follow.add_argument("--follow", action="store_true", default=True, help="go on until Ctrl-C (the default)")
+    follow.add_argument("--no-follow", action="store_false", dest="follow", help="show what is there and end")
+    parser.add_argument(
+        "--interval", type=seconds, default=1.0, metavar="S", help="seconds between two looks (default: 1)"
+    )
 
 
 def main(
@@ -35,14 +52,7 @@ def main(
         LockstepError: There is no such run, or a line of it cannot be read.
     """
     parser = Arguments("tail", TEXT)
-    parser.add_argument("run", nargs="?", metavar="RUN", help="the run")
-    parser.add_argument("--rows", type=int, default=8, metavar="N", help="samples of a step to show (default: 8)")
-    follow = parser.add_mutually_exclusive_group()
-    follow.add_argument("--follow", action="store_true", default=True, help="go on until Ctrl-C (the default)")
-    follow.add_argument("--no-follow", action="store_false", dest="follow", help="show what is there and end")
-    parser.add_argument(
-        "--interval", type=seconds, default=1.0, metavar="S", help="seconds between two looks (default: 1)"
-    )
+    add_options(parser)
     options = parser.parse_args(list(arguments))
     if options.help:
         print(parser.format_help())

@@ -90,6 +90,12 @@ def test_a_run_without_rows_is_waited_for(tmp_path, capsys):
     assert capsys.readouterr().out.count("has no rows yet; waiting") == 1
 
 
+def test_a_page_that_cannot_be_written_says_what_to_do(run):
+    (run / "folder").mkdir()
+    with pytest.raises(LockstepError, match=r"Is a directory.*Name a file that can be written with --output FILE"):
+        main([str(run), "-o", str(run / "folder")])
+
+
 def test_a_line_that_cannot_be_read_ends_the_watch(run):
     (run / "samples.jsonl").write_text("{}\n")
     with pytest.raises(LockstepError, match=r"samples\.jsonl:1: the column 'step' is missing"):

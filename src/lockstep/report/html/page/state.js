@@ -91,7 +91,7 @@ function currentMetric() {
 
 /** What "since" means for a reader. */
 function baseText() {
-  if (state.base === "previous") return "last";
+  if (state.base === "previous") return `last ${data.axis}`;
   if (state.base === "first") return `the first ${data.axis}`;
   if (state.base === "other") return runs[0].name;
   return `${data.axis} ${state.base}`;

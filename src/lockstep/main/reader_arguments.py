@@ -1,14 +1,9 @@
-"""Commands that only read files: they start at once, without jax, and take their arguments as other tools do."""
+"""The arguments of commands that only read files: words and options, as other tools take them."""
 
 import argparse
-import os
-import sys
-from collections.abc import Callable
 from typing import NoReturn
 
-from lockstep.errors import ConfigError, LockstepError
-
-INTERRUPTED_EXIT_CODE = 130
+from lockstep.errors import ConfigError
 
 
 class Arguments(argparse.ArgumentParser):
@@ -54,24 +49,3 @@ def seconds(text: str) -> float:
     if not 0.1 <= value <= 86_400:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 86400")
     return value
-
-
-def run_locally(command: Callable[[], int]) -> int:
-    """Run a command whose errors are told in a line.
-
-    Args:
-        command: The command, which returns its exit code.
-
-    Returns:
-        The exit code: 1 after an error, 130 after Ctrl-C.
-    """
-    try:
-        return command()
-    except (LockstepError, OSError) as error:
-        if isinstance(error, BrokenPipeError):  # who read the output has gone, as in "| head"
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return INTERRUPTED_EXIT_CODE
