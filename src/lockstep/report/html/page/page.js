@@ -119,6 +119,11 @@ function drawBand(place) {
   band.replaceChildren(...(drawn ? [drawn] : []));
 }
 
+/** Write a text into a field in which nobody is typing. */
+function setField(field, text) {
+  if (field !== document.activeElement && field.value !== text) field.value = text;
+}
+
 function drawFilters() {
   const name = state.sort.replace(/^-/, "");
   choose(byId("filter"), Object.entries(filters()).map(([key, [text]]) => [key, text]), Object.hasOwn(filters(), state.filter) ? state.filter : "all");
@@ -127,8 +132,8 @@ function drawFilters() {
   byId("direction").textContent = falling ? "↓" : "↑";
   byId("direction").title = falling ? "From high to low" : "From low to high";
   byId("filter").classList.toggle("active", state.filter !== "all");
-  if (byId("search").value !== state.q) byId("search").value = state.q;
-  if (byId("curve-search").value !== state.curve) byId("curve-search").value = state.curve;
+  setField(byId("search"), state.q);
+  setField(byId("curve-search"), state.curve);
 }
 
 // --- what is chosen ---
