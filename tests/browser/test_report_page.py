@@ -197,6 +197,7 @@ def test_what_a_model_says_is_shown_as_text_and_does_nothing(page_of):
     assert set(heights) == {86}
 
 
+@pytest.mark.slow
 def test_lines_of_a_megabyte_are_shown_in_part_and_whole_when_asked_for(page_of):
     page = page_of([row(0, 0, LINE), row(0, 1, WORDS), row(5, 0, LINE + "y"), row(5, 1, WORDS + "end")])
     go(page, prompt="0", step="0")
@@ -425,6 +426,7 @@ def test_two_runs_are_side_by_side(page_of):
     assert page.text_content(".card.run-0 .answer") == "Not asked in this run."
 
 
+@pytest.mark.slow
 def test_generations_are_beside_each_other_with_their_history(page_of):
     rows = [
         row(step, 0, f"g{g} {'new' if step > 5 else 'old'}", generation_id=g)
@@ -448,6 +450,7 @@ def test_generations_are_beside_each_other_with_their_history(page_of):
     assert page.text_content("#step-text") == "step 0 of 15"
 
 
+@pytest.mark.slow
 def test_curves_have_their_values_and_lead_to_their_steps(page_of):
     metrics = [{"step": n, "train/loss": "NaN" if n == 7 else 1 / (n + 1), "train/zero": 0} for n in range(21)]
     page = page_of((STEPS, metrics), view="curves")
@@ -487,6 +490,7 @@ def test_tokens_are_coloured_by_their_log_probabilities(page_of):
     assert "no log-probabilities" in page.text_content(".note") and page.text_content(".answer") == "none"
 
 
+@pytest.mark.slow
 def test_light_dark_and_paper(page_of):
     page = page_of(STEPS)
     ground = "getComputedStyle(document.body).backgroundColor"
@@ -507,6 +511,7 @@ def test_light_dark_and_paper(page_of):
     page.evaluate("dispatchEvent(new Event('afterprint')); localStorage.clear()")
 
 
+@pytest.mark.slow
 def test_a_page_that_is_written_anew_keeps_the_reader_s_place(reports):
     place = reports.write(STEPS, reload_s=0.4)
     page = reports.open(place, prompt="3", step="10")
@@ -543,7 +548,8 @@ FRAMES = """async () => {
 }"""
 
 
-def test_ten_thousand_rows_open_in_under_two_seconds_and_scroll(page_of, record_property):
+@pytest.mark.slow
+def test_ten_thousand_rows_open_in_under_two_seconds_and_scroll(page_of):
     random.seed(6)
     words = [f"word{n}" for n in range(500)]
     rows = [row(0, n, " ".join(random.choices(words, k=80)), reward=random.random()) for n in range(10_000)]
