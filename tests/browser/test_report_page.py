@@ -225,7 +225,12 @@ def test_the_policy_stops_what_is_not_the_page(reports):
         )
         for script in tries:
             page.evaluate(f"() => {{ try {{ {script}; }} catch {{ }} }}")
-        assert page.evaluate(f"fetch('{url}').then(() => 'allowed', () => 'refused')") == "refused"
+        assert (
+            page.evaluate(
+                f"fetch('{url}', {{ signal: AbortSignal.timeout(1000) }}).then(() => 'allowed', () => 'refused')"
+            )
+            == "refused"
+        )
         page.wait_for_timeout(100)
         server.setblocking(False)
         with pytest.raises(BlockingIOError):  # nobody has called

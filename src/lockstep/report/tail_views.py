@@ -95,10 +95,11 @@ class LineView:
             self._print(f"the run went back: {tail.taken_back:,} lines were taken back")
         if self._first and (tail.metrics or tail.newest):
             self._first = False
-            step = max((step for step, _ in tail.metrics.values()), default=0)
-            newest = {name: value for name, (_, value) in tail.metrics.items()}
-            if newest:
-                self._print(metrics_line(MetricsRecord(step=step, values=newest)))
+            newest: dict[int, dict[str, float | str]] = {}
+            for name, (step, value) in tail.metrics.items():
+                newest.setdefault(step, {})[name] = value
+            for step in sorted(newest):
+                self._print(metrics_line(MetricsRecord(step=step, values=newest[step])))
             self._print_rows(tail.newest)
             return
         for record in tail.new_metrics:

@@ -42,6 +42,7 @@ def test_a_trend_has_its_lowest_and_its_highest_at_the_ends():
 def tail(tmp_path):
     rows = [{**ROW, "prompt_id": n, "generated_text": f"answer {n} [red]"} for n in range(5)]
     append_jsonl(tmp_path / "samples.jsonl", rows)
+    append_jsonl(tmp_path / "metrics.jsonl", [{"step": 3, "samples/reward": 0.5}])
     append_jsonl(tmp_path / "metrics.jsonl", [{"step": n, "train/loss": 1 / (n + 1)} for n in range(8)])
     tail = Tail(str(tmp_path))
     tail.look()
@@ -72,14 +73,15 @@ def test_lines_begin_with_the_newest_and_go_on_with_all(tail, tmp_path):
     view = LineView(tail, 2, shown)
     view.show()
     first = shown.file.getvalue().splitlines()
-    assert first[0] == "step 7  train/loss 0.125"
-    assert [line.split("  ")[1] for line in first[1:3]] == ["#0.0", "#1.0"]
-    assert first[3:] == ["step 10  … 3 more of 5 samples"]
+    assert first[:2] == ["step 3  samples/reward 0.5", "step 7  train/loss 0.125"]
+    assert [line.split("  ")[1] for line in first[2:4]] == ["#0.0", "#1.0"]
+    assert first[4:] == ["step 10  … 3 more of 5 samples"]
     append_jsonl(tmp_path / "metrics.jsonl", [{"step": 8, "train/loss": 0.1}, {"step": 9, "train/loss": 0.05}])
     tail.look()
     view.show()
-    assert shown.file.getvalue().splitlines()[4:] == ["step 8  train/loss 0.1", "step 9  train/loss 0.05"]
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "train/loss": 1.0}\n')
+    assert shown.file.getvalue().splitlines()[5:] == ["step 8  train/loss 0.1", "step 9  train/loss 0.05"]
+    kept = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)[:3]
+    (tmp_path / "metrics.jsonl").write_text("".join(kept))
     tail.look()
     view.show()
-    assert shown.file.getvalue().splitlines()[6:] == ["the run went back: 9 lines were taken back"]
+    assert shown.file.getvalue().splitlines()[7:] == ["the run went back: 8 lines were taken back"]
