@@ -1,6 +1,6 @@
 """Draws report.png and report-two-runs.png: the page of ``lockstep report`` for a run, and for two.
 
-Run it in the repository's environment with the extra ``browser`` and a chromium on the path::
+Run it in the repository's environment with the extras ``browser`` and ``figures`` and a chromium::
 
     .venv/bin/python docs/images/make_report.py runs/<demo> runs/<first> runs/<second>
 
