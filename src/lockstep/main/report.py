@@ -110,12 +110,12 @@ def watch(given: Sequence[str], output: Path, interval_s: float, sleep: Callable
         while True:
             runs = [find_run(each) for each in given]
             stamp = [run.stamp() for run in runs]  # before reading: what is written meanwhile is seen the next time
-            if all(_has_rows(run) for run in runs):
-                if stamp != last:
-                    make_report(runs, output, interval_s)
-                    last = stamp
-            elif last is None:
-                print(f"{given[0]} has no rows yet; waiting for the first round of samples", flush=True)
+            empty = [run.name for run in runs if not _has_rows(run)]
+            if not empty and stamp != last:
+                make_report(runs, output, interval_s)
+                last = stamp
+            elif empty and last is None:
+                print(f"{' and '.join(empty)}: no rows yet; waiting for the first round of samples", flush=True)
                 last = []
             sleep(interval_s)
     except KeyboardInterrupt:
@@ -125,7 +125,12 @@ def watch(given: Sequence[str], output: Path, interval_s: float, sleep: Callable
 
 
 def _has_rows(run: RunFiles) -> bool:
-    return any(path.stat().st_size for path in run.rows if path.exists())
+    """Whether a whole line is there: the first one may still be written."""
+    for path in run.rows:
+        with open(path, "rb") as file:
+            if file.readline().endswith(b"\n"):
+                return True
+    return False
 
 
 def _place(runs: Sequence[RunFiles]) -> Path:

@@ -80,6 +80,8 @@ def test_a_run_without_rows_is_waited_for(tmp_path, capsys):
 
     def sleep(_):
         looks.append(page.exists() and '"reload_s":7' in page.read_text())
+        if len(looks) == 1:
+            (tmp_path / "samples.jsonl").write_text('{"step": 0, "prom')
         if len(looks) == 2:
             append_jsonl(tmp_path / "samples.jsonl", rows(0))
         if len(looks) == 3:
@@ -87,7 +89,7 @@ def test_a_run_without_rows_is_waited_for(tmp_path, capsys):
 
     assert watch([str(tmp_path)], page, 7, sleep) == 0
     assert looks == [False, False, True]
-    assert capsys.readouterr().out.count("has no rows yet; waiting") == 1
+    assert capsys.readouterr().out.count("no rows yet; waiting") == 1
 
 
 def test_a_page_that_cannot_be_written_says_what_to_do(run):
