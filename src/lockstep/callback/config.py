@@ -47,6 +47,9 @@ class InferenceEvalConfig(EvaluationFields, SamplingBlock):
     max_consecutive_errors: int | None = 5
     """After so many rounds in a row that were skipped, sampling switches itself off for the rest of the run, and says
     so. Null: never."""
+    token_logprobs: bool = False
+    """Write the text and the log-probability of every token into ``samples.jsonl`` too, where ``lockstep report`` shows
+    them in colours. About 25 bytes per token."""
     audit: bool = False
     """Recompute every log-probability with the training forward and log the largest difference, ``logprob_gap``; where
     the engine computes in fewer than 32 bits, also ``logprob_noise``, the largest difference between that forward and

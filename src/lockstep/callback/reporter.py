@@ -22,7 +22,7 @@ from lockstep.report import (
     pass_rates,
     print_table,
 )
-from lockstep.text import Prompt, cut_at_stop, decode
+from lockstep.text import Prompt, cut_at_stop, decode, token_texts
 from lockstep.types import Completion, FinishReason
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class Reporter:
 
         def write_file() -> None:
             if self._samples_path is not None:
-                append_jsonl(self._samples_path, [row.to_dict() for row in rows])
+                append_jsonl(self._samples_path, [row.to_record() for row in rows])
 
         def show() -> None:
             if shown:
@@ -166,7 +166,11 @@ class Reporter:
 
     def _row(self, step: int, prompt: Prompt, completion: Completion) -> Row:
         text = cut_at_stop(decode(self._tokenizer, completion.tokens), self._config.stop)
-        return Row.from_completion(completion, prompt, text, step=step)
+        tokens: tuple[tuple[str, float], ...] = ()
+        if self._config.token_logprobs:
+            texts = token_texts(self._tokenizer, completion.tokens)
+            tokens = tuple(zip(texts, map(float, completion.logprobs), strict=True))
+        return Row.from_completion(completion, prompt, text, step=step, tokens=tokens)
 
 
 def scalars(rows: list[Row], result: RoundResult) -> dict[str, float]:

@@ -25,6 +25,7 @@ class Command:
         config_class: The name of its configuration's dataclass in that module; None: it has none of its own.
         workload_function: ``module:function`` that makes a `Workload` of (name, configuration, model), for
             ``lockstep plan``; None: the command cannot be planned.
+        joins_job: Whether it can be a process of a job, whose end the others must learn of; False: jax is not loaded.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Command:
     module: str
     config_class: str | None = None
     workload_function: str | None = None
+    joins_job: bool = True
 
     def run(self, arguments: Sequence[str]) -> int:
         """Run the command.
@@ -114,6 +116,18 @@ COMMANDS: Final = (
         name="plan",
         summary="compile a configuration for a TPU slice without a TPU: does it fit, how fast",
         module="lockstep.main.plan",
+    ),
+    Command(
+        name="report",
+        summary="make one HTML file of a run: prompts by steps, differences, curves; or of two runs",
+        module="lockstep.main.report",
+        joins_job=False,
+    ),
+    Command(
+        name="tail",
+        summary="show the newest samples and metrics of a run while it goes on",
+        module="lockstep.main.tail",
+        joins_job=False,
     ),
 )
 """Every command, in the order of ``lockstep --help``."""

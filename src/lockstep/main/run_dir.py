@@ -112,6 +112,8 @@ def closing_summary(run_dir: Path, result: TrainResult, num_train_steps: int, sa
 
 def _next_steps(run_dir: Path, saved: str | None, result: TrainResult) -> list[str]:
     steps = []
+    if (run_dir / "samples.jsonl").exists():
+        steps.append(f"lockstep report {run_dir}   # every answer at every step as one HTML page")
     for path in sorted(run_dir.glob("wandb/offline-run-*")):
         steps.append(f"wandb sync {path}   # upload the run with its table of samples")
     if saved is not None:

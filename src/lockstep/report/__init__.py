@@ -3,6 +3,7 @@
 from lockstep.report.background import FINISH_S, BackgroundTracker
 from lockstep.report.background_queue import BackgroundQueue
 from lockstep.report.evaluation_fields import EvaluationFields
+from lockstep.report.html import make_payload, render_page, write_page
 from lockstep.report.jsonl import append_jsonl, drop_later, read_jsonl, repair_jsonl
 from lockstep.report.metrics import (
     Metric,
@@ -15,7 +16,10 @@ from lockstep.report.metrics import (
     pass_rates,
 )
 from lockstep.report.rows import COLUMNS, SAMPLE_COLUMNS, Row, SampleRow, TableRow, metric_names
+from lockstep.report.run_files import RunFiles, find_run
 from lockstep.report.table import print_table, terminal_table
+from lockstep.report.tail import Tail
+from lockstep.report.tail_views import LineView, PanelView
 from lockstep.report.trackers import (
     MAX_TABLE_ROWS,
     WANDB_RUN,
@@ -43,14 +47,18 @@ __all__ = [
     "FINISH_S",
     "JsonlTracker",
     "JsonlTrackerConfig",
+    "LineView",
     "MAX_TABLE_ROWS",
     "Metric",
     "NoopTracker",
     "NoopTrackerConfig",
+    "PanelView",
     "Row",
+    "RunFiles",
     "SampleRow",
     "SAMPLE_COLUMNS",
     "TableRow",
+    "Tail",
     "TensorboardTracker",
     "TensorboardTrackerConfig",
     "Tracker",
@@ -64,14 +72,18 @@ __all__ = [
     "build_tracker",
     "check_metrics",
     "exact_match",
+    "find_run",
     "load_metric",
     "load_metrics",
+    "make_payload",
     "measure",
     "metric_means",
     "metric_names",
     "pass_rates",
     "print_table",
     "read_jsonl",
+    "render_page",
     "repair_jsonl",
     "terminal_table",
+    "write_page",
 ]

@@ -11,6 +11,7 @@ import pytest
 from lockstep.callback import InferenceEvalConfig
 from lockstep.callback.reporter import MAX_WAITING, Reporter
 from lockstep.callback.round import RoundResult
+from lockstep.report import Row
 from lockstep.report.trackers import NoopTracker
 from lockstep.text import Prompt
 from lockstep.types import Completion, FinishReason
@@ -147,3 +148,16 @@ def test_no_table_where_none_is_wanted(tmp_path, capsys):
     made.report(1, PROMPTS, result(), {})
     assert made.flush(30) and len(tracker.calls) == 1
     assert capsys.readouterr().out == "" and (tmp_path / "samples.jsonl").exists()
+
+
+def test_the_file_has_the_log_probabilities_of_tokens_where_they_are_wanted(tmp_path, capsys):
+    tracker = Recorder()
+    made = reporter(tmp_path, tracker, token_logprobs=True)
+    made.report(1, PROMPTS, result(), {})
+    assert made.flush(30)
+    rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [row["token_logprobs"] for row in rows] == [[-1.0], [-1.0]]
+    assert [row["tokens"] for row in rows] == [[row["generated_text"]] for row in rows]
+    (table,) = [call[2] for call in tracker.calls if len(call) == 3]
+    assert not any({"tokens", "token_logprobs"} & set(row) for row in table)
+    assert [Row.from_dict(row).to_dict() for row in rows] == table
