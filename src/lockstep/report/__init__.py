@@ -3,7 +3,9 @@
 from lockstep.report.background import FINISH_S, BackgroundTracker
 from lockstep.report.background_queue import BackgroundQueue
 from lockstep.report.evaluation_fields import EvaluationFields
+from lockstep.report.inspect_log import write_inspect_log
 from lockstep.report.jsonl import append_jsonl, drop_later, read_jsonl, repair_jsonl
+from lockstep.report.judge import JUDGE, Judge, JudgeConfig
 from lockstep.report.metrics import (
     Metric,
     check_metrics,
@@ -14,6 +16,7 @@ from lockstep.report.metrics import (
     metric_means,
     pass_rates,
 )
+from lockstep.report.parquet import check_pyarrow, write_parquet
 from lockstep.report.rows import COLUMNS, SAMPLE_COLUMNS, Row, SampleRow, TableRow, metric_names
 from lockstep.report.table import print_table, terminal_table
 from lockstep.report.trackers import (
@@ -41,8 +44,11 @@ __all__ = [
     "CompositeTracker",
     "EvaluationFields",
     "FINISH_S",
+    "JUDGE",
     "JsonlTracker",
     "JsonlTrackerConfig",
+    "Judge",
+    "JudgeConfig",
     "MAX_TABLE_ROWS",
     "Metric",
     "NoopTracker",
@@ -63,6 +69,7 @@ __all__ = [
     "drop_later",
     "build_tracker",
     "check_metrics",
+    "check_pyarrow",
     "exact_match",
     "load_metric",
     "load_metrics",
@@ -74,4 +81,6 @@ __all__ = [
     "read_jsonl",
     "repair_jsonl",
     "terminal_table",
+    "write_inspect_log",
+    "write_parquet",
 ]
