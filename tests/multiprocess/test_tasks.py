@@ -89,6 +89,7 @@ def body_tasks(hosts, directory, tasks):
     # The harness sets variables of the environment when it is imported.
     with (
         mock.patch.dict(os.environ),
+        mock.patch.object(tqdm, "monitor_interval", 0),
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.redirect_stderr(io.StringIO()),
     ):

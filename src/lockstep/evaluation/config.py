@@ -39,6 +39,8 @@ class TasksConfig:
         given: object = self.names
         if isinstance(given, str):
             raise ConfigError(f"tasks.names is {given!r}; it must be a list. Use [{given!r}].")
+        if not all(self.names):
+            raise ConfigError("tasks.names has an empty name. Name a task there, or remove it.")
         if len(set(self.names)) < len(self.names):
             raise ConfigError(f"tasks.names has a task twice: {', '.join(self.names)}. Name each once.")
         for each in dataclasses.fields(self):

@@ -153,8 +153,8 @@ def named(arguments: Sequence[str]) -> list[str]:
             continue
         key, equals, value = word.partition("=")
         if not equals:
-            value = rest.pop(0) if rest else ""
-        if key == "--tasks" and value[:1] not in ("{", "["):
+            value = rest.pop(0) if rest and not rest[0].startswith("--") else ""
+        if key == "--tasks" and value and value[0] not in "{[":
             value = json.dumps([each.strip() for each in value.split(",")])
         changed += ["--tasks.names" if key == "--tasks" and value[:1] == "[" else key, *([value] if value else [])]
     return changed

@@ -219,6 +219,8 @@ class Judge:
                     raise LockstepError(f"the reply is longer than {MAX_REPLY_BYTES} bytes")
                 if self._clock() > end:
                     raise TimeoutError(f"the reply was not complete after {timeout_s:g} s")
+            if response.length:
+                raise ConnectionError("the reply ended too early")
         try:
             content: Any = json.loads(received)["choices"][0]["message"]["content"]
         except (ValueError, LookupError, TypeError):

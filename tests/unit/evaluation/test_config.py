@@ -12,6 +12,7 @@ from lockstep.evaluation import TasksConfig
     [
         ({"names": "gsm8k"}, r"names is 'gsm8k'; it must be a list. Use \['gsm8k'\]"),
         ({"names": ["a", "a"]}, "has a task twice"),
+        ({"names": ["a", ""]}, "has an empty name"),
         ({"limit": 3}, "tasks.limit is 3 and tasks.names is empty, so that it has no effect"),
         ({"names": ["a"], "limit": 0}, "limit is 0; it must be at least 1, or null"),
         ({"names": ["a"], "num_fewshot": -1}, "num_fewshot is -1"),
