@@ -94,7 +94,7 @@ class InferenceEvalConfig(EvaluationFields, SamplingBlock):
             )
         self.check_sampling()
         try:
-            check_metrics([*self.metrics, *([] if self.judge is None else [JUDGE])])
+            check_metrics(self.metrics, taken=() if self.judge is None else (JUDGE,))
             if self.enabled and not isinstance(self.prompts, str):
                 self.check_prompts_per_round(len(read_prompts(self.prompts)))
         except LockstepError as error:

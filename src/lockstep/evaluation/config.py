@@ -14,7 +14,7 @@ class TasksConfig:
     """
 
     names: list[str] = dataclasses.field(default_factory=list)
-    """Tasks, groups or tags by the harness's names, or the paths of task files (``.yaml``). Empty: no tasks."""
+    """Tasks, groups or tags by the harness's names, or the paths of task files (YAML). Empty: no tasks."""
     task_dir: str | None = None
     """A directory with task files of your own, which are looked through first; on the leader alone."""
     every: int | None = None

@@ -167,7 +167,7 @@ def _rows(step: int, task: str, samples: list[Mapping[str, Any]]) -> Iterator[Ta
     """A row for each question; where a task has several filters, their scores stand side by side."""
     rows: dict[int, TaskRow] = {}
     for sample in samples:
-        scores = {
+        scores: dict[str, float | None] = {
             _score_name(name, sample["filter"]): float(sample[name])
             for name in sample["metrics"]
             if _is_number(sample[name]) and _score_name(name, sample["filter"]) not in TASK_COLUMNS

@@ -98,7 +98,7 @@ def raises(ask):
 @pytest.mark.parametrize(
     ("work", "made", "max_seconds", "text"),
     [
-        (raises, Engine, 30.0, "PeerError: 1 of 2 processes failed at 'tasks/question 1'. process 0: KeyError"),
+        (raises, Engine, 30.0, "PeerError: 1 of 2 processes failed at 'tasks#1/question 1'. process 0: KeyError"),
         (
             lambda ask: threading.Event().wait(0.5),
             Engine,
