@@ -37,7 +37,7 @@ from benchmarks.shapes import Load, Mix
 from benchmarks.workers import report, run_workers, write_json
 
 SMALL, LARGE = Load(8, 64, 64), Load(16, 256, 128)
-MIX, QUICK_MIX = Mix(400, 512, 256, slots=32), Mix(48, 64, 48, slots=8)
+MIX, QUICK_MIX = Mix(128, 512, 256, slots=32), Mix(48, 64, 48, slots=8)
 GOALS = {
     "decode_vs_floor": (">=", 0.8),
     "prefill_vs_floor": (">=", 0.8),
@@ -77,7 +77,7 @@ def main() -> int:
 def measure(quick: bool, console: Console) -> dict[str, Any]:
     """All rows; keys beyond the table's are further figures."""
     rows: dict[str, Any] = dict.fromkeys(GOALS)
-    repeats, peers_every = (4, 4) if quick else (9, 3)
+    repeats, peers_every = (4, 4) if quick else (6, 3)
     # The short mix takes as many slots as the small load has prompts, and so the same programs.
     ours = Ours(one_device(), **({"max_seqs": QUICK_MIX.slots} if quick else {}))
     contestants: dict[str, Contestant] = {"floor": Floor(), "ours": ours}
@@ -94,7 +94,7 @@ def measure(quick: bool, console: Console) -> dict[str, Any]:
     for load in (SMALL,) if quick else (SMALL, LARGE):
         if load is LARGE:
             contestants["floor"] = Floor(context=True)
-            repeats = peers_every = 5  # Levanter takes 20 s for one of these
+            repeats = peers_every = 3  # Levanter takes 20 s for one of these
             if "levanter" in contestants:
                 contestants["levanter"] = Levanter(load, one_device())
         times = side_by_side(contestants, load, repeats, peers_every=peers_every, warm=first if load is SMALL else ())
@@ -118,7 +118,7 @@ def measure(quick: bool, console: Console) -> dict[str, Any]:
         slots = Ours(one_device(), max_seqs=MIX.slots)
         steady = Load(MIX.slots, MIX.prompt_tokens // 2, MIX.new_tokens // 2)
         slots.engine.prepare(slots.model, MIX.requests())
-        times = side_by_side({"ours": slots}, steady, 3)
+        times = side_by_side({"ours": slots}, steady, 2)
         rows |= mixed(MIX, slots, times["ours"].decode_rate(steady), console)
     rows |= host_share(Load(256, 16, 4 if quick else 32), console)
     if not quick:
@@ -218,7 +218,7 @@ def worker(name: str) -> int:
         hosts = start()
         mesh = make_mesh("auto")
         contestant = Ours(mesh) if name == "ours" else Levanter(SMALL, mesh)
-        times = side_by_side({name: contestant}, SMALL, 2)
+        times = side_by_side({name: contestant}, SMALL, 2 if name == "ours" else 1)
         if hosts.is_leader:
             report(times[name].decode_rate(SMALL))
 

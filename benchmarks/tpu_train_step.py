@@ -2,6 +2,8 @@
 
     JAX_PLATFORMS=cpu .venv/bin/python -m benchmarks.tpu_train_step --case llama-3-8b --json one.json
 
+With ``--maker ours --maker levanter`` Levanter's own train step is compiled beside it.
+
 ``docs/performance.md`` says what the numbers mean.
 """
 
@@ -83,6 +85,20 @@ def train_step(case: Case, found: Topology, cache: CompileCache) -> Summary:
     return compile_step(workload, mesh, make_state(workload, mesh), cache, microbatches=microbatches)
 
 
+def levanter_step(case: Case, found: Topology, cache: CompileCache) -> Summary:
+    """Levanter's own train step for the same model, slice, batch and float types, compiled."""
+    from benchmarks.levanter_step import lower_step
+
+    lowered = lower_step(
+        case.preset.config, case.preset.vocab_size, found.devices, sequences=case.sequences, length=case.length,
+        at_a_time=case.at_a_time, steps=STEPS,
+    )  # fmt: skip
+    return cache(lowered, "levanter")
+
+
+MAKERS = {"ours": train_step, "levanter": levanter_step}
+
+
 def workload_of(case: Case) -> Workload:
     """The train step of a case, as a configuration of ``train-lm`` asks for it."""
     columns = {
@@ -155,8 +171,9 @@ ROWS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
 
 def table(results: list[dict[str, Any]]) -> str:
     """The table of ``docs/performance.md``, in Markdown."""
+    heads = [f"{result['maker']}: {result['model']} on {result['slice_name']}" for result in results]
     lines = [
-        "| | " + " | ".join(f"{result['model']} on {result['slice_name']}" for result in results) + " |",
+        "| | " + " | ".join(heads) + " |",
         "|---|" + "---:|" * len(results),
     ]
     lines += [f"| {name} | " + " | ".join(show(result) for result in results) + " |" for name, show in ROWS]
@@ -176,6 +193,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", choices=[case.model for case in CASES], help="default: all")
     parser.add_argument("--layers", type=int, help="in place of the model's own, to compile faster")
+    parser.add_argument("--maker", action="append", choices=list(MAKERS), help="default: ours")
     parser.add_argument("--cache_dir", type=Path, help="where compiled results are kept; default: nowhere")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="only print the table of such files")
@@ -189,12 +207,14 @@ def main() -> None:
             continue
         case = dataclasses.replace(case, layers=options.layers)
         found = topology(case.slice_name)
-        start = time.monotonic()
         cache = CompileCache(case.slice_name, options.cache_dir, lambda name, what: print(name, what, file=sys.stderr))
-        compiled = figures(case, found, train_step(case, found, cache))
-        results.append(dataclasses.asdict(case) | compiled | {"seconds": time.monotonic() - start})
-        if options.json:
-            options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        for maker in options.maker or ["ours"]:
+            start = time.monotonic()
+            compiled = figures(case, found, MAKERS[maker](case, found, cache))
+            seconds = time.monotonic() - start
+            results.append(dataclasses.asdict(case) | {"maker": maker} | compiled | {"seconds": seconds})
+            if options.json:
+                options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print(table(results))
 
 

@@ -124,7 +124,7 @@ def test_training_goes_on_on_two_processes_after(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, ON_FOUR])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     "phase",
     ["compiling_the_train_step", "reading_prompts", "preparing", "generating", "decoding", "auditing", "reporting"],
@@ -260,9 +260,9 @@ def ends_command(*arguments):
     [
         pytest.param("before", 2, marks=pytest.mark.slow),
         ("during", 2),
-        pytest.param("after", 2, marks=pytest.mark.slow),
+        pytest.param("after", 2, marks=[pytest.mark.slow, pytest.mark.nightly]),
         pytest.param("during", 4, marks=pytest.mark.slow),
-        pytest.param("after", 4, marks=pytest.mark.slow),
+        pytest.param("after", 4, marks=[pytest.mark.slow, pytest.mark.nightly]),
     ],
 )
 def test_a_host_dies(when, processes, tmp_path):
@@ -273,10 +273,10 @@ def test_a_host_dies(when, processes, tmp_path):
 @pytest.mark.parametrize(
     ("when", "processes"),
     [
-        pytest.param("before", 2, marks=pytest.mark.slow),
+        pytest.param("before", 2, marks=pytest.mark.nightly),
         ("during", 2),
-        pytest.param("after", 2, marks=pytest.mark.slow),
-        pytest.param("during", 4, marks=pytest.mark.slow),
+        pytest.param("after", 2, marks=pytest.mark.nightly),
+        ("during", 4),
     ],
 )
 def test_the_leader_dies(when, processes, tmp_path):

@@ -326,7 +326,7 @@ class LlamaLMHeadModel(eqx.Module):
         frequencies = hax.named(jnp.asarray(rotary_frequencies(config)), "half_head")
         angles = positions.astype(jnp.float32) * frequencies.broadcast_axis(positions.axes)
         # A table sharded by embed would leave the stream sharded by embed, and XLA would replicate it.
-        x = hax.auto_sharded(hax.auto_sharded(self.embed).take("vocab", input_ids))
+        x = hax.auto_sharded(self.embed.take("vocab", input_ids))
         if config.variant.embed_scale is not None:
             x = x * jnp.asarray(config.variant.embed_scale, x.dtype)
         x = self.layers.fold(rms_norm(x, self.embed_norm, config), angles, segment_ids)

@@ -87,7 +87,8 @@ def fsdp_floor(model: PyTree, mesh_shape: Mapping[str, int], *, microbatches: in
     and gathered again for the backward pass (Rajbhandari et al. 2020, arXiv 1910.02054, section 7.2.2); other weights
     are gathered once; gradients, which frozen weights do not have, are summed while they are scattered, each once. Of
     an array of B bytes on n devices, gathering and scattering receive B (n - 1) / n each. Where there are replicas
-    (``dp``), what a device has of the gradients is summed over them once per step.
+    (``dp``), what a device has of the gradients is summed over them once per step. A table that is only looked up, next
+    to an output layer, stays where it is: devices exchange the columns of the tokens' rows, which is not counted.
 
     Args:
         model: The parameters as haliax arrays, or their shapes, those of a `LoraModel` that are frozen too.
@@ -98,6 +99,9 @@ def fsdp_floor(model: PyTree, mesh_shape: Mapping[str, int], *, microbatches: in
     total = 0.0
     trained, frozen = split_trained(model)
     parameters = [(axes, 1) for _, axes in _parameters(trained)] + [(axes, 0) for _, axes in _parameters(frozen)]
+    tables = [each for each in parameters if {axis.name for axis in each[0]} == {"vocab", "embed"}]
+    if len(tables) > 1:
+        parameters.remove(tables[0])
     for axes, gradients in parameters:
         split = {PARAMETER_AXES.get(axis.name) for axis in axes}
         size = itemsize * hax.axis.axis_size(axes) / (mesh_shape["tp"] if "tp" in split else 1)

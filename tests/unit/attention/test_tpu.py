@@ -84,7 +84,10 @@ def rows() -> tuple[np.ndarray, ...]:
     return start, table, page
 
 
-@pytest.mark.parametrize("queries", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (8, 64))])
+@pytest.mark.parametrize(
+    "queries",
+    [3, pytest.param(8, marks=[pytest.mark.slow, pytest.mark.nightly]), pytest.param(64, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize(("kv_heads", "group", "head"), HEADS[:2])
 def test_prefill(kv_heads: int, group: int, head: int, queries: int) -> None:
     heads = Heads(kv_heads=kv_heads, group=group, head_size=head)

@@ -22,15 +22,21 @@ def answers(mesh: str, model: Any, **options: Any) -> list[Completion]:
     return Engine(EngineConfig(), mesh_of(mesh), **options).generate(model, mixed_requests())
 
 
-QUICK = ("gemma",)
-"""The families of `make test`; the decoder is compared with a plain forward for each."""
+QUICK, SLOW = ("gemma",), ("llama3", "tied")
+"""The families of `make test` and of `make slow`; the decoder is compared with a plain forward for each."""
+
+
+def marks(family: str) -> list[pytest.MarkDecorator]:
+    if family in QUICK:
+        return []
+    return [pytest.mark.slow] if family in SLOW else [pytest.mark.slow, pytest.mark.nightly]
 
 
 @pytest.mark.parametrize(
     ("mesh", "family"),
     [
         ("1,1,1", "llama"),
-        *(pytest.param("1,2,2", each, marks=[] if each in QUICK else [pytest.mark.slow]) for each in FAMILIES),
+        *(pytest.param("1,2,2", each, marks=marks(each)) for each in FAMILIES),
     ],
 )
 def test_the_engine_agrees_with_the_training_forward(mesh: str, family: str) -> None:

@@ -183,8 +183,11 @@ def test_fsdp_gathers_weights_layer_by_layer_and_never_activations() -> None:
     with jax.set_mesh(mesh):
         text = step.lower(model, hax.named(batch, ids.axes)).compile().as_text()
     gathers = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(.*?op_name=\"([^\"]*)\"", text)
+    exchanges = re.findall(r" all-to-all\(.*?op_name=\"([^\"]*)\"", text)
     assert gathers
     # 12 positions occur in no weight; stacked weights would show their 2 layers in front.
     stacked_or_activation = [shape for shape, _ in gathers if "12" in shape.split(",") or shape.startswith("2,24,")]
     assert not stacked_or_activation
-    assert "all-to-all" not in text
+    # The embedding stays split by columns: devices exchange those of the rows of their tokens, and gradients back.
+    assert len(exchanges) == 2 and not [name for name in exchanges if "layer" in name]
+    assert "32,24" not in [shape for shape, _ in gathers]

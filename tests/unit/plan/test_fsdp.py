@@ -29,6 +29,14 @@ def test_layers_are_gathered_twice_other_weights_once_and_gradients_scattered_on
     assert fsdp_floor(given, mesh(1, 1, 1), microbatches=5, itemsize=2) == 0
 
 
+def test_a_table_that_is_looked_up_is_not_gathered() -> None:
+    tied, table = (
+        model(**tables) for tables in ({"embed": (VOCAB, EMBED)}, {"embed": (VOCAB, EMBED), "head": (EMBED, VOCAB)})
+    )
+    one, two = (fsdp_floor(given, mesh(1, 4, 1), microbatches=5, itemsize=2) for given in (tied, table))
+    assert one == two == 5 * 2 * 2 * 1024 * 512 * 3 // 4
+
+
 def test_tensor_parallelism_leaves_each_device_a_part_to_gather() -> None:
     given = model(up=(LAYER, EMBED, MLP))
     assert fsdp_floor(given, mesh(1, 4, 2), microbatches=1, itemsize=2) == 3 * 2 * (3 * 1024 * 1024) * 3 // 4
@@ -42,7 +50,7 @@ def test_frozen_weights_are_gathered_and_nothing_of_them_is_scattered() -> None:
         return fsdp_floor(part, mesh(dp, 4, 1), microbatches=5, itemsize=2)
 
     layers = sum(leaf.size for leaf in jax.tree.leaves(base.layers))
-    rest = sum(leaf.size for leaf in jax.tree.leaves(base)) - layers
+    rest = sum(leaf.size for leaf in jax.tree.leaves(base)) - layers - base.embed.array.size
     for dp in (1, 2):
         model = LoraModel(base=base, adapters=adapters, scale=lora.scale)
         assert floor(dp, model) - floor(dp, adapters) == pytest.approx(5 * 2 * (2 * layers + rest) * 3 / 4, abs=8)

@@ -1,5 +1,6 @@
 """Top-k and top-p from a short list of the most probable tokens, which nearly always decides what they keep."""
 
+import math
 from typing import Final, NamedTuple
 
 import jax
@@ -33,13 +34,20 @@ class Shortlist(NamedTuple):
     @classmethod
     def of(cls, candidates: Candidates) -> "Shortlist":
         """The short list of a whole vocabulary, or all of it where it is small."""
-        size = candidates.scores.shape[1]
         # Of equal numbers lax.top_k takes the first, but it puts -0 after 0, which are equal here.
         scores = jnp.where(candidates.scores == 0, 0.0, candidates.scores)
-        # Where a slice of the result is used, XLA sorts the whole vocabulary on CPU, which takes 50 times as long; the
-        # barriers hide that. One barrier for both ends the compiler where the list is the whole vocabulary.
-        scores, ids = jax.lax.top_k(scores, min(size, SIZE))
-        return cls(jax.lax.optimization_barrier(scores), jax.lax.optimization_barrier(ids))
+        vocab = scores.shape[1]
+        width = 1 << round(math.log2(vocab / SIZE) / 2) if vocab > 16 * SIZE else 1
+        if width == 1:
+            return cls(*_top(scores, min(vocab, SIZE)))
+        # A token of the list is in one of the SIZE runs of ids with the largest maxima: each of these has a token
+        # before it. Together the two lists are searched in 2 sqrt(SIZE * vocab) numbers, in place of vocab.
+        runs = jnp.pad(scores, ((0, 0), (0, -vocab % width)), constant_values=-jnp.inf).reshape(len(scores), -1, width)
+        _, best = _top(jnp.max(runs, axis=2), SIZE)
+        best = jnp.sort(best, axis=1)  # of equal numbers the least id comes first
+        within = jnp.take_along_axis(runs, best[:, :, None], axis=1)
+        found, entry = _top(within.reshape(len(scores), -1), SIZE)
+        return cls(found, jnp.take_along_axis(best, entry // width, axis=1) * width + entry % width)
 
     def threshold(
         self, candidates: Candidates, k: Int[Array, " slot"], p: Float[Array, " slot"]
@@ -97,3 +105,13 @@ class Shortlist(NamedTuple):
             jnp.where(whole, all_tokens.least, last_of(bits)), jnp.where(whole, all_tokens.last, last_of(self.ids))
         )
         return threshold, decided
+
+
+def _top(
+    numbers: Float[Array, "slot number"], size: int
+) -> tuple[Float[Array, "slot entry"], Int[Array, "slot entry"]]:
+    """The largest numbers and where they are, the first of equal ones first."""
+    # Where a slice of the result is used, XLA sorts all numbers on CPU, which takes 50 times as long; the barriers hide
+    # that. One barrier for both ends the compiler where the list is the whole vocabulary.
+    found, places = jax.lax.top_k(numbers, size)
+    return jax.lax.optimization_barrier(found), jax.lax.optimization_barrier(places)

@@ -11,11 +11,11 @@ from haliax import NamedArray
 from jaxtyping import Array, Bool, Float, Int
 
 from lockstep.errors import ConfigError
-from lockstep.training.objectives.vocab_blocks import VocabBlocks
+from lockstep.training.objectives.vocab_blocks import VocabBlocks, logits_fit
 
-LOGITS_BYTES: Final = 128 * 2**20
-"""The bytes of float32 logits that a device may have at once. Fewer are kept for the backward pass, where they would
-else be computed again."""
+LOGITS_BYTES: Final = 64 * 2**20
+"""The bytes of float32 logits and of their gradients that a device may have at once. Fewer logits are kept for the
+backward pass, where they would else be computed again."""
 
 
 def needs_vocab_blocks(tokens: int, vocab: int) -> bool:
@@ -25,7 +25,7 @@ def needs_vocab_blocks(tokens: int, vocab: int) -> bool:
         tokens: The number of tokens of a device's microbatch.
         vocab: The number of token ids whose logits a device makes.
     """
-    return 4 * tokens * vocab > LOGITS_BYTES
+    return not logits_fit(tokens, vocab, most=LOGITS_BYTES)
 
 
 @runtime_checkable
@@ -53,8 +53,8 @@ class OutputLayer(Protocol):
 def token_logprobs(model: Any, batch: Mapping[str, Array]) -> Float[Array, "... target"]:
     """Return the log-probability that a model gives to each token but the first, from the tokens before it.
 
-    The logits of an `OutputLayer` are made for blocks of the vocabulary where those of a device are more than
-    `LOGITS_BYTES`. Any other model returns all of them.
+    The logits of an `OutputLayer` are made for blocks of the vocabulary where those of a device and their
+    gradients are more than `LOGITS_BYTES`. Any other model returns all of them.
 
     Args:
         model: An `OutputLayer`, such as `lockstep.models.LlamaLMHeadModel`; or a function of a haliax array with axes
@@ -76,19 +76,19 @@ def token_logprobs(model: Any, batch: Mapping[str, Array]) -> Float[Array, "... 
     inputs = [hax.named(tokens, ("batch", "position"))]
     if "segment_ids" in batch:
         inputs.append(hax.named(batch["segment_ids"].reshape(tokens.shape), ("batch", "position")))
-    if not isinstance(model, OutputLayer):
+    # All positions, so that their number stays that of whole tiles and no logits are copied: the last one is dropped.
+    targets = jnp.roll(tokens, -1, axis=-1)
+    if isinstance(model, OutputLayer):
+        states = model.activations(*inputs)
+        blocks = VocabBlocks.of(states, model.lm_head_array(), model.logit_soft_cap, most=LOGITS_BYTES)
+        if blocks is None:
+            found = _picked(model.logits(states), targets)
+        else:
+            rows = states.rearrange(("batch", "position", "embed")).array
+            found = blocks(rows, model.lm_head_array().array, targets)
+    else:
         _check_arguments(model, len(inputs))
-        return _picked(model(*inputs), tokens).reshape(*shape[:-1], -1)
-    states = model.activations(*inputs)
-    blocks = VocabBlocks.of(states, model.lm_head_array(), model.logit_soft_cap, most=LOGITS_BYTES)
-    if blocks is None:
-        return _picked(model.logits(states), tokens).reshape(*shape[:-1], -1)
-    # All positions, so that their number stays that of whole tiles: the last one's target is dropped.
-    found = blocks(
-        states.rearrange(("batch", "position", "embed")).array,
-        model.lm_head_array().array,
-        jnp.roll(tokens, -1, axis=-1),
-    )
+        found = _picked(model(*inputs), targets)
     return found[:, :-1].reshape(*shape[:-1], -1)
 
 
@@ -109,10 +109,11 @@ def target_mask(batch: Mapping[str, Array]) -> Bool[Array, "... target"]:
     return mask & (segments[..., 1:] == segments[..., :-1]) & (segments[..., 1:] != 0)
 
 
-def _picked(logits: NamedArray, tokens: Int[Array, "row position"]) -> Float[Array, "row target"]:
-    before = logits.rearrange(("batch", "position", "vocab")).array[:, :-1].astype(jnp.float32)
-    picked = jnp.take_along_axis(before, tokens[:, 1:, None], axis=-1)[..., 0]
-    return picked - jax.nn.logsumexp(before, axis=-1)
+def _picked(logits: NamedArray, targets: Int[Array, "row position"]) -> Float[Array, "row position"]:
+    every = logits.rearrange(("batch", "position", "vocab")).array.astype(jnp.float32)
+    # The gradient of a sum is fused with that of the log-sum-exp; that of an index is another array of all logits.
+    hit = targets[..., None] == jnp.arange(every.shape[-1])
+    return jnp.sum(jnp.where(hit, every, 0.0), axis=-1) - jax.nn.logsumexp(every, axis=-1)
 
 
 def _check_arguments(model: Any, count: int) -> None:

@@ -20,6 +20,20 @@ from lockstep.placement import PARAMETER_AXES
 LANES: Final = 128
 """Blocks are a multiple of this many token ids, the width of a TPU's tile."""
 
+LEAST: Final = 4096
+"""Token ids that a block has at least: each block's product is added to the gradient of all hidden states."""
+
+
+def logits_fit(tokens: int, vocab: int, *, most: int) -> bool:
+    """Whether a device may have all its logits and their gradients at once.
+
+    Args:
+        tokens: The number of tokens of a device's microbatch.
+        vocab: The number of token ids whose logits a device makes.
+        most: The bytes of float32 logits and of their gradients that a device may have.
+    """
+    return _bytes(tokens, vocab) <= most
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VocabBlocks:
@@ -48,14 +62,18 @@ class VocabBlocks:
     gathered: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
     @classmethod
-    def of(cls, states: hax.NamedArray, head: hax.NamedArray, soft_cap: float | None, *, most: int) -> Self | None:
+    def of(
+        cls, states: hax.NamedArray, head: hax.NamedArray, soft_cap: float | None, *, most: int, least: int = LEAST
+    ) -> Self | None:
         """Choose the blocks, for the mesh and the axis mapping that are set.
 
         Args:
             states: The hidden states ``[batch, position, embed]``.
             head: The output layer.
             soft_cap: The soft cap of the logits; None for none.
-            most: The bytes of float32 logits that a device may have at once.
+            most: The bytes of float32 logits and of their gradients that a device may have at once, unless a block of
+                ``least`` has more.
+            least: The number of token ids that a block has at least.
 
         Returns:
             The blocks; None where all logits are no more than that.
@@ -70,10 +88,10 @@ class VocabBlocks:
             mesh, rows, split, gathered = None, (), (), ((), ())
         vocab = head.resolve_axis("vocab").size // _size(mesh, split)
         tokens = math.prod(axis.size for axis in states.axes if axis.name != "embed") // _size(mesh, rows)
-        if 4 * tokens * vocab <= most:
+        if logits_fit(tokens, vocab, most=most):
             return None
         return cls(
-            size=min(vocab, max(LANES, most // (4 * tokens) // LANES * LANES)),
+            size=min(vocab, max(least, most // _bytes(tokens, LANES) * LANES)),
             vocab_first=head.axes[0].name == "vocab",
             soft_cap=soft_cap,
             mesh=mesh,
@@ -233,20 +251,27 @@ class _Block:
         return (self.ids == targets[:, None]) & self.fresh
 
 
+def _bytes(tokens: int, vocab: int) -> int:
+    return 2 * 4 * tokens * vocab
+
+
 def _count(vocab: int, blocks: VocabBlocks) -> int:
     return -(-vocab // blocks.size)
 
 
 def _gather(head: Array, blocks: VocabBlocks) -> Array:
     for axis, names in enumerate(blocks.gathered):
-        head = jax.lax.all_gather(head, names, axis=axis, tiled=True) if names else head
+        # With one device a gather is a copy.
+        split = _size(blocks.mesh, names) > 1
+        head = jax.lax.all_gather(head, names, axis=axis, tiled=True) if split else head
     return head
 
 
 def _scatter(of_head: Array, blocks: VocabBlocks) -> Array:
     """Return a device's part of the sum over all rows, as the output layer is stored."""
     for axis, names in enumerate(blocks.gathered):
-        of_head = jax.lax.psum_scatter(of_head, names, scatter_dimension=axis, tiled=True) if names else of_head
+        split = _size(blocks.mesh, names) > 1
+        of_head = jax.lax.psum_scatter(of_head, names, scatter_dimension=axis, tiled=True) if split else of_head
     scattered = {*itertools.chain(*blocks.gathered)}
     copies = tuple(name for name in blocks.rows if name not in scattered and _size(blocks.mesh, (name,)) > 1)
     of_head = jax.lax.psum(of_head, copies) if copies else of_head

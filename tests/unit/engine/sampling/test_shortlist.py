@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from lockstep.engine.sampling.filters import Candidates
 from lockstep.engine.sampling.shortlist import SIZE, Shortlist
@@ -30,3 +31,16 @@ def test_a_shortlist_says_where_it_ends_too_early() -> None:
     assert decides(flat, SIZE, 0.9) and not decides(flat, 0, 0.9)
     assert decides(flat, 0, SIZE / VOCAB) and not decides(flat, 0, (SIZE + 1) / VOCAB)
     assert decides(flat[:, :SIZE], 0, 0.999), "the list is the vocabulary"
+
+
+@pytest.mark.parametrize("vocab", [100, 2000, 5001, 32000])
+def test_a_list_is_the_head_of_the_whole_order(vocab):
+    """Few different scores, so that equal ones are on both sides of every border; -0 is 0; some may not be drawn."""
+    draw = np.random.default_rng(vocab)
+    scores = np.round(draw.normal(size=(3, vocab)) * 3).astype(np.float32) / 3
+    scores[1] = np.where(draw.random(vocab) < 0.99, -np.inf, -0.0)
+    scores[2] = 0.0
+    found = jax.jit(lambda each: Shortlist.of(Candidates.of(each, jnp.arange(vocab))))(scores)
+    order = np.argsort(-scores, axis=1, kind="stable")[:, :SIZE]
+    np.testing.assert_array_equal(found.ids, order)
+    np.testing.assert_array_equal(found.scores, np.take_along_axis(scores, order, axis=1))

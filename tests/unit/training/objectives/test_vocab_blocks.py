@@ -13,7 +13,7 @@ from lockstep.plan.hlo import Hlo
 from lockstep.training.objectives.vocab_blocks import VocabBlocks
 
 ROWS, POSITIONS, EMBED = 4, 6, 8
-MOST = 4 * 24 * 128  # of all tokens, the logits of 128 token ids
+MOST = 2 * 4 * 24 * 128  # of all tokens, the logits of 128 token ids and their gradients
 AXES = {False: ("embed", "vocab"), True: ("vocab", "embed")}
 
 
@@ -29,7 +29,7 @@ def arrays(vocab, vocab_first=False, dtype=np.float32):
 
 def blockwise(states, head, targets, *, vocab_first=False, cap=None, most=MOST):
     named = (hax.named(states, ("batch", "position", "embed")), hax.named(head, AXES[vocab_first]))
-    blocks = VocabBlocks.of(*named, cap, most=most)
+    blocks = VocabBlocks.of(*named, cap, most=most, least=128)
     assert blocks is not None
     return blocks(states, head, targets)
 
