@@ -50,7 +50,7 @@ class HarnessThread[Result]:
         self._questions: queue.SimpleQueue[Question | Exception] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[list[Completion] | GivenUp] = queue.SimpleQueue()
         self._given_up = threading.Event()
-        self._released = False
+        self._asked = self._released = False
         self._thread = threading.Thread(target=self._run, name="lockstep-harness", daemon=True)
         self._thread.start()
 
@@ -106,6 +106,7 @@ class HarnessThread[Result]:
             raise GivenUp
         if self._released:
             raise LockstepError("the harness asked again after its last question. This is a fault of the task's.")
+        self._asked = True
         self._questions.put(Question(requests=requests, last=last))
         answers = self._answers.get()
         if isinstance(answers, GivenUp):
@@ -119,6 +120,8 @@ class HarnessThread[Result]:
         try:
             with leader_only():
                 result = self._work(self._ask)
+                if self._asked and not self._released:
+                    self._ask([], True)  # its last question was one that needs no model
         except Exception as caught:
             error = caught
         except BaseException as caught:  # SystemExit: a task's file is a program of the user's

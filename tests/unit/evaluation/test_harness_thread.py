@@ -36,6 +36,16 @@ def test_questions_are_answered_and_the_result_comes_after_the_last():
     assert thread.wait(5) and done.found == [([["A"], ["B"]], None)]
 
 
+def test_work_that_ends_after_a_question_that_was_not_its_last_releases_the_hosts():
+    thread, done = started(lambda ask: ask(["a"], False))
+    thread.next_question(5)
+    thread.answer(["A"])
+    last = thread.next_question(5)
+    assert (last.requests, last.last, done.found) == ([], True, [])
+    thread.answer([])
+    assert thread.wait(5) and done.found == [(["A"], None)]
+
+
 def test_no_question_yet_is_none():
     free = threading.Event()
     thread, _ = started(lambda ask: free.wait(5) and ask(["a"], True))
