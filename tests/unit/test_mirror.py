@@ -50,6 +50,8 @@ COVERED_BY = {
     "engine/prepare.py": "tests/unit/engine/test_engine.py",
     # Steps of a whole round, run or plan.
     "batch_inference/generate.py": "tests/unit/batch_inference/test_run.py",
+    "evaluation/results.py": "tests/unit/evaluation/test_harness.py",
+    "evaluation/task_rounds.py": "tests/multiprocess/test_tasks.py",
     "callback/round.py": "tests/unit/callback/test_sample_callback.py",
     **{
         f"training/grpo/{part}.py": "tests/unit/training/grpo/test_rollouts.py"

@@ -101,6 +101,18 @@ COMMANDS: Final = (
         workload_function="lockstep.main.plan_workload:sampling_workload",
     ),
     Command(
+        name="eval",
+        summary="score a checkpoint by tasks of lm-evaluation-harness",
+        module="lockstep.main.eval",
+        config_class="EvalConfig",
+    ),
+    Command(
+        name="convert",
+        summary="write the rows of a run as Parquet or as logs of inspect_ai",
+        module="lockstep.main.convert",
+        config_class="ConvertConfig",
+    ),
+    Command(
         name="export",
         summary="make a Hugging Face checkpoint of a training checkpoint",
         module="lockstep.main.export",

@@ -67,7 +67,8 @@ def rewind(run_dir: Path, *, metrics_step: int, samples_step: int) -> None:
     """
     for path in run_dir.glob("metrics*.jsonl"):
         drop_later(path, metrics_step)
-    drop_later(run_dir / "samples.jsonl", samples_step)
+    for name in ("samples.jsonl", "tasks.jsonl"):
+        drop_later(run_dir / name, samples_step)
     drop_later(run_dir / ROLLOUTS_FILE, metrics_step)
 
 

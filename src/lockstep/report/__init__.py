@@ -4,7 +4,9 @@ from lockstep.report.background import FINISH_S, BackgroundTracker
 from lockstep.report.background_queue import BackgroundQueue
 from lockstep.report.evaluation_fields import EvaluationFields
 from lockstep.report.html import make_payload, render_page, write_page
+from lockstep.report.inspect_log import write_inspect_log
 from lockstep.report.jsonl import append_jsonl, drop_later, read_jsonl, repair_jsonl
+from lockstep.report.judge import JUDGE, Judge, JudgeConfig
 from lockstep.report.metrics import (
     Metric,
     check_metrics,
@@ -15,6 +17,7 @@ from lockstep.report.metrics import (
     metric_means,
     pass_rates,
 )
+from lockstep.report.parquet import check_pyarrow, write_parquet
 from lockstep.report.rows import COLUMNS, SAMPLE_COLUMNS, Row, SampleRow, TableRow, metric_names
 from lockstep.report.run_files import RunFiles, find_run
 from lockstep.report.table import print_table, terminal_table
@@ -45,9 +48,12 @@ __all__ = [
     "CompositeTracker",
     "EvaluationFields",
     "FINISH_S",
+    "JUDGE",
     "JsonlTracker",
     "JsonlTrackerConfig",
     "LineView",
+    "Judge",
+    "JudgeConfig",
     "MAX_TABLE_ROWS",
     "Metric",
     "NoopTracker",
@@ -71,6 +77,7 @@ __all__ = [
     "drop_later",
     "build_tracker",
     "check_metrics",
+    "check_pyarrow",
     "exact_match",
     "find_run",
     "load_metric",
@@ -86,4 +93,6 @@ __all__ = [
     "repair_jsonl",
     "terminal_table",
     "write_page",
+    "write_inspect_log",
+    "write_parquet",
 ]
