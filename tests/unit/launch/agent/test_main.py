@@ -78,11 +78,8 @@ def test_a_program_with_a_slash_is_found_where_it_runs(tmp_path):
     process.wait(timeout=10)
     assert f"{tmp_path}/code\n".encode() in answer and b'"code": 0' in answer
     facts = {"op": "facts", "root": "~/w", "ports": [], "cwd": "~/code", "path": [], "env": {}, "secrets": {}}
-    for program, found in (
-        ("./run.sh", f"{tmp_path}/code/./run.sh"),
-        ("./code/run.sh", None),
-        ("sh", shutil.which("sh", path="/usr/bin:/bin")),
-    ):
+    shell = shutil.which("sh", path="/usr/bin:/bin")
+    for program, found in (("./run.sh", f"{tmp_path}/code/./run.sh"), ("./code/run.sh", None), ("sh", shell)):
         answer = ask(sys.executable, tmp_path, {**facts, "program": program})
         assert json.loads(answer.partition(b"\n")[2])["program"] == found
 
