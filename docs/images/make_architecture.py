@@ -49,6 +49,7 @@ PACKAGES = {
     "plan": (1, 200, "a configuration on a TPU slice"),
     "doctor": (1, 450, "checks of machine, job, pod"),
     "training": (2, 200, "trainer, data, objectives"),
+    "launch": (2, 760, "a job on every machine"),
     "levanter": (2, 450, "a hook for Levanter's trainer"),
     "callback": (3, 380, "SampleCallback and the round"),
     "batch_inference": (1, 700, "lockstep sample"),
@@ -69,6 +70,7 @@ PACKAGES = {
 ARROWS = (
     ("main", "plan"),
     ("main", "doctor"),
+    ("main", "launch"),
     ("main", "batch_inference"),
     ("levanter", "callback"),
     ("plan", "training"),
@@ -132,7 +134,7 @@ def packages() -> str:
         kind = {"text": "wait", "report": "wait", "schedule": "wait"}.get(name, "host")
         parts.append(box(x, top + row * step, wide, high, kind, [name, what]))
     bottom = top + 10 * step - 8
-    parts.append(box(460, bottom, 560, high, "train", ["types, errors, units", "used by every package"]))
+    parts.append(box(460, bottom, 560, high, "train", ["types, errors, units, exit_codes", "used by every package"]))
     note = "An arrow points at what a package may import, and so at all below that. Dashed: no jax inside."
     parts.append(f'<text class="small mid muted" x="460" y="{bottom + high + 26}">{note}</text>')
     return picture(920, bottom + high + 44, "Packages of lockstep, and who may import whom", parts)

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from lockstep.callback import SampleCallback as SampleCallback
     from lockstep.engine import Engine as Engine
     from lockstep.engine import EngineConfig as EngineConfig
-    from lockstep.engine import audit as audit
+    from lockstep.engine.audit import audit as audit  # a module of that name too: mypy finds both in the package
     from lockstep.errors import LockstepError as LockstepError
     from lockstep.hosts import DistributedConfig as DistributedConfig
     from lockstep.hosts import Hosts as Hosts
     from lockstep.hosts import leader_only as leader_only
     from lockstep.hosts import run_main as run_main
-    from lockstep.hosts import start as start
+    from lockstep.hosts.start import start as start
     from lockstep.text import StopFinder as StopFinder
     from lockstep.types import Completion as Completion
     from lockstep.types import FinishReason as FinishReason

@@ -33,7 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from infra import launch
+from lockstep import launch
 from lockstep.hosts import Hosts, MemoryClient
 from tests.multiprocess import pool
 from tests.multiprocess.launcher import LAUNCHER, REPOSITORY, cache_environment

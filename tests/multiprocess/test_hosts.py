@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from infra import launch
+from lockstep import exit_codes, launch
 from lockstep.errors import LaunchMismatchError
-from lockstep.hosts import WATCHDOG_EXIT_CODE, DistributedConfig, Hosts, leader_only, start
+from lockstep.hosts import DistributedConfig, Hosts, leader_only, start
 from tests.multiprocess.harness import run_command, run_processes
 from tests.multiprocess.host_bodies import BEHAVIOURS
 from tests.multiprocess.launcher import LAUNCHER
@@ -172,8 +172,8 @@ def test_sigterm_to_one_process_ends_all(where, victim):
 
 def test_watchdog_ends_a_process_that_waits_in_a_collective():
     codes, outputs = _run_by_hand(["stuck"])
-    assert codes[0] == WATCHDOG_EXIT_CODE, outputs
-    assert codes[1] in (85, WATCHDOG_EXIT_CODE), outputs
+    assert codes[0] == exit_codes.WATCHDOG, outputs
+    assert codes[1] in (85, exit_codes.WATCHDOG), outputs
     report = outputs[0]
     assert "lockstep watchdog: 'decode' on process 0 of 2 did not end within 2 s" in report
     assert "process 0: last phase 'launching decode'" in report

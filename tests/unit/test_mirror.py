@@ -11,7 +11,6 @@ REPOSITORY = {
     "test_extras.py",
     "test_grpo_benchmark.py",
     "test_imports.py",
-    "test_launch.py",
     "test_mirror.py",
     "test_public_names.py",
     "test_train_step_benchmark.py",
@@ -19,6 +18,18 @@ REPOSITORY = {
 """Tests of what is in the repository beside the package."""
 
 COVERED_BY = {
+    # The launcher: protocols, the table, and what a whole run needs all of.
+    **{
+        f"launch/{part}.py": "tests/unit/launch/test_attempt.py"
+        for part in ("agent/files", "agent/follow", "agent/supervisor", "console", "follower")
+    },
+    **{
+        f"launch/{part}.py": "tests/unit/launch/test_worker_jobs.py"
+        for part in ("backend", "dry_run", "worker_backend", "workers")
+    },
+    "launch/backends.py": "tests/unit/launch/test_main.py",
+    "launch/connection.py": "tests/unit/launch/agent/test_main.py",
+    "launch/processes.py": "tests/unit/launch/test_local.py",
     # Protocols and tables, which have no behaviour of their own.
     "attention/base.py": "tests/unit/attention/test_reference.py",
     "models/hf/save_source.py": "tests/unit/models/hf/test_save.py",
@@ -60,6 +71,9 @@ COVERED_BY = {
     "plan/planner.py": "tests/tpu_compile/test_plan.py",
     "hosts/peers.py": "tests/multiprocess/test_endings.py",
     "doctor/layout_rounds.py": "tests/unit/doctor/test_self_test.py",
+    # What both of Google's backends share.
+    "launch/pod.py": "tests/unit/launch/test_tpu_vm.py",
+    "launch/google.py": "tests/unit/launch/test_tpu_vm_backend.py",
     # Commands: a configuration and a call.
     "main/plan.py": "tests/unit/main/test_plan_workload.py",
     "main/run.py": "tests/multiprocess/test_train_simpo.py",

@@ -26,5 +26,4 @@ from lockstep.hosts.preemption import Preemption as Preemption
 from lockstep.hosts.start import current as current
 from lockstep.hosts.start import shutdown as shutdown
 from lockstep.hosts.start import start as start
-from lockstep.hosts.watchdog import WATCHDOG_EXIT_CODE as WATCHDOG_EXIT_CODE
 from lockstep.hosts.watchdog import Watchdog as Watchdog

@@ -14,10 +14,10 @@ from types import FrameType
 from typing import NoReturn
 
 from lockstep.errors import ConfigError, HostError, LockstepError, PeerError, PromptError
-from lockstep.hosts.peers import PEER_FAILED_EXIT_CODE, announce_exit, end_process
+from lockstep.exit_codes import FAILED, INTERRUPTED, PEER_FAILED, TERMINATED
+from lockstep.hosts.peers import announce_exit, end_process
 from lockstep.hosts.start import current_without_devices, shutdown
 
-INTERRUPTED_EXIT_CODE = 130
 HANDLER_S = 2.0
 """Seconds after SIGTERM that the main thread may spend in a call outside Python; then a thread ends the process."""
 
@@ -32,7 +32,7 @@ class _Terminated(SystemExit):
     """
 
     def __init__(self, phase: str) -> None:
-        super().__init__(128 + signal.SIGTERM)
+        super().__init__(TERMINATED)
         self.phase = phase
 
 
@@ -63,7 +63,7 @@ def run_main(main: Callable[[], object]) -> None:
         if code == 0:
             shutdown()
     except KeyboardInterrupt:
-        code, text = INTERRUPTED_EXIT_CODE, "interrupted"
+        code, text = INTERRUPTED, "interrupted"
     except _Terminated as terminated:
         _leave_after_sigterm(terminated.phase)
     except SystemExit as error:
@@ -74,13 +74,14 @@ def run_main(main: Callable[[], object]) -> None:
             print(text, file=sys.stderr)
     except HostError as error:
         # The peers have the same error where all have it: to them a word is enough.
-        code, text = 1, type(error).__name__ if _is_everywhere(error) else f"{type(error).__name__}: {error}"
+        code, kind = FAILED, type(error).__name__
+        text = kind if _is_everywhere(error) else f"{kind}: {error}"
         _print_host_error(error)
     except (ConfigError, PromptError) as error:
-        code, text = 1, str(error)
+        code, text = FAILED, str(error)
         print(f"error: {text}", file=sys.stderr)
     except BaseException as error:
-        code, text = 1, f"{type(error).__name__}: {error}"
+        code, text = FAILED, f"{type(error).__name__}: {error}"
         traceback.print_exc()
     if code != 0:
         leave(code, text)
@@ -141,13 +142,13 @@ def _watch_signals() -> None:
 def _leave_after_sigterm(phase: str) -> NoReturn:
     """Print that SIGTERM came in ``phase``, and end this process, and with it the job."""
     hosts = current_without_devices()
-    code = 128 + signal.SIGTERM
+    code = TERMINATED
     text = f"was asked to end (SIGTERM) in phase {phase!r}"
     print(f"lockstep: process {hosts.index} of {hosts.count} {text}", file=sys.stderr, flush=True)
     leave(code, text, peers=code)
 
 
-def leave(code: int, reason: str, peers: int = PEER_FAILED_EXIT_CODE) -> NoReturn:
+def leave(code: int, reason: str, peers: int = PEER_FAILED) -> NoReturn:
     """End this process with ``code``; in a job of several, announce why and do not wait for the peers.
 
     The process that runs the coordination service first gives them ``GRACE_S`` seconds to end on their own.

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from lockstep.errors import HostError
+from lockstep.exit_codes import PEER_FAILED
 from lockstep.hosts._client import Client, ServiceGoneError, service_address
 from lockstep.hosts.hosts import Hosts
 
@@ -33,19 +34,17 @@ CONNECT_S = 10.0
 """Seconds that connecting to the coordination service may take."""
 SHOWN_LAUNCHES = 3
 """Launches that are named when the process that runs the service has died."""
-PEER_FAILED_EXIT_CODE = 85
-"""Exit code of a process that ends because another one failed."""
 
 
-def announce_exit(client: Client, reason: str, code: int = PEER_FAILED_EXIT_CODE) -> None:
+def announce_exit(client: Client, reason: str, code: int = PEER_FAILED) -> None:
     """Announce to every process of the job that this one ends, and why, just before it does.
 
     Args:
         client: The coordination service.
         reason: What the others print; where this process failed, after the word "failed".
-        code: The exit code of the others; another one than `PEER_FAILED_EXIT_CODE` where this process did not fail.
+        code: The exit code of the others; another one than `PEER_FAILED` where this process did not fail.
     """
-    text = f"failed: {reason}" if code == PEER_FAILED_EXIT_CODE else reason
+    text = f"failed: {reason}" if code == PEER_FAILED else reason
     with contextlib.suppress(HostError, TimeoutError):
         client.set(f"{ANNOUNCEMENTS}/{client.task}", json.dumps([text[:2000], code, client.index]).encode())
         for task in range(client.count):
@@ -117,7 +116,7 @@ def _watch(hosts: Hosts, stopping: threading.Event) -> None:
         codes.append(code)
         print(f"lockstep: process {client.index} ends because process {index} {text}", file=sys.stderr)
     _mark_departure(client)
-    end_process(PEER_FAILED_EXIT_CODE if PEER_FAILED_EXIT_CODE in codes else codes[0])
+    end_process(PEER_FAILED if PEER_FAILED in codes else codes[0])
 
 
 def _wait_for_wake_up(client: Client) -> None:
@@ -161,7 +160,7 @@ def _end_without_service(hosts: Hosts, stopping: threading.Event) -> None:
         f"launches: {', '.join(launches) or 'none'}. Look for the log that ends without an error.",
         file=sys.stderr,
     )
-    end_process(PEER_FAILED_EXIT_CODE)
+    end_process(PEER_FAILED)
 
 
 def end_process(code: int) -> NoReturn:

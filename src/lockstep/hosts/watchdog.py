@@ -7,12 +7,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from lockstep.exit_codes import WATCHDOG
 from lockstep.hosts.heartbeat import PeerHeartbeat, describe_elsewhere, describe_missing, heartbeats
 from lockstep.hosts.hosts import Hosts
 from lockstep.hosts.peers import announce_exit, end_process
 
-WATCHDOG_EXIT_CODE = 86
-"""Exit code of a process that its watchdog has ended."""
 SHOWN_LAUNCHES = 10
 """Number of last launches in the report."""
 REPORT_S = 5.0
@@ -73,7 +72,7 @@ class Watchdog:
             now = time.monotonic()
             if watched is not None and now >= watched[1]:
                 self._report(watched[0])
-                end_process(WATCHDOG_EXIT_CODE)
+                end_process(WATCHDOG)
             time.sleep(self.timeout_s if watched is None else watched[1] - now)
             with self._lock:
                 if watched is None and self._watched is None:
@@ -95,7 +94,7 @@ class Watchdog:
         print("lockstep watchdog: the stacks of this process:", file=stream, flush=True)
         with contextlib.suppress(Exception):
             faulthandler.dump_traceback(file=stream, all_threads=True)
-        print(f"lockstep watchdog: ending with code {WATCHDOG_EXIT_CODE}", file=stream, flush=True)
+        print(f"lockstep watchdog: ending with code {WATCHDOG}", file=stream, flush=True)
         self._call_with_deadline(announce_exit, hosts.client, text)
 
     def _call_with_deadline(self, function: Callable[..., None], *args: object) -> None:

@@ -16,7 +16,7 @@ def usage() -> str:
         "See what your model says while it trains on a TPU pod.\n\n"
         f"commands:\n{commands}\n\n"
         "lockstep COMMAND --help lists a command's keys. Start it on every host; several processes on one machine:\n"
-        "  python infra/launch.py --backend local --processes 2 --devices_per_process 2 -- lockstep COMMAND ..."
+        "  lockstep launch --backend local --processes 2 --devices_per_process 2 -- lockstep COMMAND ..."
     )
 
 

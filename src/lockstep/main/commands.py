@@ -141,6 +141,12 @@ COMMANDS: Final = (
         module="lockstep.main.tail",
         joins_job=False,
     ),
+    Command(
+        name="launch",
+        summary="start a command on every worker of a TPU slice, a cluster or this machine",
+        module="lockstep.launch",
+        joins_job=False,
+    ),
 )
 """Every command, in the order of ``lockstep --help``."""
 

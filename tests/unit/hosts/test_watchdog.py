@@ -5,7 +5,8 @@ import subprocess
 import sys
 import time
 
-from lockstep.hosts import WATCHDOG_EXIT_CODE, Hosts, MemoryClient, Watchdog
+from lockstep import exit_codes
+from lockstep.hosts import Hosts, MemoryClient, Watchdog
 
 WATCHED = """
 import time
@@ -22,7 +23,7 @@ with Watchdog(hosts, 0.3).watch("decode"):
 def test_watchdog_reports_and_ends():
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", WATCHED], env=env, capture_output=True, text=True)
-    assert done.returncode == WATCHDOG_EXIT_CODE
+    assert done.returncode == exit_codes.WATCHDOG
     assert "'decode' on process 0 of 2 did not end within 0.3 s" in done.stderr
     assert "process 0: last phase 'decode 7' 0 s ago" in done.stderr
     assert "process 1: never heard of" in done.stderr

@@ -1,4 +1,4 @@
-"""infra/launch.py, local backend: environment, output, and how a job ends. The commands are tiny Python programs."""
+"""The local backend, through infra/launch.py: environment, output, how a job ends. The commands are tiny programs."""
 
 import os
 import pty
@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from infra import launch
+from lockstep import launch
 
-LAUNCHER = Path(__file__).resolve().parents[2] / "infra" / "launch.py"
+LAUNCHER = Path(__file__).resolve().parents[3] / "infra" / "launch.py"
 
 PRELUDE = "import os, signal, subprocess, sys, time; i = int(os.environ['LOCKSTEP_PROCESS_ID'])\n"
 

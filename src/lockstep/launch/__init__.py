@@ -1,0 +1,10 @@
+"""From a laptop to a pod: one command on every process of a job, on every kind of machine. Standard library only."""
+
+from lockstep.launch.backend import Backend as Backend
+from lockstep.launch.backend import LaunchError as LaunchError
+from lockstep.launch.backends import BACKENDS as BACKENDS
+from lockstep.launch.local import free_port as free_port
+from lockstep.launch.local import local_environment as local_environment
+from lockstep.launch.local import resolve as resolve
+from lockstep.launch.main import main as main
+from lockstep.launch.main import parse as parse

@@ -1,0 +1,207 @@
+"""The process on a worker that runs the command, outlives the connection that started it, and notes how it ended."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from typing import Any, NoReturn
+
+from lockstep.launch.agent import files
+from lockstep.launch.agent.redact import Redactor
+
+POLL_S = 0.1
+"""Seconds between two looks at the command, the lease and what the launcher asks for."""
+DRAIN_S = 1.0
+"""Seconds in which output may still come after the command and its process group have ended."""
+
+
+def start(directory: str, spec: dict[str, Any]) -> bool:
+    """Start the command of an attempt in a session of its own; False where it was started before.
+
+    Args:
+        directory: The attempt's directory.
+        spec: ``argv``, ``cwd``, ``path``, ``env``, ``secrets``, ``lease_s`` (None: none), ``grace_s``.
+    """
+    lock = files.claim(directory)
+    if lock is None:
+        return False
+    sys.stdout.flush()
+    if os.fork():
+        os.close(lock)
+        return True
+    try:
+        os.setsid()
+        null = os.open(os.devnull, os.O_RDWR)
+        trouble = os.open(os.path.join(directory, "supervisor.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        for number, descriptor in enumerate((null, null, trouble)):
+            os.dup2(descriptor, number)  # the connection waits for everybody who has its pipes
+        for number in range(3, 256):
+            if number != lock:
+                try:
+                    os.close(number)
+                except OSError:
+                    pass
+        for number in (signal.SIGHUP, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        Supervisor(directory, spec).run()
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        _leave()
+
+
+def _leave() -> NoReturn:
+    os._exit(0)
+
+
+def environment(spec: dict[str, Any]) -> dict[str, str]:
+    """The variables of the command: those of this machine, those of the job, and its directories of programs first."""
+    own = os.environ
+    path = [os.path.expanduser(each) for each in spec["path"]]
+    path += [own.get("PATH", os.defpath), os.path.expanduser("~/.local/bin")]
+    return dict(own, **{"PYTHONUNBUFFERED": "1", "PATH": os.pathsep.join(path)}, **spec["env"], **spec["secrets"])
+
+
+def find_program(program: str, environ: dict[str, str], cwd: str) -> str | None:
+    """Where a program is: on PATH, or with a slash in its name, below the directory in which it runs."""
+    if os.sep in program:
+        path = os.path.join(cwd, os.path.expanduser(program))
+        return path if os.access(path, os.X_OK) and os.path.isfile(path) else None
+    return shutil.which(program, path=environ["PATH"])
+
+
+class Supervisor:
+    """Runs one command to its end.
+
+    Args:
+        directory: The attempt's directory.
+        spec: See `start`.
+    """
+
+    def __init__(self, directory: str, spec: dict[str, Any]) -> None:
+        self._directory, self._spec = directory, spec
+        self._redactor = Redactor(spec["secrets"].values())
+        self._log = open(self._file(files.LOG), "ab", buffering=0)
+        os.chmod(self._file(files.LOG), 0o600)
+        self._asked = ""  # what the launcher has asked for and was done
+        self._kill_at: float | None = None
+        self._reason = ""
+
+    def _file(self, name: str) -> str:
+        return os.path.join(self._directory, name)
+
+    def run(self) -> None:
+        """Start the command, write its output, and note how it ended."""
+        environ = environment(self._spec)
+        argv = list(self._spec["argv"])
+        cwd = os.path.expanduser(self._spec["cwd"] or "~")
+        program = find_program(argv[0], environ, cwd)
+        text = ""
+        if program is None:
+            text = f"no program {argv[0]!r} in {environ['PATH']}"
+        try:
+            os.makedirs(cwd, exist_ok=True)
+        except OSError as error:
+            text = f"the directory {cwd} of the command cannot be made: {error}"
+        if text:
+            self._write(b"error: " + text.encode() + b"\n")
+            self._end(127)
+            return
+        open(self._file(files.LEASE), "wb").close()
+        process = subprocess.Popen(
+            [program or "", *argv[1:]],
+            cwd=cwd,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+        self._process = process
+        signal.signal(signal.SIGTERM, lambda *_: self._ask("stop", "the worker is shut down"))
+        files.write_json(self._file(files.STATE), {"pid": process.pid, "started": time.time()})
+        self._watch()
+        code = process.returncode
+        self._end(code if code >= 0 else 128 - code)
+
+    def _watch(self) -> None:
+        stdout = self._process.stdout
+        assert stdout is not None
+        pipe = stdout.fileno()
+        seen, heard, looked = 0, time.monotonic(), 0.0
+        ended: float | None = None
+        while True:
+            ready, _, _ = select.select([pipe], [], [], POLL_S)
+            data = os.read(pipe, 1 << 16) if ready else None
+            if data:
+                self._write(self._redactor.feed(data))
+            now = time.monotonic()
+            if ended is None and now - looked < POLL_S and data != b"":
+                continue
+            looked = now
+            if ended is None and self._process.poll() is not None:
+                ended = now
+                self._signal(signal.SIGKILL)  # what the command started and left behind
+            if ended is not None and (data == b"" or now - ended > DRAIN_S):
+                break
+            if data == b"" and ended is None:
+                time.sleep(POLL_S)  # it has closed its output and goes on
+            if ended is not None:
+                continue
+            changed = os.stat(self._file(files.LEASE)).st_mtime_ns
+            if changed != seen:
+                seen, heard = changed, now
+            lease = self._spec["lease_s"]
+            if lease is not None and now - heard > lease:
+                self._ask("stop", f"nothing was heard of the launcher for {lease:g} s")
+            self._look_for_requests()
+            if self._kill_at is not None and now > self._kill_at:
+                self._signal(signal.SIGKILL)
+        self._write(self._redactor.flush())
+
+    def _look_for_requests(self) -> None:
+        try:
+            with open(self._file(files.STOP)) as file:
+                self._ask(file.read().strip(), "the launcher asked for it")
+        except FileNotFoundError:
+            pass
+
+    def _ask(self, what: str, reason: str) -> None:
+        """End the command: with ``stop`` it has time, with ``kill`` none."""
+        if what == self._asked or self._asked == "kill":
+            return
+        self._asked, self._reason = what, self._reason or reason
+        if what == "kill":
+            self._signal(signal.SIGKILL)
+        else:
+            self._signal(signal.SIGTERM)
+            self._kill_at = time.monotonic() + self._spec["grace_s"]
+
+    def _signal(self, number: int) -> None:
+        try:
+            os.killpg(self._process.pid, number)
+        except ProcessLookupError:
+            pass
+
+    def _write(self, data: bytes) -> None:
+        while data:
+            data = data[self._log.write(data) :]
+
+    def _end(self, code: int) -> None:
+        os.fsync(self._log.fileno())
+        files.write_json(self._file(files.EXIT), {"code": code, "ended": time.time(), "reason": self._reason})
+
+
+def _die_with_parent() -> None:
+    """Have the kernel kill the command when the supervisor is killed (prctl PR_SET_PDEATHSIG = 1)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)

@@ -1,0 +1,200 @@
+"""One connection to a worker: the agent goes over it with each request, and its answer comes back in frames."""
+
+import functools
+import json
+import shlex
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from lockstep.exit_codes import SETUP_FAILED
+from lockstep.launch.backend import LaunchError
+from lockstep.launch.workers import Transport
+
+GREETING = b"lockstep-agent 1\n"
+"""The first line of an answer (lockstep.launch.agent.main)."""
+AGENT = "lockstep.launch.agent"
+MODULES = ("redact", "files", "supervisor", "follow", "facts", "main")
+"""The agent's modules, each after those that it imports."""
+BOOT = (
+    "import json,sys,types\n"
+    "for name,text in json.loads(sys.stdin.buffer.readline().decode()):\n"
+    " module=sys.modules[name]=types.ModuleType(name)\n"
+    " exec(compile(text,name,'exec'),module.__dict__)\n"
+    f"sys.modules['{AGENT}.main'].main()"
+)
+"""What a worker's Python is told: take the agent from standard input. Nothing is installed on the worker."""
+COMMAND = f"exec python3 -I -c {shlex.quote(BOOT)}"
+"""The shell command of every connection."""
+STDERR_BYTES = 2000
+
+
+class DroppedError(Exception):
+    """A connection ended, or never came about, before the worker has answered: the text says what ssh has said."""
+
+
+@functools.cache
+def agent_line() -> bytes:
+    """The agent as the first line of a connection."""
+    folder = Path(__file__).parent / "agent"
+    packages = [("lockstep", ""), ("lockstep.launch", ""), (AGENT, "")]
+    modules = [(f"{AGENT}.{name}", (folder / f"{name}.py").read_text(encoding="utf-8")) for name in MODULES]
+    return json.dumps([*packages, *modules]).encode() + b"\n"
+
+
+class Connection:
+    """A request to the agent on one worker, and its answer.
+
+    Args:
+        transport: How the worker is reached.
+        worker: The worker's number.
+        request: What the agent is asked for.
+        payload: Files or bytes that follow the request.
+        stays: Whether words can be sent after that (`send`).
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        worker: int,
+        request: dict[str, Any],
+        payload: tuple[bytes | Path, ...] = (),
+        stays: bool = False,
+    ) -> None:
+        self._errors: IO[bytes] = tempfile.TemporaryFile()
+        argv = transport.argv(worker, COMMAND)
+        try:
+            # A session of its own: Ctrl-C at the terminal is for the launcher, which needs its connections.
+            self._process = subprocess.Popen(
+                argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, start_new_session=True
+            )
+        except FileNotFoundError:
+            raise LaunchError(f"no program {argv[0]!r} on PATH, with which workers are reached. Install it.") from None
+        self._lock = threading.Lock()
+        first = agent_line() + json.dumps(request).encode() + b"\n"
+        self._writer = threading.Thread(target=self._feed, args=((first, *payload), stays), daemon=True)
+        self._writer.start()
+
+    def _feed(self, pieces: tuple[bytes | Path, ...], stays: bool) -> None:
+        assert self._process.stdin is not None
+        try:
+            with self._lock:
+                for piece in pieces:
+                    if isinstance(piece, Path):
+                        with piece.open("rb") as file:
+                            shutil.copyfileobj(file, self._process.stdin)
+                    else:
+                        self._process.stdin.write(piece)
+                self._process.stdin.flush()
+                if not stays:
+                    self._process.stdin.close()
+        except (OSError, ValueError):
+            pass  # the reader finds out that the connection is gone
+
+    def send(self, word: str) -> None:
+        """Send a word after the request; nothing happens where the connection is gone or does not take it."""
+        if self._process.stdin is None or not self._lock.acquire(blocking=False):
+            return
+        try:
+            self._process.stdin.write(word.encode() + b"\n")
+            self._process.stdin.flush()
+        except (OSError, ValueError):
+            pass
+        finally:
+            self._lock.release()
+
+    def frames(self) -> Iterator[tuple[str, bytes]]:
+        """The frames of the answer as they come: a letter and what belongs to it. The last has the letter R.
+
+        Raises:
+            DroppedError: The connection ended before the last.
+            LaunchError: The worker has no Python.
+        """
+        stream = self._process.stdout
+        assert stream is not None
+        noise = b""
+        for line in stream:
+            if line == GREETING:
+                break
+            noise += line
+        else:
+            why, code = self.why(noise), self._process.returncode
+            if code in (126, 127):  # a shell was reached, which did not find the program
+                raise LaunchError(f"a worker needs python3 (3.8 or newer) on the PATH of ssh: {why}", SETUP_FAILED)
+            raise DroppedError(why)
+        while head := stream.readline():
+            kind, _, size = head.strip().decode(errors="replace").partition(" ")
+            data = stream.read(int(size)) if size else b""
+            if len(data) < int(size or 0):
+                break
+            yield kind, data
+            if kind == "R":
+                return
+        raise DroppedError(self.why(b""))
+
+    def why(self, noise: bytes) -> str:
+        """What ssh, or the worker's shell, has said."""
+        code = self._process.wait()
+        self._errors.seek(0, 2)
+        self._errors.seek(max(0, self._errors.tell() - STDERR_BYTES))
+        said = (noise[-STDERR_BYTES:] + self._errors.read()).decode(errors="replace").strip()
+        return (" ".join(said.split()) or "the connection was closed") + f" (exit code {code})"
+
+    def end(self) -> None:
+        """End the connection; what runs on the worker goes on."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """End the connection, and wait for what has served it."""
+        self._process.kill()
+        self._process.wait()
+        self._writer.join()
+        for stream in (self._process.stdin, self._process.stdout, self._errors):
+            if stream is not None:
+                try:
+                    stream.close()
+                except OSError:  # what could not be sent any more
+                    pass
+
+
+def call(
+    transport: Transport,
+    worker: int,
+    request: dict[str, Any],
+    payload: tuple[bytes | Path, ...] = (),
+    on_output: Callable[[bytes], object] | None = None,
+) -> dict[str, Any]:
+    """Ask the agent on a worker for something, and wait for its answer.
+
+    Args:
+        transport: How the worker is reached.
+        worker: The worker's number.
+        request: What is asked for.
+        payload: Files or bytes that follow the request.
+        on_output: Takes what is printed meanwhile.
+
+    Returns:
+        The answer.
+
+    Raises:
+        DroppedError: The connection failed.
+        LaunchError: The agent could not do it.
+    """
+    connection = Connection(transport, worker, request, payload)
+    try:
+        for kind, data in connection.frames():
+            if kind == "O" and on_output is not None:
+                on_output(data)
+            if kind == "R":
+                result: dict[str, Any] = json.loads(data)
+                if "error" in result:
+                    name = transport.workers[worker].name
+                    raise LaunchError(f"worker {name}: {result['error']}", SETUP_FAILED)
+                return result
+        raise AssertionError("frames end with R or an error")
+    finally:
+        connection.close()

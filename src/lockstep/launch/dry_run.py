@@ -1,0 +1,67 @@
+"""``--dry-run`` for workers: commands to paste into a shell that do by hand what the launcher does."""
+
+import argparse
+import shlex
+
+from lockstep.launch.env_file import JobEnvironment
+from lockstep.launch.worker_backend import root_on_worker
+from lockstep.launch.workers import Transport
+
+
+def show_commands(
+    options: argparse.Namespace,
+    environment: JobEnvironment,
+    name: str,
+    created: list[str],
+    transport: Transport,
+    setup: str | None,
+    setup_folder: str | None = None,
+) -> None:
+    """Print the commands that create workers, then those for each worker.
+
+    Args:
+        options: The options as parsed.
+        environment: The variables of the user.
+        name: The job's name.
+        created: Shell commands that create the workers.
+        transport: How the workers are reached.
+        setup: The script that sets a worker up; None: none.
+        setup_folder: The directory that ``created`` fills with the script and the files that it needs; None: there
+            are none.
+    """
+    count = len(transport.workers)
+    for command in created:
+        print(command)
+    for index, worker in enumerate(transport.workers):
+        root = root_on_worker(name, index)
+        print(f"\n# worker {index} of {count}, {worker.name}")
+
+        def show(command: str, source: str = "", index: int = index) -> None:
+            print(shlex.join(transport.argv(index, command)) + (f" {source}" if source else " < /dev/null"))
+
+        if setup_folder is not None:
+            there = f"mkdir -p {root}/setup && tar -xf - -C {root}/setup && cd {root}/setup && sh setup.sh"
+            print(f"tar -cf - -C {shlex.quote(setup_folder)} . | {shlex.join(transport.argv(index, there))}")
+        elif setup is not None:
+            show(f"mkdir -p {root} && cd {root} && cat > setup.sh && sh setup.sh", f"<<'EOF_SETUP'\n{setup}\nEOF_SETUP")
+        if options.sync:
+            files = shlex.join(options.sync)
+            packed = f"tar --exclude=.git -czf - {files} | "
+            print(packed + shlex.join(transport.argv(index, f"mkdir -p {root}/files && tar -xzf - -C {root}/files")))
+        secret = sorted(environment.secret)
+        if options.env_file:
+            path = shlex.quote(str(options.env_file))
+            show(f"umask 077; mkdir -p {root} && cat > {root}/secrets.env", f"< {path}")
+        words = [f"{key}={value}" for key, value in {**worker.environment, **environment.public}.items()]
+        words += [f"{key}=<redacted>" for key in secret if key in dict(options.env)]
+        require = f"REQUIRE_JAX_PROCESS_COUNT={count}"
+        cwd = options.workdir or (f"{root}/files" if options.sync else "~")
+        steps = [f"cd {cwd}"]
+        if options.env_file:
+            steps.append(f"set -a && . {root}/secrets.env && set +a")
+        for each in reversed(worker.path):
+            steps.append(f'PATH={each}:"$PATH"')
+        steps.append(shlex.join(["exec", "env", "PYTHONUNBUFFERED=1", require, *words, *options.command]))
+        show(" && ".join(steps))
+    print("\n# Each worker's last command is for a terminal of its own. The launcher starts it detached from the")
+    print("# connection, follows its output, ends all when one fails, and keeps secrets in memory, in no file.")

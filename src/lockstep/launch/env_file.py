@@ -1,0 +1,81 @@
+"""The variables that the user gives to every process, and which of them are secret."""
+
+import argparse
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from lockstep.errors import ConfigError
+from lockstep.launch.agent.redact import SHORTEST
+
+SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+"""Names whose values are treated as secret wherever they come from."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JobEnvironment:
+    """Variables of every process.
+
+    Args:
+        public: From ``--env``; they may be shown.
+        secret: From ``--env_file``, and those of ``--env`` whose name says so; they are never shown, logged or kept.
+    """
+
+    public: Mapping[str, str]
+    secret: Mapping[str, str]
+
+    @property
+    def too_short(self) -> list[str]:
+        """Names of secrets that are too short to be found in what a process prints."""
+        return sorted(name for name, value in self.secret.items() if len(value) < SHORTEST)
+
+
+def job_environment(options: argparse.Namespace) -> JobEnvironment:
+    """Read ``--env`` and ``--env_file``; the first wins where both set a variable.
+
+    Args:
+        options: The options as parsed.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
+    given = dict(options.env)
+    secret = {name: value for name, value in given.items() if SECRET_NAME.search(name)}
+    public = {name: value for name, value in given.items() if name not in secret}
+    filed = read_env_file(options.env_file) if options.env_file else {}
+    return JobEnvironment(
+        public=public, secret={**{name: value for name, value in filed.items() if name not in public}, **secret}
+    )
+
+
+def read_env_file(path: Path) -> dict[str, str]:
+    """Read lines ``NAME=VALUE``; ``export`` before, quotes around a value, empty lines and ``#`` lines are allowed.
+
+    Nothing is expanded: a ``$`` is a ``$``.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ConfigError: The file is not there, or a line has no name.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"--env_file {path} cannot be read ({error}). Write a text file with lines NAME=VALUE."
+        ) from None
+    found = {}
+    for index, line in enumerate(lines, 1):
+        text = line.strip().removeprefix("export ").strip()
+        if not text or text.startswith("#"):
+            continue
+        name, equals, value = text.partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            # The line itself may be a secret: it is not shown.
+            raise ConfigError(f"--env_file {path}, line {index}: it must be NAME=VALUE, without spaces around '='.")
+        if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"":
+            value = value[1:-1]
+        found[name] = value
+    return found

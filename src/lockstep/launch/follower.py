@@ -1,0 +1,157 @@
+"""A thread per worker that keeps a connection to its command: no line of its log is lost or comes twice."""
+
+import dataclasses
+import json
+import queue
+import threading
+import time
+from typing import Any
+
+from lockstep.launch.backend import LaunchError
+from lockstep.launch.connection import Connection, DroppedError
+from lockstep.launch.workers import Transport
+
+FIRST_SIGN_S = 60.0
+"""Seconds that a connection may take to come about."""
+SILENT_S = 30.0
+"""Seconds without a sign of life (one comes every 2) after which a connection is given up and made anew."""
+RENEW_S = 5.0
+"""Seconds between two signs of life of the launcher at most; four of them within a lease."""
+REPEAT_S = 1.0
+"""Seconds between two requests to end, until it has ended."""
+WAITING_EVENTS = 256
+"""Events, each with at most 64 KiB of output, that may wait to be taken."""
+DELAYS_S = (0.2, 5.0)
+"""Seconds between two connections, at first and at most."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that a follower has learnt.
+
+    Args:
+        worker: The worker's number.
+        kind: ``connected``, ``started``, ``output``, ``dropped`` or ``result``.
+        data: What was printed.
+        text: Why the connection dropped.
+        result: How the command has ended (lockstep.launch.agent.follow.look).
+    """
+
+    worker: int
+    kind: str
+    data: bytes = b""
+    text: str = ""
+    result: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class Follower(threading.Thread):
+    """Follows an attempt on one worker until it has ended there.
+
+    Args:
+        transport: How the worker is reached.
+        worker: The worker's number.
+        request: ``root`` and ``attempt``.
+        start: The specification of the command; None: it was started before.
+        offset: Bytes of the log that are known.
+        events: Takes what happens.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        worker: int,
+        request: dict[str, Any],
+        start: dict[str, Any] | None,
+        offset: int,
+        events: "queue.Queue[Event]",
+    ) -> None:
+        super().__init__(name=f"worker-{worker}", daemon=True)
+        self.worker = worker
+        self.connected = False
+        self.away_since = time.monotonic()  # since when it is not connected
+        self.started = start is None
+        self.wanted = ""  # what the command is asked for: stop, kill
+        self._transport, self._request, self._start, self._offset = transport, request, start, offset
+        self._events = events
+        self._connection: Connection | None = None
+        self._sign = self._renewed = self._repeated = time.monotonic()
+        self._finished = threading.Event()
+
+    def run(self) -> None:
+        """Connect, again and again, until the command has ended or nobody wants to know any more."""
+        delay = DELAYS_S[0]
+        while not self._finished.is_set():
+            try:
+                self._follow()
+                return
+            except DroppedError as error:
+                if self.connected:
+                    self.connected, self.away_since, delay = False, time.monotonic(), DELAYS_S[0]
+                self._tell("dropped", text=str(error))
+            except LaunchError as error:
+                self._tell("result", result={"error": str(error)})
+                return
+            self._finished.wait(delay)
+            delay = min(2 * delay, DELAYS_S[1])
+
+    def _follow(self) -> None:
+        start = None if self.started else self._start
+        request = {**self._request, "op": "follow", "start": start, "offset": self._offset, "wait": True}
+        self._sign = time.monotonic()
+        connection = self._connection = Connection(self._transport, self.worker, request, stays=True)
+        try:
+            for kind, data in connection.frames():
+                self._sign = time.monotonic()
+                if not self.connected:
+                    self.connected = True
+                    self._tell("connected")
+                if kind == "S" and not self.started:
+                    self.started = True
+                    self._tell("started")
+                elif kind == "O":
+                    self._offset += len(data)
+                    self._tell("output", data=data)
+                elif kind == "R":
+                    self._tell("result", result=json.loads(data))
+        finally:
+            self._connection = None
+            connection.close()
+
+    def _tell(self, kind: str, data: bytes = b"", text: str = "", result: dict[str, Any] | None = None) -> None:
+        event = Event(worker=self.worker, kind=kind, data=data, text=text, result=result or {})
+        while not self._finished.is_set():
+            try:
+                self._events.put(event, timeout=0.2)  # who prints faster than can be shown is slowed down
+                return
+            except queue.Full:
+                pass
+
+    def tick(self, lease_s: float | None = None) -> None:
+        """Give signs of life, repeat what is wanted, and give up a connection that has none; call it often.
+
+        Args:
+            lease_s: Seconds after which the worker stops the command without them; None: it does not.
+        """
+        now, connection = time.monotonic(), self._connection
+        if connection is None:
+            return
+        if now - self._sign > (SILENT_S if self.connected else FIRST_SIGN_S):
+            connection.end()
+        if self.connected and lease_s is not None and now - self._renewed > min(RENEW_S, lease_s / 4):
+            self._renewed = now
+            connection.send("renew")
+        if self.connected and self.wanted and now - self._repeated > REPEAT_S:
+            self._repeated = now
+            connection.send(self.wanted)
+
+    def ask(self, word: str) -> None:
+        """Have the command ended: ``stop`` or ``kill``."""
+        self.wanted, self._repeated = word, 0.0
+        self.tick()
+
+    def finish(self) -> None:
+        """End the connection; the command goes on."""
+        self._finished.set()
+        connection = self._connection
+        if connection is not None:
+            connection.end()

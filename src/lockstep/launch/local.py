@@ -1,0 +1,139 @@
+"""The backend ``local``: a pod simulated by CPU processes on this machine."""
+
+import argparse
+import os
+import shlex
+import shutil
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from lockstep.errors import ConfigError
+from lockstep.exit_codes import DONE, NOT_FOUND
+from lockstep.launch.env_file import job_environment
+from lockstep.launch.options import count
+from lockstep.launch.processes import Job, signals_to
+from lockstep.launch.record import JobRecord
+
+
+class Local:
+    """CPU processes on this machine, which find each other at a free port of it."""
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        """Add how many processes there are, and what becomes of their output."""
+        add = parser.add_argument_group("local: CPU processes on this machine").add_argument
+        add("--processes", type=count, default=2, help="how many processes (default 2)")
+        add("--devices_per_process", type=count, default=2, help="CPU devices of each process (default 2)")
+        add(
+            "--prefix",
+            choices=("auto", "always", "never"),
+            default="auto",
+            help="put '[i] ' before each line. auto: yes, but at a terminal (and without --log_dir) process 0 writes "
+            "to it directly, so that its live output works; always: on for all; never: off for all",
+        )
+        add("--log_dir", type=Path, help="also write the output of process i to <log_dir>/process-<i>.log")
+        add("--grace_s", type=float, default=10.0, help="seconds between SIGTERM and SIGKILL (default 10)")
+
+    def run(self, options: argparse.Namespace) -> int:
+        """Run the command as ``options.processes`` CPU processes, see `Backend.run`; 127 where it is not found."""
+        try:
+            command = resolve(options.command)
+        except FileNotFoundError as error:
+            print(f"launch: {error}", file=sys.stderr)
+            return NOT_FOUND
+        given = job_environment(options)
+        coordinator = f"127.0.0.1:{free_port()}"
+        if options.log_dir:
+            options.log_dir.mkdir(parents=True, exist_ok=True)
+        # What a process writes to the terminal itself cannot be looked through for secrets.
+        own_terminal = options.prefix == "auto" and sys.stdout.isatty() and not options.log_dir and not given.secret
+        job = Job(options.grace_s, given.secret.values())
+        with signals_to(job.received.append):
+            for index in range(options.processes):
+                environment = {**local_environment(os.environ, options, coordinator, index), **given.secret}
+                prefix = "" if options.prefix == "never" else f"[{index}] "
+                log = open(options.log_dir / f"process-{index}.log", "wb") if options.log_dir else None
+                job.start(index, command, environment, inherit=own_terminal and index == 0, prefix=prefix, log=log)
+            return job.wait()
+
+    def dry_run(self, options: argparse.Namespace) -> int:
+        """Print the command of each process, with the variables that differ from those of the launcher."""
+        given = job_environment(options)
+        coordinator = "127.0.0.1:8476"
+        print("# each in the background of one shell; the launcher takes any free port for 8476")
+        if options.env_file:
+            print(f"set -a; . {shlex.quote(str(options.env_file))}; set +a")
+        for index in range(options.processes):
+            public = argparse.Namespace(**{**vars(options), "env": list(given.public.items())})
+            wanted = local_environment(os.environ, public, coordinator, index)
+            changed = [f"{name}={value}" for name, value in wanted.items() if os.environ.get(name) != value]
+            hidden = [f"{name}=<redacted>" for name in given.secret if name in dict(options.env)]
+            print(shlex.join(["env", *changed, *hidden, *options.command]), "&")
+        print("wait")
+        return DONE
+
+    def status(self, job: JobRecord) -> int:
+        """Refused, as are the others below: a local job is never kept."""
+        raise ConfigError(f"job {job.name!r} is local: it lives and ends with its launcher, and there is no record.")
+
+    def logs(self, job: JobRecord, *, follow: bool) -> int:
+        return self.status(job)
+
+    def stop(self, job: JobRecord) -> int:
+        return self.status(job)
+
+    def delete(self, job: JobRecord) -> int:
+        return self.status(job)
+
+
+def local_environment(
+    base: Mapping[str, str], options: argparse.Namespace, coordinator: str, index: int
+) -> dict[str, str]:
+    """Return the environment of process ``index``: CPU devices, gloo, no search for TPUs, and its place in the job."""
+    flags = [flag for flag in base.get("XLA_FLAGS", "").split() if "xla_force_host_platform_device_count" not in flag]
+    flags.append(f"--xla_force_host_platform_device_count={options.devices_per_process}")
+    proxied = any(name.lower().endswith("_proxy") for name in base)
+    no_proxy = ",".join(filter(None, (base.get("no_proxy") or base.get("NO_PROXY"), "127.0.0.1,localhost")))
+    return {
+        **base,
+        **(dict.fromkeys(("no_proxy", "NO_PROXY"), no_proxy) if proxied else {}),
+        "PATH": os.pathsep.join(filter(None, (str(Path(sys.executable).parent), base.get("PATH")))),
+        "PYTHONUNBUFFERED": "1",
+        "JAX_PLATFORMS": "cpu",
+        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "XLA_FLAGS": " ".join(flags),
+        "LOCKSTEP_COORDINATOR_ADDRESS": coordinator,
+        "LOCKSTEP_NUM_PROCESSES": str(options.processes),
+        "LOCKSTEP_PROCESS_ID": str(index),
+        **dict(options.env),
+    }
+
+
+def resolve(command: Sequence[str]) -> list[str]:
+    """Return the command with the path of its program: beside the running interpreter (its venv), else on PATH.
+
+    Raises:
+        FileNotFoundError: The program is in neither place.
+    """
+    program, *arguments = command
+    if program in ("python", "python3"):
+        return [sys.executable, *arguments]
+    if os.sep in program:
+        found = program if os.access(program, os.X_OK) else None
+    else:
+        found = shutil.which(program, path=str(Path(sys.executable).parent)) or shutil.which(program)
+    if found is None:
+        raise FileNotFoundError(
+            f"no program {program!r} beside {sys.executable} or on PATH. Run this script with the Python of the "
+            "environment that has it, for example .venv/bin/python infra/launch.py (make setup builds it)."
+        )
+    return [found, *arguments]
+
+
+def free_port() -> int:
+    """Return a TCP port that nobody listens on at this moment."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

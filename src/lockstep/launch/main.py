@@ -1,0 +1,76 @@
+"""``lockstep launch``: run, status, logs, stop, delete."""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.exit_codes import DONE, FAILED, INTERRUPTED
+from lockstep.launch.backend import Backend, LaunchError
+from lockstep.launch.backends import BACKENDS
+from lockstep.launch.options import PROG, Parser, parse_options
+from lockstep.launch.record import load_record
+
+LATER = {
+    "status": "say what each worker of a job does",
+    "logs": "print what the workers of a job have printed",
+    "stop": "end a job in order",
+    "delete": "stop a job and delete what was created for it; its logs stay",
+}
+"""The sub-commands for a job that was started before."""
+
+
+def parse(argv: Sequence[str], backends: Mapping[str, Backend] = BACKENDS) -> argparse.Namespace:
+    """Read the options before ``--`` and the command after it, see `parse_options`.
+
+    Args:
+        argv: The command line after ``launch run``.
+        backends: The backends by name.
+    """
+    return parse_options(argv, backends)
+
+
+def main(arguments: Sequence[str] | None = None, backends: Mapping[str, Backend] = BACKENDS) -> int:
+    """Run a sub-command; without one, ``run``.
+
+    Args:
+        arguments: The command line after ``launch``; None: that of this process.
+        backends: The backends by name.
+
+    Returns:
+        The exit code.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if words and words[0] in LATER:
+            return _later(words[0], words[1:], backends)
+        options = parse(words[1:] if words[:1] == ["run"] else words, backends)
+        backend = backends[options.backend]
+        return backend.dry_run(options) if options.dry_run else backend.run(options)
+    except KeyboardInterrupt:
+        print("launch: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except LaunchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.code
+    except LockstepError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
+
+
+def _later(command: str, words: Sequence[str], backends: Mapping[str, Backend]) -> int:
+    parser = Parser(prog=f"{PROG} {command}", description=LATER[command])
+    parser.add_argument("name", metavar="NAME", help="the job's name, as its start has shown it")
+    if command == "logs":
+        parser.add_argument("-f", "--follow", action="store_true", help="go on until the job has ended")
+    options: argparse.Namespace = parser.parse_args(words)
+    job = load_record(options.name)
+    backend = backends.get(job.backend)
+    if backend is None:
+        raise ConfigError(f"job {job.name!r} has the backend {job.backend!r}, which this version does not have.")
+    if job.deleted and command != "logs":
+        print(f"launch: {job.name} was deleted; its logs are in {job.directory}", file=sys.stderr)
+        return DONE
+    if command == "logs":
+        return backend.logs(job, follow=options.follow)
+    return {"status": backend.status, "stop": backend.stop, "delete": backend.delete}[command](job)

@@ -1,0 +1,196 @@
+"""The launcher's command line: what all backends share, and groups of options that some of them share."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.launch.backend import Backend
+
+CAPACITY_TYPES = ("on-demand", "spot", "reserved", "best-effort")
+PROG = "lockstep launch"
+USAGE = f"{PROG} [run] [options] -- command [arguments]\n       {PROG} status|logs|stop|delete NAME"
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that takes ``--dry_run`` for ``--dry-run``, and the other way round, for every option."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As the base class does, after each name was replaced by its spelling in the table of options."""
+        spelling = {name.replace("_", "-"): name for name in self._option_string_actions}
+        words = []
+        for word in args or ():
+            name, equals, value = word.partition("=")
+            known = name.startswith("--") and spelling.get(name.replace("_", "-"))
+            words.append(f"{known}{equals}{value}" if known else word)
+        return super().parse_known_args(words, namespace)
+
+
+def parse_options(argv: Sequence[str], backends: Mapping[str, Backend]) -> argparse.Namespace:
+    """Read the options before ``--`` and the command after it.
+
+    Args:
+        argv: The command line after ``launch`` or ``launch run``.
+        backends: The backends by name.
+
+    Returns:
+        The common options and those of the chosen backend, and ``command`` as a list.
+    """
+    argv = list(argv)
+    cut = argv.index("--") if "--" in argv else len(argv)
+    common = Parser(prog=PROG, usage=USAGE, add_help=False, allow_abbrev=False)
+    add_common_options(common, backends)
+    known, _ = common.parse_known_args(argv[:cut])
+    name = known.backend or default_backend(argv[:cut])
+    if name not in backends:
+        common.error(f"no backend {name!r}; there is {', '.join(sorted(backends))}")
+    parser = Parser(
+        prog=PROG,
+        usage=USAGE,
+        description="Start one command on every process of a job, show what they print, and end them together.",
+        epilog=f"The options of another backend: {PROG} --backend NAME --help. "
+        f"Example: {PROG} --processes 2 -- lockstep train-lm --config_path config/demo.yaml",
+        parents=[common],
+        allow_abbrev=False,
+    )
+    backends[name].add_options(parser)
+    options: argparse.Namespace = parser.parse_args(argv[:cut])
+    options.backend = name
+    options.command = argv[cut + 1 :]
+    if not options.command:
+        parser.error("no command given: put it after '--', as in: launch.py --processes 2 -- lockstep train-lm ...")
+    return options
+
+
+def default_backend(words: Sequence[str]) -> str:
+    """The backend where ``--backend`` is not given: ``tpu-vm`` where a TPU is named, ``ssh`` for hosts, else ``local``.
+
+    Args:
+        words: The command line before ``--``.
+    """
+    names = {word.partition("=")[0].replace("-", "_") for word in words}
+    if names & {"__tpu_name", "__tpu_type"}:
+        return "tpu-vm"
+    return "ssh" if "__hosts" in names else "local"
+
+
+def add_common_options(parser: argparse.ArgumentParser, backends: Mapping[str, Backend]) -> None:
+    """Add what every backend has.
+
+    Args:
+        parser: The parser.
+        backends: The backends by name.
+    """
+    add = parser.add_argument_group("all backends").add_argument
+    add(
+        "--backend",
+        choices=sorted(backends),
+        help="where the processes run (default: tpu-vm with --tpu_name or --tpu_type, ssh with --hosts, else local)",
+    )
+    add("--env", type=name_value, action="append", default=[], metavar="NAME=VALUE", help="set in every process")
+    add(
+        "--env_file",
+        type=Path,
+        metavar="FILE",
+        help="lines NAME=VALUE with secrets, set in every process; the values are never shown, logged or kept",
+    )
+    add("--dry-run", action="store_true", help="print every command or manifest, ready to paste, and do nothing")
+
+
+def add_job_options(parser: argparse.ArgumentParser) -> None:
+    """Add what backends have whose jobs run on other machines, and can go on without the launcher.
+
+    Args:
+        parser: The parser.
+    """
+    add = parser.add_argument_group("jobs on other machines").add_argument
+    add("--name", help="the job's name for status, logs, stop and delete (default: from the date)")
+    add(
+        "--foreground",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="stay, show the output, and end the job with this command; --no-foreground returns once it runs",
+    )
+    add("--retries", type=number, default=0, help="how often a job that lost a worker is started again (default 0)")
+    add(
+        "--sync",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="a file or directory below the present one that is copied to every worker, where the command then runs "
+        "in the copy; of a git repository what git does not ignore; may be repeated",
+    )
+    add(
+        "--require-process-count",
+        type=count,
+        metavar="N",
+        help="refuse to train with another number of processes (default: the number of workers)",
+    )
+
+
+def add_worker_options(parser: argparse.ArgumentParser) -> None:
+    """Add `add_job_options`, and how the launcher deals with workers that it reaches one by one.
+
+    Args:
+        parser: The parser.
+    """
+    add_job_options(parser)
+    add = parser.add_argument_group("workers").add_argument
+    add("--workdir", metavar="DIR", help="where the command runs on a worker (default: the copy of --sync, or home)")
+    add("--grace_s", type=float, default=60.0, help="seconds between SIGTERM and SIGKILL (default 60)")
+    add(
+        "--lease_s",
+        type=float,
+        default=120.0,
+        help="seconds without a sign of the launcher after which a worker stops the job (default 120)",
+    )
+    add("--unreachable_s", type=float, default=120.0, help="seconds until a worker counts as lost (default 120)")
+    add("--preflight", action=argparse.BooleanOptionalAction, default=True, help="look at the workers before the start")
+
+
+def add_tpu_options(parser: argparse.ArgumentParser) -> None:
+    """Add what backends for TPU slices share.
+
+    Args:
+        parser: The parser.
+    """
+    add = parser.add_argument_group("TPU slices").add_argument
+    add("--tpu_name", metavar="NAME", help="the name of the slice; one that exists is used as it is")
+    add("--tpu_type", metavar="TYPE", help="chip and size, for example v5p-64 or v6e-8")
+    add("--zone", help="for example us-east5-a")
+    add("--capacity_type", choices=CAPACITY_TYPES, default="on-demand", help="how it is paid for (default on-demand)")
+    add("--slices", type=count, default=1, help="how many slices, joined over the data-centre network (default 1)")
+
+
+def name_value(text: str) -> tuple[str, str]:
+    """Read ``NAME=VALUE``, as a type of argparse.
+
+    Args:
+        text: What was given.
+    """
+    name, sign, value = text.partition("=")
+    if not sign:
+        raise argparse.ArgumentTypeError(f"{text} has no '='; write NAME=VALUE")
+    return name, value
+
+
+def count(text: str) -> int:
+    """Read a number of at least 1, as a type of argparse.
+
+    Args:
+        text: What was given.
+    """
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is too small; it must be at least 1")
+    return int(text)
+
+
+def number(text: str) -> int:
+    """Read a number of at least 0, as a type of argparse.
+
+    Args:
+        text: What was given.
+    """
+    if int(text) < 0:
+        raise argparse.ArgumentTypeError(f"{text} is too small; it must be at least 0")
+    return int(text)

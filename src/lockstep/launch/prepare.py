@@ -1,0 +1,252 @@
+"""What is done on all workers before a job starts: reach them, set them up, copy files, look whether they are fit."""
+
+import dataclasses
+import resource
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.exit_codes import FAILED, PREFLIGHT, SETUP_FAILED, UNREACHABLE
+from lockstep.launch.backend import LaunchError
+from lockstep.launch.connection import DroppedError, call
+from lockstep.launch.console import Console
+from lockstep.launch.preflight import Facts, Limits, problems
+from lockstep.launch.sync import Archive
+from lockstep.launch.workers import Transport
+
+AT_ONCE = 64
+"""Workers that are talked to at the same time."""
+FILES_PER_WORKER = 8
+"""Pipes and files that a connection and a log need."""
+PAUSE_S = (0.5, 5.0)
+"""Seconds between two tries to reach a worker, at first and at most."""
+FREE_S = 20.0
+"""Seconds for which a job that is started again waits for what its last attempt has used."""
+SHOWN = 8
+"""Workers that are named when the same goes wrong on many."""
+
+
+def on_all[T](transport: Transport, work: Callable[[int], T]) -> list[T]:
+    """Do something for each worker, side by side.
+
+    Args:
+        transport: Has the workers.
+        work: Takes a worker's number.
+
+    Returns:
+        What it returned, by worker.
+
+    Raises:
+        LaunchError: It failed for some, with the texts of all.
+    """
+    count, gate = len(transport.workers), threading.Semaphore(AT_ONCE)
+    allow_open_files(FILES_PER_WORKER * count + 256)
+    results: dict[int, T] = {}
+    errors: dict[int, Exception] = {}
+
+    def one(index: int) -> None:
+        with gate:
+            try:
+                results[index] = work(index)
+            except Exception as error:
+                errors[index] = error
+
+    # Threads that do not keep the launcher from ending when Ctrl-C comes.
+    threads = [threading.Thread(target=one, args=(index,), daemon=True) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    failed = [errors[index] for index in sorted(errors)]
+    for error in failed:
+        if not isinstance(error, LaunchError):
+            raise error
+    if failed:
+        code = failed[0].code if isinstance(failed[0], LaunchError) else FAILED
+        raise LaunchError(in_short([str(error) for error in failed]), code)
+    return [results[index] for index in range(count)]
+
+
+def allow_open_files(number: int) -> None:
+    """Let this process have so many files open, as far as the system allows: 1,024 is a usual limit.
+
+    Args:
+        number: How many.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < number:
+        most = number if hard == resource.RLIM_INFINITY else min(number, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def in_short(texts: Sequence[str]) -> str:
+    """The first of some texts, and how many there are beside.
+
+    Args:
+        texts: One per worker.
+    """
+    more = f"\n... and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+    return "\n".join(texts[:SHOWN]) + more
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """What workers are prepared for.
+
+    Args:
+        roots: The job's directory on each worker.
+        setup: A shell script for every worker; None: none.
+        setup_files: Files beside it, by name.
+        setup_logs: The file for what it prints, for each worker.
+        archive: Files to copy; None: none.
+        program: What the job runs; it must be there.
+        cwds: The directory in which it runs, on each worker.
+        environment: Variables of the job, without secrets.
+        unreachable_s: Seconds for which a worker may not be reached.
+        limits: What a worker must have; None: nothing is looked at.
+        replaces: Whether an attempt of this job that still runs is ended; else it is an error.
+    """
+
+    roots: Sequence[str]
+    setup: str | None
+    setup_files: Mapping[str, bytes]
+    setup_logs: Sequence[Path]
+    archive: Archive | None
+    program: str
+    cwds: Sequence[str]
+    environment: Mapping[str, str]
+    unreachable_s: float
+    limits: Limits | None
+    replaces: bool
+
+
+def prepare(transport: Transport, job: Preparation, console: Console) -> list[float | None]:
+    """Prepare every worker.
+
+    Args:
+        transport: The workers.
+        job: What for.
+        console: Says what is done.
+
+    Returns:
+        The seconds by which each worker's clock is ahead of this one's; None where nobody looked.
+
+    Raises:
+        LaunchError: A worker cannot be reached, set up or used; all such workers are named.
+    """
+    count = len(transport.workers)
+    console.say(f"reaching {count} worker(s)")
+    how = "kill" if job.replaces else ""
+    cleared = on_all(transport, lambda index: _ask(transport, index, job, {"op": "clear", "how": how}, console=console))
+    running = [
+        f"worker {worker.name}: {' '.join(answer['running'])} of this job still runs there"
+        for worker, answer in zip(transport.workers, cleared, strict=True)
+        if answer["running"]
+    ]
+    if running:
+        raise LaunchError(
+            in_short(running) + "\nIts launcher may be elsewhere, or it was left alone: see lockstep launch status, "
+            "end it with lockstep launch stop, or give this job another --name.",
+            PREFLIGHT,
+        )
+    if job.setup is not None:
+        console.say(f"setting up {count} worker(s)")
+        on_all(transport, lambda index: _set_up(transport, index, job, console))
+    if job.archive is not None:
+        archive = job.archive
+        console.say(f"copying {archive.count} file(s), {archive.size / 1e6:.1f} MB")
+        on_all(transport, lambda index: _put(transport, index, job, archive))
+    if job.limits is None:
+        return [None] * count
+    # What an attempt has used may take a moment to be free again.
+    deadline = time.monotonic() + (FREE_S if job.replaces else 0.0)
+    while True:
+        facts = on_all(transport, lambda index: _facts(transport, index, job))
+        found = problems(transport.workers, facts, job.program, job.limits)
+        in_use = any(fact.answer["holders"] or fact.answer["busy_ports"] for fact in facts)
+        if not in_use or time.monotonic() > deadline:
+            break
+        console.once("waiting for chips and ports to be free again")
+        time.sleep(PAUSE_S[0])
+    if found:
+        raise LaunchError("\n".join(found) + "\nNothing was started. (--no-preflight starts all the same.)", PREFLIGHT)
+    return [fact.skew_s for fact in facts]
+
+
+def _ask(
+    transport: Transport,
+    index: int,
+    job: Preparation,
+    request: Mapping[str, Any],
+    payload: tuple[bytes | Path, ...] = (),
+    on_output: Callable[[bytes], object] | None = None,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """`call`, tried again while the worker cannot be reached, for ``unreachable_s``."""
+    full = {"root": job.roots[index], "timeout_s": 20.0, **request}
+    begin, pause, name = time.monotonic(), PAUSE_S[0], transport.workers[index].name
+    while True:
+        try:
+            return call(transport, index, full, payload, on_output)
+        except DroppedError as error:
+            left = job.unreachable_s - (time.monotonic() - begin)
+            if left < 0:
+                raise LaunchError(
+                    f"worker {name} cannot be reached: {error}. Tried for {job.unreachable_s:g} s (--unreachable_s). "
+                    "Is it up, and does the command that --dry-run shows work in your shell?",
+                    UNREACHABLE,
+                ) from None
+            if console is not None:
+                console.once(f"worker {name} cannot be reached, trying for {job.unreachable_s:g} s: {error}")
+            time.sleep(min(pause, left + 0.01))
+            pause = min(2 * pause, PAUSE_S[1])
+
+
+def _set_up(transport: Transport, index: int, job: Preparation, console: Console) -> None:
+    files = list(job.setup_files.items())
+    request = {"op": "setup", "script": job.setup, "files": [[name, len(data)] for name, data in files]}
+    log = job.setup_logs[index]
+    log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with log.open("wb") as file:
+        rest = b""
+
+        def show(data: bytes) -> None:
+            nonlocal rest
+            file.write(data)
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                console.line(f"[{index}] ", line)
+
+        answer = _ask(transport, index, job, request, tuple(data for _, data in files), show)
+    if answer["code"] != 0:
+        last = "\n".join("  " + line for line in log.read_text(errors="replace").splitlines()[-20:])
+        raise LaunchError(
+            f"worker {transport.workers[index].name}: its setup ended with code {answer['code']}; all it printed is in "
+            f"{log}. Its last lines:\n{last}",
+            SETUP_FAILED,
+        )
+
+
+def _put(transport: Transport, index: int, job: Preparation, archive: Archive) -> None:
+    if not _ask(transport, index, job, {"op": "has", "digest": archive.digest})["has"]:
+        _ask(transport, index, job, {"op": "put", "digest": archive.digest}, (archive.path,))
+
+
+def _facts(transport: Transport, index: int, job: Preparation) -> Facts:
+    worker = transport.workers[index]
+    request = {
+        "op": "facts",
+        "ports": worker.ports,
+        "program": job.program,
+        "cwd": job.cwds[index],
+        "path": worker.path,
+        "env": {**worker.environment, **job.environment},
+        "secrets": {},
+    }
+    begin = time.time()
+    answer = _ask(transport, index, job, request)
+    # The worker looked at its clock between the two; starting Python there is most of the way.
+    skew = max(answer["time"] - time.time(), 0.0) + min(answer["time"] - begin, 0.0)
+    return Facts(answer=answer, skew_s=skew)

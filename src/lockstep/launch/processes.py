@@ -1,0 +1,241 @@
+"""Processes on this machine that start and end together, and what they print."""
+
+import collections
+import contextlib
+import ctypes
+import dataclasses
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import IO
+
+from lockstep.exit_codes import PEER_FAILED
+from lockstep.launch.agent.redact import Redactor
+from lockstep.launch.console import ERROR
+
+LAST_LINES = 40
+"""Number of last lines of a failed process that are shown again."""
+POLL_S = 0.05
+"""Seconds between two checks of which processes still run."""
+CAUSE_S = 0.5
+"""Seconds after a process ended because of another one in which that other one may end too, and is then named."""
+REPORT_S = 3.0
+"""Seconds that the other processes have, after one failed, to report what is wrong before they get SIGTERM."""
+
+
+@dataclasses.dataclass(eq=False)
+class Child:
+    """One process of the job, in a process group of its own, and the last lines that it printed."""
+
+    index: int
+    process: subprocess.Popen[bytes]
+    prefix: str
+    log: IO[bytes] | None
+    started: float
+    redactor: Redactor
+    rest: bytes = b""
+    last: collections.deque[bytes] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=LAST_LINES))
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process and everything it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+
+class Job:
+    """Processes that start and end together.
+
+    Args:
+        grace_s: The time in seconds between SIGTERM and SIGKILL.
+        secrets: Values that are taken out of what the processes print.
+    """
+
+    def __init__(self, grace_s: float, secrets: Collection[str] = ()):
+        self.grace_s = grace_s
+        self.secrets = secrets
+        self.children: list[Child] = []
+        self.selector = selectors.DefaultSelector()
+        self.received: list[int] = []  # signals to the launcher that are not yet passed on
+        self.stopped_by: int | None = None  # the first of them
+        self.errors: set[bytes] = set()
+        self.failed: Child | None = None
+        self.first_failure: float | None = None
+        self.terminate_at: float | None = None  # when what still runs after a failure gets SIGTERM
+        self.kill_at: float | None = None  # when what still runs gets SIGKILL
+
+    def start(
+        self,
+        index: int,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        inherit: bool,
+        prefix: str,
+        log: IO[bytes] | None,
+    ) -> None:
+        """Start one process; with ``inherit`` it writes to the launcher's own terminal."""
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=None if inherit else subprocess.PIPE,
+            stderr=None if inherit else subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=die_with_parent if sys.platform == "linux" else None,
+        )
+        child = Child(index, process, prefix, log, time.monotonic(), Redactor(self.secrets))
+        self.children.append(child)
+        if process.stdout is not None:
+            os.set_blocking(process.stdout.fileno(), False)
+            self.selector.register(process.stdout, selectors.EVENT_READ, child)
+
+    def wait(self) -> int:
+        """Show output until every process has ended; return the job's exit code."""
+        while True:
+            self._pass_signals_on()
+            self._read(POLL_S)
+            codes = [child.process.poll() for child in self.children]
+            if self.failed is None and self.stopped_by is None:
+                self._find_failure(all_ended=None not in codes)
+            if None not in codes:
+                break
+            if self.terminate_at is not None and time.monotonic() > self.terminate_at:
+                self._terminate_others()
+            if self.kill_at is not None and time.monotonic() > self.kill_at:
+                self._signal_all(signal.SIGKILL)
+        self._signal_all(signal.SIGKILL)  # what the processes started and left behind
+        self._read(0.0)
+        for child in self.children:
+            self._finish(child)
+        return self._code()
+
+    def _find_failure(self, all_ended: bool) -> None:
+        """Name the process that failed first, but one that raised before one that ended because of another."""
+        failed = [child for child in self.children if child.process.returncode]
+        raised = [c for c in failed if c.process.returncode > 0 and c.process.returncode != PEER_FAILED]
+        if failed and self.first_failure is None:
+            self.first_failure = time.monotonic()
+        if self.first_failure is not None:
+            if raised or all_ended or time.monotonic() - self.first_failure > CAUSE_S:
+                self._fail((raised or failed)[0])
+
+    def _code(self) -> int:
+        if self.stopped_by is not None:
+            return 128 + self.stopped_by
+        if self.failed is None:
+            return 0
+        print(f"launch: failed: process {self.failed.index}, {describe(self.failed)}", file=sys.stderr, flush=True)
+        code = self.failed.process.returncode
+        return code if code > 0 else 128 - code
+
+    def _pass_signals_on(self) -> None:
+        while self.received:
+            number = self.received.pop(0)
+            again, self.stopped_by = self.stopped_by is not None, self.stopped_by or number
+            if again:
+                self._signal_all(signal.SIGKILL)
+                continue
+            name = signal.Signals(number).name
+            print(f"\nlaunch: {name}, ending {len(self.children)} process(es)", file=sys.stderr, flush=True)
+            self._signal_all(number)
+            self.kill_at = time.monotonic() + self.grace_s
+
+    def _fail(self, child: Child) -> None:
+        """Print which process failed and its last lines; the others get a moment to report what is wrong."""
+        self.failed = child
+        self._drain(child)
+        print(f"launch: process {child.index} failed, {describe(child)}", file=sys.stderr)
+        # What it said of its own accord stands a few lines above; output that just ends is worth seeing again.
+        if child.last and not any(line.startswith(ERROR) for line in child.last):
+            print("launch: its last lines:", file=sys.stderr)
+            for line in child.last:
+                print(f"[{child.index}] " + line.decode(errors="replace"), file=sys.stderr)
+        sys.stderr.flush()
+        self.terminate_at = time.monotonic() + min(self.grace_s, REPORT_S)
+
+    def _terminate_others(self) -> None:
+        """Send SIGTERM to what still runs after a failure."""
+        self.terminate_at = None
+        others = [other for other in self.children if other.process.poll() is None]
+        if others:
+            print(f"launch: ending the other {len(others)} process(es)", file=sys.stderr, flush=True)
+        for other in others:
+            other.signal(signal.SIGTERM)
+        self.kill_at = time.monotonic() + min(self.grace_s, 3.0)
+
+    def _signal_all(self, number: int) -> None:
+        for child in self.children:
+            child.signal(number)
+
+    def _read(self, timeout_s: float) -> None:
+        if not self.selector.get_map():
+            time.sleep(timeout_s)
+            return
+        for key, _ in self.selector.select(timeout_s):
+            self._drain(key.data, reads=1)
+
+    def _drain(self, child: Child, reads: int = 256) -> None:
+        """Read what is in the pipe now, at most ``reads`` times; whole lines are shown, the rest waits."""
+        stream = child.process.stdout
+        for _ in range(reads):
+            if stream is None or stream.closed:
+                return
+            try:
+                data = os.read(stream.fileno(), 1 << 16)
+            except BlockingIOError:
+                return
+            if not data:
+                self.selector.unregister(stream)
+                stream.close()
+            shown = child.redactor.feed(data) if data else child.redactor.flush()
+            *lines, child.rest = (child.rest + shown).split(b"\n")
+            for line in lines:
+                self._show(child, line)
+
+    def _show(self, child: Child, line: bytes) -> None:
+        child.last.append(line)
+        if child.log:
+            child.log.write(line + b"\n")
+        # An error that stopped every process is said by each of them: one copy is enough at the terminal.
+        repeated = line.startswith(ERROR) and line in self.errors
+        if line.startswith(ERROR):
+            self.errors.add(line)
+        # After Ctrl-C the leader may still report something; N copies of a stack trace are of no use.
+        if not repeated and (self.stopped_by is None or child.index == 0):
+            sys.stdout.buffer.write(child.prefix.encode() + line + b"\n")
+            sys.stdout.buffer.flush()
+
+    def _finish(self, child: Child) -> None:
+        self._drain(child)
+        if child.rest:
+            self._show(child, child.rest)
+        if child.log:
+            child.log.close()
+
+
+@contextlib.contextmanager
+def signals_to(receive: Callable[[int], object]) -> Iterator[None]:
+    """Pass SIGINT, SIGTERM and SIGHUP to a function while the block runs."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, lambda number, _: receive(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def describe(child: Child) -> str:
+    """Return how and when a process ended, as text."""
+    code = child.process.returncode
+    how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+    return f"{how}, after {time.monotonic() - child.started:.1f} s"
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the launcher is killed (prctl PR_SET_PDEATHSIG = 1)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)

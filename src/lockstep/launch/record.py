@@ -1,0 +1,173 @@
+"""What is kept of a job on the machine of the launcher: a directory with one JSON file and the logs of all attempts."""
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import ConfigError
+
+DIRECTORY = "LOCKSTEP_JOBS_DIR"
+"""The variable that names another directory than ``~/.lockstep/jobs``."""
+NOT_KEPT = ("command", "env", "env_file", "dry_run")
+"""Options that are not in the record: they are kept elsewhere, may be secret, or mean nothing later."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One start of the command on all workers.
+
+    Args:
+        number: From 1.
+        id: Its name on the workers, of no other attempt anywhere.
+        started: When it was started, in seconds since 1970.
+        launched: Whether the workers were fit, and the command was started on them.
+        ended: When it had ended on all workers; None: not known to have.
+        code: Its exit code, once it has ended.
+        cause: Why it ended, in words.
+    """
+
+    number: int
+    id: str
+    started: float
+    launched: bool = False
+    ended: float | None = None
+    code: int | None = None
+    cause: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JobRecord:
+    """A job: what it is, where, and how its attempts ended. No secret is in it.
+
+    Args:
+        name: Its name.
+        backend: The name of its backend.
+        command: What it runs.
+        options: The options that it was started with, as JSON values.
+        attempts: Its attempts so far.
+        notes: What a backend has to remember of it, as JSON values.
+        deleted: Whether ``delete`` has removed it from its workers.
+    """
+
+    name: str
+    backend: str
+    command: tuple[str, ...]
+    options: Mapping[str, Any]
+    attempts: tuple[Attempt, ...] = ()
+    notes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    deleted: bool = False
+
+    @property
+    def directory(self) -> Path:
+        """Where the record and the logs are."""
+        return jobs_directory() / self.name
+
+    def log(self, attempt: int, worker: int) -> Path:
+        """The file with what a worker has printed.
+
+        Args:
+            attempt: The attempt's number.
+            worker: The worker's number.
+        """
+        return self.directory / f"attempt-{attempt}" / f"worker-{worker}.log"
+
+    def namespace(self) -> argparse.Namespace:
+        """The options as the backend's methods take them; ``env`` and ``env_file`` are empty."""
+        return argparse.Namespace(
+            **{**self.options, "command": list(self.command), "env": [], "env_file": None, "dry_run": False}
+        )
+
+    def with_attempt(self, attempt: Attempt) -> "JobRecord":
+        """The record with an attempt added, or replaced where there is one of this number.
+
+        Args:
+            attempt: The attempt.
+        """
+        others = [each for each in self.attempts if each.number != attempt.number]
+        return dataclasses.replace(self, attempts=(*others, attempt))
+
+    def save(self) -> None:
+        """Write the record, whole or not at all."""
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        temporary = self.directory / f".job.json.{os.getpid()}"
+        temporary.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
+        temporary.replace(self.directory / "job.json")
+
+
+def new_record(options: argparse.Namespace, name: str) -> JobRecord:
+    """The record of a job that is about to start; it is not written yet.
+
+    Args:
+        options: The options as parsed.
+        name: The job's name.
+
+    Raises:
+        ConfigError: The name cannot be that of a directory.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+        raise ConfigError(
+            f"--name is {name!r}; it must be at most 100 letters, digits, '.', '_' and '-', and begin with a letter or "
+            "digit."
+        )
+    kept = {key: value for key, value in vars(options).items() if key not in NOT_KEPT}
+    plain = {key: str(value) if isinstance(value, Path) else value for key, value in kept.items()}
+    return JobRecord(name=name, backend=options.backend, command=tuple(options.command), options=plain)
+
+
+def name_from_date() -> str:
+    """A name for a job that was given none."""
+    return time.strftime("job-%Y%m%d-%H%M%S")
+
+
+def jobs_directory() -> Path:
+    """The directory with a directory of each job."""
+    return Path(os.environ.get(DIRECTORY) or Path.home() / ".lockstep" / "jobs")
+
+
+def find_record(name: str) -> JobRecord | None:
+    """The record of a job, None where there is none.
+
+    Args:
+        name: The job's name.
+
+    Raises:
+        ConfigError: The record cannot be read.
+    """
+    path = jobs_directory() / name / "job.json"
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        attempts = tuple(Attempt(**each) for each in fields.pop("attempts"))
+        return JobRecord(**{**fields, "command": tuple(fields["command"]), "attempts": attempts})
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"the record of job {name!r}, {path}, cannot be read ({error}). Another version of lockstep wrote it, or "
+            "it was edited; remove it to forget the job."
+        ) from None
+
+
+def load_record(name: str) -> JobRecord:
+    """The record of a job.
+
+    Args:
+        name: The job's name.
+
+    Raises:
+        ConfigError: There is no such job.
+    """
+    record = find_record(name)
+    if record is None:
+        directory = jobs_directory()
+        known = sorted(path.parent.name for path in directory.glob("*/job.json"))
+        raise ConfigError(
+            f"no job {name!r} in {directory}; there is {', '.join(known) if known else 'none'}. Jobs are known on the "
+            f"machine that started them (the variable {DIRECTORY} names another directory)."
+        )
+    return record

@@ -1,0 +1,215 @@
+"""The backend that a `WorkerBackend` becomes: one connection per worker, detached commands, records and logs."""
+
+import argparse
+import dataclasses
+import secrets
+import tempfile
+import time
+from pathlib import Path
+
+from lockstep.errors import ConfigError
+from lockstep.exit_codes import DONE, INTERRUPTED, is_retried
+from lockstep.launch.agent.redact import Redactor
+from lockstep.launch.attempt import Outcome, Plan, RunningAttempt
+from lockstep.launch.backend import LaunchError
+from lockstep.launch.console import Console
+from lockstep.launch.dry_run import show_commands
+from lockstep.launch.env_file import JobEnvironment, job_environment
+from lockstep.launch.later import Later
+from lockstep.launch.preflight import Limits
+from lockstep.launch.prepare import Preparation, prepare
+from lockstep.launch.record import Attempt, JobRecord, find_record, name_from_date, new_record
+from lockstep.launch.sync import Archive, make_archive
+from lockstep.launch.worker_backend import WorkerBackend, root_on_worker
+from lockstep.launch.workers import Transport
+
+RETRY_PAUSE_S = 2.0
+"""Seconds before a job is started again."""
+
+
+class WorkerJobs:
+    """Runs jobs on the workers of a backend.
+
+    Args:
+        backend: How to get the workers, reach them and give them back.
+    """
+
+    def __init__(self, backend: WorkerBackend) -> None:
+        self._backend = backend
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        """Add those of the backend."""
+        self._backend.add_options(parser)
+
+    def run(self, options: argparse.Namespace) -> int:
+        """Get the workers, prepare them, run the command, and try again where that can help."""
+        environment = job_environment(options)
+        if options.retries and not options.foreground:
+            raise ConfigError(
+                f"--retries {options.retries} with --no-foreground: the launcher must stay to start a job again. Leave "
+                "one of them out, and keep the launcher in a terminal multiplexer (tmux) where it must outlive yours."
+            )
+        _, planned = self._backend.plan(options)
+        check_process_count(options, planned)
+        name = options.name or self._backend.default_name(options) or name_from_date()
+        record = _continued(new_record(options, name))
+        console = Console(Redactor(environment.secret.values()), record.directory / "launcher.log")
+        console.say(f"job {name}: logs and state in {record.directory}")
+        if environment.too_short:
+            console.say(
+                f"{', '.join(environment.too_short)} from --env_file: too short to be taken out of output, so what "
+                "prints it shows it"
+            )
+        with tempfile.TemporaryDirectory() as folder:
+            archive = None
+            if options.sync:
+                archive = make_archive(options.sync, options.env_file, Path(folder) / "files.tar.gz")
+            return self._try(_Run(options, environment, archive, console), record)
+
+    def _try(self, run: "_Run", record: JobRecord) -> int:
+        """Start attempts until one is done, cannot be helped by another, or was the last."""
+        for tries in range(run.options.retries + 1):
+            number = max((attempt.number for attempt in record.attempts), default=0) + 1
+            attempt = Attempt(number=number, id=f"attempt-{number}-{secrets.token_hex(4)}", started=time.time())
+            record = record.with_attempt(attempt)
+            record.save()
+            failure = None
+            try:
+                running = self._prepare(run, record, attempt, replaces=tries > 0)
+                attempt = dataclasses.replace(attempt, launched=True)
+                record.with_attempt(attempt).save()
+                outcome = running.run()
+            except LaunchError as error:
+                failure = error
+                outcome = Outcome(code=error.code, cause=str(error), retry=is_retried(error.code))
+            except KeyboardInterrupt:
+                run.console.say("interrupted before the command was started")
+                outcome = Outcome(code=INTERRUPTED, cause="interrupted before the command was started")
+            if outcome.detached:
+                run.console.say(f"it runs; now: lockstep launch status|logs -f|stop|delete {record.name}")
+                return DONE
+            cause = Redactor(run.environment.secret.values()).text(outcome.cause)
+            ended = dataclasses.replace(attempt, ended=time.time(), code=outcome.code, cause=cause)
+            record = record.with_attempt(ended)
+            record.save()
+            if not outcome.retry or tries == run.options.retries:
+                break
+            run.console.say(f"{cause}\ntrying again in {RETRY_PAUSE_S:g} s, {tries + 1} of {run.options.retries}")
+            time.sleep(RETRY_PAUSE_S)
+        if failure is not None:
+            raise failure
+        return outcome.code
+
+    def _prepare(self, run: "_Run", record: JobRecord, attempt: Attempt, replaces: bool) -> RunningAttempt:
+        """Get the workers ready for the command; nothing is started yet."""
+        options, environment, console = run.options, run.environment, run.console
+        transport = self._backend.acquire(options, console)
+        check_process_count(options, transport)
+        count = len(transport.workers)
+        roots = [root_on_worker(record.name, index) for index in range(count)]
+        public = {"REQUIRE_JAX_PROCESS_COUNT": str(count), **environment.public}
+        setup_logs = [record.log(attempt.number, index).with_name(f"setup-{index}.log") for index in range(count)]
+        setup = self._backend.setup_script(options)
+        cwds = [options.workdir or (f"{root}/files" if options.sync else "~") for root in roots]
+        preparation = Preparation(
+            roots=roots,
+            setup=setup,
+            setup_files=self._backend.setup_files(options) if setup is not None else {},
+            setup_logs=setup_logs,
+            archive=run.archive,
+            program=options.command[0],
+            cwds=cwds,
+            environment=public,
+            unreachable_s=options.unreachable_s,
+            limits=Limits() if options.preflight else None,
+            replaces=replaces,
+        )
+        skews = prepare(transport, preparation, console)
+        starts = [
+            {
+                "argv": options.command,
+                "cwd": cwd,
+                "path": worker.path,
+                "env": {**worker.environment, **public},
+                "secrets": dict(environment.secret),
+                "lease_s": options.lease_s if options.foreground else None,
+                "grace_s": options.grace_s,
+            }
+            for worker, cwd in zip(transport.workers, cwds, strict=True)
+        ]
+        plan = Plan(
+            id=attempt.id,
+            roots=roots,
+            starts=starts,
+            logs=[record.log(attempt.number, index) for index in range(count)],
+            skews_s=skews,
+            foreground=options.foreground,
+            grace_s=options.grace_s,
+            lease_s=options.lease_s,
+            unreachable_s=options.unreachable_s,
+        )
+        console.say(f"starting on {count} worker(s), attempt {attempt.number}")
+        return RunningAttempt(transport, plan, console, lambda: self._backend.why_lost(options))
+
+    def dry_run(self, options: argparse.Namespace) -> int:
+        """Print the commands that create the workers, and what they amount to on each of them."""
+        environment = job_environment(options)
+        created, transport = self._backend.plan(options)
+        check_process_count(options, transport)
+        name = options.name or self._backend.default_name(options) or name_from_date()
+        setup, folder = self._backend.setup_script(options), self._backend.setup_folder(options)
+        show_commands(options, environment, name, created, transport, setup, folder)
+        return DONE
+
+    def status(self, job: JobRecord) -> int:
+        return Later(self._backend, job).status()
+
+    def logs(self, job: JobRecord, *, follow: bool) -> int:
+        return Later(self._backend, job).logs(follow=follow)
+
+    def stop(self, job: JobRecord) -> int:
+        return Later(self._backend, job).stop()
+
+    def delete(self, job: JobRecord) -> int:
+        return Later(self._backend, job).delete()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """What all attempts of one ``launch run`` share."""
+
+    options: argparse.Namespace
+    environment: JobEnvironment
+    archive: Archive | None
+    console: Console
+
+
+def _continued(record: JobRecord) -> JobRecord:
+    """The record with the attempts of an earlier job of this name, whose logs stay."""
+    before = find_record(record.name)
+    if before is None:
+        return record
+    if before.backend != record.backend:
+        raise ConfigError(
+            f"there is a job {record.name!r} with backend {before.backend!r} in {before.directory}. Give this one "
+            "another --name."
+        )
+    return dataclasses.replace(record, attempts=before.attempts, notes=before.notes)
+
+
+def check_process_count(options: argparse.Namespace, transport: Transport) -> None:
+    """Refuse a number of workers that ``--require-process-count`` does not allow, before anything is started.
+
+    Args:
+        options: The options as parsed.
+        transport: The workers.
+
+    Raises:
+        ConfigError: It is another number.
+    """
+    count, required = len(transport.workers), options.require_process_count
+    if required is not None and required != count:
+        raise ConfigError(
+            f"--require-process-count is {required}, but there are {count} workers, each with one process. Leave it "
+            "out to require what is there."
+        )

@@ -1,0 +1,1 @@
+"""Fakes of the commands with which workers are reached: they really run what they are told, as local processes."""

@@ -1,0 +1,43 @@
+"""What a worker says about itself."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from lockstep.launch.agent import facts
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="open files are in /proc on Linux only")
+def test_who_uses_a_chip_is_found(tmp_path):
+    chip = tmp_path / "accel0"
+    chip.touch()
+    (tmp_path / "accel1").touch()
+    program = f"import sys, time; f = open({str(chip)!r}); print('open', flush=True); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-S", "-c", program], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == b"open\n"
+        (holder,) = facts.holders([str(tmp_path / "accel*")])
+        assert (holder["pid"], holder["device"]) == (process.pid, str(chip)) and "time.sleep(60)" in holder["command"]
+    finally:
+        process.kill()
+        process.wait()
+    assert facts.holders([str(tmp_path / "accel*")]) == []
+    assert facts.holders([str(tmp_path / "nothing*")]) == []
+
+
+def test_a_port_in_use_is_found():
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        assert facts.is_busy(port)
+    assert not facts.is_busy(port)
+
+
+def test_versions_are_those_of_the_python_of_the_job(tmp_path):
+    found = facts.versions({"PATH": os.path.dirname(sys.executable)})
+    assert found["python"] == sys.version.split()[0]
+    assert facts.versions({"PATH": str(tmp_path)}) == {}

@@ -1,0 +1,186 @@
+"""A command on several workers, behind a fake ssh that really runs it: output, failures, drops, signals, the lease."""
+
+import json
+import signal
+import threading
+import time
+
+import pytest
+
+from lockstep.exit_codes import INTERRUPTED, KILLED, SETUP_FAILED, UNREACHABLE, WORKER_LOST
+from tests.fake_cloud.cloud import wait_for
+
+FAST = ("--no-preflight", "--grace_s", "2", "--name", "job")
+
+
+def script(text):
+    return ["--", "sh", "-c", text]
+
+
+def logs(cloud, attempt=1):
+    paths = sorted((cloud.jobs / "job" / f"attempt-{attempt}").glob("worker-*.log"))
+    return [path.read_text() for path in paths]
+
+
+def test_all_workers_run_it_once_and_their_output_is_shown_and_kept(cloud):
+    hosts = cloud.add("a", "b", "c", "d")
+    text = "echo ran >> ~/ran; echo $LOCKSTEP_PROCESS_ID/$LOCKSTEP_NUM_PROCESSES $REQUIRE_JAX_PROCESS_COUNT $A $HOME"
+    done = cloud.launch(
+        "--hosts", hosts, *FAST, "--env", "A=x y", *script(text + " $LOCKSTEP_COORDINATOR_ADDRESS; sleep 60 &")
+    )
+    assert done.returncode == 0, done.stderr
+    wanted = [f"{i}/4 4 x y {cloud.hosts_directory / name} a:8476" for i, name in enumerate("abcd")]
+    assert sorted(done.stdout.splitlines()) == [f"[{i}] {line}" for i, line in enumerate(wanted)]
+    assert logs(cloud) == [line + "\n" for line in wanted]
+    assert [(cloud.hosts_directory / name / "ran").read_text() for name in "abcd"] == ["ran\n"] * 4
+    (attempt,) = cloud.record("job")["attempts"]
+    assert (attempt["code"], attempt["cause"]) == (0, "") and attempt["ended"] > attempt["started"]
+    assert cloud.wait_until_empty()  # also what the command has left behind
+
+
+def test_the_first_failure_ends_the_rest_and_its_last_lines_come_first(cloud):
+    """Worker 0 ends because of another one, worker 1 by an error of its own a little later, worker 2 never."""
+    text = """case $LOCKSTEP_PROCESS_ID in
+        0) exit 85;;
+        1) sleep .5; echo before; echo boom; exit 3;;
+        2) trap 'echo saved; exit 1' TERM; sleep 60 & wait;;
+    esac"""
+    begin = time.monotonic()
+    done = cloud.launch("--hosts", cloud.add("a", "b", "c"), *FAST, "--retries", "2", *script(text))
+    assert done.returncode == 3 and time.monotonic() - begin < 15
+    lines = [line for line in done.stderr.splitlines() if line.startswith("launch: worker") or line.startswith("[")]
+    assert lines[0].startswith("launch: worker b (process 1) failed, exit code 3, after ")
+    assert lines[1:] == ["[1] before", "[1] boom"]
+    assert "launch: ending the other 1 process(es)" in done.stderr and "[2] saved" in done.stdout
+    assert done.stderr.splitlines()[-1].startswith("launch: failed: worker b (process 1), exit code 3")
+    # What the user has to mend is not tried again.
+    assert [each["code"] for each in cloud.record("job")["attempts"]] == [3]
+
+
+def test_a_worker_that_cannot_be_reached_is_named_and_nothing_is_started(cloud):
+    hosts = cloud.add("a", "b")
+    cloud.set("b", "down")
+    done = cloud.launch("--hosts", hosts, *FAST, "--unreachable_s", "0.3", *script("touch ~/ran"))
+    assert done.returncode == UNREACHABLE
+    assert "error: worker b cannot be reached: ssh: connect to host b port 22: Connection refused" in done.stderr
+    assert "Tried for 0.3 s (--unreachable_s)" in done.stderr and "Traceback" not in done.stderr
+    assert not (cloud.hosts_directory / "a" / "ran").exists()
+
+
+def test_a_connection_that_drops_loses_no_line_repeats_none_and_runs_nothing_twice(cloud):
+    """One answer is cut off at a byte in the middle of it, then the host is away for a while."""
+    hosts = cloud.add("a", "b")
+    text = "echo ran >> ~/ran; i=0; while [ $i -lt 300 ]; do echo line $i; i=$((i+1)); sleep .004; done; exit 0"
+    process = cloud.start("--hosts", hosts, *FAST, *script(text))
+    # The first connection only looks; that of the command comes after it.
+    wait_for(lambda: len(cloud.calls("a")) == 2)
+    cloud.set("a", "down")
+    time.sleep(0.5)
+    cloud.set("a", "drop", 1001)
+    cloud.unset("a", "down")
+    output, errors = process.communicate(timeout=40)
+    assert process.returncode == 0, errors
+    assert not (cloud.hosts_directory / "a.drop").exists() and len(cloud.calls("a")) >= 4
+    assert "worker a cannot be reached, trying again" in errors and "worker a is reached again" in errors
+    wanted = [f"line {i}" for i in range(300)]
+    for index, name in enumerate("ab"):
+        shown = [line for line in output.splitlines() if line.startswith(f"[{index}]")]
+        assert shown == [f"[{index}] {line}" for line in wanted]
+        assert logs(cloud)[index].splitlines() == wanted
+        assert (cloud.hosts_directory / name / "ran").read_text() == "ran\n"
+
+
+@pytest.mark.parametrize("twice", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_ctrl_c_once_gives_time_to_save_and_twice_kills(cloud, twice):
+    trap = "trap '' TERM" if twice else "trap 'echo saved; exit 0' TERM"
+    text = f"{trap}; echo ready; sleep 60 & while :; do wait; done"
+    process = cloud.start("--hosts", cloud.add("a", "b"), *FAST, "--grace_s", "30", *script(text))
+    ready = [process.stdout.readline() for _ in range(2)]
+    assert sorted(ready) == ["[0] ready\n", "[1] ready\n"]
+    begin = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    if twice:
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == INTERRUPTED and time.monotonic() - begin < 10
+    assert "SIGINT, stopping 2 process(es); they have 30 s to save" in errors
+    assert ("killing 2 process(es)" in errors) == twice
+    assert logs(cloud) == ["ready\n" if twice else "ready\nsaved\n"] * 2
+    assert cloud.wait_until_empty() and len(cloud.record("job")["attempts"]) == 1
+
+
+def test_a_job_whose_launcher_is_gone_stops_by_its_lease(cloud):
+    text = "trap 'echo saved; exit 0' TERM; echo ready; sleep 60 & wait"
+    process = cloud.start("--hosts", cloud.add("a"), *FAST, "--lease_s", "1", *script(text))
+    assert process.stdout.readline() == "[0] ready\n"
+    time.sleep(1.5)  # as long as the launcher is there, so is the job
+    assert process.poll() is None and cloud.processes()
+    process.kill()
+    process.communicate(timeout=10)
+    assert cloud.wait_until_empty()
+    (note,) = cloud.hosts_directory.rglob("exit.json")
+    assert json.loads(note.read_text())["reason"] == "nothing was heard of the launcher for 1 s"
+    assert note.with_name("log").read_text() == "ready\nsaved\n"
+
+
+def test_a_job_is_started_again_when_a_worker_was_taken_away(cloud):
+    """The host is gone with all that ran on it, and comes back with an empty disk."""
+    hosts = cloud.add("a", "b")
+    text = "echo attempt; [ -e ~/second ] && exit 0; sleep 60"
+    words = ("--hosts", hosts, *FAST, "--retries", "1", "--unreachable_s", "2", *script(text))
+    process = cloud.start(*words)
+    assert {process.stdout.readline() for _ in range(2)} == {"[0] attempt\n", "[1] attempt\n"}
+    cloud.set("b", "gone")
+    wait_for(lambda: "trying again in" in (cloud.jobs / "job" / "launcher.log").read_text(), 20)
+    for name in "ab":
+        (cloud.hosts_directory / name / "second").touch()
+    cloud.unset("b", "gone")
+    _, errors = process.communicate(timeout=40)
+    assert process.returncode == 0, errors
+    assert "worker b (process 1) failed, exit code 87, a worker was taken away" in errors
+    assert [each["code"] for each in cloud.record("job")["attempts"]] == [WORKER_LOST, 0]
+    assert logs(cloud, 1) == logs(cloud, 2) == ["attempt\n"] * 2
+    assert cloud.wait_until_empty()
+
+
+@pytest.mark.slow
+def test_a_killed_supervisor_is_a_lost_worker(cloud):
+    process = cloud.start("--hosts", cloud.add("a", "b"), *FAST, *script("echo ready; sleep 60"))
+    for _ in range(2):
+        process.stdout.readline()
+    cloud.set("b", "gone")
+    wait_for(lambda: not cloud.processes("b"))
+    cloud.unset("b", "gone")
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == WORKER_LOST
+    assert "its processes are gone without a word" in errors
+    assert cloud.wait_until_empty()
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_a_flood_of_one_worker_hides_no_failure_and_no_signal(cloud):
+    flood = "while :; do echo xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx; done"
+    text = f"[ $LOCKSTEP_PROCESS_ID = 1 ] && {{ sleep .5; exit 5; }}; {flood}"
+    begin = time.monotonic()
+    done = cloud.launch("--hosts", cloud.add("a", "b"), *FAST, *script(text))
+    assert done.returncode == 5 and time.monotonic() - begin < 20
+    process = cloud.start("--hosts", "a", *FAST, *script(flood))
+    threading.Thread(target=process.stdout.read, daemon=True).start()
+    wait_for(lambda: any(logs(cloud, 2)))
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=10) == INTERRUPTED
+
+
+@pytest.mark.slow
+def test_a_worker_without_python_is_no_worker(cloud):
+    hosts = cloud.add("a", "b")
+    cloud.set("b", "bare")
+    done = cloud.launch("--hosts", hosts, *FAST, *script("true"))
+    assert done.returncode == SETUP_FAILED and "a worker needs python3 (3.8 or newer)" in done.stderr
+
+
+def test_a_process_that_is_killed_by_a_signal_has_its_code(cloud):
+    done = cloud.launch("--hosts", cloud.add("a"), *FAST, *script("kill -9 $$"))
+    assert done.returncode == KILLED and "exit code 137, killed" in done.stderr

@@ -1,0 +1,103 @@
+"""The launcher's sub-commands, and what it needs to run."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lockstep
+from lockstep.exit_codes import PREFLIGHT
+from lockstep.launch import BACKENDS, Backend, LaunchError, main
+
+ROOT = Path(__file__).parents[3]
+PACKAGE = Path(lockstep.__file__).parent
+
+
+def sources():
+    alone = (*(PACKAGE / name for name in ("exit_codes.py", "errors.py", "slices.py")), ROOT / "infra" / "launch.py")
+    return [*(PACKAGE / "launch").rglob("*.py"), *alone]
+
+
+def test_the_launcher_needs_the_standard_library_alone():
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                own = name.startswith(("lockstep.errors", "lockstep.exit_codes", "lockstep.slices", "lockstep.launch"))
+                assert own or name.split(".")[0] in sys.stdlib_module_names, f"{path}: {name}"
+    code = "import sys; sys.path.insert(0, 'src'); import lockstep.launch; print({'jax', 'numpy'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+@pytest.mark.parametrize("name", sorted(BACKENDS))
+def test_a_backend_of_the_table_is_whole(name, capsys):
+    backend: Backend = BACKENDS[name]
+    methods = ("add_options", "run", "dry_run", "status", "logs", "stop", "delete")
+    assert all(callable(getattr(backend, method)) for method in methods)
+    with pytest.raises(SystemExit) as end:
+        main(["--backend", name, "--help"])
+    shown = capsys.readouterr().out
+    assert end.value.code == 0 and "--dry-run" in shown and "example" in shown.lower()
+
+
+class Recorder:
+    """A backend that notes what it is asked for."""
+
+    def __init__(self):
+        self.calls = []
+
+    def add_options(self, parser):
+        parser.add_argument("--fails", action="store_true")
+
+    def run(self, options):
+        self.calls.append(("run", options.command))
+        if options.fails:
+            raise LaunchError("nothing there.", PREFLIGHT)
+        return 7
+
+    def dry_run(self, options):
+        self.calls.append(("dry_run", options.command))
+        return 0
+
+    def logs(self, job, *, follow):
+        self.calls.append(("logs", job.name, follow))
+        return 0
+
+    def __getattr__(self, name):
+        def method(job):
+            self.calls.append((name, job.name))
+            return 3
+
+        return method
+
+
+def test_sub_commands(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("LOCKSTEP_JOBS_DIR", str(tmp_path))
+    backend = Recorder()
+    table = {"local": backend}
+    assert main(["--", "x"], table) == main(["run", "--", "x"], table) == 7
+    assert main(["--dry-run", "--", "x"], table) == 0
+    assert main(["--fails", "--", "x"], table) == PREFLIGHT and capsys.readouterr().err == "error: nothing there.\n"
+    record = {"name": "job", "backend": "local", "command": ["x"], "options": {}, "attempts": [], "notes": {}}
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "job.json").write_text(json.dumps({**record, "deleted": False}))
+    assert [main([word, "job"], table) for word in ("status", "stop", "delete", "logs")] == [3, 3, 3, 0]
+    assert main(["logs", "-f", "job"], table) == 0
+    assert backend.calls[4:] == [
+        *(("status", "job"), ("stop", "job"), ("delete", "job")),
+        *(("logs", "job", False), ("logs", "job", True)),
+    ]
+    assert main(["status", "jab"], table) == 1 and "error: no job 'jab'" in capsys.readouterr().err
+    assert main(["status", "job"], {}) == 1 and "has the backend 'local'" in capsys.readouterr().err
+
+
+def test_lockstep_launch_is_the_same_and_loads_no_jax():
+    code = "import sys; sys.argv[1:] = ['launch', '--', 'nosuchprogram']; from lockstep.main.cli import main\n"
+    code += "try: main()\nexcept SystemExit as end: print(end.code, 'jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "127 False\n", done.stderr
