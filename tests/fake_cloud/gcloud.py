@@ -210,12 +210,16 @@ def node_ssh(call):
 
 def policy_create(call):
     call.new("policies")
-    call.state["policies"][call.name] = call.flags["--accelerator-topology"]
+    call.state["policies"][call.name] = {
+        "topology": call.flags["--accelerator-topology"],
+        "description": call.flags.get("--description", ""),
+    }
 
 
 def template_create(call):
     call.new("templates")
-    call.state["templates"][call.name] = {"machineType": call.flags["--machine-type"]}
+    labels = dict([call.flags["--labels"].split("=")]) if "--labels" in call.flags else {}
+    call.state["templates"][call.name] = {"machineType": call.flags["--machine-type"], "labels": labels}
 
 
 def group_create(call):
@@ -316,6 +320,7 @@ COMMANDS = {
     "tpus tpu-vm ssh": node_ssh,
     "ssh": lambda call: ssh(call, call.state["machines"].get(call.name)),
     "resource-policies create workload-policy": policy_create,
+    "resource-policies describe": lambda call: call.existing("policies"),
     "resource-policies delete": remove("policies"),
     "instance-templates create": template_create,
     "instance-templates describe": lambda call: {"properties": call.existing("templates")},

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -18,6 +19,8 @@ WITH_VALUE = {"-o", "-i", "-p", "-l", "-F", "-J"}
 
 def main(words: list[str]) -> int:
     cloud = google_cloud.Cloud(Path(os.environ[google_cloud.DIRECTORY]))
+    with open(cloud.directory / "ssh-calls.txt", "a") as log:  # for tests that look for secrets
+        log.write(shlex.join(words) + "\n")
     while words and words[0].startswith("-"):
         option = words.pop(0)
         if option == "--":

@@ -104,6 +104,7 @@ class RunningAttempt:
         self._logs = [open(path, "wb", buffering=0) for path in plan.logs]
         self._endings: dict[int, Ending] = {}
         self._cause: Ending | None = None
+        self._cause_text = ""
         self._first_failure: float | None = None  # when the first failure was heard of
         self._terminate_at: float | None = None
         self._kill_at: float | None = None
@@ -262,7 +263,8 @@ class RunningAttempt:
         if self._cause is None:
             return
         index, last = self._cause.worker, self._last[self._cause.worker]
-        self._console.say(f"worker {self._workers[index].name} (process {index}) failed, {self._describe(self._cause)}")
+        self._cause_text = self._describe(self._cause)
+        self._console.say(f"worker {self._workers[index].name} (process {index}) failed, {self._cause_text}")
         # What it said of its own accord stands a few lines above; output that just ends is worth seeing again.
         if last and not any(line.startswith(ERROR) for line in last):
             self._console.say("its last lines:")
@@ -302,6 +304,6 @@ class RunningAttempt:
         if self._cause is None:
             return Outcome(code=DONE)
         name = self._workers[self._cause.worker].name
-        text = f"worker {name} (process {self._cause.worker}), {self._describe(self._cause)}"
+        text = f"worker {name} (process {self._cause.worker}), {self._cause_text}"
         self._console.say(f"failed: {text}")
         return Outcome(code=self._cause.code, cause=text, retry=can_retry(self._cause))

@@ -6,7 +6,6 @@ waits until all machines of the slice can be had, and makes them together.
 
 import collections
 import dataclasses
-import re
 import shlex
 from collections.abc import Sequence
 from typing import Any, Final
@@ -14,7 +13,7 @@ from typing import Any, Final
 from lockstep.exit_codes import REFUSED, UNAVAILABLE
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.gcloud import Gcloud, GcloudError
-from lockstep.launch.pod import LABEL, Machine, Wait
+from lockstep.launch.pod import LABEL, Machine, Wait, by_hand
 from lockstep.slices import IMAGE_PROJECT, Slice
 
 CAPACITY_FLAGS: Final = {
@@ -67,7 +66,10 @@ class Mig:
     @property
     def hosts(self) -> int:
         """The number of machines of each slice; 0 where its kind is not known."""
-        return self.slice.chips // chips_of(self.machine_type) if self.slice else 0
+        if self.slice is None:
+            return 0
+        chips = {name: chips for chips, name in self.slice.family.machine_types}
+        return self.slice.chips // chips[self.machine_type]
 
     def create_commands(self) -> list[list[str]]:
         """Return the commands that make it, ready to run.
@@ -85,6 +87,7 @@ class Mig:
         policy = [
             *("compute", "resource-policies", "create", "workload-policy", self.name, "--type=HIGH_THROUGHPUT"),
             f"--accelerator-topology={self.slice.topology}",
+            f"--description={LABEL}",
         ]
         template = [
             *("compute", "instance-templates", "create", self.name, f"--machine-type={self.machine_type}"),
@@ -124,10 +127,7 @@ class Mig:
 
     def delete_commands(self) -> list[list[str]]:
         """Return the commands that delete the groups, the template and the policy."""
-        groups = [
-            self.gcloud.command("compute", "instance-groups", "managed", "delete", group) for group in self.groups
-        ]
-        return [*groups, *self._delete_parts()]
+        return [*map(self._delete_group, self.groups), *self._delete_part_commands()]
 
     def login_commands(self, machines: Sequence[Machine] | None) -> list[list[str]]:
         """Return the command by which gcloud makes an ssh key and brings it to every machine.
@@ -174,6 +174,7 @@ class Mig:
             self._check_kind(found)
             if (lost := self.lost(or_starting=True)) is not None:
                 self.create_commands()  # says which option is missing, before anything is deleted
+                self._check_ours(found, lost)
                 wait.say(f"{lost}: deleting what is left of {self.name}, to make a new one")
                 self.delete(wait)
                 asked = True
@@ -182,8 +183,7 @@ class Mig:
         try:
             if asked:
                 commands = self.create_commands()
-                for command in self._delete_parts():  # of an earlier start that did not come to an end
-                    self._run_unless_gone(command)
+                self._delete_parts()  # of an earlier start that did not come to an end
                 wait.say(f"{self.name}: asking for {self._described()} in {self.gcloud.zone}")
                 for command in commands:
                     self.gcloud.run(command)
@@ -260,13 +260,12 @@ class Mig:
         return None
 
     def delete(self, wait: Wait) -> None:
-        """Delete groups, template and policy; what is already gone is no error.
+        """Delete groups, template and policy that the launcher made; what is already gone is no error.
 
         Raises:
             GcloudError: Google refuses.
         """
-        for command in self.delete_commands():
-            self._run_unless_gone(command)
+        self._delete_ours()
         wait.say(f"{self.name}: deleted")
 
     def _look(self) -> tuple[str, bool]:
@@ -334,21 +333,50 @@ class Mig:
     def _withdraw(self, wait: Wait) -> None:
         """Delete what was asked for and is not used: it would cost money once it comes."""
         wait.say(f"{self.name}: deleting what was made of it")
-        for command in self.delete_commands():
-            self._run_unless_gone(command)
+        try:
+            self._delete_ours()
+        except GcloudError as error:
+            wait.say(by_hand(self.name, error, self.delete_commands()))
 
     def _described(self) -> str:
         assert self.slice is not None
         times = f"{self.count} × " if self.count > 1 else ""
         return f"{times}{self.slice.name} ({self.capacity}, {self.hosts * self.count} × {self.machine_type})"
 
-    def _delete_parts(self) -> list[list[str]]:
-        """The commands that delete what costs nothing: the template and the policy."""
-        template = self.gcloud.command("compute", "instance-templates", "delete", self.name, place="")
+    def _check_ours(self, groups: dict[str, dict[str, Any] | None], lost: str) -> None:
+        """Refuse to delete groups that somebody else made: stopped machines have disks."""
+        for name, group in groups.items():
+            if group is not None and group.get("description") != LABEL:
+                raise LaunchError(
+                    f"{lost}, and group {name} was not made by this launcher, so it is left as it is. Delete it, or "
+                    "choose another --tpu_name.",
+                    REFUSED,
+                )
+
+    def _delete_ours(self) -> None:
+        for name, group in self._groups().items():
+            if group is not None and group.get("description") == LABEL:
+                self._run_unless_gone(self._delete_group(name))
+        self._delete_parts()
+
+    def _delete_parts(self) -> None:
+        """Delete the template and the policy, if the launcher made them; they cost nothing."""
+        template, policy = self._delete_part_commands()
+        found = self.gcloud.read("compute", "instance-templates", "describe", self.name, place="") or {}
+        if LABEL in found.get("properties", {}).get("labels", {}):
+            self._run_unless_gone(template)
+        found = self.gcloud.read("compute", "resource-policies", "describe", self.name, place="region") or {}
+        if found.get("description") == LABEL:
+            self._run_unless_gone(policy)
+
+    def _delete_part_commands(self) -> list[list[str]]:
         return [
-            template,
+            self.gcloud.command("compute", "instance-templates", "delete", self.name, place=""),
             self.gcloud.command("compute", "resource-policies", "delete", self.name, place="region"),
         ]
+
+    def _delete_group(self, group: str) -> list[str]:
+        return self.gcloud.command("compute", "instance-groups", "managed", "delete", group)
 
     def _run_unless_gone(self, command: list[str]) -> None:
         try:
@@ -363,17 +391,6 @@ class Mig:
 
     def _instances(self, group: str) -> list[dict[str, Any]]:
         return self.gcloud.read("compute", "instance-groups", "managed", "list-instances", group) or []
-
-
-def chips_of(machine_type: str) -> int:
-    """Return the number of chips of a machine: the number at the end of its type, as in ``ct6e-standard-4t``.
-
-    Args:
-        machine_type: The type.
-    """
-    found = re.search(r"-(\d+)t$", machine_type)
-    assert found, machine_type
-    return int(found[1])
 
 
 def _name_of(instance: dict[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """What the launcher needs of a pod that Google rents out: make it, wait for it, find its machines, delete it."""
 
 import dataclasses
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
@@ -117,6 +118,18 @@ class Wait:
             if now - begin > self.timeout_s:
                 return False
             time.sleep(self.poll_s)
+
+
+def by_hand(name: str, error: GcloudError, commands: Sequence[Sequence[str]]) -> str:
+    """What to say of a slice that could not be deleted: it may cost money.
+
+    Args:
+        name: The slice.
+        error: Why.
+        commands: Those that delete it.
+    """
+    lines = "\n".join(f"  {shlex.join(command)}" for command in commands)
+    return f"{name} could not be deleted, and may cost money: {error}\nDelete it by hand:\n{lines}"
 
 
 def duration(seconds: float) -> str:

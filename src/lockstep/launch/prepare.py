@@ -22,6 +22,8 @@ FILES_PER_WORKER = 8
 """Pipes and files that a connection and a log need."""
 PAUSE_S = (0.5, 5.0)
 """Seconds between two tries to reach a worker, at first and at most."""
+FREE_S = 20.0
+"""Seconds for which a job that is started again waits for what its last attempt has used."""
 SHOWN = 8
 """Workers that are named when the same goes wrong on many."""
 
@@ -100,6 +102,7 @@ class Preparation:
         setup_logs: The file for what it prints, for each worker.
         archive: Files to copy; None: none.
         program: What the job runs; it must be there.
+        cwds: The directory in which it runs, on each worker.
         environment: Variables of the job, without secrets.
         unreachable_s: Seconds for which a worker may not be reached.
         limits: What a worker must have; None: nothing is looked at.
@@ -112,6 +115,7 @@ class Preparation:
     setup_logs: Sequence[Path]
     archive: Archive | None
     program: str
+    cwds: Sequence[str]
     environment: Mapping[str, str]
     unreachable_s: float
     limits: Limits | None
@@ -156,8 +160,16 @@ def prepare(transport: Transport, job: Preparation, console: Console) -> list[fl
         on_all(transport, lambda index: _put(transport, index, job, archive))
     if job.limits is None:
         return [None] * count
-    facts = on_all(transport, lambda index: _facts(transport, index, job))
-    found = problems(transport.workers, facts, job.program, job.limits)
+    # What an attempt has used may take a moment to be free again.
+    deadline = time.monotonic() + (FREE_S if job.replaces else 0.0)
+    while True:
+        facts = on_all(transport, lambda index: _facts(transport, index, job))
+        found = problems(transport.workers, facts, job.program, job.limits)
+        in_use = any(fact.answer["holders"] or fact.answer["busy_ports"] for fact in facts)
+        if not in_use or time.monotonic() > deadline:
+            break
+        console.once("waiting for chips and ports to be free again")
+        time.sleep(PAUSE_S[0])
     if found:
         raise LaunchError("\n".join(found) + "\nNothing was started. (--no-preflight starts all the same.)", PREFLIGHT)
     return [fact.skew_s for fact in facts]
@@ -228,6 +240,7 @@ def _facts(transport: Transport, index: int, job: Preparation) -> Facts:
         "op": "facts",
         "ports": worker.ports,
         "program": job.program,
+        "cwd": job.cwds[index],
         "path": worker.path,
         "env": {**worker.environment, **job.environment},
         "secrets": {},

@@ -12,7 +12,7 @@ from typing import Any, Final
 from lockstep.exit_codes import REFUSED, UNAVAILABLE
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.gcloud import Gcloud, GcloudError
-from lockstep.launch.pod import LABEL, Machine, Wait
+from lockstep.launch.pod import LABEL, Machine, Wait, by_hand
 from lockstep.slices import Slice
 
 CAPACITY_FLAGS: Final = {
@@ -298,7 +298,10 @@ class TpuVm:
     def _withdraw(self, wait: Wait) -> None:
         """Delete a request that nobody waits for any more: it would cost money once it is served."""
         wait.say(f"{self.name}: withdrawing the request")
-        self._run_unless_gone(self._delete_request())
+        try:
+            self._run_unless_gone(self._delete_request())
+        except GcloudError as error:
+            wait.say(by_hand(self.name, error, self.delete_commands()))
 
     def _described(self) -> str:
         assert self.slice is not None

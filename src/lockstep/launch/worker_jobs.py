@@ -110,6 +110,7 @@ class WorkerJobs:
         public = {"REQUIRE_JAX_PROCESS_COUNT": str(count), **environment.public}
         setup_logs = [record.log(attempt.number, index).with_name(f"setup-{index}.log") for index in range(count)]
         setup = self._backend.setup_script(options)
+        cwds = [options.workdir or (f"{root}/files" if options.sync else "~") for root in roots]
         preparation = Preparation(
             roots=roots,
             setup=setup,
@@ -117,6 +118,7 @@ class WorkerJobs:
             setup_logs=setup_logs,
             archive=run.archive,
             program=options.command[0],
+            cwds=cwds,
             environment=public,
             unreachable_s=options.unreachable_s,
             limits=Limits() if options.preflight else None,
@@ -126,14 +128,14 @@ class WorkerJobs:
         starts = [
             {
                 "argv": options.command,
-                "cwd": options.workdir or (f"{root}/files" if options.sync else "~"),
+                "cwd": cwd,
                 "path": worker.path,
                 "env": {**worker.environment, **public},
                 "secrets": dict(environment.secret),
                 "lease_s": options.lease_s if options.foreground else None,
                 "grace_s": options.grace_s,
             }
-            for worker, root in zip(transport.workers, roots, strict=True)
+            for worker, cwd in zip(transport.workers, cwds, strict=True)
         ]
         plan = Plan(
             id=attempt.id,

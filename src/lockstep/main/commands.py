@@ -91,6 +91,7 @@ class Command:
 
 TRAIN: Final = "train"
 SAMPLE: Final = "sample from a checkpoint"
+LOOK: Final = "look at results"
 PREPARE: Final = "prepare a run"
 POD: Final = "on many machines"
 SHELL: Final = "set up a shell"
@@ -133,6 +134,17 @@ COMMANDS: Final = (
         workload_function="lockstep.main.plan_workload:sampling_workload",
     ),
     Command(
+        name="eval",
+        purpose=SAMPLE,
+        summary="score a checkpoint by tasks of lm-evaluation-harness",
+        module="lockstep.main.eval",
+        example="lockstep eval path/to/Llama-3.1-8B-Instruct --tasks gsm8k,arc_easy",
+        usage="CHECKPOINT --tasks TASK[,TASK...] [--config_path FILE.yaml] [--key VALUE ...]",
+        description="Scores a checkpoint by tasks of lm-evaluation-harness. CHECKPOINT is a Hugging Face checkpoint or "
+        "one of a training run, a directory or a URL. A task is one of the harness, or the path of a file of your own.",
+        config_class="EvalConfig",
+    ),
+    Command(
         name="export",
         purpose=SAMPLE,
         summary="make a Hugging Face checkpoint of a training checkpoint",
@@ -142,6 +154,38 @@ COMMANDS: Final = (
         description="Makes a Hugging Face checkpoint of a training checkpoint. CHECKPOINT is a run directory, the "
         "directory or URL of its checkpoints, or one of them. No device is needed.",
         config_class="ExportConfig",
+    ),
+    Command(
+        name="report",
+        purpose=LOOK,
+        summary="make one HTML file of a run: prompts by steps, differences, curves; or of two runs",
+        module="lockstep.main.report",
+        example="lockstep report runs/my-run runs/another-run --output compared.html",
+        usage="RUN [RUN] [options]",
+        options="lockstep.main.report:add_options",
+        joins_job=False,
+    ),
+    Command(
+        name="tail",
+        purpose=LOOK,
+        summary="show the newest samples and metrics of a run while it goes on",
+        module="lockstep.main.tail",
+        example="lockstep tail runs/my-run --rows 4",
+        usage="RUN [options]",
+        options="lockstep.main.tail:add_options",
+        joins_job=False,
+    ),
+    Command(
+        name="convert",
+        purpose=LOOK,
+        summary="write the rows of a run as Parquet or as logs of inspect_ai",
+        module="lockstep.main.convert",
+        example="lockstep convert runs/my-run --format inspect",
+        usage="RUN --format parquet|inspect [--output PATH]",
+        description="Writes the rows of a run as Parquet, a file beside each file of rows, or as logs of inspect_ai, "
+        "one for each step and task: inspect view --log-dir RUN/inspect. RUN is a run directory, or a file of its rows "
+        "(.jsonl); of a directory the answers and the answers to tasks are written.",
+        config_class="ConvertConfig",
     ),
     Command(
         name="plan",
@@ -154,6 +198,19 @@ COMMANDS: Final = (
         "TPU slice, on a machine without a TPU: what fits, what is exchanged, how fast it can be at best. Exit code 0 "
         "if it fits, 1 if it does not. Keys of the configuration can be given too, and win over the file.",
         options="lockstep.main.plan:add_options",
+    ),
+    Command(
+        name="doctor",
+        purpose=PREPARE,
+        summary="look at machine, job and pod: what needs a fix, how fast they are, a self-test",
+        module="lockstep.main.doctor",
+        example="lockstep doctor --config_path config/simpo_tiny.yaml --self-test",
+        usage="[--self-test] [--config_path FILE.yaml] [--key VALUE ...]",
+        description="Looks at this machine, the processes of the job, their devices and what connects them; start it "
+        "on every host as you would start a run. --config_path names the configuration of a run, and what that reaches "
+        "for is looked at too; any key that is not listed here is one of that run's. Exit code 0 if nothing needs a "
+        "fix, else 1.",
+        config_class="DoctorConfig",
     ),
     Command(
         name="launch",

@@ -77,6 +77,18 @@ def test_stop_gives_time_to_save_and_delete_leaves_only_the_logs(running):
     assert gone.returncode == DONE and "job was deleted" in gone.stderr
 
 
+@pytest.mark.slow
+def test_a_job_that_somebody_stops_is_not_started_again(cloud):
+    text = "trap 'exit 143' TERM; echo begin; sleep 60 & wait"
+    words = ("--hosts", cloud.add("a"), "--no-preflight", "--name", "job", "--retries", "2", "--", "sh", "-c", text)
+    process = cloud.start(*words)
+    assert process.stdout.readline() == "[0] begin\n"
+    assert cloud.launch("stop", "job").returncode == DONE
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == TERMINATED and "(the launcher asked for it)" in errors
+    assert len(cloud.record("job")["attempts"]) == 1
+
+
 def test_a_job_that_cannot_start_is_known_at_once(cloud):
     done = cloud.launch("--hosts", cloud.add("a"), *FAST, "--", "sh", "-c", "echo 'error: no file'; exit 1")
     assert done.returncode == FAILED and "[0] error: no file" in done.stdout

@@ -9,7 +9,7 @@ import pytest
 from lockstep.exit_codes import REFUSED, UNAVAILABLE
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.gcloud import Gcloud, GcloudError
-from lockstep.launch.mig import Mig, chips_of
+from lockstep.launch.mig import Mig
 from lockstep.launch.pod import Wait
 from lockstep.slices import slices
 from tests.fake_cloud import gcloud
@@ -47,7 +47,7 @@ def test_the_commands_that_make_it(cloud):
     lines = [shlex.join(command) for command in mig(capacity="spot").create_commands()]
     assert lines == [
         "gcloud compute resource-policies create workload-policy pod --type=HIGH_THROUGHPUT --accelerator-topology=4x4 "
-        "--region=us-east5 --project=p --quiet",
+        "--description=lockstep-launch --region=us-east5 --project=p --quiet",
         "gcloud compute instance-templates create pod --machine-type=ct6e-standard-4t "
         "--image-family=ubuntu-accel-2204-amd64-tpu-v5e-v5p-v6e --image-project=ubuntu-os-accelerator-images "
         "--boot-disk-size=200GB --maintenance-policy=TERMINATE --scopes=cloud-platform --labels=lockstep-launch=yes "
@@ -68,7 +68,7 @@ def test_the_commands_that_make_it(cloud):
 def test_one_machine_needs_no_shape_and_no_bulk_mode(cloud):
     template, group = (shlex.join(each) for each in mig("v6e-8", "ct6e-standard-8t").create_commands())
     assert "--size=1" in group and "bulk" not in group and "workload-policy" not in group + template
-    assert mig("v6e-8", "ct6e-standard-4t").hosts == 2 and chips_of("ct6e-standard-1t") == 1
+    assert mig("v6e-8", "ct6e-standard-4t").hosts == 2
 
 
 def test_without_a_project_it_is_that_of_gclouds_configuration(cloud):
@@ -136,6 +136,32 @@ def test_an_error_of_the_group_ends_the_wait_or_is_shown(cloud):
     with pytest.raises(GcloudError, match="quota for this kind of TPU is used up"):
         ensure(mig())
     assert left(cloud) == []
+
+
+def test_what_others_made_under_the_name_is_never_deleted(cloud):
+    with cloud.change() as state:
+        state["templates"]["pod"] = {"machineType": "n2-standard-4", "labels": {}}
+    with pytest.raises(GcloudError, match="the name is taken"):
+        ensure(mig())
+    assert left(cloud) == ["templates"], "theirs is there, and nothing of ours"
+    with cloud.change() as state:
+        state["templates"].clear()
+    ensure(mig())
+    cloud.preempt("pod")
+    with cloud.change() as state:
+        state["groups"]["pod"]["description"] = "somebody's"
+    with pytest.raises(LaunchError, match=r"is TERMINATED, and group pod was not made by this launcher"):
+        ensure(mig())
+    assert cloud.read()["groups"]
+
+
+def test_what_cannot_be_deleted_is_told_with_the_commands(cloud):
+    said = []
+    cloud.reply("managed delete", "ERROR: gcloud crashed (ConnectionError): Max retries exceeded")
+    with pytest.raises(LaunchError, match="could not be used within 0 s"):
+        mig().ensure(Wait(say=said.append, timeout_s=0.0, poll_s=0.01))
+    assert "pod could not be deleted, and may cost money" in said[-1]
+    assert "  gcloud compute instance-groups managed delete pod --zone=us-east5-a --project=p --quiet" in said[-1]
 
 
 def test_a_wait_that_is_too_long_deletes_what_was_made(cloud):

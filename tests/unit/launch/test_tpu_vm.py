@@ -143,6 +143,16 @@ def test_a_wait_that_is_too_long_withdraws_the_request(cloud):
     assert caught.value.code == UNAVAILABLE and not in_the_way(cloud)
 
 
+def test_a_request_that_cannot_be_withdrawn_is_told_with_the_command(cloud):
+    cloud.queue(["WAITING_FOR_RESOURCES"] * 1000)
+    cloud.reply("queued-resources delete", "ERROR: gcloud crashed (ConnectionError): Max retries exceeded")
+    said = []
+    with pytest.raises(LaunchError, match="could not be used within 0 s"):
+        pod().ensure(Wait(say=said.append, timeout_s=0.0, poll_s=0.01))
+    assert "pod could not be deleted, and may cost money" in said[-1]
+    assert "  gcloud compute tpus queued-resources delete pod --force --async --zone=us-east5-a" in said[-1]
+
+
 def test_ctrl_c_in_the_wait_withdraws_the_request(cloud):
     cloud.queue(["WAITING_FOR_RESOURCES"] * 1000)
 

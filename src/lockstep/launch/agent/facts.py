@@ -14,6 +14,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from lockstep.launch.agent.supervisor import find_program
+
 DEVICES = ("/dev/accel*", "/dev/vfio/*")
 """How the devices of TPU chips are called."""
 VERSIONS = """
@@ -32,7 +34,7 @@ def gather(request: dict[str, Any], environ: dict[str, str]) -> dict[str, Any]:
     """The facts of this worker.
 
     Args:
-        request: ``ports`` that the job will listen on, ``program`` that it runs.
+        request: ``ports`` that the job will listen on, ``program`` that it runs, ``cwd`` where.
         environ: The variables of the job's command.
     """
     now = time.time()
@@ -43,7 +45,7 @@ def gather(request: dict[str, Any], environ: dict[str, str]) -> dict[str, Any]:
         "disk": {path: shutil.disk_usage(path).free for path in sorted({home, "/tmp"})},
         "busy_ports": [port for port in request["ports"] if is_busy(port)],
         "holders": holders(),
-        "program": shutil.which(request["program"], path=environ["PATH"]),
+        "program": find_program(request["program"], environ, os.path.expanduser(request["cwd"])),
         "versions": versions(environ),
         "path": environ["PATH"],
     }

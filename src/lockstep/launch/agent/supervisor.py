@@ -70,6 +70,14 @@ def environment(spec: dict[str, Any]) -> dict[str, str]:
     return dict(own, **{"PYTHONUNBUFFERED": "1", "PATH": os.pathsep.join(path)}, **spec["env"], **spec["secrets"])
 
 
+def find_program(program: str, environ: dict[str, str], cwd: str) -> str | None:
+    """Where a program is: on PATH, or with a slash in its name, below the directory in which it runs."""
+    if os.sep in program:
+        path = os.path.join(cwd, os.path.expanduser(program))
+        return path if os.access(path, os.X_OK) and os.path.isfile(path) else None
+    return shutil.which(program, path=environ["PATH"])
+
+
 class Supervisor:
     """Runs one command to its end.
 
@@ -94,8 +102,8 @@ class Supervisor:
         """Start the command, write its output, and note how it ended."""
         environ = environment(self._spec)
         argv = list(self._spec["argv"])
-        program = shutil.which(argv[0], path=environ["PATH"])
         cwd = os.path.expanduser(self._spec["cwd"] or "~")
+        program = find_program(argv[0], environ, cwd)
         text = ""
         if program is None:
             text = f"no program {argv[0]!r} in {environ['PATH']}"

@@ -1,0 +1,72 @@
+"""What is done on workers before the start, with answers that are made up; on fake hosts: test_worker_jobs.py."""
+
+import threading
+import time
+import types
+
+import pytest
+
+from lockstep.exit_codes import PREFLIGHT, SETUP_FAILED
+from lockstep.launch import prepare as module
+from lockstep.launch.backend import LaunchError
+from lockstep.launch.console import Console
+from lockstep.launch.preflight import Limits
+from lockstep.launch.prepare import Preparation, on_all, prepare
+from lockstep.launch.workers import Worker
+
+
+def transport(count):
+    return types.SimpleNamespace(workers=[Worker(name=f"w{index}") for index in range(count)])
+
+
+def preparation(**changes):
+    given = {"roots": ["~/w"], "setup": None, "setup_files": {}, "setup_logs": [], "archive": None, "program": "x"}
+    more = {"cwds": ["~"], "environment": {}, "unreachable_s": 1.0, "limits": Limits(), "replaces": True}
+    return Preparation(**{**given, **more, **changes})
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """The facts that a worker will answer, one after the other; the last stays."""
+    busy = []
+
+    def call(transport, worker, request, payload=(), on_output=None):
+        if request["op"] == "clear":
+            return {"running": []}
+        ports = busy.pop(0) if len(busy) > 1 else busy[0]
+        facts = {"holders": [], "busy_ports": ports, "disk": {}, "program": "/x", "versions": {}, "path": ""}
+        return {**facts, "time": time.time()}
+
+    monkeypatch.setattr(module, "call", call)
+    monkeypatch.setattr(module, "PAUSE_S", (0.01, 0.01))
+    return busy
+
+
+def test_a_job_that_is_started_again_waits_for_what_it_has_used_itself(answers, capsys):
+    answers[:] = [[8476], [8476], []]
+    assert prepare(transport(1), preparation(), Console()) == [pytest.approx(0.0, abs=0.1)]
+    assert capsys.readouterr().err.count("waiting for chips and ports to be free again") == 1
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_what_stays_in_use_is_an_error(answers, monkeypatch, replaces):
+    answers[:] = [[8476]]
+    monkeypatch.setattr(module, "FREE_S", 0.1)
+    with pytest.raises(LaunchError, match="port 8476 is in use") as error:
+        prepare(transport(1), preparation(replaces=replaces), Console())
+    assert error.value.code == PREFLIGHT
+
+
+def test_what_is_done_on_all_is_done_side_by_side_and_all_errors_are_told():
+    gate = threading.Barrier(3, timeout=5)
+    assert on_all(transport(3), lambda index: (gate.wait() >= 0, index)) == [(True, 0), (True, 1), (True, 2)]
+
+    def fail(index):
+        if index != 1:
+            raise LaunchError(f"worker {index} is broken", SETUP_FAILED)
+
+    with pytest.raises(LaunchError, match=r"(?s)^worker 0 is broken\nworker 2 is broken\n.*and 1 more$") as error:
+        on_all(transport(10), fail)
+    assert error.value.code == SETUP_FAILED
+    with pytest.raises(ZeroDivisionError):
+        on_all(transport(2), lambda index: 1 / index)
