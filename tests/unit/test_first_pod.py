@@ -156,6 +156,7 @@ def test_the_page_is_typed(tmp_path):
     printed = "\n".join(outputs)
     for worker in range(4):
         assert f"[{worker}] lockstep train-simpo --config_path config/simpo_tiny.yaml" in printed
+        assert f"[{worker}] lockstep doctor --self-test --json self-test.json" in printed
     for worker in range(8):
         assert f"[{worker}] lockstep train-simpo --config_path my-runs/simpo.yaml --trainer.run_id simpo-1" in printed
         assert f"[{worker}] python examples/levanter_train_lm.py" in printed
