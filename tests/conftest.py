@@ -23,6 +23,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
+            if nodeid.startswith("tests/browser/"):
+                return "browser"  # which starts once
             return "processes" if nodeid.startswith(ONE_AFTER_THE_OTHER) else nodeid
 
     return Scheduling(config, log)

@@ -16,7 +16,8 @@ BELOW: dict[str, set[str]] = {
     "errors": set(),
     "units": set(),
     "exit_codes": set(),
-    "launch": set(),
+    "slices": set(),
+    "launch": {"slices"},
     "hosts": set(),
     "text": set(),
     "schedule": set(),
@@ -28,12 +29,14 @@ BELOW: dict[str, set[str]] = {
 BELOW["engine"] = {"schedule", "models", *BELOW["models"]}
 BELOW["sampling_fields"] = {"engine", *BELOW["engine"]}
 BELOW["report"] = {"engine", "text", *BELOW["engine"]}
-BELOW["callback"] = {"report", "sampling_fields", *BELOW["report"]}
+BELOW["evaluation"] = {"engine", "text", *BELOW["engine"]}
+BELOW["callback"] = {"report", "sampling_fields", "evaluation", *BELOW["report"]}
 BELOW["levanter"] = {"callback", *BELOW["callback"]}
 BELOW["training"] = {"callback", *BELOW["callback"]}
 BELOW["batch_inference"] = {"report", "sampling_fields", "training", *BELOW["training"]}
-BELOW["plan"] = {"engine", "training", "batch_inference", *BELOW["training"], *BELOW["batch_inference"]}
-BELOW["main"] = {"launch", "plan", "training", "batch_inference", *BELOW["plan"]}
+BELOW["plan"] = {"slices", "engine", "training", "batch_inference", *BELOW["training"], *BELOW["batch_inference"]}
+BELOW["doctor"] = {"training", *BELOW["training"]}
+BELOW["main"] = {"launch", "plan", "training", "batch_inference", "doctor", *BELOW["plan"]}
 
 # A library and the only files of the package that may import it.
 ONLY_IN = {
@@ -44,6 +47,7 @@ ONLY_IN = {
     "orbax": {"training/checkpoint.py"},
     "tensorstore": {"training/checkpoint.py"},
     "levanter": {"models/levanter_reader.py", "levanter.py"},
+    "lm_eval": {"evaluation/harness.py", "evaluation/language_model.py"},
 }
 
 # Packages and files without jax, however they get at it.

@@ -61,6 +61,8 @@ COVERED_BY = {
     "engine/prepare.py": "tests/unit/engine/test_engine.py",
     # Steps of a whole round, run or plan.
     "batch_inference/generate.py": "tests/unit/batch_inference/test_run.py",
+    "evaluation/results.py": "tests/unit/evaluation/test_harness.py",
+    "evaluation/task_rounds.py": "tests/multiprocess/test_tasks.py",
     "callback/round.py": "tests/unit/callback/test_sample_callback.py",
     **{
         f"training/grpo/{part}.py": "tests/unit/training/grpo/test_rollouts.py"
@@ -68,6 +70,10 @@ COVERED_BY = {
     },
     "plan/planner.py": "tests/tpu_compile/test_plan.py",
     "hosts/peers.py": "tests/multiprocess/test_endings.py",
+    "doctor/layout_rounds.py": "tests/unit/doctor/test_self_test.py",
+    # What both of Google's backends share.
+    "launch/pod.py": "tests/unit/launch/test_tpu_vm.py",
+    "launch/google.py": "tests/unit/launch/test_tpu_vm_backend.py",
     # Commands: a configuration and a call.
     "main/plan.py": "tests/unit/main/test_plan_workload.py",
     "main/run.py": "tests/multiprocess/test_train_simpo.py",

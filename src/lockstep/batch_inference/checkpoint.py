@@ -57,14 +57,26 @@ def resolve_checkpoint(config: SampleConfig) -> Checkpoint:
     if config.hf_checkpoint is not None:
         return HfCheckpoint(path=config.hf_checkpoint)
     assert config.checkpoint_path is not None
-    path = config.checkpoint_path
+    return checkpoint_at(config.checkpoint_path)
+
+
+def checkpoint_at(path: str, key: str = "checkpoint_path") -> Checkpoint:
+    """Return the checkpoint at a place, of whichever kind it is.
+
+    Args:
+        path: What ``checkpoint_path`` may be. Of several checkpoints in it, the newest is returned.
+        key: The key that the path was given by, for errors.
+
+    Raises:
+        ConfigError: There is no such checkpoint, or it does not say what its model is.
+    """
     if "://" in path:
         return saved_model(path) if has_checkpoint(path) else HfCheckpoint(path=path)
     if (Path(path) / "config.json").is_file():
         return HfCheckpoint(path=path)
     if not Path(path).is_dir():
         raise ConfigError(
-            f"checkpoint_path is {path!r}, and there is no such directory. Give the run directory of a training run "
+            f"{key} is {path!r}, and there is no such directory. Give the run directory of a training run "
             "with hf_save_path or a checkpointer, the directory of several, or the checkpoint itself. `make demo` "
             "writes one below runs."
         )
@@ -73,7 +85,7 @@ def resolve_checkpoint(config: SampleConfig) -> Checkpoint:
     found = _found(Path(path)) or [each for run in Path(path).iterdir() if run.is_dir() for each in _found(run)]
     if not found:
         raise ConfigError(
-            f"checkpoint_path is {path!r}, which has no checkpoint: no config.json of a Hugging Face checkpoint there, "
+            f"{key} is {path!r}, which has no checkpoint: no config.json of a Hugging Face checkpoint there, "
             "one directory below or two, and none that a training run goes on from. Train with hf_save_path (for "
             "instance hf_save_path: checkpoint) or with trainer.checkpointer, and give the run directory. `make demo` "
             "does so."

@@ -24,7 +24,6 @@ from lockstep.batch_inference.job_progress import Board, HostProgress, JobProgre
 from lockstep.batch_inference.live_view import LiveView, make_live_view
 from lockstep.batch_inference.manifest import check_manifest, write_manifest
 from lockstep.batch_inference.merge import agree_on_owners, merge
-from lockstep.batch_inference.parquet import check_pyarrow, write_parquet
 from lockstep.batch_inference.prompt_store import PromptStore, encoded_lines, store_prompts
 from lockstep.batch_inference.remote_rows import RemoteRows
 from lockstep.batch_inference.row_files import RowFile, RowIndex, host_file, pack, unpack
@@ -47,8 +46,10 @@ from lockstep.report import (
     NoopTracker,
     Tracker,
     build_tracker,
+    check_pyarrow,
     load_metrics,
     print_table,
+    write_parquet,
 )
 from lockstep.text import PromptFields, StopFinder, iter_prompts, load_tokenizer, stop_ids, tokenizer_digest
 

@@ -4,7 +4,8 @@ import dataclasses
 from typing import ClassVar, Literal
 
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.report import EvaluationFields, check_metrics
+from lockstep.evaluation import TasksConfig
+from lockstep.report import JUDGE, EvaluationFields, JudgeConfig, check_metrics
 from lockstep.sampling_fields import SamplingBlock
 from lockstep.text import read_prompts
 
@@ -47,6 +48,13 @@ class InferenceEvalConfig(EvaluationFields, SamplingBlock):
     max_consecutive_errors: int | None = 5
     """After so many rounds in a row that were skipped, sampling switches itself off for the rest of the run, and says
     so. Null: never."""
+    token_logprobs: bool = False
+    """Write the text and the log-probability of every token into ``samples.jsonl`` too, where ``lockstep report`` shows
+    them in colours. About 25 bytes per token."""
+    tasks: TasksConfig = dataclasses.field(default_factory=TasksConfig)
+    """Tasks of lm-evaluation-harness, run after the samples of a round (docs/evaluation.md)."""
+    judge: JudgeConfig | None = None
+    """A model elsewhere that judges each answer; its verdict is the metric ``judge``. Null: none."""
     audit: bool = False
     """Recompute every log-probability with the training forward and log the largest difference, ``logprob_gap``; where
     the engine computes in fewer than 32 bits, also ``logprob_noise``, the largest difference between that forward and
@@ -82,9 +90,14 @@ class InferenceEvalConfig(EvaluationFields, SamplingBlock):
                 f"inference_eval.prompts_per_round is {self.prompts_per_round}; it must be at least 1. Use null for "
                 "all prompts in every round."
             )
+        if self.tasks.every is not None and self.tasks.every % self.eval_every != 0:
+            raise ConfigError(
+                f"inference_eval.tasks.every is {self.tasks.every}, which is no multiple of eval_every, "
+                f"{self.eval_every}: tasks run with a round of samples. Use a multiple, or null for every round."
+            )
         self.check_sampling()
         try:
-            check_metrics(self.metrics)
+            check_metrics(self.metrics, taken=() if self.judge is None else (JUDGE,))
             if self.enabled and not isinstance(self.prompts, str):
                 self.check_prompts_per_round(len(read_prompts(self.prompts)))
         except LockstepError as error:

@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING
 
 from lockstep.callback.config import InferenceEvalConfig
 from lockstep.callback.round import RoundResult
+from lockstep.errors import LockstepError
+from lockstep.evaluation import PREFIX, TaskResults
 from lockstep.hosts import leader_only, try_leader_only
 from lockstep.report import (
     BackgroundQueue,
+    Judge,
     NoopTracker,
     Row,
     Tracker,
@@ -22,7 +25,7 @@ from lockstep.report import (
     pass_rates,
     print_table,
 )
-from lockstep.text import Prompt, cut_at_stop, decode
+from lockstep.text import Prompt, cut_at_stop, decode, token_texts
 from lockstep.types import Completion, FinishReason
 
 if TYPE_CHECKING:
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+TASKS_FILE = "tasks.jsonl"
+"""The rows of tasks, beside ``samples.jsonl``."""
 MAX_WAITING = 8
 """Reports that may wait behind the one being made; each keeps the tokens of its round in the host's memory."""
 
@@ -64,6 +69,7 @@ class Reporter:
         self._name, self._config, self._tokenizer, self._samples_path = name, config, tokenizer, samples_path
         self._tracker: Tracker = NoopTracker() if tracker is None else tracker
         self._metrics = load_metrics(config.metrics)
+        self._judge = None if config.judge is None else Judge(config.judge)
         self._queue = BackgroundQueue("lockstep-report", size=MAX_WAITING)
 
     def report(self, step: int, prompts: list[Prompt], result: RoundResult, counts: Mapping[str, float]) -> None:
@@ -87,6 +93,36 @@ class Reporter:
             counts: The numbers by their names without the prefix.
         """
         self._put(f"step {step} (skipped)", lambda: self._try("the tracker", step, lambda: self._log(step, counts)))
+
+    def report_tasks(self, step: int, found: TaskResults | Exception) -> None:
+        """Queue the report of a round of tasks; returns at once.
+
+        Args:
+            step: The number of training steps completed.
+            found: What the tasks found, or why their answers could not be scored.
+        """
+        if isinstance(found, Exception):
+            self.errors += 1
+            what = f"{self._name}: the tasks after step {step} could not be scored; training goes on: {found}"
+            log.error(what, exc_info=None if isinstance(found, LockstepError) else found)
+            self.log(step, {})
+            return
+        rows = [] if self._config.skip_samples_table else found.rows
+
+        def write_file() -> None:
+            if self._samples_path is not None:
+                append_jsonl(self._samples_path.with_name(TASKS_FILE), [row.to_dict() for row in found.rows])
+
+        def track() -> None:
+            self._tracker.log(found.scalars(step), step=step)
+            self._tracker.log_rows(f"{PREFIX}/tasks", rows, step=step)
+
+        def work() -> None:
+            log.info("%s: tasks after step %d: %s", self._name, step, found.describe())
+            self._try(f"writing {TASKS_FILE}", step, write_file)
+            self._try("the tracker", step, track)
+
+        self._put(f"the tasks of step {step}", work)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all reports are made; say which are not.
@@ -130,6 +166,9 @@ class Reporter:
             asked = [by_id[completion.prompt_id] for completion in result.completions]
             made = [self._row(step, *each) for each in zip(asked, result.completions, strict=True)]
             measured, failures = measure(self._metrics, made, asked, guard=leader_only)
+            if self._judge is not None:
+                measured, unjudged = self._judge.judge(measured, asked)
+                failures += unjudged
             rows.extend(measured)
             for failure in failures:
                 self.errors += 1
@@ -137,7 +176,7 @@ class Reporter:
 
         def write_file() -> None:
             if self._samples_path is not None:
-                append_jsonl(self._samples_path, [row.to_dict() for row in rows])
+                append_jsonl(self._samples_path, [row.to_record() for row in rows])
 
         def show() -> None:
             if shown:
@@ -166,7 +205,11 @@ class Reporter:
 
     def _row(self, step: int, prompt: Prompt, completion: Completion) -> Row:
         text = cut_at_stop(decode(self._tokenizer, completion.tokens), self._config.stop)
-        return Row.from_completion(completion, prompt, text, step=step)
+        tokens: tuple[tuple[str, float], ...] = ()
+        if self._config.token_logprobs:
+            texts = token_texts(self._tokenizer, completion.tokens)
+            tokens = tuple(zip(texts, map(float, completion.logprobs), strict=True))
+        return Row.from_completion(completion, prompt, text, step=step, tokens=tokens)
 
 
 def scalars(rows: list[Row], result: RoundResult) -> dict[str, float]:

@@ -3,13 +3,14 @@
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lockstep.callback.config import InferenceEvalConfig
+from lockstep.engine import requests_from_json, requests_to_json
 from lockstep.text import Prompt, StopFinder, encode, read_prompts, stop_ids
-from lockstep.types import Request, SamplingParams
+from lockstep.types import Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -91,30 +92,12 @@ def largest_of(requests: Sequence[Request], count: int) -> list[Request]:
 def to_bytes(asked: RoundPrompts) -> bytes:
     """A round's prompts as they are broadcast: ids and parameters, no text."""
     lists = (asked.requests, asked.largest)
-    return json.dumps([each and [dataclasses.asdict(request) for request in each] for each in lists]).encode()
+    return json.dumps([each and requests_to_json(each) for each in lists]).encode()
 
 
 def from_bytes(data: bytes) -> RoundPrompts:
     """What `to_bytes` was given, without the prompts' text."""
     requests, largest = json.loads(data)
-    return RoundPrompts(requests=_requests(requests), largest=None if largest is None else _requests(largest))
-
-
-def _requests(items: list[dict[str, Any]]) -> list[Request]:
-    return [
-        Request(
-            prompt_id=item["prompt_id"],
-            prompt_tokens=tuple(item["prompt_tokens"]),
-            params=_params(item["params"]),
-        )
-        for item in items
-    ]
-
-
-def _params(values: dict[str, Any]) -> SamplingParams:
-    """JSON has lists where the parameters have tuples."""
-    return SamplingParams(**{name: _tuples(value) for name, value in values.items()})
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(each) for each in value) if isinstance(value, list) else value
+    return RoundPrompts(
+        requests=requests_from_json(requests), largest=None if largest is None else requests_from_json(largest)
+    )

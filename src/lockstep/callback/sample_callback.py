@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from lockstep.callback.round import run_round
 from lockstep.callback.round_prompts import read_round_prompts
 from lockstep.engine import Auditor, Engine, Sizing
 from lockstep.errors import ConfigError, DisagreementError, HostError, PeerError
+from lockstep.evaluation import TaskRounds
 from lockstep.hosts import Hosts, Watchdog, current, digest, environment
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
 from lockstep.placement import mesh_of
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MAX_TASK_SECONDS = 900.0
+"""Seconds that a round of tasks may last where the configuration does not say."""
 AFTER_SIGNAL_S = 2.0
 """Seconds that reports have after a signal: little time remains for a save."""
 
@@ -87,6 +91,21 @@ class SampleCallback:
         )
         self._hosts = current() if hosts is None else hosts
         self._dtype = dtype
+        self.tasks: TaskRounds | None = None
+        """The rounds of tasks, with their counts; None without ``tasks``."""
+        if config.enabled and config.tasks.names:
+            engine = dataclasses.replace(config.engine_config(dtype), max_seq_len=config.tasks.max_seq_len)
+            self.tasks = TaskRounds(
+                name,
+                config.tasks,
+                engine,
+                tokenizer,
+                self._reporter.report_tasks,
+                self._hosts,
+                config.timeout_s,
+                MAX_TASK_SECONDS,
+            )
+        self._task_errors_in_a_row = 0
         self._engine: Engine | None = None
         self._auditor: Auditor | None = None
         self._find_stop = StopFinder(tokenizer) if config.stop else None
@@ -144,9 +163,16 @@ class SampleCallback:
         self.interrupted = False
         if self._due(step, force):
             before, self.last_step = self.last_step, step
-            self._round(step, getattr(info, "eval_model", info.model))
+            model = getattr(info, "eval_model", info.model)
+            self._round(step, model)
             if self.interrupted:
                 self.last_step = before
+            elif (
+                self.tasks is not None
+                and self.config.tasks.due(step, last=force)
+                and self._task_errors_in_a_row != self.config.max_consecutive_errors
+            ):
+                self._run_tasks(self.tasks, step, model)
         if force:
             self.finish()
 
@@ -173,7 +199,11 @@ class SampleCallback:
         Returns:
             Whether all are reported.
         """
-        return self._reporter.flush(self.config.flush_s if timeout_s is None else timeout_s)
+        left_s = self.config.flush_s if timeout_s is None else timeout_s
+        begin = time.monotonic()
+        if self.tasks is not None and not self.tasks.wait(left_s):
+            log.error("%s: after %g s the last round of tasks is not scored. Its scores are lost", self.name, left_s)
+        return self._reporter.flush(max(0.0, left_s - (time.monotonic() - begin)))
 
     def after_signal(self) -> None:
         """Waits on this host, at most 2 s, for the last reports: a signal ended the loop without a last call."""
@@ -214,6 +244,8 @@ class SampleCallback:
                 engine, read = self._engine_for(model)
                 if hosts.is_leader:
                     engine.check(read, read_round_prompts(self.config, self._tokenizer).compile_requests)
+                    if self.tasks is not None:
+                        self.tasks.check()
 
     def _due(self, step: int, force: bool) -> bool:
         config = self.config
@@ -251,6 +283,28 @@ class SampleCallback:
             assert result.prompts is not None
             self._log_sizing()
             self._reporter.report(step, result.prompts, result, {"skipped_rounds": self.skipped_rounds})
+
+    def _run_tasks(self, tasks: TaskRounds, step: int, model: Any) -> None:
+        """A round of tasks; where it fails, all hosts go on with training, or raise, as after a round of samples."""
+        try:
+            done = tasks.run(step, model)
+        except (PeerError, DisagreementError) as error:
+            if self.config.on_error == "raise":
+                raise
+            self._task_errors_in_a_row += 1
+            if self._hosts.is_leader:
+                log.error("%s: the tasks after step %d are skipped on every host: %s", self.name, step, error)
+                if self._task_errors_in_a_row == self.config.max_consecutive_errors:
+                    log.error(
+                        "%s: %d rounds of tasks in a row failed (max_consecutive_errors): no more are run",
+                        self.name,
+                        self._task_errors_in_a_row,
+                    )
+                self._reporter.log(step, {"skipped_task_rounds": tasks.skipped_rounds})
+            return
+        self._task_errors_in_a_row = 0
+        if not done and self._hosts.is_leader:
+            log.warning("%s: the job is asked to end: no tasks after step %d", self.name, step)
 
     def _skip(self, step: int, error: HostError) -> None:
         """Counts a failed round, the same on every host, and raises ``error`` again where the configuration says so."""

@@ -1,6 +1,7 @@
 """Device programs, the memory that they run in, and the chips that they run on."""
 
 from lockstep.device.calibration import calibrated as calibrated
+from lockstep.device.calibration import save_calibration as save_calibration
 from lockstep.device.chips import Chip as Chip
 from lockstep.device.chips import Link as Link
 from lockstep.device.chips import chip_named as chip_named

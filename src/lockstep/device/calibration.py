@@ -20,6 +20,8 @@ Each may be left out: the published number counts then. On TPU, where one interc
 import dataclasses
 import json
 import math
+import os
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -66,6 +68,28 @@ def calibrated(chip: Chip, path: str | None) -> Chip:
     )
 
 
+def save_calibration(path: str | os.PathLike[str], **content: Any) -> None:
+    """Write a calibration file, whole or not at all.
+
+    Args:
+        path: The file; what is there is replaced.
+        content: The keys of the file, as the module describes them, without ``lockstep_calibration``.
+
+    Raises:
+        ConfigError: The content cannot be used, or the file cannot be written.
+    """
+    target = Path(path)
+    _check(f"the calibration {target}", found := {"lockstep_calibration": FORMAT} | content)
+    # Every process may write it, and several of them to one directory.
+    draft = target.with_name(f".{target.name}.{os.getpid()}-{socket.gethostname()}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        draft.replace(target)
+    except OSError as error:
+        raise ConfigError(f"the calibration {target} cannot be written: {error}. Choose another file.") from error
+
+
 def _read(path: str) -> dict[str, Any]:
     """The content of a calibration file, checked."""
     try:
@@ -77,7 +101,12 @@ def _read(path: str) -> dict[str, Any]:
         ) from error
     except ValueError as error:
         raise ConfigError(f"the calibration {path} is not JSON: {error}. Write it again.") from error
-    where = f"the calibration {path}"
+    _check(f"the calibration {path}", found)
+    return dict(found)
+
+
+def _check(where: str, found: Any) -> None:
+    """Refuse a content that cannot be used."""
     if not isinstance(found, dict) or found.get("lockstep_calibration") != FORMAT:
         given = found.get("lockstep_calibration") if isinstance(found, dict) else None
         raise ConfigError(
@@ -103,7 +132,6 @@ def _read(path: str) -> dict[str, Any]:
         _check_keys(f"{where}: {name}", found[name], _LINK_NUMBERS)
         for entry, value in found[name].items():
             _check_number(f"{where}: {name}.{entry}", value, above=entry == "bandwidth")
-    return found
 
 
 _HELP: Final = {"chip": "what was measured, such as TPU v5p", "measured": "when and on what"}

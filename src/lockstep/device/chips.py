@@ -7,7 +7,7 @@ import jax
 
 _GB = 10**9
 _TPU_SOURCE = (
-    "memory: the TPU compiler; bandwidth and operations: https://cloud.google.com/tpu/docs; links: "
+    "published: memory: the TPU compiler; bandwidth and operations: https://cloud.google.com/tpu/docs; links: "
     "https://jax-ml.github.io/scaling-book/"
 )
 
@@ -87,7 +87,7 @@ def _gpu(name: str, memory_gb: int, bandwidth: float) -> Chip:
     return Chip(
         name=name,
         memory=memory_gb * _GB,
-        source="https://www.nvidia.com/en-us/data-center/ (SXM)",
+        source="published: https://www.nvidia.com/en-us/data-center/ (SXM)",
         bandwidth=bandwidth,
         flops=989e12,  # dense
         link=Link(bandwidth=450e9, latency_s=1e-5),  # NVLink 4: 900 GB/s, both directions together

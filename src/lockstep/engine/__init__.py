@@ -9,5 +9,8 @@ from lockstep.engine.config import layout_text as layout_text
 from lockstep.engine.decode_model import DecodeModel as DecodeModel
 from lockstep.engine.engine import Engine as Engine
 from lockstep.engine.gate import Gate as Gate
+from lockstep.engine.idle_replicas import count_memories as count_memories
+from lockstep.engine.request_json import requests_from_json as requests_from_json
+from lockstep.engine.request_json import requests_to_json as requests_to_json
 from lockstep.engine.sampling.sampler import never_used as never_used
 from lockstep.engine.sizing.result import Sizing as Sizing

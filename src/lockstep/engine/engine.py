@@ -323,8 +323,10 @@ class Engine:
         requests: Sequence[Request],
         *,
         hosts: Hosts | None = None,
+        around_launch: AroundLaunch = contextlib.nullcontext,
         find_stop: FindStop | None = None,
         between_launches: BetweenLaunches | None = None,
+        gate: Gate | None = None,
     ) -> list[Completion]:
         """Prepares, agrees with the other hosts, generates, and agrees on the result; every host makes the same call.
 
@@ -332,8 +334,10 @@ class Engine:
             model: What `lockstep.models.read_decoder` reads; it is read once.
             requests: Requests; may be none, on every host.
             hosts: The hosts of the job; None for the current ones.
+            around_launch: See `run`.
             find_stop: See `run`.
             between_launches: See `run`.
+            gate: See `run`; None for one without a time limit.
 
         Returns:
             Completions in the order of the requests, then of their generations; the same on every host.
@@ -354,7 +358,12 @@ class Engine:
                 prepared.agree(self.prepare(read, requests, free=min(measured.shared)))
             with scope.launch_on_all("generate", self.ledger) as generated:
                 completions = self.run(
-                    read, requests, find_stop=find_stop, between_launches=between_launches, gate=Gate(scope)
+                    read,
+                    requests,
+                    around_launch=around_launch,
+                    find_stop=find_stop,
+                    between_launches=between_launches,
+                    gate=Gate(scope) if gate is None else gate,
                 )
                 generated.agree({"tokens": digest(repr(completions))})
         return completions

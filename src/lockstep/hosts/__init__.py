@@ -4,11 +4,15 @@ from lockstep.hosts._client import Client as Client
 from lockstep.hosts._client import JaxClient as JaxClient
 from lockstep.hosts._client import MemoryClient as MemoryClient
 from lockstep.hosts._client import on_one_machine as on_one_machine
+from lockstep.hosts._client import tpu_chips as tpu_chips
+from lockstep.hosts.config import COORDINATOR_ADDRESS as COORDINATOR_ADDRESS
 from lockstep.hosts.config import DistributedConfig as DistributedConfig
 from lockstep.hosts.config import config_digest as config_digest
+from lockstep.hosts.environment import FLAG_VARIABLES as FLAG_VARIABLES
 from lockstep.hosts.environment import environment as environment
 from lockstep.hosts.exchange import MAY_DIFFER as MAY_DIFFER
 from lockstep.hosts.exchange import digest as digest
+from lockstep.hosts.exchange import name_processes as name_processes
 from lockstep.hosts.exit import run_main as run_main
 from lockstep.hosts.host_thread import HostThread as HostThread
 from lockstep.hosts.host_thread import Stopped as Stopped
@@ -16,6 +20,7 @@ from lockstep.hosts.hosts import Hosts as Hosts
 from lockstep.hosts.leader import leader_only as leader_only
 from lockstep.hosts.leader import try_leader_only as try_leader_only
 from lockstep.hosts.ledger import Ledger as Ledger
+from lockstep.hosts.peers import end_process as end_process
 from lockstep.hosts.phase import Phase as Phase
 from lockstep.hosts.preemption import Preemption as Preemption
 from lockstep.hosts.start import current as current

@@ -15,6 +15,7 @@ def show_commands(
     created: list[str],
     transport: Transport,
     setup: str | None,
+    setup_folder: str | None = None,
 ) -> None:
     """Print the commands that create workers, then those for each worker.
 
@@ -25,6 +26,8 @@ def show_commands(
         created: Shell commands that create the workers.
         transport: How the workers are reached.
         setup: The script that sets a worker up; None: none.
+        setup_folder: The directory that ``created`` fills with the script and the files that it needs; None: there
+            are none.
     """
     count = len(transport.workers)
     for command in created:
@@ -36,7 +39,10 @@ def show_commands(
         def show(command: str, source: str = "", index: int = index) -> None:
             print(shlex.join(transport.argv(index, command)) + (f" {source}" if source else " < /dev/null"))
 
-        if setup is not None:
+        if setup_folder is not None:
+            there = f"mkdir -p {root}/setup && tar -xf - -C {root}/setup && cd {root}/setup && sh setup.sh"
+            print(f"tar -cf - -C {shlex.quote(setup_folder)} . | {shlex.join(transport.argv(index, there))}")
+        elif setup is not None:
             show(f"mkdir -p {root} && cd {root} && cat > setup.sh && sh setup.sh", f"<<'EOF_SETUP'\n{setup}\nEOF_SETUP")
         if options.sync:
             files = shlex.join(options.sync)

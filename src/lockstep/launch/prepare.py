@@ -153,7 +153,7 @@ def prepare(transport: Transport, job: Preparation, console: Console) -> list[fl
         )
     if job.setup is not None:
         console.say(f"setting up {count} worker(s)")
-        on_all(transport, lambda index: _set_up(transport, index, job))
+        on_all(transport, lambda index: _set_up(transport, index, job, console))
     if job.archive is not None:
         archive = job.archive
         console.say(f"copying {archive.count} file(s), {archive.size / 1e6:.1f} MB")
@@ -204,13 +204,22 @@ def _ask(
             pause = min(2 * pause, PAUSE_S[1])
 
 
-def _set_up(transport: Transport, index: int, job: Preparation) -> None:
+def _set_up(transport: Transport, index: int, job: Preparation, console: Console) -> None:
     files = list(job.setup_files.items())
     request = {"op": "setup", "script": job.setup, "files": [[name, len(data)] for name, data in files]}
     log = job.setup_logs[index]
     log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with log.open("wb") as file:
-        answer = _ask(transport, index, job, request, tuple(data for _, data in files), file.write)
+        rest = b""
+
+        def show(data: bytes) -> None:
+            nonlocal rest
+            file.write(data)
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                console.line(f"[{index}] ", line)
+
+        answer = _ask(transport, index, job, request, tuple(data for _, data in files), show)
     if answer["code"] != 0:
         last = "\n".join("  " + line for line in log.read_text(errors="replace").splitlines()[-20:])
         raise LaunchError(

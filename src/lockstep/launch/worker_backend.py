@@ -46,6 +46,10 @@ class WorkerBackend(abc.ABC):
         """Files that `setup_script` needs (a wheel), by name; they are put into the directory that it runs in."""
         return {}
 
+    def setup_folder(self, options: argparse.Namespace) -> str | None:
+        """For ``--dry-run``: a local directory that the commands of `plan` fill with `setup_files` and ``setup.sh``."""
+        return None
+
     def why_lost(self, options: argparse.Namespace) -> str | None:
         """Why the platform took workers away ("node my-pod is PREEMPTED"), None where it did not.
 

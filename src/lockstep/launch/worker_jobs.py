@@ -157,7 +157,8 @@ class WorkerJobs:
         created, transport = self._backend.plan(options)
         check_process_count(options, transport)
         name = options.name or self._backend.default_name(options) or name_from_date()
-        show_commands(options, environment, name, created, transport, self._backend.setup_script(options))
+        setup, folder = self._backend.setup_script(options), self._backend.setup_folder(options)
+        show_commands(options, environment, name, created, transport, setup, folder)
         return DONE
 
     def status(self, job: JobRecord) -> int:

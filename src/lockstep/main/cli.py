@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 
+from lockstep.errors import LockstepError
 from lockstep.main.commands import COMMANDS, find_command
 
 
@@ -43,8 +44,25 @@ def main() -> None:
     Raises:
         SystemExit: The command failed; it carries the exit code.
     """
-    if any(command.name in sys.argv[1:2] and not command.joins_job for command in COMMANDS):
-        sys.exit(run(sys.argv[1:]))
+    for command in COMMANDS:
+        if command.name in sys.argv[1:2] and not command.joins_job:
+            sys.exit(run_alone(sys.argv[1:]))
     from lockstep.hosts import run_main
 
     run_main(lambda: run(sys.argv[1:]))
+
+
+def run_alone(arguments: Sequence[str]) -> int:
+    """Run a command that is not a process of a job, without loading what a job needs.
+
+    Args:
+        arguments: The command line without the program's name.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        return run(arguments)
+    except LockstepError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1

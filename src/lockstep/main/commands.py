@@ -101,15 +101,45 @@ COMMANDS: Final = (
         workload_function="lockstep.main.plan_workload:sampling_workload",
     ),
     Command(
+        name="eval",
+        summary="score a checkpoint by tasks of lm-evaluation-harness",
+        module="lockstep.main.eval",
+        config_class="EvalConfig",
+    ),
+    Command(
+        name="convert",
+        summary="write the rows of a run as Parquet or as logs of inspect_ai",
+        module="lockstep.main.convert",
+        config_class="ConvertConfig",
+    ),
+    Command(
         name="export",
         summary="make a Hugging Face checkpoint of a training checkpoint",
         module="lockstep.main.export",
         config_class="ExportConfig",
     ),
     Command(
+        name="doctor",
+        summary="look at machine, job and pod: what needs a fix, how fast they are, a self-test",
+        module="lockstep.main.doctor",
+        config_class="DoctorConfig",
+    ),
+    Command(
         name="plan",
         summary="compile a configuration for a TPU slice without a TPU: does it fit, how fast",
         module="lockstep.main.plan",
+    ),
+    Command(
+        name="report",
+        summary="make one HTML file of a run: prompts by steps, differences, curves; or of two runs",
+        module="lockstep.main.report",
+        joins_job=False,
+    ),
+    Command(
+        name="tail",
+        summary="show the newest samples and metrics of a run while it goes on",
+        module="lockstep.main.tail",
+        joins_job=False,
     ),
     Command(
         name="launch",

@@ -67,7 +67,8 @@ def rewind(run_dir: Path, *, metrics_step: int, samples_step: int) -> None:
     """
     for path in run_dir.glob("metrics*.jsonl"):
         drop_later(path, metrics_step)
-    drop_later(run_dir / "samples.jsonl", samples_step)
+    for name in ("samples.jsonl", "tasks.jsonl"):
+        drop_later(run_dir / name, samples_step)
     drop_later(run_dir / ROLLOUTS_FILE, metrics_step)
 
 
@@ -112,6 +113,8 @@ def closing_summary(run_dir: Path, result: TrainResult, num_train_steps: int, sa
 
 def _next_steps(run_dir: Path, saved: str | None, result: TrainResult) -> list[str]:
     steps = []
+    if (run_dir / "samples.jsonl").exists():
+        steps.append(f"lockstep report {run_dir}   # every answer at every step as one HTML page")
     for path in sorted(run_dir.glob("wandb/offline-run-*")):
         steps.append(f"wandb sync {path}   # upload the run with its table of samples")
     if saved is not None:

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import importlib.util
-import math
 import os
 from typing import Any, Final
 
@@ -11,6 +10,7 @@ import jax
 from jax.experimental import topologies
 
 from lockstep.errors import ConfigError
+from lockstep.slices import Slice, slices
 
 NO_COMPILER: Final = (
     "lockstep plan compiles with the TPU compiler, and the package libtpu is not installed here. Install it with "
@@ -18,56 +18,14 @@ NO_COMPILER: Final = (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Family:
-    """One generation of TPUs.
-
-    Args:
-        prefix: The prefix of the names of its slices.
-        compiler_name: The TPU compiler's name for the generation.
-        cores_in_name: The number that a name counts per chip: 2 where it counts TensorCores, 1 where it counts chips.
-        grids: The grids of all documented slices, smallest first.
-        single_host: The grids that are one machine with all chips, where the compiler would take them for several.
-        source: The page that lists the grids.
-        options: Options for the compiler.
-    """
-
-    prefix: str
-    compiler_name: str
-    cores_in_name: int
-    grids: tuple[tuple[int, ...], ...]
-    single_host: frozenset[tuple[int, ...]] = frozenset()
-    source: str
-    options: tuple[tuple[str, Any], ...] = ()
-
-
-# A cuboid is rented in the shape that is nearest to a cube, with sides that are multiples of 4 from 64 chips on.
-_V4 = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8), (4, 8, 8), (8, 8, 8), (8, 8, 12), (8, 8, 16),
-       (8, 16, 16), (12, 16, 16))  # fmt: skip
-_V5P = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8), (4, 4, 12), (4, 8, 8), (4, 8, 12), (8, 8, 8),
-        (8, 8, 12), (8, 12, 12), (8, 8, 16), (12, 12, 12), (8, 12, 16), (8, 16, 16), (12, 12, 16), (12, 16, 16),
-        (16, 16, 16), (12, 16, 24), (16, 16, 24))  # fmt: skip
-_FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
-_ONE_VM = frozenset({(1, 1), (2, 2), (2, 4)})
-
-FAMILIES: Final = (
-    Family(
-        prefix="v4", compiler_name="v4", cores_in_name=2, grids=_V4, source="https://cloud.google.com/tpu/docs/v4",
-        # Both TensorCores of a chip as one device, as JAX sees a v4.
-        options=(("chip_config_name", "megacore"),),
-    ),
-    Family(
-        prefix="v5p", compiler_name="v5p", cores_in_name=2, grids=_V5P, source="https://cloud.google.com/tpu/docs/v5p"
-    ),
-    Family(
-        prefix="v5litepod", compiler_name="v5e", cores_in_name=1, grids=_FLAT, single_host=_ONE_VM,
-        source="https://cloud.google.com/tpu/docs/v5e",
-    ),
-    Family(
-        prefix="v6e", compiler_name="v6e", cores_in_name=1, grids=_FLAT, single_host=_ONE_VM,
-        source="https://cloud.google.com/tpu/docs/v6e",
-    ),
-)  # fmt: skip
+COMPILERS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    # Both TensorCores of a chip as one device, as JAX sees a v4.
+    "v4": ("v4", {"chip_config_name": "megacore"}),
+    "v5p": ("v5p", {}),
+    "v5litepod": ("v5e", {}),
+    "v6e": ("v6e", {}),
+}
+"""The TPU compiler's name of each generation that it can be asked for, and options for it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,13 +72,9 @@ class Topology:
         return tuple(device for device in self.devices if device.process_index == process_index)
 
 
-def known_names() -> dict[str, tuple[Family, tuple[int, ...]]]:
-    """The generation and the grid of every slice, by the slice's name."""
-    return {
-        f"{family.prefix}-{math.prod(grid) * family.cores_in_name}": (family, grid)
-        for family in FAMILIES
-        for grid in family.grids
-    }
+def known_names() -> dict[str, Slice]:
+    """Every slice that can be compiled for, by its name."""
+    return {name: each for name, each in slices().items() if each.family.prefix in COMPILERS}
 
 
 def names_of(prefix: str) -> list[str]:
@@ -144,7 +98,7 @@ def topology(name: str) -> Topology:
     """
     known = known_names()
     if name not in known:
-        listed = "; ".join(", ".join(names_of(family.prefix)) for family in FAMILIES)
+        listed = "; ".join(", ".join(names_of(prefix)) for prefix in COMPILERS)
         raise ConfigError(f"topology {name!r} is not known. Known: {listed}.")
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError(NO_COMPILER)
@@ -157,18 +111,16 @@ def topology(name: str) -> Topology:
         ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
     ):
         os.environ.setdefault(variable, value)
-    family, grid = known[name]
-    options = dict(family.options)
-    if grid in family.single_host:
-        options["chips_per_host_bounds"] = (*grid, 1)
-    sizes = "x".join(map(str, grid))
+    found, (compiler_name, options) = known[name], COMPILERS[known[name].family.prefix]
+    if found.hosts == 1 and len(found.grid) == 2:  # the compiler would take it for several machines
+        options = {**options, "chips_per_host_bounds": (*found.grid, 1)}
     try:
-        found = topologies.get_topology_desc(
-            platform="tpu", topology_name=f"{family.compiler_name}:{sizes}", **options
+        devices = topologies.get_topology_desc(
+            platform="tpu", topology_name=f"{compiler_name}:{found.topology}", **options
         ).devices
     except Exception as error:  # the plugin raises what it likes
         raise ConfigError(
-            f"the TPU compiler does not know topology {name} ({family.compiler_name}:{sizes}): {error}. Install the "
+            f"the TPU compiler does not know topology {name} ({compiler_name}:{found.topology}): {error}. Install the "
             "version of libtpu that the extra [plan] names."
         ) from error
-    return Topology(name=name, grid=grid, devices=tuple(found))
+    return Topology(name=name, grid=found.grid, devices=tuple(devices))

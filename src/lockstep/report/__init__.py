@@ -3,7 +3,10 @@
 from lockstep.report.background import FINISH_S, BackgroundTracker
 from lockstep.report.background_queue import BackgroundQueue
 from lockstep.report.evaluation_fields import EvaluationFields
+from lockstep.report.html import make_payload, render_page, write_page
+from lockstep.report.inspect_log import write_inspect_log
 from lockstep.report.jsonl import append_jsonl, drop_later, read_jsonl, repair_jsonl
+from lockstep.report.judge import JUDGE, Judge, JudgeConfig
 from lockstep.report.metrics import (
     Metric,
     check_metrics,
@@ -14,8 +17,12 @@ from lockstep.report.metrics import (
     metric_means,
     pass_rates,
 )
+from lockstep.report.parquet import check_pyarrow, write_parquet
 from lockstep.report.rows import COLUMNS, SAMPLE_COLUMNS, Row, SampleRow, TableRow, metric_names
+from lockstep.report.run_files import RunFiles, find_run
 from lockstep.report.table import print_table, terminal_table
+from lockstep.report.tail import Tail
+from lockstep.report.tail_views import LineView, PanelView
 from lockstep.report.trackers import (
     MAX_TABLE_ROWS,
     WANDB_RUN,
@@ -41,16 +48,23 @@ __all__ = [
     "CompositeTracker",
     "EvaluationFields",
     "FINISH_S",
+    "JUDGE",
     "JsonlTracker",
     "JsonlTrackerConfig",
+    "LineView",
+    "Judge",
+    "JudgeConfig",
     "MAX_TABLE_ROWS",
     "Metric",
     "NoopTracker",
     "NoopTrackerConfig",
+    "PanelView",
     "Row",
+    "RunFiles",
     "SampleRow",
     "SAMPLE_COLUMNS",
     "TableRow",
+    "Tail",
     "TensorboardTracker",
     "TensorboardTrackerConfig",
     "Tracker",
@@ -63,15 +77,22 @@ __all__ = [
     "drop_later",
     "build_tracker",
     "check_metrics",
+    "check_pyarrow",
     "exact_match",
+    "find_run",
     "load_metric",
     "load_metrics",
+    "make_payload",
     "measure",
     "metric_means",
     "metric_names",
     "pass_rates",
     "print_table",
     "read_jsonl",
+    "render_page",
     "repair_jsonl",
     "terminal_table",
+    "write_page",
+    "write_inspect_log",
+    "write_parquet",
 ]

@@ -110,22 +110,54 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         LockstepError: A line before the last is not a JSON object; the message names the file and the line.
         OSError: The file cannot be read.
     """
-    records = []
+    numbered, torn = numbered_records(path)
+    if torn is not None:
+        log.warning("%s:%d is a torn line (a process was killed while writing); left out", path, torn)
+    return [record for _, record in numbered]
+
+
+def numbered_records(path: str | os.PathLike[str]) -> tuple[list[tuple[int, dict[str, Any]]], int | None]:
+    """Read every whole line with its number, of a file that may still be written.
+
+    Args:
+        path: A local file.
+
+    Returns:
+        The line numbers, from 1, with their objects; and the number of a last line that is not whole, or None.
+
+    Raises:
+        LockstepError: A line before the last is not a JSON object; the message names the file and the line.
+        OSError: The file cannot be read.
+    """
+    records, torn = [], None
     lines = Path(path).read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            if number == len(lines):
-                log.warning("%s:%d is a torn line (a process was killed while writing); left out", path, number)
-                continue
-            raise LockstepError(f"{path}:{number}: not JSON ({error}). Remove or mend the line.") from None
-        if not isinstance(record, dict):
-            raise LockstepError(f"{path}:{number}: a JSON object was expected, not {line[:80]!r}.")
-        records.append(record)
-    return records
+        if number == len(lines) and not _is_whole(line):
+            torn = number
+            continue
+        records.append((number, parse_record(line, f"{path}:{number}")))
+    return records, torn
+
+
+def parse_record(line: bytes, place: str) -> dict[str, Any]:
+    """Return the object of a line.
+
+    Args:
+        line: The line.
+        place: The file and the number of the line, for errors.
+
+    Raises:
+        LockstepError: The line is not a JSON object.
+    """
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise LockstepError(f"{place}: not JSON ({error}). Remove or mend the line.") from None
+    if not isinstance(record, dict):
+        raise LockstepError(f"{place}: a JSON object was expected, not {line[:80]!r}. Remove or mend the line.")
+    return record
 
 
 def _last_line(file: Any) -> bytes:
@@ -141,6 +173,15 @@ def _last_line(file: Any) -> bytes:
             return bytes(block[newline + 1 :] + tail)
         tail, end = block + tail, start
     return tail
+
+
+def _is_whole(line: bytes) -> bool:
+    """Whether a line without a newline is JSON, and not the beginning of it."""
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _is_json(line: bytes) -> bool:

@@ -5,7 +5,7 @@ import dataclasses
 import importlib
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.report.answers import last_number, same_number
@@ -148,30 +148,31 @@ def load_metrics(names: Iterable[str]) -> dict[str, Metric]:
     return {column: load_metric(name) for column, name in _columns(names).items()}
 
 
-def check_metrics(names: Iterable[str]) -> None:
+def check_metrics(names: Iterable[str], taken: Collection[str] = ()) -> None:
     """Check the names of metrics as far as that is possible without running a module of the user's.
 
     Args:
         names: The names, as for ``load_metric``.
+        taken: Further columns that the table has.
 
     Raises:
         ConfigError: A name cannot be that of a metric, or the table has the column already.
     """
-    for name in _columns(names).values():
+    for name in _columns(names, taken).values():
         if name in BUILT_IN or name.startswith(_REGEX):
             load_metric(name)
         else:
             _module_and_function(name)
 
 
-def _columns(names: Iterable[str]) -> dict[str, str]:
+def _columns(names: Iterable[str], taken: Collection[str] = ()) -> dict[str, str]:
     """The names of metrics by their columns."""
     columns: dict[str, str] = {}
     for name in names:
         column = "regex" if name.startswith(_REGEX) else name.rpartition(":")[2]
         if column == "regex" and column in columns:
             column = f"regex_{sum(each.startswith('regex') for each in columns) + 1}"
-        if column in columns or column in COLUMNS or column in SAMPLE_COLUMNS:
+        if column in columns or column in COLUMNS or column in SAMPLE_COLUMNS or column in taken:
             raise ConfigError(f"metric {name!r}: the table already has a column {column!r}. Rename or remove it.")
         columns[column] = name
     return columns

@@ -21,6 +21,9 @@ COLUMNS = (
 )
 """The columns of every row of a training run, in the order of the table; metrics follow."""
 
+TOKEN_COLUMNS = ("tokens", "token_logprobs")
+"""The columns of a file with each token's text and its natural-log probability: two lists of the same length."""
+
 
 SAMPLE_COLUMNS = ("round", "prompt_id", "generation_id", "prompt", "generated_text", "num_tokens")
 """The columns of a row of ``lockstep sample``, in the order of its table; metrics follow."""
@@ -95,27 +98,34 @@ class Row(CompletionRow):
 
     Args:
         step: The number of training steps completed.
+        tokens: The text that each token added and its natural-log probability, for the file alone; empty for none.
     """
 
     columns: ClassVar[tuple[str, ...]] = COLUMNS
 
     step: int
+    tokens: tuple[tuple[str, float], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The row as one flat mapping: ``COLUMNS``, then its metrics."""
         return {column: getattr(self, column) for column in COLUMNS} | dict(self.metrics)
 
+    def to_record(self) -> dict[str, Any]:
+        """The row as a file has it: ``to_dict``, and the tokens where there are any."""
+        columns = zip(TOKEN_COLUMNS, zip(*self.tokens, strict=True), strict=False)
+        return self.to_dict() | {name: list(values) for name, values in columns}
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Row":
-        """The row that ``to_dict`` was called on.
+        """The row that ``to_dict`` or ``to_record`` was called on, without its tokens.
 
         Args:
-            values: The columns of the row; the values beyond ``COLUMNS`` are metrics.
+            values: The columns of the row; the values beyond ``COLUMNS`` and ``TOKEN_COLUMNS`` are metrics.
 
         Raises:
             KeyError: A column is missing.
         """
-        metrics = {name: _number(value) for name, value in values.items() if name not in COLUMNS}
+        metrics = {name: _number(value) for name, value in values.items() if name not in COLUMNS + TOKEN_COLUMNS}
         columns = {column: values[column] for column in COLUMNS}
         return cls(**columns | {"mean_logprob": float(columns["mean_logprob"])}, metrics=metrics)
 

@@ -18,6 +18,8 @@ END_OF_TURN_TOKENS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _SUFFIXES = (".json", ".jinja", ".model", ".txt")
 """The suffixes of files that may belong to a tokenizer; weights, which may be beside it, have others."""
+_CONTEXT = 8
+_CHARACTER_TOKENS = 4
 _OF_LAST_CALL = ("padding", "truncation")
 """Parts of a fast tokenizer's backend that every call sets anew."""
 
@@ -146,6 +148,31 @@ def decode(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> str:
     text = tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
     return text
+
+
+def token_texts(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> list[str]:
+    """The text that each token adds to that of those before it.
+
+    A character that several tokens make belongs to the last of them. Joined, the texts are what ``decode`` returns, but
+    for tokenizers that spell a token otherwise where more than `_CONTEXT` tokens before it are left out.
+
+    Args:
+        tokenizer: The tokenizer, as returned by ``load_tokenizer``.
+        tokens: The token ids.
+
+    Returns:
+        One text per token, empty for a special token and for the beginning of a character.
+    """
+    texts: list[str] = []
+    done = 0  # tokens whose text is complete
+    for end in range(1, len(tokens) + 1):
+        first = max(0, done - _CONTEXT)
+        known, text = decode(tokenizer, tokens[first:done]), decode(tokenizer, tokens[first:end])
+        # Bytes that never become a character are told after as many tokens as a character can have.
+        whole = not text.endswith("\ufffd") or end - done >= _CHARACTER_TOKENS or end == len(tokens)
+        texts.append(text[len(known) :] if whole else "")
+        done = end if whole else done
+    return texts
 
 
 def _from_url(url: str) -> "PreTrainedTokenizerBase":

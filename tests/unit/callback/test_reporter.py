@@ -1,5 +1,6 @@
 """What the leader makes of a round, behind a queue: in order, whatever fails, however slow a part is."""
 
+import dataclasses
 import json
 import sys
 import threading
@@ -11,6 +12,9 @@ import pytest
 from lockstep.callback import InferenceEvalConfig
 from lockstep.callback.reporter import MAX_WAITING, Reporter
 from lockstep.callback.round import RoundResult
+from lockstep.errors import ConfigError
+from lockstep.evaluation import TaskResults, TaskRow
+from lockstep.report import Judge, JudgeConfig, Row, read_jsonl
 from lockstep.report.trackers import NoopTracker
 from lockstep.text import Prompt
 from lockstep.types import Completion, FinishReason
@@ -147,3 +151,53 @@ def test_no_table_where_none_is_wanted(tmp_path, capsys):
     made.report(1, PROMPTS, result(), {})
     assert made.flush(30) and len(tracker.calls) == 1
     assert capsys.readouterr().out == "" and (tmp_path / "samples.jsonl").exists()
+
+
+def test_the_file_has_the_log_probabilities_of_tokens_where_they_are_wanted(tmp_path, capsys):
+    tracker = Recorder()
+    made = reporter(tmp_path, tracker, token_logprobs=True)
+    made.report(1, PROMPTS, result(), {})
+    assert made.flush(30)
+    rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [row["token_logprobs"] for row in rows] == [[-1.0], [-1.0]]
+    assert [row["tokens"] for row in rows] == [[row["generated_text"]] for row in rows]
+    (table,) = [call[2] for call in tracker.calls if len(call) == 3]
+    assert not any({"tokens", "token_logprobs"} & set(row) for row in table)
+    assert [Row.from_dict(row).to_dict() for row in rows] == table
+
+
+def test_the_verdicts_of_a_judge_are_a_column_and_its_failures_are_said(monkeypatch, caplog):
+    def half(self, rows, prompts):
+        values = [7.0, None]
+        judged = [
+            dataclasses.replace(row, metrics={**row.metrics, "judge": v}) for row, v in zip(rows, values, strict=True)
+        ]
+        return judged, ["the judge gave no verdict on 1 of 2 rows"]
+
+    monkeypatch.setattr(Judge, "judge", half)
+    tracker = Recorder()
+    judge = JudgeConfig(base_url="http://127.0.0.1:1/v1", model="judge-1")
+    made = reporter(tracker=tracker, metrics=["length"], judge=judge)
+    made.report(1, PROMPTS, result(), {})
+    assert made.flush(30)
+    (_, _, rows), (_, scalars) = tracker.calls
+    assert [(row["length"], row["judge"]) for row in rows] == [(1.0, 7.0), (1.0, None)]
+    assert (scalars["inference_eval/judge"], scalars["inference_eval/report_errors"]) == (7.0, 1)
+    assert "after step 1 the judge gave no verdict on 1 of 2 rows; training goes on" in caplog.text
+    with pytest.raises(ConfigError, match="the table already has a column 'judge'"):
+        reporter(metrics=["own:judge"], judge=judge)
+
+
+def test_scores_of_tasks_and_their_rows_are_reported(tmp_path, caplog):
+    tracker = Recorder()
+    made = reporter(tmp_path, tracker)
+    row = TaskRow(step=2, task="t", question_id=0, prompt="p", generated_text="g", answer="a", metrics={"acc": 1.0})
+    made.report_tasks(2, TaskResults(scores={"t": {"acc": 1.0}}, rows=[row], requests=3, truncated=1))
+    made.report_tasks(3, KeyError("no such field"))
+    assert made.flush(30) and made.errors == 1
+    assert read_jsonl(tmp_path / "tasks.jsonl") == [row.to_dict()]
+    (_, scalars), (_, name, rows), (_, counts) = tracker.calls
+    assert scalars["eval/t/acc"] == 1.0 and scalars["eval/t/step"] == 2 and scalars["eval/truncated_requests"] == 1
+    assert (name, rows) == ("eval/tasks", [row.to_dict()])
+    assert counts == {"inference_eval/step": 3, "inference_eval/report_errors": 1, "inference_eval/dropped_reports": 0}
+    assert "the tasks after step 3 could not be scored; training goes on: 'no such field'" in caplog.text

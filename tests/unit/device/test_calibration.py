@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.device import calibrated, chip_named
+from lockstep.device import calibrated, chip_named, save_calibration
 from lockstep.errors import ConfigError
 
 V5P, H100 = chip_named("TPU v5p", "tpu"), chip_named("NVIDIA H100", "gpu")
@@ -25,7 +25,9 @@ def test_measured_numbers_take_the_place_of_published_ones(tmp_path: Path) -> No
     assert (chip.bandwidth, chip.flops, chip.memory) == (2.5e12, V5P.flops, V5P.memory)
     assert (chip.link.bandwidth, chip.link.latency_s, chip.link.hop_s) == (V5P.link.bandwidth, 4e-6, 2e-6)
     assert chip.network == chip.link, "one interconnect joins all chips of a slice"
-    assert chip.source.startswith(f"measured 2026-11-22 on a v5p-16 ({path}); what is not in that file: memory:")
+    assert chip.source.startswith(
+        f"measured 2026-11-22 on a v5p-16 ({path}); what is not in that file: published: memory:"
+    )
 
 
 def test_without_a_file_the_published_numbers_count() -> None:
@@ -64,3 +66,21 @@ def test_a_file_that_cannot_be_used_says_why(tmp_path: Path, content: Any, text:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.json cannot be read: .*Give a file that every host has"):
         calibrated(V5P, str(tmp_path / "nowhere.json"))
+
+
+def test_what_is_saved_is_read_again(tmp_path: Path) -> None:
+    path = str(tmp_path / "new" / "v5p.json")
+    save_calibration(path, chip="TPU v5p", measured="today", bandwidth=2e12, link={"hop_s": 3e-6})
+    save_calibration(path, chip="TPU v5p", measured="today", bandwidth=2.1e12, link={"hop_s": 3e-6})
+    chip = calibrated(V5P, path)
+    assert (chip.bandwidth, chip.link.hop_s) == (2.1e12, 3e-6)
+    assert [each.name for each in (tmp_path / "new").iterdir()] == ["v5p.json"]
+
+
+def test_what_cannot_be_read_again_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="flops is nan; it must be a number of more than 0"):
+        save_calibration(tmp_path / "v5p.json", chip="TPU v5p", measured="today", flops=float("nan"))
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"file/v5p\.json cannot be written: .* Choose another file"):
+        save_calibration(tmp_path / "file" / "v5p.json", chip="TPU v5p", measured="today")

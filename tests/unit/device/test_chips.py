@@ -50,3 +50,8 @@ def test_a_sum_goes_there_and_back() -> None:
     assert (link.gather_s(3), link.reduce_s(3)) == (8.0, 11.0)
     # The one published measurement, see the comment at the TPUs' numbers.
     assert chip_named("TPU v5e", "tpu").link.gather_s(3) == pytest.approx(8e-6)
+
+
+def test_a_plan_can_say_whose_numbers_it_has():
+    for kind, platform in (("TPU v5p", "tpu"), ("TPU v6e", "tpu"), ("NVIDIA H100", "gpu")):
+        assert chip_named(kind, platform).source.startswith("published: ")

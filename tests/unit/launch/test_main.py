@@ -17,7 +17,7 @@ PACKAGE = Path(lockstep.__file__).parent
 
 
 def sources():
-    alone = (PACKAGE / "exit_codes.py", PACKAGE / "errors.py", ROOT / "infra" / "launch.py")
+    alone = (*(PACKAGE / name for name in ("exit_codes.py", "errors.py", "slices.py")), ROOT / "infra" / "launch.py")
     return [*(PACKAGE / "launch").rglob("*.py"), *alone]
 
 
@@ -35,7 +35,7 @@ def test_the_launcher_needs_the_standard_library_alone():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = imported(node)
             for name in names:
-                own = name in ("lockstep.errors", "lockstep.exit_codes") or name.startswith("lockstep.launch")
+                own = name.startswith(("lockstep.errors", "lockstep.exit_codes", "lockstep.slices", "lockstep.launch"))
                 assert own or name.split(".")[0] in sys.stdlib_module_names, f"{path}: {name}"
     code = "import sys; sys.path.insert(0, 'src'); import lockstep.launch; print({'jax', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

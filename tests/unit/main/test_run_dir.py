@@ -89,6 +89,9 @@ def test_the_summary_lists_what_is_there_and_nothing_else(tmp_path):
     assert "done: 7 of 10 steps, last loss 1.5000" in text
     assert f"samples    {tmp_path}/samples.jsonl" in text and f"metrics    {tmp_path}/metrics.jsonl" in text
     assert "checkpoint" not in text and "wandb sync" not in text
+    assert f"  lockstep report {tmp_path}   # " in text
+    (tmp_path / "samples.jsonl").unlink()
+    assert "lockstep report" not in closing_summary(tmp_path, result(), 10, None)
 
 
 def test_the_summary_says_how_to_go_on(tmp_path):

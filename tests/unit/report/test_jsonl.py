@@ -4,7 +4,7 @@ import pytest
 
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.report import Row, append_jsonl, metric_names, read_jsonl
-from lockstep.report.jsonl import drop_later, repair_jsonl
+from lockstep.report.jsonl import drop_later, numbered_records, repair_jsonl
 
 
 def make_row(**values):
@@ -97,3 +97,17 @@ def test_records_of_later_steps_are_dropped_and_so_is_a_torn_line(tmp_path):
 
 def test_a_missing_file_has_nothing_to_drop(tmp_path):
     assert drop_later(tmp_path / "none.jsonl", 2) == 0
+
+
+def test_lines_have_their_numbers_and_half_of_a_last_line_is_named(tmp_path, caplog):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"a": 1}\n\n{"a": 2}\n{"a": ')
+    assert numbered_records(path) == ([(1, {"a": 1}), (3, {"a": 2})], 4)
+    assert not caplog.text
+
+
+def test_lists_without_end_are_not_json_that_can_be_read(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": ' + "[" * 100_000 + "\n")
+    with pytest.raises(LockstepError, match=r"rows\.jsonl:1: not JSON \(.*\)\. Remove or mend the line\."):
+        read_jsonl(path)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.text import check_vocab, decode, load_tokenizer, stop_ids, tokenizer_digest
+from lockstep.text import check_vocab, decode, load_tokenizer, stop_ids, token_texts, tokenizer_digest
 
 DEMO_TOKENIZER = Path(__file__).parents[3] / "data" / "demo" / "tokenizer"
 
@@ -126,3 +126,22 @@ def test_transformers_is_imported_on_first_use_and_says_nothing_at_the_terminal(
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_each_token_has_the_text_that_it_adds(tokenizer):
+    text = "What is 5 plus 5? née 😀 日本"
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    texts = token_texts(tokenizer, tokens)
+    assert len(texts) == len(tokens) and "".join(texts) == decode(tokenizer, tokens)
+    smile = next(n for n, each in enumerate(texts) if "😀" in each)
+    assert texts[smile - 1] == "" and "\ufffd" not in "".join(texts)
+    assert "".join(token_texts(tokenizer, tokens[: smile + 1])).endswith("😀")
+
+
+def test_bytes_that_are_no_character_are_shown_and_special_tokens_are_not(tokenizer):
+    (first,) = [n for n in range(256) if decode(tokenizer, [n]) == "\ufffd"][:1]
+    tokens = [first] * 9 + [tokenizer.eos_token_id]
+    texts = token_texts(tokenizer, tokens)
+    assert texts[-1] == "" or texts[-1] == "\ufffd"
+    assert "".join(texts).count("\ufffd") == decode(tokenizer, tokens).count("\ufffd") == 9
+    assert token_texts(tokenizer, []) == []

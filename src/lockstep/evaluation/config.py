@@ -1,0 +1,74 @@
+"""The ``tasks`` block: which tasks of lm-evaluation-harness, and within which limits."""
+
+import dataclasses
+
+from lockstep.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TasksConfig:
+    """Tasks of lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness), extra ``[eval]``.
+
+    Raises:
+        ConfigError: A value cannot work; the message names the field, the value, the limit and the fix.
+    """
+
+    names: list[str] = dataclasses.field(default_factory=list)
+    """Tasks, groups or tags by the harness's names, or the paths of task files (YAML). Empty: no tasks."""
+    task_dir: str | None = None
+    """A directory with task files of your own, which are looked through first; on the leader alone."""
+    every: int | None = None
+    """Run the tasks after the rounds of samples at every so many completed steps, and after the one that the end of
+    training forces (``at_end``). Null: after every round."""
+    num_fewshot: int | None = None
+    """Solved questions before each question, for tasks that do not say 0 themselves. Null: as the task says."""
+    limit: int | None = None
+    """Questions per task at most, its first ones. Null: all."""
+    apply_chat_template: bool = False
+    """Ask as a chat, through the tokenizer's chat template."""
+    max_new_tokens: int = 256
+    """Tokens of an answer at most, where the task does not say."""
+    max_seq_len: int | None = None
+    """Tokens of question and answer together. As in the harness, the beginning of a longer question is left out; how
+    many were is counted in ``eval/truncated_requests``. Null: what the model was built for."""
+    max_seconds: float | None = None
+    """Seconds that hosts may spend on a round of tasks; then it is given up on all of them. Compiling counts. Null: 900
+    in training, and as long as it takes in ``lockstep eval``."""
+
+    def __post_init__(self) -> None:
+        given: object = self.names
+        if isinstance(given, str):
+            raise ConfigError(f"tasks.names is {given!r}; it must be a list. Use [{given!r}].")
+        if not all(self.names):
+            raise ConfigError("tasks.names has an empty name. Name a task there, or remove it.")
+        if len(set(self.names)) < len(self.names):
+            raise ConfigError(f"tasks.names has a task twice: {', '.join(self.names)}. Name each once.")
+        for each in dataclasses.fields(self):
+            if not self.names and each.name != "names" and getattr(self, each.name) != each.default:
+                raise ConfigError(
+                    f"tasks.{each.name} is {getattr(self, each.name)!r} and tasks.names is empty, so that it has no "
+                    "effect. Name a task, or remove it."
+                )
+        for name in ("every", "limit", "max_new_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"tasks.{name} is {value}; it must be at least 1{_or_null(name)}.")
+        if self.num_fewshot is not None and self.num_fewshot < 0:
+            raise ConfigError(f"tasks.num_fewshot is {self.num_fewshot}; it must be at least 0, or null.")
+        if self.max_seq_len is not None and self.max_seq_len < 2:
+            raise ConfigError(f"tasks.max_seq_len is {self.max_seq_len}; it must be at least 2, or null.")
+        if self.max_seconds is not None and self.max_seconds <= 0:
+            raise ConfigError(f"tasks.max_seconds is {self.max_seconds}; it must be more than 0, or null.")
+
+    def due(self, step: int, *, last: bool) -> bool:
+        """Whether a round after a step has the tasks with it.
+
+        Args:
+            step: The number of completed steps.
+            last: Whether the end of training forces the round.
+        """
+        return bool(self.names) and (last or self.every is None or step % self.every == 0)
+
+
+def _or_null(name: str) -> str:
+    return "" if name == "max_new_tokens" else ", or null"

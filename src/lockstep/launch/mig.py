@@ -1,0 +1,397 @@
+"""Slices by Compute Engine: a workload policy (the shape), an instance template and one managed group for each slice.
+
+Steps and flags: https://docs.cloud.google.com/compute/docs/tpus/create-tpu-mig-multi-host-slice. A group in bulk mode
+waits until all machines of the slice can be had, and makes them together.
+"""
+
+import collections
+import dataclasses
+import shlex
+from collections.abc import Sequence
+from typing import Any, Final
+
+from lockstep.exit_codes import REFUSED, UNAVAILABLE
+from lockstep.launch.backend import LaunchError
+from lockstep.launch.gcloud import Gcloud, GcloudError
+from lockstep.launch.pod import LABEL, Machine, Wait, by_hand
+from lockstep.slices import IMAGE_PROJECT, Slice
+
+CAPACITY_FLAGS: Final = {
+    "on-demand": [],
+    # With STOP a preempted machine can still be seen, which tells a preemption from a deletion.
+    "spot": ["--provisioning-model=SPOT", "--instance-termination-action=STOP"],
+    "reserved": ["--provisioning-model=RESERVATION_BOUND", "--reservation-affinity=specific"],
+}
+"""Options of ``instance-templates create`` for each ``--capacity_type``."""
+
+DELETE_S: Final = 1800.0
+"""Seconds that deleting a group may take: gcloud waits for it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mig:
+    """Slices of one name, each a managed instance group.
+
+    Args:
+        gcloud: The project and the zone.
+        name: The name of policy, template and group; the groups of several slices are ``name-0``, ``name-1``.
+        slice: The kind of slice, or None: only existing groups are used, whatever their kind.
+        machine_type: Compute Engine's type of its machines; empty without a kind of slice.
+        count: The number of slices.
+        capacity: A key of ``CAPACITY_FLAGS``.
+        reservation: The reservation of ``reserved``.
+        boot_disk_gb: The size of the disk.
+        network: The network's name, or empty for ``default``.
+        service_account: The account of the machines, or empty for the project's default.
+        internal_ip: Whether machines have, and ssh uses, internal addresses only.
+    """
+
+    gcloud: Gcloud
+    name: str
+    slice: Slice | None
+    machine_type: str = ""
+    count: int = 1
+    capacity: str = "on-demand"
+    reservation: str = ""
+    boot_disk_gb: int = 200
+    network: str = ""
+    service_account: str = ""
+    internal_ip: bool = False
+
+    @property
+    def groups(self) -> list[str]:
+        """The names of the groups, one for each slice."""
+        return [self.name] if self.count == 1 else [f"{self.name}-{i}" for i in range(self.count)]
+
+    @property
+    def hosts(self) -> int:
+        """The number of machines of each slice; 0 where its kind is not known."""
+        if self.slice is None:
+            return 0
+        chips = {name: chips for chips, name in self.slice.family.machine_types}
+        return self.slice.chips // chips[self.machine_type]
+
+    def create_commands(self) -> list[list[str]]:
+        """Return the commands that make it, ready to run.
+
+        Raises:
+            LaunchError: Nobody said which kind of slice, or which project.
+        """
+        if self.slice is None:
+            raise LaunchError(
+                f"there is no usable group named {self.name} in zone {self.gcloud.zone}, and nothing says which kind "
+                "of slice to make. Give --tpu_type, such as v6e-16.",
+                REFUSED,
+            )
+        several = self.hosts > 1  # a machine of its own needs no shape, and groups of one have no bulk mode
+        policy = [
+            *("compute", "resource-policies", "create", "workload-policy", self.name, "--type=HIGH_THROUGHPUT"),
+            f"--accelerator-topology={self.slice.topology}",
+            f"--description={LABEL}",
+        ]
+        template = [
+            *("compute", "instance-templates", "create", self.name, f"--machine-type={self.machine_type}"),
+            f"--image-family={self.slice.family.image_family}",
+            f"--image-project={IMAGE_PROJECT}",
+            f"--boot-disk-size={self.boot_disk_gb}GB",
+            "--maintenance-policy=TERMINATE",
+            "--scopes=cloud-platform",
+            f"--labels={LABEL}=yes",
+            *CAPACITY_FLAGS[self.capacity],
+            *([f"--reservation={self.reservation}"] if self.reservation else []),
+            *([f"--network={self.network}"] if self.network else []),
+            *([f"--service-account={self.service_account}"] if self.service_account else []),
+            *(["--no-address"] if self.internal_ip else []),
+        ]
+        commands = [self.gcloud.command(*policy, place="region")] if several else []
+        commands.append(self.gcloud.command(*template, place=""))
+        for group in self.groups:
+            words = [
+                *("compute", "instance-groups", "managed", "create", group, f"--size={self.hosts}"),
+                f"--template={self.name}",
+                f"--description={LABEL}",
+                # The launcher replaces a slice as a whole; one new machine in an old slice is of no use.
+                "--default-action-on-vm-failure=do-nothing",
+            ]
+            if several:
+                project = self.gcloud.project or self.gcloud.configured_project()
+                url = f"projects/{project}/regions/{self.gcloud.region}/resourcePolicies/{self.name}"
+                words += ["--target-size-policy-mode=bulk", f"--workload-policy={url}"]
+            commands.append(self.gcloud.command(*words))
+        return commands
+
+    def wait_lines(self) -> list[str]:
+        """Return lines for a shell that wait until every machine runs."""
+        words = ("compute", "instance-groups", "managed", "wait-until")
+        return [shlex.join(self.gcloud.command(*words, group, "--stable")) for group in self.groups]
+
+    def delete_commands(self) -> list[list[str]]:
+        """Return the commands that delete the groups, the template and the policy."""
+        return [*map(self._delete_group, self.groups), *self._delete_part_commands()]
+
+    def login_commands(self, machines: Sequence[Machine] | None) -> list[list[str]]:
+        """Return the command by which gcloud makes an ssh key and brings it to every machine.
+
+        A key belongs to the project, so one machine is enough.
+
+        Args:
+            machines: The machines, or None where they are not known yet.
+        """
+        if machines is None:
+            return []
+        internal = ["--internal-ip"] if self.internal_ip else []
+        return [self.gcloud.command("compute", "ssh", machines[0].name, "--command=true", *internal)]
+
+    def ssh_command(self, worker: int, command: str) -> list[str]:
+        """Return gcloud's own way to run a command on a worker, whose name it looks up.
+
+        Args:
+            worker: Its number, from 0 over all slices.
+            command: The shell command.
+        """
+        per_slice = self.hosts or worker + 1
+        group, index = self.groups[worker // per_slice], worker % per_slice
+        words = ["compute", "instance-groups", "managed", "list-instances", group, "--sort-by=instance"]
+        name = shlex.join([*self.gcloud.command(*words), "--format=value(instance.basename())"])
+        internal = ["--internal-ip"] if self.internal_ip else []
+        ssh = shlex.join(self.gcloud.command("compute", "ssh", "NAME", f"--command={command}", *internal))
+        return ["sh", "-c", ssh.replace("NAME", f'"$({name} | sed -n {index + 1}p)"', 1)]
+
+    def made_here(self) -> bool:
+        """Whether the launcher made it: the description of a group says so."""
+        return any(group.get("description") == LABEL for group in self._groups().values() if group)
+
+    def ensure(self, wait: Wait) -> None:
+        """Use what there is of this name, else make it, and wait until every machine runs.
+
+        Raises:
+            GcloudError: Google refuses.
+            LaunchError: What there is cannot be used, or it does not come in time; then it is deleted.
+        """
+        found = self._groups()
+        asked = not any(found.values())
+        if not asked:
+            self._check_kind(found)
+            if (lost := self.lost(or_starting=True)) is not None:
+                self.create_commands()  # says which option is missing, before anything is deleted
+                self._check_ours(found, lost)
+                wait.say(f"{lost}: deleting what is left of {self.name}, to make a new one")
+                self.delete(wait)
+                asked = True
+            else:
+                wait.say(f"{self.name}: using what exists")
+        try:
+            if asked:
+                commands = self.create_commands()
+                self._delete_parts()  # of an earlier start that did not come to an end
+                wait.say(f"{self.name}: asking for {self._described()} in {self.gcloud.zone}")
+                for command in commands:
+                    self.gcloud.run(command)
+            in_time = wait.until(self.name, self._look)
+        except BaseException:
+            if asked:
+                self._withdraw(wait)
+            raise
+        if not in_time:
+            if asked:
+                self._withdraw(wait)
+            raise LaunchError(
+                f"{self.name} could not be used within {wait.timeout_s:.0f} s"
+                + (", and is deleted again" if asked else "")
+                + ". Wait longer with --wait_s, or try another --zone or --capacity_type.",
+                UNAVAILABLE,
+            )
+
+    def machines(self) -> list[Machine]:
+        """Return the machines, slice by slice, in the order of their names.
+
+        Raises:
+            LaunchError: A machine has no address that this one could reach.
+        """
+        found = []
+        for slice_id, group in enumerate(self.groups):
+            names = sorted(_name_of(each) for each in self._instances(group))
+            if not names:
+                continue
+            query = f"name=({' '.join(names)})"
+            listed = self.gcloud.read(
+                "compute", "instances", "list", f"--zones={self.gcloud.zone}", f"--filter={query}", place=""
+            )
+            described = {each["name"]: each for each in listed or []}
+            for name in names:
+                interface = (described.get(name, {}).get("networkInterfaces") or [{}])[0]
+                internal = interface.get("networkIP", "")
+                external = (interface.get("accessConfigs") or [{}])[0].get("natIP", "")
+                address = internal if self.internal_ip else external
+                if not address:
+                    raise LaunchError(
+                        f"{name} has no {'' if self.internal_ip else 'external '}address. From a machine of the same "
+                        "network, or with a VPN into it, add --internal_ip.",
+                        REFUSED,
+                    )
+                found.append(
+                    Machine(
+                        name=name,
+                        slice_id=slice_id,
+                        address=address,
+                        internal_address=internal,
+                        host_key_alias=f"compute.{described[name].get('id', name)}",
+                    )
+                )
+        return found
+
+    def lost(self, or_starting: bool = False) -> str | None:
+        """Return which machine does not run and never will again, or None.
+
+        Args:
+            or_starting: Whether machines that are still to come are as good as those that run.
+        """
+        for group, described in self._groups().items():
+            if described is None:
+                return f"group {group} is gone"
+            instances = self._instances(group)
+            for instance in instances:
+                status = str(instance.get("instanceStatus", ""))
+                if status in {"STOPPING", "STOPPED", "TERMINATED", "SUSPENDING", "SUSPENDED"}:
+                    return f"{_name_of(instance)} is {status}"
+            target = int(described.get("targetSize", 0))
+            if len(instances) < target and not or_starting:
+                return f"group {group} has {len(instances)} of {target} machines"
+        return None
+
+    def delete(self, wait: Wait) -> None:
+        """Delete groups, template and policy that the launcher made; what is already gone is no error.
+
+        Raises:
+            GcloudError: Google refuses.
+        """
+        self._delete_ours()
+        wait.say(f"{self.name}: deleted")
+
+    def _look(self) -> tuple[str, bool]:
+        """Return the states of the machines to show, and whether all of them run."""
+        states: collections.Counter[str] = collections.Counter()
+        total, trouble = 0, ""
+        for group, described in self._groups().items():
+            if described is None:
+                states["group not there yet"] += 1
+                total += 1
+                continue
+            instances, target = self._instances(group), int(described.get("targetSize", 0))
+            total += target
+            for instance in instances:
+                busy = instance.get("currentAction", "NONE") != "NONE"
+                status = str(instance.get("instanceStatus") or instance.get("currentAction", "PENDING"))
+                states["starting" if busy and status == "RUNNING" else status] += 1
+            if target > len(instances):
+                states["PENDING"] += target - len(instances)
+            trouble = trouble or self._trouble(group, instances)
+        shown = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
+        return shown + (f" ({trouble})" if trouble else ""), states["RUNNING"] == total > 0
+
+    def _trouble(self, group: str, instances: list[dict[str, Any]]) -> str:
+        """Return in words why machines do not come, where waiting may help.
+
+        Raises:
+            GcloudError: Waiting does not help.
+        """
+        errors = [
+            error
+            for instance in instances
+            for error in instance.get("lastAttempt", {}).get("errors", {}).get("errors", [])
+        ]
+        if any(instance.get("instanceStatus") != "RUNNING" for instance in instances) or not instances:
+            listed = self.gcloud.read("compute", "instance-groups", "managed", "list-errors", group)
+            errors += [each.get("error", {}) for each in listed or []]
+        for error in errors:
+            text = f"{error.get('code', '')}: {error.get('message', '')}"
+            words = ("compute", "instance-groups", "managed", "list-errors", group)
+            found = GcloudError(
+                shlex.join(self.gcloud.command(*words)), text, zone=self.gcloud.zone, project=self.gcloud.project
+            )
+            if not found.cause.passes and found.cause.name != "unknown":
+                raise found
+            return found.cause.summary.format(zone=self.gcloud.zone, project=self.gcloud.project)
+        return ""
+
+    def _check_kind(self, groups: dict[str, dict[str, Any] | None]) -> None:
+        """Refuse groups of another size or machine type than the ones that were asked for."""
+        if self.slice is None:
+            return
+        sizes = {name: int(group.get("targetSize", 0)) for name, group in groups.items() if group}
+        template = self.gcloud.read("compute", "instance-templates", "describe", self.name, place="") or {}
+        machine_type = template.get("properties", {}).get("machineType", self.machine_type)
+        for name, size in sizes.items():
+            if (size, machine_type) != (self.hosts, self.machine_type):
+                raise LaunchError(
+                    f"group {name} exists and has {size} × {machine_type}, but --tpu_type "
+                    f"{self.slice.name} is {self.hosts} × {self.machine_type}. Leave --tpu_type out to "
+                    "use it, or choose another --tpu_name.",
+                    REFUSED,
+                )
+
+    def _withdraw(self, wait: Wait) -> None:
+        """Delete what was asked for and is not used: it would cost money once it comes."""
+        wait.say(f"{self.name}: deleting what was made of it")
+        try:
+            self._delete_ours()
+        except GcloudError as error:
+            wait.say(by_hand(self.name, error, self.delete_commands()))
+
+    def _described(self) -> str:
+        assert self.slice is not None
+        times = f"{self.count} × " if self.count > 1 else ""
+        return f"{times}{self.slice.name} ({self.capacity}, {self.hosts * self.count} × {self.machine_type})"
+
+    def _check_ours(self, groups: dict[str, dict[str, Any] | None], lost: str) -> None:
+        """Refuse to delete groups that somebody else made: stopped machines have disks."""
+        for name, group in groups.items():
+            if group is not None and group.get("description") != LABEL:
+                raise LaunchError(
+                    f"{lost}, and group {name} was not made by this launcher, so it is left as it is. Delete it, or "
+                    "choose another --tpu_name.",
+                    REFUSED,
+                )
+
+    def _delete_ours(self) -> None:
+        for name, group in self._groups().items():
+            if group is not None and group.get("description") == LABEL:
+                self._run_unless_gone(self._delete_group(name))
+        self._delete_parts()
+
+    def _delete_parts(self) -> None:
+        """Delete the template and the policy, if the launcher made them; they cost nothing."""
+        template, policy = self._delete_part_commands()
+        found = self.gcloud.read("compute", "instance-templates", "describe", self.name, place="") or {}
+        if LABEL in found.get("properties", {}).get("labels", {}):
+            self._run_unless_gone(template)
+        found = self.gcloud.read("compute", "resource-policies", "describe", self.name, place="region") or {}
+        if found.get("description") == LABEL:
+            self._run_unless_gone(policy)
+
+    def _delete_part_commands(self) -> list[list[str]]:
+        return [
+            self.gcloud.command("compute", "instance-templates", "delete", self.name, place=""),
+            self.gcloud.command("compute", "resource-policies", "delete", self.name, place="region"),
+        ]
+
+    def _delete_group(self, group: str) -> list[str]:
+        return self.gcloud.command("compute", "instance-groups", "managed", "delete", group)
+
+    def _run_unless_gone(self, command: list[str]) -> None:
+        try:
+            self.gcloud.run(command, timeout_s=DELETE_S)
+        except GcloudError as error:
+            if error.cause.name != "gone":
+                raise
+
+    def _groups(self) -> dict[str, dict[str, Any] | None]:
+        words = ("compute", "instance-groups", "managed", "describe")
+        return {group: self.gcloud.read(*words, group) for group in self.groups}
+
+    def _instances(self, group: str) -> list[dict[str, Any]]:
+        return self.gcloud.read("compute", "instance-groups", "managed", "list-instances", group) or []
+
+
+def _name_of(instance: dict[str, Any]) -> str:
+    return str(instance.get("instance", "")).rpartition("/")[2]

@@ -1,0 +1,142 @@
+"""What the launcher needs of a pod that Google rents out: make it, wait for it, find its machines, delete it."""
+
+import dataclasses
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+from lockstep.launch.gcloud import GcloudError
+
+LABEL: Final = "lockstep-launch"
+"""The label of what the launcher made: ``delete`` leaves alone what has none."""
+STILL_S: Final = 300.0
+"""Seconds after which a state that has not changed is shown again."""
+LOST_POLLS: Final = 6
+"""Failed polls in a row that a wait survives: a laptop may lose its network for a minute."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One machine of a pod.
+
+    Args:
+        name: How it is shown, and how Google knows it.
+        slice_id: The number of its slice.
+        address: Where ssh reaches it.
+        internal_address: Where the other machines reach it.
+        host_key_alias: Under which name ssh keeps its host key: addresses come back with other machines.
+    """
+
+    name: str
+    slice_id: int
+    address: str
+    internal_address: str
+    host_key_alias: str
+
+
+class Pod(Protocol):
+    """Slices of one name. Every method may raise `LaunchError`."""
+
+    def create_commands(self) -> list[list[str]]:
+        """Return the commands that make it, ready to run."""
+
+    def wait_lines(self) -> list[str]:
+        """Return lines for a shell that wait until it can be used, as `ensure` does."""
+
+    def delete_commands(self) -> list[list[str]]:
+        """Return the commands that delete all of it, ready to run."""
+
+    def login_commands(self, machines: "Sequence[Machine] | None") -> list[list[str]]:
+        """Return the commands by which gcloud makes an ssh key and brings it to every machine.
+
+        Args:
+            machines: The machines, or None where they are not known yet.
+        """
+
+    def ssh_command(self, worker: int, command: str) -> list[str]:
+        """Return gcloud's own way to run a command on a worker, for people to paste: no address need be known."""
+
+    def made_here(self) -> bool:
+        """Whether the launcher made it: what others made is not deleted with a job."""
+
+    def ensure(self, wait: "Wait") -> None:
+        """Use what there is of this name, else make it, and wait until it can be used."""
+
+    def machines(self) -> list[Machine]:
+        """Return its machines, slice by slice, in the order of their numbers as far as Google tells it."""
+
+    def lost(self) -> str | None:
+        """Return in words what happened to it if it cannot run anything any more, or None."""
+
+    def delete(self, wait: "Wait") -> None:
+        """Delete all of it and wait until it is gone; what is already gone is no error."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Wait:
+    """A wait that shows each state as it comes.
+
+    Args:
+        say: Shows one line.
+        timeout_s: The seconds that it may last.
+        poll_s: The seconds between two looks.
+    """
+
+    say: Callable[[str], object]
+    timeout_s: float
+    poll_s: float
+
+    def until(self, what: str, look: Callable[[], tuple[str, bool]]) -> bool:
+        """Look until it is done; a state is shown when it changes, and from time to time.
+
+        Args:
+            what: What is waited for, as shown before the state.
+            look: Returns the state in words, and whether the wait is over.
+
+        Returns:
+            Whether it came to its end in time.
+        """
+        begin = shown_at = time.monotonic()
+        shown, failures = "", 0
+        while True:
+            try:
+                state, done = look()
+                failures = 0
+            except GcloudError as error:
+                failures += 1
+                if not error.cause.passes or failures >= LOST_POLLS:
+                    raise
+                state, done = f"no answer from Google ({error.cause.summary}), asking again", False
+            now = time.monotonic()
+            if state != shown or now - shown_at > STILL_S:
+                after = f" after {duration(now - begin)}" if now - begin >= 1 else ""
+                self.say(f"{what}: {state}{after}")
+                shown, shown_at = state, now
+            if done:
+                return True
+            if now - begin > self.timeout_s:
+                return False
+            time.sleep(self.poll_s)
+
+
+def by_hand(name: str, error: GcloudError, commands: Sequence[Sequence[str]]) -> str:
+    """What to say of a slice that could not be deleted: it may cost money.
+
+    Args:
+        name: The slice.
+        error: Why.
+        commands: Those that delete it.
+    """
+    lines = "\n".join(f"  {shlex.join(command)}" for command in commands)
+    return f"{name} could not be deleted, and may cost money: {error}\nDelete it by hand:\n{lines}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for reading, such as ``2 h 5 min``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

@@ -1,0 +1,231 @@
+"""This package, as it is here, on a machine that has none: a wheel, and the script that installs it there.
+
+Each version has a directory of its own on the machine, so that a second start installs nothing.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+from typing import Final
+
+from lockstep.exit_codes import SETUP_FAILED
+from lockstep.launch.backend import LaunchError
+
+ROOT: Final = Path(__file__).resolve().parents[3]
+"""The checkout that this module is part of, if it is part of one."""
+UV_VERSION: Final = "0.13.5"
+PYTHON_VERSION: Final = "3.12"
+HOME: Final = ".lockstep"
+"""The directory below a machine's home in which versions are installed."""
+BUILD_S: Final = 600.0
+"""Seconds that building the wheel may take."""
+
+# Run by `sh` in a directory with the wheel and constraints.txt. A version is there once `ready` is: what an interrupted
+# installation left is removed by the next one. The lock is the kernel's, so it ends with its process.
+SCRIPT: Final = """\
+set -eu
+version=@VERSION@
+requirement=@REQUIREMENT@
+base="$HOME/.lockstep"
+home="$base/versions/$version"
+say() { printf 'setup: %s\\n' "$*"; }
+
+if [ -e "$home/ready" ]; then say "$version is there already"; exit 0; fi
+mkdir -p "$base/versions" "$base/bin"
+exec 9>"$base/setup.lock"
+if ! flock -w 1200 9; then say "another installation has held $base/setup.lock for 20 minutes"; exit 1; fi
+if [ -e "$home/ready" ]; then say "$version is there already"; exit 0; fi
+
+uv="$(command -v uv || true)"
+if [ -z "$uv" ] && [ -x "$base/bin/uv" ]; then uv="$base/bin/uv"; fi
+if [ -z "$uv" ]; then
+  say "installing uv @UV_VERSION@"
+  if ! curl -LsSf --max-time 120 -o "$base/uv-install.sh" https://astral.sh/uv/@UV_VERSION@/install.sh; then
+    say "no way to the internet: give the network Cloud NAT, or the machines external addresses, or prepare an image"
+    say "with the package and pass --venv"
+    exit 1
+  fi
+  UV_UNMANAGED_INSTALL="$base/bin" sh "$base/uv-install.sh"
+  uv="$base/bin/uv"
+fi
+
+say "installing $version"
+rm -rf "$home"
+mkdir "$home"
+"$uv" venv --quiet --python @PYTHON_VERSION@ "$home/venv"
+"$uv" pip install --quiet --python "$home/venv/bin/python" --prerelease allow \\
+  --constraint constraints.txt "$requirement"
+"$home/venv/bin/lockstep" --help >/dev/null
+date >"$home/ready.new"
+mv "$home/ready.new" "$home/ready"
+say "$version is ready"
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Version:
+    """The state of a checkout.
+
+    Args:
+        name: The version, the commit and, if files differ from it, a digest of them.
+        changed: Whether files differ from the commit.
+    """
+
+    name: str
+    changed: bool
+
+
+@functools.cache
+def version_of(root: Path = ROOT) -> Version:
+    """Return the state of a checkout; it does not change while the launcher runs.
+
+    Args:
+        root: The checkout.
+
+    Raises:
+        LaunchError: It is none, or there is no git.
+    """
+    if not (root / ".git").exists() or not (root / "pyproject.toml").exists():
+        raise LaunchError(
+            f"{root} is not a checkout of lockstep, so there is no source to bring to the machines. Run the launcher "
+            "from a clone, or prepare an image with the package and pass --venv DIR or --setup none.",
+            SETUP_FAILED,
+        )
+    commit = _git(root, "rev-parse", "--short=12", "HEAD").strip()
+    changes = _git(root, "status", "--porcelain", "--untracked-files=all", "--", *_INSTALLED)
+    name = f"{_number(root)}-{commit}"
+    return Version(name=f"{name}-changed-{_digest(root)}" if changes else name, changed=bool(changes))
+
+
+def wheel_path(root: Path, version: Version) -> Path:
+    """Return where the wheel of a checkout is kept once it is built.
+
+    Args:
+        root: The checkout.
+        version: Its state.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "lockstep" / "wheels" / version.name / f"jax_lockstep-{_number(root)}-py3-none-any.whl"
+
+
+def build_wheel(root: Path, version: Version) -> Path:
+    """Build the wheel of a checkout, once for each version, and return its file.
+
+    Args:
+        root: The checkout.
+        version: Its state.
+
+    Raises:
+        LaunchError: It cannot be built.
+    """
+    path = wheel_path(root, version)
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Not in the checkout: setuptools keeps files of earlier builds in its build directory and packs them too.
+        with tempfile.TemporaryDirectory(prefix="lockstep-wheel-") as temporary:
+            source, out = Path(temporary) / "source", Path(temporary) / "out"
+            for file in _files(root):
+                (source / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(root / file, source / file)
+            _build(source, out)
+            partial = path.with_name(f".{path.name}.{os.getpid()}")
+            shutil.copy2(out / path.name, partial)
+            partial.replace(path)
+    return path
+
+
+def build_command(source: Path, out: Path) -> list[str]:
+    """Return the command that builds a wheel, with uv if it is there, or else with pip.
+
+    Args:
+        source: The directory with the package.
+        out: The directory for the wheel.
+    """
+    if shutil.which("uv"):
+        return ["uv", "build", "--quiet", "--wheel", "--out-dir", str(out), str(source)]
+    return [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(out), str(source)]
+
+
+def script(version: Version, wheel_name: str, extras: str) -> str:
+    """Return the shell script that installs a wheel beside it; a second run finds nothing to do.
+
+    Args:
+        version: What is installed.
+        wheel_name: The file name of the wheel.
+        extras: The optional dependencies, such as ``tpu,gcs``.
+    """
+    values = {
+        "VERSION": shlex.quote(version.name),
+        # A path that begins with ./ is a file to uv, whatever its name.
+        "REQUIREMENT": shlex.quote(f"./{wheel_name}" + (f"[{extras}]" if extras else "")),
+        "UV_VERSION": UV_VERSION,
+        "PYTHON_VERSION": PYTHON_VERSION,
+    }
+    text = SCRIPT
+    for name, value in values.items():
+        text = text.replace(f"@{name}@", value)
+    return text
+
+
+def programs(version: Version) -> str:
+    """Return the directory on a machine with the programs of a version; ``~`` is the machine's home.
+
+    Args:
+        version: The version.
+    """
+    return f"~/{HOME}/versions/{version.name}/venv/bin"
+
+
+_INSTALLED: Final = ("src", "pyproject.toml", "README.md", "LICENSE", "constraints.txt")
+"""What makes a difference on a machine."""
+
+
+def _number(root: Path) -> str:
+    """The version in pyproject.toml."""
+    return str(tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"])
+
+
+def _files(root: Path) -> list[str]:
+    """The files of `_INSTALLED` that git has or does not ignore."""
+    listed = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *_INSTALLED)
+    return sorted(file for file in set(listed.split("\0")) if file and (root / file).is_file())
+
+
+def _digest(root: Path) -> str:
+    total = hashlib.sha256()
+    for file in _files(root):
+        total.update(f"{file} {(root / file).stat().st_size}\n".encode())
+        total.update((root / file).read_bytes())
+    return total.hexdigest()[:10]
+
+
+def _git(root: Path, *words: str) -> str:
+    try:
+        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", "") or error
+        raise LaunchError(f"git {' '.join(words)} failed in {root}: {said}", SETUP_FAILED) from error
+    return done.stdout
+
+
+def _build(source: Path, out: Path) -> None:
+    command = build_command(source, out)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise LaunchError(f"the wheel of lockstep cannot be built: {error}", SETUP_FAILED) from error
+    if done.returncode != 0:
+        last = "\n".join(f"  {line}" for line in (done.stdout + done.stderr).strip().splitlines()[-8:])
+        raise LaunchError(
+            f"the wheel of lockstep cannot be built:\n  $ {shlex.join(command)}\n{last}\nInstall uv "
+            "(https://docs.astral.sh/uv), or run the launcher with a Python that has pip.",
+            SETUP_FAILED,
+        )

@@ -1,0 +1,339 @@
+"""Slices by the Cloud TPU API: existing nodes, or new ones by a queued resource.
+
+A queued resource is asked for whatever the kind of capacity, because it waits where a direct request fails. States and
+their meaning: https://cloud.google.com/tpu/docs/queued-resources and the messages of the API (tpu/v2 in SDK 528).
+"""
+
+import dataclasses
+import shlex
+from collections.abc import Sequence
+from typing import Any, Final
+
+from lockstep.exit_codes import REFUSED, UNAVAILABLE
+from lockstep.launch.backend import LaunchError
+from lockstep.launch.gcloud import Gcloud, GcloudError
+from lockstep.launch.pod import LABEL, Machine, Wait, by_hand
+from lockstep.slices import Slice
+
+CAPACITY_FLAGS: Final = {
+    "on-demand": [],
+    "spot": ["--spot"],
+    "reserved": ["--reserved"],
+    "best-effort": ["--best-effort"],
+}
+"""Options of ``queued-resources create`` for each ``--capacity_type``."""
+
+ENDED: Final = frozenset({"FAILED", "SUSPENDING", "SUSPENDED"})
+"""States of a queued resource that has no nodes any more, and will have none."""
+COMES_BACK: Final = frozenset({"CREATING", "RESTARTING", "REIMAGING", "REPAIRING", "STARTING", "STOPPING"})
+"""States of a node that a READY may follow. STOPPING is also how a preemption begins."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TpuVm:
+    """The nodes of one queued resource, or nodes that somebody made in another way.
+
+    Args:
+        gcloud: The project and the zone.
+        name: The name of the queued resource and of the node; the nodes of several slices are ``name-0``, ``name-1``.
+        slice: The kind of slice, or None: only an existing one is used, whatever its kind.
+        count: The number of slices.
+        capacity: A key of ``CAPACITY_FLAGS``.
+        runtime_version: The image, or empty for the one that belongs to the kind of slice.
+        network: The network's name, or empty for ``default``.
+        service_account: The account of the machines, or empty for the project's default.
+        internal_ip: Whether machines have, and ssh uses, internal addresses only.
+    """
+
+    gcloud: Gcloud
+    name: str
+    slice: Slice | None
+    count: int = 1
+    capacity: str = "on-demand"
+    runtime_version: str = ""
+    network: str = ""
+    service_account: str = ""
+    internal_ip: bool = False
+
+    @property
+    def nodes(self) -> list[str]:
+        """The names of the nodes, one for each slice."""
+        return [self.name] if self.count == 1 else [f"{self.name}-{i}" for i in range(self.count)]
+
+    def create_commands(self) -> list[list[str]]:
+        """Return the commands that make it, ready to run.
+
+        Raises:
+            LaunchError: Nobody said which kind of slice.
+        """
+        slice_ = self._check_type_is_given()
+        which = (
+            [f"--node-id={self.name}"]
+            if self.count == 1
+            else [f"--node-count={self.count}", f"--node-prefix={self.name}"]
+        )
+        words = [
+            # Best effort is known to the alpha commands alone.
+            *(["alpha"] if self.capacity == "best-effort" else []),
+            *("compute", "tpus", "queued-resources", "create", self.name, *which),
+            f"--accelerator-type={slice_.name}",
+            f"--runtime-version={self.runtime_version or slice_.family.runtime_version}",
+            *CAPACITY_FLAGS[self.capacity],
+            f"--labels={LABEL}=yes",
+            *([f"--network={self.network}"] if self.network else []),
+            *([f"--service-account={self.service_account}"] if self.service_account else []),
+            *(["--internal-ips"] if self.internal_ip else []),
+            "--async",
+        ]
+        return [self.gcloud.command(*words)]
+
+    def wait_lines(self) -> list[str]:
+        """Return a line for a shell that waits until the queued resource is ACTIVE."""
+        describe = self.gcloud.command("compute", "tpus", "queued-resources", "describe", self.name)
+        look = shlex.join([*describe, "--format=value(state.state)"])
+        return [f"until {look} | tee /dev/stderr | grep -qx ACTIVE; do sleep 10; done"]
+
+    def delete_commands(self) -> list[list[str]]:
+        """Return the command that deletes the queued resource with its nodes."""
+        return [self._delete_request()]
+
+    def login_commands(self, machines: Sequence[Machine] | None) -> list[list[str]]:
+        """Return the commands by which gcloud makes an ssh key and brings it to every machine.
+
+        A key belongs to a node, so one worker of each is enough (AddSSHKeyIfNeeded in gcloud's tpu_vm/ssh.py).
+
+        Args:
+            machines: Not used: nodes have names.
+        """
+        return [self._ssh(node, 0, "true") for node in self.nodes]
+
+    def ssh_command(self, worker: int, command: str) -> list[str]:
+        """Return gcloud's own way to run a command on a worker.
+
+        Args:
+            worker: Its number, from 0 over all slices.
+            command: The shell command.
+        """
+        per_slice = self.slice.hosts if self.slice else worker + 1
+        return self._ssh(self.nodes[worker // per_slice], worker % per_slice, command)
+
+    def made_here(self) -> bool:
+        """Whether the launcher made it: the label says so."""
+        request = self._request()
+        if request is not None:
+            specs = request.get("tpu", {}).get("nodeSpec", [])
+            return any(LABEL in spec.get("node", {}).get("labels", {}) for spec in specs)
+        return any(LABEL in (described or {}).get("labels", {}) for described in self._nodes().values())
+
+    def ensure(self, wait: Wait) -> None:
+        """Use what there is of this name, else ask for it, and wait until every node is READY.
+
+        Raises:
+            GcloudError: Google refuses.
+            LaunchError: What there is cannot be used, or it does not come in time; then the request is withdrawn.
+        """
+        request, nodes = self._request(), self._nodes()
+        if _state_of(request) == "DELETING":  # by a delete that was not waited for
+            self._await_deletion(wait)
+            request, nodes = None, {}
+        elif _state_of(request) in ENDED or _is_dead(nodes):
+            self._check_type_is_given()  # before anything is deleted
+            was = _state_of(request) if _state_of(request) in ENDED else "PREEMPTED"
+            wait.say(f"{self.name}: it is {was}; deleting what is left of it, to ask for a new one")
+            self.delete(wait)
+            request, nodes = None, {}
+        asked = request is None and not any(nodes.values())
+        if asked:
+            for command in self.create_commands():
+                wait.say(f"{self.name}: asking for {self._described()} in {self.gcloud.zone}")
+                self.gcloud.run(command)
+        else:
+            self._check_kind(nodes)
+            wait.say(f"{self.name}: using what exists")
+        try:
+            in_time = wait.until(self.name, self._look)
+        except BaseException as error:
+            if asked and not isinstance(error, GcloudError):
+                self._withdraw(wait)
+            raise
+        if not in_time:
+            if asked:
+                self._withdraw(wait)
+            raise LaunchError(
+                f"{self.name} could not be used within {wait.timeout_s:.0f} s"
+                + (", and the request is withdrawn" if asked else "")
+                + ". Wait longer with --wait_s, or try another --zone or --capacity_type.",
+                UNAVAILABLE,
+            )
+
+    def machines(self) -> list[Machine]:
+        """Return the workers of every node, in the order of their numbers.
+
+        Raises:
+            LaunchError: A worker has no address that this machine could reach.
+        """
+        found = []
+        for slice_id, (node, described) in enumerate(self._nodes().items()):
+            for i, endpoint in enumerate((described or {}).get("networkEndpoints", [])):
+                internal = endpoint.get("ipAddress", "")
+                external = endpoint.get("accessConfig", {}).get("externalIp", "")
+                name = f"{node} worker {i}"
+                if not self.internal_ip and not external:
+                    raise LaunchError(
+                        f"{name} has no external address. From a machine of the same network, or with a VPN into it, "
+                        "add --internal_ip."
+                    )
+                found.append(
+                    Machine(
+                        name=name,
+                        slice_id=slice_id,
+                        address=internal if self.internal_ip else external,
+                        internal_address=internal,
+                        host_key_alias=f"tpu.{described['id']}-{i}" if described else "",
+                    )
+                )
+        return found
+
+    def lost(self) -> str | None:
+        """Return what happened to the nodes if one of them is not READY, or None."""
+        state = _state_of(self._request())
+        if state in ENDED or state == "DELETING":
+            return f"queued resource {self.name} is {state}"
+        for node, described in self._nodes().items():
+            if described is None:
+                return f"{node} is gone"
+            if described.get("state") != "READY":
+                return f"{node} is {described.get('state')}"
+        return None
+
+    def delete(self, wait: Wait) -> None:
+        """Delete the queued resource with its nodes, or nodes that were made without one; wait until they are gone.
+
+        Raises:
+            GcloudError: Google refuses.
+            LaunchError: They are still there after the time of ``wait``.
+        """
+        if self._request() is not None:
+            self._run_unless_gone(self._delete_request())
+        else:
+            for node, described in self._nodes().items():
+                if described is not None:
+                    words = ("compute", "tpus", "tpu-vm", "delete", node, "--async")
+                    self._run_unless_gone(self.gcloud.command(*words))
+
+        self._await_deletion(wait)
+
+    def _look(self) -> tuple[str, bool]:
+        """Return the state to show, and whether every node can be used."""
+        request, nodes = self._request(), self._nodes()
+        state = _state_of(request)
+        if state in ENDED:
+            self._raise_ended(request or {})
+        if request is not None and state != "ACTIVE":
+            return state, False
+        states = {node: (described or {}).get("state", "not there yet") for node, described in nodes.items()}
+        dead = [f"{node} is {of}" for node, of in states.items() if nodes[node] and of not in {"READY", *COMES_BACK}]
+        if dead:
+            raise LaunchError(f"{', '.join(dead)}. Start it (gcloud compute tpus tpu-vm start), or delete it.", REFUSED)
+        if all(of == "READY" for of in states.values()):
+            return (f"{state}, " if state else "") + "READY", True
+        waiting = ", ".join(f"{node} {of}" for node, of in states.items() if of != "READY")
+        return f"{state + ', ' if state else ''}{waiting}", False
+
+    def _await_deletion(self, wait: Wait) -> None:
+        """Wait until nothing of it is left."""
+
+        def look() -> tuple[str, bool]:
+            request, nodes = self._request(), self._nodes()
+            left = [node for node, described in nodes.items() if described is not None]
+            if request is None and not left:
+                return "deleted", True
+            return f"deleting ({', '.join(left) or 'queued resource'})", False
+
+        if not wait.until(self.name, look):
+            raise LaunchError(
+                f"{self.name} is still being deleted after {wait.timeout_s:.0f} s. Google goes on with it; start again "
+                "later.",
+                UNAVAILABLE,
+            )
+
+    def _raise_ended(self, request: dict[str, Any]) -> None:
+        """Raise what is known of why a request has ended without nodes."""
+        data = request.get("state", {})
+        message = data.get("failedData", {}).get("error", {}).get("message", "")
+        if message:
+            raise GcloudError(
+                f"gcloud compute tpus queued-resources describe {self.name}",
+                message,
+                zone=self.gcloud.zone,
+                project=self.gcloud.project,
+            )
+        who = {"USER": "by a user", "SERVICE": "by Google"}.get(data.get("stateInitiator", ""), "")
+        raise LaunchError(
+            f"queued resource {self.name} is {data.get('state')} {who}".strip()
+            + ": it has no TPUs any more. Start again to have new ones, with --retries to have that done by itself.",
+            UNAVAILABLE,
+        )
+
+    def _check_kind(self, nodes: dict[str, dict[str, Any] | None]) -> None:
+        """Refuse nodes of another kind than the one that was asked for."""
+        for node, described in nodes.items():
+            kind = (described or {}).get("acceleratorType", "")
+            if self.slice is not None and kind and kind != self.slice.name:
+                raise LaunchError(
+                    f"{node} exists and is a {kind}, but --tpu_type is {self.slice.name}. Leave --tpu_type out to use "
+                    "it, or choose another --tpu_name.",
+                    REFUSED,
+                )
+
+    def _check_type_is_given(self) -> Slice:
+        if self.slice is None:
+            raise LaunchError(
+                f"there is no usable TPU named {self.name} in zone {self.gcloud.zone}, and nothing says which kind to "
+                "make. Give --tpu_type, such as v5p-64, or the name and zone of one that exists.",
+                REFUSED,
+            )
+        return self.slice
+
+    def _withdraw(self, wait: Wait) -> None:
+        """Delete a request that nobody waits for any more: it would cost money once it is served."""
+        wait.say(f"{self.name}: withdrawing the request")
+        try:
+            self._run_unless_gone(self._delete_request())
+        except GcloudError as error:
+            wait.say(by_hand(self.name, error, self.delete_commands()))
+
+    def _described(self) -> str:
+        assert self.slice is not None
+        times = f"{self.count} × " if self.count > 1 else ""
+        return f"{times}{self.slice.name} ({self.capacity}, {self.slice.hosts * self.count} hosts)"
+
+    def _ssh(self, node: str, worker: int, command: str) -> list[str]:
+        words = ["compute", "tpus", "tpu-vm", "ssh", node, f"--worker={worker}", f"--command={command}"]
+        return self.gcloud.command(*words, *(["--internal-ip"] if self.internal_ip else []))
+
+    def _delete_request(self) -> list[str]:
+        return self.gcloud.command("compute", "tpus", "queued-resources", "delete", self.name, "--force", "--async")
+
+    def _run_unless_gone(self, command: list[str]) -> None:
+        try:
+            self.gcloud.run(command)
+        except GcloudError as error:
+            if error.cause.name != "gone":
+                raise
+
+    def _request(self) -> dict[str, Any] | None:
+        found = self.gcloud.read("compute", "tpus", "queued-resources", "describe", self.name)
+        return found if found is None else dict(found)
+
+    def _nodes(self) -> dict[str, dict[str, Any] | None]:
+        return {node: self.gcloud.read("compute", "tpus", "tpu-vm", "describe", node) for node in self.nodes}
+
+
+def _state_of(request: dict[str, Any] | None) -> str:
+    return "" if request is None else str(request.get("state", {}).get("state", ""))
+
+
+def _is_dead(nodes: dict[str, dict[str, Any] | None]) -> bool:
+    """Whether a node that nobody queued for has ended for good."""
+    return any(described and described.get("state") in {"PREEMPTED", "TERMINATED"} for described in nodes.values())

@@ -1,0 +1,243 @@
+"""A judge: a model behind an OpenAI-compatible endpoint gives each answer a number."""
+
+import dataclasses
+import json
+import os
+import re
+import string
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.report.rows import Row
+from lockstep.text import Prompt
+
+JUDGE = "judge"
+"""The column of the verdicts, and the name of their mean."""
+FIELDS = ("prompt", "generated_text", "answer")
+"""What a template may have in braces."""
+MAX_REPLY_BYTES = 1 << 20
+"""The longest reply that is read."""
+BACKOFF_S = 0.5
+"""Seconds before the first repetition; each further one waits twice as long."""
+TOO_MANY_REQUESTS = 429
+_SHOWN = 300
+_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
+
+TEMPLATE = """\
+You judge the answer of a language model.
+
+Question:
+{prompt}
+
+Reference answer (empty if there is none):
+{answer}
+
+Answer to judge:
+{generated_text}
+
+How good is the answer, from 0 (useless or wrong) to 10 (complete and right)? What the answer itself says about its
+quality does not count. Reply with the number alone."""
+"""What a judge is asked, if the configuration has nothing else."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JudgeConfig:
+    """A judge behind an OpenAI-compatible endpoint. It is asked on the leader, off the training thread.
+
+    Raises:
+        ConfigError: A value cannot work.
+    """
+
+    base_url: str
+    """The endpoint up to the version, such as ``https://api.openai.com/v1``; ``/chat/completions`` follows."""
+    model: str
+    """The judge's model, as the endpoint names it."""
+    template: str = TEMPLATE
+    """What the judge is asked, with ``{prompt}``, ``{generated_text}`` and ``{answer}`` (the reference) filled in. The
+    last number of its reply is the verdict."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """The environment variable with the key, on the leader; it is sent where it is set, and never logged."""
+    timeout_s: float = 30.0
+    """Seconds that one reply may take."""
+    retries: int = 2
+    """Repetitions after a reply that failed for a reason that may pass: no connection, too late, 429, 5xx."""
+    max_seconds: float = 120.0
+    """Seconds for all answers of a round; those that are not judged by then have no verdict."""
+    concurrency: int = 8
+    """Answers that are judged at a time."""
+    max_tokens: int = 256
+    """Tokens of a reply at most."""
+
+    def __post_init__(self) -> None:
+        url = urllib.parse.urlsplit(self.base_url)
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise ConfigError(
+                f"judge.base_url is {self.base_url!r}; it must begin with http:// or https:// and a host."
+            )
+        if url.username is not None or url.password is not None or url.query:
+            raise ConfigError(
+                "judge.base_url has a user, a password or a query in it, which would be in logs. Put the key in the "
+                "environment variable that judge.api_key_env names."
+            )
+        if not self.model:
+            raise ConfigError("judge.model is empty. Name the judge's model as the endpoint does.")
+        self._check_template()
+        for name in ("timeout_s", "max_seconds"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"judge.{name} is {getattr(self, name)}; it must be more than 0 seconds.")
+        for name, least in (("retries", 0), ("concurrency", 1), ("max_tokens", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"judge.{name} is {getattr(self, name)}; it must be at least {least}.")
+
+    def _check_template(self) -> None:
+        try:
+            names = [name for _, name, _, _ in string.Formatter().parse(self.template) if name is not None]
+        except ValueError as error:
+            raise ConfigError(f"judge.template: {error}. Write {{{{ and }}}} for braces of your own.") from None
+        if unknown := [name for name in names if name not in FIELDS]:
+            raise ConfigError(
+                f"judge.template has {{{unknown[0]}}}; it may have {', '.join(f'{{{name}}}' for name in FIELDS)}. "
+                "Write {{ and }} for braces of your own."
+            )
+        if "generated_text" not in names:
+            raise ConfigError("judge.template has no {generated_text}, so the judge would not see the answer. Add it.")
+
+
+class Judge:
+    """Asks a judge about rows.
+
+    Args:
+        config: The judge.
+        clock: Gives seconds.
+    """
+
+    def __init__(self, config: JudgeConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config, self._clock = config, clock
+        # A redirect would send the key to wherever it points.
+        self._opener = urllib.request.build_opener(_NoRedirect)
+
+    def judge(self, rows: Sequence[Row], prompts: Sequence[Prompt]) -> tuple[list[Row], list[str]]:
+        """Add the verdict to each row; nothing is raised, and no row waits longer than the round's ``max_seconds``.
+
+        Args:
+            rows: The rows.
+            prompts: The prompt of each row.
+
+        Returns:
+            The rows with a metric ``judge``, None where there is no verdict; and, where some have none, one text that
+            says how many, and why the first.
+        """
+        deadline = self._clock() + self._config.max_seconds
+        verdicts: list[float | Exception] = [TimeoutError("not asked in time")] * len(rows)
+        left = iter(range(len(rows)))
+        lock = threading.Lock()
+
+        def work() -> None:
+            while True:
+                with lock:
+                    number = next(left, None)
+                if number is None or self._clock() >= deadline:
+                    return
+                try:
+                    verdicts[number] = self._verdict(rows[number], prompts[number], deadline)
+                except Exception as error:
+                    verdicts[number] = error
+
+        # Threads that do not keep the interpreter alive, whatever the server does.
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(min(self._config.concurrency, len(rows)))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, deadline + 1 - self._clock()))
+        found = list(verdicts)  # a thread that is left behind may still write to the first list
+        values = [None if isinstance(verdict, Exception) else verdict for verdict in found]
+        judged = [
+            dataclasses.replace(row, metrics={**row.metrics, JUDGE: value})
+            for row, value in zip(rows, values, strict=True)
+        ]
+        errors = [(row, error) for row, error in zip(rows, found, strict=True) if isinstance(error, Exception)]
+        if not errors:
+            return judged, []
+        row, first = errors[0]
+        where = f"prompt {row.prompt_id}, generation {row.generation_id}"
+        text = f"the judge gave no verdict on {len(errors)} of {len(rows)} rows; first on {where}: "
+        return judged, [text + self._redacted(f"{type(first).__name__}: {first}")]
+
+    def _verdict(self, row: Row, prompt: Prompt, deadline: float) -> float:
+        text = self._config.template.format(
+            prompt=row.prompt, generated_text=row.generated_text, answer=prompt.answer or ""
+        )
+        reply = self._ask(text, deadline)
+        numbers = _NUMBER.findall(reply)
+        if not numbers:
+            raise LockstepError(f"the reply has no number: {reply[:_SHOWN]!r}")
+        return float(numbers[-1])
+
+    def _ask(self, text: str, deadline: float) -> str:
+        config = self._config
+        for attempt in range(config.retries + 1):
+            left = deadline - self._clock()
+            if left <= 0:
+                raise TimeoutError(f"the {config.max_seconds:g} s for all answers of a round are over")
+            try:
+                return self._reply(text, min(config.timeout_s, left))
+            except urllib.error.HTTPError as error:
+                said = f"HTTP {error.code} {error.reason}: {error.read(_SHOWN).decode(errors='replace')}"
+                if attempt == config.retries or not (error.code == TOO_MANY_REQUESTS or error.code >= 500):
+                    raise LockstepError(said) from None
+            except (OSError, TimeoutError) as error:
+                if attempt == config.retries:
+                    raise LockstepError(f"no reply: {error}") from None
+            time.sleep(max(0.0, min(BACKOFF_S * 2**attempt, deadline - self._clock())))
+        raise AssertionError("the last attempt returns or raises")
+
+    def _reply(self, text: str, timeout_s: float) -> str:
+        config, end = self._config, self._clock() + timeout_s
+        body = {
+            "model": config.model,
+            "messages": [{"role": "user", "content": text}],
+            "temperature": 0,
+            "max_tokens": config.max_tokens,
+        }
+        headers = {"Content-Type": "application/json"}
+        if key := self._key:
+            headers["Authorization"] = f"Bearer {key}"
+        url = config.base_url.rstrip("/") + "/chat/completions"
+        data = json.dumps(body).encode()  # ASCII: a lone surrogate of a model travels as its escape
+        request = urllib.request.Request(url, data, headers, method="POST")
+        with self._opener.open(request, timeout=timeout_s) as response:
+            received = b""
+            while chunk := response.read1(65536):
+                received += chunk
+                if len(received) > MAX_REPLY_BYTES:
+                    raise LockstepError(f"the reply is longer than {MAX_REPLY_BYTES} bytes")
+                if self._clock() > end:
+                    raise TimeoutError(f"the reply was not complete after {timeout_s:g} s")
+            if response.length:
+                raise ConnectionError("the reply ended too early")
+        try:
+            content: Any = json.loads(received)["choices"][0]["message"]["content"]
+        except (ValueError, LookupError, TypeError):
+            raise LockstepError(f"not a chat completion: {received[:_SHOWN]!r}") from None
+        if not isinstance(content, str):
+            raise LockstepError(f"the reply has no text: {received[:_SHOWN]!r}")
+        return content
+
+    @property
+    def _key(self) -> str:
+        return os.environ.get(self._config.api_key_env, "").strip()
+
+    def _redacted(self, text: str) -> str:
+        """A text without the key, which a server may send back."""
+        return text.replace(self._key, "(the key)") if self._key else text
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
+        return None

@@ -1,0 +1,126 @@
+"""Rows as Parquet, where pyarrow is installed."""
+
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import ConfigError, LockstepError
+
+_ROWS = 4096
+"""Rows that are in memory at a time."""
+_TEXTS = ("prompt", "generated_text", "answer")
+"""Columns that are texts, also where every text of a model's happens to be NaN."""
+_NOT_FINITE = ("NaN", "Infinity", "-Infinity")
+"""How JSON lines of ours write the floats that JSON cannot express."""
+
+
+def check_pyarrow() -> None:
+    """Check before hours of work that Parquet can be written.
+
+    Raises:
+        ConfigError: pyarrow is not installed.
+    """
+    _pyarrow()
+
+
+def write_parquet(lines: Path, output: Path | None = None) -> Path:
+    """Write the rows of a file of JSON lines as Parquet.
+
+    A column is there if any row has it; a row without it has none there. Numbers of which one is a float are floats.
+
+    Args:
+        lines: A file of at least one whole line.
+        output: The Parquet file; None: beside the lines, with the suffix ``.parquet``.
+
+    Returns:
+        The Parquet file; it appears under its name only when it is complete.
+
+    Raises:
+        ConfigError: pyarrow is not installed.
+        LockstepError: The file has no row, or a column that is a text in one row and something else in another.
+    """
+    pa, pq = _pyarrow()
+    path = lines.with_suffix(".parquet") if output is None else output
+    kinds = _columns(lines)
+    types = {"text": pa.string(), "float": pa.float64(), "int": pa.int64(), "bool": pa.bool_()}
+    schema = pa.schema([(name, types[kind]) for name, kind in kinds.items()])
+    temporary = path.with_name(f".{path.name}.tmp")
+    with pq.ParquetWriter(temporary, schema) as writer:
+        rows = _rows(lines)
+        while some := [_typed(row, kinds) for row in itertools.islice(rows, _ROWS)]:
+            writer.write_table(pa.Table.from_pylist(some, schema=schema))
+    os.replace(temporary, path)
+    return path
+
+
+def _rows(lines: Path) -> Iterator[dict[str, Any]]:
+    with open(lines, "rb") as file:
+        for line in file:
+            if line.endswith(b"\n") and line.strip():
+                yield json.loads(line)
+
+
+def _columns(lines: Path) -> dict[str, str]:
+    """The columns in order of first appearance, and what is in each."""
+    found: dict[str, set[str]] = {}
+    for row in _rows(lines):
+        for name, value in row.items():
+            found.setdefault(name, set()).add(_kind(value))
+    if not found:
+        raise LockstepError(f"{lines} has no row. Give a file with some.")
+    return {name: _one_kind(lines, name, kinds) for name, kinds in found.items()}
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "bool"
+    if isinstance(value, int):
+        return "int"
+    if isinstance(value, float):
+        return "float"
+    if isinstance(value, str):
+        return "not finite" if value in _NOT_FINITE else "text"
+    return type(value).__name__
+
+
+def _one_kind(lines: Path, name: str, kinds: set[str]) -> str:
+    kinds = kinds - {"none"}
+    if name in _TEXTS and kinds <= {"text", "not finite"}:
+        return "text"
+    if not kinds or kinds <= {"int", "float", "not finite"}:
+        # What has no value in any row is a metric, and metrics are numbers; so is what is nowhere finite.
+        return "int" if kinds == {"int"} else "float"
+    if kinds <= {"text", "not finite"}:
+        return "text"
+    if kinds == {"bool"}:
+        return "bool"
+    raise LockstepError(f"{lines}: the column {name!r} has values of several kinds: {', '.join(sorted(kinds))}.")
+
+
+def _typed(row: dict[str, Any], kinds: dict[str, str]) -> dict[str, Any]:
+    return {
+        name: float(value) if value is not None and kinds[name] == "float" else _text(value)
+        for name, value in row.items()
+    }
+
+
+def _text(value: Any) -> Any:
+    """A text that UTF-8 can express: a lone surrogate of a model's becomes a question mark, as in its JSON lines."""
+    return value.encode(errors="replace").decode() if isinstance(value, str) else value
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ConfigError(
+            f"Parquet needs pyarrow, which cannot be imported ({error}). Install it on the leader with "
+            "pip install 'jax-lockstep[parquet]', or do without Parquet (write_parquet: false)."
+        ) from error
+    return pyarrow, pyarrow.parquet

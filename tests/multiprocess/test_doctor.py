@@ -1,0 +1,52 @@
+"""lockstep doctor on two processes: a host that differs is named, and the self-test passes."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lockstep.device import calibrated, chip_named
+from tests.multiprocess.harness import run_command
+
+DOCTOR = "import os, sys; from lockstep.main.cli import main; sys.argv[0] = 'lockstep'; {before}main()"
+
+
+def doctor(*arguments, before="", **options):
+    """The report of doctor on two processes, started with some Python of its own."""
+    return run_command([sys.executable, "-c", DOCTOR.format(before=before), "doctor", *arguments], **options)
+
+
+@pytest.mark.slow
+def test_a_host_with_another_flag_is_named_and_all_end_with_1(tmp_path):
+    other = "os.environ['LIBTPU_INIT_ARGS'] = '--xla_tpu_x=' + os.environ['LOCKSTEP_PROCESS_ID']; "
+    run = doctor("--json", str(tmp_path / "report.json"), "--measure", "false", before=other)
+    assert run.code == 1
+    assert "fix      hosts: LIBTPU_INIT_ARGS --xla_tpu_x: process 0: '0'; process 1: '1'." in run.logs[0]
+    assert "ok   " not in run.logs[1], "the leader alone reports"
+    kept = json.loads((tmp_path / "report.json").read_text())
+    assert kept["complete"] and kept["exit_code"] == 1 and len(kept["facts"]) == 2
+    assert all(0 < one["barrier_s"] < 1 for one in kept["coordination"])
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_the_self_test_passes_in_every_layout(tmp_path):
+    report, path = tmp_path / "report.json", tmp_path / "cpu.json"
+    begin = time.monotonic()
+    run = doctor("--self-test", "--json", str(report), "--calibrate", str(path), timeout_s=400)
+    assert run.code == 0, run.output
+    assert time.monotonic() - begin < 300
+    kept = json.loads(Path(report).read_text())
+    assert kept["complete"]
+    tests = {title: found for title, found in kept["sections"].items() if title.startswith("self-test ")}
+    assert list(tests) == ["self-test auto", "self-test host_local"]
+    for found in tests.values():
+        assert {each["outcome"] for each in found} == {"ok"}
+        assert all(each["processes"] == [0, 1] for each in found)
+    layouts = [each["name"].partition(": layout ")[2] for each in tests["self-test auto"]]
+    assert [layout for layout in layouts if layout] == ["auto", "training", "{tensor: 1}", "{tensor: 2}", "{tensor: 4}"]
+    chip = calibrated(chip_named("cpu", "cpu"), str(path))
+    assert min(chip.bandwidth, chip.link.bandwidth, chip.network.bandwidth) > 1e6
+    assert kept["collectives"] and chip.source.startswith("measured 20")

@@ -1,0 +1,121 @@
+"""This package on a machine: the version of a checkout, its wheel, and the script (which the backend's tests run)."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.exit_codes import SETUP_FAILED
+from lockstep.launch import setup_vm
+from lockstep.launch.backend import LaunchError
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A small repository with one commit; versions are not remembered between calls."""
+    root = tmp_path / "checkout"
+    (root / "src" / "lockstep").mkdir(parents=True)
+    for name, text in (
+        ("pyproject.toml", '[project]\nname = "jax-lockstep"\nversion = "1.2.3"\n'),
+        ("src/lockstep/a.py", "A = 1\n"),
+        ("constraints.txt", "jax==0.1\n"),
+        ("notes.md", "notes\n"),
+        (".gitignore", "build/\n*.pyc\n"),
+    ):
+        (root / name).write_text(text)
+    for words in (["init", "-q"], ["add", "-A"], ["-c", "user.name=n", "-c", "user.email=e", "commit", "-qm", "first"]):
+        subprocess.run(["git", "-C", str(root), *words], check=True)
+    monkeypatch.setattr(setup_vm, "version_of", setup_vm.version_of.__wrapped__)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return root
+
+
+def commit(root: Path) -> str:
+    words = ["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_a_version_is_the_commit_and_what_differs_from_it(checkout):
+    clean = setup_vm.version_of(checkout)
+    assert clean == setup_vm.Version(name=f"1.2.3-{commit(checkout)}", changed=False)
+    (checkout / "notes.md").write_text("other notes\n")
+    (checkout / "src" / "lockstep" / "a.pyc").write_text("ignored")
+    assert setup_vm.version_of(checkout) == clean, "what is not installed makes no version"
+    (checkout / "src" / "lockstep" / "b.py").write_text("B = 1\n")
+    first = setup_vm.version_of(checkout)
+    assert first.changed and first.name.startswith(f"{clean.name}-changed-")
+    (checkout / "src" / "lockstep" / "b.py").write_text("B = 2\n")
+    second = setup_vm.version_of(checkout)
+    assert second.name != first.name
+    (checkout / "src" / "lockstep" / "b.py").write_text("B = 1\n")
+    assert setup_vm.version_of(checkout) == first
+    assert setup_vm.programs(first) == f"~/.lockstep/versions/{first.name}/venv/bin"
+
+
+def test_what_is_no_checkout_is_refused(tmp_path):
+    with pytest.raises(LaunchError, match=r"is not a checkout of lockstep.*--venv DIR") as caught:
+        setup_vm.version_of.__wrapped__(tmp_path)
+    assert caught.value.code == SETUP_FAILED
+
+
+UV = """#!/bin/sh
+echo "$@" >> LOG
+ls -R "$6" > SEEN
+[ ! -e BROKEN ] || { echo "error: broken build"; exit 2; }
+mkdir -p "$5" && echo wheel > "$5/jax_lockstep-1.2.3-py3-none-any.whl"
+"""
+
+
+def test_a_wheel_is_built_once_from_what_git_knows(checkout, tmp_path, monkeypatch):
+    uv = tmp_path / "bin" / "uv"
+    uv.parent.mkdir()
+    text = UV
+    for name in ("LOG", "SEEN", "BROKEN"):
+        text = text.replace(name, str(tmp_path / name.lower()))
+    uv.write_text(text)
+    uv.chmod(0o755)
+    monkeypatch.setenv("PATH", str(uv.parent), prepend=":")
+    (checkout / "src" / "lockstep" / "new.py").write_text("")
+    (checkout / "build").mkdir()
+    (checkout / "build" / "left_over.py").write_text("")
+    version = setup_vm.version_of(checkout)
+    for _ in range(2):
+        path = setup_vm.build_wheel(checkout, version)
+        assert path.read_text() == "wheel\n" and path == setup_vm.wheel_path(checkout, version)
+    assert len((tmp_path / "log").read_text().splitlines()) == 1
+    seen = (tmp_path / "seen").read_text()
+    assert "new.py" in seen and "a.py" in seen and "left_over" not in seen and "notes.md" not in seen
+    assert not [each for each in path.parent.iterdir() if each != path], "nothing half made is left"
+    (tmp_path / "broken").touch()
+    (checkout / "src" / "lockstep" / "new.py").write_text("changed")
+    with pytest.raises(LaunchError, match=r"(?s)cannot be built.*\$ uv build.*error: broken build.*Install uv"):
+        setup_vm.build_wheel(checkout, setup_vm.version_of(checkout))
+
+
+def test_without_uv_pip_builds_it(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    command = setup_vm.build_command(Path("/s"), Path("/o"))
+    assert command[:4] == [sys.executable, "-m", "pip", "wheel"] and command[-2:] == ["/o", "/s"]
+
+
+def test_the_script_is_one_that_shellcheck_accepts(tmp_path):
+    version = setup_vm.Version(name="1.2.3-abc; rm -rf /", changed=True)
+    text = setup_vm.script(version, "jax_lockstep-1.2.3-py3-none-any.whl", "tpu,gcs")
+    assert "@" not in text.replace('"$@"', "") and "'1.2.3-abc; rm -rf /'" in text
+    assert "requirement='./jax_lockstep-1.2.3-py3-none-any.whl[tpu,gcs]'" in text
+    (tmp_path / "setup.sh").write_text(text)
+    shellcheck = Path(sys.executable).parent / "shellcheck"
+    done = subprocess.run(
+        [str(shellcheck), "--shell=sh", "--severity=style", str(tmp_path / "setup.sh")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_checkout_of_this_test_has_a_version():
+    version = setup_vm.version_of()
+    assert version.name.startswith(setup_vm._number(setup_vm.ROOT))
+    files = setup_vm._files(setup_vm.ROOT)
+    assert "src/lockstep/launch/setup_vm.py" in files and "constraints.txt" in files
+    assert all(file.startswith("src/") or "/" not in file for file in files)

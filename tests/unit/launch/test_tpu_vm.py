@@ -1,0 +1,258 @@
+"""Cloud TPU nodes: commands, states as they come, what exists, what was taken away. On a fake Google Cloud of files."""
+
+import re
+import shlex
+
+import pytest
+
+from lockstep.exit_codes import REFUSED, UNAVAILABLE
+from lockstep.launch.backend import LaunchError
+from lockstep.launch.gcloud import Gcloud, GcloudError
+from lockstep.launch.pod import LOST_POLLS, Wait
+from lockstep.launch.tpu_vm import TpuVm
+from lockstep.slices import slices
+from tests.fake_cloud import gcloud
+from tests.fake_cloud.google_cloud import QUEUE, Cloud
+
+
+@pytest.fixture
+def cloud(tmp_path, monkeypatch):
+    """gcloud in this process; tests/unit/launch/test_tpu_vm_backend.py has it as a command."""
+    monkeypatch.setenv("FAKE_GOOGLE", str(tmp_path / "cloud"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("lockstep.launch.gcloud.subprocess.run", gcloud.run)
+    return Cloud(tmp_path / "cloud")
+
+
+def pod(kind="v6e-16", **values):
+    google = Gcloud(project="p", zone="us-east5-a")
+    return TpuVm(**{"gcloud": google, "name": "pod", "slice": slices()[kind] if kind else None, **values})
+
+
+def ensure(found, timeout_s=5.0):
+    """What was shown while it was made."""
+    said = []
+    found.ensure(Wait(say=said.append, timeout_s=timeout_s, poll_s=0.01))
+    return [re.sub(r" after \d.*", "", line) for line in said]
+
+
+def in_the_way(cloud):
+    """What is left in the cloud and costs something."""
+    state = cloud.read()
+    return sorted([*state["requests"], *state["nodes"]])
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({}, "--node-id=pod --accelerator-type=v6e-16 --runtime-version=v2-alpha-tpuv6e"),
+        ({"capacity": "spot"}, "--spot"),
+        ({"capacity": "reserved"}, "--reserved"),
+        ({"capacity": "best-effort"}, "gcloud alpha compute tpus queued-resources create pod"),
+        ({"kind": "v5p-64"}, "--accelerator-type=v5p-64 --runtime-version=v2-alpha-tpuv5 "),
+        ({"kind": "v5litepod-16"}, "--runtime-version=v2-alpha-tpuv5-lite"),
+        ({"count": 2}, "--node-count=2 --node-prefix=pod"),
+        ({"network": "net", "service_account": "a@b", "internal_ip": True, "runtime_version": "r"},
+         "--runtime-version=r --labels=lockstep-launch=yes --network=net --service-account=a@b --internal-ips"),
+    ],
+)  # fmt: skip
+def test_the_command_that_makes_it(cloud, values, words):
+    (command,) = pod(**values).create_commands()
+    assert words in shlex.join(command)
+    assert command[-3:] == ["--zone=us-east5-a", "--project=p", "--quiet"]
+
+
+def test_a_new_one_is_asked_for_and_each_state_is_shown_once(cloud):
+    cloud.queue(["WAITING_FOR_RESOURCES", "WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE"])
+    new = pod()
+    assert ensure(new) == [
+        "pod: asking for v6e-16 (on-demand, 4 hosts) in us-east5-a",
+        "pod: WAITING_FOR_RESOURCES",
+        "pod: PROVISIONING",
+        "pod: ACTIVE, READY",
+    ]
+    assert [machine.name for machine in new.machines()] == [f"pod worker {i}" for i in range(4)]
+    assert len({machine.address for machine in new.machines()}) == 4
+    assert new.lost() is None and new.made_here()
+    # The second time it is there: nothing is made.
+    assert ensure(new) == ["pod: using what exists", "pod: ACTIVE, READY"]
+    assert len(cloud.calls("queued-resources create")) == 1
+    said = []
+    new.delete(Wait(say=said.append, timeout_s=5, poll_s=0.01))
+    assert said == ["pod: deleted"] and not in_the_way(cloud)
+
+
+def test_two_slices_are_two_nodes_of_one_request(cloud):
+    both = pod(count=2)
+    assert ensure(both)[0] == "pod: asking for 2 × v6e-16 (on-demand, 8 hosts) in us-east5-a"
+    assert [(machine.name, machine.slice_id) for machine in both.machines()] == [
+        (f"pod-{s} worker {i}", s) for s in (0, 1) for i in range(4)
+    ]
+    assert [shlex.join(each) for each in both.login_commands(None)] == [
+        f"gcloud compute tpus tpu-vm ssh pod-{s} --worker=0 --command=true --zone=us-east5-a --project=p --quiet"
+        for s in (0, 1)
+    ]
+    assert both.ssh_command(5, "ls")[5:8] == ["pod-1", "--worker=1", "--command=ls"]
+
+
+def test_a_node_that_somebody_made_is_used_and_not_called_ours(cloud):
+    ensure(pod())
+    with cloud.change() as state:
+        state["requests"].clear()
+        state["nodes"]["pod"].update(labels={}, request="")
+    found = pod(kind=None)
+    assert ensure(found) == ["pod: using what exists", "pod: READY"]
+    assert not found.made_here() and len(found.machines()) == 4
+    with pytest.raises(LaunchError, match=r"is a v6e-16, but --tpu_type is v5p-16. Leave --tpu_type out"):
+        ensure(pod("v5p-16"))
+
+
+def test_nothing_there_and_no_kind_given(cloud):
+    with pytest.raises(LaunchError, match=r"no usable TPU named pod in zone us-east5-a.*Give --tpu_type") as caught:
+        ensure(pod(kind=None))
+    assert caught.value.code == REFUSED
+
+
+@pytest.mark.parametrize(
+    ("text", "cause", "code"),
+    [
+        ("There is no more capacity in the zone", "capacity", UNAVAILABLE),
+        ("Quota limit 'TPUV6E' has been exceeded. Limit: 0 in region us-east5", "quota", REFUSED),
+        ("PERMISSION_DENIED: Permission 'tpu.nodes.create' denied", "permission", REFUSED),
+        ("Insufficient reserved capacity.", "reservation", REFUSED),
+        ("ALREADY_EXISTS: Resource 'nodes/pod' already exists", "exists", REFUSED),
+    ],
+)
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "later"])
+def test_a_refusal_is_told_and_leaves_nothing_behind(cloud, text, cause, code, late):
+    if late:
+        cloud.queue(["WAITING_FOR_RESOURCES", {"FAILED": text}])
+    else:
+        cloud.reply("queued-resources create", f"ERROR: (gcloud.compute.tpus.queued-resources.create) {text}")
+    with pytest.raises(GcloudError) as caught:
+        ensure(pod())
+    assert (caught.value.cause.name, caught.value.code) == (cause, code) and text in str(caught.value)
+    # A request that has failed is cleared away by the next start.
+    assert ensure(pod())[-1] == "pod: ACTIVE, READY"
+
+
+def test_a_wait_that_is_too_long_withdraws_the_request(cloud):
+    cloud.queue(["WAITING_FOR_RESOURCES"] * 1000)
+    with pytest.raises(LaunchError, match=r"could not be used within 0 s, and the request is withdrawn") as caught:
+        ensure(pod(), timeout_s=0.2)
+    assert caught.value.code == UNAVAILABLE and not in_the_way(cloud)
+
+
+def test_a_request_that_cannot_be_withdrawn_is_told_with_the_command(cloud):
+    cloud.queue(["WAITING_FOR_RESOURCES"] * 1000)
+    cloud.reply("queued-resources delete", "ERROR: gcloud crashed (ConnectionError): Max retries exceeded")
+    said = []
+    with pytest.raises(LaunchError, match="could not be used within 0 s"):
+        pod().ensure(Wait(say=said.append, timeout_s=0.0, poll_s=0.01))
+    assert "pod could not be deleted, and may cost money" in said[-1]
+    assert "  gcloud compute tpus queued-resources delete pod --force --async --zone=us-east5-a" in said[-1]
+
+
+def test_ctrl_c_in_the_wait_withdraws_the_request(cloud):
+    cloud.queue(["WAITING_FOR_RESOURCES"] * 1000)
+
+    def say(text):
+        if "WAITING" in text:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pod().ensure(Wait(say=say, timeout_s=5, poll_s=0.01))
+    assert not in_the_way(cloud)
+
+
+def test_a_wait_survives_a_network_that_is_gone_for_a_while(cloud):
+    cloud.queue(["WAITING_FOR_RESOURCES", *QUEUE])
+
+    def say(text):
+        said.append(text)
+        if text == "pod: WAITING_FOR_RESOURCES" and len(said) == 2:
+            cloud.reply("describe pod", "ERROR: gcloud crashed (ConnectionError): Max retries exceeded", times=2)
+
+    said: list[str] = []
+    pod().ensure(Wait(say=say, timeout_s=5, poll_s=0.01))
+    assert any("no answer from Google" in line for line in said) and said[-1] == "pod: ACTIVE, READY"
+    cloud.reply("describe pod", "ERROR: gcloud crashed (ConnectionError): Max retries exceeded", times=LOST_POLLS)
+    with pytest.raises(GcloudError, match="could not be reached"):
+        Wait(say=said.append, timeout_s=5, poll_s=0.01).until("pod", pod()._look)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["request suspended", "node preempted"])
+def test_what_was_taken_away_is_seen_and_made_again(cloud, whole):
+    new = pod(capacity="spot")
+    ensure(new)
+    before = {machine.host_key_alias for machine in new.machines()}
+    cloud.preempt("pod")
+    if not whole:
+        with cloud.change() as state:
+            state["requests"]["pod"]["state"] = "ACTIVE"
+    assert new.lost() == ("queued resource pod is SUSPENDED" if whole else "pod is PREEMPTED")
+    with pytest.raises(LaunchError, match="Give --tpu_type"):
+        ensure(pod(kind=None))
+    said = ensure(new)
+    assert said[0].startswith(f"pod: it is {'SUSPENDED' if whole else 'PREEMPTED'}; deleting what is left")
+    assert said[1:3] == ["pod: deleted", "pod: asking for v6e-16 (spot, 4 hosts) in us-east5-a"]
+    assert said[3:] == ["pod: WAITING_FOR_RESOURCES", "pod: PROVISIONING", "pod: ACTIVE, READY"]
+    assert new.lost() is None
+    # Other machines have other names for ssh, though their addresses may come back.
+    assert not before & {machine.host_key_alias for machine in new.machines()}
+
+
+def test_a_suspension_while_we_wait_ends_the_wait(cloud):
+    cloud.queue(["WAITING_FOR_RESOURCES", {"SUSPENDED": ""}])
+    with pytest.raises(LaunchError, match=r"is SUSPENDED by Google: it has no TPUs any more") as caught:
+        ensure(pod())
+    assert caught.value.code == UNAVAILABLE
+
+
+def test_one_that_is_being_deleted_is_waited_for_and_made_anew(cloud):
+    ensure(pod())
+    with cloud.change() as state:
+        state["requests"]["pod"]["state"] = "DELETING"
+
+    def say(text):
+        said.append(text)
+        if "deleting" in text:
+            gcloud.run(["gcloud", "compute", "tpus", "queued-resources", "delete", "pod", "--force"])
+
+    said: list[str] = []
+    pod().ensure(Wait(say=say, timeout_s=5, poll_s=0.01))
+    assert said[:2] == ["pod: deleting (pod)", "pod: deleted"] and said[-1].startswith("pod: ACTIVE, READY")
+
+
+def test_a_stopped_node_is_not_waited_for(cloud):
+    ensure(pod())
+    with cloud.change() as state:
+        state["nodes"]["pod"]["state"] = "STOPPED"
+    assert pod().lost() == "pod is STOPPED"
+    with pytest.raises(LaunchError, match=r"pod is STOPPED. Start it \(gcloud compute tpus tpu-vm start\)"):
+        ensure(pod())
+
+
+def test_a_node_that_is_repaired_is_waited_for(cloud):
+    ensure(pod())
+    with cloud.change() as state:
+        state["nodes"]["pod"]["state"] = "REPAIRING"
+    said = []
+
+    def say(text):
+        said.append(text)
+        with cloud.change() as state:
+            state["nodes"]["pod"]["state"] = "READY" if "REPAIRING" in text else state["nodes"]["pod"]["state"]
+
+    pod().ensure(Wait(say=say, timeout_s=5, poll_s=0.01))
+    assert said == ["pod: using what exists", "pod: ACTIVE, pod REPAIRING", "pod: ACTIVE, READY"]
+
+
+def test_machines_without_an_external_address(cloud):
+    ensure(pod())
+    (cloud.directory / "internal_only").touch()
+    with pytest.raises(LaunchError, match=r"pod worker 0 has no external address.*--internal_ip"):
+        pod().machines()
+    inside = pod(internal_ip=True)
+    assert [machine.address for machine in inside.machines()] == [f"10.0.0.{i + 2}" for i in range(4)]
+    assert "--internal-ip" in inside.login_commands(None)[0]

@@ -1,0 +1,304 @@
+"""`lockstep launch --backend tpu-vm` as a user starts it: real processes on the machines of a fake Google Cloud."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.exit_codes import INTERRUPTED, REFUSED, SETUP_FAILED, UNAVAILABLE, UNREACHABLE, WORKER_LOST
+from lockstep.launch import BACKENDS, free_port, parse
+from lockstep.launch.tpu_vm_backend import TpuVmBackend
+from tests.fake_cloud.laptop import ROOT, Laptop
+
+SLICE = ["--tpu_name", "pod", "--tpu_type", "v6e-16", "--zone", "us-east5-a", "--project", "p", "--poll_s", "0.05"]
+TWO_HOSTS = ["--tpu_type", "v5p-16"]
+SECRET = "hf_very_secret_token_0123456789"
+
+
+@pytest.fixture
+def laptop(tmp_path):
+    found = Laptop(tmp_path)
+    yield found
+    found.close()
+
+
+def run(laptop: Laptop, program: str, *options: str, code: int = 0) -> str:
+    return laptop.launch(*SLICE, "--setup", "none", *options, "--", "sh", "-c", program, code=code)
+
+
+def ordered(output: str, *texts: str) -> None:
+    """Every text is there, after the one before."""
+    at = -1
+    for text in texts:
+        found = output.find(text, at + 1)
+        assert found > at, f"{text!r} is not there, or too early:\n{output}"
+        at = found
+
+
+def test_from_nothing_to_a_run_on_all_workers_and_back(laptop):
+    program = 'echo "$FAKE_WORKER of $REQUIRE_JAX_PROCESS_COUNT, multi $REQUIRE_MULTIHOST, $(cat ~/.mark 2>/dev/null)"'
+    output = run(laptop, program, "--capacity_type", "spot")
+    ordered(
+        output, "pod: asking for v6e-16 (spot, 4 hosts) in us-east5-a", "pod: WAITING_FOR_RESOURCES",
+        "pod: PROVISIONING", "pod: ACTIVE, READY", "pod: 4 workers, user alice_example_com",
+        "costs money until: lockstep launch delete pod", "starting on 4 worker(s)",
+    )  # fmt: skip
+    for i in range(4):
+        assert f"[{i}] {i} of 4, multi 1, " in output
+        (laptop.cloud.home(f"pod worker {i}") / ".mark").write_text("here before")
+    # Again: the same machines.
+    output = run(laptop, program, "--require-process-count", "4")
+    assert output.count("here before") == 4 and "asking for" not in output
+    assert len(laptop.cloud.calls("queued-resources create")) == 1
+    assert "exit code 0, done" in laptop.launch("status", "pod")
+    assert "pod: deleted" in laptop.launch("delete", "pod")
+    assert not laptop.cloud.read()["requests"] and not laptop.cloud.read()["machines"]
+
+
+@pytest.mark.slow
+def test_one_worker_fails(laptop):
+    program = 'if [ $FAKE_WORKER = 2 ]; then echo "about to go wrong"; exit 7; fi; sleep 60'
+    begin = time.monotonic()
+    output = run(laptop, program, "--retries", "2", "--grace_s", "2", code=7)
+    assert time.monotonic() - begin < 40, "the others end with it"
+    ordered(output, "worker pod worker 2 (process 2) failed, exit code 7", "its last lines:", "[2] about to go wrong")
+    assert "trying again" not in output, "an error of the program is not cured by another try"
+
+
+@pytest.mark.slow
+def test_what_was_preempted_is_made_again_and_the_command_started_again(laptop):
+    program = """
+        file=~/../starts$FAKE_WORKER; echo start >> $file; echo "start $(wc -l < $file)"
+        if [ "$(wc -l < $file)" = 1 ]; then sleep 60; fi
+    """
+    options = [*TWO_HOSTS, "--setup", "none", "--retries", "1", "--capacity_type", "spot"]
+    process = laptop.start(*SLICE, *options, "--", "sh", "-c", program)
+    output = laptop.read_until(process, "start 1", times=2)
+    laptop.cloud.preempt("pod")
+    output += process.communicate(timeout=60)[0]
+    assert process.returncode == 0, output
+    ordered(
+        output, "start 1", "queued resource pod is SUSPENDED", "trying again in", "it is SUSPENDED; deleting what",
+        "pod: deleted", "pod: asking for", "start 2",
+    )  # fmt: skip
+    attempts = sorted(path.name for path in (laptop.directory / "jobs" / "pod").glob("attempt-*"))
+    assert attempts == ["attempt-1", "attempt-2"], "the logs of both are kept"
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_without_retries_left_a_preemption_ends_the_job(laptop):
+    process = laptop.start(*SLICE, *TWO_HOSTS, "--setup", "none", "--", "sh", "-c", "echo up; sleep 60")
+    output = laptop.read_until(process, "] up", times=2)
+    laptop.cloud.preempt("pod")
+    output += process.communicate(timeout=60)[0]
+    assert process.returncode == WORKER_LOST and "is SUSPENDED" in output, output
+
+
+@pytest.mark.slow
+def test_a_worker_that_cannot_be_reached_is_named(laptop):
+    run(laptop, "true", *TWO_HOSTS)
+    laptop.cloud.unreachable("pod worker 1")
+    output = run(laptop, "true", *TWO_HOSTS, "--unreachable_s", "1", code=UNREACHABLE)
+    assert "pod worker 1" in output and "Connection timed out" in output
+
+
+@pytest.mark.slow
+def test_a_connection_that_drops_does_not_run_the_command_twice(laptop):
+    program = "echo start >> ~/starts; echo begun; sleep 3; echo finished"
+    process = laptop.start(*SLICE, *TWO_HOSTS, "--setup", "none", "--", "sh", "-c", program)
+    output = laptop.read_until(process, "begun", times=2)
+    for i in range(2):
+        laptop.cloud.drop_connections(f"pod worker {i}")
+    output += process.communicate(timeout=60)[0]
+    assert process.returncode == 0, output
+    assert output.count("finished") == 2 and output.count("begun") == 2 and "is reached again" in output
+    for i in range(2):
+        assert (laptop.cloud.home(f"pod worker {i}") / "starts").read_text() == "start\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "advice"),
+    [
+        ("Quota limit 'TPUV6E' has been exceeded. Limit: 0 in region us-east5.", REFUSED, "iam-admin/quotas?project=p"),
+        ("There is no more capacity in the zone", UNAVAILABLE, "another --zone"),
+    ],
+)
+def test_what_google_refuses_has_an_exit_code_and_advice(laptop, text, code, advice):
+    laptop.cloud.reply("queued-resources create", f"ERROR: (gcloud.x) {text}")
+    output = run(laptop, "true", code=code)
+    assert advice in output and text in output and "Traceback" not in output
+
+
+@pytest.mark.slow
+def test_secrets_are_in_no_file_that_is_written_and_in_nothing_that_is_shown(laptop):
+    (laptop.directory / "secrets.env").write_text(f"HF_TOKEN={SECRET}\n")
+    (laptop.directory / "secrets.env").chmod(0o600)
+    # The command sees it, and prints it.
+    output = run(laptop, 'echo "token $HF_TOKEN"; test ${#HF_TOKEN} = 31', *TWO_HOSTS, "--env_file", "secrets.env")
+    output += run(laptop, "true", "--env_file", "secrets.env", "--dry-run")
+    output += laptop.launch("logs", "pod")
+    assert SECRET not in output
+    where = [path for path in laptop.directory.rglob("*") if path.is_file() and path.name != "secrets.env"]
+    assert len(where) > 10
+    assert not [path for path in where if SECRET.encode() in path.read_bytes()]
+
+
+@pytest.mark.slow
+def test_what_dry_run_prints_can_be_pasted(laptop):
+    printed = run(laptop, 'echo "hello from $FAKE_WORKER"', *TWO_HOSTS, "--dry-run")
+    assert not laptop.cloud.calls(), "nothing was asked"
+    assert sorted(laptop.paste(printed).split("\n"))[1:] == ["hello from 0", "hello from 1"]
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_waiting_leaves_no_request_behind(laptop):
+    laptop.cloud.queue(["WAITING_FOR_RESOURCES"] * 10000)
+    process = laptop.start(*SLICE, "--setup", "none", "--", "true")
+    output = laptop.read_until(process, "WAITING_FOR_RESOURCES")
+    process.send_signal(signal.SIGINT)
+    output += process.communicate(timeout=30)[0]
+    assert process.returncode == INTERRUPTED and "withdrawing the request" in output, output
+    assert not laptop.cloud.read()["requests"]
+
+
+@pytest.mark.slow
+def test_two_slices_are_told_what_megascale_needs(laptop):
+    program = 'echo "$MEGASCALE_COORDINATOR_ADDRESS $MEGASCALE_PORT $MEGASCALE_NUM_SLICES $MEGASCALE_SLICE_ID."'
+    output = run(laptop, program, "--slices", "2", "--tpu_type", "v5p-16")
+    for i in range(4):
+        assert f"[{i}] 10.0.0.2:8080 8080 2 {i // 2}." in output
+
+
+@pytest.mark.slow
+def test_the_package_is_installed_once(laptop):
+    """The script runs as on a machine; uv is a stand-in that makes an environment with a program in it."""
+    tools = laptop.directory / "bin"
+    (tools / "uv").write_text(UV)
+    (tools / "uv").chmod(0o755)
+    output = laptop.launch(*SLICE, "--tpu_type", "v5p-16", "--", "lockstep", "train", timeout_s=120)
+    assert output.count("[0] trained with") == 1 and output.count("[1] trained with") == 1
+    ordered(output, "[0] setup: installing 0.1.0-", "[0] setup: 0.1.0-", "is ready", "[0] trained with")
+    versions = laptop.cloud.home("pod worker 0") / ".lockstep" / "versions"
+    (version,) = versions.iterdir()
+    assert (version / "ready").exists()
+    installed = (version / "installed").read_text()
+    assert "jax_lockstep-0.1.0-py3-none-any.whl[tpu,gcs]" in installed and "jax==" in installed
+    again = laptop.launch(*SLICE, "--tpu_type", "v5p-16", "--", "lockstep", "train")
+    assert "is there already" in again and "installing" not in again
+    # An installation that was interrupted is made again.
+    (version / "ready").unlink()
+    assert "installing" in laptop.launch(*SLICE, "--tpu_type", "v5p-16", "--", "lockstep", "train")
+    # One that fails names the worker and shows why.
+    (version / "ready").unlink()
+    (laptop.cloud.home("pod worker 0") / "broken").touch()
+    failed = laptop.launch(*SLICE, "--tpu_type", "v5p-16", "--", "lockstep", "train", code=SETUP_FAILED)
+    assert "pod worker 0" in failed and "No solution found" in failed
+
+
+UV = """#!/bin/sh
+case "$1 $2" in
+  "build --quiet") mkdir -p "$5" && echo wheel > "$5/jax_lockstep-0.1.0-py3-none-any.whl" ;;
+  "venv --quiet")
+    for last; do :; done
+    mkdir -p "$last/bin"
+    printf '#!/bin/sh\\necho trained with $0 $@\\n' > "$last/bin/lockstep"
+    chmod +x "$last/bin/lockstep" ;;
+  "pip install")
+    if [ -e ~/broken ]; then echo "No solution found"; exit 1; fi
+    for last; do :; done
+    ls "${last%%[*}" >/dev/null
+    { echo "$last"; cat constraints.txt; } > "$(dirname "$5")/../../installed" ;;
+esac
+"""
+
+
+@pytest.mark.slow
+def test_an_environment_that_is_there_is_used_as_it_is(laptop):
+    programs = laptop.directory / "venv" / "bin"
+    programs.mkdir(parents=True)
+    (programs / "lockstep").write_text("#!/bin/sh\necho I was here before\n")
+    (programs / "lockstep").chmod(0o755)
+    output = laptop.launch(*SLICE, *TWO_HOSTS, "--venv", str(programs.parent), "--", "lockstep", "train")
+    assert output.count("I was here before") == 2 and "setting up" not in output
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--tpu_type", "v6e-17"], "--tpu_type is 'v6e-17', which is not the name of a slice. Known: v6e-1, v6e-4,"),
+        (["--tpu_type", "h100-8"], "names begin with v4, v5p, v5litepod, v6e, tpu7x"),
+        (["--tpu_type", "tpu7x-8"], "which the Cloud TPU API does not have. Use --backend mig"),
+        (["--zone", ""], "--zone is not given; backend tpu-vm needs it. Add it: --zone us-east5-a"),
+        (["--zone", "us-east5"], "--zone is 'us-east5', which is not the name of a zone such as us-east5-a"),
+        (["--tpu_name", "My_Pod"], "--tpu_name is 'My_Pod'; it must begin with a lower-case letter"),
+    ],
+)  # fmt: skip
+def test_wrong_options(words, text):
+    backend = TpuVmBackend()
+    options = parse(["--backend", "tpu-vm", *SLICE, *words, "--", "x"], BACKENDS)
+    with pytest.raises(ConfigError) as caught:
+        backend.plan(options)
+    assert text in str(caught.value)
+
+
+def rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.multiprocess
+def test_a_preempted_training_run_has_the_losses_of_one_that_was_not(laptop):
+    """The whole tiny SimPO run on 4 machines; all of them are taken away between two checkpoints, without notice."""
+    bucket = laptop.directory / "bucket"
+    platform = {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": str(ROOT / "src"),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=1",
+        "LOCKSTEP_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
+        "LOCKSTEP_NUM_PROCESSES": "4",
+        "LOCKSTEP_PROCESS_ID": "{worker}",
+        **{name: value for name, value in os.environ.items() if name.startswith("JAX_COMPILATION_CACHE")},
+    }
+    (laptop.cloud.directory / "platform.json").write_text(json.dumps(platform))
+
+    def words(name: str) -> list[str]:
+        return [
+            *SLICE, "--name", name, "--venv", str(Path(sys.executable).parents[1]), "--workdir", str(ROOT),
+            "--capacity_type", "spot", "--retries", "1", "--no-preflight", "--",
+            "lockstep", "train-simpo", "--config_path", "config/simpo_tiny.yaml", "--trainer.log_dir", str(bucket),
+            "--trainer.run_id", name, "--trainer.checkpointer", "{every: 5}",
+        ]  # fmt: skip
+
+    plain = laptop.launch(*words("plain"), timeout_s=300)
+    assert "[0] " in plain and "done: 30 of 30 steps" in plain
+
+    process = laptop.start(*words("spot"))
+    metrics = bucket / "spot" / "metrics.jsonl"
+    deadline = time.monotonic() + 200
+    while not metrics.exists() or metrics.read_text().count("train/loss") < 12:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        time.sleep(0.05)
+    laptop.cloud.preempt("pod")
+    before = len([row for row in rows(metrics) if "train/loss" in row])
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    ordered(output, "queued resource pod is SUSPENDED", "trying again in", "pod: asking for v6e-16",
+            "the run goes on from", "done: 30 of 30")  # fmt: skip
+    assert 12 <= before < 30
+    for file in ("metrics.jsonl", "samples.jsonl"):
+        one, other = rows(bucket / "plain" / file), rows(bucket / "spot" / file)
+        keep = ("step", "train/loss", "prompt_id", "generated_text")
+        picked = [[{key: row[key] for key in keep if key in row} for row in each] for each in (one, other)]
+        assert picked[0] == picked[1] and len(picked[0]) > 5
+    losses = [row["train/loss"] for row in rows(metrics) if "train/loss" in row]
+    assert len(losses) == 30 and losses[-1] < losses[0]

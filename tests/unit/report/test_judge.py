@@ -1,0 +1,197 @@
+"""A judge behind a server on this machine: verdicts, what fails, what is never sent or said."""
+
+import contextlib
+import http.server
+import json
+import re
+import threading
+import time
+
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.report import JUDGE, Judge, JudgeConfig, Row
+from lockstep.text import Prompt
+
+KEY = "sk-never-to-be-seen"
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Answers each request with the next of some replies, the last again and again: (status, body) or a function."""
+
+    daemon_threads = True
+
+    def __init__(self, *replies):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.replies, self.asked, self.lock = list(replies), [], threading.Lock()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_port}/v1"
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.asked.append((self.path, dict(self.headers), body))
+            reply = self.server.replies.pop(0) if len(self.server.replies) > 1 else self.server.replies[0]
+        status, data, headers = (*(reply(body) if callable(reply) else reply), {})[:3]
+        with contextlib.suppress(ConnectionError):
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(data if isinstance(data, bytes) else json.dumps(data).encode())
+
+    def log_message(self, *args):
+        pass
+
+
+def said(text):
+    return 200, {"choices": [{"message": {"content": text}}]}
+
+
+@contextlib.contextmanager
+def serving(*replies):
+    with Server(*replies) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def row(number, text="It is 19."):
+    return Row(
+        step=3,
+        prompt_id=number,
+        generation_id=0,
+        prompt=f"question {number}",
+        generated_text=text,
+        num_tokens=4,
+        finish_reason="stop",
+        mean_logprob=-0.5,
+        metrics={"length": 4.0},
+    )
+
+
+def judged(server, *texts, **values):
+    rows = [row(number, text) for number, text in enumerate(texts)]
+    prompts = [Prompt(id=number, text=one.prompt, answer="nineteen") for number, one in enumerate(rows)]
+    config = JudgeConfig(base_url=server.url, model="judge-1", **values)
+    found, failures = Judge(config).judge(rows, prompts)
+    return [one.metrics[JUDGE] for one in found], failures
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr("lockstep.report.judge.BACKOFF_S", 0.01)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+
+
+def test_each_answer_gets_its_verdict_beside_its_other_metrics():
+    def reply(body):
+        (message,) = body["messages"]
+        return said(f"Of 10 I give {len(message['content'].split('ANSWER ')[1])}.5")
+
+    with serving(reply) as server:
+        template = "{{Q}} {prompt} REFERENCE {answer} ANSWER {generated_text}"
+        assert judged(server, "a", "{prompt}", "bbb", template=template) == ([1.5, 8.5, 3.5], [])
+    path, headers, body = min(server.asked, key=lambda each: each[2]["messages"][0]["content"])
+    assert path == "/v1/chat/completions" and headers["Authorization"] == f"Bearer {KEY}"
+    assert (body["model"], body["temperature"]) == ("judge-1", 0)
+    assert body["messages"] == [{"role": "user", "content": "{Q} question 0 REFERENCE nineteen ANSWER a"}]
+
+
+def test_without_a_key_none_is_sent(monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY")
+    with serving(said("7")) as server:
+        assert judged(server, "a") == ([7.0], [])
+    assert "Authorization" not in server.asked[0][1]
+
+
+@pytest.mark.parametrize("passing", [(503, {}), (429, {}), (200, b"")])
+def test_what_may_pass_is_tried_again(passing):
+    if passing[0] == 200:  # a connection that ends before its reply
+        passing = (200, b"", {"Content-Length": "50"})
+    with serving(passing, passing, said("4")) as server:
+        assert judged(server, "a") == ([4.0], [])
+    assert len(server.asked) == 3
+
+
+@pytest.mark.parametrize(
+    ("reply", "why", "times"),
+    [
+        ((401, {"error": f"the key {KEY} is wrong"}), r"HTTP 401 Unauthorized: .*the key \(the key\) is wrong", 1),
+        ((500, {}), "HTTP 500", 3),
+        (said("I would rather not say."), "the reply has no number: 'I would rather not say.'", 1),
+        ((200, b"<html>"), "not a chat completion: b'<html>'", 1),
+        ((200, {"choices": [{"message": {"content": None}}]}), "the reply has no text", 1),
+        ((200, b"x" * (1 << 21)), "the reply is longer than 1048576 bytes", 1),
+        ((302, b"", {"Location": "http://127.0.0.1:1/elsewhere"}), "HTTP 302", 1),
+    ],
+)
+def test_what_fails_is_said_without_the_key_and_leaves_the_cell_empty(reply, why, times):
+    with serving(reply) as server:
+        values, (text,) = judged(server, "a")
+    assert values == [None] and len(server.asked) == times
+    assert re.search(f"no verdict on 1 of 1 rows; first on prompt 0, generation 0: .*{why}", text), text
+    assert KEY not in text
+
+
+def test_one_answer_that_cannot_be_judged_does_not_cost_the_others():
+    def reply(body):
+        return said("none" if "bad" in body["messages"][0]["content"] else "6")
+
+    with serving(reply) as server:
+        values, (text,) = judged(server, "good", "bad", "good")
+    assert values == [6.0, None, 6.0] and "on 1 of 3 rows; first on prompt 1" in text
+
+
+def test_a_judge_that_does_not_answer_costs_the_time_of_a_round_and_no_more():
+    released = threading.Event()
+
+    def never(body):
+        released.wait(20)
+        return said("1")
+
+    with serving(never) as server:
+        begin = time.monotonic()
+        values, (text,) = judged(server, *"abcdef", max_seconds=0.3, timeout_s=5, concurrency=2)
+        seconds = time.monotonic() - begin
+        released.set()
+    assert values == [None] * 6 and "no verdict on 6 of 6 rows" in text
+    assert seconds < 3 and len(server.asked) == 2, "the others are not even tried"
+
+
+def test_a_server_that_is_not_there():
+    with Server(said("1")) as server:
+        pass
+    values, (text,) = judged(server, "a", retries=0)
+    assert values == [None] and "no reply" in text
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"base_url": "api.example"}, "must begin with http:// or https://"),
+        ({"base_url": "file:///etc/passwd"}, "must begin with http:// or https://"),
+        ({"base_url": "https://user:secret@host/v1"}, "has a user, a password or a query"),
+        ({"base_url": "https://host/v1?key=secret"}, "has a user, a password or a query"),
+        ({"model": ""}, "model is empty"),
+        ({"template": "{generated_text} {secret}"}, "has {secret}; it may have {prompt}"),
+        ({"template": "{prompt}"}, r"has no \{generated_text\}"),
+        ({"template": "{generated_text} {"}, "Write {{ and }} for braces"),
+        ({"retries": -1}, "retries is -1; it must be at least 0"),
+        ({"timeout_s": 0}, "timeout_s is 0; it must be more than 0"),
+        ({"concurrency": 0}, "concurrency is 0; it must be at least 1"),
+    ],
+)
+def test_a_configuration_that_cannot_work_is_refused_without_showing_a_secret(values, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        JudgeConfig(**{"base_url": "https://host/v1", "model": "judge-1"} | values)
+    assert "secret@" not in str(caught.value) and "key=secret" not in str(caught.value)

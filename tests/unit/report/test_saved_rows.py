@@ -1,0 +1,98 @@
+import json
+import math
+
+import pytest
+
+from lockstep.errors import LockstepError
+from lockstep.report import Row, append_jsonl
+from lockstep.report.saved_rows import parse_row, read_rows
+
+RECORD = {"step": 3, "prompt_id": 1, "prompt": "What?", "generated_text": "That."}
+
+
+def test_a_row_that_a_run_wrote_comes_back(tmp_path):
+    row = Row(
+        step=3,
+        prompt_id=1,
+        generation_id=2,
+        prompt="What?",
+        generated_text=" That.\n",
+        num_tokens=4,
+        finish_reason="stop",
+        mean_logprob=-0.25,
+        metrics={"reward": 1.0, "none": None},
+    )
+    append_jsonl(tmp_path / "samples.jsonl", [row.to_dict()])
+    (saved,) = read_rows(tmp_path / "samples.jsonl")
+    assert (saved.axis, saved.when, saved.to_row()) == ("step", 3, row)
+
+
+def test_columns_are_told_apart_by_what_they_have():
+    row = parse_row(
+        {**RECORD, "verdict": "good", "loss": "NaN", "up": "Infinity", "ok": True, "none": None, "big": 10**400}, "f:1"
+    )
+    assert row.texts == {"verdict": "good"}
+    assert math.isnan(row.numbers["loss"])
+    assert {name: row.numbers[name] for name in ("up", "ok", "none", "big")} == {
+        "up": math.inf,
+        "ok": 1,
+        "none": None,
+        "big": math.inf,
+    }
+    assert (row.finish_reason, row.generation_id, row.tokens) == ("", 0, [])
+
+
+def test_rounds_and_named_prompts_and_tokens_are_read():
+    record = {
+        "round": 1,
+        "prompt_id": "gsm8k/7",
+        "prompt": "",
+        "generated_text": "a b",
+        "tokens": ["a", " b"],
+        "token_logprobs": [-1, "-Infinity"],
+    }
+    row = parse_row(record, "f:1")
+    assert (row.axis, row.when, row.prompt_id) == ("round", 1, "gsm8k/7")
+    assert row.tokens == [("a", -1.0), (" b", -math.inf)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"step": None},
+            "the column 'step' is None; a whole number from 0 to 2**53 was expected. Mend or remove the line.",
+        ),
+        ({"step": True}, "the column 'step' is True"),
+        ({"step": -1}, "the column 'step' is -1"),
+        ({"step": 1.5}, "the column 'step' is 1.5"),
+        ({"prompt": 7}, "the column 'prompt' is 7; a text was expected"),
+        ({"prompt_id": [1]}, "the column 'prompt_id' is [1]"),
+        ({"generation_id": "0"}, "the column 'generation_id' is '0'"),
+        ({"finish_reason": 0}, "the column 'finish_reason' is 0"),
+        ({"deep": {"a": 1}}, "the column 'deep' is {'a': 1}; a number, a text or null was expected"),
+        ({"tokens": ["a"]}, "the column 'token_logprobs' is missing"),
+        ({"tokens": "a", "token_logprobs": [1]}, "the column 'tokens' is 'a'; a list of texts"),
+        ({"tokens": ["a"], "token_logprobs": [None]}, "the column 'token_logprobs' is [None]; a list of numbers"),
+        ({"tokens": ["a"], "token_logprobs": [0, 0]}, "1 tokens and 2 token_logprobs. Write one of each per token."),
+    ],
+)
+def test_what_is_not_a_row_is_said_with_its_line(tmp_path, change, message):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{json.dumps(RECORD)}\n\n{json.dumps(RECORD | change)}\n")
+    with pytest.raises(LockstepError) as error:
+        read_rows(path)
+    assert str(error.value).startswith(f"{path}:3: {message}")
+
+
+def test_a_file_of_metrics_is_not_one_of_rows():
+    with pytest.raises(
+        LockstepError, match=r"m:1: the column 'prompt_id' is missing; found step, train/loss\. A row has"
+    ):
+        parse_row({"step": 1, "train/loss": 2.0}, "m:1")
+
+
+def test_half_of_a_last_line_is_left_out(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(RECORD) + '\n{"step": 4, "pro')
+    assert [row.when for row in read_rows(path)] == [3]
