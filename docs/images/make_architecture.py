@@ -46,13 +46,13 @@ STYLE = """
 
 PACKAGES = {
     "main": (0, 440, "the lockstep command"),
-    "plan": (1, 200, "a configuration on a TPU slice"),
-    "doctor": (1, 450, "checks of machine, job, pod"),
+    "plan": (1, 116, "a configuration on a TPU slice"),
+    "doctor": (1, 332, "checks of machine, job, pod"),
     "training": (2, 200, "trainer, data, objectives"),
-    "launch": (2, 760, "a job on every machine"),
+    "launch": (1, 764, "a job on every machine"),
     "levanter": (2, 450, "a hook for Levanter's trainer"),
     "callback": (3, 380, "SampleCallback and the round"),
-    "batch_inference": (1, 700, "lockstep sample"),
+    "batch_inference": (1, 548, "lockstep sample"),
     "evaluation": (4, 770, "tasks of lm-evaluation-harness"),
     "report": (4, 200, "rows, metrics, trackers"),
     "sampling_fields": (4, 540, "shared by configurations"),
@@ -131,7 +131,7 @@ def packages() -> str:
             f'<path class="head" d="M{b - 4.5:g} {y_below - 9:g} h9 l-4.5 9 z"/>'
         )
     for name, (row, x, what) in PACKAGES.items():
-        kind = {"text": "wait", "report": "wait", "schedule": "wait"}.get(name, "host")
+        kind = {"text": "wait", "report": "wait", "schedule": "wait", "launch": "wait"}.get(name, "host")
         parts.append(box(x, top + row * step, wide, high, kind, [name, what]))
     bottom = top + 10 * step - 8
     parts.append(box(460, bottom, 560, high, "train", ["types, errors, units, exit_codes", "used by every package"]))
