@@ -21,11 +21,19 @@ def sources():
     return [*(PACKAGE / "launch").rglob("*.py"), *alone]
 
 
+def imported(node):
+    """The modules of an import; ``from lockstep import exit_codes`` is one of ``lockstep.exit_codes``."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        return [f"lockstep.{each.name}" for each in node.names] if node.module == "lockstep" else [node.module or ""]
+    return []
+
+
 def test_the_launcher_needs_the_standard_library_alone():
     for path in sources():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names = imported(node)
             for name in names:
                 own = name.startswith(("lockstep.errors", "lockstep.exit_codes", "lockstep.slices", "lockstep.launch"))
                 assert own or name.split(".")[0] in sys.stdlib_module_names, f"{path}: {name}"

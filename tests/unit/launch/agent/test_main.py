@@ -30,15 +30,24 @@ def ask(python, home, request, payload=b""):
     return rest
 
 
-def test_every_module_is_sent_and_is_of_the_oldest_python():
-    assert {path.stem for path in AGENT.glob("*.py")} == {"__init__", *connection.MODULES}
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), feature_version=OLDEST)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            package = node.module == "lockstep.launch.agent"
+            yield from (f"{node.module}.{alias.name}" if package else node.module or "" for alias in node.names)
+
+
+def test_every_module_is_sent_after_those_that_it_imports_and_is_of_the_oldest_python():
+    sent = set()
+    for name in connection.MODULES:
+        own = {each for each in imports(AGENT / f"{name}.py") if each.startswith("lockstep")}
+        assert own <= sent, name
+        sent.add(f"{connection.AGENT}.{name}")
     for path in AGENT.glob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"), feature_version=OLDEST)
-        for node in ast.walk(tree):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            for name in names:
-                assert name.split(".")[0] in sys.stdlib_module_names or name.startswith("lockstep.launch.agent"), name
+        others = {each.split(".")[0] for each in imports(path)} - {"lockstep"}
+        assert others <= sys.stdlib_module_names, path
 
 
 def test_it_does_what_it_is_asked_for_and_says_what_it_cannot(tmp_path):
