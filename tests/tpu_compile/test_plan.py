@@ -201,7 +201,7 @@ def nightly(*case):
     [
         ("simpo_ultrafeedback_llama3_8b_v5p_64_inference", "v5p-64"),
         nightly("grpo_gsm8k_qwen25_3b_v6e_8", "v6e-8"),
-        ("grpo_gsm8k_qwen25_3b_v6e_16", "v6e-16"),
+        nightly("grpo_gsm8k_qwen25_3b_v6e_16", "v6e-16"),
         nightly("sampler/gsm8k_qwen25_3b_v6e_8", "v6e-8"),
         nightly(SAMPLER, "v5p-16"),
         (f"{SAMPLER}_real", "v5p-16"),

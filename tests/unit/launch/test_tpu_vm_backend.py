@@ -71,6 +71,7 @@ def test_one_worker_fails(laptop):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_what_was_preempted_is_made_again_and_the_command_started_again(laptop):
     program = """
         file=~/../starts$FAKE_WORKER; echo start >> $file; echo "start $(wc -l < $file)"

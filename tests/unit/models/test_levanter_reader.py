@@ -43,7 +43,7 @@ FAMILIES: dict[str, Any] = {
     "gemma3": Gemma3Config(**models.SIZES),
     "apertus": ApertusConfig(**models.SIZES, rope=LLAMA3),
 }
-NIGHTLY = ("llama", "mistral", "gemma", "olmo2", "qwen3")
+NIGHTLY = ("llama", "llama_hybrid", "mistral", "gemma", "gemma2", "olmo2", "qwen2", "qwen3")
 """Families that are read as those of the other tests are."""
 UNSTACKED = {
     name: dataclasses.replace(FAMILIES[name], scan_layers=False) for name in ("llama", "olmo2", "gemma2", "apertus")
@@ -83,7 +83,7 @@ def slow_but(quick: set[str], names: Any, nightly: Sequence[str] = ()) -> list[A
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slow_but({"gemma2"}, FAMILIES, nightly=NIGHTLY))
+@pytest.mark.parametrize("name", slow_but(set(), FAMILIES, nightly=NIGHTLY))
 def test_a_family_says_what_levanter_says(name):
     check(models.build(FAMILIES[name]))
 
