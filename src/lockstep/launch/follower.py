@@ -99,6 +99,8 @@ class Follower(threading.Thread):
         request = {**self._request, "op": "follow", "start": start, "offset": self._offset, "wait": True}
         self._sign = time.monotonic()
         connection = self._connection = Connection(self._transport, self.worker, request, stays=True)
+        if self._finished.is_set():
+            connection.end()  # `finish` came too early to see it
         try:
             for kind, data in connection.frames():
                 self._sign = time.monotonic()

@@ -128,9 +128,9 @@ class Later:
         ]
         rest = [b""] * count
         states: dict[int, dict[str, Any]] = {}
-        for follower in followers:
-            follower.start()
         try:
+            for follower in followers:
+                follower.start()
             while len(states) < count:
                 for follower in followers:
                     follower.tick()
@@ -148,6 +148,9 @@ class Later:
         finally:
             for follower in followers:
                 follower.finish()
+            for follower in followers:
+                if follower.is_alive():
+                    follower.join(timeout=5)
         self._note_end(transport, [states[index] for index in range(count)])
         return self._last().code or DONE
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import pytest
 from lockstep.exit_codes import NOT_FOUND, PREFLIGHT
 from lockstep.launch import main
 from tests.fake_cloud.cloud import ROOT
+from tests.fake_cloud.shellcheck import shellcheck
 from tests.multiprocess.launcher import cache_environment
 
 SECRET = "hf_x9Q2Kp7/w+Zt1"
@@ -124,11 +124,8 @@ def test_dry_run_prints_commands_that_work_when_pasted(cloud, tmp_path):
     pasted = subprocess.run(
         ["bash", "-e"], input=done.stdout, env=cloud.environment, cwd=cloud.directory, capture_output=True, text=True
     )
-    checker = shutil.which("shellcheck", path=os.path.dirname(sys.executable)) or shutil.which("shellcheck")
-    if checker is not None:  # SC2029: what ssh gets is expanded here, as it is meant
-        command = [checker, "--shell=bash", "--exclude=SC2029,SC1090,SC1091", "-"]
-        checked = subprocess.run(command, input=done.stdout, capture_output=True, text=True)
-        assert checked.returncode == 0, checked.stdout
+    # SC2029: what ssh gets is expanded here, as it is meant.
+    assert shellcheck(done.stdout, "--shell=bash", "--exclude=SC2029,SC1090,SC1091") == ""
     assert (pasted.returncode, pasted.stdout) == (0, f"ran 0 x y {SECRET}\nran 1 x y {SECRET}\n"), pasted.stderr
 
 
