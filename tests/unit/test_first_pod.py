@@ -5,6 +5,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,7 @@ class Laptop:
         self.cloud.install(directory / "bin")
         (directory / "bin" / "uv").write_text(UV)
         (directory / "bin" / "uv").chmod(0o755)
+        (directory / "bin" / "python3.12").symlink_to(sys.executable)
         for name in ("config", "data", "examples", "infra"):
             (directory / "clone" / name).parent.mkdir(exist_ok=True)
             if name == "infra":
