@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from lockstep.errors import ConfigError
 from lockstep.training.objectives.vocab_blocks import VocabBlocks, logits_fit
 
-LOGITS_BYTES: Final = 64 * 2**20
+LOGITS_BYTES: Final = 256 * 2**20
 """The bytes of float32 logits and of their gradients that a device may have at once. Fewer logits are kept for the
 backward pass, where they would else be computed again."""
 

@@ -71,8 +71,8 @@ class VocabBlocks:
             states: The hidden states ``[batch, position, embed]``.
             head: The output layer.
             soft_cap: The soft cap of the logits; None for none.
-            most: The bytes of float32 logits and of their gradients that a device may have at once, unless a block of
-                ``least`` has more.
+            most: The bytes of float32 logits and of their gradients that a device may have at once. A block has at most
+                a quarter of it, unless ``least`` token ids are more.
             least: The number of token ids that a block has at least.
 
         Returns:
@@ -91,7 +91,7 @@ class VocabBlocks:
         if logits_fit(tokens, vocab, most=most):
             return None
         return cls(
-            size=min(vocab, max(least, most // _bytes(tokens, LANES) * LANES)),
+            size=min(vocab, max(least, most // 4 // _bytes(tokens, LANES) * LANES)),
             vocab_first=head.axes[0].name == "vocab",
             soft_cap=soft_cap,
             mesh=mesh,
