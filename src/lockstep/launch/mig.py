@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any, Final
 
-from lockstep.exit_codes import REFUSED, UNAVAILABLE
+from lockstep.exit_codes import REFUSED
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.gcloud import Gcloud, GcloudError
 from lockstep.launch.pod import LABEL, Machine, Wait, by_hand
@@ -187,20 +187,11 @@ class Mig:
                 wait.say(f"{self.name}: asking for {self._described()} in {self.gcloud.zone}")
                 for command in commands:
                     self.gcloud.run(command)
-            in_time = wait.until(self.name, self._look)
+            wait.until_usable(self.name, self._look, undone=", and is deleted again" if asked else "")
         except BaseException:
             if asked:
                 self._withdraw(wait)
             raise
-        if not in_time:
-            if asked:
-                self._withdraw(wait)
-            raise LaunchError(
-                f"{self.name} could not be used within {wait.timeout_s:.0f} s"
-                + (", and is deleted again" if asked else "")
-                + ". Wait longer with --wait_s, or try another --zone or --capacity_type.",
-                UNAVAILABLE,
-            )
 
     def machines(self) -> list[Machine]:
         """Return the machines, slice by slice, in the order of their names.

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
+from lockstep.exit_codes import UNAVAILABLE
+from lockstep.launch.backend import LaunchError
 from lockstep.launch.gcloud import GcloudError
 
 LABEL: Final = "lockstep-launch"
@@ -118,6 +120,24 @@ class Wait:
             if now - begin > self.timeout_s:
                 return False
             time.sleep(self.poll_s)
+
+    def until_usable(self, name: str, look: Callable[[], tuple[str, bool]], *, undone: str) -> None:
+        """Look until a slice can be used.
+
+        Args:
+            name: The slice.
+            look: Returns the state in words, and whether the wait is over.
+            undone: What the caller does where it does not come in time, in words.
+
+        Raises:
+            LaunchError: It has not come in time.
+        """
+        if not self.until(name, look):
+            raise LaunchError(
+                f"{name} could not be used within {self.timeout_s:.0f} s{undone}. Wait longer with --wait_s, or try "
+                "another --zone or --capacity_type.",
+                UNAVAILABLE,
+            )
 
 
 def by_hand(name: str, error: GcloudError, commands: Sequence[Sequence[str]]) -> str:

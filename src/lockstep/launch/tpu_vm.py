@@ -151,20 +151,11 @@ class TpuVm:
             self._check_kind(nodes)
             wait.say(f"{self.name}: using what exists")
         try:
-            in_time = wait.until(self.name, self._look)
+            wait.until_usable(self.name, self._look, undone=", and the request is withdrawn" if asked else "")
         except BaseException as error:
             if asked and not isinstance(error, GcloudError):
                 self._withdraw(wait)
             raise
-        if not in_time:
-            if asked:
-                self._withdraw(wait)
-            raise LaunchError(
-                f"{self.name} could not be used within {wait.timeout_s:.0f} s"
-                + (", and the request is withdrawn" if asked else "")
-                + ". Wait longer with --wait_s, or try another --zone or --capacity_type.",
-                UNAVAILABLE,
-            )
 
     def machines(self) -> list[Machine]:
         """Return the workers of every node, in the order of their numbers.

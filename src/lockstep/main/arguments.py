@@ -39,6 +39,34 @@ def parse_arguments[Config](cls: type[Config], arguments: Sequence[str]) -> Conf
     return decode_config(cls, values, where)
 
 
+def name_words(arguments: Sequence[str], keys: Sequence[str], usage: str) -> list[str]:
+    """Put a key before each word of a command line that has none.
+
+    Args:
+        arguments: The command line after the command's name.
+        keys: The keys of such words, in their order.
+        usage: The command line as it may be, for the error.
+
+    Returns:
+        The command line as `parse_arguments` reads it.
+
+    Raises:
+        ConfigError: There is a word too many.
+    """
+    left, rest, named = list(keys), list(arguments), list[str]()
+    while rest:
+        word = rest.pop(0)
+        if word.startswith("--"):
+            named.append(word)
+            if "=" not in word and rest and not rest[0].startswith("--"):
+                named.append(rest.pop(0))
+        elif left:
+            named += [f"--{left.pop(0)}", word]
+        else:
+            raise ConfigError(f"{word!r} is one word too many: {usage}.")
+    return named
+
+
 def read_values(arguments: Sequence[str]) -> dict[str, Any]:
     """The values of a command line and its file, before they are made a configuration.
 

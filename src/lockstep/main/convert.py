@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.errors import ConfigError
-from lockstep.main.arguments import parse_arguments
+from lockstep.main.arguments import name_words, parse_arguments
 from lockstep.report import read_jsonl, write_inspect_log, write_parquet
 
 FILES = ("samples.jsonl", "tasks.jsonl", "samples/samples.jsonl")
@@ -47,9 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: There are no rows, or the format needs a package that is missing.
     """
-    words = list(arguments)
-    if words and not words[0].startswith("--"):
-        words.insert(0, "--run")
+    words = name_words(arguments, ["run"], "lockstep convert RUN [--key VALUE ...]")
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     for path in convert(parse_arguments(ConvertConfig, words)):
         print(path)

@@ -16,7 +16,7 @@ from lockstep.engine import EngineConfig
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.evaluation import PREFIX, TaskResults, TaskRounds, TasksConfig
 from lockstep.hosts import Hosts, config_digest, leader_only, start
-from lockstep.main.arguments import parse_arguments
+from lockstep.main.arguments import name_words, parse_arguments
 from lockstep.placement import make_mesh
 from lockstep.report import BackgroundTracker, append_jsonl, build_tracker
 from lockstep.text import load_tokenizer, tokenizer_digest
@@ -133,15 +133,9 @@ def named(arguments: Sequence[str]) -> list[str]:
         ConfigError: There is a word too many.
     """
     changed: list[str] = []
-    rest = list(arguments)
+    rest = name_words(arguments, ["checkpoint"], "lockstep eval CHECKPOINT --tasks TASK[,TASK...]")
     while rest:
-        word = rest.pop(0)
-        if not word.startswith("--"):
-            if "--checkpoint" in changed:
-                raise ConfigError(f"{word!r} is one word too many: lockstep eval CHECKPOINT --tasks TASK[,TASK...].")
-            changed += ["--checkpoint", word]
-            continue
-        key, equals, value = word.partition("=")
+        key, equals, value = rest.pop(0).partition("=")
         if not equals:
             value = rest.pop(0) if rest and not rest[0].startswith("--") else ""
         if key == "--tasks" and value and value[0] not in "{[":

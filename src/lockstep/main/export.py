@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from lockstep.errors import ConfigError
 from lockstep.hosts import DistributedConfig, Hosts, digest, leader_only, start
-from lockstep.main.arguments import parse_arguments
+from lockstep.main.arguments import name_words, parse_arguments
 from lockstep.main.hf_saves import HF_DTYPES
 from lockstep.models import export_hf, save_peft
 from lockstep.text import load_tokenizer
@@ -65,7 +65,10 @@ def main(arguments: Sequence[str]) -> int:
         ConfigError: The configuration cannot work.
         PeerError: A process could not read or write.
     """
-    config = parse_arguments(ExportConfig, _named(arguments))
+    config = parse_arguments(
+        ExportConfig,
+        name_words(arguments, ["checkpoint", "output"], "lockstep export CHECKPOINT OUTPUT [--key VALUE ...]"),
+    )
     hosts = start(config.distributed)
     logging.basicConfig(level=logging.INFO if hosts.is_leader else logging.WARNING, format="%(name)s: %(message)s")
     return export(config, hosts)
@@ -121,20 +124,3 @@ def export(config: ExportConfig, hosts: Hosts) -> int:
         print(f"exported {model.path} to {config.output} in {time.monotonic() - start_s:.1f} s", flush=True)
         print(f"try next:\n  lockstep sample --hf_checkpoint {config.output} --prompts '[\"your prompt\"]'", flush=True)
     return 0
-
-
-def _named(arguments: Sequence[str]) -> list[str]:
-    """The command line with a key before each of the first words that have none."""
-    keys = iter(("checkpoint", "output"))
-    named: list[str] = []
-    rest = list(arguments)
-    while rest:
-        word = rest.pop(0)
-        if word.startswith("--"):
-            named += [word] if "=" in word or not rest else [word, rest.pop(0)]
-            continue
-        key = next(keys, None)
-        if key is None:
-            raise ConfigError(f"{word!r} is one word too many: lockstep export CHECKPOINT OUTPUT [--key VALUE ...].")
-        named += [f"--{key}", word]
-    return named

@@ -4,7 +4,7 @@ import draccus
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.main.arguments import decode_config, parse_arguments
+from lockstep.main.arguments import decode_config, name_words, parse_arguments
 
 
 class Shape(draccus.ChoiceRegistry):
@@ -82,3 +82,12 @@ def test_what_is_wrong_is_named(values, text):
 def test_arguments_that_cannot_be_read(arguments, text):
     with pytest.raises(ConfigError, match=text):
         parse_arguments(Outer, arguments)
+
+
+def test_first_words_get_their_keys():
+    keys, usage = ["checkpoint", "output"], "lockstep export CHECKPOINT OUTPUT"
+    assert name_words(["a", "--dtype", "bfloat16", "b", "--step=3", "--last"], keys, usage) == [
+        *("--checkpoint", "a"), *("--dtype", "bfloat16"), *("--output", "b"), "--step=3", "--last",
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="'c' is one word too many: lockstep export CHECKPOINT OUTPUT"):
+        name_words(["a", "b", "c"], keys, usage)

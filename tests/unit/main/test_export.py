@@ -7,7 +7,7 @@ import pytest
 
 from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import Hosts, MemoryClient
-from lockstep.main.export import ExportConfig, _named, export
+from lockstep.main.export import ExportConfig, export
 from lockstep.models import load_hf, read_hf_config
 from lockstep.placement import make_mesh
 from lockstep.text import load_tokenizer, tokenizer_digest
@@ -48,14 +48,6 @@ def test_processes_share_the_work_and_fail_together(checkpoints, tmp_path):
     with pytest.raises(PeerError, match="there is no checkpoint of step 5"):
         export(ExportConfig(checkpoint=str(path), output=str(tmp_path / "no"), step=5), alone())
     assert not (tmp_path / "no").exists()
-
-
-def test_the_first_words_are_checkpoint_and_output():
-    assert _named(["a", "--dtype", "bfloat16", "b", "--step=3"]) == [
-        *("--checkpoint", "a"), *("--dtype", "bfloat16"), *("--output", "b"), "--step=3",
-    ]  # fmt: skip
-    with pytest.raises(ConfigError, match="'c' is one word too many: lockstep export CHECKPOINT OUTPUT"):
-        _named(["a", "b", "c"])
 
 
 def test_values_that_cannot_work():
