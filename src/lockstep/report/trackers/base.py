@@ -11,7 +11,22 @@ from lockstep.report.rows import TableRow
 
 
 class Tracker(Protocol):
-    """What records scalars and rows of tables while a run goes on."""
+    """What records scalars and rows of tables while a run goes on.
+
+    Example:
+        >>> class Printed:
+        ...     def log(self, metrics, *, step):
+        ...         print(step, metrics)
+        ...
+        ...     def log_rows(self, name, rows, *, step):
+        ...         print(step, name, len(rows))
+        ...
+        ...     def finish(self):
+        ...         pass
+        >>> tracker: lockstep.report.Tracker = Printed()
+        >>> tracker.log({"loss": 2.5}, step=1)
+        1 {'loss': 2.5}
+    """
 
     def log(self, metrics: Mapping[str, float | str], *, step: int) -> None:
         """Record scalars.

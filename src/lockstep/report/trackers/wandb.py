@@ -81,6 +81,11 @@ class WandbTracker:
         run: The run that ``wandb.init`` returned.
         alone: Whether nobody else logs to the run. Otherwise nothing here opens a new entry, and all values go into the
             open one.
+
+    Example:
+        >>> import wandb
+        >>> run = wandb.init(mode="disabled")  # the run of your loop
+        >>> lockstep.report.WandbTracker(run, alone=False).log({"loss": 2.5}, step=1)
     """
 
     def __init__(self, run: "wandb.Run", *, alone: bool = True) -> None:
