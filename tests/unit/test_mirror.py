@@ -6,6 +6,7 @@ ROOT = Path(__file__).parents[2]
 SOURCE, UNIT = ROOT / "src" / "lockstep", ROOT / "tests" / "unit"
 
 REPOSITORY = {
+    "test_api_docs.py",
     "test_config_heads.py",
     "test_demo_data.py",
     "test_docs.py",
@@ -15,6 +16,7 @@ REPOSITORY = {
     "test_imports.py",
     "test_mirror.py",
     "test_public_names.py",
+    "test_snippets.py",
     "test_train_step_benchmark.py",
     "test_troubleshooting.py",
 }
