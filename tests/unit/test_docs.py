@@ -1,6 +1,7 @@
 """What the documentation says is there: configuration reference, snippets, links, names of files and of code."""
 
 import ast
+import functools
 import importlib.util
 import re
 import textwrap
@@ -69,6 +70,10 @@ FORBIDDEN = {
 """Words of our own, and what the field says."""
 
 
+ELSEWHERE = ("loop.py", "my-runs/simpo.yaml", "transformers/modeling_rope_utils.py")
+"""Files that a page has its reader write, or that are another library's."""
+
+
 def name(page):
     return page.relative_to(ROOT).as_posix()
 
@@ -135,6 +140,7 @@ def tables(text):
     return re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
 
 
+@functools.cache
 def defined():
     """Functions of the sources, and classes with the names of their members."""
     functions, classes = set(), {}
@@ -194,7 +200,7 @@ def test_links_lead_somewhere(page):
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_files_that_a_page_names_exist(page):
     text = page.read_text(encoding="utf-8")
-    assert not [path for path in file_names(text) if not exists(path, page)]
+    assert not [path for path in file_names(text) if path not in ELSEWHERE and not exists(path, page)]
 
 
 def test_pages_that_the_code_names_exist():
