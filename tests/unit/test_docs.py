@@ -243,6 +243,16 @@ def test_the_table_of_a_plan_in_the_readme_is_short():
     assert len(table.splitlines()) <= 10
 
 
+def test_the_numbers_of_the_first_page_are_those_of_their_source():
+    page = ROOT / "docs" / "index.md"
+    (table,) = [each for each in tables(page.read_text(encoding="utf-8")) if "| source |" in each]
+    for _, numbers, source in re.findall(r"^\| (.*) \| (.*) \| (.*) \|$", table, re.MULTILINE)[1:]:
+        (link,) = re.findall(r"\]\(([^)#]+)", source)
+        text = (page.parent / link).read_text(encoding="utf-8")
+        assert re.findall(r"[\d.]+", numbers)
+        assert not [number for number in re.findall(r"[\d.,]*\d", numbers) if f"| {number} |" not in text]
+
+
 def test_the_changelog_of_what_is_not_released_is_short():
     assert len(unreleased((ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))) <= 20
 
