@@ -74,7 +74,6 @@ COVERED_BY = {
         for part in ("answer_rows", "generate", "logprob_columns", "rollout_engine", "rollout_report")
     },
     "plan/planner.py": "tests/tpu_compile/test_plan.py",
-    "hosts/peers.py": "tests/multiprocess/test_endings.py",
     "doctor/layout_rounds.py": "tests/unit/doctor/test_self_test.py",
     # What both of Google's backends share.
     "launch/pod.py": "tests/unit/launch/test_tpu_vm.py",

@@ -1,6 +1,7 @@
 """Ending this process soon after another one fails, whatever it waits for, so that the job ends within seconds."""
 
 import atexit
+import collections
 import contextlib
 import json
 import os
@@ -8,12 +9,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 from lockstep.errors import HostError
 from lockstep.exit_codes import PEER_FAILED
 from lockstep.hosts._client import Client, ServiceGoneError, service_address
+from lockstep.hosts.exchange import name_processes
 from lockstep.hosts.hosts import Hosts
 
 ANNOUNCEMENTS = "lockstep/failed"
@@ -110,13 +112,23 @@ def _watch(hosts: Hosts, stopping: threading.Event) -> None:
         return  # the service was ended in order
     if f"{ANNOUNCEMENTS}/{client.task}" in announced or stopping.wait(GRACE_S):
         return
-    codes = []
-    for value in announced.values():
-        text, code, index = json.loads(value)
-        codes.append(code)
-        print(f"lockstep: process {client.index} ends because process {index} {text}", file=sys.stderr)
+    reasons, code = _summarize(announced.values())
+    for reason in reasons:
+        print(f"lockstep: process {client.index} ends because {reason}", file=sys.stderr)
     _mark_departure(client)
-    end_process(PEER_FAILED if PEER_FAILED in codes else codes[0])
+    end_process(code)
+
+
+def _summarize(announced: Iterable[bytes]) -> tuple[list[str], int]:
+    """Return each announced reason once, with all processes that announced it, and the exit code of this process."""
+    by_text: collections.defaultdict[str, list[int]] = collections.defaultdict(list)
+    codes = []
+    for value in announced:
+        text, code, index = json.loads(value)
+        by_text[text].append(index)
+        codes.append(code)
+    reasons = [f"{name_processes(processes)} {text}" for text, processes in by_text.items()]
+    return reasons, PEER_FAILED if PEER_FAILED in codes else codes[0]
 
 
 def _wait_for_wake_up(client: Client) -> None:
