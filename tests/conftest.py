@@ -30,6 +30,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             if nodeid.startswith("tests/browser/"):
                 return "browser"  # which starts once
+            if nodeid.startswith("tests/package/"):
+                return "package"  # which is built once
             return "processes" if nodeid.startswith(ONE_AFTER_THE_OTHER) else nodeid
 
     return Scheduling(config, log)

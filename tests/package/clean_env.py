@@ -6,7 +6,6 @@ finds them all is the nightly test's, and the release's, which install for real.
 
 import importlib.metadata
 import subprocess
-import sys
 import sysconfig
 import venv
 import zipfile
@@ -56,11 +55,11 @@ def make_clean_env(wheel: Path, home: Path) -> Path:
     Returns:
         Its directory of programs.
     """
-    venv.create(home, with_pip=False)
+    venv.create(home, with_pip=True)
     site = Path(sysconfig.get_path("purelib", "venv", {"base": str(home)}))
     for distribution in asked_for(metadata_of(wheel).requires or ()).values():
         link(distribution, site)
-    pip = [sys.executable, "-m", "pip", "--python", str(home / "bin" / "python")]
+    pip = [str(home / "bin" / "python"), "-m", "pip"]
     install = ["install", "--quiet", "--no-deps", "--no-index", "--no-compile", "--disable-pip-version-check"]
     subprocess.run([*pip, *install, str(wheel)], check=True)
     subprocess.run([*pip, "check"], check=True)

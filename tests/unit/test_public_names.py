@@ -35,7 +35,7 @@ assert "haliax" in sys.modules
 
 def test_the_names_that_a_type_checker_sees_are_those_that_are_found():
     tree = ast.parse(Path(lockstep.__file__).read_text(encoding="utf-8"))
-    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    block, _ = [node for node in tree.body if isinstance(node, ast.If)]
     seen = {
         (name.asname, node.module.removesuffix(f".{name.name}"))
         for node in block.body

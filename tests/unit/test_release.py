@@ -138,3 +138,8 @@ def test_commands_of_the_workflow_and_the_script_are_shell(jobs):
             assert (ROOT / script).is_file()
     script = ROOT / "scripts" / "try_wheel.sh"
     assert not shellcheck(script.read_text(encoding="utf-8")) and script.stat().st_mode & 0o111
+
+
+def test_every_extra_is_on_the_page_about_installing():
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    assert set(PROJECT["optional-dependencies"]) <= set(re.findall(r"`(\w+)`", page))

@@ -19,6 +19,8 @@ from lockstep.report import read_jsonl
 
 KIND: Final = "in words"
 """What the questions of the demo have in common: numbers to spell, which a model learns faster than sums."""
+PROMPTS: Final = 8
+"""The number of questions that the model answers while it learns."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: Where to add it.
     """
-    parser.add_argument("--steps", type=int, metavar="N", help="train steps (default: as demo.yaml says, 200)")
+    parser.add_argument("--steps", type=int, metavar="N", help="train steps (default: as demo.yaml says, 100)")
     parser.add_argument(
         "--processes", type=int, choices=(1, 2, 4), default=2, help="processes, with one device each (default: 2)"
     )
@@ -91,12 +93,12 @@ def write_demo(directory: Path, command: str) -> bool:
     config = directory / "demo.yaml"
     if config.exists():
         return False
-    rows = [[row for row in kind if KIND in row["prompt"]] for kind in split()]
+    train, held_out = ([row for row in kind if KIND in row["prompt"]] for kind in split())
     files = {"train": directory / "train.jsonl", "prompts": directory / "prompts.jsonl"}
     tokenizer = directory / "tokenizer"
-    write_tokenizer(rows[0], tokenizer)
-    for file, each in zip(files.values(), rows, strict=True):
-        write_rows(each, file)
+    write_tokenizer(train, tokenizer)
+    write_rows(train, files["train"])
+    write_rows(held_out[:PROMPTS], files["prompts"])
     text = (importlib.resources.files("lockstep.main") / "demo.yaml").read_text(encoding="utf-8")
     paths = {name: json.dumps(str(path)) for name, path in {**files, "tokenizer": tokenizer}.items()}
     config.write_text(string.Template(text).substitute(paths, command=command), encoding="utf-8")
@@ -105,10 +107,11 @@ def write_demo(directory: Path, command: str) -> bool:
 
 def _introduction(directory: Path, processes: int, written: bool) -> str:
     where = "one process" if processes == 1 else f"{processes} processes, as on a pod of {processes} hosts"
-    found = "written to" if written else "that are already in"
+    found = "are written to" if written else "are already in"
     return (
-        f"demo: a small Llama learns to spell numbers, on {where}. Every 50 steps it answers questions that it\n"
-        f"demo: is never trained on. Configuration and data {found} {directory}; ctrl-C ends it.\n"
+        f"demo: a small Llama learns to spell numbers, on {where}. Every 20 steps\n"
+        "demo: it answers questions that it is never trained on. What it says first is noise; ctrl-C ends it.\n"
+        f"demo: configuration and data {found} {directory}\n"
     )
 
 
@@ -124,12 +127,14 @@ def closing(run_dir: Path) -> str:
     rows = read_jsonl(run_dir / "samples.jsonl")
     right = {step: [row["exact_match"] for row in rows if row["step"] == step] for step in (0, rows[-1]["step"])}
     (_, before), (last, after) = right.items()
-    checkpoint, config = run_dir / "checkpoint", run_dir.parents[1] / "demo.yaml"
-    ask = "lockstep sample --max_new_tokens 12 --prompts '[\"What is 4321 in words?\"]' --hf_checkpoint"
+    directory, checkpoint = run_dir.parents[1], shlex.quote(str(run_dir / "checkpoint"))
+    ask = "--max_new_tokens 12 --prompts '[\"What is 4321 in words?\"]'"
     next_steps = {
         "see every answer at every step, in a browser": f"lockstep report {shlex.quote(str(run_dir))}",
-        "ask it something": f"{ask} {shlex.quote(str(checkpoint))}",
-        f"train longer, another shape, your own data: change {config} and": "lockstep demo",
+        "ask it something": f"lockstep sample --hf_checkpoint {checkpoint} {ask}",
+        f"change {directory / 'demo.yaml'} (longer, another shape, your own data), and run it again": shlex.join(
+            ["lockstep", "demo", "--directory", str(directory)]
+        ),
         "see how such a run does on a TPU slice that you do not have yet": "lockstep plan --help",
         "see all commands": "lockstep --help",
     }

@@ -23,7 +23,7 @@ def start(monkeypatch, tmp_path, *arguments, code=0, exact_match=1.0):
         given.extend(words)
         run = tmp_path / "a demo" / "runs" / words[words.index("--trainer.run_id") + 1]
         for step, right in ((0, 0.0), (50, exact_match)):
-            append_jsonl(run / "samples.jsonl", [{"step": step, "exact_match": right} for _ in range(16)])
+            append_jsonl(run / "samples.jsonl", [{"step": step, "exact_match": right} for _ in range(8)])
         return code
 
     monkeypatch.chdir(tmp_path)
@@ -47,18 +47,18 @@ def test_it_starts_what_its_configuration_says_on_several_processes(monkeypatch,
     )
     assert longest <= config.data.max_seq_len
     asked = read_round_prompts(config.inference_eval, tokenizer).requests
-    assert len(asked) == 16
+    assert len(asked) == 8
     assert max(len(one.prompt_tokens) + config.inference_eval.max_new_tokens for one in asked) <= 32
 
 
 def test_what_was_changed_stays(monkeypatch, tmp_path, capsys):
     start(monkeypatch, tmp_path)
     file = tmp_path / "a demo" / "demo.yaml"
-    file.write_text(file.read_text().replace("num_train_steps: 200", "num_train_steps: 300"))
+    file.write_text(file.read_text().replace("num_train_steps: 100", "num_train_steps: 300"))
     monkeypatch.setattr(demo.time, "strftime", lambda _: "later")
     _, given = start(monkeypatch, tmp_path)
     assert parse_arguments(TrainLmConfig, given[given.index("--") + 3 :]).trainer.num_train_steps == 300
-    assert "that are already in a demo" in capsys.readouterr().out
+    assert "data are already in a demo" in capsys.readouterr().out
 
 
 def test_the_configuration_names_the_command_that_runs_it(monkeypatch, tmp_path):
@@ -71,7 +71,7 @@ def test_the_configuration_names_the_command_that_runs_it(monkeypatch, tmp_path)
 def test_it_ends_by_saying_what_was_learnt_and_what_to_do_next(monkeypatch, tmp_path, capsys):
     start(monkeypatch, tmp_path)
     shown = capsys.readouterr().out
-    assert "0 of 16 answers were right before the first step, 16 of 16 after step 50" in shown
+    assert "0 of 8 answers were right before the first step, 8 of 8 after step 50" in shown
     assert re.search(r"lockstep report 'a demo/runs/\d{8}-\d{6}'\n", shown)
     assert "lockstep sample" in shown and "SampleCallback" in shown
 
