@@ -24,8 +24,8 @@ LM += ["--inference_eval.eval_every", "2", "--inference_eval.prompts", '["What i
 LM += ["--inference_eval.max_new_tokens", "6"]
 PAIRS = ["data/preferences/as_asked.jsonl", "data/preferences/as_asked_held_out.jsonl"]
 SIMPO = ["--data.train_urls", f"[{PAIRS[0]}]", "--data.validation_urls", f"[{PAIRS[1]}]", "--data.max_seq_len", "32"]
-SIMPO += ["--trainer.num_train_steps", "40", "--trainer.train_batch_size", "32", "--trainer.steps_per_eval", "2"]
-SIMPO += ["--lora.r", "8", "--lora.alpha", "16", "--optimizer.weight_decay", "0", "--beta", "2.5"]
+SIMPO += ["--trainer.num_train_steps", "30", "--trainer.train_batch_size", "32", "--trainer.steps_per_eval", "2"]
+SIMPO += ["--lora.r", "8", "--lora.alpha", "16", "--optimizer.learning_rate", "3e-3", "--beta", "2.5"]
 GRPO = ["--data.format", "text", "--data.instruction", "", "--data.max_seq_len", "32", "--rollout.max_new_tokens", "8"]
 GRPO += ["--trainer.num_train_steps", "2", "--trainer.train_batch_size", "8", "--rollout.n_generations", "4"]
 GRPO += ["--kl_coefficient", "0.05", "--rewards", '[{"type": "function", "function": "tests.rollouts:parity"}]']
@@ -148,8 +148,7 @@ def test_adapters_learn_preferences_that_hold_for_pairs_not_seen(tmp_path):
         for line in lines(tmp_path / "run" / "metrics.jsonl")
         if "eval/accuracy" in line
     }
-    print(accuracies)
-    assert accuracies[2] < 0.75 <= accuracies[40], accuracies
+    assert accuracies[2] < 0.75 <= accuracies[30], accuracies
     saved, base = (load_file(tmp_path / name / "model.safetensors") for name in ("run/model", "base"))
     assert {name for name in saved if not np.array_equal(saved[name], base[name])} == {
         name for name in saved if "_proj" in name
