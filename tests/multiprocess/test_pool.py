@@ -8,8 +8,7 @@ import time
 
 import pytest
 
-from tests.multiprocess.harness import run_processes
-from tests.multiprocess.pool import Group, shared
+from tests.multiprocess.harness import POOL, run_processes
 
 pytestmark = pytest.mark.multiprocess
 
@@ -99,9 +98,9 @@ def test_a_body_that_fails_ends_its_group_with_its_own_logs(how, words):
 
 
 def test_a_group_serves_many_bodies_and_ends_in_order():
-    group = shared(2, 1)
+    group = POOL.shared(2, 1)
     pids = run_processes(body_pid, devices=1)
-    assert run_processes(body_pid, devices=1) == pids and shared(2, 1) is group
+    assert run_processes(body_pid, devices=1) == pids and POOL.shared(2, 1) is group
     assert run_processes(body_pid, processes=1, devices=1, own="to see that it is another")[0] not in pids
     assert run_processes(body_pid, processes=1, devices=1, env={"ANY": "thing"})[0] not in pids
     group.end()
@@ -115,4 +114,4 @@ def test_a_group_serves_many_bodies_and_ends_in_order():
 def test_processes_that_cannot_start_are_told(monkeypatch):
     monkeypatch.setenv("REQUIRE_JAX_PROCESS_COUNT", "3")
     with pytest.raises(AssertionError, match="(?s)the start of 2 processes: a process failed.*requires 3"):
-        Group(2, 1)
+        POOL.start(2, 1)

@@ -1,0 +1,127 @@
+"""The pytest plugin, in a project of a stranger: what docs/testing.md shows, and what is refused."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[3] / "docs" / "testing.md"
+
+REFUSED = """
+import hypothesis
+import pytest
+from hypothesis import strategies
+
+pytestmark = pytest.mark.processes(2, devices=1)
+
+
+@pytest.fixture
+def model():
+    return lambda x: x
+
+
+@hypothesis.given(strategies.integers())
+def test_draws(number):
+    pass
+
+
+async def test_waits():
+    pass
+
+
+def test_takes_a_model(model):
+    pass
+
+
+def test_takes_monkeypatch(monkeypatch):
+    pass
+
+
+@pytest.mark.processes(3, gpus=2)
+def test_has_gpus():
+    pass
+"""
+
+ALONE = """
+import sys
+
+
+def test_alone(hosts):
+    pass
+
+
+def test_nothing_heavy_is_imported():
+    assert not {"jax", "numpy", "lockstep.hosts"} & set(sys.modules)
+"""
+
+TOLD = [
+    ("test_draws", "A test of hypothesis would draw other examples in each process."),
+    ("test_waits", "A coroutine cannot be marked"),
+    (
+        "test_takes_a_model",
+        "The fixture 'model' gives a function, which other processes cannot use: it cannot be pickled",
+    ),
+    (
+        "test_takes_monkeypatch",
+        "The fixture 'monkeypatch' gives a MonkeyPatch, which other processes cannot use: it acts",
+    ),
+    (
+        "test_has_gpus",
+        "unexpected keyword argument 'gpus'. The marker is processes(count=2, devices=2, timeout_s=120.0",
+    ),
+    ("test_alone", "test_alone uses the fixture hosts, but runs in this process alone. Mark it with"),
+]
+
+
+def run_pytest(directory, *options):
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:randomly", "--strict-markers", "-rA"]
+    done = subprocess.run([*command, *options], cwd=directory, capture_output=True, text=True, timeout=300)
+    return done.stdout + done.stderr
+
+
+def outcomes(text):
+    """What became of each test, by its name."""
+    return {name: how for how, name in re.findall(r"^(PASSED|FAILED|ERROR) \S+::(\w+)", text, re.MULTILINE)}
+
+
+def example_files():
+    """The files that the page shows, by their names."""
+    blocks = re.findall(
+        r"^```python\n# (\w+\.py)\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+    return dict(blocks)
+
+
+def test_what_cannot_run_in_processes_is_refused_and_nothing_heavy_is_imported(tmp_path):
+    (tmp_path / "conftest.py").write_text(example_files()["conftest.py"])
+    (tmp_path / "test_alone.py").write_text(ALONE)
+    text = run_pytest(tmp_path)
+    assert outcomes(text)["test_nothing_heavy_is_imported"] == "PASSED", text
+    (tmp_path / "test_refused.py").write_text(REFUSED)
+    text = run_pytest(tmp_path)
+    found = outcomes(text)
+    assert [name for name, words in TOLD if found.get(name) not in ("FAILED", "ERROR") or words not in text] == [], text
+
+
+@pytest.mark.multiprocess
+def test_the_example_of_the_page_passes_and_fails_as_it_says(tmp_path):
+    files = example_files()
+    assert sorted(files) == ["conftest.py", "test_step.py", "test_wrong.py"]
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    text = run_pytest(tmp_path)
+    assert outcomes(text) == {
+        "test_steps": "PASSED",
+        "test_rows_of_each_process": "PASSED",
+        "test_logs_on_the_leader": "FAILED",
+        "test_keeps_the_model": "FAILED",
+    }, text
+    errors = re.findall(
+        r"^```\n(test_\w+: (?:failed|left behind):\n.*?)^```",
+        PAGE.read_text(encoding="utf-8"),
+        re.DOTALL | re.MULTILINE,
+    )
+    shown = [error for error in errors if "..." not in error]
+    assert len(shown) == 2 and all(error in text for error in shown), text
