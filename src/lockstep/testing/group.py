@@ -167,7 +167,7 @@ class Group:
         if len({one.ledger for one in found.values()}) > 1:
             texts.append("the processes have not launched the same programs")
         if texts:
-            self._fail("left behind:\n  " + "\n  ".join(texts))
+            self._fail("left behind:\n  " + "\n  ".join(texts), in_order=True)
 
     def _send(self, message: object) -> None:
         try:

@@ -60,7 +60,7 @@ def look(hosts: "Hosts", tests: str = "") -> Facts:
 
     Args:
         hosts: The processes of the job.
-        tests: The package or module of the tests, see `tests_of`; empty: there is none, and mocks alone are found.
+        tests: The package or module of the tests, see `package_of_tests`; empty: there is none, and mocks alone are found.
     """
     import jax
 
@@ -100,7 +100,7 @@ def left(before: Facts, hosts: "Hosts", tests: str = "") -> list[str]:
     return lines
 
 
-def tests_of(module: str) -> str:
+def package_of_tests(module: str) -> str:
     """Return the package in which the tests are, from the name of one of their modules; without a package, the module.
 
     Args:

@@ -63,9 +63,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     _refuse_what_stays_here(values)
     try:
         POOL.call(reference, ((), values), name=pyfuncitem.name, **options)
+        return True
     except AssertionError as error:
-        pytest.fail(str(error), pytrace=False)  # its own stacks are in the text; ours says nothing
-    return True
+        text = str(error)
+    pytest.fail(text, pytrace=False)  # the processes' stacks are in the text; ours says nothing
 
 
 def _options(

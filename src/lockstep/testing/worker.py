@@ -59,7 +59,7 @@ def serve(address: str, path: list[str], setup: Mapping[str, str] | None) -> Non
                 print(f"{MARK}{request.number}", flush=True)
                 extend_import_path(request.path)
                 hosts.ledger = Ledger()
-                tests = leftovers.tests_of(request.function.module)
+                tests = leftovers.package_of_tests(request.function.module)
                 hosts.barrier("test-start")
                 before = leftovers.look(hosts, tests)
                 hosts.barrier("test-looked")
@@ -100,6 +100,8 @@ def run(request: Request, hosts: Hosts) -> Outcome:
             return Outcome(skipped=str(error))
         if not isinstance(error, Exception) and not (pytest and isinstance(error, pytest.fail.Exception)):
             raise
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            error.__traceback__ = error.__traceback__.tb_next  # without this function
         print_failure(error, request.function.file)
         first, *_ = [*str(error).splitlines(), ""]
         return Outcome(failed=f"{type(error).__name__}: {first}" if first else type(error).__name__)

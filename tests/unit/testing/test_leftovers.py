@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.hosts import Hosts, MemoryClient
 from lockstep.testing import assert_nothing_left, leftovers
-from lockstep.testing.leftovers import forget, tests_of
+from lockstep.testing.leftovers import forget, package_of_tests
 
 
 @pytest.fixture(autouse=True)
@@ -50,10 +50,10 @@ def test_what_is_left_is_named(hosts, monkeypatch):
 
 
 def test_the_package_of_the_tests_is_found():
-    assert tests_of("tests.unit.test_loss") == "tests"
-    assert tests_of("project.tests.unit.test_loss") == "project.tests"
-    assert tests_of("test_loss") == "test_loss"
-    assert tests_of("unit.test_loss") == "unit.test_loss"
+    assert package_of_tests("tests.unit.test_loss") == "tests"
+    assert package_of_tests("project.tests.unit.test_loss") == "project.tests"
+    assert package_of_tests("test_loss") == "test_loss"
+    assert package_of_tests("unit.test_loss") == "unit.test_loss"
 
 
 def test_what_a_test_puts_into_the_project_is_seen_and_what_its_helpers_have_is_not(hosts, monkeypatch, tmp_path):
