@@ -46,11 +46,13 @@ STYLE = """
 
 PACKAGES = {
     "main": (0, 440, "the lockstep command"),
+    "testing": (0, 677, "tests in several processes"),
     "plan": (1, 116, "a configuration on a TPU slice"),
     "doctor": (1, 332, "checks of machine, job, pod"),
     "training": (2, 200, "trainer, data, objectives"),
     "launch": (1, 764, "a job on every machine"),
-    "levanter": (2, 450, "a hook for Levanter's trainer"),
+    "check": (2, 641, "what each process launches"),
+    "levanter": (2, 440, "a hook for Levanter's trainer"),
     "callback": (3, 380, "SampleCallback and the round"),
     "batch_inference": (1, 548, "lockstep sample"),
     "evaluation": (4, 770, "tasks of lm-evaluation-harness"),
@@ -72,6 +74,8 @@ ARROWS = (
     ("main", "doctor"),
     ("main", "launch"),
     ("main", "batch_inference"),
+    ("testing", "launch"),
+    ("testing", "check"),
     ("levanter", "callback"),
     ("plan", "training"),
     ("doctor", "training"),

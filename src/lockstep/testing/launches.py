@@ -4,7 +4,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lockstep.hosts import Hosts
@@ -62,7 +62,7 @@ def assert_no_retrace() -> Iterator[None]:
 
     programs: list[str] = []
 
-    def see(event: str, duration: float, **fields: Any) -> None:
+    def see(event: str, duration_secs: float, **fields: str | int) -> None:
         if event == LOWERED:
             programs.append(str(fields.get("fun_name", "a program")))
 

@@ -60,7 +60,7 @@ def look(hosts: "Hosts", tests: str = "") -> Facts:
 
     Args:
         hosts: The processes of the job.
-        tests: The package or module of the tests, see `package_of_tests`; empty: there is none, and mocks alone are found.
+        tests: The package or module of the tests, see `package_of_tests`; empty: mocks alone are found.
     """
     import jax
 
@@ -137,10 +137,15 @@ def _differences(before: Facts, after: Facts) -> list[str]:
                 continue
             if kind not in GROWS:
                 lines.append(f"{kind} {name}: {then.get(name)!r} became {now.get(name)!r}")
-            elif name in now and (kind != "array" or now[name] > then.get(name, 0)):
-                count = f", {now[name] - then.get(name, 0)} of them" if kind == "array" else ""
-                lines.append(f"{kind} {name}{count}")
+            elif kind != "array":
+                lines += [f"{kind} {name}"] * (name in now)
+            elif (more := _number(now.get(name)) - _number(then.get(name))) > 0:
+                lines.append(f"array {name}, {more} of them")
     return lines
+
+
+def _number(value: object) -> int:
+    return value if isinstance(value, int) else 0
 
 
 def _replaced(tests: str) -> dict[str, str]:
