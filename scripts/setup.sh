@@ -61,13 +61,21 @@ for extra in "${extras[@]}"; do rm -f "$(stamp "$extra")"; done
 wanted=".[$(IFS=,; printf '%s' "${extras[*]}")]"
 
 echo "setup: installing the packages pinned in constraints.txt (about a minute)"
-if $venv/bin/python -m pip --version >/dev/null 2>&1; then
+has_pip() { $venv/bin/python -m pip --version >/dev/null 2>&1; }
+# uv takes a quarter of pip's time: 32 against 129 s for all extras, with nothing downloaded before.
+uv=$(command -v uv || true)
+if [ -z "$uv" ] && has_pip && $venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt uv; then
+  uv=$venv/bin/uv
+fi
+if [ -n "$uv" ] && "$uv" pip install --quiet --python $venv/bin/python -c constraints.txt -e "$wanted"; then
+  :
+elif has_pip; then
+  # pip may have been told of an index or a certificate that uv does not know.
+  echo "setup: installing with pip instead of uv"
   # Python compiles what is used when it is first used; compiling all of it now takes half as long as the rest.
   $venv/bin/python -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt -e "$wanted"
-elif command -v uv >/dev/null 2>&1; then
-  uv pip install --quiet --python $venv/bin/python -c constraints.txt -e "$wanted"
 else
-  echo "setup: $venv has no pip and uv is not on the PATH. Remove $venv and run the same command again." >&2
+  echo "setup: $venv has no pip, and uv is missing or failed (see above). Remove $venv and run the same command again." >&2
   exit 1
 fi
 $venv/bin/python -c 'import jax, lockstep'
