@@ -1,40 +1,49 @@
-"""Sees every launch of a device program in this process: jitted, compiled ahead of time, eager, other libraries'.
-
-CPU with gloo forgives a launch that only one host makes; a TPU pod does not. So what each host launched is compared.
-The names of JAX's used here are private ones, so no run that trains comes through here.
-"""
+"""The launches of this process as texts, for checks inside tests."""
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 
 @contextlib.contextmanager
 def record_launches() -> Iterator[list[str]]:
-    """Yield the names of all launches inside, in order, with their number of local devices where that is above one."""
-    from jax._src import pjit, stages
-    from jax._src.interpreters import pxla
+    """The names of all launches inside, in order, each with its number of local devices where that is more than one.
 
-    launches: list[str] = []
-    call = pxla.ExecuteReplicated.__call__
+    Seen are programs that are jitted, compiled ahead of time, and eager operations, of every library.
 
-    def recorded(self: Any, *args: Any) -> Any:
-        result = call(self, *args)  # raises where launches are refused: that was none
-        count = len(self._local_devices)
-        launches.append(self.name if count == 1 else f"{self.name} on {count} local devices")
-        return result
+    Yields:
+        The launches so far.
 
-    def slow_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Without the C++ dispatcher, which a program compiled ahead of time keeps from its first call on.
-        return stages.Compiled.call(self._params, *args, **kwargs)[0]
+    Raises:
+        ConfigError: This version of JAX is not known.
+    """
+    from lockstep.check import _jax
 
-    # What was called before must come through Python again.
-    for cache in (pjit._cpp_pjit_cache_fun_only, pjit._cpp_pjit_cache_explicit_attributes):
-        cache.clear()
-    with (
-        mock.patch.object(pjit, "_get_fastpath_data", lambda *a, **k: None),
-        mock.patch.object(stages.Compiled, "__call__", slow_call),
-        mock.patch.object(pxla.ExecuteReplicated, "__call__", recorded),
-    ):
-        yield launches
+    names = Names()
+    with _jax.watch_launches(names):
+        yield names.launched
+
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """Collects the names of launches that were not refused.
+
+    Args:
+        launched: The names so far.
+    """
+
+    launched: list[str] = dataclasses.field(default_factory=list)
+
+    def starts(self, program: Any, arguments: Sequence[Any]) -> None:
+        """Nothing: it may be refused."""
+
+    def succeeds(self, program: Any, results: Sequence[Any]) -> None:
+        """Add its name."""
+        from lockstep.check import _jax
+
+        name, count = _jax.name_of(program), len(_jax.local_devices(program))
+        self.launched.append(name if count == 1 else f"{name} on {count} local devices")
+
+    def fails(self, program: Any, error: BaseException) -> None:
+        """Nothing: it was none."""
