@@ -139,19 +139,24 @@ class Group:
             outcomes |= arrived
             if any(one.failed is not None for one in arrived.values()):
                 deadline = min(deadline, time.monotonic() + OTHERS_S)
-        different = len({one.skipped for one in outcomes.values()}) > 1
-        if not waiting and not different and all(one.failed is None for one in outcomes.values()):
-            return [outcomes[index] for index in sorted(outcomes)]
+        one_kind = len({one.skipped for one in outcomes.values()}) == 1
+        if waiting or not one_kind or any(one.failed is not None for one in outcomes.values()):
+            self._fail_by_process(outcomes, timeout_s)
+        return [outcomes[index] for index in sorted(outcomes)]
+
+    def _fail_by_process(self, outcomes: Mapping[int, Outcome], timeout_s: float) -> NoReturn:
+        """End the group, and raise with what became of the function in each process."""
+        waiting = self._lines.keys() - outcomes.keys()
         for index in waiting:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pids[index], signal.SIGUSR1)  # lockstep.testing.worker prints its stack then
         time.sleep(STACK_S if waiting else 0.0)
         ends = {index: str(outcomes.get(index, "not done; its log ends with its stack")) for index in self._lines}
+        lines = [f"process {index}: {end}" for index, end in sorted(ends.items())]
         if len(set(ends.values())) == 1:
-            ends = {-1: f"every process {next(iter(ends.values()))}"}
-        lines = [text if index < 0 else f"process {index}: {text}" for index, text in sorted(ends.items())]
-        late = waiting and all(one.failed is None for one in outcomes.values())
-        why = f"not done within {timeout_s:g} s" if late else "failed"
+            lines = [f"every process {ends[0]}"] if not waiting else ["no process is done; each log ends with a stack"]
+        failed = any(one.failed is not None for one in outcomes.values())
+        why = "failed" if failed or not waiting else f"not done within {timeout_s:g} s"
         self._fail("\n  ".join([f"{why}:", *lines]), in_order=not waiting)
 
     def _check_nothing_is_left(self) -> None:
