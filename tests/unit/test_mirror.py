@@ -33,6 +33,9 @@ COVERED_BY = {
     "launch/backends.py": "tests/unit/launch/test_main.py",
     "launch/connection.py": "tests/unit/launch/agent/test_main.py",
     "launch/processes.py": "tests/unit/launch/test_local.py",
+    # What sees the launches of a process, which only a whole run shows.
+    **{f"check/{part}.py": "tests/multiprocess/test_check.py" for part in ("inject", "recorder", "run")},
+    "check/_jax.py": "tests/unit/check/test_launches.py",
     # Protocols and tables, which have no behaviour of their own.
     "attention/base.py": "tests/unit/attention/test_reference.py",
     "launch/output_filter.py": "tests/unit/launch/test_task_script.py",

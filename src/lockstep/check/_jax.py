@@ -171,25 +171,30 @@ def see_comparisons(see: Callable[[Any], None]) -> None:
     multihost_utils.assert_equal = tell_and_compare
 
 
-def see_keys(live: set[str]) -> None:
-    """From now on, keep in ``live`` the keys of the coordination service that this process sets and none deletes."""
+def see_keys(added: Callable[[str], None], deleted: Callable[[str], None]) -> None:
+    """From now on, tell of the keys of the coordination service that this process sets and deletes.
+
+    Args:
+        added: Gets a key.
+        deleted: Gets a key, or a directory of keys.
+    """
     from jax._src.lib import _jax
 
     client = _jax.DistributedRuntimeClient
 
     def setting(store: Callable[..., Any]) -> Callable[..., Any]:
-        def store_and_note(self: Any, key: str, *others: Any, **named: Any) -> Any:
-            live.add(key)
+        def store_and_tell(self: Any, key: str, *others: Any, **named: Any) -> Any:
+            added(key)
             return store(self, key, *others, **named)
 
-        return store_and_note
+        return store_and_tell
 
-    def delete_and_note(self: Any, key: str, *others: Any, **named: Any) -> Any:
-        live.difference_update([each for each in live if each == key or each.startswith(key.rstrip("/") + "/")])
+    def delete_and_tell(self: Any, key: str, *others: Any, **named: Any) -> Any:
+        deleted(key)
         return delete(self, key, *others, **named)
 
     delete = client.key_value_delete
-    client.key_value_delete = delete_and_note
+    client.key_value_delete = delete_and_tell
     for name in ("key_value_set", "key_value_set_bytes"):
         setattr(client, name, setting(getattr(client, name)))
 

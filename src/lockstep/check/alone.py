@@ -16,6 +16,8 @@ IN_USE = 3
 """Launches after which a program is in use, and should not be compiled again."""
 GROWING_STEPS = 6
 """Looks at the live arrays, one at each step, in which they grew."""
+LATE = 0.75
+"""The part of a run in which a step is still launched."""
 
 
 def look_at(log: ProcessLog) -> Iterator[Finding]:
@@ -35,22 +37,24 @@ def _threads(log: ProcessLog) -> Iterator[Finding]:
     shared = [each for each in log.launches if each.program.shared]
     if not shared:
         return
-    home = "" if any(not each.thread for each in shared) else shared[0].thread
+    home = log.home
     at_home = next(each for each in shared if each.thread == home)
     for each in shared:
-        if each.thread != home:
-            yield Finding(
-                kind="thread",
-                text=f"{each.program.name} is launched from thread {each.thread!r}, others are not",
-                places=(
-                    Place(process=log.index, text=f"launches it from {each.thread!r}", stack=each.stack),
-                    Place(
-                        process=log.index,
-                        text=f"launches {at_home.program.name} from {home or 'MainThread'!r}",
-                        stack=at_home.stack,
-                    ),
+        if each.thread == home:
+            at_home = each
+            continue
+        yield Finding(
+            kind="thread",
+            text=f"{each.program.name} is launched from thread {each.thread!r}, others are not",
+            places=(
+                Place(process=log.index, text=f"launches it from {each.thread!r}", stack=each.stack),
+                Place(
+                    process=log.index,
+                    text=f"launches {at_home.program.name} from {home or 'MainThread'!r}",
+                    stack=at_home.stack,
                 ),
-            )
+            ),
+        )
 
 
 def _comparisons(log: ProcessLog) -> Iterator[Finding]:
@@ -67,13 +71,12 @@ def _comparisons(log: ProcessLog) -> Iterator[Finding]:
 
 def _retraces(log: ProcessLog) -> Iterator[Finding]:
     at_line: dict[tuple[str, str], list[Launch]] = collections.defaultdict(list)
-    for each in log.launches:
+    for each in log.launches[_training_began(log) :]:
         line = own_line(each.stack)
         if line is None or not line.own:
             continue
         before = at_line[each.program.name, line.place]
-        seen = {one.program.number for one in before}
-        if len(before) >= IN_USE and each.program.number not in seen:
+        if _is_new(each, before) and _was_in_use(each, before):
             yield Finding(
                 kind="retrace",
                 text=f"{each.program.name} was launched {len(before)} times here and is then compiled again",
@@ -81,6 +84,25 @@ def _retraces(log: ProcessLog) -> Iterator[Finding]:
                 details=_what_changed(before[-1], each),
             )
         before.append(each)
+
+
+def _training_began(log: ProcessLog) -> int:
+    """The index of the first launch of the program that comes most often; what is made before may have many shapes."""
+    names = [each.program.name for each in log.launches]
+    return names.index(collections.Counter(names).most_common(1)[0][0]) if names else 0
+
+
+def _is_new(launch: Launch, before: Sequence[Launch]) -> bool:
+    return all(each.program.number != launch.program.number for each in before)
+
+
+def _was_in_use(launch: Launch, before: Sequence[Launch]) -> bool:
+    """Whether the last launches there needed no new program, or needed the same one again and again."""
+    last = before[-IN_USE:]
+    if len(last) < IN_USE:
+        return False
+    same = all(each.program.digest == launch.program.digest for each in last)
+    return same or all(each.program.number == last[0].program.number for each in last)
 
 
 def _what_changed(before: Launch, now: Launch) -> tuple[str, ...]:
@@ -100,32 +122,36 @@ def _what_changed(before: Launch, now: Launch) -> tuple[str, ...]:
 
 
 def _growth(log: ProcessLog) -> Iterator[Finding]:
-    by_step: dict[tuple[int, tuple[object, ...]], list[Launch]] = collections.defaultdict(list)
-    for each in log.launches:
-        if each.live is not None and not each.thread:
-            by_step[each.program.number, each.stack].append(each)
-    if not by_step:
-        return
-    steps = max(by_step.values(), key=len)
-    steps = steps[len(steps) // 3 :]
+    steps = _steps(log)
     if len(steps) < GROWING_STEPS:
         return
-    arrays = [each.live or 0 for each in steps]
-    keys = [each.keys for each in steps]
+    arrays, keys = [each.live or 0 for each in steps], [each.keys for each in steps]
     last = steps[-1]
     if _grows(arrays):
         yield Finding(
             kind="growth",
             text=f"live arrays grow from {arrays[0]} to {arrays[-1]} in {len(steps) - 1} steps",
             places=_makers(log, steps[0], last)
-            or (Place(process=log.index, text="launches a step", stack=last.stack),),
+            or (Place(process=log.index, text="launches the step", stack=last.stack),),
         )
     if _grows(keys):
         yield Finding(
             kind="growth",
             text=f"keys of the coordination service grow from {keys[0]} to {keys[-1]} in {len(steps) - 1} steps",
-            places=(Place(process=log.index, text=f"has set {last.key!r}", stack=last.stack),),
+            places=tuple(Place(process=log.index, text=f"sets {key!r}", stack=stack) for key, stack in last.newest),
         )
+
+
+def _steps(log: ProcessLog) -> list[Launch]:
+    """The launches of the step: the one that comes most often and until the end; without the first third of them."""
+    at: dict[tuple[int, tuple[object, ...]], list[int]] = collections.defaultdict(list)
+    for index, each in enumerate(log.launches):
+        if each.live is not None and not each.thread:
+            at[each.program.number, each.stack].append(index)
+    # A loop that initialises parameters adds arrays too, and ends long before the run does.
+    late = [each for each in at.values() if each[-1] >= len(log.launches) * LATE]
+    steps = max(late, key=len, default=[])
+    return [log.launches[index] for index in steps[len(steps) // 3 :]]
 
 
 def _grows(counts: Sequence[int]) -> bool:

@@ -5,12 +5,12 @@ import difflib
 import enum
 import linecache
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from lockstep.check.align import gaps
 from lockstep.check.findings import Finding, Place
 from lockstep.check.log import Launch, ProcessLog, Put
-from lockstep.check.stack import own_line
+from lockstep.check.stack import own_line, shown
 
 NEAR = 50
 """Launches within which one that is missing and one too many are the same, in another order."""
@@ -25,6 +25,9 @@ HINTS = {
 """What in a line near a launch can make it differ, and why."""
 HINT_LINES = 8
 """Lines above a launch that are looked through for that."""
+
+NAMELESS = "<lambda>"
+"""In the names of programs that have none."""
 
 Pair = tuple[Launch, Launch]
 
@@ -42,40 +45,40 @@ class End(enum.Enum):
 def compare_launches(first: ProcessLog, other: ProcessLog, end: End) -> tuple[list[Finding], list[Pair]]:
     """What two processes launch differently, and the launches that belong together.
 
-    Launches from other threads than the main one have no order to be compared.
+    Launches from other threads than the one that trains have no order to be compared.
 
     Args:
         first: One process.
         other: Another one.
         end: How the run ended.
     """
-    left = [each for each in first.launches if not each.thread]
-    right = [each for each in other.launches if not each.thread]
+    left, right = first.ordered, other.ordered
     pairs: list[Pair] = []
     left_only: list[tuple[int, int]] = []
     right_only: list[tuple[int, int]] = []
     findings: list[Finding] = []
     i = j = 0
-    for gap in gaps([each.program.key for each in left], [each.program.key for each in right]):
+    for gap in gaps([_token(each) for each in left], [_token(each) for each in right]):
         pairs += zip(left[i : gap.left[0]], right[j : gap.right[0]], strict=True)
         i, j = gap.left[1], gap.right[1]
         a, b = list(range(*gap.left)), list(range(*gap.right))
-        for x in list(a):
-            # The same name at the same place: one program that differs, not one missing and one too many.
-            y = next((y for y in b if _differ(left[x], right[y]) and not _elsewhere(left[x], right, b)), None)
-            if y is not None:
-                a.remove(x)
-                b.remove(y)
-                findings.append(_different(first, left[x], other, right[y]))
+        for same in (_equal_elsewhere, _differ):
+            matched = _matched(a, b, lambda x, y, same=same: same(left[x], right[y]))
+            a = [x for x in a if x not in dict(matched)]
+            b = [y for y in b if y not in dict(matched).values()]
+            if same is _differ:
+                findings += [_different(first, left[x], other, right[y]) for x, y in matched]
+            else:
+                pairs += [(left[x], right[y]) for x, y in matched]
         left_only += [(x, gap.right[0]) for x in a]
         right_only += [(y, gap.left[0]) for y in b]
     pairs += zip(left[i:], right[j:], strict=True)
     for x, at in list(left_only):
-        same = [y for y, _ in right_only if right[y].program.key == left[x].program.key and abs(y - at) <= NEAR]
-        if same:
+        moved = [y for y, _ in right_only if _token(right[y]) == _token(left[x]) and abs(y - at) <= NEAR]
+        if moved:
             left_only.remove((x, at))
-            right_only = [each for each in right_only if each[0] != same[0]]
-            findings.append(_order(first, left[x], other, right[same[0]]))
+            right_only = [each for each in right_only if each[0] != moved[0]]
+            findings.append(_order(first, left[x], other, right[moved[0]]))
     for one, launches, another, others, only in (
         (first, left, other, right, left_only),
         (other, right, first, left, right_only),
@@ -115,7 +118,9 @@ def compare_values(first: ProcessLog, other: ProcessLog, pairs: Sequence[Pair]) 
                 )
     mine, theirs = _by_line(first.puts), _by_line(other.puts)
     for key in mine.keys() & theirs.keys():
-        for put, twin in zip(mine[key], theirs[key], strict=False):
+        if len(mine[key]) != len(theirs[key]):
+            continue  # which belong together is not known
+        for put, twin in zip(mine[key], theirs[key], strict=True):
             differ = [at for at in put.pieces.keys() & twin.pieces.keys() if put.pieces[at] != twin.pieces[at]]
             if differ:
                 yield Finding(
@@ -136,21 +141,48 @@ def hints(launch: Launch) -> tuple[str, ...]:
         launch: A launch that differs.
     """
     line = own_line(launch.stack)
+    if line is None:
+        return ()
     found = []
-    for number in range(max(1, line.line - HINT_LINES), line.line + 1) if line else ():
-        text = linecache.getline(line.file, number).strip() if line else ""
-        found += [
-            f"{line.file}:{number}: {text}: {why}" for what, why in HINTS.items() if line and re.search(what, text)
-        ]
+    for number in range(max(1, line.line - HINT_LINES), line.line + 1):
+        text = linecache.getline(line.file, number).strip()
+        reasons = (why for what, why in HINTS.items() if re.search(what, text))
+        found += [f"{shown(line.file)}:{number} has `{text}`: {why}" for why in reasons]
     return tuple(found)
 
 
+def _token(launch: Launch) -> tuple[object, ...]:
+    """What two launches must have in common to belong together for sure: the program and the user's own line."""
+    return (launch.program.key, _line(launch))
+
+
+def _line(launch: Launch) -> str:
+    line = own_line(launch.stack)
+    return line.place if line else ""
+
+
+def _equal_elsewhere(one: Launch, other: Launch) -> bool:
+    """The same program from another line, as in the two branches of an if."""
+    return one.program.key == other.program.key and _line(one) != _line(other)
+
+
 def _differ(one: Launch, other: Launch) -> bool:
-    return one.program.name == other.program.name and one.program.key != other.program.key
+    """The same name at the same line, or a name that says something: one program that differs, and not two."""
+    if one.program.name != other.program.name or one.program.key == other.program.key:
+        return False
+    return _line(one) == _line(other) or NAMELESS not in one.program.name
 
 
-def _elsewhere(launch: Launch, others: Sequence[Launch], among: Sequence[int]) -> bool:
-    return any(others[y].program.key == launch.program.key for y in among)
+def _matched(a: Sequence[int], b: Sequence[int], same: Callable[[int, int], bool]) -> list[tuple[int, int]]:
+    """Pairs of the two, in the order of both."""
+    found: list[tuple[int, int]] = []
+    rest = list(b)
+    for x in a:
+        y = next((y for y in rest if same(x, y)), None)
+        if y is not None:
+            found.append((x, y))
+            rest = [each for each in rest if each > y]
+    return found
 
 
 def _different(first: ProcessLog, one: Launch, other: ProcessLog, another: Launch) -> Finding:

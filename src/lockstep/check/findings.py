@@ -179,15 +179,15 @@ class Finding:
 
 
 def merged(findings: list[Finding]) -> list[Finding]:
-    """The findings, those of the same kind at the same lines counted together.
+    """The findings, those of the same kind at the same line counted together.
 
     Args:
         findings: In the order in which they were seen.
     """
     found: dict[tuple[object, ...], Finding] = {}
     for each in findings:
-        lines = [place.line for place in each.places if place.stack]
-        key = (each.kind, *(line.place for line in lines if line is not None))
+        line = each.places[0].line
+        key = (each.kind, line.place if line else "")
         if key not in found:
             found[key] = each
             continue

@@ -73,7 +73,7 @@ def record() -> None:
     _jax.see_compiled(recorder.compiled)
     _jax.see_arrays(recorder.put)
     _jax.see_comparisons(recorder.compares)
-    _jax.see_keys(recorder.keys)
+    _jax.see_keys(recorder.key_added, recorder.key_deleted)
     _WATCHING.append(_jax.watch_launches(recorder))
     _WATCHING[0].__enter__()
     printed = sys.excepthook

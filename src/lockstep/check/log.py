@@ -8,6 +8,9 @@ from typing import Any
 
 from lockstep.check.stack import Frame, frames
 
+NO_EXECUTION = "no_execution"
+"""In the error of a launch that ``jax.no_execution`` refused: that was none."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
@@ -55,7 +58,7 @@ class Launch:
         live: The number of live arrays; None where they were not counted.
         kinds: The kinds of live arrays: type, stack where they were made, number.
         keys: The keys of the coordination service that this process has set and not deleted.
-        key: One of them.
+        newest: The newest of them, and where it was set.
     """
 
     program: Program
@@ -66,7 +69,7 @@ class Launch:
     live: int | None = None
     kinds: tuple[tuple[str, tuple[Frame, ...], int], ...] = ()
     keys: int = 0
-    key: str = ""
+    newest: tuple[tuple[str, tuple[Frame, ...]], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,6 +132,18 @@ class ProcessLog:
     error: tuple[str, tuple[Frame, ...]] | None = None
     ended: bool = False
 
+    @property
+    def home(self) -> str:
+        """The thread that launches programs of several processes; the first one where several do."""
+        shared = [each.thread for each in self.launches if each.program.shared]
+        return "" if "" in shared or not shared else shared[0]
+
+    @property
+    def ordered(self) -> list[Launch]:
+        """The launches of that thread, whose order can be compared."""
+        home = self.home
+        return [each for each in self.launches if each.thread == home]
+
 
 def read_log(file: Path, index: int) -> ProcessLog:
     """Read what a process recorded; half a line at the end is left out.
@@ -155,8 +170,9 @@ def read_log(file: Path, index: int) -> ProcessLog:
             case "launch":
                 log.where.clear()
                 log.launches.append(_launch(each, programs, stack))
-            case "refused":
-                log.launches = log.launches[:-1] if not log.launches[-1].donated else log.launches
+            case "refused" if NO_EXECUTION in each["text"]:
+                mine = [index for index, launch in enumerate(log.launches) if launch.thread == each["thread"]]
+                del log.launches[mine[-1]]
             case "put":
                 log.puts.append(Put(array=each["array"], pieces=each["pieces"], stack=stack(each["stack"])))
             case "comparison":
@@ -193,5 +209,5 @@ def _launch(line: dict[str, Any], programs: dict[int, Program], stack: Any) -> L
         live=line.get("live"),
         kinds=tuple((kind, stack(where), count) for kind, where, count in line.get("kinds", ())),
         keys=line.get("keys", 0),
-        key=line.get("key", ""),
+        newest=tuple((key, stack(where)) for key, where in line.get("newest", ())),
     )

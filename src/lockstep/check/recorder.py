@@ -49,7 +49,7 @@ class Recorder:
         self._programs: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._made: dict[int, int] = {}
         self._donated: dict[int, tuple[weakref.ref[Any], int]] = {}
-        self.keys: set[str] = set()
+        self._keys: dict[str, int] = {}
         self._sampled = 0.0
         self._last = time.monotonic()
         self._ended = False
@@ -65,9 +65,12 @@ class Recorder:
         """Note a launch, before it can hang."""
         with self._lock:
             facts = self._facts(program, arguments)
+        shared = facts["processes"] != [self._index]
+        values = list(_host_values(program, arguments)) if shared else []  # may wait for a device: without the lock
+        with self._lock:
             where = self._at.stack = self._stack(stack.here())
             line: dict[str, Any] = {"is": "launch", "program": facts["id"], "stack": where, "thread": _thread()}
-            if facts["processes"] != [self._index] and (values := list(_host_values(program, arguments))):
+            if values:
                 line["values"] = values
             if used := self._used_again(arguments):
                 line["donated"] = used
@@ -91,20 +94,29 @@ class Recorder:
         """Note the values of an array that was put together for devices of several processes."""
         if array.is_fully_addressable:
             return
+        digests = ((str(shard.index), _digest(shard.data)) for shard in array.addressable_shards)
+        pieces = {place: digest for place, digest in digests if digest is not None}
+        text = f"{array.dtype}{list(array.shape)}"
         with self._lock:
-            pieces: dict[str, str] = {}
-            for shard in array.addressable_shards:
-                digest = _digest(shard.data)
-                if digest is not None:
-                    pieces[str(shard.index)] = digest
-            text = f"{array.dtype}{list(array.shape)}"
             self._write({"is": "put", "array": text, "pieces": pieces, "stack": self._stack(stack.here())})
 
     def compares(self, tree: Any) -> None:
         """Note a value that every process compares with that of all others."""
+        size = sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(tree))
         with self._lock:
-            size = sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(tree))
             self._write({"is": "comparison", "bytes": size, "stack": self._stack(stack.here())})
+
+    def key_added(self, key: str) -> None:
+        """Note a key of the coordination service, and where it is set."""
+        with self._lock:
+            self._keys.pop(key, None)
+            self._keys[key] = self._stack(stack.here())
+
+    def key_deleted(self, key: str) -> None:
+        """Forget a key, or a directory of keys."""
+        with self._lock:
+            for each in [each for each in self._keys if each == key or each.startswith(key.rstrip("/") + "/")]:
+                del self._keys[each]
 
     # ---- the life of the process
 
@@ -197,7 +209,8 @@ class Recorder:
         self._made = {number: where for number, where in self._made.items() if number in known}
         self._sampled = time.monotonic()
         most = [[kind, where, count] for (kind, where), count in kinds.most_common(MOST_KINDS)]
-        return {"live": len(arrays), "kinds": most, "keys": len(self.keys), "key": max(self.keys, default="")}
+        newest = list(self._keys.items())[-1:]
+        return {"live": len(arrays), "kinds": most, "keys": len(self._keys), "newest": newest}
 
     def _write(self, line: dict[str, Any]) -> None:
         self._last = time.monotonic()

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 
@@ -23,7 +24,10 @@ def print_report(result: CheckResult, console: Console) -> None:
         result: What came of the check.
         console: Where; what is no terminal gets plain lines.
     """
-    put = lambda text="": console.print(text, soft_wrap=True, highlight=False)  # noqa: E731
+
+    def put(text: str = "") -> None:
+        console.print(text, soft_wrap=True, highlight=False)
+
     put()
     for number, finding in enumerate(result.findings, 1):
         _print_finding(finding, number, put)
@@ -40,7 +44,7 @@ def print_report(result: CheckResult, console: Console) -> None:
         put(f"[bold green]✓ nothing found[/] (launches by process: {counts}; {result.seconds:.1f} s)")
 
 
-def _print_finding(finding: Finding, number: int, put) -> None:  # type: ignore[no-untyped-def]
+def _print_finding(finding: Finding, number: int, put: Callable[..., None]) -> None:
     times = f", {finding.count} times" if finding.count > 1 else ""
     put(f"[bold red]{number}. {finding.kind}[/]: {escape(finding.about.title)}")
     put(f"   {escape(finding.text)}{times}")

@@ -40,6 +40,7 @@ Key = tuple[tuple[str, int, str], ...]
 """A stack as (file, line, function), the innermost frame first."""
 
 _LIBRARY = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
+_LOCKSTEP = str(Path(__file__).parents[1]) + "/"
 _HIDDEN = ("/site-packages/jax/", "/site-packages/jaxlib/", "/lockstep/check/")
 _HIDDEN_ENDS = ("/contextlib.py", "/functools.py", "/threading.py", "/concurrent/futures/thread.py")
 
@@ -72,8 +73,9 @@ def is_hidden(file: str) -> bool:
 
 
 def is_own(file: str) -> bool:
-    """Whether a file is the user's: not installed, not of Python."""
-    return "/site-packages/" not in file and "/dist-packages/" not in file and not file.startswith(_LIBRARY)
+    """Whether a file is the user's: not installed, not of Python, not of Lockstep."""
+    installed = "/site-packages/" in file or "/dist-packages/" in file
+    return not installed and not file.startswith((*_LIBRARY, _LOCKSTEP))
 
 
 def frames(key: Key) -> tuple[Frame, ...]:
