@@ -78,7 +78,6 @@ COVERED_BY = {
     "plan/planner.py": "tests/tpu_compile/test_plan.py",
     "doctor/layout_rounds.py": "tests/unit/doctor/test_self_test.py",
     # Processes of tests, which only several of them show.
-    "check/launches.py": "tests/multiprocess/test_pool.py",
     "testing/command.py": "tests/multiprocess/test_hosts.py",
     "testing/threads.py": "tests/unit/hosts/test_ledger.py",
     **{f"testing/{part}.py": "tests/multiprocess/test_pool.py" for part in ("environment", "group", "pool", "worker")},
