@@ -79,3 +79,13 @@ def test_processes_that_wait_for_others_are_named_and_ended(tmp_path):
     assert marked(script) == {(finding["kind"], finding["places"][0]["line"])}
     assert [place["process"] for place in finding["places"]] == [0, 1]
     assert "has come to its end" in finding["places"][1]["text"]
+
+
+@pytest.mark.slow
+def test_without_the_check_the_scripts_pass_in_several_processes_and_in_one():
+    words = ["launch", "--processes", "2", "--devices_per_process", "2", "--", "python", str(BUGS / "all.py")]
+    run = subprocess.run([sys.executable, "-c", CHECK, *words], cwd=ROOT, capture_output=True, text=True, timeout=170)
+    assert run.returncode == 0, run.stdout + run.stderr
+    for name in ("all.py", "some_enter.py"):
+        alone = subprocess.run([sys.executable, str(BUGS / name)], capture_output=True, text=True, timeout=170)
+        assert alone.returncode == 0, alone.stderr

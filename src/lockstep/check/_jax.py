@@ -10,6 +10,7 @@ import jax
 from jax._src import array, compiler, distributed, pjit, stages, xla_bridge
 from jax._src.interpreters import mlir, pxla
 from jax.experimental import multihost_utils
+from jaxlib import _jax
 
 from lockstep.errors import ConfigError
 
@@ -23,6 +24,7 @@ NEEDED = (
     (xla_bridge, ("backends",)),
     (distributed, ("global_state", "initialize")),
     (multihost_utils, ("assert_equal",)),
+    (_jax, ("DistributedRuntimeClient",)),
 )
 """The names that are replaced or read; private ones, which another version of JAX may not have."""
 
@@ -168,7 +170,7 @@ def see_comparisons(see: Callable[[Any], None]) -> None:
             see(tree)
         compare(tree, fail_message)
 
-    multihost_utils.assert_equal = tell_and_compare
+    setattr(multihost_utils, "assert_equal", tell_and_compare)  # noqa: B010
 
 
 def see_keys(added: Callable[[str], None], deleted: Callable[[str], None]) -> None:
@@ -178,9 +180,7 @@ def see_keys(added: Callable[[str], None], deleted: Callable[[str], None]) -> No
         added: Gets a key.
         deleted: Gets a key, or a directory of keys.
     """
-    from jax._src.lib import _jax
-
-    client = _jax.DistributedRuntimeClient
+    client: Any = _jax.DistributedRuntimeClient
 
     def setting(store: Callable[..., Any]) -> Callable[..., Any]:
         def store_and_tell(self: Any, key: str, *others: Any, **named: Any) -> Any:

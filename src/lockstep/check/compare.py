@@ -5,7 +5,7 @@ import difflib
 import enum
 import linecache
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from lockstep.check.align import gaps
 from lockstep.check.findings import Finding, Place
@@ -63,13 +63,15 @@ def compare_launches(first: ProcessLog, other: ProcessLog, end: End) -> tuple[li
         i, j = gap.left[1], gap.right[1]
         a, b = list(range(*gap.left)), list(range(*gap.right))
         for same in (_equal_elsewhere, _differ):
-            matched = _matched(a, b, lambda x, y, same=same: same(left[x], right[y]))
+            matched = _matched({x: left[x] for x in a}, {y: right[y] for y in b}, same)
             a = [x for x in a if x not in dict(matched)]
             b = [y for y in b if y not in dict(matched).values()]
+            both = [(left[x], right[y]) for x, y in matched]
             if same is _differ:
-                findings += [_different(first, left[x], other, right[y]) for x, y in matched]
+                # On its own devices a process may run a program of its own: JAX cuts its part out of a batch so.
+                findings += [_different(first, x, other, y) for x, y in both if x.program.shared or y.program.shared]
             else:
-                pairs += [(left[x], right[y]) for x, y in matched]
+                pairs += both
         left_only += [(x, gap.right[0]) for x in a]
         right_only += [(y, gap.left[0]) for y in b]
     pairs += zip(left[i:], right[j:], strict=True)
@@ -173,15 +175,17 @@ def _differ(one: Launch, other: Launch) -> bool:
     return _line(one) == _line(other) or NAMELESS not in one.program.name
 
 
-def _matched(a: Sequence[int], b: Sequence[int], same: Callable[[int, int], bool]) -> list[tuple[int, int]]:
-    """Pairs of the two, in the order of both."""
+def _matched(
+    left: Mapping[int, Launch], right: Mapping[int, Launch], same: Callable[[Launch, Launch], bool]
+) -> list[tuple[int, int]]:
+    """Pairs of the two by their numbers, in the order of both."""
     found: list[tuple[int, int]] = []
-    rest = list(b)
-    for x in a:
-        y = next((y for y in rest if same(x, y)), None)
+    rest = dict(right)
+    for x, one in left.items():
+        y = next((y for y, other in rest.items() if same(one, other)), None)
         if y is not None:
             found.append((x, y))
-            rest = [each for each in rest if each > y]
+            rest = {each: launch for each, launch in rest.items() if each > y}
     return found
 
 

@@ -62,14 +62,14 @@ def record() -> None:
     except FileExistsError:
         return
     _jax.check_version()
-    # An atexit function that is registered later runs earlier: before JAX waits for the other processes.
-    atexit.register(recorder.end)
-    _jax.join_job(
-        os.environ["LOCKSTEP_COORDINATOR_ADDRESS"],
-        int(os.environ["LOCKSTEP_NUM_PROCESSES"]),
-        index,
-        lambda: atexit.register(recorder.end),
-    )
+
+    def at_exit() -> None:
+        atexit.register(recorder.end)
+
+    at_exit()
+    # Registered again when it has joined: what is registered last runs first, before JAX waits for the others.
+    address, count = os.environ["LOCKSTEP_COORDINATOR_ADDRESS"], int(os.environ["LOCKSTEP_NUM_PROCESSES"])
+    _jax.join_job(address, count, index, at_exit)
     _jax.see_compiled(recorder.compiled)
     _jax.see_arrays(recorder.put)
     _jax.see_comparisons(recorder.compares)

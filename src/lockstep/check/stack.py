@@ -1,6 +1,7 @@
 """Where in the user's own code something happens."""
 
 import dataclasses
+import functools
 import linecache
 import sys
 import sysconfig
@@ -65,6 +66,7 @@ def here() -> Key:
     return walk(sys._getframe(1))
 
 
+@functools.cache
 def is_hidden(file: str) -> bool:
     """Whether a file is JAX's or ours, has no text, or only calls others."""
     if file.startswith("<") or any(part in file for part in _HIDDEN):
@@ -72,6 +74,7 @@ def is_hidden(file: str) -> bool:
     return file.startswith(_LIBRARY) and file.endswith(_HIDDEN_ENDS)
 
 
+@functools.cache
 def is_own(file: str) -> bool:
     """Whether a file is the user's: not installed, not of Python, not of Lockstep."""
     installed = "/site-packages/" in file or "/dist-packages/" in file
