@@ -46,12 +46,13 @@ STYLE = """
 
 PACKAGES = {
     "main": (0, 440, "the lockstep command"),
+    "testing": (0, 764, "tests in several processes"),
     "plan": (1, 116, "a configuration on a TPU slice"),
     "doctor": (1, 332, "checks of machine, job, pod"),
     "training": (2, 200, "trainer, data, objectives"),
-    "launch": (1, 764, "a job on every machine"),
-    "check": (2, 641, "what each process launches"),
-    "levanter": (2, 440, "a hook for Levanter's trainer"),
+    "check": (1, 764, "what each process launches"),
+    "launch": (2, 764, "a job on every machine"),
+    "levanter": (2, 450, "a hook for Levanter's trainer"),
     "callback": (3, 380, "SampleCallback and the round"),
     "batch_inference": (1, 548, "lockstep sample"),
     "evaluation": (4, 770, "tasks of lm-evaluation-harness"),
@@ -71,9 +72,10 @@ PACKAGES = {
 ARROWS = (
     ("main", "plan"),
     ("main", "doctor"),
-    ("main", "launch"),
     ("main", "check"),
     ("main", "batch_inference"),
+    ("testing", "check"),
+    ("check", "launch"),
     ("levanter", "callback"),
     ("plan", "training"),
     ("doctor", "training"),

@@ -37,6 +37,7 @@ BELOW["training"] = {"callback", *BELOW["callback"]}
 BELOW["batch_inference"] = {"report", "sampling_fields", "training", *BELOW["training"]}
 BELOW["plan"] = {"slices", "engine", "training", "batch_inference", *BELOW["training"], *BELOW["batch_inference"]}
 BELOW["doctor"] = {"training", *BELOW["training"]}
+BELOW["testing"] = {"check", "launch", "hosts"}
 BELOW["main"] = {"launch", "check", "plan", "training", "batch_inference", "doctor", *BELOW["plan"]}
 
 # A library and the only files of the package that may import it.

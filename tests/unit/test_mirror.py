@@ -80,6 +80,10 @@ COVERED_BY = {
     },
     "plan/planner.py": "tests/tpu_compile/test_plan.py",
     "doctor/layout_rounds.py": "tests/unit/doctor/test_self_test.py",
+    # Processes of tests, which only several of them show.
+    "testing/command.py": "tests/multiprocess/test_hosts.py",
+    "testing/threads.py": "tests/unit/hosts/test_ledger.py",
+    **{f"testing/{part}.py": "tests/multiprocess/test_pool.py" for part in ("environment", "group", "pool", "worker")},
     # What both of Google's backends share.
     "launch/pod.py": "tests/unit/launch/test_tpu_vm.py",
     "launch/google.py": "tests/unit/launch/test_tpu_vm_backend.py",
