@@ -144,9 +144,7 @@ def _norm(x: Array, weight: Array | None, settings: Settings) -> Array:
     return x * jax.lax.rsqrt(mean + settings.epsilon) * (weight + settings.norm_offset)
 
 
-def _attend(
-    config: LlamaConfig, w: LayerWeights, x: Array, frequencies: Array, window: Array, settings: Settings
-) -> Array:
+def _attend(config: LlamaConfig, w: Any, x: Array, frequencies: Array, window: Array, settings: Settings) -> Array:
     batch, length, embed = x.shape
     kv, group, head = config.num_kv_heads, config.q_heads_per_group, config.head_size
 
@@ -166,7 +164,7 @@ def _attend(
     q, k = _norm(q, w.q_norm, settings), _norm(k, w.k_norm, settings)
     if w.q_wide_norm is not None:
         q = _norm(q, w.q_wide_norm.reshape(kv * group, head), settings)
-        k = _norm(k, jnp.reshape(w.k_wide_norm, (kv, head)), settings)
+        k = _norm(k, w.k_wide_norm.reshape(kv, head), settings)
     position = jnp.arange(length)
     angles = position[:, None].astype(jnp.float32) * frequencies
     q, k = (_rotated(each, angles, settings.interleaved) for each in (q, k))
@@ -192,17 +190,18 @@ def _rotated(x: Array, angles: Array, interleaved: Array) -> Array:
     return jnp.where(interleaved, pairs, halves)
 
 
-def _mlp(w: LayerWeights, x: Array, settings: Settings) -> Array:
+def _mlp(w: Any, x: Array, settings: Settings) -> Array:
     inner = x @ w.up
     if w.gate is not None:
         functions = [jax.nn.silu, lambda a: jax.nn.gelu(a, approximate=False), jax.nn.gelu, jax.nn.relu]
         inner = jax.lax.switch(settings.activation, functions, x @ w.gate) * inner
     else:
         beta, eps = w.xielu_beta, w.xielu_eps
-        p, n = jax.nn.softplus(jnp.asarray(w.xielu_p)), beta + jax.nn.softplus(jnp.asarray(w.xielu_n))
+        p, n = jax.nn.softplus(w.xielu_p), beta + jax.nn.softplus(w.xielu_n)
         negative = (jnp.expm1(jnp.minimum(inner, eps)) - inner) * n + beta * inner
         inner = jnp.where(inner > 0, p * inner * inner + beta * inner, negative)
-    return inner @ w.down
+    out: Array = inner @ w.down
+    return out
 
 
 def _capped(x: Array, cap: Array) -> Array:

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from lockstep.models import Variant
+from lockstep.models import RotaryConfig, Variant
 from lockstep.models.adjustable import Settings
 from lockstep.models.suspects import suspects
 from tests.tiny import numpy_weights
@@ -25,7 +25,7 @@ def same(one, other):
     "variant", [Variant(), Variant(norm_plus_one=True, embed_scale=4.0, logit_soft_cap=30.0, sliding_window=8)]
 )
 def test_each_is_another_setting_and_has_a_text_of_its_own(variant):
-    config = dataclasses.replace(CONFIG, variant=variant)
+    config = dataclasses.replace(CONFIG, head_dim=16, rope=RotaryConfig(theta=5e5), variant=variant)
     every = list(suspects(config, numpy_weights(config)))
     assert len({text for text, _ in every}) == len(every) > 30
     base = Settings.of(config)
