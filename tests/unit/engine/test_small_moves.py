@@ -97,7 +97,7 @@ def test_moves_are_found_in_weights_of_any_form():
     assert find_moves(before, signature(PartitionSpec())) == ()
     moved = find_moves(before, signature(PartitionSpec("fsdp")))
     assert moved is not None and [move.name for move in moved] == ["layers.attn_norm"] * 2
-    assert are_small(moved)
+    assert are_small(moved, before)
     assert find_moves(before, signature(PartitionSpec(), np.float16)) is None
     assert find_moves(before, signature(PartitionSpec(), layers=3)) is None
     assert "other shapes or dtypes" in describe_change(before, signature(PartitionSpec(), np.float16))
@@ -106,4 +106,4 @@ def test_moves_are_found_in_weights_of_any_form():
 def test_another_mesh_is_not_a_small_move():
     one, other = (signature_of(*placed(mesh)) for mesh in (MESH, "1,2,2"))
     moved = find_moves(one, other)
-    assert moved is not None and len(moved) == 12 and not are_small(moved)
+    assert moved is not None and len(moved) == 12 and not are_small(moved, one)
