@@ -269,7 +269,8 @@ class Engine:
 
     def _known(self) -> list[object]:
         """The signatures of the models that the programs do for."""
-        return [part.signature for part in (self._built and self._built.models, self._moves) if part is not None]
+        signatures = [] if self._built is None else [self._built.models.signature]
+        return signatures if self._moves is None else [*signatures, self._moves.signature]
 
     def _prepared_for(self, model: Any) -> DecoderWeights:
         """The arrays of a model that has the shapes, dtypes and placement that were prepared for."""

@@ -87,7 +87,7 @@ def find_moves(before: Any, now: Any) -> tuple[Moved, ...] | None:
         now: That of the model that comes.
     """
     (config, old), (other, new) = before, now
-    if config != other or jax.tree.structure(old) != jax.tree.structure(new):
+    if config != other or not jax.tree.structure(old) == jax.tree.structure(new):
         return None
     if list(map(_form, jax.tree.leaves(old))) != list(map(_form, jax.tree.leaves(new))):
         return None
