@@ -87,7 +87,8 @@ def find_moves(before: Any, now: Any) -> tuple[Moved, ...] | None:
         now: That of the model that comes.
     """
     (config, old), (other, new) = before, now
-    if config != other or not jax.tree.structure(old) == jax.tree.structure(new):
+    trees: list[Any] = [jax.tree.structure(weights) for weights in (old, new)]
+    if config != other or trees[0] != trees[1]:
         return None
     if list(map(_form, jax.tree.leaves(old))) != list(map(_form, jax.tree.leaves(new))):
         return None
