@@ -6,11 +6,8 @@ ROOT = Path(__file__).parents[2]
 SOURCE, UNIT = ROOT / "src" / "lockstep", ROOT / "tests" / "unit"
 
 REPOSITORY = {
-<<<<<<< HEAD
-    "test_bonsai_example.py",
-=======
     "test_api_docs.py",
->>>>>>> main
+    "test_bonsai_example.py",
     "test_config_heads.py",
     "test_demo_data.py",
     "test_docs.py",

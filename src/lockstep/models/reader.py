@@ -26,17 +26,13 @@ def read_decoder(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
         The configuration, and the weights in the order of axes of `lockstep.models.weights`.
 
     Raises:
-<<<<<<< HEAD
         UnreadableModelError: There is no reader for the class of ``model``, or it left a parameter out
             (`UnreadParameterError`).
-=======
-        UnreadableModelError: There is no reader for the class of ``model``.
 
     Example:
         >>> config, weights = lockstep.models.read_decoder(model)
         >>> config == small, weights.embed is model.embed.array
         (True, True)
->>>>>>> main
     """
     if not has_reader(type(model)) and _is_levanter(type(model)):
         importlib.import_module("lockstep.models.levanter_reader")

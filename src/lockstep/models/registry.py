@@ -12,7 +12,6 @@ from lockstep.models.weights import DecoderWeights
 
 Reader = Callable[[Any], tuple[LlamaConfig, DecoderWeights]]
 
-<<<<<<< HEAD
 PAGES: Final[dict[str, tuple[str, str]]] = {
     "levanter": ("a Levanter model", "levanter"),
     "tunix": ("a Tunix model", "tunix"),
@@ -22,18 +21,6 @@ PAGES: Final[dict[str, tuple[str, str]]] = {
     "maxtext": ("a MaxText model", "your-trainer"),
 }
 """What a model of a library is called, and the page in ``docs`` that says how it is read, by its top-level package."""
-=======
-
-class UnreadableModelError(LockstepError, TypeError):
-    """A model that no registered reader can read: names its class and the supported ones.
-
-    Example:
-        >>> lockstep.models.read_decoder("no model")
-        Traceback (most recent call last):
-            ...
-        lockstep.models.registry.UnreadableModelError: a model of class builtins.str cannot be read; supported are ...
-    """
->>>>>>> main
 
 
 def register_reader(

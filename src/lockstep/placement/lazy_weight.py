@@ -30,9 +30,7 @@ class LazyWeight:
         sharding: The sharding that the weight would have if it were made in place, without moving anything.
         stacked: Whether its first axis is the layer.
         by_layer: Whether every layer has arrays of its own.
-<<<<<<< HEAD
         blocks: For each part the sharding whose blocks ``assemble`` needs, None for the one that it has; () for all.
-=======
 
     Example:
         >>> def doubled(block):
@@ -42,7 +40,6 @@ class LazyWeight:
         ...     parts=(array,), assemble=doubled, shape=array.shape, dtype=array.dtype, sharding=array.sharding
         ... ).ndim
         2
->>>>>>> main
     """
 
     parts: tuple[Any, ...]

@@ -104,9 +104,7 @@ class Row(CompletionRow):
     Args:
         step: The number of training steps completed.
         tokens: The text that each token added and its natural-log probability, for the file alone; empty for none.
-<<<<<<< HEAD
         kept: The token ids and their natural-log probabilities, for the file alone; None for none.
-=======
 
     Example:
         >>> row = lockstep.report.Row(
@@ -122,7 +120,6 @@ class Row(CompletionRow):
         ... )
         >>> row.to_dict()["exact_match"]
         1.0
->>>>>>> main
     """
 
     columns: ClassVar[tuple[str, ...]] = COLUMNS
