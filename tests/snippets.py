@@ -103,6 +103,15 @@ from lockstep.models import DecoderWeights, LlamaConfig, view
 class MyModel: ...
 w, kv = jnp.ones((2, 4, 8, 2)), jnp.ones((2, 8, 4, 2))
 blocks = [SimpleNamespace(kernel=jnp.ones((8, 16))) for _ in range(2)]
+import haliax as hax
+from lockstep.models import as_trainable
+config, params = tiny.CONFIG, tiny.placed_weights(mesh)
+model = config, params
+forward = jax.jit(lambda params, ids: as_trainable(tiny.CONFIG, params)(hax.named(ids, ("batch", "position"))).array)
+""",
+    "docs/engine.md": TINY
+    + """
+model = tiny.CONFIG, tiny.placed_weights(mesh, vocab=tiny.vocab_size())
 """,
     "docs/protocol.md": TINY
     + """
@@ -131,6 +140,8 @@ init = lambda key: LlamaLMHeadModel.init(hax.Axis("vocab", tokenizer_size), mode
 """What stands before the programs of a page, which the page does not show. The quickstart and the API need nothing."""
 
 SLOW = {
+    "docs/your-trainer.md": "compiles forward passes",
+    "docs/engine.md": "compiles prefill and decode; tests/unit/test_engine_page.py runs it on one device",
     "README.md": "imports Levanter, which takes seconds",
     "docs/levanter.md": "imports Levanter's train_lm, which takes seconds",
     "docs/protocol.md": "compiles prefill and decode",

@@ -7,9 +7,11 @@ SOURCE, UNIT = ROOT / "src" / "lockstep", ROOT / "tests" / "unit"
 
 REPOSITORY = {
     "test_api_docs.py",
+    "test_bonsai_example.py",
     "test_config_heads.py",
     "test_demo_data.py",
     "test_docs.py",
+    "test_engine_page.py",
     "test_extras.py",
     "test_first_pod.py",
     "test_grpo_benchmark.py",
