@@ -12,6 +12,7 @@ from lockstep.models.config import (
     padded_vocab_size,
     rotary_frequencies,
 )
+from lockstep.models.from_names import LoraNames, NamesReader, from_names
 from lockstep.models.hf.adapter_rows import ReadPair, merged_rows
 from lockstep.models.hf.config import config_from_hf, config_to_hf
 from lockstep.models.hf.fingerprint import fingerprint
@@ -23,10 +24,16 @@ from lockstep.models.hf.save_plan import SavedTensor
 from lockstep.models.hf.save_writer import Read
 from lockstep.models.llama import LlamaLMHeadModel
 from lockstep.models.lora import LoraConfig, LoraModel, join_trained, split_trained
-from lockstep.models.low_rank import RANK, MergeLora
+from lockstep.models.low_rank import RANK, MergeLora, merge_lora
+from lockstep.models.parameters import (
+    UnreadableModelError,
+    UnreadParameterError,
+    check_all_read,
+    named_parameters,
+)
 from lockstep.models.presets import ModelPreset, find_preset
 from lockstep.models.reader import read_decoder
-from lockstep.models.registry import UnreadableModelError, register_reader
+from lockstep.models.registry import register_reader
 from lockstep.models.remat import POLICIES, RematPolicy, recomputes_layers
 from lockstep.models.trainable import as_trainable
 from lockstep.models.weights import STACKED, TENSOR_DIMS, WEIGHT_AXES, DecoderWeights, LayerWeights
@@ -57,19 +64,26 @@ __all__ = [
     "LazyWeight",
     "LoraConfig",
     "LoraModel",
+    "LoraNames",
     "MergeLora",
+    "NamesReader",
+    "UnreadParameterError",
     "UnreadableModelError",
     "Variant",
     "as_trainable",
+    "check_all_read",
     "config_from_hf",
     "config_to_hf",
     "export_hf",
     "find_preset",
     "fingerprint",
     "load_config",
+    "from_names",
     "join_trained",
     "load_hf",
+    "merge_lora",
     "merged_rows",
+    "named_parameters",
     "padded_vocab_size",
     "read_decoder",
     "read_hf_config",

@@ -8,7 +8,8 @@ from haliax import NamedArray
 
 from lockstep.models.config import LlamaConfig
 from lockstep.models.llama import LlamaLMHeadModel
-from lockstep.models.registry import UnreadableModelError, class_name, has_reader, read_registered, register_reader
+from lockstep.models.parameters import UnreadableModelError
+from lockstep.models.registry import class_name, has_reader, read_registered, register_reader
 from lockstep.models.weights import WEIGHT_AXES, DecoderWeights, LayerWeights, haliax_axes
 
 
@@ -25,14 +26,15 @@ def read_decoder(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
         The configuration, and the weights in the order of axes of `lockstep.models.weights`.
 
     Raises:
-        UnreadableModelError: There is no reader for the class of ``model``.
+        UnreadableModelError: There is no reader for the class of ``model``, or it left a parameter out
+            (`UnreadParameterError`).
     """
     if not has_reader(type(model)) and (readers := _readers_of_library(type(model))):
         importlib.import_module(readers)
     return read_registered(model)
 
 
-@register_reader(tuple)
+@register_reader(tuple, parameters=lambda pair: None)  # there is no model beside it
 def _read_pair(model: tuple[Any, ...]) -> tuple[LlamaConfig, DecoderWeights]:
     match model:
         case (LlamaConfig() as config, DecoderWeights() as weights):
