@@ -82,9 +82,13 @@ MODELS = {
 
 
 def mesh(fsdp: int, tp: int) -> Mesh:
-    """A mesh as Tunix wants it."""
-    devices = np.array(jax.devices()[: fsdp * tp]).reshape(fsdp, tp)
-    return Mesh(devices, ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    """A mesh as Tunix wants it, of the first devices."""
+    return mesh_of(jax.devices()[: fsdp * tp], fsdp, tp)
+
+
+def mesh_of(devices: Sequence[jax.Device], fsdp: int, tp: int) -> Mesh:
+    """A mesh of these devices."""
+    return Mesh(np.array(devices).reshape(fsdp, tp), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
 
 
 def randomise(model: Any, on: Mesh | None = None, *, seed: int = 0) -> Any:

@@ -48,8 +48,8 @@ ONLY_IN = {
     "orbax": {"training/checkpoint.py"},
     "tensorstore": {"training/checkpoint.py"},
     "levanter": {"models/levanter_reader.py", "levanter.py"},
-    "tunix": {"models/tunix_reader.py", "tunix/hooks.py", "tunix/tracker.py"},
-    "flax": {"models/tunix_reader.py"},
+    "tunix": {"models/tunix_reader.py", "tunix/hooks.py", "tunix/rollout.py", "tunix/tracker.py"},
+    "qwix": {"models/tunix_reader.py"},
     "metrax": {"tunix/tracker.py"},
     "lm_eval": {"evaluation/harness.py", "evaluation/language_model.py"},
 }

@@ -5,13 +5,13 @@ import functools
 import os
 from typing import Any
 
-import jax.numpy as jnp
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.sft.hooks import TrainingHooks
 
 from lockstep.callback import InferenceEvalConfig, SampleCallback
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts
+from lockstep.tunix.compute_dtype import compute_dtype
 from lockstep.tunix.tracker import TunixTracker
 
 
@@ -169,16 +169,6 @@ class _Step:
 def _close(finish: Any, trainer: Any, close: Any) -> None:
     finish(trainer)
     close()
-
-
-def compute_dtype(model: Any) -> str | None:
-    """The dtype that a Tunix model computes in; None for that of its parameters.
-
-    Args:
-        model: The model.
-    """
-    dtype = getattr(getattr(model, "config", None), "dtype", None)
-    return None if dtype is None else jnp.dtype(dtype).name
 
 
 def hugging_face(tokenizer: Any) -> Any:

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+import qwix
 from flax import nnx
 from tunix.models.qwen3 import model as qwen3
 
@@ -58,6 +59,31 @@ def test_the_window_of_some_layers_is_the_longest_sequence():
     assert read_decoder(models.MODELS["gemma"]())[0].max_seq_len == 2**20
 
 
+def adapted(
+    model, mesh, *, rank=4, alpha=12.0, modules=".*(q_proj|v_proj|o_proj|gate_proj|down_proj|q_einsum|kv_einsum)"
+):
+    """The model with adapters of qwix that change what it says."""
+    provider = qwix.LoraProvider(module_path=modules, rank=rank, alpha=alpha)
+    with mesh:
+        model = qwix.apply_lora_to_model(model, provider, rngs=nnx.Rngs(1), **model.get_model_input())
+    rng = np.random.default_rng(5)
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
+        value = variable.get_value()
+        noise = (0.3 * rng.standard_normal(value.shape)).astype(value.dtype)
+        nnx.update(model, nnx.from_flat_state({path: variable.replace(jax.device_put(noise, value.sharding))}))
+    return model
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "gemma2")])
+def test_adapters_are_merged(name):
+    mesh = models.mesh(2, 2)
+    base = models.randomise(models.MODELS[name](), mesh)
+    model = adapted(base, mesh)
+    assert np.abs(models.logprobs(model, PROMPTS) - models.logprobs(base, PROMPTS)).max() > 0.1
+    found = models.gap(model, PROMPTS, answers(model, mesh))
+    assert found.logprob < 1e-5 and found.greedy < 1e-5, found
+
+
 def test_experts_are_refused_by_the_name_of_the_class():
     model = models.dense(qwen3, qwen3.Qwen3, 64, num_experts=4, num_experts_per_tok=2)
     with pytest.raises(UnreadableModelError, match=r"Tunix's Qwen3 cannot be read: it has 4 experts.*docs/tunix.md"):
@@ -73,5 +99,5 @@ def test_a_class_without_a_reader_is_refused_with_those_that_have_one():
 def test_a_parameter_that_nothing_reads_is_an_error_that_names_it():
     model = models.MODELS["llama3"]()
     model.layers[0].attn.q_bias = nnx.Param(np.zeros(32, np.float32))
-    with pytest.raises(UnreadableModelError, match=r"nothing reads its parameters layers.0.attn.q_bias"):
+    with pytest.raises(UnreadableModelError, match=r"read by no field.*layers.0.attn.q_bias"):
         read_decoder(model)

@@ -152,12 +152,14 @@ def test_a_tokenizer_of_another_kind_is_refused():
 
 
 def train(directory, hooks_of):
-    """Losses of a real run of a small Qwen3 on 2 × 2 devices, and what the logger has."""
-    mesh = models.mesh(2, 2)
+    """A real run of a small Qwen3 on 2 × 2 devices: the trainer, its losses, and what a backend of its logger got."""
+    mesh, backend = models.mesh(2, 2), Backend()
     model = models.randomise(models.MODELS["qwen3"](tiny.vocab_size()), mesh)
     settings = TrainingConfig(
         eval_every_n_steps=100,
-        metrics_logging_options=MetricsLoggerOptions(str(directory), backend_kwargs={"custom_backend": [Backend]}),
+        metrics_logging_options=MetricsLoggerOptions(
+            str(directory), backend_kwargs={"custom_backend": [lambda: backend]}
+        ),
     )
     trainer = PeftTrainer(model, optax.adam(3e-2), settings).with_gen_model_input_fn(
         lambda batch: {
@@ -170,14 +172,15 @@ def train(directory, hooks_of):
     trainer.with_training_hooks(hooks_of(model))
     rng = np.random.default_rng(0)
     rows = [rng.integers(1, tiny.vocab_size(), (8, 16)).astype(np.int32) for _ in range(4)]
-    Backend.logged = []
     with mesh:
         trainer.train([TrainingInput(input_tokens=each, input_mask=np.ones_like(each)) for each in rows])
-    return trainer, [float(loss).hex() for loss in trainer.metrics_logger.get_metric_history("", "loss", "train")]
+    losses = [float(loss).hex() for loss in trainer.metrics_logger.get_metric_history("", "loss", "train")]
+    return trainer, losses, backend.logged
 
 
 class Backend:
-    logged: list = []
+    def __init__(self):
+        self.logged = []
 
     def log_scalar(self, event, value, **kwargs):
         self.logged.append((event, float(value), kwargs.get("step")))
@@ -216,12 +219,12 @@ def test_a_real_run_samples_the_model_that_is_trained_and_trains_the_same(tmp_pa
         hooks.sampler._reporter.report = noted
         return hooks
 
-    _, plain = train(tmp_path, lambda model: None)
-    trainer, sampled = train(tmp_path, hooks_of)
+    _, plain, _ = train(tmp_path, lambda model: None)
+    trainer, sampled, logged = train(tmp_path, hooks_of)
     assert sampled == plain and len(plain) == 4
     assert sorted(gaps) == [0, 2, 4]
     assert all(each.logprob < 1e-5 and each.greedy < 1e-5 for each in gaps.values()), gaps
     assert [row["step"] for row in read_jsonl(tmp_path / "samples.jsonl")] == [0, 0, 2, 2, 4, 4]
     history = trainer.metrics_logger.get_metric_history("inference_eval", "num_completions", "eval")
     assert list(history) == [2, 2, 2]
-    assert [step for event, _, step in Backend.logged if event == "inference_eval/eval/num_completions"] == [0, 2, 4]
+    assert [step for event, _, step in logged if event == "inference_eval/eval/num_completions"] == [0, 2, 4]
