@@ -5,6 +5,9 @@ import functools
 import os
 from typing import Any
 
+import jax
+from flax import nnx
+from jax.sharding import Sharding
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.sft.hooks import TrainingHooks
 
@@ -145,7 +148,7 @@ class SampleHooks(TrainingHooks):
         if trainer.train_steps == self._resumed_at:
             self._sampler.finish()
         else:
-            self._sampler.on_step(_Step(trainer.train_steps, trainer.model), force=True)
+            self._sampler.on_step(_Step(trainer.train_steps, on_device(trainer.model)), force=True)
 
     def _finish_before_close(self, trainer: Any) -> None:
         """Have the trainer finish our rounds when it is closed: of the end of an RL run no hook is told."""
@@ -169,6 +172,25 @@ class _Step:
 def _close(finish: Any, trainer: Any, close: Any) -> None:
     finish(trainer)
     close()
+
+
+def on_device(model: nnx.Module) -> nnx.Module:
+    """Return the model with its arrays in the devices' own memory: a learner that offloads has them in the host's.
+
+    Args:
+        model: The model, which stays as it is.
+    """
+    graph, state = nnx.split(model)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    wanted = jax.tree.map(_in_own_memory, shardings)
+    return model if wanted == shardings else nnx.merge(graph, jax.device_put(state, wanted))
+
+
+def _in_own_memory(sharding: Sharding) -> Sharding:
+    """The sharding in the default memory of its devices."""
+    (device, *_) = sharding.device_set
+    kind = device.default_memory().kind
+    return sharding if sharding.memory_kind == kind else sharding.with_memory_kind(kind)
 
 
 def hugging_face(tokenizer: Any) -> Any:

@@ -1,5 +1,6 @@
 """Where scalars and rows go in Tunix's metrics logger, without a W&B run and with one that has passed the step."""
 
+import contextlib
 from types import SimpleNamespace
 
 from metrax.logging import WandbBackend
@@ -23,38 +24,41 @@ class Backend:
 def wandb_backend(run):
     """Tunix's W&B backend with a run that is already there."""
     backend = WandbBackend.__new__(WandbBackend)
-    backend._is_active, backend.wandb = True, SimpleNamespace(run=run, log=run.log)
+    backend._is_active, backend.wandb = True, SimpleNamespace(run=run, log=run.log, finish=run.finish)
     return backend
 
 
+@contextlib.contextmanager
 def tracker(*backends):
+    """Our tracker and a logger with these backends, which listen to jax until it is closed."""
     made = TunixTracker()
     factories = [lambda backend=backend: backend for backend in backends]
     logger = MetricsLogger(MetricsLoggerOptions("unused", backend_kwargs={"custom_backend": factories}))
     made.use(logger)
-    return made, logger
+    try:
+        yield made, logger
+    finally:
+        logger.close()
 
 
 def test_the_logger_gets_scalars_at_their_step_and_keeps_them():
     backend = Backend()
-    made, logger = tracker(backend)
-    made.log({"eval/time/report_s": 1.5, "eval/note": "no number"}, step=3)
-    made.log_rows("eval/samples", [row(3, "text")], step=3)
+    with tracker(backend) as (made, logger):
+        made.log({"eval/time/report_s": 1.5, "eval/note": "no number"}, step=3)
+        made.log_rows("eval/samples", [row(3, "text")], step=3)
     assert ("eval/eval/time/report_s", 1.5, 3) in backend.logged and len(backend.logged) == 1
     assert logger.get_metric_history("eval", "time/report_s", "eval").tolist() == [1.5]
-    logger.close()
 
 
 def test_a_wandb_run_that_has_passed_the_step_gets_scalars_and_rows_in_its_open_entry():
     run, other = FakeRun(), Backend()
-    made, logger = tracker(wandb_backend(run), other)
-    run.log({"train/loss": 2.0}, step=9)
-    made.log_rows("eval/samples", [row(5, "text")], step=5)
-    made.log({"eval/step": 5, "eval/a": 1.0}, step=5)
+    with tracker(wandb_backend(run), other) as (made, _):
+        run.log({"train/loss": 2.0}, step=9)
+        made.log_rows("eval/samples", [row(5, "text")], step=5)
+        made.log({"eval/step": 5, "eval/a": 1.0}, step=5)
     assert [(step, list(values)) for step, values in run.logged[1:]] == [
         (9, ["eval/samples"]),
         (9, ["eval/step", "eval/a"]),
     ]
     assert run.axes == [("eval/step", None), ("eval/*", "eval/step")]
     assert other.logged == [("eval/eval/step", 5.0, 5), ("eval/eval/a", 1.0, 5)]
-    logger.close()
