@@ -6,9 +6,11 @@ ROOT = Path(__file__).parents[2]
 SOURCE, UNIT = ROOT / "src" / "lockstep", ROOT / "tests" / "unit"
 
 REPOSITORY = {
+    "test_bonsai_example.py",
     "test_config_heads.py",
     "test_demo_data.py",
     "test_docs.py",
+    "test_engine_page.py",
     "test_extras.py",
     "test_first_pod.py",
     "test_grpo_benchmark.py",

@@ -209,7 +209,10 @@ class Reporter:
         if self._config.token_logprobs:
             texts = token_texts(self._tokenizer, completion.tokens)
             tokens = tuple(zip(texts, map(float, completion.logprobs), strict=True))
-        return Row.from_completion(completion, prompt, text, step=step, tokens=tokens)
+        kept = None
+        if self._config.keep_tokens:
+            kept = tuple(map(int, completion.tokens)), tuple(map(float, completion.logprobs))
+        return Row.from_completion(completion, prompt, text, step=step, tokens=tokens, kept=kept)
 
 
 def scalars(rows: list[Row], result: RoundResult) -> dict[str, float]:

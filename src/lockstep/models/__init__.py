@@ -1,5 +1,6 @@
 """Language models: their configurations, the trainable model, what the decoder reads, Hugging Face in and out."""
 
+from lockstep.models.check_reader import ReaderCheck, ReaderMismatchError, check_reader
 from lockstep.models.config import (
     Llama3Scaling,
     LlamaConfig,
@@ -57,6 +58,8 @@ __all__ = [
     "Qwen3Config",
     "RematPolicy",
     "Read",
+    "ReaderCheck",
+    "ReaderMismatchError",
     "ReadPair",
     "RotaryConfig",
     "SavedTensor",
@@ -72,6 +75,7 @@ __all__ = [
     "Variant",
     "as_trainable",
     "check_all_read",
+    "check_reader",
     "config_from_hf",
     "config_to_hf",
     "export_hf",

@@ -90,8 +90,11 @@ class NamesReader:
             )
         assert self.lora is not None
         parts = [arrays, *([pair[which] for pair in factors] for which in (0, 1))]
+        weights, a, b = (part if by_layer else part[0] for part in parts)
         return merge_lora(
-            *(part if by_layer else part[0] for part in parts),
+            weights,
+            a,
+            b,
             _with_factors(weight, pattern, *(part[0].ndim for part in parts)),
             scale=self.lora.scale,
             **(picks or {}),
