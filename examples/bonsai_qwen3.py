@@ -38,7 +38,7 @@ NAMES = {
     "down": "layers.{}.mlp.down_proj.kernel",
 }
 ROPE_BASE = 1_000_000.0
-"""Its attention does not pass ``config.rope_theta`` on: `check_reader` says so where a reader follows the configuration."""
+"""Its attention does not pass ``config.rope_theta`` on; `check_reader` tells who follows the configuration."""
 
 
 @register_reader(Qwen3)

@@ -1,4 +1,4 @@
-"""Norms that the train step returned elsewhere, between two hosts: both launch the same move, and compile nothing else."""
+"""Norms that a train step returned elsewhere, on two hosts: both launch the same move, and compile nothing else."""
 
 import pytest
 

@@ -44,6 +44,14 @@ class Engine:
 
     Raises:
         ConfigError: The layout does not fit the mesh, or no token may be sampled.
+
+    Example:
+        >>> engine = lockstep.Engine(lockstep.EngineConfig(max_seq_len=64), mesh)
+        >>> params = lockstep.SamplingParams(max_new_tokens=4, temperature=0.0)
+        >>> request = lockstep.Request(prompt_id=0, prompt_tokens=(1, 2, 3), params=params)
+        >>> (completion,) = engine.generate(model, [request])
+        >>> len(completion.tokens)
+        4
     """
 
     def __init__(
@@ -269,7 +277,8 @@ class Engine:
 
     def _known(self) -> list[object]:
         """The signatures of the models that the programs do for."""
-        return [part.signature for part in (self._built and self._built.models, self._moves) if part is not None]
+        signatures = [] if self._built is None else [self._built.models.signature]
+        return signatures if self._moves is None else [*signatures, self._moves.signature]
 
     def _prepared_for(self, model: Any) -> DecoderWeights:
         """The arrays of a model that has the shapes, dtypes and placement that were prepared for."""

@@ -59,7 +59,7 @@ def models_for(
     """
     if before is not None:
         moved = find_moves(before.models.signature, signature_of(*model))
-        if moved is not None and are_small(moved):
+        if moved is not None and are_small(moved, before.models.signature):
             return before.models, before
     return DecodeModels(config, *model, mesh), None
 

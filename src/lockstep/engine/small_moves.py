@@ -21,6 +21,8 @@ from lockstep.units import bytes_text
 SMALL_BYTES: Final = 16 * 2**20
 """Bytes per device, before or after, of weights that are moved back at most: more than all norms of a model of 70
 billion parameters have, and less than the memory that sizing leaves free."""
+SMALL_SHARE: Final = 16
+"""They have at most the ``1 / SMALL_SHARE`` of what the whole model has on a device."""
 
 NAMED_AT_MOST = 4
 
@@ -85,7 +87,8 @@ def find_moves(before: Any, now: Any) -> tuple[Moved, ...] | None:
         now: That of the model that comes.
     """
     (config, old), (other, new) = before, now
-    if config != other or jax.tree.structure(old) != jax.tree.structure(new):
+    trees: list[Any] = [jax.tree.structure(weights) for weights in (old, new)]
+    if config != other or trees[0] != trees[1]:
         return None
     if list(map(_form, jax.tree.leaves(old))) != list(map(_form, jax.tree.leaves(new))):
         return None
@@ -100,12 +103,17 @@ def find_moves(before: Any, now: Any) -> tuple[Moved, ...] | None:
     return tuple(found)
 
 
-def are_small(moved: Sequence[Moved]) -> bool:
-    """Whether arrays may be moved back: all on the mesh that they were on, with few bytes per device."""
+def are_small(moved: Sequence[Moved], before: Any) -> bool:
+    """Whether arrays may be moved back: all on the mesh that they were on, with few bytes per device.
+
+    Args:
+        moved: The arrays.
+        before: The signature of the model that programs were compiled for.
+    """
     meshes = {_mesh(struct.sharding) for move in moved for struct in (move.before, move.now)}
     if len(meshes) > 1 or None in meshes:
         return False
-    return max(sum(block_bytes(m.before) for m in moved), sum(block_bytes(m.now) for m in moved)) <= SMALL_BYTES
+    return max(sum(block_bytes(m.before) for m in moved), sum(block_bytes(m.now) for m in moved)) <= _limit(before)
 
 
 def make_moves(
@@ -149,9 +157,14 @@ def describe_change(before: Any, now: Any) -> str:
     more = f" and {len(moved) - NAMED_AT_MOST} more" if len(moved) > NAMED_AT_MOST else ""
     return (
         f"the model is not placed as before: {'; '.join(map(str, moved[:NAMED_AT_MOST]))}{more}: {bytes_text(total)} "
-        f"per device, and up to {bytes_text(SMALL_BYTES)} are moved back without compiling. Let the train step return "
-        "parameters where it takes them: out_shardings of jax.jit, or jax.lax.with_sharding_constraint in it"
+        f"per device, and up to {bytes_text(_limit(before))} are moved back without compiling. Let the train step "
+        "return parameters where it takes them: out_shardings of jax.jit, or jax.lax.with_sharding_constraint in it"
     )
+
+
+def _limit(signature: Any) -> int:
+    """Bytes per device that may be moved back."""
+    return min(SMALL_BYTES, sum(map(block_bytes, jax.tree.leaves(sources(signature[1])))) // SMALL_SHARE)
 
 
 def _form(leaf: Any) -> object:

@@ -32,6 +32,11 @@ class ReaderMismatchError(LockstepError, ValueError):
     Args:
         text: What differs, by how much, and what is likely wrong.
         likely: What is likely wrong, the likeliest first; empty where no guess explains the difference.
+
+    Example:
+        >>> error = lockstep.models.ReaderMismatchError("...", ("rope.theta is 10000: it should be 1e+06",))
+        >>> error.likely[0]
+        'rope.theta is 10000: it should be 1e+06'
     """
 
     def __init__(self, text: str, likely: tuple[str, ...] = ()) -> None:
@@ -48,6 +53,10 @@ class ReaderCheck:
         tolerance: The difference that rounding may make. It is large in bfloat16, where a small mistake stays unseen.
         unseen: The weights whose numbers are all equal, as those of norms in a new model are: whether the reader took
             the right one, no check can say.
+
+    Example:
+        >>> lockstep.models.ReaderCheck(gap=0.25, tolerance=0.5, unseen=("final_norm",)).unseen
+        ('final_norm',)
     """
 
     gap: float
@@ -84,6 +93,11 @@ def check_reader(
         ReaderMismatchError: The difference is more than rounding; names what is likely wrong.
         PeerError: Something failed on at least one host: the model cannot be read, the forward pass fails, or what it
             returns has another shape. Raised on every host.
+
+    Example:
+        >>> logits = jax.jit(lambda model, ids: model(hax.named(ids, ("batch", "position"))).array)
+        >>> lockstep.models.check_reader(model, lambda ids: logits(model, ids)).gap < 1e-4
+        True
     """
     with (current() if hosts is None else hosts).scope("check reader") as scope:
         with scope.run_on_all("read") as phase:

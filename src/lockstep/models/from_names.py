@@ -37,6 +37,10 @@ class LoraNames:
         scale: The factor of their product, ``alpha / rank`` in most libraries.
         a: The name of the first factor, made of that of the weight.
         b: The name of the second factor.
+
+    Example:
+        >>> lockstep.models.LoraNames(scale=16 / 8).a.format("layers.0.q.kernel")
+        'layers.0.q.kernel_lora_a'
     """
 
     scale: float
@@ -118,7 +122,14 @@ def from_names(table: Mapping[str, Entry], *, lora: LoraNames | None = None, ign
         The function of the model, or of the pytree of its parameters, that returns its `DecoderWeights`.
 
     Raises:
-        ConfigError: A row is for a weight that the decoder does not have.
+        ConfigError: A row is for a weight that the decoder does not have, or a weight that every model has has none.
+
+    Example:
+        >>> layers = {name: jax.numpy.ones((2, 4, 4)) for name in ("q", "k", "v", "o", "up", "down")}
+        >>> params = {"wte": jax.numpy.ones((8, 4)), "norm": jax.numpy.ones(4), "layers": layers}
+        >>> table = {"embed": "wte", "final_norm": "norm"} | {name: f"layers.{name}" for name in layers}
+        >>> lockstep.models.from_names(table)(params).layers.q is layers["q"]
+        True
     """
     for weight in table:
         if weight not in WEIGHT_AXES:

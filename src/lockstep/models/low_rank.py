@@ -108,6 +108,11 @@ def merge_lora(weight: Any, a: Any, b: Any, pattern: str, *, scale: float, **pic
 
     Raises:
         ConfigError: The pattern does not fit the arrays.
+
+    Example:
+        >>> w, a, b = (jax.numpy.ones(shape) for shape in ((4, 6), (4, 2), (2, 6)))
+        >>> lockstep.models.merge_lora(w, a, b, "embed mlp, embed rank, rank mlp -> embed mlp", scale=2.0).shape
+        (4, 6)
     """
     left, arrow, want = pattern.partition("->")
     sides = [side.strip() for side in left.split(",")]

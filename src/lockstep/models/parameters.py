@@ -17,11 +17,25 @@ NAMED_AT_MOST = 8
 
 
 class UnreadableModelError(LockstepError, TypeError):
-    """A model that no registered reader can read: names its class and the supported ones."""
+    """A model that no registered reader can read: names its class and the supported ones.
+
+    Example:
+        >>> lockstep.models.read_decoder("no model")
+        Traceback (most recent call last):
+            ...
+        lockstep.models.parameters.UnreadableModelError: a model of class builtins.str cannot be read; supported are ...
+    """
 
 
 class UnreadParameterError(UnreadableModelError):
-    """A model has parameters that its reader did not read, so that samples would be those of another model."""
+    """A model has parameters that its reader did not read, so that samples would be those of another model.
+
+    Example:
+        >>> lockstep.models.check_all_read({"bias": jax.numpy.ones(2)}, lockstep.models.read_decoder(model)[1])
+        Traceback (most recent call last):
+            ...
+        lockstep.models.parameters.UnreadParameterError: 1 of the 1 parameters of a builtins.dict are read by no ...
+    """
 
 
 def named_parameters(model: PyTree) -> dict[str, Any]:
@@ -35,6 +49,10 @@ def named_parameters(model: PyTree) -> dict[str, Any]:
 
     Returns:
         The arrays themselves; none where ``model`` is no pytree.
+
+    Example:
+        >>> "final_norm.array" in lockstep.models.named_parameters(model)
+        True
     """
     nnx: Any = sys.modules.get("flax.nnx")
     variable: Any = () if nnx is None else nnx.Variable
@@ -63,6 +81,10 @@ def check_all_read(model: PyTree, weights: PyTree, *, ignore: Sequence[str] = ()
 
     Raises:
         UnreadParameterError: A parameter is in none of the weights; the error names it.
+
+    Example:
+        >>> config, weights = lockstep.models.read_decoder(model)
+        >>> lockstep.models.check_all_read(model, weights)
     """
     parameters = named_parameters(model)
     if not parameters:

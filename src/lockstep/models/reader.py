@@ -28,6 +28,11 @@ def read_decoder(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
     Raises:
         UnreadableModelError: There is no reader for the class of ``model``, or it left a parameter out
             (`UnreadParameterError`).
+
+    Example:
+        >>> config, weights = lockstep.models.read_decoder(model)
+        >>> config == small, weights.embed is model.embed.array
+        (True, True)
     """
     if not has_reader(type(model)) and (readers := _readers_of_library(type(model))):
         importlib.import_module(readers)

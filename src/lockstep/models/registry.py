@@ -37,6 +37,15 @@ def register_reader(
 
     Returns:
         The decorator. The function takes the model and returns what `read_decoder` returns; it may not launch anything.
+
+    Example:
+        >>> class MyModel:
+        ...     inner = model
+        >>> @lockstep.models.register_reader(MyModel)
+        ... def read(mine):
+        ...     return lockstep.models.read_decoder(mine.inner)
+        >>> lockstep.models.read_decoder(MyModel())[0].num_layers
+        2
     """
 
     def register(reader: Reader) -> Reader:

@@ -31,6 +31,15 @@ class LazyWeight:
         stacked: Whether its first axis is the layer.
         by_layer: Whether every layer has arrays of its own.
         blocks: For each part the sharding whose blocks ``assemble`` needs, None for the one that it has; () for all.
+
+    Example:
+        >>> def doubled(block):
+        ...     return 2 * block
+        >>> array = model.embed.array
+        >>> lockstep.models.LazyWeight(
+        ...     parts=(array,), assemble=doubled, shape=array.shape, dtype=array.dtype, sharding=array.sharding
+        ... ).ndim
+        2
     """
 
     parts: tuple[Any, ...]
@@ -82,6 +91,11 @@ def view(array: Any, pattern: str, **picks: int) -> Any:
 
     Raises:
         ConfigError: The pattern does not fit the array, or layers differ in shape, dtype or placement.
+
+    Example:
+        >>> kernel = jax.ShapeDtypeStruct((2, 48, 32), "float32")
+        >>> lockstep.models.view(kernel, "layer out embed -> layer embed out").shape
+        (2, 32, 48)
     """
     by_layer = isinstance(array, list | tuple)
     layers = list(array) if by_layer else [array]

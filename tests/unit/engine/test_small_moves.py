@@ -9,9 +9,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import lockstep
-from lockstep.engine import small_moves
+from lockstep.engine import Auditor, small_moves
 from lockstep.engine.decode_model import signature_of
 from lockstep.engine.small_moves import are_small, describe_change, find_moves
+from lockstep.errors import ConfigError
 from lockstep.models import from_names
 from lockstep.placement import place
 from tests import tiny
@@ -78,6 +79,23 @@ def test_large_weights_are_compiled_for_and_the_log_says_why(caplog, monkeypatch
     assert "out_shardings of jax.jit" in text
 
 
+@pytest.mark.slow
+def test_an_audit_follows_too():
+    asked = tiny.requests(lengths=(5,))
+    engine = lockstep.Engine(lockstep.EngineConfig(), mesh_of(MESH))
+    answers = engine.generate(placed(**WHOLE), asked)
+    auditor = Auditor(mesh_of(MESH))
+    auditor.prepare(placed(**WHOLE), asked)
+    programs = dict(auditor.programs)
+    with pytest.raises(ConfigError, match="not those that the auditor prepared for"):
+        auditor.run(placed(), asked, answers)
+    for model in (placed(), placed(**WHOLE)):
+        auditor.prepare(model, asked)
+        assert auditor.run(model, asked, answers).logprob_gap < 1e-5
+    assert auditor.programs == {"move_small_weights": auditor.programs["move_small_weights"], **programs}
+    assert auditor.ledger.launches == ["move_small_weights", "audit", "audit"]
+
+
 def test_moves_are_found_in_weights_of_any_form():
     def signature(spec, dtype=np.float32, layers=2):
         mesh = mesh_of(MESH)
@@ -97,7 +115,7 @@ def test_moves_are_found_in_weights_of_any_form():
     assert find_moves(before, signature(PartitionSpec())) == ()
     moved = find_moves(before, signature(PartitionSpec("fsdp")))
     assert moved is not None and [move.name for move in moved] == ["layers.attn_norm"] * 2
-    assert are_small(moved)
+    assert are_small(moved, before)
     assert find_moves(before, signature(PartitionSpec(), np.float16)) is None
     assert find_moves(before, signature(PartitionSpec(), layers=3)) is None
     assert "other shapes or dtypes" in describe_change(before, signature(PartitionSpec(), np.float16))
@@ -106,4 +124,4 @@ def test_moves_are_found_in_weights_of_any_form():
 def test_another_mesh_is_not_a_small_move():
     one, other = (signature_of(*placed(mesh)) for mesh in (MESH, "1,2,2"))
     moved = find_moves(one, other)
-    assert moved is not None and len(moved) == 12 and not are_small(moved)
+    assert moved is not None and len(moved) == 12 and not are_small(moved, one)
