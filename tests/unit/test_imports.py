@@ -33,6 +33,7 @@ BELOW["report"] = {"engine", "text", *BELOW["engine"]}
 BELOW["evaluation"] = {"engine", "text", *BELOW["engine"]}
 BELOW["callback"] = {"report", "sampling_fields", "evaluation", *BELOW["report"]}
 BELOW["levanter"] = {"callback", *BELOW["callback"]}
+BELOW["tunix"] = {"callback", *BELOW["callback"]}
 BELOW["training"] = {"callback", *BELOW["callback"]}
 BELOW["batch_inference"] = {"report", "sampling_fields", "training", *BELOW["training"]}
 BELOW["plan"] = {"slices", "engine", "training", "batch_inference", *BELOW["training"], *BELOW["batch_inference"]}
@@ -49,6 +50,9 @@ ONLY_IN = {
     "orbax": {"training/checkpoint.py"},
     "tensorstore": {"training/checkpoint.py"},
     "levanter": {"models/levanter_reader.py", "levanter.py"},
+    "tunix": {"models/tunix_reader.py", "tunix/hooks.py", "tunix/rollout.py", "tunix/tracker.py"},
+    "qwix": {"models/tunix_reader.py"},
+    "metrax": {"tunix/tracker.py"},
     "lm_eval": {"evaluation/harness.py", "evaluation/language_model.py"},
 }
 

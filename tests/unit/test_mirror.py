@@ -76,6 +76,7 @@ COVERED_BY = {
     "evaluation/results.py": "tests/unit/evaluation/test_harness.py",
     "evaluation/task_rounds.py": "tests/multiprocess/test_tasks.py",
     "callback/round.py": "tests/unit/callback/test_sample_callback.py",
+    "tunix/compute_dtype.py": "tests/unit/tunix/test_rollout.py",
     **{
         f"training/grpo/{part}.py": "tests/unit/training/grpo/test_rollouts.py"
         for part in ("answer_rows", "generate", "logprob_columns", "rollout_engine", "rollout_report")
