@@ -14,6 +14,7 @@ from lockstep.engine.gate import Gate
 from lockstep.engine.launches import BetweenLaunches, launch_all
 from lockstep.engine.prepare import Prepared, models_for, prepare_programs, signature_of
 from lockstep.engine.sizing.choose import Chooser
+from lockstep.engine.sizing.cost_model import verify_costs
 from lockstep.engine.sizing.result import Sizing
 from lockstep.engine.validate import check_requests, repeated
 from lockstep.errors import ConfigError
@@ -282,6 +283,7 @@ class Engine:
                 find_stop,
                 share_prefixes=self.config.share_prefixes,
                 max_prompts=sizing.max_prompts,
+                verify_costs=verify_costs(sizing.sizes, sizing.estimate),
             )
         except Exception as caught:
             if gate is None:
