@@ -216,8 +216,8 @@ class Drafts:
     Args:
         answers: A guess at each completion, in the order of the generations, such as what the model answered in an
             earlier round; fewer or empty ones where there is none.
-        ngrams: Whether to guess, too, that what followed the last few tokens earlier in prompt and answer follows again
-            (prompt lookup decoding, Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding).
+        ngrams: Whether to guess, too, that what followed the last few tokens in the prompt, in other answers to it or
+            earlier in this one follows again (prompt lookup decoding, Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding).
 
     Raises:
         ConfigError: A token is no token id of any model.

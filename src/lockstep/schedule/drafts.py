@@ -4,6 +4,7 @@ Everything here is a pure function of the requests and of the sampled tokens, in
 divisions that are exact to the last bit on every CPU: every host chooses the same program.
 """
 
+import itertools
 import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -17,6 +18,8 @@ from lockstep.types import Drafts
 
 _NGRAMS = (3, 2)
 """Tokens that must be the same for what followed them to be a guess, the longest first."""
+_COMPARED = 16
+"""The last tokens of an answer that decide whether it still is side by side with the draft."""
 _LEAST_GAIN = 1.05
 """How many times the tokens per second of decode verifying must promise to be done."""
 _RECENT = 64.0
@@ -36,10 +39,11 @@ class Proposer:
         prompt: The token ids of the prompt.
         drafts: The drafts of the request.
         generation_id: The generation.
+        others: The tokens so far of the other generations, which grow.
     """
 
-    def __init__(self, prompt: tuple[int, ...], drafts: Drafts, generation_id: int) -> None:
-        self._prompt = prompt
+    def __init__(self, prompt: tuple[int, ...], drafts: Drafts, generation_id: int, others: Seq[Sequence] = ()) -> None:
+        self._prompt, self._others = prompt, others
         self._draft = np.array(drafts.answer(generation_id), np.int32)
         self._ngrams = drafts.ngrams
         self._shift = 0
@@ -53,22 +57,30 @@ class Proposer:
             count: The most tokens to guess.
         """
         at = len(answer) + self._shift
-        if answer and not (0 < at <= len(self._draft) and self._draft[at - 1] == answer[-1]):
+        agreement = self._agreement(answer, at)
+        # Where the last tokens are mostly the same, one that is not was most often replaced by another.
+        if 2 * agreement < min(len(answer), _COMPARED):
             found = _after(self._draft, answer, near=at)
-            if found is not None:
+            if found is not None and self._agreement(answer, found) > agreement:
                 at, self._shift = found, found - len(answer)
             elif self._ngrams and (copied := self._copy(answer, count)) is not None:
                 return copied
-        # Also where the last token is another one: most often that is the only one.
         draft = self._draft[max(at, 0) : max(at, 0) + count]
         if not len(draft) and self._ngrams:
             copied = self._copy(answer, count)
             return draft if copied is None else copied
         return draft
 
+    def _agreement(self, answer: Seq[int], at: int) -> int:
+        """How many of the last tokens of the answer are in the draft before the place ``at``, side by side."""
+        size = min(len(answer), max(at, 0), _COMPARED)
+        before = self._draft[at - size : at]
+        return int((before == np.array(answer[len(answer) - size :][: len(before)])).sum()) if len(before) else 0
+
     def _copy(self, answer: Seq[int], count: int) -> Int32[np.ndarray, " token"] | None:
         """What followed the last tokens where they were before, again and again where that reaches the end."""
-        text = np.array((*self._prompt, *answer), np.int32)
+        others = itertools.chain.from_iterable(other.tokens for other in self._others)
+        text = np.array((*others, *self._prompt, *answer), np.int32)
         found = _after(text[:-1], text[-_NGRAMS[0] :].tolist(), near=len(text))
         return None if found is None else text[found + np.arange(count) % (len(text) - found)]
 
@@ -115,8 +127,11 @@ class Drafter:
     def put(self, sequence: Sequence) -> None:
         """Takes the drafts of a sequence that was given its slot."""
         at, request = (sequence.replica, sequence.slot), sequence.request
-        wants = request.drafts is not None
-        self._proposers[at] = Proposer(request.prompt_tokens, request.drafts, sequence.generation_id) if wants else None
+        self._proposers[at] = None
+        if request.drafts is not None:
+            self._proposers[at] = Proposer(
+                request.prompt_tokens, request.drafts, sequence.generation_id, sequence.siblings
+            )
         self._looked_at[at] = self._right[at] = 0.0
 
     def choose(self, sequences: np.ndarray, remaining: Int32[np.ndarray, "replica slot"]) -> tuple[int, list[float]]:

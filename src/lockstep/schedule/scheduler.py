@@ -366,6 +366,9 @@ class Scheduler:
             Sequence(request=request, generation_id=generation, prefix_keys=keys, tail_key=tail, prompt_logprobs=record)
             for generation in range(request.params.n_generations)
         ]
+        if request.drafts is not None and request.drafts.ngrams:
+            for sequence in sequences:
+                sequence.siblings = [other for other in sequences if other is not sequence]
         assert request.prompt_id not in self._unanswered
         self._unanswered[request.prompt_id] = len(sequences)
         self._sequences += sequences

@@ -122,7 +122,9 @@ def test_no_draft_changes_a_token(data: st.DataObject, monkeypatch: pytest.Monke
     want = known_answers()
     answers = by_request(want)
     drafted = [
-        with_drafts(each, [data.draw(drafts(answer)) for answer in answers[each.prompt_id]], ngrams=data.draw(st.booleans()))
+        with_drafts(
+            each, [data.draw(drafts(answer)) for answer in answers[each.prompt_id]], ngrams=data.draw(st.booleans())
+        )
         for each in plain
     ]
     with every_launch_verifies(monkeypatch):
