@@ -60,16 +60,16 @@ def test_it_equals_paged_attention(arrays, chunk, position, modifier, monkeypatc
 def test_several_positions_are_as_one_after_the_other(arrays, chunk, modifier, monkeypatch):
     """The last queries lie beyond the context: they are left out, and change nothing."""
     monkeypatch.setattr(module, "CONTEXT_CHUNK", chunk)
-    pool, page_table, _, _ = arrays
+    pool, page_table = (jnp.asarray(each) for each in arrays[:2])
     rng = np.random.default_rng(3)
-    start, queries, layer = np.array([0, 7, 17], np.int32), 5, jnp.int32(1)
-    q = rng.standard_normal((SLOTS, queries, KV_HEADS, GROUP, HEAD)).astype(np.float32)
-    kv = rng.standard_normal((SLOTS, queries, 2 * KV_HEADS, HEAD)).astype(np.float32)
+    start, queries, layer = jnp.array([0, 7, 17], jnp.int32), 5, jnp.int32(1)
+    q = jnp.asarray(rng.standard_normal((SLOTS, queries, KV_HEADS, GROUP, HEAD)), jnp.float32)
+    kv = jnp.asarray(rng.standard_normal((SLOTS, queries, 2 * KV_HEADS, HEAD)), jnp.float32)
 
     @jax.jit
     def together(pool):
         context = gather_context(pool, page_table, start, LAYERS)
-        context = extend_context_span(context, layer, kv, start[:, None] + np.arange(queries))
+        context = extend_context_span(context, layer, kv, start[:, None] + jnp.arange(queries))
         return context, attend_context_span(q, context, layer, start, modifier)
 
     @jax.jit
@@ -80,7 +80,7 @@ def test_several_positions_are_as_one_after_the_other(arrays, chunk, modifier, m
     filled, got = together(pool)
     context = gather_context(jnp.asarray(pool), page_table, start, LAYERS)
     for i in range(queries):
-        within = start + i < PAGES * PAGE_SIZE
+        within = np.asarray(start + i < PAGES * PAGE_SIZE)
         context, want = step(context, kv[:, i], q[:, i], start + i)
         np.testing.assert_allclose(got[within, i], want[within], rtol=1e-5, atol=1e-6)
     jax.tree.map(np.testing.assert_array_equal, filled, context)

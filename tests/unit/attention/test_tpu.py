@@ -73,7 +73,8 @@ def test_decode(kv_heads: int, group: int, head: int, kv_dtype: jnp.dtype) -> No
     np.testing.assert_array_equal(got_pool, as_numbers(kernel.pack(want_pool)))
 
 
-@pytest.mark.parametrize(("kv_heads", "group", "head"), [HEADS[0], pytest.param(*HEADS[1], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("kv_heads", "group", "head"), [HEADS[0], pytest.param(*HEADS[1], marks=pytest.mark.nightly)])
 def test_several_positions_of_each_slot(kv_heads: int, group: int, head: int) -> None:
     """An idle slot, one that crosses a page, and one whose last queries lie beyond the table, on the null page."""
     heads, queries = Heads(kv_heads=kv_heads, group=group, head_size=head), 5
