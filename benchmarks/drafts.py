@@ -41,7 +41,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write one key per row to this file")
     arguments = parser.parse_args()
     console = Console(stderr=True)
-    rows = measure(QUICK if arguments.quick else LOAD, 1 if arguments.quick else 5, console)
+    rows = measure(QUICK if arguments.quick else LOAD, 1 if arguments.quick else 3, console)
     show(rows)
     if arguments.json:
         write_json(arguments.json, rows)

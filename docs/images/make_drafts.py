@@ -86,14 +86,13 @@ def picture() -> str:
     x = LEFT + 4 * (CELL + GAP)
     parts.append(f'<text class="small muted" x="{x}" y="232">after a wrong draft: not looked at</text>')
     parts.append(label(256, "answer", "four tokens more"))
-    parts += [cell(at, 256, word, "right" if at < 3 else "wrong") for at, word in enumerate(SAMPLED[:4])]
+    parts += [cell(at, 256, word, "right") for at, word in enumerate(SAMPLED[:4])]
     parts.append(label(316, "next step", "goes on from there"))
-    parts += [
-        cell(at, 316, word, "known" if at == 3 else "draft") for at, word in ((3, "today"), (4, "the"), (5, "sea"))
-    ]
-    parts.append(arrow(3, 288, 314))
-    overwrites = "writes its K/V over that of the wrong draft"
-    parts.append(f'<text class="small muted" x="{LEFT + 6 * (CELL + GAP)}" y="336">{overwrites}</text>')
+    following = ((4, "today", "known"), (5, "the", "draft"), (6, "sea", "draft"))
+    parts += [cell(at, 316, word, kind) for at, word, kind in following]
+    parts.append(arrow(3, 288, 314, 1))
+    overwrites = "over the K/V of the wrong draft"
+    parts.append(f'<text class="small muted" x="{LEFT + 110}" y="336">{overwrites}</text>')
     body = "\n".join(parts)
     title = "A step that verifies a draft"
     return (
