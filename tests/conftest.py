@@ -12,6 +12,13 @@ import pytest
 ONE_AFTER_THE_OTHER = ("tests/faults/", "tests/multiprocess/")
 """Tests that start several processes, which fill two cores and keep time."""
 
+ON_ONE_WORKER = (
+    "tests/browser/",
+    "tests/unit/training/grpo/test_rollouts.py",
+    "tests/unit/training/test_train_state.py",
+)
+"""Tests that share something that takes long to make: a browser, a training run."""
+
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):  # before the first use of a device
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
 
@@ -22,15 +29,15 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """One worker runs all tests that start processes, one after the other; each other test goes to who is free."""
+    """One worker runs all tests that start processes, one after the other; most others go to who is free."""
     # `--dist loadgroup` of pytest-xdist 3.8 has no effect with pytest 9.2, which gives tests another kind of name.
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            if nodeid.startswith("tests/browser/"):
-                return "browser"  # which starts once
-            return "processes" if nodeid.startswith(ONE_AFTER_THE_OTHER) else nodeid
+            if nodeid.startswith(ONE_AFTER_THE_OTHER):
+                return "processes"
+            return next((shared for shared in ON_ONE_WORKER if nodeid.startswith(shared)), nodeid)
 
     return Scheduling(config, log)
 

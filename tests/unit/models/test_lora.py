@@ -40,6 +40,7 @@ def test_it_computes_as_the_merged_model(family, mesh_shape):
     assert np.abs(expected - base).max() > 1, "the adapters matter"
 
 
+@pytest.mark.slow
 def test_new_adapters_change_nothing_to_the_bit():
     base = model_on("1,1,1")
     pairs = LORA.init(base.config, jax.random.key(0))
@@ -99,6 +100,7 @@ def test_the_decoder_merges_on_the_way(mesh_shape):
         np.testing.assert_allclose(own, expected, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", [{"tensor": 2}, pytest.param("training", marks=[pytest.mark.slow, pytest.mark.nightly])]
 )

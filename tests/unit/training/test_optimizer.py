@@ -127,6 +127,7 @@ def first_updates(config):
 PLAIN = {"learning_rate": 0.5, "warmup": 0, "lr_schedule": "constant", "max_grad_norm": None, "weight_decay": 0.25}
 
 
+@pytest.mark.slow
 def test_muon_is_optaxs_for_each_matrix_of_the_layers_and_adamw_for_the_rest():
     parameters, gradients, updates = first_updates(OptimizerConfig(type="muon", **PLAIN))
     for name, shape in (("q", (8, 8)), ("o", (8, 8)), ("up", (8, 12))):

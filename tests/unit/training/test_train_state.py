@@ -131,6 +131,7 @@ def test_a_model_that_is_trained_as_a_whole_has_nothing_frozen():
     assert frozen is None and changing.model is state.model and changing.join(None).model is state.model
 
 
+@pytest.mark.slow
 def test_a_model_with_adapters_is_saved_merged(run, tmp_path):
     from safetensors.numpy import load_file
 

@@ -97,6 +97,7 @@ def offline_run(tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 def test_an_offline_wandb_run_holds_every_row_once_but_where_a_table_begins_anew(offline_run):
     increments = wandb_run.tables(offline_run, "inference_eval/samples")
     steps = [sorted({cells[0] for cells in table["data"]}) for table in increments]
