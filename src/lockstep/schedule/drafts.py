@@ -28,7 +28,7 @@ _PRIOR_RIGHT, _PRIOR = 6.0, 8.0
 """What a run begins with: so many right tokens of so many that were guessed."""
 _OF_RUN = 2.0
 """Tokens that the run's share of right ones counts for in that of a sequence."""
-_FIRST, _GROWTH = 16, 4
+_FIRST, _GROWTH = 8, 4
 """Tokens of a sequence that the first launch verifies at most, and how many more for each that was looked at."""
 
 

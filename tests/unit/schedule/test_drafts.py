@@ -75,7 +75,7 @@ def test_right_drafts_are_verified_in_ever_larger_chunks_and_wrong_ones_once():
     right = play(Scheduler(CAPACITY, [request(i, Drafts(answers=(answers[i],))) for i in range(4)], verify_costs=CHEAP))
     assert [c.tokens for c in right.completions] == answers
     verified = [batch for batch in right.batches if isinstance(batch, VerifyBatch)]
-    assert [(batch.width, batch.decode.num_steps) for batch in verified] == [(8, 2), (64, 1)]
+    assert [(batch.width, batch.decode.num_steps) for batch in verified] == [(8, 1), (64, 1)]
     assert not right.decoded
 
     bad = play(
@@ -83,7 +83,7 @@ def test_right_drafts_are_verified_in_ever_larger_chunks_and_wrong_ones_once():
     )
     assert [c.tokens for c in bad.completions] == answers
     verified = [batch for batch in bad.batches if isinstance(batch, VerifyBatch)]
-    assert [batch.decode.num_steps for batch in verified] == [2], "drafts that prove wrong are left alone"
+    assert [batch.decode.num_steps for batch in verified] == [1], "drafts that prove wrong are left alone"
 
     # Who comes next learns from it: nothing is verified for them.
     many = [request(i, Drafts(answers=(wrong(answer_alone(request(i, None), 0)[0]),))) for i in range(12)]
