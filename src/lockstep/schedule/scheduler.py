@@ -231,9 +231,9 @@ class Scheduler:
         waiting = bool(self._waiting) or self._next is not None
         stop_rate = self._stop_rate if self._slots.may_stop else 0.0
         if self._drafter is not None:
-            batch = self._verify_batch(self._drafter, waiting=waiting, stop_rate=stop_rate)
-            if batch is not None:
-                return batch
+            verified = self._verify_batch(self._drafter, waiting=waiting, stop_rate=stop_rate)
+            if verified is not None:
+                return verified
         steps = num_decode_steps(self._slots.remaining, self.capacity.steps, waiting=waiting, stop_rate=stop_rate)
         return self._slots.batch(steps)
 

@@ -50,9 +50,8 @@ class Programs:
 
     def by_name(self) -> dict[str, Program]:
         """The programs by name, in the order of their first launch."""
-        every = (self.reshard, self.new_cache, self.prefill, self.copy_pages, self.prompt_logprobs, self.decode)
-        every = (*every, *self.verify.values())
-        return {program.name: program for program in every if program is not None}
+        once = (self.reshard, self.new_cache, self.prefill, self.copy_pages, self.prompt_logprobs, self.decode)
+        return {program.name: program for program in (*once, *self.verify.values()) if program is not None}
 
 
 def build_programs(
