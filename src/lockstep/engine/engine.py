@@ -192,7 +192,7 @@ class Engine:
             model: The model that was given to `prepare`, or a later state of it.
             requests: The requests that were given to `prepare`.
             around_launch: Called with the program's name; its context surrounds a launch and, for ``decode``,
-                ``verify_N`` and ``prompt_logprobs``, the wait for its result (and so for everything launched before it).
+                ``verify_N`` and ``prompt_logprobs``, the wait for its result (and so for all that was launched before).
             find_stop: Finds stop strings, such as ``lockstep.StopFinder(tokenizer)``; needed if a request has any.
             between_launches: Called with the scheduler before each launch, to cancel sequences or to end the run. It
                 must do the same on every host.
