@@ -14,7 +14,7 @@ CAPACITY = Capacity(
     replicas=2, sequences=4, slots=2, page_size=4, pages=40, pages_per_sequence=20, prefill_rows=4, steps=16,
     stop_ids=4, draft_tokens=64,
 )  # fmt: skip
-CHEAP = {8: 1.6, 64: 5.0}
+CHEAP = {8: 2.0, 64: 5.0}
 
 
 def request(number: int, drafts: Drafts | None, new: int = 64, **params: object) -> Request:

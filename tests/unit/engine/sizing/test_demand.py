@@ -50,7 +50,7 @@ def test_drafts_add_programs_that_verify_them() -> None:
 
     def widths(new: int, **options: Any) -> tuple[int, tuple[int, ...]]:
         drafted = dataclasses.replace(request(0, 9, new), drafts=Drafts())
-        got = sizes([drafted, request(1, 9, 3)], **options)
+        got = sizes([drafted, request(1, 9, 1)], **options)
         return got.draft_tokens, got.verify_widths
 
     assert sizes([request(0, 9, 100)]).verify_widths == ()
