@@ -13,7 +13,7 @@ test slow nightly: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.5
 # Most of a test's time goes to compiling programs that then run for milliseconds. The slow tests compile as users do.
 test: export XLA_FLAGS ?= --xla_backend_optimization_level=0
 
-.PHONY: help setup setup-tests demo rl-demo test slow nightly lint format types
+.PHONY: help setup setup-tests demo rl-demo test slow nightly docs lint format types
 help: ## show this list
 	@echo "Usage: make TARGET"
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -22,7 +22,7 @@ help: ## show this list
 setup: ## make the environment in .venv (the other targets do it themselves)
 	@scripts/setup.sh dev
 setup-tests:
-	@scripts/setup.sh dev plan levanter browser eval readers
+	@scripts/setup.sh dev plan levanter browser eval readers docs
 
 demo: setup ## train a small model on two simulated hosts and watch what it says (about 5 minutes)
 	@$(PYTHON) infra/launch.py --backend local --processes $(PROCESSES) --devices_per_process $(DEVICES) -- \
@@ -47,6 +47,12 @@ slow: setup-tests ## run the slow tests, the whole demo among them
 
 nightly: setup-tests ## run the slow tests that have a sibling among those of make slow
 	@$(PYTHON) -m pytest -m nightly -n $(WORKERS) $(ARGS)
+
+# The variable: without it mkdocs-material prints an advertisement of its successor into every log.
+docs: ## build the documentation site in build/site; a link or an anchor that leads nowhere is an error
+	@scripts/setup.sh dev docs
+	@NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --quiet --strict
+	@echo "docs: open build/site/index.html"
 
 lint: setup ## check style and formatting
 	@$(PYTHON) -m ruff check .

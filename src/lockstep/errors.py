@@ -2,19 +2,49 @@
 
 
 class LockstepError(Exception):
-    """Base of all errors that lockstep raises on purpose."""
+    """Base of all errors that lockstep raises on purpose.
+
+    Example:
+        >>> try:
+        ...     lockstep.InferenceEvalConfig(prompts=[])
+        ... except lockstep.LockstepError as error:
+        ...     print(type(error).__name__)
+        PromptError
+    """
 
 
 class ConfigError(LockstepError, ValueError):
-    """A configuration value that cannot work: the message names the field, the value, the limit and the fix."""
+    """A configuration value that cannot work: the message names the field, the value, the limit and the fix.
+
+    Example:
+        >>> lockstep.InferenceEvalConfig(prompts=["2 + 2 ="], eval_every=0)
+        Traceback (most recent call last):
+            ...
+        lockstep.errors.ConfigError: inference_eval.eval_every is 0; it must be at least 1...
+    """
 
 
 class PromptError(LockstepError, ValueError):
-    """A prompt that cannot be answered (empty, too long, not readable)."""
+    """A prompt that cannot be answered (empty, too long, not readable).
+
+    Example:
+        >>> lockstep.Request(prompt_id=3, prompt_tokens=(), params=lockstep.SamplingParams(max_new_tokens=1))
+        Traceback (most recent call last):
+            ...
+        lockstep.errors.PromptError: prompt 3 has 0 tokens; the model needs at least 1 to start from. ...
+    """
 
 
 class CompilerError(LockstepError, RuntimeError):
-    """A program that the compiler refused."""
+    """A program that the compiler refused.
+
+    Example:
+        >>> try:
+        ...     raise lockstep.errors.HbmError("the train step does not fit", needed=20, limit=16)
+        ... except lockstep.errors.CompilerError as error:
+        ...     print(error, error.needed - error.limit)
+        the train step does not fit 4
+    """
 
     def __init__(self, text: str, *, needed: int = 0, limit: int = 0) -> None:
         super().__init__(text)
@@ -25,30 +55,84 @@ class CompilerError(LockstepError, RuntimeError):
 
 
 class HbmError(CompilerError):
-    """A program that needs more device memory than there is."""
+    """A program that needs more device memory than there is.
+
+    Example:
+        >>> try:
+        ...     raise lockstep.errors.HbmError("the train step does not fit", needed=20, limit=16)
+        ... except lockstep.errors.HbmError as error:
+        ...     print(error, error.needed, error.limit)
+        the train step does not fit 20 16
+    """
 
 
 class VmemError(CompilerError):
-    """A kernel that needs more of a TPU core's vector memory than it may have."""
+    """A kernel that needs more of a TPU core's vector memory than it may have.
+
+    Example:
+        >>> try:
+        ...     raise lockstep.errors.VmemError("the kernel does not fit", needed=20, limit=16)
+        ... except lockstep.errors.VmemError as error:
+        ...     print(error, error.needed, error.limit)
+        the kernel does not fit 20 16
+    """
 
 
 class CapacityError(LockstepError, ValueError):
-    """A request that can never fit the engine, whatever finishes before it."""
+    """A request that can never fit the engine, whatever finishes before it.
+
+    Example:
+        >>> engine = lockstep.Engine(lockstep.EngineConfig(max_seq_len=8), mesh)
+        >>> params = lockstep.SamplingParams(max_new_tokens=16)
+        >>> engine.check(model, [lockstep.Request(prompt_id=0, prompt_tokens=(1,), params=params)])
+        Traceback (most recent call last):
+            ...
+        lockstep.errors.CapacityError: prompt 0 ...
+    """
 
 
 class HostError(LockstepError, RuntimeError):
-    """Something between the hosts of a job went wrong."""
+    """Something between the hosts of a job went wrong.
+
+    Example:
+        >>> try:
+        ...     with hosts.run_on_all("read the prompts"):
+        ...         open("missing.txt")
+        ... except lockstep.errors.HostError as error:
+        ...     print(error.on_every_process)
+        True
+    """
 
     on_every_process = False
     """Whether every process of the job raises this error with the same text, so that one needs to print it."""
 
 
 class HostTimeoutError(HostError, TimeoutError):
-    """A wait on other hosts ran out of time: names the key, the seconds, the missing processes and their last phase."""
+    """A wait on other hosts ran out of time: names the key, the seconds, the missing processes and their last phase.
+
+    Example:
+        >>> from lockstep.hosts import Hosts, MemoryClient
+        >>> first_of_two = Hosts(MemoryClient.hub(2)[0], timeout_s=0.1)
+        >>> first_of_two.barrier("start")
+        Traceback (most recent call last):
+            ...
+        lockstep.errors.HostTimeoutError: ...
+    """
 
 
 class DisagreementError(HostError):
-    """Hosts have different values where they must have the same one: names the processes that differ."""
+    """Hosts have different values where they must have the same one: names the processes that differ.
+
+    Example:
+        >>> from concurrent.futures import ThreadPoolExecutor
+        >>> from lockstep.hosts import Hosts, MemoryClient
+        >>> def agree(client):
+        ...     Hosts(client).agree("settings", {"learning rate": str(client.index)})
+        >>> with ThreadPoolExecutor() as pool:
+        ...     calls = [pool.submit(agree, client) for client in MemoryClient.hub(2)]
+        >>> [type(call.exception()).__name__ for call in calls]
+        ['DisagreementError', 'DisagreementError']
+    """
 
     on_every_process = True
 
@@ -59,6 +143,13 @@ class PeerError(HostError):
     Args:
         text: The same on every host.
         processes: The number of processes that raise it. A process can be in a job of all and have one of its own.
+
+    Example:
+        >>> with hosts.run_on_all("read the prompts"):
+        ...     raise OSError("no such file")
+        Traceback (most recent call last):
+            ...
+        lockstep.errors.PeerError: ...
     """
 
     on_every_process = True
@@ -69,10 +160,23 @@ class PeerError(HostError):
 
 
 class DivergenceError(HostError):
-    """Training has come to a loss that is not a number or far too large; raised on every host after the same step."""
+    """Training has come to a loss that is not a number or far too large; raised on every host after the same step.
+
+    Example:
+        >>> lockstep.errors.DivergenceError("the loss of step 7 is nan").on_every_process
+        True
+    """
 
     on_every_process = True
 
 
 class LaunchMismatchError(HostError):
-    """Hosts launched different device programs, or the same ones in a different order."""
+    """Hosts launched different device programs, or the same ones in a different order.
+
+    Example:
+        >>> with lockstep.leader_only():
+        ...     jax.numpy.zeros(3) + 1
+        Traceback (most recent call last):
+            ...
+        lockstep.errors.LaunchMismatchError: ...
+    """

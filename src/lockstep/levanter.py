@@ -46,6 +46,12 @@ def sample_callback(
     Raises:
         ConfigError: ``config.at_start`` is set, but Levanter calls no hook before the first step.
         PeerError: ``model`` was given, and it, the prompts or the capacities cannot work; raised on every process.
+
+    Example:
+        >>> import lockstep.levanter
+        >>> config = lockstep.InferenceEvalConfig(prompts=["What is 12 plus 7?"], max_new_tokens=16)
+        >>> hook = lockstep.levanter.sample_callback(config, tokenizer, trainer, model=state.model)
+        >>> trainer.add_hook(hook, every=100)
     """
     return LevanterSampleCallback(
         config, tokenizer, trainer, model=model, name=name, output_dir=output_dir, hosts=hosts
@@ -135,6 +141,10 @@ class LevanterTracker:
 
     Args:
         tracker: The trainer's tracker.
+
+    Example:
+        >>> from lockstep.levanter import LevanterTracker
+        >>> LevanterTracker(trainer.tracker).log({"reward": 0.5}, step=10)
     """
 
     def __init__(self, tracker: Any) -> None:

@@ -8,7 +8,12 @@ from lockstep.errors import ConfigError, PromptError
 
 
 class FinishReason(enum.StrEnum):
-    """Why a completion ended."""
+    """Why a completion ended.
+
+    Example:
+        >>> lockstep.FinishReason.LENGTH == "length"
+        True
+    """
 
     STOP = "stop"
     """A stop token was sampled, or the text has a stop string."""
@@ -135,6 +140,11 @@ class SamplingParams(SamplingRules):
 
     Raises:
         ConfigError: A value is out of its range, or the values together leave no token to sample.
+
+    Example:
+        >>> params = lockstep.SamplingParams(max_new_tokens=64, temperature=0.7, top_p=0.95, n_generations=4)
+        >>> params.seed
+        0
     """
 
     stop_token_ids: tuple[int, ...] = ()
@@ -251,6 +261,11 @@ class Request:
 
     Raises:
         PromptError: The prompt has no tokens.
+
+    Example:
+        >>> prompt = tuple(tokenizer.encode("What is 12 plus 7?"))
+        >>> params = lockstep.SamplingParams(max_new_tokens=16)
+        >>> request = lockstep.Request(prompt_id=0, prompt_tokens=prompt, params=params)
     """
 
     prompt_id: int
@@ -286,6 +301,17 @@ class Completion:
             read.
         prompt_top_logprobs: For each prompt token what ``top_logprobs`` has for each sampled one; nothing for the
             first. Empty unless both were asked for.
+
+    Example:
+        >>> completion = lockstep.Completion(
+        ...     prompt_id=0,
+        ...     generation_id=0,
+        ...     tokens=(17, 2),
+        ...     logprobs=(-0.5, -0.25),
+        ...     finish_reason=lockstep.FinishReason.STOP,
+        ... )
+        >>> sum(completion.logprobs)
+        -0.75
     """
 
     prompt_id: int

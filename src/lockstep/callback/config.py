@@ -17,6 +17,11 @@ class InferenceEvalConfig(EvaluationFields, SamplingBlock):
     Raises:
         ConfigError: A value cannot work; the message names the field, the value, the limit and the fix.
         PromptError: An inline list of prompts is empty or has an empty prompt.
+
+    Example:
+        >>> config = lockstep.InferenceEvalConfig(prompts=["Once upon a time"], eval_every=50, temperature=0.7)
+        >>> config.at_end
+        True
     """
 
     BLOCK: ClassVar[str] = "inference_eval"

@@ -57,6 +57,16 @@ class SampleCallback:
 
     Raises:
         ConfigError: ``config`` does not allow sampling in several processes.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> config = lockstep.InferenceEvalConfig(prompts=["What is 12 plus 7?"], eval_every=10, max_new_tokens=4)
+        >>> callback = lockstep.SampleCallback(config, tokenizer)
+        >>> for step in range(1, 11):
+        ...     callback(SimpleNamespace(step=step, model=model))  # after every step, on every host
+        >>> callback.finish()
+        >>> callback.rounds, callback.skipped_rounds
+        (1, 0)
     """
 
     def __init__(

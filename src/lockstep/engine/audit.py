@@ -246,6 +246,13 @@ def audit(
     Raises:
         PeerError: The audit failed on at least one host; raised on every host.
         DisagreementError: The hosts were given different completions.
+
+    Example:
+        >>> params = lockstep.SamplingParams(max_new_tokens=4)
+        >>> requests = [lockstep.Request(prompt_id=0, prompt_tokens=(1, 2, 3), params=params)]
+        >>> completions = lockstep.Engine(lockstep.EngineConfig(), mesh).generate(model, requests)
+        >>> lockstep.audit(model, requests, completions).logprob_gap < 1e-3
+        True
     """
     with (current() if hosts is None else hosts).scope("audit") as scope:
         with scope.run_on_all("prepare") as prepared:

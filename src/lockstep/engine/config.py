@@ -18,6 +18,10 @@ class EngineConfig(CapacityFields):
 
     Raises:
         ConfigError: A value cannot work; the error names the field, the value, the limit and the fix.
+
+    Example:
+        >>> lockstep.EngineConfig(max_seqs=8, layout={"tensor": 1}).hbm_utilization
+        0.9
     """
 
     max_seq_len: int | None = None

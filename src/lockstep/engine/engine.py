@@ -41,6 +41,14 @@ class Engine:
 
     Raises:
         ConfigError: The layout does not fit the mesh, or no token may be sampled.
+
+    Example:
+        >>> engine = lockstep.Engine(lockstep.EngineConfig(max_seq_len=64), mesh)
+        >>> params = lockstep.SamplingParams(max_new_tokens=4, temperature=0.0)
+        >>> request = lockstep.Request(prompt_id=0, prompt_tokens=(1, 2, 3), params=params)
+        >>> (completion,) = engine.generate(model, [request])
+        >>> len(completion.tokens)
+        4
     """
 
     def __init__(

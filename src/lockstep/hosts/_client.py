@@ -193,6 +193,12 @@ class MemoryClient(_Numbered):
         task: The number of the task that this client stands for.
         count: The number of processes.
         store: The values and barriers that all clients share.
+
+    Example:
+        >>> from lockstep.hosts import Hosts, MemoryClient
+        >>> first, second = (Hosts(client) for client in MemoryClient.hub(2))
+        >>> first.is_leader, second.is_leader, second.count
+        (True, False, 2)
     """
 
     def __init__(self, task: int, count: int, store: "_Store"):

@@ -22,6 +22,10 @@ class DistributedConfig:
 
     Raises:
         ConfigError: A value cannot work.
+
+    Example:
+        >>> lockstep.DistributedConfig(require_process_count=8).timeout_s
+        300.0
     """
 
     require_multihost: bool = False

@@ -59,6 +59,13 @@ def run_main(main: Callable[[], object], *, debug: bool = False) -> None:
     Raises:
         SystemExit: The program failed in a job of one process; it has the exit code. Never raised when ``main``
             returns None or 0.
+
+    Example:
+        >>> def main() -> None:
+        ...     hosts = lockstep.start()
+        ...     print("training on", hosts.count, "process")
+        >>> lockstep.run_main(main)
+        training on 1 process
     """
     code, text = 0, ""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:

@@ -29,6 +29,16 @@ class Hosts:
     Args:
         client: The coordination service, or its in-memory twin.
         timeout_s: The seconds that any wait may last.
+
+    Example:
+        >>> with hosts.run_on_all("read the prompts") as read:
+        ...     prompts = ["What is 12 plus 7?"]
+        ...     read.agree({"prompts": str(prompts)})
+        ...     read.share(len(prompts))
+        >>> read.shared
+        [1]
+        >>> hosts.all_min("free bytes", 1024)
+        1024
     """
 
     def __init__(self, client: Client, timeout_s: float = 300.0):

@@ -26,6 +26,10 @@ def leader_only() -> Iterator[None]:
 
     Raises:
         LaunchMismatchError: A program was launched inside; the error of JAX is its cause.
+
+    Example:
+        >>> with lockstep.leader_only():
+        ...     text = tokenizer.decode([1, 2, 3])  # host work: fine
     """
     with jax.no_execution(True):
         try:

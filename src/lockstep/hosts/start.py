@@ -56,6 +56,11 @@ def start(config: DistributedConfig | None = None) -> Hosts:
         HostTimeoutError: The coordinator refused, or a process did not start its devices. (When processes are missing
             for ``initialization_timeout_s``, the process prints the same text and ends with code 1: JAX is waiting and
             cannot be interrupted.)
+
+    Example:
+        >>> hosts = lockstep.start()  # before the first use of JAX
+        >>> hosts.index, hosts.count, hosts.is_leader
+        (0, 1, True)
     """
     global _hosts, _stop_watching
     if _hosts is not None and _stop_watching is not None:
@@ -93,6 +98,10 @@ def current() -> Hosts:
     process.
 
     Where the user has started the service, this starts JAX's devices, which decide the number of this process.
+
+    Example:
+        >>> lockstep.hosts.current().count
+        1
     """
     global _hosts
     if _hosts is None:

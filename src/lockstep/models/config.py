@@ -23,6 +23,11 @@ class Variant:
 
     Raises:
         ConfigError: A value cannot work.
+
+    Example:
+        >>> gemma = lockstep.models.Variant(activation="gelu_tanh", norm_plus_one=True, logit_soft_cap=30.0)
+        >>> LlamaConfig(variant=gemma).variant.gated
+        True
     """
 
     activation: Activation = "silu"
@@ -74,6 +79,10 @@ class Llama3Scaling:
     """Rotary frequency scaling of Llama 3.1 ("llama3" in Hugging Face): low frequencies are lowered, high ones kept.
 
     Source: ``transformers/modeling_rope_utils.py``, ``_compute_llama3_parameters``.
+
+    Example:
+        >>> lockstep.models.Llama3Scaling(factor=32.0).original_max_position_embeddings
+        8192
     """
 
     factor: float = 8.0
@@ -103,7 +112,13 @@ class Llama3Scaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RotaryConfig:
-    """Rotary position embeddings (Su et al. 2021, https://arxiv.org/abs/2104.09864), half-split as in Hugging Face."""
+    """Rotary position embeddings (Su et al. 2021, https://arxiv.org/abs/2104.09864), half-split as in Hugging Face.
+
+    Example:
+        >>> from lockstep.models import Llama3Scaling, RotaryConfig
+        >>> LlamaConfig(rope=RotaryConfig(theta=500000.0, scaling=Llama3Scaling())).rope.theta
+        500000.0
+    """
 
     theta: float = 10000.0
     """The base of the wavelengths."""
@@ -132,6 +147,10 @@ class LlamaConfig(ModelConfig):
 
     Raises:
         ConfigError: A value cannot work; the message says what was given, the limit and the fix.
+
+    Example:
+        >>> LlamaConfig(hidden_dim=2048, intermediate_dim=8192, num_layers=16, num_heads=32, num_kv_heads=8).head_size
+        64
     """
 
     max_seq_len: int = 2048
@@ -221,13 +240,23 @@ class LlamaConfig(ModelConfig):
 @ModelConfig.register_subclass("mistral")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MistralConfig(LlamaConfig):
-    """Mistral (https://arxiv.org/abs/2310.06825): a Llama whose sliding window must not be below ``max_seq_len``."""
+    """Mistral (https://arxiv.org/abs/2310.06825): a Llama whose sliding window must not be below ``max_seq_len``.
+
+    Example:
+        >>> lockstep.models.MistralConfig(num_kv_heads=8, intermediate_dim=14336).q_heads_per_group
+        4
+    """
 
 
 @ModelConfig.register_subclass("qwen2")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen2Config(LlamaConfig):
-    """Qwen2 (https://arxiv.org/abs/2407.10671) and Qwen2.5: a Llama with biases on query, key and value."""
+    """Qwen2 (https://arxiv.org/abs/2407.10671) and Qwen2.5: a Llama with biases on query, key and value.
+
+    Example:
+        >>> lockstep.models.Qwen2Config().qkv_bias
+        True
+    """
 
     qkv_bias: bool = True
     layer_norm_epsilon: float = 1e-6
@@ -236,7 +265,12 @@ class Qwen2Config(LlamaConfig):
 @ModelConfig.register_subclass("qwen3")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3Config(LlamaConfig):
-    """Qwen3 (https://arxiv.org/abs/2505.09388): a Llama with an RMSNorm on each query and key head."""
+    """Qwen3 (https://arxiv.org/abs/2505.09388): a Llama with an RMSNorm on each query and key head.
+
+    Example:
+        >>> lockstep.models.Qwen3Config(head_dim=128).qk_norm
+        True
+    """
 
     qk_norm: bool = True
     layer_norm_epsilon: float = 1e-6

@@ -266,6 +266,11 @@ class LlamaLMHeadModel(eqx.Module):
     """A Llama-family language model. It computes in the dtype of its parameters; the caller casts them.
 
     The axis order of every parameter is that of `lockstep.models.weights`, so that the decoder reads it by reference.
+
+    Example:
+        >>> tokens = hax.ones((hax.Axis("batch", 2), hax.Axis("position", 8)), dtype=int)
+        >>> jax.eval_shape(model, tokens).shape["batch"]
+        2
     """
 
     embed: NamedArray

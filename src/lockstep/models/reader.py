@@ -26,6 +26,11 @@ def read_decoder(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
 
     Raises:
         UnreadableModelError: There is no reader for the class of ``model``.
+
+    Example:
+        >>> config, weights = lockstep.models.read_decoder(model)
+        >>> config == small, weights.embed is model.embed.array
+        (True, True)
     """
     if not has_reader(type(model)) and _is_levanter(type(model)):
         importlib.import_module("lockstep.models.levanter_reader")

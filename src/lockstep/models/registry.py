@@ -12,7 +12,14 @@ Reader = Callable[[Any], tuple[LlamaConfig, DecoderWeights]]
 
 
 class UnreadableModelError(LockstepError, TypeError):
-    """A model that no registered reader can read: names its class and the supported ones."""
+    """A model that no registered reader can read: names its class and the supported ones.
+
+    Example:
+        >>> lockstep.models.read_decoder("no model")
+        Traceback (most recent call last):
+            ...
+        lockstep.models.registry.UnreadableModelError: a model of class builtins.str cannot be read; supported are ...
+    """
 
 
 def register_reader(cls: type) -> Callable[[Reader], Reader]:
@@ -23,6 +30,15 @@ def register_reader(cls: type) -> Callable[[Reader], Reader]:
 
     Returns:
         The decorator. The function takes the model and returns what `read_decoder` returns; it may not launch anything.
+
+    Example:
+        >>> class MyModel:
+        ...     inner = model
+        >>> @lockstep.models.register_reader(MyModel)
+        ... def read(mine):
+        ...     return lockstep.models.read_decoder(mine.inner)
+        >>> lockstep.models.read_decoder(MyModel())[0].num_layers
+        2
     """
     return read_registered.register(cls)
 

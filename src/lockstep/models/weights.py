@@ -21,6 +21,11 @@ class LayerWeights:
     ``mlp`` (intermediate size). Query head ``i`` of a Hugging Face checkpoint is ``(kv_head, group) = divmod(i, G)``,
     ``G`` being the number of query heads per kv head. The axes of heads may also be flattened into fewer, in this
     order. A weight with another order of axes, or with one array per layer, is a `lockstep.placement.LazyWeight`.
+
+    Example:
+        >>> _, weights = lockstep.models.read_decoder(model)
+        >>> weights.layers.gate.shape
+        (2, 32, 64)
     """
 
     q: Float[Array, "layer embed kv_head group head"]
@@ -53,6 +58,11 @@ class DecoderWeights:
     """Weights of a language model. ``lm_head`` is None when the embedding is tied to it.
 
     What is None is not computed; which weights there are must agree with `LlamaConfig`.
+
+    Example:
+        >>> _, weights = lockstep.models.read_decoder(model)
+        >>> weights.embed.shape == (len(tokenizer), small.hidden_dim)
+        True
     """
 
     embed: Float[Array, "vocab embed"]

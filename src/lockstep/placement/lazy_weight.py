@@ -30,6 +30,15 @@ class LazyWeight:
         sharding: The sharding that the weight would have if it were made in place, without moving anything.
         stacked: Whether its first axis is the layer.
         by_layer: Whether every layer has arrays of its own.
+
+    Example:
+        >>> def doubled(block):
+        ...     return 2 * block
+        >>> array = model.embed.array
+        >>> lockstep.models.LazyWeight(
+        ...     parts=(array,), assemble=doubled, shape=array.shape, dtype=array.dtype, sharding=array.sharding
+        ... ).ndim
+        2
     """
 
     parts: tuple[Any, ...]
@@ -80,6 +89,11 @@ def view(array: Any, pattern: str, **picks: int) -> Any:
 
     Raises:
         ConfigError: The pattern does not fit the array, or layers differ in shape, dtype or placement.
+
+    Example:
+        >>> kernel = jax.ShapeDtypeStruct((2, 48, 32), "float32")
+        >>> lockstep.models.view(kernel, "layer out embed -> layer embed out").shape
+        (2, 32, 48)
     """
     by_layer = isinstance(array, list | tuple)
     layers = list(array) if by_layer else [array]

@@ -99,6 +99,21 @@ class Row(CompletionRow):
     Args:
         step: The number of training steps completed.
         tokens: The text that each token added and its natural-log probability, for the file alone; empty for none.
+
+    Example:
+        >>> row = lockstep.report.Row(
+        ...     step=10,
+        ...     prompt_id=0,
+        ...     generation_id=0,
+        ...     prompt="2 + 2 =",
+        ...     generated_text=" 4",
+        ...     num_tokens=2,
+        ...     finish_reason="stop",
+        ...     mean_logprob=-0.1,
+        ...     metrics={"exact_match": 1.0},
+        ... )
+        >>> row.to_dict()["exact_match"]
+        1.0
     """
 
     columns: ClassVar[tuple[str, ...]] = COLUMNS

@@ -29,6 +29,10 @@ class Prompt:
     Raises:
         PromptError: Neither or both of text and messages are given, one of them is empty, or a message is without role
             and content.
+
+    Example:
+        >>> lockstep.text.Prompt(id=0, text="2 + 2 =", answer="4").shown
+        '2 + 2 ='
     """
 
     id: int

@@ -23,6 +23,12 @@ class StopFinder:
 
     Args:
         tokenizer: A Hugging Face tokenizer.
+
+    Example:
+        >>> find_stop = lockstep.StopFinder(tokenizer)
+        >>> tokens = tokenizer.encode("one hundred and two", add_special_tokens=False)
+        >>> find_stop(tokens, 0, ["and"]) < len(tokens)
+        True
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:

@@ -23,6 +23,10 @@ class TrainerConfig:
 
     Raises:
         ConfigError: A value is out of its range.
+
+    Example:
+        >>> lockstep.training.TrainerConfig(num_train_steps=100, train_batch_size=64).mesh_shape
+        'auto'
     """
 
     seed: int = 0

@@ -12,7 +12,12 @@ from lockstep.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepInfo:
-    """The state of the run at a hook call, with Levanter's names. The model is donated to the next step."""
+    """The state of the run at a hook call, with Levanter's names. The model is donated to the next step.
+
+    Example:
+        >>> lockstep.training.StepInfo(step=9, model=model, loss=2.5, step_duration=0.1).next_step
+        10
+    """
 
     step: int
     """The 0-based number of the step that is done; -1 before the first."""

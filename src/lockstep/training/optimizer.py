@@ -29,6 +29,12 @@ class OptimizerConfig:
 
     Raises:
         ConfigError: A value is out of its range, or the optimizer has no use for it.
+
+    Example:
+        >>> config = lockstep.training.OptimizerConfig(learning_rate=1e-3, warmup=10)
+        >>> optimizer, schedule = config.build(1000), config.schedule(1000)
+        >>> round(float(schedule(10)), 6)
+        0.001
     """
 
     type: Literal["adamw", "lion", "muon", "adafactor"] = "adamw"

@@ -50,6 +50,12 @@ class TokenizedRows:
 
     Raises:
         ConfigError: There are no rows.
+
+    Example:
+        >>> import numpy as np
+        >>> rows = lockstep.training.TokenizedRows(columns={"tokens": np.ones((16, 8), np.int32)}, seed=0)
+        >>> rows.batch(step=0, batch_size=8, rows=slice(0, 2))["tokens"].shape
+        (2, 8)
     """
 
     columns: Mapping[str, np.ndarray]

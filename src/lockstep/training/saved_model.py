@@ -78,6 +78,10 @@ def model_spec(config: LlamaConfig, vocab_size: int, adapters: SavedAdapters | N
 
     Returns:
         JSON values.
+
+    Example:
+        >>> lockstep.training.model_spec(small, len(tokenizer))["config"]["type"]
+        'llama'
     """
     spec = {"config": draccus.encode(config, ModelConfig), "vocab_size": vocab_size}
     return spec if adapters is None else spec | {"adapters": draccus.encode(adapters)}
@@ -92,6 +96,11 @@ def save_tokenizer(path: str, tokenizer: SavesTokenizer) -> None:
 
     Raises:
         OSError: It cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     lockstep.training.save_tokenizer(directory, tokenizer)
     """
     directory = CheckpointDirectory(path)
     target = directory.path / TOKENIZER

@@ -75,6 +75,19 @@ class Trainer:
     Raises:
         ConfigError: The mesh or the batch size does not fit the devices, or there is a checkpointer without a run
             directory.
+
+    Example:
+        >>> import numpy as np
+        >>> from lockstep.training import OptimizerConfig, TokenizedRows, Trainer, TrainerConfig, lm_loss
+        >>> tokens = np.ones((16, 8), np.int32)
+        >>> rows = TokenizedRows(columns={"tokens": tokens, "loss_mask": tokens > 0}, seed=0)
+        >>> config = TrainerConfig(num_train_steps=2, train_batch_size=8)
+        >>> trainer = Trainer(config, OptimizerConfig().build(2), lm_loss)
+        >>> start = trainer.init_model(lambda key: LlamaLMHeadModel.init(Vocab, small, key=key))
+        >>> trainer.train(start, rows).completed_steps
+        step 1/2  loss ...
+        step 2/2  loss ...
+        2
     """
 
     def __init__(

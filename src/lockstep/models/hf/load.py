@@ -111,6 +111,14 @@ def load_hf(
             divide an axis; or the configuration cannot be read, as for `config_from_hf`.
         PeerError: One of several hosts could not read its part, or one of given ``hosts``; that host's own error is
             its cause.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     saved = lockstep.models.save_hf(model, f"{directory}/model")
+        ...     loaded = lockstep.models.load_hf(f"{directory}/model", mesh)
+        >>> loaded.embed.axes == model.embed.axes
+        True
     """
     processes = {device.process_index for device in mesh.devices.flat}
     alone = hosts is None and processes == {jax.process_index()}

@@ -76,6 +76,12 @@ def save_hf(
     Raises:
         PeerError: A host could not write; its own error is the cause there.
         ConfigError: No Hugging Face architecture computes the model.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     lockstep.models.save_hf(model, f"{directory}/model", tokenizer=tokenizer)
+        True
     """
     vocab_size = model.Vocab.size if vocab_size is None else vocab_size
     config = config_to_hf(model.config, vocab_size)  # refuses a model that no Hugging Face architecture computes

@@ -11,7 +11,22 @@ from lockstep.report.rows import TableRow
 
 
 class Tracker(Protocol):
-    """What records scalars and rows of tables while a run goes on."""
+    """What records scalars and rows of tables while a run goes on.
+
+    Example:
+        >>> class Printed:
+        ...     def log(self, metrics, *, step):
+        ...         print(step, metrics)
+        ...
+        ...     def log_rows(self, name, rows, *, step):
+        ...         print(step, name, len(rows))
+        ...
+        ...     def finish(self):
+        ...         pass
+        >>> tracker: lockstep.report.Tracker = Printed()
+        >>> tracker.log({"loss": 2.5}, step=1)
+        1 {'loss': 2.5}
+    """
 
     def log(self, metrics: Mapping[str, float | str], *, step: int) -> None:
         """Record scalars.
@@ -101,6 +116,13 @@ class CompositeTracker:
 class TrackerConfig(draccus.ChoiceRegistry):
     """Which tracker: ``type: wandb | tensorboard | jsonl | noop``."""
 
+    def check(self) -> None:
+        """Check that what the tracker needs is installed; call it on the leader alone, before the run's work begins.
+
+        Raises:
+            ConfigError: A package is missing.
+        """
+
     def build(self, run_dir: str | Path, run_name: str, config: Mapping[str, Any] | None = None) -> Tracker:
         """Start the tracker; call it on the leader alone.
 
@@ -139,6 +161,19 @@ def plain(value: float | str) -> float | str:
 
 type TrackerChoice = TrackerConfig | tuple[TrackerConfig, ...]
 """One tracker or a list of them; draccus needs the union itself spelled out in a config's field."""
+
+
+def check_trackers(choice: TrackerChoice) -> None:
+    """Check that what one tracker or several need is installed; call it on the leader alone.
+
+    Args:
+        choice: The value of the ``tracker`` field of a configuration.
+
+    Raises:
+        ConfigError: A package is missing.
+    """
+    for each in (choice,) if isinstance(choice, TrackerConfig) else choice:
+        each.check()
 
 
 def build_tracker(

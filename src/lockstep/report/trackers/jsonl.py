@@ -18,6 +18,11 @@ class JsonlTracker:
 
     Args:
         path: The local file.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.NamedTemporaryFile(suffix=".jsonl") as file:
+        ...     lockstep.report.JsonlTracker(file.name).log({"loss": 2.5}, step=1)
     """
 
     def __init__(self, path: str | Path) -> None:

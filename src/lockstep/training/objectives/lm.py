@@ -21,6 +21,13 @@ def lm_loss(model: Any, batch: Mapping[str, Array]) -> LossParts:
 
     Returns:
         Sums with the number of target tokens as the weight.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> batch = {"tokens": jnp.ones((2, 8), jnp.int32), "loss_mask": jnp.ones((2, 8), bool)}
+        >>> parts = jax.eval_shape(lockstep.training.lm_loss, model, batch)
+        >>> parts.total.shape
+        ()
     """
     mask, logprobs = target_mask(batch), token_logprobs(model, batch)
     return LossParts(

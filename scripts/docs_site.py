@@ -1,0 +1,135 @@
+"""Hooks of mkdocs for the documentation site; mkdocs.yml names this file.
+
+Pages name files of the repository that are not in docs/, as GitHub shows them. The site has a page for each, made when
+it is built, so that every link can be followed without a network and there is one source of everything. What the site
+would fetch from elsewhere ends the build.
+"""
+
+import re
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[1]
+PLACE = "repository"
+"""The folder of the site with the pages of such files."""
+LINK = re.compile(r"(\]\()(?!https?://|mailto:|#)([^)#\s]+)((?:#[^)\s]*)?\))")
+CODE = re.compile(r"^( *)(`{3,}).*?^\1\2 *$|`[^`\n]+`", re.DOTALL | re.MULTILINE)
+FETCHED = re.compile(
+    r"<(?:script|img|iframe|source|video)\b[^>]*\ssrc=\"(?:https?:)?//[^\"]*|<link\b[^>]*\shref=\"(?:https?:)?//[^\"]*"
+)
+LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".sh": "bash", ".toml": "toml"}
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Make anchors as GitHub makes them, so that a link to a heading is right in both places."""
+    config.mdx_configs["toc"]["slugify"] = slug
+
+
+def slug(heading: str, separator: str) -> str:
+    """The anchor of a heading: lower case, without punctuation, spaces as hyphens."""
+    return re.sub(r"[^\w -]", "", heading.strip().lower()).replace(" ", separator)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add a page for each file outside docs/ that a page links to, and for those that such pages link to."""
+    todo = [(ROOT / "docs" / file.src_uri, file.content_string) for file in files.documentation_pages()]
+    for path in _named_in_nav(config.nav):
+        todo.append((ROOT / "docs" / "index.md", f"[]({'../' + path})"))
+    done: set[Path] = set()
+    while todo:
+        page, text = todo.pop()
+        for target in linked(page, text):
+            if target not in done:
+                done.add(target)
+                content = shown(target)
+                uri = site_path(target)
+                files.append(File.generated(config, uri, content=content, inclusion=InclusionLevel.NOT_IN_NAV))
+                if target.suffix == ".md":
+                    todo.append((target, content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Lead links to files outside docs/ to their pages."""
+    here = PurePosixPath(page.file.src_uri)
+    source = ROOT / (here.relative_to(PLACE) if here.parts[0] == PLACE else Path("docs") / here)
+    if source.suffix == ".md" and here.parts[0] == PLACE and not source.exists():
+        return markdown  # the page of a file that is not Markdown
+    ups = "../" * (len(here.parts) - 1)
+
+    def moved(match: re.Match[str]) -> str:
+        target = (source.parent / match[2]).resolve()
+        if not target.exists() or ROOT not in target.parents:
+            return match[0]  # mkdocs says what is wrong with it
+        uri = target.relative_to(ROOT / "docs").as_posix() if ROOT / "docs" in target.parents else site_path(target)
+        return match[1] + ups + uri + match[3]
+
+    return outside_code(markdown, lambda text: LINK.sub(moved, text))
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Refuse a page that would fetch something from elsewhere."""
+    if fetched := FETCHED.findall(output):
+        raise PluginError(f"{page.file.src_uri} fetches from elsewhere: {fetched}. Put the file below docs/.")
+    return output
+
+
+def linked(page: Path, text: str) -> list[Path]:
+    """The files of the repository outside docs/ that a page links to, in the page's order."""
+    found: list[Path] = []
+
+    def look(part: str) -> str:
+        for _, path, _ in LINK.findall(part):
+            target = (page.parent / path).resolve()
+            if target.exists() and ROOT in target.parents and ROOT / "docs" not in target.parents:
+                found.append(target)
+        return part
+
+    outside_code(text, look)
+    return found
+
+
+def outside_code(text: str, change: Any) -> str:
+    """A text with its parts outside code changed by a function."""
+    parts, at = [], 0
+    for match in CODE.finditer(text):
+        parts += [change(text[at : match.start()]), match[0]]
+        at = match.end()
+    return "".join([*parts, change(text[at:])])
+
+
+def site_path(target: Path) -> str:
+    """Where the site has the page of a file or folder of the repository."""
+    name = target.relative_to(ROOT).as_posix()
+    return f"{PLACE}/{name}" if name.endswith(".md") else f"{PLACE}/{name}.md"
+
+
+def shown(target: Path) -> str:
+    """The page of a file: itself where it is Markdown, else its text as a block; of a folder, the files in it."""
+    name = target.relative_to(ROOT).as_posix()
+    if target.is_dir():
+        readme = target / "README.md"
+        if readme.exists():
+            return readme.read_text(encoding="utf-8")
+        parts = [f"# {name}\n"]
+        for file in sorted(path for path in target.rglob("*") if path.is_file() and path.suffix in LANGUAGES):
+            parts.append(f"## {file.relative_to(target).as_posix()}\n\n{_block(file)}")
+        return "\n".join(parts)
+    return target.read_text(encoding="utf-8") if target.suffix == ".md" else f"# {name}\n\n{_block(target)}"
+
+
+def _block(file: Path) -> str:
+    text = file.read_text(encoding="utf-8")
+    return f"````{LANGUAGES.get(file.suffix, 'text')}\n{text.rstrip()}\n````\n"
+
+
+def _named_in_nav(nav: Any) -> list[str]:
+    if isinstance(nav, str):
+        return [nav.removeprefix(f"{PLACE}/")] if nav.startswith(f"{PLACE}/") else []
+    parts = nav.values() if isinstance(nav, dict) else nav or []
+    return [path for part in parts for path in _named_in_nav(part)]

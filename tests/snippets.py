@@ -1,0 +1,215 @@
+"""The fenced blocks of the documentation: what each of them is, what stands around a program, and what is not run."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *(page for folder in ("docs", "infra", "benchmarks", "data") for page in (ROOT / folder).rglob("*.md")),
+    ]
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Block:
+    """A fenced block of a page; ``number`` counts those of its language on the page, from 0."""
+
+    page: str
+    language: str
+    number: int
+    line: int
+    text: str
+
+    @property
+    def name(self):
+        return f"{self.page}:{self.language}:{self.number}"
+
+
+def read_blocks(page, text):
+    """Every fenced block of a page, those inside a list too."""
+    counts, found = {}, []
+    for match in re.finditer(r"^( *)(`{3,})([^\n`]*)\n(.*?)^\1\2 *$", text, re.DOTALL | re.MULTILINE):
+        language = match[3].strip()
+        number = counts[language] = counts.get(language, -1) + 1
+        content = re.sub(rf"^{match[1]}", "", match[4], flags=re.MULTILINE)
+        line = text.count("\n", 0, match.start()) + 1
+        found.append(Block(page=page, language=language, number=number, line=line, text=content))
+    return found
+
+
+BLOCKS = [
+    block
+    for page in PAGES
+    for block in read_blocks(page.relative_to(ROOT).as_posix(), page.read_text(encoding="utf-8"))
+]
+
+KINDS = {
+    "python": "runs, after the set-up of its page in PROGRAMS; one process and one namespace for a page",
+    "yaml": "is read by the class that it is of, see CONFIGURATIONS",
+    "json": "is read by what reads such a file, see CONFIGURATIONS",
+    "sh": "every line is read by the parser of its command, and dry-run where it has such a thing, see NOT_PARSED",
+    "text": "what a program prints, or a drawing, compared with it, see OUTPUTS",
+    "py": "a signature that scripts/make_api_docs.py writes",
+}
+"""Languages of blocks, and what is done with each. A block of no language, or of another one, is refused."""
+
+TINY = """
+import dataclasses, os, types
+import jax, jax.numpy as jnp, numpy as np
+import lockstep
+from types import SimpleNamespace
+from tests import tiny
+from lockstep.placement import make_mesh
+tokenizer = tiny.tokenizer()
+mesh = make_mesh("auto")
+def model_of(mesh):
+    from lockstep.models import as_trainable
+    config = dataclasses.replace(tiny.CONFIG, max_seq_len=128)
+    return as_trainable(config, tiny.placed_weights(mesh, vocab=tiny.vocab_size()))
+"""
+
+PROGRAMS = {
+    "README.md": TINY
+    + """
+import lockstep.levanter
+from lockstep.report import NoopTracker
+PROMPTS, eval_every, output_dir, steps = ["What is 12 plus 7?"], 10, None, 2
+model, opt_state, batches = model_of(mesh), None, iter(range(10))
+train_step = lambda model, opt_state, batch: (model, opt_state, 0.0)
+hooks = []
+trainer = SimpleNamespace(
+    tracker=NoopTracker(), mp=SimpleNamespace(compute_dtype="float32"), add_hook=lambda fn, every=1: hooks.append(every)
+)
+state = SimpleNamespace(model=model)
+config = lockstep.InferenceEvalConfig(prompts=PROMPTS, max_new_tokens=4)
+""",
+    "docs/levanter.md": TINY
+    + """
+from levanter.main.train_lm import TrainLmConfig
+from lockstep.report import NoopTracker
+hooks = []
+trainer = SimpleNamespace(
+    tracker=NoopTracker(), mp=SimpleNamespace(compute_dtype="float32"), add_hook=lambda fn, every=1: hooks.append(every)
+)
+model = model_of(mesh)
+state = SimpleNamespace(model=model)
+""",
+    "docs/your-trainer.md": TINY
+    + """
+from lockstep.models import DecoderWeights, LlamaConfig, view
+class MyModel: ...
+w, kv = jnp.ones((2, 4, 8, 2)), jnp.ones((2, 8, 4, 2))
+blocks = [SimpleNamespace(kernel=jnp.ones((8, 16))) for _ in range(2)]
+""",
+    "docs/protocol.md": TINY
+    + """
+from lockstep.hosts import current, digest
+hosts, model, free = current(), model_of(mesh), None
+engine = lockstep.Engine(lockstep.EngineConfig(), mesh)
+requests = [
+    lockstep.Request(prompt_id=0, prompt_tokens=(1, 2), params=lockstep.SamplingParams(max_new_tokens=2))
+]
+""",
+    "docs/checkpoints.md": TINY
+    + """
+import optax
+from lockstep.models import LlamaLMHeadModel
+from lockstep.training import CheckpointerConfig, Trainer, TrainerConfig, lm_loss, model_spec
+import haliax as hax
+model_config, tokenizer_size = tiny.CONFIG, tiny.vocab_size()
+config = TrainerConfig(num_train_steps=1, train_batch_size=8, checkpointer=CheckpointerConfig(every=1))
+optimizer, loss_fn, digest, rows = optax.sgd(0.1), lm_loss, "0", tiny.rows()
+samples = lambda info: None
+init = lambda key: LlamaLMHeadModel.init(hax.Axis("vocab", tokenizer_size), model_config, key=key)
+""",
+    "docs/quickstart.md": "",
+    "docs/api.md": "",
+}
+"""What stands before the programs of a page, which the page does not show. The quickstart and the API need nothing."""
+
+SLOW = {
+    "README.md": "imports Levanter, which takes seconds",
+    "docs/levanter.md": "imports Levanter's train_lm, which takes seconds",
+    "docs/protocol.md": "compiles prefill and decode",
+    "docs/checkpoints.md": "compiles a train step, and saves",
+    "docs/quickstart.md": "compiles a train step, prefill and decode",
+}
+"""Pages whose programs `make slow` runs, and why."""
+
+AFTER = {
+    "README.md": "assert hooks[-1] == 100",
+    "docs/levanter.md": "assert hooks[-1] == 100 and not Config().inference_eval.enabled",
+    "docs/protocol.md": "assert len(completions) == 1 and prepared.shared == [False]",
+    "docs/checkpoints.md": "assert state is None and 'step-1' in os.listdir(trainer.checkpoints)",
+    "docs/quickstart.md": "assert (callback.rounds, callback.skipped_rounds) == (2, 0)",
+}
+"""What must be true after the programs of a page."""
+
+CONFIGURATIONS = {
+    "README.md:yaml:0": "train-lm",
+    "README.md:yaml:1": "sample",
+    "docs/checkpoints.md:yaml:0": "train-lm",
+    "docs/checkpoints.md:yaml:1": "train-lm",
+    "docs/data.md:yaml:0": "train-lm",
+    "docs/data.md:yaml:1": "train-lm",
+    "docs/evaluation.md:yaml:0": "train-lm",
+    "docs/evaluation.md:yaml:1": "lm_eval",
+    "docs/grpo.md:yaml:0": "train-grpo",
+    "docs/grpo.md:yaml:1": "train-grpo",
+    "docs/levanter.md:yaml:0": "train-lm",
+    "docs/plan.md:json:0": "calibration",
+    "docs/sampler.md:yaml:0": "sample",
+    "docs/training.md:yaml:0": "train-lm",
+    "docs/training.md:yaml:1": "train-lm",
+}
+"""What reads each block of YAML or JSON: a command, with what it requires beside, or a reader of test_snippets.py."""
+
+REQUIRED = {
+    "train-lm": {
+        "tokenizer": "data/demo/tokenizer",
+        "model": {"type": "llama"},
+        "data": {"train_urls": ["train.jsonl"]},
+    },
+    "train-grpo": {
+        "tokenizer": "data/demo/tokenizer",
+        "initialize_from_hf": "model",
+        "data": {"train_urls": ["train.jsonl"]},
+        "rewards": [{"type": "exact_match"}],
+    },
+    "sample": {},
+}
+"""What a command cannot do without, where a block does not show it."""
+
+STANDS_FOR = {
+    "FILE.yaml": "config/simpo_tiny.yaml",
+    "CHECKPOINT": "runs/my-run",
+    "RUN": "runs/my-run",
+    "NAME": "my-job",
+}
+"""Words of a command line that its reader replaces."""
+
+NOT_PARSED = {
+    "gcloud": "Google's command; tests/unit/test_first_pod.py types those of that page against a fake",
+    "hf": "Hugging Face's command, which downloads",
+    "pip install huggingface_hub": "downloads",
+    "mkdir": "typed by tests/unit/test_first_pod.py",
+    "sed": "typed by tests/unit/test_first_pod.py",
+    "grep": "typed by tests/unit/test_first_pod.py",
+    "(umask": "typed by tests/unit/test_first_pod.py",
+    ".venv/bin/pre-commit": "installs a hook of git",
+}
+"""Beginnings of lines that are only looked at by people here, and why."""
+
+NOT_RUN = {
+    "make": "minutes; the target is looked up in the Makefile",
+    "pip": "downloads; the extras are looked up in pyproject.toml",
+    "lockstep train-*, sample, eval, export, plan, doctor": "need devices for minutes, a model or a pod; the command's "
+    "own parser and configuration read the line. tests/multiprocess and tests/tpu_compile run them",
+    "lockstep launch status | logs | stop | delete": "need a job; tests/unit/launch has them",
+    "lockstep report --watch": "goes on until Ctrl-C",
+    "python -m benchmarks.*, python -m pytest": "minutes; the module's own parser or the file is looked up",
+}
+"""What is parsed but not run, and why. Everything else of a line's kind is run: report, tail, launch --dry-run."""

@@ -1,0 +1,440 @@
+"""Every fenced block of the documentation is run, or read by what it is written for; tests/snippets.py says which."""
+
+import builtins
+import copy
+import importlib
+import json
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from lockstep.errors import ConfigError
+from lockstep.launch import main as launch
+from lockstep.launch import parse as parse_launch
+from lockstep.main import cli, doctor, eval, plan
+from lockstep.main.arguments import decode_config, name_words, parse_arguments, read_values
+from lockstep.main.commands import COMMANDS, configured_commands
+from lockstep.main.reader_arguments import Arguments
+from lockstep.plan import topology
+from lockstep.report import Row, append_jsonl
+from tests import snippets
+from tests.snippets import BLOCKS, ROOT
+from tests.unit.test_first_pod import shown
+from tests.unit.test_troubleshooting import texts_of_the_sources
+
+LATER = ("status", "logs", "stop", "delete")
+
+
+def of(*languages):
+    return [block for block in BLOCKS if block.language in languages]
+
+
+def named(blocks):
+    return pytest.mark.parametrize("block", [pytest.param(block, id=block.name) for block in blocks])
+
+
+def test_every_block_is_of_a_kind():
+    assert len(BLOCKS) > 70
+    assert not [f"{b.page}:{b.line}" for b in BLOCKS if b.language not in snippets.KINDS]
+    assert {block.page for block in of("py")} <= {"docs/api.md"}
+
+
+def test_a_block_without_a_language_is_seen():
+    (block,) = snippets.read_blocks("page.md", "text\n\n- item\n\n  ```\n  code\n  ```\n")
+    assert (block.language, block.text, block.line) == ("", "code\n", 5)
+
+
+def test_every_row_is_of_a_block():
+    pages = {block.page for block in of("python")}
+    assert pages == set(snippets.PROGRAMS) >= set(snippets.SLOW) | set(snippets.AFTER)
+    assert {block.name for block in of("yaml", "json")} == set(snippets.CONFIGURATIONS)
+    assert {block.name for block in of("text")} == set(OUTPUTS)
+    lines = [line for block in of("sh") for line in commands(block)]
+    assert not [start for start in snippets.NOT_PARSED if not any(line.startswith(start) for line in lines)]
+
+
+# Programs
+
+
+def programs():
+    for page in snippets.PROGRAMS:
+        if page != "docs/api.md":  # tests/unit/test_api_docs.py
+            yield pytest.param(page, marks=[pytest.mark.slow] * (page in snippets.SLOW))
+
+
+@pytest.mark.parametrize("page", programs())
+def test_programs_run(page, tmp_path, monkeypatch):
+    names = {}
+    exec(compile(snippets.PROGRAMS[page], f"set-up of {page}", "exec"), names)
+    (tmp_path / "data").symlink_to(ROOT / "data")
+    monkeypatch.chdir(tmp_path)
+    for block in of("python"):
+        if block.page == page:
+            exec(compile("\n" * block.line + block.text, page, "exec"), names)
+    exec(snippets.AFTER.get(page, ""), names)
+
+
+# Configurations
+
+
+def merged(below, above):
+    """A mapping with another one laid over it, at every depth."""
+    found = copy.deepcopy(below)
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(found.get(key), dict)
+        found[key] = merged(found[key], value) if both else value
+    return found
+
+
+def configurations():
+    for block in of("yaml", "json"):
+        slow = snippets.CONFIGURATIONS.get(block.name) == "lm_eval"  # whose import takes 5 s
+        yield pytest.param(block, id=block.name, marks=[pytest.mark.slow] * slow)
+
+
+@pytest.mark.parametrize("block", configurations())
+def test_configurations_are_read(block, tmp_path):
+    reader = snippets.CONFIGURATIONS[block.name]
+    values = (json.loads if block.language == "json" else yaml.safe_load)(block.text)
+    if reader == "calibration":
+        from lockstep.device import calibrated
+        from lockstep.device.chips import chip_named
+
+        (tmp_path / "chip.json").write_text(block.text)
+        chip = calibrated(chip_named(values["chip"], "tpu"), str(tmp_path / "chip.json"))
+        assert (chip.bandwidth, chip.flops) == (values["bandwidth"], values["flops"])
+    elif reader == "lm_eval":
+        from lm_eval.api.task import TaskConfig
+
+        assert TaskConfig(**values).task == values["task"]
+    else:
+        cls = configured_commands()[reader].config()
+        required = dict(snippets.REQUIRED[reader])
+        if "initialize_from_hf" in values:
+            required.pop("model", None)
+        decode_config(cls, merged(required, values), block.name)
+
+
+def test_a_wrong_key_in_a_configuration_is_seen():
+    cls = configured_commands()["train-lm"].config()
+    with pytest.raises(ConfigError, match="eval_evry"):
+        decode_config(cls, merged(snippets.REQUIRED["train-lm"], {"inference_eval": {"eval_evry": 3}}), "a page")
+
+
+# Command lines
+
+
+def commands(block):
+    """The command lines of a block, without comments."""
+    lines = block.text.replace("\\\n", " ").splitlines()
+    return [line for line in (re.sub(r"(^|\s)#.*", "", line).strip() for line in lines) if line]
+
+
+def is_parsed(line):
+    return not line.startswith(tuple(snippets.NOT_PARSED))
+
+
+def read_line(line):
+    """Read a command line as its program would.
+
+    Raises:
+        ConfigError, SystemExit, AssertionError: The program would refuse it.
+    """
+    words = [snippets.STANDS_FOR.get(word, word) for word in shlex.split(line)]
+    while re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+        words.pop(0)
+    if ">" in words:
+        words = words[: words.index(">")]
+    program, rest = words[0].removeprefix(".venv/bin/"), words[1:]
+    if program == "lockstep":
+        read_lockstep(rest[0], rest[1:])
+    elif program == "make":
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert set(rest) <= set(targets), f"no such target: {rest}"
+    elif program == "pip":
+        read_pip(rest)
+    elif program in ("python", "python3.12"):
+        read_python(rest)
+    else:
+        raise AssertionError(f"nothing reads {program!r}: add it to read_line or to NOT_PARSED")
+
+
+def read_python(words):
+    if words[0] == "infra/launch.py":
+        read_lockstep("launch", words[1:])
+    elif words[:2] == ["-m", "pip"]:
+        read_pip(words[2:])
+    elif words[0] == "-m" and words[1] == "pytest":
+        assert (ROOT / words[2]).exists()
+    elif words[0] == "-m":
+        assert importlib.util.find_spec(words[1])
+        source = Path(importlib.util.find_spec(words[1]).origin).read_text(encoding="utf-8")
+        assert not [word for word in words if word.startswith("--") and f'"{word}"' not in source]
+    elif words[0] != "loop.py":  # what the quickstart has the reader save
+        source = (ROOT / words[0]).read_text(encoding="utf-8")
+        assert not [w for w in words if w.startswith("--") and w != "--config_path" and f'"{w}"' not in source]
+
+
+def read_pip(words):
+    assert words[0] == "install"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (package,) = [word for word in words[1:] if re.fullmatch(r"(jax-lockstep|\.)(\[[\w,]+\])?", word)]
+    extras = re.findall(r"[\w]+", package.partition("[")[2])
+    assert set(extras) <= set(project["optional-dependencies"])
+
+
+def read_lockstep(name, words):
+    if name == "launch":
+        if words[:1] and words[0] in LATER:
+            assert len([word for word in words[1:] if not word.startswith("-")]) == 1
+            return
+        options = parse_launch(words)
+        if options.command and options.command[0] in ("lockstep", "python"):
+            read_line(shlex.join(options.command))
+    elif "--help" in words or name == "--help":
+        assert name == "--help" or name in {command.name for command in COMMANDS}
+    elif name in ("report", "tail"):
+        parser = Arguments(name, "")
+        importlib.import_module(f"lockstep.main.{name}").add_options(parser)
+        parser.parse_args(words)
+    elif name == "plan":
+        own, rest = plan._split(words)
+        assert topology(own["topology"])
+        plan._read(own.get("command"), with_file(rest))
+    elif name == "doctor":
+        own, rest = doctor._split(words)
+        parse_arguments(configured_commands()[name].config(), own)
+        read_values(with_file(rest))
+    else:
+        cls = configured_commands()[name].config()
+        if name == "eval":
+            words = eval.named(words)
+        elif name in ("export", "convert"):
+            words = name_words(words, ["checkpoint", "output"] if name == "export" else ["run"], "")
+        parse_arguments(cls, with_file(words))
+
+
+def with_file(words):
+    """A command line whose configuration is there: what the page of the first pod writes is one of the shipped ones."""
+    shipped = "config/simpo_ultrafeedback_llama3_8b_v5p_64_inference.yaml"
+    return [re.sub(r"my-runs/simpo.yaml", shipped, word) for word in words]
+
+
+@named(of("sh"))
+def test_command_lines_are_read(block, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for line in filter(is_parsed, commands(block)):
+        read_line(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "lockstep train-lm --trainer.nmu_train_steps 3",
+        "lockstep launch --tpu_nme my-pod -- lockstep train-lm",
+        "lockstep launch --processes 2 -- lockstep train-lm --no_such.key 1",
+        "lockstep report one --wach",
+        "lockstep plan --config_path config/demo.yaml --topology v9-64",
+        "make dmeo",
+        "pip install 'jax-lockstep[tpuu]'",
+        "frobnicate",
+    ],
+)
+def test_a_wrong_command_line_is_seen(line, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises((ConfigError, SystemExit, AssertionError)):
+        read_line(line)
+
+
+@pytest.fixture
+def desk(tmp_path, monkeypatch):
+    """A directory with a run and what pages have the reader make, as home and working directory."""
+    for name in ("config", "data", "examples", "infra"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("LOCKSTEP_JOBS_DIR", str(tmp_path / "jobs"))
+    monkeypatch.chdir(tmp_path)
+    Path("my-runs").mkdir()
+    Path("my-runs/simpo.yaml").write_text("{}\n")
+    Path("lockstep.env").write_text("A_KEY=0123456789abcdef\n")
+    for name in ("my-run", "other-run"):
+        Path("runs", name).mkdir(parents=True)
+        row = Row(
+            step=1, prompt_id=0, generation_id=0, prompt="2 + 2 =", generated_text=name, num_tokens=1,
+            finish_reason="stop", mean_logprob=-0.5,
+        )  # fmt: skip
+        append_jsonl(Path("runs", name, "samples.jsonl"), [row.to_record()])
+    return tmp_path
+
+
+@named([block for block in of("sh") if block.page == "docs/report.md"])
+def test_readers_of_runs_run(block, desk, capsys):
+    for line in commands(block):
+        words = [snippets.STANDS_FOR.get(word, word) for word in shlex.split(line)[1:]]
+        if "--watch" in words:
+            continue
+        assert cli.run([*words, "--no-follow"] if words[0] == "tail" else words) == 0, capsys.readouterr().out
+    assert Path("runs/my-run/report.html").stat().st_size > 10_000
+    assert "my-run" in capsys.readouterr().out
+
+
+def launches():
+    """Each line of a page that starts a job, without the launcher's own name."""
+    for block in of("sh"):
+        for line in filter(is_parsed, commands(block)):
+            words = shlex.split(line)
+            at = 1 if words[0].startswith("python") and words[1:2] == ["infra/launch.py"] else 2
+            starts = words[1:2] == ["infra/launch.py"] or words[:2] == ["lockstep", "launch"]
+            if starts and " -- " in line and block.page != "docs/first-pod.md":
+                yield pytest.param(words[max(at, 2) :], id=f"{block.page}:{words[max(at, 2)]}{block.line}")
+
+
+@pytest.mark.parametrize("words", launches())
+def test_launches_are_shown(words, desk, capsys):
+    at = words.index("--")
+    words = [snippets.STANDS_FOR.get(word, word.replace("~", str(desk))) for word in words]
+    assert launch([*words[:at], "--dry-run", *words[at:]]) == 0
+    out = capsys.readouterr().out
+    assert words[-1].strip("'") in out
+
+
+# Outputs and drawings
+
+
+UNITS = {"KiB", "MiB", "GiB"}
+
+
+def runs_of_words(line):
+    """Plain words of a line of output that stand together; between them are columns, numbers, keys and drawing."""
+    for part in re.split(r"\s{2,}|[,.:;()](?=\s|$)|(?<=\s)\(|\S*[^A-Za-z\s,.:;()-]\S*", line):
+        words = [word for word in part.split() if word not in UNITS and word != "-"]
+        if words:
+            yield words
+
+
+def words_of_ours(text):
+    """A program of ours prints these words, and four or more of them in one piece."""
+    sources = " ".join(" ".join(each.split()) for each in texts_of_the_sources())
+    known = set(re.findall(r"[A-Za-z-]{4,}", sources))
+    runs = [run for line in text.splitlines() for run in runs_of_words(line)]
+    words = {word for run in runs for word in run if len(word) > 3}
+    assert len(words) > 2, "nothing was looked at"
+    assert not words - known
+    assert not [run for run in runs if len(run) > 3 and " ".join(run) not in sources]
+
+
+def plan_table(text):
+    """The table of a plan: total and headroom are what a device has, the parts are the total."""
+    unit = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+    def column(name, index):
+        (line,) = [line for line in text.splitlines() if line.startswith(f" {name}")]
+        number, size = re.findall(r"([\d.]+) ([KMG]iB)", line.partition(" of ")[2][9:] or line)[index]
+        return float(number) * unit[size]
+
+    (has,) = re.findall(r"headroom of ([\d.]+) GiB", text)
+    for index in (0, 1):
+        assert column("total", index) + column("headroom", index) == pytest.approx(float(has) * 2**30, rel=2e-4)
+    words_of_ours(text)
+
+
+def progress_lines(text):
+    """Lines of progress: the parts of `StepLog`'s line, in its order."""
+    for line in text.splitlines():
+        assert re.fullmatch(
+            r"step \d+/\d+  \S+ steps/s  reward [\d.]+ \(last \d+: [\d.]+\)  "
+            r"rollout [\d.]+ s, reward [\d.]+ s, update [\d.]+ s  (starting|\d+:\d\d left)",
+            line,
+        )
+
+
+def dry_run(text, desk, capsys):
+    """What ``--dry-run`` prints for the first line of the page."""
+    words = shlex.split(commands(next(block for block in of("sh") if block.page == "docs/launch-google.md"))[0])[2:]
+    at = words.index("--")
+    assert launch([*words[:at], "--dry-run", *words[at:]]) == 0
+    assert shown("\n".join(line.rstrip() for line in text.splitlines()), capsys.readouterr().out)
+
+
+def gumbel(text):
+    """The formula of a draw, computed line by line, is the sampler's."""
+    import jax
+    import jax.numpy as jnp
+
+    from lockstep.engine.sampling.sampler import _gumbel
+
+    lines = dict(re.findall(r"^(\w+) += (.*?)(?: {4,}.*)?$", text, re.MULTILINE))
+    assert list(lines) == ["key", "bits", "u", "gumbel"]
+    names = {
+        "fold_in": lambda key, word: jax.random.key_data(
+            jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), word)
+        ),
+        "threefry2x32": lambda seed: jax.random.key_data(jax.random.key(seed, impl="threefry2x32")),
+        "log": np.log,
+        **{"seed": 3, "prompt_id": 4, "generation_id": 1, "position": 17, "token_id": 42},
+    }
+    for name, formula in lines.items():
+        names[name] = eval_formula(formula.replace("·", "*").replace("2⁻²³", "2.0**-23"), names)
+    ours = _gumbel(jnp.array([3, 4, 1], jnp.uint32), jnp.uint32(17), jnp.array([42]))
+    assert float(names["gumbel"]) == pytest.approx(float(ours[0]), rel=1e-6)
+
+
+def eval_formula(formula, names):
+    return builtins.eval(formula, {}, names)
+
+
+def decode_mesh(text):
+    """The drawing of a decode mesh: its refined axes, and what they make up."""
+    from types import SimpleNamespace
+
+    from lockstep.placement import decode_mesh as module
+
+    shape = {"dp": 1, "fsdp": 4, "tp": 2}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            module,
+            "Mesh",
+            lambda devices, names, **_: SimpleNamespace(shape=dict(zip(names, devices.shape, strict=True))),
+        )
+        made = module.make_decode_mesh(
+            SimpleNamespace(shape=shape, size=8, devices=np.arange(8).reshape(1, 4, 2)), tensor=4
+        )
+    assert " × ".join(f"{axis} ({size})" for axis, size in made.mesh.shape.items()) in text
+    for name, axes in {**made.training_axes, "replica": made.replica_axes, "tensor": made.tensor_axes}.items():
+        assert not axes or f"{name} = {'·'.join(axes)}" in text, (name, axes)
+
+
+def typed_elsewhere(text):
+    """tests/unit/test_first_pod.py compares it with what the page's lines print."""
+
+
+OUTPUTS = {
+    "README.md:text:0": plan_table,
+    "docs/doctor.md:text:0": words_of_ours,
+    "docs/doctor.md:text:1": words_of_ours,
+    "docs/first-pod.md:text:0": typed_elsewhere,
+    "docs/first-pod.md:text:1": typed_elsewhere,
+    "docs/first-pod.md:text:2": typed_elsewhere,
+    "docs/grpo.md:text:0": progress_lines,
+    "docs/launch-google.md:text:0": dry_run,
+    "docs/plan.md:text:0": plan_table,
+    "docs/scheduler-and-memory.md:text:0": gumbel,
+    "docs/weights-and-layouts.md:text:0": decode_mesh,
+}
+"""What compares each block of text with the program that it is of."""
+
+
+@named(of("text"))
+def test_outputs_are_those_of_the_program(block, desk, capsys):
+    check = OUTPUTS[block.name]
+    check(block.text, desk, capsys) if check is dry_run else check(block.text)
+
+
+def test_words_that_nothing_prints_are_seen():
+    with pytest.raises(AssertionError):
+        words_of_ours("fix      hosts: the cat sat on the keyboard\n")
