@@ -50,6 +50,7 @@ COVERED_BY = {
     "attention/tpu_block_table.py": "tests/tpu_compile/test_blocks.py",
     "engine/capacity_fields.py": "tests/unit/test_sampling_fields.py",
     "report/evaluation_fields.py": "tests/unit/test_sampling_fields.py",
+    "plan/draft_bytes.py": "tests/tpu_compile/test_drafts.py",
     "plan/train_state.py": "tests/unit/plan/test_train_step.py",
     "training/launcher.py": "tests/unit/training/test_trainer.py",
     "training/data/build_progress.py": "tests/unit/training/data/test_build.py",
