@@ -193,9 +193,9 @@ class Recorder:
         found = []
         for position, each in enumerate(arguments):
             entry = self._donated.get(id(each))
-            if entry is None or not isinstance(each, jax.Array) or entry[0]() is not each:
+            if entry is None or entry[0]() is not each:
                 continue
-            if each.is_deleted():
+            if isinstance(each, jax.Array) and each.is_deleted():
                 found.append((position, entry[1]))
         return found
 
