@@ -14,10 +14,11 @@ ONE_AFTER_THE_OTHER = ("tests/faults/", "tests/multiprocess/")
 
 ON_ONE_WORKER = (
     "tests/browser/",
+    "tests/package/",
     "tests/unit/training/grpo/test_rollouts.py",
     "tests/unit/training/test_train_state.py",
 )
-"""Tests that share something that takes long to make: a browser, a training run."""
+"""Tests that share something that takes long to make: a browser, a wheel, a training run."""
 
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):  # before the first use of a device
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"

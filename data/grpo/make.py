@@ -1,34 +1,24 @@
 """Writes the questions of config/grpo_demo.yaml beside itself.
 
-Run it as ``python data/grpo/make.py``; the same files come out every time. ``sums.jsonl``: sums that the demo
-(data/demo/make.py) trains on, in the format of GSM8K (https://huggingface.co/datasets/openai/gsm8k), ``question``, and
+Run it as ``python data/grpo/make.py``; the same files come out every time. ``sums.jsonl``: sums that the demo trains on
+(`lockstep.main.demo_data`), in the format of GSM8K (https://huggingface.co/datasets/openai/gsm8k), ``question``, and
 ``answer`` with the final answer after ``####``. ``held_out.jsonl``: the sums that the demo never trains on, as prompts.
 All of the text is made here and dedicated to the public domain (CC0-1.0, see LICENSE in this directory).
 """
 
 import argparse
-import importlib.util
 import json
 import re
 from pathlib import Path
-from types import ModuleType
+
+from lockstep.main.demo_data import split
 
 QUESTIONS = 64
-DEMO = Path(__file__).parents[1] / "demo" / "make.py"
-
-
-def demo() -> ModuleType:
-    """The script that makes the demo's data."""
-    spec = importlib.util.spec_from_file_location("demo_data", DEMO)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def sums() -> list[dict[str, str]]:
     """Sums that the demo trains on, with a worked answer each."""
-    train, _ = demo().split()
+    train, _ = split()
     found = []
     for row in train:
         if "plus" in row["prompt"]:
@@ -40,7 +30,7 @@ def sums() -> list[dict[str, str]]:
 
 def held_out() -> list[dict[str, str]]:
     """Sums that the demo does not train on."""
-    _, prompts = demo().split()
+    _, prompts = split()
     return [row for row in prompts if "plus" in row["prompt"]]
 
 

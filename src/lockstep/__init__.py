@@ -40,14 +40,16 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = sorted(_HOME)
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        found = getattr(importlib.import_module(f"lockstep.{_HOME[name]}"), name)
-        globals()[name] = found
-        return found
-    if name in _NAMES:
-        return importlib.import_module(f"lockstep.{name}")
-    raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+if not TYPE_CHECKING:  # a checker knows the names from above: to it, any other is an error
+
+    def __getattr__(name: str) -> Any:
+        if name in _HOME:
+            found = getattr(importlib.import_module(f"lockstep.{_HOME[name]}"), name)
+            globals()[name] = found
+            return found
+        if name in _NAMES:
+            return importlib.import_module(f"lockstep.{name}")
+        raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

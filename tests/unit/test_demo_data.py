@@ -1,6 +1,5 @@
 """The demo's data: what make.py writes, nothing held out is trained on, everything fits the demo's model."""
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.main.demo_data import words
 from lockstep.text import check_vocab, decode, encode, load_tokenizer, read_prompts
 
 ROOT = Path(__file__).parents[2]
@@ -24,13 +24,6 @@ FILES = (
 
 def rows(name):
     return [json.loads(line) for line in (DEMO / name).read_text(encoding="utf-8").splitlines()]
-
-
-def load_make():
-    spec = importlib.util.spec_from_file_location("make_demo", DEMO / "make.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +46,6 @@ def test_the_questions_of_the_reinforcement_demo_are_sums_that_are_not_held_out(
     prompts = rows("prompts.jsonl")
     assert [json.loads(line) for line in tested.splitlines()] == [row for row in prompts if "plus" in row["prompt"]]
     held_out = {tuple(sorted(re.findall(r"\d+", row["prompt"]))) for row in prompts}
-    words = load_make().words
     for question in map(json.loads, sums.splitlines()):
         numbers = re.findall(r"\d+", question["question"])
         assert tuple(sorted(numbers)) not in held_out
@@ -82,7 +74,7 @@ def test_no_preference_that_is_held_out_is_trained_on_and_each_sum_is_wanted_in_
 
 
 @pytest.mark.parametrize(
-    ("number", "words"),
+    ("number", "text"),
     [
         (7, "seven"),
         (13, "thirteen"),
@@ -95,8 +87,8 @@ def test_no_preference_that_is_held_out_is_trained_on_and_each_sum_is_wanted_in_
         (9999, "nine thousand nine hundred ninety-nine"),
     ],
 )
-def test_number_words(number, words):
-    assert load_make().words(number) == words
+def test_number_words(number, text):
+    assert words(number) == text
 
 
 def test_nothing_held_out_is_trained_on():
@@ -110,7 +102,6 @@ def test_nothing_held_out_is_trained_on():
 
 
 def test_held_out_answers_are_right():
-    words = load_make().words
     for row in rows("prompts.jsonl"):
         assert row["answer"] == words(sum(map(int, re.findall(r"\d+", row["prompt"]))))
 

@@ -17,6 +17,7 @@ REPOSITORY = {
     "test_mirror.py",
     "test_public_names.py",
     "test_snippets.py",
+    "test_release.py",
     "test_train_step_benchmark.py",
     "test_troubleshooting.py",
 }
@@ -80,6 +81,7 @@ COVERED_BY = {
     "launch/pod.py": "tests/unit/launch/test_tpu_vm.py",
     "launch/google.py": "tests/unit/launch/test_tpu_vm_backend.py",
     # Commands: a configuration and a call.
+    "main/demo_data.py": "tests/unit/test_demo_data.py",
     "main/plan.py": "tests/unit/main/test_plan_workload.py",
     "main/run.py": "tests/multiprocess/test_train_simpo.py",
     "main/sample.py": "tests/multiprocess/test_sample.py",

@@ -9,6 +9,18 @@ import pytest
 
 import lockstep
 
+IMPORTED = """
+import time
+import jax
+begin = time.process_time()
+import lockstep
+print(time.process_time() - begin)
+for name in lockstep.__all__:
+    getattr(lockstep, name)
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized()
+"""
+
 LOOK = """
 import sys
 import lockstep
@@ -23,7 +35,7 @@ assert "haliax" in sys.modules
 
 def test_the_names_that_a_type_checker_sees_are_those_that_are_found():
     tree = ast.parse(Path(lockstep.__file__).read_text(encoding="utf-8"))
-    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    block, _ = [node for node in tree.body if isinstance(node, ast.If)]
     seen = {
         (name.asname, node.module.removesuffix(f".{name.name}"))
         for node in block.body
@@ -53,3 +65,10 @@ def test_a_name_that_is_not_there_is_an_attribute_error():
 def test_who_starts_processes_does_not_wait_for_the_engine():
     found = subprocess.run([sys.executable, "-c", LOOK], capture_output=True, text=True, timeout=120)
     assert (found.returncode, found.stdout.split()) == (0, []), found.stdout + found.stderr
+
+
+def test_an_import_costs_little_beside_that_of_jax_and_starts_no_backend():
+    """A backend that is started too early is one that a job of several processes cannot be made with any more."""
+    found = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert float(found.stdout) < 0.4, "seconds of processor time"

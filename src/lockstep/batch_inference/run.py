@@ -47,6 +47,7 @@ from lockstep.report import (
     Tracker,
     build_tracker,
     check_pyarrow,
+    check_trackers,
     load_metrics,
     print_table,
     write_parquet,
@@ -113,8 +114,10 @@ class _Run:
         """Tokenizer, checkpoint's identity, directories."""
         config, hosts = self.config, self.hosts
         with hosts.run_on_all("reading tokenizer and checkpoint"):
-            if config.write_parquet and hosts.is_leader:
-                check_pyarrow()
+            if hosts.is_leader:
+                check_trackers(config.trainer.tracker)
+                if config.write_parquet:
+                    check_pyarrow()
             self.checkpoint = resolve_checkpoint(config)
             self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(config.tokenizer or self.checkpoint.tokenizer)
             self.stop_ids = stop_ids(self.tokenizer)

@@ -2,6 +2,7 @@
 
 import base64
 import functools
+import importlib.util
 import json
 import netrc
 import os
@@ -117,6 +118,8 @@ def check_wandb(settings: Mapping[str, Any], timeout_s: float) -> Finding:
         settings: The settings of the tracker.
         timeout_s: The seconds that the request may take.
     """
+    if importlib.util.find_spec("wandb") is None:
+        return Finding.to_fix("W&B", "the package wandb is not installed.", "pip install 'jax-lockstep[wandb]'")
     mode = settings.get("mode") or os.environ.get("WANDB_MODE") or "online"
     if mode != "online":
         return Finding.ok("W&B", f"not asked: mode {mode}")

@@ -37,7 +37,7 @@ def add_gke_options(parser: argparse.ArgumentParser) -> None:
     add("--image", default="python:3.12", help="the container image, with Bash and Python (default python:3.12)")
     add("--setup", choices=("auto", "none"), default="auto",
         help="auto: install this checkout in every pod; none: the image has it")  # fmt: skip
-    add("--extras", default="tpu,gcs", help="optional dependencies to install (default tpu,gcs)")
+    add("--extras", default="tpu,gcs,wandb", help="optional dependencies to install (default tpu,gcs,wandb)")
     add("--service_account", default="", help="the Kubernetes service account, for buckets")
     add("--queue", default="", help="the Kueue queue")
     add("--grace_s", type=count, default=60, help="seconds between SIGTERM and SIGKILL (default 60)")

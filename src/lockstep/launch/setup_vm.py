@@ -160,7 +160,7 @@ def script(version: Version, wheel_name: str, extras: str) -> str:
     Args:
         version: What is installed.
         wheel_name: The file name of the wheel.
-        extras: The optional dependencies, such as ``tpu,gcs``.
+        extras: The optional dependencies, such as ``tpu,gcs,wandb``.
     """
     values = {
         "VERSION": shlex.quote(version.name),

@@ -89,6 +89,7 @@ class Command:
         return workload
 
 
+BEGIN: Final = "begin here"
 TRAIN: Final = "train"
 SAMPLE: Final = "sample from a checkpoint"
 LOOK: Final = "look at results"
@@ -97,6 +98,19 @@ POD: Final = "on many machines"
 SHELL: Final = "set up a shell"
 
 COMMANDS: Final = (
+    Command(
+        name="demo",
+        purpose=BEGIN,
+        summary="train a small model on this machine in a minute or two, and watch it learn",
+        module="lockstep.main.demo",
+        example="lockstep demo --processes 4",
+        usage="[options]",
+        description="Trains a small model on this machine's CPU and shows what it answers while it learns. It runs as "
+        "a job on a pod does: several processes, each with a part of the weights, which sample in lockstep. "
+        "Configuration and data are written to a directory, to be changed and run again.",
+        options="lockstep.main.demo:add_options",
+        joins_job=False,
+    ),
     Command(
         name="train-lm",
         purpose=TRAIN,

@@ -72,7 +72,7 @@ def overview() -> str:
         "  --debug         show the stack of an error that is explained in a line otherwise",
         "",
         "A command runs on every host of a job at once. Several processes on one machine:",
-        "  python infra/launch.py --backend local --processes 2 --devices_per_process 2 -- lockstep COMMAND ...",
+        "  lockstep launch --processes 2 --devices_per_process 2 -- lockstep COMMAND ...",
     ]
     return "\n".join(lines)
 

@@ -40,7 +40,7 @@ from lockstep.models import (
     split_trained,
 )
 from lockstep.placement import PARAMETER_AXES, make_mesh
-from lockstep.report import FINISH_S, BackgroundTracker, NoopTracker, Tracker, load_metrics
+from lockstep.report import FINISH_S, BackgroundTracker, NoopTracker, Tracker, check_trackers, load_metrics
 from lockstep.text import check_vocab, load_tokenizer, tokenizer_digest
 from lockstep.training import (
     Batches,
@@ -189,6 +189,8 @@ def train[Loaded: Data](
     """
     hosts.agree("config", {"config": config_digest(config)})
     with hosts.run_on_all("reading tokenizer") as prepared:
+        if hosts.is_leader:
+            check_trackers(config.trainer.tracker)
         _check_validation(config.trainer, data)
         mesh = make_mesh(config.trainer.mesh_shape)
         config.trainer.microbatches(mesh)

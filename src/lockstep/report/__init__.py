@@ -39,6 +39,7 @@ from lockstep.report.trackers import (
     WandbTracker,
     WandbTrackerConfig,
     build_tracker,
+    check_trackers,
 )
 
 __all__ = [
@@ -76,6 +77,7 @@ __all__ = [
     "append_jsonl",
     "drop_later",
     "build_tracker",
+    "check_trackers",
     "check_metrics",
     "check_pyarrow",
     "exact_match",

@@ -3,6 +3,7 @@
 import http.server
 import json
 import socket
+import sys
 import threading
 
 import pytest
@@ -116,6 +117,12 @@ def test_a_key_that_is_no_good_is_found_and_not_shown(wandb, status, viewer, tex
     found = check_wandb({}, 5)
     assert found.outcome == "fix" and text in found.text
     assert "hush" not in str(found)
+
+
+def test_wandb_that_is_not_installed(wandb, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    found = check_wandb({}, 5)
+    assert found.outcome == "fix" and "jax-lockstep[wandb]" in found.fix and not wandb.keys
 
 
 def test_wandb_without_a_network_or_a_key(monkeypatch, tmp_path):

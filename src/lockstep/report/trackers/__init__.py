@@ -8,6 +8,7 @@ from lockstep.report.trackers.base import (
     TrackerChoice,
     TrackerConfig,
     build_tracker,
+    check_trackers,
 )
 from lockstep.report.trackers.jsonl import JsonlTracker, JsonlTrackerConfig
 from lockstep.report.trackers.tensorboard import TensorboardTracker, TensorboardTrackerConfig
@@ -29,4 +30,5 @@ __all__ = [
     "WandbTracker",
     "WandbTrackerConfig",
     "build_tracker",
+    "check_trackers",
 ]

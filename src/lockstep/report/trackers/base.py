@@ -116,6 +116,13 @@ class CompositeTracker:
 class TrackerConfig(draccus.ChoiceRegistry):
     """Which tracker: ``type: wandb | tensorboard | jsonl | noop``."""
 
+    def check(self) -> None:
+        """Check that what the tracker needs is installed; call it on the leader alone, before the run's work begins.
+
+        Raises:
+            ConfigError: A package is missing.
+        """
+
     def build(self, run_dir: str | Path, run_name: str, config: Mapping[str, Any] | None = None) -> Tracker:
         """Start the tracker; call it on the leader alone.
 
@@ -154,6 +161,19 @@ def plain(value: float | str) -> float | str:
 
 type TrackerChoice = TrackerConfig | tuple[TrackerConfig, ...]
 """One tracker or a list of them; draccus needs the union itself spelled out in a config's field."""
+
+
+def check_trackers(choice: TrackerChoice) -> None:
+    """Check that what one tracker or several need is installed; call it on the leader alone.
+
+    Args:
+        choice: The value of the ``tracker`` field of a configuration.
+
+    Raises:
+        ConfigError: A package is missing.
+    """
+    for each in (choice,) if isinstance(choice, TrackerConfig) else choice:
+        each.check()
 
 
 def build_tracker(

@@ -142,15 +142,20 @@ class WandbTrackerConfig(TrackerConfig):
     tags: tuple[str, ...] = ()
     mode: Literal["online", "offline", "disabled"] | None = None
 
-    def build(self, run_dir: str | Path, run_name: str, config: Mapping[str, Any] | None = None) -> Tracker:
-        """Start the tracker, see ``TrackerConfig.build``."""
+    def check(self) -> None:
+        """Import wandb, see ``TrackerConfig.check``."""
         try:
-            import wandb
+            import wandb  # noqa: F401 - whether it can be imported is the question
         except ImportError as error:
             raise ConfigError(
-                f"the tracker is wandb, which cannot be imported: {error}. Install it (pip install wandb), or choose "
-                "type: jsonl."
+                f"the tracker is wandb, which cannot be imported: {error}. Install it on the leader with "
+                "pip install 'jax-lockstep[wandb]', or choose type: jsonl."
             ) from error
+
+    def build(self, run_dir: str | Path, run_name: str, config: Mapping[str, Any] | None = None) -> Tracker:
+        """Start the tracker, see ``TrackerConfig.build``."""
+        self.check()
+        import wandb
 
         Path(run_dir).mkdir(parents=True, exist_ok=True)
         arguments: dict[str, Any] = {

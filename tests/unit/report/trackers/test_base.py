@@ -1,11 +1,13 @@
 """Several trackers, and how a configuration names them."""
 
 import dataclasses
+import sys
 
 import draccus
 import pytest
 import yaml
 
+from lockstep.errors import ConfigError
 from lockstep.report import (
     CompositeTracker,
     JsonlTracker,
@@ -15,6 +17,7 @@ from lockstep.report import (
     TrackerConfig,
     WandbTrackerConfig,
     build_tracker,
+    check_trackers,
 )
 
 
@@ -69,6 +72,16 @@ def test_one_tracker_or_a_list_from_yaml():
 def test_wrong_configs_are_refused(text, message):
     with pytest.raises(Exception, match=message):
         parse(text)
+
+
+def test_a_tracker_whose_package_is_missing_is_found_before_it_is_started(monkeypatch):
+    check_trackers(WandbTrackerConfig())
+    check_trackers(())
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    check_trackers(JsonlTrackerConfig())
+    for choice in (WandbTrackerConfig(), (JsonlTrackerConfig(), WandbTrackerConfig(mode="offline"))):
+        with pytest.raises(ConfigError, match=r"cannot be imported.* on the leader with pip install 'jax-lockstep\["):
+            check_trackers(choice)
 
 
 def test_several_trackers_all_get_everything_even_when_one_fails(tmp_path):

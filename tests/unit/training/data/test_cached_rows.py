@@ -83,28 +83,40 @@ def growth_mib(work):
     return max(most[0], anonymous_mib()) - before
 
 
-def generate(path, count):
+def question(number):
+    return {"prompt": f"What is {number} plus 7?", "completion": " thirty-six"}
+
+
+def digits(number):
+    return {"text": f"{number} six"}
+
+
+def generate(path, row, count):
     with path.open("w") as file:
         for number in range(count):
-            file.write(json.dumps({"prompt": f"What is {number} plus 7?", "completion": " thirty-six"}) + "\n")
+            file.write(json.dumps(row(number)) + "\n")
     return (str(path),)
 
 
 @pytest.mark.parametrize(
-    ("count", "limit"),
-    [(30_000, 60), pytest.param(10_000_000, 120, marks=[pytest.mark.slow, pytest.mark.nightly])],
+    ("count", "row", "given", "limit"),
+    [
+        (30_000, question, {"format": "prompt_completion"}, 60),
+        # Short rows, which are tokenised in half the time: 8 minutes of one core.
+        pytest.param(10_000_000, digits, {"packing": False}, 120, marks=[pytest.mark.slow, pytest.mark.nightly]),
+    ],
     ids=["30 thousand", "10 million"],
 )
-def test_memory_does_not_grow_with_the_rows(tmp_path, count, limit):
-    """As lists of Python integers, 30,000 rows of 16 tokens take 60 MiB or more, 10 million 20 GiB."""
+def test_memory_does_not_grow_with_the_rows(tmp_path, count, row, given, limit):
+    """As lists of Python integers, 30,000 rows of 16 tokens take 60 MiB or more, 10 million of 9 more than 1 GiB."""
     words = tokenizer()
     config = LmDataConfig(
-        train_urls=generate(tmp_path / "x.jsonl", count),
+        train_urls=generate(tmp_path / "x.jsonl", row, count),
         cache_dir=str(tmp_path / "cache"),
-        format="prompt_completion",
         max_seq_len=32,
+        **given,
     )
-    warm = LmDataConfig(**{**vars(config), "train_urls": generate(tmp_path / "warm.jsonl", 2000)})
+    warm = LmDataConfig(**{**vars(config), "train_urls": generate(tmp_path / "warm.jsonl", row, 2000)})
     warm.load(words, 32, 0).batch(0, 64, slice(0, 64))
 
     def work():
@@ -113,4 +125,6 @@ def test_memory_does_not_grow_with_the_rows(tmp_path, count, limit):
         for step in range(0, count // 64, count // 64 // 100):
             rows.batch(step, 64, slice(0, 64))
 
-    assert growth_mib(work) < limit
+    growth = growth_mib(work)
+    print(f"{count:,} rows: {growth:.1f} MiB more")
+    assert growth < limit

@@ -1,0 +1,145 @@
+"""The release: notes from the changelog, and a workflow whose jobs have an order and the rights they need."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from scripts.release_notes import notes
+from tests.fake_cloud.shellcheck import shellcheck
+
+ROOT = Path(__file__).parents[2]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+RELEASE = ROOT / ".github" / "workflows" / "release.yml"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+CHANGELOG = """# Changelog
+
+## [Unreleased]: 0.3.0
+
+- Not yet.
+
+## [0.2.0] - 2026-12-01
+
+### Added
+
+- A thing, see [Engine].
+
+## [0.1.0] - 2026-11-01
+
+- The first.
+"""
+
+
+@pytest.fixture(scope="module")
+def jobs():
+    return yaml.safe_load(RELEASE.read_text(encoding="utf-8"))["jobs"]
+
+
+def steps(job, key):
+    return [step[key] for step in job["steps"] if key in step]
+
+
+def test_the_notes_are_those_of_the_version():
+    assert notes(CHANGELOG, "0.2.0", "v0.2.0") == "### Added\n\n- A thing, see [Engine]."
+    assert notes(CHANGELOG, "0.1.0", "v0.1.0") == "- The first."
+
+
+@pytest.mark.parametrize(
+    ("version", "tag", "message"),
+    [
+        ("0.2.0", "v0.2.1", r"the tag is v0\.2\.1, but pyproject\.toml has version 0\.2\.0\. Tag v0\.2\.0"),
+        ("0.3.0", "v0.3.0", r"no section \[0\.3\.0\], only Unreleased, 0\.2\.0, 0\.1\.0\. Rename \[Unreleased\]"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(version, tag, message):
+    with pytest.raises(SystemExit, match=message):
+        notes(CHANGELOG, version, tag)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [(("0.2.0] - 2026-12-01", "0.2.0]"), "has no date"), (("- The first.\n", "\n"), r"\[0\.1\.0\] .* is empty")],
+)
+def test_a_section_without_a_date_or_without_text_is_refused(changed, message):
+    version = "0.2.0" if "0.2.0" in changed[0] else "0.1.0"
+    with pytest.raises(SystemExit, match=message):
+        notes(CHANGELOG.replace(*changed), version, f"v{version}")
+
+
+def test_the_changelog_of_this_checkout_can_be_released():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    version = PROJECT["version"]
+    dated = text.replace(f"## [Unreleased]: {version}", f"## [{version}] - 2026-12-31")
+    assert "`SampleCallback`" in notes(dated, version, f"v{version}")
+    script = subprocess.run(
+        [sys.executable, "scripts/release_notes.py", "v9.9.9"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert script.returncode == 1 and "the tag is v9.9.9" in script.stderr and not script.stdout
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_a_workflow_is_one_that_the_schema_allows(path):
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_jobs_come_one_after_the_other(jobs):
+    assert {name: job.get("needs") for name, job in jobs.items()} == {
+        "build": None,
+        "try": "build",
+        "publish": ["build", "try"],
+        "page": ["build", "publish"],
+    }
+    assert all(job["timeout-minutes"] <= 30 for job in jobs.values())
+
+
+def test_only_who_publishes_may(jobs):
+    whole = yaml.safe_load(RELEASE.read_text(encoding="utf-8"))
+    assert whole["permissions"] == {"contents": "read"} and whole[True] == {"push": {"tags": ["v*"]}}
+    assert {name: job["permissions"] for name, job in jobs.items() if "permissions" in job} == {
+        "publish": {"id-token": "write"},
+        "page": {"contents": "write"},
+    }
+    assert jobs["publish"]["environment"] == "pypi"
+    assert "secrets." not in RELEASE.read_text(encoding="utf-8")
+    # Who may publish runs nothing of the checkout.
+    assert not steps(jobs["publish"], "run") and not any("checkout" in use for use in steps(jobs["publish"], "uses"))
+
+
+def test_the_wheel_is_tried_on_each_python_that_the_package_names(jobs):
+    named = [each.rpartition(" ")[2] for each in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", each)]
+    assert jobs["try"]["strategy"]["matrix"]["python"] == named == ["3.12", "3.13"]
+    assert steps(jobs["try"], "run") == ["scripts/try_wheel.sh python dist/*.whl"]
+
+
+def test_what_a_job_fetches_a_job_before_it_has_kept(jobs):
+    kept = {}
+    for name, job in jobs.items():
+        for step in job["steps"]:
+            if "upload-artifact" in step.get("uses", ""):
+                kept[step["with"]["name"]] = name
+    assert kept == {"dist": "build", "notes": "build"}
+    for name, job in jobs.items():
+        for step in job["steps"]:
+            if "download-artifact" in step.get("uses", ""):
+                assert step["with"].get("name", "dist") in kept and "build" in job["needs"], name
+
+
+def test_commands_of_the_workflow_and_the_script_are_shell(jobs):
+    for text in (text for job in jobs.values() for text in steps(job, "run")):
+        # What GitHub runs them with: a failing command ends them, but of a pipe only the last one counts.
+        assert not shellcheck(text, "--shell", "bash") and "|" not in text
+        for script in re.findall(r"scripts/[\w.]+", text):
+            assert (ROOT / script).is_file()
+    script = ROOT / "scripts" / "try_wheel.sh"
+    assert not shellcheck(script.read_text(encoding="utf-8")) and script.stat().st_mode & 0o111
+
+
+def test_every_extra_is_on_the_page_about_installing():
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    assert set(PROJECT["optional-dependencies"]) <= set(re.findall(r"`(\w+)`", page))
