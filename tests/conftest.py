@@ -3,7 +3,6 @@
 import collections
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,14 +40,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return next((shared for shared in ON_ONE_WORKER if nodeid.startswith(shared)), nodeid)
 
     return Scheduling(config, log)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _no_group_outlives_the_tests() -> Iterator[None]:
-    """End the processes that several tests share, if there are any."""
-    yield
-    if pool := sys.modules.get("tests.multiprocess.pool"):
-        pool.end_all()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -97,6 +97,12 @@ trainer = SimpleNamespace(
 model = model_of(mesh)
 state = SimpleNamespace(model=model)
 """,
+    "docs/tunix.md": TINY
+    + """
+from tunix.rl.rl_cluster import ClusterConfig
+hooks, role_to_mesh, rollout_config, training_config = [], {}, None, None
+trainer = SimpleNamespace(with_training_hooks=hooks.append)
+""",
     "docs/your-trainer.md": TINY
     + """
 from lockstep.models import DecoderWeights, LlamaConfig, view
@@ -144,6 +150,7 @@ SLOW = {
     "docs/engine.md": "compiles prefill and decode; tests/unit/test_engine_page.py runs it on one device",
     "README.md": "imports Levanter, which takes seconds",
     "docs/levanter.md": "imports Levanter's train_lm, which takes seconds",
+    "docs/tunix.md": "imports Tunix, which takes seconds",
     "docs/protocol.md": "compiles prefill and decode",
     "docs/checkpoints.md": "compiles a train step, and saves",
     "docs/quickstart.md": "compiles a train step, prefill and decode",
@@ -153,6 +160,7 @@ SLOW = {
 AFTER = {
     "README.md": "assert hooks[-1] == 100",
     "docs/levanter.md": "assert hooks[-1] == 100 and not Config().inference_eval.enabled",
+    "docs/tunix.md": "assert isinstance(hooks[0], lockstep.tunix.SampleHooks)",
     "docs/protocol.md": "assert len(completions) == 1 and prepared.shared == [False]",
     "docs/checkpoints.md": "assert state is None and 'step-1' in os.listdir(trainer.checkpoints)",
     "docs/quickstart.md": "assert (callback.rounds, callback.skipped_rounds) == (2, 0)",

@@ -4,7 +4,6 @@ The table in docs/reliability.md is made from tests/faults/table.py by scripts/m
 """
 
 import importlib.util
-import json
 import re
 import signal
 import tempfile
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.testing import function_command
 from tests.faults import bodies, report_bodies
 from tests.faults.measured import record
 from tests.faults.table import FAULTS, GOES_ON
@@ -251,8 +251,7 @@ def test_every_process_exits_when(name, how, tmp_path):
 
 
 def ends_command(*arguments):
-    worker = "tests.multiprocess.worker"
-    return ["python", "-m", worker, "once", bodies.__name__, bodies.body_ends.__name__, json.dumps(arguments)]
+    return function_command(bodies.body_ends, *arguments)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from lockstep.placement import make_mesh
 from lockstep.report import read_jsonl
 from lockstep.report.trackers import NoopTracker
 from tests import tiny
-from tests.multiprocess import permuted, pool
-from tests.multiprocess.harness import run_unattended
+from tests.multiprocess import permuted
+from tests.multiprocess.harness import POOL, run_unattended
 from tests.multiprocess.host_bodies import BEHAVIOURS
 
 pytestmark = pytest.mark.multiprocess
@@ -23,7 +23,7 @@ SCENARIO = ["python", "-m", "tests.multiprocess.permuted", "1,0", "tests.multipr
 
 @pytest.fixture(scope="module")
 def group():
-    group = pool.Group(4, 1, {permuted.VARIABLE: PROCESSES})
+    group = POOL.start(4, 1, {permuted.VARIABLE: PROCESSES})
     yield group
     group.end()
 
@@ -58,12 +58,12 @@ def body_round(hosts, directory):
 @pytest.mark.parametrize("behaviour", BEHAVIOURS)
 def test_between_processes(group, behaviour):
     body, check = BEHAVIOURS[behaviour]
-    check(group.run(body, (WAIT_S,), 60.0), WAIT_S)
+    check(group.run(body, (WAIT_S,), timeout_s=60.0), WAIT_S)
 
 
 @pytest.mark.slow
 def test_process_0_of_jax_reports_a_round(group, tmp_path):
-    results = group.run(body_round, (str(tmp_path),), 120.0)
+    results = group.run(body_round, (str(tmp_path),))
     tasks = {process: task for task, process in enumerate(permuted.numbers(PROCESSES))}
     for process, result in enumerate(results):
         assert result["numbers"] == [tasks[process], process, process]

@@ -1,6 +1,7 @@
 """Groups of processes that many tests share: what a body does to them is its own test's failure alone."""
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -8,8 +9,8 @@ import time
 
 import pytest
 
-from tests.multiprocess.harness import run_processes
-from tests.multiprocess.pool import Group, shared
+from lockstep.testing import assert_same_launches
+from tests.multiprocess.harness import POOL, run_processes
 
 pytestmark = pytest.mark.multiprocess
 
@@ -94,14 +95,63 @@ def test_a_body_that_fails_ends_its_group_with_its_own_logs(how, words):
     text = str(caught.value)
     assert words in text and "said by body_pid" not in text, text
     assert all(f"said by process {index} in body_fails" in text for index in (0, 1)), text
+    # Who waited says where, and who raised says with what.
+    assert how == "dies" or re.search(r'File ".*test_pool.py", line \d+ in body_fails', text), text
+    assert how != "raises" or "  process 0: not done" in text and "how = 'raises'" in text, text
     after = run_processes(body_pid, devices=1)
     assert not set(before) & set(after)
 
 
-def test_a_group_serves_many_bodies_and_ends_in_order():
-    group = shared(2, 1)
+@pytest.mark.processes(2, devices=1)
+class TestMarked:
+    @pytest.mark.parametrize("factor", [3])
+    def test_a_marked_method_runs_in_every_process_with_its_parameters_and_fixtures(self, hosts, factor, tmp_path):
+        import jax
+
+        assert (jax.process_index(), jax.process_count(), jax.local_device_count()) == (hosts.index, 2, 1)
+        (tmp_path / str(hosts.index)).write_text(str(factor * hosts.index))
+        hosts.barrier("written")
+        assert [(tmp_path / str(index)).read_text() for index in range(2)] == ["0", "3"]
+
+
+def body_launches(hosts, how):
+    import jax.numpy as jnp
+
+    if how == "together" or hosts.is_leader:
+        jnp.zeros(17)
+    try:
+        with assert_same_launches(hosts) as launches:
+            if how == "together" or hosts.is_leader:
+                jnp.zeros(17)
+    except AssertionError as error:
+        return str(error)
+    return launches
+
+
+def test_a_launch_of_one_process_alone_is_named_on_all():
     pids = run_processes(body_pid, devices=1)
-    assert run_processes(body_pid, devices=1) == pids and shared(2, 1) is group
+    told = run_processes(body_launches, devices=1, args=("alone",))
+    assert told == ["launch 0 differs: process 0: jit(convert_element_type); process 1: nothing"] * 2
+    first, second = run_processes(body_launches, devices=1, args=("together",))
+    assert first == second and first[0] == "jit(convert_element_type)"
+    assert run_processes(body_pid, devices=1) == pids
+
+
+def body_skips(hosts):
+    pytest.skip("it needs a TPU")
+
+
+def test_a_body_that_every_process_skips_is_skipped_and_its_group_goes_on():
+    pids = run_processes(body_pid, devices=1)
+    with pytest.raises(pytest.skip.Exception, match="it needs a TPU"):
+        run_processes(body_skips, devices=1)
+    assert run_processes(body_pid, devices=1) == pids
+
+
+def test_a_group_serves_many_bodies_and_ends_in_order():
+    group = POOL.shared(2, 1)
+    pids = run_processes(body_pid, devices=1)
+    assert run_processes(body_pid, devices=1) == pids and POOL.shared(2, 1) is group
     assert run_processes(body_pid, processes=1, devices=1, own="to see that it is another")[0] not in pids
     assert run_processes(body_pid, processes=1, devices=1, env={"ANY": "thing"})[0] not in pids
     group.end()
@@ -115,4 +165,4 @@ def test_a_group_serves_many_bodies_and_ends_in_order():
 def test_processes_that_cannot_start_are_told(monkeypatch):
     monkeypatch.setenv("REQUIRE_JAX_PROCESS_COUNT", "3")
     with pytest.raises(AssertionError, match="(?s)the start of 2 processes: a process failed.*requires 3"):
-        Group(2, 1)
+        POOL.start(2, 1)

@@ -15,10 +15,12 @@ BELOW: dict[str, set[str]] = {
     "types": set(),
     "errors": set(),
     "units": set(),
+    "drafts": set(),
     "exit_codes": set(),
     "slices": set(),
     "launch": {"slices"},
     "hosts": set(),
+    "check": {"launch"},
     "text": set(),
     "schedule": set(),
     "device": {"hosts"},
@@ -27,26 +29,31 @@ BELOW: dict[str, set[str]] = {
     "models": {"placement", "attention", "device", "hosts"},
 }
 BELOW["engine"] = {"schedule", "models", *BELOW["models"]}
-BELOW["sampling_fields"] = {"engine", *BELOW["engine"]}
+BELOW["sampling_fields"] = {"drafts", "engine", *BELOW["engine"]}
 BELOW["report"] = {"engine", "text", *BELOW["engine"]}
 BELOW["evaluation"] = {"engine", "text", *BELOW["engine"]}
-BELOW["callback"] = {"report", "sampling_fields", "evaluation", *BELOW["report"]}
+BELOW["callback"] = {"drafts", "report", "sampling_fields", "evaluation", *BELOW["report"]}
 BELOW["levanter"] = {"callback", *BELOW["callback"]}
+BELOW["tunix"] = {"callback", *BELOW["callback"]}
 BELOW["training"] = {"callback", *BELOW["callback"]}
-BELOW["batch_inference"] = {"report", "sampling_fields", "training", *BELOW["training"]}
+BELOW["batch_inference"] = {"drafts", "report", "sampling_fields", "training", *BELOW["training"]}
 BELOW["plan"] = {"slices", "engine", "training", "batch_inference", *BELOW["training"], *BELOW["batch_inference"]}
 BELOW["doctor"] = {"training", *BELOW["training"]}
-BELOW["main"] = {"launch", "plan", "training", "batch_inference", "doctor", *BELOW["plan"]}
+BELOW["testing"] = {"check", "launch", "hosts"}
+BELOW["main"] = {"drafts", "launch", "check", "plan", "training", "batch_inference", "doctor", *BELOW["plan"]}
 
 # A library and the only files of the package that may import it.
 ONLY_IN = {
     "wandb": {"report/trackers/wandb.py"},
     "tensorboardX": {"report/trackers/tensorboard.py"},
     "grain": {"training/data/order.py"},
-    "jax._src": {"hosts/_client.py"},
+    "jax._src": {"hosts/_client.py", "check/_jax.py"},
     "orbax": {"training/checkpoint.py"},
     "tensorstore": {"training/checkpoint.py"},
     "levanter": {"models/levanter_reader.py", "levanter.py"},
+    "tunix": {"models/tunix_reader.py", "tunix/hooks.py", "tunix/rollout.py", "tunix/tracker.py"},
+    "qwix": {"models/tunix_reader.py"},
+    "metrax": {"tunix/tracker.py"},
     "lm_eval": {"evaluation/harness.py", "evaluation/language_model.py"},
 }
 
@@ -168,8 +175,8 @@ def test_init_files_only_reexport():
         ("engine/engine.py", "from ..callback import SampleCallback", "engine may import only"),
         ("engine/engine.py", "from lockstep import SampleCallback", "engine may import only"),
         ("callback/round.py", "import wandb", "wandb only in report/trackers/wandb.py"),
-        ("placement/place.py", "from jax._src import distributed", "jax._src only in hosts/_client.py"),
-        ("placement/place.py", "from jax import _src", "jax._src only in hosts/_client.py"),
+        ("placement/place.py", "from jax._src import distributed", "jax._src only in check/_jax.py, hosts/_client.py"),
+        ("placement/place.py", "from jax import _src", "jax._src only in check/_jax.py, hosts/_client.py"),
         ("training/trainer.py", "import orbax.checkpoint as ocp", "orbax only in training/checkpoint.py"),
         (
             "models/llama.py",

@@ -38,6 +38,9 @@ COVERED_BY = {
     "launch/backends.py": "tests/unit/launch/test_main.py",
     "launch/connection.py": "tests/unit/launch/agent/test_main.py",
     "launch/processes.py": "tests/unit/launch/test_local.py",
+    # What sees the launches of a process, which only a whole run shows.
+    **{f"check/{part}.py": "tests/multiprocess/test_check.py" for part in ("inject", "recorder", "run")},
+    "check/_jax.py": "tests/unit/check/test_launches.py",
     # Protocols and tables, which have no behaviour of their own.
     "attention/base.py": "tests/unit/attention/test_reference.py",
     "launch/output_filter.py": "tests/unit/launch/test_task_script.py",
@@ -47,6 +50,7 @@ COVERED_BY = {
     "attention/tpu_block_table.py": "tests/tpu_compile/test_blocks.py",
     "engine/capacity_fields.py": "tests/unit/test_sampling_fields.py",
     "report/evaluation_fields.py": "tests/unit/test_sampling_fields.py",
+    "plan/draft_bytes.py": "tests/tpu_compile/test_drafts.py",
     "plan/train_state.py": "tests/unit/plan/test_train_step.py",
     "training/launcher.py": "tests/unit/training/test_trainer.py",
     "training/data/build_progress.py": "tests/unit/training/data/test_build.py",
@@ -73,12 +77,17 @@ COVERED_BY = {
     "evaluation/results.py": "tests/unit/evaluation/test_harness.py",
     "evaluation/task_rounds.py": "tests/multiprocess/test_tasks.py",
     "callback/round.py": "tests/unit/callback/test_sample_callback.py",
+    "tunix/compute_dtype.py": "tests/unit/tunix/test_rollout.py",
     **{
         f"training/grpo/{part}.py": "tests/unit/training/grpo/test_rollouts.py"
         for part in ("answer_rows", "generate", "logprob_columns", "rollout_engine", "rollout_report")
     },
     "plan/planner.py": "tests/tpu_compile/test_plan.py",
     "doctor/layout_rounds.py": "tests/unit/doctor/test_self_test.py",
+    # Processes of tests, which only several of them show.
+    "testing/command.py": "tests/multiprocess/test_hosts.py",
+    "testing/threads.py": "tests/unit/hosts/test_ledger.py",
+    **{f"testing/{part}.py": "tests/multiprocess/test_pool.py" for part in ("environment", "group", "pool", "worker")},
     # What both of Google's backends share.
     "launch/pod.py": "tests/unit/launch/test_tpu_vm.py",
     "launch/google.py": "tests/unit/launch/test_tpu_vm_backend.py",

@@ -15,6 +15,7 @@ from lockstep.engine.gate import Gate
 from lockstep.engine.launches import BetweenLaunches, launch_all
 from lockstep.engine.prepare import Prepared, models_for, prepare_programs, signature_of
 from lockstep.engine.sizing.choose import Chooser
+from lockstep.engine.sizing.cost_model import verify_costs
 from lockstep.engine.sizing.result import Sizing
 from lockstep.engine.small_moves import SmallMoves, describe_change, make_moves
 from lockstep.engine.validate import check_requests, repeated
@@ -212,8 +213,8 @@ class Engine:
         Args:
             model: The model that was given to `prepare`, or a later state of it.
             requests: The requests that were given to `prepare`.
-            around_launch: Called with the program's name; its context surrounds a launch and, for ``decode`` and
-                ``prompt_logprobs``, the wait for its result (and so for everything launched before it).
+            around_launch: Called with the program's name; its context surrounds a launch and, for ``decode``,
+                ``verify_N`` and ``prompt_logprobs``, the wait for its result (and so for all that was launched before).
             find_stop: Finds stop strings, such as ``lockstep.StopFinder(tokenizer)``; needed if a request has any.
             between_launches: Called with the scheduler before each launch, to cancel sequences or to end the run. It
                 must do the same on every host.
@@ -309,6 +310,7 @@ class Engine:
                 find_stop,
                 share_prefixes=self.config.share_prefixes,
                 max_prompts=sizing.max_prompts,
+                verify_costs=verify_costs(sizing.sizes, sizing.estimate),
             )
         except Exception as caught:
             if gate is None:

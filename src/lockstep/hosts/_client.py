@@ -1,4 +1,4 @@
-"""The coordination service behind one small interface. The only file of lockstep that touches ``jax._src``."""
+"""The coordination service behind one small interface. The only file that a run uses and that touches ``jax._src``."""
 
 import collections
 import contextlib

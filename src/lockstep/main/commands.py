@@ -214,6 +214,19 @@ COMMANDS: Final = (
         options="lockstep.main.plan:add_options",
     ),
     Command(
+        name="check",
+        purpose=PREPARE,
+        summary="run any JAX script on simulated processes and find what would stop it on a pod",
+        module="lockstep.main.check",
+        example="lockstep check --processes 2 --devices_per_process 2 -- python train.py --steps 5",
+        usage="[options] -- command [arguments]",
+        description="Runs a command as several processes with CPU devices, sees every launch of a device program on "
+        "each and compares them: what would hang or fail on a pod, with the source line on every process. Exit code 0 "
+        "if nothing was found, else 1.",
+        options="lockstep.main.check:add_options",
+        joins_job=False,
+    ),
+    Command(
         name="doctor",
         purpose=PREPARE,
         summary="look at machine, job and pod: what needs a fix, how fast they are, a self-test",

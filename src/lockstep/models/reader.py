@@ -34,8 +34,8 @@ def read_decoder(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
         >>> config == small, weights.embed is model.embed.array
         (True, True)
     """
-    if not has_reader(type(model)) and _is_levanter(type(model)):
-        importlib.import_module("lockstep.models.levanter_reader")
+    if not has_reader(type(model)) and (readers := _readers_of_library(type(model))):
+        importlib.import_module(readers)
     return read_registered(model)
 
 
@@ -75,6 +75,11 @@ def _array(name: str, parameter: NamedArray | None) -> Any:
     return parameter.array
 
 
-def _is_levanter(cls: type) -> bool:
-    """Whether the class is Levanter's or extends one of its; its readers are imported on first use."""
-    return any(base.__module__.split(".")[0] == "levanter" for base in cls.__mro__)
+READERS = {"levanter": "lockstep.models.levanter_reader", "tunix": "lockstep.models.tunix_reader"}
+"""The module that reads the models of a library, imported on first use."""
+
+
+def _readers_of_library(cls: type) -> str | None:
+    """The module that reads the class: one of a library's own, or one that extends such a class."""
+    libraries = (base.__module__.split(".")[0] for base in cls.__mro__)
+    return next((READERS[library] for library in libraries if library in READERS), None)

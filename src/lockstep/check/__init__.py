@@ -1,0 +1,10 @@
+"""What goes wrong on a pod and not on CPU, found on CPU: see docs/check.md."""
+
+from lockstep.check.findings import KINDS as KINDS
+from lockstep.check.findings import Finding as Finding
+from lockstep.check.launches import record_launches as record_launches
+from lockstep.check.report import print_report as print_report
+from lockstep.check.report import render_page as render_page
+from lockstep.check.report import write_page as write_page
+from lockstep.check.run import CheckResult as CheckResult
+from lockstep.check.run import check_command as check_command

@@ -1,0 +1,199 @@
+"""What the check finds, what each finding would do on a pod, and what to change."""
+
+import dataclasses
+from typing import Any, Final
+
+from lockstep.check.stack import Frame, own_line
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One kind of finding; docs/check.md has a section for each.
+
+    Args:
+        name: Its name, as in ``--ignore`` and in the JSON report.
+        title: What is wrong, in a few words.
+        on_pod: What would happen on a pod.
+        fix: What to change.
+    """
+
+    name: str
+    title: str
+    on_pod: str
+    fix: str
+
+
+HALT: Final = (
+    "'The program continuator has halted unexpectedly' or 'An unexpected peer shows up in the launch group with a "
+    "different launch id than the current group leader'"
+)
+
+KINDS: Final = {
+    kind.name: kind
+    for kind in (
+        Kind(
+            name="one_process",
+            title="a program that only some processes launch",
+            on_pod=f"from there on the processes launch different programs: the job hangs, or ends with {HALT}.",
+            fix="Launch it on all processes and let only one use the result; or keep to NumPy there: move arrays to "
+            "the host on every process first (jax.device_get), and guard that part with jax.no_execution(True).",
+        ),
+        Kind(
+            name="order",
+            title="the same programs in another order",
+            on_pod=f"the chips of one process wait in one program and the others in another: a hang, or {HALT}.",
+            fix="Give the launches one order on all processes: sort what is iterated over (sets, directory listings, "
+            "results of threads), and let nothing local such as time decide.",
+        ),
+        Kind(
+            name="different_program",
+            title="programs of the same name that differ",
+            on_pod=f"the collectives of the two do not fit together: a hang, a core that halts, or {HALT}.",
+            fix="Make shapes, dtypes, static arguments and everything the function reads at tracing equal on all "
+            "processes: pad the last batch, broadcast what was read or measured locally.",
+        ),
+        Kind(
+            name="thread",
+            title="launches of programs of several processes from more than one thread",
+            on_pod="the order between the threads is up to the operating system and differs between processes: now and "
+            f"then a hang, or {HALT}.",
+            fix="Launch from one thread only; hand others NumPy arrays. jax.thread_guard(True) raises where a second "
+            "thread launches.",
+        ),
+        Kind(
+            name="comparison",
+            title="a value that is put on several hosts by device_put is sent to all of them to be compared",
+            on_pod="it is a collective in disguise: slow, as every host gets every host's copy, out of memory for "
+            "large arrays, and a hang where one process does not take part.",
+            fix="Use jax.make_array_from_process_local_data or jax.make_array_from_callback, which send nothing; or "
+            "pass NumPy arrays to the jitted function.",
+        ),
+        Kind(
+            name="values",
+            title="values that JAX takes to be equal on all processes, and that differ",
+            on_pod="no error: the copies of an array differ between hosts, so that results depend on where they are "
+            "read, losses differ between hosts, and training goes wrong in silence.",
+            fix="Broadcast the value from one process (jax.experimental.multihost_utils.broadcast_one_to_all), or make "
+            "it of what is equal everywhere: the step number, a seed from the configuration.",
+        ),
+        Kind(
+            name="retrace",
+            title="a program that is traced and compiled again after it was in use",
+            on_pod="each compilation takes minutes for a large model; where processes do it at different steps the "
+            "others wait, and collectives time out.",
+            fix="Keep shapes, dtypes and shardings of the arguments the same, pass what changes from step to step as "
+            "an array and not as a Python value, and make jitted functions once, outside the loop.",
+        ),
+        Kind(
+            name="growth",
+            title="live arrays or keys of the coordination service that grow from step to step",
+            on_pod="RESOURCE_EXHAUSTED: out of device memory (HBM) after hours; keys fill the memory of process 0 "
+            "until the coordination service dies, and the job with it.",
+            fix="Do not collect device arrays over steps: convert what is kept (float(x), jax.device_get). Delete keys "
+            "when every process has read them.",
+        ),
+        Kind(
+            name="donated",
+            title="an array that was donated is used again",
+            on_pod="'Array has been deleted' or 'Buffer has been deleted or donated'; where one process alone swallows "
+            f"that error the others have launched and it has not: a hang, or {HALT}.",
+            fix="Take the array that the donating call returned, or copy what is needed before the call.",
+        ),
+        Kind(
+            name="some_enter",
+            title="processes wait in a collective that others never enter",
+            on_pod="the job hangs until a watchdog or a time-out ends it ('barrier timed out', DEADLINE_EXCEEDED), "
+            f"or it ends with {HALT}.",
+            fix="Call it on every process, also on those with nothing to contribute, and let no process return, raise "
+            "or skip before it.",
+        ),
+    )
+}
+"""By name."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+    """What one process does where a finding is.
+
+    Args:
+        process: Its number.
+        text: What it does.
+        stack: Where, the innermost frame first; empty: nowhere.
+    """
+
+    process: int
+    text: str
+    stack: tuple[Frame, ...] = ()
+
+    @property
+    def line(self) -> Frame | None:
+        """The user's own line."""
+        return own_line(self.stack)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that would go wrong on a pod.
+
+    Args:
+        kind: The name of its kind.
+        text: What was seen, in a sentence.
+        places: What each process involved did there.
+        count: How often it was seen.
+        details: More lines: what differs, what grew.
+    """
+
+    kind: str
+    text: str
+    places: tuple[Place, ...]
+    count: int = 1
+    details: tuple[str, ...] = ()
+
+    @property
+    def about(self) -> Kind:
+        """What its kind is about."""
+        return KINDS[self.kind]
+
+    def as_json(self) -> dict[str, Any]:
+        """The finding as JSON values."""
+        return {
+            "kind": self.kind,
+            "title": self.about.title,
+            "text": self.text,
+            "count": self.count,
+            "details": list(self.details),
+            "on_pod": self.about.on_pod,
+            "fix": self.about.fix,
+            "places": [
+                {
+                    "process": place.process,
+                    "text": place.text,
+                    "line": place.line.place if place.line else None,
+                    "source": place.line.text if place.line else None,
+                    "stack": [f"{frame.place} {frame.function}" for frame in place.stack],
+                }
+                for place in self.places
+            ],
+        }
+
+
+def merged(findings: list[Finding]) -> list[Finding]:
+    """The findings, those of the same kind at the same line counted together.
+
+    Args:
+        findings: In the order in which they were seen.
+    """
+    found: dict[tuple[object, ...], Finding] = {}
+    for each in findings:
+        line = each.places[0].line
+        key = (each.kind, line.place if line else "")
+        if key not in found:
+            found[key] = each
+            continue
+        known = found[key]
+        there = {place.process for place in known.places}
+        more = tuple(place for place in each.places if place.process not in there)
+        again = each.count if not more and each.places[0].process == known.places[0].process else 0
+        found[key] = dataclasses.replace(known, places=known.places + more, count=known.count + again)
+    return list(found.values())

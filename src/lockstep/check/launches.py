@@ -1,0 +1,49 @@
+"""The launches of this process as texts, for checks inside tests."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+
+@contextlib.contextmanager
+def record_launches() -> Iterator[list[str]]:
+    """The names of all launches inside, in order, each with its number of local devices where that is more than one.
+
+    Seen are programs that are jitted, compiled ahead of time, and eager operations, of every library.
+
+    Yields:
+        The launches so far.
+
+    Raises:
+        ConfigError: This version of JAX is not known.
+    """
+    from lockstep.check import _jax
+
+    names = Names()
+    with _jax.watch_launches(names):
+        yield names.launched
+
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """Collects the names of launches that were not refused.
+
+    Args:
+        launched: The names so far.
+    """
+
+    launched: list[str] = dataclasses.field(default_factory=list)
+
+    def starts(self, program: Any, arguments: Sequence[Any]) -> None:
+        """Nothing: it may be refused."""
+
+    def succeeds(self, program: Any, results: Sequence[Any]) -> None:
+        """Add its name."""
+        from lockstep.check import _jax
+
+        name, count = _jax.name_of(program), len(_jax.local_devices(program))
+        self.launched.append(name if count == 1 else f"{name} on {count} local devices")
+
+    def fails(self, program: Any, error: BaseException) -> None:
+        """Nothing: it was none."""

@@ -1,0 +1,187 @@
+"""Runs a command on simulated processes, each recorded, and compares what they did."""
+
+import dataclasses
+import itertools
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.check.alone import look_at
+from lockstep.check.compare import End, compare_launches, compare_values
+from lockstep.check.findings import Finding, merged
+from lockstep.check.inject import DIRECTORY, STARTUP
+from lockstep.check.log import ProcessLog, read_log
+from lockstep.errors import ConfigError
+from lockstep.exit_codes import DONE, FAILED, describe_code
+
+POLL_S = 0.2
+"""Seconds between two looks at a run."""
+GRACE_S = 3
+"""Seconds between SIGTERM and SIGKILL for the processes of a run that hangs."""
+WAITS = (
+    "Gloo",
+    "gloo",
+    "Barrier timed out",
+    "DEADLINE_EXCEEDED",
+    "Connection reset by peer",
+    "Connection closed by peer",
+)
+"""What is in the error of a process that waited for others in vain."""
+HOOK = "from lockstep.check.inject import at_start\n\nat_start()\n"
+"""The ``sitecustomize`` module of the processes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckResult:
+    """What came of a check.
+
+    Args:
+        command: What was run.
+        code: The exit code of the run.
+        end: How it ended.
+        findings: What would go wrong on a pod.
+        launches: The launches of each process.
+        other_threads: The launches of programs of one process alone, from other threads than the main one: they have no
+            order that could be compared.
+        errors: The error of each process that ended with one, by its number.
+        seconds: The time of the run.
+    """
+
+    command: Sequence[str]
+    code: int
+    end: End
+    findings: tuple[Finding, ...]
+    launches: tuple[int, ...]
+    other_threads: int
+    errors: dict[int, str]
+    seconds: float
+
+    @property
+    def exit_code(self) -> int:
+        """0 where the run ended well and nothing was found, else 1."""
+        return DONE if not self.findings and self.code == DONE else FAILED
+
+    @property
+    def problem(self) -> str | None:
+        """Why the run did not come to its end; None where it did."""
+        if self.end is End.HUNG:
+            return "the processes waited for each other, and the run was ended"
+        return None if self.code == DONE else f"the command ended with {describe_code(self.code)}"
+
+    def as_json(self) -> dict[str, Any]:
+        """The result as JSON values."""
+        return {
+            "command": list(self.command),
+            "exit_code": self.exit_code,
+            "problem": self.problem,
+            "launches": list(self.launches),
+            "seconds": round(self.seconds, 3),
+            "errors": {str(process): text for process, text in self.errors.items()},
+            "findings": [finding.as_json() for finding in self.findings],
+        }
+
+
+def check_command(
+    command: Sequence[str],
+    *,
+    processes: int = 2,
+    devices: int = 2,
+    stall_s: float = 15.0,
+    ignore: Collection[str] = (),
+) -> CheckResult:
+    """Run a command as the processes of a job on CPU devices, and find what would go wrong on a pod.
+
+    Args:
+        command: A program and its arguments; if it is in Python and imports JAX, it is recorded without a change.
+        processes: How many processes.
+        devices: The devices of each.
+        stall_s: The seconds without a launch on any process after which processes that wait for each other are ended.
+        ignore: Names of kinds of findings that are left out.
+
+    Raises:
+        ConfigError: Nothing was recorded: the command imports no JAX, or starts a Python that does not see us.
+    """
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="lockstep-check-") as name:
+        directory = Path(name)
+        (directory / STARTUP).mkdir()
+        (directory / STARTUP / "sitecustomize.py").write_text(HOOK)
+        code, stalled = _run(command, processes, devices, directory, stall_s)
+        logs = _read(directory, processes)
+    if not any(log.launches for log in logs):
+        raise ConfigError(
+            f"no launch of {' '.join(command)} was seen ({describe_code(code)}). It must run JAX in the Python process "
+            "that the command starts, with the Python of this environment and without -I, -E or -S."
+        )
+    errors = {log.index: log.error[0] for log in logs if log.error is not None}
+    hung = stalled or any(text in error for error in errors.values() for text in WAITS)
+    end = End.HUNG if hung else End.DONE if code == DONE else End.FAILED
+    return CheckResult(
+        command=command,
+        code=code,
+        end=end,
+        findings=tuple(each for each in find(logs, end) if each.kind not in ignore),
+        launches=tuple(len(log.launches) for log in logs),
+        other_threads=sum(bool(each.thread) and not each.program.shared for log in logs for each in log.launches),
+        errors=errors,
+        seconds=time.monotonic() - began,
+    )
+
+
+def find(logs: Sequence[ProcessLog], end: End) -> list[Finding]:
+    """What is wrong with the processes of a run.
+
+    Args:
+        logs: What each of them recorded.
+        end: How the run ended.
+    """
+    findings = []
+    first, *others = logs
+    for other in others:
+        differences, pairs = compare_launches(first, other, end)
+        findings += [*differences, *compare_values(first, other, pairs)]
+    return merged([*findings, *itertools.chain.from_iterable(map(look_at, logs))])
+
+
+def _run(command: Sequence[str], processes: int, devices: int, directory: Path, stall_s: float) -> tuple[int, bool]:
+    """The exit code of the run, and whether it was ended because processes waited for each other."""
+    launcher = [sys.executable, "-c", "import sys; from lockstep.launch import main; sys.exit(main())"]
+    launcher += ["--backend", "local", "--processes", str(processes), "--devices_per_process", str(devices)]
+    path = [str(directory / STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {DIRECTORY: str(directory), "PYTHONPATH": os.pathsep.join(path)}
+    words = [word for name, value in environment.items() for word in ("--env", f"{name}={value}")]
+    run = subprocess.Popen([*launcher, "--grace_s", str(GRACE_S), *words, "--", *command])
+    try:
+        looked = 0.0
+        while run.poll() is None:
+            time.sleep(POLL_S)
+            files = list(directory.glob("process-*.jsonl"))
+            last = max((file.stat().st_mtime for file in files), default=time.time())
+            if time.time() - last < stall_s or last == looked:
+                continue
+            looked = last
+            if _waits(_read(directory, processes)):
+                run.terminate()
+                run.wait()
+                return run.returncode, True
+        return run.returncode, False
+    finally:
+        if run.poll() is None:
+            run.terminate()
+            run.wait()
+
+
+def _waits(logs: Sequence[ProcessLog]) -> bool:
+    """Whether processes that launch nothing wait for others in vain; not where one compiles or loads."""
+    if any(there.compiling for log in logs for there in log.where.values()):
+        return False
+    return any(finding.kind == "some_enter" for finding in find(logs, End.HUNG))
+
+
+def _read(directory: Path, processes: int) -> list[ProcessLog]:
+    return [read_log(directory / f"process-{index}.jsonl", index) for index in range(processes)]

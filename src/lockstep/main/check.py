@@ -1,0 +1,84 @@
+"""``lockstep check``: run a script on simulated processes and find what would stop it on a pod."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+
+from lockstep.check import KINDS, check_command, print_report, write_page
+from lockstep.errors import ConfigError
+from lockstep.main.reader_arguments import Arguments, seconds
+
+TEXT: Final = """\
+Runs a command as several processes with CPU devices, sees every launch of a device program on each, compares them, and
+says what would hang or fail on a pod: with your own source line on every process, and what to change.
+The command needs no change. docs/check.md explains each finding.
+Exit code 0 if nothing was found, else 1."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what the command is given.
+
+    Args:
+        parser: Where to add it.
+    """
+    parser.add_argument("--processes", type=int, default=2, metavar="N", help="how many processes (default: 2)")
+    parser.add_argument(
+        "--devices_per_process", type=int, default=2, metavar="N", help="CPU devices of each process (default: 2)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was found as JSON")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write it as a page for a browser")
+    parser.add_argument(
+        "--ignore", action="append", default=[], choices=sorted(KINDS), metavar="KIND",
+        help=f"leave findings of this kind out; can be repeated: {', '.join(KINDS)}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--stall_s", type=seconds, default=15.0, metavar="S",
+        help="end processes that wait for each other after this many seconds without a launch (default: 15)",
+    )  # fmt: skip
+
+
+def main(arguments: Sequence[str], *, console: Console | None = None) -> int:
+    """Check a command.
+
+    Args:
+        arguments: The command line after ``lockstep check``.
+        console: Where the report is printed; None: standard output.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: The command line cannot work, or nothing could be recorded.
+    """
+    parser = Arguments("check", TEXT)
+    add_options(parser)
+    words = list(arguments)
+    at = words.index("--") if "--" in words else len(words)
+    options, command = parser.parse_args(words[:at]), words[at + 1 :]
+    if options.help:
+        print(parser.format_help())
+        return 0
+    if not command:
+        raise ConfigError("lockstep check has no command. Write it after --: lockstep check -- python train.py.")
+    if options.processes < 2 or options.devices_per_process < 1:
+        raise ConfigError(
+            f"--processes is {options.processes} and --devices_per_process {options.devices_per_process}; there must "
+            "be at least 2 processes, to be compared, with at least 1 device each."
+        )
+    result = check_command(
+        command,
+        processes=options.processes,
+        devices=options.devices_per_process,
+        stall_s=options.stall_s,
+        ignore=options.ignore,
+    )
+    print_report(result, console or Console(highlight=False))
+    if options.json is not None:
+        options.json.write_text(json.dumps(result.as_json(), indent=1) + "\n", encoding="utf-8")
+    if options.html is not None:
+        write_page(result, options.html)
+    return result.exit_code

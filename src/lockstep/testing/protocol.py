@@ -1,0 +1,168 @@
+"""What a test run and the processes that it started say to each other, over a Unix socket."""
+
+import dataclasses
+import enum
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+MARK = "---- lockstep.testing begins function "
+"""Before the number of a function, in a line of its own, in the log of its process."""
+
+
+class Stand(enum.Enum):
+    """What stands for something that only the processes have, among the arguments of a function."""
+
+    HOSTS = "the Hosts of the process"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reference:
+    """Where a function is found.
+
+    Args:
+        module: The name of its module.
+        name: Its name in the module; dots lead through classes.
+        file: The path of the module's file.
+    """
+
+    module: str
+    name: str
+    file: str
+
+    @classmethod
+    def to(cls, function: Callable[..., Any]) -> "Reference":
+        """Return where another process finds a function.
+
+        Args:
+            function: A function of a module.
+
+        Raises:
+            ValueError: It is defined inside another function, or has no file.
+        """
+        name = function.__qualname__
+        if "<" in name:
+            raise ValueError(
+                f"{name} cannot run in other processes, because they cannot find it. Define it at the top of its "
+                "module, and hand it what it needs as arguments."
+            )
+        file = function.__code__.co_filename if hasattr(function, "__code__") else ""
+        module = sys.modules.get(function.__module__)
+        file = getattr(module, "__file__", None) or file
+        if not os.path.isfile(file):
+            raise ValueError(f"{name} is not in a file, so other processes cannot find it. Put it into a module.")
+        stem = os.path.splitext(os.path.basename(file))[0]
+        found = stem if function.__module__ == "__main__" else function.__module__
+        return cls(module=found, name=name, file=os.path.abspath(file))
+
+    def load(self) -> Any:
+        """Return the function, bound to a new instance where it is a method.
+
+        Raises:
+            ImportError: The module cannot be imported.
+            AttributeError: It has no such function.
+        """
+        found: Any = _module(self.module, self.file)
+        for part in self.name.split("."):
+            found = getattr(found, part)
+            if isinstance(found, type):
+                found = found()
+        return found
+
+
+def _module(name: str, file: str) -> ModuleType:
+    """Import a module by its name where that leads to the file, else from the file itself."""
+    try:
+        module = importlib.import_module(name)
+        if module.__file__ and os.path.samefile(module.__file__, file):
+            return module
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # of what the module imports
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} is not a Python module.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hello:
+    """A process has joined its job.
+
+    Args:
+        index: The number of the process.
+        pid: Its number on this machine.
+    """
+
+    index: int
+    pid: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """A process is to run a function.
+
+    Args:
+        number: The number of the function in this group, from 1.
+        function: Where the function is.
+        path: The import path of the test run; what the process lacks of it is added to its own.
+        arguments: The pickled arguments, in order and by name: read after the path was added to.
+    """
+
+    number: int
+    function: Reference
+    path: Sequence[str]
+    arguments: bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a function ended in a process.
+
+    Args:
+        result: What it returned, as JSON; None where it did not return.
+        failed: The error that left it, in a line; None: none did.
+        skipped: Why it skipped itself (``pytest.skip``); None: it did not.
+    """
+
+    result: str | None = None
+    failed: str | None = None
+    skipped: str | None = None
+
+    def __str__(self) -> str:
+        if self.failed is not None:
+            return f"raised {self.failed}"
+        return "returned" if self.skipped is None else f"was skipped: {self.skipped}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Look:
+    """A process is to look for what the function has left behind. Sent when it has ended in every process."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Left:
+    """What a function has left behind in a process.
+
+    Args:
+        lines: Each thing in a line.
+        ledger: The state of the ledger of the library's launches (`Ledger.state`).
+    """
+
+    lines: Sequence[str]
+    ledger: str
+
+
+Arguments = tuple[Sequence[Any], Mapping[str, Any]]
+"""The arguments of a function, in order and by name."""

@@ -1,0 +1,64 @@
+"""`lockstep check` finds nothing in scripts that run as they are on pods, and takes at most twice their time."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.multiprocess.launcher import LAUNCHER
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.nightly]
+
+ROOT = Path(__file__).parents[2]
+CHECK = [sys.executable, "-c", "import sys; from lockstep.main.cli import main; sys.exit(main())", "check"]
+LAUNCH = [sys.executable, str(LAUNCHER), "--backend", "local"]
+SIZE = ["--processes", "2", "--devices_per_process", "2", "--"]
+TIMES_LONGER = 2.0
+
+
+def levanter_config(directory):
+    """Levanter's own configuration, without our block."""
+    text = (ROOT / "examples" / "levanter_train_lm.yaml").read_text().partition("inference_eval:")[0]
+    text = text.replace("runs/levanter", str(directory)).replace("num_train_steps: 40", "num_train_steps: 6")
+    file = directory / "levanter.yaml"
+    file.write_text(text.replace("  tracker:\n", "  distributed:\n    initialize_jax_distributed: false\n  tracker:\n"))
+    return file
+
+
+def commands(directory):
+    sampled = ["--steps", "6", "--eval_every", "3", "--output_dir", str(directory / "out")]
+    demo = ["--config_path", "config/demo.yaml", "--trainer.num_train_steps", "6", "--trainer.log_dir", str(directory)]
+    levanter = ["levanter.main.train_lm", "--config_path", str(levanter_config(directory))]
+    return {
+        "demo": ["lockstep", "train-lm", *demo, "--inference_eval.eval_every", "3"],
+        "own_loop": ["python", "examples/own_loop.py", *sampled],
+        "dict_loop": ["python", "examples/dict_loop.py", *sampled],
+        "nnx_loop": ["python", "examples/nnx_loop.py", *sampled],
+        "levanter": ["python", "-m", "tests.multiprocess.joined", *levanter],
+    }
+
+
+def timed(*command):
+    """How a command ended, and after how many seconds; compiled programs are not shared, as in a user's first run."""
+    began = time.monotonic()
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    return done, time.monotonic() - began
+
+
+@pytest.mark.parametrize("name", ["demo", "own_loop", "dict_loop", "nnx_loop", "levanter"])
+def test_nothing_is_found(name, tmp_path):
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "checked").mkdir()
+    plain, plain_s = timed(*LAUNCH, *SIZE, *commands(tmp_path / "plain")[name])
+    assert plain.returncode == 0, plain.stdout + plain.stderr
+    file = tmp_path / "found.json"
+    checked, checked_s = timed(*CHECK, "--json", str(file), *SIZE, *commands(tmp_path / "checked")[name])
+    found = json.loads(file.read_text())
+    assert (checked.returncode, found["findings"], found["problem"]) == (0, [], None), checked.stdout + checked.stderr
+    assert min(found["launches"]) > 10 and len(set(found["launches"])) == 1
+    assert checked_s < TIMES_LONGER * plain_s, f"{checked_s:.0f} s, and {plain_s:.0f} s without"

@@ -1,0 +1,92 @@
+import dataclasses
+
+from lockstep.check.alone import look_at
+from lockstep.check.log import Comparison, Launch, ProcessLog, Program
+from lockstep.check.stack import Frame
+
+
+def at(line):
+    return (Frame(file="train.py", line=line, function="main", text="", own=True),)
+
+
+STEP = Program(number=0, name="step", digest="1", processes=(0, 1), local=(0,), arguments=("f32[8]", "f32[]"), text="")
+
+
+def look(*launches, **fields):
+    return list(look_at(ProcessLog(index=0, launches=list(launches), **fields)))
+
+
+def test_a_loop_of_one_program_is_fine():
+    assert look(*[Launch(program=STEP, stack=at(1), live=10, keys=3)] * 20) == []
+
+
+def test_a_second_thread_is_found_only_for_programs_of_several_processes():
+    main, second = Launch(program=STEP, stack=at(1)), Launch(program=STEP, stack=at(9), thread="loader")
+    (finding,) = look(main, second)
+    assert finding.kind == "thread" and finding.places[0].line.line == 9
+    own = dataclasses.replace(STEP, processes=(0,))
+    assert look(main, dataclasses.replace(second, program=own)) == []
+    assert look(second, second) == []  # all from one thread
+
+
+def test_a_comparison_is_a_finding_from_a_mebibyte_on_a_pod():
+    (finding,) = look(comparisons=[Comparison(size=1 << 14, stack=at(4)), Comparison(size=(1 << 14) - 1, stack=at(5))])
+    assert finding.kind == "comparison" and "1.00 MiB" in finding.text and finding.places[0].line.line == 4
+
+
+def test_a_program_compiled_again_says_which_argument_changed():
+    other = dataclasses.replace(STEP, number=1, digest="2", arguments=("f32[6]", "f32[]"))
+    launches = [Launch(program=STEP, stack=at(1))] * 3
+    (finding,) = look(*launches, Launch(program=other, stack=at(1)))
+    assert finding.kind == "retrace" and finding.details == ("argument 0: f32[8] became f32[6]",)
+    assert look(*launches[:2], Launch(program=other, stack=at(1))) == []  # still warming up
+    assert look(*launches, Launch(program=other, stack=at(2))) == []  # another line
+
+
+def test_shapes_of_what_is_made_before_the_first_step_are_no_retrace():
+    """An optimizer's state: one eager operation per parameter, more of them than there are steps."""
+    cast = dataclasses.replace(STEP, name="convert_element_type", digest="3", number=3, arguments=("float32[]",))
+    count = dataclasses.replace(cast, digest="4", number=4, arguments=("int32[]",))
+    made = [Launch(program=cast, stack=at(7))] * 20 + [Launch(program=count, stack=at(7))]
+    steps = [Launch(program=STEP, stack=at(1))] * 10
+    assert look(*made, *steps) == []
+    assert [finding.kind for finding in look(*steps, *made, *steps)] == ["retrace"]
+
+
+def test_a_function_object_made_anew_is_named_as_such():
+    again = [Launch(program=dataclasses.replace(STEP, number=number), stack=at(1)) for number in range(4)]
+    (finding,) = look(*again)
+    assert "another function object" in finding.details[0]
+
+
+def test_growth_of_arrays_names_where_they_are_made_and_growth_of_keys_a_key():
+    steps = [
+        Launch(
+            program=STEP,
+            stack=at(1),
+            live=10 + n,
+            kinds=(("f32[]", at(7), n + 1),),
+            keys=n,
+            newest=((f"metrics/{n}", at(9)),),
+        )
+        for n in range(12)
+    ]
+    arrays, keys = look(*steps)
+    assert arrays.kind == keys.kind == "growth"
+    assert arrays.places[0].line.line == 7 and "7 more f32[]" in arrays.places[0].text
+    assert "'metrics/11'" in keys.places[0].text and keys.places[0].line.line == 9
+
+
+def test_a_loop_that_initialises_parameters_and_ends_is_no_growth():
+    layers = [Launch(program=STEP, stack=at(1), live=n) for n in range(20)]
+    training = [Launch(program=STEP, stack=at(2), live=20) for _ in range(10)]
+    assert look(*layers, *training) == []
+
+
+def test_what_is_freed_now_and_then_does_not_grow():
+    assert look(*[Launch(program=STEP, stack=at(1), live=10 + n % 5) for n in range(20)]) == []
+
+
+def test_a_donated_array_names_both_lines():
+    (finding,) = look(Launch(program=STEP, stack=at(5), donated=((0, at(2)),)))
+    assert finding.kind == "donated" and [place.line.line for place in finding.places] == [5, 2]

@@ -1,0 +1,59 @@
+"""How another process finds a function."""
+
+import sys
+
+import pytest
+
+from lockstep.testing.protocol import Reference
+
+
+class TestClass:
+    def method(self):
+        return type(self).__name__
+
+
+def function():
+    return "found"
+
+
+def test_a_function_and_a_method_are_found():
+    reference = Reference.to(function)
+    assert reference.load() is function
+    method = Reference(module=__name__, name="TestClass.method", file=__file__)
+    assert method.load()() == "TestClass"
+
+
+def test_a_module_that_is_not_on_the_import_path_is_found_by_its_file(tmp_path):
+    (tmp_path / "test_stranger.py").write_text("def body():\n    return __name__\n")
+    reference = Reference(module="test_stranger", name="body", file=str(tmp_path / "test_stranger.py"))
+    try:
+        assert reference.load()() == "test_stranger"
+        assert reference.load() is sys.modules["test_stranger"].body
+    finally:
+        del sys.modules["test_stranger"]
+
+
+def test_a_file_comes_before_another_module_of_its_name(tmp_path):
+    (tmp_path / "json.py").write_text("def body():\n    return 'mine'\n")
+    import json
+
+    try:
+        assert Reference(module="json", name="body", file=str(tmp_path / "json.py")).load()() == "mine"
+    finally:
+        sys.modules["json"] = json
+
+
+def test_a_module_that_cannot_be_imported_says_why(tmp_path):
+    (tmp_path / "test_broken.py").write_text("import no_such_library\n")
+    reference = Reference(module="test_broken", name="body", file=str(tmp_path / "test_broken.py"))
+    with pytest.raises(ModuleNotFoundError, match="no_such_library"):
+        reference.load()
+    assert "test_broken" not in sys.modules
+
+
+def test_a_function_inside_another_is_refused():
+    def inside():
+        pass
+
+    with pytest.raises(ValueError, match=r"inside cannot run in other processes.*Define it at the top of its module"):
+        Reference.to(inside)
