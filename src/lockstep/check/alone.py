@@ -87,9 +87,16 @@ def _retraces(log: ProcessLog) -> Iterator[Finding]:
 
 
 def _training_began(log: ProcessLog) -> int:
-    """The index of the first launch of the program that comes most often; what is made before may have many shapes."""
-    names = [each.program.name for each in log.launches]
-    return names.index(collections.Counter(names).most_common(1)[0][0]) if names else 0
+    """The index of the first launch of the step: what comes most often from one line, and until the end.
+
+    What is made before may have many shapes: an optimizer's state is made by one eager operation after another.
+    """
+    at: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
+    for index, each in enumerate(log.launches):
+        line = own_line(each.stack)
+        at[each.program.name, "" if line is None else line.place].append(index)
+    late = [each for each in at.values() if each[-1] >= len(log.launches) * LATE]
+    return max(late, key=len, default=[0])[0]
 
 
 def _is_new(launch: Launch, before: Sequence[Launch]) -> bool:

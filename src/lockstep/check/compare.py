@@ -66,10 +66,12 @@ def compare_launches(first: ProcessLog, other: ProcessLog, end: End) -> tuple[li
             matched = _matched({x: left[x] for x in a}, {y: right[y] for y in b}, same)
             a = [x for x in a if x not in dict(matched)]
             b = [y for y in b if y not in dict(matched).values()]
+            both = [(left[x], right[y]) for x, y in matched]
             if same is _differ:
-                findings += [_different(first, left[x], other, right[y]) for x, y in matched]
+                # On its own devices a process may run a program of its own: JAX cuts its part out of a batch so.
+                findings += [_different(first, x, other, y) for x, y in both if x.program.shared or y.program.shared]
             else:
-                pairs += [(left[x], right[y]) for x, y in matched]
+                pairs += both
         left_only += [(x, gap.right[0]) for x in a]
         right_only += [(y, gap.left[0]) for y in b]
     pairs += zip(left[i:], right[j:], strict=True)

@@ -43,6 +43,16 @@ def test_a_program_compiled_again_says_which_argument_changed():
     assert look(*launches, Launch(program=other, stack=at(2))) == []  # another line
 
 
+def test_shapes_of_what_is_made_before_the_first_step_are_no_retrace():
+    """An optimizer's state: one eager operation per parameter, more of them than there are steps."""
+    cast = dataclasses.replace(STEP, name="convert_element_type", digest="3", number=3, arguments=("float32[]",))
+    count = dataclasses.replace(cast, digest="4", number=4, arguments=("int32[]",))
+    made = [Launch(program=cast, stack=at(7))] * 20 + [Launch(program=count, stack=at(7))]
+    steps = [Launch(program=STEP, stack=at(1))] * 10
+    assert look(*made, *steps) == []
+    assert [finding.kind for finding in look(*steps, *made, *steps)] == ["retrace"]
+
+
 def test_a_function_object_made_anew_is_named_as_such():
     again = [Launch(program=dataclasses.replace(STEP, number=number), stack=at(1)) for number in range(4)]
     (finding,) = look(*again)

@@ -59,6 +59,14 @@ def test_the_same_name_with_another_program_says_what_differs():
     assert "step(f32[4])" in finding.places[0].text and "step(f32[5])" in finding.places[1].text
 
 
+def test_on_its_own_devices_each_process_may_run_a_program_of_its_own():
+    """As JAX does where it cuts the part of each process out of a batch that all of them have."""
+    one, other = log(0, "step"), log(1, "step")
+    one.launches = [Launch(program=program("_multi_slice", "1", shared=False, text="slice 0:2"), stack=at(1))]
+    other.launches = [Launch(program=program("_multi_slice", "2", shared=False, text="cut 2:4"), stack=at(1))]
+    assert kinds(one, other) == []
+
+
 def test_the_same_program_from_the_branches_of_an_if_is_fine():
     first, other = log(0, "a", "b"), log(1, "a", "b")
     other.launches[1] = dataclasses.replace(other.launches[1], stack=at(7))
