@@ -22,7 +22,7 @@ help: ## show this list
 setup: ## make the environment in .venv (the other targets do it themselves)
 	@scripts/setup.sh dev
 setup-tests:
-	@scripts/setup.sh dev plan levanter browser eval readers docs
+	@scripts/setup.sh dev plan levanter tunix browser eval readers docs
 
 demo: setup ## train a small model on two simulated hosts and watch what it says (about 5 minutes)
 	@$(PYTHON) infra/launch.py --backend local --processes $(PROCESSES) --devices_per_process $(DEVICES) -- \

@@ -1,4 +1,4 @@
-"""A step of GRPO: lockstep's trainer, the same with Levanter's engine in the rollout's place, and Tunix's learner.
+"""A step of GRPO: lockstep's trainer, the same with Levanter's engine, and Tunix's learner with its rollout and ours.
 
     python -m benchmarks.grpo_step [--quick] [--json PATH] [--only ours --only tunix] [--steps 6]
 
@@ -29,15 +29,21 @@ from benchmarks.grpo.turns import Process
 from benchmarks.workers import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
-CONTESTANTS = ("ours", "levanter", "tunix")
+CONTESTANTS = ("ours", "levanter", "tunix", "tunix_with_ours")
 DEVICES = 4
 WARM = 2
 """Levanter's engine compiles in its second call, too, and Tunix's train step in its second step."""
-TUNIX = ".venv-tunix"
-MAKE_TUNIX = f"python3.12 -m venv {TUNIX} && {TUNIX}/bin/python -m pip install google-tunix==0.1.7 jax==0.11.2"
+MAKE_TUNIX = ".venv/bin/python -m pip install -c constraints.txt -e '.[tunix]'"
 MAKE_LEVANTER = ".venv/bin/python -m pip install -c constraints.txt -e '.[bench]'"
-GOALS = {"rollout_vs_levanter": 5.0, "rollout_vs_tunix": 3.0, "step_vs_levanter": 1.0, "step_vs_tunix": 1.0}
-"""How many times as fast ours is: tokens per second of the rollout, and whole steps."""
+GOALS = {
+    "rollout_vs_levanter": 5.0,
+    "rollout_vs_tunix": 3.0,
+    "step_vs_levanter": 1.0,
+    "step_vs_tunix": 1.0,
+    "tunix_rollout_with_ours": 3.0,
+    "tunix_step_with_ours": 1.0,
+}
+"""How many times as fast ours is: tokens per second of the rollout, and whole steps; then Tunix's with our rollout."""
 SAME_MODEL = 1e-3
 """How far apart the log-probabilities of two contestants' first models may be."""
 
@@ -48,15 +54,12 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a smaller model, fewer and shorter answers")
     parser.add_argument("--steps", type=int, default=6, help=f"of each, of which the first {WARM} are not counted")
     parser.add_argument("--only", action="append", choices=CONTESTANTS, help="measure these alone")
-    parser.add_argument(
-        "--tunix_python", type=Path, default=ROOT / TUNIX / "bin" / "python", help="Tunix's environment"
-    )
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
     if arguments.steps <= WARM:
         parser.error(f"--steps is {arguments.steps}; the first {WARM} are not counted. Use at least {WARM + 1}.")
     began, name = time.monotonic(), "quick" if arguments.quick else "full"
-    commands, missing = contestants(arguments.only or CONTESTANTS, arguments.tunix_python)
+    commands, missing = contestants(arguments.only or CONTESTANTS)
     with tempfile.TemporaryDirectory() as directory:
         heard = run(commands, name, arguments.steps, Path(directory))
     rows = figures(heard, missing, LOADS[name])
@@ -67,19 +70,20 @@ def main() -> int:
     return 0
 
 
-def contestants(names: Sequence[str], tunix_python: Path) -> tuple[dict[str, list[str]], dict[str, str]]:
+def contestants(names: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, str]]:
     """The command of each contestant that can run here; for each other one, what makes its environment."""
     ours = [sys.executable, "-m", "benchmarks.grpo.ours", "--engine"]
     commands = {
         "ours": [*ours, "ours"],
         "levanter": [*ours, "levanter"],
-        "tunix": [str(tunix_python), "-m", "benchmarks.grpo.tunix"],
+        "tunix": [sys.executable, "-m", "benchmarks.grpo.tunix", "--rollout", "vanilla"],
+        "tunix_with_ours": [sys.executable, "-m", "benchmarks.grpo.tunix", "--rollout", "lockstep"],
     }
     missing = {}
     if importlib.util.find_spec("levanter") is None:
         missing["levanter"] = MAKE_LEVANTER
-    if not tunix_python.exists():
-        missing["tunix"] = MAKE_TUNIX
+    if importlib.util.find_spec("tunix") is None:
+        missing |= {"tunix": MAKE_TUNIX, "tunix_with_ours": MAKE_TUNIX}
     return (
         {name: commands[name] for name in names if name not in missing},
         {name: command for name, command in missing.items() if name in names},
@@ -142,12 +146,15 @@ def figures(heard: Mapping[str, Sequence[Any]], missing: Mapping[str, str], load
         found["steps_s"] = [each["step_s"] for each in counted]
         found["rewards"] = [each["reward"] for each in steps]
         rows[name] = found
-    for other in ("levanter", "tunix"):
-        both = "ours" in rows and other in rows
-        rows[f"rollout_vs_{other}"] = (
-            rows["ours"]["rollout_tokens_per_s"] / rows[other]["rollout_tokens_per_s"] if both else None
-        )
-        rows[f"step_vs_{other}"] = rows[other]["step_s"] / rows["ours"]["step_s"] if both else None
+    for rollout, step, one, other in (
+        ("rollout_vs_levanter", "step_vs_levanter", "ours", "levanter"),
+        ("rollout_vs_tunix", "step_vs_tunix", "ours", "tunix"),
+        ("tunix_rollout_with_ours", "tunix_step_with_ours", "tunix_with_ours", "tunix"),
+    ):
+        both = one in rows and other in rows
+        tokens_per_s = "rollout_tokens_per_s"
+        rows[rollout] = rows[one][tokens_per_s] / rows[other][tokens_per_s] if both else None
+        rows[step] = rows[other]["step_s"] / rows[one]["step_s"] if both else None
     return rows | {"not_run": dict(missing)}
 
 

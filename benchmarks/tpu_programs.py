@@ -32,7 +32,7 @@ from lockstep.plan.collectives import collectives
 from lockstep.plan.hlo import Hlo
 from lockstep.plan.topology import topology
 from lockstep.plan.traffic import copies, step_bytes
-from lockstep.types import Request, SamplingParams
+from lockstep.types import Drafts, Request, SamplingParams
 
 SAMPLED = SamplingParams(max_new_tokens=64, temperature=0.7)
 UNMET = never_used([SAMPLED])
@@ -71,6 +71,7 @@ def weights_on(mesh: Mesh, model: ModelPreset, dtype: str) -> DecoderWeights:
 
 def compile_for(
     slice_name: str, tensor: int, batch: int, context: int, *, model: str = "llama-3.1-8b", dtype: str = "float32",
+    drafts: bool = False,
 ) -> tuple[Engine, DecodeModel]:  # fmt: skip
     """An engine with programs for a batch per replica, and what they were made from; nothing can be run."""
     known, found = PRESETS[model], topology(slice_name)
@@ -90,10 +91,9 @@ def compile_for(
         ),
         mesh,
     )
-    prompt = tuple(range(context))
-    engine.prepare(
-        (config, weights), [Request(prompt_id=i, prompt_tokens=prompt, params=SAMPLED) for i in range(sequences)]
-    )
+    prompt, guesses = tuple(range(context)), Drafts() if drafts else None
+    requests = [Request(prompt_id=i, prompt_tokens=prompt, params=SAMPLED, drafts=guesses) for i in range(sequences)]
+    engine.prepare((config, weights), requests)
     assert engine.decode_model is not None
     return engine, engine.decode_model
 
@@ -140,6 +140,20 @@ def figures(engine: Engine, model: DecodeModel, context: int) -> dict[str, Any]:
             ],
         }
     moved = step_bytes(engine.programs["decode"].text(), model, sizes, context=context, block_pages=block, unmet=UNMET)
+    verified: dict[str, Any] = {}
+    for width in sizes.verify_widths:
+        blocks = attention.prefill_blocks  # type: ignore[attr-defined]
+        of_width = step_bytes(
+            engine.programs[f"verify_{width}"].text(), model, sizes, context=context,
+            block_pages=min(blocks.pages, sizes.pages_per_sequence), query_blocks=-(-width // blocks.queries),
+            unmet=UNMET,
+        )  # fmt: skip
+        launch = max(1, sizes.draft_tokens // width)
+        verified[str(width)] = {
+            "step": of_width.compiled(launch),
+            "per_accepted_token": of_width.compiled(launch) / (width * sizes.slots),
+            "cost": sizing.estimate.verify_cost(width),
+        }
     chip = chip_of(devices[0])
     steps = [one for one in programs["decode"]["collectives"] if one["in_step"]]
     filtered = [one for one in collectives(Hlo(engine.programs["decode"].text()), len(devices)) if one.in_step]
@@ -166,6 +180,8 @@ def figures(engine: Engine, model: DecodeModel, context: int) -> dict[str, Any]:
         "ratio": moved.ratio(sizes.steps),
         "step_s": seconds,
         "collectives_s": wait,
+        "per_token": moved.compiled(sizes.steps) / sizes.slots,
+        "verify": verified,
         "filter_collectives": sum(one.times for one in filtered) - sum(one["times"] for one in steps),
         "tokens_per_s_per_chip": sizes.slots / decode_mesh.tensor / seconds,
         "floor_tokens_per_s_per_chip": sizes.slots / decode_mesh.tensor / (moved.floor / chip.bandwidth),
@@ -201,14 +217,16 @@ def main() -> None:
     parser.add_argument("--tensor", type=int, default=1)
     parser.add_argument("--batch", type=int, default=64, help="sequences per replica")
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--drafts", action="store_true", help="with the programs that verify drafts")
     parser.add_argument("--table", type=Path, nargs="+", metavar="FILE")
     options = parser.parse_args()
     if options.table:
         print(table(options.table))
         return
     engine, model = compile_for(
-        options.slice, options.tensor, options.batch, options.context, model=options.model, dtype=options.dtype
-    )
+        options.slice, options.tensor, options.batch, options.context, model=options.model, dtype=options.dtype,
+        drafts=options.drafts,
+    )  # fmt: skip
     print(json.dumps({"slice": options.slice, "model": options.model} | figures(engine, model, options.context)))
 
 

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from transformers import AutoTokenizer
 
 import lockstep
-from lockstep.models import DecoderWeights, LayerWeights, LlamaConfig, view
+from lockstep.models import DecoderWeights, LayerWeights, LlamaConfig, check_all_read, view
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "demo"
 LAYERS, EMBED, MLP, HEADS, HEAD, LENGTH = 2, 64, 192, 4, 16, 24
@@ -40,7 +40,7 @@ def read(params: Params) -> tuple[LlamaConfig, DecoderWeights]:
         tie_word_embeddings=True,
     )
     blocks = params["blocks"]
-    return config, DecoderWeights(
+    weights = DecoderWeights(
         embed=params["embed"],
         final_norm=params["norm"],
         layers=LayerWeights(
@@ -55,6 +55,8 @@ def read(params: Params) -> tuple[LlamaConfig, DecoderWeights]:
             down=blocks["w2"],
         ),
     )
+    check_all_read(params, weights)  # an error that names a parameter that was forgotten above
+    return config, weights
 
 
 def forward(params: Params, tokens: jax.Array) -> jax.Array:

@@ -22,22 +22,25 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from transformers import AutoTokenizer
 
 import lockstep
-from lockstep.models import DecoderWeights, LayerWeights, LlamaConfig, register_reader, view
+from lockstep.models import DecoderWeights, LlamaConfig, from_names, register_reader
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "demo"
 LAYERS, EMBED, MLP, HEADS, HEAD, LENGTH = 2, 64, 192, 4, 16, 24
 
 # The decoder's name, the model's, and how the axes of the model's array correspond to the decoder's.
 NAMES = {
-    "attn_norm": ("layers.{}.norm1.scale", "embed -> embed"),
-    "mlp_norm": ("layers.{}.norm2.scale", "embed -> embed"),
-    "q": ("layers.{}.q.kernel", "embed heads head -> embed heads head"),
+    "embed": "embed.embedding",
+    "final_norm": "norm.scale",
+    "lm_head": "head.kernel",
+    "attn_norm": "layers.{}.norm1.scale",
+    "mlp_norm": "layers.{}.norm2.scale",
+    "q": "layers.{}.q.kernel",
     "k": ("layers.{}.kv.kernel", "two embed heads head -> embed heads head", {"two": 0}),
     "v": ("layers.{}.kv.kernel", "two embed heads head -> embed heads head", {"two": 1}),
-    "o": ("layers.{}.o.kernel", "heads embed -> heads embed"),
-    "gate": ("layers.{}.gate.kernel", "embed mlp -> embed mlp"),
-    "up": ("layers.{}.up.kernel", "embed mlp -> embed mlp"),
-    "down": ("layers.{}.down.kernel", "mlp embed -> mlp embed"),
+    "o": "layers.{}.o.kernel",
+    "gate": "layers.{}.gate.kernel",
+    "up": "layers.{}.up.kernel",
+    "down": "layers.{}.down.kernel",
 }
 
 
@@ -93,13 +96,7 @@ def rotate(x: jax.Array, angles: jax.Array) -> jax.Array:
 
 @register_reader(Model)
 def read(model: Model) -> tuple[LlamaConfig, DecoderWeights]:
-    """The reader: every array by its name, by reference."""
-    leaves = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-    by_name = {".".join(str(key.key) for key in path): leaf for path, leaf in leaves}
-
-    def of_layers(name: str, pattern: str, picks: dict[str, int] | None = None) -> Any:
-        return view([by_name[name.format(layer)] for layer in range(LAYERS)], pattern, **(picks or {}))
-
+    """The reader: every array by its name, by reference; one that is not in the table is an error."""
     config = LlamaConfig(
         max_seq_len=128,
         hidden_dim=EMBED,
@@ -108,12 +105,7 @@ def read(model: Model) -> tuple[LlamaConfig, DecoderWeights]:
         num_heads=HEADS,
         num_kv_heads=HEADS,
     )
-    return config, DecoderWeights(
-        embed=by_name["embed.embedding"],
-        layers=LayerWeights(**{weight: of_layers(*entry) for weight, entry in NAMES.items()}),
-        final_norm=by_name["norm.scale"],
-        lm_head=by_name["head.kernel"],
-    )
+    return config, from_names(NAMES)(model)
 
 
 def shard(tree: Any, mesh: Mesh) -> Any:

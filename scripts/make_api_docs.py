@@ -55,12 +55,12 @@ SECTIONS = {
         ("lockstep.levanter.sample_callback", "lockstep.levanter.LevanterTracker"),
     ),
     "The engine": (
-        "Token ids in, token ids out, on every host ([round.md](round.md)).",
+        "Token ids in, token ids out, on every host ([engine.md](engine.md)).",
         tuple(
             f"lockstep.{name}"
             for name in ("Engine", "EngineConfig", "Request", "SamplingParams", "Completion", "FinishReason",
                          "StopFinder", "audit")
-        ),
+        ) + ("lockstep.engine.Gate",),
     ),
     "Hosts": (
         "The processes of a job ([protocol.md](protocol.md)).",
@@ -74,8 +74,10 @@ SECTIONS = {
             f"lockstep.models.{name}"
             for name in ("LlamaConfig", "MistralConfig", "Qwen2Config", "Qwen3Config", "RotaryConfig", "Llama3Scaling",
                          "Variant", "LlamaLMHeadModel", "DecoderWeights", "LayerWeights", "register_reader",
-                         "read_decoder", "view", "LazyWeight", "UnreadableModelError", "load_hf", "save_hf")
-        ),
+                         "read_decoder", "from_names", "LoraNames", "view", "merge_lora", "LazyWeight",
+                         "named_parameters", "check_all_read", "check_reader", "ReaderCheck", "ReaderMismatchError",
+                         "UnreadableModelError", "UnreadParameterError", "load_hf", "save_hf")
+        ) + ("lockstep.placement.mesh_of",),
     ),
     "Training": (
         "The loop of the training commands, for a program of your own ([training.md](training.md), "

@@ -97,12 +97,27 @@ trainer = SimpleNamespace(
 model = model_of(mesh)
 state = SimpleNamespace(model=model)
 """,
+    "docs/tunix.md": TINY
+    + """
+from tunix.rl.rl_cluster import ClusterConfig
+hooks, role_to_mesh, rollout_config, training_config = [], {}, None, None
+trainer = SimpleNamespace(with_training_hooks=hooks.append)
+""",
     "docs/your-trainer.md": TINY
     + """
 from lockstep.models import DecoderWeights, LlamaConfig, view
 class MyModel: ...
 w, kv = jnp.ones((2, 4, 8, 2)), jnp.ones((2, 8, 4, 2))
 blocks = [SimpleNamespace(kernel=jnp.ones((8, 16))) for _ in range(2)]
+import haliax as hax
+from lockstep.models import as_trainable
+config, params = tiny.CONFIG, tiny.placed_weights(mesh)
+model = config, params
+forward = jax.jit(lambda params, ids: as_trainable(tiny.CONFIG, params)(hax.named(ids, ("batch", "position"))).array)
+""",
+    "docs/engine.md": TINY
+    + """
+model = tiny.CONFIG, tiny.placed_weights(mesh, vocab=tiny.vocab_size())
 """,
     "docs/protocol.md": TINY
     + """
@@ -131,8 +146,11 @@ init = lambda key: LlamaLMHeadModel.init(hax.Axis("vocab", tokenizer_size), mode
 """What stands before the programs of a page, which the page does not show. The quickstart and the API need nothing."""
 
 SLOW = {
+    "docs/your-trainer.md": "compiles forward passes",
+    "docs/engine.md": "compiles prefill and decode; tests/unit/test_engine_page.py runs it on one device",
     "README.md": "imports Levanter, which takes seconds",
     "docs/levanter.md": "imports Levanter's train_lm, which takes seconds",
+    "docs/tunix.md": "imports Tunix, which takes seconds",
     "docs/protocol.md": "compiles prefill and decode",
     "docs/checkpoints.md": "compiles a train step, and saves",
     "docs/quickstart.md": "compiles a train step, prefill and decode",
@@ -142,6 +160,7 @@ SLOW = {
 AFTER = {
     "README.md": "assert hooks[-1] == 100",
     "docs/levanter.md": "assert hooks[-1] == 100 and not Config().inference_eval.enabled",
+    "docs/tunix.md": "assert isinstance(hooks[0], lockstep.tunix.SampleHooks)",
     "docs/protocol.md": "assert len(completions) == 1 and prepared.shared == [False]",
     "docs/checkpoints.md": "assert state is None and 'step-1' in os.listdir(trainer.checkpoints)",
     "docs/quickstart.md": "assert (callback.rounds, callback.skipped_rounds) == (2, 0)",

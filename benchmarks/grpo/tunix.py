@@ -1,7 +1,7 @@
-"""Tunix's GRPO learner with its own ("vanilla") rollout: one contestant of `benchmarks.grpo_step`.
+"""Tunix's GRPO learner with its own ("vanilla") rollout or with ours: two contestants of `benchmarks.grpo_step`.
 
-It runs in an environment of its own, without lockstep, and is configured as Tunix's examples are: model, rollout and
-trainer share one mesh and so their weights; no reference model, for there is no penalty.
+It is configured as Tunix's examples are: model, rollout and trainer share one mesh and so their weights; no reference
+model, for there is no penalty.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from tunix.rl import rl_cluster as cluster_lib
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
+import lockstep.tunix
 from benchmarks.grpo.load import LOADS, NORM_EPS, QUESTIONS, ROPE_THETA, GrpoLoad, share
 from benchmarks.grpo.turns import Turns
 
@@ -50,6 +51,7 @@ def main() -> None:
     parser.add_argument("--load", choices=LOADS)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--tokenizer")
+    parser.add_argument("--rollout", choices=("vanilla", "lockstep"))
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     load, turns, clock = LOADS[arguments.load], Turns(arguments.steps), Clock()
@@ -65,7 +67,7 @@ def main() -> None:
             top_p=1.0,
             eos_tokens=[load.vocab],  # there is no such token, so no answer ends early
         )
-        cluster = make_cluster(load, mesh, model, tokenizer, sampling, arguments.steps)
+        cluster = make_cluster(load, mesh, model, tokenizer, sampling, arguments.steps, arguments.rollout)
         rewards: list[float] = []
         tokens: list[int] = []
 
@@ -120,7 +122,13 @@ def batches(
 
 
 def make_cluster(
-    load: GrpoLoad, mesh: Mesh, model: llama3.Llama3, tokenizer: Any, sampling: RolloutConfig, steps: int
+    load: GrpoLoad,
+    mesh: Mesh,
+    model: llama3.Llama3,
+    tokenizer: Any,
+    sampling: RolloutConfig,
+    steps: int,
+    rollout: str,
 ) -> cluster_lib.RLCluster:
     """Actor and rollout on one mesh, with one update per rollout."""
     training = cluster_lib.RLTrainingConfig(
@@ -137,7 +145,7 @@ def make_cluster(
         tokenizer=tokenizer,
         cluster_config=cluster_lib.ClusterConfig(
             role_to_mesh=dict.fromkeys(roles, mesh),
-            rollout_engine="vanilla",
+            rollout_engine=rollout if rollout == "vanilla" else lockstep.tunix.Rollout,
             offload_to_cpu=False,
             training_config=training,
             rollout_config=sampling,

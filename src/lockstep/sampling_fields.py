@@ -1,8 +1,9 @@
 """The fields that every configuration which samples has: ``sample``, ``inference_eval`` and ``rollout``."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
+from lockstep.drafts import DraftSource
 from lockstep.engine import CapacityFields, EngineConfig
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.types import SamplingParams, SamplingRules
@@ -20,6 +21,10 @@ class SamplingFields(SamplingRules):
     """Tokens that end a completion; null: the tokenizer's end-of-sequence and end-of-turn tokens."""
     stop: list[str] = dataclasses.field(default_factory=list)
     """Texts that end a completion, also where they straddle tokens; what is shown ends before the text."""
+    drafts: DraftSource = "none"
+    """Guess tokens and verify many of them in a step, where that is faster: ``last_round``, the last answers to the
+    same prompt; ``ngram``, what followed the last tokens in prompt and answers before; ``auto``, both; ``none``. The
+    tokens stay what they are, up to a near-tie that rounding decides (docs/drafts.md)."""
 
     def sampling_params(self, stop_ids: tuple[int, ...], round_: int = 0) -> SamplingParams:
         """The sampling parameters of every prompt of a round.
@@ -49,6 +54,11 @@ class SamplingFields(SamplingRules):
         if isinstance(given, str):
             raise ConfigError(f"{prefix}stop is {given!r}; it must be a list of strings. Use [{given!r}].")
         neutral = {each.name: each.default for each in dataclasses.fields(SamplingRules)}
+        if self.drafts not in get_args(DraftSource):
+            raise ConfigError(
+                f"{prefix}drafts is {self.drafts!r}; it must be one of {', '.join(get_args(DraftSource))}. Use none "
+                "for plain decoding."
+            )
         for name in self.FILTERS:
             if self.temperature == 0 and getattr(self, name) != neutral[name]:
                 raise ConfigError(

@@ -220,6 +220,36 @@ class SamplingParams(SamplingRules):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Drafts:
+    """Guesses at the completions of a request: verified, never trusted, so that they change speed and no token.
+
+    Args:
+        answers: A guess at each completion, in the order of the generations, such as what the model answered in an
+            earlier round; fewer or empty ones where there is none.
+        ngrams: Whether to guess, too, that what followed the last few tokens in the prompt, in other answers to it or
+            earlier in this one follows again (prompt lookup decoding, Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding).
+
+    Raises:
+        ConfigError: A token is no token id of any model.
+    """
+
+    answers: tuple[tuple[int, ...], ...] = ()
+    ngrams: bool = False
+
+    def __post_init__(self) -> None:
+        for generation, answer in enumerate(self.answers):
+            if answer and not 0 <= min(answer) <= max(answer) < 2**31:
+                raise ConfigError(
+                    f"the draft of generation {generation} has tokens from {min(answer)} to {max(answer)}; token ids "
+                    "are at least 0 and less than 2**31. Give the token ids of an earlier answer, or no draft."
+                )
+
+    def answer(self, generation_id: int) -> tuple[int, ...]:
+        """Returns the guess at a completion; empty where there is none."""
+        return self.answers[generation_id] if generation_id < len(self.answers) else ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
     """One prompt to complete.
 
@@ -227,6 +257,7 @@ class Request:
         prompt_id: The prompt's number, unique in a call; draws depend on it.
         prompt_tokens: The token ids of the prompt, at least one.
         params: The sampling parameters.
+        drafts: Guesses at the completions; None for plain decoding.
 
     Raises:
         PromptError: The prompt has no tokens.
@@ -240,6 +271,7 @@ class Request:
     prompt_id: int
     prompt_tokens: tuple[int, ...]
     params: SamplingParams
+    drafts: Drafts | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt_tokens:

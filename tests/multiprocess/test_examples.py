@@ -1,5 +1,6 @@
 """The examples as their docstrings start them, on two real processes, with few steps."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,29 @@ def test_models_of_ones_own_are_read_on_two_hosts(name, tmp_path):
     rows = read_jsonl(tmp_path / "samples.jsonl")
     assert [(row["step"], row["prompt_id"]) for row in rows] == [(s, p) for s in (2, 4) for p in range(2)]
     assert "skipped on every host" not in run.logs[0] and "failed on the leader" not in run.logs[0]
+
+
+@pytest.mark.slow
+def test_tunix_sft_samples_on_two_hosts(tmp_path):
+    arguments = ["--steps", "4", "--eval_every", "3", "--output_dir", str(tmp_path)]
+    run = run_command(["python", "examples/tunix_sft.py", *arguments], cwd=ROOT, timeout_s=240)
+    assert run.code == 0, run.output
+    rows = read_jsonl(tmp_path / "samples.jsonl")
+    assert [(row["step"], row["prompt_id"]) for row in rows] == [(s, p) for s in (0, 3, 4) for p in range(2)]
+    leader, other = run.logs
+    assert "generated text" in leader and "generated text" not in other
+    assert "skipped on every host" not in leader and "failed on the leader" not in leader
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_tunix_grpo_learns_with_our_rollout(tmp_path):
+    arguments = ["--steps", "12", "--eval_every", "5", "--output_dir", str(tmp_path)]
+    command = ["python", "examples/tunix_grpo.py", *arguments]
+    run = run_command(command, cwd=ROOT, processes=1, devices=4, timeout_s=300)
+    assert run.code == 0, run.output
+    rows = read_jsonl(tmp_path / "samples.jsonl")
+    assert [row["step"] for row in rows] == [0, 5, 10, 12]
+    (log,) = run.logs
+    first, last = map(float, re.findall(r"mean reward ([0-9.]+) at first, ([0-9.]+) at last", log)[0])
+    assert last > first + 0.1, log

@@ -14,10 +14,12 @@ SLOW = pytest.mark.slow
 LAYERS = 32
 
 
-def compiled(slice_name: str, tensor: int, batch: int, model: str = "llama-3.1-8b") -> dict[str, Any]:
+def compiled(
+    slice_name: str, tensor: int, batch: int, model: str = "llama-3.1-8b", *, drafts: bool = False
+) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.tpu_programs", "--slice", slice_name, "--tensor", str(tensor)]
     run = subprocess.run(
-        [*command, "--batch", str(batch), "--model", model],
+        [*command, "--batch", str(batch), "--model", model, *["--drafts"] * drafts],
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,

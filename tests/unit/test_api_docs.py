@@ -19,6 +19,7 @@ SLOW = {
     "lockstep.Engine": "compiles prefill and decode",
     "lockstep.SampleCallback": "compiles prefill and decode",
     "lockstep.audit": "compiles prefill, decode and the training forward",
+    "lockstep.models.check_reader": "compiles three forward passes",
     "lockstep.training.Trainer": "compiles a train step",
     "lockstep.models.load_hf": "compiles a program for each parameter",
     "lockstep.models.save_hf": "compiles a program for each parameter",

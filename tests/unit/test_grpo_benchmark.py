@@ -54,6 +54,7 @@ def test_medians_leave_out_the_steps_that_compile_and_ratios_above_one_are_ours_
     assert rows["ours"]["rollout_tokens_per_s"] == tokens / 1.5
     assert rows["ours"]["first_steps_s"] == [50, 30] and rows["ours"]["rewards"] == [0.1, 0.2, 0.3, 0.4, 0.5]
     assert rows["rollout_vs_tunix"] == 4 and rows["step_vs_tunix"] == 2
+    assert rows["tunix_rollout_with_ours"] is None and rows["tunix_step_with_ours"] is None
     assert rows["rollout_vs_levanter"] is None and rows["step_vs_levanter"] is None
     assert rows["not_run"] == {"levanter": "pip install"}
 
@@ -73,17 +74,18 @@ def test_different_models_or_devices_are_refused(other):
         grpo_step.check_models({"ours": [same], "tunix": [other]})
 
 
-def test_a_contestant_without_an_environment_is_named_with_what_makes_it(tmp_path, monkeypatch, capsys):
+def test_a_contestant_that_is_not_installed_is_named_with_what_installs_it(monkeypatch, capsys):
     monkeypatch.setattr(grpo_step.importlib.util, "find_spec", lambda name: None)
-    commands, missing = grpo_step.contestants(grpo_step.CONTESTANTS, tmp_path / "python")
+    commands, missing = grpo_step.contestants(grpo_step.CONTESTANTS)
     assert list(commands) == ["ours"]
-    assert missing == {"levanter": grpo_step.MAKE_LEVANTER, "tunix": grpo_step.MAKE_TUNIX}
+    made = grpo_step.MAKE_TUNIX
+    assert missing == {"levanter": grpo_step.MAKE_LEVANTER, "tunix": made, "tunix_with_ours": made}
     tokens = TINY.answers * TINY.new_tokens
     grpo_step.show(grpo_step.figures({"ours": reports(tokens, *[(1, 1, 0)] * 3)}, missing, TINY))
     shown = capsys.readouterr().out
     assert grpo_step.MAKE_TUNIX in shown and grpo_step.MAKE_LEVANTER in shown
-    (tmp_path / "python").touch()
-    commands, missing = grpo_step.contestants(["tunix"], tmp_path / "python")
+    monkeypatch.setattr(grpo_step.importlib.util, "find_spec", lambda name: None if name == "levanter" else object())
+    commands, missing = grpo_step.contestants(["tunix"])
     assert list(commands) == ["tunix"] and not missing, "what was not asked for is not missing"
 
 

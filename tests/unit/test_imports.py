@@ -15,6 +15,7 @@ BELOW: dict[str, set[str]] = {
     "types": set(),
     "errors": set(),
     "units": set(),
+    "drafts": set(),
     "exit_codes": set(),
     "slices": set(),
     "launch": {"slices"},
@@ -28,17 +29,18 @@ BELOW: dict[str, set[str]] = {
     "models": {"placement", "attention", "device", "hosts"},
 }
 BELOW["engine"] = {"schedule", "models", *BELOW["models"]}
-BELOW["sampling_fields"] = {"engine", *BELOW["engine"]}
+BELOW["sampling_fields"] = {"drafts", "engine", *BELOW["engine"]}
 BELOW["report"] = {"engine", "text", *BELOW["engine"]}
 BELOW["evaluation"] = {"engine", "text", *BELOW["engine"]}
-BELOW["callback"] = {"report", "sampling_fields", "evaluation", *BELOW["report"]}
+BELOW["callback"] = {"drafts", "report", "sampling_fields", "evaluation", *BELOW["report"]}
 BELOW["levanter"] = {"callback", *BELOW["callback"]}
+BELOW["tunix"] = {"callback", *BELOW["callback"]}
 BELOW["training"] = {"callback", *BELOW["callback"]}
-BELOW["batch_inference"] = {"report", "sampling_fields", "training", *BELOW["training"]}
+BELOW["batch_inference"] = {"drafts", "report", "sampling_fields", "training", *BELOW["training"]}
 BELOW["plan"] = {"slices", "engine", "training", "batch_inference", *BELOW["training"], *BELOW["batch_inference"]}
 BELOW["doctor"] = {"training", *BELOW["training"]}
 BELOW["testing"] = {"check", "launch", "hosts"}
-BELOW["main"] = {"launch", "check", "plan", "training", "batch_inference", "doctor", *BELOW["plan"]}
+BELOW["main"] = {"drafts", "launch", "check", "plan", "training", "batch_inference", "doctor", *BELOW["plan"]}
 
 # A library and the only files of the package that may import it.
 ONLY_IN = {
@@ -49,6 +51,9 @@ ONLY_IN = {
     "orbax": {"training/checkpoint.py"},
     "tensorstore": {"training/checkpoint.py"},
     "levanter": {"models/levanter_reader.py", "levanter.py"},
+    "tunix": {"models/tunix_reader.py", "tunix/hooks.py", "tunix/rollout.py", "tunix/tracker.py"},
+    "qwix": {"models/tunix_reader.py"},
+    "metrax": {"tunix/tracker.py"},
     "lm_eval": {"evaluation/harness.py", "evaluation/language_model.py"},
 }
 

@@ -7,9 +7,11 @@ SOURCE, UNIT = ROOT / "src" / "lockstep", ROOT / "tests" / "unit"
 
 REPOSITORY = {
     "test_api_docs.py",
+    "test_bonsai_example.py",
     "test_config_heads.py",
     "test_demo_data.py",
     "test_docs.py",
+    "test_engine_page.py",
     "test_extras.py",
     "test_first_pod.py",
     "test_grpo_benchmark.py",
@@ -48,6 +50,7 @@ COVERED_BY = {
     "attention/tpu_block_table.py": "tests/tpu_compile/test_blocks.py",
     "engine/capacity_fields.py": "tests/unit/test_sampling_fields.py",
     "report/evaluation_fields.py": "tests/unit/test_sampling_fields.py",
+    "plan/draft_bytes.py": "tests/tpu_compile/test_drafts.py",
     "plan/train_state.py": "tests/unit/plan/test_train_step.py",
     "training/launcher.py": "tests/unit/training/test_trainer.py",
     "training/data/build_progress.py": "tests/unit/training/data/test_build.py",
@@ -74,6 +77,7 @@ COVERED_BY = {
     "evaluation/results.py": "tests/unit/evaluation/test_harness.py",
     "evaluation/task_rounds.py": "tests/multiprocess/test_tasks.py",
     "callback/round.py": "tests/unit/callback/test_sample_callback.py",
+    "tunix/compute_dtype.py": "tests/unit/tunix/test_rollout.py",
     **{
         f"training/grpo/{part}.py": "tests/unit/training/grpo/test_rollouts.py"
         for part in ("answer_rows", "generate", "logprob_columns", "rollout_engine", "rollout_report")

@@ -106,7 +106,7 @@ def test_an_error_names_the_block(cls, values, text):
 def test_a_configuration_lists_its_own_fields_first(cls):
     listed = [field.name for field in ordered_fields(cls)]
     assert sorted(listed) == sorted(names(cls))
-    own = names(cls) - names(SamplingRules) - {"stop", "stop_token_ids"} - names(CapacityFields)
+    own = names(cls) - names(SamplingRules) - {"stop", "stop_token_ids", "drafts"} - names(CapacityFields)
     own -= {"prompts", "metrics", "skip_samples_table"}
     if cls is SampleConfig:
         own.add("max_prompts_per_batch")

@@ -198,7 +198,7 @@ def read_lockstep(name, words):
             read_line(shlex.join(options.command))
     elif "--help" in words or name == "--help":
         assert name == "--help" or name in {command.name for command in COMMANDS}
-    elif name in ("report", "tail"):
+    elif name in ("demo", "report", "tail"):
         parser = Arguments(name, "")
         importlib.import_module(f"lockstep.main.{name}").add_options(parser)
         parser.parse_args(words)

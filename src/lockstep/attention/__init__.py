@@ -6,7 +6,9 @@ from lockstep.attention.base import StoredKvHeads as StoredKvHeads
 from lockstep.attention.contiguous_kv import CONTEXT_CHUNK as CONTEXT_CHUNK
 from lockstep.attention.contiguous_kv import Context as Context
 from lockstep.attention.contiguous_kv import attend_context as attend_context
+from lockstep.attention.contiguous_kv import attend_context_span as attend_context_span
 from lockstep.attention.contiguous_kv import extend_context as extend_context
+from lockstep.attention.contiguous_kv import extend_context_span as extend_context_span
 from lockstep.attention.contiguous_kv import gather_context as gather_context
 from lockstep.attention.kv_dtype import FP8 as FP8
 from lockstep.attention.reference import paged_attention as paged_attention

@@ -114,6 +114,40 @@ class Attention(Protocol):
             active: Whether the slot has a sequence; the output of other slots is never read.
         """
 
+    def write_span(
+        self,
+        cache: Any,
+        layer: Int[Array, ""],
+        page: Int[Array, "slot query"],
+        position: Int[Array, "slot query"],
+        kv: Float[Array, "slot query two_kv_heads head"],
+    ) -> Any:
+        """Writes K and V of several positions per slot into the cache; ``page`` indexes the flat pool.
+
+        A position whose page is a layer's null page may lie beyond the page table.
+        """
+
+    def decode_span(
+        self,
+        q: Float[Array, "slot query kv_head group head"],
+        cache: Any,
+        layer: Int[Array, ""],
+        page_table: Int[Array, "slot page"],
+        position: Int[Array, " slot"],
+        active: Bool[Array, " slot"],
+    ) -> Float[Array, "slot query kv_head group head"]:
+        """Attends several queries per slot, each to the positions up to and including its own.
+
+        Args:
+            q: The queries of one layer; query ``i`` of a slot is at ``position + i``.
+            cache: The cache, with K and V of the queries' own positions already written.
+            layer: The layer.
+            page_table: The pages of each slot, in order, as indices of the flat pool.
+            position: The position of each slot's first query.
+            active: Whether the slot has a sequence; the output of other slots is never read, nor is that of queries
+                beyond the page table.
+        """
+
     def begin_prefill(
         self, start: Int[Array, " row"], page_table: Int[Array, "row page"], used: Bool[Array, " row"]
     ) -> Any:

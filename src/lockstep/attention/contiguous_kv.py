@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from lockstep.attention.kv_dtype import to_pool
 from lockstep.attention.page_ops import ReadPages, gather_pages
-from lockstep.attention.softmax import ScoreModifier, attend
+from lockstep.attention.softmax import ReadChunk, ScoreModifier, attend
 
 CONTEXT_CHUNK = 128
 """Positions attended at a time."""
@@ -92,6 +92,21 @@ def extend_context(
     )
 
 
+def extend_context_span(
+    context: Context,
+    layer: Int[Array, ""],
+    kv: Float[Array, "slot query two_kv_heads head"],
+    position: Int[Array, "slot query"],
+) -> Context:
+    """Writes K and V of several positions per slot into one layer of the context; those beyond it are left out."""
+    chunk, offset = jnp.divmod(position, context.k.shape[4])
+    at = (layer, chunk, jnp.arange(kv.shape[0])[:, None], slice(None), offset)
+    return Context(
+        context.k.at[at].set(to_pool(kv[:, :, 0::2], context.k.dtype), mode="drop"),
+        context.v.at[at].set(to_pool(kv[:, :, 1::2], context.v.dtype), mode="drop"),
+    )
+
+
 def attend_context(
     q: Float[Array, "slot kv_head group head"],
     context: Context,
@@ -111,11 +126,44 @@ def attend_context(
     Returns:
         The attention output in the dtype of ``q``.
     """
+    positions = jnp.broadcast_to(position[:, None], (q.shape[0], q.shape[2]))
+    return attend(q, positions, _read_chunk(context, layer), context.k.shape[1], context.k.shape[4], modifier)
+
+
+def attend_context_span(
+    q: Float[Array, "slot query kv_head group head"],
+    context: Context,
+    layer: Int[Array, ""],
+    position: Int[Array, " slot"],
+    modifier: ScoreModifier = ScoreModifier(),  # noqa: B008  (frozen)
+) -> Float[Array, "slot query kv_head group head"]:
+    """Attends several queries per slot to the positions up to and including their own; softmax in float32.
+
+    Args:
+        q: The queries; query ``i`` of a slot is at ``position + i``. Those beyond the context see all of it.
+        context: The contiguous K and V of all layers.
+        layer: The layer to attend in.
+        position: The position of each slot's first query.
+        modifier: The soft cap and sliding window.
+
+    Returns:
+        The attention output in the dtype of ``q``.
+    """
+    slots, queries, kv_heads, group, head = q.shape
+    last = context.k.shape[1] * context.k.shape[4] - 1
+    positions = jnp.repeat(jnp.minimum(position[:, None] + jnp.arange(queries), last), group, axis=1)
+    by_head = q.transpose(0, 2, 1, 3, 4).reshape(slots, kv_heads, queries * group, head)
+    read = _read_chunk(context, layer)
+    out = attend(by_head, positions, read, context.k.shape[1], context.k.shape[4], modifier)
+    return out.reshape(slots, kv_heads, queries, group, head).transpose(0, 2, 1, 3, 4)
+
+
+def _read_chunk(context: Context, layer: Int[Array, ""]) -> ReadChunk:
+    """Reads chunks of one layer."""
 
     def read(index: Array | int) -> tuple[Array, Array]:
         first = (layer, index, 0, 0, 0, 0)
         k, v = (jax.lax.dynamic_slice(a, first, (1, 1, *a.shape[2:]))[0, 0] for a in context)
         return k, v
 
-    positions = jnp.broadcast_to(position[:, None], (q.shape[0], q.shape[2]))
-    return attend(q, positions, read, context.k.shape[1], context.k.shape[4], modifier)
+    return read

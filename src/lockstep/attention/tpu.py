@@ -85,6 +85,26 @@ class TpuAttention:
         count = jnp.full((1,), slots, jnp.int32)
         return self._attend(q, cache, Rows(lengths, page_table, starts, count), 0, self.decode_blocks)
 
+    def write_span(self, cache: Array, layer: Array, page: Array, position: Array, kv: Array) -> Array:
+        """Writes to the pages of the pool with one call of the kernel that copies, whose entries are positions."""
+        return self.write(cache, layer, page.reshape(-1), position.reshape(-1), kv.reshape(-1, *kv.shape[2:]))
+
+    def decode_span(
+        self, q: Array, cache: Array, layer: Array, page_table: Array, position: Array, active: Array
+    ) -> Array:
+        """Attends the query tokens of all slots in one call of the kernel, each slot a sequence."""
+        slots, queries = q.shape[:2]
+        # The last queries may lie beyond the table, whose rows therefore go on with pages that no other query sees.
+        beyond = -(-queries // self.page_size)
+        rows = Rows(
+            lengths=jnp.where(active, position, 0) + queries,
+            page_table=jnp.pad(page_table, ((0, 0), (0, beyond))),
+            q_starts=jnp.arange(slots + 1, dtype=jnp.int32) * queries,
+            num_sequences=jnp.full((1,), slots, jnp.int32),
+        )
+        tokens = q.reshape(-1, *q.shape[2:])
+        return self._attend(tokens, cache, rows, 0, self.prefill_blocks).reshape(q.shape)
+
     def begin_prefill(self, start: Array, page_table: Array, used: Array) -> Rows:
         """Joins consecutive rows of a prompt to one sequence, so that its pages are read once per query block."""
         rows, size = start.shape[0], self.page_size

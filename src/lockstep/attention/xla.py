@@ -5,7 +5,14 @@ import dataclasses
 from jaxtyping import Array
 
 from lockstep.attention.base import Heads, StoredKvHeads
-from lockstep.attention.contiguous_kv import Context, attend_context, extend_context, gather_context
+from lockstep.attention.contiguous_kv import (
+    Context,
+    attend_context,
+    attend_context_span,
+    extend_context,
+    extend_context_span,
+    gather_context,
+)
 from lockstep.attention.kv_dtype import to_pool
 from lockstep.attention.page_ops import (
     ReadPages,
@@ -77,6 +84,18 @@ class XlaAttention:
     def decode(self, q: Array, cache: Cache, layer: Array, page_table: Array, position: Array, active: Array) -> Array:
         """Attends to the context; idle slots are computed too."""
         return attend_context(q, cache[1], layer, position, self.heads.modifier)
+
+    def write_span(self, cache: Cache, layer: Array, page: Array, position: Array, kv: Array) -> Cache:
+        """Writes to the pool and to the context."""
+        pool, context = cache
+        at = (page, position % pool.shape[1])
+        return pool.at[at].set(to_pool(kv, pool.dtype)), extend_context_span(context, layer, kv, position)
+
+    def decode_span(
+        self, q: Array, cache: Cache, layer: Array, page_table: Array, position: Array, active: Array
+    ) -> Array:
+        """Attends to the context; idle slots are computed too."""
+        return attend_context_span(q, cache[1], layer, position, self.heads.modifier)
 
     def begin_prefill(self, start: Array, page_table: Array, used: Array) -> Rows:
         """Computes nothing."""

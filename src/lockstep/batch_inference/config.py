@@ -125,6 +125,11 @@ class SampleConfig(EvaluationFields, SamplingFields):
                 "write_parquet is true and enable_host_rows_gather is false: there is no merged file to write. Set "
                 "enable_host_rows_gather to true, or write_parquet to false."
             )
+        if self.drafts == "last_round":
+            raise ConfigError(
+                "drafts is last_round; the sampler keeps no earlier answers, so it would do nothing. Use ngram or "
+                "auto, which guess from the prompt and the other answers to it, or none."
+            )
         if not isinstance(self.prompts, str):
             read_prompts(self.prompts)
         self.check_sampling()

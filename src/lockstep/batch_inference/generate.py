@@ -16,6 +16,7 @@ from lockstep.batch_inference.job_progress import Meter
 from lockstep.batch_inference.prompt_store import PromptStore
 from lockstep.batch_inference.row_files import RowFile
 from lockstep.batch_inference.shard import Batch, JobShape, batches, prompts_per_batch
+from lockstep.drafts import EarlierAnswers
 from lockstep.engine import Engine, Gate
 from lockstep.hosts import Hosts, Watchdog, digest, environment, leader_only
 from lockstep.report import Metric, SampleRow, load_metrics, measure
@@ -53,6 +54,7 @@ class Generator:
         self._hosts, self._config, self._store, self._tokenizer = hosts, config, store, tokenizer
         self._params = [config.sampling_params(stop_ids, round_) for round_ in range(config.n_rounds)]
         self._metrics: Mapping[str, Metric] = load_metrics(config.metrics)
+        self._earlier = EarlierAnswers(config.drafts)
         self._find_stop = StopFinder(tokenizer) if config.stop else None
         self._watchdog = Watchdog(hosts, hosts.timeout_s)
         self.lockstep = config.inference_mode == "global_mesh"
@@ -167,7 +169,12 @@ class Generator:
         return [self._request(batch.round, number) for number in batch.prompts]
 
     def _request(self, round_: int, number: int) -> Request:
-        return Request(prompt_id=number, prompt_tokens=self._store[number].tokens, params=self._params[round_])
+        return Request(
+            prompt_id=number,
+            prompt_tokens=self._store[number].tokens,
+            params=self._params[round_],
+            drafts=self._earlier.drafts(number),
+        )
 
     def _stream(self, work: Batch, meter: Meter | None) -> Answers:
         """Prepare for a round and begin it: no slot waits for the end of a batch, weights are moved once."""

@@ -56,6 +56,9 @@ class InferenceEvalConfig(EvaluationFields, SamplingBlock):
     token_logprobs: bool = False
     """Write the text and the log-probability of every token into ``samples.jsonl`` too, where ``lockstep report`` shows
     them in colours. About 25 bytes per token."""
+    keep_tokens: bool = False
+    """Write the id and the log-probability of every token into ``samples.jsonl`` too, as ``token_ids`` and
+    ``logprobs``, for programs that go on with them. About 25 bytes per token."""
     tasks: TasksConfig = dataclasses.field(default_factory=TasksConfig)
     """Tasks of lm-evaluation-harness, run after the samples of a round (docs/evaluation.md)."""
     judge: JudgeConfig | None = None

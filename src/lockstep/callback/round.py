@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,9 +10,9 @@ from lockstep.callback.round_prompts import RoundPrompts, from_bytes, to_bytes
 from lockstep.device import used_bytes
 from lockstep.engine import Auditor, AuditResult, Engine, Gate
 from lockstep.hosts import Hosts, Watchdog, digest, environment
-from lockstep.schedule import FindStop
+from lockstep.schedule import Counts, FindStop, Scheduler
 from lockstep.text import Prompt
-from lockstep.types import Completion
+from lockstep.types import Completion, Request
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,8 @@ class RoundResult:
         memory: The most bytes in use on any device of this host ``before`` and ``after``; empty where the backend does
             not count them (CPU).
         audit: How far the log-probabilities are from those of the training forward; None without an audit.
+        requests: What was asked, drafts included.
+        counts: The steps and the drafts of the generation; None without drafts.
     """
 
     prompts: list[Prompt] | None
@@ -32,6 +35,8 @@ class RoundResult:
     seconds: Mapping[str, float]
     memory: Mapping[str, int]
     audit: AuditResult | None = None
+    requests: list[Request] = dataclasses.field(default_factory=list)
+    counts: Counts | None = None
 
 
 def run_round(
@@ -112,9 +117,16 @@ def run_round(
         _end(hosts)
         return None
 
-    gate = Gate(hosts, max_seconds)
+    gate, schedulers = Gate(hosts, max_seconds), deque[Scheduler](maxlen=1)
     with hosts.launch_on_all("generate", ready.ledger) as generated:
-        completions = ready.run(model, requests, around_launch=watchdog.watch_launch, find_stop=find_stop, gate=gate)
+        completions = ready.run(
+            model,
+            requests,
+            around_launch=watchdog.watch_launch,
+            find_stop=find_stop,
+            between_launches=schedulers.append,
+            gate=gate,
+        )
         generated.agree({"tokens": digest(repr(completions))})
     clock.lap("generate")
 
@@ -136,6 +148,8 @@ def run_round(
         seconds=clock.seconds,
         memory={moment: used for moment, used in memory.items() if used is not None},
         audit=audit,
+        requests=requests,
+        counts=schedulers[-1].counts if any(request.drafts is not None for request in requests) else None,
     )
 
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lockstep.callback.config import InferenceEvalConfig
+from lockstep.drafts import EarlierAnswers
 from lockstep.engine import requests_from_json, requests_to_json
 from lockstep.text import Prompt, StopFinder, encode, read_prompts, stop_ids
-from lockstep.types import Request
+from lockstep.types import Completion, Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,6 +64,42 @@ def read_round_prompts(
         requests=[requests[number] for number in drawn],
         largest=largest_of(requests, config.prompts_per_round),
     )
+
+
+def with_drafts(asked: RoundPrompts, earlier: EarlierAnswers) -> RoundPrompts:
+    """Returns the prompts of a round with the last answers to each as drafts.
+
+    Args:
+        asked: The prompts of the round.
+        earlier: The answers of earlier rounds.
+    """
+
+    def each(requests: Sequence[Request]) -> list[Request]:
+        return [dataclasses.replace(request, drafts=earlier.drafts(prompt_key(request))) for request in requests]
+
+    return dataclasses.replace(
+        asked, requests=each(asked.requests), largest=None if asked.largest is None else each(asked.largest)
+    )
+
+
+def keep_answers(earlier: EarlierAnswers, requests: Sequence[Request], completions: Sequence[Completion]) -> None:
+    """Keeps the answers of a round.
+
+    Args:
+        earlier: Where they are kept.
+        requests: The requests of the round.
+        completions: The answers in the order of the requests, then of the generations.
+    """
+    answers: dict[int, list[Completion]] = {}
+    for completion in completions:
+        answers.setdefault(completion.prompt_id, []).append(completion)
+    for request in requests:
+        earlier.keep(prompt_key(request), answers.get(request.prompt_id, []))
+
+
+def prompt_key(request: Request) -> tuple[int, tuple[int, ...]]:
+    """What tells a prompt from all others: its number, on which the draws depend, and its tokens."""
+    return request.prompt_id, request.prompt_tokens
 
 
 def drawn_prompts(config: InferenceEvalConfig, count: int, step: int) -> list[int]:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from lockstep.callback.config import InferenceEvalConfig
 from lockstep.callback.reporter import Reporter
 from lockstep.callback.round import run_round
-from lockstep.callback.round_prompts import read_round_prompts
+from lockstep.callback.round_prompts import keep_answers, read_round_prompts, with_drafts
+from lockstep.drafts import EarlierAnswers
 from lockstep.engine import Auditor, Engine, Sizing
 from lockstep.errors import ConfigError, DisagreementError, HostError, PeerError
 from lockstep.evaluation import TaskRounds
@@ -121,6 +122,7 @@ class SampleCallback:
         self._find_stop = StopFinder(tokenizer) if config.stop else None
         self.last_step: int | None = None
         """The step of the last round, finished or failed; None before the first."""
+        self._earlier = EarlierAnswers(config.drafts)
         self._errors_in_a_row = 0
         self._watchdog: Watchdog | None = None
         self._logged_sizing: Sizing | None = None
@@ -253,7 +255,8 @@ class SampleCallback:
                 checked.agree({**self._facts, **environment()})
                 engine, read = self._engine_for(model)
                 if hosts.is_leader:
-                    engine.check(read, read_round_prompts(self.config, self._tokenizer).compile_requests)
+                    asked = with_drafts(read_round_prompts(self.config, self._tokenizer), self._earlier)
+                    engine.check(read, asked.compile_requests)
                     if self.tasks is not None:
                         self.tasks.check()
 
@@ -271,7 +274,7 @@ class SampleCallback:
                 result = run_round(
                     hosts,
                     facts={"step": str(step), **self._facts},
-                    read=lambda: read_round_prompts(self.config, self._tokenizer, step),
+                    read=lambda: with_drafts(read_round_prompts(self.config, self._tokenizer, step), self._earlier),
                     engine=lambda: self._engine_for(model),
                     find_stop=self._find_stop,
                     max_seconds=self.config.max_seconds,
@@ -290,6 +293,7 @@ class SampleCallback:
             return
         self.rounds += 1
         if self._hosts.is_leader:
+            keep_answers(self._earlier, result.requests, result.completions)
             assert result.prompts is not None
             self._log_sizing()
             self._reporter.report(step, result.prompts, result, {"skipped_rounds": self.skipped_rounds})

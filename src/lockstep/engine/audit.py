@@ -13,8 +13,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
-from lockstep.device import AroundLaunch, Program, compile_program, fetch
+from lockstep.device import AroundLaunch, Program, compile_lowered, compile_program, fetch
 from lockstep.engine.prepare import signature_of
+from lockstep.engine.small_moves import SmallMoves, are_small, find_moves, make_moves
 from lockstep.errors import CapacityError, ConfigError
 from lockstep.hosts import Hosts, Ledger, current, digest
 from lockstep.models import DecoderWeights, LlamaConfig, as_trainable, read_decoder
@@ -71,12 +72,15 @@ class Auditor:
         self.dtype = dtype
         self.ledger = Ledger() if ledger is None else ledger
         self._built: tuple[object, int, dict[str, Program]] | None = None
+        self._moves: SmallMoves | None = None
         self._rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
     @property
     def programs(self) -> Mapping[str, Program]:
         """The compiled programs by name; none before the first `prepare`."""
-        return self._built[2] if self._built else {}
+        moves = self._moves.program if self._moves else None
+        first = {} if moves is None else {moves.name: moves}
+        return first | self._built[2] if self._built else {}
 
     def prepare(self, model: Any, requests: Sequence[Request]) -> dict[str, str]:
         """Compiles the forward pass for the longest that the requests can become; launches nothing.
@@ -92,7 +96,7 @@ class Auditor:
         length = max(len(r.prompt_tokens) + r.params.max_new_tokens for r in requests)
         length = min(config.max_seq_len, -(-length // _LENGTH_STEP) * _LENGTH_STEP)
         signature = signature_of(config, weights)
-        if self._built is None or self._built[0] != signature or self._built[1] < length:
+        if self._built is None or self._built[1] < length or not self._follows(self._built[0], (config, weights)):
             ids = jax.ShapeDtypeStruct((self.mesh.size, length + 1), np.int32, sharding=self._rows)
             compute = jnp.dtype(self.dtype or weights.embed.dtype)
             names = {"audit": False} if compute == jnp.float32 else {"audit": False, "audit_float32": True}
@@ -107,8 +111,19 @@ class Auditor:
                 )
                 for name, in_float32 in names.items()
             }
-            self._built = (signature, length, programs)
+            self._built, self._moves = (signature, length, programs), None
         return {key: value for program in self.programs.values() for key, value in program.digests.items()}
+
+    def _follows(self, before: object, read: tuple[LlamaConfig, DecoderWeights]) -> bool:
+        """Whether the programs do for a model, where small weights are moved back first."""
+        now = signature_of(*read)
+        if now == before or (self._moves is not None and now == self._moves.signature):
+            return True
+        moved = find_moves(before, now)
+        if moved is None or not are_small(moved, before):
+            return False
+        self._moves = make_moves(before, read, self.mesh, self.ledger, compile_lowered)
+        return True
 
     def check_memory(self, free: int, utilization: float) -> None:
         """Refuses an audit that needs more memory than there is when cache and decode weights are gone again.
@@ -159,7 +174,7 @@ class Auditor:
         assert self._built is not None, "prepare() comes before run()"
         signature, length, programs = self._built
         config, weights = read_decoder(model)
-        if signature_of(config, weights) != signature:
+        if signature_of(config, weights) not in (signature, self._moves.signature if self._moves else None):
             raise ConfigError(
                 "the model's configuration, shapes, dtypes or placement are not those that the auditor prepared for. "
                 "Call prepare with this model first."
@@ -172,6 +187,9 @@ class Auditor:
                     f"a completion is of prompt {completion.prompt_id}, which none of the {len(prompts)} requests has. "
                     "Pass the requests that were answered."
                 )
+        if self._moves is not None:
+            with around_launch("move_small_weights"):
+                weights = self._moves(weights)
         gap = noise = 0.0
         for batch in _batches(sampled, self.mesh.size):
             ids = np.zeros((self.mesh.size, length + 1), np.int32)

@@ -1,6 +1,7 @@
 """The engine: requests in, completions out, on a model that is sharded over the devices of all hosts."""
 
 import contextlib
+import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,9 @@ from lockstep.engine.gate import Gate
 from lockstep.engine.launches import BetweenLaunches, launch_all
 from lockstep.engine.prepare import Prepared, models_for, prepare_programs, signature_of
 from lockstep.engine.sizing.choose import Chooser
+from lockstep.engine.sizing.cost_model import verify_costs
 from lockstep.engine.sizing.result import Sizing
+from lockstep.engine.small_moves import SmallMoves, describe_change, make_moves
 from lockstep.engine.validate import check_requests, repeated
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, Ledger, current, digest, environment
@@ -22,6 +25,8 @@ from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
 from lockstep.placement import DecodeMesh, make_decode_mesh, sources
 from lockstep.schedule import Capacity, FindStop, Scheduler
 from lockstep.types import Completion, Request
+
+log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -71,6 +76,7 @@ class Engine:
         self._compile_with = compile_with
         self.ledger = Ledger() if ledger is None else ledger
         self._built: Prepared | None = None
+        self._moves: SmallMoves | None = None
         self._compilations: list[Compilation] = []
 
     @property
@@ -91,7 +97,9 @@ class Engine:
     @property
     def programs(self) -> Mapping[str, Program]:
         """The compiled programs by name."""
-        return self._built.programs.by_name() if self._built else {}
+        moves = self._moves.program if self._moves else None
+        first = {} if moves is None else {moves.name: moves}
+        return first | self._built.programs.by_name() if self._built else {}
 
     @property
     def compilations(self) -> Sequence[Compilation]:
@@ -167,6 +175,9 @@ class Engine:
         """
         read, free = self._checked(model, requests, free)
         models, before = models_for(self.config, self.mesh, read, self._built)
+        if self._built is not None and before is None:
+            change = describe_change(self._built.models.signature, models.signature)
+            log.warning("all decode programs are compiled again: %s", change)
         self._built = prepare_programs(
             self.config,
             models,
@@ -177,6 +188,10 @@ class Engine:
             before=before,
             compile_with=self._compile_with,
         )
+        if before is None:
+            self._moves = None
+        if signature_of(*read) not in self._known():
+            self._moves = make_moves(self._built.models.signature, read, self.mesh, self.ledger, self._compile_with)
         self.decode_mesh = self._built.model.decode_mesh
         known = {id(compilation) for compilation in self._compilations}
         compiled = [program.compilation for program in self.programs.values()]
@@ -198,8 +213,8 @@ class Engine:
         Args:
             model: The model that was given to `prepare`, or a later state of it.
             requests: The requests that were given to `prepare`.
-            around_launch: Called with the program's name; its context surrounds a launch and, for ``decode`` and
-                ``prompt_logprobs``, the wait for its result (and so for everything launched before it).
+            around_launch: Called with the program's name; its context surrounds a launch and, for ``decode``,
+                ``verify_N`` and ``prompt_logprobs``, the wait for its result (and so for all that was launched before).
             find_stop: Finds stop strings, such as ``lockstep.StopFinder(tokenizer)``; needed if a request has any.
             between_launches: Called with the scheduler before each launch, to cancel sequences or to end the run. It
                 must do the same on every host.
@@ -261,11 +276,16 @@ class Engine:
         if answered := scheduler.take_answered():
             yield answered
 
+    def _known(self) -> list[object]:
+        """The signatures of the models that the programs do for."""
+        signatures = [] if self._built is None else [self._built.models.signature]
+        return signatures if self._moves is None else [*signatures, self._moves.signature]
+
     def _prepared_for(self, model: Any) -> DecoderWeights:
         """The arrays of a model that has the shapes, dtypes and placement that were prepared for."""
         assert self._built is not None, "prepare() comes before run()"
         config, weights = read_decoder(model)
-        if signature_of(config, weights) != self._built.models.signature:
+        if signature_of(config, weights) not in self._known():
             raise ConfigError(
                 "the model's configuration, shapes, dtypes or placement are not those that the engine prepared for. "
                 "Call prepare with this model first."
@@ -290,6 +310,7 @@ class Engine:
                 find_stop,
                 share_prefixes=self.config.share_prefixes,
                 max_prompts=sizing.max_prompts,
+                verify_costs=verify_costs(sizing.sizes, sizing.estimate),
             )
         except Exception as caught:
             if gate is None:
@@ -311,6 +332,8 @@ class Engine:
         assert self._built is not None
         model, programs = self._built.model, self._built.programs
         with around_launch("reshard"):
+            if self._moves is not None:
+                weights = self._moves(weights)
             if programs.reshard is not None:
                 weights = programs.reshard(sources(weights) if model.lazy else weights)
             pool = programs.new_cache()

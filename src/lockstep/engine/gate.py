@@ -19,6 +19,10 @@ class Gate:
         hosts: The hosts, inside a scope that has no other gate.
         max_seconds: The seconds that the run may last, from now on; None for no limit.
         clock: Gives seconds; read on the leader alone.
+
+    Example:
+        >>> lockstep.engine.Gate(hosts, max_seconds=60.0).preempted
+        False
     """
 
     def __init__(

@@ -13,7 +13,15 @@ from lockstep.engine.decoder.prompt_logprobs import unpack_prompt_logprobs
 from lockstep.engine.gate import Gate
 from lockstep.models import DecoderWeights
 from lockstep.placement import DecodeMesh, place_argument
-from lockstep.schedule import CopyPagesBatch, DecodeBatch, DecodeResults, PrefillBatch, PromptLogprobsBatch, Scheduler
+from lockstep.schedule import (
+    CopyPagesBatch,
+    DecodeBatch,
+    DecodeResults,
+    PrefillBatch,
+    PromptLogprobsBatch,
+    Scheduler,
+    VerifyBatch,
+)
 
 type BetweenLaunches = Callable[[Scheduler], None]
 """Called with the scheduler before each launch; may ``cancel`` sequences or ``abort`` all, the same on every host."""
@@ -81,8 +89,9 @@ def launch_all(
                 packed = fetch(programs.prompt_logprobs(weights, pool, given))
             commit = functools.partial(_commit_prompt_logprobs, scheduler, batch, packed)
         else:
-            with around_launch("decode"):
-                pool, results = programs.decode(weights, pool, given)
+            program = programs.verify[batch.width] if isinstance(batch, VerifyBatch) else programs.decode
+            with around_launch(program.name):
+                pool, results = program(weights, pool, given)
                 fetched = start_fetch(results)
                 ahead = _error_of(scheduler.work_ahead)
                 packed = fetched()
@@ -90,7 +99,9 @@ def launch_all(
     pool.delete()
 
 
-def _commit(scheduler: Scheduler, batch: DecodeBatch, packed: np.ndarray, ahead: Exception | None) -> None:
+def _commit(
+    scheduler: Scheduler, batch: DecodeBatch | VerifyBatch, packed: np.ndarray, ahead: Exception | None
+) -> None:
     if ahead is not None:
         raise ahead
     scheduler.commit(batch, DecodeResults(packed=packed))

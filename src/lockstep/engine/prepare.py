@@ -13,6 +13,7 @@ from lockstep.engine.decoder.build import Programs, build_programs
 from lockstep.engine.sizing.choose import Chooser
 from lockstep.engine.sizing.memory_model import measured
 from lockstep.engine.sizing.result import Sizing
+from lockstep.engine.small_moves import are_small, find_moves
 from lockstep.errors import HbmError
 from lockstep.hosts import Ledger
 from lockstep.models import DecoderWeights, LlamaConfig
@@ -53,11 +54,13 @@ def models_for(
         before: What was prepared for this model or for another.
 
     Returns:
-        The models of ``before`` and ``before`` itself where it was prepared for the same shapes, dtypes and placement;
-        else new ones and None.
+        The models of ``before`` and ``before`` itself where it was prepared for the same shapes, dtypes and placement,
+        or small weights alone are placed elsewhere (`make_moves`); else new ones and None.
     """
-    if before is not None and before.models.signature == signature_of(*model):
-        return before.models, before
+    if before is not None:
+        moved = find_moves(before.models.signature, signature_of(*model))
+        if moved is not None and are_small(moved, before.models.signature):
+            return before.models, before
     return DecodeModels(config, *model, mesh), None
 
 

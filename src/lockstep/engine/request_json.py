@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from lockstep.types import Request, SamplingParams
+from lockstep.types import Drafts, Request, SamplingParams
 
 
 def requests_to_json(requests: Iterable[Request]) -> list[dict[str, Any]]:
@@ -27,6 +27,7 @@ def requests_from_json(items: Iterable[dict[str, Any]]) -> list[Request]:
             prompt_id=item["prompt_id"],
             prompt_tokens=tuple(item["prompt_tokens"]),
             params=SamplingParams(**{name: _tuples(value) for name, value in item["params"].items()}),
+            drafts=item["drafts"] and Drafts(**{name: _tuples(value) for name, value in item["drafts"].items()}),
         )
         for item in items
     ]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lockstep.batch_inference import Checkpoint, SampleConfig, resolve_checkpoint
+from lockstep.drafts import DraftSource, EarlierAnswers
 from lockstep.engine import EngineConfig
 from lockstep.errors import ConfigError, PromptError
 from lockstep.main.train_config import TrainConfig
@@ -147,7 +148,11 @@ def sampling_workload(name: str, config: SampleConfig, model: str | None = None)
         mesh_shape=config.trainer.mesh_shape,
         dtype=dtype,
         training=None,
-        sampling=[SamplingWorkload(name="", engine=engine, engine_block="engine", requests=_requests(lengths, params))],
+        sampling=[
+            SamplingWorkload(
+                name="", engine=engine, engine_block="engine", requests=_requests(lengths, params, config.drafts)
+            )
+        ],
         one_host=one_host,
         hosts=hosts,
         notes=tuple(notes),
@@ -172,7 +177,7 @@ def _rollouts(config: TrainConfig, rollout: RolloutConfig, shape: Shape, notes: 
         name="rollout",
         engine=rollout.engine_config(config.trainer.precision.compute.name, length),
         engine_block="rollout",
-        requests=_requests([prompt] * count, rollout.sampling_params(())),
+        requests=_requests([prompt] * count, rollout.sampling_params(()), rollout.drafts),
         steps=config.updates_per_rollout,
     )
 
@@ -187,7 +192,7 @@ def _samples(config: TrainConfig, notes: list[str]) -> SamplingWorkload:
         engine=samples.engine_config(config.trainer.precision.compute.name),
         engine_block="inference_eval",
         # Where the prompts of a round are drawn, programs are compiled for the longest, as in the run.
-        requests=_requests(sorted(lengths, reverse=True)[: samples.prompts_per_round], params),
+        requests=_requests(sorted(lengths, reverse=True)[: samples.prompts_per_round], params, samples.drafts),
     )
 
 
@@ -263,5 +268,9 @@ def _at_most(prompt: Prompt) -> int:
     return len(prompt.shown.encode()) + extra
 
 
-def _requests(lengths: Sequence[int], params: SamplingParams) -> list[Request]:
-    return [Request(prompt_id=i, prompt_tokens=(0,) * length, params=params) for i, length in enumerate(lengths)]
+def _requests(lengths: Sequence[int], params: SamplingParams, source: DraftSource) -> list[Request]:
+    drafts = EarlierAnswers(source).drafts(None)
+    return [
+        Request(prompt_id=i, prompt_tokens=(0,) * length, params=params, drafts=drafts)
+        for i, length in enumerate(lengths)
+    ]

@@ -1,5 +1,6 @@
 """Language models: their configurations, the trainable model, what the decoder reads, Hugging Face in and out."""
 
+from lockstep.models.check_reader import ReaderCheck, ReaderMismatchError, check_reader
 from lockstep.models.config import (
     Llama3Scaling,
     LlamaConfig,
@@ -12,6 +13,7 @@ from lockstep.models.config import (
     padded_vocab_size,
     rotary_frequencies,
 )
+from lockstep.models.from_names import LoraNames, NamesReader, from_names
 from lockstep.models.hf.adapter_rows import ReadPair, merged_rows
 from lockstep.models.hf.config import config_from_hf, config_to_hf
 from lockstep.models.hf.fingerprint import fingerprint
@@ -23,10 +25,16 @@ from lockstep.models.hf.save_plan import SavedTensor
 from lockstep.models.hf.save_writer import Read
 from lockstep.models.llama import LlamaLMHeadModel
 from lockstep.models.lora import LoraConfig, LoraModel, join_trained, split_trained
-from lockstep.models.low_rank import RANK, MergeLora
+from lockstep.models.low_rank import RANK, MergeLora, merge_lora
+from lockstep.models.parameters import (
+    UnreadableModelError,
+    UnreadParameterError,
+    check_all_read,
+    named_parameters,
+)
 from lockstep.models.presets import ModelPreset, find_preset
 from lockstep.models.reader import read_decoder
-from lockstep.models.registry import UnreadableModelError, register_reader
+from lockstep.models.registry import register_reader
 from lockstep.models.remat import POLICIES, RematPolicy, recomputes_layers
 from lockstep.models.trainable import as_trainable
 from lockstep.models.weights import STACKED, TENSOR_DIMS, WEIGHT_AXES, DecoderWeights, LayerWeights
@@ -50,6 +58,8 @@ __all__ = [
     "Qwen3Config",
     "RematPolicy",
     "Read",
+    "ReaderCheck",
+    "ReaderMismatchError",
     "ReadPair",
     "RotaryConfig",
     "SavedTensor",
@@ -57,19 +67,27 @@ __all__ = [
     "LazyWeight",
     "LoraConfig",
     "LoraModel",
+    "LoraNames",
     "MergeLora",
+    "NamesReader",
+    "UnreadParameterError",
     "UnreadableModelError",
     "Variant",
     "as_trainable",
+    "check_all_read",
+    "check_reader",
     "config_from_hf",
     "config_to_hf",
     "export_hf",
     "find_preset",
     "fingerprint",
     "load_config",
+    "from_names",
     "join_trained",
     "load_hf",
+    "merge_lora",
     "merged_rows",
+    "named_parameters",
     "padded_vocab_size",
     "read_decoder",
     "read_hf_config",

@@ -26,7 +26,8 @@ from levanter.models.qwen import QwenConfig, QwenLMHeadModel
 
 from lockstep.models.config import Activation, Llama3Scaling, LlamaConfig, RotaryConfig, Variant
 from lockstep.models.low_rank import MergeLora, unchanged
-from lockstep.models.registry import UnreadableModelError, read_registered, register_reader, registered_classes
+from lockstep.models.parameters import UnreadableModelError
+from lockstep.models.registry import read_registered, register_reader, registered_classes
 from lockstep.models.weights import WEIGHT_AXES, DecoderWeights, LayerWeights, haliax_axes
 from lockstep.placement import LazyWeight, axis_specs, resharded, view
 
@@ -56,7 +57,7 @@ def _refuse(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
     )
 
 
-@register_reader(DpoModel)
+@register_reader(DpoModel, ignore=("reference.*",))
 def _read_policy(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
     return read_registered(model.policy)
 

@@ -1,8 +1,10 @@
 """Low-rank adapters of the weights of linear layers (LoRA, Hu et al. 2021, https://arxiv.org/abs/2106.09685)."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Final
+import re
+import string
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import equinox as eqx
 import haliax as hax
@@ -10,6 +12,9 @@ import jax.numpy as jnp
 from haliax import NamedArray
 from haliax.axis import AxisSelection
 from jaxtyping import Array
+
+from lockstep.errors import ConfigError
+from lockstep.placement import LazyWeight, axis_specs, resharded, view
 
 RANK: Final = "lora_rank"
 """The name of the axis between the two factors of an adapter; no mesh axis splits it."""
@@ -64,13 +69,129 @@ class MergeLora:
         equation: The einsum of the two factors that gives the axes of the weight.
         scale: The factor of their product.
         then: What is done to the sum.
+        axes: For each axis of the first factor, and of the second, the axis of the weight that it is, or -1 for the
+            rank; None where neither has several axes in one.
     """
 
     equation: str
     scale: float
     then: Callable[[Array], Array] = unchanged
+    axes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def __call__(self, weight: Array, a: Array, b: Array) -> Array:
         """The merged weight, float32."""
-        delta = jnp.einsum(self.equation, a.astype(jnp.float32), b.astype(jnp.float32))
+        factors = [a, b]
+        if self.axes is not None:
+            shapes = [[-1 if axis < 0 else weight.shape[axis] for axis in axes] for axes in self.axes]
+            factors = [factor.reshape(shape) for factor, shape in zip(factors, shapes, strict=True)]
+        delta = jnp.einsum(self.equation, *(factor.astype(jnp.float32) for factor in factors))
         return self.then(weight.astype(jnp.float32) + self.scale * delta)
+
+
+def merge_lora(weight: Any, a: Any, b: Any, pattern: str, *, scale: float, **picks: int) -> LazyWeight:
+    """A weight with a low-rank adapter as the decoder wants it: ``weight + scale * a b``, made while it is moved.
+
+    Nothing is launched or copied. The factors may be placed as they like: they are brought to the blocks of the weight.
+
+    Args:
+        weight: The frozen weight, as `lockstep.models.view` takes it: an array, or a list of one for each layer.
+        a: The first factor, from the inputs of the layer to the rank; a list where ``weight`` is one.
+        b: The second factor, from the rank to the outputs.
+        pattern: The names of the axes of the weight, of both factors, and of what the decoder wants, as in
+            ``"embed heads head, embed rank, rank heads head -> embed heads head"``. Names in parentheses are one axis
+            of a factor: ``rank (heads head)``. All layers in one array: ``layer`` first, everywhere.
+        scale: The factor of the product, ``alpha / rank`` in most libraries.
+        **picks: The index to take of each axis that the decoder does not want.
+
+    Returns:
+        The weight.
+
+    Raises:
+        ConfigError: The pattern does not fit the arrays.
+
+    Example:
+        >>> w, a, b = (jax.numpy.ones(shape) for shape in ((4, 6), (4, 2), (2, 6)))
+        >>> lockstep.models.merge_lora(w, a, b, "embed mlp, embed rank, rank mlp -> embed mlp", scale=2.0).shape
+        (4, 6)
+    """
+    left, arrow, want = pattern.partition("->")
+    sides = [side.strip() for side in left.split(",")]
+    if not arrow or len(sides) != 3:
+        raise ConfigError(
+            f"the pattern {pattern!r} does not have the form 'axes of the weight, of a, of b -> wanted axes'. Write "
+            "it like that."
+        )
+    lists = [isinstance(array, list | tuple) for array in (weight, a, b)]
+    if len(set(lists)) > 1:
+        raise ConfigError(
+            "some of weight, a and b are lists, some are not. Give an array per layer for all, or for none."
+        )
+    plain = view(weight, f"{sides[0]} -> {want}", **picks)
+    every = [list(array) if lists[0] else [array] for array in (weight, a, b)]
+    base = every[0][0]
+    names = [name for name in sides[0].split() if name != "layer"]
+    groups = [_groups(side) for side in sides[1:]]
+    _check_factors(pattern, names, groups, base, [every[1][0], every[2][0]], len({len(part) for part in every}))
+    if not isinstance(plain, LazyWeight):
+        sharding = resharded(base, axis_specs(base))
+        plain = LazyWeight((base,), unchanged, base.shape, base.dtype, sharding, stacked=sides[0].startswith("layer "))
+    split = dict(zip(sides[0].split(), axis_specs(base), strict=True))
+    where = [[split.get(group[0]) for group in side] for side in groups]
+    inner = [[group for group in side if group != ("layer",)] for side in groups]
+    flat = [[name for group in side for name in group] for side in inner]
+    letters = dict(zip(dict.fromkeys([*names, *flat[0], *flat[1]]), string.ascii_letters, strict=False))
+    one, other, merged = ("".join(letters[name] for name in side) for side in (*flat, names))
+    grouped = any(len(group) > 1 for side in inner for group in side)
+    axes = tuple(tuple(names.index(name) if name in names else -1 for name in side) for side in flat)
+    return dataclasses.replace(
+        plain,
+        parts=tuple(tuple(part) if lists[0] else part[0] for part in every),
+        assemble=MergeLora(
+            equation=f"{one},{other}->{merged}",
+            scale=scale,
+            then=plain.assemble,
+            axes=(axes[0], axes[1]) if grouped else None,
+        ),
+        blocks=(None, *(resharded(part[0], spec) for part, spec in zip(every[1:], where, strict=True))),
+    )
+
+
+def _groups(side: str) -> list[tuple[str, ...]]:
+    """The axes of a factor, each as the names that are in it."""
+    return [tuple(found.strip("()").split()) for found in re.findall(r"\([^)]*\)|\S+", side)]
+
+
+def _check_factors(
+    pattern: str, names: Sequence[str], groups: Sequence[Any], base: Any, factors: Sequence[Any], lengths: int
+) -> None:
+    """Refuses a pattern that does not fit: shapes, one rank, and axes that are split inside a group."""
+    sizes = dict(zip(names, base.shape[base.ndim - len(names) :], strict=True))
+    split = dict(zip(names, axis_specs(base)[base.ndim - len(names) :], strict=True))
+    flat = [{name for group in side for name in group if name != "layer"} for side in groups]
+    rank = (flat[0] & flat[1]) - set(names)
+    why = ""
+    if lengths > 1:
+        why = "the lists have different numbers of layers"
+    elif len(rank) != 1 or flat[0] | flat[1] != set(names) | rank:
+        why = (
+            "both factors must have one axis that the weight does not have, the rank, and between them all of its axes"
+        )
+    for side, factor in zip(groups, factors, strict=True):
+        want = [_product(sizes.get(name, 0) for name in group) for group in side]
+        have = tuple(factor.shape)
+        if len(have) != len(want) or any(size and size != got for size, got in zip(want, have, strict=True)):
+            why = (
+                why
+                or f"a factor has shape {have}, and the pattern with the weight's {tuple(base.shape)} asks for {want}"
+            )
+        if any(split.get(name) is not None for group in side for name in group[1:]):
+            why = why or "an axis of the weight that is split over devices comes second in a group of a factor"
+    if why:
+        raise ConfigError(f"the pattern {pattern!r} does not fit: {why}. Correct the pattern.")
+
+
+def _product(sizes: Any) -> int:
+    total = 1
+    for size in sizes:
+        total *= size
+    return total

@@ -8,7 +8,8 @@ from haliax import NamedArray
 
 from lockstep.models.config import LlamaConfig
 from lockstep.models.llama import LlamaLMHeadModel
-from lockstep.models.registry import UnreadableModelError, class_name, has_reader, read_registered, register_reader
+from lockstep.models.parameters import UnreadableModelError
+from lockstep.models.registry import class_name, has_reader, read_registered, register_reader
 from lockstep.models.weights import WEIGHT_AXES, DecoderWeights, LayerWeights, haliax_axes
 
 
@@ -25,19 +26,20 @@ def read_decoder(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
         The configuration, and the weights in the order of axes of `lockstep.models.weights`.
 
     Raises:
-        UnreadableModelError: There is no reader for the class of ``model``.
+        UnreadableModelError: There is no reader for the class of ``model``, or it left a parameter out
+            (`UnreadParameterError`).
 
     Example:
         >>> config, weights = lockstep.models.read_decoder(model)
         >>> config == small, weights.embed is model.embed.array
         (True, True)
     """
-    if not has_reader(type(model)) and _is_levanter(type(model)):
-        importlib.import_module("lockstep.models.levanter_reader")
+    if not has_reader(type(model)) and (readers := _readers_of_library(type(model))):
+        importlib.import_module(readers)
     return read_registered(model)
 
 
-@register_reader(tuple)
+@register_reader(tuple, parameters=lambda pair: None)  # there is no model beside it
 def _read_pair(model: tuple[Any, ...]) -> tuple[LlamaConfig, DecoderWeights]:
     match model:
         case (LlamaConfig() as config, DecoderWeights() as weights):
@@ -73,6 +75,11 @@ def _array(name: str, parameter: NamedArray | None) -> Any:
     return parameter.array
 
 
-def _is_levanter(cls: type) -> bool:
-    """Whether the class is Levanter's or extends one of its; its readers are imported on first use."""
-    return any(base.__module__.split(".")[0] == "levanter" for base in cls.__mro__)
+READERS = {"levanter": "lockstep.models.levanter_reader", "tunix": "lockstep.models.tunix_reader"}
+"""The module that reads the models of a library, imported on first use."""
+
+
+def _readers_of_library(cls: type) -> str | None:
+    """The module that reads the class: one of a library's own, or one that extends such a class."""
+    libraries = (base.__module__.split(".")[0] for base in cls.__mro__)
+    return next((READERS[library] for library in libraries if library in READERS), None)

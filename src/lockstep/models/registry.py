@@ -1,32 +1,39 @@
 """The readers of model classes, by class; `lockstep.models.reader` asks them, whoever wrote them."""
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
 
-from lockstep.errors import LockstepError
+from jaxtyping import PyTree
+
 from lockstep.models.config import LlamaConfig
+from lockstep.models.parameters import UnreadableModelError, check_all_read
 from lockstep.models.weights import DecoderWeights
 
 Reader = Callable[[Any], tuple[LlamaConfig, DecoderWeights]]
 
+PAGES: Final[dict[str, tuple[str, str]]] = {
+    "levanter": ("a Levanter model", "levanter"),
+    "tunix": ("a Tunix model", "tunix"),
+    "flax": ("a Flax model", "your-trainer"),
+    "bonsai": ("a Bonsai model", "your-trainer"),
+    "easydel": ("an EasyDeL model", "your-trainer"),
+    "maxtext": ("a MaxText model", "your-trainer"),
+}
+"""What a model of a library is called, and the page in ``docs`` that says how it is read, by its top-level package."""
 
-class UnreadableModelError(LockstepError, TypeError):
-    """A model that no registered reader can read: names its class and the supported ones.
 
-    Example:
-        >>> lockstep.models.read_decoder("no model")
-        Traceback (most recent call last):
-            ...
-        lockstep.models.registry.UnreadableModelError: a model of class builtins.str cannot be read; supported are ...
-    """
-
-
-def register_reader(cls: type) -> Callable[[Reader], Reader]:
+def register_reader(
+    cls: type, *, parameters: Callable[[Any], PyTree] = lambda model: model, ignore: Sequence[str] = ()
+) -> Callable[[Reader], Reader]:
     """Decorator that makes a function the reader of a model class and its subclasses.
+
+    A parameter of the model that the reader leaves out is an error, so that no sample is that of a model without it.
 
     Args:
         cls: The model class.
+        parameters: Where the parameters of a model are, as a pytree; needed where the model is not one itself.
+        ignore: Names of parameters that the forward pass does not use, or patterns of such: ``value_head.*``.
 
     Returns:
         The decorator. The function takes the model and returns what `read_decoder` returns; it may not launch anything.
@@ -40,7 +47,18 @@ def register_reader(cls: type) -> Callable[[Reader], Reader]:
         >>> lockstep.models.read_decoder(MyModel())[0].num_layers
         2
     """
-    return read_registered.register(cls)
+
+    def register(reader: Reader) -> Reader:
+        @functools.wraps(reader)
+        def checked(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
+            config, weights = reader(model)
+            check_all_read(parameters(model), weights, ignore=ignore)
+            return config, weights
+
+        read_registered.register(cls)(checked)
+        return reader
+
+    return register
 
 
 @functools.singledispatch
@@ -54,13 +72,13 @@ def read_registered(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
         The configuration, and the weights in the order of axes of `lockstep.models.weights`.
 
     Raises:
-        UnreadableModelError: There is no reader for the class of ``model``.
+        UnreadableModelError: There is no reader for the class of ``model``, or it left a parameter out.
     """
     supported = ", ".join(sorted(class_name(cls) for cls in registered_classes() if cls is not tuple))
     raise UnreadableModelError(
         f"a model of class {class_name(type(model))} cannot be read; supported are {supported}, their subclasses, and "
         "a pair (LlamaConfig, DecoderWeights). Pass one of these, or register a reader for your class with "
-        "lockstep.models.register_reader."
+        f"lockstep.models.register_reader: {_page(type(model))}."
     )
 
 
@@ -77,3 +95,12 @@ def registered_classes() -> Iterator[type]:
 def class_name(cls: type) -> str:
     """The name of a class with its module."""
     return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _page(cls: type) -> str:
+    """The page that says how a model of this class is read: that of its library, or else of the closest base."""
+    for base in cls.__mro__:
+        found = PAGES.get(base.__module__.split(".")[0].lower())
+        if found is not None:
+            return f"docs/{found[1]}.md says how {found[0]} is read"
+    return "docs/your-trainer.md says how"

@@ -30,6 +30,7 @@ class LazyWeight:
         sharding: The sharding that the weight would have if it were made in place, without moving anything.
         stacked: Whether its first axis is the layer.
         by_layer: Whether every layer has arrays of its own.
+        blocks: For each part the sharding whose blocks ``assemble`` needs, None for the one that it has; () for all.
 
     Example:
         >>> def doubled(block):
@@ -48,6 +49,7 @@ class LazyWeight:
     sharding: Sharding | None
     stacked: bool = False
     by_layer: bool = False
+    blocks: tuple[Sharding | None, ...] = ()
 
     @property
     def ndim(self) -> int:
@@ -181,19 +183,31 @@ def sources(weights: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf.parts if isinstance(leaf, LazyWeight) else (leaf,), weights)
 
 
+def block_sources(weights: PyTree) -> PyTree:
+    """`sources` as shape structs, each with the sharding whose blocks its weight is made of."""
+
+    def structs(leaf: Any) -> tuple[Any, ...]:
+        if not isinstance(leaf, LazyWeight):
+            return (_struct(leaf),)
+        wanted = leaf.blocks or (None,) * len(leaf.parts)
+        return tuple(
+            jax.tree.map(lambda array, other=other: _struct(array, other), part)
+            for part, other in zip(leaf.parts, wanted, strict=True)
+        )
+
+    return jax.tree.map(structs, weights)
+
+
 def shape_structs(weights: PyTree) -> PyTree:
     """Shape structs with shardings in place of all arrays, those that a `LazyWeight` is made of too.
 
     Two models of which these are equal are resharded and decoded by the same programs.
     """
 
-    def struct(array: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=_sharding(array))
-
     def without_arrays(leaf: Any) -> Any:
         if isinstance(leaf, LazyWeight):
-            return dataclasses.replace(leaf, parts=jax.tree.map(struct, leaf.parts))
-        return struct(leaf)
+            return dataclasses.replace(leaf, parts=jax.tree.map(_struct, leaf.parts))
+        return _struct(leaf)
 
     return jax.tree.map(without_arrays, weights)
 
@@ -201,6 +215,11 @@ def shape_structs(weights: PyTree) -> PyTree:
 def is_lazy(weights: PyTree) -> bool:
     """Whether any weight has yet to be made."""
     return any(isinstance(leaf, LazyWeight) for leaf in jax.tree.leaves(weights))
+
+
+def _struct(array: Any, sharding: Sharding | None = None) -> jax.ShapeDtypeStruct:
+    """The shape, dtype and placement of an array, or another placement."""
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding or _sharding(array))
 
 
 def _sharding(array: Any) -> Sharding | None:

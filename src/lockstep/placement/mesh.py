@@ -135,6 +135,10 @@ def mesh_of(array: jax.Array) -> Mesh:
 
     Raises:
         ConfigError: The array is on several devices without a mesh.
+
+    Example:
+        >>> lockstep.placement.mesh_of(model.embed.array) == mesh
+        True
     """
     if isinstance(array.sharding, NamedSharding) and isinstance(array.sharding.mesh, Mesh):
         return array.sharding.mesh

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from lockstep.placement.chunked_cast import cast, read_by_pieces
-from lockstep.placement.lazy_weight import sources, weight_specs
+from lockstep.placement.lazy_weight import block_sources, weight_specs
 from lockstep.placement.leaf_layout import LayoutTree, LeafLayout, drop_layers, partition_specs, read
 
 
@@ -83,7 +83,7 @@ def assembly_function(
     decode_mesh = jax.tree.leaves(layouts)[0].decode_mesh
     target = jax.tree.map(lambda leaf: leaf.decode, layouts) if gather else layouts
     partitions = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: decode_mesh.training_spec(leaf, jax.tree_util.keystr(path)), sources(weights)
+        lambda path, leaf: decode_mesh.training_spec(leaf, jax.tree_util.keystr(path)), block_sources(weights)
     )
 
     def move(parts: Any) -> Any:

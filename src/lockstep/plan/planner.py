@@ -14,6 +14,7 @@ from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
 from lockstep.placement import make_mesh
 from lockstep.plan.cache import CompileCache
 from lockstep.plan.collectives import Collective, CollectiveSum, collectives, summed
+from lockstep.plan.draft_bytes import DraftBytes, draft_bytes
 from lockstep.plan.fsdp import FsdpBytes, fsdp_bytes
 from lockstep.plan.hlo import Hlo, vmem
 from lockstep.plan.infeasibility import Infeasibility, InfeasibleError, key_in, largest_in, with_common_largest
@@ -45,6 +46,7 @@ class SamplingPlan:
             the requests ask for and no others.
         vmem: The bytes of vector memory of the operation that needs most, by the program's name.
         code: The bytes per device of the programs themselves.
+        drafts: What each program that verifies drafts moves per token; none without drafts.
     """
 
     workload: SamplingWorkload
@@ -54,6 +56,7 @@ class SamplingPlan:
     step_collectives: list[CollectiveSum]
     vmem: dict[str, int]
     code: int
+    drafts: list[DraftBytes]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -256,6 +259,7 @@ def _plan_sampling(
         collectives={name: summed(of_program, hosts) for name, of_program in found.items()},
         step_collectives=summed(steps, hosts),
         vmem={name: vmem(program.text()) for name, program in programs.items()},
+        drafts=draft_bytes(engine, unmet),
         code=sum(int(program.memory().generated_code_size_in_bytes) for program in programs.values()),
     )
 

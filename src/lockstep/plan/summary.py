@@ -312,6 +312,7 @@ def _sampling(one: SamplingPlan) -> dict[str, Any]:
             "sequences_at_a_time": estimate.active,
             "tokens_per_s": estimate.active / estimate.step_s,
         },
+        "drafts": [dataclasses.asdict(each) for each in one.drafts],
         "considered": [
             {
                 "layout": layout_text(choice.layout),

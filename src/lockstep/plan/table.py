@@ -172,6 +172,14 @@ def _speed(plan: Plan) -> Table:
             seconds_text(found.memory_s), seconds_text(found.compute_s), seconds_text(found.collectives_s),
             seconds_text(found.step_s), f"{rate:,.0f}", f"{rate / chips:,.0f}",
         )  # fmt: skip
+        for each in one.drafts:
+            rate = groups * each.tokens_per_s
+            table.add_row(
+                _named(one, f"drafts, {each.width} tokens at a time, if all are right"),
+                f"{bytes_text(int(each.bytes_per_accepted_token))} per token, decoded "
+                f"{bytes_text(int(each.bytes_per_decoded_token))}",
+                "", "", seconds_text(each.step_s), f"{rate:,.0f}", f"{rate / chips:,.0f}",
+            )  # fmt: skip
     return table
 
 

@@ -173,20 +173,29 @@ class StepBytes:
 
 
 def step_bytes(
-    text: str, model: DecodeModel, sizes: Capacity, *, context: int, block_pages: int, unmet: Collection[str] = ()
+    text: str,
+    model: DecodeModel,
+    sizes: Capacity,
+    *,
+    context: int,
+    block_pages: int,
+    query_blocks: int = 1,
+    unmet: Collection[str] = (),
 ) -> StepBytes:
-    """Count the bytes of a decode program.
+    """Count the bytes of a decode program, or of one that verifies drafts.
 
     Kernels are black boxes to the compiler, so that their bytes follow from their contracts. Attention: per sequence
     whole blocks of pages as far as the sequence reaches, queries once, results once. The kernel that writes K/V, whose
     result is the pool in its own memory: what it writes, read once and written once.
 
     Args:
-        text: The text of the compiled decode program.
+        text: The text of the compiled program.
         model: The model in the program's layout.
         sizes: The capacities of the program.
         context: The number of positions that every slot attends to.
         block_pages: The number of pages that the kernel fetches at a time.
+        query_blocks: The number of blocks of queries that a sequence has in a step, for each of which its pages are
+            fetched.
         unmet: The scopes of conditions that do not hold, see `Hlo`.
     """
     positions = block_pages * sizes.page_size
@@ -197,7 +206,7 @@ def step_bytes(
         if _in_place(op):
             return sum(array.bytes for arrays in scalars for array in arrays) + 2 * queries[0].bytes
         page = pool[0].bytes // pool[0].dims[0] // sizes.page_size
-        moved = sizes.slots * fetched * page
+        moved = sizes.slots * fetched * page * query_blocks
         return moved + sum(array.bytes for arrays in (*scalars, queries, op.arrays) for array in arrays)
 
     program = kernels = launch = 0

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import LockstepError
-from lockstep.report.rows import COLUMNS, SAMPLE_COLUMNS
+from lockstep.report.rows import COLUMNS, FILE_COLUMNS, SAMPLE_COLUMNS
 
 VERSION = 2
 """The version of the log format that is written."""
-OWN = {*COLUMNS, *SAMPLE_COLUMNS, "task", "question_id", "answer"}
+OWN = {*COLUMNS, *SAMPLE_COLUMNS, *FILE_COLUMNS, "task", "question_id", "answer"}
 """The columns of rows that are no scores."""
 STOP_REASONS = {"stop": "stop", "length": "max_tokens"}
 """How an answer ended, as inspect_ai says it; what it has no word for is unknown."""

@@ -46,6 +46,7 @@ def write_parquet(lines: Path, output: Path | None = None) -> Path:
     path = lines.with_suffix(".parquet") if output is None else output
     kinds = _columns(lines)
     types = {"text": pa.string(), "float": pa.float64(), "int": pa.int64(), "bool": pa.bool_()}
+    types |= {f"list of {kind}": pa.list_(types[kind]) for kind in ("text", "float", "int")}
     schema = pa.schema([(name, types[kind]) for name, kind in kinds.items()])
     temporary = path.with_name(f".{path.name}.tmp")
     with pq.ParquetWriter(temporary, schema) as writer:
@@ -85,6 +86,10 @@ def _kind(value: Any) -> str:
         return "float"
     if isinstance(value, str):
         return "not finite" if value in _NOT_FINITE else "text"
+    if isinstance(value, list):
+        inside = {_kind(each) for each in value}
+        numbers = inside <= {"int", "float", "not finite"}
+        return "none" if not inside else f"list of {'text' if not numbers else 'int' if inside == {'int'} else 'float'}"
     return type(value).__name__
 
 
@@ -99,14 +104,22 @@ def _one_kind(lines: Path, name: str, kinds: set[str]) -> str:
         return "text"
     if kinds == {"bool"}:
         return "bool"
+    if all(kind.startswith("list of ") for kind in kinds):
+        # A list in which every text is the name of a number may be one of texts.
+        return next(kind for kind in ("list of text", "list of float", "list of int") if kind in kinds)
     raise LockstepError(f"{lines}: the column {name!r} has values of several kinds: {', '.join(sorted(kinds))}.")
 
 
 def _typed(row: dict[str, Any], kinds: dict[str, str]) -> dict[str, Any]:
-    return {
-        name: float(value) if value is not None and kinds[name] == "float" else _text(value)
-        for name, value in row.items()
-    }
+    return {name: _as(value, kinds[name]) for name, value in row.items()}
+
+
+def _as(value: Any, kind: str) -> Any:
+    """A value as its column has it; an empty list is no value where the column has no list with anything in it."""
+    _, is_list, inner = kind.rpartition("list of ")
+    if isinstance(value, list):
+        return [_as(each, inner) for each in value] if is_list else None
+    return float(value) if value is not None and kind == "float" else _text(value)
 
 
 def _text(value: Any) -> Any:

@@ -24,6 +24,11 @@ COLUMNS = (
 TOKEN_COLUMNS = ("tokens", "token_logprobs")
 """The columns of a file with each token's text and its natural-log probability: two lists of the same length."""
 
+KEPT_COLUMNS = ("token_ids", "logprobs")
+"""The columns of a file with each token's id and its natural-log probability: two lists of the same length."""
+
+FILE_COLUMNS = TOKEN_COLUMNS + KEPT_COLUMNS
+"""The columns that only a file has; their values are lists."""
 
 SAMPLE_COLUMNS = ("round", "prompt_id", "generation_id", "prompt", "generated_text", "num_tokens")
 """The columns of a row of ``lockstep sample``, in the order of its table; metrics follow."""
@@ -99,6 +104,7 @@ class Row(CompletionRow):
     Args:
         step: The number of training steps completed.
         tokens: The text that each token added and its natural-log probability, for the file alone; empty for none.
+        kept: The token ids and their natural-log probabilities, for the file alone; None for none.
 
     Example:
         >>> row = lockstep.report.Row(
@@ -120,6 +126,7 @@ class Row(CompletionRow):
 
     step: int
     tokens: tuple[tuple[str, float], ...] = ()
+    kept: tuple[tuple[int, ...], tuple[float, ...]] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The row as one flat mapping: ``COLUMNS``, then its metrics."""
@@ -128,19 +135,20 @@ class Row(CompletionRow):
     def to_record(self) -> dict[str, Any]:
         """The row as a file has it: ``to_dict``, and the tokens where there are any."""
         columns = zip(TOKEN_COLUMNS, zip(*self.tokens, strict=True), strict=False)
-        return self.to_dict() | {name: list(values) for name, values in columns}
+        kept = zip(KEPT_COLUMNS, self.kept or (), strict=False)
+        return self.to_dict() | {name: list(values) for name, values in (*columns, *kept)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Row":
         """The row that ``to_dict`` or ``to_record`` was called on, without its tokens.
 
         Args:
-            values: The columns of the row; the values beyond ``COLUMNS`` and ``TOKEN_COLUMNS`` are metrics.
+            values: The columns of the row; the values beyond ``COLUMNS`` and ``FILE_COLUMNS`` are metrics.
 
         Raises:
             KeyError: A column is missing.
         """
-        metrics = {name: _number(value) for name, value in values.items() if name not in COLUMNS + TOKEN_COLUMNS}
+        metrics = {name: _number(value) for name, value in values.items() if name not in COLUMNS + FILE_COLUMNS}
         columns = {column: values[column] for column in COLUMNS}
         return cls(**columns | {"mean_logprob": float(columns["mean_logprob"])}, metrics=metrics)
 

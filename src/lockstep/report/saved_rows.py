@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 
 from lockstep.errors import LockstepError
 from lockstep.report.jsonl import numbered_records
-from lockstep.report.rows import TOKEN_COLUMNS, Row
+from lockstep.report.rows import FILE_COLUMNS, TOKEN_COLUMNS, Row
 
 type Axis = Literal["step", "round"]
 """What counts up between a prompt's answers."""
@@ -93,7 +93,7 @@ def parse_row(record: Mapping[str, Any], place: str) -> SavedRow:
     axis: Axis = "round" if "step" not in record and "round" in record else "step"
     numbers, texts = {}, {}
     for name, value in record.items():
-        if name in OWN or name in TOKEN_COLUMNS:
+        if name in OWN or name in FILE_COLUMNS:
             continue
         if value is None or isinstance(value, int | float):
             numbers[name] = None if value is None else _float(value)

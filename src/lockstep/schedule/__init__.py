@@ -5,6 +5,7 @@ from lockstep.schedule.batch import CopyPagesBatch as CopyPagesBatch
 from lockstep.schedule.batch import DecodeBatch as DecodeBatch
 from lockstep.schedule.batch import PrefillBatch as PrefillBatch
 from lockstep.schedule.batch import PromptLogprobsBatch as PromptLogprobsBatch
+from lockstep.schedule.batch import VerifyBatch as VerifyBatch
 from lockstep.schedule.capacity import check_capacity as check_capacity
 from lockstep.schedule.capacity import check_length as check_length
 from lockstep.schedule.pages import NULL_PAGE as NULL_PAGE

@@ -9,6 +9,8 @@ from jaxtyping import Float32, Int32, UInt32
 from lockstep.schedule.pages import NULL_PAGE
 from lockstep.schedule.sampling import SamplingBatch
 
+_VERIFY_WIDTHS = (8, 64)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Capacity:
@@ -33,6 +35,7 @@ class Capacity:
         page_copies: 1 where there is a program that copies partial pages of prompts; 0 leaves it out.
         prefill_sequences: The most sequences that one replica prefills in a launch; 0 for any number.
         idle_replicas: The number of replicas that are given no sequences; the others are evenly spaced.
+        draft_tokens: The most tokens of a sequence that a launch verifies; 0 where there are no programs that verify.
     """
 
     replicas: int
@@ -53,6 +56,15 @@ class Capacity:
     page_copies: int = 0
     prefill_sequences: int = 0
     idle_replicas: int = 0
+    draft_tokens: int = 0
+
+    @property
+    def verify_widths(self) -> tuple[int, ...]:
+        """The positions of a sequence that a step verifies, one number for each program, in rising order.
+
+        A few at a time where some of a draft is right, and as many as in a prefill where all of it is.
+        """
+        return tuple(sorted({min(width, self.draft_tokens) for width in _VERIFY_WIDTHS} - {0, 1}))
 
     @property
     def active_replicas(self) -> range:
@@ -181,3 +193,21 @@ class DecodeBatch:
             temperature=np.zeros(slots, np.float32),
             sampling=SamplingBatch.empty(capacity),
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class VerifyBatch:
+    """Sequences to decode with drafts: a step samples one token more than there are right ones next in the draft."""
+
+    decode: DecodeBatch
+    """The sequences; its ``num_steps`` times ``width`` is at most the capacity's ``draft_tokens``."""
+    width: int
+    """The positions of a sequence in each step, which select the program."""
+    drafts: Int32[np.ndarray, "replica slot draft_tokens"]
+    """A guess at the next tokens of each sequence, -1 where there is none."""
+
+    @classmethod
+    def empty(cls, capacity: Capacity, width: int, num_steps: int) -> "VerifyBatch":
+        """Returns a batch whose slots are all idle."""
+        shape = (capacity.replicas, capacity.slots, capacity.draft_tokens)
+        return cls(decode=DecodeBatch.empty(capacity, num_steps), width=width, drafts=np.full(shape, -1, np.int32))

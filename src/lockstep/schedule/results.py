@@ -44,6 +44,10 @@ class DecodeResults:
                 parts += list(np.moveaxis(top, -1, 0))
         return cls(packed=np.stack([np.ascontiguousarray(part).view(np.int32) for part in parts], axis=1))
 
+    def split_steps(self) -> tuple["DecodeResults", Int32[np.ndarray, "replica slot step"]]:
+        """Returns the results of a launch that verifies drafts as those of decode, and the step of each token."""
+        return DecodeResults(packed=self.packed[:, :-1]), self.packed[:, -1]
+
     @property
     def tokens(self) -> Int32[np.ndarray, "replica slot step"]:
         """The token ids, -1 where a sequence had already ended."""

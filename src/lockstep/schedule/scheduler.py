@@ -2,14 +2,22 @@
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 
 import numpy as np
 
 from lockstep.errors import ConfigError
-from lockstep.schedule.batch import Capacity, CopyPagesBatch, DecodeBatch, PrefillBatch, PromptLogprobsBatch
+from lockstep.schedule.batch import (
+    Capacity,
+    CopyPagesBatch,
+    DecodeBatch,
+    PrefillBatch,
+    PromptLogprobsBatch,
+    VerifyBatch,
+)
 from lockstep.schedule.capacity import check_capacity
+from lockstep.schedule.drafts import Drafter
 from lockstep.schedule.planning import (
     PromptLogprobsRow,
     copy_pages_batch,
@@ -39,12 +47,19 @@ class Counts:
         tokens: The number of tokens sampled by each replica, those of unfinished sequences included.
         pages: The number of pages in use, over all replicas.
         max_pages: The number of pages that can be used, over all replicas.
+        steps: The number of steps that sampled those tokens, counted once for each sequence; fewer than tokens where
+            drafts were verified.
+        drafted: The number of tokens for which there was a draft.
+        right: The number of those that were as drafted.
     """
 
     finished: int
     tokens: tuple[int, ...]
     pages: int
     max_pages: int
+    steps: int = 0
+    drafted: int = 0
+    right: int = 0
 
 
 class Scheduler:
@@ -61,6 +76,8 @@ class Scheduler:
         find_stop: The function that finds stop strings; needed if a request has any.
         share_prefixes: Whether sequences with a common prefix share its pages.
         max_prompts: The most prompts to have at a time, waiting and being answered; None for all.
+        verify_costs: The time of a step that verifies drafts, in decode steps, by its width: the same on every host.
+            Needed where the capacity has programs that verify.
 
     Raises:
         CapacityError: A request can never fit, whatever finishes before it.
@@ -75,8 +92,11 @@ class Scheduler:
         *,
         share_prefixes: bool = True,
         max_prompts: int | None = None,
+        verify_costs: Mapping[int, float] | None = None,
     ) -> None:
         self.capacity = capacity
+        self._drafter = Drafter(capacity, verify_costs or {}) if capacity.verify_widths else None
+        self._steps = 0
         self._find_stop = find_stop
         self._share_prefixes = share_prefixes
         self._max_prompts = max_prompts
@@ -113,6 +133,9 @@ class Scheduler:
             tokens=tuple(self._sampled.tolist()),
             pages=max_pages - sum(each.num_free for each in allocators),
             max_pages=max_pages,
+            steps=self._steps,
+            drafted=self._drafter.looked_at if self._drafter else 0,
+            right=self._drafter.right if self._drafter else 0,
         )
 
     def completions(self) -> list[Completion]:
@@ -186,10 +209,10 @@ class Scheduler:
             replica.release_all()
         self._num_active = 0
 
-    def next_batch(self) -> PrefillBatch | CopyPagesBatch | PromptLogprobsBatch | DecodeBatch | None:
+    def next_batch(self) -> PrefillBatch | CopyPagesBatch | PromptLogprobsBatch | DecodeBatch | VerifyBatch | None:
         """Admits waiting sequences that fit and returns the batch of the next launch; None when all is done.
 
-        The results of a `DecodeBatch` must be given to `commit`, those of a `PromptLogprobsBatch` to
+        The results of a `DecodeBatch` or `VerifyBatch` must be given to `commit`, those of a `PromptLogprobsBatch` to
         `commit_prompt_logprobs`, before the next call.
         """
         if len(self._waiting) < self.capacity.sequences - self._num_active:
@@ -205,13 +228,29 @@ class Scheduler:
                 return batch
         if self.done:
             return None
-        steps = num_decode_steps(
-            self._slots.remaining,
-            self.capacity.steps,
-            waiting=bool(self._waiting) or self._next is not None,
-            stop_rate=self._stop_rate if self._slots.may_stop else 0.0,
-        )
+        waiting = bool(self._waiting) or self._next is not None
+        stop_rate = self._stop_rate if self._slots.may_stop else 0.0
+        if self._drafter is not None:
+            verified = self._verify_batch(self._drafter, waiting=waiting, stop_rate=stop_rate)
+            if verified is not None:
+                return verified
+        steps = num_decode_steps(self._slots.remaining, self.capacity.steps, waiting=waiting, stop_rate=stop_rate)
         return self._slots.batch(steps)
+
+    def _verify_batch(self, drafter: Drafter, *, waiting: bool, stop_rate: float) -> VerifyBatch | None:
+        """Returns a batch that verifies drafts where that is expected to be faster; else None."""
+        left = self._slots.all_remaining
+        width, expected = drafter.choose(self._slots.sequences, left)
+        if width == 1:
+            return None
+        steps = num_decode_steps(
+            np.ceil(self._slots.remaining / np.array(expected)).astype(np.int64),
+            drafter.most_steps(width, expected, left),
+            waiting=waiting,
+            stop_rate=min(0.5, stop_rate * width),
+        )
+        assert 1 <= steps <= self.capacity.draft_tokens // width
+        return VerifyBatch(decode=self._slots.batch(steps), width=width, drafts=drafter.drafts.copy())
 
     def work_ahead(self) -> None:
         """Does what needs no results, for the time in which the devices work: completions, and reading requests.
@@ -224,13 +263,21 @@ class Scheduler:
         self._just_finished = []
         self._read()
 
-    def commit(self, batch: DecodeBatch, results: DecodeResults) -> None:
+    def commit(self, batch: DecodeBatch | VerifyBatch, results: DecodeResults) -> None:
         """Takes the results of a decode launch.
 
         Args:
             batch: The batch of the launch.
-            results: What each slot sampled.
+            results: What each slot sampled; of a launch that verifies drafts, the step of each token too.
         """
+        if isinstance(batch, VerifyBatch):
+            batch = batch.decode
+            results, step = results.split_steps()
+            self._steps += int(np.where(results.tokens >= 0, step + 1, 0).max(axis=-1).sum())
+        else:
+            self._steps += int((results.tokens >= 0).sum())
+        if self._drafter is not None:
+            self._drafter.learn(results.tokens)
         at = np.nonzero(batch.remaining)
         sequences: list[Sequence] = self._slots.sequences[at].tolist()
         looks = self._slots.has_stop_strings[at]
@@ -319,6 +366,9 @@ class Scheduler:
             Sequence(request=request, generation_id=generation, prefix_keys=keys, tail_key=tail, prompt_logprobs=record)
             for generation in range(request.params.n_generations)
         ]
+        if request.drafts is not None and request.drafts.ngrams:
+            for sequence in sequences:
+                sequence.siblings = [other for other in sequences if other is not sequence]
         assert request.prompt_id not in self._unanswered
         self._unanswered[request.prompt_id] = len(sequences)
         self._sequences += sequences
@@ -373,3 +423,5 @@ class Scheduler:
             max(fitting, key=priority).admit(self._waiting.popleft())  # the first of equal ones
             self._num_active += 1
             self._slots.put(sequence)
+            if self._drafter is not None:
+                self._drafter.put(sequence)

@@ -27,6 +27,8 @@ class Sequence:
     """The key of the partial page that prefill ends with (`tail_key`); None where there is none."""
     prompt_logprobs: PromptLogprobs | None = None
     """The log-probabilities of the prompt, shared by all generations; None where they are not requested."""
+    siblings: list["Sequence"] = dataclasses.field(default_factory=list, repr=False)
+    """The other generations of the request, whose answers are drafts of this one."""
     num_tokens: int = 0
     """The number of sampled tokens."""
     finish_reason: FinishReason | None = None

@@ -3,7 +3,7 @@
 import dataclasses
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, Int32
 
 from lockstep.schedule.batch import Capacity, DecodeBatch
 from lockstep.schedule.results import DecodeResults
@@ -35,6 +35,11 @@ class DecodeSlots:
         """The number of tokens that each sequence in a slot may still sample."""
         left = self._next.remaining
         return left[left > 0]
+
+    @property
+    def all_remaining(self) -> Int32[np.ndarray, "replica slot"]:
+        """The number of tokens that the sequence in each slot may still sample; 0 in idle slots."""
+        return self._next.remaining
 
     @property
     def may_stop(self) -> bool:

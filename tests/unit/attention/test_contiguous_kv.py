@@ -10,7 +10,9 @@ from lockstep.attention import (
     ScoreModifier,
     XlaAttention,
     attend_context,
+    attend_context_span,
     extend_context,
+    extend_context_span,
     gather_context,
     paged_attention,
 )
@@ -51,6 +53,37 @@ def test_it_equals_paged_attention(arrays, chunk, position, modifier, monkeypatc
 
         got = jax.jit(attend)(pool, page_table, q, kv, at)
         np.testing.assert_allclose(got, expected[:, 0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [PAGES * PAGE_SIZE, 8])
+@pytest.mark.parametrize("modifier", [ScoreModifier(), ScoreModifier(soft_cap=2.0, window=5)])
+def test_several_positions_are_as_one_after_the_other(arrays, chunk, modifier, monkeypatch):
+    """The last queries lie beyond the context: they are left out, and change nothing."""
+    monkeypatch.setattr(module, "CONTEXT_CHUNK", chunk)
+    pool, page_table = (jnp.asarray(each) for each in arrays[:2])
+    rng = np.random.default_rng(3)
+    start, queries, layer = jnp.array([0, 7, 17], jnp.int32), 5, jnp.int32(1)
+    q = jnp.asarray(rng.standard_normal((SLOTS, queries, KV_HEADS, GROUP, HEAD)), jnp.float32)
+    kv = jnp.asarray(rng.standard_normal((SLOTS, queries, 2 * KV_HEADS, HEAD)), jnp.float32)
+
+    @jax.jit
+    def together(pool):
+        context = gather_context(pool, page_table, start, LAYERS)
+        context = extend_context_span(context, layer, kv, start[:, None] + jnp.arange(queries))
+        return context, attend_context_span(q, context, layer, start, modifier)
+
+    @jax.jit
+    def step(context, kv, q, at):
+        context = extend_context(context, layer, kv, at)
+        return context, attend_context(q, context, layer, at, modifier)
+
+    filled, got = together(pool)
+    context = gather_context(jnp.asarray(pool), page_table, start, LAYERS)
+    for i in range(queries):
+        within = np.asarray(start + i < PAGES * PAGE_SIZE)
+        context, want = step(context, kv[:, i], q[:, i], start + i)
+        np.testing.assert_allclose(got[within, i], want[within], rtol=1e-5, atol=1e-6)
+    jax.tree.map(np.testing.assert_array_equal, filled, context)
 
 
 def test_chunks_beyond_the_longest_sequence_are_not_read(arrays, monkeypatch):

@@ -73,6 +73,41 @@ def test_decode(kv_heads: int, group: int, head: int, kv_dtype: jnp.dtype) -> No
     np.testing.assert_array_equal(got_pool, as_numbers(kernel.pack(want_pool)))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("kv_heads", "group", "head"), [HEADS[0], pytest.param(*HEADS[1], marks=pytest.mark.nightly)])
+def test_several_positions_of_each_slot(kv_heads: int, group: int, head: int) -> None:
+    """An idle slot, one that crosses a page, and one whose last queries lie beyond the table, on the null page."""
+    heads, queries = Heads(kv_heads=kv_heads, group=group, head_size=head), 5
+    rng = np.random.default_rng(1)
+    table = jnp.asarray(rng.permutation(np.arange(1, PAGES))[:9].reshape(3, 3).astype(np.int32))
+    position, active = jnp.array([6, 8, 21], jnp.int32), jnp.array([True, False, True])
+    at = position[:, None] + jnp.arange(queries)
+    used = active[:, None] & (at < 24)
+    q = rng.standard_normal((3, queries, kv_heads, group, head)).astype(np.float32)
+    kv = rng.standard_normal((3, queries, 2 * kv_heads, head)).astype(np.float32)
+    layer = jnp.int32(1)
+
+    def run(attention: Any) -> tuple[jax.Array, jax.Array]:
+        @jax.jit
+        def step(pool: jax.Array) -> tuple[jax.Array, jax.Array]:
+            cache = attention.begin_decode(pool, table, position, LAYERS)
+            pages = jnp.take_along_axis(table, at // PAGE_SIZE, axis=1, mode="clip")
+            page = layer * PAGES + jnp.where(used, pages, 0)
+            cache = attention.write_span(cache, layer, page, at, jnp.asarray(kv))
+            found = attention.decode_span(jnp.asarray(q), cache, layer, layer * PAGES + table, position, active)
+            return found, attention.end_decode(cache)
+
+        return step(pool_of(attention, heads))
+
+    xla, kernel = attentions(heads, pages=2, queries=4)
+    want, want_pool = run(xla)
+    with kernel_on_cpu():
+        got, got_pool = run(kernel)
+    np.testing.assert_allclose(got[used], want[used], rtol=1e-5, atol=1e-5)
+    mine = np.arange(LAYERS * PAGES) != PAGES  # of several writers to the null page any one wins
+    np.testing.assert_array_equal(got_pool[mine], kernel.pack(want_pool)[mine])
+
+
 @functools.cache
 def rows() -> tuple[np.ndarray, ...]:
     """A prompt of 2.5 pages in three rows, another in one row from its second page on, and two unused rows."""

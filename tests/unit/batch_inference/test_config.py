@@ -28,6 +28,8 @@ def config(**values):
         ({"stop": "end"}, r"Use \['end'\]"),
         ({"metrics": ["bleu"]}, "metric 'bleu' is not known"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"drafts": "last_round"}, "drafts is last_round; the sampler keeps no earlier answers.*Use ngram or auto"),
+        ({"drafts": "yes"}, "drafts is 'yes'; it must be one of auto, last_round, ngram, none"),
     ],
 )
 def test_a_configuration_that_cannot_work_is_refused(values, message):

@@ -15,6 +15,7 @@ from lockstep.callback.round import RoundResult
 from lockstep.errors import ConfigError
 from lockstep.evaluation import TaskResults, TaskRow
 from lockstep.report import Judge, JudgeConfig, Row, read_jsonl
+from lockstep.report.saved_rows import read_rows
 from lockstep.report.trackers import NoopTracker
 from lockstep.text import Prompt
 from lockstep.types import Completion, FinishReason
@@ -164,6 +165,22 @@ def test_the_file_has_the_log_probabilities_of_tokens_where_they_are_wanted(tmp_
     (table,) = [call[2] for call in tracker.calls if len(call) == 3]
     assert not any({"tokens", "token_logprobs"} & set(row) for row in table)
     assert [Row.from_dict(row).to_dict() for row in rows] == table
+
+
+def test_the_file_keeps_the_tokens_where_they_are_wanted(tmp_path, capsys):
+    tracker = Recorder()
+    made = reporter(tmp_path, tracker, keep_tokens=True)
+    made.report(1, PROMPTS, result(), {})
+    assert made.flush(30) and made.errors == 0
+    rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    sampled = result().completions
+    assert [row["token_ids"] for row in rows] == [list(each.tokens) for each in sampled]
+    assert [row["logprobs"] for row in rows] == [list(each.logprobs) for each in sampled] != [[], []]
+    assert not any({"tokens", "token_logprobs"} & set(row) for row in rows)
+    (table,) = [call[2] for call in tracker.calls if len(call) == 3]
+    assert not any({"token_ids", "logprobs"} & set(row) for row in table)
+    assert [Row.from_dict(row).to_dict() for row in rows] == table
+    assert [row.texts for row in read_rows(tmp_path / "samples.jsonl")] == [{}, {}]
 
 
 def test_the_verdicts_of_a_judge_are_a_column_and_its_failures_are_said(monkeypatch, caplog):

@@ -121,6 +121,41 @@ def test_a_round_reads_the_model_once():
     assert callback.rounds == len(reads) == 2
 
 
+def test_the_last_answers_are_drafts_of_the_next(capsys):
+    """The same model again: every draft is right, so that the second round takes a part of the steps of the first."""
+    weights = tiny.placed_weights(make_mesh("1,1,1", jax.devices()[:1]), vocab=tiny.vocab_size())
+    tracker = Recorder()
+    config = InferenceEvalConfig(
+        prompts=["one", "two", "What is 2 plus 3?"],
+        max_new_tokens=8,
+        temperature=0.7,
+        eval_every=1,
+        drafts="last_round",
+        on_error="raise",
+    )
+    callback = SampleCallback(config, tiny.tokenizer(), tracker=tracker)
+    callback.check((tiny.CONFIG, weights))
+    launches = []
+    for step in (1, 2):
+        callback(tiny.Info(step, (tiny.CONFIG, weights)))
+        launches.append(list(callback.engine.ledger.launches[sum(map(len, launches)) :]))
+    assert callback.flush(30) and callback.report_errors == 0
+    assert "verify_8" not in launches[0] and "verify_8" in launches[1]
+    assert len(callback.engine.compilations) == len(callback.engine.programs), "the second round compiles nothing"
+    first, second = ([row.generated_text for row in rows] for _, _, rows in tracker.rows)
+    assert first == second
+    before, after = (
+        {name.removeprefix("inference_eval/"): value for name, value in each.items()} for _, each in tracker.scalars
+    )
+    tokens, saved = after["generated_tokens"], after["drafts/steps_saved"]
+    assert (
+        before["drafts/steps_saved"] == before["drafts/accepted_share"] == 0 and before["drafts/tokens_per_step"] == 1
+    )
+    assert after["drafts/accepted_share"] == 1
+    assert saved > tokens / 2 and after["drafts/tokens_per_step"] == tokens / (tokens - saved)
+    assert f"drafts: 100% right, {saved} of {tokens} steps saved" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_plain_jax_loop_on_one_device(tmp_path, capsys, caplog, monkeypatch):
     caplog.set_level("INFO", "lockstep")
     held = itertools.count(1000)  # by a device that counts, as a CPU does not

@@ -1,12 +1,22 @@
 """A linear layer with an adapter, and the weight that it amounts to."""
 
+import dataclasses
+
 import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lockstep.models.low_rank import RANK, AdaptedWeight, LowRankPair, MergeLora, linear
+from lockstep.errors import ConfigError
+from lockstep.models import TENSOR_DIMS
+from lockstep.models.low_rank import RANK, AdaptedWeight, LowRankPair, MergeLora, linear, merge_lora
+from lockstep.placement import make_decode_mesh, place
+from lockstep.placement.lazy_weight import sources
+from lockstep.placement.leaf_layout import leaf_layouts
+from lockstep.placement.reshard import assembly_function
+from tests import tiny
+from tests.unit.engine.models import mesh_of
 
 In, Out, Rank, Row = hax.make_axes(embed=5, mlp=7, **{RANK: 2}, row=3)
 SCALE = 1.5
@@ -54,3 +64,56 @@ def test_a_merged_weight_is_the_sum_in_float32(dtype):
     expected = np.asarray(w, np.float64) + SCALE * np.asarray(A.array, np.float64) @ np.asarray(B.array, np.float64)
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+QKV = "embed kv group head, embed rank, rank (kv group head) -> embed kv group head"
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_factors_are_brought_to_the_blocks_of_their_weight(tensor, by_layer):
+    """The weight is split over both axes of the mesh; one factor is whole everywhere, one is split elsewhere."""
+    mesh, rng = mesh_of("1,2,2"), np.random.default_rng(0)
+    weights = tiny.placed_weights(mesh)
+    q = np.asarray(weights.layers.q)
+    a, b = (rng.standard_normal((len(q), *shape)).astype(np.float32) for shape in ((q.shape[1], 2), (2, q[0, 0].size)))
+    arrays = [(q, ("fsdp", "tp")), (a, ()), (b, ("tp", "fsdp"))]
+    if by_layer:
+        on = [[place(one, jax.NamedSharding(mesh, jax.P(*spec))) for one in array] for array, spec in arrays]
+        lazy = merge_lora(*on, QKV, scale=SCALE)
+    else:
+        on = [place(array, jax.NamedSharding(mesh, jax.P(None, *spec))) for array, spec in arrays]
+        lazy = merge_lora(
+            *on, ", ".join("layer " + side for side in QKV.split(", ")).replace("->", "-> layer"), scale=SCALE
+        )
+    adapted = dataclasses.replace(weights, layers=dataclasses.replace(weights.layers, q=lazy))
+    decode_mesh = make_decode_mesh(mesh, tensor)
+    layouts = leaf_layouts(adapted, decode_mesh, TENSOR_DIMS)
+    assert layouts == leaf_layouts(weights, decode_mesh, TENSOR_DIMS)
+    make, _ = assembly_function(adapted, layouts, jnp.dtype(jnp.float32), gather=True)
+    with jax.set_mesh(decode_mesh.mesh):
+        made = jax.jit(make)(sources(adapted))
+    expected = q + SCALE * np.einsum("ler,lro->leo", a, b).reshape(q.shape)
+    np.testing.assert_allclose(np.asarray(made.layers.q), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [
+        ("a b -> a b", "does not have the form"),
+        ("a b, a r, s b -> a b", "both factors must have one axis that the weight does not have"),
+        ("a b, a r, r -> a b", "both factors must have"),
+        ("a b, b r, r a -> a b", r"a factor has shape \(5, 2\), and the pattern with the weight's \(5, 7\)"),
+    ],
+)
+def test_a_pattern_that_does_not_fit_is_refused(pattern, text):
+    with pytest.raises(ConfigError, match=text):
+        merge_lora(np.ones((5, 7)), np.ones((5, 2)), np.ones((2, 7)), pattern, scale=1.0)
+
+
+def test_lists_must_fit_each_other():
+    w, a, b = np.ones((5, 7)), np.ones((5, 2)), np.ones((2, 7))
+    with pytest.raises(ConfigError, match="different numbers of layers"):
+        merge_lora([w, w], [a, a], [b], "a b, a r, r b -> a b", scale=1.0)
+    with pytest.raises(ConfigError, match="some of weight, a and b are lists"):
+        merge_lora([w], [a], b, "a b, a r, r b -> a b", scale=1.0)

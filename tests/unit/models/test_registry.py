@@ -2,8 +2,8 @@
 
 import pytest
 
+from lockstep.models.parameters import UnreadableModelError
 from lockstep.models.registry import (
-    UnreadableModelError,
     class_name,
     has_reader,
     read_registered,
@@ -34,8 +34,8 @@ def test_a_closer_reader_comes_first():
     class Closest(Special):
         pass
 
-    register_reader(Closest)(lambda model: "closest")
-    assert read_registered(Closest()) == "closest" and read_registered(Special())[0] == "read"
+    register_reader(Closest)(lambda model: ("closest", model))
+    assert read_registered(Closest())[0] == "closest" and read_registered(Special())[0] == "read"
 
 
 def test_a_class_without_a_reader_is_named_with_the_supported_ones():

@@ -58,3 +58,17 @@ def test_what_has_no_columns_is_refused(tmp_path, records, message):
     with pytest.raises(LockstepError, match=message):
         write_parquet(lines)
     assert [path.name for path in tmp_path.iterdir()] == ["samples.jsonl"]
+
+
+def test_lists_of_tokens_are_columns_too(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [
+        {"token_ids": [3, 4], "logprobs": [-0.5, "-Infinity"], "tokens": ["a", "NaN"], "none": []},
+        {"token_ids": [], "logprobs": [-1], "tokens": ["NaN"], "none": []},
+    ]
+    append_jsonl(tmp_path / "a.jsonl", rows)
+    got = parquet.read_table(write_parquet(tmp_path / "a.jsonl")).to_pylist()
+    assert got == [
+        {"token_ids": [3, 4], "logprobs": [-0.5, float("-inf")], "tokens": ["a", "NaN"], "none": None},
+        {"token_ids": [], "logprobs": [-1.0], "tokens": ["NaN"], "none": None},
+    ]

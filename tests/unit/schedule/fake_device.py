@@ -14,6 +14,7 @@ from lockstep.schedule import (
     PrefillBatch,
     PromptLogprobsBatch,
     Scheduler,
+    VerifyBatch,
 )
 from lockstep.types import Completion, FinishReason, Request
 
@@ -71,6 +72,8 @@ class FakeDevice:
         self.capacity = capacity
         garbage = np.random.default_rng(0).integers(1, 2**40, (capacity.replicas, capacity.pages, capacity.page_size))
         self.pool = garbage.astype(object)
+        self.steps = 0
+        """Steps of decoding and verifying, counted once for each sequence."""
 
     def context(self, replica: int, table: np.ndarray, position: int) -> tuple[int, ...]:
         """Everything before ``position``, read through a page table."""
@@ -118,7 +121,9 @@ class FakeDevice:
         return found
 
     def launch(
-        self, scheduler: Scheduler, batch: PrefillBatch | CopyPagesBatch | PromptLogprobsBatch | DecodeBatch
+        self,
+        scheduler: Scheduler,
+        batch: PrefillBatch | CopyPagesBatch | PromptLogprobsBatch | DecodeBatch | VerifyBatch,
     ) -> None:
         """Computes a batch, and commits it where it must be."""
         references = {replica.index: replica.allocator._references for replica in scheduler._replicas}
@@ -128,9 +133,47 @@ class FakeDevice:
             self.copy_pages(batch, references)
         elif isinstance(batch, PromptLogprobsBatch):
             scheduler.commit_prompt_logprobs(batch, self.prompt_logprobs(batch))
+        elif isinstance(batch, VerifyBatch):
+            scheduler.work_ahead()
+            scheduler.commit(batch, self.verify(batch, references))
         else:
             scheduler.work_ahead()
             scheduler.commit(batch, self.decode(batch, references))
+
+    def verify(self, batch: VerifyBatch, references: dict[int, dict[int, int]]) -> DecodeResults:
+        """Tokens of a launch that verifies: in each step all inputs are written first, and read then."""
+        capacity, given, width = self.capacity, batch.decode, batch.width
+        tokens = np.full((capacity.replicas, capacity.slots, capacity.draft_tokens), -1, np.int32)
+        steps = np.zeros_like(tokens)
+        assert 1 <= given.num_steps <= capacity.draft_tokens // width
+        for at in np.ndindex(capacity.replicas, capacity.slots):
+            token, position, remaining, done = (
+                int(each[at]) for each in (given.token, given.position, given.remaining, given.remaining * 0)
+            )
+            table = given.page_table[at]
+            for step in range(given.num_steps):
+                if not remaining:
+                    break
+                self.steps += 1
+                draft = batch.drafts[at][done : done + width - 1].tolist()
+                inputs = [token, *draft][:remaining]
+                inputs = inputs[: inputs.index(-1)] if -1 in inputs else inputs
+                numbers = []
+                for i, each in enumerate(inputs):
+                    page = table[(position + i) // capacity.page_size]
+                    assert page != NULL_PAGE and references[at[0]][page] == 1
+                    numbers.append(cached(self.context(at[0], table, position + i), each, position + i))
+                    self.pool[at[0], page, (position + i) % capacity.page_size] = numbers[-1]
+                for i, number in enumerate(numbers):
+                    token = sampled(number, tuple(int(word) for word in given.draw[at]), float(given.temperature[at]))
+                    tokens[(*at, done)], steps[(*at, done)] = token, step
+                    done, position, remaining = done + 1, position + 1, remaining - 1
+                    if token in given.stop_ids[at]:
+                        remaining = 0
+                    if not remaining or i + 1 == len(inputs) or inputs[i + 1] != token:
+                        break
+        packed = DecodeResults.of(tokens, np.where(tokens >= 0, -0.5 * tokens, 0).astype(np.float32)).packed
+        return DecodeResults(packed=np.concatenate([packed, steps[:, None]], axis=1))
 
     def decode(self, batch: DecodeBatch, references: dict[int, dict[int, int]]) -> DecodeResults:
         """Tokens and log-probabilities of a launch; ``references`` counts those to each page of each replica."""
@@ -143,6 +186,7 @@ class FakeDevice:
             for at in np.ndindex(capacity.replicas, capacity.slots):
                 if not remaining[at]:
                     continue
+                self.steps += 1
                 replica, table, p = at[0], batch.page_table[at], int(position[at])
                 page = table[p // capacity.page_size]
                 assert page != NULL_PAGE, "the table does not cover the written position"
@@ -163,8 +207,19 @@ class Played:
     """What a scheduler did from the first batch to the last."""
 
     completions: list[Completion]
-    batches: list[PrefillBatch | CopyPagesBatch | PromptLogprobsBatch | DecodeBatch]
+    batches: list[PrefillBatch | CopyPagesBatch | PromptLogprobsBatch | DecodeBatch | VerifyBatch]
     most_active: int
+    steps: int = 0
+
+    @property
+    def decoded(self) -> list[DecodeBatch]:
+        """The launches that decode without drafts."""
+        return [batch for batch in self.batches if isinstance(batch, DecodeBatch)]
+
+    @property
+    def launches(self) -> int:
+        """The number of launches that sample tokens."""
+        return sum(isinstance(batch, DecodeBatch | VerifyBatch) for batch in self.batches)
 
 
 def play(scheduler: Scheduler, check: Any = lambda: None) -> Played:
@@ -176,4 +231,4 @@ def play(scheduler: Scheduler, check: Any = lambda: None) -> Played:
         if isinstance(batch, DecodeBatch):
             most = max(most, int((batch.remaining > 0).sum()))
         device.launch(scheduler, batch)
-    return Played(scheduler.completions(), batches, most)
+    return Played(scheduler.completions(), batches, most, device.steps)

@@ -12,9 +12,9 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from lockstep.placement import DecodeMesh
-from lockstep.schedule import CopyPagesBatch, DecodeBatch, PrefillBatch, PromptLogprobsBatch
+from lockstep.schedule import CopyPagesBatch, DecodeBatch, PrefillBatch, PromptLogprobsBatch, VerifyBatch
 
-type Batch = PrefillBatch | CopyPagesBatch | PromptLogprobsBatch | DecodeBatch
+type Batch = PrefillBatch | CopyPagesBatch | PromptLogprobsBatch | DecodeBatch | VerifyBatch
 
 
 def pack(batch: Batch) -> Int32[np.ndarray, "replica word"]:
@@ -52,6 +52,8 @@ def pack_results(results: Sequence[Array], decode_mesh: DecodeMesh) -> Int32[Arr
 
 
 def _arrays(batch: Batch) -> dict[str, np.ndarray]:
+    if isinstance(batch, VerifyBatch):
+        return {**_arrays(batch.decode), "drafts": batch.drafts}
     if not isinstance(batch, DecodeBatch):
         return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
     return {"num_steps": np.full(len(batch.token), batch.num_steps, np.int32), **batch.arrays()}

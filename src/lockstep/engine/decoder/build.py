@@ -1,7 +1,7 @@
 """From a model in a layout and a capacity to compiled programs."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,10 +17,18 @@ from lockstep.engine.decoder.decode import decode_function
 from lockstep.engine.decoder.prefill import prefill_function
 from lockstep.engine.decoder.prompt_logprobs import prompt_logprobs_function
 from lockstep.engine.decoder.transformer import Transformer
+from lockstep.engine.decoder.verify import verify_function
 from lockstep.hosts import Ledger
 from lockstep.models import DecoderWeights
 from lockstep.placement import DecodeMesh, LayoutTree, assembly_function, partition_specs, reshard_function, sources
-from lockstep.schedule import Capacity, CopyPagesBatch, DecodeBatch, PrefillBatch, PromptLogprobsBatch
+from lockstep.schedule import (
+    Capacity,
+    CopyPagesBatch,
+    DecodeBatch,
+    PrefillBatch,
+    PromptLogprobsBatch,
+    VerifyBatch,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,7 +36,8 @@ class Programs:
     """Everything the engine launches.
 
     ``reshard`` is None where decoding reads the trainer's weights in place, ``copy_pages`` where no two sequences have
-    the same prompt, ``prompt_logprobs`` where nobody asks for log-probabilities of prompts.
+    the same prompt, ``prompt_logprobs`` where nobody asks for log-probabilities of prompts. ``verify`` has a program
+    for each of `Capacity.verify_widths`.
     """
 
     reshard: Program | None
@@ -37,11 +46,12 @@ class Programs:
     copy_pages: Program | None
     prompt_logprobs: Program | None
     decode: Program
+    verify: Mapping[int, Program] = dataclasses.field(default_factory=dict)
 
     def by_name(self) -> dict[str, Program]:
         """The programs by name, in the order of their first launch."""
-        every = (self.reshard, self.new_cache, self.prefill, self.copy_pages, self.prompt_logprobs, self.decode)
-        return {program.name: program for program in every if program is not None}
+        once = (self.reshard, self.new_cache, self.prefill, self.copy_pages, self.prompt_logprobs, self.decode)
+        return {program.name: program for program in (*once, *self.verify.values()) if program is not None}
 
 
 def build_programs(
@@ -130,6 +140,13 @@ def build_programs(
         compiled, "decode", decode_function(transformer, sizes, attention), layouts, structs, pool, decode_mesh,
         DecodeBatch.empty(sizes, 0),
     )  # fmt: skip
+    verify = {
+        width: _on_mesh(
+            compiled, f"verify_{width}", verify_function(transformer, sizes, attention, width),
+            layouts, structs, pool, decode_mesh, VerifyBatch.empty(sizes, width, 0),
+        )
+        for width in sizes.verify_widths
+    }  # fmt: skip
     return Programs(
         reshard=reshard,
         new_cache=new_cache,
@@ -137,6 +154,7 @@ def build_programs(
         copy_pages=copy_pages,
         prompt_logprobs=prompt_logprobs,
         decode=decode,
+        verify=verify,
     )
 
 

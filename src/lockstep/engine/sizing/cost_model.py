@@ -22,6 +22,7 @@ class Estimate:
         collectives_s: Seconds per step of the collectives.
         steps: Decode steps until all requests are answered.
         active: Sequences that decode at a time.
+        moved_s: Seconds per step of ``collectives_s`` that grow with the positions of the step.
     """
 
     reshard_s: float
@@ -30,6 +31,7 @@ class Estimate:
     collectives_s: float
     steps: float
     active: float
+    moved_s: float = 0.0
 
     @property
     def step_s(self) -> float:
@@ -40,6 +42,16 @@ class Estimate:
     def total_s(self) -> float:
         """Seconds to answer all requests, prefill left out: it is the same work in every layout."""
         return self.reshard_s + self.steps * self.step_s
+
+    def verify_cost(self, width: int) -> float:
+        """Returns the time of a step that verifies ``width`` positions of each sequence, in decode steps.
+
+        Weights and K/V are read once, whatever the number of positions. Reading and computing count one after the
+        other, which is the worst case: it promises no more than there is to gain.
+        """
+        fixed_s = self.memory_s + self.collectives_s - self.moved_s
+        growing_s = self.compute_s + self.moved_s
+        return (fixed_s + width * growing_s) / (fixed_s + growing_s)
 
 
 def estimate(model: DecodeModel, sizes: Capacity, demand: Demand, chip: Chip) -> Estimate:
@@ -66,13 +78,14 @@ def estimate(model: DecodeModel, sizes: Capacity, demand: Demand, chip: Chip) ->
 
     near, of_replica = _link(decode_mesh, chip, tensor)
     far, of_all = _link(decode_mesh, chip, devices)
-    collectives = 0.0
+    collectives = reduced = 0.0
     if tensor > 1:
         # Two all-reduces in a layer and one for the embedding, and what two gathers tell of the sample.
         reductions, gathers = 2 * layers + 1, 2
         moved = max(1.0, slots) * config.hidden_dim * item
         collectives = reductions * near.reduce_s(of_replica) + gathers * near.gather_s(of_replica)
-        collectives += (reductions + gathers) * 2 * (tensor - 1) / tensor * moved / near.bandwidth
+        reduced = (reductions + gathers) * 2 * (tensor - 1) / tensor * moved / near.bandwidth
+        collectives += reduced
     gathered = sum(weight.decode_bytes for weight in model.gathered)
     collectives += sum(layers if weight.stacked else 1 for weight in model.gathered) * far.gather_s(of_all)
     collectives += gathered * (devices - 1) / devices / far.bandwidth
@@ -90,7 +103,18 @@ def estimate(model: DecodeModel, sizes: Capacity, demand: Demand, chip: Chip) ->
         collectives_s=collectives,
         steps=batches * demand.new_tokens,
         active=active,
+        moved_s=reduced,
     )
+
+
+def verify_costs(sizes: Capacity, predicted: Estimate | None) -> dict[int, float]:
+    """Returns the time of a step that verifies drafts, in decode steps, by its width.
+
+    Args:
+        sizes: The capacity of the programs.
+        predicted: The prediction that the layout was chosen by; None where every step counts as one of decode.
+    """
+    return {width: 1.0 if predicted is None else predicted.verify_cost(width) for width in sizes.verify_widths}
 
 
 def _link(decode_mesh: DecodeMesh, chip: Chip, group: int) -> tuple[Link, int]:

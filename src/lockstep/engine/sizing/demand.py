@@ -19,6 +19,8 @@ _LARGEST_PAGE_SIZE = 128
 _PREFILL_TOKENS = 512
 _STEPS = 64
 _STOP_IDS = 4
+_VERIFIED = 4
+"""Tokens of a sequence that a launch verifies at most, by those that one decodes: most take a step for several."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,7 @@ class Demand:
         stop_ids: The most stop tokens that a request has.
         copies_pages: Whether several sequences have the same prompt, and prefill ends on a partial page.
         sampling: What the requests ask of the sampler, by the name in `Capacity`.
+        drafts: Whether any request has drafts.
     """
 
     page_size: int
@@ -52,6 +55,7 @@ class Demand:
     stop_ids: int
     copies_pages: bool
     sampling: Mapping[str, int]
+    drafts: bool = False
 
     @classmethod
     def of(cls, requests: Sequence[Request], page_size: int) -> "Demand":
@@ -74,6 +78,7 @@ class Demand:
             stop_ids=max(len(request.params.stop_token_ids) for request in requests),
             copies_pages=_copies_pages(requests, page_size),
             sampling=sampling_sizes(request.params for request in requests),
+            drafts=any(request.drafts is not None for request in requests),
         )
 
 
@@ -117,6 +122,7 @@ def desired_capacity(
     sequences = min(total, config.max_seqs or most_slots * active)
     slots = -(-sequences // active)
     rows = min(slots * -(-demand.prefill // page_size), (config.max_prefill_size or _PREFILL_TOKENS) // page_size)
+    steps = min(config.max_steps_per_launch or _STEPS, demand.new_tokens)
     wanted = Capacity(
         replicas=model.decode_mesh.replicas,
         sequences=sequences,
@@ -125,11 +131,12 @@ def desired_capacity(
         pages=0,
         pages_per_sequence=-(-(config.max_seq_len or demand.tokens) // page_size),
         prefill_rows=max(1, rows),
-        steps=min(config.max_steps_per_launch or _STEPS, demand.new_tokens),
+        steps=steps,
         stop_ids=max(-(-demand.stop_ids // _STOP_IDS), 1) * _STOP_IDS,
         page_copies=int(config.share_prefixes and demand.copies_pages),
         prefill_sequences=config.max_seqs_in_prefill or 0,
         idle_replicas=model.decode_mesh.replicas - active,
+        draft_tokens=min(_VERIFIED * steps, demand.new_tokens) if demand.drafts else 0,
         **demand.sampling,
     )
     if before is not None:

@@ -9,6 +9,7 @@ from lockstep.attention import CONTEXT_CHUNK, has_kernel, tpu_generation
 from lockstep.engine.decode_model import DecodeModel
 from lockstep.engine.decoder.build import Programs
 from lockstep.engine.decoder.prompt_logprobs import PROMPT_LOGPROBS_CHUNK
+from lockstep.engine.decoder.verify import LOGITS_AT_ONCE
 from lockstep.schedule import Capacity
 
 _CHUNK = 512
@@ -75,6 +76,7 @@ class MemoryModel:
             "prefill": (self._prefill(sizes) if self._kernel else rows) + code,
             "prompt_logprobs": rows + self._prompt_logprobs(sizes) + code if sizes.prompt_logprobs else 0,
             "decode": self._decode(sizes) + self._rewritten + code,
+            "verify": self._verify(sizes) + self._rewritten + code if sizes.verify_widths else 0,
         }
 
     @functools.cached_property
@@ -139,6 +141,15 @@ class MemoryModel:
             sampling = max(0, sampling - _IN_VECTOR_MEMORY.get(tpu_generation(self.model.device.device_kind), 0))
         of_slots = sizes.slots * (scores + 8 * sizes.steps + self._activations)
         return self._gathered_outer + self._gathered_layers + context + sampling + of_slots
+
+    def _verify(self, sizes: Capacity) -> int:
+        """Bytes of the widest step that verifies drafts: those of a decode step, and of the positions of each slot."""
+        width = sizes.verify_widths[-1]
+        chunk = min(_CHUNK, sizes.pages_per_sequence * sizes.page_size)
+        scores = 0 if self._kernel else 3 * self._heads * chunk * 4
+        logits = 3 * min(LOGITS_AT_ONCE, width) * self._vocab * 4
+        results = 4 * (4 + 2 * sizes.top_logprobs) * sizes.draft_tokens
+        return self._decode(sizes) + sizes.slots * (width * (scores + self._activations) + logits + 2 * results)
 
     @functools.cached_property
     def _rewritten(self) -> int:
@@ -233,7 +244,8 @@ def measured(programs: Programs) -> Footprint:
         weights, reshard = int(memory.output_size_in_bytes), int(memory.temp_size_in_bytes)
     pool = int(programs.new_cache.memory().output_size_in_bytes)
     temporaries = []
-    for program in (programs.prefill, programs.copy_pages, programs.prompt_logprobs, programs.decode):
+    launched = (programs.prefill, programs.copy_pages, programs.prompt_logprobs, programs.decode)
+    for program in (*launched, *programs.verify.values()):
         if program is None:
             continue
         memory = program.memory()

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 from numpy.random import SeedSequence
 
+from lockstep.drafts import EarlierAnswers
 from lockstep.engine import Engine
 from lockstep.hosts import Hosts, Watchdog
 from lockstep.models import read_decoder
@@ -65,6 +66,7 @@ class RolloutSampler:
         self._find_stop = StopFinder(tokenizer) if fields.rollout.stop else None
         self._engine_config = fields.rollout.engine_config(trainer.precision.compute.name, row_length)
         self._vocab_size = max(tokenizer.get_vocab().values()) + 1
+        self._earlier = EarlierAnswers(fields.rollout.drafts)
         self._mesh = mesh
         self.engine = engine
         """The engine; None before the first use where none was given."""
@@ -119,6 +121,8 @@ class RolloutSampler:
                 scoring.close()
         if generated is None:
             return None
+        for place, question in enumerate(drawn):
+            self._earlier.keep(question, [each for each in generated.completions if each.prompt_id == place])
         return Sampled(
             number=number,
             questions=drawn,
@@ -167,7 +171,12 @@ class RolloutSampler:
         params = dataclasses.replace(self._params, seed=seed)
         # The place in the rollout is the prompt's number: a question can come twice where an epoch ends.
         return [
-            Request(prompt_id=place, prompt_tokens=self._questions.tokens[question], params=params)
+            Request(
+                prompt_id=place,
+                prompt_tokens=self._questions.tokens[question],
+                params=params,
+                drafts=self._earlier.drafts(question),
+            )
             for place, question in enumerate(questions)
         ]
 

@@ -7,14 +7,18 @@ import pytest
 from lockstep.device import Chip, Link
 from lockstep.engine import EngineConfig
 from lockstep.engine.config import Layout
-from lockstep.engine.sizing.cost_model import Estimate, estimate
+from lockstep.engine.sizing.cost_model import Estimate, estimate, verify_costs
 from lockstep.engine.sizing.demand import Demand, desired_capacity
+from lockstep.schedule import Capacity
 from tests.unit.engine.models import LLAMA, request
 from tests.unit.engine.sizing.made_up import models_on
 
 LINK = Link(bandwidth=1e9, latency_s=1e-6)
 CHIP = Chip(name="made up", memory=2**40, bandwidth=1e9, flops=1e12, link=LINK, network=LINK)
 REQUESTS = [request(i, 20, 30) for i in range(8)]
+SIZES = Capacity(
+    replicas=1, sequences=1, slots=1, page_size=4, pages=9, pages_per_sequence=8, prefill_rows=1, steps=4, stop_ids=4
+)
 
 
 def found(layout: Layout, chip: Chip = CHIP, **options: object) -> Estimate:
@@ -28,6 +32,23 @@ def test_memory_and_compute_hide_behind_each_other_and_collectives_behind_neithe
     seconds = Estimate(reshard_s=100.0, memory_s=2.0, compute_s=3.0, collectives_s=0.5, steps=4.0, active=1.0)
     assert seconds.step_s == 3.5 and seconds.total_s == 100.0 + 4 * 3.5
     assert dataclasses.replace(seconds, memory_s=5.0).step_s == 5.5
+
+
+def test_a_step_that_verifies_reads_once_and_computes_for_each_position() -> None:
+    seconds = Estimate(
+        reshard_s=100.0, memory_s=6.0, compute_s=1.0, collectives_s=1.0, moved_s=0.5, steps=4.0, active=1.0
+    )
+    assert seconds.verify_cost(1) == 1.0
+    assert seconds.verify_cost(9) == (6.0 + 9 * 1.0 + 0.5 + 9 * 0.5) / 8.0
+    assert verify_costs(dataclasses.replace(SIZES, draft_tokens=12), seconds) == {
+        8: seconds.verify_cost(8),
+        12: seconds.verify_cost(12),
+    }
+    assert verify_costs(SIZES, seconds) == {}
+
+
+def test_what_moves_between_devices_grows_with_the_positions() -> None:
+    assert found({"tensor": 1}).moved_s == 0.0 < found({"tensor": 2}).moved_s < found({"tensor": 2}).collectives_s
 
 
 def test_twice_the_bandwidth_is_half_the_memory_time() -> None:

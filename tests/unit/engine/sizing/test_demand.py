@@ -11,7 +11,7 @@ from lockstep.engine.sizing.demand import desired_capacity, measure_demand, slot
 from lockstep.errors import ConfigError
 from lockstep.models import LlamaConfig, read_decoder
 from lockstep.schedule import Capacity, check_capacity
-from lockstep.types import Request
+from lockstep.types import Drafts, Request
 from tests.unit.engine.models import mesh_of, model_on, request
 
 LONG = LlamaConfig(
@@ -43,6 +43,20 @@ def test_what_follows_from_the_requests() -> None:
 def test_bounds_where_nothing_is_said() -> None:
     got = sizes([request(i, 64, 100) for i in range(500)])
     assert (got.sequences, got.slots, got.prefill_rows, got.steps) == (256, 64, 32, 64)
+
+
+def test_drafts_add_programs_that_verify_them() -> None:
+    """Up to four launches' worth of tokens, and no more than an answer has."""
+
+    def widths(new: int, **options: Any) -> tuple[int, tuple[int, ...]]:
+        drafted = dataclasses.replace(request(0, 9, new), drafts=Drafts())
+        got = sizes([drafted, request(1, 9, 1)], **options)
+        return got.draft_tokens, got.verify_widths
+
+    assert sizes([request(0, 9, 100)]).verify_widths == ()
+    assert widths(500) == (256, (8, 64)) and widths(100) == (100, (8, 64))
+    assert widths(40) == (40, (8, 40)) and widths(5) == (5, (5,)) and widths(1)[1] == ()
+    assert widths(100, max_steps_per_launch=5) == (20, (8, 20))
 
 
 def test_explicit_values_are_caps() -> None:

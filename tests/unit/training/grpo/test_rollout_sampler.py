@@ -4,7 +4,9 @@ import json
 
 import numpy as np
 
+from lockstep.hosts import Ledger
 from lockstep.training.grpo.sampled import Sampled
+from lockstep.types import Drafts
 from tests import rollouts as runs
 from tests import tiny
 from tests.unit.training.grpo.made_up import completion
@@ -31,3 +33,42 @@ def test_answers_of_an_earlier_process_get_their_rewards_again():
         (text.count("e") % 2 == 0) - 0.5 * len(a.tokens) / runs.NEW for text, a in zip(texts, answers, strict=True)
     ]
     np.testing.assert_allclose(groups.rewards.total, expected)
+
+
+class Asked:
+    """An engine that answers everything in the same way, and notes what it was asked."""
+
+    def __init__(self):
+        self.ledger, self.requests, self.prepared = Ledger(), [], []
+
+    def free_bytes(self, model):
+        return 1
+
+    def prepare(self, model, requests, *, free):
+        self.prepared.append(requests)
+        return {}
+
+    def stream(self, model, requests, **_):
+        self.requests.append(requests)
+        for request in requests:
+            answers = [answer_of(request, generation) for generation in range(runs.GROUP)]
+            yield [completion(request.prompt_id, generation, answer) for generation, answer in enumerate(answers)]
+
+
+def answer_of(request, generation):
+    return request.prompt_tokens[-1 - generation :]
+
+
+def test_the_answers_of_the_last_epoch_are_drafts(monkeypatch):
+    _, rollouts, _ = runs.make(run={"rollout": {"drafts": "last_round"}})
+    sampler, engine = rollouts._sampler, Asked()
+    monkeypatch.setattr(sampler, "_engine_for", lambda model: (engine, None))
+    known = {}
+    for number in range(4):  # 12 questions, 4 in a rollout: the fourth begins the second epoch
+        sampled = sampler.sample(number, 0, None)
+        sampled.scoring.close()
+        for question, request in zip(sampled.questions, engine.requests[-1], strict=True):
+            assert request.drafts == Drafts(answers=known.get(question, ()))
+            known[question] = tuple(tuple(answer_of(request, generation)) for generation in range(runs.GROUP))
+    assert all(request.drafts.answers for request in engine.requests[3])
+    assert all(request.drafts is not None for request in engine.prepared[0]), "compiled before the first draft"

@@ -1,0 +1,162 @@
+"""The verify program: decode steps that run many positions of each sequence, as far as a draft may be right.
+
+A draw depends on (seed, prompt, generation, position, token) and the logits alone. So what decode would sample after
+each token of a draft is known from one pass over all of them, and the draft is right up to the first token that is not
+what was sampled there. Nothing is accepted by probability, and no distribution is corrected: the tokens are
+those of decode. Speculative decoding otherwise: Leviathan et al. 2022, https://arxiv.org/abs/2211.17192.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from lockstep.attention import Attention
+from lockstep.engine.decoder.arguments import pack_results, unpack
+from lockstep.engine.decoder.transformer import Transformer
+from lockstep.engine.idle_replicas import own_steps
+from lockstep.engine.sampling.logprobs import top_logprobs
+from lockstep.engine.sampling.sampler import start_sampler
+from lockstep.models import DecoderWeights
+from lockstep.schedule import NULL_PAGE, Capacity, VerifyBatch
+
+LOGITS_AT_ONCE = 8
+"""Positions of each sequence whose logits are computed together: the output layer is read once for so many."""
+
+
+def verify_function(
+    transformer: Transformer, capacity: Capacity, attention: Attention, width: int
+) -> Callable[..., tuple[Array, Array]]:
+    """Returns the function that every device runs, inside ``shard_map`` over the decode mesh.
+
+    It takes the device's blocks of the weights, the replica's pool, and this replica's part of a packed `VerifyBatch`.
+    K/V of a draft that proves wrong is overwritten by the next step, before any query sees it.
+
+    Args:
+        transformer: The model.
+        capacity: The capacities of the programs.
+        attention: The attention of the devices.
+        width: The positions of a sequence in each step.
+
+    Returns:
+        A function that returns the pool and an array as that of `decode_function`, with ``draft_tokens`` in place of
+        steps: a sequence's tokens one after the other. One more part has the step in which each was sampled.
+    """
+    decode_mesh = transformer.decode_mesh
+    like = VerifyBatch.empty(capacity, width, 0)
+    together = min(LOGITS_AT_ONCE, width)
+    groups = -(-width // together)
+    rows, ahead = jnp.arange(capacity.slots), jnp.arange(width)
+
+    def verify(weights: DecoderWeights, pool: Array, packed: Array) -> tuple[Array, Array]:
+        weights = transformer.read_outer(weights)
+        given = unpack(packed[0], like)
+        page_table, stop_ids = given["page_table"], given["stop_ids"]
+        # A step near the end of the drafts looks beyond them.
+        drafts = jnp.pad(given["drafts"], ((0, 0), (0, width)), constant_values=-1)
+        num_steps = own_steps(capacity, given["num_steps"], jnp.any(given["remaining"] > 0))
+        sampler, counts = start_sampler(
+            given["draw"],
+            given["temperature"],
+            stop_ids,
+            {name: given[name] for name in like.decode.sampling.arrays()},
+            active=given["remaining"] > 0,
+            local_vocab=weights.embed.shape[0] if weights.lm_head is None else weights.lm_head.shape[1],
+            decode_mesh=decode_mesh,
+        )
+
+        def step(state: Any) -> Any:
+            index, cache, token, position, remaining, done, counts, results = state
+            active = remaining > 0
+            draft = jnp.take_along_axis(drafts, done[:, None] + ahead[:-1], axis=1)
+            # Where there is no draft the last token again: what its own query sees anyway spoils no other.
+            inputs = jnp.concatenate([token[:, None], jnp.where(draft < 0, token[:, None], draft)], axis=1)
+            at = position[:, None] + ahead
+            used = active[:, None] & (ahead < remaining[:, None])
+            pages = jnp.take_along_axis(page_table, at // capacity.page_size, axis=1, mode="clip")
+            pages = jnp.where(used, pages, NULL_PAGE)
+
+            def write(carry: Any, layer: Array, kv: Array) -> Any:
+                # 0 times NaN is NaN: a draft whose V is not finite would spoil the queries before it, which must not
+                # see it. It is left out, and decoded by itself if it is right after all.
+                cache, spoilt = carry
+                finite = jnp.isfinite(kv) | (ahead == 0)[:, None, None]
+                spoilt = spoilt | ~jnp.all(finite, axis=(2, 3))
+                flat = layer * transformer.pages + pages
+                return attention.write_span(cache, layer, flat, at, jnp.where(finite, kv, 0)), spoilt
+
+            def attend(carry: Any, layer: Array, q: Array) -> Array:
+                table = layer * transformer.pages + page_table
+                return attention.decode_span(q, carry[0], layer, table, position, active)
+
+            x = transformer.embed(weights, inputs)
+            carry = (cache, jnp.zeros(inputs.shape, bool))
+            x, (cache, spoilt) = transformer.layers(
+                weights.layers, x, carry, start=position, write=write, attend=attend
+            )
+            if decode_mesh.tensor > 1:
+                spoilt = jax.lax.psum(spoilt.astype(jnp.int32), decode_mesh.tensor_axes) > 0
+            # [position, slot]: what must have been sampled at a position for the next one to count.
+            expected = jnp.where(spoilt, -1, inputs)[:, 1:].T
+            expected = jnp.pad(expected, ((0, groups * together + 1 - width), (0, 0)), constant_values=-1)
+            by_position = jnp.pad(x.swapaxes(0, 1), ((0, groups * together - width), (0, 0), (0, 0)))
+
+            def sample_group(group: Array, state: Any) -> Any:
+                first = group * together
+                some = jax.lax.dynamic_slice_in_dim(by_position, first, together)
+                logits = transformer.logits(weights, some.reshape(-1, some.shape[-1]))
+                logits = logits.reshape(together, capacity.slots, -1)
+
+                def sample_one(i: Array, state: Any) -> Any:
+                    alive, token, position, remaining, done, counts, results = state
+                    one = jax.lax.dynamic_index_in_dim(logits, i, keepdims=False)
+                    sampled = sampler.draw(one, counts, position + 1)
+                    found = [sampled.token, sampled.logprob, sampled.sampled_logprob]
+                    if capacity.top_logprobs:
+                        found += top_logprobs(one, capacity.top_logprobs, sampled, decode_mesh)
+                    found.append(jnp.full_like(sampled.token, index))
+                    place = jnp.where(alive, done, capacity.draft_tokens)  # beyond the end, where nothing is written
+                    stopped = jnp.any(sampled.token[:, None] == stop_ids, axis=1)
+                    left = jnp.where(alive, jnp.where(stopped, 0, remaining - 1), remaining)
+                    right = sampled.token == jax.lax.dynamic_index_in_dim(expected, first + i, keepdims=False)
+                    return (
+                        alive & (left > 0) & right,
+                        jnp.where(alive, sampled.token, token),
+                        position + alive,
+                        left,
+                        done + alive,
+                        sampler.count(counts, sampled.token, alive),
+                        [
+                            result.at[rows, place].set(each, mode="drop")
+                            for result, each in zip(results, found, strict=True)
+                        ],
+                    )
+
+                return jax.lax.fori_loop(0, together, sample_one, state)
+
+            state = (active, token, position, remaining, done, counts, results)
+            _, *state = jax.lax.fori_loop(0, groups, sample_group, state)
+            return index + 1, cache, *state
+
+        shape = (capacity.slots, capacity.draft_tokens)
+        results = [jnp.full(shape, -1, jnp.int32), jnp.zeros(shape), jnp.zeros(shape)]
+        if capacity.top_logprobs:
+            wide = (*shape, capacity.top_logprobs)
+            results += [jnp.zeros(wide, jnp.int32), jnp.zeros(wide)]
+        results.append(jnp.zeros(shape, jnp.int32))
+        state = (
+            jnp.int32(0),
+            attention.begin_decode(pool, page_table, given["position"], transformer.config.num_layers),
+            given["token"],
+            given["position"],
+            given["remaining"],
+            jnp.zeros(capacity.slots, jnp.int32),
+            counts,
+            results,
+        )
+        state = jax.lax.while_loop(lambda state: state[0] < num_steps, step, state)
+        return attention.end_decode(state[1]), pack_results(state[-1], decode_mesh)
+
+    return verify

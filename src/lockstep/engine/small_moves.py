@@ -1,0 +1,182 @@
+"""Small weights that the trainer has placed elsewhere since programs were compiled: moved back, not compiled for.
+
+Where a train step leaves the placement of its results to XLA, norms may come back split that went in whole. All
+programs would be compiled again for that (docs/your-trainer.md, "A placement that changes").
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Final
+
+import jax
+from jax.sharding import Mesh, NamedSharding, Sharding
+
+from lockstep.device import Compile, Program, block_bytes, compile_program
+from lockstep.engine.decode_model import signature_of
+from lockstep.hosts import Ledger
+from lockstep.models import DecoderWeights, LlamaConfig
+from lockstep.placement import LazyWeight, sources
+from lockstep.units import bytes_text
+
+SMALL_BYTES: Final = 16 * 2**20
+"""Bytes per device, before or after, of weights that are moved back at most: more than all norms of a model of 70
+billion parameters have, and less than the memory that sizing leaves free."""
+SMALL_SHARE: Final = 16
+"""They have at most the ``1 / SMALL_SHARE`` of what the whole model has on a device."""
+
+NAMED_AT_MOST = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Moved:
+    """An array that is not where it was.
+
+    Args:
+        name: The name of its weight.
+        at: Its position among the arrays that the weights are made of.
+        before: What it was when programs were compiled, as a struct.
+        now: What it is.
+    """
+
+    name: str
+    at: int
+    before: jax.ShapeDtypeStruct
+    now: jax.ShapeDtypeStruct
+
+    def __str__(self) -> str:
+        return f"{self.name} {tuple(self.now.shape)} was {_placed(self.before)} and is {_placed(self.now)}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SmallMoves:
+    """Brings weights to where they were when programs were compiled.
+
+    Args:
+        signature: The signature of the model that comes, see `signature_of`.
+        weights: The weights that programs were compiled for, as structs.
+        moved: The arrays that are elsewhere now.
+        program: The program that moves them; None where every device has the same of them before and after.
+    """
+
+    signature: object
+    weights: DecoderWeights
+    moved: tuple[Moved, ...]
+    program: Program | None
+
+    def __call__(self, weights: DecoderWeights) -> DecoderWeights:
+        """Launches the program, where there is one to launch, and returns the weights in the old placement."""
+        arrays, tree = jax.tree.flatten(sources(weights))
+        if self.program is None or all(arrays[move.at].sharding == move.before.sharding for move in self.moved):
+            return weights
+        for move, array in zip(self.moved, self.program([arrays[move.at] for move in self.moved]), strict=True):
+            arrays[move.at] = array
+        parts = jax.tree.unflatten(tree, arrays)
+        back: DecoderWeights = jax.tree.map(
+            lambda old, part: dataclasses.replace(old, parts=part) if isinstance(old, LazyWeight) else part[0],
+            self.weights,
+            parts,
+        )
+        return back
+
+
+def find_moves(before: Any, now: Any) -> tuple[Moved, ...] | None:
+    """The arrays that were moved between two signatures; None where something else differs too.
+
+    Args:
+        before: The signature of the model that programs were compiled for.
+        now: That of the model that comes.
+    """
+    (config, old), (other, new) = before, now
+    trees: list[Any] = [jax.tree.structure(weights) for weights in (old, new)]
+    if config != other or trees[0] != trees[1]:
+        return None
+    if list(map(_form, jax.tree.leaves(old))) != list(map(_form, jax.tree.leaves(new))):
+        return None
+    pairs = zip(jax.tree_util.tree_leaves_with_path(sources(old)), jax.tree_util.tree_leaves(sources(new)), strict=True)
+    found = []
+    for at, ((path, one), another) in enumerate(pairs):
+        if (one.shape, one.dtype) != (another.shape, another.dtype):
+            return None
+        if one.sharding != another.sharding:
+            name = ".".join(key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey))
+            found.append(Moved(name=name, at=at, before=one, now=another))
+    return tuple(found)
+
+
+def are_small(moved: Sequence[Moved], before: Any) -> bool:
+    """Whether arrays may be moved back: all on the mesh that they were on, with few bytes per device.
+
+    Args:
+        moved: The arrays.
+        before: The signature of the model that programs were compiled for.
+    """
+    meshes = {_mesh(struct.sharding) for move in moved for struct in (move.before, move.now)}
+    if len(meshes) > 1 or None in meshes:
+        return False
+    return max(sum(block_bytes(m.before) for m in moved), sum(block_bytes(m.now) for m in moved)) <= _limit(before)
+
+
+def make_moves(
+    before: Any, read: tuple[LlamaConfig, DecoderWeights], mesh: Mesh, ledger: Ledger, compile_with: Compile
+) -> SmallMoves | None:
+    """Compiles what moves the weights of a model back; None where nothing has to be moved.
+
+    Args:
+        before: The signature of the model that programs were compiled for, from which ``read`` differs in small moves.
+        read: The model that comes.
+        mesh: Its mesh.
+        ledger: Where launches are recorded.
+        compile_with: The compiler.
+    """
+    now = signature_of(*read)
+    if now == before:
+        return None
+    moved = find_moves(before, now)
+    assert moved is not None, "only weights that were moved can be moved back"
+    differ = tuple(m for m in moved if not m.before.sharding.is_equivalent_to(m.now.sharding, len(m.now.shape)))
+    program = None
+    if differ:
+        program = compile_program(
+            "move_small_weights",
+            lambda arrays: arrays,
+            [[move.now for move in differ]],
+            mesh=mesh,
+            ledger=ledger,
+            out_shardings=[move.before.sharding for move in differ],
+            compile_with=compile_with,
+        )
+    return SmallMoves(signature=now, weights=before[1], moved=differ, program=program)
+
+
+def describe_change(before: Any, now: Any) -> str:
+    """Why programs are compiled again, and what to do, for the log."""
+    moved = find_moves(before, now)
+    if moved is None:
+        return "the model has another configuration, other shapes or dtypes than the one before"
+    total = sum(block_bytes(move.now) for move in moved)
+    more = f" and {len(moved) - NAMED_AT_MOST} more" if len(moved) > NAMED_AT_MOST else ""
+    return (
+        f"the model is not placed as before: {'; '.join(map(str, moved[:NAMED_AT_MOST]))}{more}: {bytes_text(total)} "
+        f"per device, and up to {bytes_text(_limit(before))} are moved back without compiling. Let the train step "
+        "return parameters where it takes them: out_shardings of jax.jit, or jax.lax.with_sharding_constraint in it"
+    )
+
+
+def _limit(signature: Any) -> int:
+    """Bytes per device that may be moved back."""
+    return min(SMALL_BYTES, sum(map(block_bytes, jax.tree.leaves(sources(signature[1])))) // SMALL_SHARE)
+
+
+def _form(leaf: Any) -> object:
+    """What a weight is made of, but for where that is."""
+    if not isinstance(leaf, LazyWeight):
+        return None
+    return leaf.assemble, leaf.shape, leaf.dtype, leaf.stacked, leaf.by_layer, jax.tree.structure(leaf.parts)
+
+
+def _mesh(sharding: Sharding | None) -> Any:
+    return sharding.mesh if isinstance(sharding, NamedSharding) else None
+
+
+def _placed(struct: jax.ShapeDtypeStruct) -> str:
+    return str(struct.sharding.spec) if isinstance(struct.sharding, NamedSharding) else str(struct.sharding)

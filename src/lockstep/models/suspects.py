@@ -1,0 +1,117 @@
+"""What a reader has wrong most often: other settings and other weights, to be tried one after another."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from lockstep.models.adjustable import ACTIVATIONS, NO_WINDOW, PAIRS, SQUARE, Settings
+from lockstep.models.config import Llama3Scaling, LlamaConfig, RotaryConfig, rotary_frequencies
+from lockstep.models.weights import DecoderWeights
+
+THETAS = (100.0, 1e3, 1e4, 1e5, 1.5e5, 2.5e5, 5e5, 1e6, 2e6, 5e6, 1e7, 1e8)
+EPSILONS = (1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
+
+
+def suspects(config: LlamaConfig, weights: DecoderWeights) -> Iterator[tuple[str, Settings]]:
+    """What may be wrong with what a reader returned, and the settings that would be right then.
+
+    Args:
+        config: The configuration that the reader returned.
+        weights: The weights, or structs of their shapes.
+    """
+    base, variant = Settings.of(config), config.variant
+
+    def other(**changed: Any) -> Settings:
+        return dataclasses.replace(base, **changed)
+
+    def is_now(name: str, value: Any, better: Any) -> str:
+        return f"{name} is {value}: it should be {better}"
+
+    for text, rope in _ropes(config):
+        frequencies = rotary_frequencies(dataclasses.replace(config, rope=rope))
+        yield text, other(frequencies=np.broadcast_to(frequencies, base.frequencies.shape).copy())
+    yield "rotary embeddings: the model has none", other(frequencies=np.zeros_like(base.frequencies))
+    yield (
+        "rotary embeddings: the model rotates neighbouring elements of a head; read q and k with the even elements "
+        "of a head first",
+        other(interleaved=np.bool_(True)),
+    )
+    for epsilon in EPSILONS:
+        if not math.isclose(epsilon, config.layer_norm_epsilon):
+            yield is_now("layer_norm_epsilon", config.layer_norm_epsilon, epsilon), other(epsilon=np.float32(epsilon))
+    plus_one = not variant.norm_plus_one
+    yield (
+        is_now("variant.norm_plus_one", variant.norm_plus_one, plus_one),
+        other(norm_offset=np.float32(plus_one)),
+    )
+    for scale in (None, math.sqrt(config.hidden_dim)):
+        if scale != variant.embed_scale:
+            yield is_now("variant.embed_scale", variant.embed_scale, scale), other(embed_scale=np.float32(scale or 1))
+    size = config.head_size
+    wide = config.hidden_dim
+    for scale in sorted({size**-0.5, 1.0, 1.0 / size, wide**-0.5, (wide / config.num_heads) ** -0.5}):
+        if not math.isclose(scale, base.attention_scale, rel_tol=1e-5):
+            text = is_now("variant.attention_scale", variant.attention_scale, f"{scale:.6g}")
+            yield text, other(attention_scale=np.float32(scale))
+    for field, setting, caps in (
+        ("attention_soft_cap", "attention_cap", (None, 20.0, 30.0, 50.0)),
+        ("logit_soft_cap", "logit_cap", (None, 15.0, 20.0, 30.0, 50.0)),
+    ):
+        for cap in caps:
+            if cap != getattr(variant, field):
+                text = is_now(f"variant.{field}", getattr(variant, field), cap)
+                yield text, other(**{setting: np.float32(cap or 0)})
+    if variant.sliding_window is not None:
+        for window in (None, variant.sliding_window - 1, variant.sliding_window + 1):
+            text = is_now("variant.sliding_window", variant.sliding_window, window)
+            yield text, other(window=np.full_like(base.window, NO_WINDOW if window is None else window))
+    if weights.layers.gate is not None:
+        for number, name in enumerate(ACTIVATIONS):
+            if name != variant.activation:
+                yield is_now("variant.activation", variant.activation, name), other(activation=np.int32(number))
+    if weights.lm_head is not None:
+        yield (
+            "lm_head: the output layer of the model is the embedding (tie_word_embeddings)",
+            other(tied=np.bool_(True)),
+        )
+    yield from _weights(config, weights, base)
+
+
+def _ropes(config: LlamaConfig) -> Iterator[tuple[str, RotaryConfig]]:
+    rope = config.rope
+    for theta in THETAS:
+        if theta != rope.theta:
+            yield f"rope.theta is {rope.theta:g}: it should be {theta:g}", dataclasses.replace(rope, theta=theta)
+    if rope.scaling is not None:
+        yield "rope.scaling is set: the model has none", RotaryConfig(theta=rope.theta)
+    for factor in (8.0, 32.0):
+        scaling = Llama3Scaling(factor=factor)
+        if rope.scaling != scaling:
+            yield f"rope.scaling is {rope.scaling}: it should be {scaling}", dataclasses.replace(rope, scaling=scaling)
+
+
+def _weights(config: LlamaConfig, weights: DecoderWeights, base: Settings) -> Iterator[tuple[str, Settings]]:
+    """Weights that were taken for others, or read in another order."""
+    group, layers = config.q_heads_per_group, config.num_layers
+    if 1 < group < config.num_heads:
+        order = np.arange(config.num_heads, dtype=np.int32).reshape(group, config.num_kv_heads).T.reshape(-1)
+        text = "q and o: the model's query head i belongs to kv head i % num_kv_heads; read them as 'group kv_head'"
+        yield text, dataclasses.replace(base, heads=order)
+    for number, pair in enumerate(PAIRS):
+        one, other = (getattr(weights.layers, name) for name in pair)
+        if one is not None and other is not None and one.shape == other.shape:
+            flags = np.arange(len(PAIRS)) == number
+            yield f"{pair[0]} and {pair[1]} are swapped", dataclasses.replace(base, swapped=flags)
+    for number, name in enumerate(SQUARE):
+        if math.prod(getattr(weights.layers, name).shape[1:]) == config.hidden_dim**2:
+            flags = np.arange(len(SQUARE)) == number
+            yield f"{name} is transposed", dataclasses.replace(base, transposed=flags)
+    if layers > 1:
+        yield "the layers are in reverse order", dataclasses.replace(base, layers=base.layers[::-1].copy())
+    if layers > 10:
+        by_text = sorted(range(layers), key=str)
+        order = np.argsort(by_text).astype(np.int32)
+        yield "the layers are ordered by the text of their number: 10 before 2", dataclasses.replace(base, layers=order)

@@ -1,0 +1,211 @@
+"""Drafts of the next tokens: what to guess for each sequence, and how much of it is worth verifying.
+
+Everything here is a pure function of the requests and of the sampled tokens, in additions, multiplications and
+divisions that are exact to the last bit on every CPU: every host chooses the same program.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+
+import numpy as np
+from jaxtyping import Float, Int, Int32
+
+from lockstep.schedule.batch import Capacity
+from lockstep.schedule.sequence import Sequence
+from lockstep.types import Drafts
+
+_NGRAMS = (3, 2)
+"""Tokens that must be the same for what followed them to be a guess, the longest first."""
+_COMPARED = 16
+"""The last tokens of an answer that decide whether it still is side by side with the draft."""
+_LEAST_GAIN = 1.05
+"""How many times the tokens per second of decode verifying must promise to be done."""
+_RECENT = 64.0
+"""Tokens of a sequence that its share of right ones is taken of, about."""
+_PRIOR_RIGHT, _PRIOR = 6.0, 8.0
+"""What a run begins with: so many right tokens of so many that were guessed."""
+_OF_RUN = 2.0
+"""Tokens that the run's share of right ones counts for in that of a sequence."""
+_FIRST, _GROWTH = 8, 4
+"""Tokens of a sequence that the first launch verifies at most, and how many more for each that was looked at."""
+
+
+class Proposer:
+    """Guesses the next tokens of one sequence.
+
+    Args:
+        prompt: The token ids of the prompt.
+        drafts: The drafts of the request.
+        generation_id: The generation.
+        others: The tokens so far of the other generations, which grow.
+    """
+
+    def __init__(self, prompt: tuple[int, ...], drafts: Drafts, generation_id: int, others: Seq[Sequence] = ()) -> None:
+        self._prompt, self._others = prompt, others
+        self._draft = np.array(drafts.answer(generation_id), np.int32)
+        self._ngrams = drafts.ngrams
+        self._shift = 0
+        """How many tokens of the draft correspond to none of the answer, so that the rest of both is side by side."""
+
+    def propose(self, answer: Seq[int], count: int) -> Int32[np.ndarray, " token"]:
+        """Returns a guess at the tokens that follow an answer; at most ``count``, and none where nothing suggests any.
+
+        Args:
+            answer: The tokens so far.
+            count: The most tokens to guess.
+        """
+        at = len(answer) + self._shift
+        agreement = self._agreement(answer, at)
+        # Where the last tokens are mostly the same, one that is not was most often replaced by another.
+        if 2 * agreement < min(len(answer), _COMPARED):
+            found = _after(self._draft, answer, near=at)
+            if found is not None and self._agreement(answer, found) > agreement:
+                at, self._shift = found, found - len(answer)
+            elif self._ngrams and (copied := self._copy(answer, count)) is not None:
+                return copied
+        draft = self._draft[max(at, 0) : max(at, 0) + count]
+        if not len(draft) and self._ngrams:
+            copied = self._copy(answer, count)
+            return draft if copied is None else copied
+        return draft
+
+    def _agreement(self, answer: Seq[int], at: int) -> int:
+        """How many of the last tokens of the answer are in the draft before the place ``at``, side by side."""
+        size = min(len(answer), max(at, 0), _COMPARED)
+        before = self._draft[at - size : at]
+        return int((before == np.array(answer[len(answer) - size :][: len(before)])).sum()) if len(before) else 0
+
+    def _copy(self, answer: Seq[int], count: int) -> Int32[np.ndarray, " token"] | None:
+        """What followed the last tokens where they were before, again and again where that reaches the end."""
+        others = itertools.chain.from_iterable(other.tokens for other in self._others)
+        text = np.array((*others, *self._prompt, *answer), np.int32)
+        found = _after(text[:-1], text[-_NGRAMS[0] :].tolist(), near=len(text))
+        return None if found is None else text[found + np.arange(count) % (len(text) - found)]
+
+
+def _after(text: Int32[np.ndarray, " token"], last: Seq[int], near: int) -> int | None:
+    """The place in ``text`` nearest to ``near`` that comes after the last tokens of ``last``; None without one."""
+    for size in _NGRAMS:
+        if size > min(len(last), len(text)):
+            continue
+        same = np.ones(len(text) - size + 1, bool)
+        for i, token in enumerate(last[-size:]):
+            same &= text[i : len(text) - size + 1 + i] == token
+        places = np.flatnonzero(same) + size
+        if len(places):
+            return int(places[np.argmin(np.abs(places - near))])
+    return None
+
+
+class Drafter:
+    """The drafts of the sequences in the slots, and how often they were right.
+
+    What a guess would have been is compared with what was sampled in every launch, also where nothing is verified: so
+    drafts that prove wrong cost nothing from then on, and they are verified again once they would have been right.
+
+    Args:
+        capacity: The capacities.
+        costs: The time of a step that verifies, in decode steps, by its width; the same on every host.
+    """
+
+    def __init__(self, capacity: Capacity, costs: Mapping[int, float]) -> None:
+        slots = (capacity.replicas, capacity.slots)
+        self._capacity = capacity
+        self._costs = {width: costs[width] for width in capacity.verify_widths}
+        self._proposers = np.full(slots, None, object)
+        self._looked_at, self._right = np.zeros(slots), np.zeros(slots)
+        self._run_looked_at, self._run_right = _PRIOR, _PRIOR_RIGHT
+        self.drafts = np.full((*slots, capacity.draft_tokens), -1, np.int32)
+        """The guesses of the next launch, -1 where there is none."""
+        self.looked_at = 0
+        """The number of sampled tokens for which there was a guess."""
+        self.right = 0
+        """The number of those that were as guessed."""
+
+    def put(self, sequence: Sequence) -> None:
+        """Takes the drafts of a sequence that was given its slot."""
+        at, request = (sequence.replica, sequence.slot), sequence.request
+        self._proposers[at] = None
+        if request.drafts is not None:
+            self._proposers[at] = Proposer(
+                request.prompt_tokens, request.drafts, sequence.generation_id, sequence.siblings
+            )
+        self._looked_at[at] = self._right[at] = 0.0
+
+    def choose(self, sequences: np.ndarray, remaining: Int32[np.ndarray, "replica slot"]) -> tuple[int, list[float]]:
+        """Guesses the next tokens of all sequences, and chooses how many of them a step should verify.
+
+        Args:
+            sequences: The sequence in each slot ``[replica, slot]``, or None.
+            remaining: The number of tokens that each may still sample.
+
+        Returns:
+            The width of the steps, 1 for those of decode; and the tokens that a step is expected to sample of each
+            sequence, in the order of the slots.
+        """
+        self.drafts.fill(-1)
+        at = np.nonzero(remaining)
+        left, lengths = remaining[at].astype(np.int64), np.zeros(len(at[0]), np.int64)
+        for index, (replica, slot) in enumerate(zip(*at, strict=True)):
+            proposer = self._proposers[replica, slot]
+            if proposer is not None and left[index] > 1:
+                count = min(self._capacity.draft_tokens, int(left[index]))
+                guess = proposer.propose(sequences[replica, slot].tokens, count)
+                self.drafts[replica, slot, : len(guess)] = guess
+                lengths[index] = len(guess)
+        of_run = self._run_right / self._run_looked_at
+        share = (self._right[at] + _OF_RUN * of_run) / (self._looked_at[at] + _OF_RUN)
+        best, best_rate, expected = 1, len(left) * _LEAST_GAIN, np.ones(len(left))
+        for width, cost in self._costs.items() if lengths.any() else ():
+            tokens = _expected(share, np.minimum(np.minimum(lengths + 1, left), width))
+            rate = math.fsum(tokens.tolist()) / cost  # exactly rounded, in whatever order
+            if rate > best_rate:
+                best, best_rate, expected = width, rate, tokens
+        return best, expected.tolist()
+
+    def most_steps(self, width: int, expected: Seq[float], remaining: Int32[np.ndarray, "replica slot"]) -> int:
+        """Returns the most steps of a launch that verifies: as far as drafts reach, few while little is known of them.
+
+        Args:
+            width: The width of the steps.
+            expected: The tokens that a step is expected to sample of each sequence.
+            remaining: The number of tokens that each may still sample.
+        """
+        at = np.nonzero(remaining)
+        lengths = (self.drafts[at] >= 0).sum(axis=1)
+        drafted = lengths > 0
+        reach = np.ceil(np.minimum(lengths + 1, remaining[at])[drafted] / np.array(expected)[drafted])
+        known = math.fsum(self._looked_at[at][drafted].tolist()) / int(drafted.sum())
+        trusted = int(_FIRST + _GROWTH * known) // width
+        return max(1, min(int(reach.max()), trusted, self._capacity.draft_tokens // width))
+
+    def learn(self, tokens: Int[np.ndarray, "replica slot step"]) -> None:
+        """Compares the guesses of the last `choose` with what was sampled.
+
+        Args:
+            tokens: The token ids, -1 after the last one of a slot.
+        """
+        count = min(tokens.shape[2], self._capacity.draft_tokens)
+        sampled, drafts = tokens[:, :, :count], self.drafts[:, :, :count]
+        seen = (sampled >= 0) & (drafts >= 0)
+        looked_at, right = seen.sum(axis=2), (seen & (sampled == drafts)).sum(axis=2)
+        self._looked_at += looked_at
+        self._right += right
+        keep = np.minimum(1.0, _RECENT / np.maximum(self._looked_at, 1.0))
+        self._looked_at *= keep
+        self._right *= keep
+        self.looked_at += int(looked_at.sum())
+        self.right += int(right.sum())
+        self._run_looked_at += int(looked_at.sum())
+        self._run_right += int(right.sum())
+
+
+def _expected(share: Float[np.ndarray, " sequence"], most: Int[np.ndarray, " sequence"]) -> Float[np.ndarray, "..."]:
+    """The tokens that a step samples: one, and another for as long as each guess before it is right."""
+    total, chance = np.zeros(len(share)), np.ones(len(share))
+    for position in range(int(most.max())):
+        total += np.where(position < most, chance, 0.0)
+        chance = chance * share
+    return total

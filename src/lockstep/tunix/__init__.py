@@ -1,0 +1,6 @@
+"""Samples inside Tunix's trainers, and our engine as the rollout of its RL learners (docs/tunix.md)."""
+
+from lockstep.tunix.hooks import SampleHooks, sample_hooks
+from lockstep.tunix.rollout import Rollout
+
+__all__ = ["Rollout", "SampleHooks", "sample_hooks"]

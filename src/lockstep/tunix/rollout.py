@@ -1,0 +1,236 @@
+"""The rollout of Tunix's RL learners by our engine."""
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.rl import common, reshard
+from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
+
+from lockstep.engine import Engine, EngineConfig
+from lockstep.errors import ConfigError
+from lockstep.hosts import Hosts, current
+from lockstep.models import read_decoder
+from lockstep.placement import mesh_of
+from lockstep.tunix.compute_dtype import compute_dtype
+from lockstep.types import Completion, Request, SamplingParams
+
+
+class Rollout(BaseRollout):
+    """Generates for Tunix's RL learners: ``ClusterConfig(rollout_engine=lockstep.tunix.Rollout, …)``.
+
+    Where actor and rollout have one mesh it samples from the actor's own weights, and nothing is copied between
+    updates; on a mesh of its own it keeps a copy, which the learner updates. Prompts that follow each other and are
+    equal, as the learner repeats them, are prefilled once. A job of one process.
+
+    Args:
+        rollout_actor: The model.
+        tokenizer: A Hugging Face tokenizer, or Tunix's adapter of one.
+        mesh: The mesh of the rollout.
+        rollout_config: The configuration; each call of `generate` has one of its own.
+        engine: Capacities and layout; None lets the engine work them out. Give it by ``functools.partial``.
+        hosts: The processes of the job; None for the current ones.
+
+    Raises:
+        ConfigError: The job has several processes, or a field of ``rollout_config`` has no effect here.
+        UnreadableModelError: No reader reads the model.
+    """
+
+    def __init__(
+        self,
+        *,
+        rollout_actor: nnx.Module,
+        tokenizer: Any,
+        mesh: Mesh,
+        rollout_config: RolloutConfig,
+        engine: EngineConfig | None = None,
+        hosts: Hosts | None = None,
+    ) -> None:
+        self._hosts = current() if hosts is None else hosts
+        if self._hosts.count > 1:
+            raise ConfigError(
+                f"lockstep.tunix.Rollout is for jobs of one process, and this one has {self._hosts.count}. Run the "
+                "learner in one process, or with another rollout_engine (docs/tunix.md)."
+            )
+        _check(rollout_config)
+        self._tokenizer = tokenizer if isinstance(tokenizer, TokenizerAdapter) else TokenizerAdapter(tokenizer)
+        self._model = reshard.reshard_model_to_mesh(rollout_actor, mesh)
+        weights = read_decoder(self._model)[1]
+        config = EngineConfig() if engine is None else engine
+        dtype = rollout_config.data_type
+        if config.dtype is None:
+            name = compute_dtype(self._model) if dtype is None else np.dtype(dtype).name
+            config = dataclasses.replace(config, dtype=name)
+        self.engine = Engine(config, mesh_of(weights.embed))
+        """The engine, with its programs; it keeps no weights."""
+        self._calls = 0
+        self._rows = weights.embed.shape[0]
+
+    def generate(self, prompts: Sequence[str], rollout_config: RolloutConfig, **kwargs: Any) -> RolloutOutput:
+        """Answer prompts; every call has other draws.
+
+        Args:
+            prompts: The texts.
+            rollout_config: Lengths and sampling. ``seed`` is mixed with the number of the call.
+            **kwargs: Nothing; Tunix passes none.
+
+        Returns:
+            Texts, tokens without the end-of-sequence token, the prompts left-padded to ``max_prompt_length`` (the next
+            power of 2 of the longest, where that is longer), and with ``return_logprobs`` the log-probabilities of
+            the tokens at the temperature, without filters, as Tunix's own sampler has them.
+
+        Raises:
+            PeerError: A request cannot work, such as one that is longer than the model's longest sequence.
+        """
+        _check(rollout_config)
+        tokens = [self._encode(prompt) for prompt in prompts]
+        longest = max(map(len, tokens))
+        width = rollout_config.max_prompt_length
+        width = width if width is not None and longest <= width else 1 << (longest - 1).bit_length()
+        params = self._params(rollout_config)
+        self._calls += 1
+        requests = _grouped(tokens, params)
+        largest = [dataclasses.replace(each, prompt_tokens=(0,) * width) for each in requests]
+        read = read_decoder(self._model)
+        self.engine.prepare(read, largest)  # whatever the lengths of this call's prompts, the same programs
+        completions = self.engine.generate(read, requests, hosts=self._hosts)
+        padded = np.full((len(tokens), width), self.pad_id(), np.int32)
+        for row, prompt in zip(padded, tokens, strict=True):
+            row[width - len(prompt) :] = prompt
+        found = [_without_stop(each, params) for each in completions]
+        logprobs = (
+            self._logprobs(padded, completions, params, rollout_config) if rollout_config.return_logprobs else None
+        )
+        return RolloutOutput(
+            text=[self._tokenizer.decode(each.tolist()) for each in found],
+            logits=[],
+            tokens=found,
+            left_padded_prompt_tokens=padded,
+            logprobs=logprobs,
+        )
+
+    def get_per_token_logps(self, prompt_tokens: jax.Array, completion_tokens: jax.Array) -> jax.Array:
+        """Return the log-probabilities ``[batch, token]`` of completions, by Tunix's own forward.
+
+        Args:
+            prompt_tokens: The left-padded prompts ``[batch, token]``.
+            completion_tokens: The right-padded completions ``[batch, token]``.
+        """
+        return self._own_logprobs(prompt_tokens, completion_tokens, 1.0)
+
+    def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
+        """Take the actor's parameters.
+
+        Args:
+            params: The parameters.
+            filter_types: The types of these, such as the adapters alone; None for all, which are where they belong.
+        """
+        if filter_types is not None:
+            params = reshard.reshard_pytree(params, nnx.state(self._model, filter_types))
+        nnx.update(self._model, params)
+
+    def pad_id(self) -> int:
+        """Return the token id of padding."""
+        return int(self._tokenizer.pad_id())
+
+    def eos_id(self) -> int:
+        """Return the token id that ends an answer."""
+        return int(self._tokenizer.eos_id())
+
+    def model(self) -> nnx.Module:
+        """Return the model that is sampled; on the actor's mesh it is the actor."""
+        return self._model
+
+    def _encode(self, prompt: str) -> list[int]:
+        """Token ids as Tunix's sampler has them."""
+        bos = self._tokenizer.bos_id()
+        ids: list[int] = self._tokenizer.encode(prompt)
+        return list(self._tokenizer.dedup_bos_ids([bos, *ids] if bos else ids))
+
+    def _params(self, config: RolloutConfig) -> SamplingParams:
+        greedy = config.top_p is None  # what Tunix's sampler makes of it
+        stops = config.eos_tokens or [self.eos_id()]
+        return SamplingParams(
+            max_new_tokens=config.max_tokens_to_generate,
+            temperature=0.0 if greedy else float(config.temperature),
+            top_p=1.0 if greedy else config.top_p,
+            top_k=None if greedy or config.top_k is None or config.top_k <= 0 else config.top_k,
+            stop_token_ids=tuple(stop for stop in stops if stop < self._rows),  # others are never sampled
+            seed=_seed(config.seed, self._calls),
+        )
+
+    def _logprobs(
+        self, padded: np.ndarray, completions: Sequence[Completion], params: SamplingParams, config: RolloutConfig
+    ) -> list[np.ndarray]:
+        """Those of the distribution at the temperature, before filters."""
+        lengths = [len(_without_stop(each, params)) for each in completions]
+        if params.temperature in (0.0, 1.0):
+            found = [each.logprobs for each in completions]
+        elif params.top_p == 1.0 and params.top_k is None:
+            found = [each.sampled_logprobs for each in completions]
+        else:
+            tokens = np.full((len(completions), config.max_tokens_to_generate), self.pad_id(), np.int32)
+            for row, each in zip(tokens, completions, strict=True):
+                row[: len(each.tokens)] = each.tokens
+            found = list(np.asarray(self._own_logprobs(padded, tokens, params.temperature)))
+        return [np.asarray(each[:length], np.float32) for each, length in zip(found, lengths, strict=True)]
+
+    def _own_logprobs(self, prompts: Any, completions: Any, temperature: float) -> jax.Array:
+        graph, state = nnx.split(self._model)
+        found: jax.Array = common.compute_per_token_logps(
+            graph,
+            state,
+            prompt_tokens=prompts,
+            completion_tokens=completions,
+            pad_id=self.pad_id(),
+            eos_id=self.eos_id(),
+            stop_gradient=True,
+            return_logits=False,
+            temperature=temperature,
+        )
+        return found
+
+
+def _grouped(tokens: Sequence[Sequence[int]], params: SamplingParams) -> list[Request]:
+    """One request for each run of equal prompts."""
+    requests: list[Request] = []
+    for ids in map(tuple, tokens):
+        if requests and requests[-1].prompt_tokens == ids:
+            last = requests[-1]
+            more = dataclasses.replace(last.params, n_generations=last.params.n_generations + 1)
+            requests[-1] = dataclasses.replace(last, params=more)
+        else:
+            requests.append(Request(prompt_id=len(requests), prompt_tokens=ids, params=params))
+    return requests
+
+
+def _without_stop(completion: Completion, params: SamplingParams) -> np.ndarray:
+    """The tokens, without the one that ended them."""
+    tokens = completion.tokens
+    return np.asarray(tokens[:-1] if tokens and tokens[-1] in params.stops else tokens, np.int32)
+
+
+def _seed(seed: Any, call: int) -> int:
+    """A seed of a call, from the configured one (None, a number or a key of jax) and the number of the call."""
+    if isinstance(seed, jax.Array):
+        typed = jax.dtypes.issubdtype(seed.dtype, jax.dtypes.prng_key)
+        seed = np.asarray(jax.random.key_data(seed) if typed else seed).tolist()
+    return int.from_bytes(hashlib.sha256(f"{seed} {call}".encode()).digest()[:4])
+
+
+def _check(config: RolloutConfig) -> None:
+    """Refuse what has no effect here."""
+    for name, default in (("tensor_parallel_size", -1), ("data_parallel_size", -1), ("expert_parallel_size", 1)):
+        value = getattr(config, name)
+        if value != default:
+            raise ConfigError(
+                f"rollout_config.{name} is {value}; lockstep.tunix.Rollout chooses its layout from mesh and memory. "
+                f"Leave it at {default}, or choose a layout: functools.partial(lockstep.tunix.Rollout, engine="
+                "EngineConfig(layout={'tensor': N}))."
+            )

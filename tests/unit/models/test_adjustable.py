@@ -1,0 +1,24 @@
+"""With the settings of the configuration it computes what the trainable model computes."""
+
+import haliax as hax
+import jax
+import numpy as np
+import pytest
+
+from lockstep.models import read_decoder
+from lockstep.models.adjustable import Settings, adjustable_logits
+from tests.unit.engine.models import FAMILIES, VOCAB, model_on
+
+IDS = np.random.default_rng(0).integers(0, VOCAB, (2, 24)).astype(np.int32)
+QUICK = ("gemma",)
+
+
+@pytest.mark.parametrize(
+    "name", [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES]
+)
+def test_it_is_the_trainable_model(name):
+    model = model_on("1,1,1", FAMILIES[name])
+    config, weights = read_decoder(model)
+    theirs = jax.jit(lambda m: m(hax.named(IDS, ("batch", "position"))).array)(model)
+    ours = jax.jit(adjustable_logits, static_argnums=0)(config, weights, IDS, Settings.of(config))
+    np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-4)

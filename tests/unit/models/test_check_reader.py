@@ -1,0 +1,180 @@
+"""A reader that is wrong in one place is told which, by log-probabilities of the model's own forward pass."""
+
+import dataclasses
+import math
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from lockstep.errors import PeerError
+from lockstep.models import LlamaConfig, ReaderMismatchError, check_reader
+from lockstep.models.config import Llama3Scaling, RotaryConfig, rotary_frequencies
+from tests.tiny import numpy_weights, placed_weights
+from tests.unit.engine.models import mesh_of
+
+CONFIG = LlamaConfig(
+    max_seq_len=64,
+    hidden_dim=16,
+    intermediate_dim=24,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    gradient_checkpointing=False,
+    initializer_range=0.3,
+)
+LENGTH, VOCAB = 32, 40
+HOST = numpy_weights(CONFIG, vocab=VOCAB)
+
+
+def numpy_forward(ids, weights=HOST, config=CONFIG, **what):
+    """The logits of a Llama, written for this test; ``what`` it does otherwise."""
+    layers, length = weights.layers, ids.shape[1]
+    half = config.head_size // 2
+    eps, plus = what.get("eps", config.layer_norm_epsilon), what.get("plus", 0.0)
+    frequencies = what.get("frequencies", rotary_frequencies(config))
+    angles = np.arange(length)[:, None] * frequencies.astype(np.float64)
+    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+    distance = np.arange(length)[:, None] - np.arange(length)
+    seen = (distance >= 0) & (distance < what.get("window", length))
+
+    def norm(x, weight):
+        return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + eps) * (weight + plus)
+
+    def rotate(x):
+        if what.get("neighbours"):
+            one, other = x[..., 0::2], x[..., 1::2]
+            return np.stack([one * cos - other * sin, other * cos + one * sin], -1).reshape(x.shape)
+        one, other = x[..., :half], x[..., half:]
+        return np.concatenate([one * cos - other * sin, other * cos + one * sin], -1)
+
+    def cap(x, limit):
+        return x if limit is None else limit * np.tanh(x / limit)
+
+    x = weights.embed[ids].astype(np.float64) * what.get("embed_scale", 1.0)
+    activation = what.get("activation", lambda a: a / (1 + np.exp(-a)))
+    for i in range(config.num_layers)[:: -1 if what.get("reverse") else 1]:
+        w = {field.name: getattr(layers, field.name) for field in dataclasses.fields(layers)}
+        w = {name: array[i].astype(np.float64) for name, array in w.items() if array is not None}
+        for one, other in what.get("swap", ()):
+            w[one], w[other] = w[other], w[one]
+        h = norm(x, w["attn_norm"])
+        q, k, v = (np.tensordot(h, w[name], 1) for name in "qkv")
+        q = q.reshape(*q.shape[:2], -1, config.head_size)
+        group = config.q_heads_per_group
+        kv_of = [n % config.num_kv_heads if what.get("interleaved_heads") else n // group for n in range(q.shape[2])]
+        q, k, v = rotate(q), rotate(k)[:, :, kv_of], v[:, :, kv_of]
+        scores = np.einsum("btnh,bsnh->bnts", q, k) * what.get("scale", config.head_size**-0.5)
+        scores = np.where(seen, cap(scores, what.get("score_cap")), -np.inf)
+        scores = np.exp(scores - scores.max(-1, keepdims=True))
+        out = np.einsum("bnts,bsnh->btnh", scores / scores.sum(-1, keepdims=True), v).reshape(*x.shape[:2], -1)
+        o = w["o"].reshape(-1, x.shape[-1])
+        x = x + out @ (o.T if what.get("transposed_o") else o)
+        h = norm(x, w["mlp_norm"])
+        x = x + (activation(h @ w["gate"]) * (h @ w["up"])) @ w["down"]
+    logits = norm(x, weights.final_norm) @ (weights.embed.T if what.get("tied") else weights.lm_head)
+    return cap(logits, what.get("logit_cap")).astype(np.float32)
+
+
+def rope(**fields):
+    return {"frequencies": rotary_frequencies(dataclasses.replace(CONFIG, rope=RotaryConfig(**fields)))}
+
+
+def gelu(x):
+    return 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+
+
+WRONG = {
+    "rope base": (rope(theta=1e6), r"rope\.theta is 10000: it should be 1e\+06"),
+    "no rope": ({"frequencies": np.zeros(2)}, "rotary embeddings: the model has none"),
+    "neighbours": ({"neighbours": True}, "rotates neighbouring elements"),
+    "epsilon": ({"eps": 1e-3}, r"layer_norm_epsilon is 1e-05: it should be 0\.001"),
+    "norm plus one": ({"plus": 1.0}, r"variant\.norm_plus_one is False: it should be True"),
+    "embedding scale": ({"embed_scale": 4.0}, r"variant\.embed_scale is None: it should be 4\.0"),
+    "attention scale": ({"scale": 1.0}, r"variant\.attention_scale is None: it should be 1"),
+    "attention cap": ({"score_cap": 20.0}, r"variant\.attention_soft_cap is None: it should be 20\.0"),
+    "logit cap": ({"logit_cap": 30.0}, r"variant\.logit_soft_cap is None: it should be 30\.0"),
+    "activation": ({"activation": gelu}, r"variant\.activation is silu: it should be gelu"),
+    "tied": ({"tied": True}, "lm_head: the output layer of the model is the embedding"),
+    "heads": ({"interleaved_heads": True}, "q and o: the model's query head i belongs to kv head i % num_kv_heads"),
+    "gate": ({"swap": [("gate", "up")]}, "gate and up are swapped"),
+    "values": ({"swap": [("k", "v")]}, "k and v are swapped"),
+    "norms": ({"swap": [("attn_norm", "mlp_norm")]}, "attn_norm and mlp_norm are swapped"),
+    "o": ({"transposed_o": True}, "o is transposed"),
+    "layers": ({"reverse": True}, "the layers are in reverse order"),
+}
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """Programs by name and shapes: only what the model's own forward pass returns changes from test to test."""
+    module, kept = sys.modules["lockstep.models.check_reader"], {}
+    compile_program = module.compile_program
+
+    def once(name, function, arguments, **options):
+        key = (name, str(jax.tree.map(np.shape, arguments)), str(options["mesh"]))
+        if key not in kept:
+            kept[key] = compile_program(name, function, arguments, **options)
+        return kept[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "compile_program", once)
+        yield
+
+
+def placed(mesh="1,1,1"):
+    return CONFIG, placed_weights(mesh_of(mesh), config=CONFIG, vocab=VOCAB)
+
+
+def test_a_reader_that_is_right_passes(compiled):
+    found = check_reader(placed(), lambda ids: numpy_forward(np.asarray(ids)), length=LENGTH)
+    assert found.gap < 2e-5 and found.tolerance == 5e-4 and found.unseen == ()
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_named(compiled, name):
+    what, text = WRONG[name]
+    with pytest.raises(ReaderMismatchError, match=text) as error:
+        check_reader(placed(), lambda ids: numpy_forward(np.asarray(ids), **what), length=LENGTH)
+    assert len(error.value.likely) == 1, error.value.likely
+
+
+def test_what_no_guess_explains_is_placed_at_least(compiled):
+    both = {**rope(theta=3e4), "scale": 0.3}
+    with pytest.raises(ReaderMismatchError, match=r"The first position agrees .*rotary embeddings, the scale") as error:
+        check_reader(placed(), lambda ids: numpy_forward(np.asarray(ids), **both), length=LENGTH)
+    assert error.value.likely == ()
+    other = {"embed_scale": 1.7}
+    with pytest.raises(ReaderMismatchError, match=r"The first position differs already .*embedding and its scale"):
+        check_reader(placed(), lambda ids: numpy_forward(np.asarray(ids), **other), length=LENGTH)
+
+
+def test_weights_that_are_all_equal_are_said_to_be_unseen():
+    config, weights = placed()
+    neutral = jax.device_put(np.ones_like(HOST.layers.mlp_norm), weights.layers.mlp_norm.sharding)
+    ones = dataclasses.replace(weights, layers=dataclasses.replace(weights.layers, mlp_norm=neutral))
+    host = dataclasses.replace(HOST, layers=dataclasses.replace(HOST.layers, mlp_norm=np.asarray(neutral)))
+    found = check_reader((config, ones), lambda ids: numpy_forward(np.asarray(ids), host), length=LENGTH)
+    assert found.unseen == ("mlp_norm",)
+
+
+def test_a_forward_pass_that_returns_something_else_is_refused(compiled):
+    with pytest.raises(PeerError, match=r"returned ndarray of shape \(2, 40\) for ids of shape \(2, 32\)"):
+        check_reader(placed(), lambda ids: numpy_forward(np.asarray(ids))[:, -1], length=LENGTH)
+    with pytest.raises(PeerError, match="length is 65; it must be from 2 to max_seq_len, 64"):
+        check_reader(placed(), lambda ids: ids, length=65)
+
+
+@pytest.mark.slow
+def test_a_scaling_of_long_wavelengths_is_named():
+    config = dataclasses.replace(CONFIG, rope=RotaryConfig(theta=5e5))
+    scaled = rope(theta=5e5, scaling=Llama3Scaling(factor=8.0))
+    with pytest.raises(ReaderMismatchError, match=r"rope\.scaling is None: it should be .*factor=8\.0"):
+        check_reader((config, placed()[1]), lambda ids: numpy_forward(np.asarray(ids), **scaled), length=64)
+
+
+@pytest.mark.slow
+def test_a_model_on_several_devices_is_checked_too():
+    with pytest.raises(ReaderMismatchError, match="gate and up are swapped"):
+        check_reader(placed("1,2,2"), lambda ids: numpy_forward(np.asarray(ids), swap=[("gate", "up")]), length=LENGTH)

@@ -1,0 +1,139 @@
+"""What is guessed, and when a guess is worth verifying; the device is one in plain Python."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.schedule import Capacity, Scheduler, VerifyBatch
+from lockstep.schedule.drafts import Proposer
+from lockstep.types import Drafts, Request, SamplingParams
+from tests.unit.schedule.fake_device import answer_alone, play
+
+CAPACITY = Capacity(
+    replicas=2, sequences=4, slots=2, page_size=4, pages=40, pages_per_sequence=20, prefill_rows=4, steps=16,
+    stop_ids=4, draft_tokens=64,
+)  # fmt: skip
+CHEAP = {8: 2.0, 64: 5.0}
+
+
+def request(number: int, drafts: Drafts | None, new: int = 64, **params: object) -> Request:
+    params = {"max_new_tokens": new, "temperature": 1.0, "seed": 5, **params}
+    return Request(prompt_id=number, prompt_tokens=(1, 2, number), params=SamplingParams(**params), drafts=drafts)
+
+
+def proposer(answer: tuple[int, ...] = (), *, prompt: tuple[int, ...] = (0,), ngrams: bool = False) -> Proposer:
+    return Proposer(prompt, Drafts(answers=(answer,), ngrams=ngrams), 0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "guess"),
+    [
+        ((), range(10, 15)),
+        (range(10, 18), range(18, 23)),
+        ((*range(10, 14), 99), range(15, 20)),  # replaced
+        ((*range(10, 14), 99, 15, 16), range(17, 22)),
+        ((*range(10, 14), *range(16, 30)), range(30, 35)),  # two left out
+        ((*range(10, 14), 97, 98, 99, *range(14, 30)), range(30, 35)),  # three more
+        ((*range(10, 48),), (48, 49)),  # no further than it reaches
+        ((*range(10, 50), 7), ()),
+    ],
+)
+def test_a_draft_goes_on_where_the_answer_is(answer, guess):
+    assert proposer(tuple(range(10, 50))).propose(list(answer), 5).tolist() == list(guess)
+
+
+def test_ngrams_of_prompt_and_answer():
+    assert proposer(prompt=(1, 2, 3, 4, 5), ngrams=True).propose([9, 2, 3], 2).tolist() == [4, 5]
+    assert proposer(prompt=(1, 2, 3, 4, 5)).propose([9, 2, 3], 2).tolist() == []
+    assert proposer(prompt=(1,), ngrams=True).propose([7, 8, 9, 7, 8], 7).tolist() == [9, 7, 8, 9, 7, 8, 9]
+    assert proposer(prompt=(1,), ngrams=True).propose([4, 5, 6], 3).tolist() == []
+
+
+def test_other_generations_are_searched_too():
+    capacity = CAPACITY
+    one = request(0, Drafts(ngrams=True), n_generations=2)
+    scheduler = Scheduler(capacity, [one], verify_costs=CHEAP)
+    scheduler.next_batch()
+    first, second = scheduler._drafter._proposers[first_slot(scheduler, 0)], first_slot(scheduler, 1)
+    sequence = scheduler._slots.sequences[second]
+    sequence.extend(np.array([[7, 8, 9, 10], [0] * 4, [0] * 4], np.int32))
+    assert first.propose([7, 8], 2).tolist() == [9, 10]
+
+
+def first_slot(scheduler: Scheduler, generation: int) -> tuple[int, int]:
+    found = [each for each in np.ndindex(2, 2) if scheduler._slots.sequences[each] is not None]
+    return next(at for at in found if scheduler._slots.sequences[at].generation_id == generation)
+
+
+def wrong(answer: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple((token + 1) % 7 for token in answer)
+
+
+def test_right_drafts_are_verified_in_ever_larger_chunks_and_wrong_ones_once():
+    answers = [answer_alone(request(i, None), 0)[0] for i in range(4)]
+    right = play(Scheduler(CAPACITY, [request(i, Drafts(answers=(answers[i],))) for i in range(4)], verify_costs=CHEAP))
+    assert [c.tokens for c in right.completions] == answers
+    verified = [batch for batch in right.batches if isinstance(batch, VerifyBatch)]
+    assert [(batch.width, batch.decode.num_steps) for batch in verified] == [(8, 1), (64, 1)]
+    assert not right.decoded
+
+    bad = play(
+        Scheduler(CAPACITY, [request(i, Drafts(answers=(wrong(answers[i]),))) for i in range(4)], verify_costs=CHEAP)
+    )
+    assert [c.tokens for c in bad.completions] == answers
+    verified = [batch for batch in bad.batches if isinstance(batch, VerifyBatch)]
+    assert [batch.decode.num_steps for batch in verified] == [1], "drafts that prove wrong are left alone"
+
+    # Who comes next learns from it: nothing is verified for them.
+    many = [request(i, Drafts(answers=(wrong(answer_alone(request(i, None), 0)[0]),))) for i in range(12)]
+    later = play(Scheduler(CAPACITY, many, verify_costs=CHEAP))
+    assert sum(isinstance(batch, VerifyBatch) for batch in later.batches) == 1
+
+
+def test_drafts_that_come_right_are_verified_again():
+    answer = answer_alone(request(0, None), 0)[0]
+    draft = (*wrong(answer[:8]), *answer[8:])
+    played = play(Scheduler(CAPACITY, [request(0, Drafts(answers=(draft,)))], verify_costs=CHEAP))
+    kinds = [isinstance(batch, VerifyBatch) for batch in played.batches[-played.launches :]]
+    assert played.completions[0].tokens == answer
+    assert kinds[0] and not kinds[1] and kinds[-1], "tried, left alone, and taken up again"
+
+
+def test_where_steps_cost_what_their_positions_do_nothing_is_verified():
+    answer = answer_alone(request(0, None), 0)[0]
+    played = play(Scheduler(CAPACITY, [request(0, Drafts(answers=(answer,)))], verify_costs={8: 8.0, 64: 64.0}))
+    assert not any(isinstance(batch, VerifyBatch) for batch in played.batches)
+    assert played.completions[0].tokens == answer
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_draft_gives_the_same_tokens_and_counts(data):
+    """More requests than slots, some without drafts, stops, answers of any length; costs that lead to each choice."""
+    requests, drafted = [], []
+    for number in range(data.draw(st.integers(1, 7))):
+        params = {"new": data.draw(st.integers(1, 64)), "stop_token_ids": data.draw(st.sampled_from([(), (3,)]))}
+        params["n_generations"] = data.draw(st.integers(1, 2))
+        plain = request(number, None, **params)
+        requests.append(plain)
+        answers = []
+        for generation in range(params["n_generations"]):
+            known = answer_alone(plain, generation)[0]
+            keep = data.draw(st.integers(0, len(known)))
+            rest = data.draw(
+                st.sampled_from([known[keep:], wrong(known[keep:]), known[keep + 1 :], (0, *known[keep:])])
+            )
+            answers.append((*known[:keep], *rest, *data.draw(st.sampled_from([(), (5,) * 30]))))
+        ngrams = data.draw(st.booleans())
+        drafts = data.draw(st.sampled_from([Drafts(answers=tuple(answers), ngrams=ngrams), None]))
+        drafted.append(request(number, drafts, **params))
+    costs = data.draw(st.sampled_from([CHEAP, {8: 1.0, 64: 60.0}, {8: 3.0, 64: 3.5}]))
+    scheduler = Scheduler(CAPACITY, drafted, verify_costs=costs)
+    played = play(scheduler)
+    want = [answer_alone(each, generation) for each in requests for generation in range(each.params.n_generations)]
+    assert [(c.tokens, c.finish_reason) for c in played.completions] == want
+    counts = scheduler.counts
+    assert sum(counts.tokens) == sum(len(tokens) for tokens, _ in want)
+    assert counts.steps == played.steps <= sum(counts.tokens) and counts.right <= counts.drafted
+    assert all(each.allocator.num_free == CAPACITY.pages - 1 for each in scheduler._replicas)

@@ -1,0 +1,48 @@
+"""Earlier answers, kept as drafts."""
+
+import pytest
+
+from lockstep.drafts import EarlierAnswers
+from lockstep.errors import ConfigError
+from lockstep.types import Completion, Drafts, FinishReason
+
+
+def completion(*tokens: int) -> Completion:
+    return Completion(
+        prompt_id=0, generation_id=0, tokens=tokens, logprobs=(0.0,) * len(tokens), finish_reason=FinishReason.STOP
+    )
+
+
+def test_the_last_answers_are_the_next_drafts():
+    earlier = EarlierAnswers("auto")
+    assert earlier.drafts("a") == Drafts(ngrams=True)
+    earlier.keep("a", [completion(1, 2), completion()])
+    earlier.keep("b", [completion(3)])
+    earlier.keep("a", [completion(4), completion(5, 6)])
+    assert earlier.drafts("a") == Drafts(answers=((4,), (5, 6)), ngrams=True)
+    assert earlier.drafts("b") == Drafts(answers=((3,),), ngrams=True)
+
+
+def test_each_source_by_itself():
+    none, ngram, last = (EarlierAnswers(source) for source in ("none", "ngram", "last_round"))
+    for each in (none, ngram, last):
+        each.keep("a", [completion(1, 2)])
+    assert none.drafts("a") is None
+    assert ngram.drafts("a") == Drafts(ngrams=True)
+    assert last.drafts("a") == Drafts(answers=((1, 2),))
+
+
+def test_what_was_kept_longest_ago_goes_first():
+    earlier = EarlierAnswers("last_round", max_tokens=5)
+    for name in "abc":
+        earlier.keep(name, [completion(1, 2)])
+    assert [bool(earlier.drafts(name).answers) for name in "abc"] == [False, True, True]
+    earlier.keep("b", [completion(7)])  # anew, and now the youngest
+    earlier.keep("d", [completion(1, 2)])
+    earlier.keep("e", [completion(1)])
+    assert [bool(earlier.drafts(name).answers) for name in "abcde"] == [False, True, False, True, True]
+
+
+def test_a_draft_of_what_are_no_tokens_is_refused():
+    with pytest.raises(ConfigError, match="draft of generation 1 has tokens from -1 to 7; token ids are at least 0"):
+        Drafts(answers=((), (7, -1)))
