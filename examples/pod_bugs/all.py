@@ -4,7 +4,7 @@ import runpy
 from pathlib import Path
 
 HERE = Path(__file__).parent
-LAST = "growing"  # what grows is looked for in the loop that goes on until the end
-names = {script.stem for script in HERE.glob("*.py")} - {"all", "pod", "some_enter", LAST}
-for name in (*sorted(names), LAST):
+LAST = ["growing", "retrace"]  # what grows, and what is compiled again, is looked for once training has begun
+names = {script.stem for script in HERE.glob("*.py")} - {"all", "pod", "some_enter", *LAST}
+for name in (*sorted(names), *LAST):
     runpy.run_path(str(HERE / f"{name}.py"), run_name="__main__")

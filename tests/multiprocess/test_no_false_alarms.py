@@ -24,6 +24,8 @@ def levanter_config(directory):
     """Levanter's own configuration, without our block."""
     text = (ROOT / "examples" / "levanter_train_lm.yaml").read_text().partition("inference_eval:")[0]
     text = text.replace("runs/levanter", str(directory)).replace("num_train_steps: 40", "num_train_steps: 6")
+    # Else it asks the Hugging Face Hub for Llama's tokenizer.
+    text = text.replace("  type: llama\n", "  type: llama\n  tokenizer: data/demo/tokenizer\n")
     file = directory / "levanter.yaml"
     file.write_text(text.replace("  tracker:\n", "  distributed:\n    initialize_jax_distributed: false\n  tracker:\n"))
     return file

@@ -145,7 +145,8 @@ def _growth(log: ProcessLog) -> Iterator[Finding]:
         yield Finding(
             kind="growth",
             text=f"keys of the coordination service grow from {keys[0]} to {keys[-1]} in {len(steps) - 1} steps",
-            places=tuple(Place(process=log.index, text=f"sets {key!r}", stack=stack) for key, stack in last.newest),
+            places=_setters(log, steps[0], last)
+            or (Place(process=log.index, text="launches the step", stack=last.stack),),
         )
 
 
@@ -174,6 +175,14 @@ def _makers(log: ProcessLog, first: Launch, last: Launch) -> tuple[Place, ...]:
         Place(process=log.index, text=f"{count} more {kind} that are made here", stack=stack)
         for count, kind, stack in most
     )
+
+
+def _setters(log: ProcessLog, first: Launch, last: Launch) -> tuple[Place, ...]:
+    """Where the most keys were set that are more now; one that is set again and again is no more."""
+    before = {stack: count for _, stack, count in first.setters}
+    more = [(count - before.get(stack, 0), key, stack) for key, stack, count in last.setters]
+    most = sorted((each for each in more if each[0] > 0), key=lambda each: -each[0])[:1]
+    return tuple(Place(process=log.index, text=f"sets {key!r}", stack=stack) for _, key, stack in most)
 
 
 def _donated(log: ProcessLog) -> Iterator[Finding]:

@@ -58,7 +58,7 @@ class Launch:
         live: The number of live arrays; None where they were not counted.
         kinds: The kinds of live arrays: type, stack where they were made, number.
         keys: The keys of the coordination service that this process has set and not deleted.
-        newest: The newest of them, and where it was set.
+        setters: Where they were set: one of them, the stack, number.
     """
 
     program: Program
@@ -69,7 +69,7 @@ class Launch:
     live: int | None = None
     kinds: tuple[tuple[str, tuple[Frame, ...], int], ...] = ()
     keys: int = 0
-    newest: tuple[tuple[str, tuple[Frame, ...]], ...] = ()
+    setters: tuple[tuple[str, tuple[Frame, ...], int], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -209,5 +209,5 @@ def _launch(line: dict[str, Any], programs: dict[int, Program], stack: Any) -> L
         live=line.get("live"),
         kinds=tuple((kind, stack(where), count) for kind, where, count in line.get("kinds", ())),
         keys=line.get("keys", 0),
-        newest=tuple((key, stack(where)) for key, where in line.get("newest", ())),
+        setters=tuple((key, stack(where), count) for key, where, count in line.get("setters", ())),
     )

@@ -67,7 +67,7 @@ def test_growth_of_arrays_names_where_they_are_made_and_growth_of_keys_a_key():
             live=10 + n,
             kinds=(("f32[]", at(7), n + 1),),
             keys=n,
-            newest=((f"metrics/{n}", at(9)),),
+            setters=((f"metrics/{n}", at(9), n), ("heartbeat", at(8), 1)),
         )
         for n in range(12)
     ]
