@@ -166,7 +166,7 @@ def _lora_scale(model: Any, parameters: Mapping[str, Any]) -> float:
             module = name.rpartition(".")[0].replace(".", "/")
             rules = [] if provider is None else provider._rules
             rule = next((rule for rule in rules if re.fullmatch(rule.module_path, module)), None)
-            if getattr(rule, "rank", None) != factor.shape[-1]:
+            if rule is None or getattr(rule, "rank", None) != factor.shape[-1]:
                 raise _unreadable(
                     model,
                     f"no rule of its qwix provider is that of {name}, so that its alpha is not known",

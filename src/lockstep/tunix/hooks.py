@@ -188,7 +188,7 @@ def on_device(model: nnx.Module) -> nnx.Module:
 
 def _in_own_memory(sharding: Sharding) -> Sharding:
     """The sharding in the default memory of its devices."""
-    (device, *_) = sharding.device_set
+    device: Any = next(iter(sharding.device_set))
     kind = device.default_memory().kind
     return sharding if sharding.memory_kind == kind else sharding.with_memory_kind(kind)
 

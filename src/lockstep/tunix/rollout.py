@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -219,7 +220,7 @@ def _without_stop(completion: Completion, params: SamplingParams) -> np.ndarray:
 def _seed(seed: Any, call: int) -> int:
     """A seed of a call, from the configured one (None, a number or a key of jax) and the number of the call."""
     if isinstance(seed, jax.Array):
-        typed = jax.dtypes.issubdtype(seed.dtype, jax.dtypes.prng_key)
+        typed = jnp.issubdtype(seed.dtype, jax.dtypes.prng_key)
         seed = np.asarray(jax.random.key_data(seed) if typed else seed).tolist()
     return int.from_bytes(hashlib.sha256(f"{seed} {call}".encode()).digest()[:4])
 
