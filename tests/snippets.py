@@ -228,6 +228,7 @@ NOT_RUN = {
     "lockstep train-*, sample, eval, export, plan, doctor": "need devices for minutes, a model or a pod; the command's "
     "own parser and configuration read the line. tests/multiprocess and tests/tpu_compile run them",
     "lockstep launch status | logs | stop | delete": "need a job; tests/unit/launch has them",
+    "lockstep demo": "minutes; tests/package runs it",
     "lockstep report --watch": "goes on until Ctrl-C",
     "python -m benchmarks.*, python -m pytest": "minutes; the module's own parser or the file is looked up",
 }

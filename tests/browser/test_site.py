@@ -10,7 +10,7 @@ import pytest
 from tests.browser.browser import chromium
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("index.html", "quickstart.html", "api.html", "configuration.html", "plan.html", "adr/README.html")
+PAGES = ("index.html", "quickstart.html", "api.html", "configuration.html", "plan.html", "adr/index.html")
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +40,7 @@ def browser():
 def test_files_that_pages_name_have_pages(site):
     text = (site / "repository" / "examples" / "own_loop.py.html").read_text(encoding="utf-8")
     assert "SampleCallback" in text
-    assert 'href="repository/benchmarks/README.html"' in (site / "performance.html").read_text(encoding="utf-8")
+    assert 'href="repository/benchmarks/index.html"' in (site / "performance.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

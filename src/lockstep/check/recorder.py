@@ -192,11 +192,10 @@ class Recorder:
         """The positions of arguments that were donated before, each with the stack of that launch."""
         found = []
         for position, each in enumerate(arguments):
-            entry = self._donated.get(id(each))
-            if entry is None or entry[0]() is not each:
-                continue
-            if isinstance(each, jax.Array) and each.is_deleted():
-                found.append((position, entry[1]))
+            given, where = self._donated.get(id(each), (None, -1))
+            array = None if given is None else given()
+            if array is not None and array is each and array.is_deleted():
+                found.append((position, where))
         return found
 
     def _sample(self) -> dict[str, Any]:
@@ -211,8 +210,10 @@ class Recorder:
         self._made = {number: where for number, where in self._made.items() if number in known}
         self._sampled = time.monotonic()
         most = [[kind, where, count] for (kind, where), count in kinds.most_common(MOST_KINDS)]
-        newest = list(self._keys.items())[-1:]
-        return {"live": len(arrays), "kinds": most, "keys": len(self._keys), "newest": newest}
+        counts = collections.Counter(self._keys.values())
+        examples = {where: key for key, where in self._keys.items()}
+        setters = [[examples[where], where, count] for where, count in counts.most_common(MOST_KINDS)]
+        return {"live": len(arrays), "kinds": most, "keys": len(self._keys), "setters": setters}
 
     def _write(self, line: dict[str, Any]) -> None:
         self._last = time.monotonic()
