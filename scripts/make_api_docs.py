@@ -54,6 +54,10 @@ SECTIONS = {
         "Needs the extra `levanter` ([levanter.md](levanter.md)); `trainer` and `state` are those of the script.",
         ("lockstep.levanter.sample_callback", "lockstep.levanter.LevanterTracker"),
     ),
+    "In a Tunix run": (
+        "Needs the extra `tunix` ([tunix.md](tunix.md)); `trainer` is that of the script.",
+        ("lockstep.tunix.sample_hooks", "lockstep.tunix.Rollout"),
+    ),
     "The engine": (
         "Token ids in, token ids out, on every host ([engine.md](engine.md)).",
         tuple(
@@ -92,6 +96,12 @@ SECTIONS = {
         "What the leader makes of answers ([extending.md](extending.md#a-metric)).",
         ("lockstep.report.Row", "lockstep.text.Prompt", "lockstep.report.Tracker", "lockstep.report.JsonlTracker",
          "lockstep.report.WandbTracker"),
+    ),
+    "Tests of multi-host code": (
+        "In several processes with CPU devices ([testing.md](testing.md)); `lockstep check` looks at a whole script.",
+        (*(f"lockstep.testing.{name}" for name in ("run_processes", "configure", "PoolSettings",
+                                                   "assert_same_launches", "assert_no_retrace", "assert_nothing_left")),
+         "lockstep.check.record_launches"),
     ),
     "Errors": (
         "Every text says what was given, the limit and the fix ([errors-and-exits.md](errors-and-exits.md)).",

@@ -141,9 +141,11 @@ samples = lambda info: None
 init = lambda key: LlamaLMHeadModel.init(hax.Axis("vocab", tokenizer_size), model_config, key=key)
 """,
     "docs/quickstart.md": "",
+    "docs/testing.md": "",
     "docs/api.md": "",
 }
-"""What stands before the programs of a page, which the page does not show. The quickstart and the API need nothing."""
+"""What stands before the programs of a page, which the page does not show. The quickstart and the API need nothing.
+tests/unit/testing/test_plugin.py runs the tests of docs/testing.md."""
 
 SLOW = {
     "docs/your-trainer.md": "compiles forward passes",
@@ -174,6 +176,7 @@ CONFIGURATIONS = {
     "docs/checkpoints.md:yaml:1": "train-lm",
     "docs/data.md:yaml:0": "train-lm",
     "docs/data.md:yaml:1": "train-lm",
+    "docs/drafts.md:yaml:0": "train-lm",
     "docs/evaluation.md:yaml:0": "train-lm",
     "docs/evaluation.md:yaml:1": "lm_eval",
     "docs/grpo.md:yaml:0": "train-grpo",

@@ -20,6 +20,7 @@ SLOW = {
     "lockstep.SampleCallback": "compiles prefill and decode",
     "lockstep.audit": "compiles prefill, decode and the training forward",
     "lockstep.models.check_reader": "compiles three forward passes",
+    "lockstep.testing.run_processes": "starts two processes",
     "lockstep.training.Trainer": "compiles a train step",
     "lockstep.models.load_hf": "compiles a program for each parameter",
     "lockstep.models.save_hf": "compiles a program for each parameter",
@@ -35,6 +36,7 @@ def setup():
     exec(compile(API.SETUP, "docs/api.md", "exec"), names)
     policy = SimpleNamespace(compute_dtype="float32")
     trainer = SimpleNamespace(tracker=NoopTracker(), mp=policy, add_hook=lambda hook, every=1: None)
+    trainer.with_training_hooks = lambda hooks: None
     yield names | {"trainer": trainer, "state": SimpleNamespace(model=names["model"])}
     signal.signal(signal.SIGTERM, handler)  # run_main has set one
 

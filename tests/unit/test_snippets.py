@@ -198,10 +198,10 @@ def read_lockstep(name, words):
             read_line(shlex.join(options.command))
     elif "--help" in words or name == "--help":
         assert name == "--help" or name in {command.name for command in COMMANDS}
-    elif name in ("demo", "report", "tail"):
+    elif name in ("check", "demo", "report", "tail"):
         parser = Arguments(name, "")
         importlib.import_module(f"lockstep.main.{name}").add_options(parser)
-        parser.parse_args(words)
+        parser.parse_args(words[: words.index("--")] if "--" in words else words)
     elif name == "plan":
         own, rest = plan._split(words)
         assert topology(own["topology"])
@@ -410,7 +410,7 @@ def decode_mesh(text):
 
 
 def typed_elsewhere(text):
-    """tests/unit/test_first_pod.py compares it with what the page's lines print."""
+    """test_first_pod.py or testing/test_plugin.py compares it with what the lines of the page print."""
 
 
 OUTPUTS = {
@@ -424,6 +424,9 @@ OUTPUTS = {
     "docs/launch-google.md:text:0": dry_run,
     "docs/plan.md:text:0": plan_table,
     "docs/scheduler-and-memory.md:text:0": gumbel,
+    "docs/testing.md:text:0": typed_elsewhere,
+    "docs/testing.md:text:1": typed_elsewhere,
+    "docs/testing.md:text:2": words_of_ours,
     "docs/weights-and-layouts.md:text:0": decode_mesh,
 }
 """What compares each block of text with the program that it is of."""

@@ -17,6 +17,13 @@ def record_launches() -> Iterator[list[str]]:
 
     Raises:
         ConfigError: This version of JAX is not known.
+
+    Example:
+        >>> from lockstep.check import record_launches
+        >>> with record_launches() as launches:
+        ...     total = jax.jit(lambda x: 2 * x)(1.0)
+        >>> launches[-1]
+        'jit(<lambda>)'
     """
     from lockstep.check import _jax
 

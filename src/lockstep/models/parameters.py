@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import haliax as hax
 import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
@@ -51,17 +52,19 @@ def named_parameters(model: PyTree) -> dict[str, Any]:
         The arrays themselves; none where ``model`` is no pytree.
 
     Example:
-        >>> "final_norm.array" in lockstep.models.named_parameters(model)
+        >>> "final_norm" in lockstep.models.named_parameters(model)
         True
     """
     nnx: Any = sys.modules.get("flax.nnx")
     variable: Any = () if nnx is None else nnx.Variable
+    boxes: Any = (hax.NamedArray,) if nnx is None else (hax.NamedArray, variable)
     state = () if nnx is None else (nnx.RngState, nnx.Cache, nnx.Intermediate)
     found = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda node: isinstance(node, variable)):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda node: isinstance(node, boxes)):
         if isinstance(leaf, state):
             continue
         value = leaf.get_value() if isinstance(leaf, variable) else leaf
+        value = value.array if isinstance(value, hax.NamedArray) else value
         for inner, array in jax.tree_util.tree_leaves_with_path(value):
             if _is_parameter(array):
                 found[jax.tree_util.keystr((*path, *inner), simple=True, separator=".")] = array

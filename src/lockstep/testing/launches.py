@@ -32,6 +32,11 @@ def assert_same_launches(hosts: "Hosts | None" = None) -> Iterator[list[str]]:
 
     Raises:
         AssertionError: Names the first launch that differs, and what each process launched there.
+
+    Example:
+        >>> from lockstep.testing import assert_same_launches
+        >>> with assert_same_launches(hosts):
+        ...     total = jax.jit(lambda x: 3 * x)(1.0)
     """
     from lockstep.check import record_launches
 
@@ -57,6 +62,13 @@ def assert_no_retrace() -> Iterator[None]:
 
     Raises:
         AssertionError: Names the programs, with what JAX says of the argument that changed.
+
+    Example:
+        >>> from lockstep.testing import assert_no_retrace
+        >>> step = jax.jit(lambda x: x + 1)
+        >>> total = step(1.0)
+        >>> with assert_no_retrace():
+        ...     total = step(2.0)
     """
     import jax
 

@@ -44,6 +44,11 @@ def assert_nothing_left(hosts: "Hosts | None" = None) -> Iterator[None]:
 
     Raises:
         AssertionError: Something is left; the text names all of it.
+
+    Example:
+        >>> from lockstep.testing import assert_nothing_left
+        >>> with assert_nothing_left(hosts):
+        ...     total = float(jax.jit(lambda x: x - 1)(1.0))
     """
     if hosts is None:
         from lockstep.hosts import current

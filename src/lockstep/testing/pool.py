@@ -24,6 +24,11 @@ class PoolSettings:
             devices. None: nothing.
         most_processes: How many processes may wait for tests at a time, each with half a gigabyte or so; when more are
             needed, the groups that waited longest end first.
+
+    Example:
+        >>> from lockstep.testing import PoolSettings
+        >>> PoolSettings(most_processes=4).most_processes
+        4
     """
 
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -132,6 +137,10 @@ def configure(settings: PoolSettings) -> None:
 
     Args:
         settings: The settings, for groups that are started from now on.
+
+    Example:
+        >>> from lockstep.testing import PoolSettings, configure
+        >>> configure(PoolSettings(environment={"XLA_FLAGS": "--xla_cpu_enable_fast_math=false"}))
     """
     POOL.settings = settings
 
@@ -163,6 +172,11 @@ def run_processes(
     Raises:
         AssertionError: It failed in a process or ran out of time, or it left something behind in processes that serve
             others; the text has every process's log.
+
+    Example:
+        >>> from lockstep.testing import run_processes
+        >>> run_processes(getattr, processes=2, devices=1, args=("index",))
+        [0, 1]
     """
     return POOL.call(
         Reference.to(body),

@@ -47,6 +47,11 @@ def sample_hooks(
     Raises:
         ConfigError: The tokenizer is not of Hugging Face.
         PeerError: ``model`` was given, and it, the prompts or the capacities cannot work; raised on every process.
+
+    Example:
+        >>> import lockstep.tunix
+        >>> config = lockstep.InferenceEvalConfig(prompts=["What is 12 plus 7?"], max_new_tokens=16, eval_every=100)
+        >>> trainer.with_training_hooks(lockstep.tunix.sample_hooks(config, tokenizer))
     """
     return SampleHooks(config, tokenizer, also=also, model=model, name=name, output_dir=output_dir, hosts=hosts)
 

@@ -41,6 +41,14 @@ class Rollout(BaseRollout):
     Raises:
         ConfigError: The job has several processes, or a field of ``rollout_config`` has no effect here.
         UnreadableModelError: No reader reads the model.
+
+    Example:
+        >>> import functools
+        >>> import lockstep.tunix
+        >>> small = lockstep.EngineConfig(max_seqs=8)
+        >>> rollout_engine = functools.partial(lockstep.tunix.Rollout, engine=small)  # or lockstep.tunix.Rollout itself
+        >>> issubclass(rollout_engine.func, lockstep.tunix.Rollout)
+        True
     """
 
     def __init__(

@@ -129,6 +129,6 @@ def test_the_example_of_the_page_passes_and_fails_as_it_says(left_out, tmp_path)
     }
     wanted.pop(left_out, None)
     assert outcomes(text) == wanted, text
-    errors = blocks(r"\n(test_\w+: (?:failed|left behind):\n.*?)")
+    errors = blocks(r"text\n(test_\w+: (?:failed|left behind):\n.*?)")
     shown = [error for error in errors if error.partition(":")[0] in wanted]
     assert len(shown) == len(wanted) - 2 and [error for error in shown if error not in text] == [], text
