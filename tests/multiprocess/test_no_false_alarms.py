@@ -1,4 +1,4 @@
-"""`lockstep check` finds nothing in scripts that run as they are on pods, and takes at most twice their time."""
+"""`lockstep check` finds nothing in our scripts, and takes at most twice their time."""
 
 import json
 import os
@@ -20,27 +20,14 @@ SIZE = ["--processes", "2", "--devices_per_process", "2", "--"]
 TIMES_LONGER = 2.0
 
 
-def levanter_config(directory):
-    """Levanter's own configuration, without our block."""
-    text = (ROOT / "examples" / "levanter_train_lm.yaml").read_text().partition("inference_eval:")[0]
-    text = text.replace("runs/levanter", str(directory)).replace("num_train_steps: 40", "num_train_steps: 6")
-    # Else it asks the Hugging Face Hub for Llama's tokenizer.
-    text = text.replace("  type: llama\n", "  type: llama\n  tokenizer: data/demo/tokenizer\n")
-    file = directory / "levanter.yaml"
-    file.write_text(text.replace("  tracker:\n", "  distributed:\n    initialize_jax_distributed: false\n  tracker:\n"))
-    return file
-
-
 def commands(directory):
     sampled = ["--steps", "6", "--eval_every", "3", "--output_dir", str(directory / "out")]
     demo = ["--config_path", "config/demo.yaml", "--trainer.num_train_steps", "6", "--trainer.log_dir", str(directory)]
-    levanter = ["levanter.main.train_lm", "--config_path", str(levanter_config(directory))]
     return {
         "demo": ["lockstep", "train-lm", *demo, "--inference_eval.eval_every", "3"],
         "own_loop": ["python", "examples/own_loop.py", *sampled],
         "dict_loop": ["python", "examples/dict_loop.py", *sampled],
         "nnx_loop": ["python", "examples/nnx_loop.py", *sampled],
-        "levanter": ["python", "-m", "tests.multiprocess.joined", *levanter],
     }
 
 
@@ -52,7 +39,7 @@ def timed(*command):
     return done, time.monotonic() - began
 
 
-@pytest.mark.parametrize("name", ["demo", "own_loop", "dict_loop", "nnx_loop", "levanter"])
+@pytest.mark.parametrize("name", ["demo", "own_loop", "dict_loop", "nnx_loop"])
 def test_nothing_is_found(name, tmp_path):
     (tmp_path / "plain").mkdir()
     (tmp_path / "checked").mkdir()
