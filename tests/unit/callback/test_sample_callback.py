@@ -121,6 +121,7 @@ def test_a_round_reads_the_model_once():
     assert callback.rounds == len(reads) == 2
 
 
+@pytest.mark.slow
 def test_the_last_answers_are_drafts_of_the_next(capsys):
     """The same model again: every draft is right, so that the second round takes a part of the steps of the first."""
     weights = tiny.placed_weights(make_mesh("1,1,1", jax.devices()[:1]), vocab=tiny.vocab_size())

@@ -108,11 +108,13 @@ class Checks:
             assert a.request.prompt_tokens[:end] == b.request.prompt_tokens[:end], "not a common prefix"
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@pytest.mark.parametrize("examples", [60, pytest.param(200, marks=pytest.mark.slow)])
+def test_everything_is_answered_as_if_it_were_alone(examples: int) -> None:
+    settings(max_examples=examples, deadline=None, derandomize=True)(answered_as_if_alone)()
+
+
 @given(cases(), st.none() | st.integers(1, 4), st.booleans())
-def test_everything_is_answered_as_if_it_were_alone(
-    case: tuple[Capacity, list[Request]], max_prompts: int | None, one_by_one: bool
-) -> None:
+def answered_as_if_alone(case: tuple[Capacity, list[Request]], max_prompts: int | None, one_by_one: bool) -> None:
     capacity, requests = case
     scheduler = Scheduler(capacity, iter(requests) if one_by_one else requests, max_prompts=max_prompts)
     played = play(scheduler, Checks(scheduler))

@@ -37,7 +37,13 @@ def requests_with_and_without() -> list[Request]:
     ("family", "mesh", "layout", "options"),
     [
         pytest.param("llama3", "1,1,1", "auto", {"page_size": 16}, marks=pytest.mark.slow),
-        ("qwen3", "1,2,2", {"tensor": 2}, {"page_size": 8, "max_prefill_size": 16, "max_seqs": 3}),
+        pytest.param(
+            "qwen3",
+            "1,2,2",
+            {"tensor": 2},
+            {"page_size": 8, "max_prefill_size": 16, "max_seqs": 3},
+            marks=pytest.mark.slow,
+        ),
         pytest.param("tied", "2,2,1", "training", {"page_size": 32, "max_prefill_size": 32}, marks=pytest.mark.slow),
     ],
 )

@@ -115,6 +115,7 @@ def drafts(draw: st.DrawFn, answer: tuple[int, ...]) -> tuple[int, ...]:
     return (*answer[:known], *rest)
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 @given(data=st.data())
 def test_no_draft_changes_a_token(data: st.DataObject, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +142,7 @@ def known_answers() -> list[Completion]:
     return engine.run(model, plain)
 
 
+@pytest.mark.slow
 def test_a_draft_that_is_not_finite_spoils_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """V of a wrong draft is behind the mask of the queries before it, with weight 0; and 0 times NaN is NaN."""
     engine, model = engine_on("1,1,1"), poisoned("1,1,1")
