@@ -75,13 +75,17 @@ PROGRAMS = {
     "README.md": TINY
     + """
 import lockstep.levanter
+import lockstep.tunix
 from lockstep.report import NoopTracker
 PROMPTS, eval_every, output_dir, steps = ["What is 12 plus 7?"], 10, None, 2
 model, opt_state, batches = model_of(mesh), None, iter(range(10))
 train_step = lambda model, opt_state, batch: (model, opt_state, 0.0)
 hooks = []
 trainer = SimpleNamespace(
-    tracker=NoopTracker(), mp=SimpleNamespace(compute_dtype="float32"), add_hook=lambda fn, every=1: hooks.append(every)
+    tracker=NoopTracker(),
+    mp=SimpleNamespace(compute_dtype="float32"),
+    add_hook=lambda fn, every=1: hooks.append(every),
+    with_training_hooks=lambda hooks: None,
 )
 state = SimpleNamespace(model=model)
 config = lockstep.InferenceEvalConfig(prompts=PROMPTS, max_new_tokens=4)

@@ -163,6 +163,7 @@ def test_sigterm_saves_the_weights_of_the_step_it_stopped_at(processes):
         check_sees("sigterm_while_saving", result["phases"]["saving"]["log"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, ON_FOUR])
 def test_a_launch_of_one_host(processes):
     texts = [result["texts"] for result in exits(processes)]

@@ -51,6 +51,7 @@ def test_each_bug_is_found_on_its_line_and_nothing_else(tmp_path):
         assert kind in output and line.removeprefix(f"{ROOT}/") in output
 
 
+@pytest.mark.slow
 def test_a_script_without_a_bug_passes_and_joins_the_job_by_itself(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(

@@ -107,7 +107,7 @@ def answers(processes):
 @pytest.mark.parametrize(
     ("processes", "case"),
     [
-        pytest.param(n, i, marks=[] if n == 2 else [pytest.mark.slow, *[pytest.mark.nightly] * (i > 0)])
+        pytest.param(n, i, marks=[pytest.mark.slow, *[pytest.mark.nightly] * (n > 2 and i > 0)])
         for n, cases in CASES.items()
         for i in range(len(cases))
     ],

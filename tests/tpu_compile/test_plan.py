@@ -72,6 +72,7 @@ def test_the_second_time_comes_from_the_cache(tiny, cache):
     assert found == tiny[2]
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_with_the_line_to_change(cache):
     """Long answers in a thousandth of the memory; a batch that the slice cannot split; a job of another size."""
     code, text, found = plan(

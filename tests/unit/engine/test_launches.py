@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lockstep.device import Program
 from lockstep.engine.decoder.build import Programs
 from lockstep.engine.gate import Gate
 from lockstep.engine.launches import launch_all
@@ -66,7 +67,9 @@ class Notes:
 
     def run(self, **options: Any) -> None:
         """The loop, from the first launch to the last."""
-        programs = mock.Mock(spec=Programs, prefill=self.prefill, decode=self.decode)
+        decode = mock.Mock(spec=Program, side_effect=self.decode)
+        decode.name = "decode"
+        programs = mock.Mock(spec=Programs, prefill=self.prefill, decode=decode)
         weights, mesh = mock.Mock(spec=DecoderWeights), make_decode_mesh(mesh_of("1,1,1"), 1)
         options = {"around_launch": self.around, **options}
         for _ in launch_all(programs, weights, jnp.zeros(1), self.scheduler, mesh, **options):

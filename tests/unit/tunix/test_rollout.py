@@ -96,6 +96,7 @@ def test_logprobs_are_those_of_tunix_own_forward_at_the_temperature_without_filt
             assert close(output.logprobs, own_logprobs(model, output, config.temperature)) < 1e-5, name
 
 
+@pytest.mark.slow
 def test_every_call_has_other_draws_and_a_seed_repeats_them_all():
     mesh = models.mesh(2, 2)
     model = model_on(mesh)

@@ -53,6 +53,7 @@ def test_the_logger_gets_scalars_at_their_step_and_keeps_them():
     assert logger.get_metric_history("eval", "time/report_s", "eval").tolist() == [1.5]
 
 
+@pytest.mark.slow
 def test_a_wandb_run_that_has_passed_the_step_gets_scalars_and_rows_in_its_open_entry():
     run, other = FakeRun(), Backend()
     with tracker(wandb_backend(run), other) as (made, _):

@@ -154,6 +154,7 @@ def test_a_draft_that_is_not_finite_spoils_nothing(monkeypatch: pytest.MonkeyPat
         assert_equal(want, engine.generate(model, sick))
 
 
+@pytest.mark.slow
 def test_stop_strings_and_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is cut on the host after the launch is cut at the same token."""
     engine, model = engine_on("1,1,1"), model_on("1,1,1")
