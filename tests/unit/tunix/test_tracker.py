@@ -3,6 +3,7 @@
 import contextlib
 from types import SimpleNamespace
 
+import pytest
 from metrax.logging import WandbBackend
 from tunix.sft.metrics_logger import MetricsLogger, MetricsLoggerOptions
 
