@@ -99,6 +99,12 @@ def name_of(program: Any) -> str:
     return str(program.name)
 
 
+def is_operation(name: str) -> bool:
+    """Whether a program has the name of an operation of JAX: ``jit(convert_element_type)``."""
+    operation = name.removeprefix("jit(").removesuffix(")")
+    return hasattr(jax.lax, operation) or hasattr(jax.numpy, operation)
+
+
 def local_devices(program: Any) -> Sequence[jax.Device]:
     """The devices of this process that a program runs on."""
     devices: Sequence[jax.Device] = program._local_devices

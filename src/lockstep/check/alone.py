@@ -76,7 +76,7 @@ def _retraces(log: ProcessLog) -> Iterator[Finding]:
         if line is None or not line.own:
             continue
         before = at_line[each.program.name, line.place]
-        if _is_new(each, before) and _was_in_use(each, before):
+        if _is_new(each, before) and _was_in_use(each, before) and not _is_first_variant(each, before):
             yield Finding(
                 kind="retrace",
                 text=f"{each.program.name} was launched {len(before)} times here and is then compiled again",
@@ -110,6 +110,11 @@ def _was_in_use(launch: Launch, before: Sequence[Launch]) -> bool:
         return False
     same = all(each.program.digest == launch.program.digest for each in last)
     return same or all(each.program.number == last[0].program.number for each in last)
+
+
+def _is_first_variant(launch: Launch, before: Sequence[Launch]) -> bool:
+    """Whether it is an operation that has had one shape here until now: a line of a library may well need a second."""
+    return launch.program.operation and len({each.program.number for each in before}) == 1
 
 
 def _what_changed(before: Launch, now: Launch) -> tuple[str, ...]:

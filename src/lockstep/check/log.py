@@ -24,6 +24,7 @@ class Program:
         local: The devices of this process, by their places among them.
         arguments: The types of the arguments of the first launch, those left out that it does not use.
         text: Its StableHLO.
+        operation: Whether it is an operation of JAX itself, launched by itself, and no function that somebody jitted.
     """
 
     number: int
@@ -33,6 +34,7 @@ class Program:
     local: tuple[int, ...]
     arguments: tuple[str, ...]
     text: str
+    operation: bool = False
 
     @property
     def shared(self) -> bool:
@@ -196,6 +198,7 @@ def _program(line: dict[str, Any]) -> Program:
         local=tuple(line["local"]),
         arguments=tuple(line["arguments"]),
         text=line["text"],
+        operation=line["operation"],
     )
 
 

@@ -170,6 +170,7 @@ class Recorder:
             "is": "program",
             "id": len(self._programs),
             "name": _jax.name_of(program),
+            "operation": _jax.is_operation(_jax.name_of(program)),
             "digest": hashlib.sha256(text.encode()).hexdigest()[:16],
             "processes": sorted({device.process_index for device in devices}),
             "devices": len(devices),

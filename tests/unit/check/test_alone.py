@@ -53,6 +53,19 @@ def test_shapes_of_what_is_made_before_the_first_step_are_no_retrace():
     assert [finding.kind for finding in look(*steps, *made, *steps)] == ["retrace"]
 
 
+def test_an_operation_may_have_a_second_shape_but_not_a_third():
+    first, second, third = (
+        dataclasses.replace(
+            STEP, name="jit(add)", operation=True, number=number, digest=str(number), arguments=(shape,)
+        )
+        for number, shape in enumerate(["f32[8]", "f32[6]", "f32[5]"])
+    )
+    launches = [Launch(program=first, stack=at(1))] * 3 + [Launch(program=second, stack=at(1))] * 3
+    assert look(*launches) == []
+    (finding,) = look(*launches, Launch(program=third, stack=at(1)))
+    assert finding.details == ("argument 0: f32[6] became f32[5]",)
+
+
 def test_a_function_object_made_anew_is_named_as_such():
     again = [Launch(program=dataclasses.replace(STEP, number=number), stack=at(1)) for number in range(4)]
     (finding,) = look(*again)

@@ -4,7 +4,7 @@ from lockstep.check.log import read_log
 
 STACK = {"is": "stack", "id": 0, "frames": [["train.py", 3, "main"]]}
 PROGRAM = {"is": "program", "id": 0, "name": "step", "digest": "d", "processes": [0, 1], "devices": 4, "local": [0, 1]}
-PROGRAM |= {"arguments": ["float32[8]"], "donated": [0], "text": "module"}
+PROGRAM |= {"operation": False, "arguments": ["float32[8]"], "donated": [0], "text": "module"}
 LAUNCH = {"is": "launch", "program": 0, "stack": 0, "thread": ""}
 
 
