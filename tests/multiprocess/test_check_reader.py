@@ -32,7 +32,8 @@ def body_check(hosts):
             text = ""
         except ReaderMismatchError as error:
             text = str(error)
-    eager = [each for each in launches if not each.startswith(("jit_lockstep", "jit_forward", "lockstep", "forward"))]
+    agreed = ("jit(forward)", "jit(lockstep", "jit_lockstep")
+    eager = [each for each in launches if not each.startswith(agreed)]
     return {"gap": found.gap, "text": text, "eager": eager, "launches": launches}
 
 

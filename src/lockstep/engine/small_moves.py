@@ -97,7 +97,7 @@ def find_moves(before: Any, now: Any) -> tuple[Moved, ...] | None:
     for at, ((path, one), another) in enumerate(pairs):
         if (one.shape, one.dtype) != (another.shape, another.dtype):
             return None
-        if one.sharding != another.sharding:
+        if not _same_placement(one, another):
             name = ".".join(key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey))
             found.append(Moved(name=name, at=at, before=one, now=another))
     return tuple(found)
@@ -133,19 +133,18 @@ def make_moves(
         return None
     moved = find_moves(before, now)
     assert moved is not None, "only weights that were moved can be moved back"
-    differ = tuple(m for m in moved if not m.before.sharding.is_equivalent_to(m.now.sharding, len(m.now.shape)))
     program = None
-    if differ:
+    if moved:
         program = compile_program(
             "move_small_weights",
             lambda arrays: arrays,
-            [[move.now for move in differ]],
+            [[move.now for move in moved]],
             mesh=mesh,
             ledger=ledger,
-            out_shardings=[move.before.sharding for move in differ],
+            out_shardings=[move.before.sharding for move in moved],
             compile_with=compile_with,
         )
-    return SmallMoves(signature=now, weights=before[1], moved=differ, program=program)
+    return SmallMoves(signature=now, weights=before[1], moved=moved, program=program)
 
 
 def describe_change(before: Any, now: Any) -> str:
@@ -176,6 +175,13 @@ def _form(leaf: Any) -> object:
 
 def _mesh(sharding: Sharding | None) -> Any:
     return sharding.mesh if isinstance(sharding, NamedSharding) else None
+
+
+def _same_placement(one: jax.ShapeDtypeStruct, another: jax.ShapeDtypeStruct) -> bool:
+    """Whether every device has the same of both, however it is written: ``P("fsdp", None)`` is ``P("fsdp")``."""
+    if one.sharding is None or another.sharding is None:
+        return one.sharding is another.sharding
+    return bool(one.sharding.is_equivalent_to(another.sharding, len(one.shape)))
 
 
 def _placed(struct: jax.ShapeDtypeStruct) -> str:

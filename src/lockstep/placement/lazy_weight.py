@@ -223,8 +223,15 @@ def _struct(array: Any, sharding: Sharding | None = None) -> jax.ShapeDtypeStruc
 
 
 def _sharding(array: Any) -> Sharding | None:
-    """The sharding of an array; None for one of NumPy."""
-    return getattr(array, "sharding", None)
+    """The sharding of an array, written as short as can be; None for one of NumPy.
+
+    XLA returns ``P("fsdp", None)`` from a step that took ``P("fsdp")``: the same placement, which must compare equal.
+    """
+    found: Sharding | None = getattr(array, "sharding", None)
+    if not isinstance(found, NamedSharding):
+        return found
+    used = [index for index, axes in enumerate(found.spec) if axes not in (None, ())]
+    return found.update(spec=PartitionSpec(*found.spec[: used[-1] + 1 if used else 0]))
 
 
 def _keep(block: Array) -> Array:

@@ -58,6 +58,9 @@ def test_norms_that_were_moved_compile_one_move_and_no_decode_program(caplog):
         assert engine.generate(again, asked) == first
     assert names(engine) == [*compiled, "move_small_weights"], "whichever comes, nothing is compiled any more"
     assert engine.ledger.launches.count("move_small_weights") == 3
+    # Large weights whose placement is only written in another way, as the next train step may do.
+    assert engine.generate(placed(q=(None, "fsdp", "tp", None, None)), asked) == first
+    assert names(engine) == [*compiled, "move_small_weights"]
     assert "compiled again" not in caplog.text
 
 

@@ -104,7 +104,7 @@ def test_rollouts_are_the_actors_and_rounds_are_exact(tmp_path, values):
     trainer = learned.cluster.actor_trainer
     assert trainer.train_steps == STEPS * 2
     assert [row["step"] for row in read_jsonl(tmp_path / "samples.jsonl")] == [0, 3, 6, 8]
-    assert trainer.metrics_logger.get_metric_history("inference_eval", "audit/logprob_gap", "eval").max() < 1e-5
+    assert trainer.metrics_logger.get_metric_history("inference_eval", "logprob_gap", "eval").max() < 1e-5
     kind = nnx.LoRAParam if "lora" in values else nnx.Param
     actor, sampled = (
         jax.tree.leaves(nnx.state(each, kind)) for each in (trainer.model, learned.cluster.rollout.model())
@@ -151,4 +151,4 @@ def test_dpo_of_an_adapter_samples_the_policy_and_trains_the_same(tmp_path):
     assert [row["step"] for row in rows] == [2, 4, 5]
     assert len({row["generated_text"] for row in rows}) > 1, "the adapter is merged"
     logger = trainer.metrics_logger
-    assert logger.get_metric_history("inference_eval", "audit/logprob_gap", "eval").max() < 1e-5
+    assert logger.get_metric_history("inference_eval", "logprob_gap", "eval").max() < 1e-5
