@@ -324,7 +324,8 @@ class TrainStep:
     def _step(
         self, state: TrainState, frozen: PyTree, batch: dict[str, Array], stop: Array, *limit: Array
     ) -> tuple[TrainState, Float[Array, " n"]]:
-        parts, gradients = self._differentiate(state.model, frozen, batch)
+        parts, gradients = self._sums(state.model, frozen, batch)
+        gradients = jax.tree.map(lambda g: (g / parts.weight).astype(g.dtype), gradients)
         updates, opt_state = self._optimizer.update(gradients, state.opt_state, state.model)
         model = optax.apply_updates(state.model, updates)
         values = {name: total / parts.weight for name, total in parts.metrics.items()}
@@ -343,14 +344,12 @@ class TrainStep:
         new_state = TrainState(step=state.step + 1, model=model, opt_state=opt_state)
         return new_state, jnp.stack([jnp.asarray(x, jnp.float32) for x in metrics])
 
-    def _differentiate(self, model: PyTree, frozen: PyTree, batch: dict[str, Array]) -> tuple[LossParts, PyTree]:
-        """Return the sums over the whole batch and the gradient of the mean loss, microbatch by microbatch."""
-        if self._microbatches == 1:
-            # Gradients that are divided afterwards are for a moment in memory twice.
-            (_, parts), gradients = eqx.filter_value_and_grad(self._mean, has_aux=True)(model, frozen, batch)
-            return parts, gradients
-
+    def _sums(self, model: PyTree, frozen: PyTree, batch: dict[str, Array]) -> tuple[LossParts, PyTree]:
+        """Return the sums over the whole batch and the gradient of their total, microbatch by microbatch."""
         differentiate = eqx.filter_value_and_grad(self._total, has_aux=True)
+        if self._microbatches == 1:
+            (_, parts), gradients = differentiate(model, frozen, batch)
+            return parts, gradients
 
         def add(sums: PyTree, microbatch: dict[str, Array]) -> tuple[PyTree, None]:
             (_, parts), gradients = differentiate(model, frozen, microbatch)
@@ -361,17 +360,13 @@ class TrainStep:
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (parts, gradients))
         zeros = (zeros[0], hax.shard(zeros[1], PARAMETER_AXES, self._mesh))
         (parts, gradients), _ = jax.lax.scan(add, zeros, split)
-        return parts, jax.tree.map(lambda g: (g / parts.weight).astype(g.dtype), gradients)
+        return parts, gradients
 
     def _total(self, model: PyTree, frozen: PyTree, batch: dict[str, Array]) -> tuple[Array, LossParts]:
         with hax.axis_mapping(COMPUTE_AXES):
             parts = self._loss_fn(self._precision.cast_to_compute(join_trained(model, frozen)), batch)
         parts = cast_floats(parts, jnp.dtype(jnp.float32))
         return parts.total, parts
-
-    def _mean(self, model: PyTree, frozen: PyTree, batch: dict[str, Array]) -> tuple[Array, LossParts]:
-        total, parts = self._total(model, frozen, batch)
-        return total / parts.weight, parts
 
     def _split(self, rows: Array) -> Array:
         """Reshape ``[row, ...]`` to ``[microbatch, row, ...]`` without moving a row to another device."""
