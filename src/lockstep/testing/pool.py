@@ -175,8 +175,9 @@ def run_processes(
 
     Example:
         >>> from lockstep.testing import run_processes
-        >>> run_processes(getattr, processes=2, devices=1, args=("index",))
-        [0, 1]
+        >>> import inspect
+        >>> run_processes(inspect.isclass, processes=2, devices=1)  # a function of yours, which gets the hosts
+        [False, False]
     """
     return POOL.call(
         Reference.to(body),
