@@ -90,7 +90,7 @@ def launch_all(
             commit = functools.partial(_commit_prompt_logprobs, scheduler, batch, packed)
         else:
             program = programs.verify[batch.width] if isinstance(batch, VerifyBatch) else programs.decode
-            with around_launch(program.name):
+            with around_launch(f"verify_{batch.width}" if isinstance(batch, VerifyBatch) else "decode"):
                 pool, results = program(weights, pool, given)
                 fetched = start_fetch(results)
                 ahead = _error_of(scheduler.work_ahead)
