@@ -169,7 +169,8 @@ def test_the_configuration_reference_is_up_to_date():
 
 
 def test_the_five_lines_of_the_readme_are_those_of_the_example():
-    snippet, levanter = blocks(ROOT / "README.md", "python")
+    snippet, levanter, tunix = blocks(ROOT / "README.md", "python")
+    assert tunix in (ROOT / "docs" / "tunix.md").read_text(encoding="utf-8").replace("(samples,", "(config,")
     assert levanter in (ROOT / "docs" / "levanter.md").read_text(encoding="utf-8").replace("(samples,", "(config,")
     assert len(snippet.splitlines()) == 5
     assert textwrap.indent(snippet, "    ") in (ROOT / "examples" / "own_loop.py").read_text(encoding="utf-8")
