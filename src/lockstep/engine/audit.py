@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
 from lockstep.device import AroundLaunch, Program, compile_lowered, compile_program, fetch
-from lockstep.engine.prepare import signature_of
-from lockstep.engine.small_moves import SmallMoves, are_small, find_moves, make_moves
+from lockstep.engine.decode_model import signature_of
+from lockstep.engine.small_moves import KnownModel
 from lockstep.errors import CapacityError, ConfigError
 from lockstep.hosts import Hosts, Ledger, current, digest
 from lockstep.models import DecoderWeights, LlamaConfig, as_trainable, read_decoder
@@ -71,16 +71,14 @@ class Auditor:
         self.vocab_size = vocab_size
         self.dtype = dtype
         self.ledger = Ledger() if ledger is None else ledger
-        self._built: tuple[object, int, dict[str, Program]] | None = None
-        self._moves: SmallMoves | None = None
+        self._built: tuple[int, dict[str, Program]] | None = None
+        self._known: KnownModel | None = None
         self._rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
     @property
     def programs(self) -> Mapping[str, Program]:
         """The compiled programs by name; none before the first `prepare`."""
-        moves = self._moves.program if self._moves else None
-        first = {} if moves is None else {moves.name: moves}
-        return first | self._built[2] if self._built else {}
+        return self._known.programs | self._built[1] if self._built and self._known else {}
 
     def prepare(self, model: Any, requests: Sequence[Request]) -> dict[str, str]:
         """Compiles the forward pass for the longest that the requests can become; launches nothing.
@@ -95,8 +93,8 @@ class Auditor:
         config, weights = read_decoder(model)
         length = max(len(r.prompt_tokens) + r.params.max_new_tokens for r in requests)
         length = min(config.max_seq_len, -(-length // _LENGTH_STEP) * _LENGTH_STEP)
-        signature = signature_of(config, weights)
-        if self._built is None or self._built[1] < length or not self._follows(self._built[0], (config, weights)):
+        known = self._known
+        if self._built is None or known is None or self._built[0] < length or not known.follow((config, weights)):
             ids = jax.ShapeDtypeStruct((self.mesh.size, length + 1), np.int32, sharding=self._rows)
             compute = jnp.dtype(self.dtype or weights.embed.dtype)
             names = {"audit": False} if compute == jnp.float32 else {"audit": False, "audit_float32": True}
@@ -111,19 +109,9 @@ class Auditor:
                 )
                 for name, in_float32 in names.items()
             }
-            self._built, self._moves = (signature, length, programs), None
+            self._built = length, programs
+            self._known = KnownModel(signature_of(config, weights), self.mesh, self.ledger, compile_lowered)
         return {key: value for program in self.programs.values() for key, value in program.digests.items()}
-
-    def _follows(self, before: object, read: tuple[LlamaConfig, DecoderWeights]) -> bool:
-        """Whether the programs do for a model, where small weights are moved back first."""
-        now = signature_of(*read)
-        if now == before or (self._moves is not None and now == self._moves.signature):
-            return True
-        moved = find_moves(before, now)
-        if moved is None or not are_small(moved, before):
-            return False
-        self._moves = make_moves(before, read, self.mesh, self.ledger, compile_lowered)
-        return True
 
     def check_memory(self, free: int, utilization: float) -> None:
         """Refuses an audit that needs more memory than there is when cache and decode weights are gone again.
@@ -142,7 +130,7 @@ class Auditor:
         )
         if need > free * utilization:
             raise CapacityError(
-                f"the audit needs {bytes_text(need)} per device for sequences of {self._built[1]} tokens; there are "
+                f"the audit needs {bytes_text(need)} per device for sequences of {self._built[0]} tokens; there are "
                 f"{bytes_text(int(free * utilization))}: hbm_utilization {utilization:g} of the {bytes_text(free)} "
                 "that the device with the least free memory of all hosts has. Set audit to false, or shorten prompts "
                 "and answers."
@@ -171,10 +159,10 @@ class Auditor:
         Raises:
             ConfigError: The model is not the one that was prepared for, or a completion is of none of the requests.
         """
-        assert self._built is not None, "prepare() comes before run()"
-        signature, length, programs = self._built
+        assert self._built is not None and self._known is not None, "prepare() comes before run()"
+        length, programs = self._built
         config, weights = read_decoder(model)
-        if signature_of(config, weights) not in (signature, self._moves.signature if self._moves else None):
+        if (config, weights) not in self._known:
             raise ConfigError(
                 "the model's configuration, shapes, dtypes or placement are not those that the auditor prepared for. "
                 "Call prepare with this model first."
@@ -187,9 +175,9 @@ class Auditor:
                     f"a completion is of prompt {completion.prompt_id}, which none of the {len(prompts)} requests has. "
                     "Pass the requests that were answered."
                 )
-        if self._moves is not None:
-            with around_launch("move_small_weights"):
-                weights = self._moves(weights)
+        for name in self._known.programs:
+            with around_launch(name):
+                weights = self._known.move_back(weights)
         gap = noise = 0.0
         for batch in _batches(sampled, self.mesh.size):
             ids = np.zeros((self.mesh.size, length + 1), np.int32)

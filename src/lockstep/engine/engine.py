@@ -13,12 +13,12 @@ from lockstep.engine.config import EngineConfig, tensor_size
 from lockstep.engine.decode_model import DecodeModel
 from lockstep.engine.gate import Gate
 from lockstep.engine.launches import BetweenLaunches, launch_all
-from lockstep.engine.prepare import Prepared, models_for, prepare_programs, signature_of
+from lockstep.engine.prepare import Prepared, models_for, prepare_programs
 from lockstep.engine.sizing.choose import Chooser
 from lockstep.engine.sizing.cost_model import verify_costs
 from lockstep.engine.sizing.result import Sizing
-from lockstep.engine.small_moves import SmallMoves, describe_change, make_moves
-from lockstep.engine.validate import check_requests, repeated
+from lockstep.engine.small_moves import KnownModel, describe_change
+from lockstep.engine.validate import check_requests, checked
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, Ledger, current, digest, environment
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
@@ -48,9 +48,8 @@ class Engine:
 
     Example:
         >>> engine = lockstep.Engine(lockstep.EngineConfig(max_seq_len=64), mesh)
-        >>> params = lockstep.SamplingParams(max_new_tokens=4, temperature=0.0)
-        >>> request = lockstep.Request(prompt_id=0, prompt_tokens=(1, 2, 3), params=params)
-        >>> (completion,) = engine.generate(model, [request])
+        >>> asked = lockstep.Request(prompt_id=0, prompt_tokens=(1,), params=lockstep.SamplingParams(max_new_tokens=4))
+        >>> (completion,) = engine.generate(model, [asked])
         >>> len(completion.tokens)
         4
     """
@@ -76,7 +75,7 @@ class Engine:
         self._compile_with = compile_with
         self.ledger = Ledger() if ledger is None else ledger
         self._built: Prepared | None = None
-        self._moves: SmallMoves | None = None
+        self._known: KnownModel | None = None
         self._compilations: list[Compilation] = []
 
     @property
@@ -97,9 +96,7 @@ class Engine:
     @property
     def programs(self) -> Mapping[str, Program]:
         """The compiled programs by name."""
-        moves = self._moves.program if self._moves else None
-        first = {} if moves is None else {moves.name: moves}
-        return first | self._built.programs.by_name() if self._built else {}
+        return self._known.programs | self._built.programs.by_name() if self._built and self._known else {}
 
     @property
     def compilations(self) -> Sequence[Compilation]:
@@ -176,8 +173,8 @@ class Engine:
         read, free = self._checked(model, requests, free)
         models, before = models_for(self.config, self.mesh, read, self._built)
         if self._built is not None and before is None:
-            change = describe_change(self._built.models.signature, models.signature)
-            log.warning("all decode programs are compiled again: %s", change)
+            old = self._built.models.signature
+            log.warning("all decode programs are compiled again: %s", describe_change(old, models.signature))
         self._built = prepare_programs(
             self.config,
             models,
@@ -188,10 +185,9 @@ class Engine:
             before=before,
             compile_with=self._compile_with,
         )
-        if before is None:
-            self._moves = None
-        if signature_of(*read) not in self._known():
-            self._moves = make_moves(self._built.models.signature, read, self.mesh, self.ledger, self._compile_with)
+        if before is None or self._known is None:
+            self._known = KnownModel(self._built.models.signature, self.mesh, self.ledger, self._compile_with)
+        self._known.follow(read)
         self.decode_mesh = self._built.model.decode_mesh
         known = {id(compilation) for compilation in self._compilations}
         compiled = [program.compilation for program in self.programs.values()]
@@ -268,7 +264,7 @@ class Engine:
             ConfigError, PromptError, CapacityError: See `prepare` and `run`; raised when the request is read.
         """
         weights, scheduler = self._begin(
-            model, lambda weights: _checked(requests, weights.embed.shape[0], self.vocab_size), find_stop, gate
+            model, lambda weights: checked(requests, weights.embed.shape[0], self.vocab_size), find_stop, gate
         )
         for _ in self._launches(weights, scheduler, around_launch, between_launches, gate):
             if answered := scheduler.take_answered():
@@ -276,21 +272,16 @@ class Engine:
         if answered := scheduler.take_answered():
             yield answered
 
-    def _known(self) -> list[object]:
-        """The signatures of the models that the programs do for."""
-        signatures = [] if self._built is None else [self._built.models.signature]
-        return signatures if self._moves is None else [*signatures, self._moves.signature]
-
     def _prepared_for(self, model: Any) -> DecoderWeights:
         """The arrays of a model that has the shapes, dtypes and placement that were prepared for."""
-        assert self._built is not None, "prepare() comes before run()"
-        config, weights = read_decoder(model)
-        if signature_of(config, weights) not in self._known():
+        assert self._known is not None, "prepare() comes before run()"
+        read = read_decoder(model)
+        if read not in self._known:
             raise ConfigError(
                 "the model's configuration, shapes, dtypes or placement are not those that the engine prepared for. "
                 "Call prepare with this model first."
             )
-        return weights
+        return read[1]
 
     def _begin(
         self,
@@ -329,11 +320,10 @@ class Engine:
         gate: Gate | None,
     ) -> Iterator[None]:
         """Launches until all requests are answered; yields after each launch whose results were committed."""
-        assert self._built is not None
+        assert self._built is not None and self._known is not None
         model, programs = self._built.model, self._built.programs
         with around_launch("reshard"):
-            if self._moves is not None:
-                weights = self._moves(weights)
+            weights = self._known.move_back(weights)
             if programs.reshard is not None:
                 weights = programs.reshard(sources(weights) if model.lazy else weights)
             pool = programs.new_cache()
@@ -408,14 +398,3 @@ class Engine:
         read = read_decoder(model)
         check_requests(requests, read[1].embed.shape[0], self.vocab_size)
         return read, self.free_bytes(read) if free is None else free
-
-
-def _checked(requests: Iterable[Request], rows: int, vocab_size: int | None) -> Iterator[Request]:
-    """Requests one by one, each checked as `check_requests` checks all together."""
-    seen: set[int] = set()
-    for request in requests:
-        check_requests([request], rows, vocab_size)
-        if request.prompt_id in seen:
-            raise repeated(request.prompt_id)
-        seen.add(request.prompt_id)
-        yield request

@@ -7,13 +7,12 @@ from jax.sharding import Mesh
 
 from lockstep.device import Compile, compile_lowered
 from lockstep.engine.config import EngineConfig, layout_text
-from lockstep.engine.decode_model import DecodeModel, DecodeModels
-from lockstep.engine.decode_model import signature_of as signature_of
+from lockstep.engine.decode_model import DecodeModel, DecodeModels, signature_of
 from lockstep.engine.decoder.build import Programs, build_programs
 from lockstep.engine.sizing.choose import Chooser
 from lockstep.engine.sizing.memory_model import measured
 from lockstep.engine.sizing.result import Sizing
-from lockstep.engine.small_moves import are_small, find_moves
+from lockstep.engine.small_moves import can_follow
 from lockstep.errors import HbmError
 from lockstep.hosts import Ledger
 from lockstep.models import DecoderWeights, LlamaConfig
@@ -55,12 +54,10 @@ def models_for(
 
     Returns:
         The models of ``before`` and ``before`` itself where it was prepared for the same shapes, dtypes and placement,
-        or small weights alone are placed elsewhere (`make_moves`); else new ones and None.
+        or small weights alone are placed elsewhere (`KnownModel`); else new ones and None.
     """
-    if before is not None:
-        moved = find_moves(before.models.signature, signature_of(*model))
-        if moved is not None and are_small(moved, before.models.signature):
-            return before.models, before
+    if before is not None and can_follow(before.models.signature, signature_of(*model)):
+        return before.models, before
     return DecodeModels(config, *model, mesh), None
 
 

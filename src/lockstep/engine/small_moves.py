@@ -79,6 +79,51 @@ class SmallMoves:
         return back
 
 
+class KnownModel:
+    """The model that programs were compiled for, as structs, and the placement of it that came last.
+
+    Args:
+        signature: The signature of the model, see `signature_of`.
+        mesh: Its mesh.
+        ledger: Where launches are recorded.
+        compile_with: The compiler.
+    """
+
+    def __init__(self, signature: object, mesh: Mesh, ledger: Ledger, compile_with: Compile) -> None:
+        self._signature, self._mesh = signature, mesh
+        self._ledger, self._compile_with = ledger, compile_with
+        self._moves: SmallMoves | None = None
+
+    @property
+    def programs(self) -> dict[str, Program]:
+        """The program that moves weights back by its name; none where none had to be."""
+        program = self._moves.program if self._moves else None
+        return {} if program is None else {program.name: program}
+
+    def __contains__(self, read: tuple[LlamaConfig, DecoderWeights]) -> bool:
+        """Whether the programs do for a model, with nothing more to compile."""
+        return signature_of(*read) in (self._signature, self._moves.signature if self._moves else None)
+
+    def follow(self, read: tuple[LlamaConfig, DecoderWeights]) -> bool:
+        """Return whether the programs do for a model; compile what moves its small weights back, where that is new."""
+        if read in self:
+            return True
+        if not can_follow(self._signature, signature_of(*read)):
+            return False
+        self._moves = _make_moves(self._signature, read, self._mesh, self._ledger, self._compile_with)
+        return True
+
+    def move_back(self, weights: DecoderWeights) -> DecoderWeights:
+        """Return the weights of a model that is known where they were when programs were compiled."""
+        return self._moves(weights) if self._moves else weights
+
+
+def can_follow(before: Any, now: Any) -> bool:
+    """Whether programs that were compiled for one signature do for another, small weights being moved back."""
+    moved = find_moves(before, now)
+    return moved is not None and are_small(moved, before)
+
+
 def find_moves(before: Any, now: Any) -> tuple[Moved, ...] | None:
     """The arrays that were moved between two signatures; None where something else differs too.
 
@@ -116,10 +161,10 @@ def are_small(moved: Sequence[Moved], before: Any) -> bool:
     return max(sum(block_bytes(m.before) for m in moved), sum(block_bytes(m.now) for m in moved)) <= _limit(before)
 
 
-def make_moves(
+def _make_moves(
     before: Any, read: tuple[LlamaConfig, DecoderWeights], mesh: Mesh, ledger: Ledger, compile_with: Compile
-) -> SmallMoves | None:
-    """Compiles what moves the weights of a model back; None where nothing has to be moved.
+) -> SmallMoves:
+    """Compiles what moves the weights of a model back.
 
     Args:
         before: The signature of the model that programs were compiled for, from which ``read`` differs in small moves.
@@ -129,8 +174,6 @@ def make_moves(
         compile_with: The compiler.
     """
     now = signature_of(*read)
-    if now == before:
-        return None
     moved = find_moves(before, now)
     assert moved is not None, "only weights that were moved can be moved back"
     program = None

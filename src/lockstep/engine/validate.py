@@ -1,6 +1,6 @@
 """Refuses requests whose numbers the model cannot use: by name, for a device would clamp them in silence."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from lockstep.errors import ConfigError, PromptError
 from lockstep.types import Request
@@ -19,11 +19,29 @@ def check_requests(requests: Sequence[Request], rows: int, vocab_size: int | Non
             nothing is left to sample.
         PromptError: A prompt has a token that the model does not have.
     """
+    for _ in checked(requests, rows, vocab_size):
+        pass
+
+
+def checked(requests: Iterable[Request], rows: int, vocab_size: int | None = None) -> Iterator[Request]:
+    """Yield requests one by one, each when it has been checked as `check_requests` checks all.
+
+    Args:
+        requests: Any number of requests, which may be read as they are needed.
+        rows: The number of rows of the model's embedding.
+        vocab_size: The number of token ids that may be sampled, from 0; None for all rows.
+
+    Raises:
+        ConfigError, PromptError: See `check_requests`.
+    """
     seen: set[int] = set()
     for request in requests:
         number = request.prompt_id
         if number in seen:
-            raise repeated(number)
+            raise ConfigError(
+                f"prompt_id {number} is used by several requests; random draws depend on it. Number the prompts "
+                "differently."
+            )
         seen.add(number)
         if not 0 <= number < 2**32:
             raise ConfigError(
@@ -42,13 +60,7 @@ def check_requests(requests: Sequence[Request], rows: int, vocab_size: int | Non
                     "so that it would never stop. Remove it, or use the tokenizer that the model was trained with."
                 )
         _check_sampling(request, rows if vocab_size is None else min(vocab_size, rows))
-
-
-def repeated(number: int) -> ConfigError:
-    """The error of a prompt_id that several requests have."""
-    return ConfigError(
-        f"prompt_id {number} is used by several requests; random draws depend on it. Number the prompts differently."
-    )
+        yield request
 
 
 def _check_sampling(request: Request, vocab: int) -> None:

@@ -269,8 +269,7 @@ class LlamaLMHeadModel(eqx.Module):
 
     Example:
         >>> tokens = hax.ones((hax.Axis("batch", 2), hax.Axis("position", 8)), dtype=int)
-        >>> jax.eval_shape(model, tokens).shape["batch"]
-        2
+        >>> logits = jax.eval_shape(model, tokens)
     """
 
     embed: NamedArray

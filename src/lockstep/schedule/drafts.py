@@ -12,8 +12,11 @@ from collections.abc import Sequence as Seq
 import numpy as np
 from jaxtyping import Float, Int, Int32
 
-from lockstep.schedule.batch import Capacity
+from lockstep.schedule.batch import Capacity, DecodeBatch, VerifyBatch
+from lockstep.schedule.planning import num_decode_steps
+from lockstep.schedule.results import DecodeResults
 from lockstep.schedule.sequence import Sequence
+from lockstep.schedule.slots import DecodeSlots
 from lockstep.types import Drafts
 
 _NGRAMS = (3, 2)
@@ -121,6 +124,8 @@ class Drafter:
         """The guesses of the next launch, -1 where there is none."""
         self.looked_at = 0
         """The number of sampled tokens for which there was a guess."""
+        self.steps = 0
+        """The number of steps in which tokens were sampled, counted once for each sequence."""
         self.right = 0
         """The number of those that were as guessed."""
 
@@ -133,6 +138,27 @@ class Drafter:
                 request.prompt_tokens, request.drafts, sequence.generation_id, sequence.siblings
             )
         self._looked_at[at] = self._right[at] = 0.0
+
+    def batch(self, slots: DecodeSlots, *, waiting: bool, stop_rate: float) -> VerifyBatch | None:
+        """Returns the batch of a launch that verifies drafts; None where decoding is expected to be as fast.
+
+        Args:
+            slots: The sequences and what they may still sample.
+            waiting: See `num_decode_steps`.
+            stop_rate: See `num_decode_steps`; of a token.
+        """
+        left = slots.all_remaining
+        width, expected = self.choose(slots.sequences, left)
+        if width == 1:
+            return None
+        steps = num_decode_steps(
+            np.ceil(slots.remaining / np.array(expected)).astype(np.int64),
+            self.most_steps(width, expected, left),
+            waiting=waiting,
+            stop_rate=min(0.5, stop_rate * width),
+        )
+        assert 1 <= steps <= self._capacity.draft_tokens // width
+        return VerifyBatch(decode=slots.batch(steps), width=width, drafts=self.drafts.copy())
 
     def choose(self, sequences: np.ndarray, remaining: Int32[np.ndarray, "replica slot"]) -> tuple[int, list[float]]:
         """Guesses the next tokens of all sequences, and chooses how many of them a step should verify.
@@ -181,12 +207,22 @@ class Drafter:
         trusted = int(_FIRST + _GROWTH * known) // width
         return max(1, min(int(reach.max()), trusted, self._capacity.draft_tokens // width))
 
-    def learn(self, tokens: Int[np.ndarray, "replica slot step"]) -> None:
+    def learn(self, batch: DecodeBatch | VerifyBatch, results: DecodeResults) -> DecodeResults:
         """Compares the guesses of the last `choose` with what was sampled.
 
         Args:
-            tokens: The token ids, -1 after the last one of a slot.
+            batch: The batch of the launch.
+            results: Its results; of a launch that verified drafts, with the step of each token.
+
+        Returns:
+            The results as those of decode.
         """
+        if isinstance(batch, VerifyBatch):
+            results, step = results.split_steps()
+            self.steps += int(np.where(results.tokens >= 0, step + 1, 0).max(axis=-1).sum())
+        else:
+            self.steps += int((results.tokens >= 0).sum())
+        tokens = results.tokens
         count = min(tokens.shape[2], self._capacity.draft_tokens)
         sampled, drafts = tokens[:, :, :count], self.drafts[:, :, :count]
         seen = (sampled >= 0) & (drafts >= 0)
@@ -200,6 +236,7 @@ class Drafter:
         self.right += int(right.sum())
         self._run_looked_at += int(looked_at.sum())
         self._run_right += int(right.sum())
+        return results
 
 
 def _expected(share: Float[np.ndarray, " sequence"], most: Int[np.ndarray, " sequence"]) -> Float[np.ndarray, "..."]:

@@ -1,6 +1,5 @@
 """The scheduler: a pure function of the requests and of the sampled tokens, so that every host computes the same."""
 
-import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -17,6 +16,7 @@ from lockstep.schedule.batch import (
     VerifyBatch,
 )
 from lockstep.schedule.capacity import check_capacity
+from lockstep.schedule.counts import Counts
 from lockstep.schedule.drafts import Drafter
 from lockstep.schedule.planning import (
     PromptLogprobsRow,
@@ -36,30 +36,6 @@ from lockstep.types import Completion, FinishReason, Request
 type FindStop = Callable[[Seq[int], int, Seq[str]], int | None]
 """Takes the tokens of an answer, how many of them are known to have no stop string, and the stop strings. Returns the
 least number of tokens whose text has one, or None. It must be a pure function, the same on every host."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Counts:
-    """The progress of a scheduler, answers that were taken from it included.
-
-    Args:
-        finished: The number of finished sequences.
-        tokens: The number of tokens sampled by each replica, those of unfinished sequences included.
-        pages: The number of pages in use, over all replicas.
-        max_pages: The number of pages that can be used, over all replicas.
-        steps: The number of steps that sampled those tokens, counted once for each sequence; fewer than tokens where
-            drafts were verified.
-        drafted: The number of tokens for which there was a draft.
-        right: The number of those that were as drafted.
-    """
-
-    finished: int
-    tokens: tuple[int, ...]
-    pages: int
-    max_pages: int
-    steps: int = 0
-    drafted: int = 0
-    right: int = 0
 
 
 class Scheduler:
@@ -96,7 +72,6 @@ class Scheduler:
     ) -> None:
         self.capacity = capacity
         self._drafter = Drafter(capacity, verify_costs or {}) if capacity.verify_widths else None
-        self._steps = 0
         self._find_stop = find_stop
         self._share_prefixes = share_prefixes
         self._max_prompts = max_prompts
@@ -133,7 +108,7 @@ class Scheduler:
             tokens=tuple(self._sampled.tolist()),
             pages=max_pages - sum(each.num_free for each in allocators),
             max_pages=max_pages,
-            steps=self._steps,
+            steps=self._drafter.steps if self._drafter else int(self._sampled.sum()),
             drafted=self._drafter.looked_at if self._drafter else 0,
             right=self._drafter.right if self._drafter else 0,
         )
@@ -231,26 +206,11 @@ class Scheduler:
         waiting = bool(self._waiting) or self._next is not None
         stop_rate = self._stop_rate if self._slots.may_stop else 0.0
         if self._drafter is not None:
-            verified = self._verify_batch(self._drafter, waiting=waiting, stop_rate=stop_rate)
+            verified = self._drafter.batch(self._slots, waiting=waiting, stop_rate=stop_rate)
             if verified is not None:
                 return verified
         steps = num_decode_steps(self._slots.remaining, self.capacity.steps, waiting=waiting, stop_rate=stop_rate)
         return self._slots.batch(steps)
-
-    def _verify_batch(self, drafter: Drafter, *, waiting: bool, stop_rate: float) -> VerifyBatch | None:
-        """Returns a batch that verifies drafts where that is expected to be faster; else None."""
-        left = self._slots.all_remaining
-        width, expected = drafter.choose(self._slots.sequences, left)
-        if width == 1:
-            return None
-        steps = num_decode_steps(
-            np.ceil(self._slots.remaining / np.array(expected)).astype(np.int64),
-            drafter.most_steps(width, expected, left),
-            waiting=waiting,
-            stop_rate=min(0.5, stop_rate * width),
-        )
-        assert 1 <= steps <= self.capacity.draft_tokens // width
-        return VerifyBatch(decode=self._slots.batch(steps), width=width, drafts=drafter.drafts.copy())
 
     def work_ahead(self) -> None:
         """Does what needs no results, for the time in which the devices work: completions, and reading requests.
@@ -270,14 +230,9 @@ class Scheduler:
             batch: The batch of the launch.
             results: What each slot sampled; of a launch that verifies drafts, the step of each token too.
         """
-        if isinstance(batch, VerifyBatch):
-            batch = batch.decode
-            results, step = results.split_steps()
-            self._steps += int(np.where(results.tokens >= 0, step + 1, 0).max(axis=-1).sum())
-        else:
-            self._steps += int((results.tokens >= 0).sum())
         if self._drafter is not None:
-            self._drafter.learn(results.tokens)
+            results = self._drafter.learn(batch, results)
+        batch = batch.decode if isinstance(batch, VerifyBatch) else batch
         at = np.nonzero(batch.remaining)
         sequences: list[Sequence] = self._slots.sequences[at].tolist()
         looks = self._slots.has_stop_strings[at]

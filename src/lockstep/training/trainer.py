@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from lockstep.errors import ConfigError, HostError
+from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, Watchdog, current, leader_only
 from lockstep.placement import data_shards, fsdp_warning, make_mesh, place, place_local
 from lockstep.report import FINISH_S, BackgroundTracker, NoopTracker, Tracker
@@ -42,6 +42,7 @@ from lockstep.training.step import (
     parameter_shardings,
     state_structs,
 )
+from lockstep.training.step_failure import named_failure
 from lockstep.training.step_log import StepLog
 from lockstep.training.stopping import StopRequest
 from lockstep.training.throughput import Meter
@@ -326,7 +327,7 @@ class Trainer:
         if batch is None:
             return None
         start = time.perf_counter()
-        with self._named_failure(step), self._watchdog.watch("train_step"), run.profiler.step(step):
+        with named_failure(self.hosts, step), self._watchdog.watch("train_step"), run.profiler.step(step):
             state, figures = step_fn(state, batch, *self._signals(step_fn, stop.signal or self._saves.flag()))
             run.source.prepare(step + 1)
             metrics = step_fn.read(figures)
@@ -336,20 +337,6 @@ class Trainer:
         )
         run.log.step(info, metrics, speed, getattr(run.source, "progress", ""))
         return state, info, metrics
-
-    @contextlib.contextmanager
-    def _named_failure(self, step: int) -> Iterator[None]:
-        """What a collective says of a dead peer does not say that: here the user reads what to look for."""
-        try:
-            yield
-        except jax.errors.JaxRuntimeError as error:
-            if self.hosts.count == 1:
-                raise
-            raise HostError(
-                f"the train step after {step} steps failed on process {self.hosts.index} of {self.hosts.count}."
-                f"{self.hosts.missing()} If the runtime speaks of a connection, a peer or a time-out, another process "
-                f"has died: look for the log that ends without an error. The runtime says: {error}"
-            ) from error
 
     def _compile(self, state: TrainState, shardings: PyTree, source: BatchSource) -> TrainStep:
         """The train step, compiled and agreed on by every host; nobody launches it before all are ready."""
