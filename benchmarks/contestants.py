@@ -39,7 +39,7 @@ class Floor:
         self._weights = random_weights(mesh)
         self._context = context
         self._keys_and_values: dict[tuple[int, int], jax.Array] = {}
-        self._run = jax.jit(_products)
+        self._run = jax.jit(_products, static_argnames="logits")
 
     def generate(self, load: Load, new_tokens: int) -> float:
         """Products of the prompt's tokens, then of ``new_tokens - 1`` steps."""
@@ -51,6 +51,21 @@ class Floor:
         jax.block_until_ready(self._run(step, self._weights, context, new_tokens - 1))
         return time.perf_counter() - start
 
+    def step_s(self, rows: int, repeats: int) -> float:
+        """Seconds of the products of so many positions, logits of all of them included: the least of some runs.
+
+        Args:
+            rows: positions of all sequences together.
+            repeats: how often it is measured.
+        """
+        x, seconds = jnp.ones((rows, MODEL.hidden_dim)), []
+        steps = max(1, 32 // rows)
+        for _ in range(repeats + 1):
+            start = time.perf_counter()
+            jax.block_until_ready(self._run(x, self._weights, None, steps, logits=rows))
+            seconds.append((time.perf_counter() - start) / steps)
+        return min(seconds[1:])  # the first one compiles
+
     def _of(self, prompts: int, length: int) -> jax.Array:
         """Keys and values ``[layer, key or value, sequence, kv head, position, head]``, made once."""
         shape = (MODEL.num_layers, 2, prompts, MODEL.num_kv_heads, length, MODEL.head_size)
@@ -59,7 +74,9 @@ class Floor:
         return self._keys_and_values[prompts, length]
 
 
-def _products(x: jax.Array, weights: DecoderWeights, context: jax.Array | None, steps: int) -> jax.Array:
+def _products(
+    x: jax.Array, weights: DecoderWeights, context: jax.Array | None, steps: int, logits: int = 64
+) -> jax.Array:
     width = x.shape[1]
 
     def layer(x: jax.Array, scanned: Any) -> tuple[jax.Array, None]:
@@ -74,8 +91,8 @@ def _products(x: jax.Array, weights: DecoderWeights, context: jax.Array | None, 
 
     def step(_: int, x: jax.Array) -> jax.Array:
         x, _ = jax.lax.scan(layer, x, (weights.layers, context))
-        logits = x[: min(len(x), 64)] @ weights.lm_head
-        return x + jnp.max(logits) * 1e-30  # so that nothing can be left out
+        most = jnp.max(x[: min(len(x), logits)] @ weights.lm_head)
+        return x + most * 1e-30  # so that nothing can be left out
 
     return jax.lax.fori_loop(0, steps, step, x)
 

@@ -1,10 +1,15 @@
 """What drafts are worth: tokens per second with drafts of which 0, 50, 90 and 100 % of the tokens are right, over none.
 
-    python -m benchmarks.drafts [--quick] [--json PATH]
+    python -m benchmarks.drafts [--quick] [--batch 8|2|1] [--json PATH]
 
-All in one run and in turns, on the same weights, greedy, 8 sequences. A draft is the answer itself, with tokens
-replaced at random places: so after a wrong token the next ones may be right. Prefill and the first token are left out
-of all times. The engine chooses by itself how much of a draft it verifies at a time.
+All in one run and in turns, on the same weights, greedy; 8 sequences, then 2 and 1. A draft is the answer itself, with
+tokens replaced at random places: so after a wrong token the next ones may be right. Prefill and the first token are
+left out of all times. The engine chooses by itself how much of a draft it verifies at a time, and is told nothing of
+how much of it is right.
+
+The ceiling is what the matrix products of the weights leave, measured alone in the same run: the most tokens per second
+of any number of positions at a time, over those of plain decode. Where a step of one token per sequence is bound by its
+products already, it is near 1, whoever verifies.
 """
 
 import argparse
@@ -22,34 +27,41 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.contestants import Times, one_device
+from benchmarks.contestants import Floor, one_device
 from benchmarks.shapes import MODEL, VOCAB, Load, random_weights
 from benchmarks.workers import write_json
 from lockstep.engine import Engine, EngineConfig
 from lockstep.schedule import Counts, Scheduler
 from lockstep.types import Completion, Drafts, Request
 
-LOAD, QUICK = Load(8, 64, 256), Load(8, 64, 64)
-GOALS = {"speedup_0": 0.95, "speedup_50": None, "speedup_90": 3.0, "speedup_100": 6.0}
-"""The least that each key should be, where there is a goal."""
+SHARES = (0, 50, 90, 100)
+GOALS = {"0": 0.95, "50": 0.95, "90": 3.0, "100": 6.0}
+"""The least that drafts of each share of right tokens should gain."""
+WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+"""Positions of a sequence whose products are measured alone, for the ceiling."""
+BATCHES = (8, 2, 1)
 
 
 def main() -> int:
     """Measure, print a table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="answers of 64 tokens, one turn")
+    parser.add_argument("--batch", type=int, choices=BATCHES, action="append", help="this batch only; may be repeated")
     parser.add_argument("--json", type=Path, help="write one key per row to this file")
     arguments = parser.parse_args()
-    console = Console(stderr=True)
-    rows = measure(QUICK if arguments.quick else LOAD, 1 if arguments.quick else 3, console)
-    show(rows)
+    console, rows = Console(stderr=True), dict[str, Any]()
+    for batch in arguments.batch or BATCHES:
+        load = Load(batch, 64, 64 if arguments.quick else 256)
+        found = measure(load, 1 if arguments.quick else 3, console)
+        show(batch, found)
+        rows |= {name if batch == BATCHES[0] else f"{name}_batch_{batch}": value for name, value in found.items()}
     if arguments.json:
         write_json(arguments.json, rows)
     return 0
 
 
 def measure(load: Load, turns: int, console: Console) -> dict[str, Any]:
-    """All rows; keys beyond the table's are further figures.
+    """All rows of a batch; keys beyond the table's are further figures.
 
     Args:
         load: what to generate.
@@ -61,19 +73,22 @@ def measure(load: Load, turns: int, console: Console) -> dict[str, Any]:
     nothing = [dataclasses.replace(each, drafts=Drafts()) for each in plain]  # compiles what verifies, too
     engine.prepare(model, nothing)
     answers = engine.run(model, plain)
-    contestants = {"plain": plain} | {f"{share}": drafted(plain, answers, share / 100) for share in (0, 50, 90, 100)}
-    times, counts = {name: Times() for name in contestants}, dict[str, Counts]()
+    contestants = {"plain": plain} | {f"{share}": drafted(plain, answers, share / 100) for share in SHARES}
+    short = [dataclasses.replace(r, params=dataclasses.replace(r.params, max_new_tokens=1)) for r in plain]
+    seconds, counts = {name: list[float]() for name in contestants}, dict[str, Counts]()
+    floor, products = Floor(), dict[int, float]()
     for turn in range(turns + 1):
+        # The same for all: what comes before the second token has no draft.
+        first = float(np.median([timed(engine, model, short)[0] for _ in range(3)]))
         for name, requests in contestants.items():
             whole, got, counts[name] = timed(engine, model, requests)
             assert [c.tokens for c in got] == [c.tokens for c in answers], f"drafts of {name} % change tokens"
-            short = [dataclasses.replace(r, params=dataclasses.replace(r.params, max_new_tokens=1)) for r in requests]
-            first = float(np.median([timed(engine, model, short)[0] for _ in range(3)]))
             if turn:  # the first turn is to warm up
-                times[name].prefill.append(first)
-                times[name].whole.append(whole)
-        console.print(f"turn {turn} of {turns}")
-    return figures(load, times, counts)
+                seconds[name].append(whole - first)
+        for width in WIDTHS:
+            products[width] = min(products.get(width, np.inf), floor.step_s(load.prompts * width, 2))
+        console.print(f"{load.prompts} sequences, turn {turn} of {turns}")
+    return figures(load, seconds, counts, products)
 
 
 def drafted(requests: Sequence[Request], answers: Sequence[Completion], share: float) -> list[Request]:
@@ -105,37 +120,52 @@ def timed(engine: Engine, model: Any, requests: Sequence[Request]) -> tuple[floa
     return time.perf_counter() - start, answers, seen[-1].counts
 
 
-def figures(load: Load, times: Mapping[str, Times], counts: Mapping[str, Counts]) -> dict[str, Any]:
+def figures(
+    load: Load,
+    seconds: Mapping[str, Sequence[float]],
+    counts: Mapping[str, Counts],
+    products: Mapping[int, float],
+) -> dict[str, Any]:
     """The rows of what was measured.
 
     Args:
-        load: what was generated.
-        times: seconds by contestant; ``plain`` among them.
-        counts: what the scheduler counted, by contestant.
+        load: What was generated.
+        seconds: The seconds of each turn after the first token, by contestant; ``plain`` among them.
+        counts: What the scheduler counted, by contestant.
+        products: The seconds of the products of a step, by the positions of each sequence in it.
     """
-    rows: dict[str, Any] = {}
-    for name, each in times.items():
-        if name != "plain":
-            rows[f"speedup_{name}"] = each.decode_rate(load) / times["plain"].decode_rate(load)
-    for name, each in times.items():
-        rows[f"tokens_per_s_{name}"] = each.decode_rate(load)
+    tokens, plain, rows = load.prompts * (load.new_tokens - 1), np.array(seconds["plain"]), dict[str, Any]()
+    for name, each in seconds.items():
+        if name != "plain":  # of each turn for itself: the machine is not equally fast in all of them
+            rows[f"speedup_{name}"] = float(np.median(plain / np.array(each)))
+    for share in SHARES:
+        rates = [load.prompts * expected(share / 100, width) / products[width] for width in WIDTHS]
+        rows[f"ceiling_{share}"] = max(rates) / (tokens / float(np.min(plain)))
+    for name, each in seconds.items():
+        rows[f"tokens_per_s_{name}"] = tokens / float(np.median(each))
         rows[f"tokens_per_step_{name}"] = sum(counts[name].tokens) / counts[name].steps
-    return rows
+    return rows | {f"products_ms_{width}": products[width] * 1e3 for width in WIDTHS}
 
 
-def show(rows: Mapping[str, Any]) -> None:
-    """Print the table."""
+def expected(share: float, width: int) -> float:
+    """The tokens that a step of ``width`` positions samples of a sequence, where each is right with a probability."""
+    return float(sum(share**position for position in range(width)))
+
+
+def show(batch: int, rows: Mapping[str, Any]) -> None:
+    """Print the table of a batch."""
     table = Table(
-        "right tokens", "tokens/s", "tokens per step", "over plain decode", "goal", title="drafts, 8 sequences"
-    )
-    for key, goal in GOALS.items():
-        name = key.removeprefix("speedup_")
+        "right tokens", "tokens/s", "tokens per step", "over plain decode", "goal", "ceiling of the products",
+        title=f"drafts, {batch} sequences",
+    )  # fmt: skip
+    for name, goal in GOALS.items():
         table.add_row(
             f"{name} %",
             f"{rows[f'tokens_per_s_{name}']:,.0f}",
             f"{rows[f'tokens_per_step_{name}']:.2f}",
-            f"{rows[key]:.2f}",
-            "" if goal is None else f">= {goal:g}",
+            f"{rows[f'speedup_{name}']:.2f}",
+            f">= {goal:g}",
+            f"{rows[f'ceiling_{name}']:.2f}",
         )
     Console().print(table)
 
