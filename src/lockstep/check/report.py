@@ -44,6 +44,22 @@ def print_report(result: CheckResult, console: Console) -> None:
         put(f"[bold green]✓ nothing found[/] (launches by process: {counts}; {result.seconds:.1f} s)")
 
 
+def print_at_once(finding: Finding, console: Console) -> None:
+    """Print a line about a finding while the run goes on, between the lines of its processes.
+
+    Args:
+        finding: It.
+        console: Where.
+    """
+    places = [
+        f"process {place.process} {place.text}"
+        + (f" at {shown(place.line.file)}:{place.line.line}" if place.line else "")
+        for place in finding.places
+    ]
+    text = escape(f"{finding.text}: {'; '.join(places)}")
+    console.print(f"[bold red]lockstep check: {finding.kind}[/]: {text}", soft_wrap=True, highlight=False)
+
+
 def _print_finding(finding: Finding, number: int, put: Callable[..., None]) -> None:
     times = f", {finding.count} times" if finding.count > 1 else ""
     put(f"[bold red]{number}. {finding.kind}[/]: {escape(finding.about.title)}")

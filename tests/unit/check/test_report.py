@@ -5,7 +5,7 @@ from rich.console import Console
 
 from lockstep.check.compare import End
 from lockstep.check.findings import Finding, Place
-from lockstep.check.report import print_report, render_page, write_page
+from lockstep.check.report import print_at_once, print_report, render_page, write_page
 from lockstep.check.run import CheckResult
 from lockstep.check.stack import Frame
 
@@ -46,6 +46,14 @@ def test_a_finding_has_the_users_own_line_the_stack_and_the_way_out(finding):
     assert "3 times" in text and "| a set" in text and EVIL in text
     assert f"On a pod: {finding.about.on_pod}" in text and f"Change: {finding.about.fix}" in text
     assert result(finding).exit_code == 1
+
+
+def test_what_is_seen_during_the_run_is_one_line_with_both_places(finding):
+    file = io.StringIO()
+    print_at_once(finding, Console(file=file, width=60, highlight=False))
+    (line,) = file.getvalue().splitlines()
+    assert line.startswith(f"lockstep check: one_process: {EVIL}: process 0 launches zeros at train.py:7")
+    assert line.endswith("; process 1 launches nothing more")
 
 
 def test_a_run_that_failed_is_not_clean():
