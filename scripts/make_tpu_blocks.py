@@ -71,10 +71,10 @@ def heads() -> list[Heads]:
         for tensor in (1, 2, 4, 8, 16):
             # Beyond its kv heads a model's heads are replicated and its groups split.
             kv, q = max(1, kv_heads // tensor), -(-q_heads // tensor)
-            held = stored_heads(kv, jnp.dtype(dtype).itemsize)
-            if not takes(q // kv * held, held, jnp.dtype(dtype).itemsize):
+            stored = stored_heads(kv, jnp.dtype(dtype).itemsize)
+            if not takes(q // kv * stored, stored, jnp.dtype(dtype).itemsize):
                 continue
-            found.add((q // kv * held, held, stored_head_size(size), dtype))
+            found.add((q // kv * stored, stored, stored_head_size(size), dtype))
     return sorted(found)
 
 

@@ -1,4 +1,4 @@
-"""What the engine does besides the right tokens: launches, compilations, memory, order, streams, refusals."""
+"""What the engine does besides the right tokens: launches, compilations, memory, order, streams, errors."""
 
 import contextlib
 import dataclasses

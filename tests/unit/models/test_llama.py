@@ -77,7 +77,7 @@ def test_computes_in_the_dtype_of_the_parameters_and_keeps_logits_in_float32() -
     assert activations.dtype == jnp.bfloat16
     logits = hax.named_jit(lambda m, i: m(i))(half, tokens())
     assert logits.dtype == jnp.float32
-    # Products of bfloat16 numbers, summed in float32: nothing is rounded to bfloat16 on the way out.
+    # Products of bfloat16 numbers, summed in float32: nothing is rounded to bfloat16 in between.
     exact = np.asarray(activations.array, np.float64) @ np.asarray(half.lm_head.array, np.float64)
     np.testing.assert_allclose(logits.array, exact, atol=1e-5)
     full = logits_of(model, tokens())
