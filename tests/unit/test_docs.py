@@ -28,6 +28,7 @@ WRITTEN = ("docs/api.md", "docs/configuration.md", "docs/reliability.md")
 
 LONGEST = {
     "README.md": 1000,
+    "docs/architecture.md": 1300,
     "docs/protocol.md": 1300,
     "docs/scheduler-and-memory.md": 1300,
     "docs/weights-and-layouts.md": 1300,
@@ -195,6 +196,12 @@ def test_the_yaml_of_the_readme_is_read():
     (snippet,) = [s for s in blocks(ROOT / "README.md", "yaml") if s.startswith("# lockstep train-lm\n")]
     config = decode_config(TrainLmConfig, yaml.safe_load(snippet), "README.md")
     assert config.inference_eval.enabled
+
+
+def test_the_quickstart_says_how_often_the_demo_samples():
+    demo = yaml.safe_load((ROOT / "config" / "demo.yaml").read_text(encoding="utf-8"))
+    page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    assert f"Every {demo['inference_eval']['eval_every']} steps both hosts answer" in page
 
 
 def anchors(text):
