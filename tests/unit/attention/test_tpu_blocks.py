@@ -72,7 +72,7 @@ def test_heads_of_the_table_get_its_blocks_in_pages() -> None:
     assert decode.vmem_limit == VMEM_LIMIT["v5p"]
 
 
-@pytest.mark.parametrize("generation", ["v5p"])
+@pytest.mark.parametrize("generation", ["v5p", "v6e"])
 def test_heads_over_a_pool_in_8_bits_have_blocks_of_their_own(generation: str) -> None:
     for q_heads, kv_heads in [(32, 8), (8, 2), (64, 8), (16, 2), (28, 4)]:
         key = key_of(generation=generation, q_heads=q_heads, kv_heads=kv_heads, kv_dtype=FP8.name)
