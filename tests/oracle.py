@@ -30,7 +30,7 @@ TIE = 1e-5
 BFLOAT16_TIE = 4 * 2.0**-7
 """In bfloat16 two tokens are a near-tie when the oracle's own scores of them are closer than this share of the largest
 logit of the step, over the temperature: four steps between neighbouring numbers of bfloat16 at that size, for models of
-two layers, which round the residual stream five times on its way to the logits."""
+two layers, which round the residual stream five times before the logits."""
 
 NEAR_TIES_PER_THOUSAND = 25
 """Near-ties in bfloat16, of tokens, at most, with random weights. The two best scores with Gumbel noise are less than a

@@ -81,7 +81,7 @@ def check(found: dict[str, Any]) -> None:
     # Attention and MLP of every layer, and the embedding, whose rows the devices of a replica share.
     assert sum(one["times"] for one in of_layers) == (2 * LAYERS + 1 if found["tensor"] > 1 else 0)
 
-    # Of a float32 model, moving begins with no copy in bfloat16: three layers and a piece are on their way at most.
+    # Moving a float32 model begins with no copy in bfloat16: three layers and a piece are in flight at most.
     assert programs["reshard"]["temporaries"] < 0.15 * found["weights"]
     assert 1 <= found["ratio"] <= 1.08, "bytes of a step over the least that it could move"
 

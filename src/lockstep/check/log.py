@@ -19,7 +19,7 @@ class Program:
     Args:
         number: Which one of this process it is; one that is compiled again is another.
         name: JAX's name of it.
-        digest: Of its StableHLO.
+        digest: The digest of its StableHLO.
         processes: The processes that it runs on, by number.
         local: The devices of this process, by their places among them.
         arguments: The types of the arguments of the first launch, those left out that it does not use.

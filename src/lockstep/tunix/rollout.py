@@ -141,7 +141,9 @@ class Rollout(BaseRollout):
             filter_types: The types of these, such as the adapters alone; None for all, which are where they belong.
         """
         if filter_types is not None:
-            params = reshard.reshard_pytree(params, nnx.state(self._model, filter_types))
+            # On CPU, where jax moves arrays from mesh to mesh through the host, Tunix forbids that here.
+            with jax.transfer_guard("allow"):
+                params = reshard.reshard_pytree(params, nnx.state(self._model, filter_types))
         nnx.update(self._model, params)
 
     def pad_id(self) -> int:

@@ -37,17 +37,22 @@ def vanilla(model):
 
 
 def own_logprobs(model, output, temperature):
-    """Tunix's log-probabilities of the tokens of an output."""
+    """Tunix's log-probabilities of the tokens of an output.
+
+    Its forward hides each padding token, also one that was sampled; so what fills rows here is an id that is none.
+    """
     graph, state = nnx.split(model)
-    tokens = np.zeros((len(output.tokens), 10), np.int32)
+    padding, prompts = tiny.vocab_size(), np.array(output.left_padded_prompt_tokens)
+    prompts[prompts == tiny.tokenizer().pad_token_id] = padding
+    tokens = np.full((len(output.tokens), 10), padding, np.int32)
     for row, each in zip(tokens, output.tokens, strict=True):
         row[: len(each)] = each
     found = common.compute_per_token_logps(
         graph,
         state,
-        prompt_tokens=output.left_padded_prompt_tokens,
+        prompt_tokens=prompts,
         completion_tokens=tokens,
-        pad_id=tiny.tokenizer().pad_token_id,
+        pad_id=padding,
         eos_id=tiny.tokenizer().eos_token_id,
         temperature=temperature,
     )

@@ -17,7 +17,7 @@ _CHUNK = 512
 
 _VOCABULARIES = 7
 """Arrays of a number per slot and token id that a decode step on a TPU has at its worst moment, when top-p counts equal
-scores: read off the compiler at 256 sequences. Of smaller batches some are in vector memory."""
+scores: read off the compiler at 256 sequences. With smaller batches some are in vector memory."""
 
 _IN_VECTOR_MEMORY = {"v6e": 40 << 20}
 """Bytes of those, and of what a prefill computes, that the compiler keeps in vector memory however many there are; it
