@@ -152,7 +152,7 @@ class ProcessLog:
     def home(self) -> str:
         """The thread whose launches are compared.
 
-        Of those that launch programs of several processes the main one if it does so too, else the first.
+        The main one if it launches programs of several processes, else the first that does.
         """
         return "" if "" in self.shared_threads or not self.shared_threads else self.shared_threads[0]
 

@@ -40,6 +40,8 @@ def print_report(result: CheckResult, console: Console) -> None:
         put(f"  {result.other_threads} launches on one process's own devices, from other threads: not compared.")
     if result.findings:
         put(f"[bold red]✗ {len(result.findings)} findings[/] (launches by process: {counts}). See docs/check.md")
+    elif result.problem:
+        put(f"[bold yellow]! nothing found up to there[/] (launches by process: {counts}; {result.seconds:.1f} s)")
     else:
         put(f"[bold green]✓ nothing found[/] (launches by process: {counts}; {result.seconds:.1f} s)")
 

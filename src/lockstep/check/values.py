@@ -66,14 +66,14 @@ class PutComparison:
         if all(line.waiting):
             finding = self._compare(*(each.popleft() for each in line.waiting))
             if finding is not None:
-                held = line.held
-                line.held = finding if held is None else dataclasses.replace(held, count=held.count + 1)
-        if line.held is not None and not any(line.waiting):
-            yield line.held
-            line.held = None
+                kept = line.kept
+                line.kept = finding if kept is None else dataclasses.replace(kept, count=kept.count + 1)
+        if line.kept is not None and not any(line.waiting):
+            yield line.kept
+            line.kept = None
         line.given_up = max(map(len, line.waiting)) > MOST_AHEAD
         if line.given_up:
-            line.waiting, line.held = (collections.deque(), collections.deque()), None
+            line.waiting, line.kept = (collections.deque(), collections.deque()), None
 
     def _compare(self, put: Put, twin: Put) -> Finding | None:
         differ = [at for at in put.pieces.keys() & twin.pieces.keys() if put.pieces[at] != twin.pieces[at]]
@@ -95,12 +95,12 @@ class _Line:
     """What two processes put at one line.
 
     Attributes:
-        waiting: Of each process, what the other has not put yet.
-        held: What differs, until both have put as many.
+        waiting: What each process has put and the other has not.
+        kept: What differs, until both have put as many.
         given_up: Whether one is so far ahead that they cannot belong together.
     """
 
     def __init__(self) -> None:
         self.waiting: tuple[collections.deque[Put], collections.deque[Put]] = (collections.deque(), collections.deque())
-        self.held: Finding | None = None
+        self.kept: Finding | None = None
         self.given_up = False

@@ -59,6 +59,7 @@ def test_what_is_seen_during_the_run_is_one_line_with_both_places(finding):
 def test_a_run_that_failed_is_not_clean():
     failed = result(code=1, end=End.FAILED)
     assert failed.exit_code == 1 and "exit code 1" in failed.problem and "compared up to there" in printed(failed)
+    assert "! nothing found up to there" in printed(failed) and "✓" not in printed(failed) + render_page(failed)
 
 
 def test_the_page_runs_no_script_and_escapes_what_is_in_it(finding, tmp_path):
