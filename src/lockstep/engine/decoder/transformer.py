@@ -119,8 +119,8 @@ class Transformer:
         if last:
             x, cache = self._layers(last, weights, x, cache, start=start, write=write, attend=attend)
         index = jnp.int32(last)
-        angles = self._of_layer(self._rope_angles(x, start), index)
-        _, kv = self._project(self._layer(weights, index), x, angles)
+        w = self._layer(weights, index)
+        _, kv = self._project(w, x, self._of_layer(self._rope_angles(x, start), index))
         return write(cache, index, kv)
 
     def _layers[Cache](
