@@ -26,6 +26,7 @@ class EarlierAnswers:
     def __init__(self, source: DraftSource, max_tokens: int = MAX_TOKENS) -> None:
         self._source, self._max_tokens = source, max_tokens
         self._answers: dict[Hashable, list[np.ndarray]] = {}
+        self._agreement: dict[Hashable, tuple[int, int]] = {}
         self._kept = 0
 
     def drafts(self, prompt: Hashable) -> Drafts | None:
@@ -37,10 +38,11 @@ class EarlierAnswers:
         if self._source == "none":
             return None
         answers = tuple(tuple(answer.tolist()) for answer in self._answers.get(prompt, ()))
-        return Drafts(answers=answers, ngrams=self._source in ("auto", "ngram"))
+        compared, right = self._agreement.get(prompt, (0, 0))
+        return Drafts(answers=answers, ngrams=self._source in ("auto", "ngram"), compared=compared, right=right)
 
     def keep(self, prompt: Hashable, completions: Iterable[Completion]) -> None:
-        """Keeps the answers to a prompt in place of those before.
+        """Keeps the answers to a prompt in place of those before, and how many of their tokens are the same.
 
         Args:
             prompt: What tells the prompt from all others.
@@ -48,8 +50,14 @@ class EarlierAnswers:
         """
         if self._source not in ("auto", "last_round"):
             return
+        before = self._answers.get(prompt, [])
         self._forget(prompt)
         answers = [np.array(completion.tokens, np.int32) for completion in completions]
+        pairs = list(zip(before, answers, strict=False))
+        self._agreement[prompt] = (
+            sum(min(len(old), len(new)) for old, new in pairs),
+            sum(int((old[: len(new)] == new[: len(old)]).sum()) for old, new in pairs),
+        )
         self._answers[prompt] = answers
         self._kept += sum(map(len, answers))
         while self._kept > self._max_tokens:
@@ -57,3 +65,4 @@ class EarlierAnswers:
 
     def _forget(self, prompt: Hashable) -> None:
         self._kept -= sum(map(len, self._answers.pop(prompt, ())))
+        self._agreement.pop(prompt, None)

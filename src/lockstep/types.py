@@ -228,15 +228,24 @@ class Drafts:
             earlier round; fewer or empty ones where there is none.
         ngrams: Whether to guess, too, that what followed the last few tokens in the prompt, in other answers to it or
             earlier in this one follows again (prompt lookup decoding, Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding).
+        compared: The number of tokens of earlier drafts of this request whose outcome is known; 0 where nothing is.
+        right: The number of those that were right: how much is verified at once, before this request's own tokens tell.
 
     Raises:
-        ConfigError: A token is no token id of any model.
+        ConfigError: A token is no token id of any model, or more tokens were right than there were.
     """
 
     answers: tuple[tuple[int, ...], ...] = ()
     ngrams: bool = False
+    compared: int = 0
+    right: int = 0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.right <= self.compared:
+            raise ConfigError(
+                f"of {self.compared} tokens of earlier drafts {self.right} are said to be right; it must be from 0 to "
+                f"{max(self.compared, 0)}. Set right and compared to what was counted, or leave both at 0."
+            )
         for generation, answer in enumerate(self.answers):
             if answer and not 0 <= min(answer) <= max(answer) < 2**31:
                 raise ConfigError(

@@ -19,8 +19,17 @@ def test_the_last_answers_are_the_next_drafts():
     earlier.keep("a", [completion(1, 2), completion()])
     earlier.keep("b", [completion(3)])
     earlier.keep("a", [completion(4), completion(5, 6)])
-    assert earlier.drafts("a") == Drafts(answers=((4,), (5, 6)), ngrams=True)
+    assert earlier.drafts("a") == Drafts(answers=((4,), (5, 6)), ngrams=True, compared=1)
     assert earlier.drafts("b") == Drafts(answers=((3,),), ngrams=True)
+
+
+def test_drafts_say_how_much_of_the_last_ones_was_right():
+    earlier = EarlierAnswers("last_round")
+    earlier.keep("a", [completion(1, 2, 3), completion(4, 5)])
+    earlier.keep("a", [completion(1, 9, 3, 4), completion(4), completion(7)])
+    assert earlier.drafts("a") == Drafts(answers=((1, 9, 3, 4), (4,), (7,)), compared=4, right=3)
+    earlier.keep("a", [completion(), completion(8)])
+    assert earlier.drafts("a") == Drafts(answers=((), (8,)), compared=1)
 
 
 def test_each_source_by_itself():
@@ -46,3 +55,9 @@ def test_what_was_kept_longest_ago_goes_first():
 def test_a_draft_of_what_are_no_tokens_is_refused():
     with pytest.raises(ConfigError, match="draft of generation 1 has tokens from -1 to 7; token ids are at least 0"):
         Drafts(answers=((), (7, -1)))
+
+
+@pytest.mark.parametrize(("compared", "right"), [(3, 4), (0, 1), (-1, -1), (2, -1)])
+def test_no_more_tokens_were_right_than_there_were(compared, right):
+    with pytest.raises(ConfigError, match=f"of {compared} tokens of earlier drafts {right} are said to be right"):
+        Drafts(compared=compared, right=right)

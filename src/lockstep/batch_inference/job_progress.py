@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from lockstep.errors import HostTimeoutError
 from lockstep.hosts import Hosts
-from lockstep.schedule import Scheduler
+from lockstep.schedule import DraftCounts, Scheduler
 
 _DIRECTORY = "lockstep/sample"
 _POST_INTERVAL_S = 0.5
@@ -35,6 +35,9 @@ class HostProgress:
         by_host: Where all hosts work on the same prompts, ``tokens`` by the host whose devices sampled them, in
             fractions where devices of several hosts make up a replica; empty where each host has its own prompts.
         done: Whether the host has nothing left to do.
+        steps: The number of steps that sampled ``tokens``, counted once for each sequence.
+        drafted: The number of tokens for which there was a draft.
+        right: The number of those that were as drafted.
     """
 
     rows: int = 0
@@ -46,6 +49,9 @@ class HostProgress:
     floor: float = 0.0
     by_host: Sequence[float] = ()
     done: bool = False
+    steps: int = 0
+    drafted: int = 0
+    right: int = 0
 
     @property
     def rate(self) -> float:
@@ -97,6 +103,16 @@ class JobProgress:
         return sum(host.rate for host in self.hosts)
 
     @property
+    def drafts(self) -> DraftCounts:
+        """What drafts saved in this run."""
+        return DraftCounts(
+            tokens=self.tokens,
+            steps=sum(host.steps for host in self.hosts),
+            drafted=sum(host.drafted for host in self.hosts),
+            right=sum(host.right for host in self.hosts),
+        )
+
+    @property
     def host_rates(self) -> list[float]:
         """The tokens per second of each host's devices."""
         first = self.hosts[0]
@@ -135,7 +151,7 @@ class JobProgress:
             values["eta_s"] = self.eta_s
         for number, rate in enumerate(self.host_rates):
             values[f"host_{number}/tokens_per_second"] = rate
-        return values
+        return values | (self.drafts.metrics() if self.drafts.drafted else {})
 
 
 class Board:
@@ -279,6 +295,9 @@ class Meter:
             max_pages=counts.max_pages,
             floor=self._floor(),
             by_host=by_host,
+            steps=before.steps + counts.steps,
+            drafted=before.drafted + counts.drafted,
+            right=before.right + counts.right,
         )
         self._board.post(self._now)
 

@@ -117,6 +117,8 @@ def panel(job: JobProgress, title: str) -> RenderableType:
     figures.add_row("speed", f"{job.rate:,.0f} tokens/s, {_floor(job)}")
     if len(job.host_rates) > len(job.hosts):
         figures.add_row("hosts", f"{_rates(job)} tokens/s on their devices")
+    if job.drafts.drafted:
+        figures.add_row("drafts", str(job.drafts))
     figures.add_row("KV cache", _pages(job))
     figures.add_row("time", f"{_clock(job.seconds)} so far, {_eta(job)} left")
     bar = Table.grid(expand=True)  # a bar outside a grid would not end its line

@@ -274,6 +274,7 @@ class _Run:
             load_s=self.load_s,
             loaded_bytes=sum(int(each) for each in loaded),
             memory=memory,
+            drafts=None if config.drafts == "none" else progress.drafts,
         )
         self._tell(outcome, merged, parquet, tracker)
 

@@ -14,6 +14,7 @@ from lockstep.batch_inference.config import SampleConfig
 from lockstep.device import peak_bytes, used_bytes
 from lockstep.hosts import Hosts
 from lockstep.report import MAX_TABLE_ROWS, SampleRow, Tracker
+from lockstep.schedule import DraftCounts
 from lockstep.units import bytes_text
 
 log = logging.getLogger(__name__)
@@ -125,6 +126,7 @@ class Outcome:
         load_s: The seconds that loading the checkpoint took.
         loaded_bytes: The bytes that all hosts read of the checkpoint.
         memory: The bytes in use on the device with least free memory, by moment.
+        drafts: What drafts saved in this run; None without drafts.
     """
 
     totals: Totals
@@ -137,6 +139,7 @@ class Outcome:
     load_s: float
     loaded_bytes: int
     memory: Mapping[str, int]
+    drafts: DraftCounts | None = None
 
     @property
     def rate(self) -> float:
@@ -159,6 +162,7 @@ def metrics(outcome: Outcome) -> dict[str, float | str]:
         **({"sample/load_bytes_per_second": outcome.loaded_bytes / outcome.load_s} if outcome.load_s else {}),
         **{f"sample/hbm/{moment}_bytes": used for moment, used in outcome.memory.items()},
         **{f"sample/finish/{reason}": count for reason, count in sorted(outcome.totals.finish.items())},
+        **({f"sample/{name}": value for name, value in outcome.drafts.metrics().items()} if outcome.drafts else {}),
         **{f"sample/{name}": mean for name, mean in outcome.totals.means.items()},
     }
 
@@ -209,6 +213,8 @@ def summary_table(outcome: Outcome) -> Table:
         )
     else:
         table.add_row("speed", f"nothing was left to generate; {hosts}")
+    if outcome.drafts is not None:
+        table.add_row("drafts", str(outcome.drafts))
     if outcome.load_s:
         rate = bytes_text(round(outcome.loaded_bytes / outcome.load_s))
         read = bytes_text(outcome.loaded_bytes)

@@ -25,7 +25,6 @@ from lockstep.report import (
     pass_rates,
     print_table,
 )
-from lockstep.schedule import Counts
 from lockstep.text import Prompt, cut_at_stop, decode, token_texts
 from lockstep.types import Completion, FinishReason
 
@@ -183,7 +182,7 @@ class Reporter:
             if shown:
                 title = f"{self._name}: what the model says after {step} steps"
                 if result.counts is not None:
-                    title += f" ({describe_drafts(result.counts)})"
+                    title += f" (drafts: {result.counts.of_drafts})"
                 print_table(rows, title=title)
                 sys.stdout.flush()
 
@@ -233,35 +232,10 @@ def scalars(rows: list[Row], result: RoundResult) -> dict[str, float]:
         "unfinished_completions": sum(row.finish_reason == FinishReason.BUDGET for row in rows),
         "generated_tokens": tokens,
         "tokens_per_second": tokens / result.seconds["generate"],
-        **({} if result.counts is None else draft_scalars(result.counts)),
+        **({} if result.counts is None else result.counts.of_drafts.metrics()),
         **{f"time/{phase}_s": seconds for phase, seconds in result.seconds.items()},
         **{f"hbm/{moment}_bytes": used for moment, used in result.memory.items()},
         **({} if result.audit is None else result.audit.scalars()),
         **metric_means(rows),
         **pass_rates(rows),
     }
-
-
-def draft_scalars(counts: Counts) -> dict[str, float]:
-    """Return what drafts saved in a round, under the names that a tracker gets, without the prefix.
-
-    Args:
-        counts: The steps and the drafts of the round.
-    """
-    tokens = sum(counts.tokens)
-    return {
-        "drafts/accepted_share": counts.right / counts.drafted if counts.drafted else 0.0,
-        "drafts/steps_saved": tokens - counts.steps,
-        "drafts/tokens_per_step": tokens / counts.steps if counts.steps else 0.0,
-    }
-
-
-def describe_drafts(counts: Counts) -> str:
-    """Return what drafts saved in a round in a few words.
-
-    Args:
-        counts: The steps and the drafts of the round.
-    """
-    share = counts.right / counts.drafted if counts.drafted else 0.0
-    tokens = sum(counts.tokens)
-    return f"drafts: {share:.0%} right, {tokens - counts.steps:,} of {tokens:,} steps saved"

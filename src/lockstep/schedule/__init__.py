@@ -9,6 +9,7 @@ from lockstep.schedule.batch import VerifyBatch as VerifyBatch
 from lockstep.schedule.capacity import check_capacity as check_capacity
 from lockstep.schedule.capacity import check_length as check_length
 from lockstep.schedule.counts import Counts as Counts
+from lockstep.schedule.counts import DraftCounts as DraftCounts
 from lockstep.schedule.pages import NULL_PAGE as NULL_PAGE
 from lockstep.schedule.pages import PageAllocator as PageAllocator
 from lockstep.schedule.results import DecodeResults as DecodeResults

@@ -29,6 +29,8 @@ _RECENT = 64.0
 """Tokens of a sequence that its share of right ones is taken of, about."""
 _PRIOR_RIGHT, _PRIOR = 6.0, 8.0
 """What a run begins with: so many right tokens of so many that were guessed."""
+_RISK = 0.04
+"""The part of the remaining steps that a step may waste on drafts of which nothing is known."""
 _OF_RUN = 2.0
 """Tokens that the run's share of right ones counts for in that of a sequence."""
 _FIRST, _GROWTH = 8, 4
@@ -133,11 +135,12 @@ class Drafter:
         """Takes the drafts of a sequence that was given its slot."""
         at, request = (sequence.replica, sequence.slot), sequence.request
         self._proposers[at] = None
-        if request.drafts is not None:
-            self._proposers[at] = Proposer(
-                request.prompt_tokens, request.drafts, sequence.generation_id, sequence.siblings
-            )
         self._looked_at[at] = self._right[at] = 0.0
+        drafts = request.drafts
+        if drafts is not None:
+            self._proposers[at] = Proposer(request.prompt_tokens, drafts, sequence.generation_id, sequence.siblings)
+            keep = min(1.0, _RECENT / max(drafts.compared, 1))
+            self._looked_at[at], self._right[at] = keep * drafts.compared, keep * drafts.right
 
     def batch(self, slots: DecodeSlots, *, waiting: bool, stop_rate: float) -> VerifyBatch | None:
         """Returns the batch of a launch that verifies drafts; None where decoding is expected to be as fast.
@@ -183,8 +186,14 @@ class Drafter:
                 lengths[index] = len(guess)
         of_run = self._run_right / self._run_looked_at
         share = (self._right[at] + _OF_RUN * of_run) / (self._looked_at[at] + _OF_RUN)
+        drafted = lengths > 0
+        # As much as a first launch verifies, and of a shorter draft all of it.
+        enough = int(np.minimum(lengths, _FIRST).sum())
+        known = self.looked_at + math.fsum(self._looked_at[at][drafted].tolist()) >= enough
         best, best_rate, expected = 1, len(left) * _LEAST_GAIN, np.ones(len(left))
-        for width, cost in self._costs.items() if lengths.any() else ():
+        for width, cost in self._costs.items() if drafted.any() else ():
+            if not known and cost - 1.0 > _RISK * int(left.max()):
+                continue
             tokens = _expected(share, np.minimum(np.minimum(lengths + 1, left), width))
             rate = math.fsum(tokens.tolist()) / cost  # exactly rounded, in whatever order
             if rate > best_rate:

@@ -37,6 +37,21 @@ def test_what_is_derived_from_the_hosts_own_numbers():
     }
 
 
+def test_what_drafts_saved_over_all_hosts_and_rounds():
+    posted = []
+    meter = Meter(SimpleNamespace(post=posted.append), lambda: 100.0)
+    for _ in range(2):  # two rounds
+        meter.begin()
+        counts = Counts(finished=1, tokens=(60, 40), pages=7, max_pages=9, steps=40, drafted=80, right=60)
+        meter(SimpleNamespace(counts=counts))
+    own = meter.total(done=True)
+    job = JobProgress(rows=5, found=0, hosts=[own, HostProgress(tokens=100, steps=80, drafted=40, right=30)], seconds=1)
+    values = {name: value for name, value in job.metrics().items() if name.startswith("drafts/")}
+    assert values == {"drafts/accepted_share": 0.75, "drafts/steps_saved": 140, "drafts/tokens_per_step": 300 / 160}
+    assert "75% right, 140 of 300 steps saved" in shown(panel(job, "sample"))
+    assert "drafts" not in shown(panel(JOB, "sample"))
+
+
 def test_in_lockstep_a_host_has_the_tokens_of_its_devices():
     posted = []
     board = SimpleNamespace(post=posted.append)

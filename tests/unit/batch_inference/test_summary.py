@@ -1,5 +1,6 @@
 """What is said of a finished job."""
 
+import dataclasses
 import json
 
 import pytest
@@ -14,6 +15,7 @@ from lockstep.batch_inference.summary import (
     metrics,
     summary_table,
 )
+from lockstep.schedule import DraftCounts
 from tests.multiprocess.harness import run_threads
 from tests.unit.batch_inference.made_up_progress import shown
 from tests.unit.batch_inference.made_up_rows import row
@@ -52,6 +54,16 @@ def test_figures_have_the_promised_names():
         "peak 3.00 GiB",
     ):
         assert part in text
+    assert "drafts" not in text and not any("drafts" in name for name in values)
+
+    saved = DraftCounts(tokens=160, steps=40, drafted=100, right=90)
+    outcome = dataclasses.replace(outcome, drafts=saved)
+    assert metrics(outcome) == values | {
+        "sample/drafts/accepted_share": 0.9,
+        "sample/drafts/steps_saved": 120,
+        "sample/drafts/tokens_per_step": 4.0,
+    }
+    assert "90% right, 120 of 160 steps saved" in shown(summary_table(outcome))
 
 
 def test_a_mean_is_over_the_rows_that_have_a_value():

@@ -128,7 +128,7 @@ def test_the_last_answers_are_drafts_of_the_next(capsys):
     tracker = Recorder()
     config = InferenceEvalConfig(
         prompts=["one", "two", "What is 2 plus 3?"],
-        max_new_tokens=8,
+        max_new_tokens=24,  # long enough to try drafts of which nothing is known
         temperature=0.7,
         eval_every=1,
         drafts="last_round",

@@ -91,6 +91,39 @@ def test_right_drafts_are_verified_in_ever_larger_chunks_and_wrong_ones_once():
     assert sum(isinstance(batch, VerifyBatch) for batch in later.batches) == 1
 
 
+@pytest.mark.parametrize(
+    ("compared", "right", "first"),
+    [(64, 64, (64, 1)), (8, 8, (8, 5)), (0, 0, (8, 1)), (64, 40, (8, 8)), (64, 6, None)],
+)
+def test_what_came_of_the_last_drafts_decides_the_first_launch(compared, right, first):
+    answer = answer_alone(request(0, None), 0)[0]
+    drafts = Drafts(answers=(answer,), compared=compared, right=right)
+    played = play(Scheduler(CAPACITY, [request(0, drafts)], verify_costs={8: 2.0, 64: 9.0}))
+    batch = played.batches[-played.launches]
+    assert ((batch.width, batch.decode.num_steps) if isinstance(batch, VerifyBatch) else None) == first
+    assert played.completions[0].tokens == answer
+
+
+def test_a_short_answer_is_not_put_at_risk():
+    """Drafts of which nothing is known waste no more than a few percent of the steps, were all of them wrong."""
+    for new, tried in ((24, False), (25, True)):
+        answer = answer_alone(request(0, None, new), 0)[0]
+        for known in (0, 8):
+            drafts = Drafts(answers=(answer,), compared=known, right=known)
+            played = play(Scheduler(CAPACITY, [request(0, drafts, new)], verify_costs={8: 2.0, 64: 9.0}))
+            verified = isinstance(played.batches[-played.launches], VerifyBatch)
+            assert verified is (tried or known > 0), (new, known)
+
+
+def test_a_draft_shorter_than_a_step_is_known_as_far_as_it_goes():
+    answer = answer_alone(request(0, None, 6), 0)[0]
+    for known, verified in ((0, False), (len(answer), True)):
+        drafts = Drafts(answers=(answer,), compared=known, right=known)
+        played = play(Scheduler(CAPACITY, [request(0, drafts, 6)], verify_costs={8: 2.0, 64: 9.0}))
+        assert isinstance(played.batches[-played.launches], VerifyBatch) is verified
+        assert played.completions[0].tokens == answer
+
+
 def test_drafts_that_come_right_are_verified_again():
     answer = answer_alone(request(0, None), 0)[0]
     draft = (*wrong(answer[:8]), *answer[8:])

@@ -110,10 +110,10 @@ class Checks:
 
 @pytest.mark.parametrize("examples", [60, pytest.param(200, marks=pytest.mark.slow)])
 def test_everything_is_answered_as_if_it_were_alone(examples: int) -> None:
-    settings(max_examples=examples, deadline=None, derandomize=True)(answered_as_if_alone)()
+    drawn = given(cases(), st.none() | st.integers(1, 4), st.booleans())(answered_as_if_alone)
+    settings(max_examples=examples, deadline=None, derandomize=True)(drawn)()
 
 
-@given(cases(), st.none() | st.integers(1, 4), st.booleans())
 def answered_as_if_alone(case: tuple[Capacity, list[Request]], max_prompts: int | None, one_by_one: bool) -> None:
     capacity, requests = case
     scheduler = Scheduler(capacity, iter(requests) if one_by_one else requests, max_prompts=max_prompts)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lockstep.device import used_bytes
-from lockstep.engine import Gate
+from lockstep.engine import Engine, Gate
 from lockstep.hosts import Hosts, Watchdog, digest, environment
-from lockstep.schedule import FindStop
+from lockstep.schedule import DraftCounts, FindStop, Scheduler
 from lockstep.training.grpo.rollout_engine import RolloutEngine
 from lockstep.types import Completion, Request
 
@@ -22,12 +22,14 @@ class Generated:
         seconds: The seconds of generating, compiling included.
         before: The most bytes in use on a device of this host before; None where the backend does not count them.
         after: The most bytes in use on a device of this host after.
+        drafts: What drafts saved; None where there are none, or the engine is not lockstep's.
     """
 
     completions: list[Completion]
     seconds: float
     before: int | None
     after: int | None
+    drafts: DraftCounts | None = None
 
 
 def generate(
@@ -77,8 +79,14 @@ def generate(
 
     gate = Gate(hosts)
     found: dict[int, list[Completion]] = {}
+    schedulers: list[Scheduler] = []
+    # An engine of somebody else's need not know the argument.
+    drafted = isinstance(engine, Engine) and any(request.drafts is not None for request in requests)
+    options: dict[str, Any] = {"between_launches": schedulers.append} if drafted else {}
     with hosts.launch_on_all("generate", engine.ledger) as generated:
-        stream = engine.stream(model, requests, around_launch=watchdog.watch_launch, find_stop=find_stop, gate=gate)
+        stream = engine.stream(
+            model, requests, around_launch=watchdog.watch_launch, find_stop=find_stop, gate=gate, **options
+        )
         error: Exception | None = None
         for answered in stream:
             for completion in answered:
@@ -93,4 +101,10 @@ def generate(
         generated.agree({"tokens": digest(repr(completions))})
     if gate.preempted:
         return None
-    return Generated(completions=completions, seconds=time.perf_counter() - start, before=before, after=used_bytes())
+    return Generated(
+        completions=completions,
+        seconds=time.perf_counter() - start,
+        before=before,
+        after=used_bytes(),
+        drafts=schedulers[-1].counts.of_drafts if schedulers else None,
+    )

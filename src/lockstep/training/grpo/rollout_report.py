@@ -9,6 +9,7 @@ import numpy as np
 
 from lockstep.hosts import try_leader_only
 from lockstep.report import BackgroundQueue, Row, Tracker, append_jsonl
+from lockstep.schedule import DraftCounts
 from lockstep.training.grpo.answer_rows import AnswerRows
 from lockstep.training.grpo.figures import answer_metrics, reward_metrics
 from lockstep.training.grpo.groups import Groups
@@ -59,6 +60,11 @@ class RolloutReport:
         for moment, used in (("before", sampled[-1].before), ("after", sampled[-1].after)):
             if used is not None:
                 values[f"rollout/hbm/{moment}_bytes"] = float(used)
+        drafts = [each.drafts for each in sampled if each.drafts is not None]
+        if drafts:
+            saved = DraftCounts.sum(drafts)
+            values |= {f"rollout/{name}": value for name, value in saved.metrics().items()}
+            log.info("drafts of the rollout of step %d: %s", step, saved)
         self._tracker.log(values, step=step)
 
         def write() -> None:

@@ -130,6 +130,7 @@ class RolloutSampler:
             scoring=scoring,
             before=generated.before,
             after=generated.after,
+            drafts=generated.drafts,
         )
 
     def resumed(self, values: Mapping[str, Any]) -> Sampled:

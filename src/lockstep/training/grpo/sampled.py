@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.schedule import DraftCounts
 from lockstep.training.grpo.scoring import Scoring
 from lockstep.types import Completion, FinishReason
 
@@ -23,6 +24,7 @@ class Sampled:
         scoring: What computes the rewards of this host's share.
         before: The most bytes in use on a device of this host before sampling; None where that is not known.
         after: The most bytes in use on a device of this host after sampling; None where that is not known.
+        drafts: What drafts saved; None where there were none, or an earlier process sampled.
     """
 
     number: int
@@ -31,6 +33,7 @@ class Sampled:
     scoring: Scoring
     before: int | None = None
     after: int | None = None
+    drafts: DraftCounts | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the answers as JSON values, for a checkpoint; rewards are computed again after a resume."""

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from lockstep.engine import Engine, EngineConfig
 from lockstep.schedule import Scheduler
 from lockstep.types import Completion, Drafts, Request, SamplingParams
+from tests.oracle import assert_same_but_for_near_ties, assert_same_logprobs, oracle_completions
 from tests.unit.engine.decoder.test_decode import POISON, poisoned
 from tests.unit.engine.models import VOCAB, mesh_of, model_on, request
+from tests.unit.engine.test_engine import in_bfloat16, many_requests
 
 NEW = 30
 PARAMS: dict[str, dict[str, Any]] = {
@@ -152,6 +154,23 @@ def test_a_draft_that_is_not_finite_spoils_nothing(monkeypatch: pytest.MonkeyPat
     sick = [with_drafts(r, [(*c.tokens[:3], POISON, *c.tokens[4:9], POISON)]) for r, c in zip(plain, want, strict=True)]
     with every_launch_verifies(monkeypatch):
         assert_equal(want, engine.generate(model, sick))
+
+
+@pytest.mark.slow
+def test_in_bfloat16_drafts_change_a_token_at_near_ties_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product over eight positions may be rounded in another way than one over one, as in another layout or batch."""
+    model = model_on("1,2,2")
+    want = oracle_completions(in_bfloat16(model), many_requests())
+    answers: dict[int, list[tuple[int, ...]]] = {}
+    for each in want:  # a token of every second prompt's answers is wrong
+        wrong = (*each.tokens[:4], 39, *each.tokens[5:])
+        answers.setdefault(each.prompt_id, []).append(wrong if each.prompt_id % 2 else each.tokens)
+    engine = Engine(EngineConfig(dtype="bfloat16", layout={"tensor": 2}, page_size=8), mesh_of("1,2,2"))
+    with every_launch_verifies(monkeypatch):
+        got = engine.generate(model, [with_drafts(each, answers[each.prompt_id]) for each in many_requests()])
+    assert any(name.startswith("verify_") for name in engine.ledger.launches)
+    assert_same_but_for_near_ties(want, got)
+    assert_same_logprobs(want, got, atol=0.1)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from lockstep.engine.sizing.cost_model import Estimate
 from lockstep.errors import ConfigError
 from lockstep.hosts import Ledger
 from lockstep.report import read_jsonl
@@ -229,6 +230,25 @@ def test_another_engine_samples_where_one_is_given():
         answer = columns["tokens"][row][columns["loss_mask"][row]]
         assert answer.tolist() == [5 + row // runs.GROUP, 5 + row % runs.GROUP]
         assert columns["rollout_logprobs"][row][columns["loss_mask"][row]].tolist() == (-0.5 - answer).tolist()
+
+
+@pytest.mark.slow
+def test_drafts_leave_the_answers_as_they_are_and_say_what_they_saved(monkeypatch):
+    """Four rollouts of four of twelve questions: the fourth has answers of an earlier epoch, nearly greedy ones."""
+    monkeypatch.setattr(Estimate, "verify_cost", lambda self, width: 1.0)
+    found = {}
+    for drafts in ("none", "auto"):
+        tracker = runs.Recorder()
+        rollout = {"drafts": drafts, "temperature": 0.01}
+        trainer, rollouts, model = runs.make(steps=4, tracker=tracker, run={"rollout": rollout})
+        spy = runs.train(trainer, rollouts, model)
+        found[drafts] = [{name: spy.found[i][name] for name in ("tokens", "loss_mask")} for i in range(4)]
+        for step in range(1, 5):
+            said = {name: value for name, value in tracker.scalars[step].items() if "drafts" in name}
+            assert not said if drafts == "none" else said["rollout/drafts/accepted_share"] <= 1
+    assert found["none"] == found["auto"]
+    assert said["rollout/drafts/steps_saved"] > 0 and said["rollout/drafts/tokens_per_step"] > 1
+    assert any(name.startswith("verify_") for name in rollouts.engine.ledger.launches)
 
 
 def test_a_reference_goes_with_its_coefficient():
