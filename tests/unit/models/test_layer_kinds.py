@@ -1,4 +1,4 @@
-"""What layers differ in, and that a model whose layers are alike is compiled as one that says nothing of layers."""
+"""What layers differ in, and that a model with layers of one kind is compiled as one that says nothing of layers."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ def with_variant(**fields):
     return dataclasses.replace(LLAMA, variant=Variant(**fields))
 
 
-def test_without_types_all_layers_are_alike():
+def test_without_types_all_layers_are_of_one_kind():
     assert layer_kinds(LLAMA) == (LayerKind(window=None, rope=LLAMA.rope),) * 2
     assert layer_kinds(with_variant(sliding_window=3)) == (LayerKind(window=3, rope=LLAMA.rope),) * 2
 
@@ -47,7 +47,7 @@ def test_distinct_values_in_the_order_of_their_first():
         ),
     ],
 )
-def test_layers_that_are_alike_are_compiled_as_without_types(one, other):
+def test_layers_of_one_kind_are_compiled_as_without_types(one, other):
     def digests(config):
         engine = Engine(EngineConfig(layout={"tensor": 2}), mesh_of("1,2,2"))
         engine.prepare(model_on("1,2,2", config), mixed_requests())
@@ -56,7 +56,7 @@ def test_layers_that_are_alike_are_compiled_as_without_types(one, other):
     assert digests(one) == digests(other)
 
 
-def test_training_of_layers_that_are_alike_is_lowered_as_without_types():
+def test_training_of_layers_of_one_kind_is_lowered_as_without_types():
     ids = np.zeros((2, 8), np.int32)
 
     def text(config):
