@@ -277,6 +277,26 @@ def rounded_kv() -> Iterator[None]:
         yield
 
 
+INPUTS = {"q": (1,), "k": (1,), "v": (1,), "o": (1, 2, 3), "gate": (1,), "up": (1,), "down": (1,)}
+"""The axes of each stacked weight that its matrix product sums over."""
+
+
+def rounded(weights: Any, dtype: Any) -> Any:
+    """Decoder weights of NumPy arrays as 8 bits hold them: numbers of ``dtype`` times a scale per output channel."""
+
+    def one(name: str, dims: tuple[int, ...]) -> Any:
+        exact = getattr(weights.layers, name)
+        if exact is None:
+            return None
+        largest = np.float32(127 if dtype == jnp.int8 else 448)
+        scale = np.maximum(np.abs(exact).max(axis=dims, keepdims=True) / largest, np.finfo(np.float32).tiny)
+        numbers = exact / scale
+        return (np.round(numbers) if dtype == jnp.int8 else numbers).astype(dtype).astype(np.float32) * scale
+
+    layers = dataclasses.replace(weights.layers, **{name: one(name, dims) for name, dims in INPUTS.items()})
+    return dataclasses.replace(weights, layers=layers)
+
+
 @eqx.filter_jit
 def _last_logits(model: Any, ids: np.ndarray, last: np.ndarray, fp8_cache: bool) -> jax.Array:
     with rounded_kv() if fp8_cache else contextlib.nullcontext():

@@ -38,7 +38,7 @@ from lockstep.models.reader import read_decoder
 from lockstep.models.registry import register_reader
 from lockstep.models.remat import POLICIES, RematPolicy, recomputes_layers
 from lockstep.models.trainable import as_trainable
-from lockstep.models.weights import STACKED, TENSOR_DIMS, WEIGHT_AXES, DecoderWeights, LayerWeights
+from lockstep.models.weights import STACKED, TENSOR_DIMS, WEIGHT_AXES, DecoderWeights, LayerWeights, input_dims
 from lockstep.placement import LazyWeight, view
 
 __all__ = [
@@ -86,6 +86,7 @@ __all__ = [
     "fingerprint",
     "load_config",
     "from_names",
+    "input_dims",
     "join_trained",
     "layer_kinds",
     "load_hf",

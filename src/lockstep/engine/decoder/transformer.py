@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from lockstep.attention import Heads, ScoreModifier
 from lockstep.models import DecoderWeights, LayerWeights, LlamaConfig, distinct, layer_kinds, rotary_frequencies
-from lockstep.placement import DecodeMesh, LayoutTree, drop_layers, read, read_outer
+from lockstep.placement import DecodeMesh, LayoutTree, QuantizedWeight, drop_layers, matmul, read, read_outer
 
 type Write[Cache] = Callable[[Cache, Array, Array], Cache]
 """Takes the cache, a layer and K/V ``[sequence, query, 2 * kv_heads, head]``; returns the cache with them written."""
@@ -143,10 +143,10 @@ class Transformer:
             q, kv = self._project(w, x, self._of_layer(angles, index))
             cache = write(cache, index, kv)
             attended = attend(cache, index, q)
-            out = self._sum(attended.reshape(*x.shape[:2], -1) @ w.o.reshape(-1, x.shape[-1]))
+            out = self._sum(matmul(attended.reshape(*x.shape[:2], -1), w.o, axes=-1))
             x = x + self._norm(out, w.attn_post_norm)
             hidden = self._hidden(w, self._norm(x, w.mlp_norm))
-            return x + self._norm(self._sum(hidden @ w.down), w.mlp_post_norm), cache
+            return x + self._norm(self._sum(matmul(hidden, w.down)), w.mlp_post_norm), cache
 
         return jax.lax.fori_loop(0, count, layer, (x, cache))
 
@@ -193,9 +193,9 @@ class Transformer:
 
     def _hidden(self, w: LayerWeights, h: Array) -> Array:
         """Returns the hidden activations of the MLP, before the down projection."""
-        up = h @ w.up
+        up = matmul(h, w.up)
         if w.gate is not None:
-            return ACTIVATIONS[self.config.variant.activation](h @ w.gate) * up
+            return ACTIVATIONS[self.config.variant.activation](matmul(h, w.gate)) * up
         parameters = (w.xielu_p, w.xielu_n, w.xielu_beta, w.xielu_eps)
         return xielu(up, *(p for p in parameters if p is not None))
 
@@ -276,7 +276,7 @@ def rotate(
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
 
 
-def _linear(x: Array, weight: Array, bias: Array | None, out: tuple[int, ...]) -> Array:
-    """Multiplies ``x @ weight`` with the weight's other axes flattened: one plain matrix product on every backend."""
-    flat = x @ weight.reshape(weight.shape[0], -1)
+def _linear(x: Array, weight: Array | QuantizedWeight, bias: Array | None, out: tuple[int, ...]) -> Array:
+    """Multiplies ``x @ weight``, adds the bias, and divides the result's last axis as ``out`` says."""
+    flat = matmul(x, weight)
     return (flat if bias is None else flat + bias.reshape(-1)).reshape(*x.shape[:-1], *out)
