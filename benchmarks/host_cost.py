@@ -13,10 +13,12 @@ last launch it is ``us_per_token_beside``. Times are CPU seconds of the thread, 
 count as little as possible.
 
 ``gate_ms``: the gate before each launch (`lockstep.engine.Gate`) between 8 processes on this machine, median wall time;
-``barrier_ms`` and ``exchange_ms``, in turn with it: a barrier alone, and the exchange in which all post and read. The
-hosts of a pod have cores of their own, which this machine has for two processes at most: ``gate_ms_2`` is the gate
-between two, and ``gate_cpu_ms`` the CPU time of a gate in the busiest of 8 processes, all threads, the coordination
-service among them.
+in turn with it ``floor_ms``, a barrier of the coordination service called directly, the one request that a gate makes;
+``exchange_ms``, the exchange in which all post and read. ``gate_vs_barrier`` is the gate over its floor.
+``paced_gate_ms`` and ``paced_floor_ms``: the same after 150 ms of sleep in place of a launch, as in a run, where what
+else a process sends then (its heartbeat) gets in the way. The hosts of a pod have cores of their own, which this
+machine has for two processes at most: the names that end in ``_2`` are between two. ``gate_cpu_ms`` is the CPU time
+of a gate in the busiest of 8 processes, all threads, the coordination service among them.
 """
 
 import argparse
@@ -44,6 +46,8 @@ from lockstep.schedule import Capacity, DecodeBatch, DecodeResults, Scheduler
 from lockstep.types import Request, SamplingParams
 
 GOALS = {"us_per_token": 0.1, "ms_per_launch": 3.0, "gate_ms": 1.5}
+LAUNCH_S = 0.15
+"""Seconds of a launch, of which the gate may cost a hundredth."""
 REPLICAS, SLOTS, STEPS, PAGE, STOP, VOCAB = 8, 1024, 64, 64, 499, 500
 
 
@@ -183,7 +187,7 @@ def capacity_of(tokens: int) -> Capacity:
 
 
 def between_processes(processes: int) -> dict[str, float]:
-    """Milliseconds that a gate, a barrier and an exchange take between processes that all come at once."""
+    """Milliseconds that a gate, its floor and an exchange take between processes that all come at once."""
     (found,) = run_workers("benchmarks.host_cost", "--worker", processes=processes, devices=1)
     return {"processes": processes, **found}
 
@@ -191,22 +195,29 @@ def between_processes(processes: int) -> dict[str, float]:
 def worker() -> int:
     """One process of `between_processes`."""
     from lockstep.hosts import run_main, start
+    from lockstep.hosts._client import JaxClient
 
     def run() -> None:
         hosts = start()
         gate = Gate(hosts, 1e9)
-        calls: dict[str, Callable[[], object]] = {
-            "gate_ms": lambda: gate(None),
-            "barrier_ms": lambda: hosts.barrier("barrier"),
-            "exchange_ms": lambda: hosts.agree("exchange", {"launch": "1"}),
+        assert isinstance(hosts.client, JaxClient)
+        service = hosts.client._client
+        calls: dict[str, tuple[int, float, Callable[[], object]]] = {
+            "gate_ms": (400, 0.0, lambda: gate(None)),
+            "floor_ms": (400, 0.0, lambda: service.wait_at_barrier("floor", 60_000)),
+            "exchange_ms": (400, 0.0, lambda: hosts.agree("exchange", {"launch": "1"})),
+            "paced_gate_ms": (80, LAUNCH_S, lambda: gate(None)),
+            "paced_floor_ms": (80, LAUNCH_S, lambda: service.wait_at_barrier("paced floor", 60_000)),
         }
         laps: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(500):
-            for name, call in calls.items():
-                hosts.barrier("ready")
-                begin = time.perf_counter()
-                call()
-                laps[name].append(1e3 * (time.perf_counter() - begin))
+        for turn in range(max(times for times, *_ in calls.values())):
+            for name, (times, pause_s, call) in calls.items():
+                if turn < times:
+                    hosts.client.barrier("ready", 60.0)
+                    time.sleep(pause_s)
+                    begin = time.perf_counter()
+                    call()
+                    laps[name].append(1e3 * (time.perf_counter() - begin))
         hosts.barrier("gates alone")
         begin = time.process_time()
         for _ in range(500):
@@ -215,6 +226,7 @@ def worker() -> int:
         all_cpu = hosts.gather("CPU time", repr(cpu).encode())
         if all_cpu is not None:
             medians = {name: statistics.median(each) for name, each in laps.items()}
+            medians |= {"gate_vs_barrier": medians["gate_ms"] / medians["floor_ms"]}
             report(medians | {"gate_cpu_ms": max(map(float, all_cpu))})
 
     run_main(run)
@@ -234,7 +246,7 @@ def main() -> int:
     rows = {
         **steady,
         **between_processes(8),
-        "gate_ms_2": between_processes(2)["gate_ms"],
+        **{f"{name}_2": value for name, value in between_processes(2).items() if name.endswith("_ms")},
         **{f"mixed_{name}": value for name, value in mixed.items()},
     }
     for name, value in rows.items():

@@ -22,10 +22,10 @@ class Load:
     """Prompts of equal length.
 
     Args:
-        prompts: how many.
-        prompt_tokens: of each.
-        new_tokens: of each, never stopped early.
-        sampling: other sampling parameters; greedy without any.
+        prompts: The number of prompts.
+        prompt_tokens: The tokens of each prompt.
+        new_tokens: The tokens of each answer, never stopped early.
+        sampling: Other sampling parameters; greedy without any.
     """
 
     prompts: int
@@ -53,10 +53,10 @@ class Mix:
     """Requests of different lengths, more of them than fit at once.
 
     Args:
-        count: of requests.
-        prompt_tokens: from 16 to so many each.
-        new_tokens: from 16 to so many each.
-        slots: sequences that decode at a time.
+        count: The number of requests.
+        prompt_tokens: The tokens of the longest prompt; the shortest has 16.
+        new_tokens: The tokens of the longest answer; the shortest has 16.
+        slots: The sequences that decode at a time.
     """
 
     count: int

@@ -71,9 +71,12 @@ def weights_on(mesh: Mesh, model: ModelPreset, dtype: str) -> DecoderWeights:
 
 def compile_for(
     slice_name: str, tensor: int, batch: int, context: int, *, model: str = "llama-3.1-8b", dtype: str = "float32",
-    drafts: bool = False,
+    drafts: bool = False, **options: Any,
 ) -> tuple[Engine, DecodeModel]:  # fmt: skip
-    """An engine with programs for a batch per replica, and what they were made from; nothing can be run."""
+    """An engine with programs for a batch per replica, and what they were made from; nothing can be run.
+
+    ``options`` are fields of `EngineConfig`.
+    """
     known, found = PRESETS[model], topology(slice_name)
     mesh = make_mesh("auto", list(found.devices))
     weights = weights_on(mesh, known, dtype)
@@ -88,6 +91,7 @@ def compile_for(
             max_seq_len=context + SAMPLED.max_new_tokens,
             memory_bytes_per_device=chip_of(found.devices[0]).memory - resident,
             hbm_utilization=1.0,
+            **options,
         ),
         mesh,
     )
@@ -105,7 +109,9 @@ def figures(engine: Engine, model: DecodeModel, context: int) -> dict[str, Any]:
     devices = list(decode_mesh.mesh.devices.flat)
     replica = [place // decode_mesh.tensor for place in range(len(devices))]
     host = [device.process_index for device in devices]
-    attention = select_attention(devices[0], model.heads, page_size=sizes.page_size, dtype=model.dtype)
+    attention = select_attention(
+        devices[0], model.heads, page_size=sizes.page_size, dtype=model.dtype, kv_dtype=model.kv_dtype
+    )
     block = min(attention.decode_blocks.pages, sizes.pages_per_sequence)  # type: ignore[attr-defined]
     programs: dict[str, Any] = {}
     for name, program in engine.programs.items():
@@ -180,6 +186,7 @@ def figures(engine: Engine, model: DecodeModel, context: int) -> dict[str, Any]:
         "ratio": moved.ratio(sizes.steps),
         "step_s": seconds,
         "collectives_s": wait,
+        "bytes": moved.compiled(sizes.steps),
         "per_token": moved.compiled(sizes.steps) / sizes.slots,
         "verify": verified,
         "filter_collectives": sum(one.times for one in filtered) - sum(one["times"] for one in steps),
@@ -217,6 +224,8 @@ def main() -> None:
     parser.add_argument("--tensor", type=int, default=1)
     parser.add_argument("--batch", type=int, default=64, help="sequences per replica")
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--weight-dtype", default="auto", choices=("auto", "int8", "fp8"))
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "fp8"))
     parser.add_argument("--drafts", action="store_true", help="with the programs that verify drafts")
     parser.add_argument("--table", type=Path, nargs="+", metavar="FILE")
     options = parser.parse_args()
@@ -225,9 +234,10 @@ def main() -> None:
         return
     engine, model = compile_for(
         options.slice, options.tensor, options.batch, options.context, model=options.model, dtype=options.dtype,
-        drafts=options.drafts,
+        drafts=options.drafts, weight_dtype=options.weight_dtype, kv_cache_dtype=options.kv_cache_dtype,
     )  # fmt: skip
-    print(json.dumps({"slice": options.slice, "model": options.model} | figures(engine, model, options.context)))
+    names = ("slice", "model", "weight_dtype", "kv_cache_dtype")
+    print(json.dumps({name: getattr(options, name) for name in names} | figures(engine, model, options.context)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A plain JAX/optax loop over a dict of arrays, that shows what its model says on the way.
+"""A plain JAX/optax loop over a dict of arrays, that shows what its model says while it learns.
 
 One process, or two simulated hosts with the model sharded over all their devices::
 
@@ -120,7 +120,7 @@ def shard(tree: Any, mesh: Mesh) -> Any:
 
 
 def train(steps: int, eval_every: int, output_dir: str) -> None:
-    """Train on every host alike; the leader prints."""
+    """Train, with the same calls on every host; the leader prints."""
     lockstep.start()  # before the first use of JAX
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     tokenizer = AutoTokenizer.from_pretrained(DATA / "tokenizer")

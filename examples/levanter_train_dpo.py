@@ -1,4 +1,4 @@
-"""Direct preference optimisation with Levanter, and samples of the policy on the way: one line beside its trainer.
+"""Direct preference optimisation with Levanter, and samples of the policy meanwhile: one line beside its trainer.
 
 Needs the extra ``levanter``::
 
@@ -36,7 +36,7 @@ class Config(TrainDpoConfig):
 
 
 def train(config: Config) -> None:
-    """Train the policy. Every process calls it alike."""
+    """Train the policy. Every process makes the same call."""
     lockstep.start()  # see examples/levanter_train_lm.py
     config.trainer.distributed = DistributedConfig(initialize_jax_distributed=False)
 

@@ -1,4 +1,4 @@
-"""Levanter trains a language model and shows on the way what it says: its trainer, its data, its YAML, and one line.
+"""Levanter trains a language model and shows what it says meanwhile: its trainer, its data, its YAML, and one line.
 
 Needs the extra ``levanter``. One process, or two simulated hosts::
 
@@ -36,7 +36,7 @@ class Config(TrainLmConfig):
 
 
 def train(config: Config) -> None:
-    """Train from scratch, or from the newest checkpoint of the run. Every process calls it alike."""
+    """Train from scratch, or from the newest checkpoint of the run. Every process makes the same call."""
     # One of the two may start jax.distributed. Ours knows infra/launch.py, TPU pods, GKE and Slurm. Without these two
     # lines Levanter starts it, and sampling uses what it finds.
     lockstep.start()

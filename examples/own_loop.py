@@ -5,7 +5,7 @@ One process (a minute on a laptop), or two simulated hosts with the model sharde
     python examples/own_loop.py
     python infra/launch.py --backend local --processes 2 --devices_per_process 2 -- python examples/own_loop.py
 
-The model learns to write numbers in words; the questions it is asked on the way are not in its training data. Only the
+The model learns to write numbers in words; the questions it is asked meanwhile are not in its training data. Only the
 model class is Lockstep's; mesh, data, loss, optimizer and loop are what you would write yourself.
 """
 
@@ -38,7 +38,7 @@ PROMPTS = [
 
 
 def train(steps: int, eval_every: int, output_dir: str) -> None:
-    """Train on every host alike; the leader prints."""
+    """Train, with the same calls on every host; the leader prints."""
     hosts = lockstep.start()  # before the first use of JAX; alone, this process is the only host
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     tokenizer = AutoTokenizer.from_pretrained(DATA / "tokenizer")

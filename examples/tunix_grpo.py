@@ -42,7 +42,7 @@ def batches(steps: int) -> Iterator[dict[str, Any]]:
 
 
 def train(steps: int, eval_every: int, output_dir: str) -> list[float]:
-    """Learn, and sample on the way; returns the mean reward of each step."""
+    """Learn, and sample meanwhile; returns the mean reward of each step."""
     lockstep.start()  # before the first use of JAX
     shape = (jax.device_count() // 2, 2) if jax.device_count() % 2 == 0 else (jax.device_count(), 1)
     mesh = jax.make_mesh(shape, ("fsdp", "tp"), axis_types=(AxisType.Auto, AxisType.Auto))

@@ -86,7 +86,7 @@ def model_input(batch: TrainingInput) -> dict[str, jax.Array]:
 
 
 def train(steps: int, eval_every: int, output_dir: str) -> None:
-    """Train, and sample on the way."""
+    """Train, and sample meanwhile."""
     lockstep.start()  # before the first use of JAX
     shape = (jax.device_count() // 2, 2) if jax.device_count() % 2 == 0 else (jax.device_count(), 1)
     mesh = jax.make_mesh(shape, ("fsdp", "tp"), axis_types=(AxisType.Auto, AxisType.Auto))

@@ -1,16 +1,17 @@
 """Writes src/lockstep/attention/tpu_block_table.py: block sizes of the TPU attention kernel that are known to compile.
 
-    JAX_PLATFORMS=cpu .venv/bin/python scripts/make_tpu_blocks.py [--only v5p]
+    JAX_PLATFORMS=cpu .venv/bin/python scripts/make_tpu_blocks.py [--only v5p] [--missing]
 
-For each TPU generation, heads, dtype and page size it compiles the kernel with the TPU compiler (no TPU is needed), the
-wanted sizes first, and keeps the first that compile. Wanted is, in order: enough K/V per copy to hide its latency, and
-little enough not to fetch much beyond the end of a sequence, since the kernel fetches whole blocks; for decode few
+For each TPU generation, heads, dtypes and page size it compiles the kernel with the TPU compiler (no TPU is needed),
+the wanted sizes first, and keeps the first that compile. Wanted is, in order: enough K/V per copy to hide its latency,
+and little enough not to fetch much beyond the end of a sequence, since the kernel fetches whole blocks; for decode few
 queries, because each sequence has one and the rest of a block is computed for nothing; for prefill what jax's own table
 has for blocks of this kind (``tuned_block_sizes.py``, measured on v5e and v6e: mostly 1024 positions, 32 queries).
 Nothing here was measured on a TPU by us.
 """
 
 import argparse
+import dataclasses
 import itertools
 import os
 import pprint
@@ -26,7 +27,9 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from lockstep.attention.tpu_blocks import stored_head_size, stored_heads, takes
+from lockstep.attention.kv_dtype import FP8
+from lockstep.attention.tpu_block_table import BLOCKS
+from lockstep.attention.tpu_blocks import BlockKey, stored_head_size, stored_heads, takes
 from lockstep.plan.topology import topology
 
 TABLE = Path(__file__).parents[1] / "src" / "lockstep" / "attention" / "tpu_block_table.py"
@@ -52,8 +55,13 @@ MODELS = {
     "Phi-3-mini": (32, 32, 96),
 }
 PAGE_SIZES = (16, 32, 64, 128)
-# Who decodes in float32 tries things out.
-DTYPES = {"bfloat16": list(MODELS.values()), "float32": [(32, 8, 128), (16, 2, 128)]}
+# The dtypes of queries and of the pool. Who decodes in float32 tries things out.
+FP8_NAME = jnp.dtype(FP8).name
+DTYPES = {
+    ("bfloat16", "bfloat16"): list(MODELS.values()),
+    ("bfloat16", FP8_NAME): list(MODELS.values()),
+    ("float32", "float32"): [(32, 8, 128), (16, 2, 128)],
+}
 
 DECODE = list(itertools.product((512, 256, 128), (8, 4, 2, 1)))
 PREFILL = list(itertools.product((1024, 512, 256, 128), (32, 16, 8)))
@@ -63,41 +71,56 @@ type Block = tuple[int, int]
 type Heads = tuple[int, int, int, str]
 
 
-def heads() -> list[Heads]:
-    """Query heads, kv heads and head size as a device stores them, and the dtype."""
-    found = set()
-    shapes = [(dtype, *model) for dtype, models in DTYPES.items() for model in models]
-    for dtype, q_heads, kv_heads, size in shapes:
+def keys(generation: str) -> list[BlockKey]:
+    """Query heads, kv heads and head size as a device stores them, and the dtypes, for the smallest pages."""
+    found = {}
+    shapes = [(*dtypes, *model) for dtypes, models in DTYPES.items() for model in models]
+    for dtype, kv_dtype, q_heads, kv_heads, size in shapes:
+        itemsize = jnp.dtype(kv_dtype).itemsize
         for tensor in (1, 2, 4, 8, 16):
             # Beyond its kv heads a model's heads are replicated and its groups split.
             kv, q = max(1, kv_heads // tensor), -(-q_heads // tensor)
-            held = stored_heads(kv, jnp.dtype(dtype).itemsize)
-            if not takes(q // kv * held, held, jnp.dtype(dtype).itemsize):
+            stored = stored_heads(kv, itemsize)
+            if not takes(q // kv * stored, stored, itemsize):
                 continue
-            found.add((q // kv * held, held, stored_head_size(size), dtype))
-    return sorted(found)
+            key = BlockKey(
+                generation=generation,
+                q_heads=q // kv * stored,
+                kv_heads=stored,
+                head_size=stored_head_size(size),
+                page_size=PAGE_SIZES[0],
+                dtype=dtype,
+                kv_dtype=kv_dtype,
+            )
+            found[key.heads] = key
+    return [found[heads] for heads in sorted(found)]
 
 
-def compiles(device: jax.Device, key: Heads, page_size: int, pages: int, queries: int, limit: int) -> str:
+def compiles(device: jax.Device, key: BlockKey, pages: int, queries: int, limit: int) -> str:
     """Empty, or why not."""
-    q_heads, kv_heads, head_size, dtype = key
+    scale = None if key.kv_dtype == key.dtype else 1.0
     mesh = Mesh(np.array([device]), ("x",), axis_types=(AxisType.Auto,))
 
     def struct(*shape: int, dtype: str = "int32") -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
     arguments = (
-        struct(TOKENS, q_heads, head_size, dtype=dtype),
-        struct(1024, page_size, 2 * kv_heads, head_size, dtype=dtype),
+        struct(TOKENS, key.q_heads, key.head_size, dtype=key.dtype),
+        struct(1024, key.page_size, 2 * key.kv_heads, key.head_size, dtype=key.kv_dtype),
         struct(SEQUENCES),
-        struct(SEQUENCES, POSITIONS // page_size),
+        struct(SEQUENCES, POSITIONS // key.page_size),
         struct(SEQUENCES + 1),
         struct(1),
     )
 
     def attend(*arrays: jax.Array) -> jax.Array:
         return ragged_paged_attention(
-            *arrays, num_kv_pages_per_block=pages, num_queries_per_block=queries, vmem_limit_bytes=limit
+            *arrays,
+            k_scale=scale,
+            v_scale=scale,
+            num_kv_pages_per_block=pages,
+            num_queries_per_block=queries,
+            vmem_limit_bytes=limit,
         )
 
     try:
@@ -108,13 +131,15 @@ def compiles(device: jax.Device, key: Heads, page_size: int, pages: int, queries
     return ""
 
 
-def first(device: jax.Device, key: Heads, candidates: list[Block], limit: int) -> Block | None:
+def first(device: jax.Device, key: BlockKey, candidates: list[Block], limit: int) -> Block | None:
     """Positions and queries of the first candidate that compiles with every page size."""
     for tokens, queries in candidates:
         for page_size in PAGE_SIZES:
-            why = compiles(device, key, page_size, tokens // page_size, queries, limit)
+            paged = dataclasses.replace(key, page_size=page_size)
+            why = compiles(device, paged, tokens // page_size, queries, limit)
             if why:
-                print(f"    {key} pages of {page_size}: {tokens} positions, {queries} queries: {why[:160]}", flush=True)
+                tried = f"pages of {page_size}: {tokens} positions, {queries} queries"
+                print(f"    {key.heads} {tried}: {why[:160]}", flush=True)
                 break
         else:
             return tokens, queries
@@ -147,25 +172,31 @@ def main() -> None:
     """Compiles and writes the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=TOPOLOGIES, help="make this generation anew and keep the others")
-    only = parser.parse_args().only
-    blocks: dict[str, dict[tuple[Block, Block], list[Heads]]] = {}
-    if only:
-        from lockstep.attention.tpu_block_table import BLOCKS
-
-        blocks = dict(BLOCKS)
-    for name in [only] if only else TOPOLOGIES:
+    parser.add_argument("--missing", action="store_true", help="keep the entries that the table has")
+    arguments = parser.parse_args()
+    blocks: dict[str, dict[tuple[Block, Block], list[Heads]]] = {name: {} for name in TOPOLOGIES}
+    if arguments.only or arguments.missing:
+        blocks |= {name: {sizes: list(of) for sizes, of in BLOCKS[name].items()} for name in BLOCKS}
+    for name in [arguments.only] if arguments.only else TOPOLOGIES:
         device = topology(TOPOLOGIES[name]).devices[0]
-        start, blocks[name] = time.time(), {}
-        for key in heads():
+        start = time.time()
+        if not arguments.missing:
+            blocks[name] = {}
+        known = {heads for of in blocks[name].values() for heads in of}
+        for key in keys(name):
+            if key.heads in known:
+                continue
             decode = first(device, key, DECODE, VMEM_LIMIT[name])
             prefill = first(device, key, PREFILL, VMEM_LIMIT[name])
             if decode and prefill:
-                blocks[name].setdefault((decode, prefill), []).append(key)
+                of = blocks[name].setdefault((decode, prefill), [])
+                of[:] = sorted([*of, key.heads])
+                if arguments.missing:
+                    write(blocks)  # an interrupted call is gone on with by the same one
             else:
-                print(f"  {name} {key}: NOTHING compiles", flush=True)
-        known = sum(map(len, blocks[name].values()))
-        print(f"{name}: {known} heads in {time.time() - start:.0f} s", flush=True)
-    write(blocks)
+                print(f"  {name} {key.heads}: NOTHING compiles", flush=True)
+        print(f"{name}: {sum(map(len, blocks[name].values()))} heads in {time.time() - start:.0f} s", flush=True)
+        write(blocks)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ class Bucket:
     """Objects by ``bucket/name``, and what was asked for.
 
     Args:
-        url: of the server.
+        url: The URL of the server.
     """
 
     def __init__(self, url: str) -> None:

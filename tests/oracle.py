@@ -30,7 +30,7 @@ TIE = 1e-5
 BFLOAT16_TIE = 4 * 2.0**-7
 """In bfloat16 two tokens are a near-tie when the oracle's own scores of them are closer than this share of the largest
 logit of the step, over the temperature: four steps between neighbouring numbers of bfloat16 at that size, for models of
-two layers, which round the residual stream five times on its way to the logits."""
+two layers, which round the residual stream five times before the logits."""
 
 NEAR_TIES_PER_THOUSAND = 25
 """Near-ties in bfloat16, of tokens, at most, with random weights. The two best scores with Gumbel noise are less than a
@@ -275,6 +275,26 @@ def rounded_kv() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llama, "self_attention", rounded)
         yield
+
+
+INPUTS = {"q": (1,), "k": (1,), "v": (1,), "o": (1, 2, 3), "gate": (1,), "up": (1,), "down": (1,)}
+"""The axes of each stacked weight that its matrix product sums over."""
+
+
+def rounded(weights: Any, dtype: Any) -> Any:
+    """Decoder weights of NumPy arrays as 8 bits hold them: numbers of ``dtype`` times a scale per output channel."""
+
+    def one(name: str, dims: tuple[int, ...]) -> Any:
+        exact = getattr(weights.layers, name)
+        if exact is None:
+            return None
+        largest = np.float32(127 if dtype == jnp.int8 else 448)
+        scale = np.maximum(np.abs(exact).max(axis=dims, keepdims=True) / largest, np.finfo(np.float32).tiny)
+        numbers = exact / scale
+        return (np.round(numbers) if dtype == jnp.int8 else numbers).astype(dtype).astype(np.float32) * scale
+
+    layers = dataclasses.replace(weights.layers, **{name: one(name, dims) for name, dims in INPUTS.items()})
+    return dataclasses.replace(weights, layers=layers)
 
 
 @eqx.filter_jit

@@ -27,7 +27,7 @@ def step_of(logits: np.ndarray, params: SamplingParams, prompt: Sequence[int], a
 
     Args:
         logits: float32 ``[vocab]``, of the model.
-        params: of the request.
+        params: The parameters of the request.
         prompt: token ids.
         answer: token ids so far.
     """
@@ -67,7 +67,7 @@ def kept(scores: np.ndarray, params: SamplingParams) -> np.ndarray:
 
     Args:
         scores: float32 ``[vocab]``, after temperature.
-        params: of the request.
+        params: The parameters of the request.
     """
     order = np.argsort(-scores, kind="stable")  # equal scores: the lowest token id first
     if params.top_k is not None:

@@ -190,6 +190,7 @@ CONFIGURATIONS = {
     "docs/sampler.md:yaml:0": "sample",
     "docs/training.md:yaml:0": "train-lm",
     "docs/training.md:yaml:1": "train-lm",
+    "docs/weights-in-8-bits.md:yaml:0": "train-lm",
 }
 """What reads each block of YAML or JSON: a command, with what it requires beside, or a reader of test_snippets.py."""
 

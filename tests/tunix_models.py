@@ -54,16 +54,28 @@ def gemma_model(vocab: int, *, layers: Sequence[str], **values: Any) -> Any:
     return nnx.eval_shape(lambda: gemma.Gemma(config, rngs=nnx.Rngs(0)))
 
 
-def gemma3_model(vocab: int = 64) -> Any:
-    """A Gemma 3, without values; no reader reads it."""
+def gemma3_model(vocab: int = 64, **values: Any) -> Any:
+    """A Gemma 3, without values: five layers with a window and one without, with rotary bases of their own."""
     sizes = {name: size for name, size in SIZES.items() if name not in ("vocab_size", "rope_theta", "norm_eps")}
-    config = gemma3.ModelConfig(num_embed=vocab, sliding_window_size=8, **sizes)
+    config = gemma3.ModelConfig(
+        **sizes
+        | {
+            "num_embed": vocab,
+            "num_layers": 6,
+            "sliding_window_size": 8,
+            "local_base_frequency": 100,
+            "global_base_frequency": 1_000,
+            "global_scale_factor": 4.0,
+            "param_dtype": jnp.float32,
+        }
+        | values
+    )
     return nnx.eval_shape(lambda: gemma3.Gemma3(config, rngs=nnx.Rngs(0)))
 
 
 GEMMA2: dict[str, Any] = {
     "layers": ("LOCAL_SLIDING", "GLOBAL"),
-    "sliding_window_size": 48,
+    "sliding_window_size": 6,
     "use_post_attn_norm": True,
     "use_post_ffw_norm": True,
     "final_logit_softcap": 30.0,
@@ -77,6 +89,13 @@ MODELS = {
     "llama3": lambda vocab=64: dense(llama3, llama3.Llama3, vocab),
     "gemma": lambda vocab=64: gemma_model(vocab, layers=("GLOBAL", "GLOBAL"), num_kv_heads=4),
     "gemma2": lambda vocab=64: gemma_model(vocab, **GEMMA2),
+    "gemma3": gemma3_model,
+    "gemma3-qkv": lambda vocab=64: gemma3_model(
+        vocab,
+        num_kv_heads=4,
+        query_pre_attn_norm=gemma3.QueryPreAttentionNormalisation.BY_ONE_OVER_SQRT_EMBED_DIM_DIV_NUM_HEADS,
+        embed_dim=48,
+    ),
 }
 """How to make one of each family, without values."""
 

@@ -18,17 +18,17 @@ class GrpoLoad:
     """A model and what a step has to do; no answer ends before its last token.
 
     Args:
-        hidden: the width of the model.
-        mlp: the width of the MLP.
-        layers: how many.
-        heads: of queries.
-        kv_heads: of keys and values.
-        vocab: token ids.
-        prompts: per step.
-        group: answers to each.
-        prompt_tokens: of each prompt.
-        new_tokens: of each answer.
-        learning_rate: of Adam.
+        hidden: The width of the model.
+        mlp: The width of the MLP.
+        layers: The number of layers.
+        heads: The number of query heads.
+        kv_heads: The number of key/value heads.
+        vocab: The number of token ids.
+        prompts: The number of prompts per step.
+        group: The number of answers to each prompt.
+        prompt_tokens: The tokens of each prompt.
+        new_tokens: The tokens of each answer.
+        learning_rate: The learning rate of Adam.
     """
 
     hidden: int = 256

@@ -55,9 +55,9 @@ class Process(contextlib.AbstractContextManager["Process"]):
     """The side of the benchmark: a contestant in a process of its own.
 
     Args:
-        name: of the contestant.
-        command: that starts it.
-        environment: what it has beside that of this process.
+        name: The name of the contestant.
+        command: The command that starts it.
+        environment: What it has beside that of this process.
         log: a file for its standard error.
     """
 

@@ -67,7 +67,7 @@ def _raise(*args, **kwargs):
 
 def broken_tokenizer():
     tokenizer = tiny.tokenizer()
-    # Of the same name: hosts compare it.
+    # Its name stays the same: hosts compare it.
     own = type(tokenizer)
     tokenizer.__class__ = type(own.__name__, (own,), {"encode": _raise, "__call__": _raise})
     return tokenizer

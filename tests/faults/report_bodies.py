@@ -16,7 +16,7 @@ from tests import tiny
 from tests.faults.bodies import GOOD, told
 
 TIMEOUT_S = 4.0
-"""Of the trainer; a round's metrics take longer."""
+"""The trainer's; a round's metrics take longer."""
 PER_ROW_S, PROMPTS = 1.5, ["one", "two", "three"]
 STEPS, EVERY = 3, 2
 """One round, and a step after it."""

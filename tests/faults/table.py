@@ -11,11 +11,11 @@ class Fault:
     """A row: the test ``test_<name>`` proves it.
 
     Args:
-        name: of the test, without ``test_``.
-        what: happens.
-        ends: how it ends for training.
-        sees: what the user is told; the test finds this text. Empty: nothing, and the test finds that nothing is told.
-        deadline_s: the test fails if it ends later: seconds from the fault until every host is back in training, or has
+        name: The name of the test, without ``test_``.
+        what: What happens.
+        ends: How it ends for training.
+        sees: What the user is told; the test finds this text. Empty: nothing, and the test finds that nothing is told.
+        deadline_s: The test fails if it ends later: seconds from the fault until every host is back in training, or has
             ended. The round, its compiling included, counts too; ``timeout_s`` is 2 where a wait must run out. On 4
             processes, which share the same two cores, twice that where they compile.
         on_four: tested on 4 processes too, because more than one peer matters.

@@ -67,9 +67,9 @@ def train(
     """Levanter's own loop, as its ``train_lm`` has it.
 
     Args:
-        config: of the trainer.
-        add_hooks: called with the trainer and the state, where a user adds hooks.
-        model: configuration of the model.
+        config: The configuration of the trainer.
+        add_hooks: A function that is called with the trainer and the state, where a user adds hooks.
+        model: The configuration of the model.
         learning_rate: high, so that the weights change visibly.
 
     Returns:

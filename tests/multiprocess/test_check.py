@@ -83,6 +83,26 @@ def test_processes_that_wait_for_others_are_named_and_ended(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_difference_is_told_while_the_script_runs(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import time, jax, jax.numpy as jnp\n"
+        "x = jnp.arange(8.0)\n"
+        "for step in range(8):\n"
+        "    x = x * 0.9\n"
+        "    if jax.process_index() == 0 and step == 1:\n"
+        "        print(float(jnp.linalg.norm(x)))\n"
+        "    time.sleep(1.5)\n"
+        "print('the last line')\n"
+    )
+    code, report, output = check(tmp_path, "--", "python", str(script))
+    assert code == 1 and {each["kind"] for each in report["findings"]} == {"one_process"}, output
+    told = output.index("lockstep check: one_process: ")
+    assert f"{script}:6" in output[told:].splitlines()[0]
+    assert told < output.index("the last line") < output.index("On a pod: ")
+
+
+@pytest.mark.slow
 def test_without_the_check_the_scripts_pass_in_several_processes_and_in_one():
     words = ["launch", "--processes", "2", "--devices_per_process", "2", "--", "python", str(BUGS / "all.py")]
     run = subprocess.run([sys.executable, "-c", CHECK, *words], cwd=ROOT, capture_output=True, text=True, timeout=170)

@@ -66,7 +66,7 @@ def test_processes_load_their_shares_and_the_leader_writes_the_whole(processes: 
 
 CONFIG = dataclasses.replace(tiny.CONFIG, hidden_dim=256, intermediate_dim=640, num_layers=4, num_heads=8)
 VOCAB = 1010
-"""Of which four devices read unequal numbers of rows."""
+"""Four devices read unequal numbers of its rows."""
 
 
 def body_read(hosts: Hosts, url: str, mesh_shape: str, expected: str) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def body_caches(hosts, directory):
 
 
 @pytest.mark.slow
-def test_one_process_with_a_warm_cache_and_one_with_none_generate_alike(tmp_path):
+def test_one_process_with_a_warm_cache_and_one_with_none_generate_the_same(tmp_path):
     warm, cold = run_processes(body_caches, args=(str(tmp_path),), own=OWN)
     programs = len(warm["first"]["digests"]) // 3
     assert warm["first"]["hits"] == cold["first"]["hits"] == cold["second"]["hits"] == 0

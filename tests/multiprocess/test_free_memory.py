@@ -1,4 +1,4 @@
-"""Hosts that have different memory left choose alike: what the fullest of all devices allows."""
+"""Hosts that have different memory left choose the same: what the device with least free memory allows."""
 
 import dataclasses
 

@@ -136,7 +136,7 @@ def body_resume(hosts, directory):
     """A run without a break; and one that is asked to end while it samples ahead, goes on, ends between two updates of
     a rollout, and goes on. And one that goes on from its third step, as after a kill.
     """
-    # Of four sequences at a time, so that a rollout has several launches.
+    # Four sequences at a time, so that a rollout has several launches.
     run = {"rollout_ahead": 1, "num_iterations": 2, "rollout": {"max_seqs": 4}}
     run["rewards"] = [FunctionReward(function="tests.rollouts:parity"), LengthReward(weight=-0.5)]
     steps, ahead = 6, {}

@@ -100,7 +100,7 @@ def expected(in_bfloat16):
 
 @cached
 def answers(processes):
-    """Of each process, by case: one launch of processes makes all."""
+    """Each process's answers, by case: one launch of processes makes all."""
     return run_processes(body, processes=processes, timeout_s=300)
 
 

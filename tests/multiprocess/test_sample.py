@@ -105,6 +105,7 @@ def body_sample(hosts, checkpoint, directory):
     return {"launches": launches, "keys": len(hosts.client.get_dir("lockstep/job"))}
 
 
+@pytest.mark.slow
 def test_both_modes_give_the_rows_of_the_oracle_and_go_on_where_they_were_cut_off(checkpoint, expected, tmp_path):
     arguments = (str(checkpoint), str(tmp_path))
     leader, follower = run_processes(body_sample, timeout_s=300, args=arguments, own="W&B's service outlives its runs")

@@ -34,11 +34,12 @@ def sampling(checkpoint: Path, directory: Path) -> list[str]:
     return ["sample", "--config_path", str(write_config(directory / "sample.yaml", checkpoint, "run"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "arguments", "victim", "phase"),
     [
-        pytest.param("loading", sampling, 0, "loading the checkpoint", marks=pytest.mark.slow),
-        pytest.param("loading", demo_from, 1, "loading the checkpoint", marks=pytest.mark.slow),
+        ("loading", sampling, 0, "loading the checkpoint"),
+        ("loading", demo_from, 1, "loading the checkpoint"),
         ("making", lambda *_: TRAIN, 1, "making the model"),
     ],
     ids=["the one that reads, sample", "one that waits, training", "made"],

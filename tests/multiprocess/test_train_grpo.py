@@ -107,7 +107,7 @@ def deadly(row, prompt):
 
 def train_with_breaks(hosts, where, at=None):
     """Eight steps, two iterations of two minibatches each, that go on from what is at ``where``: losses and the end."""
-    # Of four sequences at a time, so that a rollout has several launches.
+    # Four sequences at a time, so that a rollout has several launches.
     run = {"num_iterations": 2, "minibatches": 2, "rollout": {"max_seqs": 4}}
     run["rewards"] = [FunctionReward(function=f"{__name__}:deadly"), LengthReward(weight=-0.5)]
     trainer, rollouts, model = runs.make(

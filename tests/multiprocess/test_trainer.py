@@ -58,6 +58,7 @@ def stopped():
     return run_processes(body_stop, processes=2, devices=2)
 
 
+@pytest.mark.slow
 def test_losses_do_not_depend_on_processes_mesh_or_accumulation():
     (oracle,) = run_processes(body_losses, processes=1, devices=1, args=("auto", {}))
     for processes, mesh_shape, values in [

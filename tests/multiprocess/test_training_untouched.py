@@ -98,7 +98,7 @@ def train(hosts, mesh_shape, layout):
 
 
 LAYOUTS = {(2, "auto"): ["auto", "training"], (2, "1,2,2"): [{"tensor": 2}], (4, "host_local"): ["auto"]}
-"""Of decode, by processes and mesh: sampling runs that are compared with one plain run."""
+"""Decode layouts, by processes and mesh: sampling runs that are compared with one plain run."""
 
 
 def body(hosts, mesh_shape, layouts):
@@ -107,7 +107,7 @@ def body(hosts, mesh_shape, layouts):
 
 @cached
 def runs(processes, mesh_shape):
-    """Of each process, the plain run and those with samples: one launch of processes makes all."""
+    """The plain run and those with samples, of each process: one launch of processes makes all."""
     layouts = LAYOUTS[processes, mesh_shape]
     return run_processes(body, processes=processes, devices=2, timeout_s=300, args=(mesh_shape, layouts))
 

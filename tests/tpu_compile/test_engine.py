@@ -169,7 +169,7 @@ def test_llama3_8b_compiles_for_v5p_16(layout):
     for program in ("prefill", "decode"):
         # The pool is updated in place: it is an output that shares the argument's memory.
         assert figures[program]["aliased"] == figures["pool"], program
-    # Weights move a layer at a time, large ones in pieces, and are cast on the way; where none move, all are cast.
+    # Weights move a layer at a time, large ones in pieces, and are cast while they move; where none do, all are cast.
     assert figures["reshard"]["temporaries"] <= 0.1 * figures["reshard"]["arguments"]
 
 
@@ -333,8 +333,8 @@ print(json.dumps({
         pytest.param("v6e-4", 2, marks=pytest.mark.slow),
     ],
 )
-def test_weights_that_are_made_on_the_way_are_cast_all_at_once(slice_, tensor):
-    """Of a float32 trainer that keeps its weights in another order: what that takes is predicted, and never too low."""
+def test_weights_that_are_made_while_they_move_are_cast_all_at_once(slice_, tensor):
+    """What a float32 trainer's weights in another order take is predicted, and never too low."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     run = subprocess.run(
         [sys.executable, "-c", ASSEMBLED, slice_, str(tensor)],

@@ -137,7 +137,7 @@ print(json.dumps({
 
 
 @pytest.mark.slow
-def test_plan_and_engine_choose_alike_on_every_process():
+def test_plan_and_engine_choose_the_same_on_every_process():
     """One function, two callers; two processes of their own compile the same programs."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     runs = [

@@ -15,11 +15,11 @@ LAYERS = 32
 
 
 def compiled(
-    slice_name: str, tensor: int, batch: int, model: str = "llama-3.1-8b", *, drafts: bool = False
+    slice_name: str, tensor: int, batch: int, model: str = "llama-3.1-8b", *, drafts: bool = False, options: str = ""
 ) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.tpu_programs", "--slice", slice_name, "--tensor", str(tensor)]
     run = subprocess.run(
-        [*command, "--batch", str(batch), "--model", model, *["--drafts"] * drafts],
+        [*command, "--batch", str(batch), "--model", model, *["--drafts"] * drafts, *options.split()],
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
@@ -59,6 +59,26 @@ def test_predicted_memory_of_other_sizes(model: str, slice_name: str, tensor: in
     check_memory(compiled(slice_name, tensor, batch, model))
 
 
+@SLOW
+@pytest.mark.parametrize(("slice_name", "tensor", "weight_dtype"), [("v5p-16", 4, "int8"), ("v6e-16", 4, "fp8")])
+def test_weights_in_8_bits(slice_name: str, tensor: int, weight_dtype: str) -> None:
+    """Few sequences of 512 tokens, as of a round of samples: weights are most of what a step reads."""
+    small = "--context 512"
+    whole = compiled(slice_name, tensor, 8, options=small)
+    found = compiled(slice_name, tensor, 8, options=f"{small} --weight-dtype {weight_dtype}")
+    print({name: (whole[name], found[name]) for name in ("bytes", "floor_weights", "weights")})
+    assert found["floor_weights"] <= 0.54 * whole["floor_weights"], "all but the output layer, and the scales"
+    assert found["bytes"] <= 0.6 * whole["bytes"]
+    assert found["ratio"] <= 1.15, "no weight is widened in memory"
+    programs, predicted = found["programs"], found["predicted"]
+    assert programs["reshard"]["outputs"] <= 1.01 * found["weights"]
+    measured = {name: programs[name]["temporaries"] + programs[name]["code"] for name in ("prefill", "decode")}
+    measured["reshard"] = programs["reshard"]["temporaries"]
+    print(predicted, measured)
+    for name, size in measured.items():
+        assert size <= predicted[name], name
+
+
 def check(found: dict[str, Any]) -> None:
     """The promises of docs/architecture.md about the programs of one slice."""
     programs, held = found["programs"], found["pool"] + found["weights"]
@@ -81,7 +101,7 @@ def check(found: dict[str, Any]) -> None:
     # Attention and MLP of every layer, and the embedding, whose rows the devices of a replica share.
     assert sum(one["times"] for one in of_layers) == (2 * LAYERS + 1 if found["tensor"] > 1 else 0)
 
-    # Of a float32 model, moving begins with no copy in bfloat16: three layers and a piece are on their way at most.
+    # Moving a float32 model begins with no copy in bfloat16: three layers and a piece are in flight at most.
     assert programs["reshard"]["temporaries"] < 0.15 * found["weights"]
     assert 1 <= found["ratio"] <= 1.08, "bytes of a step over the least that it could move"
 

@@ -28,6 +28,7 @@ WRITTEN = ("docs/api.md", "docs/configuration.md", "docs/reliability.md")
 
 LONGEST = {
     "README.md": 1000,
+    "docs/architecture.md": 1300,
     "docs/protocol.md": 1300,
     "docs/scheduler-and-memory.md": 1300,
     "docs/weights-and-layouts.md": 1300,
@@ -121,13 +122,28 @@ def unfit_words(text):
     words = "|".join(re.escape(word).replace(r"\ ", r"\s+") for word in FORBIDDEN)
     found = []
     # "held-out" data is the field's own word.
-    for match in re.finditer(rf"(?<![\w-])({words})(?!\w|-out)", prose, re.IGNORECASE):
+    for match in re.finditer(rf"(?<![\w-])({words})(?!\w|[- ]out)", prose, re.IGNORECASE):
         word = " ".join(match[0].split())
         better = FORBIDDEN.get(word, FORBIDDEN.get(word.lower()))
         found.append(f"{word!r} after {prose[max(0, match.start() - 40) : match.start()]!r}: say {better}")
     for match in re.finditer(r"(?:^|[.:!?|*-])\s*Of\b.{0,40}", prose, re.MULTILINE):
         found.append(f"a leading 'Of': {match[0].strip()!r}")
     return found
+
+
+def prose_of_code(source):
+    """Docstrings, those of fields too, and comments of a Python file, one a paragraph."""
+    texts = [
+        node.value.value
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    ]
+    return "\n\n".join([*texts, *re.findall(r"(?:^|\s)# (.*)$", source, re.MULTILINE)])
+
+
+def unfit_arguments(text):
+    """Lines of ``Args:`` that say whose the value is and not what it is."""
+    return re.findall(r"^ +\w+: [Oo]f .*", text, re.MULTILINE)
 
 
 def unreleased(text):
@@ -180,6 +196,12 @@ def test_the_yaml_of_the_readme_is_read():
     (snippet,) = [s for s in blocks(ROOT / "README.md", "yaml") if s.startswith("# lockstep train-lm\n")]
     config = decode_config(TrainLmConfig, yaml.safe_load(snippet), "README.md")
     assert config.inference_eval.enabled
+
+
+def test_the_quickstart_says_how_often_the_demo_samples():
+    demo = yaml.safe_load((ROOT / "config" / "demo.yaml").read_text(encoding="utf-8"))
+    page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    assert f"Every {demo['inference_eval']['eval_every']} steps both hosts answer" in page
 
 
 def anchors(text):
@@ -265,6 +287,21 @@ def test_words_are_those_of_the_field(page):
         for table in tables(text):
             text = text.replace(table, "")
     assert not unfit_words(text)
+
+
+@pytest.mark.parametrize("folder", ["src", "tests", "benchmarks", "examples", "scripts", "infra", "docs"])
+def test_words_of_code_are_those_of_the_field(folder):
+    sources = sorted(set((ROOT / folder).rglob("*.py")) - {Path(__file__)})
+    assert sources
+    texts = {name(source): prose_of_code(source.read_text(encoding="utf-8")) for source in sources}
+    wrong = {source: [*unfit_words(text), *unfit_arguments(text)] for source, text in texts.items()}
+    assert not {source: found for source, found in wrong.items() if found}
+
+
+def test_words_of_code_are_seen():
+    source = 'def f(run):\n    """Do it.\n\n    Args:\n        run: of the job.\n    """\n    # All draw alike.\n'
+    text = prose_of_code(source + 'A = "alike"\n"""Of the job."""\n')
+    assert len(unfit_words(text)) == 2 and unfit_arguments(text) == ["        run: of the job."]
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def needs(name: str, extra: str) -> list[str]:
         found = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
         return []
-    # What `make test` installs has the pins. Of other versions the requirements say nothing about the pins.
+    # What `make test` installs has the pins. The requirements of other versions say nothing about the pins.
     if found.version != PINS.get(canonicalize_name(name)):
         pytest.skip(f"{name} {found.version} is installed, which constraints.txt does not pin: make setup-tests")
     requirements = [Requirement(text) for text in found.requires or []]

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,21 @@ def test_every_launch_is_read_by_the_launcher(line):
     program, name, *arguments = options.command + [""]
     assert program == "python" or name in {"--help", *(command.name for command in COMMANDS)}
     assert all((ROOT / word).exists() for word in arguments if word.startswith(("config/", "examples/")))
+
+
+@pytest.mark.parametrize(
+    ("text", "package"),
+    [("/models/", "gcsfs"), (".parquet", "pyarrow"), ("type: wandb", "wandb"), ("v5p-64", "jax[tpu]")],
+)
+def test_what_its_configuration_needs_is_installed_on_the_machines(text, package):
+    shipped = (ROOT / "config" / "simpo_ultrafeedback_llama3_8b_v5p_64_inference.yaml").read_text(encoding="utf-8")
+    assert text in PAGE + shipped
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    lines = [line for line in launches() if "my-runs/simpo.yaml" in line and "slurm" not in line]
+    assert len(lines) == 3
+    for line in lines:
+        installed = [one for extra in parse(shlex.split(line)[2:]).extras.split(",") for one in extras[extra]]
+        assert any(one.startswith(f"{package}>=") for one in installed), line
 
 
 def test_what_it_quotes_of_ours_is_in_the_sources():

@@ -165,6 +165,13 @@ def test_init_files_only_reexport():
     assert not wrong, "an __init__ file holds imports and __all__, nothing else:\n" + "\n".join(wrong)
 
 
+def test_no_file_is_longer_than_400_lines():
+    files = {
+        path: path.read_bytes().count(b"\n") for end in ("py", "js", "css", "j2") for path in PACKAGE.rglob(f"*.{end}")
+    }
+    assert len(files) > 400 and not {path: lines for path, lines in files.items() if lines > 400}
+
+
 @pytest.mark.parametrize(
     ("file", "source", "message"),
     [

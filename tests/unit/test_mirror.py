@@ -44,6 +44,7 @@ COVERED_BY = {
     # Protocols and tables, which have no behaviour of their own.
     "attention/base.py": "tests/unit/attention/test_reference.py",
     "launch/output_filter.py": "tests/unit/launch/test_task_script.py",
+    "models/rotary.py": "tests/unit/models/test_llama.py",
     "models/hf/save_source.py": "tests/unit/models/hf/test_save.py",
     "models/hf/peft.py": "tests/unit/main/test_adapters.py",
     "models/hf/fingerprint.py": "tests/unit/batch_inference/test_checkpoint.py",

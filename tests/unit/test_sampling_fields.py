@@ -40,6 +40,7 @@ OTHER_CAPACITIES = {
     "max_prompts_per_batch": 6,
     "hbm_utilization": 0.5,
     "kv_cache_dtype": "fp8",
+    "weight_dtype": "int8",
     "layout": {"tensor": 2},
     "calibration": "measured.json",
 }
@@ -91,6 +92,7 @@ def test_the_longest_sequence_of_a_block_is_that_of_its_engine():
         (RolloutConfig, {"ignore_eos": True, "min_tokens": 1}, r"^rollout\.min_tokens is 1 and ignore_eos is true"),
         (RolloutConfig, {"min_p": 2.0}, "^rollout: min_p is 2.0; it must be 0 to 1"),
         (RolloutConfig, {"kv_cache_dtype": "int4"}, "^rollout: kv_cache_dtype is 'int4'"),
+        (RolloutConfig, {"weight_dtype": "int4"}, "^rollout: weight_dtype is 'int4'; it must be auto, int8, fp8"),
         (RolloutConfig, {"temperature": 0.0}, r"^rollout\.temperature is 0.0; it must be more than 0"),
         (RolloutConfig, {"n_generations": 1}, r"^rollout\.n_generations is 1; .* at least 2"),
         (InferenceEvalConfig, {"max_prompts_per_batch": 0}, "^inference_eval: max_prompts_per_batch is 0"),

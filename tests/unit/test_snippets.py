@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 import shlex
+import shutil
 import tomllib
 from pathlib import Path
 
@@ -254,8 +255,9 @@ def test_a_wrong_command_line_is_seen(line, monkeypatch):
 @pytest.fixture
 def desk(tmp_path, monkeypatch):
     """A directory with a run and what pages have the reader make, as home and working directory."""
-    for name in ("config", "data", "examples", "infra"):
+    for name in ("data", "examples", "infra"):
         (tmp_path / name).symlink_to(ROOT / name)
+    shutil.copytree(ROOT / "config", tmp_path / "config")  # `--sync` copies no directory that is a link
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("LOCKSTEP_JOBS_DIR", str(tmp_path / "jobs"))
     monkeypatch.chdir(tmp_path)

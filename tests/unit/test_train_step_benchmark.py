@@ -61,7 +61,7 @@ def test_every_place_has_a_row_for_each_goal(capsys):
 
 
 class Trainer:
-    """As far as both trainers are alike; hooks are called once more at the end."""
+    """What both trainers have in common; hooks are called once more at the end."""
 
     def __init__(self):
         self.hooks = []

@@ -1,11 +1,15 @@
 """The protocol between the decoder and attention over a paged KV cache, the same for every kind of device."""
 
 import dataclasses
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from lockstep.attention.softmax import ScoreModifier
+
+NO_WINDOW: Final = 2**30
+"""More positions than any sequence has."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,12 +22,21 @@ class Heads:
             https://arxiv.org/abs/2305.13245).
         head_size: The head size in elements.
         modifier: The soft cap and sliding window of the model.
+        windows: The sliding window of each layer, None for none, where layers differ; ``modifier`` then has no window.
     """
 
     kv_heads: int
     group: int
     head_size: int
     modifier: ScoreModifier = ScoreModifier()
+    windows: tuple[int | None, ...] | None = None
+
+    def modifier_of(self, layer: Int[Array, ""]) -> ScoreModifier:
+        """Returns the soft cap and the sliding window of a layer."""
+        if self.windows is None:
+            return self.modifier
+        windows = jnp.asarray([NO_WINDOW if window is None else window for window in self.windows], jnp.int32)
+        return dataclasses.replace(self.modifier, window=windows[layer])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,6 +176,7 @@ class Attention(Protocol):
         self,
         q: Float[Array, "row query kv_head group head"],
         pool: Num[Array, "pool_page page_size two_kv_heads stored_head"],
+        layer: Int[Array, ""],
         first_page: Int[Array, ""],
         rows: Any,
     ) -> Float[Array, "row query kv_head group head"]:
@@ -171,6 +185,7 @@ class Attention(Protocol):
         Args:
             q: The queries; query ``i`` of a row is at position ``start + i``.
             pool: The pool, with K and V of all rows already written.
+            layer: The layer.
             first_page: The index in the flat pool of the layer's page 0.
             rows: The result of `begin_prefill`.
         """

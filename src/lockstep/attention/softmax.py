@@ -21,11 +21,12 @@ class ScoreModifier:
         soft_cap: The soft cap: a score s becomes ``soft_cap * tanh(s / soft_cap)`` (Gemma 2, Riviere et al. 2024,
             https://arxiv.org/abs/2408.00118, section 2). None for no cap.
         window: The sliding window: the number of positions that a query attends to, its own included (Mistral, Jiang
-            et al. 2023, https://arxiv.org/abs/2310.06825, section 2). None for all earlier positions.
+            et al. 2023, https://arxiv.org/abs/2310.06825, section 2). None for all earlier positions. That of a layer
+            among layers that differ is a traced number.
     """
 
     soft_cap: float | None = None
-    window: int | None = None
+    window: int | Int[Array, ""] | None = None
 
 
 def attend(

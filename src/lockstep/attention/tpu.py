@@ -14,8 +14,10 @@ it is used here:
 """
 
 import dataclasses
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
@@ -83,7 +85,7 @@ class TpuAttention:
         lengths = jnp.where(active, position + 1, 1)
         starts = jnp.arange(slots + 1, dtype=jnp.int32)
         count = jnp.full((1,), slots, jnp.int32)
-        return self._attend(q, cache, Rows(lengths, page_table, starts, count), 0, self.decode_blocks)
+        return self._attend(q, cache, layer, Rows(lengths, page_table, starts, count), 0, self.decode_blocks)
 
     def write_span(self, cache: Array, layer: Array, page: Array, position: Array, kv: Array) -> Array:
         """Writes to the pages of the pool with one call of the kernel that copies, whose entries are positions."""
@@ -103,7 +105,7 @@ class TpuAttention:
             num_sequences=jnp.full((1,), slots, jnp.int32),
         )
         tokens = q.reshape(-1, *q.shape[2:])
-        return self._attend(tokens, cache, rows, 0, self.prefill_blocks).reshape(q.shape)
+        return self._attend(tokens, cache, layer, rows, 0, self.prefill_blocks).reshape(q.shape)
 
     def begin_prefill(self, start: Array, page_table: Array, used: Array) -> Rows:
         """Joins consecutive rows of a prompt to one sequence, so that its pages are read once per query block."""
@@ -123,15 +125,27 @@ class TpuAttention:
             num_sequences=jnp.sum(used & ~follows, dtype=jnp.int32)[None],
         )
 
-    def prefill(self, q: Array, pool: Array, first_page: Array, rows: Rows) -> Array:
+    def prefill(self, q: Array, pool: Array, layer: Array, first_page: Array, rows: Rows) -> Array:
         """Attends all rows in one call of the kernel; the output of unused rows is zeros."""
         tokens = q.reshape(-1, *q.shape[2:])
-        attended = self._attend(tokens, pool, rows, first_page, self.prefill_blocks)
+        attended = self._attend(tokens, pool, layer, rows, first_page, self.prefill_blocks)
         used = jnp.arange(tokens.shape[0]) < rows.q_starts[-1]
         return jnp.where(used[:, None, None, None], attended, 0).reshape(q.shape)
 
-    def _attend(self, q: Array, pool: Array, rows: Rows, first_page: Array | int, blocks: Blocks) -> Array:
+    def _attend(
+        self, q: Array, pool: Array, layer: Array, rows: Rows, first_page: Array | int, blocks: Blocks
+    ) -> Array:
         """Calls the kernel; ``q`` and the result are ``[token, kv_head, group, head]``."""
+        if self.heads.windows is None:
+            return self._kernel(self.heads.modifier.window, blocks, q, pool, rows, first_page)
+        # The window is a constant of the kernel.
+        windows = tuple(dict.fromkeys(self.heads.windows))
+        which = jnp.asarray([windows.index(window) for window in self.heads.windows], jnp.int32)
+        branches = [functools.partial(self._kernel, window, blocks) for window in windows]
+        attended: Array = jax.lax.switch(which[layer], branches, q, pool, rows, first_page)
+        return attended
+
+    def _kernel(self, window: Any, blocks: Blocks, q: Array, pool: Array, rows: Rows, first_page: Array | int) -> Array:
         # Imported here because it loads the TPU kernel language, which other devices never need.
         from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
@@ -146,7 +160,7 @@ class TpuAttention:
             rows.q_starts,
             rows.num_sequences,
             sm_scale=head**-0.5,
-            sliding_window=self.heads.modifier.window,
+            sliding_window=window,
             soft_cap=self.heads.modifier.soft_cap,
             k_scale=scale,
             v_scale=scale,

@@ -83,7 +83,7 @@ class XlaAttention:
 
     def decode(self, q: Array, cache: Cache, layer: Array, page_table: Array, position: Array, active: Array) -> Array:
         """Attends to the context; idle slots are computed too."""
-        return attend_context(q, cache[1], layer, position, self.heads.modifier)
+        return attend_context(q, cache[1], layer, position, self.heads.modifier_of(layer))
 
     def write_span(self, cache: Cache, layer: Array, page: Array, position: Array, kv: Array) -> Cache:
         """Writes to the pool and to the context."""
@@ -95,13 +95,14 @@ class XlaAttention:
         self, q: Array, cache: Cache, layer: Array, page_table: Array, position: Array, active: Array
     ) -> Array:
         """Attends to the context; idle slots are computed too."""
-        return attend_context_span(q, cache[1], layer, position, self.heads.modifier)
+        return attend_context_span(q, cache[1], layer, position, self.heads.modifier_of(layer))
 
     def begin_prefill(self, start: Array, page_table: Array, used: Array) -> Rows:
         """Computes nothing."""
         return start, page_table
 
-    def prefill(self, q: Array, pool: Array, first_page: Array, rows: Rows) -> Array:
+    def prefill(self, q: Array, pool: Array, layer: Array, first_page: Array, rows: Rows) -> Array:
         """Attends to the pages of the pool; unused rows are computed too."""
         start, page_table = rows
-        return paged_attention(q, pool, first_page + page_table, start, self.heads.modifier, self._read_pages)
+        modifier = self.heads.modifier_of(layer)
+        return paged_attention(q, pool, first_page + page_table, start, modifier, self._read_pages)

@@ -48,8 +48,8 @@ def resolve_checkpoint(config: SampleConfig) -> Checkpoint:
     """Return the checkpoint that a configuration names; nothing is launched.
 
     Args:
-        config: The configuration of the run. Of several checkpoints in the directory ``checkpoint_path``, the newest is
-            returned.
+        config: The configuration of the run. The newest of several checkpoints in the directory
+            ``checkpoint_path`` is returned.
 
     Raises:
         ConfigError: There is no such checkpoint, or it does not say what its model is.
@@ -64,7 +64,7 @@ def checkpoint_at(path: str, key: str = "checkpoint_path") -> Checkpoint:
     """Return the checkpoint at a place, of whichever kind it is.
 
     Args:
-        path: What ``checkpoint_path`` may be. Of several checkpoints in it, the newest is returned.
+        path: What ``checkpoint_path`` may be. The newest of several checkpoints in it is returned.
         key: The key that the path was given by, for errors.
 
     Raises:

@@ -164,6 +164,7 @@ class _Run:
             "n_rounds": config.n_rounds,
             "dtype": config.engine.dtype,
             "kv_cache_dtype": config.engine.kv_cache_dtype,
+            "weight_dtype": config.engine.weight_dtype,
             "metrics": config.metrics,
             **{name: _plain(value) for name, value in dataclasses.asdict(params).items()},
         }

@@ -162,9 +162,9 @@ class SampleCallback:
         """Runs a round if one is due after ``info``'s step; every host calls it.
 
         Args:
-            info: has ``model``, and ``next_step`` or ``step``. The model is not kept. Where it has an
+            info: What has ``model``, and ``next_step`` or ``step``. The model is not kept. Where it has an
                 ``eval_model``, such as an average of the parameters, that is sampled.
-            force: the loop's last call: run unless this step had its round already, then `finish`.
+            force: Whether this is the loop's last call: run then unless this step had its round already, then `finish`.
 
         Raises:
             PeerError, DisagreementError: the round failed and ``on_error`` is raise; the same on every host.
@@ -206,7 +206,7 @@ class SampleCallback:
         """Waits until all rounds so far are reported, on this host alone; says which are not.
 
         Args:
-            timeout_s: the seconds to wait at most; None: the configuration's ``flush_s``.
+            timeout_s: The seconds to wait at most; None: the configuration's ``flush_s``.
 
         Returns:
             Whether all are reported.
@@ -242,7 +242,7 @@ class SampleCallback:
         in the hundredth step.
 
         Args:
-            model: what the rounds will get.
+            model: What the rounds will get.
 
         Raises:
             PeerError: something failed on at least one host; the same text on every host.

@@ -3,6 +3,7 @@
 from lockstep.check.findings import KINDS as KINDS
 from lockstep.check.findings import Finding as Finding
 from lockstep.check.launches import record_launches as record_launches
+from lockstep.check.report import print_at_once as print_at_once
 from lockstep.check.report import print_report as print_report
 from lockstep.check.report import render_page as render_page
 from lockstep.check.report import write_page as write_page

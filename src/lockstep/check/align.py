@@ -20,18 +20,19 @@ class Gap:
     right: tuple[int, int]
 
 
-def gaps(left: Sequence[Hashable], right: Sequence[Hashable], most: int = MOST) -> list[Gap]:
+def gaps(left: Sequence[Hashable], right: Sequence[Hashable], most: int = MOST, *, open_end: bool = False) -> list[Gap]:
     """Where two sequences differ, with as little left out as can be (Myers 1986, An O(ND) Difference Algorithm).
 
     Args:
         left: The launches of one process, by what must be equal.
         right: Those of another.
         most: The number of differences after which the rest counts as one.
+        open_end: Whether more may follow: what one has left at the end of the other is then the last gap.
     """
     begin = 0
     while begin < min(len(left), len(right)) and left[begin] == right[begin]:
         begin += 1
-    equal = [(i + begin, j + begin) for i, j in _equal(left[begin:], right[begin:], most)]
+    equal = [(i + begin, j + begin) for i, j in _equal(left[begin:], right[begin:], most, open_end)]
     found = []
     i = j = begin
     for x, y in [*equal, (len(left), len(right))]:
@@ -41,8 +42,10 @@ def gaps(left: Sequence[Hashable], right: Sequence[Hashable], most: int = MOST) 
     return found
 
 
-def _equal(left: Sequence[Hashable], right: Sequence[Hashable], most: int) -> list[tuple[int, int]]:
+def _equal(left: Sequence[Hashable], right: Sequence[Hashable], most: int, open_end: bool) -> list[tuple[int, int]]:
     """The pairs of a longest common subsequence, or of as much of one as ``most`` differences reach."""
+    if not left or not right:
+        return []
     reached = {1: 0}  # by diagonal i - j: the farthest i after some number of differences
     history = []
     for differences in range(min(most, len(left) + len(right)) + 1):
@@ -56,8 +59,9 @@ def _equal(left: Sequence[Hashable], right: Sequence[Hashable], most: int) -> li
             while i < len(left) and j < len(right) and left[i] == right[j]:
                 i, j = i + 1, j + 1
             reached[diagonal] = i
-            if i >= len(left) and j >= len(right):
-                return _walk_back(history, len(left), len(right))
+            ends = (i >= len(left), j >= len(right))
+            if all(ends) or (open_end and any(ends)):
+                return _walk_back(history, i, j)
     diagonal, i = max(reached.items(), key=lambda item: 2 * item[1] - item[0] if item[1] <= len(left) else -1)
     return _walk_back(history, i, i - diagonal)
 

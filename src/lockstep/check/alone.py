@@ -1,10 +1,11 @@
 """Findings from what one process does: threads, comparisons, recompilation, growth, donated arrays."""
 
 import collections
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Iterator
 
 from lockstep.check.findings import Finding, Place
-from lockstep.check.log import Launch, ProcessLog
+from lockstep.check.log import Comparison, Event, Launch, ProcessLog
 from lockstep.check.stack import own_line
 from lockstep.units import bytes_text
 
@@ -20,101 +21,231 @@ LATE = 0.75
 """The part of a run in which a step is still launched."""
 
 
-def look_at(log: ProcessLog) -> Iterator[Finding]:
-    """What is wrong with one process by itself.
+class Alone:
+    """Looks at what one process does by itself, as it goes on.
 
     Args:
-        log: What it recorded.
+        log: What is known of the process; it is kept up by who reads it.
     """
-    yield from _threads(log)
-    yield from _comparisons(log)
-    yield from _retraces(log)
-    yield from _growth(log)
-    yield from _donated(log)
 
+    def __init__(self, log: ProcessLog) -> None:
+        self._log = log
+        self._seen = 0
+        self._shared: dict[str, Launch] = {}
+        self._lines: dict[tuple[str, str], _Line] = collections.defaultdict(_Line)
+        self._steps: dict[tuple[int, tuple[object, ...]], _Samples] = {}
 
-def _threads(log: ProcessLog) -> Iterator[Finding]:
-    shared = [each for each in log.launches if each.program.shared]
-    if not shared:
-        return
-    home = log.home
-    at_home = next(each for each in shared if each.thread == home)
-    for each in shared:
-        if each.thread == home:
-            at_home = each
-            continue
-        yield Finding(
-            kind="thread",
-            text=f"{each.program.name} is launched from thread {each.thread!r}, others are not",
-            places=(
-                Place(process=log.index, text=f"launches it from {each.thread!r}", stack=each.stack),
-                Place(
-                    process=log.index,
-                    text=f"launches {at_home.program.name} from {home or 'MainThread'!r}",
-                    stack=at_home.stack,
+    def see(self, event: Event) -> Iterator[Finding]:
+        """Take in what the process does next, and say what is wrong with it for sure.
+
+        Args:
+            event: It.
+        """
+        if isinstance(event, Comparison):
+            yield from self._comparison(event)
+        elif isinstance(event, Launch):
+            if event.program.shared:
+                yield from self._thread(event)
+            yield from self._donated(event)
+            self._lines[event.program.name, event.place].add(self._seen, event)
+            if event.live is not None and not event.thread:
+                at = (event.program.number, event.stack)
+                self._steps.setdefault(at, _Samples()).add(self._seen, event)
+            self._seen += 1
+
+    def rest(self) -> Iterator[Finding]:
+        """What is only known at the end: which launch is the step, and so what is compiled or grows after it began."""
+        late = [each for each in self._lines.values() if each.last >= self._seen * LATE]
+        began = max(late, key=lambda each: each.count, default=_Line()).first
+        for line in self._lines.values():
+            yield from line.retraces(self._log.index, began)
+        samples = [each for each in self._steps.values() if each.last >= self._seen * LATE]
+        if samples:
+            yield from max(samples, key=lambda each: each.count).growth(self._log.index)
+
+    def _thread(self, launch: Launch) -> Iterator[Finding]:
+        is_new = launch.thread not in self._shared
+        self._shared[launch.thread] = launch
+        if len(self._shared) < 2:
+            return
+        home = self._log.home
+        others = [each for thread, each in self._shared.items() if thread != home]
+        for each in others if is_new and launch.thread == home else [launch] if launch.thread != home else ():
+            yield Finding(
+                kind="thread",
+                text=f"{each.program.name} is launched from thread {each.thread!r}, others are not",
+                places=(
+                    self._place(f"launches it from {each.thread!r}", each),
+                    self._place(
+                        f"launches {self._shared[home].program.name} from {home or 'MainThread'!r}", self._shared[home]
+                    ),
                 ),
-            ),
-        )
+            )
 
-
-def _comparisons(log: ProcessLog) -> Iterator[Finding]:
-    for each in log.comparisons:
-        on_pod = each.size * POD_HOSTS
+    def _comparison(self, event: Comparison) -> Iterator[Finding]:
+        on_pod = event.size * POD_HOSTS
         if on_pod >= COMPARED_BYTES:
             yield Finding(
                 kind="comparison",
-                text=f"device_put of {bytes_text(each.size)}: with {POD_HOSTS} hosts each of them receives "
+                text=f"device_put of {bytes_text(event.size)}: with {POD_HOSTS} hosts each of them receives "
                 f"{bytes_text(on_pod)} to compare",
-                places=(Place(process=log.index, text="puts a host array on several hosts", stack=each.stack),),
+                places=(self._place("puts a host array on several hosts", event),),
             )
 
-
-def _retraces(log: ProcessLog) -> Iterator[Finding]:
-    at_line: dict[tuple[str, str], list[Launch]] = collections.defaultdict(list)
-    for each in log.launches[_training_began(log) :]:
-        line = own_line(each.stack)
-        if line is None or not line.own:
-            continue
-        before = at_line[each.program.name, line.place]
-        if _is_new(each, before) and _was_in_use(each, before) and not _is_first_variant(each, before):
+    def _donated(self, launch: Launch) -> Iterator[Finding]:
+        for position, giver in launch.donated:
             yield Finding(
-                kind="retrace",
-                text=f"{each.program.name} was launched {len(before)} times here and is then compiled again",
-                places=(Place(process=log.index, text="launches it", stack=each.stack),),
-                details=_what_changed(before[-1], each),
+                kind="donated",
+                text=f"argument {position} of {launch.program.name} was given away before",
+                places=(
+                    self._place("uses it", launch),
+                    Place(process=self._log.index, text="has donated it", stack=giver),
+                ),
             )
-        before.append(each)
+
+    def _place(self, text: str, event: Event) -> Place:
+        return Place(process=self._log.index, text=text, stack=event.stack)
 
 
-def _training_began(log: ProcessLog) -> int:
-    """The index of the first launch of the step: what comes most often from one line, and until the end.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Compiled:
+    """A program that is compiled for a line where another one was in use.
 
-    What is made before may have many shapes: an optimizer's state is made by one eager operation after another.
+    Args:
+        launch: Its first launch there.
+        before: The last launch of the other one.
+        number: How many launches there were at the line.
+        used: The index of the first of the launches that show that the other one was in use.
+        changed: The index of the last launch of a third program there, -1 where there was none.
     """
-    at: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
-    for index, each in enumerate(log.launches):
-        line = own_line(each.stack)
-        at[each.program.name, "" if line is None else line.place].append(index)
-    late = [each for each in at.values() if each[-1] >= len(log.launches) * LATE]
-    return max(late, key=len, default=[0])[0]
+
+    launch: Launch
+    before: Launch
+    number: int
+    used: int
+    changed: int
+
+    def counts(self, began: int) -> bool:
+        """Whether it is a retrace after the first step, and not an operation that has had one shape until then.
+
+        A line of a library may well need a second.
+        """
+        is_first_variant = self.launch.program.operation and self.changed < began
+        return self.used >= began and not is_first_variant
 
 
-def _is_new(launch: Launch, before: Sequence[Launch]) -> bool:
-    return all(each.program.number != launch.program.number for each in before)
+class _Line:
+    """The launches of programs of one name at one line."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first = 0
+        self.last = -1
+        self._numbers: set[int] = set()
+        self._latest: collections.deque[tuple[int, Launch]] = collections.deque(maxlen=IN_USE)
+        self._changed = -1
+        self._compiled: list[_Compiled] = []
+
+    def add(self, index: int, launch: Launch) -> None:
+        """Take in the next launch.
+
+        Args:
+            index: Its number among those of the process.
+            launch: It.
+        """
+        if not self.count:
+            self.first = index
+        program = launch.program
+        if program.number not in self._numbers and self._in_use(program.digest):
+            before = self._latest[-1][1]
+            used = self._latest[0][0]
+            self._compiled.append(
+                _Compiled(launch=launch, before=before, number=self.count, used=used, changed=self._changed)
+            )
+        if self._latest and self._latest[-1][1].program.number != program.number:
+            self._changed = self.last
+        self._numbers.add(program.number)
+        self._latest.append((index, launch))
+        self.count += 1
+        self.last = index
+
+    def retraces(self, index: int, began: int) -> Iterator[Finding]:
+        """The programs that were compiled again.
+
+        Args:
+            index: The process.
+            began: The index of the first launch of the step. What is made before may have many shapes: an optimizer's
+                state is made by one eager operation after another.
+        """
+        for each in self._compiled:
+            line = own_line(each.launch.stack)
+            if line is not None and line.own and each.counts(began):
+                yield Finding(
+                    kind="retrace",
+                    text=f"{each.launch.program.name} was launched {each.number} times here and is then compiled again",
+                    places=(Place(process=index, text="launches it", stack=each.launch.stack),),
+                    details=_what_changed(each.before, each.launch),
+                )
+
+    def _in_use(self, digest: str) -> bool:
+        """Whether the last launches there needed no new program, or needed the same one again and again."""
+        programs = [launch.program for _, launch in self._latest]
+        if len(programs) < IN_USE:
+            return False
+        same = all(each.digest == digest for each in programs)
+        return same or all(each.number == programs[0].number for each in programs)
 
 
-def _was_in_use(launch: Launch, before: Sequence[Launch]) -> bool:
-    """Whether the last launches there needed no new program, or needed the same one again and again."""
-    last = before[-IN_USE:]
-    if len(last) < IN_USE:
-        return False
-    same = all(each.program.digest == launch.program.digest for each in last)
-    return same or all(each.program.number == last[0].program.number for each in last)
+class _Samples:
+    """The looks at the live arrays, and the keys, at the launches of a program from one stack."""
 
+    def __init__(self) -> None:
+        self.count = 0
+        self.last = -1
+        self._newest: Launch | None = None
+        self._arrays: tuple[int, Launch] | None = None
+        self._keys: tuple[int, Launch] | None = None
 
-def _is_first_variant(launch: Launch, before: Sequence[Launch]) -> bool:
-    """Whether it is an operation that has had one shape here until now: a line of a library may well need a second."""
-    return launch.program.operation and len({each.program.number for each in before}) == 1
+    def add(self, index: int, launch: Launch) -> None:
+        """Take in the next launch that has such a look.
+
+        Args:
+            index: Its number among those of the process.
+            launch: It.
+        """
+        if self._newest is None or (launch.live or 0) <= (self._newest.live or 0):
+            self._arrays = (self.count, launch)  # from here on they may grow
+        if self._newest is None or launch.keys <= self._newest.keys:
+            self._keys = (self.count, launch)
+        self._newest = launch
+        self.count += 1
+        self.last = index
+
+    def growth(self, index: int) -> Iterator[Finding]:
+        """What grew at every step but the first third of them.
+
+        Args:
+            index: The process.
+        """
+        now, third = self._newest, self.count // 3
+        if now is None or self._arrays is None or self._keys is None or self.count - third < GROWING_STEPS:
+            return
+        step = Place(process=index, text="launches the step", stack=now.stack)
+        at, then = self._arrays
+        if at <= third:
+            yield Finding(
+                kind="growth",
+                text=f"live arrays grow from {then.live} to {now.live} in {self.count - 1 - at} steps",
+                places=_makers(index, then, now) or (step,),
+            )
+        at, then = self._keys
+        if at <= third:
+            yield Finding(
+                kind="growth",
+                text=f"keys of the coordination service grow from {then.keys} to {now.keys} in "
+                f"{self.count - 1 - at} steps",
+                places=_setters(index, then, now) or (step,),
+            )
 
 
 def _what_changed(before: Launch, now: Launch) -> tuple[str, ...]:
@@ -133,71 +264,19 @@ def _what_changed(before: Launch, now: Launch) -> tuple[str, ...]:
     return ("a static argument or a value that it reads at tracing changed: the types of its arguments are the same",)
 
 
-def _growth(log: ProcessLog) -> Iterator[Finding]:
-    steps = _steps(log)
-    if len(steps) < GROWING_STEPS:
-        return
-    arrays, keys = [each.live or 0 for each in steps], [each.keys for each in steps]
-    last = steps[-1]
-    if _grows(arrays):
-        yield Finding(
-            kind="growth",
-            text=f"live arrays grow from {arrays[0]} to {arrays[-1]} in {len(steps) - 1} steps",
-            places=_makers(log, steps[0], last)
-            or (Place(process=log.index, text="launches the step", stack=last.stack),),
-        )
-    if _grows(keys):
-        yield Finding(
-            kind="growth",
-            text=f"keys of the coordination service grow from {keys[0]} to {keys[-1]} in {len(steps) - 1} steps",
-            places=_setters(log, steps[0], last)
-            or (Place(process=log.index, text="launches the step", stack=last.stack),),
-        )
-
-
-def _steps(log: ProcessLog) -> list[Launch]:
-    """The launches of the step: the one that comes most often and until the end; without the first third of them."""
-    at: dict[tuple[int, tuple[object, ...]], list[int]] = collections.defaultdict(list)
-    for index, each in enumerate(log.launches):
-        if each.live is not None and not each.thread:
-            at[each.program.number, each.stack].append(index)
-    # A loop that initialises parameters adds arrays too, and ends long before the run does.
-    late = [each for each in at.values() if each[-1] >= len(log.launches) * LATE]
-    steps = max(late, key=len, default=[])
-    return [log.launches[index] for index in steps[len(steps) // 3 :]]
-
-
-def _grows(counts: Sequence[int]) -> bool:
-    return all(after > before for before, after in zip(counts, counts[1:], strict=False))
-
-
-def _makers(log: ProcessLog, first: Launch, last: Launch) -> tuple[Place, ...]:
+def _makers(index: int, first: Launch, last: Launch) -> tuple[Place, ...]:
     """Where the arrays were made that are more now."""
     before = {(kind, stack): count for kind, stack, count in first.kinds}
     more = [(count - before.get((kind, stack), 0), kind, stack) for kind, stack, count in last.kinds]
     most = sorted((each for each in more if each[0] > 0 and each[2]), key=lambda each: -each[0])[:3]
     return tuple(
-        Place(process=log.index, text=f"{count} more {kind} that are made here", stack=stack)
-        for count, kind, stack in most
+        Place(process=index, text=f"{count} more {kind} that are made here", stack=stack) for count, kind, stack in most
     )
 
 
-def _setters(log: ProcessLog, first: Launch, last: Launch) -> tuple[Place, ...]:
+def _setters(index: int, first: Launch, last: Launch) -> tuple[Place, ...]:
     """Where the most keys were set that are more now; one that is set again and again is no more."""
     before = {stack: count for _, stack, count in first.setters}
     more = [(count - before.get(stack, 0), key, stack) for key, stack, count in last.setters]
     most = sorted((each for each in more if each[0] > 0), key=lambda each: -each[0])[:1]
-    return tuple(Place(process=log.index, text=f"sets {key!r}", stack=stack) for _, key, stack in most)
-
-
-def _donated(log: ProcessLog) -> Iterator[Finding]:
-    for each in log.launches:
-        for position, giver in each.donated:
-            yield Finding(
-                kind="donated",
-                text=f"argument {position} of {each.program.name} was given away before",
-                places=(
-                    Place(process=log.index, text="uses it", stack=each.stack),
-                    Place(process=log.index, text="has donated it", stack=giver),
-                ),
-            )
+    return tuple(Place(process=index, text=f"sets {key!r}", stack=stack) for _, key, stack in most)

@@ -1,6 +1,7 @@
 """What the check finds, what each finding would do on a pod, and what to change."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, Final
 
 from lockstep.check.stack import Frame, own_line
@@ -155,6 +156,12 @@ class Finding:
         """What its kind is about."""
         return KINDS[self.kind]
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """Its kind, and the user's line of its first place."""
+        line = self.places[0].line
+        return self.kind, line.place if line else ""
+
     def as_json(self) -> dict[str, Any]:
         """The finding as JSON values."""
         return {
@@ -178,22 +185,27 @@ class Finding:
         }
 
 
-def merged(findings: list[Finding]) -> list[Finding]:
-    """The findings, those of the same kind at the same line counted together.
+class Findings:
+    """The findings of a run as they were first seen, those of the same kind at the same line counted together."""
 
-    Args:
-        findings: In the order in which they were seen.
-    """
-    found: dict[tuple[object, ...], Finding] = {}
-    for each in findings:
-        line = each.places[0].line
-        key = (each.kind, line.place if line else "")
-        if key not in found:
-            found[key] = each
-            continue
-        known = found[key]
+    def __init__(self) -> None:
+        self._found: dict[tuple[object, ...], Finding] = {}
+
+    def __iter__(self) -> Iterator[Finding]:
+        return iter(self._found.values())
+
+    def add(self, finding: Finding) -> bool:
+        """Take one in, and say whether it is the first of its kind at its line.
+
+        Args:
+            finding: It.
+        """
+        key, known = finding.key, self._found.get(finding.key)
+        if known is None:
+            self._found[key] = finding
+            return True
         there = {place.process for place in known.places}
-        more = tuple(place for place in each.places if place.process not in there)
-        again = each.count if not more and each.places[0].process == known.places[0].process else 0
-        found[key] = dataclasses.replace(known, places=known.places + more, count=known.count + again)
-    return list(found.values())
+        more = tuple(place for place in finding.places if place.process not in there)
+        again = finding.count if not more and finding.places[0].process == known.places[0].process else 0
+        self._found[key] = dataclasses.replace(known, places=known.places + more, count=known.count + again)
+        return False

@@ -34,7 +34,7 @@ def record_launches() -> Iterator[list[str]]:
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """Collects the names of launches that were not refused.
+    """Collects the names of launches that did not fail.
 
     Args:
         launched: The names so far.
@@ -43,7 +43,7 @@ class Names:
     launched: list[str] = dataclasses.field(default_factory=list)
 
     def starts(self, program: Any, arguments: Sequence[Any]) -> None:
-        """Nothing: it may be refused."""
+        """Nothing: it may fail."""
 
     def succeeds(self, program: Any, results: Sequence[Any]) -> None:
         """Add its name."""
@@ -51,6 +51,3 @@ class Names:
 
         name, count = _jax.name_of(program), len(_jax.local_devices(program))
         self.launched.append(name if count == 1 else f"{name} on {count} local devices")
-
-    def fails(self, program: Any, error: BaseException) -> None:
-        """Nothing: it was none."""

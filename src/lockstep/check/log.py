@@ -1,4 +1,4 @@
-"""What the processes of a checked run recorded, read back."""
+"""What the processes of a checked run record, read while they write it."""
 
 import dataclasses
 import functools
@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lockstep.check.stack import Frame, frames
+from lockstep.check.stack import Frame, frames, own_line
 
-NO_EXECUTION = "no_execution"
-"""In the error of a launch that ``jax.no_execution`` refused: that was none."""
+CHUNK = 1 << 18
+"""Bytes that are read of a file at a time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class Program:
     Args:
         number: Which one of this process it is; one that is compiled again is another.
         name: JAX's name of it.
-        digest: Of its StableHLO.
+        digest: The digest of its StableHLO.
         processes: The processes that it runs on, by number.
         local: The devices of this process, by their places among them.
         arguments: The types of the arguments of the first launch, those left out that it does not use.
@@ -41,7 +41,7 @@ class Program:
         """Whether it runs on devices of several processes."""
         return len(self.processes) > 1
 
-    @property
+    @functools.cached_property
     def key(self) -> tuple[object, ...]:
         """What must be equal where processes launch the same."""
         return (self.name, self.digest, self.processes if self.shared else self.local)
@@ -72,6 +72,17 @@ class Launch:
     kinds: tuple[tuple[str, tuple[Frame, ...], int], ...] = ()
     keys: int = 0
     setters: tuple[tuple[str, tuple[Frame, ...], int], ...] = ()
+
+    @functools.cached_property
+    def place(self) -> str:
+        """The user's own line; empty where there is none."""
+        line = own_line(self.stack)
+        return line.place if line else ""
+
+    @functools.cached_property
+    def token(self) -> tuple[object, ...]:
+        """What two launches must have in common to belong together for sure: the program and the user's own line."""
+        return (self.program.key, self.place)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,16 +130,19 @@ class Where:
 
 @dataclasses.dataclass(kw_only=True)
 class ProcessLog:
-    """All that one process recorded, in its order.
+    """What is known of one process so far.
 
     Args:
         index: The process.
     """
 
     index: int
-    launches: list[Launch] = dataclasses.field(default_factory=list)
-    puts: list[Put] = dataclasses.field(default_factory=list)
-    comparisons: list[Comparison] = dataclasses.field(default_factory=list)
+    launches: int = 0
+    """How many there were."""
+    other_threads: int = 0
+    """How many of them were of programs of this process alone, from other threads than the main one."""
+    shared_threads: list[str] = dataclasses.field(default_factory=list)
+    """The threads that have launched programs of several processes, in the order of their first one."""
     where: dict[str, Where] = dataclasses.field(default_factory=dict)
     """By thread, since the last launch."""
     error: tuple[str, tuple[Frame, ...]] | None = None
@@ -136,81 +150,123 @@ class ProcessLog:
 
     @property
     def home(self) -> str:
-        """The thread that launches programs of several processes; the first one where several do."""
-        shared = [each.thread for each in self.launches if each.program.shared]
-        return "" if "" in shared or not shared else shared[0]
+        """The thread whose launches are compared.
 
-    @property
-    def ordered(self) -> list[Launch]:
-        """The launches of that thread, whose order can be compared."""
-        home = self.home
-        return [each for each in self.launches if each.thread == home]
+        The main one if it launches programs of several processes, else the first that does.
+        """
+        return "" if "" in self.shared_threads or not self.shared_threads else self.shared_threads[0]
 
 
-def read_log(file: Path, index: int) -> ProcessLog:
-    """Read what a process recorded; half a line at the end is left out.
+Event = Launch | Put | Comparison
+"""What a process did, and is compared."""
+
+
+class LogReader:
+    """Reads the file of a process as far as it is written; what it keeps grows with programs and lines, not launches.
 
     Args:
-        file: The file; it need not be there.
+        file: The file; it need not be there yet.
         index: The process.
+        texts: The StableHLO of programs by digest, which the readers of all processes share.
     """
-    log = ProcessLog(index=index)
-    lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
-    keys: dict[int, tuple[tuple[str, int, str], ...]] = {}
-    programs: dict[int, Program] = {}
 
-    @functools.cache
-    def stack(number: int) -> tuple[Frame, ...]:
-        return frames(keys[number]) if number in keys else ()
+    def __init__(self, file: Path, index: int, texts: dict[str, str]) -> None:
+        self.log = ProcessLog(index=index)
+        self._file = file
+        self._texts = texts
+        self._offset = 0
+        self._half = b""
+        self._keys: dict[int, tuple[tuple[str, int, str], ...]] = {}
+        self._stacks: dict[int, tuple[Frame, ...]] = {}
+        self._programs: dict[int, Program] = {}
+        self._plain: dict[bytes, Launch] = {}
 
-    for each in map(json.loads, lines):
-        match each["is"]:
+    def read(self) -> list[Event]:
+        """The next events, at most those of `CHUNK` bytes; empty where no more is written.
+
+        A line that is not written to its end waits for the rest.
+        """
+        if not self._file.exists():
+            return []
+        found: list[Event] = []
+        while not found:
+            with self._file.open("rb") as file:
+                file.seek(self._offset)
+                read = file.read(CHUNK)
+            self._offset += len(read)
+            *lines, self._half = (self._half + read).split(b"\n")
+            found = [event for event in map(self._event, lines) if event is not None]
+            if not read:
+                break
+        return found
+
+    def _event(self, text: bytes) -> Event | None:
+        launch = self._plain.get(text)
+        if launch is not None:
+            return self._launched(launch)
+        line, log = json.loads(text), self.log
+        match line["is"]:
             case "stack":
-                keys[each["id"]] = tuple(tuple(frame) for frame in each["frames"])
+                self._keys[line["id"]] = tuple(tuple(frame) for frame in line["frames"])
             case "program":
-                programs[each["id"]] = _program(each)
+                self._programs[line["id"]] = self._program(line)
             case "launch":
-                log.where.clear()
-                log.launches.append(_launch(each, programs, stack))
-            case "refused" if NO_EXECUTION in each["text"]:
-                mine = [index for index, launch in enumerate(log.launches) if launch.thread == each["thread"]]
-                del log.launches[mine[-1]]
+                launch = self._launch(line)
+                if line.keys() <= {"is", "program", "stack", "thread"}:
+                    self._plain[text] = launch
+                return self._launched(launch)
             case "put":
-                log.puts.append(Put(array=each["array"], pieces=each["pieces"], stack=stack(each["stack"])))
+                return Put(array=line["array"], pieces=line["pieces"], stack=self._stack(line["stack"]))
             case "comparison":
-                log.comparisons.append(Comparison(size=each["bytes"], stack=stack(each["stack"])))
+                return Comparison(size=line["bytes"], stack=self._stack(line["stack"]))
             case "where":
-                there = Where(thread=each["thread"], stack=stack(each["stack"]), compiling=each["compiling"])
-                log.where[there.thread] = there
+                stack = self._stack(line["stack"])
+                log.where[line["thread"]] = Where(thread=line["thread"], stack=stack, compiling=line["compiling"])
             case "error":
-                log.error = (each["text"], stack(each["stack"]))
+                log.error = (line["text"], self._stack(line["stack"]))
             case "end":
                 log.ended = True
-    return log
+        return None
 
+    def _launched(self, launch: Launch) -> Launch:
+        log = self.log
+        log.launches += 1
+        if log.where:
+            log.where.clear()
+        if launch.program.shared:
+            if launch.thread not in log.shared_threads:
+                log.shared_threads.append(launch.thread)
+        elif launch.thread:
+            log.other_threads += 1
+        return launch
 
-def _program(line: dict[str, Any]) -> Program:
-    return Program(
-        number=line["id"],
-        name=line["name"],
-        digest=line["digest"],
-        processes=tuple(line["processes"]),
-        local=tuple(line["local"]),
-        arguments=tuple(line["arguments"]),
-        text=line["text"],
-        operation=line["operation"],
-    )
+    def _stack(self, number: int) -> tuple[Frame, ...]:
+        if number not in self._stacks:
+            self._stacks[number] = frames(self._keys[number]) if number in self._keys else ()
+        return self._stacks[number]
 
+    def _program(self, line: dict[str, Any]) -> Program:
+        return Program(
+            number=line["id"],
+            name=line["name"],
+            digest=line["digest"],
+            processes=tuple(line["processes"]),
+            local=tuple(line["local"]),
+            arguments=tuple(line["arguments"]),
+            text=self._texts.setdefault(line["digest"], line["text"]),
+            operation=line["operation"],
+        )
 
-def _launch(line: dict[str, Any], programs: dict[int, Program], stack: Any) -> Launch:
-    return Launch(
-        program=programs[line["program"]],
-        stack=stack(line["stack"]),
-        thread=line["thread"],
-        values=tuple(tuple(value) for value in line.get("values", ())),
-        donated=tuple((position, stack(where)) for position, where in line.get("donated", ())),
-        live=line.get("live"),
-        kinds=tuple((kind, stack(where), count) for kind, where, count in line.get("kinds", ())),
-        keys=line.get("keys", 0),
-        setters=tuple((key, stack(where), count) for key, where, count in line.get("setters", ())),
-    )
+    def _launch(self, line: dict[str, Any]) -> Launch:
+        stack = self._stack
+        return Launch(
+            program=self._programs[line["program"]],
+            stack=stack(line["stack"]),
+            thread=line["thread"],
+            values=tuple(tuple(value) for value in line.get("values", ())),
+            donated=tuple((position, stack(where)) for position, where in line.get("donated", ())),
+            live=line.get("live"),
+            kinds=tuple((kind, stack(where), count) for kind, where, count in line.get("kinds", ())),
+            keys=line.get("keys", 0),
+            setters=tuple((key, stack(where), count) for key, where, count in line.get("setters", ())),
+        )

@@ -85,11 +85,6 @@ class Recorder:
         with self._lock:
             self._made |= dict.fromkeys(map(id, results), self._at.stack)
 
-    def fails(self, program: Any, error: BaseException) -> None:
-        """Note that a launch was refused."""
-        with self._lock:
-            self._write({"is": "refused", "thread": _thread(), "text": f"{type(error).__name__}: {error}"[:500]})
-
     def put(self, array: jax.Array) -> None:
         """Note the values of an array that was put together for devices of several processes."""
         if array.is_fully_addressable:

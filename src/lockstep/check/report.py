@@ -40,8 +40,26 @@ def print_report(result: CheckResult, console: Console) -> None:
         put(f"  {result.other_threads} launches on one process's own devices, from other threads: not compared.")
     if result.findings:
         put(f"[bold red]✗ {len(result.findings)} findings[/] (launches by process: {counts}). See docs/check.md")
+    elif result.problem:
+        put(f"[bold yellow]! nothing found up to there[/] (launches by process: {counts}; {result.seconds:.1f} s)")
     else:
         put(f"[bold green]✓ nothing found[/] (launches by process: {counts}; {result.seconds:.1f} s)")
+
+
+def print_at_once(finding: Finding, console: Console) -> None:
+    """Print a line about a finding while the run goes on, between the lines of its processes.
+
+    Args:
+        finding: It.
+        console: Where.
+    """
+    places = [
+        f"process {place.process} {place.text}"
+        + (f" at {shown(place.line.file)}:{place.line.line}" if place.line else "")
+        for place in finding.places
+    ]
+    text = escape(f"{finding.text}: {'; '.join(places)}")
+    console.print(f"[bold red]lockstep check: {finding.kind}[/]: {text}", soft_wrap=True, highlight=False)
 
 
 def _print_finding(finding: Finding, number: int, put: Callable[..., None]) -> None:

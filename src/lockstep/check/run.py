@@ -1,21 +1,19 @@
 """Runs a command on simulated processes, each recorded, and compares what they did."""
 
 import dataclasses
-import itertools
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.check.alone import look_at
-from lockstep.check.compare import End, compare_launches, compare_values
-from lockstep.check.findings import Finding, merged
+from lockstep.check.compare import End
+from lockstep.check.findings import Finding
+from lockstep.check.follow import Follower
 from lockstep.check.inject import DIRECTORY, STARTUP
-from lockstep.check.log import ProcessLog, read_log
 from lockstep.errors import ConfigError
 from lockstep.exit_codes import DONE, FAILED, describe_code
 
@@ -93,6 +91,7 @@ def check_command(
     devices: int = 2,
     stall_s: float = 15.0,
     ignore: Collection[str] = (),
+    tell: Callable[[Finding], None] | None = None,
 ) -> CheckResult:
     """Run a command as the processes of a job on CPU devices, and find what would go wrong on a pod.
 
@@ -102,53 +101,49 @@ def check_command(
         devices: The devices of each.
         stall_s: The seconds without a launch on any process after which processes that wait for each other are ended.
         ignore: Names of kinds of findings that are left out.
+        tell: Is called with each finding that is seen before the run ends, as soon as it is.
 
     Raises:
         ConfigError: Nothing was recorded: the command imports no JAX, or starts a Python that does not see us.
     """
     began = time.monotonic()
+
+    def tell_kept(finding: Finding) -> None:
+        if tell is not None and finding.kind not in ignore:
+            tell(finding)
+
     with tempfile.TemporaryDirectory(prefix="lockstep-check-") as name:
         directory = Path(name)
         (directory / STARTUP).mkdir()
         (directory / STARTUP / "sitecustomize.py").write_text(HOOK)
-        code, stalled = _run(command, processes, devices, directory, stall_s)
-        logs = _read(directory, processes)
-    if not any(log.launches for log in logs):
-        raise ConfigError(
-            f"no launch of {' '.join(command)} was seen ({describe_code(code)}). It must run JAX in the Python process "
-            "that the command starts, with the Python of this environment and without -I, -E or -S."
-        )
-    errors = {log.index: log.error[0] for log in logs if log.error is not None}
-    hung = stalled or any(text in error for error in errors.values() for text in WAITS)
-    end = End.HUNG if hung else End.DONE if code == DONE else End.FAILED
+        follower = Follower(directory, processes, tell_kept)
+        code, stalled = _run(command, processes, devices, directory, stall_s, follower)
+        follower.read()
+        logs = follower.logs
+        if not any(log.launches for log in logs):
+            raise ConfigError(
+                f"no launch of {' '.join(command)} was seen ({describe_code(code)}). It must run JAX in the Python "
+                "process that the command starts, with the Python of this environment and without -I, -E or -S."
+            )
+        errors = {log.index: log.error[0] for log in logs if log.error is not None}
+        hung = stalled or any(text in error for error in errors.values() for text in WAITS)
+        end = End.HUNG if hung else End.DONE if code == DONE else End.FAILED
+        findings = follower.finish(end)
     return CheckResult(
         command=command,
         code=code,
         end=end,
-        findings=tuple(each for each in find(logs, end) if each.kind not in ignore),
-        launches=tuple(len(log.launches) for log in logs),
-        other_threads=sum(bool(each.thread) and not each.program.shared for log in logs for each in log.launches),
+        findings=tuple(each for each in findings if each.kind not in ignore),
+        launches=tuple(log.launches for log in logs),
+        other_threads=sum(log.other_threads for log in logs),
         errors=errors,
         seconds=time.monotonic() - began,
     )
 
 
-def find(logs: Sequence[ProcessLog], end: End) -> list[Finding]:
-    """What is wrong with the processes of a run.
-
-    Args:
-        logs: What each of them recorded.
-        end: How the run ended.
-    """
-    findings = []
-    first, *others = logs
-    for other in others:
-        differences, pairs = compare_launches(first, other, end)
-        findings += [*differences, *compare_values(first, other, pairs)]
-    return merged([*findings, *itertools.chain.from_iterable(map(look_at, logs))])
-
-
-def _run(command: Sequence[str], processes: int, devices: int, directory: Path, stall_s: float) -> tuple[int, bool]:
+def _run(
+    command: Sequence[str], processes: int, devices: int, directory: Path, stall_s: float, follower: Follower
+) -> tuple[int, bool]:
     """The exit code of the run, and whether it was ended because processes waited for each other."""
     launcher = [sys.executable, "-c", "import sys; from lockstep.launch import main; sys.exit(main())"]
     launcher += ["--backend", "local", "--processes", str(processes), "--devices_per_process", str(devices)]
@@ -160,12 +155,13 @@ def _run(command: Sequence[str], processes: int, devices: int, directory: Path, 
         looked = 0.0
         while run.poll() is None:
             time.sleep(POLL_S)
+            follower.read()
             files = list(directory.glob("process-*.jsonl"))
             last = max((file.stat().st_mtime for file in files), default=time.time())
             if time.time() - last < stall_s or last == looked:
                 continue
             looked = last
-            if _waits(_read(directory, processes)):
+            if follower.waits():
                 run.terminate()
                 run.wait()
                 return run.returncode, True
@@ -174,14 +170,3 @@ def _run(command: Sequence[str], processes: int, devices: int, directory: Path, 
         if run.poll() is None:
             run.terminate()
             run.wait()
-
-
-def _waits(logs: Sequence[ProcessLog]) -> bool:
-    """Whether processes that launch nothing wait for others in vain; not where one compiles or loads."""
-    if any(there.compiling for log in logs for there in log.where.values()):
-        return False
-    return any(finding.kind == "some_enter" for finding in find(logs, End.HUNG))
-
-
-def _read(directory: Path, processes: int) -> list[ProcessLog]:
-    return [read_log(directory / f"process-{index}.jsonl", index) for index in range(processes)]

@@ -122,7 +122,7 @@ def sizes_for(platform: str) -> tuple[int, ...]:
     weights take.
 
     Args:
-        platform: cpu, gpu or tpu.
+        platform: The platform: cpu, gpu or tpu.
     """
     return (4 << 10, 64 << 10, 1 << 20) if platform == "cpu" else (4 << 10, 1 << 20, 64 << 20)
 

@@ -66,7 +66,7 @@ def sizes_for(platform: str) -> Sizes:
     """The sizes for a platform.
 
     Args:
-        platform: cpu, gpu or tpu.
+        platform: The platform: cpu, gpu or tpu.
     """
     return _CPU if platform == "cpu" else _CHIP
 

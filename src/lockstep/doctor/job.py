@@ -72,7 +72,7 @@ def probe(address: str) -> str:
     """Say how the coordinator's port answers: ``answers``, or what connecting to it fails with.
 
     Args:
-        address: host:port.
+        address: The address as ``host:port``.
     """
     host, _, port = address.rpartition(":")
     try:

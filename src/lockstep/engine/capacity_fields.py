@@ -33,6 +33,11 @@ class CapacityFields:
     """``auto``: K and V are kept in the dtype that the engine computes in. ``fp8``: in 8 bits (E4M3,
     without scales): twice the pages of bfloat16. Log-probabilities are then those of the rounded K and V, and the
     ``logprob_gap`` of an audit measures the rounding too."""
+    weight_dtype: str = "auto"
+    """``auto``: weights are decoded with in the dtype that the engine computes in. ``int8``, ``fp8``: those of the
+    layers' matrix products in 8 bits, with a scale per output channel, made anew each time that weights are resharded:
+    half of bfloat16's bytes. Samples are then those of the rounded weights, and the ``logprob_gap`` of an
+    audit measures the rounding too. ``int8`` rounds less."""
     layout: Layout = "auto"
     """``training``: weights stay where the trainer has them and are gathered layer by layer at every step.
     ``{tensor: N}``: weights are moved once per round, N devices share a copy. ``auto``: of those that fit, the one with

@@ -11,6 +11,8 @@ from lockstep.errors import ConfigError
 
 DEFAULT_PAGE_SIZE = 16
 
+_WEIGHT_DTYPES = {"auto": None, "int8": jnp.dtype(jnp.int8), "fp8": FP8}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig(CapacityFields):
@@ -82,6 +84,11 @@ class EngineConfig(CapacityFields):
                 f"kv_cache_dtype is {self.kv_cache_dtype!r}; it must be auto or fp8. Use auto for the dtype that the "
                 "engine computes in, which dtype sets."
             )
+        if self.weight_dtype not in _WEIGHT_DTYPES:
+            raise ConfigError(
+                f"weight_dtype is {self.weight_dtype!r}; it must be {', '.join(_WEIGHT_DTYPES)}. Use auto for the "
+                "dtype that the engine computes in, which dtype sets."
+            )
         tensor_size(self.layout)
 
     def kv_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
@@ -91,6 +98,11 @@ class EngineConfig(CapacityFields):
             dtype: The dtype that the engine computes in.
         """
         return FP8 if self.kv_cache_dtype == "fp8" else dtype
+
+    @property
+    def quantized_dtype(self) -> jnp.dtype | None:
+        """The 8-bit dtype of the weights of matrix products; None where they have the one of the computation."""
+        return _WEIGHT_DTYPES[self.weight_dtype]
 
 
 def tensor_size(layout: Layout) -> int | None:

@@ -9,19 +9,21 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from lockstep.attention import Heads, stored_kv_heads
-from lockstep.device import block_bytes
 from lockstep.engine.config import EngineConfig, Layout, layout_text, tensor_size
 from lockstep.engine.decoder.kv_replication import replicate_kv_heads, replicates_kv_heads
 from lockstep.engine.decoder.transformer import device_heads
 from lockstep.engine.idle_replicas import count_active, layout_with_idle_replicas
 from lockstep.errors import ConfigError
-from lockstep.models import STACKED, TENSOR_DIMS, DecoderWeights, LlamaConfig
+from lockstep.models import STACKED, TENSOR_DIMS, DecoderWeights, LlamaConfig, input_dims
 from lockstep.placement import (
     DecodeMesh,
     LayoutTree,
+    LeafLayout,
+    QuantizedLayout,
     is_lazy,
     leaf_layouts,
     make_decode_mesh,
+    quantized_layouts,
     shape_structs,
     tensor_sizes,
 )
@@ -35,13 +37,15 @@ class Weight:
         name: The name of its field.
         stacked: Whether its first axis is the layer.
         in_place: Whether the trainer has it where decoding wants it.
-        decode_bytes: Bytes on each device in the decode layout and dtype.
+        decode_size: Numbers on each device in the decode layout.
+        decode_bytes: Bytes on each device in the decode layout and dtype, with the scales of 8 bits.
         training_bytes: Bytes on each device where the trainer has it, in the decode dtype.
     """
 
     name: str
     stacked: bool
     in_place: bool
+    decode_size: int
     decode_bytes: int
     training_bytes: int
 
@@ -59,12 +63,14 @@ class DecodeModel:
         device: One of the devices, which are all of the same kind.
         heads: The attention heads of one device.
         dtype: The dtype of weights and activations while decoding.
+        quantized_dtype: The 8-bit dtype of the weights of the layers' matrix products; None where it is ``dtype``.
         kv_dtype: The dtype of the KV cache.
         kv_bytes: Bytes per device of K and V at one position in all layers.
-        layouts: The `LeafLayout` of each weight: where the trainer has it, and where decoding wants it.
+        layouts: The `LeafLayout` or `QuantizedLayout` of each weight: where the trainer has it, and where decoding
+            wants it.
         leaves: What there is to know of each weight.
         lazy: Whether any weight has yet to be made from what the trainer has.
-        casts: Whether any parameter has another dtype than decoding uses.
+        casts: Whether any parameter has another dtype than decoding uses, such as 8 bits.
         moves: Whether weights move into the decode layout once per round; otherwise they stay in the trainer's.
         copied_bytes: Bytes per device of the copy of the weights that decoding needs; 0 where it reads the trainer's
             arrays in place.
@@ -79,6 +85,7 @@ class DecodeModel:
     device: jax.Device
     heads: Heads
     dtype: jnp.dtype
+    quantized_dtype: jnp.dtype | None
     kv_dtype: jnp.dtype
     kv_bytes: int
     layouts: LayoutTree
@@ -152,9 +159,12 @@ class DecodeModels:
         kv_dtype = self._engine.kv_dtype(dtype)
         device, heads = self.mesh.devices.flat[0], device_heads(config, decode_mesh)
         kept = stored_kv_heads(device, heads, kv_dtype)
-        layouts = leaf_layouts(weights, decode_mesh, TENSOR_DIMS)
+        layouts, quantized = leaf_layouts(weights, decode_mesh, TENSOR_DIMS), self._engine.quantized_dtype
+        if quantized is not None:
+            layouts = quantized_layouts(layouts, quantized, input_dims)
         leaves = _leaves(weights, layouts, dtype)
-        lazy, casts = is_lazy(weights), any(leaf.dtype != dtype for leaf in jax.tree.leaves(weights))
+        lazy = is_lazy(weights)
+        casts = quantized is not None or any(leaf.dtype != dtype for leaf in jax.tree.leaves(weights))
         away = tuple(weight for weight in leaves if not weight.in_place)
         moves = layout != "training" and bool(away)
         copy = sum(weight.decode_bytes if moves else weight.training_bytes for weight in leaves)
@@ -167,6 +177,7 @@ class DecodeModels:
             device=device,
             heads=heads,
             dtype=dtype,
+            quantized_dtype=quantized,
             kv_dtype=kv_dtype,
             kv_bytes=config.num_layers * 2 * kept.kv_heads * kept.head_size * kv_dtype.itemsize,
             layouts=layouts,
@@ -186,15 +197,21 @@ def _leaves(weights: DecoderWeights, layouts: LayoutTree, dtype: jnp.dtype) -> t
         name, dims = path[-1].name, list(leaf.shape)
         if layout.tensor_dim is not None:
             dims[layout.tensor_dim] = -(-dims[layout.tensor_dim] // layout.decode_mesh.tensor)
+        block = tuple(leaf.shape) if leaf.sharding is None else leaf.sharding.shard_shape(tuple(leaf.shape))
         weight = Weight(
             name=name,
             stacked=name in STACKED,
             in_place=layout == layout.decode,
-            decode_bytes=math.prod(dims) * dtype.itemsize,
-            training_bytes=block_bytes(leaf) * dtype.itemsize // leaf.dtype.itemsize,
+            decode_size=math.prod(dims),
+            decode_bytes=_bytes(layout, tuple(dims), dtype),
+            training_bytes=_bytes(layout, block, dtype),
         )
         found.append(weight)
     return tuple(found)
+
+
+def _bytes(layout: LeafLayout | QuantizedLayout, dims: tuple[int, ...], dtype: jnp.dtype) -> int:
+    return layout.bytes(dims) if isinstance(layout, QuantizedLayout) else math.prod(dims) * dtype.itemsize
 
 
 def signature_of(config: LlamaConfig, weights: DecoderWeights) -> object:

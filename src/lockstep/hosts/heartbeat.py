@@ -16,7 +16,7 @@ REMEMBERED_WAITS = 8
 INTERVAL_S = 0.5
 """Seconds between two posts of a process whose phase does not change."""
 MIN_INTERVAL_S = 0.05
-"""Seconds between two posts, at least, of a process whose phase changes often."""
+"""Seconds between two looks of the thread that posts for something new to post."""
 SILENT_S = 1.5
 """Seconds without a post after which a process counts as silent, and errors name it as missing."""
 
@@ -61,7 +61,8 @@ class Heartbeat:
         self._client = client
         self._waits: collections.deque[str] = collections.deque(maxlen=REMEMBERED_WAITS)
         self._phase = ("started", time.time())
-        self._changed: threading.Event | None = None  # wakes the thread that posts, where there is one
+        self._has_thread = False
+        self._changed = False  # since the thread's last post
 
     @property
     def phase(self) -> str:
@@ -79,40 +80,40 @@ class Heartbeat:
         self._publish()
 
     def start_heartbeat(self) -> Callable[[], None]:
-        """Start a thread that posts every `INTERVAL_S` seconds, and soon after each change, so that no caller waits.
+        """Start a thread that posts every `INTERVAL_S` seconds, and `MIN_INTERVAL_S` after a change: no caller waits.
 
         Returns:
             A function that ends the thread.
         """
-        changed, stopping = threading.Event(), threading.Event()
-        thread = threading.Thread(target=self._run, args=(changed, stopping), name="lockstep-heartbeat", daemon=True)
-        self._changed = changed
+        stopping = threading.Event()
+        thread = threading.Thread(target=self._run, args=(stopping,), name="lockstep-heartbeat", daemon=True)
+        self._has_thread = True
         thread.start()
 
         def stop() -> None:
-            self._changed = None
+            self._has_thread = False
             stopping.set()
-            changed.set()
             thread.join(2 * INTERVAL_S)
 
         return stop
 
-    def _run(self, changed: threading.Event, stopping: threading.Event) -> None:
+    def _run(self, stopping: threading.Event) -> None:
+        posted = time.monotonic()
         try:
-            while not stopping.is_set():
-                changed.wait(INTERVAL_S)
-                changed.clear()
-                self._post(time.time())
-                stopping.wait(MIN_INTERVAL_S)
+            # A change does not wake this thread, which would hold up a process that is about to meet the others.
+            while not stopping.wait(MIN_INTERVAL_S):
+                if self._changed or time.monotonic() - posted >= INTERVAL_S:
+                    self._changed, posted = False, time.monotonic()
+                    self._post(time.time())
+            self._post(time.time())
         except (HostError, TimeoutError):
             return  # the service has ended, and with it the job
 
     def _publish(self) -> None:
-        changed = self._changed
-        if changed is None:
-            self._post(None)
+        if self._has_thread:
+            self._changed = True
         else:
-            changed.set()
+            self._post(None)
 
     def _post(self, alive_s: float | None) -> None:
         value = json.dumps([*self._phase, alive_s, *self._waits.copy()])

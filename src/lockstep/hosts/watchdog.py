@@ -37,7 +37,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def watch(self, what: str) -> Iterator[None]:
-        """Watch the block. Of nested watches the inner one counts while it lasts.
+        """Watch the block. Where watches are nested, the inner one counts while it lasts.
 
         Args:
             what: The name of the block in the report.

@@ -154,7 +154,7 @@ CAUSES: Final = (
         summary="there is nothing of this name in project {project}, zone {zone}",
         advice="Check --tpu_name, --zone and --project",
     ),
-    # gcloud prints the words about connectivity after refusals of the service too: this row must come after theirs.
+    # gcloud prints the words about connectivity after errors of the service too: this row must come after theirs.
     Cause(
         name="network",
         pattern=r"network connectivity|Could not reach|Unable to find the server|Connection (reset|refused|aborted)"

@@ -12,7 +12,7 @@ from lockstep.launch.gke_manifest import FILES, MAX_FILES, SYNCED, GkeJob
 from lockstep.launch.google import slice_of
 from lockstep.launch.options import add_job_options, count
 from lockstep.launch.record import JobRecord, name_from_date, new_record
-from lockstep.launch.setup_vm import ROOT, build_wheel, version_of, wheel_path
+from lockstep.launch.setup_vm import EXTRAS, ROOT, build_wheel, version_of, wheel_path
 from lockstep.launch.sync import make_archive
 from lockstep.launch.task_script import filter_files
 
@@ -37,7 +37,7 @@ def add_gke_options(parser: argparse.ArgumentParser) -> None:
     add("--image", default="python:3.12", help="the container image, with Bash and Python (default python:3.12)")
     add("--setup", choices=("auto", "none"), default="auto",
         help="auto: install this checkout in every pod; none: the image has it")  # fmt: skip
-    add("--extras", default="tpu,gcs,wandb", help="optional dependencies to install (default tpu,gcs,wandb)")
+    add("--extras", default=EXTRAS, help=f"optional dependencies to install (default {EXTRAS})")
     add("--service_account", default="", help="the Kubernetes service account, for buckets")
     add("--queue", default="", help="the Kueue queue")
     add("--grace_s", type=count, default=60, help="seconds between SIGTERM and SIGKILL (default 60)")

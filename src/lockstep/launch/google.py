@@ -129,7 +129,7 @@ class GoogleBackend(WorkerBackend):
             "once per version; none: the machines have it")  # fmt: skip
         add("--venv", default="", metavar="DIR", help="an environment on the machines that has the package: nothing is "
             "installed, and its programs are found first")  # fmt: skip
-        add("--extras", default="tpu,gcs,wandb", help="optional dependencies to install (default tpu,gcs,wandb)")
+        add("--extras", default=setup_vm.EXTRAS, help=f"optional dependencies to install (default {setup_vm.EXTRAS})")
         self.add_own_options(parser)
         add_worker_options(parser)
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.exit_codes import DONE, FAILED, INTERRUPTED
 from lockstep.launch.backend import Backend, LaunchError
-from lockstep.launch.backends import BACKENDS
-from lockstep.launch.options import PROG, Parser, add_backend_options, parse_options, without_debug
+from lockstep.launch.backends import BACKENDS, with_named
+from lockstep.launch.options import PROG, Parser, add_backend_options, given_backend, parse_options, without_debug
 from lockstep.launch.record import load_record
 
 LATER = {
@@ -27,8 +27,11 @@ def parse(argv: Sequence[str], backends: Mapping[str, Backend] = BACKENDS) -> ar
     Args:
         argv: The command line after ``launch run``.
         backends: The backends by name.
+
+    Raises:
+        ConfigError: A backend that is given as ``module:Class`` cannot be imported.
     """
-    return parse_options(argv, backends)
+    return parse_options(argv, with_named(given_backend(argv), backends))
 
 
 def main(arguments: Sequence[str] | None = None, backends: Mapping[str, Backend] = BACKENDS) -> int:
@@ -46,7 +49,7 @@ def main(arguments: Sequence[str] | None = None, backends: Mapping[str, Backend]
         if words and words[0] in LATER:
             return _later(words[0], words[1:], backends)
         options = parse(words[1:] if words[:1] == ["run"] else words, backends)
-        backend = backends[options.backend]
+        backend = with_named(options.backend, backends)[options.backend]
         return backend.dry_run(options) if options.dry_run else backend.run(options)
     except KeyboardInterrupt:
         print("launch: interrupted", file=sys.stderr)
@@ -74,7 +77,7 @@ def _later(command: str, words: Sequence[str], backends: Mapping[str, Backend]) 
         parser.add_argument("-f", "--follow", action="store_true", help="go on until the job has ended")
     options: argparse.Namespace = parser.parse_args(words)
     job = load_record(options.name)
-    backend = backends.get(job.backend)
+    backend = with_named(job.backend, backends).get(job.backend)
     if backend is None:
         raise ConfigError(f"job {job.name!r} has the backend {job.backend!r}, which this version does not have.")
     if job.deleted and command != "logs":

@@ -95,6 +95,19 @@ def without_debug(words: Sequence[str]) -> tuple[list[str], bool]:
     return [word for word in own if word != DEBUG] + list(words[len(own) :]), DEBUG in own
 
 
+def given_backend(argv: Sequence[str]) -> str | None:
+    """The value of ``--backend``; None where it is not given.
+
+    Args:
+        argv: The command line after ``launch`` or ``launch run``.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--backend", nargs="?")
+    known, _ = parser.parse_known_args(argv[: argv.index("--")] if "--" in argv else argv)
+    name: str | None = known.backend
+    return name
+
+
 def default_backend(words: Sequence[str]) -> str:
     """The backend where ``--backend`` is not given: ``tpu-vm`` where a TPU is named, ``ssh`` for hosts, else ``local``.
 
@@ -118,7 +131,8 @@ def add_common_options(parser: argparse.ArgumentParser, backends: Mapping[str, B
     add(
         "--backend",
         choices=sorted(backends),
-        help="where the processes run (default: tpu-vm with --tpu_name or --tpu_type, ssh with --hosts, else local)",
+        help="where the processes run; also module:Class of your own (default: tpu-vm with --tpu_name or --tpu_type, "
+        "ssh with --hosts, else local)",
     )
     add("--env", type=name_value, action="append", default=[], metavar="NAME=VALUE", help="set in every process")
     add(

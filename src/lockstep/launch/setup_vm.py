@@ -23,6 +23,8 @@ ROOT: Final = Path(__file__).resolve().parents[3]
 """The checkout that this module is part of, if it is part of one."""
 UV_VERSION: Final = "0.13.5"
 PYTHON_VERSION: Final = "3.12"
+EXTRAS: Final = "tpu,gcs,wandb,parquet"
+"""The optional dependencies of a run whose configuration names a bucket, W&B and a dataset of the Hugging Face hub."""
 HOME: Final = ".lockstep"
 """The directory below a machine's home in which versions are installed."""
 BUILD_S: Final = 600.0
@@ -160,7 +162,7 @@ def script(version: Version, wheel_name: str, extras: str) -> str:
     Args:
         version: What is installed.
         wheel_name: The file name of the wheel.
-        extras: The optional dependencies, such as ``tpu,gcs,wandb``.
+        extras: The optional dependencies, such as `EXTRAS`.
     """
     values = {
         "VERSION": shlex.quote(version.name),

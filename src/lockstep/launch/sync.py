@@ -67,6 +67,31 @@ def make_archive(given: Sequence[str], secret: Path | None, target: Path) -> Arc
     return Archive(path=target, digest=digest.hexdigest(), count=len(names), size=size)
 
 
+def check_configuration(command: Sequence[str], given: Sequence[str], workdir: str | None) -> None:
+    """Refuse a command whose configuration is a file of this machine that the workers would not have.
+
+    Args:
+        command: The command that runs on the workers.
+        given: What ``--sync`` names.
+        workdir: What ``--workdir`` names, where the workers may have the file; None where the launcher chooses.
+
+    Raises:
+        ConfigError: ``--config_path`` names a file below the present directory that is not copied.
+    """
+    words = [word for each in command for word in each.split("=", 1)]
+    paths = [words[i + 1] for i, word in enumerate(words[:-1]) if word in ("--config_path", "--config-path")]
+    for path in paths:
+        relative = os.path.relpath(path)
+        if workdir is not None or os.path.isabs(path) or relative.startswith("..") or not os.path.isfile(relative):
+            continue
+        if relative not in {name for each in given for name in files_of(each)}:
+            folder = os.path.dirname(relative) or relative
+            raise ConfigError(
+                f"--config_path {path} is a file of this machine, and the workers would not find it. Add --sync "
+                f"{folder}, which copies it to them; or, where they have it already, say where: --workdir DIR."
+            )
+
+
 def files_of(given: str) -> Iterator[str]:
     """The files of one ``--sync``, relative to the present directory.
 

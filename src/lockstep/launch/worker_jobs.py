@@ -19,7 +19,7 @@ from lockstep.launch.later import Later
 from lockstep.launch.preflight import Limits
 from lockstep.launch.prepare import Preparation, prepare
 from lockstep.launch.record import Attempt, JobRecord, find_record, name_from_date, new_record
-from lockstep.launch.sync import Archive, make_archive
+from lockstep.launch.sync import Archive, check_configuration, make_archive
 from lockstep.launch.worker_backend import WorkerBackend, root_on_worker
 from lockstep.launch.workers import Transport
 
@@ -44,6 +44,7 @@ class WorkerJobs:
     def run(self, options: argparse.Namespace) -> int:
         """Get the workers, prepare them, run the command, and try again where that can help."""
         environment = job_environment(options)
+        check_configuration(options.command, options.sync, options.workdir)
         if options.retries and not options.foreground:
             raise ConfigError(
                 f"--retries {options.retries} with --no-foreground: the launcher must stay to start a job again. Leave "
@@ -154,6 +155,7 @@ class WorkerJobs:
     def dry_run(self, options: argparse.Namespace) -> int:
         """Print the commands that create the workers, and what they amount to on each of them."""
         environment = job_environment(options)
+        check_configuration(options.command, options.sync, options.workdir)
         created, transport = self._backend.plan(options)
         check_process_count(options, transport)
         name = options.name or self._backend.default_name(options) or name_from_date()

@@ -1,6 +1,7 @@
 """``lockstep check``: run a script on simulated processes and find what would stop it on a pod."""
 
 import argparse
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Final
 
 from rich.console import Console
 
-from lockstep.check import KINDS, check_command, print_report, write_page
+from lockstep.check import KINDS, check_command, print_at_once, print_report, write_page
 from lockstep.errors import ConfigError
 from lockstep.main.reader_arguments import Arguments, seconds
 
@@ -69,14 +70,16 @@ def main(arguments: Sequence[str], *, console: Console | None = None) -> int:
             f"--processes is {options.processes} and --devices_per_process {options.devices_per_process}; there must "
             "be at least 2 processes, to be compared, with at least 1 device each."
         )
+    console = console or Console(highlight=False)
     result = check_command(
         command,
         processes=options.processes,
         devices=options.devices_per_process,
         stall_s=options.stall_s,
         ignore=options.ignore,
+        tell=functools.partial(print_at_once, console=console),
     )
-    print_report(result, console or Console(highlight=False))
+    print_report(result, console)
     if options.json is not None:
         options.json.write_text(json.dumps(result.as_json(), indent=1) + "\n", encoding="utf-8")
     if options.html is not None:

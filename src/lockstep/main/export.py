@@ -33,7 +33,7 @@ class ExportConfig:
     dtype: str | None = None
     """The float type of the tensors, ``float32`` or ``bfloat16``; null: as they are stored."""
     adapters: bool = False
-    """Of a run with ``lora``, write the adapters alone, as PEFT stores them, instead of the merged model."""
+    """Whether to write the adapters of a run with ``lora`` alone, as PEFT stores them, instead of the merged model."""
     tokenizer: str | None = None
     """The tokenizer to put beside the model: a directory, a URL or a name; null: that of the run."""
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)

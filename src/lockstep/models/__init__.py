@@ -23,6 +23,7 @@ from lockstep.models.hf.peft import save_peft
 from lockstep.models.hf.save import SavesTokenizer, export_hf, save_hf
 from lockstep.models.hf.save_plan import SavedTensor
 from lockstep.models.hf.save_writer import Read
+from lockstep.models.layer_kinds import LayerKind, distinct, layer_kinds
 from lockstep.models.llama import LlamaLMHeadModel
 from lockstep.models.lora import LoraConfig, LoraModel, join_trained, split_trained
 from lockstep.models.low_rank import RANK, MergeLora, merge_lora
@@ -37,7 +38,7 @@ from lockstep.models.reader import read_decoder
 from lockstep.models.registry import register_reader
 from lockstep.models.remat import POLICIES, RematPolicy, recomputes_layers
 from lockstep.models.trainable import as_trainable
-from lockstep.models.weights import STACKED, TENSOR_DIMS, WEIGHT_AXES, DecoderWeights, LayerWeights
+from lockstep.models.weights import STACKED, TENSOR_DIMS, WEIGHT_AXES, DecoderWeights, LayerWeights, input_dims
 from lockstep.placement import LazyWeight, view
 
 __all__ = [
@@ -64,6 +65,7 @@ __all__ = [
     "RotaryConfig",
     "SavedTensor",
     "SavesTokenizer",
+    "LayerKind",
     "LazyWeight",
     "LoraConfig",
     "LoraModel",
@@ -78,12 +80,15 @@ __all__ = [
     "check_reader",
     "config_from_hf",
     "config_to_hf",
+    "distinct",
     "export_hf",
     "find_preset",
     "fingerprint",
     "load_config",
     "from_names",
+    "input_dims",
     "join_trained",
+    "layer_kinds",
     "load_hf",
     "merge_lora",
     "merged_rows",

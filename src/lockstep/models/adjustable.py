@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from lockstep.models.config import LlamaConfig, rotary_frequencies
+from lockstep.models.layer_kinds import layer_kinds
 from lockstep.models.weights import DecoderWeights, LayerWeights
 
 ACTIVATIONS: Final = ("silu", "gelu", "gelu_tanh", "relu")
@@ -72,11 +73,11 @@ class Settings:
     @classmethod
     def of(cls, config: LlamaConfig) -> "Settings":
         """The settings that a configuration says, as NumPy arrays."""
-        variant, layers = config.variant, config.num_layers
+        variant, layers, kinds = config.variant, config.num_layers, layer_kinds(config)
         scale = variant.attention_scale
         known = variant.activation in ACTIVATIONS
         return cls(
-            frequencies=np.broadcast_to(rotary_frequencies(config), (layers, config.head_size // 2)).copy(),
+            frequencies=np.stack([rotary_frequencies(config, kind.rope) for kind in kinds]),
             interleaved=np.bool_(False),
             epsilon=np.float32(config.layer_norm_epsilon),
             norm_offset=np.float32(variant.norm_plus_one),
@@ -84,7 +85,7 @@ class Settings:
             attention_scale=np.float32(config.head_size**-0.5 if scale is None else scale),
             attention_cap=np.float32(variant.attention_soft_cap or 0.0),
             logit_cap=np.float32(variant.logit_soft_cap or 0.0),
-            window=np.full(layers, variant.sliding_window or NO_WINDOW, np.int32),
+            window=np.array([kind.window or NO_WINDOW for kind in kinds], np.int32),
             activation=np.int32(ACTIVATIONS.index(variant.activation) if known else 0),
             tied=np.bool_(config.tie_word_embeddings),
             heads=np.arange(config.num_heads, dtype=np.int32),

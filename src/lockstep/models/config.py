@@ -15,63 +15,7 @@ from lockstep.attention import AttentionBackend, check_backend
 from lockstep.errors import ConfigError
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "xielu"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Variant:
-    """Departures from Llama; each at its default costs nothing.
-
-    Raises:
-        ConfigError: A value cannot work.
-
-    Example:
-        >>> gemma = lockstep.models.Variant(activation="gelu_tanh", norm_plus_one=True, logit_soft_cap=30.0)
-        >>> LlamaConfig(variant=gemma).variant.gated
-        True
-    """
-
-    activation: Activation = "silu"
-    """The activation of the gated MLP; ``gelu_tanh`` is the approximate GELU of Gemma. ``xielu``
-    (https://arxiv.org/abs/2411.13010, Apertus) has parameters in each layer, and no gate."""
-    pre_norm: bool = True
-    """Whether an RMSNorm comes before attention and before the MLP. OLMo 2 has none."""
-    post_norm: bool = False
-    """Whether an RMSNorm comes after attention and the MLP, before the residual addition: OLMo 2, Gemma 2 and 3."""
-    norm_plus_one: bool = False
-    """Whether RMSNorm multiplies by 1 + weight, in float32 (Gemma)."""
-    wide_qk_norm: bool = False
-    """Whether ``qk_norm`` is over all heads together (OLMo 2), not over each head."""
-    embed_norm: bool = False
-    """Whether an RMSNorm comes after the embedding."""
-    embed_scale: float | None = None
-    """The factor of the embedding; in Gemma the square root of ``hidden_dim``. Null for 1."""
-    attention_scale: float | None = None
-    """The factor of attention scores. Null for ``head_dim ** -0.5``."""
-    attention_soft_cap: float | None = None
-    """The soft cap of attention scores: a score s becomes ``cap * tanh(s / cap)`` (Gemma 2). Null for none."""
-    logit_soft_cap: float | None = None
-    """The soft cap of the logits of the output layer. Null for none."""
-    sliding_window: int | None = None
-    """The number of positions that a query attends to, its own included. Null for all."""
-
-    def __post_init__(self) -> None:
-        for name in ("embed_scale", "attention_scale", "attention_soft_cap", "logit_soft_cap", "sliding_window"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"variant.{name} is {value}; it must be more than 0. Use null for none.")
-        if not (self.pre_norm or self.post_norm):
-            raise ConfigError(
-                "variant.pre_norm and variant.post_norm are both false; attention and MLP need a norm before or after "
-                "them. Set one of them to true."
-            )
-        known = get_args(Activation)
-        if self.activation not in known:
-            raise ConfigError(f"variant.activation is {self.activation!r}; it must be one of {', '.join(known)}.")
-
-    @property
-    def gated(self) -> bool:
-        """Whether the MLP has a gate."""
-        return self.activation != "xielu"
+LayerType = Literal["sliding_attention", "full_attention"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,12 +68,104 @@ class RotaryConfig:
     """The base of the wavelengths."""
     scaling: Llama3Scaling | None = None
     """The frequency scaling. Null for none."""
+    linear_factor: float = 1.0
+    """The divisor of positions, "linear" scaling in Hugging Face; at least 1. Gemma 3 has 8 in its larger models."""
 
     def __post_init__(self) -> None:
+        _at_least("rope.linear_factor", self.linear_factor, 1, "Use 1 for none.")
+        if self.scaling is not None and self.linear_factor != 1:
+            raise ConfigError(
+                f"rope.linear_factor is {self.linear_factor} and rope.scaling is set; no model has both. Set "
+                "linear_factor to 1, or scaling to null."
+            )
         if not (self.theta > 1 and math.isfinite(self.theta)):
             raise ConfigError(
                 f"rope.theta is {self.theta}; it must be finite and greater than 1. Llama 2 uses 10000, Llama 3 500000."
             )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Variant:
+    """Departures from Llama; each at its default costs nothing.
+
+    Raises:
+        ConfigError: A value cannot work.
+
+    Example:
+        >>> gemma = lockstep.models.Variant(activation="gelu_tanh", norm_plus_one=True, logit_soft_cap=30.0)
+        >>> LlamaConfig(variant=gemma).variant.gated
+        True
+    """
+
+    activation: Activation = "silu"
+    """The activation of the gated MLP; ``gelu_tanh`` is the approximate GELU of Gemma. ``xielu``
+    (https://arxiv.org/abs/2411.13010, Apertus) has parameters in each layer, and no gate."""
+    pre_norm: bool = True
+    """Whether an RMSNorm comes before attention and before the MLP. OLMo 2 has none."""
+    post_norm: bool = False
+    """Whether an RMSNorm comes after attention and the MLP, before the residual addition: OLMo 2, Gemma 2 and 3."""
+    norm_plus_one: bool = False
+    """Whether RMSNorm multiplies by 1 + weight, in float32 (Gemma)."""
+    wide_qk_norm: bool = False
+    """Whether ``qk_norm`` is over all heads together (OLMo 2), not over each head."""
+    embed_norm: bool = False
+    """Whether an RMSNorm comes after the embedding."""
+    embed_scale: float | None = None
+    """The factor of the embedding; in Gemma the square root of ``hidden_dim``. Null for 1."""
+    attention_scale: float | None = None
+    """The factor of attention scores. Null for ``head_dim ** -0.5``."""
+    attention_soft_cap: float | None = None
+    """The soft cap of attention scores: a score s becomes ``cap * tanh(s / cap)`` (Gemma 2). Null for none."""
+    logit_soft_cap: float | None = None
+    """The soft cap of the logits of the output layer. Null for none."""
+    sliding_window: int | None = None
+    """The number of positions that a query attends to, its own included. Null for all."""
+    layer_types: tuple[LayerType, ...] | None = None
+    """The attention of each layer, in Hugging Face's words: ``sliding_attention`` has the ``sliding_window``,
+    ``full_attention`` has none (Gemma 2 and 3). Null: with ``sliding_window`` all layers have it."""
+    sliding_rope: RotaryConfig | None = None
+    """The rotary embeddings of the layers with sliding attention; ``rope`` is then that of the others (Gemma 3). Null:
+    all layers have ``rope``."""
+
+    def __post_init__(self) -> None:
+        for name in ("embed_scale", "attention_scale", "attention_soft_cap", "logit_soft_cap", "sliding_window"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"variant.{name} is {value}; it must be more than 0. Use null for none.")
+        if not (self.pre_norm or self.post_norm):
+            raise ConfigError(
+                "variant.pre_norm and variant.post_norm are both false; attention and MLP need a norm before or after "
+                "them. Set one of them to true."
+            )
+        self._check_layer_types()
+        known = get_args(Activation)
+        if self.activation not in known:
+            raise ConfigError(f"variant.activation is {self.activation!r}; it must be one of {', '.join(known)}.")
+
+    def _check_layer_types(self) -> None:
+        types = self.layer_types
+        for name in () if types is None else types:
+            if name not in get_args(LayerType):
+                raise ConfigError(
+                    f"variant.layer_types has {name!r}; each must be one of {', '.join(get_args(LayerType))}."
+                )
+        slides = types is not None and "sliding_attention" in types
+        if slides and self.sliding_window is None:
+            raise ConfigError(
+                "variant.layer_types has sliding_attention and variant.sliding_window is null. Set sliding_window to "
+                "the number of positions that those layers attend to."
+            )
+        for field in ("sliding_window", "sliding_rope"):
+            if getattr(self, field) is not None and not slides and (types is not None or field == "sliding_rope"):
+                raise ConfigError(
+                    f"variant.{field} is set and variant.layer_types has no sliding_attention, so that it has no "
+                    f"effect. Set {field} to null, or name the layers that have it."
+                )
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate."""
+        return self.activation != "xielu"
 
 
 class ModelConfig(draccus.ChoiceRegistry):
@@ -221,6 +257,12 @@ class LlamaConfig(ModelConfig):
                 "qkv_bias and qk_norm are both true; no architecture that Hugging Face can load has both, so the model "
                 "could not be saved. Set one of them to false (qwen2 has qkv_bias, qwen3 has qk_norm)."
             )
+        types = self.variant.layer_types
+        if types is not None and len(types) != self.num_layers:
+            raise ConfigError(
+                f"variant.layer_types has {len(types)} entries and num_layers is {self.num_layers}; it needs one for "
+                "each layer. Set it to null where all layers are of one kind."
+            )
         if self.variant.wide_qk_norm and not self.qk_norm:
             raise ConfigError(
                 "variant.wide_qk_norm is true and qk_norm is false: there is no norm. Set qk_norm to true."
@@ -276,7 +318,7 @@ class Qwen3Config(LlamaConfig):
     layer_norm_epsilon: float = 1e-6
 
 
-def rotary_frequencies(config: LlamaConfig) -> Float[np.ndarray, " half_head"]:
+def rotary_frequencies(config: LlamaConfig, rope: RotaryConfig | None = None) -> Float[np.ndarray, " half_head"]:
     """Returns the rotary frequency of each pair of elements of a head, in radians per token.
 
     Pair ``i`` is elements ``i`` and ``i + head_size // 2`` (Hugging Face's ``rotate_half``). RoFormer (Su et al. 2021,
@@ -285,15 +327,17 @@ def rotary_frequencies(config: LlamaConfig) -> Float[np.ndarray, " half_head"]:
 
     Args:
         config: The configuration of the model.
+        rope: The rotary embeddings; None for ``config.rope``.
 
     Returns:
         The frequencies, float32 ``[head_size // 2]``.
     """
+    rope = config.rope if rope is None else rope
     exponents = np.arange(0, config.head_size, 2, dtype=np.float32) / np.float32(config.head_size)
-    frequencies = np.float32(1.0) / np.float32(config.rope.theta) ** exponents
-    scaling = config.rope.scaling
+    frequencies = np.float32(1.0) / np.float32(rope.theta) ** exponents
+    scaling = rope.scaling
     if scaling is None:
-        return frequencies
+        return frequencies / np.float32(rope.linear_factor)
     context = scaling.original_max_position_embeddings
     wavelengths = 2 * math.pi / frequencies
     smooth = (context / wavelengths - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)

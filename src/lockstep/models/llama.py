@@ -13,14 +13,16 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from haliax.nn.scan import Stacked
 from haliax.partitioning import physical_axis_name
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 from lockstep.attention import CausalAttention, self_attention
 from lockstep.errors import ConfigError
-from lockstep.models.config import LlamaConfig, rotary_frequencies
+from lockstep.models.config import LlamaConfig
+from lockstep.models.layer_kinds import distinct, layer_kinds
 from lockstep.models.low_rank import Weight, linear
 from lockstep.models.output_layer import float32_logits
 from lockstep.models.remat import scan_policy
+from lockstep.models.rotary import rotary_angles, rotate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,26 +69,6 @@ def rms_norm(x: NamedArray, weight: NamedArray | None, config: LlamaConfig) -> N
     return wide.astype(x.dtype) * weight
 
 
-def rotate(x: NamedArray, angles: NamedArray, HeadSize: Axis) -> NamedArray:
-    """Applies rotary embeddings (https://arxiv.org/abs/2104.09864), half-split as in Hugging Face's ``rotate_half``.
-
-    Args:
-        x: The heads ``[..., position, ..., head_size]``.
-        angles: The angles in float32 radians ``[..., position, half_head]``.
-        HeadSize: The axis whose two halves are rotated together.
-
-    Returns:
-        The rotated heads, with the axes and dtype of ``x``.
-    """
-    half = angles.resolve_axis("half_head").size
-    cos, sin = hax.cos(angles), hax.sin(angles)
-    wide = x.astype(jnp.float32)
-    first = wide[HeadSize, :half].rename({HeadSize.name: "half_head"})
-    second = wide[HeadSize, half:].rename({HeadSize.name: "half_head"})
-    rotated = hax.concatenate("half_head", [first * cos - second * sin, second * cos + first * sin])
-    return rotated.rename({"half_head": HeadSize.name}).rearrange(x.axes).astype(x.dtype)
-
-
 class LlamaAttention(eqx.Module):
     """Grouped-query causal self-attention (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245)."""
 
@@ -125,14 +107,17 @@ class LlamaAttention(eqx.Module):
             config=config,
         )
 
-    def __call__(self, x: NamedArray, angles: NamedArray, segment_ids: NamedArray | None) -> NamedArray:
+    def __call__(
+        self, x: NamedArray, angles: NamedArray, segment_ids: NamedArray | None, layer_kind: NamedArray | None
+    ) -> NamedArray:
         """Attend.
 
         Args:
             x: The input ``[batch, position, embed]``.
-            angles: The rotary angles ``[position, half_head]``, or with ``batch`` in front.
+            angles: What `rotary_angles` returns.
             segment_ids: The document of each position ``[batch, position]``, which attends to no other; None: a row is
                 one document.
+            layer_kind: Which of the model's distinct kinds of layers this one is; None where all are of one kind.
 
         Returns:
             The attended values, with the axes of ``x``.
@@ -143,13 +128,22 @@ class LlamaAttention(eqx.Module):
         v = _add(linear(x, self.v, ax.Embed), self.v_bias)
         q, k = rms_norm(q, self.q_norm, self.config), rms_norm(k, self.k_norm, self.config)
         q, k = rms_norm(q, self.q_wide_norm, self.config), rms_norm(k, self.k_wide_norm, self.config)
+        angles = angles if layer_kind is None else angles["layer_kind", layer_kind]
         q, k = rotate(q, angles, ax.HeadSize), rotate(k, angles, ax.HeadSize)
         if variant.attention_scale is not None:  # where the decoder rounds it
             q = q * jnp.asarray(variant.attention_scale * ax.HeadSize.size**0.5, q.dtype)
-        attended = self._attend(hax.auto_sharded(q), hax.auto_sharded(k), hax.auto_sharded(v), segment_ids)
+        q, k, v = (hax.auto_sharded(each) for each in (q, k, v))
+        attended = self._attend(q, k, v, segment_ids, layer_kind)
         return linear(attended, self.o, (ax.KVHead, ax.Group, ax.HeadSize)).rearrange(x.axes)
 
-    def _attend(self, q: NamedArray, k: NamedArray, v: NamedArray, segment_ids: NamedArray | None) -> NamedArray:
+    def _attend(
+        self,
+        q: NamedArray,
+        k: NamedArray,
+        v: NamedArray,
+        segment_ids: NamedArray | None,
+        layer_kind: NamedArray | None,
+    ) -> NamedArray:
         """Returns what the queries attend to, with the axes of ``q``; rows may have any axes, or none."""
         ax, variant = LlamaAxes.of(self.config), self.config.variant
         heads = (q.resolve_axis("position"), ax.KVHead, ax.Group, ax.HeadSize)
@@ -159,20 +153,29 @@ class LlamaAttention(eqx.Module):
             array: Array = x.rearrange((*rows, *axes)).array
             return array.reshape(-1, *(axis.size for axis in axes))
 
-        attended = self_attention(
+        def attend(window: int | None, q: Array, k: Array, v: Array, segment_ids: Array | None) -> Array:
+            scores = CausalAttention(
+                scale=ax.HeadSize.size**-0.5, sliding_window=window, soft_cap=variant.attention_soft_cap
+            )
+            return self_attention(
+                *(q, k, v, segment_ids, scores),
+                backend=self.config.attn_backend,
+                batch_axes=physical_axis_name(rows[0]) if rows else None,
+                head_axes=physical_axis_name(ax.KVHead),
+            )
+
+        given = (
             flat(q, heads),
             flat(k, (heads[0], ax.KVHead, ax.HeadSize)),
             flat(v, (heads[0], ax.KVHead, ax.HeadSize)),
             None if segment_ids is None else flat(segment_ids, heads[:1]),
-            CausalAttention(
-                scale=ax.HeadSize.size**-0.5,
-                sliding_window=variant.sliding_window,
-                soft_cap=variant.attention_soft_cap,
-            ),
-            backend=self.config.attn_backend,
-            batch_axes=physical_axis_name(rows[0]) if rows else None,
-            head_axes=physical_axis_name(ax.KVHead),
         )
+        windows = [kind.window for kind in distinct(layer_kinds(self.config))[0]]
+        if layer_kind is None:
+            attended = attend(windows[0], *given)
+        else:  # the kernel's blocks depend on the window, so each has a branch
+            branches = [functools.partial(attend, window) for window in windows]
+            attended = jax.lax.switch(layer_kind.array, branches, *given)
         return hax.named(attended.reshape([axis.size for axis in (*rows, *heads)]), (*rows, *heads)).rearrange(q.axes)
 
 
@@ -251,12 +254,18 @@ class LlamaLayer(eqx.Module):
             mlp_post_norm=_neutral(config, Embed) if post else None,
         )
 
-    def __call__(self, x: NamedArray, angles: NamedArray, segment_ids: NamedArray | None) -> NamedArray:
+    def __call__(
+        self,
+        x: NamedArray,
+        angles: NamedArray,
+        segment_ids: NamedArray | None,
+        layer_kind: NamedArray | None = None,
+    ) -> NamedArray:
         """Maps ``[batch, position, embed]`` to the same axes; `LlamaAttention` has the other arguments."""
         config = self.attention.config
         # With the stream sharded by the batch axes XLA gathers weights (FSDP) rather than split activations by embed.
         x = hax.auto_sharded(x)
-        attended = self.attention(rms_norm(x, self.attn_norm, config), angles, segment_ids)
+        attended = self.attention(rms_norm(x, self.attn_norm, config), angles, segment_ids, layer_kind)
         x = hax.auto_sharded(x + rms_norm(attended, self.attn_post_norm, config))
         out = self.mlp(rms_norm(x, self.mlp_norm, config))
         return hax.auto_sharded(x + rms_norm(out, self.mlp_post_norm, config))
@@ -326,14 +335,14 @@ class LlamaLMHeadModel(eqx.Module):
                 f"the input has {Position.size} positions; max_seq_len is {config.max_seq_len}. Shorten the input or "
                 "raise model.max_seq_len."
             )
-        positions = hax.arange(Position) if segment_ids is None else _positions(segment_ids, Position)
-        frequencies = hax.named(jnp.asarray(rotary_frequencies(config)), "half_head")
-        angles = positions.astype(jnp.float32) * frequencies.broadcast_axis(positions.axes)
+        angles = rotary_angles(config, Position, segment_ids)
+        kinds, which = distinct(layer_kinds(config))
+        layer_kind = None if len(kinds) == 1 else hax.named(jnp.asarray(which), "layer")
         # A table sharded by embed would leave the stream sharded by embed, and XLA would replicate it.
         x = hax.auto_sharded(self.embed.take("vocab", input_ids))
         if config.variant.embed_scale is not None:
             x = x * jnp.asarray(config.variant.embed_scale, x.dtype)
-        x = self.layers.fold(rms_norm(x, self.embed_norm, config), angles, segment_ids)
+        x = self.layers.fold(rms_norm(x, self.embed_norm, config), angles, segment_ids, layer_kind)
         return rms_norm(x, self.final_norm, config)
 
     def lm_head_array(self) -> NamedArray:
@@ -376,15 +385,6 @@ ACTIVATIONS: dict[str, Callable[[NamedArray], NamedArray]] = {
     "relu": hnn.relu,
 }
 """The activation of the gated MLP by `Variant.activation`."""
-
-
-def _positions(segment_ids: NamedArray, Position: Axis) -> NamedArray:
-    """Returns the position of each token in its document."""
-    axes = (*(axis for axis in segment_ids.axes if axis != Position), Position)
-    ids: Int[Array, "... position"] = segment_ids.rearrange(axes).array
-    index = jnp.arange(Position.size)
-    first = jnp.where((ids != jnp.roll(ids, 1, axis=-1)) | (index == 0), index, 0)
-    return hax.named(index - jax.lax.cummax(first, axis=first.ndim - 1), axes)
 
 
 def _neutral(config: LlamaConfig, *axes: Axis) -> NamedArray:

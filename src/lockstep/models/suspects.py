@@ -9,9 +9,11 @@ import numpy as np
 
 from lockstep.models.adjustable import ACTIVATIONS, NO_WINDOW, PAIRS, SQUARE, Settings
 from lockstep.models.config import Llama3Scaling, LlamaConfig, RotaryConfig, rotary_frequencies
+from lockstep.models.layer_kinds import LayerKind, distinct, layer_kinds
 from lockstep.models.weights import DecoderWeights
 
 THETAS = (100.0, 1e3, 1e4, 1e5, 1.5e5, 2.5e5, 5e5, 1e6, 2e6, 5e6, 1e7, 1e8)
+LINEAR_FACTORS = (1.0, 2.0, 4.0, 8.0)
 EPSILONS = (1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
 
 
@@ -30,9 +32,8 @@ def suspects(config: LlamaConfig, weights: DecoderWeights) -> Iterator[tuple[str
     def is_now(name: str, value: Any, better: Any) -> str:
         return f"{name} is {value}: it should be {better}"
 
-    for text, rope in _ropes(config):
-        frequencies = rotary_frequencies(dataclasses.replace(config, rope=rope))
-        yield text, other(frequencies=np.broadcast_to(frequencies, base.frequencies.shape).copy())
+    for text, kinds in _ropes(config):
+        yield text, other(frequencies=np.stack([rotary_frequencies(config, rope) for rope in kinds]))
     yield "rotary embeddings: the model has none", other(frequencies=np.zeros_like(base.frequencies))
     yield (
         "rotary embeddings: the model rotates neighbouring elements of a head; read q and k with the even elements "
@@ -65,9 +66,16 @@ def suspects(config: LlamaConfig, weights: DecoderWeights) -> Iterator[tuple[str
                 text = is_now(f"variant.{field}", getattr(variant, field), cap)
                 yield text, other(**{setting: np.float32(cap or 0)})
     if variant.sliding_window is not None:
+        slides = base.window < NO_WINDOW
         for window in (None, variant.sliding_window - 1, variant.sliding_window + 1):
             text = is_now("variant.sliding_window", variant.sliding_window, window)
-            yield text, other(window=np.full_like(base.window, NO_WINDOW if window is None else window))
+            sizes = np.where(slides, NO_WINDOW if window is None else window, NO_WINDOW).astype(np.int32)
+            yield text, other(window=sizes)
+        if variant.layer_types is not None:
+            for text, others in _layer_types(config):
+                windows = np.array([kind.window or NO_WINDOW for kind in others], np.int32)
+                frequencies = np.stack([rotary_frequencies(config, kind.rope) for kind in others])
+                yield text, other(window=windows, frequencies=frequencies)
     if weights.layers.gate is not None:
         for number, name in enumerate(ACTIVATIONS):
             if name != variant.activation:
@@ -80,17 +88,53 @@ def suspects(config: LlamaConfig, weights: DecoderWeights) -> Iterator[tuple[str
     yield from _weights(config, weights, base)
 
 
-def _ropes(config: LlamaConfig) -> Iterator[tuple[str, RotaryConfig]]:
-    rope = config.rope
+def _ropes(config: LlamaConfig) -> Iterator[tuple[str, tuple[RotaryConfig, ...]]]:
+    """Other rotary embeddings, as those of each layer."""
+    now, layers = [kind.rope for kind in layer_kinds(config)], config.num_layers
+    for name, rope in (("rope", config.rope), ("variant.sliding_rope", config.variant.sliding_rope)):
+        if rope is not None and rope in now:
+            for text, better in _other_ropes(name, rope):
+                yield text, tuple(better if each == rope else each for each in now)
+    if config.variant.sliding_rope is not None:
+        yield "variant.sliding_rope is set: all layers have rope", (config.rope,) * layers
+    elif layers > 1:
+        for every, theta, base in ((6, 1e4, 1e6), (2, 1e4, config.rope.theta)):
+            local, own = RotaryConfig(theta=theta), dataclasses.replace(config.rope, theta=base)
+            kinds = tuple(own if layer % every == every - 1 else local for layer in range(layers))
+            if kinds != tuple(now) and len(set(kinds)) > 1:
+                yield (
+                    f"variant.sliding_rope is None: all layers but every {every}. should have the base {theta:g}, and "
+                    f"those {base:g}",
+                    kinds,
+                )
+
+
+def _other_ropes(name: str, rope: RotaryConfig) -> Iterator[tuple[str, RotaryConfig]]:
     for theta in THETAS:
         if theta != rope.theta:
-            yield f"rope.theta is {rope.theta:g}: it should be {theta:g}", dataclasses.replace(rope, theta=theta)
+            yield f"{name}.theta is {rope.theta:g}: it should be {theta:g}", dataclasses.replace(rope, theta=theta)
     if rope.scaling is not None:
-        yield "rope.scaling is set: the model has none", RotaryConfig(theta=rope.theta)
+        yield f"{name}.scaling is set: the model has none", RotaryConfig(theta=rope.theta)
+    for factor in LINEAR_FACTORS:
+        if factor != rope.linear_factor:
+            text = f"{name}.linear_factor is {rope.linear_factor:g}: it should be {factor:g}"
+            yield text, RotaryConfig(theta=rope.theta, linear_factor=factor)
     for factor in (8.0, 32.0):
         scaling = Llama3Scaling(factor=factor)
         if rope.scaling != scaling:
-            yield f"rope.scaling is {rope.scaling}: it should be {scaling}", dataclasses.replace(rope, scaling=scaling)
+            text = f"{name}.scaling is {rope.scaling}: it should be {scaling}"
+            yield text, RotaryConfig(theta=rope.theta, scaling=scaling)
+
+
+def _layer_types(config: LlamaConfig) -> Iterator[tuple[str, tuple[LayerKind, ...]]]:
+    """Other layers that slide, as the kind of each layer."""
+    now = layer_kinds(config)
+    kinds, which = distinct(now)
+    if len(kinds) == 2:
+        swapped = tuple(kinds[1 - each] for each in which)
+        yield "variant.layer_types: the layers with a window are those without one, and the other way round", swapped
+        yield "variant.layer_types are those of the next layer", (*now[1:], now[0])
+        yield "variant.layer_types are those of the layer before", (now[-1], *now[:-1])
 
 
 def _weights(config: LlamaConfig, weights: DecoderWeights, base: Settings) -> Iterator[tuple[str, Settings]]:

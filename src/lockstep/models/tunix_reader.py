@@ -1,5 +1,6 @@
 """Reads Tunix's language models (Flax NNX) by the names of their parameters, with the adapters of qwix merged."""
 
+import dataclasses
 import inspect
 import math
 import re
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import qwix
 from tunix.generate.mappings import BackendMappingMixin
 from tunix.models.gemma import model as gemma
+from tunix.models.gemma3 import model as gemma3
 from tunix.models.llama3 import model as llama3
 from tunix.models.qwen2 import model as qwen2
 from tunix.models.qwen3 import model as qwen3
@@ -58,6 +60,12 @@ GEMMA_Q_KV: Table = {
     "q": ("layers.{}.attn.q_einsum.w", ONE),
     **{name: ("layers.{}.attn.kv_einsum.w", SEVERAL, {"which": number}) for number, name in enumerate("kv")},
 }
+GEMMA3: Table = {
+    **GEMMA,
+    "attn_post_norm": "layers.{}.post_attention_norm.scale",
+    "q_norm": "layers.{}.attn._query_norm.scale",
+    "k_norm": "layers.{}.attn._key_norm.scale",
+}
 
 
 @register_reader(BackendMappingMixin)
@@ -105,20 +113,68 @@ def _read_gemma(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
         attention_soft_cap=config.attn_logits_soft_cap,
         logit_soft_cap=config.final_logit_softcap,
     )
-    local = any(layer.attn.attn_type is gemma.AttentionType.LOCAL_SLIDING for layer in model.layers)
     return _read(
         model,
-        {**GEMMA, **(GEMMA_QKV if config.num_heads == config.num_kv_heads else GEMMA_Q_KV)},
+        {**GEMMA, **_gemma_projections(config)},
         tied=True,
         theta=_default(gemma.apply_rope, "max_wavelength"),
-        variant=variant,
-        # Up to the length of the window, layers with a window and layers without compute the same.
-        max_seq_len=config.sliding_window_size if local else MAX_SEQ_LEN,
+        variant=_with_layer_types(variant, model, gemma.AttentionType.LOCAL_SLIDING),
+    )
+
+
+@register_reader(gemma3.Gemma3)
+def _read_gemma3(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
+    config = model.config
+    if model.vision_encoder is not None:
+        raise _unreadable(model, "it has a vision tower, and prompts are text", "models made with text_only=True")
+    by_heads = gemma3.QueryPreAttentionNormalisation.BY_ONE_OVER_SQRT_EMBED_DIM_DIV_NUM_HEADS
+    variant = Variant(
+        activation="gelu_tanh",
+        post_norm=True,
+        norm_plus_one=True,
+        embed_scale=math.sqrt(config.embed_dim),
+        attention_scale=(
+            (config.embed_dim // config.num_heads) ** -0.5 if config.query_pre_attn_norm is by_heads else None
+        ),
+    )
+    local = RotaryConfig(theta=float(config.local_base_frequency), linear_factor=float(config.local_scale_factor))
+    return _read(
+        model,
+        {**GEMMA3, **_gemma_projections(config)},
+        tied=True,
+        theta=float(config.global_base_frequency),
+        linear_factor=float(config.global_scale_factor),
+        qk_norm=True,
+        variant=_with_layer_types(variant, model, gemma3.AttentionType.LOCAL_SLIDING, local),
+    )
+
+
+def _gemma_projections(config: Any) -> Table:
+    return GEMMA_QKV if config.num_heads == config.num_kv_heads else GEMMA_Q_KV
+
+
+def _with_layer_types(variant: Variant, model: Any, local: Any, rope: RotaryConfig | None = None) -> Variant:
+    """The variant with the attention of each layer, as its module has it.
+
+    Args:
+        variant: The rest.
+        model: A Gemma.
+        local: The kind of attention that has a window.
+        rope: The rotary embeddings of layers with a window; None for those of the others.
+    """
+    slides = [layer.attn.attn_type is local for layer in model.layers]
+    if not any(slides):
+        return variant
+    return dataclasses.replace(
+        variant,
+        layer_types=tuple("sliding_attention" if each else "full_attention" for each in slides),
+        sliding_window=model.config.sliding_window_size,
+        sliding_rope=rope,
     )
 
 
 def _read(
-    model: Any, table: Table, *, tied: bool, theta: float, max_seq_len: int = MAX_SEQ_LEN, **values: Any
+    model: Any, table: Table, *, tied: bool, theta: float, linear_factor: float = 1.0, **values: Any
 ) -> tuple[LlamaConfig, DecoderWeights]:
     """What all families have in common."""
     config, parameters = model.config, named_parameters(model)
@@ -127,7 +183,7 @@ def _read(
             raise _unreadable(model, f"its {name} is quantized to {array.dtype}", "weights in a floating dtype")
     lora = LoraNames(scale=_lora_scale(model, parameters)) if any(map(_is_factor, parameters)) else None
     return LlamaConfig(
-        max_seq_len=max_seq_len,
+        max_seq_len=MAX_SEQ_LEN,
         hidden_dim=config.embed_dim,
         intermediate_dim=config.hidden_dim,
         num_layers=config.num_layers,
@@ -135,7 +191,7 @@ def _read(
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         layer_norm_epsilon=getattr(config, "norm_eps", 1e-6),
-        rope=RotaryConfig(theta=theta),
+        rope=RotaryConfig(theta=theta, linear_factor=linear_factor),
         tie_word_embeddings=tied,
         **values,
     ), from_names(table if tied else {**table, **LM_HEAD}, lora=lora)(model)

@@ -98,6 +98,23 @@ TENSOR_DIMS: Final[Mapping[str, int]] = {
 """The axis of each weight that the devices of a replica split: vocabulary, kv heads or mlp. A weight that has none is
 copied to each of them. The number is right for weights with flattened head axes too, for ``kv_head`` is the first."""
 
+
+def input_dims(name: str, ndim: int) -> tuple[int, ...]:
+    """The axes of a layer's weight that its matrix product sums over, counted from the last.
+
+    Args:
+        name: The name of the weight.
+        ndim: The number of its axes, the layer's among them; those of heads may be flattened.
+
+    Returns:
+        Consecutive axes; none for norms and biases, and for embedding and output layer.
+    """
+    stacked, *axes = WEIGHT_AXES[name]
+    if stacked != "layer" or "embed" not in axes or len(axes) < 2:
+        return ()
+    return (1 - ndim,) if axes[0] == "embed" else tuple(range(1 - ndim, -1))
+
+
 HALIAX_AXES: Final[Mapping[str, str]] = {"group": "q_heads_per_group", "head": "head_size"}
 """What our trainable model and Levanter's models call axes for which the decoder has a shorter name."""
 

@@ -32,5 +32,9 @@ from lockstep.placement.place import host_rows as host_rows
 from lockstep.placement.place import place as place
 from lockstep.placement.place import place_argument as place_argument
 from lockstep.placement.place import place_local as place_local
+from lockstep.placement.quantized_weight import QuantizedLayout as QuantizedLayout
+from lockstep.placement.quantized_weight import QuantizedWeight as QuantizedWeight
+from lockstep.placement.quantized_weight import matmul as matmul
+from lockstep.placement.quantized_weight import quantized_layouts as quantized_layouts
 from lockstep.placement.reshard import assembly_function as assembly_function
 from lockstep.placement.reshard import reshard_function as reshard_function

@@ -13,7 +13,7 @@ def cast(array: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """``array.astype(dtype)``, written so that the compiler does not move it.
 
     XLA moves a conversion of a slice in front of the slice, and then out of the loop: a scan that casts a layer at a
-    time begins with a copy of all layers in the other type. It does not move arithmetic. Of float32 to bfloat16 the
+    time begins with a copy of all layers in the other type. It does not move arithmetic. From float32 to bfloat16,
     rounding is a ``reduce_precision``, and the rest takes the upper half of each word.
     """
     if array.dtype != jnp.float32 or jnp.dtype(dtype) != jnp.bfloat16:

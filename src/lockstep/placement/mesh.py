@@ -39,7 +39,7 @@ def make_mesh(mesh_shape: str = "auto", devices: Sequence[jax.Device] | None = N
     Args:
         mesh_shape: ``auto`` = ``1,-1,1``; ``host_local`` = ``dp`` over processes and ``fsdp`` over a process's devices;
             or the three sizes ``dp,fsdp,tp``, one of which may be -1 (whatever is left).
-        devices: the devices to use; None means all devices of the job.
+        devices: The devices to use; None means all devices of the job.
 
     Returns:
         A mesh with `AxisType.Auto` axes. Devices are ordered by (process, id), never by id alone: on large slices the

@@ -10,11 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from lockstep.placement.chunked_cast import cast, read_by_pieces
 from lockstep.placement.lazy_weight import block_sources, weight_specs
 from lockstep.placement.leaf_layout import LayoutTree, LeafLayout, drop_layers, partition_specs, read
+from lockstep.placement.quantized_weight import QuantizedLayout, QuantizedWeight
 
 
 def reshard_function(
@@ -23,37 +25,42 @@ def reshard_function(
     """The program that casts the weights and, with ``gather``, moves them to the decode layout.
 
     Args:
-        layouts: The layouts of the weights in place.
-        dtype: The floating dtype to decode in; weights are cast before anything moves.
+        layouts: The layouts of the weights in place; of stacked ones also `QuantizedLayout`.
+        dtype: The floating dtype to decode in; weights are cast, or quantized, before anything moves.
         gather: Whether to move them; otherwise they stay in place and each step reads through the layouts.
 
     Returns:
         The traceable function of the weights, and the layouts of what it returns.
     """
-    if not gather:
+    if not gather and not any(isinstance(leaf, QuantizedLayout) for leaf in jax.tree.leaves(layouts)):
         return lambda weights: jax.tree.map(lambda leaf: leaf.astype(dtype), weights), layouts
-    target = jax.tree.map(lambda leaf: leaf.decode, layouts)
+    target = jax.tree.map(lambda leaf: leaf.decode, layouts) if gather else layouts
     decode_mesh = jax.tree.leaves(layouts)[0].decode_mesh
 
-    def cast_all(tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: cast(leaf, dtype), tree)
+    def made(layouts: Any, tree: Any) -> Any:
+        blocks = jax.tree.map(
+            lambda leaf, block: leaf.quantize(block) if isinstance(leaf, QuantizedLayout) else cast(block, dtype),
+            layouts,
+            tree,
+        )
+        return read(layouts, blocks) if gather else blocks
 
     def move(weights: Any) -> Any:
         outer = jax.tree.map(
-            lambda leaf, block: read_by_pieces(leaf, block, dtype),
+            lambda leaf, block: read_by_pieces(leaf, block, dtype) if gather else cast(block, dtype),
             dataclasses.replace(layouts, layers=None),
             dataclasses.replace(weights, layers=None),
         )
         if any(leaf.spec[0] for leaf in jax.tree.leaves(layouts.layers)):
-            return dataclasses.replace(outer, layers=read(layouts.layers, cast_all(weights.layers)))
+            return dataclasses.replace(outer, layers=made(layouts.layers, weights.layers))
         one = drop_layers(layouts.layers)
-        _, layers = jax.lax.scan(lambda _, layer: (None, read(one, cast_all(layer))), None, weights.layers)
+        _, layers = jax.lax.scan(lambda _, layer: (None, made(one, layer)), None, weights.layers)
         return dataclasses.replace(outer, layers=layers)
 
     moved = jax.shard_map(
         move,
         mesh=decode_mesh.mesh,
-        in_specs=(partition_specs(layouts),),
+        in_specs=(jax.tree.map(lambda leaf: PartitionSpec(*(axes or None for axes in leaf.spec)), layouts),),
         out_specs=partition_specs(target),
         check_vma=False,
     )
@@ -87,14 +94,22 @@ def assembly_function(
     )
 
     def move(parts: Any) -> Any:
-        def made(spec: Any, layout: LeafLayout, part: Any) -> jax.Array:
-            block = spec.assemble(*part).astype(dtype)
-            return layout.read(block) if gather else block
+        def stored(layout: LeafLayout | QuantizedLayout, block: jax.Array) -> jax.Array | QuantizedWeight:
+            return layout.quantize(block) if isinstance(layout, QuantizedLayout) else block.astype(dtype)
+
+        def made(spec: Any, layout: LeafLayout | QuantizedLayout, part: Any) -> jax.Array | QuantizedWeight:
+            block = stored(layout, spec.assemble(*part))
+            return layout.read(block) if gather else block  # type: ignore[arg-type]
 
         outer = jax.tree.map(made, *(dataclasses.replace(tree, layers=None) for tree in (specs, layouts, parts)))
         stacked = jax.tree.map(lambda spec, part: spec.layers(part), specs.layers, parts.layers)
         if any(leaf.spec[0] for leaf in jax.tree.leaves(layouts.layers)):
-            whole = jax.tree.map(lambda spec, part: jax.vmap(spec.assemble)(*part).astype(dtype), specs.layers, stacked)
+            whole = jax.tree.map(
+                lambda spec, layout, part: stored(layout, jax.vmap(spec.assemble)(*part)),
+                specs.layers,
+                layouts.layers,
+                stacked,
+            )
             return dataclasses.replace(outer, layers=read(layouts.layers, whole) if gather else whole)
         one = drop_layers(layouts.layers)
         _, layers = jax.lax.scan(lambda _, layer: (None, jax.tree.map(made, specs.layers, one, layer)), None, stacked)

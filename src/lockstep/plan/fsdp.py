@@ -85,8 +85,8 @@ def fsdp_floor(model: PyTree, mesh_shape: Mapping[str, int], *, microbatches: in
 
     For each microbatch and in the compute type: the weights of each layer are gathered for the forward pass, dropped,
     and gathered again for the backward pass (Rajbhandari et al. 2020, arXiv 1910.02054, section 7.2.2); other weights
-    are gathered once; gradients, which frozen weights do not have, are summed while they are scattered, each once. Of
-    an array of B bytes on n devices, gathering and scattering receive B (n - 1) / n each. Where there are replicas
+    are gathered once; gradients, which frozen weights do not have, are summed while they are scattered, each once.
+    Gathering or scattering an array of B bytes on n devices receives B (n - 1) / n. Where there are replicas
     (``dp``), what a device has of the gradients is summed over them once per step. A table that is only looked up, next
     to an output layer, stays where it is: devices exchange the columns of the tokens' rows, which is not counted.
 

@@ -31,7 +31,7 @@ class MeshCost:
         fits: Whether it can run.
         needed: The bytes per device at the worst moment.
         received: The bytes that a device receives in the collectives of the update.
-        received_across_hosts: Of these, the bytes in collectives between devices of several hosts.
+        received_across_hosts: The part of ``received`` in collectives between devices of several hosts.
         collectives: The number of the update's collectives.
         compute_s: The seconds of the update's matrix products.
         collectives_s: The seconds of the update's collectives.

@@ -28,7 +28,7 @@ from lockstep.types import Request
 _TRAINER_KEYS = ("train_batch_size", "per_device_parallelism", "mesh_shape", "mp")
 _ENGINE_KEYS = (
     "max_seq_len", "max_seqs", "page_size", "max_pages", "max_prefill_size", "layout", "hbm_utilization",
-    "max_new_tokens", "dtype", "kv_cache_dtype",
+    "max_new_tokens", "dtype", "kv_cache_dtype", "weight_dtype",
 )  # fmt: skip
 
 

@@ -220,6 +220,6 @@ def step_bytes(
     weights = sum(
         weight.decode_bytes for weight in model.leaves if weight.name != "embed" or model.weights.lm_head is None
     )
-    position = model.config.num_layers * 2 * model.heads.kv_heads * model.config.head_size * model.dtype.itemsize
+    position = model.config.num_layers * 2 * model.heads.kv_heads * model.config.head_size * model.kv_dtype.itemsize
     kv = sizes.slots * context * position
     return StepBytes(floor_weights=weights, floor_kv=int(kv), program=program, kernel=kernels, per_launch=launch)

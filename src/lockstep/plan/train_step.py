@@ -14,6 +14,7 @@ from lockstep.device import block_bytes
 from lockstep.errors import HbmError
 from lockstep.models import (
     join_trained,
+    layer_kinds,
     recomputes_layers,
     split_trained,
 )
@@ -192,13 +193,16 @@ def step_flops(workload: Workload, *, vocab_blocks: bool) -> float:
     pairs = (
         config.num_heads
         * config.head_size
-        * attention_products(config.attn_backend, training.length, config.variant.sliding_window, forwards=forwards)
+        * sum(
+            attention_products(config.attn_backend, training.length, kind.window, forwards=forwards)
+            for kind in layer_kinds(config)
+        )
     )
     backwards, adapters = 2, 0
     if training.lora is not None:
         backwards = 1
         adapters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(training.lora.shapes(config)))
-    products = config.num_layers * ((forwards + backwards) * layer + pairs) + (forwards + 2) * adapters
+    products = config.num_layers * (forwards + backwards) * layer + pairs + (forwards + 2) * adapters
     output = config.hidden_dim * workload.vocab_size * (backwards + (2 if vocab_blocks else 1))
     return 2.0 * (products + output) * tokens
 

@@ -45,10 +45,10 @@ def assert_same_launches(hosts: "Hosts | None" = None) -> Iterator[list[str]]:
         yield launches
     with hosts.scope("assert_same_launches") as scope:
         rows = scope.gather("launches", json.dumps(launches).encode())
-        held = json.loads(scope.broadcast("all", b"[" + b",".join(rows) + b"]" if rows is not None else None))
+        everyone = json.loads(scope.broadcast("all", b"[" + b",".join(rows) + b"]" if rows is not None else None))
         scope.barrier("end")
-    for index in range(max(map(len, held))):
-        made = [one[index] if index < len(one) else "nothing" for one in held]
+    for index in range(max(map(len, everyone))):
+        made = [one[index] if index < len(one) else "nothing" for one in everyone]
         texts = [f"process {process}: {name}" for process, name in enumerate(made)]
         assert len(set(made)) == 1, f"launch {index} differs: {'; '.join(texts)}"
 

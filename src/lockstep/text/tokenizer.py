@@ -69,9 +69,9 @@ def load_tokenizer(path: str | os.PathLike[str]) -> "PreTrainedTokenizerBase":
 def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
     """A digest of all that decides which tokens a text has and which text tokens have.
 
-    Of a fast tokenizer that is its whole backend (normaliser, merges, post-processor, decoder, added tokens), of a slow
-    one its vocabulary and the arguments that it was made with; of both the class, special tokens and chat template. The
-    place that it was loaded from, and the padding and truncation of its last call, do not count.
+    For a fast tokenizer that is its whole backend (normaliser, merges, post-processor, decoder, added tokens), for a
+    slow one its vocabulary and the arguments that it was made with; for both the class, special tokens and chat
+    template. The place that it was loaded from, and the padding and truncation of its last call, do not count.
 
     Args:
         tokenizer: The tokenizer.

@@ -324,8 +324,10 @@ class TrainStep:
     def _step(
         self, state: TrainState, frozen: PyTree, batch: dict[str, Array], stop: Array, *limit: Array
     ) -> tuple[TrainState, Float[Array, " n"]]:
-        parts, gradients = self._sums(state.model, frozen, batch)
-        gradients = jax.tree.map(lambda g: (g / parts.weight).astype(g.dtype), gradients)
+        parts, gradients = self._differentiate(state.model, frozen, batch)
+        # The parts of their norm are then exchanged together. Without this, XLA's runtime for CPUs, which orders
+        # collectives by their beginnings alone, ran one for a part beside those of the backward pass, and aborted.
+        gradients = jax.lax.optimization_barrier(gradients)
         updates, opt_state = self._optimizer.update(gradients, state.opt_state, state.model)
         model = optax.apply_updates(state.model, updates)
         values = {name: total / parts.weight for name, total in parts.metrics.items()}
@@ -344,12 +346,14 @@ class TrainStep:
         new_state = TrainState(step=state.step + 1, model=model, opt_state=opt_state)
         return new_state, jnp.stack([jnp.asarray(x, jnp.float32) for x in metrics])
 
-    def _sums(self, model: PyTree, frozen: PyTree, batch: dict[str, Array]) -> tuple[LossParts, PyTree]:
-        """Return the sums over the whole batch and the gradient of their total, microbatch by microbatch."""
-        differentiate = eqx.filter_value_and_grad(self._total, has_aux=True)
+    def _differentiate(self, model: PyTree, frozen: PyTree, batch: dict[str, Array]) -> tuple[LossParts, PyTree]:
+        """Return the sums over the whole batch and the gradient of the mean loss, microbatch by microbatch."""
         if self._microbatches == 1:
-            (_, parts), gradients = differentiate(model, frozen, batch)
+            # Gradients that are divided afterwards are for a moment in memory twice.
+            (_, parts), gradients = eqx.filter_value_and_grad(self._mean, has_aux=True)(model, frozen, batch)
             return parts, gradients
+
+        differentiate = eqx.filter_value_and_grad(self._total, has_aux=True)
 
         def add(sums: PyTree, microbatch: dict[str, Array]) -> tuple[PyTree, None]:
             (_, parts), gradients = differentiate(model, frozen, microbatch)
@@ -360,13 +364,17 @@ class TrainStep:
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (parts, gradients))
         zeros = (zeros[0], hax.shard(zeros[1], PARAMETER_AXES, self._mesh))
         (parts, gradients), _ = jax.lax.scan(add, zeros, split)
-        return parts, gradients
+        return parts, jax.tree.map(lambda g: (g / parts.weight).astype(g.dtype), gradients)
 
     def _total(self, model: PyTree, frozen: PyTree, batch: dict[str, Array]) -> tuple[Array, LossParts]:
         with hax.axis_mapping(COMPUTE_AXES):
             parts = self._loss_fn(self._precision.cast_to_compute(join_trained(model, frozen)), batch)
         parts = cast_floats(parts, jnp.dtype(jnp.float32))
         return parts.total, parts
+
+    def _mean(self, model: PyTree, frozen: PyTree, batch: dict[str, Array]) -> tuple[Array, LossParts]:
+        total, parts = self._total(model, frozen, batch)
+        return total / parts.weight, parts
 
     def _split(self, rows: Array) -> Array:
         """Reshape ``[row, ...]`` to ``[microbatch, row, ...]`` without moving a row to another device."""

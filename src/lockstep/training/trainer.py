@@ -190,8 +190,8 @@ class Trainer:
         """Read the newest checkpoint of this run, into the shardings of this mesh, whatever those of the run were.
 
         Args:
-            init: A function that makes a model from a key; only the shapes of its result are used. Of a `LoraModel`,
-                it makes the adapters.
+            init: A function that makes a model from a key; only the shapes of its result are used. For a
+                `LoraModel` it makes the adapters.
             frozen: What `lockstep.models.split_trained` returned as frozen of a `LoraModel`, which is not in
                 checkpoints; None where there is none.
 

@@ -39,7 +39,8 @@ class Rollout(BaseRollout):
         hosts: The processes of the job; None for the current ones.
 
     Raises:
-        ConfigError: The job has several processes, or a field of ``rollout_config`` has no effect here.
+        ConfigError: The job has several processes, the engine rounds weights, or a field of ``rollout_config`` has no
+            effect here.
         UnreadableModelError: No reader reads the model.
 
     Example:
@@ -68,10 +69,15 @@ class Rollout(BaseRollout):
                 "learner in one process, or with another rollout_engine (docs/tunix.md)."
             )
         _check(rollout_config)
+        config = EngineConfig() if engine is None else engine
+        if config.weight_dtype != "auto":
+            raise ConfigError(
+                f"engine.weight_dtype is {config.weight_dtype}: the learner would take answers of rounded weights for "
+                "those of its own, and what it corrects cannot be seen from here. Set weight_dtype to auto."
+            )
         self._tokenizer = tokenizer if isinstance(tokenizer, TokenizerAdapter) else TokenizerAdapter(tokenizer)
         self._model = reshard.reshard_model_to_mesh(rollout_actor, mesh)
         weights = read_decoder(self._model)[1]
-        config = EngineConfig() if engine is None else engine
         dtype = rollout_config.data_type
         if config.dtype is None:
             name = compute_dtype(self._model) if dtype is None else np.dtype(dtype).name
@@ -141,7 +147,9 @@ class Rollout(BaseRollout):
             filter_types: The types of these, such as the adapters alone; None for all, which are where they belong.
         """
         if filter_types is not None:
-            params = reshard.reshard_pytree(params, nnx.state(self._model, filter_types))
+            # On CPU, where jax moves arrays from mesh to mesh through the host, Tunix forbids that here.
+            with jax.transfer_guard("allow"):
+                params = reshard.reshard_pytree(params, nnx.state(self._model, filter_types))
         nnx.update(self._model, params)
 
     def pad_id(self) -> int:

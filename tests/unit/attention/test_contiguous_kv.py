@@ -117,7 +117,7 @@ def test_a_page_at_a_time_is_the_same(arrays):
         cache = attention.write(cache, layer, POOL_PAGES + page_table[jnp.arange(SLOTS), at // PAGE_SIZE], at, kv)
         found = attention.decode(q, cache, layer, POOL_PAGES + page_table, at, at > 0)
         table = attention.begin_prefill(at, page_table, at > 0)
-        prefilled = attention.prefill(q[:, None], filled, jnp.int32(POOL_PAGES), table)
+        prefilled = attention.prefill(q[:, None], filled, jnp.int32(1), jnp.int32(POOL_PAGES), table)
         return filled, attention.end_decode(cache), found, prefilled
 
     whole = jax.jit(lambda: run(XlaAttention(heads=heads)))()

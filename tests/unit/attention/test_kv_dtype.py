@@ -19,7 +19,7 @@ from tests.sampling_oracle import log_softmax
 from tests.unit.engine.models import FAMILIES, mesh_of, mixed_requests, model_on, request
 
 GAP = 0.5
-"""Of log-probabilities from those over K and V as they are, in these models of 16 numbers per token."""
+"""How far log-probabilities may be from those over K and V as they are, in these models of 16 numbers per token."""
 
 KV_HEADS, GROUP, HEAD, PAGE_SIZE, WIDTH, LENGTHS = 2, 3, 8, 4, 6, (24, 5, 14)
 

@@ -134,7 +134,7 @@ def test_prefill(kv_heads: int, group: int, head: int, queries: int) -> None:
         @jax.jit
         def launch(pool: jax.Array) -> jax.Array:
             arranged = attention.begin_prefill(jnp.asarray(start), jnp.asarray(table), jnp.asarray(page != 0))
-            found: jax.Array = attention.prefill(jnp.asarray(q), pool, first, arranged)
+            found: jax.Array = attention.prefill(jnp.asarray(q), pool, jnp.int32(0), first, arranged)
             return found
 
         return launch(pool_of(attention, heads))
@@ -174,6 +174,7 @@ CASES: list[Any] = [
     pytest.param("llama", "1,2,1", {"tensor": 1}, {"page_size": 16, "kv_cache_dtype": "fp8"}, marks=pytest.mark.slow),
     pytest.param("llama", "1,2,1", {"tensor": 1}, {"page_size": 16, "max_pages": 9}, marks=pytest.mark.slow),
     pytest.param("tied", "1,2,2", "training", {"page_size": 8, "max_prefill_size": 8}, marks=pytest.mark.slow),
+    pytest.param("gemma3", "1,2,1", {"tensor": 1}, {"page_size": 8, "max_prefill_size": 16}, marks=pytest.mark.slow),
 ]
 
 

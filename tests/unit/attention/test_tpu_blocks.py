@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from lockstep.attention import tpu_blocks
+from lockstep.attention.kv_dtype import FP8
 from lockstep.attention.tpu_block_table import VMEM_LIMIT
 from lockstep.attention.tpu_blocks import (
     BlockKey,
@@ -69,6 +70,15 @@ def test_heads_of_the_table_get_its_blocks_in_pages() -> None:
     assert (decode.pages, decode.queries, decode.known) == (512 // 64, 8, True)
     assert (prefill.pages, prefill.queries, prefill.known) == (1024 // 64, 32, True)
     assert decode.vmem_limit == VMEM_LIMIT["v5p"]
+
+
+@pytest.mark.parametrize("generation", ["v5p", "v6e"])
+def test_heads_over_a_pool_in_8_bits_have_blocks_of_their_own(generation: str) -> None:
+    for q_heads, kv_heads in [(32, 8), (8, 2), (64, 8), (16, 2), (28, 4)]:
+        key = key_of(generation=generation, q_heads=q_heads, kv_heads=kv_heads, kv_dtype=FP8.name)
+        assert all(blocks.known for blocks in blocks_for(key)), key
+    odd = key_of(generation=generation, q_heads=32, kv_heads=8, dtype="float32", kv_dtype=FP8.name)
+    assert not blocks_for(odd)[0].known, "in float32 nothing was compiled"
 
 
 @pytest.mark.parametrize("change", [{"q_heads": 31}, {"page_size": 24}, {"generation": "v9"}, {"dtype": "float16"}])

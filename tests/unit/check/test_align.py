@@ -55,3 +55,13 @@ def test_what_is_between_gaps_is_equal_and_as_much_as_can_be(most):
             same += gap.left[0] - i
             i, j = gap.left[1], gap.right[1]
         assert most < 1000 or same == longest_common(left, right)
+
+
+def test_where_more_may_follow_what_one_has_left_is_the_last_gap():
+    found = gaps("slslslsl", "ssssssss", open_end=True)
+    assert [(gap.left, gap.right) for gap in found] == [
+        ((1, 2), (1, 1)),
+        ((3, 4), (2, 2)),
+        ((5, 6), (3, 3)),
+        ((7, 8), (4, 8)),
+    ]

@@ -1,6 +1,6 @@
 import dataclasses
 
-from lockstep.check.alone import look_at
+from lockstep.check.alone import Alone
 from lockstep.check.log import Comparison, Launch, ProcessLog, Program
 from lockstep.check.stack import Frame
 
@@ -12,8 +12,14 @@ def at(line):
 STEP = Program(number=0, name="step", digest="1", processes=(0, 1), local=(0,), arguments=("f32[8]", "f32[]"), text="")
 
 
-def look(*launches, **fields):
-    return list(look_at(ProcessLog(index=0, launches=list(launches), **fields)))
+def look(*events):
+    log = ProcessLog(index=0)
+    alone, found = Alone(log), []
+    for event in events:
+        if isinstance(event, Launch) and event.program.shared and event.thread not in log.shared_threads:
+            log.shared_threads.append(event.thread)
+        found += alone.see(event)
+    return [*found, *alone.rest()]
 
 
 def test_a_loop_of_one_program_is_fine():
@@ -27,10 +33,12 @@ def test_a_second_thread_is_found_only_for_programs_of_several_processes():
     own = dataclasses.replace(STEP, processes=(0,))
     assert look(main, dataclasses.replace(second, program=own)) == []
     assert look(second, second) == []  # all from one thread
+    (finding,) = look(second, main)  # found when the main thread launches one too
+    assert finding.places[0].line.line == 9 and finding.places[1].line.line == 1
 
 
 def test_a_comparison_is_a_finding_from_a_mebibyte_on_a_pod():
-    (finding,) = look(comparisons=[Comparison(size=1 << 14, stack=at(4)), Comparison(size=(1 << 14) - 1, stack=at(5))])
+    (finding,) = look(Comparison(size=1 << 14, stack=at(4)), Comparison(size=(1 << 14) - 1, stack=at(5)))
     assert finding.kind == "comparison" and "1.00 MiB" in finding.text and finding.places[0].line.line == 4
 
 
@@ -86,7 +94,7 @@ def test_growth_of_arrays_names_where_they_are_made_and_growth_of_keys_a_key():
     ]
     arrays, keys = look(*steps)
     assert arrays.kind == keys.kind == "growth"
-    assert arrays.places[0].line.line == 7 and "7 more f32[]" in arrays.places[0].text
+    assert arrays.places[0].line.line == 7 and "11 more f32[]" in arrays.places[0].text
     assert "'metrics/11'" in keys.places[0].text and keys.places[0].line.line == 9
 
 

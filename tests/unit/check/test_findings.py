@@ -1,4 +1,4 @@
-from lockstep.check.findings import KINDS, Finding, Place, merged
+from lockstep.check.findings import KINDS, Finding, Findings, Place
 from lockstep.check.stack import Frame
 
 
@@ -6,6 +6,19 @@ def finding(line, *processes, kind="order"):
     frame = Frame(file="train.py", line=line, function="main", text="step()", own=True)
     places = tuple(Place(process=process, text="launches", stack=(frame,)) for process in processes)
     return Finding(kind=kind, text="", places=places)
+
+
+def merged(findings):
+    """What is left of them, one at a time."""
+    found = Findings()
+    for each in findings:
+        found.add(each)
+    return list(found)
+
+
+def test_the_first_at_its_line_is_told_from_those_that_follow():
+    found = Findings()
+    assert [found.add(each) for each in (finding(3, 0), finding(3, 1), finding(4, 0))] == [True, False, True]
 
 
 def test_the_same_at_each_step_is_one_finding_with_a_count():

@@ -5,7 +5,7 @@ from rich.console import Console
 
 from lockstep.check.compare import End
 from lockstep.check.findings import Finding, Place
-from lockstep.check.report import print_report, render_page, write_page
+from lockstep.check.report import print_at_once, print_report, render_page, write_page
 from lockstep.check.run import CheckResult
 from lockstep.check.stack import Frame
 
@@ -48,9 +48,18 @@ def test_a_finding_has_the_users_own_line_the_stack_and_the_way_out(finding):
     assert result(finding).exit_code == 1
 
 
+def test_what_is_seen_during_the_run_is_one_line_with_both_places(finding):
+    file = io.StringIO()
+    print_at_once(finding, Console(file=file, width=60, highlight=False))
+    (line,) = file.getvalue().splitlines()
+    assert line.startswith(f"lockstep check: one_process: {EVIL}: process 0 launches zeros at train.py:7")
+    assert line.endswith("; process 1 launches nothing more")
+
+
 def test_a_run_that_failed_is_not_clean():
     failed = result(code=1, end=End.FAILED)
     assert failed.exit_code == 1 and "exit code 1" in failed.problem and "compared up to there" in printed(failed)
+    assert "! nothing found up to there" in printed(failed) and "✓" not in printed(failed) + render_page(failed)
 
 
 def test_the_page_runs_no_script_and_escapes_what_is_in_it(finding, tmp_path):

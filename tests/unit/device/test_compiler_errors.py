@@ -1,4 +1,4 @@
-"""Compilers' refusals in words that help. The texts are those of libtpu 0.0.46.3, cut short."""
+"""Compilers' errors in words that help. The texts are those of libtpu 0.0.46.3, cut short."""
 
 import pytest
 

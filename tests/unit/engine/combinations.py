@@ -33,7 +33,7 @@ class Case:
 
 @functools.cache
 def pool() -> tuple[Request, ...]:
-    """Requests to draw from: greedy and sampled, alone and in groups, of all lengths; many begin alike."""
+    """Requests to draw from: greedy and sampled, alone and in groups, of all lengths; many share a prefix."""
     sampled = {"temperature": 0.8, "seed": 5}
     lengths = (1, 2, 8, 9, 17, 23, 33, 40, 48, 12)
     return tuple(

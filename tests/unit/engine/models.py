@@ -52,6 +52,23 @@ FAMILIES = {
         qk_norm=True,
         variant=Variant(pre_norm=False, post_norm=True, wide_qk_norm=True, sliding_window=6),
     ),
+    "gemma3": LlamaConfig(
+        **SIZES | {"num_layers": 3},
+        tie_word_embeddings=False,
+        qk_norm=True,
+        rope=RotaryConfig(theta=1000.0, linear_factor=4.0),
+        variant=Variant(
+            activation="gelu_tanh",
+            post_norm=True,
+            norm_plus_one=True,
+            embed_scale=4.0,
+            attention_scale=0.3,
+            logit_soft_cap=3.0,
+            sliding_window=6,
+            layer_types=("sliding_attention", "full_attention", "sliding_attention"),
+            sliding_rope=RotaryConfig(theta=100.0),
+        ),
+    ),
     "apertus": LlamaConfig(**SIZES, qk_norm=True, variant=Variant(activation="xielu", embed_norm=True)),
 }
 VOCAB = 40

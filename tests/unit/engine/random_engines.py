@@ -81,7 +81,7 @@ def _splits(tensor: int, kv_heads: int, group: int) -> bool:
 def _request(rng: random.Random, number: int, vocab: int, max_seq_len: int) -> Request:
     length, drawn = rng.randint(1, max_seq_len - 8), rng.random() < 0.6
     filters = {"top_k": rng.choice([None, 1, 5]), "top_p": rng.choice([1.0, 0.7]), "min_p": rng.choice([0.0, 0.05])}
-    # Prompts begin alike, so that there are prefixes to share.
+    # Prompts begin with the same tokens, so that there are prefixes to share.
     common = [token % vocab for token in range(3, 3 + 5 * length, 5)]
     tokens = common[: rng.randint(0, length)]
     tokens += [rng.randrange(vocab) for _ in range(length - len(tokens))]

@@ -22,13 +22,11 @@ def answers(mesh: str, model: Any, **options: Any) -> list[Completion]:
     return Engine(EngineConfig(), mesh_of(mesh), **options).generate(model, mixed_requests())
 
 
-QUICK, SLOW = ("gemma",), ("llama3", "tied")
-"""The families of `make test` and of `make slow`; the decoder is compared with a plain forward for each."""
+SLOW = ("gemma", "llama3", "tied")
+"""The families of `make slow`; the decoder is compared with a plain forward for each."""
 
 
 def marks(family: str) -> list[pytest.MarkDecorator]:
-    if family in QUICK:
-        return []
     return [pytest.mark.slow] if family in SLOW else [pytest.mark.slow, pytest.mark.nightly]
 
 

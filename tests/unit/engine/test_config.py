@@ -46,6 +46,13 @@ def test_values_that_work() -> None:
     assert [tensor_size(layout) for layout in ("auto", "training", {"tensor": 4})] == [None, None, 4]
 
 
+def test_weights_have_the_dtype_of_the_engine_or_8_bits() -> None:
+    with pytest.raises(ConfigError, match=r"weight_dtype is 'bfloat16'; it must be auto, int8, fp8\. Use auto for the"):
+        EngineConfig(weight_dtype="bfloat16")
+    assert EngineConfig().quantized_dtype is None
+    assert [EngineConfig(weight_dtype=each).quantized_dtype for each in ("int8", "fp8")] == ["int8", "float8_e4m3fn"]
+
+
 def test_a_kv_cache_dtype_is_auto_or_fp8() -> None:
     with pytest.raises(ConfigError, match=r"kv_cache_dtype is 'int8'; it must be auto or fp8\. Use auto"):
         EngineConfig(kv_cache_dtype="int8")

@@ -1,4 +1,4 @@
-"""What the engine does besides the right tokens: launches, compilations, memory, order, streams, refusals."""
+"""What the engine does besides the right tokens: launches, compilations, memory, order, streams, errors."""
 
 import contextlib
 import dataclasses
@@ -154,7 +154,7 @@ def test_any_mesh_context_will_do(engine: Engine, model: Any) -> None:
 @pytest.mark.parametrize(
     ("mesh", "options", "moved"),
     [
-        ("1,1,1", {}, False),
+        pytest.param("1,1,1", {}, False, marks=pytest.mark.slow),
         pytest.param("4,1,1", {}, False, marks=pytest.mark.slow),
         pytest.param("4,1,1", {"dtype": "bfloat16"}, True, marks=pytest.mark.slow),
         ("1,1,4", {"layout": {"tensor": 4}}, False),

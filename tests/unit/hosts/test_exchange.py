@@ -44,7 +44,7 @@ def _from_leader(hosts, fail):
         return f"{error} ({type(error.__cause__).__name__})"
 
 
-def test_what_the_leader_does_fails_alike_everywhere():
+def test_what_the_leader_does_fails_everywhere():
     assert run_threads(_from_leader, 3, False) == ["prompts"] * 3
     text = "1 of 3 processes failed at 'prompts'. process 0: OSError: no such file"
     assert run_threads(_from_leader, 3, True) == [f"{text} (OSError)", f"{text} (NoneType)", f"{text} (NoneType)"]

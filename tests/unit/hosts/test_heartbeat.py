@@ -53,3 +53,18 @@ def test_a_thread_posts_the_latest_of_many_phases():
     stop()
     own.enter("after")
     assert heartbeat.heartbeats(client)[0].phase == "after"
+
+
+def test_nothing_is_posted_while_processes_meet(monkeypatch):
+    """A wait most often ends at once, and a post beside it would delay the barrier of all."""
+    monkeypatch.setattr(heartbeat, "MIN_INTERVAL_S", 0.3)
+    (client,) = Counting.hub(1)
+    own = heartbeat.Heartbeat(client)
+    stop = own.start_heartbeat()
+    time.sleep(0.05)  # the thread waits for a change
+    own.wait_at("between launches")
+    time.sleep(0.1)
+    assert client.sets == 0
+    time.sleep(0.4)
+    assert heartbeat.heartbeats(client)[0].waits == ("between launches",)
+    stop()

@@ -100,6 +100,22 @@ class Elsewhere:
         return 3
 
 
+def test_a_backend_of_ones_own_is_one_file(tmp_path, monkeypatch, capsys):
+    (tmp_path / "my_backend.py").write_text(
+        "from lockstep.launch.ssh import Ssh\nfrom tests.unit.launch.test_local import Elsewhere\n"
+        "class Mine(Elsewhere): pass\nclass Machines(Ssh): pass\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert launch.main(["--zone", "here", "--backend", "my_backend:Mine", "--", "x", "--backend", "y"]) == 3
+    assert capsys.readouterr().out == "here ['x', '--backend', 'y'] []\n"
+    assert launch.main(["--backend=my_backend:Machines", "--hosts", "one,two", "--dry-run", "--", "x"]) == 0
+    assert "ssh" in capsys.readouterr().out
+    for name, text in (("my_backend:No", "no attribute 'No'"), ("no_module:Mine", "No module named 'no_module'")):
+        assert launch.main(["--backend", name, "--", "x"]) == 1
+        said = capsys.readouterr().err
+        assert text in said and f"--backend is {name!r}" in said and "PYTHONPATH" in said
+
+
 def test_a_backend_is_a_class_and_a_row(monkeypatch, capsys):
     monkeypatch.setitem(launch.BACKENDS, "elsewhere", Elsewhere())
     assert launch.main(["--zone", "here", "--backend", "elsewhere", "--env", "A=b", "--", "x", "--zone"]) == 3

@@ -5,7 +5,8 @@ import tarfile
 
 import pytest
 
-from lockstep.launch.sync import make_archive
+from lockstep.errors import ConfigError
+from lockstep.launch.sync import check_configuration, make_archive
 
 
 @pytest.fixture
@@ -24,6 +25,22 @@ def folder(tmp_path, monkeypatch):
 def names(archive):
     with tarfile.open(archive.path) as tar:
         return tar.getnames()
+
+
+@pytest.mark.parametrize("words", [["--config_path", "code/run.sh"], ["--config_path=./code/run.sh"]])
+def test_a_configuration_that_the_workers_would_not_find_is_refused(folder, words):
+    for given in ([], ["code/a.py"]):
+        with pytest.raises(
+            ConfigError, match="--config_path .*code/run.sh is a file of this machine.*--sync code,.*--workdir"
+        ):
+            check_configuration(["lockstep", "train-lm", *words], given, None)
+    for given, workdir in ((["code"], None), (["."], None), (["code/run.sh"], None), ([], "~/repository")):
+        check_configuration(["lockstep", "train-lm", *words], given, workdir)
+
+
+@pytest.mark.parametrize("path", ["none.yaml", "gs://bucket/x.yaml", "/etc/hostname", "../x.yaml"])
+def test_a_configuration_that_is_no_file_below_the_present_directory_is_the_workers(folder, path):
+    check_configuration(["lockstep", "train-lm", "--config_path", path], [], None)
 
 
 def test_a_directory_without_git(folder):

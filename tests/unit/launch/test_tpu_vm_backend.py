@@ -189,7 +189,7 @@ def test_the_package_is_installed_once(laptop):
     (version,) = versions.iterdir()
     assert (version / "ready").exists()
     installed = (version / "installed").read_text()
-    assert "jax_lockstep-0.1.0-py3-none-any.whl[tpu,gcs,wandb]" in installed and "jax==" in installed
+    assert "jax_lockstep-0.1.0-py3-none-any.whl[tpu,gcs,wandb,parquet]" in installed and "jax==" in installed
     again = laptop.launch(*SLICE, "--tpu_type", "v5p-16", "--", "lockstep", "train")
     assert "is there already" in again and "installing" not in again
     # An installation that was interrupted is made again.

@@ -24,7 +24,7 @@ from tests import tiny
 from tests.adapters import LORA, numpy_merged, save_base, save_checkpoint
 
 HOSTS = Hosts(MemoryClient.hub(1)[0])
-"""Of all tests here, so that programs are compiled once."""
+"""One for all tests here, so that programs are compiled once."""
 
 
 @pytest.fixture(scope="module")

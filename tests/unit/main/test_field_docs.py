@@ -10,7 +10,7 @@ class Base:
     """A base.
 
     Args:
-        first: of all. None: no
+        first: The first one. None: no
             first.
         second: Described here.
     """
@@ -33,7 +33,7 @@ class Derived(Base):
 
 
 def test_a_field_has_the_text_of_the_last_class_that_says_something():
-    assert field_texts(Derived) == {"first": "Of all. null: no first.", "second": "Described `again`."}
+    assert field_texts(Derived) == {"first": "The first one. null: no first.", "second": "Described `again`."}
     assert field_texts(Base)["second"] == "Described here."
 
 

@@ -24,7 +24,7 @@ def model():
 
 
 HOSTS = Hosts(MemoryClient.hub(1)[0])
-"""Of all tests here, so that programs are compiled once."""
+"""One for all tests here, so that programs are compiled once."""
 
 
 def make(tmp_path, **values):

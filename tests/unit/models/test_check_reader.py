@@ -1,6 +1,7 @@
 """A reader that is wrong in one place is told which, by log-probabilities of the model's own forward pass."""
 
 import dataclasses
+import inspect
 import math
 import sys
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from lockstep.errors import PeerError
-from lockstep.models import LlamaConfig, ReaderMismatchError, check_reader
+from lockstep.models import LlamaConfig, ReaderMismatchError, Variant, check_reader
 from lockstep.models.config import Llama3Scaling, RotaryConfig, rotary_frequencies
 from tests.tiny import numpy_weights, placed_weights
 from tests.unit.engine.models import mesh_of
@@ -34,10 +35,9 @@ def numpy_forward(ids, weights=HOST, config=CONFIG, **what):
     half = config.head_size // 2
     eps, plus = what.get("eps", config.layer_norm_epsilon), what.get("plus", 0.0)
     frequencies = what.get("frequencies", rotary_frequencies(config))
-    angles = np.arange(length)[:, None] * frequencies.astype(np.float64)
-    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+    of_layers = np.broadcast_to(frequencies, (config.num_layers, half)).astype(np.float64)
+    windows = np.broadcast_to(what.get("window", length), config.num_layers)
     distance = np.arange(length)[:, None] - np.arange(length)
-    seen = (distance >= 0) & (distance < what.get("window", length))
 
     def norm(x, weight):
         return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + eps) * (weight + plus)
@@ -55,6 +55,9 @@ def numpy_forward(ids, weights=HOST, config=CONFIG, **what):
     x = weights.embed[ids].astype(np.float64) * what.get("embed_scale", 1.0)
     activation = what.get("activation", lambda a: a / (1 + np.exp(-a)))
     for i in range(config.num_layers)[:: -1 if what.get("reverse") else 1]:
+        angles = np.arange(length)[:, None] * of_layers[i]
+        cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+        seen = (distance >= 0) & (distance < windows[i])
         w = {field.name: getattr(layers, field.name) for field in dataclasses.fields(layers)}
         w = {name: array[i].astype(np.float64) for name, array in w.items() if array is not None}
         for one, other in what.get("swap", ()):
@@ -113,7 +116,8 @@ def compiled():
     compile_program = module.compile_program
 
     def once(name, function, arguments, **options):
-        key = (name, str(jax.tree.map(np.shape, arguments)), str(options["mesh"]))
+        config = inspect.getclosurevars(function).nonlocals["self"].config
+        key = (name, config, str(jax.tree.map(np.shape, arguments)), str(options["mesh"]))
         if key not in kept:
             kept[key] = compile_program(name, function, arguments, **options)
         return kept[key]
@@ -123,8 +127,8 @@ def compiled():
         yield
 
 
-def placed(mesh="1,1,1"):
-    return CONFIG, placed_weights(mesh_of(mesh), config=CONFIG, vocab=VOCAB)
+def placed(mesh="1,1,1", config=CONFIG):
+    return config, placed_weights(mesh_of(mesh), config=CONFIG, vocab=VOCAB)
 
 
 def test_a_reader_that_is_right_passes(compiled):
@@ -178,3 +182,53 @@ def test_a_scaling_of_long_wavelengths_is_named():
 def test_a_model_on_several_devices_is_checked_too():
     with pytest.raises(ReaderMismatchError, match="gate and up are swapped"):
         check_reader(placed("1,2,2"), lambda ids: numpy_forward(np.asarray(ids), swap=[("gate", "up")]), length=LENGTH)
+
+
+BASES = np.stack([rope(theta=100.0)["frequencies"], rope(theta=1e6)["frequencies"]])
+"""Rotary frequencies: a layer with a window of 8 uses the first, one without a window the second."""
+
+
+@pytest.mark.parametrize(
+    ("variant", "text"),
+    [
+        pytest.param({"sliding_rope": RotaryConfig(theta=100.0)}, None, marks=pytest.mark.slow),
+        ({"sliding_rope": RotaryConfig(theta=1e4)}, r"variant\.sliding_rope\.theta is 10000: it should be 100 "),
+        pytest.param(
+            {"sliding_rope": RotaryConfig(theta=100.0), "sliding_window": 9},
+            r"variant\.sliding_window is 9: it should be 8",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {
+                "sliding_rope": RotaryConfig(theta=100.0),
+                "layer_types": ("full_attention", "sliding_attention"),
+            },
+            r"variant\.layer_types: the layers with a window",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_layers_may_differ(compiled, variant, text):
+    fields = {"sliding_window": 8, "layer_types": ("sliding_attention", "full_attention")} | variant
+    config = dataclasses.replace(CONFIG, rope=RotaryConfig(theta=1e6), variant=Variant(**fields))
+
+    def forward(ids):
+        return numpy_forward(np.asarray(ids), frequencies=BASES, window=np.array([8, LENGTH]))
+
+    if text is None:
+        assert check_reader(placed(config=config), forward, length=LENGTH).gap < 2e-5
+        return
+    with pytest.raises(ReaderMismatchError, match=text):
+        check_reader(placed(config=config), forward, length=LENGTH)
+
+
+@pytest.mark.slow
+def test_a_base_for_all_layers_where_the_model_has_two_is_named(compiled):
+    bases = np.stack([rope(theta=1e4)["frequencies"], rope(theta=1e6)["frequencies"]])
+    config = dataclasses.replace(CONFIG, rope=RotaryConfig(theta=1e6))
+    with pytest.raises(
+        ReaderMismatchError, match=r"variant\.sliding_rope is None: all layers but every 2\. should have"
+    ):
+        check_reader(
+            placed(config=config), lambda ids: numpy_forward(np.asarray(ids), frequencies=bases), length=LENGTH
+        )

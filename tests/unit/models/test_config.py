@@ -16,6 +16,7 @@ from lockstep.models import (
     Qwen2Config,
     Qwen3Config,
     RotaryConfig,
+    Variant,
     padded_vocab_size,
     rotary_frequencies,
 )
@@ -162,3 +163,49 @@ def test_the_rows_of_an_embedding_do_not_depend_on_the_mesh(tp: int) -> None:
 
 def test_an_odd_mesh_can_split_the_vocabulary_too() -> None:
     assert padded_vocab_size(1000, 3) == 1152 and 1152 % 3 == 0
+
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"layer_types": (FULL,)}, r"layer_types has 1 entries and num_layers is 2.*one for each"),
+        ({"layer_types": (FULL, "local")}, r"layer_types has 'local'; each must be one of sliding_attention, full"),
+        ({"layer_types": (FULL, SLIDING)}, r"layer_types has sliding_attention and variant\.sliding_window is null"),
+        ({"layer_types": (FULL, FULL), "sliding_window": 4}, r"variant\.sliding_window is set .* no effect"),
+        ({"sliding_window": 4, "sliding_rope": RotaryConfig()}, r"variant\.sliding_rope is set .* no effect"),
+    ],
+)
+def test_layer_types_that_cannot_work(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        LlamaConfig(**SMALL, variant=Variant(**fields))
+
+
+def test_linear_scaling_divides_positions_and_excludes_the_other() -> None:
+    base = rotary_frequencies(LlamaConfig(**SMALL))
+    scaled = rotary_frequencies(LlamaConfig(**SMALL, rope=RotaryConfig(linear_factor=8.0)))
+    np.testing.assert_array_equal(scaled, base / 8)
+    with pytest.raises(ConfigError, match=r"rope\.linear_factor is 0\.5; it must be at least 1"):
+        RotaryConfig(linear_factor=0.5)
+    with pytest.raises(ConfigError, match=r"rope\.linear_factor is 2\.0 and rope\.scaling is set"):
+        RotaryConfig(linear_factor=2.0, scaling=Llama3Scaling())
+
+
+def test_layer_types_are_read_from_yaml(tmp_path: Path) -> None:
+    yaml = """
+        model:
+          type: llama
+          num_layers: 2
+          rope: {theta: 1000000, linear_factor: 8}
+          variant:
+            sliding_window: 512
+            layer_types: [sliding_attention, full_attention]
+            sliding_rope: {theta: 10000}
+    """
+    config = parse(tmp_path, yaml)
+    assert isinstance(config, LlamaConfig) and config.variant == Variant(
+        sliding_window=512, layer_types=(SLIDING, FULL), sliding_rope=RotaryConfig(theta=10000.0)
+    )
+    assert hash(config) and config.rope == RotaryConfig(theta=1e6, linear_factor=8.0)

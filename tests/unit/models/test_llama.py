@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh
 
 from lockstep.errors import ConfigError
-from lockstep.models import LlamaConfig, LlamaLMHeadModel, Qwen2Config, Qwen3Config, Variant
+from lockstep.models import LlamaConfig, LlamaLMHeadModel, Qwen2Config, Qwen3Config, RotaryConfig, Variant
 from lockstep.models.hf.names import skeleton
 from lockstep.placement import COMPUTE_AXES, PARAMETER_AXES, make_mesh, place
 
@@ -77,7 +77,7 @@ def test_computes_in_the_dtype_of_the_parameters_and_keeps_logits_in_float32() -
     assert activations.dtype == jnp.bfloat16
     logits = hax.named_jit(lambda m, i: m(i))(half, tokens())
     assert logits.dtype == jnp.float32
-    # Products of bfloat16 numbers, summed in float32: nothing is rounded to bfloat16 on the way out.
+    # Products of bfloat16 numbers, summed in float32: nothing is rounded to bfloat16 in between.
     exact = np.asarray(activations.array, np.float64) @ np.asarray(half.lm_head.array, np.float64)
     np.testing.assert_allclose(logits.array, exact, atol=1e-5)
     full = logits_of(model, tokens())
@@ -95,8 +95,19 @@ def test_a_token_changes_nothing_before_it(config: LlamaConfig) -> None:
     assert np.abs(before[:, 7:] - after[:, 7:]).max(axis=-1).min() > 0
 
 
-def test_packed_documents_are_computed_as_alone() -> None:
-    variant = Variant(sliding_window=3, attention_soft_cap=2.0)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        Variant(sliding_window=3, attention_soft_cap=2.0),
+        Variant(
+            sliding_window=3,
+            layer_types=("sliding_attention", "full_attention"),
+            sliding_rope=RotaryConfig(theta=100.0),
+        ),
+    ],
+    ids=["alike", "layers differ"],
+)
+def test_packed_documents_are_computed_as_alone(variant: Variant) -> None:
     model = build(dataclasses.replace(CONFIG, variant=variant))
     ids = tokens(batch=2)
     segments = np.array([[1] * 5 + [2] * 4 + [0] * 3, [1] * 12], np.int32)

@@ -20,7 +20,7 @@ IDS = np.random.default_rng(0).integers(0, VOCAB, (4, 9)).astype(np.int32)
 
 
 def logits(model):
-    """Of the ids, on the mesh of the model."""
+    """The logits of ``IDS``, on the mesh of the model."""
     with jax.set_mesh(mesh_of_model(model)):
         return jax.jit(lambda m, ids: compute(m, ids))(model, IDS)
 

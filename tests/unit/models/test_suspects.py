@@ -22,7 +22,14 @@ def same(one, other):
 
 
 @pytest.mark.parametrize(
-    "variant", [Variant(), Variant(norm_plus_one=True, embed_scale=4.0, logit_soft_cap=30.0, sliding_window=8)]
+    "variant",
+    [
+        Variant(),
+        Variant(norm_plus_one=True, embed_scale=4.0, logit_soft_cap=30.0, sliding_window=8),
+        Variant(
+            sliding_window=8, layer_types=("sliding_attention", "full_attention"), sliding_rope=RotaryConfig(theta=1e4)
+        ),
+    ],
 )
 def test_each_is_another_setting_and_has_a_text_of_its_own(variant):
     config = dataclasses.replace(CONFIG, head_dim=16, rope=RotaryConfig(theta=5e5), variant=variant)

@@ -5,10 +5,18 @@ import numpy as np
 import pytest
 import qwix
 from flax import nnx
+from tunix.generate.mappings import BackendMappingMixin
 from tunix.models.qwen3 import model as qwen3
 
 from lockstep.engine import Engine, EngineConfig
-from lockstep.models import UnreadableModelError, read_decoder
+from lockstep.models import (
+    LayerKind,
+    RotaryConfig,
+    UnreadableModelError,
+    check_reader,
+    layer_kinds,
+    read_decoder,
+)
 from lockstep.types import Request, SamplingParams
 from tests import tunix_models as models
 
@@ -54,9 +62,32 @@ def test_the_base_of_the_configuration_is_used_as_soon_as_attention_hands_it_on(
     assert read_decoder(models.MODELS["qwen3"]())[0].rope.theta == 500_000
 
 
-def test_the_window_of_some_layers_is_the_longest_sequence():
-    assert read_decoder(models.MODELS["gemma2"]())[0].max_seq_len == 48
-    assert read_decoder(models.MODELS["gemma"]())[0].max_seq_len == 2**20
+def test_gemma_has_a_window_and_a_base_for_each_layer():
+    config, _ = read_decoder(models.MODELS["gemma2"]())
+    assert [kind.window for kind in layer_kinds(config)] == [6, None]
+    config, _ = read_decoder(models.MODELS["gemma3"]())
+    local = LayerKind(window=8, rope=RotaryConfig(theta=100.0))
+    assert layer_kinds(config) == (local,) * 5 + (
+        LayerKind(window=None, rope=RotaryConfig(theta=1000.0, linear_factor=4.0)),
+    )
+    assert config.variant.attention_scale is None
+    assert read_decoder(models.MODELS["gemma3-qkv"]())[0].variant.attention_scale == 12**-0.5
+    assert read_decoder(models.MODELS["gemma"]())[0].variant.layer_types is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_the_trainable_model_over_its_weights_computes_the_same(name):
+    model = models.randomise(models.MODELS[name]())
+    found = check_reader(model, lambda ids: models.logprobs(model, np.asarray(ids), 24), length=24)
+    assert found.gap < 5e-5 and not found.unseen, found
+
+
+def test_gemma_3_with_a_vision_tower_is_refused():
+    model = models.gemma3_model()
+    model.vision_encoder = nnx.data(nnx.Module())
+    with pytest.raises(UnreadableModelError, match=r"Tunix's Gemma3 .*vision tower.*text_only=True.*docs/tunix.md"):
+        read_decoder(model)
 
 
 def adapted(
@@ -91,9 +122,13 @@ def test_experts_are_refused_by_the_name_of_the_class():
 
 
 def test_a_class_without_a_reader_is_refused_with_those_that_have_one():
-    model = models.gemma3_model()
-    with pytest.raises(UnreadableModelError, match=r"Tunix's Gemma3 cannot be read.*Gemma, Llama3, Qwen2, Qwen3"):
-        read_decoder(model)
+    class Gemma5(BackendMappingMixin, nnx.Module):
+        BACKEND_PACKAGE_PATH = __name__
+
+    with pytest.raises(
+        UnreadableModelError, match=r"Tunix's Gemma5 cannot be read.*Gemma, Gemma3, Llama3, Qwen2, Qwen3"
+    ):
+        read_decoder(Gemma5())
 
 
 def test_a_parameter_that_nothing_reads_is_an_error_that_names_it():

@@ -1,4 +1,4 @@
-"""Weights that are made on the way: on every mesh and layout, from every form, equal to the ones made beforehand."""
+"""Weights made while they are moved: on every mesh and layout, from every form, equal to the ones made beforehand."""
 
 import dataclasses
 

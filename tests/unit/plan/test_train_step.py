@@ -66,7 +66,7 @@ def workload_of(**values):
 
 
 def test_operations_of_a_step_are_two_per_weight_and_token_three_times():
-    # Of a layer: q and o 16 x 32 each, k and v 16 x 16 each, the MLP 3 x 16 x 24; and all pairs of 32 positions.
+    # A layer: q and o 16 x 32 each, k and v 16 x 16 each, the MLP 3 x 16 x 24; and all pairs of 32 positions.
     weights = 2 * 16 * 32 + 2 * 16 * 16 + 3 * 16 * 24
     pairs = 2 * 2 * 4 * 8 * 32
     layers, output = 2 * (2 * weights + pairs), 2 * 16 * 40

@@ -124,7 +124,7 @@ def test_names_are_checked_without_importing_anything(names, message):
 
 
 def test_pass_rates_are_of_prompts():
-    """Of two prompts with three answers each, one solved once, the other never."""
+    """Two prompts have three answers each: one is solved once, the other never."""
     rows = [
         dataclasses.replace(row(""), prompt_id=p, generation_id=g, metrics={"ok": float(p == g == 0), "length": 3.0})
         for p in (0, 1)

@@ -188,7 +188,7 @@ def test_prompts_are_read_as_others_are_answered_and_answers_leave_whole() -> No
             taken.append((completion.prompt_id, completion.generation_id))
             one = every[completion.prompt_id]
             assert completion.tokens == answer_alone(one, completion.generation_id)[0]
-        # One more is known than is held, so that the end is seen before it is reached.
+        # One more is known than is in slots, so that the end is seen before it is reached.
         assert len(read) <= len({number for number, _ in taken}) + 5 + 1
         assert len(scheduler._sequences) <= 2 * 5
     assert sorted(taken) == [(number, g) for number in range(40) for g in range(2)]

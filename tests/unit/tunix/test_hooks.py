@@ -134,7 +134,8 @@ def test_the_users_hooks_get_every_call(rounds):
 
 def test_what_cannot_be_read_is_refused_when_the_hooks_are_made():
     model = models.gemma3_model(tiny.vocab_size())
-    with pytest.raises(PeerError, match="Tunix's Gemma3 cannot be read.*docs/tunix.md"):
+    model.vision_encoder = nnx.data(nnx.Module())
+    with pytest.raises(PeerError, match="Tunix's Gemma3 cannot be read.*vision tower.*docs/tunix.md"):
         sample_hooks(config(), tiny.tokenizer(), model=model)
     with pytest.raises(PeerError, match="Tunix's Gemma3 cannot be read"):
         line = line_trainer(sample_hooks(config(), tiny.tokenizer()))

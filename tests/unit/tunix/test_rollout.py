@@ -12,6 +12,7 @@ from tunix.rl import common
 from tunix.rl.rollout.base_rollout import CacheConfig, RolloutConfig
 from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 
+from lockstep.engine import EngineConfig
 from lockstep.errors import ConfigError
 from lockstep.tunix import Rollout
 from lockstep.tunix.compute_dtype import compute_dtype
@@ -26,9 +27,9 @@ def model_on(mesh, name="qwen3", seed=0):
     return models.randomise(models.MODELS[name](tiny.vocab_size()), mesh, seed=seed)
 
 
-def rollout(model, mesh, config=CONFIG):
+def rollout(model, mesh, config=CONFIG, **options):
     adapter = TokenizerAdapter(tiny.tokenizer())
-    return Rollout(rollout_actor=model, tokenizer=adapter, mesh=mesh, rollout_config=config)
+    return Rollout(rollout_actor=model, tokenizer=adapter, mesh=mesh, rollout_config=config, **options)
 
 
 def vanilla(model):
@@ -37,17 +38,22 @@ def vanilla(model):
 
 
 def own_logprobs(model, output, temperature):
-    """Tunix's log-probabilities of the tokens of an output."""
+    """Tunix's log-probabilities of the tokens of an output.
+
+    Its forward hides each padding token, also one that was sampled; so what fills rows here is an id that is none.
+    """
     graph, state = nnx.split(model)
-    tokens = np.zeros((len(output.tokens), 10), np.int32)
+    padding, prompts = tiny.vocab_size(), np.array(output.left_padded_prompt_tokens)
+    prompts[prompts == tiny.tokenizer().pad_token_id] = padding
+    tokens = np.full((len(output.tokens), 10), padding, np.int32)
     for row, each in zip(tokens, output.tokens, strict=True):
         row[: len(each)] = each
     found = common.compute_per_token_logps(
         graph,
         state,
-        prompt_tokens=output.left_padded_prompt_tokens,
+        prompt_tokens=prompts,
         completion_tokens=tokens,
-        pad_id=tiny.tokenizer().pad_token_id,
+        pad_id=padding,
         eos_id=tiny.tokenizer().eos_token_id,
         temperature=temperature,
     )
@@ -152,6 +158,8 @@ def test_on_a_mesh_of_its_own_it_follows_the_updates_of_the_actor(lora):
 def test_what_has_no_effect_is_refused():
     mesh = models.mesh(1, 1)
     model = models.MODELS["qwen3"](tiny.vocab_size())
+    with pytest.raises(ConfigError, match=r"engine\.weight_dtype is int8: .* Set weight_dtype to auto"):
+        rollout(model, mesh, engine=EngineConfig(weight_dtype="int8"))
     with pytest.raises(ConfigError, match="tensor_parallel_size is 2; lockstep.tunix.Rollout chooses its layout"):
         rollout(model, mesh, dataclasses.replace(CONFIG, tensor_parallel_size=2))
 

@@ -89,7 +89,7 @@ def build_programs(
             function, layouts = assembly_function(model.weights, layouts, model.dtype, gather=model.moves)
         else:
             function, layouts = reshard_function(layouts, model.dtype, gather=model.moves)
-        shardings = jax.tree.map(lambda leaf: NamedSharding(decode_mesh.mesh, leaf.partition_spec), layouts)
+        shardings = jax.tree.map(lambda spec: NamedSharding(decode_mesh.mesh, spec), partition_specs(layouts))
         reshard = compiled("reshard", function, [structs], out_shardings=shardings)
         with jax.set_mesh(decode_mesh.mesh):
             structs = jax.tree.map(_struct, jax.eval_shape(function, structs), shardings)

@@ -43,7 +43,7 @@ def prefill_function(transformer: Transformer, capacity: Capacity, attention: At
             return attention.write_pages(pool, layer * transformer.pages + page, kv)
 
         def attend(pool: Array, layer: Array, q: Array) -> Array:
-            return attention.prefill(q, pool, layer * transformer.pages, rows)
+            return attention.prefill(q, pool, layer, layer * transformer.pages, rows)
 
         def fill(pool: Array) -> Array:
             x = transformer.embed(weights, tokens)

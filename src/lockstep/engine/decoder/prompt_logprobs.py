@@ -57,7 +57,7 @@ def prompt_logprobs_function(
             return pool
 
         def attend(pool: Any, layer: Array, q: Array) -> Array:
-            return attention.prefill(q, pool, layer * transformer.pages, rows)
+            return attention.prefill(q, pool, layer, layer * transformer.pages, rows)
 
         x = transformer.embed(weights, tokens)
         x, _ = transformer.layers(weights.layers, x, pool, start=start, write=write, attend=attend)

@@ -9,24 +9,28 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from lockstep.attention import Heads, ScoreModifier
-from lockstep.models import DecoderWeights, LayerWeights, LlamaConfig, rotary_frequencies
-from lockstep.placement import DecodeMesh, LayoutTree, drop_layers, read, read_outer
+from lockstep.models import DecoderWeights, LayerWeights, LlamaConfig, distinct, layer_kinds, rotary_frequencies
+from lockstep.placement import DecodeMesh, LayoutTree, QuantizedWeight, drop_layers, matmul, read, read_outer
 
 type Write[Cache] = Callable[[Cache, Array, Array], Cache]
 """Takes the cache, a layer and K/V ``[sequence, query, 2 * kv_heads, head]``; returns the cache with them written."""
 type Attend[Cache] = Callable[[Cache, Array, Array], Array]
 """Takes the cache, a layer and queries ``[sequence, query, kv_head, group, head]``; returns attention's output."""
 type RopeAngles = tuple[Array, Array]
-"""The cosines and sines of the rotary angles, each ``[sequence, query, half_head]``."""
+"""The cosines and sines of the rotary angles, each ``[sequence, query, half_head]``; with one axis more in front where
+layers differ in their rotary embeddings: one entry for each of those that there are."""
 
 
 def device_heads(config: LlamaConfig, decode_mesh: DecodeMesh) -> Heads:
     """Returns the attention heads of one device of the decode mesh."""
+    windows = tuple(kind.window for kind in layer_kinds(config))
+    differ = len(set(windows)) > 1
     return Heads(
         kv_heads=config.num_kv_heads // decode_mesh.tensor,
         group=config.q_heads_per_group,
         head_size=config.head_size,
-        modifier=ScoreModifier(soft_cap=config.variant.attention_soft_cap, window=config.variant.sliding_window),
+        modifier=ScoreModifier(soft_cap=config.variant.attention_soft_cap, window=None if differ else windows[0]),
+        windows=windows if differ else None,
     )
 
 
@@ -114,8 +118,10 @@ class Transformer:
         last = self.config.num_layers - 1
         if last:
             x, cache = self._layers(last, weights, x, cache, start=start, write=write, attend=attend)
-        _, kv = self._project(self._layer(weights, jnp.int32(last)), x, self._rope_angles(x, start))
-        return write(cache, jnp.int32(last), kv)
+        index = jnp.int32(last)
+        w = self._layer(weights, index)
+        _, kv = self._project(w, x, self._of_layer(self._rope_angles(x, start), index))
+        return write(cache, index, kv)
 
     def _layers[Cache](
         self,
@@ -134,13 +140,13 @@ class Transformer:
         def layer(index: Array, carry: tuple[Array, Cache]) -> tuple[Array, Cache]:
             x, cache = carry
             w = self._layer(weights, index)
-            q, kv = self._project(w, x, angles)
+            q, kv = self._project(w, x, self._of_layer(angles, index))
             cache = write(cache, index, kv)
             attended = attend(cache, index, q)
-            out = self._sum(attended.reshape(*x.shape[:2], -1) @ w.o.reshape(-1, x.shape[-1]))
+            out = self._sum(matmul(attended.reshape(*x.shape[:2], -1), w.o, axes=-1))
             x = x + self._norm(out, w.attn_post_norm)
             hidden = self._hidden(w, self._norm(x, w.mlp_norm))
-            return x + self._norm(self._sum(hidden @ w.down), w.mlp_post_norm), cache
+            return x + self._norm(self._sum(matmul(hidden, w.down)), w.mlp_post_norm), cache
 
         return jax.lax.fori_loop(0, count, layer, (x, cache))
 
@@ -152,8 +158,19 @@ class Transformer:
 
     def _rope_angles(self, x: Array, start: Array) -> RopeAngles:
         positions = start[:, None] + jnp.arange(x.shape[1])
-        angles = positions[..., None].astype(jnp.float32) * rotary_frequencies(self.config)
+        ropes, _ = distinct(kind.rope for kind in layer_kinds(self.config))
+        each = [positions[..., None].astype(jnp.float32) * rotary_frequencies(self.config, rope) for rope in ropes]
+        angles = each[0] if len(ropes) == 1 else jnp.stack(each)
         return jnp.cos(angles), jnp.sin(angles)
+
+    def _of_layer(self, angles: RopeAngles, index: Array) -> RopeAngles:
+        """Returns the angles of one layer."""
+        ropes, which = distinct(kind.rope for kind in layer_kinds(self.config))
+        if len(ropes) == 1:
+            return angles
+        rope = jnp.asarray(which)[index]
+        cos, sin = (jax.lax.dynamic_index_in_dim(each, rope, keepdims=False) for each in angles)
+        return cos, sin
 
     def _project(self, w: LayerWeights, x: Array, angles: RopeAngles) -> tuple[Array, Array]:
         """Returns queries, and K and V interleaved by head, with rotary embeddings applied to queries and K."""
@@ -176,9 +193,9 @@ class Transformer:
 
     def _hidden(self, w: LayerWeights, h: Array) -> Array:
         """Returns the hidden activations of the MLP, before the down projection."""
-        up = h @ w.up
+        up = matmul(h, w.up)
         if w.gate is not None:
-            return ACTIVATIONS[self.config.variant.activation](h @ w.gate) * up
+            return ACTIVATIONS[self.config.variant.activation](matmul(h, w.gate)) * up
         parameters = (w.xielu_p, w.xielu_n, w.xielu_beta, w.xielu_eps)
         return xielu(up, *(p for p in parameters if p is not None))
 
@@ -259,7 +276,7 @@ def rotate(
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
 
 
-def _linear(x: Array, weight: Array, bias: Array | None, out: tuple[int, ...]) -> Array:
-    """Multiplies ``x @ weight`` with the weight's other axes flattened: one plain matrix product on every backend."""
-    flat = x @ weight.reshape(weight.shape[0], -1)
+def _linear(x: Array, weight: Array | QuantizedWeight, bias: Array | None, out: tuple[int, ...]) -> Array:
+    """Multiplies ``x @ weight``, adds the bias, and divides the result's last axis as ``out`` says."""
+    flat = matmul(x, weight)
     return (flat if bias is None else flat + bias.reshape(-1)).reshape(*x.shape[:-1], *out)

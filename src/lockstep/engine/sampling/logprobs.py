@@ -23,7 +23,7 @@ def top_logprobs(
         Token ids and natural-log probabilities, the same on every device of a replica.
     """
     size = logits.shape[1]
-    # Of equal numbers lax.top_k takes the first: the lower id, and then the lower part of the vocabulary.
+    # lax.top_k takes the first of equal numbers: the lower id, and then the lower part of the vocabulary.
     values, ids = jax.lax.top_k(logits, min(count, size))
     ids = ids + first_id(size, decode_mesh)
     if decode_mesh.tensor > 1:

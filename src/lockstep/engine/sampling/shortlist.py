@@ -34,7 +34,7 @@ class Shortlist(NamedTuple):
     @classmethod
     def of(cls, candidates: Candidates) -> "Shortlist":
         """The short list of a whole vocabulary, or all of it where it is small."""
-        # Of equal numbers lax.top_k takes the first, but it puts -0 after 0, which are equal here.
+        # lax.top_k takes the first of equal numbers, but it puts -0 after 0, which are equal here.
         scores = jnp.where(candidates.scores == 0, 0.0, candidates.scores)
         vocab = scores.shape[1]
         width = 1 << round(math.log2(vocab / SIZE) / 2) if vocab > 16 * SIZE else 1
@@ -86,7 +86,7 @@ class Shortlist(NamedTuple):
         def at_first(values: Array) -> Array:
             return jnp.take_along_axis(values, first, axis=1)
 
-        # Of tokens of equal score, top-p keeps as many as it needs.
+        # Top-p keeps as many tokens of equal score as it needs.
         start = jnp.sum(bits > at_first(bits), axis=1)
         end = jnp.minimum(jnp.sum(bits >= at_first(bits), axis=1), limit)
         before = jnp.take_along_axis(mass, jnp.maximum(start - 1, 0)[:, None], axis=1)[:, 0]

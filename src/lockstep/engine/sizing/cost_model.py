@@ -68,9 +68,9 @@ def estimate(model: DecodeModel, sizes: Capacity, demand: Demand, chip: Chip) ->
     batches = max(1.0, demand.sequences / concurrent_sequences(sizes, demand))
     active = demand.sequences / batches
     slots = active / len(sizes.active_replicas)
-    read = sum(weight.decode_bytes for weight in model.leaves)
-    if model.weights.lm_head is not None:  # of an embedding that is not the output layer too, rows are read
-        read -= sum(weight.decode_bytes for weight in model.leaves if weight.name == "embed")
+    # An embedding that is not the output layer too is read by rows.
+    whole = [weight for weight in model.leaves if weight.name != "embed" or model.weights.lm_head is None]
+    read, parameters = (sum(getattr(weight, name) for weight in whole) for name in ("decode_bytes", "decode_size"))
     kv = slots * demand.context * model.kv_bytes
     # Devices at one memory share its bandwidth and cores: all of them while weights move, the active ones in a step.
     sharing = devices // count_memories(list(decode_mesh.mesh.devices.flat))
@@ -99,7 +99,7 @@ def estimate(model: DecodeModel, sizes: Capacity, demand: Demand, chip: Chip) ->
         reshard_s=reshard,
         # What is gathered is written, and read once more.
         memory_s=(read + kv + 2 * gathered) * decoding / chip.bandwidth,
-        compute_s=2 * read / item * max(1.0, slots) * decoding / chip.flops,
+        compute_s=2 * parameters * max(1.0, slots) * decoding / chip.flops,
         collectives_s=collectives,
         steps=batches * demand.new_tokens,
         active=active,

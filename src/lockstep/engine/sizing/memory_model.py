@@ -17,7 +17,7 @@ _CHUNK = 512
 
 _VOCABULARIES = 7
 """Arrays of a number per slot and token id that a decode step on a TPU has at its worst moment, when top-p counts equal
-scores: read off the compiler at 256 sequences. Of smaller batches some are in vector memory."""
+scores: read off the compiler at 256 sequences. With smaller batches some are in vector memory."""
 
 _IN_VECTOR_MEMORY = {"v6e": 40 << 20}
 """Bytes of those, and of what a prefill computes, that the compiler keeps in vector memory however many there are; it
@@ -70,10 +70,11 @@ class MemoryModel:
 
     def temporaries(self, sizes: Capacity) -> dict[str, int]:
         """Bytes per device that each program takes beside weights and pool, by its name."""
-        code = _CODE if self._tpu else 0
+        # Without a TPU the products of 8 bits widen a layer's weights in memory.
+        code = _CODE if self._tpu else self._layer_bytes * (self.model.quantized_dtype is not None)
         rows = self._rows(sizes)
         return {
-            "prefill": (self._prefill(sizes) if self._kernel else rows) + code,
+            "prefill": (self._prefill(sizes) + self._rewritten_in_prefill if self._kernel else rows) + code,
             "prompt_logprobs": rows + self._prompt_logprobs(sizes) + code if sizes.prompt_logprobs else 0,
             "decode": self._decode(sizes) + self._rewritten + code,
             "verify": self._verify(sizes) + self._rewritten + code if sizes.verify_widths else 0,
@@ -162,6 +163,11 @@ class MemoryModel:
         copies = 1 if self._kernel else 2
         return copies * sum(weight.decode_bytes for weight in self.model.leaves if weight.name in names)
 
+    @property
+    def _rewritten_in_prefill(self) -> int:
+        """An upper bound: of weights in 8 bits the compiler was seen to keep k and v once more there too."""
+        return 0 if self.model.quantized_dtype is None else self._rewritten
+
     @functools.cached_property
     def _moving(self) -> int:
         """Bytes while weights move, read off the TPU compiler for Llama-3.1-8B, at most.
@@ -171,14 +177,14 @@ class MemoryModel:
         """
         if self.model.decode_mesh.tensor > 1:
             return 34 * self._layer_bytes // 10
-        largest = max(weight.decode_bytes for weight in self.model.leaves if weight.stacked)
-        return 102 * largest // 100 // self.model.config.num_layers
+        largest = max(weight.decode_size for weight in self.model.leaves if weight.stacked)
+        return 102 * largest * self.model.dtype.itemsize // 100 // self.model.config.num_layers
 
     @functools.cached_property
     def _layer_bytes(self) -> int:
-        """Bytes of one layer's weights in the decode layout."""
-        stacked = sum(weight.decode_bytes for weight in self.model.leaves if weight.stacked)
-        return stacked // self.model.config.num_layers
+        """Bytes of one layer's weights in the decode layout and compute dtype; 8 bits were seen to take no less."""
+        stacked = sum(weight.decode_size for weight in self.model.leaves if weight.stacked)
+        return stacked * self.model.dtype.itemsize // self.model.config.num_layers
 
     @functools.cached_property
     def _gathered_layers(self) -> int:

@@ -51,6 +51,7 @@ class Sizing:
         considered: All layouts that were compared, the chosen one included.
         chip: The name of the chip whose numbers the prediction used.
         kv_dtype: The dtype of the KV cache.
+        weight_dtype: The dtype of the weights of the layers' matrix products.
         attention: What attention is used, in words.
     """
 
@@ -67,6 +68,7 @@ class Sizing:
     considered: tuple[Choice, ...]
     chip: str
     kv_dtype: str
+    weight_dtype: str
     attention: str
 
     @property
@@ -89,8 +91,9 @@ class Sizing:
         )
         lines = [
             f"layout {layout_text(self.layout)}, {replicas}, {self.sizes.slots} sequences in each",
-            f"memory per device, {source}: {text(need.weights)} decode weights, {text(need.pool)} KV cache in "
-            f"{self.kv_dtype}, {text(need.temporaries)} temporaries, {text(need.reshard)} while weights move; "
+            f"memory per device, {source}: {text(need.weights)} decode weights in {self.weight_dtype}, "
+            f"{text(need.pool)} KV cache in {self.kv_dtype}, {text(need.temporaries)} temporaries, "
+            f"{text(need.reshard)} while weights move; "
             f"{text(need.total)} at the worst moment of {text(self.budget)} (hbm_utilization {self.utilization:g} of "
             f"the {text(self.free)} on the device with the least free memory of all hosts); {text(self.headroom)} stay "
             "free",

@@ -156,13 +156,6 @@ def config_to_hf(config: LlamaConfig, vocab_size: int) -> dict[str, Any]:
             f"a model with {config.variant} cannot be saved as a Hugging Face checkpoint: lockstep writes "
             f"{', '.join(ARCHITECTURES)} only. Leave model.variant at its defaults, or do not save."
         )
-    rope = config.rope.scaling and {
-        "rope_type": "llama3",
-        "factor": config.rope.scaling.factor,
-        "low_freq_factor": config.rope.scaling.low_freq_factor,
-        "high_freq_factor": config.rope.scaling.high_freq_factor,
-        "original_max_position_embeddings": config.rope.scaling.original_max_position_embeddings,
-    }
     return {
         "architectures": [architecture.name],
         "model_type": architecture.name.removesuffix("ForCausalLM").lower(),
@@ -180,7 +173,7 @@ def config_to_hf(config: LlamaConfig, vocab_size: int) -> dict[str, Any]:
         "tie_word_embeddings": config.tie_word_embeddings,
         # transformers 5 reads these two as well as its own rope_parameters; 4 and other programs read only these.
         "rope_theta": config.rope.theta,
-        "rope_scaling": rope,
+        "rope_scaling": _rope_to_hf(config.rope),
         "attention_dropout": 0.0,
         "use_cache": True,
         **architecture.fields,
@@ -208,6 +201,20 @@ def _check_window(hf: Mapping[str, Any], architecture: Architecture, max_seq_len
         )
 
 
+def _rope_to_hf(rope: RotaryConfig) -> dict[str, Any] | None:
+    if rope.linear_factor != 1:
+        return {"rope_type": "linear", "factor": rope.linear_factor}
+    if rope.scaling is None:
+        return None
+    return {
+        "rope_type": "llama3",
+        "factor": rope.scaling.factor,
+        "low_freq_factor": rope.scaling.low_freq_factor,
+        "high_freq_factor": rope.scaling.high_freq_factor,
+        "original_max_position_embeddings": rope.scaling.original_max_position_embeddings,
+    }
+
+
 def _rope_from_hf(hf: Mapping[str, Any]) -> RotaryConfig:
     parameters: Mapping[str, Any] = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     theta = parameters.get("rope_theta", hf.get("rope_theta", 10000.0))
@@ -220,11 +227,13 @@ def _rope_from_hf(hf: Mapping[str, Any]) -> RotaryConfig:
         )
     if kind == "default":
         return RotaryConfig(theta=theta)
+    if kind == "linear":
+        return RotaryConfig(theta=theta, linear_factor=_required(parameters, "factor"))
     if kind != "llama3":
         raise ConfigError(
-            f"the checkpoint has rope type {kind!r}; lockstep computes 'default' and 'llama3'. Choose another "
-            "checkpoint, or remove rope_scaling from its config.json where the model is used only up to its original "
-            "context length."
+            f"the checkpoint has rope type {kind!r}; lockstep computes 'default', 'linear' and 'llama3'. Choose "
+            "another checkpoint, or remove rope_scaling from its config.json where the model is used only up to its "
+            "original context length."
         )
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     return RotaryConfig(theta=theta, scaling=Llama3Scaling(**{key: _required(parameters, key) for key in keys}))

@@ -63,5 +63,5 @@ def save_peft(
         target.write_small(write)
         target.commit()
     except BaseException:
-        target.abandon()
+        target.abort()
         raise

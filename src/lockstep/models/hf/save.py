@@ -177,7 +177,7 @@ class _Save:
             finally:
                 source.close()
         except BaseException as error:
-            self._abandon(target, together=isinstance(error, PeerError))
+            self._abort(target, together=isinstance(error, PeerError))
             raise
 
     def _begin(self) -> SaveTarget:
@@ -233,16 +233,16 @@ class _Save:
                 if any(each for *_, each in phase.shared):
                     source.close()
                     break
-        self._abandon(target, together=True)
+        self._abort(target, together=True)
         return False
 
-    def _abandon(self, target: SaveTarget, *, together: bool) -> None:
+    def _abort(self, target: SaveTarget, *, together: bool) -> None:
         """Remove what there is, when no host writes any more."""
         if together:
             with self._hosts.run_on_all("nobody writes", "giving a save up"):
                 pass
         if self._hosts.is_leader:
-            target.abandon()
+            target.abort()
 
     def _small_files(
         self, directory: pathlib.Path, config: Mapping[str, Any], tokenizer: SavesTokenizer | None

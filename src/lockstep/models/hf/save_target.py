@@ -74,7 +74,7 @@ class SaveTarget(abc.ABC):
         """On the leader: make a checkpoint of what has been written, in the place of one that was there."""
 
     @abc.abstractmethod
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """On the leader: remove what has been written, as far as that is possible."""
 
 
@@ -122,7 +122,7 @@ class LocalTarget(SaveTarget):
         self._draft.rename(self._path)
         self._remove_siblings("old")
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         shutil.rmtree(self._draft, ignore_errors=True)
 
     def _remove_siblings(self, kind: str) -> None:
@@ -179,7 +179,7 @@ class BucketTarget(SaveTarget):
     def commit(self) -> None:
         self._filesystem.rm_file(self._marker)
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         with contextlib.suppress(Exception):  # storage libraries have their own
             self._remove()
 

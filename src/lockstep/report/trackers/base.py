@@ -113,7 +113,7 @@ class CompositeTracker:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrackerConfig(draccus.ChoiceRegistry):
+class TrackerConfig(draccus.PluginRegistry, discover_packages_path="lockstep.report.trackers"):
     """Which tracker: ``type: wandb | tensorboard | jsonl | noop``."""
 
     def check(self) -> None:

@@ -66,7 +66,7 @@ class BucketOrder:
 
     @functools.cached_property
     def _in_bucket(self) -> tuple[tuple[tuple[int, ...], RowOrder], ...]:
-        """Of each bucket with rows: the sources that have some, and the order of these rows."""
+        """The sources that have rows for each bucket, and the order of these rows; empty buckets are left out."""
         found = []
         for bucket in self.buckets:
             sources = tuple(source for source, sizes in enumerate(self.sizes) if sizes[bucket])

@@ -27,7 +27,7 @@ type OnProgress = Callable[[int, int, str], None]
 
 
 class ChunkBuilder:
-    """One chunk on its way into the cache.
+    """One chunk that is being written into the cache.
 
     Args:
         plan: The cache.

@@ -11,7 +11,7 @@ from lockstep.training.data.examples import Example, TokenSequence
 from lockstep.training.data.records import BadRow
 
 OPEN_ROWS = 64
-"""Rows that wait for a short example; the fullest one goes when all are open and none has room."""
+"""Rows that wait for a short example; the one with least room goes when all are open and none has room."""
 
 type Row = list[TokenSequence]
 """What is in a row: one sequence or, in a packed row, several, one after the other; of a pair both."""

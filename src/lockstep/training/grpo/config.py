@@ -64,6 +64,12 @@ class GrpoRunFields:
                 "reward_timeout_s, or raise trainer.distributed.timeout_s."
             )
         self._check_ahead(importance_cap)
+        if self.rollout.weight_dtype != "auto" and importance_cap is None:
+            raise ConfigError(
+                f"rollout.weight_dtype is {self.rollout.weight_dtype} and importance_cap is null: answers of "
+                "rounded weights are not those of the model that learns, and have to be corrected for. Set "
+                "importance_cap to 2 and use_rollout_logprobs to false, or rollout.weight_dtype to auto."
+            )
         check_rewards(self.rewards)
         group = self.rollout.n_generations
         if batch_size % group:

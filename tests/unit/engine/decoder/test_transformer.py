@@ -136,7 +136,7 @@ def test_what_is_compared_has_both_endings_and_many_lengths() -> None:
     for family in FAMILIES:
         want = expected(family, VOCAB)
         assert {e.finish_reason for e in want} == {FinishReason.STOP, FinishReason.LENGTH}, family
-        assert len({e.tokens for e in want}) >= 8, family  # of 10; the greedy generations of a prompt are alike
+        assert len({e.tokens for e in want}) >= 8, family  # of 10; the greedy generations of a prompt are equal
 
 
 @pytest.mark.slow

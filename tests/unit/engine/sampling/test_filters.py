@@ -145,7 +145,7 @@ def cases(draw: st.DrawFn) -> tuple[np.ndarray, list[SamplingParams]]:
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(cases())
-def test_what_is_kept_is_alike_in_every_layout(case: tuple[np.ndarray, list[SamplingParams]]) -> None:
+def test_what_is_kept_is_the_same_in_every_layout(case: tuple[np.ndarray, list[SamplingParams]]) -> None:
     scores, params = case
     for row, one in zip(scores, params, strict=True):
         order = row[np.argsort(-row, kind="stable")][: one.top_k]

@@ -53,7 +53,7 @@ def test_a_token_is_counted_in_active_slots_alone(parts: int) -> None:
 
 
 def penalised(repetition: float, presence: float, frequency: float) -> list[float]:
-    """Of logits 2 and -2: a token of the prompt, one that is twice in the answer, and one that is nowhere."""
+    """What becomes of logits 2 and -2: a token of the prompt, one that is twice in the answer, one that is nowhere."""
     logits = jnp.asarray([[2.0, -2.0, 2.0, -2.0, 2.0, -2.0]])
     prompt = jnp.asarray([[True, True, False, False, False, False]])
     counts = TokenCounts(prompt=prompt, answer=ints([[0, 0, 2, 2, 0, 0]]))

@@ -57,7 +57,7 @@ BASE, AT = (7, 5, 3), 11
 def test_a_draw_depends_on_seed_prompt_generation_and_position() -> None:
     words = [BASE, (8, 5, 3), (7, 6, 3), (7, 5, 4), BASE, (5, 7, 3), (7, 3, 5)]
     tokens = draws(words, [AT] * 4 + [12] + [AT] * 2)
-    assert len(set(tokens.tolist())) == len(words), "two different draws are alike"
+    assert len(set(tokens.tolist())) == len(words), "two different draws are equal"
     again = draws(words[::-1], ([AT] * 4 + [12] + [AT] * 2)[::-1])
     np.testing.assert_array_equal(again[::-1], tokens)
 

@@ -73,6 +73,7 @@ def tiny(draw: st.DrawFn) -> tuple[Any, ...]:
     return rows, each(st.integers(0, TINY + 2)), each(st.sampled_from(SHARES)), each(st.sampled_from([0, 0.01, 0.5, 1]))
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(tiny())
 def test_a_tiny_vocabulary(case: tuple[Any, ...]) -> None:

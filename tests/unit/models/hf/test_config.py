@@ -1,3 +1,4 @@
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,15 @@ def test_old_and_new_spelling_of_the_rotary_settings_are_the_same() -> None:
     assert config_from_hf({**old, "rope_scaling": None, "rope_theta": 5e5}).rope == RotaryConfig(theta=5e5)
 
 
+def test_linear_scaling_is_kept(tmp_path: Path) -> None:
+    config = dataclasses.replace(FAMILIES["qwen3"], rope=RotaryConfig(theta=5e5, linear_factor=4.0))
+    written = config_to_hf(config, 112)
+    assert config_from_hf(written) == config
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    parameters = transformers.AutoConfig.from_pretrained(tmp_path).rope_parameters
+    assert (parameters["rope_type"], parameters["factor"], parameters["rope_theta"]) == ("linear", 4.0, 5e5)
+
+
 def test_the_first_llama_has_no_number_of_key_value_heads() -> None:
     assert config_from_hf(hf("llama3", num_key_value_heads=None)).num_kv_heads == 4
 
@@ -103,7 +113,10 @@ def test_a_sliding_window_below_the_sequence_length_is_refused_with_the_fix() ->
         ({"hidden_act": "gelu"}, r"hidden_act 'gelu'; lockstep computes 'silu' only"),
         ({"attention_bias": True}, r"attention_bias: true"),
         ({"mlp_bias": True}, r"mlp_bias: true"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, r"rope type 'yarn'; .*'default' and 'llama3'"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+            r"rope type 'yarn'; .*'default', 'linear' and 'llama3'",
+        ),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, r"has no factor; .*Found keys: rope_theta"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor 0\.5"),
         ({"hidden_size": None}, r"has no hidden_size; .*Found keys: .*intermediate_size"),

@@ -105,7 +105,7 @@ def test_in_a_bucket_the_old_checkpoint_counts_no_more_when_a_new_one_begins(buc
     target.begin()
     assert names(bucket) == [".saving-b", "notes.txt", "tokenizer.json"]
     write(target)
-    target.abandon()
+    target.abort()
     assert names(bucket) == ["notes.txt", "tokenizer.json"]
 
 

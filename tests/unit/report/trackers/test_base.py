@@ -18,6 +18,7 @@ from lockstep.report import (
     WandbTrackerConfig,
     build_tracker,
     check_trackers,
+    trackers,
 )
 
 
@@ -44,6 +45,26 @@ class Recorder:
 
     def finish(self):
         self._call("finish")
+
+
+MINE = """
+import dataclasses
+from lockstep.report import TrackerConfig
+
+@TrackerConfig.register_subclass("mine")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MineConfig(TrackerConfig):
+    words: str
+"""
+
+
+def test_a_tracker_is_one_file_of_the_package(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.setattr(trackers, "__path__", [*trackers.__path__, str(tmp_path)])
+    monkeypatch.setattr(TrackerConfig, "_did_discover_packages", False)
+    monkeypatch.setattr(TrackerConfig, "_choice_registry", dict(TrackerConfig._choice_registry))
+    assert parse("tracker: [{type: mine, words: few}, {type: noop}]")[0].words == "few"
+    assert set(TrackerConfig.get_known_choices()) == {"jsonl", "mine", "noop", "tensorboard", "wandb"}
 
 
 def parse(text):

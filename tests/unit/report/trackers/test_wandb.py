@@ -239,7 +239,7 @@ class Unauthorized(http.server.BaseHTTPRequestHandler):
 
 @pytest.mark.slow
 def test_a_key_that_the_server_refuses_leaves_an_offline_run_behind(tmp_path):
-    """Of a run, too, that was online before."""
+    """The run may have been online before."""
     (tmp_path / "run").mkdir()
     before = json.dumps({"id": "abcd1234", "project": "test", "entity": "us"})
     (tmp_path / "run" / WANDB_RUN).write_text(before)

@@ -14,6 +14,15 @@ def test_a_rollout_is_for_all_iterations_of_all_minibatches():
     assert fields.updates == 6 and fields.rewards == [Gsm8kReward()]
 
 
+@pytest.mark.parametrize("weight_dtype", ["int8", "fp8"])
+def test_answers_of_rounded_weights_need_the_correction(weight_dtype):
+    fields = GrpoRunFields(rollout=RolloutConfig(weight_dtype=weight_dtype))
+    fields.check_run(16, 300, 2.0)
+    text = rf"rollout\.weight_dtype is {weight_dtype} and importance_cap is null: .* Set importance_cap to 2"
+    with pytest.raises(ConfigError, match=text):
+        fields.check_run(16, 300, None)
+
+
 def test_a_rollout_ahead_needs_the_correction_and_no_rewards_before_the_next():
     ahead = GrpoRunFields(rollout_ahead=1)
     ahead.check_run(16, 300, 2.0)

@@ -19,7 +19,7 @@ def ratio_of(log_new, log_old, tokens, loss):
 
 
 def divergence(estimator, log_p, log_q):
-    """Of p from q at a sample of p, as http://joschu.net/blog/kl-approx.html writes it, with r = q / p."""
+    """Divergence of p from q at a sample of p, as http://joschu.net/blog/kl-approx.html writes it, with r = q / p."""
     r = np.exp(log_q) / np.exp(log_p)
     return {"k1": -np.log(r), "k2": np.log(r) ** 2 / 2, "k3": (r - 1) - np.log(r)}[estimator]
 
@@ -101,7 +101,7 @@ def test_the_loss_is_that_of_the_paper(loss, values):
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_metrics_are_means_over_the_tokens(loss):
-    """Of each answer, then over the answers; over all tokens where the loss is (DAPO)."""
+    """Means are over each answer, then over the answers; over all tokens where the loss is (DAPO)."""
     given = made_up()
     parts = parts_of(GrpoConfig(loss=loss), **given)
     rows = [(np.flatnonzero(mask), row) for row, mask in enumerate(given["mask"]) if mask.any()]
@@ -137,7 +137,7 @@ def test_the_first_update_has_a_ratio_of_one_and_the_gradient_of_the_policy():
 
 
 def test_the_gradient_of_gspo_is_equation_10():
-    """Of an unclipped answer: its ratio times its advantage times the mean of the gradients of its tokens."""
+    """An unclipped answer has its ratio times its advantage times the mean of the gradients of its tokens."""
     given = made_up()
     given["rollout_logprobs"] = given["logprobs"] + 0.01
     config = GrpoConfig(loss="gspo")

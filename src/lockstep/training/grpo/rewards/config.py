@@ -15,7 +15,7 @@ type Reward = Callable[[Row, Prompt], float | Awaitable[float]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RewardConfig(draccus.ChoiceRegistry):
+class RewardConfig(draccus.PluginRegistry, discover_packages_path="lockstep.training.grpo.rewards"):
     """One component of the reward: ``type: gsm8k | exact_match | format | function | length | overlong | regex``.
 
     Raises:

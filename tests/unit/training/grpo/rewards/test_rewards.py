@@ -79,7 +79,7 @@ def test_length_is_a_share_of_the_limit():
 
 
 def test_overlong_is_equation_13():
-    """Of arXiv 2503.14476 with a limit of 100 tokens and a buffer of 20: ((100 - 20) - |y|) / 20 beyond 80."""
+    """arXiv 2503.14476, with a limit of 100 tokens and a buffer of 20: ((100 - 20) - |y|) / 20 beyond 80."""
     config = OverlongReward(buffer=20)
     found = [value(config, num_tokens=n) for n in (1, 80, 81, 90, 100)]
     assert found == pytest.approx([0, 0, -0.05, -0.5, -1])

@@ -1,0 +1,152 @@
+"""Findings from two processes that do not do the same, in words."""
+
+import difflib
+import functools
+import itertools
+import linecache
+import re
+
+from lockstep.check.findings import Finding, Place
+from lockstep.check.log import Launch, ProcessLog
+from lockstep.check.stack import own_line, shown
+
+SHOWN_LINES = 6
+"""Lines of two programs that are shown where they differ."""
+HINTS = {
+    r"\bset\(|frozenset\(|\bin \{": "the order of a set of strings differs between processes",
+    r"listdir|iterdir|glob\(|scandir": "the order of a directory listing differs between machines",
+    r"\btime\.|perf_counter|datetime|monotonic\(": "clocks differ between processes",
+    r"\brandom\.|default_rng\(\)|\bhash\(|uuid|getpid|gethostname": "it differs between processes",
+}
+"""What in a line near a launch can make it differ, and why."""
+HINT_LINES = 8
+"""Lines above a launch that are looked through for that."""
+
+
+def hints(launch: Launch) -> tuple[str, ...]:
+    """What near the user's line of a launch can make it differ between processes.
+
+    Args:
+        launch: A launch that differs.
+    """
+    line = own_line(launch.stack)
+    if line is None:
+        return ()
+    found = []
+    for number in range(max(1, line.line - HINT_LINES), line.line + 1):
+        text = linecache.getline(line.file, number).strip()
+        reasons = (why for what, why in HINTS.items() if re.search(what, text))
+        found += [f"{shown(line.file)}:{number} has `{text}`: {why}" for why in reasons]
+    return tuple(found)
+
+
+def different(first: ProcessLog, one: Launch, other: ProcessLog, another: Launch) -> Finding:
+    """Both launch a program of the same name that differs.
+
+    Args:
+        first: One process.
+        one: What it launches.
+        other: Another one.
+        another: What that launches.
+    """
+    mine, theirs = one.program, another.program
+    only_numbers = mine.arguments == theirs.arguments and _without_numbers(mine.text) == _without_numbers(theirs.text)
+    kind = "values" if only_numbers and mine.text != theirs.text else "different_program"
+    text = (
+        f"a number that {mine.name} has as a constant differs"
+        if kind == "values"
+        else f"both launch {mine.name}, but not the same program"
+    )
+    return Finding(
+        kind=kind,
+        text=text,
+        places=(
+            Place(process=first.index, text=f"launches {_program(one)}", stack=one.stack),
+            Place(process=other.index, text=f"launches {_program(another)}", stack=another.stack),
+        ),
+        details=(*_changed_lines(mine.text, theirs.text), *hints(one)),
+    )
+
+
+def order(first: ProcessLog, one: Launch, other: ProcessLog, another: Launch) -> Finding:
+    """Both launch the same, but not in the same place.
+
+    Args:
+        first: One process.
+        one: What it launches.
+        other: Another one.
+        another: What that launches.
+    """
+    return Finding(
+        kind="order",
+        text=f"both launch {one.program.name}, but not between the same other programs",
+        places=(
+            Place(process=first.index, text=f"launches {_program(one)}", stack=one.stack),
+            Place(process=other.index, text=f"launches {_program(another)}, earlier or later", stack=another.stack),
+        ),
+        details=hints(one),
+    )
+
+
+def alone(one: ProcessLog, launch: Launch, another: ProcessLog, following: Launch | None, waits: bool) -> Finding:
+    """One process launches what another does not.
+
+    Args:
+        one: The first.
+        launch: What it launches.
+        another: The other.
+        following: What that launches in its place; None: nothing came.
+        waits: Whether the first waits in it for the other.
+    """
+    if waits:
+        place = _whereabouts(another)
+    elif following is not None:
+        name = following.program.name
+        place = Place(process=another.index, text=f"launches {name} next, not this", stack=following.stack)
+    else:
+        place = Place(process=another.index, text="launches nothing more")
+    devices = "devices of several processes" if launch.program.shared else "devices of this process alone"
+    return Finding(
+        kind="some_enter" if waits else "one_process",
+        text=f"{launch.program.name}, on {devices}",
+        places=(
+            Place(
+                process=one.index, text=f"{'waits in' if waits else 'launches'} {_program(launch)}", stack=launch.stack
+            ),
+            place,
+        ),
+        details=(
+            ()
+            if launch.program.shared
+            else ("A program on a process's own devices is allowed by JAX, yet runs on pods have failed with it.",)
+        )
+        + hints(launch),
+    )
+
+
+def _whereabouts(log: ProcessLog) -> Place:
+    """Where a process is that others wait for."""
+    if log.ended:
+        return Place(process=log.index, text="has come to its end")
+    if log.error is not None:
+        return Place(process=log.index, text=f"has failed: {log.error[0].splitlines()[0]}", stack=log.error[1])
+    main = log.where.get("MainThread")
+    if main is not None:
+        return Place(process=log.index, text="is elsewhere", stack=main.stack)
+    return Place(process=log.index, text="was elsewhere when the run ended")
+
+
+def _program(launch: Launch) -> str:
+    types = [*launch.program.arguments[:4], *(["..."] if len(launch.program.arguments) > 4 else [])]
+    return f"{launch.program.name}({', '.join(types)})"
+
+
+def _without_numbers(text: str) -> str:
+    return re.sub(r"dense<[^>]*>", "dense<>", text)
+
+
+@functools.lru_cache(maxsize=64)
+def _changed_lines(mine: str, theirs: str) -> tuple[str, ...]:
+    diff = difflib.unified_diff(mine.splitlines(), theirs.splitlines(), lineterm="", n=0)
+    changed = (line for line in diff if line[:1] in "+-" and line[:3] not in ("+++", "---"))
+    return tuple(line.strip() for line in itertools.islice(changed, SHOWN_LINES))

@@ -1,0 +1,61 @@
+"""Rotary position embeddings of the trainable model, with named axes."""
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+from jaxtyping import Array, Int
+
+from lockstep.models.config import LlamaConfig, rotary_frequencies
+from lockstep.models.layer_kinds import distinct, layer_kinds
+
+
+def rotary_angles(config: LlamaConfig, Position: Axis, segment_ids: NamedArray | None) -> NamedArray:
+    """Returns the rotary angles of a batch.
+
+    Args:
+        config: The configuration of the model.
+        Position: The axis of positions.
+        segment_ids: The document of each token, with whose beginning positions restart; None: a row is one document.
+
+    Returns:
+        The angles in float32 radians ``[position, half_head]``, with the other axes of ``segment_ids`` in front; where
+        layers differ, with ``layer_kind`` before all: one entry for each of their distinct kinds.
+    """
+    positions = hax.arange(Position) if segment_ids is None else _positions(segment_ids, Position)
+    kinds, _ = distinct(layer_kinds(config))
+
+    def angles(frequencies: jax.Array) -> NamedArray:
+        return positions.astype(jnp.float32) * hax.named(frequencies, "half_head").broadcast_axis(positions.axes)
+
+    each = [angles(jnp.asarray(rotary_frequencies(config, kind.rope))) for kind in kinds]
+    return each[0] if len(kinds) == 1 else hax.stack("layer_kind", each)
+
+
+def rotate(x: NamedArray, angles: NamedArray, HeadSize: Axis) -> NamedArray:
+    """Applies rotary embeddings (https://arxiv.org/abs/2104.09864), half-split as in Hugging Face's ``rotate_half``.
+
+    Args:
+        x: The heads ``[..., position, ..., head_size]``.
+        angles: The angles in float32 radians ``[..., position, half_head]``.
+        HeadSize: The axis whose two halves are rotated together.
+
+    Returns:
+        The rotated heads, with the axes and dtype of ``x``.
+    """
+    half = angles.resolve_axis("half_head").size
+    cos, sin = hax.cos(angles), hax.sin(angles)
+    wide = x.astype(jnp.float32)
+    first = wide[HeadSize, :half].rename({HeadSize.name: "half_head"})
+    second = wide[HeadSize, half:].rename({HeadSize.name: "half_head"})
+    rotated = hax.concatenate("half_head", [first * cos - second * sin, second * cos + first * sin])
+    return rotated.rename({"half_head": HeadSize.name}).rearrange(x.axes).astype(x.dtype)
+
+
+def _positions(segment_ids: NamedArray, Position: Axis) -> NamedArray:
+    """Returns the position of each token in its document."""
+    axes = (*(axis for axis in segment_ids.axes if axis != Position), Position)
+    ids: Int[Array, "... position"] = segment_ids.rearrange(axes).array
+    index = jnp.arange(Position.size)
+    first = jnp.where((ids != jnp.roll(ids, 1, axis=-1)) | (index == 0), index, 0)
+    return hax.named(index - jax.lax.cummax(first, axis=first.ndim - 1), axes)
