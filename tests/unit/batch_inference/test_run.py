@@ -11,6 +11,7 @@ import jax
 import pytest
 
 from lockstep.batch_inference import SampleConfig
+from lockstep.engine.sizing.cost_model import Estimate
 from lockstep.errors import PeerError
 from lockstep.hosts import Hosts, MemoryClient
 from lockstep.main.export import ExportConfig, export
@@ -91,6 +92,26 @@ def test_without_gathering_the_figures_remain_and_the_log_says_what_to_set(
     assert [path.name for path in (tmp_path / "run" / "samples").glob("*.jsonl")] == ["samples-host-000.jsonl"]
     (warning,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
     assert "no merged file and no table of samples" in warning and "Set enable_host_rows_gather: true" in warning
+
+
+@pytest.mark.slow
+def test_drafts_leave_the_rows_as_they_are_and_say_what_they_saved(checkpoint, prompts, tmp_path, sample, monkeypatch):
+    monkeypatch.setattr(Estimate, "verify_cost", lambda self, width: 1.0)
+    values = {"hf_checkpoint": str(checkpoint), "prompts": prompts, **FIELDS, "max_new_tokens": 24, "n_rounds": 2}
+    values |= {"temperature": 0.01, "frequency_penalty": -2.0}  # answers repeat themselves, so guesses are right
+    for mode in ("global_mesh", "host_data_parallel"):
+        for drafts in ("none", "ngram"):
+            tracker = sample(f"{mode}-{drafts}", **values, inference_mode=mode, drafts=drafts)
+            said = {name: value for name, value in tracker.values.items() if "drafts" in name}
+            if drafts == "none":
+                assert not said
+                continue
+            for prefix in ("sample", "sample/progress"):
+                saved, per_step = (said[f"{prefix}/drafts/{name}"] for name in ("steps_saved", "tokens_per_step"))
+                assert 0 < said[f"{prefix}/drafts/accepted_share"] <= 1 and saved > 0 and per_step > 1
+            assert tracker.values["sample/total_generated_tokens"] * (1 - 1 / per_step) == pytest.approx(saved)
+        one, other = (read_jsonl(tmp_path / f"{mode}-{name}/samples/samples.jsonl") for name in ("none", "ngram"))
+        assert [row["generated_text"] for row in one] == [row["generated_text"] for row in other] != []
 
 
 def test_what_changed_is_refused_by_name_unless_forced(checkpoint, prompts, tmp_path, sample):
