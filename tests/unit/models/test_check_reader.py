@@ -185,7 +185,7 @@ def test_a_model_on_several_devices_is_checked_too():
 
 
 BASES = np.stack([rope(theta=100.0)["frequencies"], rope(theta=1e6)["frequencies"]])
-"""Of a layer with a window of 8, and of one without."""
+"""The bases of a layer with a window of 8, and of one without."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What layers differ in, and that a model whose layers are alike is compiled as one that says nothing of layers."""
+"""What layers differ in, and that a model whose layers are the same is compiled as one that says nothing of layers."""
 
 import dataclasses
 
