@@ -1,6 +1,6 @@
 """Tunix's GRPO learner with our engine as its rollout, and samples: two lines more than the script without.
 
-Needs ``pip install 'jax-lockstep[tunix]'``. One process with any number of devices, here four simulated ones::
+Needs ``pip install 'jax-lockstep[tunix]'``. Any number of processes and devices, here one process with four devices::
 
     XLA_FLAGS=--xla_force_host_platform_device_count=4 python examples/tunix_grpo.py
 

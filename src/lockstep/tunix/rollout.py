@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
-from tunix.rl import common, reshard
+from tunix.rl import common, reshard, utils
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 
+from lockstep.device import fetch
 from lockstep.engine import Engine, EngineConfig
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, current
@@ -28,7 +29,8 @@ class Rollout(BaseRollout):
 
     Where actor and rollout have one mesh it samples from the actor's own weights, and nothing is copied between
     updates; on a mesh of its own it keeps a copy, which the learner updates. Prompts that follow each other and are
-    equal, as the learner repeats them, are prefilled once. A job of one process.
+    equal, as the learner repeats them, are prefilled once. In a job of several processes all call it with the same
+    prompts, and each gets all answers.
 
     Args:
         rollout_actor: The model.
@@ -39,8 +41,8 @@ class Rollout(BaseRollout):
         hosts: The processes of the job; None for the current ones.
 
     Raises:
-        ConfigError: The job has several processes, the engine rounds weights, or a field of ``rollout_config`` has no
-            effect here.
+        ConfigError: A field of ``rollout_config`` has no effect here, the engine rounds weights, or a job of several
+            processes has a rollout on a mesh of its own.
         UnreadableModelError: No reader reads the model.
 
     Example:
@@ -63,11 +65,6 @@ class Rollout(BaseRollout):
         hosts: Hosts | None = None,
     ) -> None:
         self._hosts = current() if hosts is None else hosts
-        if self._hosts.count > 1:
-            raise ConfigError(
-                f"lockstep.tunix.Rollout is for jobs of one process, and this one has {self._hosts.count}. Run the "
-                "learner in one process, or with another rollout_engine (docs/tunix.md)."
-            )
         _check(rollout_config)
         config = EngineConfig() if engine is None else engine
         if config.weight_dtype != "auto":
@@ -76,6 +73,8 @@ class Rollout(BaseRollout):
                 "those of its own, and what it corrects cannot be seen from here. Set weight_dtype to auto."
             )
         self._tokenizer = tokenizer if isinstance(tokenizer, TokenizerAdapter) else TokenizerAdapter(tokenizer)
+        if self._hosts.count > 1:
+            self._check_mesh(rollout_actor, mesh)
         self._model = reshard.reshard_model_to_mesh(rollout_actor, mesh)
         weights = read_decoder(self._model)[1]
         dtype = rollout_config.data_type
@@ -86,6 +85,16 @@ class Rollout(BaseRollout):
         """The engine, with its programs; it keeps no weights."""
         self._calls = 0
         self._rows = weights.embed.shape[0]
+
+    def _check_mesh(self, actor: nnx.Module, mesh: Mesh) -> None:
+        """Refuse a mesh on which processes would not all launch the actor's programs and ours in one order."""
+        processes = {device.process_index for device in mesh.devices.flat}
+        if utils.get_pytree_mesh_info(nnx.state(actor)) != mesh or len(processes) < self._hosts.count:
+            raise ConfigError(
+                f"The mesh of lockstep.tunix.Rollout is not the actor's, or leaves out processes: this job has "
+                f"{self._hosts.count}, and the mesh devices of {sorted(processes)}. Give Role.ACTOR and Role.ROLLOUT "
+                "one mesh of all devices, or run the learner in one process (docs/tunix.md)."
+            )
 
     def generate(self, prompts: Sequence[str], rollout_config: RolloutConfig, **kwargs: Any) -> RolloutOutput:
         """Answer prompts; every call has other draws.
@@ -195,7 +204,8 @@ class Rollout(BaseRollout):
             tokens = np.full((len(completions), config.max_tokens_to_generate), self.pad_id(), np.int32)
             for row, each in zip(tokens, completions, strict=True):
                 row[: len(each.tokens)] = each.tokens
-            found = list(np.asarray(self._own_logprobs(padded, tokens, params.temperature)))
+            own = self._own_logprobs(padded, tokens, params.temperature)
+            found = list(fetch(jax.device_put(own, NamedSharding(self.engine.mesh, PartitionSpec()))))
         return [np.asarray(each[:length], np.float32) for each, length in zip(found, lengths, strict=True)]
 
     def _own_logprobs(self, prompts: Any, completions: Any, temperature: float) -> jax.Array:
