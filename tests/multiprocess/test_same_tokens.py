@@ -23,14 +23,16 @@ from tests.oracle import (
     assert_same_logprobs,
     assert_same_tokens,
     oracle_completions,
+    rounded,
 )
 
 TIGHT = {"max_seqs": 3, "page_size": 8, "max_pages": 15, "max_prefill_size": 16, "max_steps_per_launch": 5}
 """Few slots, pages and steps: sequences wait their turn, prompts are prefilled in parts."""
 HALF = {"dtype": "bfloat16"}
+ROUNDED = {"weight_dtype": "int8"}
 
 
-def all_requests(in_bfloat16=False):
+def all_requests(in_bfloat16=False, in_8_bits=False):
     greedy = tiny.requests(lengths=(1, 5, 17, 40))
     # In bfloat16 enough of them that a rate can be counted.
     sampled = tiny.requests(temperature=0.8, n_generations=24 if in_bfloat16 else 2, lengths=(3, 17, 33))
@@ -49,12 +51,13 @@ def all_requests(in_bfloat16=False):
         dataclasses.replace(r, params=dataclasses.replace(r.params, **features))
         for r in tiny.requests(temperature=0.8, lengths=(5, 33))
     ]
-    return [
+    every = [
         dataclasses.replace(r, prompt_id=r.prompt_id + 100 * group)
         # Rounding also decides what is at the edge of a filter; there is no score to compare then.
         for group, requests in enumerate((greedy, sampled, () if in_bfloat16 else featured))
         for r in requests
     ]
+    return every[::4] if in_8_bits else every  # one of each group, for time
 
 
 CASES = {
@@ -63,6 +66,8 @@ CASES = {
         ("auto", "training", TIGHT),
         ("1,2,2", {"tensor": 2}, TIGHT),
         ("1,2,2", {"tensor": 4}, HALF),
+        ("1,2,2", {"tensor": 2}, ROUNDED),
+        ("auto", "training", TIGHT | {"weight_dtype": "fp8"}),
     ],
     4: [("host_local", {"tensor": 2}, {}), ("auto", {"tensor": 1}, {}), ("auto", {"tensor": 2}, TIGHT | HALF)],
 }
@@ -76,7 +81,7 @@ def body(hosts):
 def answer(hosts, mesh_shape, layout, options):
     mesh = make_mesh(mesh_shape)
     model = (tiny.CONFIG, tiny.placed_weights(mesh))
-    requests = all_requests("dtype" in options)
+    requests = all_requests("dtype" in options, "weight_dtype" in options)
     engine = Engine(EngineConfig(layout=layout, **options), mesh)
     straight = engine.generate(model, requests, hosts=hosts)
     # The batch order is another one, so slots and replicas are; draws must not depend on it.
@@ -91,11 +96,13 @@ def answer(hosts, mesh_shape, layout, options):
 
 
 @functools.cache
-def expected(in_bfloat16):
+def expected(in_bfloat16, weight_dtype):
     weights = tiny.numpy_weights()
+    if weight_dtype:
+        weights = rounded(weights, EngineConfig(weight_dtype=weight_dtype).quantized_dtype)
     if in_bfloat16:
         weights = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights)
-    return oracle_completions((tiny.CONFIG, weights), all_requests(in_bfloat16))
+    return oracle_completions((tiny.CONFIG, weights), all_requests(in_bfloat16, bool(weight_dtype)))
 
 
 @cached
@@ -113,8 +120,9 @@ def answers(processes):
     ],
 )
 def test_tokens_are_those_of_one_process(processes, case):
-    in_bfloat16 = "dtype" in CASES[processes][case][2]
-    want = expected(in_bfloat16)
+    options = CASES[processes][case][2]
+    in_bfloat16 = "dtype" in options
+    want = expected(in_bfloat16, options.get("weight_dtype"))
     results = [result[case] for result in answers(processes)]
     assert len({result["ledger"] for result in results}) == 1
     for result in results:
