@@ -61,9 +61,9 @@ def went_on(processes):
 
 
 @cached
-def reports(*names):
+def reports():
     with tempfile.TemporaryDirectory() as directory:
-        return run_processes(report_bodies.body_reports, devices=1, timeout_s=240, args=(directory, names))
+        return run_processes(report_bodies.body_reports, devices=1, timeout_s=240, args=(directory, REPORTS))
 
 
 @cached
@@ -178,9 +178,10 @@ def test_a_launch_of_one_host(processes):
     check_time("a_launch_of_one_host", processes, max(result["seconds"]["ledger"] for result in exits(processes)))
 
 
-@pytest.mark.parametrize("name", [REPORTS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in REPORTS[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REPORTS)
 def test_training_goes_on_whatever_the_report_does(name):
-    found = reports(REPORTS[0]) if name == REPORTS[0] else reports(*REPORTS[1:])
+    found = reports()
     results = [result[name] for result in found]
     plain = found[0]["none"]["losses"]
     leader, other = results

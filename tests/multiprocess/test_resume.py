@@ -83,6 +83,7 @@ def body_failure(hosts, directory):
     return [len(losses), result.checkpoint_errors, steps_in(directory)]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_bit_for_bit_and_on_another_mesh_to_rounding(tmp_path):
     first, *others = run_processes(body_resume, processes=2, devices=2, args=(str(tmp_path),))
     assert all(other == first for other in others)

@@ -23,6 +23,10 @@ KEPT_THREADS = {
     "lockstep-watchdog": "ends by itself once nothing has been watched for its time-out",
 }
 """Threads that may stay, by the beginning of their names, and why."""
+KEPT_KEYS = {
+    "lockstep/heartbeat/": "one per process, first posted up to half a second after its start and then overwritten",
+}
+"""Keys of the coordination service that may stay, by the beginning of their names, and why."""
 
 Facts = Mapping[str, Mapping[str, object]]
 """For each kind of thing what there is of it, by name."""
@@ -71,8 +75,9 @@ def look(hosts: "Hosts", tests: str = "") -> Facts:
 
     arrays = collections.Counter(f"{array.dtype}{list(array.shape)}" for array in jax.live_arrays())
     handlers = {number.name: signal.getsignal(number) for number in signal.Signals}
+    keys = hosts.client.get_dir("lockstep") if hosts.is_leader else {}
     return {
-        "key of the service": dict.fromkeys(hosts.client.get_dir("lockstep"), "") if hosts.is_leader else {},
+        "key of the service": {key: "" for key in keys if not key.startswith(tuple(KEPT_KEYS))},
         "thread": {each.name: "" for each in threading.enumerate() if not each.name.startswith(tuple(KEPT_THREADS))},
         "array": dict(arrays),
         "environment variable": dict(os.environ),

@@ -170,7 +170,9 @@ def test_a_launch_without_rows_still_has_a_sequence() -> None:
 
 
 CASES: list[Any] = [
-    ("qwen3", "1,2,2", {"tensor": 2}, {"page_size": 8, "max_prefill_size": 32, "max_seqs": 6}),
+    pytest.param(
+        "qwen3", "1,2,2", {"tensor": 2}, {"page_size": 8, "max_prefill_size": 32, "max_seqs": 6}, marks=pytest.mark.slow
+    ),
     pytest.param("llama", "1,2,1", {"tensor": 1}, {"page_size": 16, "kv_cache_dtype": "fp8"}, marks=pytest.mark.slow),
     pytest.param("llama", "1,2,1", {"tensor": 1}, {"page_size": 16, "max_pages": 9}, marks=pytest.mark.slow),
     pytest.param("tied", "1,2,2", "training", {"page_size": 8, "max_prefill_size": 8}, marks=pytest.mark.slow),

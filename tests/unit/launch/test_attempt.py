@@ -124,6 +124,7 @@ def test_a_job_whose_launcher_is_gone_stops_by_its_lease(cloud):
     assert note.with_name("log").read_text() == "ready\nsaved\n"
 
 
+@pytest.mark.slow
 def test_a_job_is_started_again_when_a_worker_was_taken_away(cloud):
     """The host is gone with all that ran on it, and comes back with an empty disk."""
     hosts = cloud.add("a", "b")

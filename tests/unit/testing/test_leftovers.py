@@ -37,6 +37,7 @@ def test_what_is_left_is_named(hosts, monkeypatch):
         threading.Thread(target=end.wait, name="writer", daemon=True).start()
         monkeypatch.setenv("LEFT", "1")
         hosts.client.set("lockstep/left", b"")
+        hosts.client.set("lockstep/heartbeat/9", b"")  # each process has one of these
         monkeypatch.setattr(leftovers, "GROWS", leftovers.GROWS)
     end.set()
     assert kept is not None

@@ -56,6 +56,7 @@ def run(tmp_path_factory):
     return path, trainer, *train(trainer)
 
 
+@pytest.mark.slow
 def test_only_adapters_change(run):
     _, trainer, seen, base, result = run
     assert trainer.train_step_traces == 1 and isinstance(result.model, LoraModel)

@@ -178,6 +178,7 @@ def test_rewards_of_a_rollout_ahead_are_computed_while_the_devices_update():
     assert all(expected == found for expected, found in memory), "no cache and no decode weights beside an update"
 
 
+@pytest.mark.slow
 def test_another_seed_draws_other_questions_and_dynamic_sampling_fills_up(plain):
     """With a reward that is the same for many answers, further questions are asked until all groups have a signal."""
     tracker = runs.Recorder()
