@@ -325,8 +325,8 @@ class TrainStep:
         self, state: TrainState, frozen: PyTree, batch: dict[str, Array], stop: Array, *limit: Array
     ) -> tuple[TrainState, Float[Array, " n"]]:
         parts, gradients = self._differentiate(state.model, frozen, batch)
-        # The parts of their norm are then exchanged together. Without this, XLA's runtime for CPUs, which orders
-        # collectives by their beginnings alone, ran one for a part beside those of the backward pass, and aborted.
+        # The parts of their norm are exchanged together, after the backward pass. XLA's runtime for CPUs orders
+        # collectives by their beginnings alone: one for a part that is ready early can meet one of the backward pass.
         gradients = jax.lax.optimization_barrier(gradients)
         updates, opt_state = self._optimizer.update(gradients, state.opt_state, state.model)
         model = optax.apply_updates(state.model, updates)

@@ -81,8 +81,11 @@ def token_logprobs(model: Any, batch: Mapping[str, Array]) -> Float[Array, "... 
     if isinstance(model, OutputLayer):
         states = model.activations(*inputs)
         blocks = VocabBlocks.of(states, model.lm_head_array(), model.logit_soft_cap, most=LOGITS_BYTES)
-        rows = states.rearrange(("batch", "position", "embed")).array
-        found = blocks(rows, model.lm_head_array().array, targets)
+        if blocks is None:
+            found = _picked(model.logits(states), targets)
+        else:
+            rows = states.rearrange(("batch", "position", "embed")).array
+            found = blocks(rows, model.lm_head_array().array, targets)
     else:
         _check_arguments(model, len(inputs))
         found = _picked(model(*inputs), targets)

@@ -40,12 +40,11 @@ class VocabBlocks:
     """The log-probability of one token id per hidden state: its logit less the log-sum-exp of all, in float32.
 
     The log-sum-exp is summed block by block (Milakov & Gimelshein 2018, arXiv 1805.02867, algorithm 3). The backward
-    pass computes the logits of each block again, unless all are kept; a block's part of the output layer's gradient
-    is final when it is made. A device computes its own rows: it gathers the output layer once for both passes.
+    pass computes the logits of each block again; a block's part of the output layer's gradient is final when it is
+    made. A device computes its own rows: it gathers the output layer once for both passes.
 
     Args:
         size: The number of token ids in a block on a device.
-        keep: Whether the one block there is has all token ids, and its logits are kept for the backward pass.
         vocab_first: Whether the output layer is ``[vocab, embed]`` rather than ``[embed, vocab]``.
         soft_cap: The soft cap of the logits; None for none.
         mesh: The mesh; None: all is on one device, or XLA divides the work.
@@ -55,7 +54,6 @@ class VocabBlocks:
     """
 
     size: int
-    keep: bool
     vocab_first: bool
     soft_cap: float | None
     mesh: AbstractMesh | None = None
@@ -66,16 +64,19 @@ class VocabBlocks:
     @classmethod
     def of(
         cls, states: hax.NamedArray, head: hax.NamedArray, soft_cap: float | None, *, most: int, least: int = LEAST
-    ) -> Self:
+    ) -> Self | None:
         """Choose the blocks, for the mesh and the axis mapping that are set.
 
         Args:
             states: The hidden states ``[batch, position, embed]``.
             head: The output layer.
             soft_cap: The soft cap of the logits; None for none.
-            most: The bytes of float32 logits and of their gradients that a device may have at once. Where all are no
-                more, they are kept; otherwise a block has at most a quarter of it, unless ``least`` token ids are more.
+            most: The bytes of float32 logits and of their gradients that a device may have at once. A block has at most
+                a quarter of it, unless ``least`` token ids are more.
             least: The number of token ids that a block has at least.
+
+        Returns:
+            The blocks; None where all logits are no more than that.
         """
         context = jax.sharding.get_abstract_mesh()
         mesh: AbstractMesh | None = context
@@ -87,10 +88,10 @@ class VocabBlocks:
             mesh, rows, split, gathered = None, (), (), ((), ())
         vocab = head.resolve_axis("vocab").size // _size(mesh, split)
         tokens = math.prod(axis.size for axis in states.axes if axis.name != "embed") // _size(mesh, rows)
-        keep = logits_fit(tokens, vocab, most=most)
+        if logits_fit(tokens, vocab, most=most):
+            return None
         return cls(
-            size=vocab if keep else min(vocab, max(least, most // 4 // _bytes(tokens, LANES) * LANES)),
-            keep=keep,
+            size=min(vocab, max(least, most // 4 // _bytes(tokens, LANES) * LANES)),
             vocab_first=head.axes[0].name == "vocab",
             soft_cap=soft_cap,
             mesh=mesh,
@@ -139,76 +140,67 @@ def _logprobs(states: Array, head: Array, targets: Array, blocks: VocabBlocks) -
 
 
 def _forward(states: Array, head: Array, targets: Array, blocks: VocabBlocks) -> tuple[Array, tuple[Array, ...]]:
-    def local(states: Array, head: Array, targets: Array) -> tuple[Array, Array, Array, Array | None]:
+    def local(states: Array, head: Array, targets: Array) -> tuple[Array, Array, Array]:
         head = _gather(head, blocks)
         x, ids = states.reshape(-1, states.shape[-1]), targets.reshape(-1)
         vocab = head.shape[blocks.axis]
-        every = _Block.of(0, head, blocks).logits(x) if blocks.keep else None
 
-        def add(index: Array | int, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        def add(index: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             highest, total, picked = sums
             block = _Block.of(index, head, blocks)
-            logits = jnp.where(block.fresh, block.logits(x), -jnp.inf) if every is None else every
+            logits = jnp.where(block.fresh, block.logits(x), -jnp.inf)
             higher = jnp.maximum(highest, jnp.max(logits, axis=-1))
             total = total * jnp.exp(highest - higher) + jnp.sum(jnp.exp(logits - higher[:, None]), axis=-1)
             return higher, total, picked + jnp.sum(jnp.where(block.hit(ids), logits, 0.0), axis=-1)
 
         nothing = jnp.zeros(len(x), jnp.float32)
         sums = (jnp.full_like(nothing, -jnp.inf), nothing, nothing)
-        highest, total, picked = add(0, sums) if blocks.keep else jax.lax.fori_loop(0, _count(vocab, blocks), add, sums)
+        highest, total, picked = jax.lax.fori_loop(0, _count(vocab, blocks), add, sums)
         if blocks.vocab:
             top = jax.lax.pmax(highest, blocks.vocab)
             total, picked = jax.lax.psum((total * jnp.exp(highest - top), picked), blocks.vocab)
             highest = top
         sum_exp = highest + jnp.log(total)
-        return (picked - sum_exp).reshape(targets.shape), sum_exp.reshape(targets.shape), head, every
+        return (picked - sum_exp).reshape(targets.shape), sum_exp.reshape(targets.shape), head
 
     rows, used = P(blocks.rows or None), blocks.spec(stored=False)
-    outputs = (rows, rows, used, P(blocks.rows or None, blocks.vocab or None))
-    run = blocks.on_devices(local, inputs=(rows, blocks.spec(stored=True), rows), outputs=outputs)
-    logprobs, sum_exp, whole, every = run(states, head, targets)
-    return logprobs, (states, whole, targets, sum_exp, every)
+    run = blocks.on_devices(local, inputs=(rows, blocks.spec(stored=True), rows), outputs=(rows, rows, used))
+    logprobs, sum_exp, whole = run(states, head, targets)
+    return logprobs, (states, whole, targets, sum_exp)
 
 
-def _backward(blocks: VocabBlocks, kept: tuple[Array | None, ...], gradient: Array) -> tuple[Array, Array, None]:
-    def local(
-        states: Array, head: Array, targets: Array, sum_exp: Array, every: Array | None, gradient: Array
-    ) -> tuple[Array, Array]:
+def _backward(blocks: VocabBlocks, kept: tuple[Array, ...], gradient: Array) -> tuple[Array, Array, None]:
+    def local(states: Array, head: Array, targets: Array, sum_exp: Array, gradient: Array) -> tuple[Array, Array]:
         x, ids = states.reshape(-1, states.shape[-1]), targets.reshape(-1)
         weights, sums = gradient.reshape(-1, 1), sum_exp.reshape(-1, 1)
         vocab = head.shape[blocks.axis]
 
-        def gradients(block: _Block) -> tuple[Array, Array]:
-            logits = block.logits(x) if every is None else every
+        def add(index: Array, gradients: tuple[Array, Array]) -> tuple[Array, Array]:
+            of_x, of_head = gradients
+            block = _Block.of(index, head, blocks)
+            logits = block.logits(x)
             slope = weights * (block.hit(ids) - jnp.exp(logits - sums))
             if blocks.soft_cap is not None:
                 slope = slope * (1.0 - jnp.square(logits / blocks.soft_cap))
             # As in the model's own output layer: a float32 gradient would double what devices exchange.
             slope = jnp.where(block.fresh, slope, 0.0).astype(x.dtype)
+            of_x += jnp.dot(slope, block.columns.T, preferred_element_type=jnp.float32)
             of_block = jnp.dot(x.T, slope)
-            of_x = jnp.dot(slope, block.columns.T, preferred_element_type=jnp.float32)
-            return of_x, of_block.T if blocks.vocab_first else of_block
-
-        def add(index: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-            of_x, of_head = sums
-            block = _Block.of(index, head, blocks)
-            part, of_block = gradients(block)
+            of_block = of_block.T if blocks.vocab_first else of_block
             if vocab % blocks.size:  # the last block begins inside the one before it
                 of_block += jax.lax.dynamic_slice_in_dim(of_head, block.start, blocks.size, blocks.axis)
-            return of_x + part, jax.lax.dynamic_update_slice_in_dim(of_head, of_block, block.start, blocks.axis)
+            return of_x, jax.lax.dynamic_update_slice_in_dim(of_head, of_block, block.start, blocks.axis)
 
-        if blocks.keep:
-            of_x, of_head = gradients(_Block.of(0, head, blocks))
-        else:
-            empty = (jnp.zeros(x.shape, jnp.float32), jnp.zeros_like(head))
-            of_x, of_head = jax.lax.fori_loop(0, _count(vocab, blocks), add, empty)
+        empty = (jnp.zeros(x.shape, jnp.float32), jnp.zeros_like(head))
+        of_x, of_head = jax.lax.fori_loop(0, _count(vocab, blocks), add, empty)
         of_x = of_x.astype(x.dtype)
         of_x = jax.lax.psum(of_x, blocks.vocab) if blocks.vocab else of_x
         return of_x.reshape(states.shape), _scatter(of_head, blocks)
 
-    rows, logits = P(blocks.rows or None), P(blocks.rows or None, blocks.vocab or None)
-    inputs = (rows, blocks.spec(stored=False), rows, rows, logits, rows)
-    run = blocks.on_devices(local, inputs=inputs, outputs=(rows, blocks.spec(stored=True)))
+    rows = P(blocks.rows or None)
+    run = blocks.on_devices(
+        local, inputs=(rows, blocks.spec(stored=False), rows, rows, rows), outputs=(rows, blocks.spec(stored=True))
+    )
     of_states, of_head = run(*kept, gradient)
     return of_states, of_head, None
 
@@ -235,7 +227,7 @@ class _Block:
     soft_cap: float | None
 
     @classmethod
-    def of(cls, index: Array | int, head: Array, blocks: VocabBlocks) -> Self:
+    def of(cls, index: Array, head: Array, blocks: VocabBlocks) -> Self:
         vocab = head.shape[blocks.axis]
         start = jnp.minimum(index * blocks.size, vocab - blocks.size)
         local = start + jnp.arange(blocks.size)

@@ -50,9 +50,7 @@ def test_a_models_logits_are_made_in_blocks_where_they_are_many(monkeypatch):
         monkeypatch.setattr(logprobs, "LOGITS_BYTES", most)
         differentiate = jax.jit(jax.value_and_grad(lambda m, t: loss(m, t)))
         results.append(differentiate(model, tokens))
-        text = differentiate.lower(model, tokens).as_text()
-        made = [line for line in text.splitlines() if "dot_general" in line and line.endswith("tensor<48x300xf32>")]
-        assert len(made) == (2 if most == 1 else 1), "logits of blocks are made again for the backward pass"
+        assert ("6x8x300xf32" in differentiate.lower(model, tokens).as_text()) == (most > 1)
     for ours, theirs in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 

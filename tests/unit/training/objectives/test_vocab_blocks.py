@@ -14,7 +14,6 @@ from lockstep.training.objectives.vocab_blocks import VocabBlocks
 
 ROWS, POSITIONS, EMBED = 4, 6, 8
 MOST = 2 * 4 * 24 * 128  # of all tokens, the logits of 128 token ids and their gradients
-EVERY = 2**30  # all logits at once
 AXES = {False: ("embed", "vocab"), True: ("vocab", "embed")}
 
 
@@ -31,7 +30,7 @@ def arrays(vocab, vocab_first=False, dtype=np.float32):
 def blockwise(states, head, targets, *, vocab_first=False, cap=None, most=MOST):
     named = (hax.named(states, ("batch", "position", "embed")), hax.named(head, AXES[vocab_first]))
     blocks = VocabBlocks.of(*named, cap, most=most, least=128)
-    assert blocks.keep == (most == EVERY)
+    assert blocks is not None
     return blocks(states, head, targets)
 
 
@@ -62,15 +61,14 @@ def with_gradients(function, inputs, mesh=None, **options):
     return found, *of
 
 
-@pytest.mark.parametrize("most", [MOST, EVERY], ids=["blocks", "kept"])
 @pytest.mark.parametrize("mesh", [None, "2,1,2", "1,2,2"])
 @pytest.mark.parametrize(("vocab", "vocab_first", "cap"), [(512, False, None), (604, True, 1.5)])
-def test_blocks_change_neither_the_result_nor_a_gradient(most, mesh, vocab, vocab_first, cap):
+def test_blocks_change_neither_the_result_nor_a_gradient(mesh, vocab, vocab_first, cap):
     """604 is no multiple of a block, on no mesh: the last block begins inside the one before it."""
     inputs, options = arrays(vocab, vocab_first), {"vocab_first": vocab_first, "cap": cap}
     mesh = make_mesh(mesh, jax.devices()[:4]) if mesh else None
     rows = 1 if mesh is None else mesh.shape["dp"] * mesh.shape["fsdp"]
-    found = with_gradients(blockwise, inputs, mesh, most=most if most == EVERY else most // rows, **options)
+    found = with_gradients(blockwise, inputs, mesh, most=MOST // rows, **options)
     for ours, theirs in zip(found, with_gradients(dense, inputs, **options), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
@@ -109,23 +107,9 @@ def test_no_device_has_all_logits_and_the_output_layer_travels_once_each_way():
     assert [(one.kind, one.times) for one in moved] == [("all-gather", 1), ("reduce-scatter", 1)]
 
 
-def test_kept_logits_are_made_once():
-    states, head, targets, weights = arrays(512)
-
-    def products(most):
-        def total(states, head):
-            return jnp.sum(blockwise(states, head, targets, most=most) * weights)
-
-        return str(jax.make_jaxpr(jax.grad(total, argnums=(0, 1)))(states, head)).count("dot_general")
-
-    assert products(EVERY) == 3  # the logits, and one for each gradient
-    assert products(MOST) == 4
-
-
-def test_few_logits_are_one_block():
+def test_few_logits_need_no_blocks():
     states, head, *_ = arrays(128)
     named = hax.named(states, ("batch", "position", "embed")), hax.named(head, AXES[False])
-    few, many = (VocabBlocks.of(*named, None, most=most) for most in (MOST, MOST - 1))
-    assert (few.keep, few.size) == (True, 128)
-    assert (many.keep, many.size) == (False, 128)
+    assert VocabBlocks.of(*named, None, most=MOST) is None
+    assert VocabBlocks.of(*named, None, most=MOST - 1).size == 128
     assert VocabBlocks.of(*named, None, most=1).size == 128, "no smaller than a tile"
