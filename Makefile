@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Tests and the demo run on the CPU; programs compiled by one test run are kept for the next.
 export JAX_PLATFORMS := cpu
 test slow nightly: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/build/jax-cache
-test slow nightly: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.5
+test slow nightly: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.1
 # Most of a test's time goes to compiling programs that then run for milliseconds. The slow tests compile as users do.
 test: export XLA_FLAGS ?= --xla_backend_optimization_level=0
 

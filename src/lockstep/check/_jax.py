@@ -1,4 +1,4 @@
-"""How the launches of a process are seen. The only file of the check that touches ``jax._src``."""
+"""How the launches of a process are seen. The only file of the check that touches ``jax._src`` (ADR 26)."""
 
 import contextlib
 import functools

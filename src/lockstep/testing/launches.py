@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 """The event of jax.monitoring at each program that is about to be compiled, or read from the compilation cache."""
 EXPLAINS = "jax._src.interpreters.partial_eval"
-"""The logger of ``jax_explain_cache_misses``; under another name, errors would lack what changed."""
+"""The logger of ``jax_explain_cache_misses``, by name alone; under another one, errors would lack what changed."""
 SHOWN_CHARACTERS = 2000
 """Characters of JAX's explanations that an error shows."""
 

@@ -151,14 +151,15 @@ def test_any_mesh_context_will_do(engine: Engine, model: Any) -> None:
         assert assert_same_tokens(expected, other.generate(model, requests)) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "options", "moved"),
     [
-        pytest.param("1,1,1", {}, False, marks=pytest.mark.slow),
-        pytest.param("4,1,1", {}, False, marks=pytest.mark.slow),
-        pytest.param("4,1,1", {"dtype": "bfloat16"}, True, marks=pytest.mark.slow),
+        ("1,1,1", {}, False),
+        ("4,1,1", {}, False),
+        ("4,1,1", {"dtype": "bfloat16"}, True),
         ("1,1,4", {"layout": {"tensor": 4}}, False),
-        pytest.param("1,4,1", {}, True, marks=pytest.mark.slow),
+        ("1,4,1", {}, True),
     ],
 )
 def test_weights_that_lie_right_are_not_copied(mesh: str, options: dict[str, Any], moved: bool) -> None:

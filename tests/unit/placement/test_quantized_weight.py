@@ -140,14 +140,15 @@ def test_values_and_scales_are_the_same_on_any_mesh(
     np.testing.assert_array_equal(np.asarray(made.layers.attn_norm), host.layers.attn_norm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "mesh", "layout", "weight_dtype", "options"),
     [
         ("qwen2", "1,2,2", {"tensor": 2}, "int8", {"page_size": 8, "max_prefill_size": 16}),
-        pytest.param("llama", "1,1,1", "auto", "int8", {}, marks=SLOW),
-        pytest.param("gemma", "1,4,1", "training", "fp8", {"page_size": 16}, marks=SLOW),
-        pytest.param("llama", "1,4,1", {"tensor": 4}, "fp8", {"max_seqs": 3}, marks=SLOW),  # replicated kv heads
-        pytest.param("apertus", "2,2,1", {"tensor": 1}, "int8", {"max_steps_per_launch": 5}, marks=SLOW),
+        ("llama", "1,1,1", "auto", "int8", {}),
+        ("gemma", "1,4,1", "training", "fp8", {"page_size": 16}),
+        ("llama", "1,4,1", {"tensor": 4}, "fp8", {"max_seqs": 3}),  # replicated kv heads
+        ("apertus", "2,2,1", {"tensor": 1}, "int8", {"max_steps_per_launch": 5}),
     ],
 )
 def test_tokens_are_those_of_the_rounded_model(

@@ -11,7 +11,7 @@ from lockstep.training.step_failure import named_failure
 
 def fail(count: int) -> None:
     hosts = SimpleNamespace(count=count, index=1, missing=lambda: " Missing: process 2.")
-    with named_failure(hosts, 7):  # type: ignore[arg-type]
+    with named_failure(hosts, 7):  # type: ignore[arg-type]  # a stand-in with the three attributes that are read
         raise jax.errors.JaxRuntimeError("connection closed by peer")
 
 

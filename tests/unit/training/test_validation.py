@@ -69,7 +69,7 @@ def run(sources, every=2, loss=lm_loss, train_rows=None, at=None, perplexity=Tru
     return evaluated, validation, trainer, models
 
 
-@pytest.mark.parametrize("parallelism", [pytest.param(-1, marks=pytest.mark.slow), 1, 3])
+@pytest.mark.parametrize("parallelism", [*(pytest.param(each, marks=pytest.mark.slow) for each in (-1, 1)), 3])
 def test_figures_are_exact_over_all_rows_of_each_source(parallelism):
     """13 and 5 rows, which no batch divides, of very different weight."""
     sources = {"easy": rows(13), "hard": TokenizedRows(columns=rows(32).take(range(5, 10)), seed=0)}

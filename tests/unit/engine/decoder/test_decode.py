@@ -24,13 +24,14 @@ def poisoned(mesh: str, token: int = POISON) -> Any:
     return dataclasses.replace(model, embed=embed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "layout", "page_size", "kv_cache_dtype"),
     [
         ("1,1,1", "auto", 8, "auto"),
-        pytest.param("1,2,2", {"tensor": 2}, 32, "auto", marks=pytest.mark.slow),
-        pytest.param("1,2,1", "training", 16, "auto", marks=pytest.mark.slow),
-        pytest.param("1,1,1", "auto", 8, "fp8", marks=pytest.mark.slow),
+        ("1,2,2", {"tensor": 2}, 32, "auto"),
+        ("1,2,1", "training", 16, "auto"),
+        ("1,1,1", "auto", 8, "fp8"),
     ],
 )
 def test_pages_of_a_poisoned_sequence_are_as_good_as_new(

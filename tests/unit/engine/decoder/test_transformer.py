@@ -25,7 +25,7 @@ OPTIONS: list[dict[str, int]] = [
 ]
 MESHES = {"tensor1": ("1,4,1", "2,2,1"), "training": ("1,2,2", "2,2,1"), "tensor2": ("1,2,2", "1,4,1")}
 COLLECTIVE = re.compile(r"= \S+ (?:all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)\(")
-QUICK = {"llama": ("tensor2",), "qwen3": ("training",), "tied": ("tensor1",)}
+QUICK = {"llama": ("tensor2",), "qwen3": ("training",)}
 """Layouts of the families that `make test` runs."""
 SLOW = {"llama": LAYOUTS, "llama3": ("training",), "qwen2": ("tensor1",), "qwen3": ("training",), "tied": ("tensor1",)}
 """Those of `make slow`: one family in all, each other one in one, tensor2 where none is named. The rest are nightly."""

@@ -82,7 +82,7 @@ def test_greedy_and_sampled_in_one_batch_and_what_is_forbidden() -> None:
     np.testing.assert_allclose(logprobs, logits[np.arange(3), tokens] - totals, atol=1e-6)
 
 
-@pytest.mark.parametrize("tensor", [2, 4])
+@pytest.mark.parametrize("tensor", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_devices_that_share_the_vocabulary_draw_what_one_draws(tensor: int) -> None:
     decode_mesh = make_decode_mesh(mesh_of("1,4,1"), tensor)
     rng = np.random.default_rng(0)
