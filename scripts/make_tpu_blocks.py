@@ -27,9 +27,9 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from lockstep.attention.kv_dtype import FP8
 from lockstep.attention.tpu_block_table import BLOCKS
 from lockstep.attention.tpu_blocks import BlockKey, stored_head_size, stored_heads, takes
+from lockstep.device import FP8
 from lockstep.plan.topology import topology
 
 TABLE = Path(__file__).parents[1] / "src" / "lockstep" / "attention" / "tpu_block_table.py"

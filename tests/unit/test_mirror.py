@@ -73,6 +73,7 @@ COVERED_BY = {
     "engine/decoder/copy_pages.py": "tests/unit/engine/decoder/test_transformer.py",
     "engine/decoder/prefill.py": "tests/unit/engine/decoder/test_transformer.py",
     "schedule/counts.py": "tests/unit/schedule/test_scheduler.py",
+    "device/float8.py": "tests/unit/attention/test_kv_dtype.py",
     "engine/prepare.py": "tests/unit/engine/test_engine.py",
     # Steps of a whole round, run or plan.
     "batch_inference/generate.py": "tests/unit/batch_inference/test_run.py",

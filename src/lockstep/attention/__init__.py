@@ -1,5 +1,6 @@
 """Attention over a paged KV cache, one implementation for each kind of device; and that of training."""
 
+from lockstep.attention.base import NO_WINDOW as NO_WINDOW
 from lockstep.attention.base import Attention as Attention
 from lockstep.attention.base import Heads as Heads
 from lockstep.attention.base import StoredKvHeads as StoredKvHeads
@@ -10,7 +11,6 @@ from lockstep.attention.contiguous_kv import attend_context_span as attend_conte
 from lockstep.attention.contiguous_kv import extend_context as extend_context
 from lockstep.attention.contiguous_kv import extend_context_span as extend_context_span
 from lockstep.attention.contiguous_kv import gather_context as gather_context
-from lockstep.attention.kv_dtype import FP8 as FP8
 from lockstep.attention.reference import paged_attention as paged_attention
 from lockstep.attention.select import describe_attention as describe_attention
 from lockstep.attention.select import has_kernel as has_kernel

@@ -13,14 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
-FP8 = jnp.dtype(jnp.float8_e4m3fn)
-"""The dtype of K and V in 8 bits."""
-
-
-BYTE = jnp.dtype(jnp.uint8)
-"""The dtype of a pool that has them as bytes."""
-
-_LARGEST = float(jnp.finfo(FP8).max)
+from lockstep.device import BYTE, FP8, LARGEST_FP8
 
 
 def to_pool(kv: Float[Array, "*shape"], dtype: jnp.dtype) -> Num[Array, "*shape"]:
@@ -35,10 +28,5 @@ def to_pool(kv: Float[Array, "*shape"], dtype: jnp.dtype) -> Num[Array, "*shape"
     """
     if dtype not in (FP8, BYTE):
         return kv.astype(dtype)
-    rounded = jnp.where(jnp.isfinite(kv), jnp.clip(kv, -_LARGEST, _LARGEST), jnp.nan).astype(FP8)
+    rounded = jnp.where(jnp.isfinite(kv), jnp.clip(kv, -LARGEST_FP8, LARGEST_FP8), jnp.nan).astype(FP8)
     return jax.lax.bitcast_convert_type(rounded, dtype)
-
-
-def as_numbers(kv: Num[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Returns what `to_pool` made as numbers, in the dtype in which they are stored: bytes as E4M3."""
-    return jax.lax.bitcast_convert_type(kv, FP8) if kv.dtype == BYTE else kv

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from lockstep.attention.base import Attention, Heads, StoredKvHeads
-from lockstep.attention.kv_dtype import BYTE, FP8
 from lockstep.attention.tpu import TpuAttention
 from lockstep.attention.tpu_blocks import (
     LANES,
@@ -23,6 +22,7 @@ from lockstep.attention.tpu_blocks import (
     tpu_generation,
 )
 from lockstep.attention.xla import XlaAttention
+from lockstep.device import BYTE, FP8
 from lockstep.errors import ConfigError
 
 logger = logging.getLogger(__name__)

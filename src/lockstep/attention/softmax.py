@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lockstep.attention.kv_dtype import as_numbers
+from lockstep.device import as_numbers
 
 type ReadChunk = Callable[[Array | int], tuple[Array, Array]]
 """Takes the number of a chunk; returns its K and V ``[sequence, kv_head, position, head]`` as the pool holds them."""

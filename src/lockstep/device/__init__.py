@@ -11,6 +11,10 @@ from lockstep.device.chips import published_chip as published_chip
 from lockstep.device.compiler_errors import Compile as Compile
 from lockstep.device.compiler_errors import compile_lowered as compile_lowered
 from lockstep.device.compiler_errors import explain as explain
+from lockstep.device.float8 import BYTE as BYTE
+from lockstep.device.float8 import FP8 as FP8
+from lockstep.device.float8 import LARGEST_FP8 as LARGEST_FP8
+from lockstep.device.float8 import as_numbers as as_numbers
 from lockstep.device.memory import block_bytes as block_bytes
 from lockstep.device.memory import free_bytes as free_bytes
 from lockstep.device.memory import peak_bytes as peak_bytes

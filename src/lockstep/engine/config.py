@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from lockstep.attention import FP8
+from lockstep.device import FP8
 from lockstep.engine.capacity_fields import CapacityFields
 from lockstep.engine.capacity_fields import Layout as Layout
 from lockstep.errors import ConfigError

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from lockstep.attention import NO_WINDOW
 from lockstep.models.config import LlamaConfig, rotary_frequencies
 from lockstep.models.layer_kinds import layer_kinds
 from lockstep.models.weights import DecoderWeights, LayerWeights
@@ -28,7 +29,6 @@ PAIRS: Final = (
 """Weights of one shape that a reader can take for each other."""
 SQUARE: Final = ("q", "k", "v", "o")
 """Weights that can be square, so that their transpose has the right shape too."""
-NO_WINDOW: Final = 2**30
 
 
 @jax.tree_util.register_dataclass

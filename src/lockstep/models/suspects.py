@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.models.adjustable import ACTIVATIONS, NO_WINDOW, PAIRS, SQUARE, Settings
+from lockstep.attention import NO_WINDOW
+from lockstep.models.adjustable import ACTIVATIONS, PAIRS, SQUARE, Settings
 from lockstep.models.config import Llama3Scaling, LlamaConfig, RotaryConfig, rotary_frequencies
 from lockstep.models.layer_kinds import LayerKind, distinct, layer_kinds
 from lockstep.models.weights import DecoderWeights

@@ -13,16 +13,15 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int8, UInt8
 
+from lockstep.device import BYTE, FP8, LARGEST_FP8, as_numbers
 from lockstep.placement.decode_mesh import DecodeMesh
 from lockstep.placement.leaf_layout import LayoutTree, LeafLayout, Spec
 
 INT8: Final = jnp.dtype(jnp.int8)
-FP8: Final = jnp.dtype(jnp.float8_e4m3fn)
 
-_LARGEST: Final[Mapping[Any, float]] = {INT8: 127.0, FP8: float(jnp.finfo(FP8).max)}
+_LARGEST: Final[Mapping[Any, float]] = {INT8: 127.0, FP8: LARGEST_FP8}
 
 
 @jax.tree_util.register_dataclass
@@ -31,7 +30,7 @@ class QuantizedWeight:
     """A weight in 8 bits; the axes of its inputs come first, after the layer.
 
     Args:
-        values: Integers, or the bits of E4M3: on CPU XLA keeps no array of an 8-bit floating type in 8 bits.
+        values: Integers, or the bytes of E4M3 numbers (`lockstep.device.float8`).
         scale: What each output channel is multiplied by: the weight's axes without those of the inputs.
     """
 
@@ -53,7 +52,7 @@ def matmul(x: Float[Array, "*batch inputs"], weight: Array | QuantizedWeight, *,
     values = values.reshape(math.prod(values.shape[:axes]), -1)
     if not isinstance(weight, QuantizedWeight):
         return x @ values
-    product = jnp.matmul(x, _numbers(values).astype(x.dtype), preferred_element_type=jnp.float32)
+    product = jnp.matmul(x, as_numbers(values).astype(x.dtype), preferred_element_type=jnp.float32)
     return (product * weight.scale.reshape(-1)).astype(x.dtype)
 
 
@@ -132,7 +131,7 @@ class QuantizedLayout:
         exact = wide / jnp.expand_dims(scale, self.inputs)
         if self.dtype == INT8:
             return QuantizedWeight(jnp.round(exact).astype(INT8), scale)
-        return QuantizedWeight(jax.lax.bitcast_convert_type(exact.astype(FP8), jnp.uint8), scale)
+        return QuantizedWeight(jax.lax.bitcast_convert_type(exact.astype(FP8), BYTE), scale)
 
     def bytes(self, dims: tuple[int, ...]) -> int:
         """Bytes of a block of the weight: of its values, and of its scales in float32.
@@ -164,8 +163,3 @@ def quantized_layouts(
         return QuantizedLayout(layout, dims, dtype) if dims else layout
 
     return jax.tree_util.tree_map_with_path(changed, layouts)
-
-
-def _numbers(values: Array) -> Array:
-    """The values of a `QuantizedWeight` as numbers."""
-    return jax.lax.bitcast_convert_type(values, FP8) if values.dtype == np.uint8 else values

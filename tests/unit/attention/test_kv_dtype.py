@@ -12,7 +12,8 @@ import pytest
 from lockstep.attention import ScoreModifier, attend_context, extend_context, gather_context, paged_attention
 from lockstep.attention import contiguous_kv as context_module
 from lockstep.attention import reference as reference_module
-from lockstep.attention.kv_dtype import BYTE, as_numbers, to_pool
+from lockstep.attention.kv_dtype import to_pool
+from lockstep.device import BYTE, as_numbers
 from lockstep.engine import Engine, EngineConfig
 from tests.oracle import assert_same_logprobs, assert_same_tokens, oracle_completions, rounded_kv
 from tests.sampling_oracle import log_softmax

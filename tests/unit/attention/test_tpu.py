@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lockstep.attention import FP8, Heads, StoredKvHeads, TpuAttention, XlaAttention
-from lockstep.attention.kv_dtype import BYTE, as_numbers, to_pool
+from lockstep.attention import Heads, StoredKvHeads, TpuAttention, XlaAttention
+from lockstep.attention.kv_dtype import to_pool
 from lockstep.attention.tpu_blocks import Blocks, stored_head_size, stored_heads
+from lockstep.device import BYTE, FP8, as_numbers
 from lockstep.engine import Engine, EngineConfig
 from tests.interpret import kernel_on_cpu
 from tests.oracle import assert_same_logprobs, assert_same_tokens, oracle_completions

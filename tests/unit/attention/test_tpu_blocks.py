@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from lockstep.attention import tpu_blocks
-from lockstep.attention.kv_dtype import FP8
 from lockstep.attention.tpu_block_table import VMEM_LIMIT
 from lockstep.attention.tpu_blocks import (
     BlockKey,
@@ -17,6 +16,7 @@ from lockstep.attention.tpu_blocks import (
     takes,
     tpu_generation,
 )
+from lockstep.device import FP8
 
 
 @pytest.mark.parametrize(("itemsize", "wants"), [(4, {1: 1, 3: 4, 5: 8}), (2, {1: 1, 3: 4, 6: 8, 12: 16}), (1, {1: 2})])
