@@ -520,8 +520,12 @@ def test_a_page_that_is_written_anew_keeps_the_reader_s_place(reports):
     reports.write([*STEPS, *(row(30, n, f"newest {n}") for n in range(6))], reload_s=0.4, place=place)
     until(page, "document.getElementById('summary')?.textContent.includes('4 steps')")
     assert page.text_content(".detail-head h2") == "Prompt #3" and page.text_content("#step-text") == "step 10 of 30"
-    page.keyboard.press("End")  # whoever is at the end stays at the end
-    page.wait_for_timeout(250)
+    # Whoever is at the end stays at the end. A key that is pressed while the page loads itself again reaches nobody.
+    for _ in range(20):
+        page.keyboard.press("End")
+        page.wait_for_timeout(250)
+        if page.text_content("#step-text") == "step 30 of 30":
+            break
     reports.write(
         [*STEPS, *(row(step, n, f"at {step}") for step in (30, 40) for n in range(6))], reload_s=0.4, place=place
     )
