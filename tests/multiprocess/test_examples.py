@@ -28,7 +28,7 @@ def test_a_loop_of_ones_own_samples_on_two_hosts(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["train_lm", "train_dpo"])
+@pytest.mark.parametrize("name", ["train_lm", pytest.param("train_dpo", marks=pytest.mark.nightly)])
 def test_levanter_with_our_block_in_its_yaml(name, tmp_path):
     """Its data caches, its configuration, its trainer, on two processes; resumed, it goes on where it was."""
     arguments = ["--config_path", f"examples/levanter_{name}.yaml", "--trainer.id", "test"]

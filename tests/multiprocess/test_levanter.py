@@ -100,7 +100,7 @@ def body_same_losses(hosts, directory, mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["fsdp", "tensor"])
+@pytest.mark.parametrize("mesh", ["fsdp", pytest.param("tensor", marks=pytest.mark.nightly)])
 def test_a_run_with_samples_has_the_same_losses_and_launches(mesh, tmp_path):
     results = run_processes(body_same_losses, args=(str(tmp_path), mesh), timeout_s=400, own=SETS)
     for result in results:

@@ -120,7 +120,7 @@ print(json.dumps({
         pytest.param("v5p-8", "bfloat16", 4, marks=pytest.mark.nightly),
         pytest.param("v4-8", "bfloat16", 2, marks=pytest.mark.nightly),
         pytest.param("v5litepod-4", "bfloat16", 2, marks=pytest.mark.nightly),
-        pytest.param("v6e-4", "bfloat16", 2, marks=pytest.mark.slow),
+        pytest.param("v6e-4", "bfloat16", 2, marks=pytest.mark.nightly),
         pytest.param("v5p-8", "float32", 2, marks=pytest.mark.slow),
     ],
 )
@@ -329,8 +329,8 @@ print(json.dumps({
     [
         ("v5p-8", 2),
         pytest.param("v6e-4", 1, marks=pytest.mark.slow),
-        pytest.param("v5p-8", 1, marks=pytest.mark.slow),
-        pytest.param("v6e-4", 2, marks=pytest.mark.slow),
+        pytest.param("v5p-8", 1, marks=pytest.mark.nightly),
+        pytest.param("v6e-4", 2, marks=pytest.mark.nightly),
     ],
 )
 def test_weights_that_are_made_while_they_move_are_cast_all_at_once(slice_, tensor):

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra [plan]")
 
 SLOW = pytest.mark.slow
+NIGHTLY = [pytest.mark.slow, pytest.mark.nightly]
 LAYERS = 32
 
 
@@ -35,8 +36,8 @@ def compiled(
     ("slice_name", "tensor"),
     [
         ("v5p-16", 4),
-        pytest.param("v5p-16", 1, marks=SLOW),
-        pytest.param("v5p-64", 4, marks=SLOW),
+        pytest.param("v5p-16", 1, marks=NIGHTLY),
+        pytest.param("v5p-64", 4, marks=NIGHTLY),
         pytest.param("v6e-16", 4, marks=SLOW),
     ],
 )
@@ -60,7 +61,9 @@ def test_predicted_memory_of_other_sizes(model: str, slice_name: str, tensor: in
 
 
 @SLOW
-@pytest.mark.parametrize(("slice_name", "tensor", "weight_dtype"), [("v5p-16", 4, "int8"), ("v6e-16", 4, "fp8")])
+@pytest.mark.parametrize(
+    ("slice_name", "tensor", "weight_dtype"), [pytest.param("v5p-16", 4, "int8", marks=NIGHTLY), ("v6e-16", 4, "fp8")]
+)
 def test_weights_in_8_bits(slice_name: str, tensor: int, weight_dtype: str) -> None:
     """Few sequences of 512 tokens, as of a round of samples: weights are most of what a step reads."""
     small = "--context 512"

@@ -43,7 +43,7 @@ FAMILIES: dict[str, Any] = {
     "gemma3": Gemma3Config(**models.SIZES),
     "apertus": ApertusConfig(**models.SIZES, rope=LLAMA3),
 }
-NIGHTLY = ("llama", "llama_hybrid", "mistral", "gemma", "gemma2", "olmo2", "qwen2", "qwen3")
+NIGHTLY = ("llama", "llama_hybrid", "mistral", "gemma", "gemma2", "olmo2", "qwen2", "qwen3", "apertus")
 """Families that are read as those of the other tests are."""
 UNSTACKED = {
     name: dataclasses.replace(FAMILIES[name], scan_layers=False) for name in ("llama", "olmo2", "gemma2", "apertus")
@@ -71,31 +71,25 @@ def check(model: Any, oracle: Any = None) -> None:
     assert lockstep.audit(model, asked, got).logprob_gap < 3e-5
 
 
-def slow_but(quick: set[str], names: Any, nightly: Sequence[str] = ()) -> list[Any]:
-    """Each name, and most of them for the slow tests or the nightly ones: a family takes 5 seconds."""
-
-    def marks(name: str) -> list[pytest.MarkDecorator]:
-        if name in quick:
-            return []
-        return [pytest.mark.slow, pytest.mark.nightly] if name in nightly else [pytest.mark.slow]
-
-    return [pytest.param(name, marks=marks(name)) for name in names]
+def some_nightly(names: Any, nightly: Sequence[str]) -> list[Any]:
+    """Each name, and most of them for the nightly tests: a family takes 5 seconds."""
+    return [pytest.param(name, marks=[pytest.mark.nightly] * (name in nightly)) for name in names]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slow_but(set(), FAMILIES, nightly=NIGHTLY))
+@pytest.mark.parametrize("name", some_nightly(FAMILIES, nightly=NIGHTLY))
 def test_a_family_says_what_levanter_says(name):
     check(models.build(FAMILIES[name]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slow_but({"olmo2"}, UNSTACKED, nightly=sorted(UNSTACKED)))
+@pytest.mark.parametrize("name", some_nightly(UNSTACKED, nightly=sorted(set(UNSTACKED) - {"olmo2"})))
 def test_layers_need_not_be_stacked(name):
     check(models.build(UNSTACKED[name]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slow_but({"sharded"}, ["sharded", "stacked", "by layer"]))
+@pytest.mark.parametrize("name", some_nightly(["sharded", "stacked", "by layer"], nightly=["stacked", "by layer"]))
 def test_lora_is_merged_on_the_way(name):
     lora = LoraConfig(r=4, alpha=8.0, a_init_mode="random")
     config = UNSTACKED["olmo2"] if name == "by layer" else models.LLAMA

@@ -21,6 +21,11 @@ from lockstep.types import Request, SamplingParams
 from tests import tunix_models as models
 
 PROMPTS = [[int(token) for token in np.random.default_rng(3).integers(1, 64, size)] for size in (3, 9, 17)]
+NIGHTLY = ("qwen3-tied", "llama3", "gemma3-qkv")
+
+
+def marks(name):
+    return [] if name == "qwen3" else [pytest.mark.slow, *[pytest.mark.nightly] * (name in NIGHTLY)]
 
 
 def answers(model, mesh, config=None):
@@ -31,9 +36,7 @@ def answers(model, mesh, config=None):
     return Engine(config or EngineConfig(), mesh).generate(model, requests)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "qwen3" else pytest.mark.slow) for name in models.MODELS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in models.MODELS])
 def test_answers_are_those_of_its_own_forward(name):
     mesh = models.mesh(2, 2)
     model = models.randomise(models.MODELS[name](), mesh)

@@ -146,10 +146,10 @@ def test_values_and_scales_are_the_same_on_any_mesh(
     ("family", "mesh", "layout", "weight_dtype", "options"),
     [
         ("qwen2", "1,2,2", {"tensor": 2}, "int8", {"page_size": 8, "max_prefill_size": 16}),
-        ("llama", "1,1,1", "auto", "int8", {}),
+        pytest.param("llama", "1,1,1", "auto", "int8", {}, marks=pytest.mark.nightly),
         ("gemma", "1,4,1", "training", "fp8", {"page_size": 16}),
         ("llama", "1,4,1", {"tensor": 4}, "fp8", {"max_seqs": 3}),  # replicated kv heads
-        ("apertus", "2,2,1", {"tensor": 1}, "int8", {"max_steps_per_launch": 5}),
+        pytest.param("apertus", "2,2,1", {"tensor": 1}, "int8", {"max_steps_per_launch": 5}, marks=pytest.mark.nightly),
     ],
 )
 def test_tokens_are_those_of_the_rounded_model(

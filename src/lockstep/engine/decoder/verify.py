@@ -103,38 +103,61 @@ def verify_function(
             expected = jnp.pad(expected, ((0, groups * together + 1 - width), (0, 0)), constant_values=-1)
             by_position = jnp.pad(x.swapaxes(0, 1), ((0, groups * together - width), (0, 0), (0, 0)))
 
+            begin = position
+
+            def draw(logits: Array, counts: Any, at: Array) -> list[Array]:
+                sampled = sampler.draw(logits, counts, at)
+                found = [sampled.token, sampled.logprob, sampled.sampled_logprob]
+                if capacity.top_logprobs:
+                    found += top_logprobs(logits, capacity.top_logprobs, sampled, decode_mesh)
+                return [*found, jnp.full_like(sampled.token, index)]
+
+            def goes_on(token: Array, expected: Array, left: Array) -> Array:
+                """Whether the position after a sampled token counts, if that token's own does."""
+                stopped = jnp.any(token[..., None] == stop_ids, axis=-1)
+                return ~stopped & (left > 1) & (token == expected)
+
             def sample_group(group: Array, state: Any) -> Any:
-                first = group * together
+                alive, token, position, remaining, done, counts, results = state
+                first, here = group * together, jnp.arange(together)[:, None]
                 some = jax.lax.dynamic_slice_in_dim(by_position, first, together)
                 logits = transformer.logits(weights, some.reshape(-1, some.shape[-1]))
+                # All that follows is [position, slot].
                 logits = logits.reshape(together, capacity.slots, -1)
+                at, left = begin + first + 1 + here, remaining - here
+                wanted = jax.lax.dynamic_slice_in_dim(expected, first, together)
 
-                def sample_one(i: Array, state: Any) -> Any:
-                    alive, token, position, remaining, done, counts, results = state
-                    one = jax.lax.dynamic_index_in_dim(logits, i, keepdims=False)
-                    sampled = sampler.draw(one, counts, position + 1)
-                    found = [sampled.token, sampled.logprob, sampled.sampled_logprob]
-                    if capacity.top_logprobs:
-                        found += top_logprobs(one, capacity.top_logprobs, sampled, decode_mesh)
-                    found.append(jnp.full_like(sampled.token, index))
-                    place = jnp.where(alive, done, capacity.draft_tokens)  # beyond the end, where nothing is written
-                    stopped = jnp.any(sampled.token[:, None] == stop_ids, axis=1)
-                    left = jnp.where(alive, jnp.where(stopped, 0, remaining - 1), remaining)
-                    right = sampled.token == jax.lax.dynamic_index_in_dim(expected, first + i, keepdims=False)
-                    return (
-                        alive & (left > 0) & right,
-                        jnp.where(alive, sampled.token, token),
-                        position + alive,
-                        left,
-                        done + alive,
-                        sampler.count(counts, sampled.token, alive),
-                        [
-                            result.at[rows, place].set(each, mode="drop")
-                            for result, each in zip(results, found, strict=True)
-                        ],
-                    )
+                def draw_next(state: Any, given: Any) -> Any:
+                    alive, counts = state
+                    logits, at, wanted, left = given
+                    found = draw(logits, counts, at)
+                    counts = sampler.count(counts, found[0], alive)
+                    return (alive & goes_on(found[0], wanted, left), counts), found
 
-                return jax.lax.fori_loop(0, together, sample_one, state)
+                if counts is None:  # then no draw depends on the tokens before
+                    found = jax.vmap(lambda logits, at: draw(logits, None, at))(logits, at)
+                else:
+                    (_, counts), found = jax.lax.scan(draw_next, (alive, counts), (logits, at, wanted, left))
+                on = goes_on(found[0], wanted, left)
+                counted = alive & (jnp.cumsum(~on, axis=0) - ~on == 0)
+                count = jnp.sum(counted, axis=0)
+                place = jnp.where(
+                    counted, done + here, capacity.draft_tokens
+                )  # beyond the end, where nothing is written
+                last = found[0][jnp.maximum(count - 1, 0), rows]
+                stopped = alive & jnp.any(last[:, None] == stop_ids, axis=1)
+                return (
+                    alive & jnp.all(on, axis=0),
+                    jnp.where(alive, last, token),
+                    position + count,
+                    jnp.where(stopped, 0, remaining - count),
+                    done + count,
+                    counts,
+                    [
+                        result.at[rows, place].set(each, mode="drop")
+                        for result, each in zip(results, found, strict=True)
+                    ],
+                )
 
             state = (active, token, position, remaining, done, counts, results)
             _, *state = jax.lax.fori_loop(0, groups, sample_group, state)

@@ -64,7 +64,16 @@ def test_tokens_depend_on_the_request_alone_in_every_family_and_layout(examples:
     run_cases(examples, every, orders)
 
 
-@pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, RANDOM_ENGINES))])
+@pytest.mark.parametrize(
+    "number",
+    [
+        0,
+        *(
+            pytest.param(n, marks=[pytest.mark.slow, *[pytest.mark.nightly] * (n > 1)])
+            for n in range(1, RANDOM_ENGINES)
+        ),
+    ],
+)
 def test_a_random_engine_answers_as_a_plain_forward(number: int) -> None:
     case = random_case(number)
     model = model_on(case.mesh, case.model, case.vocab)

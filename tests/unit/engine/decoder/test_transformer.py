@@ -27,14 +27,14 @@ MESHES = {"tensor1": ("1,4,1", "2,2,1"), "training": ("1,2,2", "2,2,1"), "tensor
 COLLECTIVE = re.compile(r"= \S+ (?:all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)\(")
 QUICK = {"llama": ("tensor2",), "qwen3": ("training",)}
 """Layouts of the families that `make test` runs."""
-SLOW = {"llama": LAYOUTS, "llama3": ("training",), "qwen2": ("tensor1",), "qwen3": ("training",), "tied": ("tensor1",)}
-"""Those of `make slow`: one family in all, each other one in one, tensor2 where none is named. The rest are nightly."""
+SLOW = {"llama": LAYOUTS, "qwen2": ("tensor1",), "gemma3": ("tensor2",), "apertus": ("tensor2",)}
+"""Those of `make slow`: one family in all, some others in one. The rest are nightly."""
 
 
 def marks(family: str, layout: str) -> list[pytest.MarkDecorator]:
     if layout in QUICK.get(family, ()):
         return []
-    return [pytest.mark.slow] if layout in SLOW.get(family, ("tensor2",)) else [pytest.mark.slow, pytest.mark.nightly]
+    return [pytest.mark.slow] if layout in SLOW.get(family, ()) else [pytest.mark.slow, pytest.mark.nightly]
 
 
 CASES = [
@@ -86,7 +86,7 @@ def test_rows_beyond_the_vocabulary_are_never_sampled(vocab_size: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("working", [1, 2])
+@pytest.mark.parametrize("working", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_replicas_that_rest(working: int) -> None:
     options = {"page_size": 8, "max_prefill_size": 16, "max_steps_per_launch": 5, "max_seqs": 6}
     engine = Engine(EngineConfig(layout={"tensor": 1, "replicas": working}, **options), mesh_of("2,2,1"))
@@ -144,7 +144,7 @@ def test_what_is_compared_has_both_endings_and_many_lengths() -> None:
     ("family", "mesh"),
     [
         ("qwen2", "1,4,1"),
-        *(pytest.param(family, "1,2,2", marks=pytest.mark.slow) for family in ("llama", "gemma", "olmo")),
+        *(pytest.param(family, "1,2,2", marks=pytest.mark.nightly) for family in ("llama", "gemma", "olmo")),
     ],
 )
 def test_more_devices_than_kv_heads(family: str, mesh: str) -> None:

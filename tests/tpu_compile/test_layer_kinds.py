@@ -1,0 +1,94 @@
+"""Layers with and without a window in one model, through the TPU compiler: in its kernels the window is a constant."""
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import pytest
+from haliax import Axis
+
+pytest.importorskip("libtpu", reason="the extra [plan] brings the TPU compiler")
+
+from jax.sharding import NamedSharding, PartitionSpec
+
+from benchmarks.tpu_programs import weights_on
+from lockstep.engine import Engine, EngineConfig
+from lockstep.engine.sizing.memory_model import MemoryModel
+from lockstep.models import LlamaConfig, LlamaLMHeadModel, RotaryConfig, Variant
+from lockstep.models.presets import ModelPreset
+from lockstep.placement import COMPUTE_AXES, make_mesh
+from lockstep.plan.hlo import Hlo
+from lockstep.plan.topology import topology
+from lockstep.plan.traffic import copies
+from lockstep.types import Request, SamplingParams
+
+LENGTH = 2048
+CONFIG = LlamaConfig(
+    max_seq_len=LENGTH,
+    hidden_dim=1024,
+    intermediate_dim=1024,
+    num_layers=6,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=128,
+    qk_norm=True,
+    rope=RotaryConfig(theta=1e6, linear_factor=8.0),
+    variant=Variant(
+        sliding_window=512,
+        layer_types=("sliding_attention",) * 5 + ("full_attention",),
+        sliding_rope=RotaryConfig(theta=1e4),
+    ),
+)
+SLICES = ["v5p-8", pytest.param("v6e-4", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(autouse=True)
+def libtpu(monkeypatch):
+    for name in ("ALLOW_MULTIPLE_LIBTPU_LOAD", "TPU_SKIP_MDS_QUERY"):
+        monkeypatch.setenv(name, "1")
+
+
+def kernels(text: str) -> int:
+    return text.count('custom_call_target="tpu_custom_call"')
+
+
+@pytest.mark.parametrize("slice_", SLICES)
+def test_decoding_chooses_between_two_calls_of_the_kernel(slice_):
+    mesh = make_mesh("auto", list(topology(slice_).devices))
+    weights = weights_on(mesh, ModelPreset(config=CONFIG, vocab_size=1024), "bfloat16")
+    params = SamplingParams(max_new_tokens=64, temperature=0.7)
+    requests = [Request(prompt_id=i, prompt_tokens=tuple(range(960)), params=params) for i in range(64)]
+    engine = Engine(EngineConfig(layout={"tensor": 2}, max_seq_len=1024, memory_bytes_per_device=1 << 30), mesh)
+    engine.prepare((CONFIG, weights), requests)
+    assert "attention: TPU kernel" in engine.sizing.describe()
+    sizes, predicted = engine.sizes, MemoryModel(engine.decode_model).temporaries(engine.sizes)
+    pool = (CONFIG.num_layers * sizes.pages, sizes.page_size, 2 * CONFIG.num_kv_heads // 2, CONFIG.head_size)
+    for name in ("prefill", "decode"):
+        memory, hlo = engine.programs[name].memory(), Hlo(engine.programs[name].text(), ())
+        assert not copies(hlo, pool), name
+        assert memory.alias_size_in_bytes == sizes.pages * sizes.page_size * engine.decode_model.kv_bytes
+        assert memory.temp_size_in_bytes <= predicted[name], name
+        # One writes, and of the two that attend each layer runs one. The last layer of a prefill only writes.
+        assert kernels(engine.programs[name].text()) == (3 if name == "decode" else 4), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slice_", ["v5p-8", pytest.param("v6e-4", marks=pytest.mark.nightly)])
+def test_training_chooses_between_two_kernels_forward_and_backward(slice_):
+    mesh = make_mesh("1,2,-1", topology(slice_).devices)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    model = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16, sharding=everywhere),
+        eqx.filter_eval_shape(LlamaLMHeadModel.init, Axis("vocab", 1024), CONFIG, key=jax.random.key(0)),
+    )
+    tokens = jax.ShapeDtypeStruct((4, LENGTH), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec("fsdp")))
+
+    def loss(model, tokens):
+        with hax.axis_mapping(COMPUTE_AXES):
+            logits = model(hax.named(tokens, ("batch", "position"))).array
+        return jnp.mean(jnp.square(logits.astype(jnp.float32)))
+
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(jax.grad(loss)).lower(model, tokens).compile()
+    # Of each window one forward and one more when layers are recomputed, and two backward.
+    assert kernels(compiled.as_text()) == 2 * (2 + 2)
