@@ -90,5 +90,5 @@ def test_training_chooses_between_two_kernels_forward_and_backward(slice_):
 
     with jax.set_mesh(mesh):
         compiled = jax.jit(jax.grad(loss)).lower(model, tokens).compile()
-    # Of each window one forward and one more when layers are recomputed, and two backward.
+    # One kernel forward for each window, one more when layers are recomputed, and two backward.
     assert kernels(compiled.as_text()) == 2 * (2 + 2)
