@@ -6,12 +6,15 @@ Both are the real commands: tokenizer, token cache, data loading, trainer, step 
 in turn, again and again, with the same optimizer, in float32, without a compile cache. A ratio is ours over Levanter's,
 of medians over all turns. Tokens per second are from one completed step to the next, without the first. The time to the
 first step is from the start of the process to the end of that step, with a token cache from an earlier run. Memory is
-the peak of the resident memory of all processes of a job, less what they had when all was imported. Before that, both
-start from the same checkpoint, which shows that their losses are equal.
+the peak of the resident memory of all processes of a job, less what they had when all was imported: also what one of
+the two imports only when it is needed. Before that, both start from the same checkpoint, which shows that their losses
+are equal.
 """
 
 import argparse
+import contextlib
 import dataclasses
+import importlib
 import json
 import os
 import statistics
@@ -127,7 +130,9 @@ def measure(options: argparse.Namespace, places: Sequence[Place], directory: Pat
     """Run all contestants in all places, in turn; every key of the JSON."""
     write_data(directory, rows=ROWS * options.steps, layers=options.layers)
     figures: dict[str, Any] = {"rows": ROWS, "length": LENGTH, "steps": options.steps, "layers": options.layers}
-    # These find no token cache yet: all that are timed find one.
+    # These find no token cache yet, and write down what they import: all that are timed find both.
+    for name in CONTESTANTS:
+        launch(name, PLACES[0], argparse.Namespace(**vars(options) | {"steps": 1}), directory)
     few = argparse.Namespace(**vars(options) | {"steps": min(4, options.steps)})
     same = [launch(name, PLACES[0], few, directory, same_weights=True).losses for name in CONTESTANTS]
     figures["same_weights_losses"] = dict(zip(CONTESTANTS, same, strict=True))
@@ -218,15 +223,21 @@ def write_data(directory: Path, *, rows: int, layers: int) -> None:
 
 def work(options: argparse.Namespace) -> None:
     """One process of a job: train, and print what it took."""
-    record = Record()
+    record = Record(options.directory / f"{options.worker}-modules.json")
     (train_ours if options.worker == "ours" else train_levanter)(options, record)
+    record.keep_modules()
     report(record.figures)
 
 
 class Record:
-    """What a process takes down of its own training; seconds are from the start of the process."""
+    """What a process takes down of its own training; seconds are from the start of the process.
 
-    def __init__(self) -> None:
+    Args:
+        modules: The file of the modules that a run imports, which the first run writes and the others import at once.
+    """
+
+    def __init__(self, modules: Path) -> None:
+        self._modules = modules
         started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
         self._offset = time.clock_gettime(time.CLOCK_BOOTTIME) - started - time.perf_counter()
         self.figures: dict[str, Any] = {"steps_done": [], "losses": [], "compile_s": 0.0, "programs_s": {}}
@@ -239,6 +250,9 @@ class Record:
         """
         import jax
 
+        for name in json.loads(self._modules.read_text()) if self._modules.exists() else ():
+            with contextlib.suppress(Exception):  # some can be imported by their packages alone, and have been then
+                importlib.import_module(name)
         make, train = trainer.__init__, trainer.train
 
         def init(trainer: Any, *args: Any, **options: Any) -> None:
@@ -253,6 +267,11 @@ class Record:
         jax.monitoring.register_event_duration_secs_listener(self._event)
         self.figures["imported_bytes"] = _status("VmRSS")
         self.figures["imported_s"] = self._now()
+
+    def keep_modules(self) -> None:
+        """Write down what the run has imported, in that order."""
+        if not self._modules.exists():
+            self._modules.write_text(json.dumps(list(sys.modules)))
 
     def _step(self, info: Any) -> None:
         import jax

@@ -1,7 +1,5 @@
 """The output layer of the trainable models."""
 
-import functools
-
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -29,8 +27,13 @@ def _forward(x: NamedArray, head: NamedArray) -> tuple[NamedArray, tuple[NamedAr
 
 
 def _backward(factors: tuple[NamedArray, NamedArray], gradient: NamedArray) -> tuple[NamedArray, NamedArray]:
-    product, pull_back = jax.vjp(functools.partial(hax.dot, axis="embed"), *factors)
-    return pull_back(gradient.astype(product.dtype))
+    x, head = factors
+    gradient = gradient.astype(jnp.result_type(x.array, head.array))
+    of_x = hax.dot(gradient, head, axis="vocab").astype(x.dtype)
+    # The hidden states first: the rule of JAX's own product has the gradient first, and XLA for CPUs turned it over in
+    # memory, and then the result.
+    of_head = hax.dot(x, gradient, axis=[axis for axis in x.axes if axis.name != "embed"]).astype(head.dtype)
+    return of_x.rearrange(x.axes), of_head.rearrange(head.axes)
 
 
 float32_logits.defvjp(_forward, _backward)
