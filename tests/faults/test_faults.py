@@ -112,7 +112,7 @@ def check_goes_on(name, processes):
         assert leader["report_errors"] == (name in REPORT_FAILS)
 
 
-@pytest.mark.parametrize("processes", [2, ON_FOUR])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=[pytest.mark.slow, pytest.mark.nightly])])
 @pytest.mark.parametrize("name", [f.name for f in ROUNDS if f.on_four])
 def test_training_goes_on_after(name, processes):
     check_goes_on(name, processes)

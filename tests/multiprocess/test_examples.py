@@ -47,7 +47,7 @@ def test_levanter_with_our_block_in_its_yaml(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dict_loop", "nnx_loop"])
+@pytest.mark.parametrize("name", ["dict_loop", pytest.param("nnx_loop", marks=pytest.mark.nightly)])
 def test_models_of_ones_own_are_read_on_two_hosts(name, tmp_path):
     arguments = ["--steps", "4", "--eval_every", "2", "--output_dir", str(tmp_path)]
     run = run_command(["python", f"examples/{name}.py", *arguments], cwd=ROOT, timeout_s=180)

@@ -54,7 +54,7 @@ def test_nothing_is_found(name, tmp_path):
 
 
 def test_levanters_own_command(tmp_path):
-    """Its first run builds a token cache, of which process 0 sends word from a thread of its own; the next one does not.
+    """Its first run builds a token cache, of which process 0 sends word from a thread; the next one does not.
 
     Both findings are that broadcast: docs/check.md says what was verified by hand.
     """

@@ -155,7 +155,7 @@ def test_heads_too_wide_for_the_kernel_get_plain_attention(slice_, dtype, tensor
 # `test_programs.py` has a cheaper look at the same programs with a tensor group; in the training layout tokens are
 # compared on CPU.
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [pytest.param({"tensor": 4}, id="tensor-4"), pytest.param("training")])
+@pytest.mark.parametrize("layout", [pytest.param({"tensor": 4}, id="tensor-4", marks=pytest.mark.nightly), "training"])
 def test_llama3_8b_compiles_for_v5p_16(layout):
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     run = subprocess.run(
@@ -257,7 +257,8 @@ print(json.dumps({
     # In bfloat16 two layers of such sequences are all of the 32 GiB that a v6e has.
     [
         ("v5p-8", "auto", 2),
-        *(pytest.param("v6e-4", *each, marks=pytest.mark.slow) for each in (("auto", 1), ("fp8", 2))),
+        ("v6e-4", "fp8", 2),
+        pytest.param("v6e-4", "auto", 1, marks=pytest.mark.nightly),
     ],
 )
 def test_page_tables_of_128_long_sequences_fit_in_scalar_memory(slice_, kv_cache_dtype, num_layers):

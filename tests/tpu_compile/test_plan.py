@@ -205,7 +205,7 @@ def nightly(*case):
         nightly("grpo_gsm8k_qwen25_3b_v6e_16", "v6e-16"),
         nightly("sampler/gsm8k_qwen25_3b_v6e_8", "v6e-8"),
         nightly(SAMPLER, "v5p-16"),
-        (f"{SAMPLER}_real", "v5p-16"),
+        nightly(f"{SAMPLER}_real", "v5p-16"),
         nightly(f"{SAMPLER}_128prompts_2048_hostdp_wandb_v5p16", "v5p-16"),
         nightly(f"{SAMPLER}_128prompts_2048_hostdp_wandb_v5p32", "v5p-32"),
     ],

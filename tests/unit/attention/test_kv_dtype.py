@@ -102,7 +102,7 @@ def test_attention_over_what_was_rounded(
     ("family", "mesh", "layout", "options"),
     [
         ("qwen3", "1,2,2", {"tensor": 2}, {"page_size": 8, "max_prefill_size": 16, "max_steps_per_launch": 5}),
-        pytest.param("llama3", "1,1,1", {"tensor": 1}, {"max_seqs": 1, "page_size": 16}, marks=pytest.mark.slow),
+        pytest.param("llama3", "1,1,1", {"tensor": 1}, {"max_seqs": 1, "page_size": 16}, marks=pytest.mark.nightly),
         pytest.param("gemma", "1,2,2", "training", {"page_size": 32, "share_prefixes": False}, marks=pytest.mark.slow),
     ],
 )

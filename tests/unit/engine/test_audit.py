@@ -22,7 +22,7 @@ def answers(mesh: str, model: Any, **options: Any) -> list[Completion]:
     return Engine(EngineConfig(), mesh_of(mesh), **options).generate(model, mixed_requests())
 
 
-SLOW = ("gemma", "llama3", "tied")
+SLOW = ("gemma", "gemma3")
 """The families of `make slow`; the decoder is compared with a plain forward for each."""
 
 

@@ -10,11 +10,11 @@ from lockstep.models.adjustable import Settings, adjustable_logits
 from tests.unit.engine.models import FAMILIES, VOCAB, model_on
 
 IDS = np.random.default_rng(0).integers(0, VOCAB, (2, 24)).astype(np.int32)
-QUICK = ("gemma",)
+MARKS = {"gemma": [], "olmo": [pytest.mark.slow], "gemma3": [pytest.mark.slow], "apertus": [pytest.mark.slow]}
 
 
 @pytest.mark.parametrize(
-    "name", [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES]
+    "name", [pytest.param(each, marks=MARKS.get(each, [pytest.mark.slow, pytest.mark.nightly])) for each in FAMILIES]
 )
 def test_it_is_the_trainable_model(name):
     model = model_on("1,1,1", FAMILIES[name])

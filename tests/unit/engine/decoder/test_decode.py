@@ -28,9 +28,9 @@ def poisoned(mesh: str, token: int = POISON) -> Any:
 @pytest.mark.parametrize(
     ("mesh", "layout", "page_size", "kv_cache_dtype"),
     [
-        ("1,1,1", "auto", 8, "auto"),
+        pytest.param("1,1,1", "auto", 8, "auto", marks=pytest.mark.nightly),
         ("1,2,2", {"tensor": 2}, 32, "auto"),
-        ("1,2,1", "training", 16, "auto"),
+        pytest.param("1,2,1", "training", 16, "auto", marks=pytest.mark.nightly),
         ("1,1,1", "auto", 8, "fp8"),
     ],
 )
