@@ -76,6 +76,8 @@ class Transformer:
             logits = jnp.einsum("sd,dv->sv", x, weights.lm_head, preferred_element_type=jnp.float32)
         cap = self.config.variant.logit_soft_cap
         logits = logits if cap is None else cap * jnp.tanh(logits / cap)
+        if logits.shape[1] * self.decode_mesh.tensor == self.vocab_size:
+            return logits
         first = jax.lax.axis_index(self.decode_mesh.tensor_axes) * logits.shape[1] if self.decode_mesh.tensor > 1 else 0
         return jnp.where(first + jnp.arange(logits.shape[1]) < self.vocab_size, logits, -jnp.inf)
 
