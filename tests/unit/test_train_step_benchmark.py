@@ -1,6 +1,7 @@
 """What the benchmark of the train step makes of what its jobs say."""
 
 import dataclasses
+import json
 import sys
 import types
 
@@ -77,8 +78,8 @@ class Trainer:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the benchmark reads /proc")
-def test_a_record_takes_down_each_step_once():
-    record = bench.Record()
+def test_a_record_takes_down_each_step_once(tmp_path):
+    record = bench.Record(tmp_path / "modules.json")
     record.watch(Trainer)
     assert Trainer().train(3) == "trained"
     figures = record.figures
@@ -86,3 +87,14 @@ def test_a_record_takes_down_each_step_once():
     moments = [figures["imported_s"], figures["trainer_made"], *figures["steps_done"]]
     assert moments == sorted(moments) and 0 < moments[0] and len(moments) == 5
     assert figures["peak_bytes"] >= figures["imported_bytes"] > 2**20
+
+
+def test_what_the_first_run_imports_the_others_import_at_once(tmp_path, monkeypatch):
+    bench.Record(file := tmp_path / "modules.json").keep_modules()
+    assert {"json", "benchmarks.train_step"} <= set(json.loads(file.read_text()))
+    file.write_text(json.dumps(["no.such.module", "imported_late"]))
+    (tmp_path / "imported_late.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    bench.Record(file).watch(type("Trainer", (), {"__init__": lambda self: None, "train": lambda self: None}))
+    assert "imported_late" in sys.modules
+    del sys.modules["imported_late"]
