@@ -102,7 +102,6 @@ def verify_function(
             expected = jnp.where(spoilt, -1, inputs)[:, 1:].T
             expected = jnp.pad(expected, ((0, groups * together + 1 - width), (0, 0)), constant_values=-1)
             by_position = jnp.pad(x.swapaxes(0, 1), ((0, groups * together - width), (0, 0), (0, 0)))
-
             begin = position
 
             def draw(logits: Array, counts: Any, at: Array) -> list[Array]:
@@ -141,9 +140,8 @@ def verify_function(
                 on = goes_on(found[0], wanted, left)
                 counted = alive & (jnp.cumsum(~on, axis=0) - ~on == 0)
                 count = jnp.sum(counted, axis=0)
-                place = jnp.where(
-                    counted, done + here, capacity.draft_tokens
-                )  # beyond the end, where nothing is written
+                # What does not count goes beyond the end, where nothing is written.
+                place = jnp.where(counted, done + here, capacity.draft_tokens)
                 last = found[0][jnp.maximum(count - 1, 0), rows]
                 stopped = alive & jnp.any(last[:, None] == stop_ids, axis=1)
                 return (
