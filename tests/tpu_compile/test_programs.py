@@ -38,7 +38,7 @@ def compiled(
         ("v5p-16", 4),
         pytest.param("v5p-16", 1, marks=NIGHTLY),
         pytest.param("v5p-64", 4, marks=NIGHTLY),
-        pytest.param("v6e-16", 4, marks=SLOW),
+        pytest.param("v6e-16", 4, marks=NIGHTLY),
     ],
 )
 def test_programs_of_llama_3_1_8b(slice_name: str, tensor: int) -> None:
@@ -51,7 +51,7 @@ def test_programs_of_llama_3_1_8b(slice_name: str, tensor: int) -> None:
 @pytest.mark.parametrize(
     ("model", "slice_name", "tensor", "batch"),
     [
-        ("qwen2.5-3b", "v5p-16", 1, 64),
+        pytest.param("qwen2.5-3b", "v5p-16", 1, 64, marks=NIGHTLY),
         ("llama-3.1-8b", "v6e-16", 4, 256),
     ],
 )
