@@ -42,7 +42,7 @@ rl-demo: setup ## teach the demo's model for 250 steps, then let it learn sums f
 		lockstep train-grpo --config_path config/grpo_demo.yaml --trainer.run_id rl-demo $(ARGS)
 
 test: setup-tests ## run the tests (ARGS='-k name' narrows them)
-	@$(PYTHON) -m pytest -m "not slow" -n $(WORKERS) $(ARGS)
+	@$(PYTHON) -m pytest -m "not slow and not nightly" -n $(WORKERS) $(ARGS)
 
 slow: setup-tests ## run the slow tests, the whole demo among them
 	@$(PYTHON) -m pytest -m "slow and not nightly" -n $(WORKERS) $(ARGS)

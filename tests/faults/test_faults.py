@@ -112,7 +112,7 @@ def check_goes_on(name, processes):
         assert leader["report_errors"] == (name in REPORT_FAILS)
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=[pytest.mark.slow, pytest.mark.nightly])])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", [f.name for f in ROUNDS if f.on_four])
 def test_training_goes_on_after(name, processes):
     check_goes_on(name, processes)
@@ -263,9 +263,9 @@ def ends_command(*arguments):
     [
         pytest.param("before", 2, marks=pytest.mark.slow),
         ("during", 2),
-        pytest.param("after", 2, marks=[pytest.mark.slow, pytest.mark.nightly]),
+        pytest.param("after", 2, marks=pytest.mark.nightly),
         pytest.param("during", 4, marks=pytest.mark.slow),
-        pytest.param("after", 4, marks=[pytest.mark.slow, pytest.mark.nightly]),
+        pytest.param("after", 4, marks=pytest.mark.nightly),
     ],
 )
 def test_a_host_dies(when, processes, tmp_path):

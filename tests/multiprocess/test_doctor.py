@@ -30,7 +30,6 @@ def test_a_host_with_another_flag_is_named_and_all_end_with_1(tmp_path):
     assert all(0 < one["barrier_s"] < 1 for one in kept["coordination"])
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_the_self_test_passes_in_every_layout(tmp_path):
     report, path = tmp_path / "report.json", tmp_path / "cpu.json"

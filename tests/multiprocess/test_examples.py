@@ -69,7 +69,6 @@ def test_tunix_sft_samples_on_two_hosts(tmp_path):
     assert "skipped on every host" not in leader and "failed on the leader" not in leader
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize(("processes", "devices"), [(1, 4), (2, 2)])
 def test_tunix_grpo_learns_with_our_rollout(processes, devices, tmp_path):

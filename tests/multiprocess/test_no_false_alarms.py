@@ -11,7 +11,7 @@ import pytest
 
 from tests.multiprocess.launcher import LAUNCHER
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.nightly]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.nightly]
 
 ROOT = Path(__file__).parents[2]
 CHECK = [sys.executable, "-c", "import sys; from lockstep.main.cli import main; sys.exit(main())", "check"]

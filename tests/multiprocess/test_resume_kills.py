@@ -20,7 +20,7 @@ import pytest
 from tests.multiprocess.launcher import LAUNCHER, cache_environment
 from tests.multiprocess.lm_run import EVERY, checkpoints, losses, write_config
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.nightly]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.nightly]
 
 STEPS = 60
 LIMIT_S = 400.0

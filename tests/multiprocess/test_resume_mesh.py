@@ -9,7 +9,7 @@ import pytest
 from tests.multiprocess.harness import run_command
 from tests.multiprocess.lm_run import checkpoints, losses, write_config
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.nightly]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.nightly]
 
 ROOT = Path(__file__).parents[2]
 STEPS = 9

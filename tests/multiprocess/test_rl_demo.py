@@ -10,7 +10,7 @@ from lockstep.report import read_jsonl
 from tests.multiprocess.harness import run_command
 from tests.multiprocess.launcher import OPTIMISED
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.nightly]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.nightly]
 
 ROOT = Path(__file__).parents[2]
 TEN_MINUTES = 600.0

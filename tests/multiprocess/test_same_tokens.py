@@ -114,7 +114,7 @@ def answers(processes):
 @pytest.mark.parametrize(
     ("processes", "case"),
     [
-        pytest.param(n, i, marks=[pytest.mark.slow, *[pytest.mark.nightly] * (n > 2)])
+        pytest.param(n, i, marks=pytest.mark.nightly if n > 2 and i > 0 else pytest.mark.slow)
         for n, cases in CASES.items()
         for i in range(len(cases))
     ],

@@ -12,7 +12,7 @@ from tests.multiprocess.harness import run_processes
 from tests.multiprocess.test_place import PEAK
 from tests.multiprocess.test_sample_load import anonymous
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.nightly]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.nightly]
 
 WARM_UP, FEW, MANY = 2_000, 50_000, 100_000
 """The first compiles what all need; the others are more than one of the pieces in which prompts travel."""

@@ -206,7 +206,6 @@ def test_the_first_step_is_the_same_on_every_mesh(oracle):
     check_meshes(results, oracle, meshes)
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_the_first_step_is_the_same_on_four_processes(oracle):
     meshes = ["auto", "host_local", "2,2,2"]

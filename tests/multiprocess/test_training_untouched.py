@@ -118,7 +118,7 @@ def runs(processes, mesh_shape):
         (2, "auto", 0),
         (2, "auto", 1),
         pytest.param(2, "1,2,2", 0, marks=pytest.mark.slow),
-        pytest.param(4, "host_local", 0, marks=[pytest.mark.slow, pytest.mark.nightly]),
+        pytest.param(4, "host_local", 0, marks=pytest.mark.nightly),
     ],
 )
 def test_losses_are_equal_bit_for_bit(processes, mesh_shape, case):

@@ -23,7 +23,6 @@ def test_a_plan_says_what_drafts_promise(tmp_path):
     assert "drafts, 8 tokens at a time, if all are right" in text
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("slice_name", ["v5p-16", "v6e-16"])
 def test_programs_of_llama_3_1_8b(slice_name):

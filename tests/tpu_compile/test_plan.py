@@ -251,7 +251,6 @@ def test_the_sizes_that_used_to_fail_work(cache):
     assert sizes["sequences"] >= 50 and sizes["prefill_rows"] * sizes["page_size"] >= 2048
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("slice_", ["v5p-512", "v6e-256"])
 def test_big_slices(slice_, cache):

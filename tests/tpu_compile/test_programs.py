@@ -11,7 +11,6 @@ import pytest
 pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra [plan]")
 
 SLOW = pytest.mark.slow
-NIGHTLY = [pytest.mark.slow, pytest.mark.nightly]
 LAYERS = 32
 
 
@@ -36,9 +35,9 @@ def compiled(
     ("slice_name", "tensor"),
     [
         ("v5p-16", 4),
-        pytest.param("v5p-16", 1, marks=NIGHTLY),
-        pytest.param("v5p-64", 4, marks=NIGHTLY),
-        pytest.param("v6e-16", 4, marks=NIGHTLY),
+        pytest.param("v5p-16", 1, marks=pytest.mark.nightly),
+        pytest.param("v5p-64", 4, marks=pytest.mark.nightly),
+        pytest.param("v6e-16", 4, marks=pytest.mark.nightly),
     ],
 )
 def test_programs_of_llama_3_1_8b(slice_name: str, tensor: int) -> None:
@@ -51,7 +50,7 @@ def test_programs_of_llama_3_1_8b(slice_name: str, tensor: int) -> None:
 @pytest.mark.parametrize(
     ("model", "slice_name", "tensor", "batch"),
     [
-        pytest.param("qwen2.5-3b", "v5p-16", 1, 64, marks=NIGHTLY),
+        pytest.param("qwen2.5-3b", "v5p-16", 1, 64, marks=pytest.mark.nightly),
         ("llama-3.1-8b", "v6e-16", 4, 256),
     ],
 )
@@ -62,7 +61,8 @@ def test_predicted_memory_of_other_sizes(model: str, slice_name: str, tensor: in
 
 @SLOW
 @pytest.mark.parametrize(
-    ("slice_name", "tensor", "weight_dtype"), [pytest.param("v5p-16", 4, "int8", marks=NIGHTLY), ("v6e-16", 4, "fp8")]
+    ("slice_name", "tensor", "weight_dtype"),
+    [pytest.param("v5p-16", 4, "int8", marks=pytest.mark.nightly), ("v6e-16", 4, "fp8")],
 )
 def test_weights_in_8_bits(slice_name: str, tensor: int, weight_dtype: str) -> None:
     """Few sequences of 512 tokens, as of a round of samples: weights are most of what a step reads."""

@@ -18,7 +18,6 @@ from lockstep.plan.train_state import make_state
 LAYERS = 2
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_layers_gather_weights_twice_and_scatter_gradients_once_per_microbatch(monkeypatch):
     """The floor is two gathers and one scatter; one gather more, or an all-reduced gradient, would be a third more."""

@@ -13,7 +13,7 @@ import pytest
 from lockstep.models import ReaderMismatchError, RotaryConfig, UnreadParameterError, check_reader, read_decoder
 
 INSTALL = "pip install --no-deps git+https://github.com/jax-ml/bonsai"
-pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,6 @@ def pool_of(attention: Any, heads: Heads, dtype: jnp.dtype = FLOAT32) -> jax.Arr
 
 # Heads that the kernel takes as they are; an odd number of heads; a head size of 64 and of 96.
 HEADS = [(2, 2, 128), (3, 2, 64), (1, 4, 96)]
-NIGHTLY = [pytest.mark.slow, pytest.mark.nightly]
 
 
 @pytest.mark.parametrize(("kv_heads", "group", "head"), HEADS)
@@ -123,7 +122,7 @@ def rows() -> tuple[np.ndarray, ...]:
 
 @pytest.mark.parametrize(
     "queries",
-    [3, pytest.param(8, marks=[pytest.mark.slow, pytest.mark.nightly]), pytest.param(64, marks=pytest.mark.slow)],
+    [3, pytest.param(8, marks=pytest.mark.nightly), pytest.param(64, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize(("kv_heads", "group", "head"), HEADS[:2])
 def test_prefill(kv_heads: int, group: int, head: int, queries: int) -> None:
@@ -176,8 +175,8 @@ CASES: list[Any] = [
         "qwen3", "1,2,2", {"tensor": 2}, {"page_size": 8, "max_prefill_size": 32, "max_seqs": 6}, marks=pytest.mark.slow
     ),
     pytest.param("llama", "1,2,1", {"tensor": 1}, {"page_size": 16, "kv_cache_dtype": "fp8"}, marks=pytest.mark.slow),
-    pytest.param("llama", "1,2,1", {"tensor": 1}, {"page_size": 16, "max_pages": 9}, marks=NIGHTLY),
-    pytest.param("tied", "1,2,2", "training", {"page_size": 8, "max_prefill_size": 8}, marks=NIGHTLY),
+    pytest.param("llama", "1,2,1", {"tensor": 1}, {"page_size": 16, "max_pages": 9}, marks=pytest.mark.nightly),
+    pytest.param("tied", "1,2,2", "training", {"page_size": 8, "max_prefill_size": 8}, marks=pytest.mark.nightly),
     pytest.param("gemma3", "1,2,1", {"tensor": 1}, {"page_size": 8, "max_prefill_size": 16}, marks=pytest.mark.slow),
 ]
 

@@ -27,7 +27,7 @@ SLOW = ("gemma", "gemma3")
 
 
 def marks(family: str) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.slow] if family in SLOW else [pytest.mark.slow, pytest.mark.nightly]
+    return [pytest.mark.slow] if family in SLOW else [pytest.mark.nightly]
 
 
 @pytest.mark.parametrize(

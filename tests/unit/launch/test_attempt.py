@@ -159,7 +159,6 @@ def test_a_killed_supervisor_is_a_lost_worker(cloud):
     assert cloud.wait_until_empty()
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_a_flood_of_one_worker_hides_no_failure_and_no_signal(cloud):
     flood = "while :; do echo xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx; done"

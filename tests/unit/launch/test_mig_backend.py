@@ -39,7 +39,6 @@ def test_two_slices_find_each_other_at_the_machine_that_google_counts_first(lapt
     assert not any(state[kind] for kind in ("policies", "templates", "groups", "instances", "machines"))
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_slices_whose_machines_do_not_say_their_number_are_refused(laptop):
     output = laptop.launch(
@@ -48,7 +47,6 @@ def test_slices_whose_machines_do_not_say_their_number_are_refused(laptop):
     assert "no machine of the first slice says that it is number 0" in output
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_what_was_preempted_is_made_again(laptop):
     program = """

@@ -70,7 +70,6 @@ def test_one_worker_fails(laptop):
     assert "trying again" not in output, "an error of the program is not cured by another try"
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_what_was_preempted_is_made_again_and_the_command_started_again(laptop):
     program = """
@@ -91,7 +90,6 @@ def test_what_was_preempted_is_made_again_and_the_command_started_again(laptop):
     assert attempts == ["attempt-1", "attempt-2"], "the logs of both are kept"
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_without_retries_left_a_preemption_ends_the_job(laptop):
     process = laptop.start(*SLICE, *TWO_HOSTS, "--setup", "none", "--", "sh", "-c", "echo up; sleep 60")
@@ -252,7 +250,6 @@ def rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.multiprocess
 def test_a_preempted_training_run_has_the_losses_of_one_that_was_not(laptop):

@@ -14,7 +14,7 @@ MARKS = {"gemma": [], "olmo": [pytest.mark.slow], "gemma3": [pytest.mark.slow], 
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=MARKS.get(each, [pytest.mark.slow, pytest.mark.nightly])) for each in FAMILIES]
+    "name", [pytest.param(each, marks=MARKS.get(each, [pytest.mark.nightly])) for each in FAMILIES]
 )
 def test_it_is_the_trainable_model(name):
     model = model_on("1,1,1", FAMILIES[name])

@@ -101,9 +101,7 @@ def test_the_decoder_merges_on_the_way(mesh_shape):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout", [{"tensor": 2}, pytest.param("training", marks=[pytest.mark.slow, pytest.mark.nightly])]
-)
+@pytest.mark.parametrize("layout", [{"tensor": 2}, pytest.param("training", marks=pytest.mark.nightly)])
 def test_samples_are_those_of_the_merged_model(layout):
     model = with_adapters(model_on("1,2,2"))
     asked = [request(i, length, new=6) for i, length in enumerate((3, 9, 14))]

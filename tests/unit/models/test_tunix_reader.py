@@ -25,7 +25,7 @@ NIGHTLY = ("qwen3-tied", "llama3", "gemma3-qkv")
 
 
 def marks(name):
-    return [] if name == "qwen3" else [pytest.mark.slow, *[pytest.mark.nightly] * (name in NIGHTLY)]
+    return [] if name == "qwen3" else [pytest.mark.nightly if name in NIGHTLY else pytest.mark.slow]
 
 
 def answers(model, mesh, config=None):

@@ -18,12 +18,12 @@ from tests.unit.placement.layouts import check_shards, decode_mesh_of, every_spe
     [
         ("1,2,2", 2, np.float32),
         ("1,4,1", 2, np.float32),
-        pytest.param("1,4,1", 4, np.float32, marks=[pytest.mark.slow, pytest.mark.nightly]),
-        pytest.param("4,1,1", 2, np.float32, marks=[pytest.mark.slow, pytest.mark.nightly]),
-        pytest.param("1,4,1", 2, jnp.bfloat16, marks=[pytest.mark.slow, pytest.mark.nightly]),
+        pytest.param("1,4,1", 4, np.float32, marks=pytest.mark.nightly),
+        pytest.param("4,1,1", 2, np.float32, marks=pytest.mark.nightly),
+        pytest.param("1,4,1", 2, jnp.bfloat16, marks=pytest.mark.nightly),
         pytest.param("1,2,2", 2, jnp.bfloat16, marks=pytest.mark.slow),
         pytest.param("1,4,1", 4, jnp.bfloat16, marks=pytest.mark.slow),
-        pytest.param("4,1,1", 2, jnp.bfloat16, marks=[pytest.mark.slow, pytest.mark.nightly]),
+        pytest.param("4,1,1", 2, jnp.bfloat16, marks=pytest.mark.nightly),
     ],
 )
 def test_a_large_weight_moves_in_pieces(shape: str, tensor: int, dtype: Any, monkeypatch: Any) -> None:

@@ -115,7 +115,7 @@ def test_what_cannot_run_in_processes_is_refused_and_nothing_heavy_is_imported(t
     # Each test that fails ends a group of processes.
     [
         pytest.param("test_keeps_the_model", marks=pytest.mark.slow),
-        pytest.param("", marks=[pytest.mark.slow, pytest.mark.nightly]),
+        pytest.param("", marks=pytest.mark.nightly),
     ],
 )
 def test_the_example_of_the_page_passes_and_fails_as_it_says(left_out, tmp_path):

@@ -140,7 +140,6 @@ def prefer(hooks_of):
     return [float(loss).hex() for loss in trainer.metrics_logger.get_metric_history("", "loss", "train")], trainer
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_dpo_of_an_adapter_samples_the_policy_and_trains_the_same(tmp_path):
     config = InferenceEvalConfig(prompts=["one"], eval_every=2, max_new_tokens=8, on_error="raise", audit=True)

@@ -68,10 +68,7 @@ def test_tokens_depend_on_the_request_alone_in_every_family_and_layout(examples:
     "number",
     [
         0,
-        *(
-            pytest.param(n, marks=[pytest.mark.slow, *[pytest.mark.nightly] * (n > 1)])
-            for n in range(1, RANDOM_ENGINES)
-        ),
+        *(pytest.param(n, marks=pytest.mark.nightly if n > 1 else pytest.mark.slow) for n in range(1, RANDOM_ENGINES)),
     ],
 )
 def test_a_random_engine_answers_as_a_plain_forward(number: int) -> None:

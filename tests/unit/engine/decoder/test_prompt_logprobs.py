@@ -15,8 +15,6 @@ from tests.oracle import assert_same_tokens, oracle_completions
 from tests.sampling_oracle import log_softmax
 from tests.unit.engine.models import FAMILIES, VOCAB, mesh_of, model_on, request
 
-NIGHTLY = [pytest.mark.slow, pytest.mark.nightly]
-
 
 def by_the_training_forward(model: Any, one: Request) -> np.ndarray:
     """``[prompt token, vocabulary]``: what the model says in each token's place, given those before it."""
@@ -38,7 +36,7 @@ def requests_with_and_without() -> list[Request]:
 @pytest.mark.parametrize(
     ("family", "mesh", "layout", "options"),
     [
-        pytest.param("llama3", "1,1,1", "auto", {"page_size": 16}, marks=NIGHTLY),
+        pytest.param("llama3", "1,1,1", "auto", {"page_size": 16}, marks=pytest.mark.nightly),
         pytest.param(
             "qwen3",
             "1,2,2",
@@ -46,7 +44,7 @@ def requests_with_and_without() -> list[Request]:
             {"page_size": 8, "max_prefill_size": 16, "max_seqs": 3},
             marks=pytest.mark.slow,
         ),
-        pytest.param("tied", "2,2,1", "training", {"page_size": 32, "max_prefill_size": 32}, marks=NIGHTLY),
+        pytest.param("tied", "2,2,1", "training", {"page_size": 32, "max_prefill_size": 32}, marks=pytest.mark.nightly),
     ],
 )
 def test_they_are_the_models(

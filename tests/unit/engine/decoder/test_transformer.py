@@ -34,7 +34,7 @@ SLOW = {"llama": LAYOUTS, "qwen2": ("tensor1",), "gemma3": ("tensor2",), "apertu
 def marks(family: str, layout: str) -> list[pytest.MarkDecorator]:
     if layout in QUICK.get(family, ()):
         return []
-    return [pytest.mark.slow] if layout in SLOW.get(family, ()) else [pytest.mark.slow, pytest.mark.nightly]
+    return [pytest.mark.slow] if layout in SLOW.get(family, ()) else [pytest.mark.nightly]
 
 
 CASES = [

@@ -78,7 +78,7 @@ def scheduled(engine: Engine, model: Any, requests: Sequence[Request]) -> tuple[
 
 @pytest.mark.parametrize(
     ("mesh", "layout"),
-    [("1,1,1", "auto"), pytest.param("1,2,2", "tensor", marks=[pytest.mark.slow, pytest.mark.nightly])],
+    [("1,1,1", "auto"), pytest.param("1,2,2", "tensor", marks=pytest.mark.nightly)],
 )
 def test_right_and_wrong_drafts_give_the_same_tokens(mesh: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, model = engine_on(mesh, layout), model_on(mesh)

@@ -15,7 +15,6 @@ from tests.unit.engine.models import LLAMA, mesh_of, mixed_requests, model_on, r
 
 CONFIG = dataclasses.replace(LLAMA, num_kv_heads=4)
 ODD = 39
-NIGHTLY = [pytest.mark.slow, pytest.mark.nightly]
 """A vocabulary that neither two nor four devices share evenly."""
 
 
@@ -74,9 +73,11 @@ def check(want: list[Expected], got: list[Completion]) -> None:
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
-        pytest.param({"tensor": 1}, {"page_size": 8, "max_seqs": 6, "max_steps_per_launch": 5}, marks=NIGHTLY),
+        pytest.param(
+            {"tensor": 1}, {"page_size": 8, "max_seqs": 6, "max_steps_per_launch": 5}, marks=pytest.mark.nightly
+        ),
         pytest.param({"tensor": 2}, {}, marks=pytest.mark.slow),
-        pytest.param({"tensor": 4}, {"max_steps_per_launch": 4}, marks=NIGHTLY),
+        pytest.param({"tensor": 4}, {"max_steps_per_launch": 4}, marks=pytest.mark.nightly),
         pytest.param("training", {"max_seqs": 8}, marks=pytest.mark.slow),
     ],
     ids=str,

@@ -45,7 +45,7 @@ def same(one: LlamaLMHeadModel, other: LlamaLMHeadModel) -> bool:
     [
         "qwen2",
         pytest.param("llama_tied", marks=pytest.mark.slow),
-        *(pytest.param(f, marks=[pytest.mark.slow, pytest.mark.nightly]) for f in ("llama3", "mistral", "qwen3")),
+        *(pytest.param(f, marks=pytest.mark.nightly) for f in ("llama3", "mistral", "qwen3")),
     ],
 )
 def test_a_checkpoint_survives_the_round_trip_exactly(family: str, tmp_path: Path) -> None:

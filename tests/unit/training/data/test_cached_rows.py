@@ -103,7 +103,7 @@ def generate(path, row, count):
     [
         (30_000, question, {"format": "prompt_completion"}, 60),
         # Short rows, which are tokenised in half the time: 8 minutes of one core.
-        pytest.param(10_000_000, digits, {"packing": False}, 120, marks=[pytest.mark.slow, pytest.mark.nightly]),
+        pytest.param(10_000_000, digits, {"packing": False}, 120, marks=pytest.mark.nightly),
     ],
     ids=["30 thousand", "10 million"],
 )
