@@ -33,6 +33,9 @@ def test_programs_of_llama_3_1_8b(slice_name):
         assert program["pool_copies"] == program["pool_scatters"] == 0
         assert program["aliased"] == found["pool"]
         assert program["kernels"] == 2, "write and attend, inside the loop over layers"
-        assert not any(one["crosses_replicas"] for one in program["collectives"] if one["in_step"])
+        steps = [one for one in program["collectives"] if one["in_step"]]
+        assert not any(one["crosses_replicas"] for one in steps)
+        gathers = sum(one["times"] for one in steps if one["kind"] == "all-gather")
+        assert gathers == 2 * width // 8, "eight positions are drawn together"
         assert program["temporaries"] + program["code"] <= found["predicted"]["verify"]
         assert found["verify"][str(width)]["per_accepted_token"] < most * found["per_token"]
