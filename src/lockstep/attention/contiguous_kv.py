@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from lockstep.attention.kv_dtype import to_pool
-from lockstep.attention.page_ops import ReadPages, gather_pages
+from lockstep.attention.page_ops import ReadKv, gather_kv
 from lockstep.attention.softmax import ReadChunk, ScoreModifier, attend
 
 CONTEXT_CHUNK = 128
@@ -33,7 +33,7 @@ def gather_context(
     page_table: Int[Array, "slot page"],
     lengths: Int[Array, " slot"],
     num_layers: int,
-    read_pages: ReadPages = gather_pages,
+    read_kv: ReadKv = gather_kv,
 ) -> Context:
     """Copies the pages of each slot into contiguous K and V, as far as its sequence reaches; V beyond it is zeros.
 
@@ -46,7 +46,7 @@ def gather_context(
         page_table: The pages of each slot, in order, numbered from the first page of a layer.
         lengths: The number of positions that each slot has in the pool.
         num_layers: The number of layers of the model.
-        read_pages: Reads pages of the pool.
+        read_kv: Reads K and V from the pool.
 
     Returns:
         As many positions as the page table has, rounded up to whole chunks.
@@ -56,17 +56,17 @@ def gather_context(
     pages = min(max(CONTEXT_CHUNK // page_size, 1), num_pages)
     num_chunks = -(-num_pages // pages)
     padded = jnp.pad(page_table, ((0, 0), (0, num_chunks * pages - num_pages)))
+    # Half a chunk at a time, where it has halves: the less is copied beyond the longest sequence.
+    copied = pages // 2 if pages % 2 == 0 else pages
 
-    # One layer per iteration: the chunk in flight is small, and nothing but the context is carried to the next one.
+    # One layer per iteration: what is in flight is small, and nothing but the context is carried to the next one.
     def copy(iteration: Array, context: Context) -> Context:
-        index, layer = iteration // num_layers, iteration % num_layers
-        table = jax.lax.dynamic_slice_in_dim(padded, index * pages, pages, axis=1)
-        chunk = read_pages(pool, layer * (pool.shape[0] // num_layers) + table)
-        heads = chunk.reshape(slots, pages * page_size, two_kv_heads // 2, 2, head)
-        k, v = heads.transpose(3, 0, 2, 1, 4)
-        written = index * pages * page_size + jnp.arange(pages * page_size) < lengths[:, None]
+        first, layer = iteration // num_layers * copied, iteration % num_layers
+        table = jax.lax.dynamic_slice_in_dim(padded, first, copied, axis=1)
+        k, v = read_kv(pool, layer * (pool.shape[0] // num_layers) + table)
+        written = first * page_size + jnp.arange(copied * page_size) < lengths[:, None]
         v = jnp.where(written[:, None, :, None], v, 0)
-        at = (layer, index, 0, 0, 0, 0)
+        at = (layer, first // pages, 0, 0, first % pages * page_size, 0)
         return Context(
             jax.lax.dynamic_update_slice(context.k, k[None, None], at),
             jax.lax.dynamic_update_slice(context.v, v[None, None], at),
@@ -74,7 +74,7 @@ def gather_context(
 
     shape = (num_layers, num_chunks, slots, two_kv_heads // 2, pages * page_size, head)
     empty = Context(jnp.zeros(shape, pool.dtype), jnp.zeros(shape, pool.dtype))
-    return jax.lax.fori_loop(0, num_layers * -(-jnp.max(lengths) // (pages * page_size)), copy, empty)
+    return jax.lax.fori_loop(0, num_layers * -(-jnp.max(lengths) // (copied * page_size)), copy, empty)
 
 
 def extend_context(

@@ -8,27 +8,38 @@ place.
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from lockstep.attention.kv_dtype import to_pool
 
-type ReadPages = Callable[[Array, Array], Array]
-"""Takes a pool and indices ``[...]`` of its pages; returns ``[..., page_size, two_kv_heads, head]``."""
+type ReadKv = Callable[[Array, Array], tuple[Array, Array]]
+"""Takes a pool and the pages ``[sequence, page]`` of it that each sequence has; returns K and V
+``[sequence, kv_head, position, head]``."""
 
 
-def gather_pages(
-    pool: Num[Array, "pool_page page_size two_kv_heads head"], page: Int[Array, "*index"]
-) -> Num[Array, "*index page_size two_kv_heads head"]:
-    """Reads all pages in one gather."""
-    return pool[page]
+def gather_kv(
+    pool: Num[Array, "pool_page page_size two_kv_heads head"], page: Int[Array, "sequence page"]
+) -> tuple[Num[Array, "sequence kv_head position head"], Num[Array, "sequence kv_head position head"]]:
+    """Reads the heads of all positions in one gather for K and one for V, straight into the order of the result.
+
+    A gather of whole pages would have to be put into that order by a second pass over the memory.
+    """
+    page_size, two_kv_heads, head = pool.shape[1:]
+    row = (page[:, :, None] * page_size + jnp.arange(page_size)).reshape(len(page), 1, -1) * two_kv_heads
+    k = row + 2 * jnp.arange(two_kv_heads // 2)[:, None]
+    rows = pool.reshape(-1, head)
+    return rows.at[k].get(mode="promise_in_bounds"), rows.at[k + 1].get(mode="promise_in_bounds")
 
 
-def read_pages_one_by_one(
-    pool: Num[Array, "pool_page page_size two_kv_heads head"], page: Int[Array, "*index"]
-) -> Num[Array, "*index page_size two_kv_heads head"]:
+def read_kv_page_by_page(
+    pool: Num[Array, "pool_page page_size two_kv_heads head"], page: Int[Array, "sequence page"]
+) -> tuple[Num[Array, "sequence kv_head position head"], Num[Array, "sequence kv_head position head"]]:
     """Reads one page at a time."""
     pages = jax.lax.map(lambda one: jax.lax.dynamic_index_in_dim(pool, one, keepdims=False), page.reshape(-1))
-    return pages.reshape(*page.shape, *pool.shape[1:])
+    heads = pages.reshape(len(page), -1, pool.shape[2] // 2, 2, pool.shape[3])
+    k, v = heads.transpose(3, 0, 2, 1, 4)
+    return k, v
 
 
 def write_pages_one_by_one(

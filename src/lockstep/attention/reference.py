@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from lockstep.attention.page_ops import ReadPages, gather_pages
+from lockstep.attention.page_ops import ReadKv, gather_kv
 from lockstep.attention.softmax import ScoreModifier, attend
 
 CHUNK = 64
@@ -20,7 +20,7 @@ def paged_attention(
     page_table: Int[Array, "sequence page"],
     start: Int[Array, " sequence"],
     modifier: ScoreModifier = ScoreModifier(),  # noqa: B008  (frozen)
-    read_pages: ReadPages = gather_pages,
+    read_kv: ReadKv = gather_kv,
 ) -> Float[Array, "sequence query kv_head group head"]:
     """Attends each query to all positions of its own sequence up to and including its own.
 
@@ -31,7 +31,7 @@ def paged_attention(
         page_table: The pool pages of each sequence, in order; position ``p`` is on page ``p // page_size``.
         start: The position of each sequence's first query.
         modifier: The soft cap and sliding window.
-        read_pages: Reads pages of the pool.
+        read_kv: Reads K and V from the pool.
 
     Returns:
         The attention output in the dtype of ``q``; softmax in float32.
@@ -43,12 +43,11 @@ def paged_attention(
     padded = jnp.pad(page_table, ((0, 0), (0, num_chunks * pages - num_pages)))
 
     def read(index: Array | int) -> tuple[Array, Array]:
-        chunk = read_pages(pool, jax.lax.dynamic_slice_in_dim(padded, index * pages, pages, axis=1))
-        heads = chunk.reshape(sequences, pages * page_size, kv_heads, 2, head).transpose(3, 0, 2, 1, 4)
+        k, v = read_kv(pool, jax.lax.dynamic_slice_in_dim(padded, index * pages, pages, axis=1))
         # What is masked has weight 0, and 0 times infinity is NaN.
         position = index * pages * page_size + jnp.arange(pages * page_size)
         written = position < (start + queries)[:, None]
-        return heads[0], jnp.where(written[:, None, :, None], heads[1], 0)
+        return k, jnp.where(written[:, None, :, None], v, 0)
 
     rows = q.transpose(0, 2, 1, 3, 4).reshape(sequences, kv_heads, queries * group, head)
     position = jnp.repeat(start[:, None] + jnp.arange(queries), group, axis=1)

@@ -15,10 +15,10 @@ from lockstep.attention.contiguous_kv import (
 )
 from lockstep.attention.kv_dtype import to_pool
 from lockstep.attention.page_ops import (
-    ReadPages,
+    ReadKv,
     copy_pages_one_by_one,
-    gather_pages,
-    read_pages_one_by_one,
+    gather_kv,
+    read_kv_page_by_page,
     write_pages_one_by_one,
 )
 from lockstep.attention.reference import paged_attention
@@ -48,8 +48,8 @@ class XlaAttention:
         return StoredKvHeads(kv_heads=self.heads.kv_heads, head_size=self.heads.head_size)
 
     @property
-    def _read_pages(self) -> ReadPages:
-        return read_pages_one_by_one if self.page_by_page else gather_pages
+    def _read_kv(self) -> ReadKv:
+        return read_kv_page_by_page if self.page_by_page else gather_kv
 
     def pack(self, kv: Array) -> Array:
         """Returns K and V as they are."""
@@ -69,7 +69,7 @@ class XlaAttention:
 
     def begin_decode(self, pool: Array, page_table: Array, position: Array, num_layers: int) -> Cache:
         """Returns the pool and its pages gathered into contiguous K and V."""
-        return pool, gather_context(pool, page_table, position, num_layers, self._read_pages)
+        return pool, gather_context(pool, page_table, position, num_layers, self._read_kv)
 
     def end_decode(self, cache: Cache) -> Array:
         """Returns the pool and drops the context."""
@@ -105,4 +105,4 @@ class XlaAttention:
         """Attends to the pages of the pool; unused rows are computed too."""
         start, page_table = rows
         modifier = self.heads.modifier_of(layer)
-        return paged_attention(q, pool, first_page + page_table, start, modifier, self._read_pages)
+        return paged_attention(q, pool, first_page + page_table, start, modifier, self._read_kv)

@@ -230,8 +230,8 @@ def _sharding(array: Any) -> Sharding | None:
     found: Sharding | None = getattr(array, "sharding", None)
     if not isinstance(found, NamedSharding):
         return found
-    used = [index for index, axes in enumerate(found.spec) if axes not in (None, ())]
-    return found.update(spec=PartitionSpec(*found.spec[: used[-1] + 1 if used else 0]))
+    used = 1 + max((index for index, axes in enumerate(found.spec) if axes not in (None, ())), default=-1)
+    return found if used == len(found.spec) else found.update(spec=PartitionSpec(*found.spec[:used]))
 
 
 def _keep(block: Array) -> Array:

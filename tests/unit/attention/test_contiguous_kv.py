@@ -113,7 +113,7 @@ def test_a_page_at_a_time_is_the_same(arrays):
         filled = attention.copy_pages(
             attention.write_pages(pool, page_table[:, 0], rows), page_table[:, 0], page_table[:, 1]
         )
-        cache = attention.begin_decode(filled, POOL_PAGES + page_table, at, LAYERS)
+        cache = attention.begin_decode(filled, page_table, at, LAYERS)
         cache = attention.write(cache, layer, POOL_PAGES + page_table[jnp.arange(SLOTS), at // PAGE_SIZE], at, kv)
         found = attention.decode(q, cache, layer, POOL_PAGES + page_table, at, at > 0)
         table = attention.begin_prefill(at, page_table, at > 0)

@@ -13,12 +13,13 @@ def indices(*values: int) -> jnp.ndarray:
     return jnp.asarray(values, jnp.int32)
 
 
-@pytest.mark.parametrize("shape", [(4,), (2, 2)])
-def test_pages_read_one_by_one_are_those_of_a_gather(shape: tuple[int, ...]) -> None:
-    page = indices(5, 0, 5, 2).reshape(shape)
-    one_by_one = page_ops.read_pages_one_by_one(jnp.asarray(POOL), page)
-    np.testing.assert_array_equal(one_by_one, POOL[np.asarray(page)])
-    np.testing.assert_array_equal(one_by_one, page_ops.gather_pages(jnp.asarray(POOL), page))
+@pytest.mark.parametrize("read_kv", [page_ops.gather_kv, page_ops.read_kv_page_by_page])
+def test_the_pages_of_a_sequence_are_read_in_order_k_and_v_by_head(read_kv: page_ops.ReadKv) -> None:
+    page = np.array([[5, 0, 5], [2, 1, 3]])
+    k, v = read_kv(jnp.asarray(POOL), indices(*page.flat).reshape(page.shape))
+    positions = POOL[page].reshape(2, 3 * 2, 4, 3)  # [sequence, position, head, size]
+    np.testing.assert_array_equal(k, positions[:, :, 0::2].swapaxes(1, 2))
+    np.testing.assert_array_equal(v, positions[:, :, 1::2].swapaxes(1, 2))
 
 
 def test_of_rows_that_name_a_page_the_last_one_wins_and_other_pages_stay() -> None:

@@ -22,6 +22,9 @@ from lockstep.engine.sampling.threshold import find_threshold, scopes_needed
 from lockstep.placement import DecodeMesh
 from lockstep.types import SamplingParams
 
+_RUN = 128
+"""Scores whose maximum is taken together when the largest of all is searched; a TPU's vector registers are as wide."""
+
 
 class SamplingState(NamedTuple):
     """What each slot's draw depends on besides logits and position; constant during a launch."""
@@ -180,7 +183,7 @@ def sample(
         position: The position of the token to sample.
         decode_mesh: The decode mesh; the vocabulary is split over its tensor axes.
     """
-    size, rows = logits.shape[1], jnp.arange(logits.shape[0])
+    size, rows, processed_is_logits = logits.shape[1], jnp.arange(logits.shape[0]), processed is logits
     first = first_id(size, decode_mesh)
     ids = first + jnp.arange(size)
 
@@ -195,15 +198,19 @@ def sample(
         # vectorise on CPU.
         filtered, scores = jax.lax.optimization_barrier((filtered, scores))
         best, largest = first_largest(scores)
-        return best, largest, filtered[rows, best], *_max_and_sum_exp(filtered)
+        filtered_max = jnp.max(filtered, axis=1)
+        return best, largest, filtered[rows, best], filtered_max, _sum_exp(filtered, filtered_max)
+
+    likeliest = first_largest(logits)
 
     def take_largest(processed: Array) -> tuple[Array, ...]:
         zeros = jnp.zeros(len(rows), processed.dtype)
-        return *first_largest(processed), zeros, zeros, zeros
+        return *(likeliest if processed_is_logits else first_largest(processed)), zeros, zeros, zeros
 
     with jax.named_scope("temperature"):
         best, *scores = jax.lax.cond(features.temperature, draw, take_largest, processed)
-    token, own = first + best, jnp.stack([*scores, logits[rows, best], *_max_and_sum_exp(logits)])
+    max_logit = likeliest[1]
+    token, own = first + best, jnp.stack([*scores, logits[rows, best], max_logit, _sum_exp(logits, max_logit)])
     if decode_mesh.tensor > 1:
         tokens = jax.lax.all_gather(token, decode_mesh.tensor_axes)
         # [number, part, slot]; parts in order of token id
@@ -243,14 +250,27 @@ def never_used(requested: Iterable[SamplingParams]) -> frozenset[str]:
 
 
 def first_largest(scores: Float[Array, "slot token"]) -> tuple[Int[Array, " slot"], Float[Array, " slot"]]:
-    """Returns the index of each row's maximum, the first of equal ones, and the maximum; NaN counts as the largest.
+    """Returns the index of each row's maximum, the first of equal ones, and the maximum; with NaN, some index.
 
-    It is `jax.numpy.argmax` as two plain reductions: XLA does not vectorise the reduction over pairs that argmax
-    becomes on CPU, where it takes four times as long.
+    It is `jax.numpy.argmax`, which XLA does not vectorise on CPU, in plain reductions, of which one goes over all
+    scores where they divide into runs: the maximum of each run. Then the first run that has the maximum is searched.
     """
-    largest = jnp.max(scores, axis=1)
+    rows, size = scores.shape
+    if size % _RUN:
+        largest = jnp.max(scores, axis=1)
+        return _first_hit(scores, largest), largest
+    runs = scores.reshape(rows, -1, _RUN)
+    maxima = jnp.max(runs, axis=2)
+    largest = jnp.max(maxima, axis=1)
+    run = _first_hit(maxima, largest)
+    within = jnp.take_along_axis(runs, run[:, None, None], axis=1)[:, 0]
+    return run * _RUN + _first_hit(within, largest), largest
+
+
+def _first_hit(scores: Array, largest: Array) -> Array:
+    """The index of each row's first score that is its ``largest`` or NaN."""
     hit = (scores == largest[:, None]) | jnp.isnan(scores)
-    return jnp.min(jnp.where(hit, jnp.arange(scores.shape[1]), scores.shape[1]), axis=1), largest
+    return jnp.min(jnp.where(hit, jnp.arange(scores.shape[1]), scores.shape[1]), axis=1)
 
 
 def first_id(size: int, decode_mesh: DecodeMesh) -> Array | int:
@@ -263,10 +283,9 @@ def first_id(size: int, decode_mesh: DecodeMesh) -> Array | int:
     return jax.lax.axis_index(decode_mesh.tensor_axes) * size if decode_mesh.tensor > 1 else 0
 
 
-def _max_and_sum_exp(logits: Array) -> tuple[Array, Array]:
-    """Each row's maximum, and its sum of ``exp(logits - maximum)``."""
-    largest = jnp.max(logits, axis=1)
-    return largest, jnp.sum(jnp.exp(logits - jnp.where(jnp.isfinite(largest), largest, 0.0)[:, None]), axis=1)
+def _sum_exp(logits: Array, largest: Array) -> Array:
+    """Each row's sum of ``exp(logits - largest)``, where ``largest`` is the row's maximum."""
+    return jnp.sum(jnp.exp(logits - jnp.where(jnp.isfinite(largest), largest, 0.0)[:, None]), axis=1)
 
 
 def _join(maxima: Array, sums_exp: Array) -> tuple[Array, Array]:

@@ -107,13 +107,22 @@ def test_devices_that_share_the_vocabulary_draw_what_one_draws(tensor: int) -> N
     assert tokens[0] == 0
 
 
+@pytest.mark.parametrize("size", [40, 128, 640, 641])  # one run of scores, or several
 @pytest.mark.parametrize("seed", range(3))
-def test_the_largest_is_numpys_argmax_with_ties_infinities_and_nan(seed: int) -> None:
+def test_the_largest_is_numpys_argmax_with_ties_and_infinities(seed: int, size: int) -> None:
     rng = np.random.default_rng(seed)
-    scores = rng.integers(0, 6, (7, 40)).astype(np.float32)  # many ties
+    scores = rng.integers(0, 6 * size // 40, (7, size)).astype(np.float32)  # many ties
     scores[rng.random(scores.shape) < 0.2] = -np.inf
     scores[1], scores[2, :] = -np.inf, 5.0
-    scores[3, rng.integers(40)], scores[4, [11, 30]] = np.inf, np.nan
+    scores[3, rng.integers(size)] = np.inf
     index, largest = first_largest(jnp.asarray(scores))
     assert np.array_equal(index, np.argmax(scores, axis=1))
-    assert np.array_equal(largest, scores.max(axis=1), equal_nan=True)
+    assert np.array_equal(largest, scores.max(axis=1))
+
+
+@pytest.mark.parametrize("size", [40, 640])
+def test_where_there_is_nan_the_index_of_the_largest_is_still_one_of_the_row(size: int) -> None:
+    scores = np.random.default_rng(0).standard_normal((4, size), np.float32)
+    scores[0], scores[1, 1], scores[2, [1, -1]], scores[3, 7:] = np.nan, np.nan, np.nan, np.nan
+    index, _ = first_largest(jnp.asarray(scores))
+    assert np.all((index >= 0) & (index < size))
