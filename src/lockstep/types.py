@@ -218,6 +218,11 @@ class SamplingParams(SamplingRules):
             self.frequency_penalty,
         ) != (1.0, 0.0, 0.0)
 
+    @property
+    def has_filters(self) -> bool:
+        """Whether some tokens may not be drawn because they are improbable; a greedy answer draws none."""
+        return self.temperature > 0 and (self.top_k is not None or self.top_p < 1 or self.min_p > 0)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Drafts:

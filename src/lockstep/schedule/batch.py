@@ -26,6 +26,7 @@ class Capacity:
         prefill_rows: The number of pages of prompt tokens that one replica prefills in a launch.
         steps: The most steps of a decode launch, each a token per sequence.
         stop_ids: The most stop tokens of a sequence.
+        filters: 1 where the decode program has top-k, top-p and min-p; 0 leaves them out.
         penalties: 1 where the decode program counts tokens, for penalties; 0 leaves that out.
         min_tokens: 1 where the decode program rules out stop tokens at first; 0 leaves that out.
         bias_ids: The most entries of a sequence's ``logit_bias``; 0 leaves the bias out.
@@ -47,6 +48,7 @@ class Capacity:
     prefill_rows: int
     steps: int
     stop_ids: int
+    filters: int = 0
     penalties: int = 0
     min_tokens: int = 0
     bias_ids: int = 0

@@ -21,10 +21,11 @@ def sampling_sizes(params: Iterable[SamplingParams]) -> dict[str, int]:
     Args:
         params: The sampling parameters of all requests.
     """
-    sizes = {"penalties": 0, "min_tokens": 0, "bias_ids": 0, "allowed_ids": 0, "top_logprobs": 0}
-    sizes["prompt_logprobs"] = 0
+    sizes = {"filters": 0, "penalties": 0, "min_tokens": 0, "bias_ids": 0, "allowed_ids": 0}
+    sizes |= {"top_logprobs": 0, "prompt_logprobs": 0}
     for one in params:
         wanted = {
+            "filters": int(one.has_filters),
             "penalties": int(one.has_penalties),
             "min_tokens": int(one.rules_out_stops),
             "bias_ids": _round_up(len(one.logit_bias)),
@@ -45,11 +46,11 @@ def _round_up(width: int) -> int:
 class SamplingBatch:
     """The sampling parameters of each slot besides seed and temperature. A feature that the program lacks is None."""
 
-    top_k: Int32[np.ndarray, "replica slot"]
+    top_k: Int32[np.ndarray, "replica slot"] | None
     """The number of most probable tokens to draw from; 0 keeps all tokens."""
-    top_p: Float32[np.ndarray, "replica slot"]
+    top_p: Float32[np.ndarray, "replica slot"] | None
     """The probability to keep; 1 keeps all tokens."""
-    log_min_p: Float32[np.ndarray, "replica slot"]
+    log_min_p: Float32[np.ndarray, "replica slot"] | None
     """The natural log of ``min_p``, computed on the host, the same in every layout; -inf keeps all tokens."""
     stop_from: Int32[np.ndarray, "replica slot"] | None
     """The first position that a stop token may have."""
@@ -76,9 +77,9 @@ class SamplingBatch:
         slots = (capacity.replicas, capacity.slots)
         length = capacity.pages_per_sequence * capacity.page_size
         return cls(
-            top_k=np.zeros(slots, np.int32),
-            top_p=np.ones(slots, np.float32),
-            log_min_p=np.full(slots, -np.inf, np.float32),
+            top_k=np.zeros(slots, np.int32) if capacity.filters else None,
+            top_p=np.ones(slots, np.float32) if capacity.filters else None,
+            log_min_p=np.full(slots, -np.inf, np.float32) if capacity.filters else None,
             stop_from=np.zeros(slots, np.int32) if capacity.min_tokens else None,
             history=np.full((*slots, length), -1, np.int32) if capacity.penalties else None,
             prompt_length=np.zeros(slots, np.int32) if capacity.penalties else None,
@@ -96,11 +97,11 @@ class SamplingBatch:
             sequence: The sequence in that slot.
         """
         params, prompt = sequence.request.params, sequence.request.prompt_tokens
-        if params.top_k is not None:
-            self.top_k[at] = min(params.top_k, np.iinfo(np.int32).max)
-        self.top_p[at] = params.top_p
-        if params.min_p > 0:
-            self.log_min_p[at] = math.log(params.min_p)
+        if params.has_filters:
+            assert self.top_k is not None and self.top_p is not None and self.log_min_p is not None
+            self.top_k[at] = min(params.top_k or 0, np.iinfo(np.int32).max)
+            self.top_p[at] = params.top_p
+            self.log_min_p[at] = math.log(params.min_p) if params.min_p > 0 else -np.inf
         if params.rules_out_stops:
             assert self.stop_from is not None
             self.stop_from[at] = len(prompt) + params.min_tokens

@@ -14,15 +14,21 @@ from tests.unit.schedule.test_scheduler import capacity_of, request
 
 
 def test_what_a_request_needs_of_the_program() -> None:
-    names = ("penalties", "min_tokens", "bias_ids", "allowed_ids", "top_logprobs", "prompt_logprobs")
+    names = ("filters", "penalties", "min_tokens", "bias_ids", "allowed_ids", "top_logprobs", "prompt_logprobs")
     none = dict.fromkeys(names, 0)
     assert sampling_sizes([]) == none
-    neutral = SamplingParams(max_new_tokens=8, temperature=1.0, top_k=3, top_p=0.5, min_p=0.1, stop_token_ids=(1,))
+    filtered = {"top_k": 3, "top_p": 0.5, "min_p": 0.1}
+    for greedy in (SamplingParams(max_new_tokens=8, stop_token_ids=(1,)), SamplingParams(max_new_tokens=8, **filtered)):
+        assert sampling_sizes([greedy]) == none  # a greedy answer draws from no distribution
+    for name, value in filtered.items():
+        assert sampling_sizes([SamplingParams(max_new_tokens=8, temperature=1.0, **{name: value})])["filters"] == 1
+    neutral = SamplingParams(max_new_tokens=8, temperature=1.0, stop_token_ids=(1,))
     assert sampling_sizes([neutral]) == none
     lists = SamplingParams(max_new_tokens=8, logit_bias=((1, 1.0),), allowed_token_ids=tuple(range(9)))
     counts = SamplingParams(max_new_tokens=8, frequency_penalty=0.5, min_tokens=2, stop_token_ids=(1,), top_logprobs=3)
     counts = dataclasses.replace(counts, prompt_logprobs=True)
     assert sampling_sizes([lists, neutral, counts]) == {
+        "filters": 0,
         "penalties": 1,
         "min_tokens": 1,
         "bias_ids": 8,
@@ -45,14 +51,15 @@ def batch_with(**params: Any) -> tuple[SamplingBatch, Sequence]:
     return batch, sequence
 
 
-def test_without_features_there_are_only_the_filters() -> None:
-    batch, _ = batch_with()
+def test_a_batch_has_the_arrays_of_the_features_that_its_program_has() -> None:
+    assert not batch_with()[0].arrays()
+    batch, _ = batch_with(temperature=1.0, min_p=0.1)
     assert list(batch.arrays()) == ["top_k", "top_p", "log_min_p"]
 
 
 def test_a_neutral_filter_keeps_every_token() -> None:
-    batch, _ = batch_with()
-    assert (batch.top_k[0, 1], batch.top_p[0, 1], batch.log_min_p[0, 1]) == (0, 1.0, -np.inf)
+    batch, _ = batch_with(temperature=1.0, top_p=0.5)
+    assert (batch.top_k[0, 1], batch.top_p[0, 0], batch.log_min_p[0, 1]) == (0, 1.0, -np.inf)
 
 
 def test_filters_are_set_in_their_slot_alone() -> None:

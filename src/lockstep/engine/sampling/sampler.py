@@ -34,7 +34,7 @@ class SamplingState(NamedTuple):
     temperature: Float[Array, " slot"]
     """The temperature; 0 is greedy."""
     filters: Mapping[str, Array]
-    """The parameter ``[slot]`` of each of `FILTERS`, by the filter's name."""
+    """The parameter ``[slot]`` of each of `FILTERS`, by the filter's name; empty where the program has none of them."""
 
 
 class ActiveFeatures(NamedTuple):
@@ -142,7 +142,8 @@ def start_sampler(
         The sampler, and the tokens that the slots have at the start of the launch, or None where there are no
         penalties.
     """
-    state = SamplingState(words, temperature, {each.name: given[each.parameter] for each in FILTERS})
+    filters = {each.name: given[each.parameter] for each in FILTERS if each.parameter in given}
+    state = SamplingState(words, temperature, filters)
     first = first_id(local_vocab, decode_mesh)
     counts = None
     if "history" in given:
@@ -190,15 +191,17 @@ def sample(
     def draw(processed: Array) -> tuple[Array, ...]:
         random = state.temperature[:, None] > 0
         tempered = jnp.where(random, processed / jnp.where(random, state.temperature[:, None], 1.0), processed)
-        threshold = find_threshold(tempered, state.filters, features.filters, decode_mesh)
-        filtered = jnp.where(threshold.mask(Candidates.of(tempered, ids)), tempered, -jnp.inf)
+        filtered = tempered
+        if state.filters:
+            threshold = find_threshold(tempered, state.filters, features.filters, decode_mesh)
+            filtered = jnp.where(threshold.mask(Candidates.of(tempered, ids)), tempered, -jnp.inf)
         noise = jax.vmap(lambda words, at: _gumbel(words, at, ids))(state.words, position)
         scores = jnp.where(random, filtered + noise, processed)
         # Without the barrier the noise is computed again for each of its uses, in reductions that XLA does not
         # vectorise on CPU.
         filtered, scores = jax.lax.optimization_barrier((filtered, scores))
-        best, largest = first_largest(scores)
-        filtered_max = jnp.max(filtered, axis=1)
+        largest, filtered_max = jnp.max(scores, axis=1), jnp.max(filtered, axis=1)
+        best = _first_hit(scores, largest)  # the noise takes so long that runs would save nothing
         return best, largest, filtered[rows, best], filtered_max, _sum_exp(filtered, filtered_max)
 
     likeliest = first_largest(logits)
@@ -229,12 +232,13 @@ def sample(
 def active_features(state: SamplingState, active: Bool[Array, " slot"], decode_mesh: DecodeMesh) -> ActiveFeatures:
     """Returns the features that any active slot of any replica needs; one collective."""
     random = active & (state.temperature > 0)
-    needs = [random, *(random & each.narrows(state.filters[each.name]) for each in FILTERS)]
+    filters = [each for each in FILTERS if each.name in state.filters]
+    needs = [random, *(random & each.narrows(state.filters[each.name]) for each in filters)]
     flags = jnp.stack([jnp.any(need) for need in needs]).astype(jnp.int32)
     if decode_mesh.replica_axes:
         flags = jax.lax.pmax(flags, decode_mesh.replica_axes)
-    temperature, *filters = flags > 0
-    return ActiveFeatures(temperature, {each.name: flag for each, flag in zip(FILTERS, filters, strict=True)})
+    temperature, *needed = flags > 0
+    return ActiveFeatures(temperature, {each.name: flag for each, flag in zip(filters, needed, strict=True)})
 
 
 def never_used(requested: Iterable[SamplingParams]) -> frozenset[str]:
