@@ -264,7 +264,8 @@ def first_largest(scores: Float[Array, "slot token"]) -> tuple[Int[Array, " slot
         largest = jnp.max(scores, axis=1)
         return _first_hit(scores, largest), largest
     runs = scores.reshape(rows, -1, _RUN)
-    maxima = jnp.max(runs, axis=2)
+    # Without the barrier XLA takes the largest of all scores in a second pass over them.
+    maxima = jax.lax.optimization_barrier(jnp.max(runs, axis=2))
     largest = jnp.max(maxima, axis=1)
     run = _first_hit(maxima, largest)
     within = jnp.take_along_axis(runs, run[:, None, None], axis=1)[:, 0]
