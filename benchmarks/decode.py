@@ -29,6 +29,7 @@ from benchmarks.contestants import (
     Ours,
     Transformers,
     installed,
+    keep_freed_memory,
     one_device,
     ratio,
     side_by_side,
@@ -67,6 +68,7 @@ def main() -> int:
     if arguments.worker:
         return worker(arguments.worker)
     console = Console(stderr=True)
+    keep_freed_memory()
     rows = measure(arguments.quick, console)
     show(rows)
     if arguments.json:
