@@ -20,7 +20,7 @@ from lockstep.models import DecoderWeights
 
 
 def keep_freed_memory() -> None:
-    """Lets the C library keep what is freed, for all contestants alike; without effect where it is not glibc.
+    """Lets the C library keep what is freed, for every contestant; without effect where it is not glibc.
 
     What it gives back to the system comes again as page faults, in a call of whichever contestant needs memory next:
     up to 7 % of a prefill, at random.
