@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 
 from lockstep.device.program import without_source_locations
+from lockstep.engine.sampling.filters import FILTERS as ALL_FILTERS
 from lockstep.engine.sampling.sampler import Sampled, SamplingState, active_features, sample
 from lockstep.engine.sampling.shortlist import SIZE
 from lockstep.placement.decode_mesh import make_decode_mesh
@@ -203,3 +204,10 @@ def test_nothing_sorts_the_vocabulary() -> None:
     text = without_source_locations(text)  # names of functions are no operations
     # One selection of the largest for the short list, which XLA makes a sort of when its result is used otherwise.
     assert "while" in text and text.count('custom_call_target="TopK"') == 1 and " sort(" not in text
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("asked", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}], ids=str)
+def test_a_request_has_filters_where_one_of_them_is_requested(asked: dict[str, Any], temperature: float) -> None:
+    params = SamplingParams(max_new_tokens=1, temperature=temperature, **asked)
+    assert params.has_filters == (temperature > 0 and any(each.is_requested(params) for each in ALL_FILTERS))
