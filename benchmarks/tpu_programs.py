@@ -7,6 +7,7 @@ objects.
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import os
@@ -36,7 +37,7 @@ from lockstep.types import Drafts, Request, SamplingParams
 
 SAMPLED = SamplingParams(max_new_tokens=64, temperature=0.7)
 UNMET = never_used([SAMPLED])
-"""Filters that the decode program holds and does not run."""
+"""Filters that the decode program may hold and that are not counted."""
 
 _OPTIMIZER_COPIES = 4  # the parameters, two moments of Adam, and the gradients' accumulator, all float32
 
@@ -71,7 +72,7 @@ def weights_on(mesh: Mesh, model: ModelPreset, dtype: str) -> DecoderWeights:
 
 def compile_for(
     slice_name: str, tensor: int, batch: int, context: int, *, model: str = "llama-3.1-8b", dtype: str = "float32",
-    drafts: bool = False, **options: Any,
+    drafts: bool = False, filters: bool = False, **options: Any,
 ) -> tuple[Engine, DecodeModel]:  # fmt: skip
     """An engine with programs for a batch per replica, and what they were made from; nothing can be run.
 
@@ -96,7 +97,8 @@ def compile_for(
         mesh,
     )
     prompt, guesses = tuple(range(context)), Drafts() if drafts else None
-    requests = [Request(prompt_id=i, prompt_tokens=prompt, params=SAMPLED, drafts=guesses) for i in range(sequences)]
+    params = dataclasses.replace(SAMPLED, top_p=0.95) if filters else SAMPLED
+    requests = [Request(prompt_id=i, prompt_tokens=prompt, params=params, drafts=guesses) for i in range(sequences)]
     engine.prepare((config, weights), requests)
     assert engine.decode_model is not None
     return engine, engine.decode_model
@@ -227,6 +229,7 @@ def main() -> None:
     parser.add_argument("--weight-dtype", default="auto", choices=("auto", "int8", "fp8"))
     parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "fp8"))
     parser.add_argument("--drafts", action="store_true", help="with the programs that verify drafts")
+    parser.add_argument("--filters", action="store_true", help="with programs that have top-k, top-p and min-p")
     parser.add_argument("--table", type=Path, nargs="+", metavar="FILE")
     options = parser.parse_args()
     if options.table:
@@ -234,7 +237,8 @@ def main() -> None:
         return
     engine, model = compile_for(
         options.slice, options.tensor, options.batch, options.context, model=options.model, dtype=options.dtype,
-        drafts=options.drafts, weight_dtype=options.weight_dtype, kv_cache_dtype=options.kv_cache_dtype,
+        drafts=options.drafts, filters=options.filters, weight_dtype=options.weight_dtype,
+        kv_cache_dtype=options.kv_cache_dtype,
     )  # fmt: skip
     names = ("slice", "model", "weight_dtype", "kv_cache_dtype")
     print(json.dumps({name: getattr(options, name) for name in names} | figures(engine, model, options.context)))

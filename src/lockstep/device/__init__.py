@@ -10,6 +10,7 @@ from lockstep.device.chips import hops as hops
 from lockstep.device.chips import published_chip as published_chip
 from lockstep.device.compiler_errors import Compile as Compile
 from lockstep.device.compiler_errors import compile_lowered as compile_lowered
+from lockstep.device.compiler_errors import compile_with_options as compile_with_options
 from lockstep.device.compiler_errors import explain as explain
 from lockstep.device.float8 import BYTE as BYTE
 from lockstep.device.float8 import FP8 as FP8

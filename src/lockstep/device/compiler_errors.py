@@ -9,9 +9,9 @@ import jax
 from lockstep.device.torn_cache import torn_entries_removed
 from lockstep.errors import CompilerError, HbmError, VmemError
 
-type Compile = Callable[[jax.stages.Lowered, str], Any]
-"""Takes a lowered program and its name; returns a `jax.stages.Compiled`, or an object with its analyses alone where
-nothing will run."""
+type Compile = Callable[[jax.stages.Lowered, str, Mapping[str, str]], Any]
+"""Takes a lowered program, its name and options of XLA for it; returns a `jax.stages.Compiled`, or an object with its
+analyses alone where nothing will run."""
 
 _UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE: Final = r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?\b"
@@ -24,18 +24,35 @@ _PAIR: Final = (
     re.compile(rf"size {_SIZE} and limit {_SIZE}"),
     re.compile(rf"Used {_SIZE} of {_SIZE} vmem"),
 )
+_UNKNOWN_OPTION: Final = "No such compile option"
 _SHOWN: Final = 300
 """The number of characters of a compiler's message that are shown; a kernel's message has the whole kernel in it."""
 
 
-def compile_lowered(lowered: jax.stages.Lowered, name: str) -> jax.stages.Compiled:
+def compile_lowered(lowered: jax.stages.Lowered, name: str, options: Mapping[str, str]) -> jax.stages.Compiled:
     """Compiles a program to run it.
 
     Args:
         lowered: The lowered program.
         name: The program's name.
+        options: See `compile_with_options`.
     """
     with torn_entries_removed(f"jit_lockstep_{name}"):
+        return compile_with_options(lowered, options)
+
+
+def compile_with_options(lowered: jax.stages.Lowered, options: Mapping[str, str]) -> jax.stages.Compiled:
+    """Compiles a program with options of XLA, or without where this version of the compiler does not know one of them.
+
+    Args:
+        lowered: The lowered program.
+        options: The values of options by name; none of them changes what the program computes.
+    """
+    try:
+        return lowered.compile(compiler_options=dict(options) or None)
+    except jax.errors.JaxRuntimeError as error:
+        if not options or _UNKNOWN_OPTION not in str(error):
+            raise
         return lowered.compile()
 
 

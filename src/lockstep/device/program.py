@@ -7,6 +7,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -86,6 +87,7 @@ def compile_program(
     ledger: Ledger,
     donate: tuple[int, ...] = (),
     out_shardings: Any = None,
+    compiler_options: Mapping[str, str] = MappingProxyType({}),
     compile_with: Compile = compile_lowered,
 ) -> Program:
     """Traces, lowers and compiles ``function`` for ``arguments``; launches nothing and talks to no other host.
@@ -98,6 +100,7 @@ def compile_program(
         ledger: The ledger that records launches.
         donate: The positions of arguments that the program may overwrite.
         out_shardings: The shardings of the outputs; None leaves them to the compiler.
+        compiler_options: Options of XLA for this program; a compiler that does not know one of them gets none.
         compile_with: The compiler; one that is never launched may return analyses alone.
 
     Raises:
@@ -116,7 +119,7 @@ def compile_program(
     try:
         with jax.set_mesh(mesh):
             lowered = jax.jit(traced, donate_argnums=donate, **options).lower(*arguments)
-            compiled = compile_with(lowered, name)
+            compiled = compile_with(lowered, name, compiler_options)
     except Exception as error:
         raise explain(name, dict(mesh.shape), error) from error
     shapes = tuple(_shape_text(argument) for argument in arguments)
@@ -124,7 +127,9 @@ def compile_program(
     optimised = compiled.as_text() if hasattr(compiled, "as_text") else None  # some compilers return analyses alone
     digests = {
         f"{name}: StableHLO": digest(lowered.as_text()),
-        f"{name}: devices and options": digest(_devices(mesh), repr(donate), *map(repr, environment().items())),
+        f"{name}: devices and options": digest(
+            _devices(mesh), repr(donate), *map(repr, [*compiler_options.items(), *environment().items()])
+        ),
         f"{name}: optimised HLO{MAY_DIFFER}": digest(without_source_locations(optimised or "")),
     }
     return Program(

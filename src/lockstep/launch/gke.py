@@ -194,6 +194,9 @@ def _follow(cluster: Cluster, console: Console, *, stop_on_signal: bool) -> int:
                 if not stop_on_signal:
                     return 128 + number
                 console.say(f"{signal.Signals(number).name}, {'killing' if stopped_by else 'ending'} the pods")
+                # One that has started since the last look says its last words too; a second signal waits for nothing.
+                for pod in (patience.look(cluster.look) or ({}, []))[1] if stopped_by is None else ():
+                    logs.follow(pod)
                 cluster.kill() if stopped_by else cluster.suspend()
                 stopped_by = stopped_by or number
             looked = patience.look(cluster.look)

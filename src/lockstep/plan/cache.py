@@ -11,11 +11,12 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import jax
 
-from lockstep.device import explain
+from lockstep.device import compile_with_options, explain
 from lockstep.errors import ConfigError, HbmError, VmemError
 
 _FIGURES: Final = (
@@ -93,12 +94,15 @@ class CompileCache:
         self.summaries: dict[str, Summary] = {}
         """The latest result of each program, by the program's name."""
 
-    def __call__(self, lowered: jax.stages.Lowered, name: str) -> Summary:
+    def __call__(
+        self, lowered: jax.stages.Lowered, name: str, options: Mapping[str, str] = MappingProxyType({})
+    ) -> Summary:
         """Look a program up, or compile it.
 
         Args:
             lowered: The program.
             name: The program's name, for reports and errors.
+            options: Options of XLA for it.
 
         Returns:
             The compiler's result.
@@ -108,12 +112,12 @@ class CompileCache:
             Exception: Whatever else the compiler raised.
             ConfigError: The result cannot be written to the directory.
         """
-        key = self._key(lowered)
+        key = self._key(lowered, options)
         found = self._read(key)
         if found is None:
             self._report(name, "compiling")
             start = time.monotonic()
-            found = self._compile(lowered, name, lowered_digest(lowered))
+            found = self._compile(lowered, name, options)
             self._write(key, found)
             took = f"{time.monotonic() - start:.1f} s"
             self._report(name, f"does not fit ({took})" if "refused" in found else f"compiled in {took}")
@@ -133,10 +137,10 @@ class CompileCache:
         self.summaries[name] = summary
         return summary
 
-    def _compile(self, lowered: jax.stages.Lowered, name: str, digest: str) -> dict[str, Any]:
+    def _compile(self, lowered: jax.stages.Lowered, name: str, options: Mapping[str, str]) -> dict[str, Any]:
         start = time.monotonic()
         try:
-            compiled = lowered.compile()
+            compiled = compile_with_options(lowered, options)
         except Exception as error:
             explained = explain(name, {}, error)
             for kind, cls in _TOO_LARGE.items():
@@ -153,17 +157,17 @@ class CompileCache:
         return {
             "memory": memory,
             "text": compiled.as_text() or "",
-            "digest": digest,
+            "digest": lowered_digest(lowered),
             "seconds": time.monotonic() - start,
         }
 
-    def _key(self, lowered: jax.stages.Lowered) -> str:
+    def _key(self, lowered: jax.stages.Lowered, options: Mapping[str, str]) -> str:
         try:
             compiler = importlib.metadata.version("libtpu")
         except importlib.metadata.PackageNotFoundError:
             compiler = "none"
         jaxlib, flags = importlib.metadata.version("jaxlib"), os.environ.get("LIBTPU_INIT_ARGS", "")
-        words = f"{_FORMAT} {self._topology} jaxlib {jaxlib} libtpu {compiler} {flags}"
+        words = f"{_FORMAT} {self._topology} jaxlib {jaxlib} libtpu {compiler} {flags} {sorted(options.items())}"
         return hashlib.sha256(f"{words} {lowered_digest(lowered)}".encode()).hexdigest()
 
     def _path(self, key: str) -> Path | None:

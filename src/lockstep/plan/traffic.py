@@ -44,6 +44,9 @@ def traffic(hlo: Hlo, kernel: Kernel) -> Iterator[tuple[Run, int]]:
             yield run, 2 * _hbm(op.arrays)
         elif kind in ("dynamic-update-slice", "scatter"):
             yield run, 2 * _hbm(operands[1 if kind == "dynamic-update-slice" else 2])
+        elif kind == "slice-start":  # its result begins with the whole source, of which it reads as much as it writes
+            source, destination = op.arrays[:2]
+            yield run, destination.bytes * (source.in_hbm + destination.in_hbm)
         elif kind.endswith("-start"):
             yield run, _hbm(op.arrays)  # source and destination are both in its result
         else:

@@ -127,16 +127,16 @@ def test_ctrl_c_once_ends_in_order_and_twice_at_once(cluster, times):
         f"if {times} == 2: signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "print('ready', flush=True); time.sleep(30)"
     )
-    child = subprocess.Popen(
-        [sys.executable, ROOT / "infra/launch.py", *words, sys.executable, "-c", text],
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    wait_for(lambda: "ready" in "".join(map(read, pods(cluster, 1, wait=False))), 20)
+    output = cluster / "output"
+    with open(output, "w") as file:
+        command = [sys.executable, ROOT / "infra/launch.py", *words, sys.executable, "-c", text]
+        child = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
+    wait_for(lambda: "[0] ready" in read(output), 30)
     for _ in range(times):
         child.send_signal(signal.SIGINT)
         time.sleep(0.5)
-    shown, _ = child.communicate(timeout=30)
-    assert child.returncode == 130, shown
+    assert child.wait(timeout=30) == 130, read(output)
+    shown = read(output)
     assert "SIGINT, ending the pods" in shown and ("SIGINT, killing the pods" in shown) == (times == 2)
     assert ("[0] saved" in shown) == (times == 1)
 
@@ -218,9 +218,8 @@ def test_without_kubectl_it_says_how_to_get_it(tmp_path, monkeypatch, capsys):
     assert "kubectl was not found. Install it: gcloud components install kubectl" in capsys.readouterr().err
 
 
-def pods(cluster, number, wait=True):
-    if wait:
-        wait_for(lambda: len(list((cluster / "kube/pods").glob("*/log"))) == number)
+def pods(cluster, number):
+    wait_for(lambda: len(list((cluster / "kube/pods").glob("*/log"))) == number)
     return list((cluster / "kube/pods").glob("*/log"))
 
 

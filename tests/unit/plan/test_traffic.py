@@ -78,6 +78,8 @@ ENTRY %main (w: f32[8,4], i: s32[]) -> f32[8,4] {
   %w = f32[8,4]{1,0} parameter(0)
   %i = s32[] parameter(1)
   %one = f32[1,4]{1,0} dynamic-slice(%w, %i, %i), dynamic_slice_sizes={1,4}
+  %start = ((f32[8,4]{1,0}), f32[2,4]{1,0:S(1)}, s32[]{:S(2)}) slice-start(%w), slice={[2:4], [0:4]}
+  %two = f32[2,4]{1,0:S(1)} slice-done(%start)
   ROOT %out = f32[8,4]{1,0} dynamic-update-slice(%w, %one, %i, %i)
 }
 """
@@ -85,7 +87,7 @@ ENTRY %main (w: f32[8,4], i: s32[]) -> f32[8,4] {
 
 def test_a_slice_is_read_and_written_and_the_rest_of_its_array_is_not() -> None:
     moved = {run.op.name: size for run, size in traffic(Hlo(SLICES), lambda op, operands: 0)}
-    assert moved == {"one": 2 * 4 * 4, "out": 2 * 4 * 4}
+    assert moved == {"one": 2 * 4 * 4, "start": 2 * 4 * 4, "out": 2 * 4 * 4}
 
 
 def test_a_launch_is_spread_over_its_steps() -> None:

@@ -15,9 +15,16 @@ from lockstep.schedule import Capacity
 _CHUNK = 512
 """Positions that decode attends at a time, at most: a longer context is padded to a multiple."""
 
-_VOCABULARIES = 7
-"""Arrays of a number per slot and token id that a decode step on a TPU has at its worst moment, when top-p counts equal
-scores: read off the compiler at 256 sequences. With smaller batches some are in vector memory."""
+_VOCABULARIES = 3
+"""Arrays of a number per slot and token id that a decode step on a TPU has at its worst moment: read off the compiler
+at 128 to 1,024 sequences, which had 1 to 2.7 of them."""
+
+_FILTERED_VOCABULARIES = 7
+"""The same with top-k, top-p and min-p, when top-p counts equal scores: read off the compiler at 256 sequences. With
+smaller batches some are in vector memory."""
+
+_MORE_OF_FEW = 64 << 20
+"""Bytes that up to two more such arrays take without filters; of 32 and 64 sequences there were up to 4.6 in all."""
 
 _IN_VECTOR_MEMORY = {"v6e": 40 << 20}
 """Bytes of those, and of what a prefill computes, that the compiler keeps in vector memory however many there are; it
@@ -133,15 +140,21 @@ class MemoryModel:
         scores = 0 if self._kernel else 3 * self._heads * chunk * 4 + self._widened(chunk)
         if self._tpu and not self._kernel:  # K and V of a chunk of a layer, in use and being read
             scores += 2 * CONTEXT_CHUNK * self._layer_kv_bytes
-        # On CPU logits, scores and noise in float32; and a count per token where there are penalties.
-        vocabularies = (_VOCABULARIES if self._tpu else 4) + sizes.penalties
-        if self._tpu and self.model.decode_mesh.tensor > 1:
-            vocabularies += 1  # whole scores of the slots that a device filters
-        sampling = sizes.slots * vocabularies * self._vocab * 4
-        if self._tpu:
-            sampling = max(0, sampling - _IN_VECTOR_MEMORY.get(tpu_generation(self.model.device.device_kind), 0))
         of_slots = sizes.slots * (scores + 8 * sizes.steps + self._activations)
-        return self._gathered_outer + self._gathered_layers + context + sampling + of_slots
+        return self._gathered_outer + self._gathered_layers + context + self._sampling(sizes) + of_slots
+
+    def _sampling(self, sizes: Capacity) -> int:
+        """Bytes of logits, scores, noise and what filters compute of them, in float32."""
+        one = sizes.slots * self._vocab * 4
+        counts = one * sizes.penalties
+        if not self._tpu:
+            return 4 * one + counts
+        if sizes.filters:
+            # A device of a tensor group has the whole scores of the slots that it filters.
+            total = (_FILTERED_VOCABULARIES + (self.model.decode_mesh.tensor > 1)) * one
+        else:
+            total = _VOCABULARIES * one + min(2 * one, _MORE_OF_FEW)
+        return max(0, total + counts - _IN_VECTOR_MEMORY.get(tpu_generation(self.model.device.device_kind), 0))
 
     def _verify(self, sizes: Capacity) -> int:
         """Bytes of the widest step that verifies drafts: those of a decode step, and of the positions of each slot."""
