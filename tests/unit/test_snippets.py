@@ -368,7 +368,7 @@ def gumbel(text):
     import jax
     import jax.numpy as jnp
 
-    from lockstep.engine.sampling.sampler import _gumbel
+    from lockstep.engine.sampling.noise import gumbel_noise
 
     lines = dict(re.findall(r"^(\w+) += (.*?)(?: {4,}.*)?$", text, re.MULTILINE))
     assert list(lines) == ["key", "bits", "u", "gumbel"]
@@ -382,7 +382,7 @@ def gumbel(text):
     }
     for name, formula in lines.items():
         names[name] = eval_formula(formula.replace("·", "*").replace("2⁻²³", "2.0**-23"), names)
-    ours = _gumbel(jnp.array([3, 4, 1], jnp.uint32), jnp.uint32(17), jnp.array([42]))
+    ours = gumbel_noise(jnp.array([3, 4, 1], jnp.uint32), jnp.uint32(17), jnp.array([42]))
     assert float(names["gumbel"]) == pytest.approx(float(ours[0]), rel=1e-6)
 
 

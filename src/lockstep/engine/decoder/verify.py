@@ -22,8 +22,23 @@ from lockstep.engine.sampling.sampler import start_sampler
 from lockstep.models import DecoderWeights
 from lockstep.schedule import NULL_PAGE, Capacity, VerifyBatch
 
-LOGITS_AT_ONCE = 8
-"""Positions of each sequence whose logits are computed together: the output layer is read once for so many."""
+_ROWS_AT_ONCE = 256
+"""Rows of logits that are computed together where there are few sequences: beyond so many, reading the output layer
+once more costs little beside the products with it, and the logits take memory."""
+_LEAST_AT_ONCE = 8
+"""Positions of each sequence whose logits are computed together at least."""
+
+
+def logits_at_once(slots: int, width: int) -> int:
+    """Returns the number of positions of each sequence whose logits are computed together: the output layer is read
+    once for so many.
+
+    Args:
+        slots: The number of sequences of a replica.
+        width: The positions of a sequence in a step.
+    """
+    groups = -(-width // max(_LEAST_AT_ONCE, _ROWS_AT_ONCE // slots))
+    return -(-width // groups)
 
 
 def verify_function(
@@ -46,7 +61,7 @@ def verify_function(
     """
     decode_mesh = transformer.decode_mesh
     like = VerifyBatch.empty(capacity, width, 0)
-    together = min(LOGITS_AT_ONCE, width)
+    together = logits_at_once(capacity.slots, width)
     groups = -(-width // together)
     rows, ahead = jnp.arange(capacity.slots), jnp.arange(width)
 

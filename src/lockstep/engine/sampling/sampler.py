@@ -18,6 +18,7 @@ from lockstep.engine.sampling.logits_processors import (
     penalise,
     rule_out_stops,
 )
+from lockstep.engine.sampling.noise import gumbel_noise
 from lockstep.engine.sampling.threshold import find_threshold, scopes_needed
 from lockstep.placement import DecodeMesh
 from lockstep.types import SamplingParams
@@ -195,7 +196,7 @@ def sample(
         if state.filters:
             threshold = find_threshold(tempered, state.filters, features.filters, decode_mesh)
             filtered = jnp.where(threshold.mask(Candidates.of(tempered, ids)), tempered, -jnp.inf)
-        noise = jax.vmap(lambda words, at: _gumbel(words, at, ids))(state.words, position)
+        noise = jax.vmap(lambda words, at: gumbel_noise(words, at, ids))(state.words, position)
         scores = jnp.where(random, filtered + noise, processed)
         # Without the barrier the noise is computed again for each of its uses, in reductions that XLA does not
         # vectorise on CPU.
@@ -297,15 +298,3 @@ def _join(maxima: Array, sums_exp: Array) -> tuple[Array, Array]:
     """The maximum of all parts of the vocabulary, and the sum_exp relative to it."""
     largest = jnp.max(maxima, axis=0)
     return largest, jnp.sum(jnp.where(jnp.isfinite(maxima), sums_exp * jnp.exp(maxima - largest), 0.0), axis=0)
-
-
-def _gumbel(words: Array, position: Array, ids: Array) -> Array:
-    """Gumbel noise for the tokens ``ids``, from Threefry (Salmon et al. 2011) with a key for each token."""
-    seed, prompt, generation = words
-    key = jax.random.key(seed, impl="threefry2x32")
-    for part in (prompt, generation, position):
-        key = jax.random.fold_in(key, part)
-    # One key per token id, not one array of noise: a device draws its own part of the vocabulary and nothing else.
-    bits = jax.vmap(lambda token: jax.random.key_data(jax.random.fold_in(key, token))[0])(ids)
-    uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
-    return -jnp.log(-jnp.log(uniform))

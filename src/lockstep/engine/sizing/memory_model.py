@@ -9,7 +9,7 @@ from lockstep.attention import CONTEXT_CHUNK, has_kernel, tpu_generation
 from lockstep.engine.decode_model import DecodeModel
 from lockstep.engine.decoder.build import Programs
 from lockstep.engine.decoder.prompt_logprobs import PROMPT_LOGPROBS_CHUNK
-from lockstep.engine.decoder.verify import LOGITS_AT_ONCE
+from lockstep.engine.decoder.verify import logits_at_once
 from lockstep.schedule import Capacity
 
 _CHUNK = 512
@@ -161,7 +161,7 @@ class MemoryModel:
         width = sizes.verify_widths[-1]
         chunk = min(_CHUNK, sizes.pages_per_sequence * sizes.page_size)
         scores = 0 if self._kernel else 3 * self._heads * chunk * 4
-        logits = 3 * min(LOGITS_AT_ONCE, width) * self._vocab * 4
+        logits = 3 * logits_at_once(sizes.slots, width) * self._vocab * 4
         results = 4 * (4 + 2 * sizes.top_logprobs) * sizes.draft_tokens
         return self._decode(sizes) + sizes.slots * (width * (scores + self._activations) + logits + 2 * results)
 
