@@ -12,9 +12,8 @@ from collections.abc import Sequence as Seq
 import numpy as np
 from jaxtyping import Float, Int, Int32
 
-from lockstep.schedule.batch import Capacity, DecodeBatch, VerifyBatch
+from lockstep.schedule.batch import Capacity, VerifyBatch
 from lockstep.schedule.planning import num_decode_steps
-from lockstep.schedule.results import DecodeResults
 from lockstep.schedule.sequence import Sequence
 from lockstep.schedule.slots import DecodeSlots
 from lockstep.types import Drafts
@@ -24,7 +23,7 @@ _NGRAMS = (3, 2)
 _COMPARED = 16
 """The last tokens of an answer that decide whether it still is side by side with the draft."""
 _LEAST_GAIN = 1.05
-"""How many times the tokens per second of decode verifying must promise to be done."""
+"""How many times as fast as decode verifying must promise to be."""
 _RECENT = 64.0
 """Tokens of a sequence that its share of right ones is taken of, about."""
 _PRIOR_RIGHT, _PRIOR = 6.0, 8.0
@@ -75,6 +74,15 @@ class Proposer:
             copied = self._copy(answer, count)
             return draft if copied is None else copied
         return draft
+
+    def until_end(self, answer: Seq[int], most: int) -> int:
+        """Returns how many tokens may follow an answer: those that the draft has more, as long as it has any.
+
+        Args:
+            answer: The tokens so far.
+            most: The most tokens that may follow.
+        """
+        return min(max(0, len(self._draft) - len(answer)) or most, most)
 
     def _agreement(self, answer: Seq[int], at: int) -> int:
         """How many of the last tokens of the answer are in the draft before the place ``at``, side by side."""
@@ -151,7 +159,7 @@ class Drafter:
             stop_rate: See `num_decode_steps`; of a token.
         """
         left = slots.all_remaining
-        width, expected = self.choose(slots.sequences, left)
+        width, expected = self.choose(slots.sequences, left, waiting=waiting)
         if width == 1:
             return None
         steps = num_decode_steps(
@@ -163,12 +171,18 @@ class Drafter:
         assert 1 <= steps <= self._capacity.draft_tokens // width
         return VerifyBatch(decode=slots.batch(steps), width=width, drafts=self.drafts.copy())
 
-    def choose(self, sequences: np.ndarray, remaining: Int32[np.ndarray, "replica slot"]) -> tuple[int, list[float]]:
+    def choose(
+        self, sequences: np.ndarray, remaining: Int32[np.ndarray, "replica slot"], *, waiting: bool
+    ) -> tuple[int, list[float]]:
         """Guesses the next tokens of all sequences, and chooses how many of them a step should verify.
+
+        While sequences wait, the tokens of all slots per time count. Once none does, the round ends with its last
+        sequence: what a step samples of the others is worth nothing if it holds that one up.
 
         Args:
             sequences: The sequence in each slot ``[replica, slot]``, or None.
             remaining: The number of tokens that each may still sample.
+            waiting: Whether other sequences wait for a slot.
 
         Returns:
             The width of the steps, 1 for those of decode; and the tokens that a step is expected to sample of each
@@ -177,27 +191,34 @@ class Drafter:
         self.drafts.fill(-1)
         at = np.nonzero(remaining)
         left, lengths = remaining[at].astype(np.int64), np.zeros(len(at[0]), np.int64)
+        until_end = left.copy()
         for index, (replica, slot) in enumerate(zip(*at, strict=True)):
             proposer = self._proposers[replica, slot]
             if proposer is not None and left[index] > 1:
                 count = min(self._capacity.draft_tokens, int(left[index]))
-                guess = proposer.propose(sequences[replica, slot].tokens, count)
+                answer = sequences[replica, slot].tokens
+                guess = proposer.propose(answer, count)
                 self.drafts[replica, slot, : len(guess)] = guess
                 lengths[index] = len(guess)
+                until_end[index] = proposer.until_end(answer, int(left[index]))
         of_run = self._run_right / self._run_looked_at
         share = (self._right[at] + _OF_RUN * of_run) / (self._looked_at[at] + _OF_RUN)
         drafted = lengths > 0
         # As much as a first launch verifies, and of a shorter draft all of it.
         enough = int(np.minimum(lengths, _FIRST).sum())
         known = self.looked_at + math.fsum(self._looked_at[at][drafted].tolist()) >= enough
-        best, best_rate, expected = 1, len(left) * _LEAST_GAIN, np.ones(len(left))
+        best, best_gain, expected = 1, _LEAST_GAIN, np.ones(len(left))
         for width, cost in self._costs.items() if drafted.any() else ():
-            if not known and cost - 1.0 > _RISK * int(left.max()):
+            if not known and cost - 1.0 > _RISK * int(until_end.max()):
                 continue
             tokens = _expected(share, np.minimum(np.minimum(lengths + 1, left), width))
-            rate = math.fsum(tokens.tolist()) / cost  # exactly rounded, in whatever order
-            if rate > best_rate:
-                best, best_rate, expected = width, rate, tokens
+            if waiting:
+                gain = math.fsum(tokens.tolist()) / (len(left) * cost)  # exactly rounded, in whatever order
+            else:
+                steps = np.maximum(until_end / tokens, 1.0)
+                gain = float(until_end.max() / (cost * steps.max()))
+            if gain > best_gain:
+                best, best_gain, expected = width, gain, tokens
         return best, expected.tolist()
 
     def most_steps(self, width: int, expected: Seq[float], remaining: Int32[np.ndarray, "replica slot"]) -> int:
@@ -216,36 +237,37 @@ class Drafter:
         trusted = int(_FIRST + _GROWTH * known) // width
         return max(1, min(int(reach.max()), trusted, self._capacity.draft_tokens // width))
 
-    def learn(self, batch: DecodeBatch | VerifyBatch, results: DecodeResults) -> DecodeResults:
+    def learn(
+        self,
+        at: tuple[np.ndarray, np.ndarray],
+        kept: Int[np.ndarray, " sequence"],
+        tokens: Int32[np.ndarray, "replica slot step"],
+        step: Int32[np.ndarray, "replica slot step"] | None,
+    ) -> None:
         """Compares the guesses of the last `choose` with what was sampled.
 
         Args:
-            batch: The batch of the launch.
-            results: Its results; of a launch that verified drafts, with the step of each token.
-
-        Returns:
-            The results as those of decode.
+            at: The replicas and slots of the launch's sequences.
+            kept: The number of tokens that each of them sampled, without those after a stop string.
+            tokens: All that was sampled.
+            step: Of a launch that verified drafts, the step of each token.
         """
-        if isinstance(batch, VerifyBatch):
-            results, step = results.split_steps()
-            self.steps += int(np.where(results.tokens >= 0, step + 1, 0).max(axis=-1).sum())
+        used = kept > 0
+        if step is None:
+            self.steps += int(kept.sum())
         else:
-            self.steps += int((results.tokens >= 0).sum())
-        tokens = results.tokens
+            self.steps += int((step[at][used, kept[used] - 1] + 1).sum())
         count = min(tokens.shape[2], self._capacity.draft_tokens)
-        sampled, drafts = tokens[:, :, :count], self.drafts[:, :, :count]
-        seen = (sampled >= 0) & (drafts >= 0)
-        looked_at, right = seen.sum(axis=2), (seen & (sampled == drafts)).sum(axis=2)
-        self._looked_at += looked_at
-        self._right += right
-        keep = np.minimum(1.0, _RECENT / np.maximum(self._looked_at, 1.0))
-        self._looked_at *= keep
-        self._right *= keep
+        sampled, drafts = tokens[at][:, :count], self.drafts[at][:, :count]
+        seen = (np.arange(count) < kept[:, None]) & (drafts >= 0)
+        looked_at, right = seen.sum(axis=1), (seen & (sampled == drafts)).sum(axis=1)
+        of_sequence, right_of_sequence = self._looked_at[at] + looked_at, self._right[at] + right
+        keep = np.minimum(1.0, _RECENT / np.maximum(of_sequence, 1.0))
+        self._looked_at[at], self._right[at] = of_sequence * keep, right_of_sequence * keep
         self.looked_at += int(looked_at.sum())
         self.right += int(right.sum())
         self._run_looked_at += int(looked_at.sum())
         self._run_right += int(right.sum())
-        return results
 
 
 def _expected(share: Float[np.ndarray, " sequence"], most: Int[np.ndarray, " sequence"]) -> Float[np.ndarray, "..."]:

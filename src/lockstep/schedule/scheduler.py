@@ -230,14 +230,14 @@ class Scheduler:
             batch: The batch of the launch.
             results: What each slot sampled; of a launch that verifies drafts, the step of each token too.
         """
-        if self._drafter is not None:
-            results = self._drafter.learn(batch, results)
-        batch = batch.decode if isinstance(batch, VerifyBatch) else batch
+        step = None
+        if isinstance(batch, VerifyBatch):
+            batch, (results, step) = batch.decode, results.split_steps()
         at = np.nonzero(batch.remaining)
         sequences: list[Sequence] = self._slots.sequences[at].tolist()
         looks = self._slots.has_stop_strings[at]
         counts, stopped = (each[at] for each in self._slots.advance(results))
-        self._sampled += np.bincount(at[0], counts, self.capacity.replicas).astype(np.int64)
+        kept = counts.copy()
         sampled = results.packed.swapaxes(1, 2)[at]  # [sequence, part, step], a copy
         for sequence, count, part in zip(sequences, counts.tolist(), sampled, strict=True):
             sequence.extend(part[:, :count])
@@ -247,24 +247,28 @@ class Scheduler:
             sequence = sequences[index]
             if ended[index]:
                 sequence.finish_reason = FinishReason.STOP if stopped[index] else FinishReason.LENGTH
-            if looks[index] and self._cut_at_stop(sequence, int(counts[index])):
+            if looks[index] and (cut := self._cut_at_stop(sequence, int(counts[index]))) is not None:
                 ended[index] = True
+                kept[index] -= cut
             if ended[index]:
                 self._stopped += sequence.finish_reason is FinishReason.STOP
                 self._release(sequence)
                 self._ended(sequence)
                 self._just_finished.append(sequence)
         self._slots.clear((at[0][ended], at[1][ended]))
+        self._sampled += np.bincount(at[0], kept, self.capacity.replicas).astype(np.int64)
+        if self._drafter is not None:
+            self._drafter.learn(at, kept, results.tokens, step)
 
-    def _cut_at_stop(self, sequence: Sequence, new: int) -> bool:
-        """Ends a sequence whose last ``new`` tokens complete a stop string; returns whether they do."""
+    def _cut_at_stop(self, sequence: Sequence, new: int) -> int | None:
+        """Ends a sequence whose last ``new`` tokens complete a stop string; returns how many came after it, if any."""
         assert self._find_stop is not None
         end = self._find_stop(sequence.tokens, sequence.num_tokens - new, sequence.request.params.stop)
         if end is None:
-            return False
-        self._sampled[sequence.replica] -= sequence.num_tokens - end
+            return None
+        cut = sequence.num_tokens - end
         sequence.stop_at(end)
-        return True
+        return cut
 
     def commit_prompt_logprobs(
         self,

@@ -1,5 +1,7 @@
 """What is guessed, and when a guess is worth verifying; the device is one in plain Python."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 from lockstep.schedule import Capacity, Scheduler, VerifyBatch
 from lockstep.schedule.drafts import Proposer
 from lockstep.types import Drafts, Request, SamplingParams
-from tests.unit.schedule.fake_device import answer_alone, play
+from tests.unit.schedule.fake_device import Played, answer_alone, play
 
 CAPACITY = Capacity(
     replicas=2, sequences=4, slots=2, page_size=4, pages=40, pages_per_sequence=20, prefill_rows=4, steps=16,
@@ -138,6 +140,82 @@ def test_where_steps_cost_what_their_positions_do_nothing_is_verified():
     played = play(Scheduler(CAPACITY, [request(0, Drafts(answers=(answer,)))], verify_costs={8: 8.0, 64: 64.0}))
     assert not any(isinstance(batch, VerifyBatch) for batch in played.batches)
     assert played.completions[0].tokens == answer
+
+
+ROOMY = dataclasses.replace(CAPACITY, replicas=1, sequences=8, slots=8, pages=400, pages_per_sequence=44)
+
+
+def steps_of(played: Played, costs: dict[int, float]) -> float:
+    """The time of all launches, in decode steps."""
+    verified = sum(b.decode.num_steps * costs[b.width] for b in played.batches if isinstance(b, VerifyBatch))
+    return verified + sum(batch.num_steps for batch in played.decoded)
+
+
+@pytest.mark.parametrize("costs", [{8: 1.3, 64: 4.0}, {8: 2.0, 64: 9.0}])
+@pytest.mark.parametrize("right", range(9))
+def test_right_drafts_hold_up_no_others(right, costs):
+    """A round lasts as long as its slowest sequence: verifying the right drafts of some must not slow down the rest."""
+    new = 160
+    answers = [answer_alone(request(i, None, new), 0)[0] for i in range(8)]
+    drafts = [
+        Drafts(answers=(answer,), compared=64, right=64) if i < right
+        else Drafts(answers=(wrong(answer),), compared=64, right=0)
+        for i, answer in enumerate(answers)
+    ]  # fmt: skip
+    requests = [request(i, each, new) for i, each in enumerate(drafts)]
+    played = play(Scheduler(ROOMY, requests, verify_costs=costs))
+    assert [c.tokens for c in played.completions] == answers
+    time = steps_of(played, costs)
+    assert time <= new
+    if right == 8:
+        assert time < new / 5
+
+
+def test_a_short_answer_with_wrong_drafts_does_not_keep_long_right_ones_from_being_verified():
+    costs = {8: 2.0, 64: 9.0}
+    answers = [answer_alone(request(i, None, 160 if i else 8), 0)[0] for i in range(8)]
+    answers[0] = answers[0][:8]
+    requests = [request(i, Drafts(answers=(a,), compared=64, right=64)) for i, a in enumerate(answers)]
+    requests = [dataclasses.replace(r, params=dataclasses.replace(r.params, max_new_tokens=160)) for r in requests]
+    stop = int(answer_alone(request(0, None, 8), 0)[0][-1])
+    first = dataclasses.replace(requests[0].params, stop_token_ids=(stop,))
+    end = answers[0].index(stop) + 1
+    drafts = Drafts(answers=(wrong(answers[0][:end]),), compared=64, right=0)
+    requests[0] = dataclasses.replace(requests[0], params=first, drafts=drafts)
+    played = play(Scheduler(ROOMY, requests, verify_costs=costs))
+    assert steps_of(played, costs) < 160 / 2
+
+
+def test_while_others_wait_the_tokens_of_all_slots_count():
+    capacity = dataclasses.replace(ROOMY, slots=4, sequences=4)
+    costs, new = {8: 1.3, 64: 4.0}, 64
+    answers = [answer_alone(request(i, None, new), 0)[0] for i in range(16)]
+    drafts = [
+        Drafts(answers=(wrong(a),), compared=64, right=0) if i % 4 == 0
+        else Drafts(answers=(a,), compared=64, right=64)
+        for i, a in enumerate(answers)
+    ]  # fmt: skip
+    requests = [request(i, each, new) for i, each in enumerate(drafts)]
+    played = play(Scheduler(capacity, requests, verify_costs=costs))
+    assert [c.tokens for c in played.completions] == answers
+    plain = play(Scheduler(capacity, [request(i, None, new) for i in range(16)], verify_costs=costs))
+    assert steps_of(played, costs) < steps_of(plain, costs) / 1.5
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_tokens_after_a_stop_string_count_for_nothing(drafted):
+    """What a launch samples beyond a stop string is dropped: no step sampled it, and no guess of it was right."""
+    alone = answer_alone(request(0, None), 0)[0]
+    drafts = Drafts(answers=(alone,), compared=64, right=64) if drafted else Drafts()
+    scheduler = Scheduler(
+        CAPACITY, [request(0, drafts, stop=("x",))], lambda tokens, new, stop: 3 if len(tokens) >= 3 else None,
+        verify_costs=CHEAP,
+    )  # fmt: skip
+    played = play(scheduler)
+    assert played.completions[0].tokens == alone[:3]
+    counts = scheduler.counts
+    assert sum(counts.tokens) == 3
+    assert (counts.steps, counts.drafted, counts.right) == ((1, 3, 3) if drafted else (3, 0, 0))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
