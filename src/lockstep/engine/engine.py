@@ -15,7 +15,6 @@ from lockstep.engine.gate import Gate
 from lockstep.engine.launches import BetweenLaunches, launch_all
 from lockstep.engine.prepare import Prepared, models_for, prepare_programs
 from lockstep.engine.sizing.choose import Chooser
-from lockstep.engine.sizing.cost_model import verify_costs
 from lockstep.engine.sizing.result import Sizing
 from lockstep.engine.small_moves import KnownModel, describe_change
 from lockstep.engine.validate import check_requests, checked
@@ -163,7 +162,7 @@ class Engine:
             free: Bytes on the device with the least free memory of all hosts, agreed on; None: of this process.
 
         Returns:
-            The digests of all programs by name. Hosts must agree on them before `run`.
+            The digests of all programs by name, and of what decides their order. Hosts must agree on them before `run`.
 
         Raises:
             ConfigError: A capacity, layout, model or request cannot work.
@@ -192,7 +191,8 @@ class Engine:
         known = {id(compilation) for compilation in self._compilations}
         compiled = [program.compilation for program in self.programs.values()]
         self._compilations += [each for each in compiled if id(each) not in known]
-        return {name: text for program in self.programs.values() for name, text in program.digests.items()}
+        digests = {name: text for program in self.programs.values() for name, text in program.digests.items()}
+        return {**digests, **self._built.sizing.schedule}
 
     def run(
         self,
@@ -301,7 +301,7 @@ class Engine:
                 find_stop,
                 share_prefixes=self.config.share_prefixes,
                 max_prompts=sizing.max_prompts,
-                verify_costs=verify_costs(sizing.sizes, sizing.estimate),
+                verify_costs=sizing.verify_costs,
             )
         except Exception as caught:
             if gate is None:

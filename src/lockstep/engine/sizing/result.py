@@ -4,9 +4,10 @@ import dataclasses
 from collections.abc import Mapping
 
 from lockstep.engine.config import EngineConfig, Layout, layout_text
-from lockstep.engine.sizing.cost_model import Estimate
+from lockstep.engine.sizing.cost_model import Estimate, verify_costs
 from lockstep.engine.sizing.demand import Demand
 from lockstep.engine.sizing.memory_model import Footprint
+from lockstep.hosts import digest
 from lockstep.schedule import Capacity
 from lockstep.units import bytes_text
 
@@ -80,6 +81,19 @@ class Sizing:
     def headroom(self) -> int:
         """Bytes per device that stay free at the moment when most are in use."""
         return self.free - (self.compiled or self.predicted).total
+
+    @property
+    def verify_costs(self) -> dict[int, float]:
+        """The time of a step that verifies drafts, in decode steps, by its width."""
+        return verify_costs(self.sizes, self.estimate)
+
+    @property
+    def schedule(self) -> dict[str, str]:
+        """What decides which program is launched next besides the requests, under a name, for hosts to agree on.
+
+        No program has it: the costs may come from a calibration file, which each host reads for itself.
+        """
+        return {"schedule (costs by calibration)": digest(repr((self.sizes, self.max_prompts, self.verify_costs)))}
 
     def describe(self) -> str:
         """A few lines for people: where the bytes go, what bounds each size, which layouts were compared."""

@@ -45,7 +45,7 @@ def with_drafts(request: Request, answers: Sequence[Sequence[int]], *, ngrams: b
 def every_launch_verifies(monkeypatch: Any) -> Any:
     """As if a wide step took no longer than a narrow one."""
     with monkeypatch.context() as patch:
-        patch.setattr("lockstep.engine.engine.verify_costs", lambda sizes, _: dict.fromkeys(sizes.verify_widths, 0.01))
+        patch.setattr("lockstep.engine.sizing.result.verify_costs", lambda sizes, _: dict.fromkeys(sizes.verify_widths, 0.01))
         yield
 
 

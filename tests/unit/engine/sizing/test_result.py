@@ -1,7 +1,16 @@
 """The chosen sizes in words."""
 
 import dataclasses
+import json
+from pathlib import Path
 
+import pytest
+
+from lockstep.engine.sizing.result import Sizing
+from lockstep.errors import DisagreementError
+from lockstep.hosts import Hosts
+from lockstep.types import Drafts
+from tests.multiprocess.harness import run_threads
 from tests.unit.engine.models import request
 from tests.unit.engine.sizing.made_up import ROOMY, choose, least_that_works
 
@@ -46,3 +55,25 @@ def test_a_layout_that_does_not_fit_is_shown_with_what_it_needs() -> None:
     (*_, last) = got.considered
     changed = dataclasses.replace(got, considered=(dataclasses.replace(last, sizes=None, estimate=None),))
     assert changed.describe().endswith("per device") and "does not fit: one sequence needs" in changed.describe()
+
+
+def test_hosts_agree_on_the_costs_that_choose_between_programs(tmp_path: Path) -> None:
+    """A host with a stale calibration file would verify drafts where its peers decode."""
+
+    def sized(flops: float, name: str) -> Sizing:
+        file = tmp_path / name
+        file.write_text(json.dumps({"lockstep_calibration": 1, "chip": "CPU", "measured": "never", "flops": flops}))
+        requests = [dataclasses.replace(request(i, 20, 12), drafts=Drafts()) for i in range(4)]
+        return choose(requests, ROOMY, layout={"tensor": 1}, calibration=str(file))
+
+    one, same, other = sized(1e12, "a.json"), sized(1e12, "b.json"), sized(1e6, "c.json")
+    assert one.sizes == other.sizes and one.verify_costs != other.verify_costs
+    assert one.schedule == same.schedule
+
+    def agree(hosts: Hosts, second: Sizing) -> None:
+        with hosts.scope("generate") as scope, scope.run_on_all("prepare") as prepared:
+            prepared.agree((second if hosts.index else one).schedule)
+
+    run_threads(agree, 2, same)
+    with pytest.raises(DisagreementError, match="schedule .costs by calibration."):
+        run_threads(agree, 2, other)
