@@ -18,7 +18,7 @@ from lockstep.evaluation import PREFIX, TaskResults, TaskRounds, TasksConfig
 from lockstep.hosts import Hosts, config_digest, leader_only, start
 from lockstep.main.arguments import name_words, parse_arguments
 from lockstep.placement import make_mesh
-from lockstep.report import BackgroundTracker, append_jsonl, build_tracker
+from lockstep.report import WANDB_RUN, BackgroundTracker, append_jsonl, build_tracker
 from lockstep.text import load_tokenizer, tokenizer_digest
 
 log = logging.getLogger(__name__)
@@ -158,7 +158,9 @@ def _report(config: EvalConfig, results: TaskResults) -> None:
     run_dir = Path(config.trainer.log_dir) / (config.trainer.run_id or time.strftime("eval-%Y%m%d-%H%M%S"))
     run_dir.mkdir(parents=True, exist_ok=True)
     rows = run_dir / "tasks.jsonl"
-    rows.unlink(missing_ok=True)
+    # Another evaluation replaces files, and is another W&B run: that of the last one has rows of the same step.
+    for of_the_last in (rows, run_dir / WANDB_RUN):
+        of_the_last.unlink(missing_ok=True)
     append_jsonl(rows, [row.to_dict() for row in results.rows])
     scores = run_dir / "scores.json"
     scores.write_text(json.dumps({"checkpoint": config.checkpoint, "scores": results.scores}, indent=2) + "\n")

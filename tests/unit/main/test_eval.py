@@ -9,7 +9,7 @@ from lockstep.evaluation import TasksConfig
 from lockstep.hosts import Hosts, MemoryClient
 from lockstep.main.arguments import parse_arguments
 from lockstep.main.eval import EvalConfig, evaluate, named
-from lockstep.report import read_jsonl
+from lockstep.report import WANDB_RUN, read_jsonl
 from tests import tiny
 from tests.tasks import NAMES, QUESTIONS, write_tasks
 
@@ -52,7 +52,11 @@ def test_tasks_on_a_checkpoint(tmp_path, capsys):
         + ["--tasks.task_dir", write_tasks(tmp_path / "tasks"), "--trainer.log_dir", str(tmp_path)]
         + ["--trainer.run_id", "run", "--engine.page_size", "8"],
     )
+    (tmp_path / "run").mkdir()
+    for name in (WANDB_RUN, "tasks.jsonl"):
+        (tmp_path / "run" / name).write_text('{"of": "the evaluation before"}\n')
     assert evaluate(config, Hosts(MemoryClient.hub(1)[0])) == 0
+    assert not (tmp_path / "run" / WANDB_RUN).exists(), "this is another W&B run"
     scores = json.loads((tmp_path / "run" / "scores.json").read_text())["scores"]
     assert list(scores) == NAMES
     rows = read_jsonl(tmp_path / "run" / "tasks.jsonl")

@@ -62,7 +62,7 @@ def test_a_wandb_run_that_has_passed_the_step_gets_scalars_and_rows_in_its_open_
         made.log_rows("eval/samples", [row(5, "text")], step=5)
         made.log({"eval/step": 5, "eval/a": 1.0}, step=5)
     assert [(step, list(values)) for step, values in run.logged[1:]] == [
-        (9, ["eval/samples"]),
+        (9, ["eval/samples", "eval/samples_state"]),
         (9, ["eval/step", "eval/a"]),
     ]
     assert run.axes == [("eval/step", None), ("eval/*", "eval/step")]

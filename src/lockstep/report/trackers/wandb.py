@@ -1,6 +1,5 @@
 """Weights & Biases, the only file that imports it."""
 
-import collections
 import dataclasses
 import json
 import logging
@@ -21,54 +20,95 @@ log = logging.getLogger(__name__)
 WANDB_RUN = "wandb-run.json"
 """The file of a run directory that says which W&B run this run is, so that a later start goes on in it."""
 MAX_TABLE_ROWS = 10_000
-"""The number of rows that a W&B table begins with at most; older ones are in the tables before it."""
+"""The number of rows of a whole job's table at most; a run's tables have no limit."""
 MAX_INCREMENTS = 100
 """The number of times that rows are added to a W&B table: of more increments W&B shows only the last 100
 (https://github.com/wandb/wandb/pull/9810)."""
 
 
 class WandbTables:
-    """W&B tables that grow over a run: each addition sends the rows that are new, and no others.
+    """W&B tables that grow over a run: each addition sends the rows that are new, so that each row is there once.
 
-    The columns of a W&B table are fixed, and W&B shows its last 100 increments. So a table begins anew, with the newest
-    10,000 rows, when a metric comes that it has no column for, and after 100 additions.
+    The columns of a W&B table are fixed, and W&B shows its last 100 increments. So another table, ``NAME_2``, goes on
+    when a metric comes that the first has no column for, and after 100 additions. It has a name of its own because W&B
+    keeps all increments of a name in one artifact, and links them where a run is resumed, whatever their columns.
+
+    Args:
+        run: The W&B run that the tables are logged to. Where it is resumed, its tables go on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, run: "wandb.Run") -> None:
+        self._run = run
         self._tables: dict[str, _GrowingTable] = {}
 
-    def add(self, name: str, rows: Sequence[TableRow]) -> "wandb.Table":
-        """The table with these rows added, to be logged before the next addition.
+    def add(self, name: str, rows: Sequence[TableRow], *, step: int) -> dict[str, Any]:
+        """Add rows to a table.
 
         Args:
             name: The table's name.
             rows: The rows to add, at least one.
+            step: The number of training steps completed.
+
+        Returns:
+            The values to log before the next addition; empty where an earlier start of a resumed run has logged rows
+            of this step or a later one.
         """
-        return self._tables.setdefault(name, _GrowingTable()).add(rows)
+        if name not in self._tables:
+            self._tables[name] = _GrowingTable(self._run, name)
+        return self._tables[name].add(rows, step)
 
 
 class _GrowingTable:
-    def __init__(self) -> None:
-        self._columns: list[str | int] = []
-        self._newest: collections.deque[dict[str, Any]] = collections.deque(maxlen=MAX_TABLE_ROWS)
-        self._table: wandb.Table | None = None
-        self._additions = 0
+    """The tables ``NAME``, ``NAME_2``, … and ``NAME_state``: where a resumed run goes on.
 
-    def add(self, rows: Sequence[TableRow]) -> "wandb.Table":
+    The state is logged with the rows, so that W&B has both or neither, whenever the process is killed.
+    """
+
+    def __init__(self, run: "wandb.Run", name: str) -> None:
+        self._name, self._state = name, f"{name}_state"
+        self._number, self._additions = 0, 0
+        self._columns: list[str | int] = []
+        self._table: wandb.Table | None = None
+        self._logged_before: int | None = None
+        if not run.resumed:
+            return
+        summary: Any = run.summary
+        if state := summary.get(self._state):
+            found = json.loads(state)
+            self._number, self._additions, self._columns = found["table"], found["additions"], found["columns"]
+            self._logged_before = found["step"]
+        elif summary.get(name) is not None:
+            self._number = 1  # a version of Lockstep without states has logged it
+
+    def add(self, rows: Sequence[TableRow], step: int) -> dict[str, Any]:
         import wandb
 
-        new = [row.to_dict() for row in rows]
-        self._newest.extend(new)
+        if self._logged_before is not None and step <= self._logged_before:
+            log.warning(
+                "W&B has the rows of %s up to step %d, from before the run was resumed: the %d rows of step %d are not "
+                "sent again",
+                self._name,
+                self._logged_before,
+                len(rows),
+                step,
+            )
+            return {}
         names = [*rows[0].columns, *metric_names(rows)]
         missing = [name for name in names if name not in self._columns]
-        if self._table is None or missing or self._additions == MAX_INCREMENTS:
+        if missing or self._additions >= MAX_INCREMENTS:
+            self._number, self._additions, self._table = self._number + 1, 0, None
             self._columns += missing
-            self._table, self._additions = wandb.Table(columns=list(self._columns), log_mode="INCREMENTAL"), 0
-            new = list(self._newest)
-        for values in new:
+        if self._table is None:
+            self._table = wandb.Table(columns=list(self._columns), log_mode="INCREMENTAL")
+        for row in rows:
+            values = row.to_dict()
             self._table.add_data(*(values.get(str(column)) for column in self._columns))
         self._additions += 1
-        return self._table
+        state = {"table": self._number, "additions": self._additions, "columns": self._columns, "step": int(step)}
+        return {
+            self._name + (f"_{self._number}" if self._number > 1 else ""): self._table,
+            self._state: json.dumps(state),
+        }
 
 
 class WandbTracker:
@@ -90,7 +130,7 @@ class WandbTracker:
 
     def __init__(self, run: "wandb.Run", *, alone: bool = True) -> None:
         self._run, self._alone = run, alone
-        self._tables = WandbTables()
+        self._tables = WandbTables(run)
         self._axes: set[str] = set()
         self._finished = False
 
@@ -105,8 +145,8 @@ class WandbTracker:
 
     def log_rows(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
         """Add the rows to the table in W&B; only they are sent."""
-        if rows:
-            self._log({name: self._tables.add(name, rows)}, step)
+        if rows and (values := self._tables.add(name, rows, step=step)):
+            self._log(values, step)
 
     def finish(self) -> None:
         """Close the run; online, wait for the upload."""

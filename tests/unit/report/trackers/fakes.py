@@ -8,8 +8,11 @@ class FakeRun:
 
     disabled = False
 
-    def __init__(self, *, id="fake", project="mine", entity="us", offline=False):
+    def __init__(self, *, id="fake", project="mine", entity="us", offline=False, resumed=None):
+        """resumed: the run that this one goes on from."""
         self.id, self.project, self.entity, self.offline = id, project, entity, offline
+        self.resumed = resumed is not None
+        self.summary = dict(resumed.summary) if resumed else {}
         self.step = 0
         self.logged = []
         self.axes = []
@@ -20,6 +23,7 @@ class FakeRun:
         if step is None or step >= self.step:
             self.step = max(self.step, step or 0)
             self.logged.append((self.step, values))
+            self.summary |= values
 
     def define_metric(self, name, step_metric=None):
         self.axes.append((name, step_metric))

@@ -25,7 +25,12 @@ def test_what_comes_late_to_wandb_goes_into_the_open_entry():
     tracker.log({"c": 3}, step=6)
     tracker.finish()
     tracker.finish()
-    assert [(step, list(values)) for step, values in run.logged] == [(5, ["a"]), (5, ["b"]), (5, ["t"]), (6, ["c"])]
+    assert [(step, list(values)) for step, values in run.logged] == [
+        (5, ["a"]),
+        (5, ["b"]),
+        (5, ["t", "t_state"]),
+        (6, ["c"]),
+    ]
     assert run.finished == 1
 
 
@@ -46,21 +51,54 @@ def test_a_value_named_step_is_the_x_axis_of_those_beside_it():
     assert run.axes == [("eval/step", None), ("eval/*", "eval/step")]
 
 
-def test_a_wandb_table_begins_anew_with_its_newest_rows(monkeypatch):
-    monkeypatch.setattr("lockstep.report.trackers.wandb.MAX_TABLE_ROWS", 2)
+def log_rounds(run, steps, late=6):
+    """Log a row of each step, from step ``late`` on with one metric more; the names and steps of the tables."""
+    tracker, tables = WandbTracker(run), {}
+    for step in steps:
+        tracker.log_rows("t", [row(step, "text", **({"good": 1.0} if step >= late else {}))], step=step)
+        tables |= run.logged[-1][1]
+    return {name: [cells[0] for cells in table.data] for name, table in tables.items() if name != "t_state"}
+
+
+def test_another_wandb_table_goes_on_after_100_additions_and_with_a_new_column(monkeypatch):
     monkeypatch.setattr("lockstep.report.trackers.wandb.MAX_INCREMENTS", 3)
     run = FakeRun()
-    tracker = WandbTracker(run)
-    seen = []
-    for step in range(1, 8):
-        tracker.log_rows("t", [row(step, "text", **({"good": 1.0} if step == 6 else {}))], step=step)
-        table = run.logged[-1][1]["t"]
-        seen.append([cells[0] for cells in table.data])
-    # A new one at the fourth addition and, for the new column, at the sixth.
-    assert seen == [[1], [1, 2], [1, 2, 3], [3, 4], [3, 4, 5], [5, 6], [5, 6, 7]]
-    assert table.columns[-2:] == ["mean_logprob", "good"] and [cells[-1] for cells in table.data] == [None, 1.0, None]
-    tracker.log_rows("t", [], step=8)
+    assert log_rounds(run, range(1, 8)) == {"t": [1, 2, 3], "t_2": [4, 5], "t_3": [6, 7]}
+    table = run.logged[-1][1]["t_3"]
+    assert table.columns[-2:] == ["mean_logprob", "good"] and [cells[-1] for cells in table.data] == [1.0, 1.0]
+    WandbTracker(run).log_rows("t", [], step=8)
     assert len(run.logged) == 7
+
+
+def test_a_resumed_wandb_run_goes_on_in_its_table(monkeypatch):
+    monkeypatch.setattr("lockstep.report.trackers.wandb.MAX_INCREMENTS", 3)
+    first = FakeRun()
+    assert log_rounds(first, [1, 2]) == {"t": [1, 2]}
+    second = FakeRun(resumed=first)
+    assert log_rounds(second, [3, 4]) == {"t": [3], "t_2": [4]}
+    third = FakeRun(resumed=second)
+    assert log_rounds(third, [5, 7]) == {"t_2": [5], "t_3": [7]}
+    assert log_rounds(FakeRun(resumed=third), [8], late=9) == {"t_3": [8]}, "it has all columns and one more"
+
+
+def test_rows_of_a_step_that_a_resumed_run_repeats_are_not_sent_again(caplog):
+    first = FakeRun()
+    log_rounds(first, [1, 2])
+    second = FakeRun(resumed=first)
+    tracker = WandbTracker(second)
+    for step in (1, 2):
+        tracker.log_rows("t", [row(step, "again")], step=step)
+    assert second.logged == []
+    assert "the rows of t up to step 2, from before the run was resumed: the 1 rows of step 1" in caplog.text
+    for text in ("new", "a second report of the same step"):
+        tracker.log_rows("t", [row(3, text)], step=3)
+    assert [cells[0] for cells in second.logged[-1][1]["t"].data] == [3, 3]
+
+
+def test_a_wandb_run_of_a_version_without_states_goes_on_in_another_table():
+    first = FakeRun()
+    first.summary["t"] = {"_type": "incremental-table-file"}
+    assert log_rounds(FakeRun(resumed=first), [3]) == {"t_2": [3]}
 
 
 OFFLINE_RUN = """
@@ -98,26 +136,82 @@ def offline_run(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_an_offline_wandb_run_holds_every_row_once_but_where_a_table_begins_anew(offline_run):
-    increments = wandb_run.tables(offline_run, "inference_eval/samples")
-    steps = [sorted({cells[0] for cells in table["data"]}) for table in increments]
-    # Anew at the fifth addition, at the sixth for the column, and four additions later.
-    assert steps == [[1], [2], [3], [4], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6], [7], [8], [9], list(range(1, 11))]
-    columns = increments[-1]["columns"]
-    assert columns[-2:] == ["exact_match", "late"] and "late" not in increments[4]["columns"]
-    rows = [dict(zip(columns, cells, strict=True)) for cells in increments[-1]["data"]]
-    assert [(each["step"], each["prompt_id"], each["exact_match"], each["late"]) for each in rows] == [
+def test_an_offline_wandb_run_holds_every_row_once(offline_run):
+    names = [f"inference_eval/samples{suffix}" for suffix in ("", "_2", "_3", "_4")]
+    tables = [wandb_run.tables(offline_run, name) for name in names]
+    # Another after four additions and, for the column, at the sixth.
+    steps = [[sorted({cells[0] for cells in increment["data"]}) for increment in table] for table in tables]
+    assert steps == [[[1], [2], [3], [4]], [[5]], [[6], [7], [8], [9]], [[10]]]
+    increments = [increment for table in tables for increment in table]
+    rows = [dict(zip(each["columns"], cells, strict=True)) for each in increments for cells in each["data"]]
+    assert [(each["step"], each["prompt_id"], each["exact_match"], each.get("late")) for each in rows] == [
         (step, number, None if step < 3 else 1.0, 0.5 if step >= 6 else None)
         for step in range(1, 11)
         for number in (0, 1)
     ]
+    assert ["late" in table[0]["columns"] for table in tables] == [False, False, True, True]
+
+
+RESUMED_RUNS = """
+import json, sys
+import wandb
+from lockstep.report import Row, WandbTracker
+from lockstep.report.trackers import wandb as trackers
+trackers.MAX_INCREMENTS = 4
+def row(step):
+    metrics = {"exact_match": 1.0} | ({"late": 0.5} if step >= 9 else {})
+    return Row(step=step, prompt_id=0, generation_id=0, prompt="p", generated_text="g", num_tokens=1,
+               finish_reason="stop", mean_logprob=-1.0, metrics=metrics)
+summary = {}
+for start, steps in enumerate([(1, 2, 3), (3, 4, 5, 6), (7,), (8, 9, 10), (10, 11)]):
+    settings = wandb.Settings(console="off", silent=True)
+    run = wandb.init(mode="offline", project="test", id=f"start{start}", dir=sys.argv[1], settings=settings)
+    if start:  # as wandb.init leaves a run that the server has
+        run._settings.resumed = True
+        run.summary.update(summary)
+    tracker = WandbTracker(run)
+    for step in steps:
+        tracker.log_rows("samples", [row(step)], step=step)
+        tracker.log({"loss": 2.0}, step=step)
+    run.log({}, commit=True)
+    summary = {name: run.summary.get(name) for name in run.summary.keys() if not name.startswith("_")}
+    tracker.finish()
+print(json.dumps(summary))
+"""
+
+
+@pytest.mark.slow
+def test_a_wandb_run_that_is_resumed_again_and_again_holds_every_row_once(tmp_path):
+    """W&B's own code links the increments, as for a run that its server has; tables grow full and get a column."""
+    result = subprocess.run(
+        [sys.executable, "-c", RESUMED_RUNS, str(tmp_path)], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert result.returncode == 0, result.stderr
+    summary = json.loads(result.stdout.splitlines()[-1])
+    starts = [next(tmp_path.glob(f"wandb/offline-run-*-start{start}")) for start in range(5)]
+    shown, kept = [], []
+    for name in ("samples", "samples_2", "samples_3"):
+        logged = {
+            values[f"{name}/artifact_path"]: json.loads((run / "files" / values[f"{name}/path"]).read_text())
+            for run in starts
+            for _, values in wandb_run.history(run)
+            if f"{name}/path" in values
+        }
+        last = summary[name]
+        linked = [logged[path] for path in (*last["previous_increments_paths"], last["artifact_path"])]
+        assert len({tuple(each["columns"]) for each in linked}) == 1, "W&B shows them as one table"
+        shown.append([cells[0] for each in linked for cells in each["data"]])
+        kept.append(sorted(cells[0] for each in logged.values() for cells in each["data"]))
+    assert shown == kept == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11]]
+    assert linked[0]["columns"][-2:] == ["exact_match", "late"]
 
 
 def test_an_offline_wandb_run_has_each_late_report_with_the_step_of_its_round(offline_run):
     history = wandb_run.history(offline_run)
     found = [(step, values["inference_eval/step"], values["train/loss"]) for step, values in history]
     assert found == [(step + 2, step, 2.0) for step in range(1, 11)]
-    assert all(values["inference_eval/samples/log_mode"] == "INCREMENTAL" for _, values in history)
+    modes = [value for _, values in history for name, value in values.items() if name.endswith("/log_mode")]
+    assert modes == ["INCREMENTAL"] * 10
 
 
 def test_wandb_that_cannot_start_online_says_what_was_given_and_goes_on_offline(tmp_path, monkeypatch, caplog):
