@@ -24,6 +24,7 @@ from lockstep.placement.reshard import assembly_function, reshard_function
 from lockstep.types import Drafts
 from tests import tiny
 from tests.oracle import INPUTS, assert_same_logprobs, assert_same_tokens, oracle_completions, rounded
+from tests.unit.engine.decoder.test_verify import every_launch_verifies
 from tests.unit.engine.models import FAMILIES, mesh_of, mixed_requests, model_on
 from tests.unit.placement.layouts import check_shards, decode_mesh_of, weights_on
 
@@ -176,13 +177,18 @@ def test_tokens_are_those_of_the_rounded_model(
 
 
 @SLOW
-def test_drafts_are_verified_with_the_rounded_weights() -> None:
+def test_drafts_are_verified_with_the_rounded_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     model, requests = model_on("1,1,1"), mixed_requests()
     engine = Engine(EngineConfig(weight_dtype="int8"), mesh_of("1,1,1"))
     plain = engine.generate(model, requests)
-    drafted = engine.generate(model, [dataclasses.replace(r, drafts=Drafts()) for r in requests])
-    assert any(name.startswith("verify") for name in engine.programs)
-    assert [c.tokens for c in plain] == [c.tokens for c in drafted]
+    answers: dict[int, list[tuple[int, ...]]] = {}
+    for one in plain:
+        answers.setdefault(one.prompt_id, []).append(one.tokens)
+    drafted = [dataclasses.replace(r, drafts=Drafts(answers=tuple(answers[r.prompt_id]))) for r in requests]
+    with every_launch_verifies(monkeypatch):
+        verified = engine.generate(model, drafted)
+    assert any(name.startswith("verify_") for name in engine.ledger.launches)
+    assert [c.tokens for c in plain] == [c.tokens for c in verified]
 
 
 @SLOW

@@ -15,8 +15,9 @@ from lockstep.engine import Engine, EngineConfig
 from lockstep.schedule import Scheduler
 from lockstep.types import Completion, Drafts, Request, SamplingParams
 from tests.oracle import assert_same_but_for_near_ties, assert_same_logprobs, oracle_completions
+from tests.unit.engine.combinations import CONFIGS, Case, check, expected, pool
 from tests.unit.engine.decoder.test_decode import POISON, poisoned
-from tests.unit.engine.models import VOCAB, mesh_of, model_on, request
+from tests.unit.engine.models import FAMILIES, VOCAB, mesh_of, model_on, request
 from tests.unit.engine.test_engine import in_bfloat16, many_requests
 
 NEW = 30
@@ -45,7 +46,9 @@ def with_drafts(request: Request, answers: Sequence[Sequence[int]], *, ngrams: b
 def every_launch_verifies(monkeypatch: Any) -> Any:
     """As if a wide step took no longer than a narrow one."""
     with monkeypatch.context() as patch:
-        patch.setattr("lockstep.engine.sizing.result.verify_costs", lambda sizes, _: dict.fromkeys(sizes.verify_widths, 0.01))
+        patch.setattr(
+            "lockstep.engine.sizing.result.verify_costs", lambda sizes, _: dict.fromkeys(sizes.verify_widths, 0.01)
+        )
         yield
 
 
@@ -100,6 +103,42 @@ def test_right_and_wrong_drafts_give_the_same_tokens(mesh: str, layout: str, mon
     assert steps[0] <= before.counts.steps / 5
     assert all(program.traces == 1 for program in engine.programs.values())
     assert {"verify_8", "verify_30"} <= set(engine.ledger.launches)
+
+
+EVERY_LAYOUT = [(family, at % len(CONFIGS)) for at, family in enumerate([*FAMILIES, "llama", "gemma", "qwen2"])]
+IN_SLOW = [("qwen3", 2), ("olmo", 6), ("gemma", 3)]
+"""Layers gathered in each step; windows and a cache in fp8; soft caps without shared prefixes."""
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in IN_SLOW),
+        *(pytest.param(*pair, marks=pytest.mark.nightly) for pair in EVERY_LAYOUT if pair not in IN_SLOW),
+    ],
+)
+def test_every_family_and_layout_answers_as_a_full_forward(
+    family: str, config: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every third draft is right, the others from the second or third token on not; an fp8 cache among the layouts."""
+    mesh, layout, options = CONFIGS[config]
+    answers = expected(family, "kv_cache_dtype" in options)
+
+    def draft(at: int, generation: int) -> tuple[int, ...]:
+        tokens = answers[at, generation].tokens
+        place = (at + generation) % 3
+        return (*tokens[:place], 39, *tokens[place + 1 :]) if place else (*tokens, 5, 6)
+
+    drafted = [
+        with_drafts(each, [draft(each.prompt_id, g) for g in range(each.params.n_generations)], ngrams=True)
+        for each in pool()
+    ]
+    options = {"max_seq_len": 64, "memory_bytes_per_device": 2**30, **options}
+    engine = Engine(EngineConfig(layout=layout, **options), mesh_of(mesh))
+    with every_launch_verifies(monkeypatch):
+        got = engine.generate(model_on(mesh, FAMILIES[family]), drafted)
+    check(Case(family, config, tuple(range(len(pool())))), got)
+    assert any(name.startswith("verify_") for name in engine.ledger.launches)
 
 
 @st.composite
