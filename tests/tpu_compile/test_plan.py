@@ -11,6 +11,8 @@ import pytest
 
 pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra [plan]")
 
+from lockstep.device import save_calibration
+
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "config" / "simpo_tiny.yaml"
 TINY_MODEL = "{type: llama, hidden_dim: 128, intermediate_dim: 256, num_layers: 2, num_heads: 4, num_kv_heads: 4}"
@@ -70,6 +72,36 @@ def test_the_second_time_comes_from_the_cache(tiny, cache):
     code, text, found = plan("--config_path", TINY, "--topology", "v6e-8", cache=cache)
     assert code == 0 and "compiling" not in text and "from the cache" in text
     assert found == tiny[2]
+
+
+@pytest.mark.slow
+def test_a_calibration_file_changes_the_predicted_seconds_and_nothing_else(tiny, cache, tmp_path):
+    """A chip with a quarter of the bandwidth, an eighth of the operations and half the bandwidth of the links."""
+    published, file = tiny[2], tmp_path / "calibration.json"
+    chip = published["chip"]
+    save_calibration(
+        file, chip="TPU v6e", measured="2026-11-24 in a test", bandwidth=chip["bandwidth_bytes_per_s"] / 4,
+        flops=chip["flops_per_s"] / 8, link={"bandwidth": chip["link_bytes_per_s"] / 2, "latency_s": 1e-3},
+    )  # fmt: skip
+    arguments = ("--config_path", TINY, "--topology", "v6e-8", "--calibration", file)
+    code, text, found = plan(*arguments, cache=cache)
+    assert code == 0 and "compiling" not in text, text
+    assert f"measured 2026-11-24 in a test ({file})" in found["chip"]["source"]
+    step, before = (each["train_step"]["predicted_at_best"] for each in (found, published))
+    assert step["memory_s"] == pytest.approx(4 * before["memory_s"])
+    assert step["compute_s"] == pytest.approx(8 * before["compute_s"])
+    assert step["collectives_s"] == pytest.approx(2 * before["collectives_s"])
+    assert step["tokens_per_s"] <= 0.51 * before["tokens_per_s"]
+    sampling, before = (each["sampling"]["inference_eval"] for each in (found, published))
+    assert sampling["predicted_at_best"]["step_s"] == pytest.approx(4 * before["predicted_at_best"]["step_s"])
+    assert sampling["predicted_at_best"]["round_s"] > 4 * before["predicted_at_best"]["round_s"], "a round has latency"
+    assert sampling["digests"] == before["digests"] and sampling["sizes"] == before["sizes"]
+    assert found["hbm_bytes_per_device"] == published["hbm_bytes_per_device"]
+
+    save_calibration(file, chip="TPU v5p", measured="2026-11-24 in a test", bandwidth=2e12)
+    code, text, found = plan(*arguments, cache=cache)
+    assert code != 0 and found is None
+    assert "was measured on TPU v5p, and the devices are TPU v6e" in text.replace("\n", " ") and "Traceback" not in text
 
 
 @pytest.mark.slow
