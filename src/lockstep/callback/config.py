@@ -64,9 +64,10 @@ class InferenceEvalConfig(EvaluationFields, SamplingBlock):
     judge: JudgeConfig | None = None
     """A model elsewhere that judges each answer; its verdict is the metric ``judge``. Null: none."""
     audit: bool = False
-    """Recompute every log-probability with the training forward and log the largest difference, ``logprob_gap``; where
-    the engine computes in fewer than 32 bits, also ``logprob_noise``, the largest difference between that forward and
-    the same in float32. Up to about twice the noise, a gap is rounding."""
+    """Recompute every log-probability with the training forward and log the largest difference, ``logprob_gap``, and
+    the mean one, ``logprob_gap_mean``; where the engine computes or multiplies in fewer than 32 bits, also
+    ``logprob_noise`` and ``logprob_noise_mean``, the differences between that forward and the same in float32. Up to
+    about twice the mean noise, a mean gap is rounding (docs/sampler.md)."""
 
     def __post_init__(self) -> None:
         if self.eval_every < 1:

@@ -27,6 +27,8 @@ _LENGTH_STEP = 64
 """Positions of a forward pass come in multiples of this, so that a longer answer seldom needs another program."""
 _CHUNK = 128
 """The number of positions whose logits exist at a time: a whole vocabulary for each."""
+_FULL_PRECISION = ("highest", "float32", "F32_F32_F32")
+"""The values of ``jax_default_matmul_precision`` with which an accelerator multiplies float32 numbers as such."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,11 +40,18 @@ class AuditResult:
             forward in the engine's dtype, in nats; infinite where either is not a number, 0 where nothing was sampled.
         logprob_noise: The largest absolute difference that rounding alone makes: between the training forward in the
             engine's dtype and the same in float32, on the same weights and tokens. None where the engine computes in
-            float32. A gap of up to about twice the noise is rounding, once in the engine and once in the forward.
+            float32, products included: those of a TPU or GPU are narrower unless ``jax_default_matmul_precision`` is
+            ``highest``.
+        logprob_gap_mean: The mean absolute difference instead of the largest.
+        logprob_noise_mean: The mean of the differences that rounding alone makes. The largest one depends on a single
+            unlikely token; a mean gap of more than twice the mean noise is an error in the engine, not rounding, once
+            in the engine and once in the forward.
     """
 
     logprob_gap: float
     logprob_noise: float | None = None
+    logprob_gap_mean: float = 0.0
+    logprob_noise_mean: float | None = None
 
     def scalars(self) -> dict[str, float]:
         """Returns the numbers that there are, by name."""
@@ -53,8 +62,8 @@ class Auditor:
     """Recomputes the log-probabilities of completions with the model's own full forward pass, without a cache.
 
     Every host makes the same calls. The forward pass is that of `lockstep.models.LlamaLMHeadModel`, on the model's own
-    arrays; each device takes one sequence at a time. Where the engine computes in fewer than 32 bits, a second forward
-    pass in float32 measures what that costs. Only the compiled programs are kept.
+    arrays; each device takes one sequence at a time. Where the engine computes or multiplies in fewer than 32 bits, a
+    second forward pass in float32 measures what that costs. Only the compiled programs are kept.
 
     Args:
         mesh: The mesh that the model is sharded over.
@@ -97,7 +106,8 @@ class Auditor:
         if self._built is None or known is None or self._built[0] < length or not known.follow((config, weights)):
             ids = jax.ShapeDtypeStruct((self.mesh.size, length + 1), np.int32, sharding=self._rows)
             compute = jnp.dtype(self.dtype or weights.embed.dtype)
-            names = {"audit": False} if compute == jnp.float32 else {"audit": False, "audit_float32": True}
+            exact = compute == jnp.float32 and _multiplies_float32(self.mesh)
+            names = {"audit": False} if exact else {"audit": False, "audit_float32": True}
             programs = {
                 name: compile_program(
                     name,
@@ -154,7 +164,7 @@ class Auditor:
                 result.
 
         Returns:
-            The largest differences over all tokens.
+            The largest and the mean differences over all tokens.
 
         Raises:
             ConfigError: The model is not the one that was prepared for, or a completion is of none of the requests.
@@ -178,7 +188,7 @@ class Auditor:
         for name in self._known.programs:
             with around_launch(name):
                 weights = self._known.move_back(weights)
-        gap = noise = 0.0
+        gap, noise = _Differences(), _Differences()
         for batch in _batches(sampled, self.mesh.size):
             ids = np.zeros((self.mesh.size, length + 1), np.int32)
             for row, completion in enumerate(batch):
@@ -192,10 +202,16 @@ class Auditor:
                 first = len(prompts[completion.prompt_id]) - 1
                 tokens = slice(first, first + len(completion.tokens))
                 forward = found["audit"][row, tokens]
-                gap = max(gap, _largest_difference(forward, np.asarray(completion.logprobs, np.float32)))
+                gap.add(forward, np.asarray(completion.logprobs, np.float32))
                 if "audit_float32" in found:
-                    noise = max(noise, _largest_difference(forward, found["audit_float32"][row, tokens]))
-        return AuditResult(logprob_gap=gap, logprob_noise=noise if "audit_float32" in programs else None)
+                    noise.add(forward, found["audit_float32"][row, tokens])
+        measured = "audit_float32" in programs
+        return AuditResult(
+            logprob_gap=gap.largest,
+            logprob_noise=noise.largest if measured else None,
+            logprob_gap_mean=gap.mean,
+            logprob_noise_mean=noise.mean if measured else None,
+        )
 
     def _forward(
         self, config: LlamaConfig, length: int, plans: PyTree, compute: jnp.dtype, in_float32: bool
@@ -206,7 +222,6 @@ class Auditor:
             weights = jax.tree.map(
                 lambda leaf: _widened(leaf, compute) if in_float32 else leaf.astype(compute), weights
             )
-            # On TPU a product of float32 numbers has the precision of bfloat16 unless it is asked for more.
             precision = jax.default_matmul_precision("highest") if in_float32 else contextlib.nullcontext()
             with hax.axis_mapping({"batch": self.mesh.axis_names}), precision:
                 model = as_trainable(config, weights)
@@ -247,7 +262,7 @@ def audit(
         hosts: The processes of the job; None for the current ones.
 
     Returns:
-        The largest differences over all tokens, the same on every host.
+        The largest and the mean differences over all tokens, the same on every host.
 
     Raises:
         PeerError: The audit failed on at least one host; raised on every host.
@@ -275,9 +290,34 @@ def audit(
     return result
 
 
-def _largest_difference(ours: Float[np.ndarray, " token"], theirs: Float[np.ndarray, " token"]) -> float:
-    difference = float(np.max(np.abs(ours - theirs)))
-    return difference if math.isfinite(difference) else math.inf
+@dataclasses.dataclass
+class _Differences:
+    """Absolute differences of log-probabilities; infinite where one is not a number."""
+
+    largest: float = 0.0
+    total: float = 0.0
+    count: int = 0
+
+    @property
+    def mean(self) -> float:
+        return self.total / max(self.count, 1)
+
+    def add(self, ours: Float[np.ndarray, " token"], theirs: Float[np.ndarray, " token"]) -> None:
+        differences = np.abs(ours.astype(np.float64) - theirs)
+        if not np.isfinite(differences).all():
+            differences = np.full_like(differences, math.inf)
+        self.largest = max(self.largest, float(differences.max()))
+        self.total += float(differences.sum())
+        self.count += differences.size
+
+
+def _multiplies_float32(mesh: Mesh) -> bool:
+    """Whether products of float32 numbers are of all their digits.
+
+    Unless it is asked for more, a TPU rounds the factors to bfloat16 (tests/tpu_compile/test_audit.py), a GPU to
+    TF32. A CPU never does.
+    """
+    return mesh.devices.flat[0].platform == "cpu" or jax.config.jax_default_matmul_precision in _FULL_PRECISION
 
 
 def _widened(leaf: Array, dtype: jnp.dtype) -> Array:

@@ -42,20 +42,22 @@ def test_the_engine_agrees_with_the_training_forward(mesh: str, family: str) -> 
     result = lockstep.audit(model, mixed_requests(), answers(mesh, model))
     print(f"{family} on {mesh}: {result}")
     assert result.logprob_gap <= TOLERANCE
-    assert result.logprob_noise is None
+    assert result.logprob_noise is None and result.logprob_noise_mean is None
 
 
 @pytest.mark.slow
 def test_a_wrong_log_probability_is_found() -> None:
     model = model_on("1,2,2")
     right = answers("1,2,2", model)
-    pair = read_decoder(model)
+    pair, tokens = read_decoder(model), sum(len(each.tokens) for each in right)
     for at, change, gap in ((0, 1e-3, 1e-3), (-1, -0.25, 0.25), (2, math.nan, math.inf)):
         logprobs = list(right[at].logprobs)
         logprobs[-1] += change
         wrong = list(right)
         wrong[at] = dataclasses.replace(right[at], logprobs=tuple(logprobs))
-        assert lockstep.audit(pair, mixed_requests(), wrong).logprob_gap == pytest.approx(gap, abs=TOLERANCE)
+        result = lockstep.audit(pair, mixed_requests(), wrong)
+        assert result.logprob_gap == pytest.approx(gap, abs=TOLERANCE)
+        assert result.logprob_gap_mean == pytest.approx(gap / tokens, abs=TOLERANCE / 10)
 
 
 @pytest.mark.slow
@@ -74,6 +76,7 @@ def test_half_precision_is_compared_in_half_precision_and_with_what_it_costs() -
     print(result)
     assert result.logprob_noise is not None and 1e-3 < result.logprob_noise < 0.1
     assert result.logprob_gap <= 2 * result.logprob_noise
+    assert result.logprob_noise_mean is not None and 0 < result.logprob_gap_mean <= 2 * result.logprob_noise_mean
 
 
 def test_one_program_for_all_rounds_and_nothing_left_behind() -> None:
