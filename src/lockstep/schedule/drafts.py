@@ -4,7 +4,6 @@ Everything here is a pure function of the requests and of the sampled tokens, in
 divisions that are exact to the last bit on every CPU: every host chooses the same program.
 """
 
-import itertools
 import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -13,13 +12,14 @@ import numpy as np
 from jaxtyping import Float, Int, Int32
 
 from lockstep.schedule.batch import Capacity, VerifyBatch
+from lockstep.schedule.ngrams import Ngrams
 from lockstep.schedule.planning import num_decode_steps
 from lockstep.schedule.sequence import Sequence
 from lockstep.schedule.slots import DecodeSlots
 from lockstep.types import Drafts
 
-_NGRAMS = (3, 2)
-"""Tokens that must be the same for what followed them to be a guess, the longest first."""
+_MATCHED = (3, 2)
+"""Tokens that must be the same for an answer to go on elsewhere in its draft, the longest first."""
 _COMPARED = 16
 """The last tokens of an answer that decide whether it still is side by side with the draft."""
 _LEAST_GAIN = 1.05
@@ -40,18 +40,25 @@ class Proposer:
     """Guesses the next tokens of one sequence.
 
     Args:
-        prompt: The token ids of the prompt.
         drafts: The drafts of the request.
         generation_id: The generation.
-        others: The tokens so far of the other generations, which grow.
+        ngrams: The texts to look up the last tokens in, shared by all generations; None for none.
     """
 
-    def __init__(self, prompt: tuple[int, ...], drafts: Drafts, generation_id: int, others: Seq[Sequence] = ()) -> None:
-        self._prompt, self._others = prompt, others
+    def __init__(self, drafts: Drafts, generation_id: int, ngrams: Ngrams | None = None) -> None:
         self._draft = np.array(drafts.answer(generation_id), np.int32)
-        self._ngrams = drafts.ngrams
+        self._generation_id, self._ngrams = generation_id, ngrams
         self._shift = 0
         """How many tokens of the draft correspond to none of the answer, so that the rest of both is side by side."""
+
+    def add(self, tokens: Seq[int]) -> None:
+        """Takes what the sequence sampled.
+
+        Args:
+            tokens: The token ids, those that earlier calls had left out.
+        """
+        if self._ngrams is not None:
+            self._ngrams.add(self._generation_id, tokens)
 
     def propose(self, answer: Seq[int], count: int) -> Int32[np.ndarray, " token"]:
         """Returns a guess at the tokens that follow an answer; at most ``count``, and none where nothing suggests any.
@@ -67,13 +74,10 @@ class Proposer:
             found = _after(self._draft, answer, near=at)
             if found is not None and self._agreement(answer, found) > agreement:
                 at, self._shift = found, found - len(answer)
-            elif self._ngrams and (copied := self._copy(answer, count)) is not None:
-                return copied
+            elif len(looked_up := self._look_up(count)):
+                return looked_up
         draft = self._draft[max(at, 0) : max(at, 0) + count]
-        if not len(draft) and self._ngrams:
-            copied = self._copy(answer, count)
-            return draft if copied is None else copied
-        return draft
+        return draft if len(draft) else self._look_up(count)
 
     def until_end(self, answer: Seq[int], most: int) -> int:
         """Returns how many tokens may follow an answer: those that the draft has more, as long as it has any.
@@ -90,17 +94,15 @@ class Proposer:
         before = self._draft[at - size : at]
         return int((before == np.array(answer[len(answer) - size :][: len(before)])).sum()) if len(before) else 0
 
-    def _copy(self, answer: Seq[int], count: int) -> Int32[np.ndarray, " token"] | None:
-        """What followed the last tokens where they were before, again and again where that reaches the end."""
-        others = itertools.chain.from_iterable(other.tokens for other in self._others)
-        text = np.array((*others, *self._prompt, *answer), np.int32)
-        found = _after(text[:-1], text[-_NGRAMS[0] :].tolist(), near=len(text))
-        return None if found is None else text[found + np.arange(count) % (len(text) - found)]
+    def _look_up(self, count: int) -> Int32[np.ndarray, " token"]:
+        """What followed the last tokens where they were before."""
+        found = [] if self._ngrams is None else self._ngrams.guess(self._generation_id, count)
+        return np.array(found, np.int32)
 
 
 def _after(text: Int32[np.ndarray, " token"], last: Seq[int], near: int) -> int | None:
     """The place in ``text`` nearest to ``near`` that comes after the last tokens of ``last``; None without one."""
-    for size in _NGRAMS:
+    for size in _MATCHED:
         if size > min(len(last), len(text)):
             continue
         same = np.ones(len(text) - size + 1, bool)
@@ -146,7 +148,7 @@ class Drafter:
         self._looked_at[at] = self._right[at] = 0.0
         drafts = request.drafts
         if drafts is not None:
-            self._proposers[at] = Proposer(request.prompt_tokens, drafts, sequence.generation_id, sequence.siblings)
+            self._proposers[at] = Proposer(drafts, sequence.generation_id, sequence.ngrams)
             keep = min(1.0, _RECENT / max(drafts.compared, 1))
             self._looked_at[at], self._right[at] = keep * drafts.compared, keep * drafts.right
 
@@ -264,6 +266,9 @@ class Drafter:
         of_sequence, right_of_sequence = self._looked_at[at] + looked_at, self._right[at] + right
         keep = np.minimum(1.0, _RECENT / np.maximum(of_sequence, 1.0))
         self._looked_at[at], self._right[at] = of_sequence * keep, right_of_sequence * keep
+        for proposer, new, number in zip(self._proposers[at], tokens[at], kept, strict=True):
+            if proposer is not None:
+                proposer.add(new[:number].tolist())
         self.looked_at += int(looked_at.sum())
         self.right += int(right.sum())
         self._run_looked_at += int(looked_at.sum())

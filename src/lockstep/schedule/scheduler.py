@@ -18,6 +18,7 @@ from lockstep.schedule.batch import (
 from lockstep.schedule.capacity import check_capacity
 from lockstep.schedule.counts import Counts
 from lockstep.schedule.drafts import Drafter
+from lockstep.schedule.ngrams import Ngrams
 from lockstep.schedule.planning import (
     PromptLogprobsRow,
     copy_pages_batch,
@@ -321,13 +322,16 @@ class Scheduler:
         keys = page_keys(shared, size)
         tail = tail_key(shared, size, keys)
         record = PromptLogprobs(request=request) if request.params.prompt_logprobs else None
-        sequences = [
-            Sequence(request=request, generation_id=generation, prefix_keys=keys, tail_key=tail, prompt_logprobs=record)
-            for generation in range(request.params.n_generations)
-        ]
+        count, ngrams = request.params.n_generations, None
         if request.drafts is not None and request.drafts.ngrams:
-            for sequence in sequences:
-                sequence.siblings = [other for other in sequences if other is not sequence]
+            ngrams = Ngrams(request.prompt_tokens, count)
+        sequences = [
+            Sequence(
+                request=request, generation_id=generation, prefix_keys=keys, tail_key=tail, prompt_logprobs=record,
+                ngrams=ngrams,
+            )
+            for generation in range(count)
+        ]  # fmt: skip
         assert request.prompt_id not in self._unanswered
         self._unanswered[request.prompt_id] = len(sequences)
         self._sequences += sequences

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 from jaxtyping import Int32
 
+from lockstep.schedule.ngrams import Ngrams
 from lockstep.schedule.prompt_logprobs import PromptLogprobs
 from lockstep.schedule.results import FIRST_TOP, LOGPROB, SAMPLED_LOGPROB, TOKEN, as_floats
 from lockstep.types import Completion, FinishReason, Request
@@ -27,8 +28,8 @@ class Sequence:
     """The key of the partial page that prefill ends with (`tail_key`); None where there is none."""
     prompt_logprobs: PromptLogprobs | None = None
     """The log-probabilities of the prompt, shared by all generations; None where they are not requested."""
-    siblings: list["Sequence"] = dataclasses.field(default_factory=list, repr=False)
-    """The other generations of the request, whose answers are drafts of this one."""
+    ngrams: Ngrams | None = None
+    """The texts of the request in which guesses are looked up, shared by all generations; None without such guesses."""
     num_tokens: int = 0
     """The number of sampled tokens."""
     finish_reason: FinishReason | None = None

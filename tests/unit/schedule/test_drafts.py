@@ -2,13 +2,13 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.schedule import Capacity, Scheduler, VerifyBatch
 from lockstep.schedule.drafts import Proposer
+from lockstep.schedule.ngrams import Ngrams
 from lockstep.types import Drafts, Request, SamplingParams
 from tests.unit.schedule.fake_device import Played, answer_alone, play
 
@@ -25,7 +25,7 @@ def request(number: int, drafts: Drafts | None, new: int = 64, **params: object)
 
 
 def proposer(answer: tuple[int, ...] = (), *, prompt: tuple[int, ...] = (0,), ngrams: bool = False) -> Proposer:
-    return Proposer(prompt, Drafts(answers=(answer,), ngrams=ngrams), 0)
+    return Proposer(Drafts(answers=(answer,)), 0, Ngrams(prompt, 1) if ngrams else None)
 
 
 @pytest.mark.parametrize(
@@ -45,27 +45,12 @@ def test_a_draft_goes_on_where_the_answer_is(answer, guess):
     assert proposer(tuple(range(10, 50))).propose(list(answer), 5).tolist() == list(guess)
 
 
-def test_ngrams_of_prompt_and_answer():
-    assert proposer(prompt=(1, 2, 3, 4, 5), ngrams=True).propose([9, 2, 3], 2).tolist() == [4, 5]
-    assert proposer(prompt=(1, 2, 3, 4, 5)).propose([9, 2, 3], 2).tolist() == []
-    assert proposer(prompt=(1,), ngrams=True).propose([7, 8, 9, 7, 8], 7).tolist() == [9, 7, 8, 9, 7, 8, 9]
-    assert proposer(prompt=(1,), ngrams=True).propose([4, 5, 6], 3).tolist() == []
-
-
-def test_other_generations_are_searched_too():
-    capacity = CAPACITY
-    one = request(0, Drafts(ngrams=True), n_generations=2)
-    scheduler = Scheduler(capacity, [one], verify_costs=CHEAP)
-    scheduler.next_batch()
-    first, second = scheduler._drafter._proposers[first_slot(scheduler, 0)], first_slot(scheduler, 1)
-    sequence = scheduler._slots.sequences[second]
-    sequence.extend(np.array([[7, 8, 9, 10], [0] * 4, [0] * 4], np.int32))
-    assert first.propose([7, 8], 2).tolist() == [9, 10]
-
-
-def first_slot(scheduler: Scheduler, generation: int) -> tuple[int, int]:
-    found = [each for each in np.ndindex(2, 2) if scheduler._slots.sequences[each] is not None]
-    return next(at for at in found if scheduler._slots.sequences[at].generation_id == generation)
+def test_what_is_looked_up_is_not_the_draft_s_where_that_is_right():
+    both = proposer((4, 5, 6, 7), prompt=(4, 5, 9), ngrams=True)
+    both.add([4, 5])
+    assert both.propose([4, 5], 2).tolist() == [6, 7]
+    both.add([8, 4, 5])
+    assert both.propose([4, 5, 8, 4, 5], 3).tolist() == [8, 4, 5]
 
 
 def wrong(answer: tuple[int, ...]) -> tuple[int, ...]:

@@ -129,7 +129,9 @@ class Chooser:
 
     def _max_rows(self, model: DecodeModel, sizes: Capacity) -> int | None:
         """The most rows of a page table as wide as that of ``sizes``; None for no limit."""
-        rows = max_page_table_rows(model.device, model.config.head_size, sizes.pages_per_sequence)
+        # What verifies drafts may look beyond the end of a sequence: `decode_span` makes its table so much wider.
+        beyond = -(-max(sizes.verify_widths, default=0) // sizes.page_size)
+        rows = max_page_table_rows(model.device, model.config.head_size, sizes.pages_per_sequence + beyond)
         if rows == 0:
             raise ConfigError(
                 f"page_size is {sizes.page_size} tokens and a sequence may have "

@@ -32,7 +32,7 @@ from lockstep.hosts import Ledger
 from lockstep.models import read_decoder
 from lockstep.placement import make_mesh
 from lockstep.schedule import Capacity, check_capacity
-from lockstep.types import Request
+from lockstep.types import Drafts, Request
 from tests.oracle import assert_same_tokens
 from tests.unit.engine.models import LLAMA, mesh_of, model_on, request
 from tests.unit.engine.sizing.made_up import ROOMY, choose, least_that_works, models_on
@@ -165,6 +165,17 @@ def test_auto_takes_smaller_groups_where_collectives_are_slow(monkeypatch: pytes
     got = choose(equal_requests(4), ROOMY, calibration=str(slow))
     assert got.layout == {"tensor": 1}
     assert f"predicted with the numbers of CPU and {slow}, at best" in got.describe()
+
+
+def test_page_tables_reach_as_far_as_what_verifies_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A span of 30 positions looks up to two pages of 16 beyond a sequence's last one."""
+    widths: list[int] = []
+    monkeypatch.setattr(choose_module, "max_page_table_rows", lambda _, head, pages: widths.append(pages) or 2)
+    drafted = [dataclasses.replace(each, drafts=Drafts()) for each in equal_requests(6)]
+    plain, verifying = (choose(requests, ROOMY, page_size=16) for requests in (equal_requests(6), drafted))
+    assert plain.sizes.slots == verifying.sizes.slots == 2
+    pages = plain.sizes.pages_per_sequence
+    assert set(widths) == {pages, pages + 2} and widths[0] == pages and widths[-1] == pages + 2
 
 
 def test_auto_on_this_machine() -> None:
