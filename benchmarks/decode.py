@@ -60,7 +60,9 @@ def main() -> int:
     """Measure, print a table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--quick", action="store_true", help="under a minute: one load, short mixed requests, no several processes"
+        "--quick",
+        action="store_true",
+        help="one load, short mixed requests, no several processes: minutes, README.md says how many",
     )
     parser.add_argument("--json", type=Path, help="write one key per row to this file")
     parser.add_argument("--worker", choices=["ours", "levanter"], help=argparse.SUPPRESS)

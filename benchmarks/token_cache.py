@@ -4,17 +4,18 @@ Run it as ``.venv/bin/python -m benchmarks.token_cache``.
 """
 
 import argparse
-import json
 import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import fsspec
 import grain
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 
+from benchmarks.workers import write_json
 from lockstep.training.data.examples import TokenSequence
 from lockstep.training.data.order import RowOrder
 from lockstep.training.data.row_files import RowReader, RowWriter, new_file
@@ -67,7 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=50_000)
     parser.add_argument("--length", type=int, default=512, help="tokens of a row")
-    parser.add_argument("--json", help="the file to write the numbers to")
+    parser.add_argument("--json", type=Path, help="the file to write the numbers to")
     options = parser.parse_args()
     rng = np.random.default_rng(0)
     tokens, order = rng.integers(0, 32_000, options.length).astype(np.int32), rng.permutation(options.rows)
@@ -94,8 +95,7 @@ def main() -> None:
     for name, value in found.items():
         print(f"{name:45} {value:10.2f}")
     if options.json:
-        with open(options.json, "w") as file:
-            json.dump(found, file, indent=2)
+        write_json(options.json, found)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from benchmarks.run_facts import run_facts
 from lockstep.attention import select_attention
 from lockstep.device.chips import chip_of, hops
 from lockstep.engine import DecodeModel, Engine, EngineConfig
@@ -241,7 +242,8 @@ def main() -> None:
         kv_cache_dtype=options.kv_cache_dtype,
     )  # fmt: skip
     names = ("slice", "model", "weight_dtype", "kv_cache_dtype")
-    print(json.dumps({name: getattr(options, name) for name in names} | figures(engine, model, options.context)))
+    facts = {"run": run_facts()} | {name: getattr(options, name) for name in names}
+    print(json.dumps(facts | figures(engine, model, options.context)))
 
 
 if __name__ == "__main__":

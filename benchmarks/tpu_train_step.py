@@ -9,7 +9,6 @@ With ``--maker ours --maker levanter`` Levanter's own train step is compiled bes
 
 import argparse
 import dataclasses
-import json
 import os
 import sys
 import time
@@ -22,6 +21,7 @@ os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JA
 import jax
 import numpy as np
 
+from benchmarks.workers import read_rows, write_json
 from lockstep.device.chips import chip_of
 from lockstep.models.presets import PRESETS, ModelPreset
 from lockstep.placement import make_mesh
@@ -199,7 +199,7 @@ def main() -> None:
     parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="only print the table of such files")
     options = parser.parse_args()
     if options.table:
-        print(table([each for file in options.table for each in json.loads(file.read_text(encoding="utf-8"))]))
+        print(table([each for file in options.table for each in read_rows(file)]))
         return
     results = []
     for case in CASES:
@@ -214,7 +214,7 @@ def main() -> None:
             seconds = time.monotonic() - start
             results.append(dataclasses.asdict(case) | {"maker": maker} | compiled | {"seconds": seconds})
             if options.json:
-                options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+                write_json(options.json, results)
     print(table(results))
 
 

@@ -4,11 +4,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.run_facts import ROOT, run_facts
 
 _PREFIX = "figures "
 
@@ -53,13 +53,30 @@ def run_workers(
     return found
 
 
-def write_json(path: Path, rows: Any) -> None:
-    """Write results whole or not at all.
+def write_json(path: Path, rows: Mapping[str, Any] | Sequence[Any]) -> None:
+    """Write results whole or not at all, an object with the facts of the run as ``run``.
 
     Args:
         path: The file.
-        rows: JSON values.
+        rows: JSON values by name, which lie beside ``run``; others become ``rows``.
+
+    Raises:
+        ValueError: A value is named ``run``.
     """
+    values = dict(rows) if isinstance(rows, Mapping) else {"rows": rows}
+    if "run" in values:
+        raise ValueError("the figures have a value named run, which is the name of the facts of the run. Rename it.")
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(rows, indent=2) + "\n")
+    temporary.write_text(json.dumps({"run": run_facts()} | values, indent=2) + "\n")
     temporary.replace(path)
+
+
+def read_rows(path: Path) -> list[Any]:
+    """Return rows that were written as a list, with the facts of the run or, before there were any, without.
+
+    Args:
+        path: The file.
+    """
+    found = json.loads(path.read_text(encoding="utf-8"))
+    rows: list[Any] = found["rows"] if isinstance(found, dict) else found
+    return rows
