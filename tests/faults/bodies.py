@@ -17,11 +17,12 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from lockstep.callback import InferenceEvalConfig, SampleCallback
+from lockstep.callback import InferenceEvalConfig, SampleCallback, reporter
 from lockstep.engine import engine as engine_module
 from lockstep.engine import launches as launches_module
 from lockstep.hosts import Ledger
 from lockstep.main.run import RunConfig, rows_as_batches, train
+from lockstep.report import pattern
 from lockstep.report.trackers import NoopTracker
 from lockstep.schedule import Scheduler
 from lockstep.text import StopFinder
@@ -146,6 +147,12 @@ class Faults:
 
     def metric_raises(self, info):
         self.round(info, metrics=["own_metrics:failing"])
+
+    def metric_backtracks(self, info):
+        """With ``re`` the leader would be silent until its peers end the job: this text takes it longer than a life."""
+        text = "a" * 80 + "b"
+        with mock.patch.object(reporter, "decode", lambda *a: text), mock.patch.object(pattern, "MATCH_S", 0.2):
+            self.round(info, metrics=["regex=(a|aa)+$"])
 
     def metric_launches(self, info):
         self.round(info, metrics=["own_metrics:launching"])

@@ -40,6 +40,7 @@ FAULTS = [
     Fault("code_differs", "hosts run different code", GOES_ON, "'code of lockstep'", 10),
     Fault("a_host_is_late_but_in_time", "a host comes late, within timeout_s", GOES_ON, "", 30, True),
     Fault("metric_raises", "a metric raises", GOES_ON, "no such score", 30),
+    Fault("metric_backtracks", "a pattern of a metric backtracks for ever", GOES_ON, "not done with 81 characters", 30),
     Fault("metric_launches", "a metric launches a device program", GOES_ON, "leader-only work", 30),
     Fault("tracker_launches", "the tracker (W&B) launches a device program", GOES_ON, "leader-only work", 30),
     Fault("tracker_raises", "the tracker (W&B) raises", GOES_ON, "the tracker is down", 30),

@@ -42,7 +42,14 @@ SKIPPED = {
 REPORTS = ["metric_never_returns", "metric_is_slow", "judge_does_not_answer", "file_system_hangs", "tracker_blocks"]
 """In these the report takes longer than the trainer waits for anything, or never ends."""
 ROUNDS = [f for f in FAULTS if f.ends == GOES_ON and f.name not in ("trainers_tracker_blocks", *REPORTS)]
-REPORT_FAILS = {"tracker_launches", "metric_raises", "metric_launches", "tracker_raises", "disk_full"}
+REPORT_FAILS = {
+    "tracker_launches",
+    "metric_raises",
+    "metric_backtracks",
+    "metric_launches",
+    "tracker_raises",
+    "disk_full",
+}
 ON_FOUR = pytest.param(4, marks=pytest.mark.slow)
 
 

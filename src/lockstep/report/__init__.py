@@ -18,6 +18,7 @@ from lockstep.report.metrics import (
     pass_rates,
 )
 from lockstep.report.parquet import check_pyarrow, write_parquet
+from lockstep.report.pattern import Pattern
 from lockstep.report.rows import COLUMNS, SAMPLE_COLUMNS, Row, SampleRow, TableRow, metric_names
 from lockstep.report.run_files import RunFiles, find_run
 from lockstep.report.table import print_table, terminal_table
@@ -60,6 +61,7 @@ __all__ = [
     "NoopTracker",
     "NoopTrackerConfig",
     "PanelView",
+    "Pattern",
     "Row",
     "RunFiles",
     "SampleRow",

@@ -4,11 +4,11 @@ import contextlib
 import dataclasses
 import importlib
 import math
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.report.answers import last_number, same_number
+from lockstep.report.pattern import Pattern
 from lockstep.report.rows import COLUMNS, SAMPLE_COLUMNS, Row, SampleRow, TableRow, metric_names
 from lockstep.text import Prompt
 
@@ -227,10 +227,10 @@ def measure[R: AnyRow](
 
 def _regex(name: str) -> Metric:
     try:
-        pattern = re.compile(name.removeprefix(_REGEX), re.MULTILINE)
-    except re.error as error:
-        raise ConfigError(f"metric {name!r}: not a regular expression of Python ({error}). Correct it.") from None
-    return lambda row, prompt: float(pattern.search(row.generated_text) is not None)
+        pattern = Pattern(name.removeprefix(_REGEX), multiline=True)
+    except ConfigError as error:
+        raise ConfigError(f"metric {name!r}: {error}") from None
+    return lambda row, prompt: float(pattern.is_in(row.generated_text))
 
 
 def metric_means(rows: Iterable[TableRow]) -> dict[str, float]:
@@ -252,6 +252,8 @@ def pass_rates(rows: Sequence[Row]) -> dict[str, float]:
 
     They are for metrics whose values are all 0 or 1, where every prompt has ``k`` answers, more than one; with as many
     answers as ``k`` that is the unbiased estimate (Chen et al. 2021, https://arxiv.org/abs/2107.03374, equation 1).
+    Both are over the prompts all of whose answers have a value: with fewer than ``k`` there is no such estimate of
+    ``pass@k``, and one of ``pass@1`` alone would be of other prompts.
 
     Args:
         rows: The rows of one round.
@@ -263,7 +265,8 @@ def pass_rates(rows: Sequence[Row]) -> dict[str, float]:
             groups.setdefault(row.prompt_id, []).append(row.metrics.get(name))
         sizes = {len(values) for values in groups.values()}
         values = {value for each in groups.values() for value in each}
-        if len(sizes) == 1 and (k := sizes.pop()) > 1 and values <= {0.0, 1.0}:
-            found[f"pass@1/{name}"] = sum(sum(filter(None, each)) for each in groups.values()) / (k * len(groups))
-            found[f"pass@{k}/{name}"] = sum(1.0 in each for each in groups.values()) / len(groups)
+        scored = [solved for each in groups.values() if len(solved := [v for v in each if v is not None]) == len(each)]
+        if scored and len(sizes) == 1 and (k := sizes.pop()) > 1 and values <= {0.0, 1.0, None}:
+            found[f"pass@1/{name}"] = sum(map(sum, scored)) / (k * len(scored))
+            found[f"pass@{k}/{name}"] = sum(1.0 in each for each in scored) / len(scored)
     return found

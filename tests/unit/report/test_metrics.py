@@ -100,6 +100,19 @@ def test_a_metric_that_fails_loses_its_cells_and_is_named_once(own):
     ]
 
 
+def test_a_pattern_that_backtracks_loses_its_cell_alone(monkeypatch):
+    monkeypatch.setattr(sys.modules["lockstep.report.pattern"], "MATCH_S", 0.05)
+    texts = ["aa", "a" * 100 + "b", "b"]
+    rows, failures = measure(load_metrics(["regex=(a|aa)+$", "length"]), [row(text) for text in texts], [PROMPT] * 3)
+    assert [each.metrics["regex"] for each in rows] == [1.0, None, 0.0]
+    assert [each.metrics["length"] for each in rows] == [2.0, 2.0, 2.0]
+    (failure,) = failures
+    assert failure.startswith(
+        "metric 'regex' failed on 1 of 3 rows, which have no value; first on prompt 7, generation 2: TimeoutError: "
+        "the pattern '(a|aa)+$' was not done with 101 characters within 0.05 s. "
+    )
+
+
 def test_each_call_of_a_metric_is_guarded(own):
     def guard():
         raise PermissionError("not here")
@@ -133,3 +146,17 @@ def test_pass_rates_are_of_prompts():
     assert pass_rates(rows) == {"pass@1/ok": pytest.approx(1 / 6), "pass@3/ok": 0.5}
     assert pass_rates(rows[::3]) == {}, "one answer each"
     assert pass_rates(rows[:-1]) == {}, "not all have as many"
+
+
+def test_pass_rates_are_of_the_prompts_all_of_whose_answers_have_a_value():
+    """Three prompts with two answers each: one has no value, another one of two; the third is solved once."""
+    values = {0: (None, None), 1: (1.0, None), 2: (0.0, 1.0)}
+    rows = [
+        dataclasses.replace(row(""), prompt_id=p, generation_id=g, metrics={"ok": value})
+        for p, each in values.items()
+        for g, value in enumerate(each)
+    ]
+    assert pass_rates(rows) == {"pass@1/ok": 0.5, "pass@2/ok": 1.0}
+    assert pass_rates(rows[:4]) == {}, "no prompt is left"
+    half = dataclasses.replace(rows[2], metrics={"ok": 0.5})
+    assert pass_rates([*rows[:2], half, *rows[3:]]) == {}, "not a metric of 0 and 1"

@@ -1,7 +1,6 @@
 """Whether an answer as a whole has the form that was asked for."""
 
 import dataclasses
-import re
 
 from lockstep.report import Row
 from lockstep.text import Prompt
@@ -23,13 +22,13 @@ class FormatReward(RewardConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        compiled(self.label, self.pattern, re.DOTALL)
+        compiled(self.label, self.pattern, dot_all=True)
 
     def build(self, max_new_tokens: int) -> Reward:
         """See `RewardConfig.build`."""
-        pattern = compiled(self.label, self.pattern, re.DOTALL)
+        pattern = compiled(self.label, self.pattern, dot_all=True)
 
         def well_formed(row: Row, prompt: Prompt) -> float:
-            return float(pattern.fullmatch(row.generated_text) is not None)
+            return float(pattern.is_all_of(row.generated_text))
 
         return well_formed

@@ -1,10 +1,9 @@
 """Whether a pattern is found in an answer."""
 
 import dataclasses
-import re
 
 from lockstep.errors import ConfigError
-from lockstep.report import Row
+from lockstep.report import Pattern, Row
 from lockstep.text import Prompt
 from lockstep.training.grpo.rewards.config import Reward, RewardConfig
 
@@ -23,33 +22,31 @@ class RegexReward(RewardConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        compiled(self.label, self.pattern, re.MULTILINE)
+        compiled(self.label, self.pattern, multiline=True)
 
     def build(self, max_new_tokens: int) -> Reward:
         """See `RewardConfig.build`."""
-        pattern = compiled(self.label, self.pattern, re.MULTILINE)
+        pattern = compiled(self.label, self.pattern, multiline=True)
 
         def regex(row: Row, prompt: Prompt) -> float:
-            return float(pattern.search(row.generated_text) is not None)
+            return float(pattern.is_in(row.generated_text))
 
         return regex
 
 
-def compiled(label: str, pattern: str, flags: re.RegexFlag) -> re.Pattern[str]:
+def compiled(label: str, pattern: str, *, multiline: bool = False, dot_all: bool = False) -> Pattern:
     """Return a compiled expression.
 
     Args:
         label: The name of the component, for the error.
         pattern: The expression.
-        flags: The flags of the expression.
+        multiline: Whether ``^`` and ``$`` match at every line.
+        dot_all: Whether ``.`` matches a newline too.
 
     Raises:
         ConfigError: It is not one.
     """
     try:
-        return re.compile(pattern, flags)
-    except re.error as error:
-        raise ConfigError(
-            f"rewards: {label}.pattern is {pattern!r}, which is not a regular expression of Python ({error}). "
-            "Correct it."
-        ) from None
+        return Pattern(pattern, multiline=multiline, dot_all=dot_all)
+    except ConfigError as error:
+        raise ConfigError(f"rewards: {label}.pattern: {error}") from None

@@ -1,6 +1,7 @@
 """Every kind of reward, on answers as models write them."""
 
 import asyncio
+import sys
 
 import pytest
 
@@ -74,6 +75,13 @@ def test_format_is_of_the_whole_answer_and_regex_of_a_part():
     assert value(RegexReward(pattern="^so"), "first so on") == 0
 
 
+@pytest.mark.parametrize("kind", [FormatReward, RegexReward])
+def test_a_pattern_that_backtracks_fails_with_its_limit(monkeypatch, kind):
+    monkeypatch.setattr(sys.modules["lockstep.report.pattern"], "MATCH_S", 0.05)
+    with pytest.raises(TimeoutError, match=r"'\(a\|aa\)\+\$' was not done with 101 characters within 0.05 s"):
+        value(kind(pattern="(a|aa)+$"), "a" * 100 + "b")
+
+
 def test_length_is_a_share_of_the_limit():
     assert value(LengthReward(), num_tokens=25) == 0.25
 
@@ -97,8 +105,8 @@ def test_a_function_of_the_users_own():
     [
         (lambda: Gsm8kReward(weight=float("nan")), "gsm8k.weight is nan; it must be finite"),
         (lambda: Gsm8kReward(default=float("inf")), "gsm8k.default is inf; it must be finite"),
-        (lambda: RegexReward(pattern="("), r"regex.pattern is '\(', which is not a regular expression"),
-        (lambda: FormatReward(pattern="["), r"format.pattern is '\[', which is not a regular expression"),
+        (lambda: RegexReward(pattern="("), r"regex.pattern: '\(' is not a regular expression"),
+        (lambda: FormatReward(pattern="["), r"format.pattern: '\[' is not a regular expression"),
         (lambda: OverlongReward(buffer=0), "overlong.buffer is 0; it must be at least 1"),
         (lambda: OverlongReward(buffer=101).build(100), "overlong.buffer is 101 and rollout.max_new_tokens is 100"),
         (lambda: FunctionReward(function="judge"), "function is 'judge'; it must be module:function"),
