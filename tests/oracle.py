@@ -21,16 +21,16 @@ import pytest
 
 from lockstep.models import LlamaLMHeadModel, llama, read_decoder
 from lockstep.models.hf.names import skeleton
-from lockstep.types import Completion, FinishReason, Request
-from tests.sampling_oracle import log_softmax, step_of
+from lockstep.types import Completion, FinishReason, Request, SamplingParams
+from tests.sampling_oracle import kept_within, log_softmax, step_of
 
 TIE = 1e-5
 """Two tokens are a tie when the oracle's own scores of them are closer than this."""
 
 BFLOAT16_TIE = 4 * 2.0**-7
-"""In bfloat16 two tokens are a near-tie when the oracle's own scores of them are closer than this share of the largest
-logit of the step, over the temperature: four steps between neighbouring numbers of bfloat16 at that size, for models of
-two layers, which round the residual stream five times before the logits."""
+"""In bfloat16 two tokens are a near-tie when the oracle's own scores of them, or one's and the edge of a filter, are
+closer than this share of the largest logit of the step, over the temperature: four steps between neighbouring numbers
+of bfloat16 at that size, for models of two layers, which round the residual stream five times before the logits."""
 
 NEAR_TIES_PER_THOUSAND = 25
 """Near-ties in bfloat16, of tokens, at most, with random weights. The two best scores with Gumbel noise are less than a
@@ -56,6 +56,26 @@ class Expected:
     """The largest absolute logit of each step, divided by the temperature where it is not 0."""
     sampled_logprobs: tuple[float, ...]
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...]
+    filters: SamplingParams | None = None
+    """The parameters, where tokens were drawn through top-k, top-p or min-p."""
+    unfiltered: np.ndarray | None = None
+    """float32 ``[step, vocab]``: the scores that the filters saw."""
+    noise: np.ndarray | None = None
+    """float32 ``[step, vocab]``: the Gumbel noise; 0 for temperature 0."""
+
+    def is_near_tie(self, at: int, token: int, bound: float) -> bool:
+        """Whether another token may be drawn where the difference of two scores may be off by ``bound``.
+
+        Without filters: its score with noise is closer to the largest one than that. With filters it is one that they
+        may keep, and no token that they surely keep is further above it.
+        """
+        scores, surely = self.scores[at], np.ones(len(self.scores[at]), bool)
+        if self.filters is not None and self.unfiltered is not None and self.noise is not None:
+            surely = kept_within(self.unfiltered[at], self.filters, -bound)
+            if not kept_within(self.unfiltered[at], self.filters, bound)[token]:
+                return False
+            scores = self.unfiltered[at] + self.noise[at]
+        return float(scores[surely].max(initial=-np.inf)) - float(scores[token]) < bound
 
 
 def oracle_completions(
@@ -104,7 +124,8 @@ def assert_same_tokens(
     """Compares answers token by token; prints and counts ties.
 
     The only difference accepted is a tie: at the first differing place the oracle's own scores of the two tokens are
-    closer than ``tie``, or than ``relative_tie`` times the step's largest logit. What comes after it is not compared.
+    closer than ``tie``, or than ``relative_tie`` times the step's largest logit; or a filter's edge is as close to one
+    of the two. What comes after it is not compared.
 
     Returns:
         The number of ties.
@@ -124,7 +145,7 @@ def assert_same_tokens(
         a, b = want.tokens[at], have.tokens[at]
         gap = abs(float(want.scores[at, a]) - float(want.scores[at, b]))
         bound = max(tie, relative_tie * want.largest[at])
-        assert gap < bound, (
+        assert want.is_near_tie(at, b, bound), (
             f"{name}: token {at} is {b}, expected {a}; the oracle's scores of the two are {gap:.3g} apart, which is no "
             f"tie: those are closer than {bound:.3g}.\n"
             f"got      {have.tokens}\nexpected {want.tokens}"
@@ -205,6 +226,8 @@ class _Writer:
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     scores: list[np.ndarray] = dataclasses.field(default_factory=list)
+    unfiltered: list[np.ndarray] = dataclasses.field(default_factory=list)
+    noise: list[np.ndarray] = dataclasses.field(default_factory=list)
     largest: list[float] = dataclasses.field(default_factory=list)
     sampled_logprobs: list[float] = dataclasses.field(default_factory=list)
     top_logprobs: list[tuple[tuple[int, float], ...]] = dataclasses.field(default_factory=list)
@@ -212,11 +235,11 @@ class _Writer:
     def append(self, logits: np.ndarray) -> None:
         params, prompt = self.request.params, self.request.prompt_tokens
         step = step_of(logits, params, prompt, self.tokens)
-        scores = step.scores
+        noise = np.zeros(len(logits), np.float32)
         if params.temperature > 0:
             at = len(prompt) + len(self.tokens)
             noise = gumbel_noise(params.seed, self.request.prompt_id, self.generation_id, at, len(logits))
-            scores = scores + noise
+        scores = step.scores + noise
         token, raw = int(np.argmax(scores)), log_softmax(logits)
         self.logprobs.append(float(raw[token]))
         self.sampled_logprobs.append(float(step.logprobs[token]))
@@ -225,6 +248,8 @@ class _Writer:
             self.top_logprobs.append(tuple((int(i), float(raw[i])) for i in order))
         self.tokens.append(token)
         self.scores.append(scores)
+        self.unfiltered.append(step.unfiltered)
+        self.noise.append(noise)
         self.largest.append(float(np.abs(logits[np.isfinite(logits)]).max()) / (params.temperature or 1.0))
         if token in params.stops:
             self.finish_reason = FinishReason.STOP
@@ -233,6 +258,8 @@ class _Writer:
 
     def expected(self) -> Expected:
         assert self.finish_reason is not None
+        params = self.request.params
+        filtered = params.temperature > 0 and (params.top_k is not None or params.top_p < 1 or params.min_p > 0)
         return Expected(
             prompt_id=self.request.prompt_id,
             generation_id=self.generation_id,
@@ -243,6 +270,9 @@ class _Writer:
             largest=tuple(self.largest),
             sampled_logprobs=tuple(self.sampled_logprobs),
             top_logprobs=tuple(self.top_logprobs),
+            filters=params if filtered else None,
+            unfiltered=np.stack(self.unfiltered),
+            noise=np.stack(self.noise),
         )
 
 

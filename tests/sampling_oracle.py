@@ -20,6 +20,8 @@ class Step:
     """float32 ``[vocab]``: after penalties, bias and temperature; -inf where a token cannot be drawn."""
     logprobs: np.ndarray
     """float64 ``[vocab]``: natural-log probability of each token; -inf where it cannot be drawn."""
+    unfiltered: np.ndarray
+    """float32 ``[vocab]``: the scores that the filters see."""
 
 
 def step_of(logits: np.ndarray, params: SamplingParams, prompt: Sequence[int], answer: Sequence[int]) -> Step:
@@ -35,10 +37,10 @@ def step_of(logits: np.ndarray, params: SamplingParams, prompt: Sequence[int], a
     if params.temperature == 0:
         logprobs = np.full(len(shaped), -np.inf)
         logprobs[np.argmax(shaped)] = 0.0
-        return Step(scores=shaped, logprobs=logprobs)
-    scores = shaped / np.float32(params.temperature)
-    scores = np.where(kept(scores, params), scores, np.float32(-np.inf))
-    return Step(scores=scores, logprobs=log_softmax(scores))
+        return Step(scores=shaped, logprobs=logprobs, unfiltered=shaped)
+    unfiltered = shaped / np.float32(params.temperature)
+    scores = np.where(kept(unfiltered, params), unfiltered, np.float32(-np.inf))
+    return Step(scores=scores, logprobs=log_softmax(scores), unfiltered=unfiltered)
 
 
 def shape_logits(
@@ -78,6 +80,30 @@ def kept(scores: np.ndarray, params: SamplingParams) -> np.ndarray:
     mask[order] = True
     if params.min_p > 0:
         mask &= scores - scores.max() >= np.float32(math.log(params.min_p))
+    return mask
+
+
+def kept_within(scores: np.ndarray, params: SamplingParams, slack: float) -> np.ndarray:
+    """Which tokens the filters may keep, or surely keep, where rounding has changed the scores.
+
+    Args:
+        scores: float32 ``[vocab]``, after temperature.
+        params: The parameters of the request.
+        slack: How far the difference of two scores may be off; above 0 for what may be kept, below 0 for what surely
+            is.
+    """
+    ahead = scores[None, :] > scores[:, None] + np.float32(slack)
+    np.fill_diagonal(ahead, val=False)
+    mask = np.isfinite(scores)
+    if params.top_k is not None:
+        mask &= ahead.sum(axis=1) < params.top_k
+    if params.top_p < 1:
+        # Scores that are off by half of the slack move the odds of a set of tokens by at most a factor of exp(slack).
+        masses = np.exp(scores.astype(np.float64) - float(scores.max()))
+        front, rest = ahead @ masses, (~ahead & mask) @ masses
+        mask &= front * (1 - params.top_p) < rest * params.top_p * math.exp(slack)
+    if params.min_p > 0:
+        mask &= scores - scores.max() >= np.float32(math.log(params.min_p) - slack)
     return mask
 
 

@@ -53,8 +53,7 @@ def all_requests(in_bfloat16=False, in_8_bits=False):
     ]
     every = [
         dataclasses.replace(r, prompt_id=r.prompt_id + 100 * group)
-        # Rounding also decides what is at the edge of a filter; there is no score to compare then.
-        for group, requests in enumerate((greedy, sampled, () if in_bfloat16 else featured))
+        for group, requests in enumerate((greedy, sampled, featured))
         for r in requests
     ]
     return every[::4] if in_8_bits else every  # one of each group, for time
@@ -68,6 +67,7 @@ CASES = {
         ("1,2,2", {"tensor": 4}, HALF),
         ("1,2,2", {"tensor": 2}, ROUNDED),
         ("auto", "training", TIGHT | {"weight_dtype": "fp8"}),
+        ("auto", "training", TIGHT | HALF),
     ],
     4: [("host_local", {"tensor": 2}, {}), ("auto", {"tensor": 1}, {}), ("auto", {"tensor": 2}, TIGHT | HALF)],
 }

@@ -51,7 +51,7 @@ print(json.dumps({"products": products, "cycles": [cycles(p) for p in (None, "BF
 
 
 def compiled(setting: str) -> tuple[dict[str, set[str]], list[int]]:
-    """The precisions of products of float32 in each optimised program; cycles of one by default, in bfloat16, in full."""
+    """Precisions of products of float32 in each optimised program; cycles of one: by default, in bfloat16, in full."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT, setting], env=environment, capture_output=True, text=True, timeout=300

@@ -6,6 +6,7 @@ from typing import Any
 
 import haliax as hax
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from lockstep.models import LlamaConfig, LlamaLMHeadModel, Qwen2Config, Qwen3Config, Variant
@@ -112,3 +113,17 @@ def mixed_requests() -> list[Request]:
         request(5, 24, 12, stop_token_ids=tuple(range(0, 39, 3))),
         request(6, 40, 1, temperature=1.5),
     ]
+
+
+def many_requests() -> list[Request]:
+    """Enough tokens to count near-ties in, greedy and sampled."""
+    greedy = [request(number, 1 + 7 * number % 40, 12) for number in range(12)]
+    return greedy + [
+        request(number, 1 + 7 * number % 40, 12, temperature=0.8, seed=number, n_generations=3)
+        for number in range(12, 24)
+    ]
+
+
+def in_bfloat16(model: Any) -> Any:
+    """The model with parameters in bfloat16, placed as they were."""
+    return jax.tree.map(lambda leaf: jax.device_put(leaf.astype(jnp.bfloat16), leaf.sharding), model)

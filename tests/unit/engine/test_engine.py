@@ -9,7 +9,6 @@ from typing import Any
 import equinox as eqx
 import haliax as hax
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -17,13 +16,7 @@ from lockstep.engine import Engine, EngineConfig
 from lockstep.errors import CapacityError, ConfigError, LockstepError, PromptError
 from lockstep.hosts import current
 from lockstep.types import Request
-from tests.oracle import (
-    Expected,
-    assert_same_but_for_near_ties,
-    assert_same_logprobs,
-    assert_same_tokens,
-    oracle_completions,
-)
+from tests.oracle import assert_same_tokens, oracle_completions
 from tests.unit.engine.models import LLAMA, VOCAB, mesh_of, mixed_requests, model_on, request
 
 
@@ -204,50 +197,6 @@ def test_a_model_that_lies_elsewhere_is_compiled_for_again_and_never_run_unprepa
     before = engine.programs["decode"]
     assert engine.generate(moved, requests) == expected
     assert engine.programs["decode"] is not before
-
-
-def many_requests() -> list[Request]:
-    """Enough tokens to count near-ties in, greedy and sampled."""
-    greedy = [request(number, 1 + 7 * number % 40, 12) for number in range(12)]
-    return greedy + [
-        request(number, 1 + 7 * number % 40, 12, temperature=0.8, seed=number, n_generations=3)
-        for number in range(12, 24)
-    ]
-
-
-def in_bfloat16(model: Any) -> Any:
-    return jax.tree.map(lambda leaf: jax.device_put(leaf.astype(jnp.bfloat16), leaf.sharding), model)
-
-
-@pytest.fixture(scope="module")
-def expected_in_bfloat16(model: Any) -> list[Expected]:
-    return oracle_completions(in_bfloat16(model), many_requests())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layout", "options"),
-    [
-        pytest.param("training", {"page_size": 8}, marks=pytest.mark.slow),
-        ({"tensor": 2}, {"max_seqs": 3, "page_size": 8, "max_prefill_size": 16, "max_steps_per_launch": 5}),
-        pytest.param({"tensor": 4}, {"max_seqs": 5}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_in_bfloat16_answers_differ_at_near_ties_alone(
-    model: Any, expected_in_bfloat16: list[Expected], layout: Any, options: dict[str, int]
-) -> None:
-    engine = Engine(EngineConfig(dtype="bfloat16", layout=layout, **options), mesh_of("1,2,2"))
-    got = engine.generate(model, many_requests())
-    assert_same_but_for_near_ties(expected_in_bfloat16, got)
-    assert_same_logprobs(expected_in_bfloat16, got, atol=0.1)
-
-
-@pytest.mark.slow
-def test_parameters_in_bfloat16_are_computed_in_bfloat16(model: Any) -> None:
-    cast = Engine(EngineConfig(dtype="bfloat16", layout="training"), mesh_of("1,2,2"))
-    native = Engine(EngineConfig(layout="training"), mesh_of("1,2,2"))
-    assert native.generate(in_bfloat16(model), mixed_requests()) == cast.generate(model, mixed_requests())
 
 
 def test_the_cache_is_written_in_place() -> None:

@@ -17,8 +17,7 @@ from lockstep.types import Completion, Drafts, Request, SamplingParams
 from tests.oracle import assert_same_but_for_near_ties, assert_same_logprobs, oracle_completions
 from tests.unit.engine.combinations import CONFIGS, Case, check, expected, pool
 from tests.unit.engine.decoder.test_decode import POISON, poisoned
-from tests.unit.engine.models import FAMILIES, VOCAB, mesh_of, model_on, request
-from tests.unit.engine.test_engine import in_bfloat16, many_requests
+from tests.unit.engine.models import FAMILIES, VOCAB, in_bfloat16, many_requests, mesh_of, model_on, request
 
 NEW = 30
 PARAMS: dict[str, dict[str, Any]] = {

@@ -19,7 +19,7 @@ from lockstep.engine.sampling.sampler import Sampled, SamplingState, active_feat
 from lockstep.engine.sampling.shortlist import SIZE
 from lockstep.placement.decode_mesh import make_decode_mesh
 from lockstep.types import SamplingParams
-from tests.sampling_oracle import SLACK, kept, shares, step_of
+from tests.sampling_oracle import SLACK, kept, kept_within, shares, step_of
 from tests.unit.engine.models import mesh_of
 
 P = jax.sharding.PartitionSpec
@@ -211,3 +211,17 @@ def test_nothing_sorts_the_vocabulary() -> None:
 def test_a_request_has_filters_where_one_of_them_is_requested(asked: dict[str, Any], temperature: float) -> None:
     params = SamplingParams(max_new_tokens=1, temperature=temperature, **asked)
     assert params.has_filters == (temperature > 0 and any(each.is_requested(params) for each in ALL_FILTERS))
+
+
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([{"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_k": 8, "top_p": 0.9, "min_p": 0.02}]),
+    st.sampled_from([0.01, 0.2, 1.0]),
+)
+def test_the_oracle_knows_what_rounding_can_move_over_an_edge(seed: int, filters: dict[str, Any], slack: float) -> None:
+    rng, params = np.random.default_rng(seed), SamplingParams(max_new_tokens=1, temperature=1.0, **filters)
+    scores = (2 * rng.standard_normal(VOCAB)).astype(np.float32)
+    rounded = (scores + 0.49 * slack * rng.uniform(-1, 1, VOCAB)).astype(np.float32)
+    may, surely, found = kept_within(scores, params, slack), kept_within(scores, params, -slack), kept(rounded, params)
+    assert np.all(surely <= found) and np.all(found <= may)
+    assert np.array_equal(kept_within(scores, params, 1e-9), kept(scores, params))
