@@ -252,7 +252,7 @@ class Drafter:
             at: The replicas and slots of the launch's sequences.
             kept: The number of tokens that each of them sampled, without those after a stop string.
             tokens: All that was sampled.
-            step: Of a launch that verified drafts, the step of each token.
+            step: The step of each token, in a launch that verified drafts; None in one that decoded.
         """
         used = kept > 0
         if step is None:

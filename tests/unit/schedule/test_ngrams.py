@@ -38,7 +38,7 @@ def test_what_followed(prompt, answers, expected):
 
 @given(st.lists(st.integers(0, 2), min_size=1), st.lists(st.integers(0, 2)), st.integers(1, 9))
 def test_guesses_are_what_a_search_finds(prompt, answer, count):
-    """Of the last three tokens the last place before the end, else of the last two."""
+    """The last place before the end where the last three tokens were, else the last two."""
     text = [*prompt[-3:], *answer]
     found = guess(prompt, answer, count=count)
     for size in (3, 2):
