@@ -20,7 +20,11 @@ def test_a_plan_says_what_drafts_promise(tmp_path):
     decoded = narrow["bytes_per_decoded_token"]
     assert decoded > 2 * narrow["bytes_per_accepted_token"] > 2 * wide["bytes_per_accepted_token"] > 0
     assert narrow["tokens_per_s"] > samples["predicted_at_best"]["tokens_per_s"]
-    assert "drafts, 8 tokens at a time, if all are right" in text
+    lines = text.splitlines()
+    (head,) = [at for at, line in enumerate(lines) if line.startswith(" if all drafts are right")]
+    for line, each in zip(lines[head + 2 :], (narrow, wide), strict=False):
+        assert f"inference_eval: {each['width']} tokens at a time" in line and "…" not in line
+        assert f"{each['tokens_per_s']:,.0f}" in line
 
 
 @pytest.mark.nightly

@@ -51,6 +51,8 @@ def print_plan(plan: Plan, console: Console) -> None:
         if plan.fsdp is not None:
             _print_fsdp(plan.fsdp, console)
         console.print(_speed(plan))
+        if any(one.drafts for one in plan.sampling):
+            console.print(_drafts(plan))
         if split := rollout_step(plan):
             console.print(_split(split), highlight=False)
         if plan.training:
@@ -172,13 +174,20 @@ def _speed(plan: Plan) -> Table:
             seconds_text(found.memory_s), seconds_text(found.compute_s), seconds_text(found.collectives_s),
             seconds_text(found.step_s), f"{rate:,.0f}", f"{rate / chips:,.0f}",
         )  # fmt: skip
+    return table
+
+
+def _drafts(plan: Plan) -> Table:
+    """What verifying promises, beside what decoding one token after the other does."""
+    table = _table("if all drafts are right", "moved per token", "decoded", "a step", "tokens/s", "per chip")
+    groups, chips = plan.topology.hosts if plan.workload.one_host else 1, len(plan.topology.devices)
+    for one in plan.sampling:
         for each in one.drafts:
             rate = groups * each.tokens_per_s
             table.add_row(
-                _named(one, f"drafts, {each.width} tokens at a time, if all are right"),
-                f"{bytes_text(int(each.bytes_per_accepted_token))} per token, decoded "
-                f"{bytes_text(int(each.bytes_per_decoded_token))}",
-                "", "", seconds_text(each.step_s), f"{rate:,.0f}", f"{rate / chips:,.0f}",
+                _named(one, f"{each.width} tokens at a time"),
+                bytes_text(int(each.bytes_per_accepted_token)), bytes_text(int(each.bytes_per_decoded_token)),
+                seconds_text(each.step_s), f"{rate:,.0f}", f"{rate / chips:,.0f}",
             )  # fmt: skip
     return table
 
