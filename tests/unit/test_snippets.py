@@ -382,7 +382,7 @@ def gumbel(text):
     }
     for name, formula in lines.items():
         names[name] = eval_formula(formula.replace("·", "*").replace("2⁻²³", "2.0**-23"), names)
-    ours = gumbel_noise(jnp.array([3, 4, 1], jnp.uint32), jnp.uint32(17), jnp.array([42]))
+    ours = gumbel_noise(jnp.array([3, 4, 1], jnp.uint32), jnp.int32(17), jnp.array([42]))
     assert float(names["gumbel"]) == pytest.approx(float(ours[0]), rel=1e-6)
 
 
