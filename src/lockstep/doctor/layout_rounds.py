@@ -50,7 +50,8 @@ class LayoutResult:
         traces: How often each of its programs was traced.
         seconds: The seconds of the first round, compiling among them.
         gap: The largest difference between a log-probability and that of the training forward, in nats.
-        noise: The largest difference that rounding makes, in nats; 0 where the engine computes in float32.
+        mean_gap: The mean difference, in nats.
+        mean_noise: The mean difference that rounding makes, in nats; 0 where the engine computes in float32.
         answers: The texts of the last round.
     """
 
@@ -60,7 +61,8 @@ class LayoutResult:
     traces: tuple[int, ...] = ()
     seconds: float = 0.0
     gap: float = float("inf")
-    noise: float = 0.0
+    mean_gap: float = 0.0
+    mean_noise: float = 0.0
     answers: tuple[str, ...] = ()
 
 
@@ -200,6 +202,7 @@ class LayoutRounds:
             traces=tuple(program.traces for program in programs),
             seconds=self._seconds[layout],
             gap=numbers.largest("logprob_gap", float("inf")),
-            noise=numbers.largest("logprob_noise", 0.0),
+            mean_gap=numbers.largest("logprob_gap_mean", float("inf")),
+            mean_noise=numbers.largest("logprob_noise_mean", 0.0),
             answers=tuple(row["generated_text"] for row in rows if row["step"] == self.steps - 1),
         )

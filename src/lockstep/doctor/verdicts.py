@@ -114,9 +114,9 @@ def _judge_layout(name: str, one: LayoutResult) -> Finding:
         return Finding.to_fix(name, text, SEND)
     text = f"{ROUNDS} rounds, the first in {one.seconds:.1f} s; log-probabilities are within {one.gap:.2g} of the "
     text += "training forward's"
-    if one.noise:
-        text += f", of which rounding explains {2 * one.noise:.2g}"
-    if one.gap <= max(GAP, 2 * one.noise):
+    if one.mean_noise:
+        text += f"; {one.mean_gap:.2g} in the mean, of which rounding explains {2 * one.mean_noise:.2g}"
+    if one.gap <= GAP or one.mean_gap <= 2 * one.mean_noise and one.gap < WRONG_GAP:
         return Finding.ok(name, text)
     return (Finding.warning if one.gap < WRONG_GAP else Finding.to_fix)(name, f"{text}.", SEND)
 

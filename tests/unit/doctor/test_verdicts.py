@@ -58,9 +58,14 @@ def judged(**changed):
     ("changed", "outcome", "text"),
     [
         ({}, "ok", "2 rounds, the first in 4.0 s; log-probabilities are within 1e-06 of the training forward's"),
-        ({"gap": 0.015, "noise": 0.01}, "ok", "which rounding explains 0.02"),
-        ({"gap": 0.03, "noise": 0.01}, "warning", "0.03"),
-        ({"gap": 2.0, "noise": 0.01}, "fix", "within 2 of"),
+        (
+            {"gap": 0.09, "mean_gap": 0.01, "mean_noise": 0.006},
+            "ok",
+            "0.01 in the mean, of which rounding explains 0.012",
+        ),
+        ({"gap": 0.03, "mean_gap": 0.01, "mean_noise": 0.004}, "warning", "within 0.03"),
+        ({"gap": 0.03, "mean_gap": 0.01}, "warning", "within 0.03"),
+        ({"gap": 2.0, "mean_gap": 0.01, "mean_noise": 0.01}, "fix", "within 2 of"),
         ({"gap": float("inf")}, "fix", "within inf of"),
         ({"rounds": 1}, "fix", "1 rounds of 2"),
         ({"traces": (1, 2)}, "fix", "traced [1, 2] times"),
