@@ -137,7 +137,7 @@ def fixed_logprob(load: GrpoLoad, trainer: Trainer, model: Any) -> float:
         "fixed", mesh=trainer.mesh, precision=trainer.config.precision, microbatches=1, ledger=Ledger()
     )
     program.compile(model, *rows.shape)
-    return float(program(model, rows)[:, 1:].mean())
+    return float(program(model, program.place(rows))[:, 1:].mean())
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ def run_round(
     audit: AuditResult | None = None
     if auditing is not None and not gate.preempted:
         with hosts.launch_on_all("audit", ready.ledger) as audited:
-            audit = auditing.run(model, requests, completions, around_launch=watchdog.watch_launch)
+            audit = auditing.run(model, requests, completions, around_launch=watchdog.watch_launch, hosts=hosts)
             audited.agree({"audit": repr(audit)})
         clock.lap("audit")
 

@@ -17,7 +17,7 @@ from lockstep.device import AroundLaunch, Program, compile_lowered, compile_prog
 from lockstep.engine.decode_model import signature_of
 from lockstep.engine.small_moves import KnownModel
 from lockstep.errors import CapacityError, ConfigError
-from lockstep.hosts import Hosts, Ledger, current, digest
+from lockstep.hosts import Hosts, Ledger, current, digest, ready_on_all
 from lockstep.models import DecoderWeights, LlamaConfig, as_trainable, read_decoder
 from lockstep.placement import mesh_of, place, sources, weight_specs
 from lockstep.types import Completion, Request
@@ -153,6 +153,7 @@ class Auditor:
         completions: Sequence[Completion],
         *,
         around_launch: AroundLaunch = contextlib.nullcontext,
+        hosts: Hosts | None = None,
     ) -> AuditResult:
         """Compares the log-probabilities of completions with recomputed ones.
 
@@ -162,42 +163,52 @@ class Auditor:
             completions: Completions of these requests; the same on every host.
             around_launch: A function of the program's name whose context surrounds a launch and the wait for its
                 result.
+            hosts: The processes of the job, inside a scope: what fails on one of them between two launches is then
+                raised on all. None where an error stays on its host, and its peers wait for it in the next launch.
 
         Returns:
             The largest and the mean differences over all tokens.
 
         Raises:
             ConfigError: The model is not the one that was prepared for, or a completion is of none of the requests.
+            PeerError: With ``hosts``, that or anything else failed on one of them; raised on every host.
         """
         assert self._built is not None and self._known is not None, "prepare() comes before run()"
         length, programs = self._built
-        config, weights = read_decoder(model)
-        if (config, weights) not in self._known:
-            raise ConfigError(
-                "the model's configuration, shapes, dtypes or placement are not those that the auditor prepared for. "
-                "Call prepare with this model first."
-            )
-        prompts = {request.prompt_id: request.prompt_tokens for request in requests}
-        sampled = [completion for completion in completions if completion.tokens]
-        for completion in sampled:
-            if completion.prompt_id not in prompts:
+        with _ready(hosts):
+            config, weights = read_decoder(model)
+            if (config, weights) not in self._known:
                 raise ConfigError(
-                    f"a completion is of prompt {completion.prompt_id}, which none of the {len(prompts)} requests has. "
-                    "Pass the requests that were answered."
+                    "the model's configuration, shapes, dtypes or placement are not those that the auditor prepared "
+                    "for. Call prepare with this model first."
                 )
+            prompts = {request.prompt_id: request.prompt_tokens for request in requests}
+            sampled = [completion for completion in completions if completion.tokens]
+            for completion in sampled:
+                if completion.prompt_id not in prompts:
+                    raise ConfigError(
+                        f"a completion is of prompt {completion.prompt_id}, which none of the {len(prompts)} requests "
+                        "has. Pass the requests that were answered."
+                    )
         for name in self._known.programs:
             with around_launch(name):
                 weights = self._known.move_back(weights)
-        gap, noise = _Differences(), _Differences()
+        recomputed: list[dict[str, np.ndarray]] = []
         for batch in _batches(sampled, self.mesh.size):
-            ids = np.zeros((self.mesh.size, length + 1), np.int32)
-            for row, completion in enumerate(batch):
-                known = (*prompts[completion.prompt_id], *completion.tokens)
-                ids[row, : len(known)] = known
-            found: dict[str, np.ndarray] = {}
+            with _ready(hosts):
+                ids = np.zeros((self.mesh.size, length + 1), np.int32)
+                for row, completion in enumerate(batch):
+                    known = (*prompts[completion.prompt_id], *completion.tokens)
+                    ids[row, : len(known)] = known
+                arguments = sources(weights), place(ids, self._rows)
+            found = {}
             for name, program in programs.items():
                 with around_launch(name):
-                    found[name] = fetch(program(sources(weights), place(ids, self._rows)))
+                    found[name] = fetch(program(*arguments))
+            recomputed.append(found)
+        # All is launched: from here on an error on one host leaves no other in a launch.
+        gap, noise = _Differences(), _Differences()
+        for batch, found in zip(_batches(sampled, self.mesh.size), recomputed, strict=True):
             for row, completion in enumerate(batch):
                 first = len(prompts[completion.prompt_id]) - 1
                 tokens = slice(first, first + len(completion.tokens))
@@ -285,7 +296,7 @@ def audit(
         if not completions:
             return AuditResult(logprob_gap=0.0)
         with scope.launch_on_all("audit", auditor.ledger) as audited:
-            result = auditor.run(read, requests, completions)
+            result = auditor.run(read, requests, completions, hosts=scope)
             audited.agree({"audit": repr(result)})
     return result
 
@@ -324,6 +335,11 @@ def _widened(leaf: Array, dtype: jnp.dtype) -> Array:
     """The values of ``dtype`` in float32; of a cast there and back XLA would leave nothing."""
     info = jnp.finfo(dtype)
     return jax.lax.reduce_precision(leaf.astype(jnp.float32), info.nexp, info.nmant)
+
+
+def _ready(hosts: Hosts | None) -> contextlib.AbstractContextManager[None]:
+    """Surrounds what comes before a launch and can fail on one host alone."""
+    return contextlib.nullcontext() if hosts is None else ready_on_all(hosts, "before an audit's launch")
 
 
 def _batches[T](items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

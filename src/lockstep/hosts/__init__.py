@@ -23,6 +23,7 @@ from lockstep.hosts.ledger import Ledger as Ledger
 from lockstep.hosts.peers import end_process as end_process
 from lockstep.hosts.phase import Phase as Phase
 from lockstep.hosts.preemption import Preemption as Preemption
+from lockstep.hosts.ready import ready_on_all as ready_on_all
 from lockstep.hosts.start import current as current
 from lockstep.hosts.start import shutdown as shutdown
 from lockstep.hosts.start import start as start

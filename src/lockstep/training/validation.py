@@ -25,7 +25,7 @@ from lockstep.training.step import BATCH_SPEC
 from lockstep.training.trainer import Trainer
 
 BATCHES_AHEAD = 16
-"""Batches that a host has read before the hosts launch them: as many launches follow on one exchange."""
+"""Batches that a host has read and placed before the hosts launch them: as many launches follow on one exchange."""
 
 log = logging.getLogger(__name__)
 
@@ -132,10 +132,11 @@ class Validation:
         results: list[Array] = []
         for start in range(0, n_batches, BATCHES_AHEAD):
             with scope.run_on_all(f"rows of source {number} from batch {start}"):
-                batches = [self._read(rows, one) for one in range(start, min(start + BATCHES_AHEAD, n_batches))]
+                ahead = range(start, min(start + BATCHES_AHEAD, n_batches))
+                batches = [self._place(self._read(rows, one)) for one in ahead]
             for batch in batches:
                 with self._watchdog.watch("eval_step"):
-                    results.append(jax.block_until_ready(self._program(model, self._place(batch))))
+                    results.append(jax.block_until_ready(self._program(model, batch)))
         return np.sum([np.asarray(one.addressable_data(0), np.float64) for one in results], axis=0)
 
     def _read(self, rows: ValidationRows, batch: int) -> dict[str, np.ndarray]:

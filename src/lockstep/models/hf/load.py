@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from lockstep.device import Program, compile_program
 from lockstep.errors import ConfigError, PeerError
-from lockstep.hosts import Hosts, Ledger, MemoryClient, Phase, Watchdog, current, digest
+from lockstep.hosts import Hosts, Ledger, MemoryClient, Phase, Watchdog, current, digest, ready_on_all
 from lockstep.models.config import LlamaConfig
 from lockstep.models.hf.config import architecture_of, config_from_hf
 from lockstep.models.hf.files import CheckpointFiles, local_directory
@@ -208,9 +208,12 @@ class _Loading:
         return programs
 
     def _place(self, read: ParameterRead, program: Program) -> jax.Array:
-        watched = contextlib.nullcontext() if self._watchdog is None else self._watchdog.watch("placing weights")
-        with watched:
+        if self._watchdog is None:
             return jax.block_until_ready(program(read.place()))
+        with ready_on_all(self._hosts, "placing rows"):
+            rows = read.place()
+        with self._watchdog.watch("placing weights"):
+            return jax.block_until_ready(program(rows))
 
 
 def _sharding(parameter: Parameter, mesh: Mesh, mapping: ResourceMapping) -> NamedSharding:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from lockstep.device import Program, compile_program
-from lockstep.hosts import Hosts, Ledger, Phase, Watchdog
+from lockstep.hosts import Hosts, Ledger, Phase, Watchdog, ready_on_all
 from lockstep.models.hf.save_gather import RowGather
 from lockstep.models.hf.save_plan import SavedTensor
 from lockstep.models.hf.save_writer import PIECE_BYTES, FileWriter, Handover, Read
@@ -95,17 +95,24 @@ class Gathered(Source):
             return
         pieces = next(self._rounds, None)
         self._launched_all = pieces is None
-        for process, piece in enumerate(pieces or ()):
-            if piece is None:
-                continue
-            tensor, start, _ = piece
-            gather = RowGather.of(tensor, PIECE_BYTES)
-            where = place_argument(np.array([tensor.layer or 0, start], np.int32), gather.replicated)
+        with ready_on_all(self._hosts, "before a gather"):
+            launches = [
+                (process, piece[0], *self._program_and_place(*piece))
+                for process, piece in enumerate(pieces or ())
+                if piece is not None
+            ]
+        for process, tensor, program, where in launches:
             with self._watchdog.watch(f"gathering {tensor.name}"):
                 # Waiting here bounds the devices to one piece that is under way.
-                rows = jax.block_until_ready(self._programs[gather](tensor.parameter.value.array, where))
+                rows = jax.block_until_ready(program(tensor.parameter.value.array, where))
             if process == self._hosts.index:
                 self._handover.put(rows)
+
+    def _program_and_place(self, tensor: SavedTensor, start: int, _: int) -> tuple[Program, jax.Array]:
+        """What gathers a piece, and the argument that says which."""
+        gather = RowGather.of(tensor, PIECE_BYTES)
+        where = place_argument(np.array([tensor.layer or 0, start], np.int32), gather.replicated)
+        return self._programs[gather], where
 
     def wait(self, writer: FileWriter, timeout_s: float) -> tuple[bool, bool]:
         room = self._handover.has_room(timeout_s)

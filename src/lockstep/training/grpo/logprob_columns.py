@@ -6,7 +6,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from lockstep.hosts import Hosts, Watchdog, digest
+from lockstep.hosts import Hosts, Watchdog, digest, ready_on_all
 from lockstep.placement import data_shards
 from lockstep.training.config import TrainerConfig
 from lockstep.training.grpo.logprobs import LogprobProgram
@@ -68,10 +68,14 @@ class LogprobColumns:
             if not self._wanted:
                 return
             with scope.launch_on_all("log-probabilities", self._hosts.ledger) as computed:
+                with ready_on_all(scope, "placing rows"):
+                    placed = self._programs[self._wanted[0]].place(tokens)
+                found: dict[str, np.ndarray] = {}
                 for name in self._wanted:
                     with self._watchdog.watch(name):
-                        found = self._programs[name](models[name], tokens)
-                    rollout.columns[name][:] = np.where(mask, found, 0.0)
+                        found[name] = self._programs[name](models[name], placed)
+                for name in self._wanted:
+                    rollout.columns[name][:] = np.where(mask, found[name], 0.0)
                     computed.agree({name: digest(rollout.columns[name].tobytes())})
 
     def _program(self, name: str, n_rows: int) -> LogprobProgram:

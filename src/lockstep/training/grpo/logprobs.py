@@ -65,21 +65,27 @@ class LogprobProgram:
             )
         return self._program.digests
 
-    def __call__(self, model: PyTree, tokens: Int[np.ndarray, "row position"]) -> Float[np.ndarray, "row position"]:
+    def place(self, tokens: Int[np.ndarray, "row position"]) -> Int[Array, "row position"]:
+        """Place rows for a call; nothing is launched.
+
+        Args:
+            tokens: The token ids of all rows, the same on every host.
+        """
+        sharding = NamedSharding(self._mesh, BATCH_SPEC)
+        return place_local(tokens[host_rows(sharding, len(tokens))], sharding, len(tokens))
+
+    def __call__(self, model: PyTree, tokens: Int[Array, "row position"]) -> Float[np.ndarray, "row position"]:
         """Launch, and wait for the result.
 
         Args:
             model: The model.
-            tokens: The token ids of all rows, the same on every host.
+            tokens: The rows as `place` returned them.
 
         Returns:
             float32, the same on every host; 0 for the first token of a row.
         """
         assert self._program is not None, "compile() comes before the first call"
-        sharding = NamedSharding(self._mesh, BATCH_SPEC)
-        local = tokens[host_rows(sharding, len(tokens))]
-        found = fetch(self._program(model, place_local(local, sharding, len(tokens))))
-        return np.pad(found, ((0, 0), (1, 0)))
+        return np.pad(fetch(self._program(model, tokens)), ((0, 0), (1, 0)))
 
     def _logprobs(self, model: PyTree, tokens: Array) -> Array:
         model = self._precision.cast_to_compute(model)

@@ -25,7 +25,7 @@ def test_each_row_has_its_own_log_probabilities(microbatches):
     )
     digests = program.compile(model, *tokens.shape)
     assert program.compile(model, *tokens.shape) == digests and program.traces == 1
-    found = program(model, tokens)
+    found = program(model, program.place(tokens))
     with jax.set_mesh(mesh):
         whole = jax.jit(answer_logprobs, out_shardings=NamedSharding(mesh, P()))(model, tokens)
     np.testing.assert_allclose(found[:, 1:], whole, atol=1e-5)
