@@ -23,15 +23,13 @@ from lockstep.training.checkpoint import (
     write_arrays,
 )
 from lockstep.training.checkpointer_config import CheckpointerConfig
+from lockstep.training.report_wait import ReportWait
 from lockstep.training.train_state import TrainState
 
 log = logging.getLogger(__name__)
 
 KEYS = "lockstep/checkpoint"
 """The directory of the service in which every process posts that its part is written, or why not."""
-
-REPORT_WAIT_S = 10.0
-"""Seconds that a checkpoint waits for trackers and files: where they hang, it counts without the last figures."""
 
 SLOW_S = 1.0
 """Seconds that training may wait for the save before, without a word in the log."""
@@ -53,8 +51,8 @@ class Checkpointer:
         hosts: The processes of the job.
         facts: What a run must have in common with a checkpoint to go on from it, by name.
         run_config: The configuration of the run, to say what has changed.
-        reported: Called on the leader, in a thread, before a checkpoint counts: what the run has reported so far must
-            then be where it belongs, for a run that goes on from here does not report it again.
+        reported: Called on the leader, in a thread, before a checkpoint counts: returns whether what the run has
+            reported so far is where it belongs, see `ReportWait`.
         model: What the checkpoints say of the model, see `model_spec`; None: nothing.
     """
 
@@ -66,7 +64,7 @@ class Checkpointer:
         *,
         facts: Mapping[str, str],
         run_config: Mapping[str, Any],
-        reported: Callable[[], None],
+        reported: Callable[[], bool],
         model: Mapping[str, Any] | None = None,
     ) -> None:
         self.config = config
@@ -75,7 +73,8 @@ class Checkpointer:
         """Saves that failed, the same on every host."""
         self.last_step: int | None = None
         """The step of the newest checkpoint of this run; None where there is none yet. The same on every host."""
-        self._hosts, self._facts, self._run_config, self._reported = hosts, dict(facts), dict(run_config), reported
+        self._hosts, self._facts, self._run_config = hosts, dict(facts), dict(run_config)
+        self._reports = ReportWait(reported)
         self._model = model
         self._pending: _Save | None = None
         self._last_s: float | None = None
@@ -168,13 +167,17 @@ class Checkpointer:
         if save is None:
             return
         outcome: str | None = None
-        while outcome is None:
-            # A slice at a time, so that no host waits longer for another than it may.
-            with self._hosts.scope("checkpoint end") as scope:
-                with scope.run_on_all("ending a checkpoint", f"writing the checkpoint of step {save.step}") as phase:
-                    if scope.is_leader:
-                        phase.share(self._outcome(save, scope.timeout_s / 4))
-            outcome = phase.shared[0]
+        self._reports.training_waits(True)
+        try:
+            while outcome is None:
+                # A slice at a time, so that no host waits longer for another than it may.
+                with self._hosts.scope("checkpoint end") as scope:
+                    with scope.run_on_all("ending a checkpoint", f"writing the checkpoint of step {save.step}") as end:
+                        if scope.is_leader:
+                            end.share(self._outcome(save, scope.timeout_s / 4))
+                outcome = end.shared[0]
+        finally:
+            self._reports.training_waits(False)
         self._pending = None
         if outcome:
             self._count_failure(save.step, outcome)
@@ -183,7 +186,7 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def within_grace(self, step: int) -> Iterator[None]:
-        """Have the leader say whether a save that SIGTERM asked for fits in the time that is left.
+        """Have the leader say whether a save that SIGTERM asked for fits in the time that is left; no report has any.
 
         Args:
             step: The number of completed steps.
@@ -193,6 +196,7 @@ class Checkpointer:
             return
         grace_s, before = self.config.grace_s, self.last_step
         start = time.monotonic()
+        self._reports.signalled()
         if self._last_s is not None and self._last_s > grace_s:
             log.warning(
                 "the last checkpoint took %.1f s, and SIGTERM leaves %g s (checkpointer.grace_s): this one may not be "
@@ -282,16 +286,16 @@ class Checkpointer:
             return "given up"
         try:
             merge_arrays(self.directory.of(save.step) / save.metadata.arrays)
-            reporting = threading.Thread(target=self._reported, name="lockstep-checkpoint-reports", daemon=True)
-            reporting.start()
-            reporting.join(REPORT_WAIT_S)
+            begin = time.monotonic()
+            self._reports(save.step)
+            reports_s = time.monotonic() - begin
             if save.given_up.is_set():
                 raise TimeoutError("given up")
             self.directory.commit(save.metadata)
         except Exception:
             self._discard(save.step)
             raise
-        self._last_s = save.seconds
+        self._last_s = save.seconds - reports_s
         log.info("checkpoint %s saved in %.1f s", self.directory.of(save.step), save.seconds)
         self._remove_old()
         return ""

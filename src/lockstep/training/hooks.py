@@ -152,11 +152,17 @@ class Hooks:
         hooks: list[object] = [hook for hook, _ in self._hooks]
         return [hook for hook in hooks if isinstance(hook, HookWithState)]
 
-    def flush(self) -> None:
-        """Wait until hooks with ``flush`` have everything that they report where it belongs."""
+    def flush(self) -> bool:
+        """Wait until hooks with ``flush`` have everything that they report where it belongs.
+
+        Returns:
+            Whether they have: not where one returned False.
+        """
+        done = True
         for hook, _ in self._hooks:
             if callable(flush := getattr(hook, "flush", None)):
-                flush()
+                done = flush() is not False and done
+        return done
 
 
 def _name(hook: Any) -> str:

@@ -155,7 +155,7 @@ def make_checkpointer(
     facts: Mapping[str, str],
     run_config: Mapping[str, Any],
     model_spec: Mapping[str, Any] | None,
-    reported: Callable[[], None],
+    reported: Callable[[], bool],
 ) -> Checkpointer | None:
     """Make the checkpointer that a configuration asks for.
 

@@ -379,10 +379,9 @@ class Trainer:
             signals.append(place(limit, NamedSharding(self.mesh, PartitionSpec())))
         return signals
 
-    def _wait_until_reported(self) -> None:
-        self._hooks.flush()
-        if isinstance(self.tracker, BackgroundTracker):
-            self.tracker.flush(FINISH_S)
+    def _wait_until_reported(self) -> bool:
+        hooks_done = self._hooks.flush()
+        return (self.tracker.flush(FINISH_S) if isinstance(self.tracker, BackgroundTracker) else True) and hooks_done
 
     def _flush_tracker(self, wait_s: float) -> None:
         """Wait until the tracker has taken the figures of all steps; what it cannot take in time does not hold us."""

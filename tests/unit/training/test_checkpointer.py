@@ -6,7 +6,7 @@ import pytest
 
 from lockstep.errors import PeerError
 from lockstep.hosts import Hosts, MemoryClient
-from lockstep.training import CheckpointerConfig, KeepConfig
+from lockstep.training import CheckpointerConfig, KeepConfig, report_wait
 from lockstep.training import checkpointer as module
 from lockstep.training.checkpointer import Checkpointer
 from tests.multiprocess.harness import run_threads
@@ -17,7 +17,7 @@ STATE = {}
 
 def make(path, hosts=None, **values):
     hosts = Hosts(*MemoryClient.hub(1)) if hosts is None else hosts
-    options = {"facts": {"seed": "0"}, "run_config": {}, "reported": lambda: None}
+    options = {"facts": {"seed": "0"}, "run_config": {}, "reported": lambda: True}
     config = CheckpointerConfig(
         **{key: values.pop(key) for key in list(values) if key in ("every", "keep", "timeout_s")}
     )
@@ -164,6 +164,7 @@ def test_what_was_reported_is_waited_for_before_a_checkpoint_counts(tmp_path):
     def reported():
         time.sleep(0.1)
         seen.append(checkpointer.directory.steps())
+        return True
 
     checkpointer = make(tmp_path, reported=reported)
     save(checkpointer, 1)
@@ -171,14 +172,39 @@ def test_what_was_reported_is_waited_for_before_a_checkpoint_counts(tmp_path):
     assert seen == [[]] and checkpointer.directory.steps() == [1]
 
 
-def test_what_is_reported_never_holds_a_checkpoint_up_for_good(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "REPORT_WAIT_S", 0.05)
+def test_reports_that_hang_hold_neither_training_nor_a_checkpoint_up(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(report_wait, "TRAINING_WAIT_S", 0.05)
     hangs = threading.Event()
-    checkpointer = make(tmp_path, reported=hangs.wait)
+
+    def body(hosts):
+        checkpointer, begin = make(tmp_path, hosts, reported=hangs.wait), time.monotonic()
+        save(checkpointer, 1, 2, 3)
+        checkpointer.wait()
+        return checkpointer.last_step, checkpointer.errors, time.monotonic() - begin
+
+    try:
+        results = run_threads(body, 2)
+    finally:
+        hangs.set()
+    assert [result[:2] for result in results] == [(3, 0)] * 2
+    assert max(result[2] for result in results) < report_wait.REPORT_WAIT_S / 2
+    assert make(tmp_path).directory.steps() == [2, 3]
+    assert caplog.text.count("counts without all reports up to it") == 1
+    assert "checkpoint of step 1 counts without" in caplog.text and "training waited" not in caplog.text
+
+
+def test_after_a_signal_no_checkpoint_waits_for_reports(tmp_path, monkeypatch):
+    monkeypatch.setattr(report_wait, "TRAINING_WAIT_S", 60.0)
+    monkeypatch.setattr(report_wait, "REPORT_WAIT_S", 60.0)
+    hangs = threading.Event()
+    checkpointer, begin = make(tmp_path, reported=hangs.wait), time.monotonic()
     save(checkpointer, 1)
-    checkpointer.wait()
+    with checkpointer.within_grace(2):
+        save(checkpointer, 2)
+        checkpointer.wait()
+    seconds = time.monotonic() - begin
     hangs.set()
-    assert checkpointer.directory.steps() == [1]
+    assert checkpointer.directory.steps() == [1, 2] and seconds < 10
 
 
 def test_the_newest_whole_checkpoint_is_found(tmp_path):
