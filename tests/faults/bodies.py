@@ -31,6 +31,7 @@ from tests import tiny
 from tests.multiprocess.launches import record_launches
 
 environment_module = sys.modules["lockstep.hosts.environment"]
+audit_module = sys.modules["lockstep.engine.audit"]
 GOOD = {"eval_every": 1, "prompts": ["one"], "max_new_tokens": 4, "timeout_s": 60.0}
 
 
@@ -200,6 +201,10 @@ class Faults:
     def prefill_cannot_be_placed_on_one_host(self, info):
         with self.raising(launches_module, "place_argument", "no room for a batch"):
             self.round(info)
+
+    def audit_cannot_be_placed_on_one_host(self, info):
+        with self.raising(audit_module, "place", "no room for a batch"):
+            self.round(info, audit=True)
 
     @contextlib.contextmanager
     def raising(self, owner, name, text):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.testing import function_command
-from tests.faults import bodies, report_bodies
+from tests.faults import bodies, checkpoint_bodies, report_bodies
 from tests.faults.measured import record
 from tests.faults.table import FAULTS, GOES_ON
 from tests.multiprocess.harness import cached, run_command, run_processes, run_unattended
@@ -36,12 +36,17 @@ SKIPPED = {
     "stop_finder_raises_on_one_host",
     "commit_raises_on_one_host",
     "prefill_cannot_be_placed_on_one_host",
+    "audit_cannot_be_placed_on_one_host",
     "token_ids_out_of_range",
     "deleted_model",
 }
 REPORTS = ["metric_never_returns", "metric_is_slow", "judge_does_not_answer", "file_system_hangs", "tracker_blocks"]
 """In these the report takes longer than the trainer waits for anything, or never ends."""
-ROUNDS = [f for f in FAULTS if f.ends == GOES_ON and f.name not in ("trainers_tracker_blocks", *REPORTS)]
+ROUNDS = [
+    f
+    for f in FAULTS
+    if f.ends == GOES_ON and f.name not in ("trainers_tracker_blocks", "report_hangs_while_saving", *REPORTS)
+]
 REPORT_FAILS = {
     "tracker_launches",
     "metric_raises",
@@ -71,6 +76,12 @@ def went_on(processes):
 def reports():
     with tempfile.TemporaryDirectory() as directory:
         return run_processes(report_bodies.body_reports, devices=1, timeout_s=240, args=(directory, REPORTS))
+
+
+@cached
+def saved_while_a_report_hangs():
+    with tempfile.TemporaryDirectory() as directory:
+        return run_processes(checkpoint_bodies.body_checkpoints, devices=1, timeout_s=240, args=(directory,))
 
 
 @cached
@@ -200,6 +211,31 @@ def test_training_goes_on_whatever_the_report_does(name):
     assert leader["late"] and other["rows"] == []
     step = report_bodies.EVERY
     assert leader["rows"] == [[step, number, 1.0] for number in range(len(report_bodies.PROMPTS))]
+
+
+@pytest.mark.slow
+def test_report_hangs_while_saving():
+    name, results = "report_hangs_while_saving", saved_while_a_report_hangs()
+    for result in results:
+        hanging, plain = result["hangs"], result["plain"]
+        assert hanging["losses"] == plain["losses"] == results[0]["plain"]["losses"]
+        assert (hanging["saved"], hanging["errors"]) == (plain["saved"], 0) and len(plain["saved"]) == 2
+        assert hanging["late"]
+    # What the report hangs in costs training no more than it may, whatever the number of checkpoints.
+    check_time(name, 2, max(result["hangs"]["steps_s"] for result in results))
+    log = results[0]["hangs"]["log"]
+    check_sees(name, log)
+    assert log.count(BY_NAME[name].sees) == 1
+
+
+@pytest.mark.slow
+def test_sigterm_while_a_report_hangs():
+    name, results = "sigterm_while_a_report_hangs", saved_while_a_report_hangs()
+    for result in results:
+        for one in result.values():
+            assert (one["stopped_by"], one["newest"]) == (signal.SIGTERM, f"step-{checkpoint_bodies.STEPS + 1}")
+    check_time(name, 2, max(result["hangs"]["end_s"] for result in results))
+    check_sees(name, results[0]["hangs"]["log"])
 
 
 def test_the_trainers_tracker_blocks():
