@@ -11,6 +11,7 @@ import time
 
 from lockstep.errors import HostTimeoutError
 from lockstep.hosts import DistributedConfig, Watchdog, current, run_main, start
+from lockstep.report import BackgroundQueue
 
 
 def begin(initialization_timeout_s: str = "60") -> None:
@@ -18,8 +19,13 @@ def begin(initialization_timeout_s: str = "60") -> None:
 
 
 def fail(victim: str) -> None:
+    """One process fails; the leader has a report that takes a moment, and one that hangs."""
     hosts = start(DistributedConfig(timeout_s=60))
     hosts.barrier("both")
+    if hosts.is_leader:
+        queue = BackgroundQueue("reports", size=9)
+        queue.put("step 2 (3 rows)", lambda: (time.sleep(0.5), print("step 2 is written", flush=True)))
+        queue.put("step 4 (3 rows)", lambda: time.sleep(60))
     if hosts.index == int(victim):
         raise ValueError("boom")
     try:

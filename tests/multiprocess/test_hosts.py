@@ -143,6 +143,9 @@ def test_one_process_that_raises_ends_all(victim):
     assert "ValueError: boom" in outputs[int(victim)] and "Traceback" in outputs[int(victim)]
     assert f"process {other} ends because process {victim} failed: ValueError: boom" in outputs[other]
     assert "Terminating process" not in outputs[other]
+    assert "step 2 is written" in outputs[0]
+    lost = "lockstep: reports: this process ends, and what is not done is lost: step 4 (3 rows). "
+    assert lost in outputs[0] and "lost" not in outputs[1]
 
 
 @pytest.mark.parametrize(

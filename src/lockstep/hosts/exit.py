@@ -25,6 +25,7 @@ from lockstep.errors import (
 from lockstep.exit_codes import FAILED, INTERRUPTED, PEER_FAILED, TERMINATED
 from lockstep.hosts.peers import announce_exit, end_process
 from lockstep.hosts.start import current_without_devices, shutdown
+from lockstep.unfinished import WAIT_S
 
 HANDLER_S = 2.0
 """Seconds after SIGTERM that the main thread may spend in a call outside Python; then a thread ends the process."""
@@ -50,7 +51,8 @@ def run_main(main: Callable[[], object], *, debug: bool = False) -> None:
     SIGTERM ends the program too, with a line that says so and code 143 on every process, unless the program has a
     handler of its own, as `Trainer` has. What a user can mend (a configuration, a prompt, a request or a program that
     is too large) is printed as its text, any other error with its stack; the reason is announced to the peers, and the
-    process ends. In a job of several processes it does so without Python's exit handlers.
+    process ends. In a job of several processes it does so without Python's exit handlers; reports behind a queue
+    have 2 s, and what is lost is named.
 
     Args:
         main: The program; an int that it returns is the exit code.
@@ -174,7 +176,8 @@ def _leave_after_sigterm(phase: str) -> NoReturn:
 def leave(code: int, reason: str, peers: int = PEER_FAILED) -> NoReturn:
     """End this process with ``code``; in a job of several, announce why and do not wait for the peers.
 
-    The process that runs the coordination service first gives them ``GRACE_S`` seconds to end on their own.
+    The process that runs the coordination service first gives them ``GRACE_S`` seconds to end on their own. Reports
+    that are not made have as long, and those that are lost are named.
 
     Args:
         code: The exit code, not 0.
@@ -190,5 +193,5 @@ def leave(code: int, reason: str, peers: int = PEER_FAILED) -> NoReturn:
         sys.exit(code)
     if client.count == 1:
         sys.exit(code)
-    announce_exit(client, reason, peers)
+    announce_exit(client, reason, peers, WAIT_S)
     end_process(code)

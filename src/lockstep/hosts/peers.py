@@ -17,6 +17,7 @@ from lockstep.exit_codes import PEER_FAILED
 from lockstep.hosts._client import Client, ServiceGoneError, service_address
 from lockstep.hosts.exchange import name_processes
 from lockstep.hosts.hosts import Hosts
+from lockstep.unfinished import finish_work
 
 ANNOUNCEMENTS = "lockstep/failed"
 """Directory of the reasons, exit codes and numbers that ending processes announce, by task of the service."""
@@ -38,19 +39,21 @@ SHOWN_LAUNCHES = 3
 """Launches that are named when the process that runs the service has died."""
 
 
-def announce_exit(client: Client, reason: str, code: int = PEER_FAILED) -> None:
+def announce_exit(client: Client, reason: str, code: int = PEER_FAILED, work_s: float = 0.0) -> None:
     """Announce to every process of the job that this one ends, and why, just before it does.
 
     Args:
         client: The coordination service.
         reason: What the others print; where this process failed, after the word "failed".
         code: The exit code of the others; another one than `PEER_FAILED` where this process did not fail.
+        work_s: The seconds that work behind queues has, at most, while the others end.
     """
     text = f"failed: {reason}" if code == PEER_FAILED else reason
     with contextlib.suppress(HostError, TimeoutError):
         client.set(f"{ANNOUNCEMENTS}/{client.task}", json.dumps([text[:2000], code, client.index]).encode())
         for task in range(client.count):
             client.set(f"{WAKE_UPS}/{task}", b"")
+    finish_work(work_s)  # after the words to the others, and before this process waits for them to end first
     _mark_departure(client)
 
 
@@ -176,7 +179,16 @@ def _end_without_service(hosts: Hosts, stopping: threading.Event) -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """Flush what was printed and end at once, without exit handlers, which could wait for other processes."""
+    """Flush what was printed and end at once, without exit handlers, which could wait for other processes.
+
+    Work behind queues that is lost, such as reports, is named.
+
+    Args:
+        code: The exit code.
+    """
+    for text in finish_work(0.0):
+        with contextlib.suppress(Exception):
+            print(f"lockstep: {text}", file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

@@ -9,12 +9,14 @@ import time
 import weakref
 from collections.abc import Callable
 
+from lockstep.unfinished import WAIT_S, before_end, finish_work
+
 log = logging.getLogger(__name__)
 
 IDLE_S = 1.0
 """Seconds without a job after which the thread ends; the next job starts another."""
-EXIT_S = 2.0
-"""Seconds that Python's exit waits for jobs that are left, over all queues."""
+SHOWN_JOBS = 10
+"""Jobs of a queue that are named when the process ends before they are done; further ones are counted."""
 
 
 class BackgroundQueue:
@@ -28,7 +30,7 @@ class BackgroundQueue:
     """
 
     def __init__(self, name: str, *, size: int) -> None:
-        self._name, self._size = name, size
+        self.name, self._size = name, size
         self._changed = threading.Condition()
         self._waiting: collections.deque[_Job] = collections.deque()
         self._current: _Job | None = None
@@ -52,7 +54,7 @@ class BackgroundQueue:
             self._waiting.append(_Job(what, work))
             self._changed.notify_all()
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
                 self._thread.start()
         return True
 
@@ -77,7 +79,7 @@ class BackgroundQueue:
             try:
                 work()
             except BaseException as error:  # SystemExit too: the thread has more to do
-                log.error("%s: %s failed: %s", self._name, self._doing, error, exc_info=error)
+                log.error("%s: %s failed: %s", self.name, self._doing, error, exc_info=error)
             # While the thread waits for the next job, this name would keep the job's objects alive.
             del work
 
@@ -106,9 +108,22 @@ class _Job:
 _queues: weakref.WeakSet[BackgroundQueue] = weakref.WeakSet()
 
 
+@before_end
+def _flush_all(timeout_s: float) -> list[str]:
+    """Wait until every job of every queue is done; a sentence for each queue that has jobs left."""
+    deadline, lost = time.monotonic() + timeout_s, []
+    for queue in list(_queues):
+        if left := queue.flush(max(0.0, deadline - time.monotonic())):
+            more = f" and {len(left) - SHOWN_JOBS} more" if len(left) > SHOWN_JOBS else ""
+            lost.append(
+                f"{queue.name}: this process ends, and what is not done is lost: {', '.join(left[:SHOWN_JOBS])}{more}. "
+                "The last call of a loop waits longer: SampleCallback.finish(), BackgroundTracker.finish()."
+            )
+    return lost
+
+
 @atexit.register
 def _flush_at_exit() -> None:
-    """A loop that ends without its last call loses nothing that is done within moments."""
-    deadline = time.monotonic() + EXIT_S
-    for queue in list(_queues):
-        queue.flush(max(0.0, deadline - time.monotonic()))
+    """A loop that ends without its last call loses nothing that is done within moments, and is told of the rest."""
+    for text in finish_work(WAIT_S):
+        log.error("%s", text)

@@ -103,17 +103,24 @@ import importlib.util, sys, time
 spec = importlib.util.spec_from_file_location("background_queue", sys.argv[1])
 background_queue = sys.modules["background_queue"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(background_queue)
-background_queue.EXIT_S = 1
-queue = background_queue.BackgroundQueue("at-exit", size=9)
+background_queue.WAIT_S = 1
+queue = background_queue.BackgroundQueue("at-exit", size=99)
 queue.put("slow", lambda: (time.sleep(0.3), print("done", flush=True)))
-queue.put("hanging", lambda: time.sleep(60))
+queue.put("step 2 (3 rows)", lambda: time.sleep(60))
+for step in range(4, 26, 2):
+    queue.put(f"step {step} (3 rows)", lambda: None)
 """
 
 
 def test_python_waits_a_moment_for_jobs_when_it_ends():
-    """The module alone, because importing jax takes seconds."""
+    """And names what is lost. The module alone, because importing jax takes seconds."""
     begin = time.monotonic()
     command = [sys.executable, "-c", EXIT, background_queue.__file__]
     result = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert (result.returncode, result.stdout) == (0, "done\n"), result
+    named = ", ".join(f"step {step} (3 rows)" for step in range(2, 22, 2))
+    assert result.stderr.startswith(
+        f"at-exit: this process ends, and what is not done is lost: {named} and 2 more. The last call of a loop waits "
+        "longer: SampleCallback.finish()"
+    )
     assert time.monotonic() - begin < 15

@@ -82,7 +82,7 @@ class RolloutReport:
     def flush(self) -> None:
         """Wait until the rows of all rollouts are written, at most `FLUSH_S` seconds."""
         if left := self._queue.flush(FLUSH_S):
-            log.error("after %g s %s is not written", FLUSH_S, left[0])
+            log.error("after %g s %s: not written, and lost when the process ends", FLUSH_S, ", ".join(left))
 
     def _best_and_worst(self, step: int, groups: Groups) -> list[Row]:
         order = np.argsort(-groups.rewards.total, kind="stable")
