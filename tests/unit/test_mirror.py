@@ -7,6 +7,7 @@ SOURCE, UNIT = ROOT / "src" / "lockstep", ROOT / "tests" / "unit"
 
 REPOSITORY = {
     "test_api_docs.py",
+    "test_benchmark_files.py",
     "test_bonsai_example.py",
     "test_config_heads.py",
     "test_demo_data.py",
