@@ -151,7 +151,7 @@ class JaxClient(_Numbered):
                 raise
 
     def _errors(self, key: str) -> "_ServiceErrors":
-        return _ServiceErrors(key, self.tasks_explained)
+        return _ServiceErrors(key, self.tasks_explained, self.processes[0])
 
 
 class _ServiceErrors:
@@ -160,11 +160,13 @@ class _ServiceErrors:
     Args:
         key: The key or barrier that the error names.
         explain: A function that says which processes the tasks in the service's words are.
+        runner: The number of the process that runs the service.
     """
 
-    def __init__(self, key: str, explain: Callable[[], str]):
+    def __init__(self, key: str, explain: Callable[[], str], runner: int):
         self._key = key
         self._explain = explain
+        self._runner = runner
 
     def __enter__(self) -> None:
         return None
@@ -175,8 +177,13 @@ class _ServiceErrors:
         text = f"{error}{self._explain()}"
         if "DEADLINE_EXCEEDED" in text:
             raise TimeoutError(text) from None
-        kind = ServiceGoneError if "UNAVAILABLE" in text else HostError
-        raise kind(
+        if "UNAVAILABLE" in text:
+            raise ServiceGoneError(
+                f"the coordination service failed at {self._key!r}: process {self._runner}, which runs it, has most "
+                f"likely died. Missing: process {self._runner}. Look for the first error in the logs of all processes. "
+                f"The service says: {text}"
+            ) from None
+        raise HostError(
             f"the coordination service failed at {self._key!r}; most likely another process of the job has died, look "
             f"for the first error in the logs of all of them. The service says: {text}"
         ) from None
