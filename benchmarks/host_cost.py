@@ -23,6 +23,7 @@ of a gate in the busiest of 8 processes, all threads, the coordination service a
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import statistics
 import sys
@@ -186,6 +187,15 @@ def capacity_of(tokens: int) -> Capacity:
     )
 
 
+def first_batch(replicas: int) -> dict[str, float]:
+    """Milliseconds until the first batch of a full job of so many replicas with 64 slots each is there."""
+    capacity = dataclasses.replace(capacity_of(768), replicas=replicas, sequences=64 * replicas, slots=64)
+    scheduler = Scheduler(capacity, requests_of(64 * replicas, (100, 100), (512, 512)))
+    begin = time.thread_time()
+    scheduler.next_batch()
+    return {f"first_batch_{replicas}_ms": 1e3 * (time.thread_time() - begin)}
+
+
 def between_processes(processes: int) -> dict[str, float]:
     """Milliseconds that a gate, its floor and an exchange take between processes that all come at once."""
     (found,) = run_workers("benchmarks.host_cost", "--worker", processes=processes, devices=1)
@@ -249,6 +259,7 @@ def main() -> int:
         **between_processes(8),
         **{f"{name}_2": value for name, value in between_processes(2).items() if name.endswith("_ms")},
         **{f"mixed_{name}": value for name, value in mixed.items()},
+        **{name: value for replicas in (8, 64, 256) for name, value in first_batch(replicas).items()},
     }
     for name, value in rows.items():
         goal = f"  (goal: at most {GOALS[name]})" if name in GOALS else ""

@@ -68,6 +68,7 @@ def worker() -> None:
 def step_seconds(hosts: Any, ahead: int) -> float:
     """The median seconds of a step, without the first ones and the last, before which nothing is sampled ahead."""
     from lockstep.models import as_trainable
+    from lockstep.text import token_count
     from lockstep.training import GrpoConfig, OptimizerConfig, RolloutConfig, Trainer, TrainerConfig
     from lockstep.training.grpo import GrpoRunFields, Rollouts
     from lockstep.training.grpo.rewards import FunctionReward
@@ -77,7 +78,8 @@ def step_seconds(hosts: Any, ahead: int) -> float:
     model_config = dataclasses.replace(
         tiny.CONFIG, hidden_dim=256, intermediate_dim=688, num_layers=4, num_heads=8, num_kv_heads=4
     )
-    objective = GrpoConfig(use_rollout_logprobs=False, importance_cap=2.0)
+    vocab_size = token_count(tiny.tokenizer())
+    objective = GrpoConfig(use_rollout_logprobs=False, importance_cap=2.0, vocab_size=vocab_size)
     config = TrainerConfig(num_train_steps=STEPS, train_batch_size=BATCH)
     trainer = Trainer(config, OptimizerConfig(learning_rate=1e-4).build(STEPS), objective, hosts)
     model = as_trainable(model_config, tiny.placed_weights(trainer.mesh, config=model_config, vocab=tiny.vocab_size()))

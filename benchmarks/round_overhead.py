@@ -80,7 +80,7 @@ def worker() -> None:
     config = InferenceEvalConfig(eval_every=1, prompts=["one", "two"], max_new_tokens=16, on_error="raise")
     callback = SampleCallback(config, tiny.tokenizer(), hosts=hosts)
     inside = 0.0
-    run = Engine.run
+    stream = Engine.stream
 
     def timed(self: Engine, *args: Any, around_launch: Callable[[str], Any], **options: Any) -> Any:
         @contextlib.contextmanager
@@ -91,10 +91,10 @@ def worker() -> None:
                 yield
                 inside += time.perf_counter() - begin
 
-        return run(self, *args, around_launch=around, **options)
+        return stream(self, *args, around_launch=around, **options)
 
     counted, laps, calls = CallCounter(), [], []
-    with counted.watch(type(hosts.client)), mock.patch.object(Engine, "run", timed):
+    with counted.watch(type(hosts.client)), mock.patch.object(Engine, "stream", timed):
         for step in range(ROUNDS):
             hosts.barrier("between rounds")
             counted.reset()
@@ -178,6 +178,12 @@ def in_memory(count: int, latency_s: float) -> dict[str, float]:
     from lockstep.callback.round import run_round
     from lockstep.callback.round_prompts import RoundPrompts
     from lockstep.hosts import Hosts, Ledger, MemoryClient
+    from lockstep.placement import make_mesh
+    from lockstep.types import Request, SamplingParams
+    from tests import tiny
+
+    model = (tiny.CONFIG, tiny.placed_weights(make_mesh("auto")))
+    requests = [Request(prompt_id=0, prompt_tokens=(1,), params=SamplingParams(max_new_tokens=1))]
 
     class NoEngine:
         """Launches nothing; the gate is passed twice, as in a short round."""
@@ -188,13 +194,15 @@ def in_memory(count: int, latency_s: float) -> dict[str, float]:
         def free_bytes(self, model: Any) -> int:
             return 0
 
+        def check(self, model: Any, requests: Any) -> None: ...
+
         def prepare(self, model: Any, requests: Any, *, free: int) -> dict[str, str]:
             return {"decode": "x"}
 
-        def run(self, model: Any, requests: Any, *, gate: Any, **_: Any) -> list[Any]:
+        def stream(self, model: Any, requests: Any, *, gate: Any, **_: Any) -> Any:
             for _ in range(2):
                 gate(None)
-            return []
+            yield []
 
     def rounds(client: Any) -> list[tuple[float, int]]:
         slow = SlowClient(client, latency_s)
@@ -208,8 +216,8 @@ def in_memory(count: int, latency_s: float) -> dict[str, float]:
                 run_round(
                     scope,
                     facts={"step": str(step)},
-                    read=lambda: RoundPrompts(requests=[]),
-                    engine=lambda: (engine, None),
+                    read=lambda: RoundPrompts(requests=requests),
+                    ready=lambda: (engine, model, None),
                 )
             laps.append((time.perf_counter() - begin, slow.counted.calls))
         stop_heart()

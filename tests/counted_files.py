@@ -7,6 +7,8 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from lockstep import urls
+
 
 class CountedFiles(LocalFileSystem):
     """The local disk, counted; one for each thread or process that imports this module."""
@@ -70,3 +72,5 @@ class HangingFiles(CountedFiles):
 
 for each in (CountedFiles, SlowFiles, HangingFiles):
     fsspec.register_implementation(each.protocol, each, clobber=True)
+    # Users cannot add a protocol: it would read files in a way of its own.
+    vars(urls)["PROTOCOLS"] = (*urls.PROTOCOLS, each.protocol)

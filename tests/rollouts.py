@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.text import Prompt
+from lockstep.text import Prompt, token_count
 from lockstep.training import GrpoConfig, OptimizerConfig, RolloutConfig, Trainer, TrainerConfig
 from lockstep.training.grpo import GrpoRunFields, Questions, Rollouts
 from lockstep.training.grpo.rewards import FunctionReward, LengthReward
@@ -55,6 +55,12 @@ def fields(**values: Any) -> GrpoRunFields:
     return GrpoRunFields(**{"rollout": rollout, "rewards": rewards, "reward_timeout_s": 20.0} | values)
 
 
+def objective_of(settings: GrpoRunFields, **loss: Any) -> GrpoConfig:
+    """The loss, whose policy is the one that is sampled."""
+    temperature, vocab_size = settings.rollout.temperature, token_count(tiny.tokenizer())
+    return GrpoConfig(temperature=temperature, vocab_size=vocab_size, **loss)
+
+
 def make(
     mesh_shape: str = "auto",
     steps: int = 3,
@@ -64,17 +70,19 @@ def make(
     run: dict[str, Any] | None = None,
     optimizer: Any = None,
     engine: Any = None,
+    vocab: int | None = None,
     **trainer_values: Any,
 ) -> tuple[Trainer, Rollouts, Any]:
     """A trainer, its rollouts, and a model with random weights, or what to go on from."""
-    objective = GrpoConfig(**(loss or {}))
+    settings = fields(**(run or {}))
+    objective = objective_of(settings, **(loss or {}))
     config = TrainerConfig(num_train_steps=steps, train_batch_size=BATCH, mesh_shape=mesh_shape, **trainer_values)
     if optimizer is None:
         optimizer = OptimizerConfig(learning_rate=1e-2, warmup=0).build(steps)
     trainer = Trainer(config, optimizer, objective, hosts, tracker=tracker)
-    initial = tiny.init_model(trainer)
+    initial = tiny.init_model(trainer, vocab)
     rollouts = Rollouts(
-        fields(**(run or {})),
+        settings,
         objective,
         questions(),
         tiny.tokenizer(),

@@ -13,7 +13,7 @@ from lockstep.hosts import Hosts, Ledger, start
 from lockstep.models import WEIGHT_AXES, DecoderWeights, LayerWeights, LlamaConfig, as_trainable
 from lockstep.models.config import RotaryConfig
 from lockstep.placement import place
-from lockstep.text import Prompt, encode, load_tokenizer
+from lockstep.text import Prompt, encode, load_tokenizer, token_count
 from lockstep.training import GrpoConfig, OptimizerConfig, RolloutConfig, StepInfo, Trainer, TrainerConfig
 from lockstep.training.grpo import GrpoRunFields, Questions, Rollouts
 from lockstep.training.grpo.logprobs import LogprobProgram
@@ -77,9 +77,9 @@ def make(
     optimizer = OptimizerConfig(
         learning_rate=load.learning_rate, weight_decay=0.0, max_grad_norm=None, warmup=0, lr_schedule="constant"
     )
-    objective = GrpoConfig()
-    trainer = Trainer(config, optimizer.build(steps), objective, hosts, tracker=tracker)
     tokenizer = load_tokenizer(tokenizer_path)
+    objective = GrpoConfig(vocab_size=token_count(tokenizer))
+    trainer = Trainer(config, optimizer.build(steps), objective, hosts, tracker=tracker)
     prompts = [Prompt(id=i, text=text) for i, text in enumerate(load.texts())]
     tokens = encode(tokenizer, prompts)
     assert {len(each) for each in tokens} == {load.prompt_tokens}
@@ -134,7 +134,7 @@ def fixed_logprob(load: GrpoLoad, trainer: Trainer, model: Any) -> float:
     """The mean log-probability of rows of tokens that all contestants are asked about."""
     rows = load.fixed_rows()
     program = LogprobProgram(
-        "fixed", mesh=trainer.mesh, precision=trainer.config.precision, microbatches=1, ledger=Ledger()
+        "fixed", GrpoConfig(), mesh=trainer.mesh, precision=trainer.config.precision, microbatches=1, ledger=Ledger()
     )
     program.compile(model, *rows.shape)
     return float(program(model, program.place(rows))[:, 1:].mean())

@@ -1,7 +1,9 @@
 """Where the drafts of a request come from: earlier answers to the same prompt, kept on the host, and n-grams."""
 
-from collections.abc import Hashable, Iterable
-from typing import Literal
+import base64
+import json
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any, Literal
 
 import numpy as np
 
@@ -16,7 +18,10 @@ MAX_TOKENS = 1 << 24
 
 
 class EarlierAnswers:
-    """The last answers to each prompt, as drafts of the next ones. To lose them costs time and changes no token.
+    """The last answers to each prompt, as drafts of the next ones.
+
+    To lose them changes no token, but which programs sample them, and so the last bits of log-probabilities: a run that
+    goes on needs them.
 
     Args:
         source: Where drafts come from.
@@ -63,6 +68,43 @@ class EarlierAnswers:
         while self._kept > self._max_tokens:
             self._forget(next(iter(self._answers)))
 
+    def copy(self) -> "EarlierAnswers":
+        """Returns what is kept now, whatever is kept later."""
+        copied = EarlierAnswers(self._source, self._max_tokens)
+        copied._answers, copied._agreement = dict(self._answers), dict(self._agreement)
+        copied._kept = self._kept
+        return copied
+
+    def state(self) -> dict[str, Any]:
+        """Returns what is kept as JSON values, for a checkpoint: 5.4 bytes per token."""
+        kept = [(key, [len(each) for each in answers], self._agreement[key]) for key, answers in self._answers.items()]
+        tokens = np.concatenate([np.zeros(0, "<i4"), *(each for answers in self._answers.values() for each in answers)])
+        return {"kept": json.dumps(kept), "tokens": base64.b64encode(tokens.astype("<i4").tobytes()).decode()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Keeps what `state` returned in an earlier process; nothing where no earlier answers are wanted now.
+
+        Args:
+            state: That state.
+        """
+        if self._source not in ("auto", "last_round"):
+            return
+        tokens = np.frombuffer(base64.b64decode(state["tokens"]), "<i4").astype(np.int32)
+        self._answers, self._agreement, self._kept = {}, {}, len(tokens)
+        begin = 0
+        for key, lengths, (compared, right) in json.loads(state["kept"]):
+            hashable = _hashable(key)
+            self._answers[hashable] = []
+            for length in lengths:
+                self._answers[hashable].append(tokens[begin : begin + length])
+                begin += length
+            self._agreement[hashable] = (compared, right)
+
     def _forget(self, prompt: Hashable) -> None:
         self._kept -= sum(map(len, self._answers.pop(prompt, ())))
         self._agreement.pop(prompt, None)
+
+
+def _hashable(key: Any) -> Hashable:
+    """A key that JSON has made lists of tuples of."""
+    return tuple(map(_hashable, key)) if isinstance(key, list) else key

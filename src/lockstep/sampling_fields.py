@@ -53,14 +53,13 @@ class SamplingFields(SamplingRules):
         given: object = self.stop
         if isinstance(given, str):
             raise ConfigError(f"{prefix}stop is {given!r}; it must be a list of strings. Use [{given!r}].")
-        neutral = {each.name: each.default for each in dataclasses.fields(SamplingRules)}
         if self.drafts not in get_args(DraftSource):
             raise ConfigError(
                 f"{prefix}drafts is {self.drafts!r}; it must be one of {', '.join(get_args(DraftSource))}. Use none "
                 "for plain decoding."
             )
         for name in self.FILTERS:
-            if self.temperature == 0 and getattr(self, name) != neutral[name]:
+            if self.temperature == 0 and self.is_set(name):
                 raise ConfigError(
                     f"{prefix}{name} is {getattr(self, name)} and temperature is 0, which is greedy: {name} would do "
                     f"nothing. Set temperature to more than 0, or remove {name}."

@@ -32,11 +32,13 @@ _LEAST_TEMPERATURE = 1e-4
 class SamplingRules:
     """The scalar settings of sampling, which `SamplingParams` and every configuration that samples have in common.
 
-    A setting that is added here is a key of each of these configurations too. The filters are the settings that do
-    nothing at temperature 0; they are named in ``FILTERS``.
+    A setting that is added here is a key of each of these configurations too. ``FILTERS`` names the settings that rule
+    out improbable tokens, and do nothing at temperature 0; ``PENALTIES`` those with which logits depend on the tokens
+    so far. Each does nothing at its default.
     """
 
     FILTERS: ClassVar[tuple[str, ...]] = ("top_k", "top_p", "min_p")
+    PENALTIES: ClassVar[tuple[str, ...]] = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
     max_new_tokens: int
     """The number of tokens to sample per completion at most, at least 1."""
@@ -65,6 +67,14 @@ class SamplingRules:
     """The number of completions per prompt, at least 1."""
     seed: int = 0
     """The seed of the random draws. A draw depends on the seed, the prompt, the generation and the position alone."""
+
+    def is_set(self, *names: str) -> bool:
+        """Whether any of these settings has another value than its default.
+
+        Args:
+            names: The names of the settings.
+        """
+        return any(getattr(self, name) != getattr(type(self), name) for name in names)
 
     def check_rules(self) -> None:
         """Check the range of every setting.
@@ -212,16 +222,12 @@ class SamplingParams(SamplingRules):
     @property
     def has_penalties(self) -> bool:
         """Whether logits depend on the tokens so far."""
-        return (
-            self.repetition_penalty,
-            self.presence_penalty,
-            self.frequency_penalty,
-        ) != (1.0, 0.0, 0.0)
+        return self.is_set(*self.PENALTIES)
 
     @property
     def has_filters(self) -> bool:
         """Whether some tokens may not be drawn because they are improbable; a greedy answer draws none."""
-        return self.temperature > 0 and (self.top_k is not None or self.top_p < 1 or self.min_p > 0)
+        return self.temperature > 0 and self.is_set(*self.FILTERS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

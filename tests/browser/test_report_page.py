@@ -49,7 +49,7 @@ def visible(text):
     return re.sub(f"[{hidden}]", escape, text)
 
 
-def until(page, condition, timeout_s=10.0):
+def until(page, condition, timeout_s=60.0):
     """Wait for a condition in the page, which its policy does not let the browser's own waiting evaluate."""
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:

@@ -72,7 +72,7 @@ class Cloud:
             **kwargs,
         )
 
-    def launch(self, *words, timeout=60, **kwargs):
+    def launch(self, *words, timeout=120, **kwargs):
         """Run a launcher to its end."""
         process = self.start(*words, **kwargs)
         try:
@@ -99,7 +99,7 @@ class Cloud:
                 found.append(int(path.parent.name))
         return found
 
-    def wait_until_empty(self, seconds=10):
+    def wait_until_empty(self, seconds=60):
         """Wait until nothing runs on the hosts; return whether that is so."""
         end = time.monotonic() + seconds
         while self.processes():
@@ -122,7 +122,7 @@ class Cloud:
         return found + [text[:200] for text in more if needle.decode() in text]
 
 
-def wait_for(condition, seconds=10):
+def wait_for(condition, seconds=60):
     """Wait until a condition is true."""
     end = time.monotonic() + seconds
     while not condition():

@@ -35,7 +35,7 @@ class Laptop:
             stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
 
-    def launch(self, *words: str, code: int = 0, timeout_s: float = 60.0) -> str:
+    def launch(self, *words: str, code: int = 0, timeout_s: float = 120.0) -> str:
         process = self.start(*words)
         try:
             output, _ = process.communicate(timeout=timeout_s)

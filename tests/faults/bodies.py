@@ -306,7 +306,7 @@ def train_and_save(hosts, directory, steps, **settings):
         hf_save_path="hf",
         **settings,
     )
-    return train(config, Data(), lm_loss, rows_as_batches, hosts)
+    return train(config, Data(), lambda tokenizer: lm_loss, rows_as_batches, hosts)
 
 
 @contextlib.contextmanager

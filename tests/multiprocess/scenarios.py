@@ -3,14 +3,19 @@
 python -m tests.multiprocess.scenarios NAME [ARGUMENT ...]
 """
 
+import contextlib
+import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 
 from lockstep.errors import HostTimeoutError
 from lockstep.hosts import DistributedConfig, Watchdog, current, run_main, start
+from lockstep.hosts._client import service_address
+from lockstep.hosts.peers import ANNOUNCEMENTS, WAKE_UPS
 from lockstep.report import BackgroundQueue
 
 
@@ -20,12 +25,12 @@ def begin(initialization_timeout_s: str = "60") -> None:
 
 def fail(victim: str) -> None:
     """One process fails; the leader has a report that takes a moment, and one that hangs."""
-    hosts = start(DistributedConfig(timeout_s=60))
+    hosts = start(DistributedConfig(timeout_s=600))
     hosts.barrier("both")
     if hosts.is_leader:
         queue = BackgroundQueue("reports", size=9)
-        queue.put("step 2 (3 rows)", lambda: (time.sleep(0.5), print("step 2 is written", flush=True)))
-        queue.put("step 4 (3 rows)", lambda: time.sleep(60))
+        queue.put("step 2 (3 rows)", lambda: (time.sleep(0.1), print("step 2 is written", flush=True)))
+        queue.put("step 4 (3 rows)", lambda: time.sleep(600))
     if hosts.index == int(victim):
         raise ValueError("boom")
     try:
@@ -35,30 +40,29 @@ def fail(victim: str) -> None:
 
 
 def die(victim: str) -> None:
-    hosts = start(DistributedConfig(timeout_s=60))
+    hosts = start(DistributedConfig(timeout_s=600))
     hosts.barrier("both")
     if hosts.index == int(victim):
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
+    time.sleep(600)
 
 
 def terminate(victim: str, where: str) -> None:
-    hosts = start(DistributedConfig(timeout_s=60))
+    hosts = start(DistributedConfig(timeout_s=600))
     hosts.barrier("both")
     if hosts.index == int(victim):
         hosts.phase(where)
-        print(f"signal at {time.monotonic() + 0.5}", flush=True)
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
         if where == "waiting":
             hosts.barrier("nobody else comes")
-    time.sleep(60)
+    time.sleep(600)
 
 
 def stuck() -> None:
     import jax
     import numpy as np
 
-    hosts = start(DistributedConfig(timeout_s=60))
+    hosts = start(DistributedConfig(timeout_s=600))
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
     x = jax.make_array_from_callback((4,), rows, lambda at: np.ones(4)[at])
@@ -68,7 +72,7 @@ def stuck() -> None:
         with Watchdog(hosts, 2.0).watch("decode"):
             jax.jit(lambda x: x.sum())(x).block_until_ready()
     else:
-        time.sleep(60)
+        time.sleep(600)
 
 
 def adopt() -> None:
@@ -87,11 +91,26 @@ def adopt() -> None:
     hosts.barrier("after start")
 
 
+def attacked() -> None:
+    """Somebody looks for the service at another address, and posts that a process that there is not has ended well."""
+    begin()
+    hosts = current()
+    address = service_address() or ""
+    if hosts.index == 1:
+        with contextlib.suppress(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", int(address.rpartition(":")[2])), 5).close()
+            print("THE SERVICE LISTENS ON OTHER ADDRESSES", flush=True)
+        hosts.client.set(f"{ANNOUNCEMENTS}/9", json.dumps(["done \x1b[2J\x1b]0;title\x07", 0, 9]).encode())
+        for task in range(hosts.count):
+            hosts.client.set(f"{WAKE_UPS}/{task}", b"")
+    time.sleep(60)
+
+
 def wait() -> None:
-    hosts = start(DistributedConfig(timeout_s=60))
+    hosts = start(DistributedConfig(timeout_s=600))
     print(f"pid {os.getpid()}", flush=True)
     hosts.barrier("both")
-    time.sleep(60)
+    time.sleep(600)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """``lockstep check`` on scripts that each have one bug, which no run on CPU shows."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.check import KINDS
+from lockstep.check.run import HOOK
 
 ROOT = Path(__file__).parents[2]
 BUGS = ROOT / "examples" / "pod_bugs"
@@ -20,6 +22,20 @@ def marked(script):
     """The places in a script that the check should name: kind, file and line."""
     lines = script.read_text(encoding="utf-8").splitlines()
     return {(match[1], f"{script}:{number}") for number, line in enumerate(lines, 1) if (match := MARK.search(line))}
+
+
+def test_a_python_without_lockstep_runs_the_sitecustomize_behind_ours(tmp_path):
+    """A script may start Pythons of other environments."""
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours" / "sitecustomize.py").write_text(HOOK)
+    (tmp_path / "theirs" / "lockstep").mkdir(parents=True)
+    (tmp_path / "theirs" / "lockstep" / "__init__.py").write_text("raise ImportError('there is none')")
+    (tmp_path / "theirs" / "sitecustomize.py").write_text("print('theirs')")
+    path = os.pathsep.join(str(tmp_path / name) for name in ("ours", "theirs"))
+    done = subprocess.run(
+        [sys.executable, "-c", "print('script')"], env={"PYTHONPATH": path}, capture_output=True, text=True, check=True
+    )
+    assert (done.stdout, done.stderr) == ("theirs\nscript\n", "")
 
 
 def found(report):
@@ -59,16 +75,16 @@ def test_a_script_without_a_bug_passes_and_joins_the_job_by_itself(tmp_path):
         "from jax.sharding import NamedSharding, PartitionSpec as P\n"
         "mesh = jax.make_mesh((jax.device_count(),), ('data',), axis_types=(jax.sharding.AxisType.Auto,))\n"
         "assert jax.process_count() == 2 and jax.device_count() == 4\n"
-        "step = jax.jit(lambda x: x * 0.9 + x.sum(), donate_argnums=0)\n"
+        "step = jax.jit(lambda x: (x * 0.9, x.sum()), donate_argnums=0)\n"
         "x = jax.jit(lambda: jnp.ones(8), out_shardings=NamedSharding(mesh, P('data')))()\n"
-        "for _ in range(20):\n"
-        "    x = step(x)\n"
+        "for _ in range(200):\n"  # by itself this deadlocks on CPU: nothing waits for a result
+        "    x, total = step(x)\n"
         "if jax.process_index() == 0:\n"
         "    print('loss', jax.local_devices()[0].id)\n"
     )
     code, report, output = check(tmp_path, "--", "python", str(script))
     assert code == 0 and report["findings"] == [], output
-    assert "✓ nothing found" in output and report["launches"][0] == report["launches"][1] > 20
+    assert "✓ nothing found" in output and report["launches"][0] == report["launches"][1] > 200
 
 
 @pytest.mark.slow
@@ -80,6 +96,24 @@ def test_processes_that_wait_for_others_are_named_and_ended(tmp_path):
     assert marked(script) == {(finding["kind"], finding["places"][0]["line"])}
     assert [place["process"] for place in finding["places"]] == [0, 1]
     assert "has come to its end" in finding["places"][1]["text"]
+
+
+@pytest.mark.slow
+def test_devices_that_stop_in_a_launch_of_all_are_ended_and_nobody_is_accused(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import threading, jax, jax.numpy as jnp, numpy as np\n"
+        "from jax.sharding import Mesh, PartitionSpec as P\n"
+        "mesh = Mesh(jax.local_devices(), 'data')\n"
+        "def stop(x):\n"
+        "    threading.Event().wait()\n"
+        "hang = lambda x: jax.pure_callback(stop, jax.ShapeDtypeStruct(x.shape, x.dtype), x)\n"
+        "step = jax.jit(jax.shard_map(hang, mesh=mesh, in_specs=P('data'), out_specs=P('data')))\n"
+        "print(step(np.ones(8, np.float32)))\n"
+    )
+    code, report, output = check(tmp_path, "--stall_s", "6", "--", "python", str(script))
+    assert code == 1 and report["findings"] == [], output
+    assert "a launch that all have made" in report["problem"]
 
 
 @pytest.mark.slow

@@ -85,7 +85,8 @@ def body_engine(hosts):
     def cancel(scheduler):
         if (1, 1) in scheduler.unfinished() and scheduler.tokens_so_far(1, 1):
             scheduler.cancel(1, 1)
-        scheduler.cancel(5, 0)
+        if (5, 0) in scheduler.unfinished():
+            scheduler.cancel(5, 0)
 
     cancelled = engine.generate(model, requests, hosts=hosts, between_launches=cancel)
     with hosts.scope("own budget") as scope:

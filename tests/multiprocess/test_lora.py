@@ -39,8 +39,8 @@ def run(hosts, cls, *arguments):
 
     config = parse_arguments(cls, [*SHARED, *arguments])
     if hasattr(config, "make_rollouts"):
-        return train(config, config, config.objective, config.make_rollouts, hosts)
-    return train(config, config.data, config.objective, rows_as_batches, hosts)
+        return train(config, config, config.make_objective, config.make_rollouts, hosts)
+    return train(config, config.data, config.make_objective, rows_as_batches, hosts)
 
 
 def without_the_last_checkpoint(hosts, directory, name):
@@ -62,9 +62,10 @@ def body_train(hosts, directory):
     base = ["--initialize_from_hf", f"{directory}/base", *LM]
     codes = [run(hosts, TrainLmConfig, *base, "--trainer.log_dir", f"{directory}/first")]
     codes += [run(hosts, TrainLmConfig, *base, *without_the_last_checkpoint(hosts, directory, "again"))]
-    export(ExportConfig(checkpoint=f"{directory}/first/run", output=f"{directory}/exported"), hosts)
+    given = {"base_model": f"{directory}/base"}  # it is not beside the checkpoints
+    export(ExportConfig(checkpoint=f"{directory}/first/run", output=f"{directory}/exported", **given), hosts)
     for name, values in {
-        "trained": {"checkpoint_path": f"{directory}/first/run/checkpoints"},
+        "trained": {"checkpoint_path": f"{directory}/first/run/checkpoints", **given},
         "merged": {"hf_checkpoint": f"{directory}/exported"},
     }.items():
         sample(

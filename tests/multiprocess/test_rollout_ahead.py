@@ -47,8 +47,7 @@ def body_reference(hosts):
     from lockstep.engine import Engine
     from lockstep.models import as_trainable
     from lockstep.placement import make_mesh
-    from lockstep.text import stop_ids
-    from lockstep.training import GrpoConfig
+    from lockstep.text import stop_ids, token_count
     from lockstep.types import Request
 
     mesh = make_mesh()
@@ -57,9 +56,9 @@ def body_reference(hosts):
     engine = Engine(
         fields.rollout.engine_config("float32", runs.ROW),
         mesh,
-        vocab_size=max(tokenizer.get_vocab().values()) + 1,
+        vocab_size=token_count(tokenizer),
     )
-    objective, optimizer = GrpoConfig(**runs.AHEAD), optax.sgd(RATE)
+    objective, optimizer = runs.objective_of(fields, **runs.AHEAD), optax.sgd(RATE)
 
     @eqx.filter_jit
     @eqx.filter_value_and_grad
@@ -80,7 +79,6 @@ def body_reference(hosts):
             "loss_mask": np.zeros((runs.BATCH, runs.ROW), bool),
             "advantage": np.zeros(runs.BATCH, np.float32),
             "rollout_logprobs": np.zeros((runs.BATCH, runs.ROW), np.float32),
-            "sampled_logprobs": np.zeros((runs.BATCH, runs.ROW), np.float32),
         }
         rewards = np.zeros(runs.BATCH)
         for row, answer in enumerate(answers):
@@ -89,14 +87,13 @@ def body_reference(hosts):
             batch["tokens"][row, : len(prompt)] = prompt
             batch["tokens"][row, own] = answer.tokens
             batch["loss_mask"][row, own] = True
-            batch["rollout_logprobs"][row, own] = answer.logprobs
-            batch["sampled_logprobs"][row, own] = answer.sampled_logprobs
+            batch["rollout_logprobs"][row, own] = answer.sampled_logprobs
             text = tokenizer.decode(answer.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
             rewards[row] = (text.count("e") % 2 == 0) - 0.5 * len(answer.tokens) / runs.NEW
         groups = rewards.reshape(-1, runs.GROUP)
-        deviation = groups.std(axis=1, keepdims=True)
+        deviation = groups.std(axis=1, keepdims=True, ddof=1)
         centred = groups - groups.mean(axis=1, keepdims=True)
-        batch["advantage"][:] = np.where(deviation > 1e-8, centred / np.maximum(deviation, 1e-8), 0).reshape(-1)
+        batch["advantage"][:] = np.where(deviation > 1e-6, centred / (deviation + 1e-4), 0).reshape(-1)
         value, gradients = loss(weights[-1], jax.tree.map(jnp.asarray, batch))
         updates, state = optimizer.update(gradients, state)
         weights.append(optax.apply_updates(weights[-1], updates))
@@ -157,10 +154,10 @@ def body_resume(hosts, directory):
             )
         submit = rollouts._sampler._submit
 
-        def submit_and_end(scoring, step, drawn, completion):
-            if step == ending and hosts.index == 1 and (completion.prompt_id, completion.generation_id) == (1, 0):
+        def submit_and_end(scoring, step, drawn, completions):
+            if step == ending and hosts.index == 1 and any(completion.prompt_id == 1 for completion in completions):
                 os.kill(os.getpid(), signal.SIGTERM)
-            submit(scoring, step, drawn, completion)
+            submit(scoring, step, drawn, completions)
 
         rollouts._sampler._submit = submit_and_end
         with contextlib.closing(rollouts):

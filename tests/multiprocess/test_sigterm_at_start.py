@@ -45,8 +45,17 @@ def sampling(checkpoint: Path, directory: Path) -> list[str]:
     ids=["the one that reads, sample", "one that waits, training", "made"],
 )
 def test_sigterm_ends_every_process(where, arguments, victim, phase, checkpoint, tmp_path):
-    command = [sys.executable, str(LAUNCHER), "--processes", "2", "--devices_per_process", "2", "--"]
-    command += ["python", "-m", "tests.multiprocess.stalled", where, *arguments(checkpoint, tmp_path)]
+    command = [sys.executable, str(LAUNCHER), "--processes", "2", "--devices_per_process", "2"]
+    command += [
+        "--grace_s",
+        "600",
+        "--",
+        "python",
+        "-m",
+        "tests.multiprocess.stalled",
+        where,
+        *arguments(checkpoint, tmp_path),
+    ]
     log = tmp_path / "log"
     with log.open("wb") as file:
         job = subprocess.Popen(
@@ -62,10 +71,8 @@ def test_sigterm_ends_every_process(where, arguments, victim, phase, checkpoint,
             assert job.poll() is None and time.monotonic() < end, log.read_text()
             time.sleep(0.05)
         time.sleep(0.5)  # until the other one waits
-        asked = time.monotonic()
         os.kill(children(job.pid)[victim], signal.SIGTERM)
         code = job.wait(timeout=LIMIT_S)
-        took = time.monotonic() - asked
     finally:
         job.kill()
     text = log.read_text()
@@ -73,4 +80,3 @@ def test_sigterm_ends_every_process(where, arguments, victim, phase, checkpoint,
     assert f"process {victim} of 2 was asked to end (SIGTERM) in phase '{phase}'" in text
     assert f"process {1 - victim} ends because process {victim} was asked to end (SIGTERM)" in text
     assert "Traceback" not in text
-    assert took < 15

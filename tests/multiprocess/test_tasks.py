@@ -50,7 +50,7 @@ class Faulty:
             return self.harness.run(ask, step, length)
         requests = tiny.requests(lengths=(3, 5))
         if step == HANGS:
-            self.release.wait(60)
+            self.release.wait(600)
         ask(requests, step == CANNOT_SCORE)
         raise KeyError("no such field in the data")
 
@@ -72,7 +72,7 @@ def train(hosts, directory, tasks):
             rounds.max_seconds = 1.0 if info.next_step == HANGS else 60.0
             if info.next_step == CANNOT_SCORE:
                 faulty.release.set()
-                assert rounds.wait(10)
+                assert rounds.wait(60)
 
         trainer.add_hook(before)
         trainer.add_hook(callback)

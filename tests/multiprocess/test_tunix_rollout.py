@@ -1,10 +1,12 @@
 """Our rollout for Tunix's learners on two processes: every one gets the answers that one process gets."""
 
 import dataclasses
+from unittest import mock
 
 import jax
 import pytest
 
+import lockstep.engine.engine as engine_module
 from lockstep.errors import ConfigError, HostError
 from tests import tiny
 from tests import tunix_models as models
@@ -12,18 +14,26 @@ from tests.multiprocess.harness import run_processes
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
+LITTLE = 1 << 18
+"""Bytes that are not enough for all prompts at a time."""
 
-def answers(hosts):
-    """Tokens and log-probabilities of one rollout, and what other meshes and other prompts are told."""
+
+def setting():
+    """A mesh, a configuration, and what a rollout is made of."""
     from tunix.rl.rollout.base_rollout import RolloutConfig
-
-    from lockstep.tunix import Rollout
 
     mesh = models.mesh(2, 2)
     model = models.randomise(models.MODELS["qwen3"](tiny.vocab_size()), mesh, seed=0)
     config = RolloutConfig(max_tokens_to_generate=6, max_prompt_length=16, return_logprobs=True, seed=3)
     config = dataclasses.replace(config, temperature=0.7, top_p=1.0, top_k=20)
-    options = {"rollout_actor": model, "tokenizer": tiny.tokenizer(), "rollout_config": config}
+    return mesh, config, {"rollout_actor": model, "tokenizer": tiny.tokenizer(), "rollout_config": config}
+
+
+def answers(hosts):
+    """Tokens and log-probabilities of one rollout, and what other meshes and other prompts are told."""
+    from lockstep.tunix import Rollout
+
+    mesh, config, options = setting()
     made = Rollout(mesh=mesh, **options)
     with mesh:
         output = made.generate(["What is 12 plus 7?", "What is 12 plus 7?", "one"], config)
@@ -46,3 +56,22 @@ def test_every_process_has_the_answers_that_one_process_has():
     assert one[:2] == other[:2] and one[0] == tokens and len(one[2]) == 3
     for row, expected in zip(one[1], logprobs, strict=True):
         assert row == pytest.approx(expected, abs=1e-5)
+
+
+def uneven(hosts):
+    """Prompts per prefill, and tokens: where all have plenty of memory, then where the last process has little."""
+    from lockstep.tunix import Rollout
+
+    mesh, config, options = setting()
+    measure, found = engine_module.free_bytes, []
+    for free in (None, LITTLE if hosts.index == hosts.count - 1 else None):
+        made = Rollout(mesh=mesh, **options)
+        with mesh, mock.patch.object(engine_module, "free_bytes", lambda *given, free=free: free or measure(*given)):
+            output = made.generate(["What is 12 plus 7?", "one", "two"], config)
+        found += [made.engine.sizing.sizes.prefill_rows, [each.tolist() for each in output.tokens]]
+    return found
+
+
+def test_every_process_prepares_for_the_least_memory_of_all():
+    one, other = run_processes(uneven, timeout_s=600, processes=2, devices=2)
+    assert one == other and one[0] > one[2] and one[1] == one[3]

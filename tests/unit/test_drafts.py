@@ -1,5 +1,7 @@
 """Earlier answers, kept as drafts."""
 
+import json
+
 import pytest
 
 from lockstep.drafts import EarlierAnswers
@@ -61,3 +63,22 @@ def test_a_draft_of_what_are_no_tokens_is_refused():
 def test_no_more_tokens_were_right_than_there_were(compared, right):
     with pytest.raises(ConfigError, match=f"of {compared} tokens of earlier drafts {right} are said to be right"):
         Drafts(compared=compared, right=right)
+
+
+def test_what_is_kept_comes_back_from_a_checkpoint():
+    earlier = EarlierAnswers("auto", max_tokens=9)
+    for key, answers in (((3, (7, 8)), [(1, 2), ()]), ((3, (7, 8)), [(1, 5), (4,)]), (17, [(6, 70000)]), (18, [])):
+        earlier.keep(key, [completion(*each) for each in answers])
+    copy, state = earlier.copy(), json.loads(json.dumps(earlier.state()))
+    resumed = EarlierAnswers("auto", max_tokens=9)
+    resumed.load_state(state)
+    for each in (earlier, copy, resumed):
+        assert each.drafts((3, (7, 8))) == Drafts(answers=((1, 5), (4,)), ngrams=True, compared=2, right=1)
+        assert each.drafts(17) == Drafts(answers=((6, 70000),), ngrams=True) and each.drafts(18) == Drafts(ngrams=True)
+        each.keep(19, [completion(*range(5))])  # more than there is room for: the oldest go
+        assert not each.drafts((3, (7, 8))).answers and each.drafts(17).answers and each.drafts(19).answers
+    assert earlier.state() == copy.state() == resumed.state()
+    for source in ("none", "ngram"):
+        other = EarlierAnswers(source)
+        other.load_state(state)
+        assert other.state() == EarlierAnswers(source).state(), "a run that wants none now has none"

@@ -130,6 +130,7 @@ def test_levanters_engine_samples_from_the_trainers_own_model(tmp_path):
     pytest.importorskip("levanter", reason="the extra [levanter] brings its engine")
     from benchmarks.grpo import ours
     from lockstep.hosts import current
+    from lockstep.training import GrpoConfig
     from lockstep.training.grpo.logprobs import LogprobProgram
 
     save_tokenizer(TINY, tmp_path)
@@ -141,7 +142,12 @@ def test_levanters_engine_samples_from_the_trainers_own_model(tmp_path):
     assert mask.sum(1).tolist() == [TINY.new_tokens] * TINY.answers
     assert len({tuple(row) for row in tokens.tolist()}) == TINY.answers, "all answers differ"
     program = LogprobProgram(
-        "own", mesh=trainer.mesh, precision=trainer.config.precision, microbatches=1, ledger=current().ledger
+        "own",
+        GrpoConfig(),
+        mesh=trainer.mesh,
+        precision=trainer.config.precision,
+        microbatches=1,
+        ledger=current().ledger,
     )
     program.compile(model, *tokens.shape)
     found = program(model, program.place(tokens))

@@ -40,7 +40,7 @@ COVERED_BY = {
     "launch/connection.py": "tests/unit/launch/agent/test_main.py",
     "launch/processes.py": "tests/unit/launch/test_local.py",
     # What sees the launches of a process, which only a whole run shows.
-    **{f"check/{part}.py": "tests/multiprocess/test_check.py" for part in ("inject", "recorder", "run")},
+    **{f"check/{part}.py": "tests/multiprocess/test_check.py" for part in ("inject", "run")},
     "check/_jax.py": "tests/unit/check/test_launches.py",
     # Protocols and tables, which have no behaviour of their own.
     "attention/base.py": "tests/unit/attention/test_reference.py",
@@ -50,6 +50,7 @@ COVERED_BY = {
     "models/hf/peft.py": "tests/unit/main/test_adapters.py",
     "models/hf/fingerprint.py": "tests/unit/batch_inference/test_checkpoint.py",
     "attention/tpu_block_table.py": "tests/tpu_compile/test_blocks.py",
+    "engine/rollout_engine.py": "tests/unit/engine/test_round.py",
     "engine/capacity_fields.py": "tests/unit/test_sampling_fields.py",
     "report/evaluation_fields.py": "tests/unit/test_sampling_fields.py",
     "plan/draft_bytes.py": "tests/tpu_compile/test_drafts.py",
@@ -73,7 +74,6 @@ COVERED_BY = {
     "engine/decoder/build.py": "tests/unit/engine/test_engine.py",
     "engine/decoder/copy_pages.py": "tests/unit/engine/decoder/test_transformer.py",
     "engine/decoder/prefill.py": "tests/unit/engine/decoder/test_transformer.py",
-    "schedule/counts.py": "tests/unit/schedule/test_scheduler.py",
     "device/float8.py": "tests/unit/attention/test_kv_dtype.py",
     "engine/prepare.py": "tests/unit/engine/test_engine.py",
     # Steps of a whole round, run or plan.
@@ -84,7 +84,7 @@ COVERED_BY = {
     "tunix/compute_dtype.py": "tests/unit/tunix/test_rollout.py",
     **{
         f"training/grpo/{part}.py": "tests/unit/training/grpo/test_rollouts.py"
-        for part in ("answer_rows", "generate", "logprob_columns", "rollout_engine", "rollout_report")
+        for part in ("answer_rows", "logprob_columns", "rollout_report")
     },
     "plan/planner.py": "tests/tpu_compile/test_plan.py",
     "doctor/layout_rounds.py": "tests/unit/doctor/test_self_test.py",

@@ -1,6 +1,7 @@
 """Requests and sampling parameters that cannot work are refused where they are given, by name."""
 
-from typing import Any
+import dataclasses
+from typing import Any, ClassVar
 
 import pytest
 
@@ -77,6 +78,25 @@ def test_stop_tokens_end_an_answer_unless_they_are_ignored(ignore_eos: bool, sto
 def test_any_penalty_makes_logits_depend_on_the_tokens_so_far(name: str) -> None:
     assert not SamplingParams(max_new_tokens=8).has_penalties
     assert SamplingParams(max_new_tokens=8, **{name: 0.5}).has_penalties
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WithOneMore(SamplingParams):
+    """What a new filter and a new penalty add to this file."""
+
+    FILTERS: ClassVar[tuple[str, ...]] = (*SamplingParams.FILTERS, "top_n")
+    PENALTIES: ClassVar[tuple[str, ...]] = (*SamplingParams.PENALTIES, "length_penalty")
+
+    top_n: float | None = None
+    length_penalty: float = 1.0
+
+
+def test_a_new_filter_alone_is_a_filter_and_a_new_penalty_alone_a_penalty() -> None:
+    neutral = WithOneMore(max_new_tokens=8, temperature=1.0)
+    assert not neutral.has_filters and not neutral.has_penalties
+    assert dataclasses.replace(neutral, top_n=1.5).has_filters
+    assert not dataclasses.replace(neutral, top_n=1.5, temperature=0.0).has_filters
+    assert dataclasses.replace(neutral, length_penalty=0.9).has_penalties
 
 
 def test_values_at_the_ends_of_their_ranges_work() -> None:

@@ -57,21 +57,29 @@ def resolve_checkpoint(config: SampleConfig) -> Checkpoint:
     if config.hf_checkpoint is not None:
         return HfCheckpoint(path=config.hf_checkpoint)
     assert config.checkpoint_path is not None
-    return checkpoint_at(config.checkpoint_path)
+    return checkpoint_at(config.checkpoint_path, base_model=config.base_model)
 
 
-def checkpoint_at(path: str, key: str = "checkpoint_path") -> Checkpoint:
+def checkpoint_at(path: str, key: str = "checkpoint_path", base_model: str | None = None) -> Checkpoint:
     """Return the checkpoint at a place, of whichever kind it is.
 
     Args:
         path: What ``checkpoint_path`` may be. The newest of several checkpoints in it is returned.
         key: The key that the path was given by, for errors.
+        base_model: The base model of adapters, as `saved_model` takes it.
 
     Raises:
         ConfigError: There is no such checkpoint, or it does not say what its model is.
     """
+    found = _checkpoint_at(path, key, base_model)
+    if base_model is not None and isinstance(found, HfCheckpoint):
+        raise ConfigError(f"base_model is {base_model!r}, and {found.path} has no adapters. Remove it.")
+    return found
+
+
+def _checkpoint_at(path: str, key: str, base_model: str | None) -> Checkpoint:
     if "://" in path:
-        return saved_model(path) if has_checkpoint(path) else HfCheckpoint(path=path)
+        return saved_model(path, base_model=base_model) if has_checkpoint(path) else HfCheckpoint(path=path)
     if (Path(path) / "config.json").is_file():
         return HfCheckpoint(path=path)
     if not Path(path).is_dir():
@@ -81,8 +89,10 @@ def checkpoint_at(path: str, key: str = "checkpoint_path") -> Checkpoint:
             "writes one below runs."
         )
     if re.fullmatch(r"step-\d+", Path(path).name) and has_checkpoint(path):
-        return saved_model(path)
-    found = _found(Path(path)) or [each for run in Path(path).iterdir() if run.is_dir() for each in _found(run)]
+        return saved_model(path, base_model=base_model)
+    found = _found(Path(path), base_model) or [
+        each for run in Path(path).iterdir() if run.is_dir() for each in _found(run, base_model)
+    ]
     if not found:
         raise ConfigError(
             f"{key} is {path!r}, which has no checkpoint: no config.json of a Hugging Face checkpoint there, "
@@ -100,7 +110,7 @@ def stored_dtype(hf: Mapping[str, Any]) -> str:
     return named if named in ("float32", "bfloat16", "float16") else "float32"
 
 
-def _found(run: Path) -> list[tuple[float, Callable[[], Checkpoint]]]:
+def _found(run: Path, base_model: str | None) -> list[tuple[float, Callable[[], Checkpoint]]]:
     """Return the checkpoints inside a run directory: when each was complete, and what reads its description."""
     found: list[tuple[float, Callable[[], Checkpoint]]] = [
         (each.stat().st_mtime, functools.partial(HfCheckpoint, path=str(each.parent)))
@@ -109,7 +119,9 @@ def _found(run: Path) -> list[tuple[float, Callable[[], Checkpoint]]]:
     ]
     for directory in (run, run / "checkpoints"):
         if has_checkpoint(str(directory)):
-            found.append((saved_at(str(directory)), functools.partial(saved_model, str(directory))))
+            found.append(
+                (saved_at(str(directory)), functools.partial(saved_model, str(directory), base_model=base_model))
+            )
             break
     return found
 

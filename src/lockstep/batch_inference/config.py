@@ -59,6 +59,9 @@ class SampleConfig(EvaluationFields, SamplingFields):
     checkpoints, or the checkpoint itself."""
     tokenizer: str | None = None
     """Hugging Face tokenizer: a directory, a URL or a name; null: the one beside the checkpoint."""
+    base_model: str | None = None
+    """The directory or URL of the base model of a checkpoint of adapters; null: the one that its run had, which must be
+    beside the checkpoints."""
     trainer: JobConfig = dataclasses.field(default_factory=JobConfig)
     """Devices, hosts, trackers, directories."""
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
@@ -100,6 +103,8 @@ class SampleConfig(EvaluationFields, SamplingFields):
                 f"exactly one of hf_checkpoint and checkpoint_path is needed, but {given} given. Set hf_checkpoint to "
                 "a Hugging Face checkpoint, or checkpoint_path to a training run of ours."
             )
+        if self.base_model is not None and self.hf_checkpoint is not None:
+            raise ConfigError(f"base_model is {self.base_model!r}; hf_checkpoint has no adapters. Remove it.")
         for name, choices in (
             ("inference_mode", ("global_mesh", "host_data_parallel")),
             ("resume", ("auto", "force")),

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Generator as Stream
+from collections.abc import Generator as Answers
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,17 +17,15 @@ from lockstep.batch_inference.prompt_store import PromptStore
 from lockstep.batch_inference.row_files import RowFile
 from lockstep.batch_inference.shard import Batch, JobShape, batches, prompts_per_batch
 from lockstep.drafts import EarlierAnswers
-from lockstep.engine import Engine, Gate
+from lockstep.engine import Engine, stream_on_all, take_batch
 from lockstep.hosts import Hosts, Watchdog, digest, environment, leader_only
 from lockstep.report import Metric, SampleRow, load_metrics, measure
 from lockstep.schedule import Scheduler
-from lockstep.text import StopFinder, cut_at_stop, decode
+from lockstep.text import StopFinder, cut_at_stop, decode, token_count
 from lockstep.types import Completion, Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-type Answers = Stream[list[Completion], None, None]
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +100,7 @@ class Generator:
         """
         config = self._config
         longest = int(self._store.lengths.max()) + config.max_new_tokens
-        vocab_size = max(self._tokenizer.get_vocab().values()) + 1
+        vocab_size = token_count(self._tokenizer)
 
         with self._hosts.scope("engine") as scope:
             with scope.run_on_all("measure memory") as measured:
@@ -137,8 +135,10 @@ class Generator:
             DisagreementError: The hosts work in lockstep and computed different tokens.
         """
         for work in batches(shape, units, max(1, len(units))):
-            with contextlib.closing(self._stream(work, meter)) as answers:
-                while completions := self._batch(answers, meter):
+            with contextlib.closing(self._answers(work, meter)) as answers:
+                for completions in answers:
+                    if meter is not None:
+                        meter.pause()
                     self._write(work.round, completions, rows)
 
     def _write(self, round_: int, completions: Sequence[Completion], rows: RowFile | None) -> None:
@@ -176,50 +176,16 @@ class Generator:
             drafts=self._earlier.drafts(number),
         )
 
-    def _stream(self, work: Batch, meter: Meter | None) -> Answers:
-        """Prepare for a round and begin it: no slot waits for the end of a batch, weights are moved once."""
-        engine = self._engine
-        assert engine is not None
-        # Longest first, so the first batch needs as much as any.
-        first = self._requests(dataclasses.replace(work, prompts=work.prompts[: self.batch_prompts]))
-        if not self.lockstep:  # this host's devices alone: no program of its spans hosts
-            engine.prepare(self._model, first, free=self._free)
-            return self._launch(engine, work, meter, None)
+    def _answers(self, work: Batch, meter: Meter | None) -> Answers[list[Completion], None, None]:
+        """The completions of a round, about a batch of prompts at a time.
 
-        with self._hosts.scope("round") as scope:
-            with scope.run_on_all("prepare") as prepared:
-                prepared.agree({"prompts": digest(repr(work)), **engine.prepare(self._model, first, free=self._free)})
-            return self._launch(engine, work, meter, Gate(scope))
-
-    def _batch(self, answers: Answers, meter: Meter | None) -> list[Completion]:
-        """The next answers, of about a batch of prompts; none when all are answered.
-
-        In lockstep nothing is written before all hosts have agreed on the tokens.
+        No slot waits for the end of a batch, and weights are moved once. In lockstep a batch comes when all hosts have
+        agreed on its tokens.
         """
-        if not self.lockstep:
-            return self._collect(answers, meter)
-        engine = self._engine
+        engine, n_generations = self._engine, self._config.n_generations
         assert engine is not None
-        with self._hosts.scope("batch") as scope, scope.launch_on_all("generate", engine.ledger) as generated:
-            completions = self._collect(answers, meter)
-            generated.agree({"tokens": digest(repr(completions))})
-        return completions
 
-    def _collect(self, answers: Answers, meter: Meter | None) -> list[Completion]:
-        found: list[Completion] = []
-        while len(found) < self.batch_prompts * self._config.n_generations:
-            answered = next(answers, None)
-            if answered is None:
-                break
-            found += answered
-            if meter is not None:
-                meter.add_prompts(len(answered) // self._config.n_generations)
-        if meter is not None:
-            meter.pause()
-        return found
-
-    def _launch(self, engine: Engine, work: Batch, meter: Meter | None, gate: Gate | None) -> Answers:
-        def look(scheduler: Scheduler) -> None:
+        def show(scheduler: Scheduler) -> None:
             if meter is None:
                 return
             try:
@@ -228,17 +194,46 @@ class Generator:
             except Exception as error:  # a view that fails on one host must not part it from the others
                 log.warning("the live view failed: %s: %s", type(error).__name__, error)
 
+        def count(answered: Sequence[Completion]) -> None:
+            if meter is not None:
+                meter.add_prompts(len(answered) // n_generations)
+
         if meter is not None:
             meter.begin()
         requests = (self._request(work.round, number) for number in work.prompts)
-        return engine.stream(
+        # Longest first, so the first batch needs as much as any.
+        first = self._requests(dataclasses.replace(work, prompts=work.prompts[: self.batch_prompts]))
+        size = self.batch_prompts * n_generations
+        if self.lockstep:
+            with self._hosts.scope("round") as scope:
+                agreed = stream_on_all(
+                    scope,
+                    engine,
+                    self._model,
+                    requests,
+                    largest=first,
+                    free=self._free,
+                    batch=size,
+                    facts={"prompts": digest(repr(work))},
+                    find_stop=self._find_stop,
+                    watchdog=self._watchdog,
+                    between_launches=show,
+                    on_answered=count,
+                )
+            yield from agreed
+            return
+        # This host's devices alone: no program of its spans hosts.
+        engine.prepare(self._model, first, free=self._free)
+        stream = engine.stream(
             self._model,
             requests,
             around_launch=self._watchdog.watch_launch,
             find_stop=self._find_stop,
-            between_launches=look,
-            gate=gate,
+            between_launches=show,
         )
+        with contextlib.closing(stream):
+            while completions := take_batch(stream, size, count):
+                yield completions
 
     def _rows(self, round_: int, completions: Sequence[Completion]) -> list[SampleRow]:
         """Rows of a batch by prompt and generation, so that a file reads in order as far as it can."""

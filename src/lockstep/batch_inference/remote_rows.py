@@ -4,10 +4,9 @@ import os
 import uuid
 from pathlib import Path
 
-import fsspec
-
 from lockstep.batch_inference.manifest import NAME
 from lockstep.batch_inference.row_files import PATTERN, host_name
+from lockstep.urls import url_to_fs
 
 
 class RemoteRows:
@@ -23,7 +22,7 @@ class RemoteRows:
 
     def __init__(self, url: str, host: int) -> None:
         self.url = url.rstrip("/")
-        self._filesystem, root = fsspec.core.url_to_fs(self.url)
+        self._filesystem, root = url_to_fs(self.url)
         self._root, self._host = root.rstrip("/"), host
         # Unique, so that no two processes write the same object, also where a run is started again.
         self._name, self._batches = f"{host_name(host)}-{uuid.uuid4().hex[:8]}", 0

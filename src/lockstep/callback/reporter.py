@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.callback.config import InferenceEvalConfig
-from lockstep.callback.round import RoundResult
+from lockstep.engine import Generation
 from lockstep.errors import LockstepError
 from lockstep.evaluation import PREFIX, TaskResults
 from lockstep.hosts import leader_only, try_leader_only
@@ -72,13 +72,13 @@ class Reporter:
         self._judge = None if config.judge is None else Judge(config.judge)
         self._queue = BackgroundQueue("lockstep-report", size=MAX_WAITING)
 
-    def report(self, step: int, prompts: list[Prompt], result: RoundResult, counts: Mapping[str, float]) -> None:
+    def report(self, step: int, prompts: list[Prompt], result: Generation, counts: Mapping[str, float]) -> None:
         """Queue the report of a round; returns at once.
 
         Args:
             step: The number of training steps completed.
             prompts: The prompts of the round.
-            result: What the round produced.
+            result: The completions of the round.
             counts: Further numbers for the tracker, by their names without the prefix.
         """
         size = len(result.completions)
@@ -124,16 +124,17 @@ class Reporter:
 
         self._put(f"the tasks of step {step}", work)
 
-    def flush(self, timeout_s: float) -> bool:
+    def flush(self, timeout_s: float, spent_s: float = 0.0) -> bool:
         """Wait until all reports are made; say which are not.
 
         Args:
             timeout_s: The seconds to wait at most.
+            spent_s: The seconds of them that the caller has waited already.
 
         Returns:
             Whether all are made.
         """
-        left = self._queue.flush(timeout_s)
+        left = self._queue.flush(max(0.0, timeout_s - spent_s))
         if left:
             log.error(
                 "%s: after %g s the report of %s is not done%s. A metric, the disk or the tracker is slow or hangs. "
@@ -156,7 +157,7 @@ class Reporter:
                 MAX_WAITING,
             )
 
-    def _report(self, step: int, prompts: list[Prompt], result: RoundResult, counts: Mapping[str, float]) -> None:
+    def _report(self, step: int, prompts: list[Prompt], result: Generation, counts: Mapping[str, float]) -> None:
         start = time.perf_counter()
         rows: list[Row] = []
         shown = not self._config.skip_samples_table
@@ -181,8 +182,8 @@ class Reporter:
         def show() -> None:
             if shown:
                 title = f"{self._name}: what the model says after {step} steps"
-                if result.counts is not None:
-                    title += f" (drafts: {result.counts.of_drafts})"
+                if result.drafts is not None:
+                    title += f" (drafts: {result.drafts})"
                 print_table(rows, title=title)
                 sys.stdout.flush()
 
@@ -218,12 +219,12 @@ class Reporter:
         return Row.from_completion(completion, prompt, text, step=step, tokens=tokens, kept=kept)
 
 
-def scalars(rows: list[Row], result: RoundResult) -> dict[str, float]:
+def scalars(rows: list[Row], result: Generation) -> dict[str, float]:
     """Return the numbers of a round under the names that a tracker gets, without the prefix.
 
     Args:
         rows: The rows of the round, with their metrics.
-        result: What the round produced.
+        result: The completions of the round.
     """
     tokens = sum(row.num_tokens for row in rows)
     return {
@@ -232,7 +233,7 @@ def scalars(rows: list[Row], result: RoundResult) -> dict[str, float]:
         "unfinished_completions": sum(row.finish_reason == FinishReason.BUDGET for row in rows),
         "generated_tokens": tokens,
         "tokens_per_second": tokens / result.seconds["generate"],
-        **({} if result.counts is None else result.counts.of_drafts.metrics()),
+        **({} if result.drafts is None else result.drafts.metrics()),
         **{f"time/{phase}_s": seconds for phase, seconds in result.seconds.items()},
         **{f"hbm/{moment}_bytes": used for moment, used in result.memory.items()},
         **({} if result.audit is None else result.audit.scalars()),

@@ -21,7 +21,7 @@ from lockstep.hosts import Hosts, Watchdog, current, digest, environment
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
 from lockstep.placement import mesh_of
 from lockstep.report import Tracker
-from lockstep.text import StopFinder, check_vocab, tokenizer_digest
+from lockstep.text import StopFinder, check_vocab, token_count, tokenizer_digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -127,8 +127,7 @@ class SampleCallback:
         self._watchdog: Watchdog | None = None
         self._logged_sizing: Sizing | None = None
         self._logged_compilations = 0
-        vocab = tokenizer.get_vocab()
-        self._vocab_size = max(vocab.values()) + 1
+        self._vocab_size = token_count(tokenizer)
         self._facts = {
             "configuration": digest(json.dumps(dataclasses.asdict(config), sort_keys=True)),
             "tokenizer": tokenizer_digest(tokenizer),
@@ -211,11 +210,11 @@ class SampleCallback:
         Returns:
             Whether all are reported.
         """
-        left_s = self.config.flush_s if timeout_s is None else timeout_s
+        limit_s = self.config.flush_s if timeout_s is None else timeout_s
         begin = time.monotonic()
-        if self.tasks is not None and not self.tasks.wait(left_s):
-            log.error("%s: after %g s the last round of tasks is not scored. Its scores are lost", self.name, left_s)
-        return self._reporter.flush(max(0.0, left_s - (time.monotonic() - begin)))
+        if self.tasks is not None and not self.tasks.wait(limit_s):
+            log.error("%s: after %g s the last round of tasks is not scored. Its scores are lost", self.name, limit_s)
+        return self._reporter.flush(limit_s, spent_s=time.monotonic() - begin)
 
     def after_signal(self) -> None:
         """Waits on this host, at most 2 s, for the last reports: a signal ended the loop without a last call."""
@@ -223,7 +222,8 @@ class SampleCallback:
 
     def state(self) -> dict[str, Any]:
         """What a run that goes on from a checkpoint has to know; the same on every host."""
-        return {name: getattr(self, name) for name in KEPT} | {"errors_in_a_row": self._errors_in_a_row}
+        kept = {name: getattr(self, name) for name in KEPT} | {"errors_in_a_row": self._errors_in_a_row}
+        return kept | {"drafts": self._earlier.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state` returned in an earlier process.
@@ -234,6 +234,8 @@ class SampleCallback:
         for name in KEPT:
             setattr(self, name, state[name])
         self._errors_in_a_row = state["errors_in_a_row"]
+        if "drafts" in state:  # checkpoints of earlier versions have none
+            self._earlier.load_state(state["drafts"])
 
     def check(self, model: Any) -> None:
         """Finds out now what would make a round fail, the same on every host: prompts, sizes, model, configuration.
@@ -275,10 +277,9 @@ class SampleCallback:
                     hosts,
                     facts={"step": str(step), **self._facts},
                     read=lambda: with_drafts(read_round_prompts(self.config, self._tokenizer, step), self._earlier),
-                    engine=lambda: self._engine_for(model),
+                    ready=lambda: (*self._engine_for(model), self._auditor_or_none()),
                     find_stop=self._find_stop,
                     max_seconds=self.config.max_seconds,
-                    auditor=self._auditor_or_none,
                     watchdog=self._watchdog_of_all_rounds(),
                 )
         except (PeerError, DisagreementError) as error:
@@ -293,10 +294,10 @@ class SampleCallback:
             return
         self.rounds += 1
         if self._hosts.is_leader:
-            keep_answers(self._earlier, result.requests, result.completions)
+            keep_answers(self._earlier, result.requests, result.generation.completions)
             assert result.prompts is not None
             self._log_sizing()
-            self._reporter.report(step, result.prompts, result, {"skipped_rounds": self.skipped_rounds})
+            self._reporter.report(step, result.prompts, result.generation, {"skipped_rounds": self.skipped_rounds})
 
     def _run_tasks(self, tasks: TaskRounds, step: int, model: Any) -> None:
         """A round of tasks; where it fails, all hosts go on with training, or raise, as after a round of samples."""
@@ -367,7 +368,13 @@ class SampleCallback:
         if not self.config.audit:
             return None
         if self._auditor is None or self._auditor.mesh != engine.mesh:
-            self._auditor = Auditor(engine.mesh, vocab_size=self._vocab_size, dtype=self._dtype, ledger=engine.ledger)
+            self._auditor = Auditor(
+                engine.mesh,
+                vocab_size=self._vocab_size,
+                dtype=self._dtype,
+                ledger=engine.ledger,
+                hbm_utilization=self.config.hbm_utilization,
+            )
         return self._auditor
 
     def _log_sizing(self) -> None:

@@ -1,7 +1,8 @@
-"""What goes wrong on a pod and not on CPU, found on CPU: see docs/check.md."""
+"""A search on CPU for what goes wrong on a pod and not on CPU: see docs/check.md."""
 
 from lockstep.check.findings import KINDS as KINDS
 from lockstep.check.findings import Finding as Finding
+from lockstep.check.launches import cache_miss_logger as cache_miss_logger
 from lockstep.check.launches import record_launches as record_launches
 from lockstep.check.report import print_at_once as print_at_once
 from lockstep.check.report import print_report as print_report

@@ -1,4 +1,4 @@
-"""How the launches of a process are seen. The only file of the check that touches ``jax._src`` (ADR 26)."""
+"""The hooks that see the launches of a process. The only file of the check that touches ``jax._src`` (ADR 26)."""
 
 import contextlib
 import functools
@@ -8,7 +8,7 @@ from unittest import mock
 
 import jax
 from jax._src import array, compiler, config, distributed, pjit, stages, xla_bridge
-from jax._src.interpreters import mlir, pxla
+from jax._src.interpreters import mlir, partial_eval, pxla
 from jax.experimental import multihost_utils
 from jaxlib import _jax
 
@@ -30,6 +30,10 @@ NEEDED = (
 """The names that are replaced or read; private ones, which another version of JAX may not have."""
 
 
+CACHE_MISS_LOGGER = partial_eval.__name__
+"""The logger that ``jax_explain_cache_misses`` writes to."""
+
+
 class LaunchWatcher(Protocol):
     """Is told of each launch."""
 
@@ -37,7 +41,7 @@ class LaunchWatcher(Protocol):
         """A program is about to be launched with these arguments, those that it does not use left out."""
 
     def succeeds(self, program: Any, results: Sequence[Any]) -> None:
-        """It was handed to the devices."""
+        """It was handed to the devices, which may not have run it yet."""
 
 
 def check_version() -> None:
@@ -116,7 +120,7 @@ def all_devices(program: Any) -> set[jax.Device]:
 
 
 def in_shardings(program: Any) -> Sequence[Any]:
-    """How a program wants its arguments, in their order."""
+    """The shardings of a program's arguments, in their order."""
     shardings: Sequence[Any] = program.in_handler.in_shardings
     return shardings
 
@@ -139,8 +143,14 @@ def see_compiled(see: Callable[[Any, str], None]) -> None:
     compiler.compile_or_get_cached = compile_and_tell
 
 
+def wait_for(results: Sequence[Any]) -> None:
+    """Wait until a launch is over, well or with an error, which whoever uses its results gets."""
+    with contextlib.suppress(Exception):
+        jax.block_until_ready(results)
+
+
 def key_of(program: Any) -> Any:
-    """What stands for a compiled program."""
+    """The executable that stands for a compiled program."""
     return program.xla_executable
 
 

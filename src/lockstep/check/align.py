@@ -1,4 +1,4 @@
-"""Where two sequences of launches differ: the fewest that one has and the other has not."""
+"""The differences of two sequences of launches: the fewest that one has and the other has not."""
 
 import dataclasses
 from collections.abc import Hashable, Sequence
@@ -21,7 +21,7 @@ class Gap:
 
 
 def gaps(left: Sequence[Hashable], right: Sequence[Hashable], most: int = MOST, *, open_end: bool = False) -> list[Gap]:
-    """Where two sequences differ, with as little left out as can be (Myers 1986, An O(ND) Difference Algorithm).
+    """The stretches in which two sequences differ, as short as can be (Myers 1986, An O(ND) Difference Algorithm).
 
     Args:
         left: The launches of one process, by what must be equal.

@@ -21,8 +21,8 @@ LATE = 0.75
 """The part of a run in which a step is still launched."""
 
 
-class Alone:
-    """Looks at what one process does by itself, as it goes on.
+class ProcessChecks:
+    """The checks of one process by itself, as it goes on.
 
     Args:
         log: What is known of the process; it is kept up by who reads it.
@@ -32,14 +32,14 @@ class Alone:
         self._log = log
         self._seen = 0
         self._shared: dict[str, Launch] = {}
-        self._lines: dict[tuple[str, str], _Line] = collections.defaultdict(_Line)
+        self._lines: dict[tuple[str, str], _LaunchesAtLine] = collections.defaultdict(_LaunchesAtLine)
         self._steps: dict[tuple[int, tuple[object, ...]], _Samples] = {}
 
     def see(self, event: Event) -> Iterator[Finding]:
         """Take in what the process does next, and say what is wrong with it for sure.
 
         Args:
-            event: It.
+            event: What it does next.
         """
         if isinstance(event, Comparison):
             yield from self._comparison(event)
@@ -54,12 +54,14 @@ class Alone:
             self._seen += 1
 
     def rest(self) -> Iterator[Finding]:
-        """What is only known at the end: which launch is the step, and so what is compiled or grows after it began."""
+        """Findings that need to know which launch is the step, and so the end: programs compiled again, and growth."""
         late = [each for each in self._lines.values() if each.last >= self._seen * LATE]
-        began = max(late, key=lambda each: each.count, default=_Line()).first
+        began = max(late, key=lambda each: each.count, default=_LaunchesAtLine()).first
         for line in self._lines.values():
             yield from line.retraces(self._log.index, began)
-        samples = [each for each in self._steps.values() if each.last >= self._seen * LATE]
+        looked_at = [each for each in self._steps.values() if each.count >= IN_USE]
+        functions = [each for each in looked_at if not each.is_operation]  # operations may go through a model's leaves
+        samples = [each for each in functions or looked_at if each.last >= self._seen * LATE]
         if samples:
             yield from max(samples, key=lambda each: each.count).growth(self._log.index)
 
@@ -108,7 +110,7 @@ class Alone:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Compiled:
+class _Recompilation:
     """A program that is compiled for a line where another one was in use.
 
     Args:
@@ -134,7 +136,7 @@ class _Compiled:
         return self.used >= began and not is_first_variant
 
 
-class _Line:
+class _LaunchesAtLine:
     """The launches of programs of one name at one line."""
 
     def __init__(self) -> None:
@@ -144,14 +146,14 @@ class _Line:
         self._numbers: set[int] = set()
         self._latest: collections.deque[tuple[int, Launch]] = collections.deque(maxlen=IN_USE)
         self._changed = -1
-        self._compiled: list[_Compiled] = []
+        self._compiled: list[_Recompilation] = []
 
     def add(self, index: int, launch: Launch) -> None:
         """Take in the next launch.
 
         Args:
             index: Its number among those of the process.
-            launch: It.
+            launch: The launch.
         """
         if not self.count:
             self.first = index
@@ -160,7 +162,7 @@ class _Line:
             before = self._latest[-1][1]
             used = self._latest[0][0]
             self._compiled.append(
-                _Compiled(launch=launch, before=before, number=self.count, used=used, changed=self._changed)
+                _Recompilation(launch=launch, before=before, number=self.count, used=used, changed=self._changed)
             )
         if self._latest and self._latest[-1][1].program.number != program.number:
             self._changed = self.last
@@ -206,12 +208,17 @@ class _Samples:
         self._arrays: tuple[int, Launch] | None = None
         self._keys: tuple[int, Launch] | None = None
 
+    @property
+    def is_operation(self) -> bool:
+        """Whether the program is an operation of JAX by itself."""
+        return self._newest is not None and self._newest.program.operation
+
     def add(self, index: int, launch: Launch) -> None:
         """Take in the next launch that has such a look.
 
         Args:
             index: Its number among those of the process.
-            launch: It.
+            launch: The launch.
         """
         if self._newest is None or (launch.live or 0) <= (self._newest.live or 0):
             self._arrays = (self.count, launch)  # from here on they may grow
@@ -222,7 +229,7 @@ class _Samples:
         self.last = index
 
     def growth(self, index: int) -> Iterator[Finding]:
-        """What grew at every step but the first third of them.
+        """Arrays and keys that grew at every step but the first third of them.
 
         Args:
             index: The process.
@@ -265,7 +272,7 @@ def _what_changed(before: Launch, now: Launch) -> tuple[str, ...]:
 
 
 def _makers(index: int, first: Launch, last: Launch) -> tuple[Place, ...]:
-    """Where the arrays were made that are more now."""
+    """The places where the arrays were made that are more now."""
     before = {(kind, stack): count for kind, stack, count in first.kinds}
     more = [(count - before.get((kind, stack), 0), kind, stack) for kind, stack, count in last.kinds]
     most = sorted((each for each in more if each[0] > 0 and each[2]), key=lambda each: -each[0])[:3]
@@ -275,7 +282,7 @@ def _makers(index: int, first: Launch, last: Launch) -> tuple[Place, ...]:
 
 
 def _setters(index: int, first: Launch, last: Launch) -> tuple[Place, ...]:
-    """Where the most keys were set that are more now; one that is set again and again is no more."""
+    """The place where the most keys were set that are more now; one that is set again and again is no more."""
     before = {stack: count for _, stack, count in first.setters}
     more = [(count - before.get(stack, 0), key, stack) for key, stack, count in last.setters]
     most = sorted((each for each in more if each[0] > 0), key=lambda each: -each[0])[:1]

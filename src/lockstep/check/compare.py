@@ -19,7 +19,7 @@ NAMELESS = "<lambda>"
 
 
 class End(enum.Enum):
-    """How a run ended."""
+    """The end of a run."""
 
     DONE = enum.auto()
     FAILED = enum.auto()
@@ -31,11 +31,11 @@ class End(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Only:
+class _Unmatched:
     """A launch that the other process does not make.
 
     Args:
-        launch: It.
+        launch: The launch.
         index: Its number among the launches of its process.
         at: The number of the launch that the other process makes in its place.
         following: That launch; None: no more came.
@@ -62,12 +62,12 @@ class LaunchComparison:
         self._logs = (first, other)
         self._waiting: tuple[list[Launch], list[Launch]] = ([], [])
         self._done = (0, 0)
-        self._only: tuple[list[_Only], list[_Only]] = ([], [])
+        self._only: tuple[list[_Unmatched], list[_Unmatched]] = ([], [])
         self._window = 2 * NEAR
 
     @property
     def ahead(self) -> tuple[int, int]:
-        """How many launches of each process wait for what belongs to them."""
+        """The number of launches of each process that wait for their counterpart."""
         left, right = self._waiting
         return len(left), len(right)
 
@@ -98,7 +98,7 @@ class LaunchComparison:
             self._window = 2 * NEAR
 
     def rest(self, end: End) -> Iterator[Finding]:
-        """What is different in what is not decided yet, if nothing more comes.
+        """The differences that are not decided yet, if nothing more comes.
 
         Args:
             end: How the run ended.
@@ -121,7 +121,7 @@ class LaunchComparison:
         yield from self._drop(equal, equal)
 
     def _cut(self) -> tuple[int, int] | None:
-        """Where the last two launches are that belong together and that enough others follow."""
+        """The numbers after the last two launches that belong together and that enough others follow."""
         left, right = (each[: self._window] for each in self._waiting)
         found = None
         i = j = 0
@@ -166,7 +166,7 @@ class LaunchComparison:
             for only, numbers, launches, at in ((0, a, left, gap.right[0]), (1, b, right, gap.left[0])):
                 others = self._waiting[1 - only]
                 self._only[only].extend(
-                    _Only(
+                    _Unmatched(
                         launch=launches[number],
                         index=self._done[only] + number,
                         at=self._done[1 - only] + at,
@@ -203,6 +203,8 @@ class LaunchComparison:
                 if after and end in (End.FAILED, End.GOES_ON):
                     break  # that it launches no more says nothing about a process that was ended, or goes on
                 waits = after and end is End.HUNG and each.launch.program.shared
+                if waits and another.waits_for_devices:
+                    break  # in a launch that both have made: it is not this one that is missing
                 yield alone(log, each.launch, another, each.following, waits)
                 if waits:
                     break  # what else it has handed to its devices waits behind that

@@ -16,15 +16,18 @@ HINTS = {
     r"\bset\(|frozenset\(|\bin \{": "the order of a set of strings differs between processes",
     r"listdir|iterdir|glob\(|scandir": "the order of a directory listing differs between machines",
     r"\btime\.|perf_counter|datetime|monotonic\(": "clocks differ between processes",
-    r"\brandom\.|default_rng\(\)|\bhash\(|uuid|getpid|gethostname": "it differs between processes",
+    r"\bhash\(|uuid|getpid|gethostname": "it differs between processes",
+    r"(?<!jax\.)(?<!jr\.)\brandom\.(random|randint|randrange|getrandbits|uniform|choices?|shuffle|sample|gauss|rand|randn|"
+    r"normal|permutation)\((?!\w*(key|rng))|(default_rng|RandomState|\bRandom)\(\)": "without a seed it differs "
+    "between processes",
 }
-"""What in a line near a launch can make it differ, and why."""
+"""Patterns of lines near a launch that can make it differ, and why."""
 HINT_LINES = 8
 """Lines above a launch that are looked through for that."""
 
 
 def hints(launch: Launch) -> tuple[str, ...]:
-    """What near the user's line of a launch can make it differ between processes.
+    """Lines near the user's line of a launch that can make it differ between processes.
 
     Args:
         launch: A launch that differs.
@@ -125,7 +128,7 @@ def alone(one: ProcessLog, launch: Launch, another: ProcessLog, following: Launc
 
 
 def _whereabouts(log: ProcessLog) -> Place:
-    """Where a process is that others wait for."""
+    """The place of a process that others wait for."""
     if log.ended:
         return Place(process=log.index, text="has come to its end")
     if log.error is not None:

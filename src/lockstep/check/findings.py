@@ -1,4 +1,4 @@
-"""What the check finds, what each finding would do on a pod, and what to change."""
+"""The kinds of findings: what each would do on a pod, and what to change."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -115,7 +115,7 @@ KINDS: Final = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Place:
-    """What one process does where a finding is.
+    """The part of one process in a finding.
 
     Args:
         process: Its number.
@@ -153,7 +153,7 @@ class Finding:
 
     @property
     def about(self) -> Kind:
-        """What its kind is about."""
+        """Its kind."""
         return KINDS[self.kind]
 
     @property
@@ -198,7 +198,7 @@ class Findings:
         """Take one in, and say whether it is the first of its kind at its line.
 
         Args:
-            finding: It.
+            finding: The finding.
         """
         key, known = finding.key, self._found.get(finding.key)
         if known is None:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from lockstep.check.alone import Alone
+from lockstep.check.alone import ProcessChecks
 from lockstep.check.compare import End, LaunchComparison
 from lockstep.check.findings import Finding, Findings
 from lockstep.check.log import Event, Launch, LogReader, ProcessLog, Put
@@ -28,7 +28,7 @@ class Follower:
     def __init__(self, directory: Path, processes: int, tell: Callable[[Finding], None]) -> None:
         texts: dict[str, str] = {}
         self._readers = [LogReader(directory / f"process-{index}.jsonl", index, texts) for index in range(processes)]
-        self._alone = [Alone(log) for log in self.logs]
+        self._alone = [ProcessChecks(log) for log in self.logs]
         first, *others = self.logs
         self._pairs = [_Pair(first, other) for other in others]
         self._findings = Findings()
@@ -38,7 +38,7 @@ class Follower:
 
     @property
     def logs(self) -> Sequence[ProcessLog]:
-        """What is known of each process."""
+        """The log of each process."""
         return [reader.log for reader in self._readers]
 
     def read(self) -> None:
@@ -53,9 +53,12 @@ class Follower:
                 self._tell_once(finding)
 
     def waits(self) -> bool:
-        """Whether processes that launch nothing wait for others in vain; not where one compiles or loads."""
+        """Whether processes that launch nothing wait in vain; not where one compiles, loads or computes."""
         if any(there.compiling for log in self.logs for there in log.where.values()):
             return False
+        alive = [log for log in self.logs if not log.ended]
+        if alive and all(log.waits_for_devices for log in alive):
+            return True
         return any(finding.kind == "some_enter" for pair in self._pairs for finding in pair.rest(End.HUNG))
 
     def finish(self, end: End) -> list[Finding]:
@@ -100,7 +103,7 @@ class Follower:
 
 
 class _Pair:
-    """What two processes do, compared.
+    """The comparisons of two processes.
 
     Args:
         first: The first process of the run.
@@ -115,7 +118,7 @@ class _Pair:
         self._since: float | None = None
 
     def ahead(self, index: int) -> int:
-        """How many launches a process is ahead of the other.
+        """The number of launches that a process is ahead of the other.
 
         Args:
             index: The process.
@@ -155,7 +158,7 @@ class _Pair:
             yield from self.rest(End.GOES_ON)
 
     def rest(self, end: End) -> Iterator[Finding]:
-        """What is different in what is not decided yet, if nothing more comes.
+        """The differences that are not decided yet, if nothing more comes.
 
         Args:
             end: How the run ended.

@@ -17,7 +17,7 @@ STARTUP = "startup"
 """The folder of that directory which is first on the path of imports and has the ``sitecustomize`` module."""
 
 _WATCHING: list[contextlib.AbstractContextManager[None]] = []
-"""What must not be collected, and so closed, while the process lives."""
+"""The hooks, which must not be collected, and so closed, while the process lives."""
 
 
 def at_start() -> None:

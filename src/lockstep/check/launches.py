@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -27,13 +28,20 @@ def record_launches() -> Iterator[list[str]]:
     """
     from lockstep.check import _jax
 
-    names = Names()
+    names = LaunchNames()
     with _jax.watch_launches(names):
         yield names.launched
 
 
+def cache_miss_logger() -> logging.Logger:
+    """The logger that ``jax_explain_cache_misses`` writes to."""
+    from lockstep.check import _jax
+
+    return logging.getLogger(_jax.CACHE_MISS_LOGGER)
+
+
 @dataclasses.dataclass(frozen=True)
-class Names:
+class LaunchNames:
     """Collects the names of launches that did not fail.
 
     Args:

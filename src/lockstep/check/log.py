@@ -1,4 +1,4 @@
-"""What the processes of a checked run record, read while they write it."""
+"""The records of the processes of a checked run, read while they are written."""
 
 import dataclasses
 import functools
@@ -10,6 +10,8 @@ from lockstep.check.stack import Frame, frames, own_line
 
 CHUNK = 1 << 18
 """Bytes that are read of a file at a time."""
+LAUNCH_TIMED_OUT = ("Gloo", "gloo", "Connection reset by peer", "Connection closed by peer")
+"""Texts in the error of a process whose launch waited for others in vain."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +45,7 @@ class Program:
 
     @functools.cached_property
     def key(self) -> tuple[object, ...]:
-        """What must be equal where processes launch the same."""
+        """The facts that are equal where processes launch the same."""
         return (self.name, self.digest, self.processes if self.shared else self.local)
 
 
@@ -81,7 +83,7 @@ class Launch:
 
     @functools.cached_property
     def token(self) -> tuple[object, ...]:
-        """What two launches must have in common to belong together for sure: the program and the user's own line."""
+        """The program and the user's own line, which are equal where two launches belong together for sure."""
         return (self.program.key, self.place)
 
 
@@ -114,23 +116,25 @@ class Comparison:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Where:
-    """Where a thread was when nothing was launched for a while.
+class ThreadState:
+    """The state of a thread when nothing was launched for a while.
 
     Args:
         thread: Its name.
         stack: Its stack.
         compiling: Whether it compiled.
+        waiting: Whether the process computed nothing while its devices had not run its last launch.
     """
 
     thread: str
     stack: tuple[Frame, ...]
     compiling: bool
+    waiting: bool
 
 
 @dataclasses.dataclass(kw_only=True)
 class ProcessLog:
-    """What is known of one process so far.
+    """The state of one process so far.
 
     Args:
         index: The process.
@@ -138,15 +142,21 @@ class ProcessLog:
 
     index: int
     launches: int = 0
-    """How many there were."""
+    """Their number."""
     other_threads: int = 0
-    """How many of them were of programs of this process alone, from other threads than the main one."""
+    """The number of those of programs of this process alone, from other threads than the main one."""
     shared_threads: list[str] = dataclasses.field(default_factory=list)
     """The threads that have launched programs of several processes, in the order of their first one."""
-    where: dict[str, Where] = dataclasses.field(default_factory=dict)
+    where: dict[str, ThreadState] = dataclasses.field(default_factory=dict)
     """By thread, since the last launch."""
     error: tuple[str, tuple[Frame, ...]] | None = None
     ended: bool = False
+
+    @property
+    def waits_for_devices(self) -> bool:
+        """Whether it waits for a launch that its devices do not run."""
+        failed = self.error is not None and any(text in self.error[0] for text in LAUNCH_TIMED_OUT)
+        return not self.ended and (failed or any(there.waiting for there in self.where.values()))
 
     @property
     def home(self) -> str:
@@ -158,7 +168,7 @@ class ProcessLog:
 
 
 Event = Launch | Put | Comparison
-"""What a process did, and is compared."""
+"""An action of a process that is compared."""
 
 
 class LogReader:
@@ -221,7 +231,9 @@ class LogReader:
                 return Comparison(size=line["bytes"], stack=self._stack(line["stack"]))
             case "where":
                 stack = self._stack(line["stack"])
-                log.where[line["thread"]] = Where(thread=line["thread"], stack=stack, compiling=line["compiling"])
+                log.where[line["thread"]] = ThreadState(
+                    thread=line["thread"], stack=stack, compiling=line["compiling"], waiting=line["waiting"]
+                )
             case "error":
                 log.error = (line["text"], self._stack(line["stack"]))
             case "end":

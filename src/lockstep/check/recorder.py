@@ -1,4 +1,4 @@
-"""What one process does, as lines of a file: its launches and what can tell two processes apart."""
+"""The record of one process, as lines of a file: its launches and whatever can tell two processes apart."""
 
 import collections
 import hashlib
@@ -20,8 +20,15 @@ from lockstep.check import _jax, stack
 
 QUIET_S = 3.0
 """Seconds without a launch after which a process notes where it is."""
+SAMPLES = 50
+"""First launches of a program from a stack at which the live arrays are looked at."""
 SAMPLE_S = 0.02
-"""Seconds at least between two looks at the live arrays."""
+"""Seconds at least between two looks after those."""
+IN_FLIGHT = 8
+"""Launches on several devices after which the last one is waited for: XLA's CPU runtime deadlocks by itself when some
+dozens with collectives are in flight. Waited for at once: a result may be donated to the next launch."""
+IDLE = 0.02
+"""The part of a core below which a process computes nothing."""
 MOST_KINDS = 64
 """Kinds of live arrays that one line names."""
 _DONATED = re.compile(r"tf\.aliasing_output|jax\.buffer_donor")
@@ -50,7 +57,10 @@ class Recorder:
         self._made: dict[int, int] = {}
         self._donated: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._keys: dict[str, int] = {}
+        self._samples: collections.Counter[tuple[int, int]] = collections.Counter()
         self._sampled = 0.0
+        self._in_flight = 0
+        self._results: list[weakref.ref[Any]] = []
         self._last = time.monotonic()
         self._ended = False
 
@@ -77,13 +87,20 @@ class Recorder:
             for position in facts["donated"]:
                 if position < len(arguments) and isinstance(arguments[position], jax.Array):
                     self._donated[id(arguments[position])] = (weakref.ref(arguments[position]), where)
-            line |= self._sample()
+            line |= self._sample(facts["id"], where)
             self._write(line)
 
     def succeeds(self, program: Any, results: Sequence[Any]) -> None:
-        """Note where its results were made."""
+        """Note where its results were made, and hold the thread back where too many launches are in flight."""
         with self._lock:
             self._made |= dict.fromkeys(map(id, results), self._at.stack)
+            if self._programs[id(program)][1]["devices"] < 2:
+                return
+            self._results = [weakref.ref(each) for each in results]
+            self._in_flight = (self._in_flight + 1) % IN_FLIGHT
+            held_back = self._in_flight == 0
+        if held_back:
+            _jax.wait_for(results)
 
     def put(self, array: jax.Array) -> None:
         """Note the values of an array that was put together for devices of several processes."""
@@ -137,10 +154,15 @@ class Recorder:
         threading.Thread(target=self._watch, name="lockstep-check", daemon=True).start()
 
     def _watch(self) -> None:
-        noted = 0.0
+        noted: tuple[float, bool] | None = None
+        last = computed = 0.0
         while True:
             time.sleep(0.5)
-            if time.monotonic() - self._last < QUIET_S or self._last == noted:
+            if last != self._last:
+                last, computed = self._last, time.process_time()
+            quiet = time.monotonic() - last
+            waiting = self._unfinished() and time.process_time() - computed < IDLE * quiet
+            if quiet < QUIET_S or noted == (last, waiting):
                 continue
             names = {each.ident: each.name for each in threading.enumerate()}
             main = threading.main_thread().ident
@@ -149,8 +171,8 @@ class Recorder:
                     key = stack.walk(frame)
                     if ident == main or (key and names.get(ident) != "lockstep-check" and stack.is_own(key[0][0])):
                         line = {"is": "where", "thread": names.get(ident, ""), "stack": self._stack(key)}
-                        self._put_line(line | {"compiling": _compiles(frame)})
-            noted = self._last
+                        self._put_line(line | {"compiling": _compiles(frame), "waiting": waiting})
+            noted = (last, waiting)
 
     # ---- inside
 
@@ -194,9 +216,15 @@ class Recorder:
                 found.append((position, where))
         return found
 
-    def _sample(self) -> dict[str, Any]:
+    def _unfinished(self) -> bool:
+        """Whether the devices have not run the last launch, as far as its results are still there."""
+        arrays = [each() for each in self._results]
+        return any(each is not None and not each.is_deleted() and not each.is_ready() for each in arrays)
+
+    def _sample(self, program: int, where: int) -> dict[str, Any]:
         now = time.monotonic()
-        if now - self._sampled < SAMPLE_S:
+        self._samples[program, where] += 1
+        if self._samples[program, where] > SAMPLES and now - self._sampled < SAMPLE_S:
             return {}
         arrays = jax.live_arrays()
         kinds = collections.Counter(

@@ -1,4 +1,4 @@
-"""What a check found, for a terminal, a log and a browser."""
+"""The report of a check, for a terminal, a log and a browser."""
 
 import base64
 import hashlib
@@ -39,7 +39,7 @@ def print_report(result: CheckResult, console: Console) -> None:
     if result.other_threads:
         put(f"  {result.other_threads} launches on one process's own devices, from other threads: not compared.")
     if result.findings:
-        put(f"[bold red]✗ {len(result.findings)} findings[/] (launches by process: {counts}). See docs/check.md")
+        put(f"[bold red]✗ {len(result.findings)} findings[/] (launches by process: {counts}). --html FILE: as a page")
     elif result.problem:
         put(f"[bold yellow]! nothing found up to there[/] (launches by process: {counts}; {result.seconds:.1f} s)")
     else:
@@ -50,7 +50,7 @@ def print_at_once(finding: Finding, console: Console) -> None:
     """Print a line about a finding while the run goes on, between the lines of its processes.
 
     Args:
-        finding: It.
+        finding: The finding.
         console: Where.
     """
     places = [

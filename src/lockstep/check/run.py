@@ -14,6 +14,7 @@ from lockstep.check.compare import End
 from lockstep.check.findings import Finding
 from lockstep.check.follow import Follower
 from lockstep.check.inject import DIRECTORY, STARTUP
+from lockstep.check.log import LAUNCH_TIMED_OUT
 from lockstep.errors import ConfigError
 from lockstep.exit_codes import DONE, FAILED, describe_code
 
@@ -21,22 +22,30 @@ POLL_S = 0.2
 """Seconds between two looks at a run."""
 GRACE_S = 3
 """Seconds between SIGTERM and SIGKILL for the processes of a run that hangs."""
-WAITS = (
-    "Gloo",
-    "gloo",
-    "Barrier timed out",
-    "DEADLINE_EXCEEDED",
-    "Connection reset by peer",
-    "Connection closed by peer",
-)
-"""What is in the error of a process that waited for others in vain."""
-HOOK = "from lockstep.check.inject import at_start\n\nat_start()\n"
-"""The ``sitecustomize`` module of the processes."""
+TIMED_OUT = (*LAUNCH_TIMED_OUT, "Barrier timed out", "DEADLINE_EXCEEDED")
+"""Texts in the error of a process that waited for others in vain."""
+HUNG = "the processes waited for each other, and the run was ended"
+HUNG_TOGETHER = f"{HUNG}; no finding says why: the devices may have stopped in a launch that all have made"
+HOOK = """
+try:
+    from lockstep.check.inject import at_start
+except Exception:
+    import os, sys
+    from importlib import machinery, util
+
+    others = [path for path in sys.path if path and os.path.abspath(path) != os.path.dirname(os.path.abspath(__file__))]
+    spec = machinery.PathFinder.find_spec("sitecustomize", others)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(util.module_from_spec(spec))
+else:
+    at_start()
+"""
+"""The ``sitecustomize`` module of the processes; a Python that cannot import lockstep runs the one behind it alone."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckResult:
-    """What came of a check.
+    """The result of a check.
 
     Args:
         command: What was run.
@@ -68,7 +77,7 @@ class CheckResult:
     def problem(self) -> str | None:
         """Why the run did not come to its end; None where it did."""
         if self.end is End.HUNG:
-            return "the processes waited for each other, and the run was ended"
+            return HUNG if self.findings else HUNG_TOGETHER
         return None if self.code == DONE else f"the command ended with {describe_code(self.code)}"
 
     def as_json(self) -> dict[str, Any]:
@@ -126,7 +135,7 @@ def check_command(
                 "process that the command starts, with the Python of this environment and without -I, -E or -S."
             )
         errors = {log.index: log.error[0] for log in logs if log.error is not None}
-        hung = stalled or any(text in error for error in errors.values() for text in WAITS)
+        hung = stalled or any(text in error for error in errors.values() for text in TIMED_OUT)
         end = End.HUNG if hung else End.DONE if code == DONE else End.FAILED
         findings = follower.finish(end)
     return CheckResult(
@@ -162,11 +171,18 @@ def _run(
                 continue
             looked = last
             if follower.waits():
-                run.terminate()
-                run.wait()
-                return run.returncode, True
+                return _end(run), True
         return run.returncode, False
     finally:
         if run.poll() is None:
-            run.terminate()
-            run.wait()
+            _end(run)
+
+
+def _end(run: subprocess.Popen[bytes]) -> int:
+    """End the launcher, and with it the processes; its exit code."""
+    run.terminate()
+    try:
+        return run.wait(2 * GRACE_S)
+    except subprocess.TimeoutExpired:  # it cannot write, or was stopped; the kernel ends its processes with it
+        run.kill()
+        return run.wait()

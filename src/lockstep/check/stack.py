@@ -1,4 +1,4 @@
-"""Where in the user's own code something happens."""
+"""Places in the user's own code, from call stacks."""
 
 import dataclasses
 import functools

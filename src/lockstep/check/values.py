@@ -49,14 +49,14 @@ class PutComparison:
 
     def __init__(self, first: ProcessLog, other: ProcessLog) -> None:
         self._logs = (first, other)
-        self._lines: dict[tuple[str, str], _Line] = collections.defaultdict(_Line)
+        self._lines: dict[tuple[str, str], _PutsAtLine] = collections.defaultdict(_PutsAtLine)
 
     def add(self, side: int, put: Put) -> Iterator[Finding]:
         """Take in the next array.
 
         Args:
             side: 0 where the first process puts it, 1 where the other does.
-            put: It.
+            put: The array.
         """
         own = own_line(put.stack)
         line = self._lines[put.array, own.place if own else ""]
@@ -91,8 +91,8 @@ class PutComparison:
         )
 
 
-class _Line:
-    """What two processes put at one line.
+class _PutsAtLine:
+    """The arrays that two processes put at one line.
 
     Attributes:
         waiting: What each process has put and the other has not.

@@ -6,7 +6,7 @@ import functools
 import math
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -117,7 +117,7 @@ def compile_program(
     begin = time.perf_counter()
     options: dict[str, Any] = {} if out_shardings is None else {"out_shardings": out_shardings}
     try:
-        with jax.set_mesh(mesh):
+        with jax.set_mesh(mesh), _without_directories():
             lowered = jax.jit(traced, donate_argnums=donate, **options).lower(*arguments)
             compiled = compile_with(lowered, name, compiler_options)
     except Exception as error:
@@ -148,6 +148,22 @@ def _shape_text(argument: Any) -> str:
         return f"{leaves[0].dtype}[{','.join(map(str, leaves[0].shape))}]"
     size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
     return f"{len(leaves)} arrays of {size} bytes"
+
+
+@contextlib.contextmanager
+def _without_directories() -> Iterator[None]:
+    """Leaves the directories of source files out of programs that are lowered inside, unless the user has a pattern.
+
+    A TPU kernel has the paths of its source in its payload: hosts with other home directories would disagree about it,
+    and the installation of another commit would find nothing in the compilation cache.
+    """
+    before = jax.config.jax_hlo_source_file_canonicalization_regex
+    if before is None:
+        jax.config.update("jax_hlo_source_file_canonicalization_regex", "^.*/")
+    try:
+        yield
+    finally:
+        jax.config.update("jax_hlo_source_file_canonicalization_regex", before)
 
 
 _METADATA = re.compile(r", metadata=\{[^}]*\}")

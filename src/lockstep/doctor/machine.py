@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from lockstep.credentials import SECRET_NAME, without_credentials
 from lockstep.doctor.finding import Finding
 from lockstep.hosts import FLAG_VARIABLES, tpu_chips
 from lockstep.units import bytes_text
@@ -19,7 +20,6 @@ SHORT_BYTES: Final = 10 << 30
 """Free bytes of a disk below which there is a warning."""
 PREFIXES: Final = ("JAX_", "XLA_", "LIBTPU_", "TPU_", "MEGASCALE_", "LOCKSTEP_", "REQUIRE_", "HF_", "WANDB_", "NCCL_")
 """Beginnings of the variables that a run may depend on."""
-SECRET: Final = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 """Parts of names of variables whose values are shown to nobody."""
 PER_PROCESS: Final = frozenset(
     "LOCKSTEP_PROCESS_ID JAX_PROCESS_ID TPU_WORKER_ID TPU_PROCESS_PORT TPU_VISIBLE_CHIPS TPU_VISIBLE_DEVICES "
@@ -98,7 +98,7 @@ def run_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]
     """
     names = [name for name in sorted(environment) if name.startswith(PREFIXES)]
     names = [name for name in names if name not in PER_PROCESS and name not in FLAG_VARIABLES]
-    return {name: "set" if any(part in name for part in SECRET) else environment[name] for name in names}
+    return {name: "set" if SECRET_NAME.search(name) else without_credentials(environment[name]) for name in names}
 
 
 def check_variables(environment: Mapping[str, str] = os.environ, chips: int | None = None) -> list[Finding]:

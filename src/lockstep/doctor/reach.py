@@ -14,14 +14,13 @@ import uuid
 from collections.abc import Mapping
 from typing import Any, Final
 
-import fsspec
-
 from lockstep.doctor.asked import Asked
 from lockstep.doctor.background import BackgroundCheck
 from lockstep.doctor.finding import Finding
 from lockstep.errors import LockstepError
 from lockstep.models import read_hf_config
 from lockstep.text import load_tokenizer
+from lockstep.urls import open_http, url_to_fs
 
 NETWORK: Final = "Look at the network, a proxy, the name and the access rights, or raise reach_s."
 WANDB_URL: Final = "https://api.wandb.ai"
@@ -53,7 +52,7 @@ def check_written(url: str) -> Finding:
     name = f"bucket {url}"
     content, doing = b"lockstep doctor", "writing to"
     try:
-        filesystem, root = fsspec.core.url_to_fs(url)
+        filesystem, root = url_to_fs(url)
         path = f"{root.rstrip('/')}/.lockstep-doctor-{uuid.uuid4().hex}"
         filesystem.makedirs(root, exist_ok=True)
         filesystem.pipe_file(path, content)
@@ -76,7 +75,7 @@ def check_read(url: str) -> Finding:
     """
     name = f"data {url}"
     try:
-        filesystem, path = fsspec.core.url_to_fs(url)
+        filesystem, path = url_to_fs(url)
         found = filesystem.glob(path) if re.search(r"[*?\[]", path) else [path] * filesystem.exists(path)
     except Exception as error:
         return Finding.to_fix(name, f"looking for it failed: {_text(error)}", _access(url))
@@ -138,7 +137,7 @@ def check_wandb(settings: Mapping[str, Any], timeout_s: float) -> Finding:
         },
     )
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+        with open_http(request, timeout_s) as answer:
             viewer = (json.load(answer).get("data") or {}).get("viewer")
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):

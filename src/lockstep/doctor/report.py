@@ -1,5 +1,6 @@
 """The report: shown section by section, so that what hangs later takes nothing of it away, and kept as JSON."""
 
+import dataclasses
 import json
 import os
 import time
@@ -12,7 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lockstep.doctor.finding import Reported
+from lockstep.credentials import hide_credentials, without_credentials
+from lockstep.doctor.finding import Finding, Reported
 from lockstep.errors import ConfigError
 
 FORMAT: Final = 1
@@ -61,8 +63,9 @@ class Report:
             findings: The findings; none shows nothing.
             values: JSON values for the file.
         """
-        self.values |= values or {}
+        self.values |= hide_credentials(values or {})
         if findings:
+            findings = [dataclasses.replace(each, finding=_public(each.finding)) for each in findings]
             self.sections.setdefault(title, []).extend(findings)
             self._show(title, findings)
         self._write(complete=False)
@@ -128,3 +131,8 @@ def _table(title: str, findings: Sequence[Reported]) -> Table:
             f"[{style}]{finding.outcome}[/]", f"{escape(finding.name)}{where}", f"{escape(finding.text)}{fix}"
         )
     return table
+
+
+def _public(finding: Finding) -> Finding:
+    name, text, fix = map(without_credentials, (finding.name, finding.text, finding.fix))
+    return dataclasses.replace(finding, name=name, text=text, fix=fix)

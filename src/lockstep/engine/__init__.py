@@ -12,5 +12,12 @@ from lockstep.engine.gate import Gate as Gate
 from lockstep.engine.idle_replicas import count_memories as count_memories
 from lockstep.engine.request_json import requests_from_json as requests_from_json
 from lockstep.engine.request_json import requests_to_json as requests_to_json
+from lockstep.engine.rollout_engine import RolloutEngine as RolloutEngine
+from lockstep.engine.round import Generation as Generation
+from lockstep.engine.round import PhaseClock as PhaseClock
+from lockstep.engine.round import Ready as Ready
+from lockstep.engine.round import generate_on_all as generate_on_all
+from lockstep.engine.round import stream_on_all as stream_on_all
+from lockstep.engine.round import take_batch as take_batch
 from lockstep.engine.sampling.sampler import never_used as never_used
 from lockstep.engine.sizing.result import Sizing as Sizing

@@ -71,11 +71,19 @@ class Auditor:
             embedding.
         dtype: The floating dtype to compute in, the engine's; None for the dtype of the parameters.
         ledger: The ledger that launches are recorded in; None for one of its own.
+        hbm_utilization: The share of the free memory that it may use, between 0 and 1.
     """
 
     def __init__(
-        self, mesh: Mesh, *, vocab_size: int | None = None, dtype: str | None = None, ledger: Ledger | None = None
+        self,
+        mesh: Mesh,
+        *,
+        vocab_size: int | None = None,
+        dtype: str | None = None,
+        ledger: Ledger | None = None,
+        hbm_utilization: float = 0.9,
     ) -> None:
+        self.hbm_utilization = hbm_utilization
         self.mesh = mesh
         self.vocab_size = vocab_size
         self.dtype = dtype
@@ -123,12 +131,11 @@ class Auditor:
             self._known = KnownModel(signature_of(config, weights), self.mesh, self.ledger, compile_lowered)
         return {key: value for program in self.programs.values() for key, value in program.digests.items()}
 
-    def check_memory(self, free: int, utilization: float) -> None:
+    def check_memory(self, free: int) -> None:
         """Refuses an audit that needs more memory than there is when cache and decode weights are gone again.
 
         Args:
             free: The least free memory of any device of any host, in bytes; the same on every host.
-            utilization: The share of it that may be used, between 0 and 1.
 
         Raises:
             CapacityError: The audit does not fit; names what it needs, what there is, and the fix.
@@ -138,10 +145,11 @@ class Auditor:
             int(memory.temp_size_in_bytes + memory.output_size_in_bytes + memory.generated_code_size_in_bytes)
             for memory in (program.memory() for program in self.programs.values())
         )
-        if need > free * utilization:
+        most = int(free * self.hbm_utilization)
+        if need > most:
             raise CapacityError(
                 f"the audit needs {bytes_text(need)} per device for sequences of {self._built[0]} tokens; there are "
-                f"{bytes_text(int(free * utilization))}: hbm_utilization {utilization:g} of the {bytes_text(free)} "
+                f"{bytes_text(most)}: hbm_utilization {self.hbm_utilization:g} of the {bytes_text(free)} "
                 "that the device with the least free memory of all hosts has. Set audit to false, or shorten prompts "
                 "and answers."
             )

@@ -14,15 +14,16 @@ from lockstep.engine.decode_model import DecodeModel
 from lockstep.engine.gate import Gate
 from lockstep.engine.launches import BetweenLaunches, launch_all
 from lockstep.engine.prepare import Prepared, models_for, prepare_programs
+from lockstep.engine.round import generate_on_all
 from lockstep.engine.sizing.choose import Chooser
 from lockstep.engine.sizing.result import Sizing
 from lockstep.engine.small_moves import KnownModel, describe_change
 from lockstep.engine.validate import check_requests, checked
 from lockstep.errors import ConfigError
-from lockstep.hosts import Hosts, Ledger, current, digest, environment
+from lockstep.hosts import Hosts, Ledger, current, environment
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
 from lockstep.placement import DecodeMesh, make_decode_mesh, sources
-from lockstep.schedule import Capacity, FindStop, Scheduler
+from lockstep.schedule import Capacity, Counts, FindStop, Scheduler
 from lockstep.types import Completion, Request
 
 log = logging.getLogger(__name__)
@@ -240,7 +241,7 @@ class Engine:
         find_stop: FindStop | None = None,
         between_launches: BetweenLaunches | None = None,
         gate: Gate | None = None,
-    ) -> Generator[list[Completion], None, None]:
+    ) -> Generator[list[Completion], None, Counts]:
         """`run` for any number of prompts: they are read as room becomes free, and answers leave as they are complete.
 
         The scheduler has at most ``max_prompts_per_batch`` prompts at a time, and reads new ones while others are still
@@ -260,6 +261,9 @@ class Engine:
         Yields:
             After each launch that finished any prompt, all completions of those prompts, in the order of the requests.
 
+        Returns:
+            How far the scheduler came, at the end.
+
         Raises:
             ConfigError, PromptError, CapacityError: See `prepare` and `run`; raised when the request is read.
         """
@@ -271,6 +275,7 @@ class Engine:
                 yield answered
         if answered := scheduler.take_answered():
             yield answered
+        return scheduler.counts
 
     def _prepared_for(self, model: Any) -> DecoderWeights:
         """The arrays of a model that has the shapes, dtypes and placement that were prepared for."""
@@ -344,7 +349,6 @@ class Engine:
         requests: Sequence[Request],
         *,
         hosts: Hosts | None = None,
-        around_launch: AroundLaunch = contextlib.nullcontext,
         find_stop: FindStop | None = None,
         between_launches: BetweenLaunches | None = None,
         gate: Gate | None = None,
@@ -355,9 +359,8 @@ class Engine:
             model: What `lockstep.models.read_decoder` reads; it is read once.
             requests: Requests; may be none, on every host.
             hosts: The hosts of the job; None for the current ones.
-            around_launch: See `run`.
             find_stop: See `run`.
-            between_launches: See `run`.
+            between_launches: See `run`; the scheduler has only the prompts that lack a completion.
             gate: See `run`; None for one without a time limit.
 
         Returns:
@@ -369,25 +372,15 @@ class Engine:
             LaunchMismatchError: Hosts launched different programs.
         """
         with (current() if hosts is None else hosts).scope("generate") as scope:
-            with scope.run_on_all("measure memory") as measured:
-                measured.agree({**environment(), "requests": digest(repr(list(requests)))})
-                read = read_decoder(model)
-                measured.share(self.free_bytes(read))
-            if not requests:
-                return []
-            with scope.run_on_all("prepare") as prepared:
-                prepared.agree(self.prepare(read, requests, free=min(measured.shared)))
-            with scope.launch_on_all("generate", self.ledger) as generated:
-                completions = self.run(
-                    read,
-                    requests,
-                    around_launch=around_launch,
-                    find_stop=find_stop,
-                    between_launches=between_launches,
-                    gate=Gate(scope) if gate is None else gate,
-                )
-                generated.agree({"tokens": digest(repr(completions))})
-        return completions
+            return generate_on_all(
+                scope,
+                lambda: (self, read_decoder(model), None),
+                requests,
+                facts=environment(),
+                find_stop=find_stop,
+                between_launches=between_launches,
+                gate=gate,
+            ).completions
 
     def _checked(
         self, model: Any, requests: Sequence[Request], free: int | None

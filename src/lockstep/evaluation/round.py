@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lockstep.engine import Engine, Gate, requests_from_json, requests_to_json
+from lockstep.engine import Gate, RolloutEngine, generate_on_all, requests_from_json, requests_to_json
 from lockstep.errors import LockstepError, PeerError
 from lockstep.evaluation.harness_thread import HarnessThread
 from lockstep.hosts import Hosts, Watchdog, environment
@@ -21,7 +21,7 @@ def run_tasks(
     hosts: Hosts,
     *,
     facts: Mapping[str, str],
-    engine: Callable[[], tuple[Engine, Any]],
+    engine: Callable[[], tuple[RolloutEngine, Any]],
     harness: Callable[[Any], HarnessThread[Any]],
     find_stop: FindStop,
     max_seconds: float,
@@ -82,15 +82,17 @@ def run_tasks(
             items, last = message
             left_s = max(0.0, end - clock())
             gate = Gate(hosts, left_s if math.isfinite(left_s) else None, clock)
-            completions = ready.generate(
-                model,
-                requests_from_json(items),
-                hosts=hosts,
-                around_launch=watchdog.watch_launch,
-                find_stop=find_stop,
-                gate=gate,
-            )
-            if gate.preempted:
+            with hosts.scope("generate") as scope:
+                generation = generate_on_all(
+                    scope,
+                    lambda: (ready, model, None),
+                    requests_from_json(items),
+                    find_stop=find_stop,
+                    gate=gate,
+                    watchdog=watchdog,
+                )
+            completions = generation.completions
+            if generation.ended:
                 return False
             if any(each.finish_reason == FinishReason.BUDGET for each in completions):
                 raise PeerError(_too_slow(max_seconds, "not all requests are answered"), hosts.count)

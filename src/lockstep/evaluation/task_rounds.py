@@ -17,7 +17,7 @@ from lockstep.evaluation.round import run_tasks
 from lockstep.hosts import Hosts, Watchdog, digest
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
 from lockstep.placement import mesh_of
-from lockstep.text import StopFinder, check_vocab, tokenizer_digest
+from lockstep.text import StopFinder, check_vocab, token_count, tokenizer_digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,7 +70,7 @@ class TaskRounds:
         self._engine: Engine | None = None
         self._find_stop = StopFinder(tokenizer)
         self._watchdog = Watchdog(hosts, timeout_s)
-        self._vocab_size = max(tokenizer.get_vocab().values()) + 1
+        self._vocab_size = token_count(tokenizer)
         self._facts = {
             "tasks": digest(json.dumps([dataclasses.asdict(config), dataclasses.asdict(engine)], sort_keys=True)),
             "tokenizer": tokenizer_digest(tokenizer),

@@ -3,18 +3,23 @@
 import collections
 import contextlib
 import ipaddress
+import os
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import jax
-from jax._src import hardware_utils, xla_bridge
+from jax._src import clusters, hardware_utils, xla_bridge
 from jax._src.distributed import global_state
 
 from lockstep.errors import HostError
 
 FAIL_BARRIER_S = 10.0
 """Seconds that the service may take to say that a barrier has failed."""
+
+DETECT_S = 300
+"""Seconds that finding a cluster's coordinator may take, as in JAX."""
 
 
 class ServiceGoneError(HostError):
@@ -310,6 +315,52 @@ def service_address() -> str | None:
     return global_state.coordinator_address if service_is_running() else None
 
 
+def bind_address(address: str) -> str | None:
+    """Return where the process that runs the service listens for a coordinator address: there alone.
+
+    Args:
+        address: host:port, as all processes have it.
+
+    Returns:
+        An address of this machine with the port; None, for every interface, where ``JAX_COORDINATOR_BIND_ADDRESS`` says
+        another one or the host's name does not lead to one interface of this machine (behind NAT, with several
+        addresses, or where ``/etc/hosts`` has the name as a loopback address).
+    """
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    if "JAX_COORDINATOR_BIND_ADDRESS" in os.environ:
+        return None
+    if is_loopback(host):
+        return f"[::1]:{port}" if ":" in host else f"127.0.0.1:{port}" if host == "localhost" else address
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        ((family, ip),) = {(each[0], str(each[4][0])) for each in found}
+        if is_loopback(ip):
+            return None
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((ip, 0))
+    except (OSError, ValueError):
+        return None
+    return f"[{ip}]:{port}" if family == socket.AF_INET6 else f"{ip}:{port}"
+
+
+def cluster_address() -> str | None:
+    """Return the coordinator address that JAX finds of this cluster where this process is to run the service."""
+    with contextlib.suppress(Exception):  # JAX's own call meets it again, and says it
+        address, _, index, _ = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+            None, None, None, None, None, DETECT_S
+        )
+        return address if index == 0 else None
+    return None
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host, by name or address, can be reached from its own machine alone."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
 def on_one_machine() -> bool:
     """Return whether all processes of the job run on this machine: there is one, or the service has a loopback address.
 
@@ -318,10 +369,7 @@ def on_one_machine() -> bool:
     address = service_address()
     if address is None or global_state.num_processes == 1:
         return True
-    host = address.rpartition(":")[0].strip("[]")
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
+    return is_loopback(address.rpartition(":")[0].strip("[]"))
 
 
 def backend_is_running() -> bool:

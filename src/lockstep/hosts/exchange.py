@@ -9,6 +9,7 @@ from typing import Any
 from lockstep.errors import DisagreementError, HostError, PeerError
 from lockstep.hosts._client import BarrierFailedError
 from lockstep.hosts.channel import Channel
+from lockstep.printable import printable
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +132,7 @@ def broadcast_from_leader(channel: Channel, key: str, work: Callable[[], bytes],
     message = broadcast(channel, key, message, timeout_s)
     if message.startswith(_FAILED):
         errors: list[str | None] = [None] * channel.client.count
-        errors[0] = message[1:].decode()
+        errors[0] = message[1:].decode(errors="replace")
         raise_if_any_failed(key, errors, cause)
     return message[1:]
 
@@ -220,11 +221,11 @@ def raise_if_any_failed(key: str, errors: Sequence[str | None], cause: BaseExcep
     failed: collections.defaultdict[str, list[int]] = collections.defaultdict(list)
     for process, text in enumerate(errors):
         if text is not None:
-            failed[text].append(process)
+            failed[printable(text)].append(process)
     if not failed:
         return
     if len(errors) == 1:
-        raise PeerError(f"{shown(key)} failed: {errors[0]}") from cause
+        raise PeerError(f"{shown(key)} failed: {next(iter(failed))}") from cause
     texts = "; ".join(f"{name_processes(processes)}: {text}" for text, processes in failed.items())
     count = sum(map(len, failed.values()))
     raise PeerError(f"{count} of {len(errors)} processes failed at {shown(key)!r}. {texts}", len(errors)) from cause

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
+from lockstep.credentials import without_credentials
 from lockstep.errors import (
     CapacityError,
     CompilerError,
@@ -25,6 +26,7 @@ from lockstep.errors import (
 from lockstep.exit_codes import FAILED, INTERRUPTED, PEER_FAILED, TERMINATED
 from lockstep.hosts.peers import announce_exit, end_process
 from lockstep.hosts.start import current_without_devices, shutdown
+from lockstep.printable import printable
 from lockstep.unfinished import WAIT_S
 
 HANDLER_S = 2.0
@@ -99,7 +101,7 @@ def run_main(main: Callable[[], object], *, debug: bool = False) -> None:
         code, text = FAILED, str(error)
         if debug:
             traceback.print_exc()
-        print(f"error: {text}", file=sys.stderr)
+        print(f"error: {printable(without_credentials(text))}", file=sys.stderr)
     except BaseException as error:
         code, text = FAILED, f"{type(error).__name__}: {error}"
         traceback.print_exc()
@@ -136,7 +138,7 @@ def _print_host_error(error: HostError, debug: bool) -> None:
         leader, alone = True, False
     if leader:
         text = cause if alone and isinstance(cause, LockstepError) else error
-        print(f"error: {text}", file=sys.stderr, flush=True)
+        print(f"error: {printable(without_credentials(str(text)))}", file=sys.stderr, flush=True)
 
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 
 from lockstep.errors import HostError
 from lockstep.hosts._client import Client
+from lockstep.printable import visible
 
 DIRECTORY = "lockstep/heartbeat"
 REMEMBERED_WAITS = 8
@@ -131,8 +132,12 @@ def heartbeats(client: Client) -> dict[int, PeerHeartbeat]:
         return {}
     found = {}
     for key, value in posts.items():
-        phase, time_s, alive_s, *waits = json.loads(value)
-        found[int(key.rpartition("/")[2])] = PeerHeartbeat(phase, time_s, alive_s, tuple(waits))
+        try:
+            phase, time_s, alive_s, *waits = json.loads(value)
+            process, alive_s = int(key.rpartition("/")[2]), None if alive_s is None else float(alive_s)
+            found[process] = PeerHeartbeat(visible(phase), float(time_s), alive_s, tuple(map(visible, waits)))
+        except (ValueError, TypeError, AttributeError):
+            continue  # not posted by a process of ours
     return found
 
 

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 from lockstep.errors import HostError
-from lockstep.exit_codes import PEER_FAILED
+from lockstep.exit_codes import DONE, EXIT_CODES, PEER_FAILED
 from lockstep.hosts._client import Client, ServiceGoneError, service_address
 from lockstep.hosts.exchange import name_processes
 from lockstep.hosts.hosts import Hosts
+from lockstep.printable import printable
 from lockstep.unfinished import finish_work
 
 ANNOUNCEMENTS = "lockstep/failed"
@@ -127,11 +128,22 @@ def _summarize(announced: Iterable[bytes]) -> tuple[list[str], int]:
     by_text: collections.defaultdict[str, list[int]] = collections.defaultdict(list)
     codes = []
     for value in announced:
-        text, code, index = json.loads(value)
+        text, code, index = _announcement(value)
         by_text[text].append(index)
         codes.append(code)
     reasons = [f"{name_processes(processes)} {text}" for text, processes in by_text.items()]
     return reasons, PEER_FAILED if PEER_FAILED in codes else codes[0]
+
+
+def _announcement(value: bytes) -> tuple[str, int, int]:
+    """Reason, exit code and number of a process. Whoever reaches the service can post: nothing is taken for success."""
+    try:
+        text, code, index = json.loads(value)
+        if not (isinstance(text, str) and isinstance(code, int) and isinstance(index, int)):
+            raise ValueError("of another kind")
+    except (ValueError, TypeError):
+        text, code, index = "posted an announcement that cannot be read", PEER_FAILED, -1
+    return printable(text), code if code in EXIT_CODES and code != DONE else PEER_FAILED, index
 
 
 def _wait_for_wake_up(client: Client) -> None:

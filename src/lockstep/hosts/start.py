@@ -15,6 +15,8 @@ from lockstep.hosts._client import (
     JaxClient,
     MemoryClient,
     backend_is_running,
+    bind_address,
+    cluster_address,
     service_is_running,
     tpu_chips,
 )
@@ -201,6 +203,7 @@ def _initialize(config: DistributedConfig) -> None:
             count,
             index,
             cluster_detection_method="deactivate",
+            coordinator_bind_address=bind_address(address) if index == 0 else None,
             initialization_timeout=config.initialization_timeout_s + ABORT_MARGIN_S,
             heartbeat_timeout_seconds=config.heartbeat_timeout_s,
         )
@@ -220,7 +223,9 @@ def _initialize_from_cluster(config: DistributedConfig) -> None:
     _keep_sigterm()
     try:
         with _connecting(config, "the processes of this cluster job"):
+            address = cluster_address()
             jax.distributed.initialize(
+                coordinator_bind_address=None if address is None else bind_address(address),
                 initialization_timeout=config.initialization_timeout_s + ABORT_MARGIN_S,
                 heartbeat_timeout_seconds=config.heartbeat_timeout_s,
             )

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import os
 import queue
 import signal
 import threading
@@ -101,7 +102,7 @@ class RunningAttempt:
         self._last = [collections.deque[bytes](maxlen=LAST_LINES) for _ in range(count)]
         for path in plan.logs:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._logs = [open(path, "wb", buffering=0) for path in plan.logs]
+        self._logs = [open(path, "wb", buffering=0, opener=_private) for path in plan.logs]
         self._endings: dict[int, Ending] = {}
         self._cause: Ending | None = None
         self._cause_text = ""
@@ -307,3 +308,7 @@ class RunningAttempt:
         text = f"worker {name} (process {self._cause.worker}), {self._cause_text}"
         self._console.say(f"failed: {text}")
         return Outcome(code=self._cause.code, cause=text, retry=can_retry(self._cause))
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

@@ -6,11 +6,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from lockstep.credentials import SECRET_NAME
 from lockstep.errors import ConfigError
 from lockstep.launch.agent.redact import SHORTEST
-
-SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
-"""Names whose values are treated as secret wherever they come from."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

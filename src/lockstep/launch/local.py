@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from lockstep.credentials import SECRET_NAME
 from lockstep.errors import ConfigError
 from lockstep.exit_codes import DONE, NOT_FOUND
 from lockstep.launch.env_file import job_environment
@@ -48,12 +49,15 @@ class Local:
             options.log_dir.mkdir(parents=True, exist_ok=True)
         # What a process writes to the terminal itself cannot be looked through for secrets.
         own_terminal = options.prefix == "auto" and sys.stdout.isatty() and not options.log_dir and not given.secret
-        job = Job(options.grace_s, given.secret.values())
+        exported = [value for name, value in os.environ.items() if SECRET_NAME.search(name)]
+        job = Job(options.grace_s, [*given.secret.values(), *exported])
         with signals_to(job.received.append):
             for index in range(options.processes):
                 environment = {**local_environment(os.environ, options, coordinator, index), **given.secret}
                 prefix = "" if options.prefix == "never" else f"[{index}] "
-                log = open(options.log_dir / f"process-{index}.log", "wb") if options.log_dir else None
+                log = None
+                if options.log_dir:
+                    log = open(options.log_dir / f"process-{index}.log", "wb", opener=_private)
                 job.start(index, command, environment, inherit=own_terminal and index == 0, prefix=prefix, log=log)
             return job.wait()
 
@@ -109,6 +113,10 @@ def local_environment(
         "LOCKSTEP_PROCESS_ID": str(index),
         **dict(options.env),
     }
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def resolve(command: Sequence[str]) -> list[str]:

@@ -75,8 +75,14 @@ def _later(command: str, words: Sequence[str], backends: Mapping[str, Backend]) 
     parser.add_argument("name", metavar="NAME", help="the job's name, as its start has shown it")
     if command == "logs":
         parser.add_argument("-f", "--follow", action="store_true", help="go on until the job has ended")
+    parser.add_argument("--backend", metavar="MODULE:CLASS", help="the job's backend, where it is one of your own")
     options: argparse.Namespace = parser.parse_args(words)
     job = load_record(options.name)
+    if job.backend not in backends and options.backend != job.backend:  # a file must not name a module to import
+        raise ConfigError(
+            f"job {job.name!r} has the backend {job.backend!r}, which is none of {', '.join(sorted(backends))}. If it "
+            f"is your own, give it: --backend {job.backend}"
+        )
     backend = with_named(job.backend, backends).get(job.backend)
     if backend is None:
         raise ConfigError(f"job {job.name!r} has the backend {job.backend!r}, which this version does not have.")

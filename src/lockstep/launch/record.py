@@ -110,14 +110,18 @@ def new_record(options: argparse.Namespace, name: str) -> JobRecord:
     Raises:
         ConfigError: The name cannot be that of a directory.
     """
+    _check_name(name)
+    kept = {key: value for key, value in vars(options).items() if key not in NOT_KEPT}
+    plain = {key: str(value) if isinstance(value, Path) else value for key, value in kept.items()}
+    return JobRecord(name=name, backend=options.backend, command=tuple(options.command), options=plain)
+
+
+def _check_name(name: str) -> None:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
         raise ConfigError(
             f"--name is {name!r}; it must be at most 100 letters, digits, '.', '_' and '-', and begin with a letter or "
             "digit."
         )
-    kept = {key: value for key, value in vars(options).items() if key not in NOT_KEPT}
-    plain = {key: str(value) if isinstance(value, Path) else value for key, value in kept.items()}
-    return JobRecord(name=name, backend=options.backend, command=tuple(options.command), options=plain)
 
 
 def name_from_date() -> str:
@@ -137,11 +141,14 @@ def find_record(name: str) -> JobRecord | None:
         name: The job's name.
 
     Raises:
-        ConfigError: The record cannot be read.
+        ConfigError: The name cannot be that of a directory, or the record cannot be read or is of another job.
     """
+    _check_name(name)
     path = jobs_directory() / name / "job.json"
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
+        if fields["name"] != name:
+            raise ValueError(f"it is of job {fields['name']!r}")
         attempts = tuple(Attempt(**each) for each in fields.pop("attempts"))
         return JobRecord(**{**fields, "command": tuple(fields["command"]), "attempts": attempts})
     except FileNotFoundError:

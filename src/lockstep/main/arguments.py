@@ -196,7 +196,7 @@ def _read_yaml(path: str) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--{CONFIG_PATH} {path} cannot be read: {error}. Check the path.") from error
     try:
-        values = draccus.cfgparsing.load_config(text)
+        values = draccus.cfgparsing.parse_string(text)  # the safe loader; that of load_config is not
     except Exception as error:  # the YAML parser has its own errors
         raise ConfigError(f"{path} is not YAML: {error}. Correct it there.") from error
     if not isinstance(values, dict):

@@ -16,7 +16,7 @@ from lockstep.main.reader_arguments import Arguments, seconds
 TEXT: Final = """\
 Runs a command as several processes with CPU devices, sees every launch of a device program on each, compares them, and
 says what would hang or fail on a pod: with your own source line on every process, and what to change.
-The command needs no change. docs/check.md explains each finding.
+The command needs no change. With --html FILE the findings are a page, with every call stack.
 Exit code 0 if nothing was found, else 1."""
 
 

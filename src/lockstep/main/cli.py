@@ -5,9 +5,11 @@ import traceback
 from collections.abc import Sequence
 
 from lockstep import exit_codes
+from lockstep.credentials import without_credentials
 from lockstep.errors import LockstepError
 from lockstep.launch import own_words, without_debug
 from lockstep.main.commands import COMMANDS, find_command
+from lockstep.printable import printable
 
 HELP = ("-h", "--help")
 
@@ -70,5 +72,5 @@ def run_alone(arguments: Sequence[str], debug: bool) -> int:
     except LockstepError as error:
         if debug:
             traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(without_credentials(str(error)))}", file=sys.stderr)
         return exit_codes.FAILED

@@ -39,6 +39,9 @@ class EvalConfig:
     """A Hugging Face checkpoint, a training run of ours, or one of its checkpoints: a directory or a URL."""
     tokenizer: str | None = None
     """Hugging Face tokenizer: a directory, a URL or a name; null: the one beside the checkpoint."""
+    base_model: str | None = None
+    """The directory or URL of the base model of a checkpoint of adapters; null: the one that its run had, which must be
+    beside the checkpoints."""
     trainer: JobConfig = dataclasses.field(default_factory=JobConfig)
     """Devices, hosts, trackers, directories."""
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
@@ -92,7 +95,7 @@ def evaluate(config: EvalConfig, hosts: Hosts) -> int:
     """
     hosts.agree("config", {"configuration": config_digest(config)})
     with hosts.run_on_all("reading tokenizer and checkpoint") as phase:
-        checkpoint = checkpoint_at(config.checkpoint, "checkpoint")
+        checkpoint = checkpoint_at(config.checkpoint, "checkpoint", config.base_model)
         tokenizer = load_tokenizer(config.tokenizer or checkpoint.tokenizer)
         phase.agree({"checkpoint": checkpoint.fingerprint(), "tokenizer": tokenizer_digest(tokenizer)})
         mesh = make_mesh(config.trainer.mesh_shape)

@@ -36,6 +36,9 @@ class ExportConfig:
     """Whether to write the adapters of a run with ``lora`` alone, as PEFT stores them, instead of the merged model."""
     tokenizer: str | None = None
     """The tokenizer to put beside the model: a directory, a URL or a name; null: that of the run."""
+    base_model: str | None = None
+    """The directory or URL of the base model of a run with ``lora``; null: the one that the run had, which must
+    be beside the checkpoints."""
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
     """How the processes find each other; each of several writes files of its own."""
 
@@ -89,10 +92,11 @@ def export(config: ExportConfig, hosts: Hosts) -> int:
         DisagreementError: The processes have different configurations or find different checkpoints.
     """
     asked = [config.checkpoint, config.output, config.step, config.dtype, config.adapters, config.tokenizer]
+    asked += [config.base_model]
     hosts.agree("config", {"config": digest(repr(asked))})
     start_s = time.monotonic()
     with hosts.run_on_all("reading the checkpoint's metadata") as phase:
-        model = saved_model(config.checkpoint, config.step)
+        model = saved_model(config.checkpoint, config.step, config.base_model)
         tokenizer = load_tokenizer(config.tokenizer or model.tokenizer)
         phase.agree({"checkpoint": model.fingerprint()})
         if config.adapters and model.adapters is None:
@@ -106,9 +110,9 @@ def export(config: ExportConfig, hosts: Hosts) -> int:
         with hosts.run_on_all("writing the adapters", "exporting"):
             if hosts.is_leader:
                 assert model.adapters is not None
-                adapters = model.adapters
+                adapters, base = model.adapters, config.base_model or model.adapters.base
                 with leader_only():
-                    save_peft(config.output, model.config, adapters.lora, adapters.base, model.pair_reader())
+                    save_peft(config.output, model.config, adapters.lora, base, model.pair_reader())
                 print(f"exported the adapters of {model.path} to {config.output}", flush=True)
         return 0
     export_hf(

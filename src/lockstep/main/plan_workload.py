@@ -12,7 +12,7 @@ from lockstep.errors import ConfigError, PromptError
 from lockstep.main.train_config import TrainConfig
 from lockstep.models import LlamaConfig, find_preset, load_config, padded_vocab_size, read_hf_config
 from lockstep.plan import Infeasibility, SamplingWorkload, TrainingWorkload, Workload
-from lockstep.text import Prompt, encode, load_tokenizer, read_prompts
+from lockstep.text import Prompt, encode, load_tokenizer, read_prompts, token_count
 from lockstep.training import RolloutConfig, SavedModel
 from lockstep.types import Request, SamplingParams
 
@@ -209,8 +209,8 @@ def _shape(source: str | None, model: Any, tokenizer: str | None, key: str) -> S
                     "tokenizer: --tokenizer DIRECTORY."
                 )
             return Shape(config=model, vocab_size=padded_vocab_size(known.vocab_size, 1), source="the model block")
-        largest = max(load_tokenizer(tokenizer).get_vocab().values())
-        return Shape(config=model, vocab_size=padded_vocab_size(largest + 1, 1), source="the model block")
+        vocab_size = padded_vocab_size(token_count(load_tokenizer(tokenizer)), 1)
+        return Shape(config=model, vocab_size=vocab_size, source="the model block")
     if (Path(source).expanduser() / "config.json").is_file():
         path = Path(source).expanduser()
         return Shape(

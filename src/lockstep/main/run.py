@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from lockstep.callback import InferenceEvalConfig, SampleCallback
+from lockstep.credentials import hide_credentials
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, config_digest, leader_only, start, try_leader_only
 from lockstep.main.adapters import describe_adapters, load_frozen
@@ -41,7 +42,7 @@ from lockstep.models import (
 )
 from lockstep.placement import PARAMETER_AXES, make_mesh
 from lockstep.report import FINISH_S, BackgroundTracker, NoopTracker, Tracker, check_trackers, load_metrics
-from lockstep.text import check_vocab, load_tokenizer, tokenizer_digest
+from lockstep.text import check_vocab, load_tokenizer, token_count, tokenizer_digest
 from lockstep.training import (
     Batches,
     BatchSource,
@@ -61,6 +62,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
+
+type MakeObjective = Callable[[PreTrainedTokenizerBase], LossFn]
+"""Makes the objective of a run, once its tokenizer is known."""
 
 LAST_FLUSH_S = 2.0
 """Seconds that reports of rounds still have when everything else is done; at the end of training they had more."""
@@ -129,14 +133,16 @@ class RunConfig:
 def run_command[Config: RunConfig, Loaded: Data](
     cls: type[Config],
     arguments: Sequence[str],
-    parts: Callable[[Config], tuple[LoadsData[Loaded], LossFn, Callable[[Setup[Loaded]], Batches | BatchSource]]],
+    parts: Callable[
+        [Config], tuple[LoadsData[Loaded], MakeObjective, Callable[[Setup[Loaded]], Batches | BatchSource]]
+    ],
 ) -> int:
     """Run a training command.
 
     Args:
         cls: The class of its configuration.
         arguments: The arguments of its command line.
-        parts: A function that takes data, objective, and what makes batches from the configuration.
+        parts: A function that takes data, and what makes the objective and batches, from the configuration.
 
     Returns:
         The exit code: 0, 128 + signal for a run that a signal ended, 1 for one that ``on_nan`` ended.
@@ -147,11 +153,11 @@ def run_command[Config: RunConfig, Loaded: Data](
         HostError: The hosts lost each other.
     """
     config = parse_arguments(cls, [re.sub(r"^--resume(?==|$)", "--trainer.resume", each) for each in arguments])
-    data, objective, make_batches = parts(config)
+    data, make_objective, make_batches = parts(config)
     hosts = start(config.trainer.distributed)
     logging.basicConfig(level=logging.INFO if hosts.is_leader else logging.WARNING, format="%(name)s: %(message)s")
     logging.getLogger("absl").setLevel(logging.WARNING)  # orbax says a dozen things about every save
-    return train(config, data, objective, make_batches, hosts)
+    return train(config, data, make_objective, make_batches, hosts)
 
 
 def rows_as_batches(setup: Setup[CachedRows]) -> Batches:
@@ -166,7 +172,7 @@ def rows_as_batches(setup: Setup[CachedRows]) -> Batches:
 def train[Loaded: Data](
     config: RunConfig,
     data: LoadsData[Loaded],
-    objective: LossFn,
+    make_objective: MakeObjective,
     make_batches: Callable[[Setup[Loaded]], Batches | BatchSource],
     hosts: Hosts,
 ) -> int:
@@ -175,7 +181,7 @@ def train[Loaded: Data](
     Args:
         config: The configuration of the run.
         data: The data to train on.
-        objective: The objective to minimise.
+        make_objective: Makes the objective to minimise.
         make_batches: Makes the batches of what was loaded; launches programs only through the trainer.
         hosts: The processes of the job.
 
@@ -201,6 +207,7 @@ def train[Loaded: Data](
         if config.initialize_from_hf is None:
             vocab_size = padded_vocab_size(token_ids, mesh.shape["tp"])
         load_metrics(config.inference_eval.metrics if config.inference_eval.enabled else ())
+        objective = make_objective(tokenizer)
         facts = {"tokenizer": tokenizer_digest(tokenizer)}
         adapters = describe_adapters(config, model_config)
         if adapters is not None:
@@ -231,7 +238,7 @@ def train[Loaded: Data](
             schedule=schedule,
             run_dir=run_dir,
             facts=facts,
-            run_config=draccus.encode(config),
+            run_config=hide_credentials(draccus.encode(config)),
             model_spec=model_spec(model_config, token_ids, adapters),
         )
         with hosts.run_on_all("tokenizer beside the checkpoints"):
@@ -306,7 +313,7 @@ def _model_shape(config: RunConfig, tokenizer: "PreTrainedTokenizerBase") -> tup
             shape = dataclasses.replace(shape, gradient_checkpointing=config.gradient_checkpointing)
         return shape, int(read_hf_config(config.initialize_from_hf)["vocab_size"])
     assert isinstance(config.model, LlamaConfig)
-    token_ids = max(tokenizer.get_vocab().values()) + 1
+    token_ids = token_count(tokenizer)
     if config.hf_save_path is not None:
         config_to_hf(config.model, token_ids)  # refuses now what could not be saved after the last step
     return config.trainer.with_attention(config.model), token_ids

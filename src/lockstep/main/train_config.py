@@ -1,12 +1,15 @@
 """What the configuration of every training command says, beyond the settings of a run."""
 
 import dataclasses
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import jax
 
 from lockstep.main.run import RunConfig
 from lockstep.training import DataConfig, LossFn, RolloutConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,6 +27,14 @@ class TrainConfig(RunConfig):
     def objective(self) -> LossFn:
         """The loss with these settings."""
         raise NotImplementedError
+
+    def make_objective(self, tokenizer: "PreTrainedTokenizerBase") -> LossFn:
+        """Return the loss of a run with a tokenizer.
+
+        Args:
+            tokenizer: The tokenizer.
+        """
+        return self.objective
 
     def columns(self, model_max_seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Return shape and type of one row of each column of a batch.

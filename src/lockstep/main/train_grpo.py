@@ -14,7 +14,7 @@ from lockstep.main.setup import Setup
 from lockstep.main.train_config import TrainConfig
 from lockstep.models import LoraModel
 from lockstep.report import Row
-from lockstep.text import StopFinder
+from lockstep.text import StopFinder, token_count
 from lockstep.training import (
     GrpoConfig,
     GrpoDataConfig,
@@ -65,7 +65,16 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, TrainConfig):
     @property
     def objective(self) -> GrpoConfig:
         """The loss with these settings."""
-        return GrpoConfig(**{each.name: getattr(self, each.name) for each in dataclasses.fields(GrpoFields)})
+        settings = {each.name: getattr(self, each.name) for each in dataclasses.fields(GrpoFields)}
+        return GrpoConfig(**settings, temperature=self.rollout.temperature)
+
+    def make_objective(self, tokenizer: "PreTrainedTokenizerBase") -> GrpoConfig:
+        """Return the loss of a run with a tokenizer: ids beyond it are never drawn, and have no probability.
+
+        Args:
+            tokenizer: The tokenizer.
+        """
+        return dataclasses.replace(self.objective, vocab_size=token_count(tokenizer))
 
     @property
     def has_reference(self) -> bool:
@@ -94,7 +103,7 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, TrainConfig):
     def load(
         self, tokenizer: "PreTrainedTokenizerBase", model_max_seq_len: int, seed: int, hosts: Hosts | None = None
     ) -> Questions:
-        """Read and tokenise the questions, and try the rewards on the first of them. Every host makes this call.
+        """Read and tokenise the questions, and check the rewards with them. Every host makes this call.
 
         Args:
             tokenizer: The tokenizer of the model.
@@ -126,6 +135,7 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, TrainConfig):
             row_length=self.data.row_length(model_max_seq_len),
             max_new_tokens=self.rollout.max_new_tokens,
             seed=seed,
+            rewards=self.rewards,
         )
         prompt = questions.prompts[0]
         answer = Row(
@@ -150,7 +160,7 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, TrainConfig):
         trainer = setup.trainer
         rollouts = Rollouts(
             self,
-            self.objective,
+            self.make_objective(setup.tokenizer),
             setup.data,
             setup.tokenizer,
             self.trainer,
@@ -188,4 +198,4 @@ def main(arguments: Sequence[str]) -> int:
         ConfigError: The configuration cannot work.
         PeerError: A host failed where all must go on together.
     """
-    return run_command(TrainGrpoConfig, arguments, lambda config: (config, config.objective, config.make_rollouts))
+    return run_command(TrainGrpoConfig, arguments, lambda config: (config, config.make_objective, config.make_rollouts))

@@ -50,4 +50,6 @@ def main(arguments: Sequence[str]) -> int:
         ConfigError: The configuration cannot work.
         PeerError: A host failed where all must go on together.
     """
-    return run_command(TrainSimpoConfig, arguments, lambda config: (config.data, config.objective, rows_as_batches))
+    return run_command(
+        TrainSimpoConfig, arguments, lambda config: (config.data, config.make_objective, rows_as_batches)
+    )

@@ -1,6 +1,6 @@
 """The device mesh a model trains on, and which mesh axis splits which logical axis."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import jax
@@ -22,13 +22,6 @@ COMPUTE_AXES: Final[dict[str, str | tuple[str, ...]]] = {
     "vocab": "tp",
 }
 """The mesh axes that split activations, and parameters in use, inside a step."""
-
-FSDP_SPANS_HOSTS: Final = (
-    "FSDP shards parameters over {processes} hosts (mesh {mesh}): every layer is gathered over the network between "
-    "hosts at every step, and text generation in training needs all hosts. If the model fits one host's devices, "
-    "mesh_shape: host_local (data parallel over hosts, FSDP inside) may be faster; lockstep plan --meshes all compares "
-    "the two."
-)
 
 _USAGE: Final = "Use 'auto' (FSDP over all devices), 'host_local', or three sizes 'dp,fsdp,tp' such as '1,-1,1'."
 
@@ -106,23 +99,45 @@ def fsdp_spans_hosts(mesh: Mesh) -> bool:
     Returns:
         True when some row of the ``fsdp`` axis has devices of different processes.
     """
-    rows = np.moveaxis(mesh.devices, MESH_AXES.index("fsdp"), -1).reshape(-1, mesh.shape["fsdp"])
-    return any(len({device.process_index for device in row}) > 1 for row in rows)
+    return any(len({device.process_index for device in row}) > 1 for row in _fsdp_rows(mesh))
 
 
 def fsdp_warning(mesh: Mesh) -> str | None:
-    """Text of the warning about FSDP between hosts, or None where FSDP stays inside each host.
+    """The text of the warning about FSDP over a network; None where chip links join all devices of each FSDP row.
+
+    Inside a TPU slice hosts are joined by the chips' own links, where FSDP over all devices is right. Slices of TPUs
+    are joined by a network, and so are hosts with GPUs or CPUs.
 
     Args:
         mesh: A mesh from `make_mesh`.
-
-    Returns:
-        One sentence with the number of hosts and what to change, or None.
     """
-    if not fsdp_spans_hosts(mesh):
+    if mesh.devices.flat[0].platform == "tpu":
+        joined, fix = "slices", "mesh_shape: {count},-1,1 (data parallel over slices, FSDP inside) is faster"
+    else:
+        joined, fix = "hosts", "mesh_shape: host_local (data parallel over hosts, FSDP inside) may be faster"
+    if not any(len(_joined(row)) > 1 for row in _fsdp_rows(mesh)):
         return None
-    processes = len({device.process_index for device in mesh.devices.flat})
-    return FSDP_SPANS_HOSTS.format(processes=processes, mesh=dict(mesh.shape))
+    count = len(_joined(mesh.devices.flat))
+    return (
+        f"FSDP shards parameters over {count} {joined} (mesh {dict(mesh.shape)}): every layer is gathered over the "
+        f"network between {joined} at every step. If the model fits one of them, {fix.format(count=count)}; "
+        "lockstep plan --meshes all compares meshes."
+    )
+
+
+def _fsdp_rows(mesh: Mesh) -> Iterable[Iterable[jax.Device]]:
+    """The devices of each row of the ``fsdp`` axis."""
+    rows: Iterable[Iterable[jax.Device]] = np.moveaxis(mesh.devices, MESH_AXES.index("fsdp"), -1).reshape(
+        -1, mesh.shape["fsdp"]
+    )
+    return rows
+
+
+def _joined(devices: Iterable[jax.Device]) -> set[int]:
+    """The groups of devices that no network separates: slices of TPUs, else processes."""
+    return {
+        getattr(device, "slice_index", 0) if device.platform == "tpu" else device.process_index for device in devices
+    }
 
 
 def data_shards(mesh: Mesh) -> int:

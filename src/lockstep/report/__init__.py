@@ -1,5 +1,6 @@
 """Rows of completions, and what is made of them: files, metrics, tables, tracked runs."""
 
+from lockstep.report.answers import last_number
 from lockstep.report.background import FINISH_S, BackgroundTracker
 from lockstep.report.background_queue import BackgroundQueue
 from lockstep.report.evaluation_fields import EvaluationFields
@@ -84,6 +85,7 @@ __all__ = [
     "check_pyarrow",
     "exact_match",
     "find_run",
+    "last_number",
     "load_metric",
     "load_metrics",
     "make_payload",

@@ -3,17 +3,59 @@
 import re
 from fractions import Fraction
 
-_NUMBER = re.compile(r"[-−]?\$?\s?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:\s?/\s?\d+)?|[-−]?\$?\.\d+")
-_MARK = "####"
-_BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
-_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]+)\}\s*\{([^{}]+)\}")
+_MARK = re.compile(r"#{4,}")
+_BRACE = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*)?\{|\}")
+_HEADING_NUMBER = re.compile(r"\W*\d+[.)]\s+[*_]*[^\W\d_]")
+"""The beginning of a heading such as ``1. Calculate the total``."""
+_REMARK = re.compile(r"\([^()]*\)")
+_UNIT = re.compile(r"\\(?:text|textrm|textit|mathrm|mbox|operatorname)\s*\{[^{}]*\}(?:\s*\^\s*(?:\{[^{}]*\}|\w))?")
+_SPACE = r"(?:\\[,;: ]|[~\u00a0\u2009\u202f])"
+_BRACED = r"\s*(?:\{([^{}]+)\}|(\d))"
+
+_PLAIN: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), plain)
+    for pattern, plain in (
+        (r"\\!|(?<=\d)" + _SPACE + r"(?=\d{3}(?!\d))", ""),  # within a number: 1,\!200 and 1\,200
+        (r"\{,\}", ","),
+        (_SPACE, " "),
+        (r"(?<=[-−])\\?[$£€¥₹]", ""),
+        (r"\\?[$£€¥₹]|\b(?:USD?|EUR|GBP|INR|Rs\.?)(?![A-Za-z])", " "),
+        (r"(?<=\d)\s*\\[cdt]?frac" + _BRACED + _BRACED, r" \1\2/\3\4"),  # 2\frac{1}{2} is 2 1/2
+        (r"\\[cdt]?frac" + _BRACED + _BRACED, r"\1\2/\3\4"),
+        (r"\^\s*\{?\s*\\circ\b\s*\}?", " "),
+        (r"(?<=\d)\s*(?:\\times|\\cdot|[×·x*])\s*10\s*\^\s*\{?([-−]?\d{1,3})\}?(?!\d)", r"e\1"),
+        (r"(?<=[A-Za-z}])\s*\^\s*(?:\{[^{}]*\}|[-−]?\d+)", " "),  # of a unit: m^2, \text{ km}^2
+        (r"\\sqrt\b|\\pi\b|π", "√"),
+        (r"\\approx\b|≈", "="),
+        (r"\\[A-Za-z]+", " "),
+        (r"(=\s*[-−])\s+(?=[\d.])", r"\1"),
+    )
+)
+"""How LaTeX is written as plain text, in this order. √ stands for what makes a number irrational."""
+
+_NUMBER = re.compile(
+    r"""(?P<sign>(?<![\w)%])(?<![\d)%][ ])[-−])?  # not a subtraction, nor a dash between words or before a space
+    (?<![A-Za-z\d√])(?<!\d\.)(?<!√\{)             # not a part of a name or of another number: m2, x1
+    (?>
+      (?:(?P<whole>\d++)[ ]++(?=\d++/\d))?
+      (?P<top>(?:\d{1,3}(?:,\d{3})++(?!\d)|\d{1,2}(?:,\d\d(?!\d))++,\d{3}(?!\d)|\d++)(?:\.\d++)?|\.\d++)
+      (?:[eE](?P<exponent>[-−+]?\d{1,3})(?!\d))?
+      (?:[ ]?/[ ]?(?P<bottom>\d++(?:\.\d++)?))?
+      (?:\s*+\^\s*+\{?(?P<power>[-−]?\d{1,2})\}?(?!\d))?
+    )
+    (?!\s*+√)""",
+    re.VERBOSE,
+)
 
 
 def last_number(text: str) -> Fraction | None:
     r"""The number that a solution ends in.
 
-    What follows the last ``####`` counts, else what is in the last ``\boxed{}``, else the last number of the
-    text. Thousands separators, a currency sign, a per cent sign and ``\frac{1}{2}`` are understood.
+    That is the number after the last ``####`` that one follows, else the one in the last ``\boxed{}``, else the last
+    number of the text. After ``####`` the first number of the line counts, or after ``=`` the last; it may have a label
+    (``#### Answer: 72``), but the number of a heading is none (``#### Step 2``, ``#### 1. Count``). What follows
+    ``</think>`` is read first. Units, currencies, thousands separators, LaTeX spaces, fractions, mixed numbers and
+    powers of ten are understood; multiples of π and roots are no numbers.
 
     Args:
         text: The text of a solution.
@@ -21,14 +63,16 @@ def last_number(text: str) -> Fraction | None:
     Returns:
         The number; None where there is none.
     """
-    if _MARK in text:
-        found = _numbers(text.rpartition(_MARK)[2].strip().split("\n")[0])
-        return found[0] if found else None
-    if boxed := _BOXED.findall(text):
-        found = _numbers(boxed[-1])
-        return found[-1] if found else None
-    found = _numbers(text)
-    return found[-1] if found else None
+    _, thought, answer = text.rpartition("</think>")
+    if thought and (found := last_number(answer)) is not None:
+        return found
+    for part in reversed(_MARK.split(text)[1:]):
+        if (found := _stated(_line(part), marked=True)) is not None:
+            return found
+    if (box := _last_box(text)) is not None:
+        return _stated(box)
+    numbers = _numbers(_plain(text))
+    return numbers[-1][1] if numbers else None
 
 
 def same_number(given: Fraction | None, expected: Fraction) -> bool:
@@ -41,17 +85,65 @@ def same_number(given: Fraction | None, expected: Fraction) -> bool:
     return given is not None and given == expected
 
 
-def _numbers(text: str) -> list[Fraction]:
-    text = _FRACTION.sub(r"\1/\2", text)
-    return [value for match in _NUMBER.finditer(text) if (value := _value(text, match)) is not None]
+def _line(text: str) -> str:
+    """The first line that has a text, or the one after it where it is a heading such as ``Final Answer``."""
+    lines = [line for line in text.split("\n") if line.strip()][:2]
+    heading = len(lines) == 2 and "answer" in lines[0].lower() and not re.search(r"\d", lines[0])
+    return lines[heading] if lines else ""
 
 
-def _value(text: str, match: re.Match[str]) -> Fraction | None:
-    written = re.sub(r"[\s$,]", "", match[0]).replace("−", "-")
-    before = text[: match.start()].rstrip(" ")
-    if written.startswith("-") and before[-1:].isalnum():
-        written = written[1:]  # a dash between words or a subtraction, not a sign
-    try:
-        return Fraction(written)
-    except (ValueError, ZeroDivisionError):
+def _last_box(text: str) -> str | None:
+    r"""What is in the last ``\boxed{}`` that is closed and not empty."""
+    last = None
+    opened: list[re.Match[str]] = []
+    for brace in _BRACE.finditer(text):
+        if brace[0] != "}":
+            opened.append(brace)
+        elif opened and (opening := opened.pop())["box"]:
+            last = text[opening.end() : brace.start()].strip() or last
+    return last
+
+
+def _stated(text: str, *, marked: bool = False) -> Fraction | None:
+    """The number of a line or a box, without units and remarks where that leaves one."""
+    if marked and _HEADING_NUMBER.match(text):
         return None
+    for plain in (_REMARK.sub(" ", _plain(_UNIT.sub(" ", text))), _plain(text)):
+        if not (numbers := _numbers(plain)):
+            continue
+        before = plain[: numbers[0][0]]
+        if marked and not _is_label(before):
+            continue
+        _, equals, after = plain.rpartition("=")
+        return (_numbers(after) or numbers)[0 if marked and not equals else -1][1]
+    return None
+
+
+def _is_label(text: str) -> bool:
+    """Whether the number after this is an answer: ``Final answer``, ``Total:``, ``x =``, ``the sum is``, or no word."""
+    words = text.lower().rstrip(" *_`{([\\-")
+    return not re.search("[a-z]", words) or "answer" in words or words.endswith((":", "=", " is"))
+
+
+def _plain(text: str) -> str:
+    for pattern, plain in _PLAIN:
+        text = pattern.sub(plain, text)
+    return text
+
+
+def _numbers(plain: str) -> list[tuple[int, Fraction]]:
+    """The numbers of a plain text, each with the place where it begins."""
+    found = ((match.start(), _value(match)) for match in _NUMBER.finditer(plain))
+    return [(start, value) for start, value in found if value is not None]
+
+
+def _value(match: re.Match[str]) -> Fraction | None:
+    parts = {name: part.replace(",", "").replace("−", "-") for name, part in match.groupdict("").items()}
+    try:
+        value = Fraction(f"{parts['top']}e{parts['exponent'] or 0}") / Fraction(parts["bottom"] or 1)
+        if parts["whole"] and value < 1:
+            value += int(parts["whole"])
+        value **= int(parts["power"] or 1)
+    except (ValueError, ZeroDivisionError):  # division by zero, or more digits than Python reads
+        return None
+    return -value if parts["sign"] else value

@@ -16,6 +16,7 @@ from typing import Any
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.report.rows import Row
 from lockstep.text import Prompt
+from lockstep.urls import open_http
 
 JUDGE = "judge"
 """The column of the verdicts, and the name of their mean."""
@@ -119,8 +120,6 @@ class Judge:
 
     def __init__(self, config: JudgeConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._config, self._clock = config, clock
-        # A redirect would send the key to wherever it points.
-        self._opener = urllib.request.build_opener(_NoRedirect)
 
     def judge(self, rows: Sequence[Row], prompts: Sequence[Prompt]) -> tuple[list[Row], list[str]]:
         """Add the verdict to each row; nothing is raised, and no row waits longer than the round's ``max_seconds``.
@@ -176,19 +175,19 @@ class Judge:
         reply = self._ask(text, deadline)
         numbers = _NUMBER.findall(reply)
         if not numbers:
-            raise LockstepError(f"the reply has no number: {reply[:_SHOWN]!r}")
+            raise LockstepError(f"the reply has no number: {self._beginning(reply.encode(errors='replace'))!r}")
         return float(numbers[-1])
 
     def _ask(self, text: str, deadline: float) -> str:
         config = self._config
         for attempt in range(config.retries + 1):
-            left = deadline - self._clock()
-            if left <= 0:
-                raise TimeoutError(f"the {config.max_seconds:g} s for all answers of a round are over")
+            if self._clock() >= deadline:
+                raise TimeoutError(self._over())
             try:
-                return self._reply(text, min(config.timeout_s, left))
+                return self._reply(text, deadline)
             except urllib.error.HTTPError as error:
-                said = f"HTTP {error.code} {error.reason}: {error.read(_SHOWN).decode(errors='replace')}"
+                body = error.read(MAX_REPLY_BYTES)
+                said = f"HTTP {error.code} {error.reason}: {self._beginning(body)}"
                 if attempt == config.retries or not (error.code == TOO_MANY_REQUESTS or error.code >= 500):
                     raise LockstepError(said) from None
             except (OSError, TimeoutError) as error:
@@ -197,8 +196,12 @@ class Judge:
             time.sleep(max(0.0, min(BACKOFF_S * 2**attempt, deadline - self._clock())))
         raise AssertionError("the last attempt returns or raises")
 
-    def _reply(self, text: str, timeout_s: float) -> str:
-        config, end = self._config, self._clock() + timeout_s
+    def _over(self) -> str:
+        return f"the {self._config.max_seconds:g} s for all answers of a round are over"
+
+    def _reply(self, text: str, deadline: float) -> str:
+        config, begin = self._config, self._clock()
+        end = min(begin + config.timeout_s, deadline)
         body = {
             "model": config.model,
             "messages": [{"role": "user", "content": text}],
@@ -211,33 +214,33 @@ class Judge:
         url = config.base_url.rstrip("/") + "/chat/completions"
         data = json.dumps(body).encode()  # ASCII: a lone surrogate of a model travels as its escape
         request = urllib.request.Request(url, data, headers, method="POST")
-        with self._opener.open(request, timeout=timeout_s) as response:
+        with open_http(request, max(1e-3, end - begin)) as response:
             received = b""
             while chunk := response.read1(65536):
                 received += chunk
                 if len(received) > MAX_REPLY_BYTES:
                     raise LockstepError(f"the reply is longer than {MAX_REPLY_BYTES} bytes")
                 if self._clock() > end:
-                    raise TimeoutError(f"the reply was not complete after {timeout_s:g} s")
+                    late = f"the reply was not complete after {config.timeout_s:g} s"
+                    raise TimeoutError(self._over() if end == deadline else late)
             if response.length:
                 raise ConnectionError("the reply ended too early")
         try:
             content: Any = json.loads(received)["choices"][0]["message"]["content"]
         except (ValueError, LookupError, TypeError):
-            raise LockstepError(f"not a chat completion: {received[:_SHOWN]!r}") from None
+            raise LockstepError(f"not a chat completion: {self._beginning(received)!r}") from None
         if not isinstance(content, str):
-            raise LockstepError(f"the reply has no text: {received[:_SHOWN]!r}")
+            raise LockstepError(f"the reply has no text: {self._beginning(received)!r}")
         return content
 
     @property
     def _key(self) -> str:
         return os.environ.get(self._config.api_key_env, "").strip()
 
+    def _beginning(self, sent: bytes) -> str:
+        """The beginning of what a server sent; cut after it is redacted, or half of the key would pass."""
+        return self._redacted(sent.decode(errors="replace"))[:_SHOWN]
+
     def _redacted(self, text: str) -> str:
         """A text without the key, which a server may send back."""
         return text.replace(self._key, "(the key)") if self._key else text
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
-        return None

@@ -38,8 +38,9 @@ def exact_match(row: AnyRow, prompt: Prompt) -> float | None:
 def gsm8k(row: AnyRow, prompt: Prompt) -> float | None:
     r"""1 where the completion ends in the number of the prompt's answer, as in GSM8K; else 0.
 
-    The number of either text is what follows ``####``, else in the last ``\boxed{}``, else the last number in
-    it (Cobbe et al. 2021, https://arxiv.org/abs/2110.14168). Numbers are compared by value: 1,200.0 is 1200.
+    The number of either text is the one after the last ``####`` that one follows, else in the last ``\boxed{}``, else
+    the last number in it (Cobbe et al. 2021, https://arxiv.org/abs/2110.14168). Numbers are compared by value, without
+    units: 1,200.0 is 1200, and 1{,}200\text{ m}^2 too.
 
     Args:
         row: The completion.

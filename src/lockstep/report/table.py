@@ -7,10 +7,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lockstep.printable import visible
 from lockstep.report.metrics import metric_means
 from lockstep.report.rows import Row, SampleRow, metric_names
-
-VISIBLE_CONTROLS = {"\n": "↵", "\r": "␍", "\t": "⇥"}
 
 
 def terminal_table(rows: Sequence[Row | SampleRow], *, title: str, max_rows: int = 10, max_chars: int = 160) -> Table:
@@ -30,7 +29,9 @@ def terminal_table(rows: Sequence[Row | SampleRow], *, title: str, max_rows: int
     """
     names = metric_names(rows)
     several = any(row.generation_id for row in rows)
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.ROUNDED, caption_justify="left")
+    table = Table(
+        title=Text(visible(title), style="bold"), title_justify="left", box=box.ROUNDED, caption_justify="left"
+    )
     table.add_column("prompt", overflow="fold", ratio=2)
     if several:
         table.add_column("sample", justify="right", no_wrap=True)
@@ -38,7 +39,7 @@ def terminal_table(rows: Sequence[Row | SampleRow], *, title: str, max_rows: int
     table.add_column("tokens", justify="right", no_wrap=True)
     table.add_column("finish", no_wrap=True)
     for name in names:
-        table.add_column(name.replace("_", "\n"), justify="right", no_wrap=True)
+        table.add_column(Text("\n".join(map(visible, name.split("_")))), justify="right", no_wrap=True)
     for row in rows[:max_rows]:
         values = [row.metrics.get(name) for name in names]
         table.add_row(
@@ -46,7 +47,7 @@ def terminal_table(rows: Sequence[Row | SampleRow], *, title: str, max_rows: int
             *([Text(str(row.generation_id))] if several else []),
             Text(_shortened(row.generated_text, max_chars, keep_end=False)),
             Text(str(row.num_tokens)),
-            Text(row.finish_reason),
+            Text(visible(row.finish_reason)),
             *(Text("–" if value is None else f"{value:.3g}") for value in values),
         )
     table.caption = Text(_below(rows, max_rows))
@@ -68,16 +69,6 @@ def print_table(
     (console or Console()).print("", terminal_table(rows, title=title, max_rows=max_rows))
 
 
-def visible(text: str) -> str:
-    """A text on one line, with a sign for each newline, tab and control character, without the spaces around it.
-
-    Args:
-        text: The text.
-    """
-    shown = "".join(VISIBLE_CONTROLS.get(each, each) for each in text.strip(" "))
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in shown)
-
-
 def _shortened(text: str, limit: int, *, keep_end: bool) -> str:
     shown = visible(text)
     if len(shown) <= limit:
@@ -91,5 +82,5 @@ def _below(rows: Sequence[Row | SampleRow], max_rows: int) -> str:
     means = []
     for name, mean in metric_means(rows).items():
         measured = sum(row.metrics.get(name) is not None for row in rows)
-        means.append(f"mean {name} {mean:.3g}" + (f" of {measured}" if measured < len(rows) else ""))
+        means.append(f"mean {visible(name)} {mean:.3g}" + (f" of {measured}" if measured < len(rows) else ""))
     return " · ".join([shown, *means])

@@ -9,8 +9,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from lockstep.printable import visible
 from lockstep.report.saved_rows import SavedRow
-from lockstep.report.table import terminal_table, visible
+from lockstep.report.table import terminal_table
 from lockstep.report.tail import MetricsRecord, Tail
 
 MAX_CHARS = 160

@@ -1,6 +1,7 @@
 """The page allocator of one replica's KV cache: free pages, and reference counts of the others."""
 
-import heapq
+import bisect
+import operator
 
 NULL_PAGE = 0
 """The page that unused rows and idle slots write to. It is never allocated, and only masked positions read it."""
@@ -16,7 +17,7 @@ class PageAllocator:
     def __init__(self, num_pages: int) -> None:
         assert num_pages >= 2, num_pages
         self.num_pages = num_pages
-        self._free = list(range(1, num_pages))
+        self._free = list(range(num_pages - 1, 0, -1))  # the lowest last, where removing costs nothing
         self._references: dict[int, int] = {}
 
     @property
@@ -27,9 +28,9 @@ class PageAllocator:
     def allocate(self, count: int) -> list[int]:
         """Allocates ``count`` pages with one reference each; at most `num_free` may be asked for (assertion)."""
         assert count <= len(self._free), (count, len(self._free))
-        pages = [heapq.heappop(self._free) for _ in range(count)]
-        for page in pages:
-            self._references[page] = 1
+        pages = self._free[len(self._free) - count :][::-1]
+        del self._free[len(self._free) - count :]
+        self._references.update(dict.fromkeys(pages, 1))
         return pages
 
     def share(self, page: int) -> None:
@@ -43,6 +44,6 @@ class PageAllocator:
             self._references[page] -= 1
             if self._references[page] == 0:
                 del self._references[page]
-                heapq.heappush(self._free, page)
+                bisect.insort(self._free, page, key=operator.neg)
                 freed.append(page)
         return freed

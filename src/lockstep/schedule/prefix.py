@@ -5,7 +5,7 @@ Prefix caching by a chained hash of each page's tokens, as in vLLM
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -36,9 +36,19 @@ def tail_key(tokens: Sequence[int], page_size: int, keys: Sequence[bytes]) -> by
 
 
 class PrefixTable:
-    """The pages by key. A page is listed from its allocation until it is free again."""
+    """The pages by key. A page is listed from its allocation until it is free again.
 
-    def __init__(self) -> None:
+    Args:
+        added: Called with a key that is listed from now on.
+        removed: Called with a key that is no longer listed.
+    """
+
+    def __init__(
+        self,
+        added: Callable[[bytes], object] = lambda key: None,
+        removed: Callable[[bytes], object] = lambda key: None,
+    ) -> None:
+        self._added, self._removed = added, removed
         self._pages: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
 
@@ -56,6 +66,7 @@ class PrefixTable:
         if key not in self._pages:
             self._pages[key] = page
             self._keys[page] = key
+            self._added(key)
 
     def remove(self, pages: Sequence[int]) -> None:
         """Removes pages that became free."""
@@ -63,3 +74,4 @@ class PrefixTable:
             key = self._keys.pop(page, None)
             if key is not None:
                 del self._pages[key]
+                self._removed(key)

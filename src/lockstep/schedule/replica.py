@@ -26,7 +26,9 @@ class Replica:
         self.num_free_slots = capacity.slots
         """The number of slots without a sequence."""
         self._page_size = capacity.page_size
-        self._prefixes = PrefixTable()
+        self.holders: dict[bytes, set[int]] = {}
+        """The replicas that have the K/V of each key of full pages and of tails; shared by all replicas."""
+        self._prefixes = PrefixTable(self._hold, self._drop)
         self._queue: deque[Sequence] = deque()
         self._admitted: dict[Sequence, None] = {}  # in the order of admission
 
@@ -45,18 +47,14 @@ class Replica:
         """Whether partial pages wait to be copied."""
         return bool(self._page_copies)
 
-    def num_shared_tokens(self, sequence: Sequence) -> int:
-        """Returns the number of tokens of ``sequence`` that need no prefill here, because other sequences have them."""
-        if sequence.tail_key is not None and sequence.tail_key in self._tails:
-            return sequence.num_prefill
-        return len(self._prefixes.match(sequence.prefix_keys)) * self._page_size
+    def _hold(self, key: bytes) -> None:
+        self.holders.setdefault(key, set()).add(self.index)
 
-    def fits(self, sequence: Sequence) -> bool:
-        """Whether ``sequence`` has a slot and pages for its worst case here."""
-        if not self.num_free_slots:
-            return False
-        missing = sequence.worst_case_pages(self._page_size) - self.allocator.num_free
-        return missing <= 0 or missing <= len(self._prefixes.match(sequence.prefix_keys))
+    def _drop(self, key: bytes) -> None:
+        holders = self.holders[key]
+        holders.remove(self.index)
+        if not holders:
+            del self.holders[key]
 
     def admit(self, sequence: Sequence) -> None:
         """Gives ``sequence`` a slot and all pages that it can ever need; full pages that others have are shared.
@@ -76,7 +74,9 @@ class Replica:
         sequence.num_prefilled = len(shared) * self._page_size
         if self._shares_partial_pages and sequence.tail_key is not None:
             same = self._tails.setdefault(sequence.tail_key, [])
-            if same:
+            if not same:
+                self._hold(sequence.tail_key)
+            else:
                 self._page_copies.append((same[0], sequence))
                 sequence.num_prefilled = sequence.num_prefill
             same.append(sequence)
@@ -127,6 +127,7 @@ class Replica:
             same.remove(sequence)
             if not same:
                 del self._tails[sequence.tail_key]
+                self._drop(sequence.tail_key)
         self._prefixes.remove(self.allocator.release(sequence.pages))
         sequence.pages = []
         self.slots[sequence.slot] = None

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from lockstep.errors import ConfigError
+from lockstep.schedule.admission import Admission
 from lockstep.schedule.batch import (
     Capacity,
     CopyPagesBatch,
@@ -86,6 +87,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._rows_in_flight: list[PromptLogprobsRow] = []
         self._replicas = [Replica(i, capacity) for i in capacity.active_replicas]
+        self._admission = Admission(capacity, self._replicas)
         self._by_index = {replica.index: replica for replica in self._replicas}
         self._slots = DecodeSlots(capacity)
         self._num_active = 0
@@ -183,6 +185,7 @@ class Scheduler:
                 self._finished += 1
         for replica in self._replicas:
             replica.release_all()
+            self._admission.update(replica)
         self._num_active = 0
 
     def next_batch(self) -> PrefillBatch | CopyPagesBatch | PromptLogprobsBatch | DecodeBatch | VerifyBatch | None:
@@ -361,7 +364,9 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         """Frees the slot and the pages of an ended sequence."""
-        self._by_index[sequence.replica].release(sequence)
+        replica = self._by_index[sequence.replica]
+        replica.release(sequence)
+        self._admission.update(replica)
         self._num_active -= 1
 
     @property
@@ -370,20 +375,15 @@ class Scheduler:
         return (self._stopped + 1) / (int(self._sampled.sum()) + self.capacity.steps)
 
     def _admit(self) -> None:
+        slots = min(self.capacity.sequences, len(self._replicas) * self.capacity.slots)
         while self._waiting and self._num_active < self.capacity.sequences:
             sequence = self._waiting[0]
-            fitting = [replica for replica in self._replicas if replica.fits(sequence)]
-            if not fitting:
+            crowded = len(self._waiting) >= slots - self._num_active
+            replica = self._admission.choose(sequence, crowded=crowded)
+            if replica is None:
                 return  # longest-waiting first: no sequence overtakes another
-            # While all slots will be taken anyway, a sequence goes to the replica that has its prompt, so that the
-            # prompt is prefilled once and not once per replica.
-            free = min(self.capacity.sequences, len(self._replicas) * self.capacity.slots) - self._num_active
-            crowded = len(self._waiting) >= free
-
-            def priority(replica: Replica, sequence: Sequence = sequence, crowded: bool = crowded) -> tuple[int, int]:
-                return replica.num_shared_tokens(sequence) if crowded else 0, replica.num_free_slots
-
-            max(fitting, key=priority).admit(self._waiting.popleft())  # the first of equal ones
+            replica.admit(self._waiting.popleft())
+            self._admission.update(replica)
             self._num_active += 1
             self._slots.put(sequence)
             if self._drafter is not None:

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 """The event of jax.monitoring at each program that is about to be compiled, or read from the compilation cache."""
-EXPLAINS = "jax._src.interpreters.partial_eval"
-"""The logger of ``jax_explain_cache_misses``, by name alone; under another one, errors would lack what changed."""
 SHOWN_CHARACTERS = 2000
 """Characters of JAX's explanations that an error shows."""
 
@@ -96,10 +94,12 @@ def _explanations() -> Iterator[list[str]]:
     """Yield what JAX says inside about its tracing cache, instead of printing it."""
     import jax
 
+    from lockstep.check import cache_miss_logger
+
     texts: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger(EXPLAINS)
+    logger = cache_miss_logger()
     propagate, logger.propagate = logger.propagate, False
     logger.addHandler(handler)
     try:

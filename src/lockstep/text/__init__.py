@@ -2,7 +2,15 @@
 
 from lockstep.text.prompts import Prompt, PromptFields, PromptSource, encode, iter_prompts, read_prompts
 from lockstep.text.stop import StopFinder, cut_at_stop
-from lockstep.text.tokenizer import check_vocab, decode, load_tokenizer, stop_ids, token_texts, tokenizer_digest
+from lockstep.text.tokenizer import (
+    check_vocab,
+    decode,
+    load_tokenizer,
+    stop_ids,
+    token_count,
+    token_texts,
+    tokenizer_digest,
+)
 
 __all__ = [
     "Prompt",
@@ -17,6 +25,7 @@ __all__ = [
     "load_tokenizer",
     "read_prompts",
     "stop_ids",
+    "token_count",
     "token_texts",
     "tokenizer_digest",
 ]

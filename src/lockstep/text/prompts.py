@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import PromptError
+from lockstep.urls import url_to_fs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -227,13 +228,14 @@ def _read_file(path: str) -> Iterator[tuple[str, object]]:
                 f"{place}: not JSON ({error.msg} at column {error.colno}). Write one object per line, such as "
                 '{"prompt": "…", "answer": "…"}.'
             ) from None
+        except RecursionError:
+            raise PromptError(f"{place}: JSON that is nested too deeply to be read. Correct the line.") from None
 
 
 def _read_lines(path: str) -> Iterator[str]:
-    import fsspec
-
     try:
-        with fsspec.open(path, "rt", encoding="utf-8") as file:
+        filesystem, opened = url_to_fs(path)
+        with filesystem.open(opened, "rt", encoding="utf-8") as file:
             for line in file:
                 yield line.removesuffix("\n")
     except FileNotFoundError:

@@ -1,7 +1,9 @@
 """Hugging Face tokenizers: loading one, its stop tokens, and whether it fits the model."""
 
+import functools
 import hashlib
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Sequence
@@ -9,15 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError
+from lockstep.urls import url_to_fs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
 
 # End-of-turn tokens of chat families whose tokenizers name another token as the end of the sequence.
 END_OF_TURN_TOKENS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _SUFFIXES = (".json", ".jinja", ".model", ".txt")
 """The suffixes of files that may belong to a tokenizer; weights, which may be beside it, have others."""
+_GENERATION_CONFIG = "generation_config.json"
 _CONTEXT = 8
 _CHARACTER_TOKENS = 4
 _OF_LAST_CALL = ("padding", "truncation")
@@ -52,7 +58,9 @@ def load_tokenizer(path: str | os.PathLike[str]) -> "PreTrainedTokenizerBase":
             "working directory), or copy the tokenizer to a local directory."
         )
     try:
-        return _auto_tokenizer().from_pretrained(str(directory) if directory.is_dir() else name)
+        # Said, for without it transformers asks at the terminal whether to run what is beside the tokenizer.
+        place = str(directory) if directory.is_dir() else name
+        return _auto_tokenizer().from_pretrained(place, trust_remote_code=False)
     except Exception as error:  # AutoTokenizer raises whatever its parser or its download raised
         first_line = str(error).strip().split("\n")[0]
         where = (
@@ -93,6 +101,15 @@ def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()
 
 
+def token_count(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """One more than the largest token id; the model's embedding may have more rows.
+
+    Args:
+        tokenizer: The tokenizer.
+    """
+    return max(tokenizer.get_vocab().values()) + 1
+
+
 def check_vocab(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> None:
     """Check that every token id of the tokenizer has a row in the model's embedding.
 
@@ -116,7 +133,8 @@ def check_vocab(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> None:
 def stop_ids(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
     """The token ids that end a completion.
 
-    They are the tokenizer's end-of-sequence token, every ``eos_token_id`` of a ``generation_config.json`` beside it,
+    They are the tokenizer's end-of-sequence token, every ``eos_token_id`` of a ``generation_config.json`` beside it
+    (of a tokenizer from the Hugging Face hub: in the hub or its local cache, else a warning says that it is not known),
     and the end-of-turn tokens of the chat families (such as ``<|eot_id|>`` and ``<|im_end|>``) that it knows.
 
     Args:
@@ -177,9 +195,7 @@ def token_texts(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> 
 
 def _from_url(url: str) -> "PreTrainedTokenizerBase":
     """The tokenizer at a URL; its files are copied to a temporary directory to be read."""
-    import fsspec
-
-    filesystem, root = fsspec.core.url_to_fs(url)
+    filesystem, root = url_to_fs(url)
     try:
         listed = [path for path in filesystem.ls(root, detail=False) if path.endswith(_SUFFIXES)]
     except FileNotFoundError:
@@ -208,13 +224,36 @@ def _check_files(name: str, files: Sequence[str]) -> None:
 
 def _generation_config(name: str) -> dict[str, Any]:
     """The ``generation_config.json`` beside a tokenizer; empty where there is none."""
-    file = f"{name.rstrip('/')}/generation_config.json"
+    file = f"{name.rstrip('/')}/{_GENERATION_CONFIG}"
     if "://" in name:
-        import fsspec
-
-        filesystem, path = fsspec.core.url_to_fs(file)
+        filesystem, path = url_to_fs(file)
         return json.loads(filesystem.cat_file(path)) if filesystem.exists(path) else {}
-    return json.loads(Path(file).read_text(encoding="utf-8")) if Path(file).is_file() else {}
+    if Path(file).is_file():
+        return json.loads(Path(file).read_text(encoding="utf-8"))
+    return _hub_generation_config(name) if name and _may_be_hub_name(name) and not Path(name).is_dir() else {}
+
+
+@functools.cache
+def _hub_generation_config(name: str) -> dict[str, Any]:
+    """The same for a name on the hub, which is asked once."""
+    from huggingface_hub import try_to_load_from_cache
+    from transformers.utils.hub import cached_file
+
+    try:
+        file = cached_file(name, _GENERATION_CONFIG)
+        return json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
+    except OSError as error:
+        # The cache also remembers that the hub has no such file; only where it says nothing the answer is not known.
+        if try_to_load_from_cache(name, _GENERATION_CONFIG) is None:
+            log.warning(
+                "%s of the tokenizer %r is neither in the cache of the Hugging Face hub nor could it be fetched (%s): "
+                "answers end at the tokenizer's own end-of-sequence and end-of-turn tokens alone. Fetch it once with "
+                "a network, or point tokenizer at a directory that has it.",
+                _GENERATION_CONFIG,
+                name,
+                str(error).strip().split("\n")[0],
+            )
+        return {}
 
 
 def _may_be_hub_name(name: str) -> bool:

@@ -1,22 +1,20 @@
-"""Training checkpoints on a disk or in a bucket, written and read with orbax: the only file that imports it."""
+"""Training checkpoints on a disk or in a bucket: their directories, and what they say of themselves."""
 
-import asyncio
 import dataclasses
-import functools
+import hashlib
 import json
 import logging
-import math
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 from lockstep.errors import ConfigError
+from lockstep.urls import check_bare_name, checkpoint_path
 
 if TYPE_CHECKING:
     from etils import epath
@@ -26,16 +24,12 @@ log = logging.getLogger(__name__)
 METADATA = "metadata.json"
 """The file that makes a directory a checkpoint; it is written last."""
 
-FORMAT = 1
-"""The version of the layout of a checkpoint."""
+FORMAT = 2
+"""The version of the layout of a checkpoint; 1 had no checksums."""
 
-CHUNK_BYTES = 64 << 20
-"""The most bytes of a chunk in which an array is stored, before compression: what reading any part of it costs."""
-SPLIT_BYTES = 4 << 20
-"""Shards of more bytes, of arrays with three axes or more, are stored layer by layer: in an export one is read at a
-time."""
-CACHE_BYTES = 1 << 30
-"""The most bytes of chunks that `ArrayReader` keeps, so that neighbouring parts cost one chunk."""
+
+class DamagedCheckpointError(ConfigError):
+    """A file of a checkpoint is not as it was written, or not there."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,9 +55,16 @@ class CheckpointMetadata:
     model: Mapping[str, Any] | None = None
     """What `model_spec` returned; None where the run did not say."""
 
+    tree_digest: str | None = None
+    """What `merge_arrays` returned; None in a checkpoint of format 1, of which nothing can be verified."""
+
     def to_json(self) -> str:
-        """Return the metadata as JSON text."""
-        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1)
+        """Return the metadata as JSON text, with a digest of itself."""
+        values = dataclasses.asdict(self)
+        if self.tree_digest is None:
+            del values["tree_digest"]
+            return json.dumps({"format": 1, **values}, indent=1)
+        return _sealed({"format": FORMAT, **values})
 
     @classmethod
     def from_json(cls, text: str) -> "CheckpointMetadata":
@@ -73,15 +74,31 @@ class CheckpointMetadata:
             text: The content of a ``metadata.json``.
 
         Raises:
-            ConfigError: The text is of another version.
+            DamagedCheckpointError: The text is not as it was written, or its arrays would be elsewhere.
+            ConfigError: It is of another version.
         """
-        values = json.loads(text)
-        if values.pop("format", None) != FORMAT:
-            raise ConfigError(
-                f"this version of lockstep reads checkpoints of format {FORMAT} only. Go on with the version that "
-                "wrote them, or start a new trainer.run_id."
-            )
-        return cls(**values)
+        try:
+            values = json.loads(text)
+            sealed = values.pop("digest", None) is not None
+            version = values["format"]
+            if (not sealed and version != 1) or (sealed and _sealed(values) != text):
+                raise ValueError("its digest is another one")
+            del values["format"]
+            if version in (1, FORMAT):
+                check_bare_name(values["arrays"], METADATA)
+                return cls(**values)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise DamagedCheckpointError(str(error)) from error
+        raise ConfigError(
+            f"this version of lockstep reads checkpoints of formats 1 and {FORMAT}, and this one is of format "
+            f"{version}. Go on with the version that wrote it, or start a new trainer.run_id."
+        )
+
+
+def _sealed(values: Mapping[str, Any]) -> str:
+    """JSON text of values and of their digest."""
+    digest = hashlib.sha256(json.dumps(values, indent=1).encode()).hexdigest()
+    return json.dumps({**values, "digest": digest}, indent=1)
 
 
 class CheckpointDirectory:
@@ -96,12 +113,8 @@ class CheckpointDirectory:
     """
 
     def __init__(self, path: str) -> None:
-        from etils import epath
-
         self._local = "://" not in path
-        # tensorstore wants absolute paths.
-        self.path: epath.Path = epath.Path(os.path.abspath(path) if self._local else path)
-        _handler()  # imports orbax now: that takes a second, in which the first save would hold training up
+        self.path = checkpoint_path(path)
 
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, in ascending order."""
@@ -114,10 +127,18 @@ class CheckpointDirectory:
             step: The number of completed steps.
 
         Raises:
+            DamagedCheckpointError: They are not as they were written.
             ConfigError: The checkpoint is of another version.
             OSError: It cannot be read.
         """
-        return CheckpointMetadata.from_json((self.of(step) / METADATA).read_text())
+        file = self.of(step) / METADATA
+        try:
+            found = CheckpointMetadata.from_json(file.read_bytes().decode())
+        except (DamagedCheckpointError, UnicodeDecodeError) as error:
+            raise DamagedCheckpointError(f"{file} is damaged: {error}") from error
+        if found.tree_digest is None:
+            log.warning("%s is of a version that stored no checksums: a damaged file would not be found", self.of(step))
+        return found
 
     def of(self, step: int) -> "epath.Path":
         """Return the directory of a checkpoint.
@@ -186,6 +207,18 @@ class CheckpointDirectory:
         (self.of(step) / METADATA).unlink(missing_ok=True)
         self.of(step).rmtree(missing_ok=True)
 
+    def discard(self, step: int, arrays: str | None = None) -> None:
+        """`remove`, where a failure is nothing but a line in the log.
+
+        Args:
+            step: The number of completed steps.
+            arrays: The name of a directory of arrays, to remove it alone; None for the whole checkpoint.
+        """
+        try:
+            self.remove(step) if arrays is None else (self.of(step) / arrays).rmtree(missing_ok=True)
+        except Exception as error:  # storage libraries have their own; a process that lives still may write there
+            log.warning("%s cannot be removed: %s", self.of(step), error)
+
     def unfinished(self) -> list[int]:
         """Return the steps of directories without metadata, which interrupted saves have left."""
         complete = set(self.steps())
@@ -241,124 +274,3 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "")
         elif json.dumps(old) != json.dumps(new):
             lines.append(f"{prefix}{key}: {old} → {new}")
     return lines
-
-
-def write_arrays(directory: "epath.Path", arrays: Mapping[str, Array]) -> Callable[[], None]:
-    """Copy this process's shards to its memory, and write them from threads; launches nothing, waits for no other host.
-
-    Each shard is written by the process that has its first replica. Slices of replicated arrays, which orbax can
-    share out between the replicas, would be device programs, so it does not.
-
-    Args:
-        directory: An empty directory that every process sees.
-        arrays: Global arrays by name. They may be donated as soon as this returns.
-
-    Returns:
-        A function that waits until this process's part is written, and raises what went wrong.
-    """
-    import orbax.checkpoint as ocp
-
-    save_args = {name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=_layers(a)) for name, a in arrays.items()}
-
-    async def copy() -> Any:
-        return await _handler().async_save(directory, args=ocp.args.PyTreeSave(dict(arrays), save_args=save_args))
-
-    futures = asyncio.run(copy()) or []
-
-    def wait() -> None:
-        for future in futures:
-            future.result()
-
-    return wait
-
-
-def merge_arrays(directory: "epath.Path") -> None:
-    """Make one array store of what all processes have written; one process calls it, after all have ended writing.
-
-    Args:
-        directory: The directory that the processes wrote to.
-    """
-    _handler().finalize(directory)
-
-
-def read_arrays(directory: "epath.Path", structs: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Array]:
-    """Read arrays into the shardings of this run, whatever those of the run that wrote them; launches nothing.
-
-    Each process reads only what its own devices hold.
-
-    Args:
-        directory: The directory of the arrays.
-        structs: Global shape, type and sharding of the arrays to read, by name.
-
-    Returns:
-        The arrays by name.
-    """
-    import orbax.checkpoint as ocp
-
-    restore_args = {
-        name: ocp.type_handlers.ArrayRestoreArgs(
-            restore_type=jax.Array, sharding=one.sharding, dtype=one.dtype, global_shape=one.shape
-        )
-        for name, one in structs.items()
-    }
-    args = ocp.args.PyTreeRestore(item=dict.fromkeys(structs, 0), restore_args=restore_args, partial_restore=True)
-    read: dict[str, Array] = _handler().restore(directory, args=args)
-    return read
-
-
-class ArrayReader:
-    """Reads parts of the arrays of a checkpoint to this host's memory, without any device. Threads may share it.
-
-    Args:
-        directory: The directory of the arrays.
-    """
-
-    def __init__(self, directory: "epath.Path") -> None:
-        import tensorstore
-
-        url = os.fspath(directory)
-        self._base = url if "://" in url else f"file://{url}"
-        self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
-        self._open: dict[str, Any] = {}
-
-    def read(self, name: str, index: tuple[int | slice, ...]) -> np.ndarray:
-        """Return a part of an array.
-
-        Args:
-            name: The name of the array.
-            index: The part along each of its axes.
-
-        Raises:
-            ConfigError: It cannot be read.
-        """
-        import tensorstore
-
-        try:
-            if name not in self._open:
-                # https://google.github.io/tensorstore/kvstore/ocdbt: where orbax puts its zarr arrays.
-                store = {"driver": "ocdbt", "base": f"{self._base}/", "path": f"{name}/"}
-                spec = {"driver": "zarr", "kvstore": store}
-                self._open[name] = tensorstore.open(spec, read=True, context=self._context).result()
-            return np.asarray(self._open[name][index].read().result())
-        except ValueError as error:  # tensorstore has no errors of its own
-            text = f"array {name} of {self._base} cannot be read: {str(error)[:400]}. Copy the checkpoint again."
-            raise ConfigError(text) from error
-
-
-def _layers(array: Array) -> tuple[int, ...]:
-    """The axes that are stored in parts of one entry each."""
-    shard = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
-    return (0,) if array.ndim >= 3 and shard > SPLIT_BYTES else ()
-
-
-@functools.cache
-def _handler() -> Any:
-    import orbax.checkpoint as ocp
-
-    # This layer of orbax has no barriers between processes: those above it are device programs, or end a process that
-    # waits for one which failed. See docs/adr/0015-checkpoints.md.
-    arrays = ocp.type_handlers.ArrayHandler(
-        use_replica_parallel=False, enable_write_sharding_file=False, array_metadata_store=None
-    )
-    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
-    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)

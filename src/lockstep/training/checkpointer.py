@@ -1,6 +1,7 @@
 """How a run saves, what becomes of a save that fails on one host, and where a run goes on."""
 
 import contextlib
+import dataclasses
 import json
 import logging
 import threading
@@ -15,13 +16,13 @@ from lockstep.hosts import Hosts
 from lockstep.training.checkpoint import (
     CheckpointDirectory,
     CheckpointMetadata,
+    DamagedCheckpointError,
     changes,
-    merge_arrays,
     named_arrays,
-    read_arrays,
     shape_texts,
-    write_arrays,
 )
+from lockstep.training.checkpoint_arrays import handler, merge_arrays, read_arrays, write_arrays
+from lockstep.training.checkpoint_search import CheckpointSearch
 from lockstep.training.checkpointer_config import CheckpointerConfig
 from lockstep.training.report_wait import ReportWait
 from lockstep.training.train_state import TrainState
@@ -33,9 +34,6 @@ KEYS = "lockstep/checkpoint"
 
 SLOW_S = 1.0
 """Seconds that training may wait for the save before, without a word in the log."""
-
-SHARED_BY = "shared.json"
-"""The file by which the processes see that they have the same directory."""
 
 
 class Checkpointer:
@@ -78,9 +76,12 @@ class Checkpointer:
         self._model = model
         self._pending: _Save | None = None
         self._last_s: float | None = None
+        self._search = CheckpointSearch(self.directory)
+        handler()  # now, not in the first save, which would hold training up for a second
 
     def find(self, resume: Literal["auto", "must", "never"]) -> CheckpointMetadata | None:
-        """Return the newest checkpoint, after the leader has removed what interrupted saves have left.
+        """Return the newest checkpoint that is not known to be damaged, after the leader has removed what interrupted
+        saves have left.
 
         Args:
             resume: Whether there may, must or must not be one.
@@ -90,14 +91,15 @@ class Checkpointer:
 
         Raises:
             PeerError: There is none or one against ``resume``, the hosts do not share the directory, or it cannot be
-                used.
+                used; all are damaged, or the newest is and ``resume`` is ``must``.
         """
-        found = json.loads(self._hosts.broadcast_from_leader("finding the checkpoint", lambda: self._find(resume)))
+        text = self._hosts.broadcast_from_leader("finding the checkpoint", lambda: self._search.run(resume).encode())
+        shared_by, metadata = json.loads(text)
         with self._hosts.run_on_all("sharing the directory of checkpoints"):
-            self._check_shared(found["shared"])
-        return None if found["metadata"] is None else CheckpointMetadata.from_json(found["metadata"])
+            self._search.check_shared(shared_by)
+        return None if metadata is None else CheckpointMetadata.from_json(metadata)
 
-    def restore(self, metadata: CheckpointMetadata, structs: TrainState) -> TrainState:
+    def restore(self, metadata: CheckpointMetadata, structs: TrainState) -> TrainState | None:
         """Read a checkpoint into this run's shardings, each host only what its devices hold. Launches nothing.
 
         Args:
@@ -105,16 +107,22 @@ class Checkpointer:
             structs: Shapes and shardings of the state.
 
         Returns:
-            The state.
+            The state; None on every host where what one of them reads is damaged: `find` then returns an older one.
 
         Raises:
             PeerError: The checkpoint does not fit this run, or a host cannot read it.
         """
-        directory = self.directory.of(metadata.step)
-        with self._hosts.run_on_all("reading the checkpoint", f"reading the checkpoint {directory}"):
+        directory, read = self.directory.of(metadata.step), {}
+        with self._hosts.run_on_all("reading the checkpoint", f"reading the checkpoint {directory}") as phase:
             named = named_arrays(structs)
             self._check_fits(metadata, shape_texts(named))
-            read = read_arrays(directory / metadata.arrays, named)
+            try:
+                read = read_arrays(directory / metadata.arrays, named, metadata.tree_digest)
+            except DamagedCheckpointError as error:
+                phase.share(str(error))
+        if damage := [f"process {index}: {text}" for index, text in enumerate(phase.shared) if text]:
+            self._search.damaged[metadata.step] = "; ".join(damage)
+            return None
         if self._hosts.is_leader:
             for line in changes(metadata.config, self._run_config):
                 log.warning("the run goes on with another configuration than at step %d: %s", metadata.step, line)
@@ -280,21 +288,22 @@ class Checkpointer:
         client.delete(key)
         failures = {int(name.rpartition("/")[2]): text.decode() for name, text in posted.items() if text}
         if failures:
-            self._discard(save.step)
+            self._discard(save)
             return "; ".join(f"process {index}: {text}" for index, text in sorted(failures.items()))
         if save.given_up.is_set():
             return "given up"
         try:
-            merge_arrays(self.directory.of(save.step) / save.metadata.arrays)
+            tree_digest = merge_arrays(self.directory.of(save.step) / save.metadata.arrays)
             begin = time.monotonic()
             self._reports(save.step)
             reports_s = time.monotonic() - begin
             if save.given_up.is_set():
                 raise TimeoutError("given up")
-            self.directory.commit(save.metadata)
+            self.directory.commit(dataclasses.replace(save.metadata, tree_digest=tree_digest))
         except Exception:
-            self._discard(save.step)
+            self._discard(save)
             raise
+        self._search.damaged.pop(save.step, None)  # this one is there in its place
         self._last_s = save.seconds - reports_s
         log.info("checkpoint %s saved in %.1f s", self.directory.of(save.step), save.seconds)
         self._remove_old()
@@ -302,46 +311,16 @@ class Checkpointer:
 
     def _remove_old(self) -> None:
         try:
-            for step in self.config.keep.removed(self.directory.steps()):
-                self._discard(step)
+            # A damaged one stays, and is none of the newest.
+            for step in self.config.keep.removed([s for s in self.directory.steps() if s not in self._search.damaged]):
+                self.directory.discard(step)
         except Exception as error:  # storage libraries have their own
             log.warning("%s cannot be listed, so old checkpoints stay: %s", self.directory.path, error)
 
-    def _discard(self, step: int) -> None:
-        try:
-            self.directory.remove(step)
-        except Exception as error:  # storage libraries have their own; a process that lives still may write there
-            log.warning("%s cannot be removed: %s", self.directory.of(step), error)
-
-    def _find(self, resume: str) -> bytes:
-        self.directory.path.mkdir(parents=True, exist_ok=True)
-        for step in self.directory.unfinished():
-            log.warning("%s was not complete and is removed", self.directory.of(step))
-            self._discard(step)
-        shared = f"{time.time_ns()}"
-        (self.directory.path / SHARED_BY).write_text(shared)
-        steps = self.directory.steps()
-        if steps and resume == "never":
-            raise ConfigError(
-                f"trainer.resume is never, but {self.directory.path} has a checkpoint of step {steps[-1]}: the "
-                "checkpoints of two runs would mix. Choose another trainer.run_id, or go on with resume: auto."
-            )
-        if resume == "must" and not steps:
-            raise ConfigError(
-                f"trainer.resume is must, but there is no checkpoint in {self.directory.path}. Check trainer.run_id "
-                "and trainer.checkpointer.base_path, or use resume: auto to start from the beginning."
-            )
-        metadata = self.directory.metadata(steps[-1]).to_json() if steps else None
-        return json.dumps({"shared": shared, "metadata": metadata}).encode()
-
-    def _check_shared(self, shared: str) -> None:
-        file = self.directory.path / SHARED_BY
-        if not file.exists() or file.read_text() != shared:
-            raise ConfigError(
-                f"the directory of checkpoints {self.directory.path} is not the one that process 0 sees: each process "
-                "writes its own part there. Set trainer.checkpointer.base_path to a gs:// URL or to a file system that "
-                "all hosts share."
-            )
+    def _discard(self, save: "_Save") -> None:
+        """Remove what a failed save has written; a damaged checkpoint of its step stays."""
+        damaged = save.step in self._search.damaged
+        self.directory.discard(save.step, save.metadata.arrays if damaged else None)
 
     def _check_fits(self, metadata: CheckpointMetadata, shapes: Mapping[str, str]) -> None:
         wrong = [f"{line} (now)" for line in changes(metadata.facts, self._facts)]

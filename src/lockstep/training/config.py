@@ -63,8 +63,8 @@ class TrainerConfig:
     checkpointer: CheckpointerConfig | None = None
     """Checkpoints from which a later start of the same command goes on, given a ``run_id``; null: none."""
     resume: Literal["auto", "must", "never"] = "auto"
-    """Whether to go on from the newest checkpoint of this ``run_id``: where there is one, always (else it is an error),
-    or never (then the run must be new)."""
+    """Whether to go on from the newest checkpoint of this ``run_id``: where there is one, or from an older one where
+    that is damaged; always (none, or a damaged one, is an error); or never (then the run must be new)."""
     on_nan: Literal["raise", "skip", "stop"] = "raise"
     """What all hosts do after a step whose loss or gradient is not finite: raise; leave its update out and go on (the
     schedule then waits too); or leave it out and end the run in order, with a checkpoint where there is a

@@ -3,11 +3,15 @@
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 from jaxtyping import PyTree
 
 from lockstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lockstep.training.step import StepMetrics
+    from lockstep.training.train_state import TrainState
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +33,20 @@ class StepInfo:
     """Seconds from the launch of the step to its figures; 0 before the first."""
     average: PyTree | None = None
     """The average of the parameters over the steps, where the optimizer keeps one (``optimizer.ema_decay``)."""
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """The further figures of the step that is done, such as ``grad_norm``; the same on every host."""
+
+    @classmethod
+    def of(cls, step: int, state: "TrainState", metrics: "StepMetrics", step_duration: float) -> Self:
+        """The state after a step, with its figures."""
+        return cls(
+            step=step,
+            model=state.model,
+            loss=metrics.loss,
+            step_duration=step_duration,
+            average=state.average,
+            metrics=metrics.values,
+        )
 
     @property
     def eval_model(self) -> PyTree:

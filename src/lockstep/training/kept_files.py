@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lockstep.training.checkpoint import CheckpointDirectory
+from lockstep.urls import checkpoint_path
 
 
 def keep_files(checkpoints: str, run_dir: Path, names: Iterable[str]) -> None:
@@ -40,10 +41,8 @@ def bring_files(checkpoints: str, run_dir: Path, names: Iterable[str]) -> None:
     Raises:
         OSError: A file cannot be read or written.
     """
-    from etils import epath
-
     for name in names:
-        target, copy = run_dir / name, epath.Path(checkpoints) / name
+        target, copy = run_dir / name, checkpoint_path(checkpoints) / name
         if not target.exists() and copy.exists():
             run_dir.mkdir(parents=True, exist_ok=True)
             draft = target.with_suffix(".tmp")

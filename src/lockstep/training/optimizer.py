@@ -15,12 +15,21 @@ from lockstep.training.averaging import average_parameters
 from lockstep.training.schedules import WSD_DECAY, build_schedule
 
 DEFAULTS: Final[Mapping[str, Mapping[str, float]]] = {
-    "adamw": {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8},
-    "lion": {"beta1": 0.9, "beta2": 0.99},
-    "muon": {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "momentum": 0.95},
-    "adafactor": {"beta2": 0.8, "epsilon": 1e-30},
+    "adam": {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1},
+    "adamw": {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1},
+    "lion": {"beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1},
+    "muon": {
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "epsilon": 1e-8,
+        "momentum": 0.95,
+        "weight_decay": 0.0,
+        "adam_lr": 6e-4,
+        "adam_weight_decay": 0.0,
+    },
+    "adafactor": {"beta2": 0.8, "epsilon": 1e-30, "weight_decay": 0.1},
 }
-"""The settings of each optimizer with their defaults; it has no use for the others."""
+"""The settings of each optimizer with their defaults, which are Levanter's; it has no use for the others."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,33 +46,38 @@ class OptimizerConfig:
         0.001
     """
 
-    type: Literal["adamw", "lion", "muon", "adafactor"] = "adamw"
-    """``adamw``; ``lion`` (Chen et al. 2023, arXiv 2302.06675); ``muon`` for the matrices of the layers, AdamW for
-    embedding, output layer, norms and biases (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/);
-    ``adafactor`` (Shazeer & Stern 2018, arXiv 1804.04235)."""
+    type: Literal["adam", "adamw", "lion", "muon", "adafactor"] = "adamw"
+    """``adamw``, for which ``adam`` is Levanter's word; ``lion`` (Chen et al. 2023, arXiv 2302.06675); ``muon`` for the
+    matrices of the layers, AdamW for embedding, output layer, norms and biases (Jordan et al. 2024,
+    https://kellerjordan.github.io/posts/muon/); ``adafactor`` (Shazeer & Stern 2018, arXiv 1804.04235)."""
     learning_rate: float = 6e-4
-    """Peak learning rate. Each optimizer needs its own: lion about a tenth of AdamW's, muon about 0.02."""
-    weight_decay: float = 0.1
-    """Decoupled weight decay; norms and biases are not decayed."""
+    """Peak learning rate. Each optimizer needs its own: lion about a tenth of AdamW's, the matrices of muon about 0.02.
+    """
+    adam_lr: float | None = None
+    """Peak learning rate of what muon leaves to AdamW; null: 6e-4. The others have none."""
+    weight_decay: float | None = None
+    """Decoupled weight decay; null: 0.1, muon 0. The embedding, norms and biases are not decayed."""
+    adam_weight_decay: float | None = None
+    """Weight decay of what muon leaves to AdamW; null: as ``weight_decay``. The others have none."""
     beta1: float | None = None
     """Decay of the first moment; null: 0.9. Adafactor has none."""
     beta2: float | None = None
-    """Decay of the second moment; null: 0.95, lion 0.99, adafactor 0.8, the power with which its decay approaches 1."""
+    """Decay of the second moment; null: 0.95, adafactor 0.8, the power with which its decay approaches 1."""
     epsilon: float | None = None
     """Added to the root of the second moment; null: 1e-8. Adafactor adds it to the square, null: 1e-30; lion has none.
     """
     momentum: float | None = None
     """Decay of muon's momentum; null: 0.95. The others have none."""
     max_grad_norm: float | None = 1.0
-    """Gradients are scaled down to this global norm; null for no clipping."""
+    """Gradients are scaled down to this global norm, with muon those that it leaves to AdamW; null for no clipping."""
     warmup: float = 0.01
-    """Linear warm-up from 0: a fraction of the run below 1, a number of steps from 1 on."""
+    """Linear warm-up from 0: a fraction of the run up to 1, a number of steps above."""
     decay: float | None = None
-    """Length of the final decay: a fraction below 1, steps from 1 on; null for everything after the warm-up, with
-    ``wsd`` for 0.2."""
+    """Length of the final decay: a fraction up to 1, steps above; null for everything after the warm-up, with ``wsd``
+    for 0.2."""
     lr_schedule: Literal["cosine", "linear", "constant", "wsd", "inv_sqrt"] = "cosine"
     """Shape of the decay: ``wsd`` is stable, then falls with 1 - sqrt; ``inv_sqrt`` falls with the root of the steps
-    from the end of the warm-up on."""
+    from step 10,000 on."""
     min_lr_ratio: float = 0.1
     """Learning rate at the end, as a fraction of the peak, below which ``inv_sqrt`` does not fall; ``constant`` has no
     use for it."""
@@ -73,7 +87,7 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         uses = DEFAULTS[self.type]
-        for name in ("beta1", "beta2", "epsilon", "momentum"):
+        for name in ("beta1", "beta2", "epsilon", "momentum", "adam_lr", "adam_weight_decay"):
             if getattr(self, name) is not None and name not in uses:
                 raise ConfigError(
                     f"optimizer.{name} is {getattr(self, name)}, for which {self.type} has no use; it has "
@@ -81,7 +95,9 @@ class OptimizerConfig:
                 )
         for name, low, high in (
             ("learning_rate", 0.0, float("inf")),
+            ("adam_lr", 0.0, float("inf")),
             ("weight_decay", 0.0, float("inf")),
+            ("adam_weight_decay", 0.0, float("inf")),
             ("beta1", 0.0, 1.0),
             ("beta2", 0.0, 1.0),
             ("epsilon", 0.0, 1.0),
@@ -103,11 +119,13 @@ class OptimizerConfig:
             raise ConfigError(
                 f"optimizer.decay is {self.decay}; it must be above 0. Use lr_schedule: constant for none."
             )
-        if self.decay is not None and self.lr_schedule == "inv_sqrt":
-            raise ConfigError(
-                f"optimizer.decay is {self.decay}, for which lr_schedule: inv_sqrt has no use: it falls from the end "
-                "of the warm-up on. Remove it, or choose another lr_schedule."
-            )
+        for name in ("warmup", "decay"):
+            value = getattr(self, name)
+            if value is not None and value > 1 and value % 1:
+                raise ConfigError(
+                    f"optimizer.{name} is {value}; it must be a fraction of the run, up to 1, or a whole number of "
+                    f"steps. Use {round(value)}."
+                )
 
     def setting(self, name: str) -> float:
         """Return a setting of the optimizer, its default where it is null.
@@ -118,11 +136,12 @@ class OptimizerConfig:
         given: float | None = getattr(self, name)
         return DEFAULTS[self.type][name] if given is None else given
 
-    def schedule(self, num_train_steps: int) -> optax.Schedule:
+    def schedule(self, num_train_steps: int, peak: float | None = None) -> optax.Schedule:
         """Build the learning-rate schedule.
 
         Args:
             num_train_steps: The number of steps of the whole run.
+            peak: The peak learning rate; None: ``learning_rate``.
 
         Returns:
             A function from the number of completed steps to the learning rate of the next.
@@ -141,7 +160,7 @@ class OptimizerConfig:
             )
         return build_schedule(
             self.lr_schedule,
-            peak=self.learning_rate,
+            peak=self.learning_rate if peak is None else peak,
             min_ratio=self.min_lr_ratio,
             warmup=warmup,
             decay=decay,
@@ -160,27 +179,33 @@ class OptimizerConfig:
         Raises:
             ConfigError: Warm-up and decay together are longer than the run.
         """
-        optimizer = self._optimizer(self.schedule(num_train_steps))
-        before = [] if self.max_grad_norm is None else [optax.clip_by_global_norm(self.max_grad_norm)]
+        optimizer = self._muon(num_train_steps) if self.type == "muon" else self._of_all(num_train_steps)
         after = [] if self.ema_decay is None else [average_parameters(self.ema_decay)]
-        return optax.chain(*before, optimizer, *after) if before or after else optimizer
+        return optax.chain(optimizer, *after) if after else optimizer
 
-    def _optimizer(self, schedule: optax.Schedule) -> optax.GradientTransformation:
-        if self.type == "adamw":
-            return optax.adamw(schedule, **self._adam(), weight_decay=self.weight_decay, mask=decay_mask)
-        if self.type == "lion":
-            b1, b2 = self.setting("beta1"), self.setting("beta2")
-            return optax.lion(schedule, b1=b1, b2=b2, weight_decay=self.weight_decay, mask=decay_mask)
-        if self.type == "muon":
-            direction = optax.partition(
-                {
-                    "matrix": optax.contrib.scale_by_muon(
-                        beta=self.setting("momentum"), weight_dimension_numbers=_matrix_axes
-                    ),
-                    "other": optax.scale_by_adam(**self._adam()),
-                },
-                _muon_labels,
-            )
+    def _muon(self, num_train_steps: int) -> optax.GradientTransformation:
+        """Muon for matrices; for the rest AdamW with clipping, weight decay and learning rate of its own."""
+        muon = optax.contrib.scale_by_muon(beta=self.setting("momentum"), weight_dimension_numbers=_matrix_axes)
+        decay = self.setting("weight_decay")
+        adam_decay = decay if self.adam_weight_decay is None else self.adam_weight_decay
+        return optax.partition(
+            {
+                "matrix": optax.chain(muon, *_step(decay, self.schedule(num_train_steps))),
+                "other": optax.chain(
+                    *self._clipping(),
+                    optax.scale_by_adam(**self._adam()),
+                    *_step(adam_decay, self.schedule(num_train_steps, self.setting("adam_lr"))),
+                ),
+            },
+            _muon_labels,
+        )
+
+    def _of_all(self, num_train_steps: int) -> optax.GradientTransformation:
+        """The same optimizer for all parameters."""
+        if self.type in ("adam", "adamw"):
+            direction = optax.scale_by_adam(**self._adam())
+        elif self.type == "lion":
+            direction = optax.scale_by_lion(b1=self.setting("beta1"), b2=self.setting("beta2"))
         else:
             # Without optax.adafactor's own decay, which is not scaled by the learning rate.
             direction = _on_arrays(
@@ -189,15 +214,18 @@ class OptimizerConfig:
                     optax.clip_by_block_rms(1.0),
                 )
             )
-        decay = optax.add_decayed_weights(self.weight_decay, decay_mask)
-        return optax.chain(direction, decay, optax.scale_by_learning_rate(schedule))
+        step = _step(self.setting("weight_decay"), self.schedule(num_train_steps))
+        return optax.chain(*self._clipping(), direction, *step)
+
+    def _clipping(self) -> list[optax.GradientTransformation]:
+        return [] if self.max_grad_norm is None else [optax.clip_by_global_norm(self.max_grad_norm)]
 
     def _adam(self) -> dict[str, float]:
         return {"b1": self.setting("beta1"), "b2": self.setting("beta2"), "eps": self.setting("epsilon")}
 
 
 def decay_mask(parameters: PyTree) -> PyTree:
-    """Mark the parameters that weight decay acts on: all but those whose path names a norm or a bias.
+    """Mark the parameters that weight decay acts on: all but the embedding, norms and biases, as Levanter does.
 
     Args:
         parameters: The model's parameters.
@@ -209,7 +237,8 @@ def decay_mask(parameters: PyTree) -> PyTree:
     def decays(path: tuple[object, ...], leaf: object) -> bool:
         del leaf
         text = jax.tree_util.keystr(path).lower()
-        return "norm" not in text and "bias" not in text and ".ln_" not in text
+        spared = ("norm", "bias", ".ln_", "embed")
+        return "unembed" in text or not any(name in text for name in spared)
 
     return jax.tree_util.tree_map_with_path(decays, parameters)
 
@@ -222,6 +251,11 @@ def completed_updates(opt_state: PyTree) -> Int[Array, ""] | None:
     """
     parts = jax.tree.leaves(opt_state, is_leaf=lambda part: isinstance(part, optax.ScaleByScheduleState))
     return next((part.count for part in parts if isinstance(part, optax.ScaleByScheduleState)), None)
+
+
+def _step(weight_decay: float, schedule: optax.Schedule) -> list[optax.GradientTransformation]:
+    """From a direction to an update."""
+    return [optax.add_decayed_weights(weight_decay, decay_mask), optax.scale_by_learning_rate(schedule)]
 
 
 def _muon_labels(parameters: PyTree) -> PyTree:
@@ -274,5 +308,5 @@ def _on_arrays(inner: optax.GradientTransformation) -> optax.GradientTransformat
 
 
 def _steps(length: float, num_train_steps: int) -> int:
-    """Return a length in steps: below 1 it is a fraction of the run."""
-    return int(length * num_train_steps) if length < 1 else int(length)
+    """Return a length in steps: up to 1 it is a fraction of the run, as in Levanter."""
+    return int(length * num_train_steps) if length <= 1 else int(length)

@@ -7,7 +7,7 @@ import os
 import re
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import draccus
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from lockstep.credentials import hide_credentials
 from lockstep.errors import ConfigError
 from lockstep.models import (
     LlamaConfig,
@@ -32,16 +33,18 @@ from lockstep.models import (
 )
 from lockstep.training.checkpoint import (
     METADATA,
-    ArrayReader,
     CheckpointDirectory,
     CheckpointMetadata,
     changes,
     named_arrays,
-    read_arrays,
     shape_texts,
 )
+from lockstep.training.checkpoint_arrays import ArrayReader, read_arrays
 from lockstep.training.checkpointer_config import CheckpointerConfig
 from lockstep.training.step import parameter_shardings
+
+if TYPE_CHECKING:
+    from etils import epath
 
 RESUMABLE = "resumable.json"
 """The file of a run directory that a later start may go on in; it says where the checkpoints are."""
@@ -84,7 +87,7 @@ def model_spec(config: LlamaConfig, vocab_size: int, adapters: SavedAdapters | N
         'llama'
     """
     spec = {"config": draccus.encode(config, ModelConfig), "vocab_size": vocab_size}
-    return spec if adapters is None else spec | {"adapters": draccus.encode(adapters)}
+    return spec if adapters is None else spec | {"adapters": hide_credentials(draccus.encode(adapters))}
 
 
 def save_tokenizer(path: str, tokenizer: SavesTokenizer) -> None:
@@ -128,6 +131,7 @@ class SavedModel:
         rows: The number of rows of the embedding, which may be more.
         dtype: The float type in which the parameters are stored; with adapters, that of the base model in training.
         adapters: The adapters, where they alone are in the checkpoint; None where the whole model is.
+        base_model: The directory or URL of their base model; None for the one that the checkpoint names.
     """
 
     directory: CheckpointDirectory
@@ -137,6 +141,7 @@ class SavedModel:
     rows: int
     dtype: str
     adapters: SavedAdapters | None = None
+    base_model: str | None = None
 
     @property
     def path(self) -> str:
@@ -145,11 +150,19 @@ class SavedModel:
 
     @property
     def tokenizer(self) -> str:
-        """The tokenizer of the run: a directory, a URL or a name."""
+        """The directory or URL of the tokenizer beside the checkpoint.
+
+        Raises:
+            ConfigError: There is none. What the checkpoint names elsewhere is not opened: others may have written it.
+        """
         beside = self.directory.path / TOKENIZER
-        if (beside / _LAST).exists():
-            return os.fspath(beside)
-        return str(self.metadata.config.get("tokenizer") or beside)
+        if not (beside / _LAST).exists():
+            named = self.metadata.config.get("tokenizer")
+            raise ConfigError(
+                f"there is no tokenizer at {beside}, beside the checkpoint. Set tokenizer"
+                + (f"; the run had {named!r}." if named else ".")
+            )
+        return os.fspath(beside)
 
     def fingerprint(self) -> str:
         """Return a digest that differs between checkpoints: each save has a name of its own in its metadata."""
@@ -159,10 +172,15 @@ class SavedModel:
         """Return the directory or URL of the base model that the adapters are for.
 
         Raises:
-            ConfigError: It is not there any more, or is another one.
+            ConfigError: It is not there any more, or is another one; or the checkpoint names one that is not beside it.
         """
         assert self.adapters is not None, "there is a base where there are adapters"
-        base = self.adapters.base
+        base = self.base_model or self.adapters.base
+        if self.base_model is None and not _is_beside(base, os.fspath(self.directory.path)):
+            raise ConfigError(
+                f"{self.path} has adapters alone, and says that their base model is {base!r}, which is not beside it. "
+                "If you trust that place, give it as base_model."
+            )
         try:
             found = fingerprint(base)
         except (ConfigError, OSError) as error:
@@ -199,6 +217,7 @@ class SavedModel:
             base: The model that adapters are for, read from `checked_base`; None where there are none.
 
         Raises:
+            DamagedCheckpointError: A file is not as it was written, or not there.
             ConfigError: The mesh does not divide an axis.
         """
         structs = self.trained()
@@ -211,7 +230,7 @@ class SavedModel:
             shardings,
         )
         named = named_arrays({"model": placed})
-        read = read_arrays(self.directory.of(self.metadata.step) / self.metadata.arrays, named)
+        read = read_arrays(self._arrays, named, self.metadata.tree_digest)
         trained = jax.tree.unflatten(jax.tree.structure(structs), [read[name] for name in named])
         if self.adapters is None:
             model: LlamaLMHeadModel = trained
@@ -219,9 +238,16 @@ class SavedModel:
         assert base is not None, "adapters have a base"
         return LoraModel(base=base, adapters=trained, scale=self.adapters.lora.scale)
 
+    @property
+    def _arrays(self) -> "epath.Path":
+        return self.directory.of(self.metadata.step) / self.metadata.arrays
+
+    def _array_reader(self) -> ArrayReader:
+        return ArrayReader(self._arrays, checked=self.metadata.tree_digest is not None)
+
     def pair_reader(self) -> ReadPair:
         """Return a function that reads the factors of a layer's adapter, in float32, to this host's memory."""
-        arrays = ArrayReader(self.directory.of(self.metadata.step) / self.metadata.arrays)
+        arrays = self._array_reader()
 
         def read_pair(name: str, layer: int) -> tuple[np.ndarray, np.ndarray]:
             a, b = (arrays.read(f"model.{name}.{factor}.0", (layer,)) for factor in ("a", "b"))
@@ -237,7 +263,7 @@ class SavedModel:
         """
         if self.adapters is not None:
             return merged_rows(self.checked_base(), self.dtype, self.adapters.lora, self.pair_reader())
-        arrays = ArrayReader(self.directory.of(self.metadata.step) / self.metadata.arrays)
+        arrays = self._array_reader()
 
         def read(tensor: SavedTensor, start: int, stop: int) -> np.ndarray:
             parameter = tensor.parameter
@@ -249,12 +275,14 @@ class SavedModel:
         return read
 
 
-def saved_model(path: str, step: int | None = None) -> SavedModel:
+def saved_model(path: str, step: int | None = None, base_model: str | None = None) -> SavedModel:
     """Return the model of a training checkpoint; nothing but its metadata is read.
 
     Args:
         path: A run directory, the directory or URL of its checkpoints, or one of them (``step-N``).
         step: The number of completed steps; None for the newest checkpoint.
+        base_model: The directory or URL of the base model of adapters; None for the one that the checkpoint names,
+            which must be beside it.
 
     Raises:
         ConfigError: There is no such checkpoint, or it does not say what its model is.
@@ -292,7 +320,10 @@ def saved_model(path: str, step: int | None = None) -> SavedModel:
         rows=rows,
         dtype=kind,
         adapters=adapters,
+        base_model=base_model,
     )
+    if base_model is not None and adapters is None:
+        raise ConfigError(f"base_model is {base_model!r}, and {found_model.path} has no adapters. Remove it.")
     wrong = changes(
         {name: text for name, text in metadata.shapes.items() if _of_model(name)},
         shape_texts(named_arrays({"model": found_model.trained()})),
@@ -326,6 +357,12 @@ def saved_at(path: str) -> float:
     directory = CheckpointDirectory(base)
     metadata = directory.of(directory.steps()[-1] if step is None else step) / METADATA
     return float(metadata.stat().mtime)
+
+
+def _is_beside(path: str, checkpoints: str) -> bool:
+    """Whether a path or URL is below the directory that the checkpoints are in."""
+    parent = os.path.dirname(checkpoints)
+    return not parent.endswith(":") and os.path.normpath(path).startswith(os.path.normpath(parent) + "/")
 
 
 def _of_model(name: str) -> bool:

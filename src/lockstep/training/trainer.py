@@ -187,7 +187,7 @@ class Trainer:
         return self._launch("frozen_copy", precision.cast_to_compute, [model], out_shardings=shardings)
 
     def restore(self, init: Callable[[jax.Array], PyTree], frozen: PyTree = None) -> TrainState | None:
-        """Read the newest checkpoint of this run, into the shardings of this mesh, whatever those of the run were.
+        """Read the newest checkpoint of this run that is not damaged, into the shardings of this mesh.
 
         Args:
             init: A function that makes a model from a key; only the shapes of its result are used. For a
@@ -204,13 +204,13 @@ class Trainer:
         """
         if self._checkpointer is None:
             return None
-        metadata = self._checkpointer.find(self.config.resume)
-        if metadata is None:
-            return None
-        structs, _ = state_structs(init, self._optimizer, self.mesh, self.config.precision)
-        state = self._checkpointer.restore(metadata, structs).join(frozen)
-        self._saves.resumed_from = metadata
-        return state
+        while (metadata := self._checkpointer.find(self.config.resume)) is not None:
+            structs, _ = state_structs(init, self._optimizer, self.mesh, self.config.precision)
+            state = self._checkpointer.restore(metadata, structs)
+            if state is not None:
+                self._saves.resumed_from = metadata
+                return state.join(frozen)
+        return None
 
     def train(self, model: PyTree | TrainState, batches: Batches | BatchSource) -> TrainResult:
         """Train until ``num_train_steps`` steps are done.
@@ -332,9 +332,7 @@ class Trainer:
             run.source.prepare(step + 1)
             metrics = step_fn.read(figures)
         speed = run.meter.step(batch, step_s=time.perf_counter() - start, wait_s=start - asked)
-        info = StepInfo(
-            step=step, model=state.model, loss=metrics.loss, step_duration=speed.step_s, average=state.average
-        )
+        info = StepInfo.of(step, state, metrics, speed.step_s)
         run.log.step(info, metrics, speed, getattr(run.source, "progress", ""))
         return state, info, metrics
 

@@ -15,9 +15,9 @@ from tunix.rl import common, reshard, utils
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 
 from lockstep.device import fetch
-from lockstep.engine import Engine, EngineConfig
+from lockstep.engine import Engine, EngineConfig, generate_on_all
 from lockstep.errors import ConfigError
-from lockstep.hosts import Hosts, current
+from lockstep.hosts import Hosts, current, environment
 from lockstep.models import read_decoder
 from lockstep.placement import mesh_of
 from lockstep.tunix.compute_dtype import compute_dtype
@@ -121,9 +121,15 @@ class Rollout(BaseRollout):
         self._calls += 1
         requests = _grouped(tokens, params)
         largest = [dataclasses.replace(each, prompt_tokens=(0,) * width) for each in requests]
-        read = read_decoder(self._model)
-        self.engine.prepare(read, largest)  # whatever the lengths of this call's prompts, the same programs
-        completions = self.engine.generate(read, requests, hosts=self._hosts)
+        with self._hosts.scope("generate") as scope:
+            # Made for the widest prompts: whatever the lengths of this call's, the same programs.
+            completions = generate_on_all(
+                scope,
+                lambda: (self.engine, read_decoder(self._model), None),
+                requests,
+                largest=largest,
+                facts=environment(),
+            ).completions
         padded = np.full((len(tokens), width), self.pad_id(), np.int32)
         for row, prompt in zip(padded, tokens, strict=True):
             row[width - len(prompt) :] = prompt

@@ -1,6 +1,6 @@
 import dataclasses
 
-from lockstep.check.alone import Alone
+from lockstep.check.alone import ProcessChecks
 from lockstep.check.log import Comparison, Launch, ProcessLog, Program
 from lockstep.check.stack import Frame
 
@@ -14,7 +14,7 @@ STEP = Program(number=0, name="step", digest="1", processes=(0, 1), local=(0,), 
 
 def look(*events):
     log = ProcessLog(index=0)
-    alone, found = Alone(log), []
+    alone, found = ProcessChecks(log), []
     for event in events:
         if isinstance(event, Launch) and event.program.shared and event.thread not in log.shared_threads:
             log.shared_threads.append(event.thread)
@@ -102,6 +102,15 @@ def test_a_loop_that_initialises_parameters_and_ends_is_no_growth():
     layers = [Launch(program=STEP, stack=at(1), live=n) for n in range(20)]
     training = [Launch(program=STEP, stack=at(2), live=20) for _ in range(10)]
     assert look(*layers, *training) == []
+
+
+def test_an_operation_for_each_leaf_at_the_end_is_no_growth_but_a_loop_of_operations_can_grow():
+    """What saves a model copies it leaf by leaf, more often than there were steps."""
+    copy = dataclasses.replace(STEP, name="jit(copy)", operation=True, number=1, digest="2")
+    training = [Launch(program=STEP, stack=at(1), live=20) for _ in range(10)]
+    leaves = [Launch(program=copy, stack=at(2), live=20 + n) for n in range(30)]
+    assert look(*training, *leaves) == []
+    assert [finding.kind for finding in look(*leaves)] == ["growth"]
 
 
 def test_what_is_freed_now_and_then_does_not_grow():

@@ -7,6 +7,7 @@ from lockstep.check.follow import Follower
 from tests.unit.check.test_log import LAUNCH, PROGRAM, STACK
 
 LOG = {**PROGRAM, "id": 1, "name": "log", "digest": "e"}
+WHERE = {"is": "where", "thread": "MainThread", "stack": 0, "compiling": False, "waiting": False}
 LOGGED = {**LAUNCH, "program": 1}
 
 
@@ -93,6 +94,29 @@ def test_processes_wait_unless_one_compiles(job):
     job.write(1, STACK)
     job.follower.read()
     assert job.follower.waits()
-    job.write(1, {"is": "where", "thread": "MainThread", "stack": 0, "compiling": True})
+    job.write(1, {**WHERE, "compiling": True})
     job.follower.read()
     assert not job.follower.waits()
+
+
+def test_processes_that_wait_in_a_launch_of_all_are_ended_and_none_is_said_not_to_enter_it(job):
+    """XLA's CPU runtime has stopped; one process has handed it more launches than the other."""
+    job.write(0, LAUNCH, LAUNCH, LAUNCH, {**WHERE, "waiting": True})
+    job.write(1, LAUNCH, WHERE)
+    job.follower.read()
+    assert [finding.kind for finding in job.follower.finish(End.HUNG)] == ["some_enter"]
+    job.write(1, {**WHERE, "waiting": True})
+    job.follower.read()
+    assert job.follower.waits()
+
+
+def test_a_launch_that_is_missing_is_not_the_one_in_which_both_wait(job):
+    job.write(0, LAUNCH, LAUNCH, LAUNCH, {**WHERE, "waiting": True})
+    job.write(1, LAUNCH, {**WHERE, "waiting": True})
+    assert job.follower.finish(End.HUNG) == []
+
+
+def test_an_error_of_a_launch_that_timed_out_is_no_launch_that_is_missing(job):
+    job.write(0, LAUNCH, LAUNCH)
+    job.write(1, LAUNCH, {"is": "error", "text": "JaxRuntimeError: Gloo AllReduce failed", "stack": 0})
+    assert job.follower.finish(End.HUNG) == []

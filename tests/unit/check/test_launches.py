@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -42,3 +45,10 @@ def test_a_version_of_jax_without_what_is_replaced_is_refused(monkeypatch):
         record_launches(),
     ):
         pass
+
+
+def test_the_check_itself_does_not_import_jax():
+    """A checked script may set what JAX reads when it is imported."""
+    code = "import sys, lockstep.check; print('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -60,7 +60,7 @@ def test_no_file_is_no_launch(tmp_path):
 
 
 def test_where_a_process_is_counts_since_its_last_launch(tmp_path):
-    where = {"is": "where", "thread": "MainThread", "stack": 0, "compiling": False}
+    where = {"is": "where", "thread": "MainThread", "stack": 0, "compiling": False, "waiting": False}
     written = Written(tmp_path)
     written.read(STACK, PROGRAM, LAUNCH, where)
     assert set(written.log.where) == {"MainThread"}

@@ -46,6 +46,7 @@ def test_a_finding_has_the_users_own_line_the_stack_and_the_way_out(finding):
     assert "3 times" in text and "| a set" in text and EVIL in text
     assert f"On a pod: {finding.about.on_pod}" in text and f"Change: {finding.about.fix}" in text
     assert result(finding).exit_code == 1
+    assert "docs/" not in text  # an installed user has no clone
 
 
 def test_what_is_seen_during_the_run_is_one_line_with_both_places(finding):

@@ -37,8 +37,7 @@ def loops(hosts):
 
 def test_every_launch_is_in_the_ledger():
     hosts = Hosts(MemoryClient.hub(1)[0])
-    ((seconds,),) = time_loops(hosts, "adding", lambda: loops(hosts))
-    assert 0 < seconds < 1
+    time_loops(hosts, "adding", lambda: loops(hosts))
     assert hosts.ledger.launches == ["fill"] + ["add"] * (1 + 2 * bench.REPEATS)
 
 

@@ -57,3 +57,8 @@ def test_variables_that_no_job_survives_are_found():
         "1 variable of JAX, TPU, Hugging Face and W&B, 2 compiler flags; compiled programs are not kept "
         "(JAX_COMPILATION_CACHE_DIR)"
     )
+
+
+def test_no_variable_has_a_secret_in_it():
+    found = run_variables({"WANDB_PASSWD": "hush", "HF_AUTH": "hush", "WANDB_BASE_URL": "https://me:hush@h/?k=hush"})
+    assert found["WANDB_PASSWD"] == found["HF_AUTH"] == "set" and "hush" not in str(found)

@@ -82,9 +82,16 @@ class Wandb(http.server.BaseHTTPRequestHandler):
         else:
             body = b"no"
         self.send_response(self.server.status)
+        if self.server.status in (302, 307):
+            self.send_header("Location", self.server.elsewhere)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+    def do_GET(self):
+        self.server.keys.append(self.headers["Authorization"])
+        self.send_response(200)
+        self.end_headers()
 
     def log_message(self, *_):
         pass
@@ -117,6 +124,18 @@ def test_a_key_that_is_no_good_is_found_and_not_shown(wandb, status, viewer, tex
     found = check_wandb({}, 5)
     assert found.outcome == "fix" and text in found.text
     assert "hush" not in str(found)
+
+
+@pytest.mark.parametrize("status", [302, 307])
+def test_the_key_follows_no_redirect(wandb, status):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Wandb) as other:
+        other.keys = []
+        threading.Thread(target=other.serve_forever, args=(0.02,), daemon=True).start()
+        wandb.status, wandb.elsewhere = status, f"http://127.0.0.1:{other.server_port}/"
+        found = check_wandb({}, 5)
+        other.shutdown()
+    assert other.keys == [] and len(wandb.keys) == 1
+    assert found.outcome == "fix" and f"answers {status}" in found.text
 
 
 def test_wandb_that_is_not_installed(wandb, monkeypatch):

@@ -43,5 +43,5 @@ def test_a_lost_process_is_the_end(monkeypatch):
         raise HostTimeoutError("barrier timed out")
 
     monkeypatch.setattr("lockstep.doctor.self_test._train", train)
-    with pytest.raises(HostTimeoutError):
+    with pytest.raises(HostTimeoutError, match="barrier timed out"):
         outcomes(monkeypatch)

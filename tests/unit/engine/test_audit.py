@@ -6,10 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import lockstep
 from lockstep.engine import Auditor, Engine, EngineConfig
+from lockstep.engine.audit import _Differences
 from lockstep.errors import CapacityError, ConfigError
 from lockstep.models import as_trainable, read_decoder
 from lockstep.types import Completion, FinishReason
@@ -98,9 +100,9 @@ def test_one_program_for_all_rounds_and_nothing_left_behind() -> None:
 def test_an_audit_that_does_not_fit_is_refused() -> None:
     auditor = Auditor(mesh_of("1,2,2"))
     auditor.prepare(model_on("1,2,2"), mixed_requests())
-    auditor.check_memory(2**30, 0.9)
+    auditor.check_memory(2**30)
     with pytest.raises(CapacityError, match="the audit needs .* for sequences of 64 tokens; there are 90 B: hbm_util"):
-        auditor.check_memory(100, 0.9)
+        auditor.check_memory(100)
 
 
 def test_nothing_sampled_nothing_to_compare() -> None:
@@ -129,3 +131,13 @@ def test_the_view_is_the_model(family: str) -> None:
     assert jax.tree.structure(view) == jax.tree.structure(model)
     assert all(a is b for a, b in zip(jax.tree.leaves(view), jax.tree.leaves(model), strict=True))
     assert view.config == FAMILIES[family]
+
+
+def test_differences_have_a_mean_and_what_is_not_a_number_is_infinite() -> None:
+    differences = _Differences()
+    assert differences.mean == 0.0
+    differences.add(np.array([-1.0, -2.0]), np.array([-1.5, -2.0]))
+    differences.add(np.array([-3.0]), np.array([-2.0]))
+    assert (differences.largest, differences.mean) == (1.0, 0.5)
+    differences.add(np.array([np.nan]), np.array([-2.0]))
+    assert differences.largest == differences.mean == np.inf

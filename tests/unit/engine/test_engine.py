@@ -282,7 +282,7 @@ def test_a_launch_that_fails_is_known_to_all(engine: Engine, model: Any, monkeyp
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(engine, "run", fail)
+    monkeypatch.setattr(engine, "stream", fail)
     with pytest.raises(LockstepError, match="out of memory"):
         engine.generate(model, [request(0, 3)], hosts=current())
 

@@ -27,33 +27,33 @@ def started(work):
 
 def test_questions_are_answered_and_the_result_comes_after_the_last():
     thread, done = started(lambda ask: [ask(["a"], False), ask(["b"], True)])
-    first = thread.next_question(5)
+    first = thread.next_question(60)
     assert (first.requests, first.last) == (["a"], False)
     thread.answer(["A"])
-    second = thread.next_question(5)
+    second = thread.next_question(60)
     assert (second.requests, second.last) == (["b"], True)
     thread.answer(["B"])
-    assert thread.wait(5) and done.found == [([["A"], ["B"]], None)]
+    assert thread.wait(60) and done.found == [([["A"], ["B"]], None)]
 
 
 def test_work_that_ends_after_a_question_that_was_not_its_last_releases_the_hosts():
     thread, done = started(lambda ask: ask(["a"], False))
-    thread.next_question(5)
+    thread.next_question(60)
     thread.answer(["A"])
-    last = thread.next_question(5)
+    last = thread.next_question(60)
     assert (last.requests, last.last, done.found) == ([], True, [])
     thread.answer([])
-    assert thread.wait(5) and done.found == [(["A"], None)]
+    assert thread.wait(60) and done.found == [(["A"], None)]
 
 
 def test_no_question_yet_is_none():
     free = threading.Event()
-    thread, _ = started(lambda ask: free.wait(5) and ask(["a"], True))
+    thread, _ = started(lambda ask: free.wait(60) and ask(["a"], True))
     assert thread.next_question(0.01) is None and thread.alive
     free.set()
-    assert thread.next_question(5).requests == ["a"]
+    assert thread.next_question(60).requests == ["a"]
     thread.give_up()
-    assert thread.wait(5)
+    assert thread.wait(60)
 
 
 def test_an_error_before_the_last_answers_is_raised_where_questions_are_awaited():
@@ -62,18 +62,18 @@ def test_an_error_before_the_last_answers_is_raised_where_questions_are_awaited(
         raise KeyError("no such field")
 
     thread, done = started(work)
-    thread.next_question(5)
+    thread.next_question(60)
     thread.answer([])
     with pytest.raises(KeyError, match="no such field"):
-        thread.next_question(5)
-    assert thread.wait(5) and done.found == []
+        thread.next_question(60)
+    assert thread.wait(60) and done.found == []
 
 
 def test_an_error_after_the_last_answers_is_reported():
     thread, done = started(lambda ask: ask(["a"], True)[7])
-    thread.next_question(5)
+    thread.next_question(60)
     thread.answer([])
-    assert thread.wait(5)
+    assert thread.wait(60)
     ((result, error),) = done.found
     assert result is None and isinstance(error, IndexError)
 
@@ -81,9 +81,9 @@ def test_an_error_after_the_last_answers_is_reported():
 def test_work_that_is_given_up_says_nothing():
     asked = []
     thread, done = started(lambda ask: asked.append(ask(["a"], False)))
-    thread.next_question(5)
+    thread.next_question(60)
     thread.give_up()
-    assert thread.wait(5) and asked == done.found == []
+    assert thread.wait(60) and asked == done.found == []
 
 
 @pytest.mark.parametrize(
@@ -95,14 +95,14 @@ def test_work_that_is_given_up_says_nothing():
 )
 def test_work_that_ends_without_a_question_is_an_error(work, message):
     with pytest.raises(LockstepError, match=message):
-        started(work)[0].next_question(5)
+        started(work)[0].next_question(60)
 
 
 def test_it_asks_nothing_after_its_last_question():
     thread, done = started(lambda ask: [ask(["a"], True), ask(["b"], True)])
-    thread.next_question(5)
+    thread.next_question(60)
     thread.answer(["A"])
-    assert thread.wait(5) and "asked again after its last question" in str(done.found[0][1])
+    assert thread.wait(60) and "asked again after its last question" in str(done.found[0][1])
 
 
 def test_a_launch_in_it_raises():

@@ -1,18 +1,31 @@
 """The round of tasks between threads, with a made-up engine: who asks, who answers, and how it ends everywhere."""
 
+import contextlib
 import threading
 
+import jax
 import pytest
 
 from lockstep.errors import PeerError
 from lockstep.evaluation import round as tasks_round
 from lockstep.evaluation.harness_thread import HarnessThread
 from lockstep.evaluation.round import run_tasks
+from lockstep.hosts import Hosts, Ledger
+from lockstep.placement import make_mesh
 from lockstep.types import Completion, FinishReason
 from tests import tiny
 from tests.multiprocess.harness import run_threads
 
 REQUESTS = tiny.requests(lengths=(3, 5))
+OVER = threading.Event()
+"""Set when a host's round is over."""
+MODEL = (tiny.CONFIG, tiny.placed_weights(make_mesh("auto")))
+
+
+@pytest.fixture(autouse=True)
+def _one_guard_per_thread(monkeypatch):
+    """The threads stand for processes, each of which would have a guard of its own."""
+    monkeypatch.setattr(jax, "thread_guard", lambda _: contextlib.nullcontext())
 
 
 class Engine:
@@ -20,14 +33,23 @@ class Engine:
 
     def __init__(self, finish=FinishReason.LENGTH, fails_on=None):
         self.asked, self.finish, self.fails_on = [], finish, fails_on
+        self.index, self.ledger = 0, Ledger()
 
-    def generate(self, model, requests, *, hosts, around_launch, find_stop, gate):
+    def free_bytes(self, model):
+        return 1
+
+    def check(self, model, requests):
+        raise AssertionError("a round of tasks is checked by its first question")
+
+    def prepare(self, model, requests, *, free):
         self.asked.append(list(requests))
-        with hosts.scope("generate") as scope, scope.run_on_all("generate"):
-            if scope.index == self.fails_on:
-                raise MemoryError("no room for a batch")
+        if self.index == self.fails_on:
+            raise MemoryError("no room for a batch")
+        return {}
+
+    def stream(self, model, requests, *, around_launch, find_stop, gate):
         gate(None)
-        return [
+        yield [
             Completion(
                 prompt_id=each.prompt_id,
                 generation_id=0,
@@ -46,9 +68,10 @@ def both(ask):
 def body(hosts, work, made, max_seconds=30.0, late=None):
     """What a host came to: the outcome, what its engine was asked, what the harness found."""
     engine, found, started = made(), [], []
+    engine.index = hosts.index
 
     def harness(model):
-        assert hosts.is_leader and model == "model"
+        assert hosts.is_leader and model is MODEL
         started.append(HarnessThread(work, lambda *each: found.append(each)))
         return started[0]
 
@@ -58,15 +81,16 @@ def body(hosts, work, made, max_seconds=30.0, late=None):
             outcome = run_tasks(
                 scope,
                 facts={"step": "3" if late is None else str(hosts.index)},
-                engine=lambda: (engine, "model"),
+                engine=lambda: (engine, MODEL),
                 harness=harness,
                 find_stop=None,
                 max_seconds=max_seconds,
             )
     except Exception as error:
         outcome = f"{type(error).__name__}: {error}"
+    OVER.set()
     for thread in started:
-        assert thread.wait(5), "the harness has ended, too"
+        assert thread.wait(60), "the harness has ended, too"
     hosts.barrier("ended")
     return outcome, engine.asked, found
 
@@ -82,12 +106,23 @@ def test_every_host_answers_what_the_leaders_harness_asks_in_its_order():
 
 def test_a_harness_that_takes_its_time_keeps_the_others_informed(monkeypatch):
     monkeypatch.setattr(tasks_round, "TICK_S", 0.01)
+    informed = threading.Event()
+    broadcast = Hosts.broadcast_from_leader
+
+    def noted(hosts, name, work):
+        message = broadcast(hosts, name, work)
+        if name == "question 3" and not hosts.is_leader:
+            informed.set()
+        return message
+
+    monkeypatch.setattr(Hosts, "broadcast_from_leader", noted)
 
     def slow(ask):
-        threading.Event().wait(0.1)
+        assert informed.wait(60), "nobody was told that there is no question yet"
         return both(ask)
 
-    assert [outcome for outcome, _, _ in run_threads(body, 2, slow, Engine)] == [True, True]
+    results = run_threads(body, 2, slow, Engine)
+    assert [(outcome, asked) for outcome, asked, _ in results] == [(True, [REQUESTS[:1], REQUESTS])] * 2
 
 
 def raises(ask):
@@ -100,7 +135,7 @@ def raises(ask):
     [
         (raises, Engine, 30.0, "PeerError: 1 of 2 processes failed at 'tasks#1/question 1'. process 0: KeyError"),
         (
-            lambda ask: threading.Event().wait(0.5),
+            lambda ask: OVER.wait(60),
             Engine,
             0.05,
             "has lasted 0.05 s (tasks.max_seconds) and the harness",
@@ -110,6 +145,7 @@ def raises(ask):
     ],
 )
 def test_what_fails_on_one_host_gives_the_round_up_on_all(work, made, max_seconds, text):
+    OVER.clear()
     results = run_threads(body, 2, work, made, max_seconds)
     (outcome,) = {outcome for outcome, _, _ in results}
     assert outcome.startswith(PeerError.__name__) and text in outcome

@@ -1,13 +1,14 @@
 """The in-memory client keeps the promises of the interface."""
 
+import socket
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
 
 from lockstep.errors import HostError
 from lockstep.hosts import JaxClient, MemoryClient, _client, on_one_machine
+from lockstep.hosts._client import bind_address
 
 
 def test_directories_end_at_a_slash():
@@ -23,7 +24,7 @@ def test_directories_end_at_a_slash():
 def test_set_overwrites_and_get_waits():
     client, other = MemoryClient.hub(2)
     threading.Timer(0.05, lambda: other.set("late", b"1")).start()
-    assert client.get("late", 5.0) == b"1"
+    assert client.get("late", 60.0) == b"1"
     other.set("late", b"2")
     assert client.get("late", 0) == b"2"
     with pytest.raises(TimeoutError, match="'never' within 0.01 s"):
@@ -34,10 +35,8 @@ def test_a_barrier_that_timed_out_is_broken_for_all():
     client, other = MemoryClient.hub(2)
     with pytest.raises(TimeoutError, match="1 of 2 arrived"):
         client.barrier("x", 0.01)
-    begin = time.monotonic()
-    with pytest.raises(TimeoutError):
-        other.barrier("x", 5.0)
-    assert time.monotonic() - begin < 1.0
+    with pytest.raises(TimeoutError, match="1 of 2 arrived"):  # at once
+        other.barrier("x", 3600.0)
 
 
 def test_no_service_no_client():
@@ -63,3 +62,29 @@ def test_processes_that_meet_at_a_loopback_address_are_on_one_machine(
     state = SimpleNamespace(client=address and object(), coordinator_address=address, num_processes=count)
     monkeypatch.setattr(_client, "global_state", state)
     assert on_one_machine() == one
+
+
+@pytest.mark.parametrize(
+    ("address", "found", "bound"),
+    [
+        ("127.0.0.1:1234", None, "127.0.0.1:1234"),
+        ("localhost:1234", None, "127.0.0.1:1234"),
+        ("[::1]:1234", None, "[::1]:1234"),
+        ("here:1234", ["127.0.0.3"], None),  # of /etc/hosts: the others know this host by another address
+        ("here:1234", ["10.0.0.2", "10.1.0.2"], None),
+        ("here:1234", ["192.0.2.1"], None),  # not of an interface of this machine: behind NAT
+        ("nowhere:1234", [], None),
+        ("here:1234", ["0.0.0.0"], "0.0.0.0:1234"),  # stands for an interface's own address
+    ],
+)
+def test_the_service_listens_where_the_others_look_for_it(address, found, bound, monkeypatch):
+    def resolve(host, *_, **__):
+        if not found:
+            raise socket.gaierror
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, 0)) for each in found]
+
+    monkeypatch.delenv("JAX_COORDINATOR_BIND_ADDRESS", raising=False)
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    assert bind_address(address) == bound
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "[::]:1234")
+    assert bind_address(address) is None

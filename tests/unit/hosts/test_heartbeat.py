@@ -1,10 +1,10 @@
 """Heartbeats: which processes are described as missing, and that posting costs the caller nothing."""
 
-import re
 import sys
 import time
 
 from lockstep.hosts import MemoryClient
+from tests.clock import Clock, until
 
 heartbeat = sys.modules["lockstep.hosts.heartbeat"]
 
@@ -18,26 +18,42 @@ class Counting(MemoryClient):
 
 
 def test_a_silent_process_is_missing_and_one_that_does_something_else_is_not(monkeypatch):
-    monkeypatch.setattr(heartbeat, "SILENT_S", 0.3)
-    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.05)
+    clock = Clock(1000.0)
+    monkeypatch.setattr(heartbeat, "time", clock)
     clients = MemoryClient.hub(3)
     own = [heartbeat.Heartbeat(client) for client in clients]
-    stops = [each.start_heartbeat() for each in own]
     for each, phase in zip(own, ("decode", "decode", "reading"), strict=True):
         each.enter(phase)
-    time.sleep(0.2)
+        each._post(clock.now)
+    clock.now += heartbeat.SILENT_S
     peers = heartbeat.heartbeats(clients[0])
     assert heartbeat.describe_missing(peers) == ""
-    assert heartbeat.describe_elsewhere(peers, "decode") == " Elsewhere: process 2 (last phase 'reading' 0 s ago)."
-    stops[1]()
-    text = heartbeat.wait_for_missing(clients[0])
-    assert re.fullmatch(r" Missing: process 1 \(last phase .decode. \d s ago, no sign of life for \d s\)\.", text), text
+    assert heartbeat.describe_elsewhere(peers, "decode") == " Elsewhere: process 2 (last phase 'reading' 2 s ago)."
+    for each in (own[0], own[2]):
+        each._post(clock.now)
+    clock.now += 0.75
+    missing = " Missing: process 1 (last phase 'decode' 2 s ago, no sign of life for 2 s)."
+    assert heartbeat.wait_for_missing(clients[0]) == missing
     assert "process 1" not in heartbeat.describe_elsewhere(heartbeat.heartbeats(clients[0]), "reading")
-    for stop in stops:
-        stop()
 
 
-def test_a_thread_posts_the_latest_of_many_phases():
+def test_missing_processes_are_waited_for_as_long_as_a_heartbeat_can_be_late(monkeypatch):
+    clock = Clock(1000.0)
+    monkeypatch.setattr(heartbeat, "time", clock)
+    slept = []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        clock.now += 0.5
+
+    monkeypatch.setattr(clock, "sleep", sleep)
+    (client,) = MemoryClient.hub(1)
+    assert heartbeat.wait_for_missing(client) == ""
+    assert slept == [heartbeat.MIN_INTERVAL_S] * int((heartbeat.INTERVAL_S + heartbeat.SILENT_S) / 0.5)
+
+
+def test_a_thread_posts_the_latest_of_many_phases(monkeypatch):
+    monkeypatch.setattr(heartbeat, "MIN_INTERVAL_S", 0.5)
     (client,) = Counting.hub(1)
     own = heartbeat.Heartbeat(client)
     own.enter("first")
@@ -46,25 +62,32 @@ def test_a_thread_posts_the_latest_of_many_phases():
     for number in range(1000):
         own.enter(f"phase {number}")
     own.wait_at("key")
-    time.sleep(3 * heartbeat.MIN_INTERVAL_S)
-    peer = heartbeat.heartbeats(client)[0]
-    assert (peer.phase, peer.waits[-1], peer.silent) == ("phase 999", "key", False)
-    assert client.sets < 20
+    until(lambda: heartbeat.heartbeats(client)[0].waits == ("key",))
+    assert heartbeat.heartbeats(client)[0].phase == "phase 999" and client.sets < 100
     stop()
     own.enter("after")
     assert heartbeat.heartbeats(client)[0].phase == "after"
 
 
+def test_a_thread_posts_that_the_process_lives_where_nothing_changes(monkeypatch):
+    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.0)
+    monkeypatch.setattr(heartbeat, "MIN_INTERVAL_S", 0.001)
+    (client,) = Counting.hub(1)
+    stop = heartbeat.Heartbeat(client).start_heartbeat()
+    until(lambda: client.sets >= 3)
+    stop()
+    assert heartbeat.heartbeats(client)[0].phase == "started"
+
+
 def test_nothing_is_posted_while_processes_meet(monkeypatch):
     """A wait most often ends at once, and a post beside it would delay the barrier of all."""
-    monkeypatch.setattr(heartbeat, "MIN_INTERVAL_S", 0.3)
+    monkeypatch.setattr(heartbeat, "MIN_INTERVAL_S", 60.0)
     (client,) = Counting.hub(1)
     own = heartbeat.Heartbeat(client)
     stop = own.start_heartbeat()
-    time.sleep(0.05)  # the thread waits for a change
     own.wait_at("between launches")
     time.sleep(0.1)
     assert client.sets == 0
-    time.sleep(0.4)
-    assert heartbeat.heartbeats(client)[0].waits == ("between launches",)
     stop()
+    until(lambda: client.sets == 1)  # the last post
+    assert heartbeat.heartbeats(client)[0].waits == ("between launches",)

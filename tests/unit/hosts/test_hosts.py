@@ -37,7 +37,6 @@ def test_one_process_waits_for_nobody():
 
 def test_what_fails_in_a_job_of_ones_own_is_told_to_the_others():
     def body(hosts):
-        hosts.timeout_s = 2.0
         with pytest.raises(PeerError) as caught, hosts.run_on_all("outer"):
             if hosts.index == 1:
                 with Hosts(*MemoryClient.hub(1)).run_on_all("inner"):

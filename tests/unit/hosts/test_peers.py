@@ -2,7 +2,9 @@
 
 import json
 
-from lockstep.exit_codes import PEER_FAILED, TERMINATED
+import pytest
+
+from lockstep.exit_codes import EXIT_CODES, PEER_FAILED, TERMINATED
 from lockstep.hosts.peers import _summarize
 
 
@@ -21,3 +23,21 @@ def test_without_a_failure_the_exit_code_is_the_one_announced() -> None:
         ["process 3 was asked to end (SIGTERM)"],
         TERMINATED,
     )
+
+
+@pytest.mark.parametrize("code", [0, -1, 7, 256, "0", None, True, 1.5])
+def test_a_code_that_is_none_of_ours_is_a_failure(code) -> None:
+    """Whoever reaches the service can post: 0 ended a job that was cut off as one that was done."""
+    reasons, found = _summarize([json.dumps(["failed: boom", code, 0]).encode()])
+    assert len(reasons) == 1 and found != 0 and found in EXIT_CODES
+
+
+@pytest.mark.parametrize("value", [b"", b"\xff", b"[]", b"{}", b'"a"', b"[1, 2, 3]", b"[null, 85, 0]"])
+def test_an_announcement_that_cannot_be_read_is_a_failure(value) -> None:
+    assert _summarize([value]) == (["process -1 posted an announcement that cannot be read"], PEER_FAILED)
+
+
+def test_the_text_of_a_peer_does_not_reach_a_terminal_raw() -> None:
+    text = "failed: \x1b]0;title\x07\x1b[2J\rboom\nsecond line\x9b31m\u202e"
+    ((reason,), _) = _summarize([json.dumps([text, PEER_FAILED, 1]).encode()])
+    assert reason == r"process 1 failed: \x1b]0;title\x07\x1b[2J\rboom" + "\nsecond line\\x9b31m\\u202e"

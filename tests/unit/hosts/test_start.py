@@ -1,6 +1,7 @@
 """Configuration, guardrails and the plain single process."""
 
 import sys
+import threading
 
 import jax
 import pytest
@@ -8,11 +9,12 @@ import pytest
 from lockstep.errors import ConfigError
 from lockstep.hosts import DistributedConfig, Hosts, MemoryClient, current, start
 
+module = sys.modules[start.__module__]
+
 
 @pytest.fixture(autouse=True)
 def no_job(monkeypatch):
     """As in a process that has not started and was not launched."""
-    module = sys.modules[start.__module__]
     monkeypatch.setattr(module, "_hosts", None)
     monkeypatch.setattr(module, "_stop_watching", None)
     for name in ("COORDINATOR_ADDRESS", "NUM_PROCESSES", "PROCESS_ID"):
@@ -89,3 +91,25 @@ def test_a_cpu_beside_tpus_on_purpose_is_used(four_chips):
 
 def test_hosts_is_made_of_any_client():
     assert [Hosts(client).is_leader for client in MemoryClient.hub(3)] == [True, False, False]
+
+
+def test_a_job_that_has_connected_is_not_ended_when_the_time_to_connect_is_over(monkeypatch):
+    timers = []
+
+    class Timer(threading.Timer):
+        def start(self):
+            timers.append(self)
+
+    monkeypatch.setattr(module.threading, "Timer", Timer)
+    with module._connecting(DistributedConfig(initialization_timeout_s=7), "the 2 processes"):
+        (timer,) = timers
+        assert (timer.interval, timer.daemon, timer.finished.is_set()) == (7, True, False)
+    assert timer.finished.is_set()
+
+
+def test_a_job_that_does_not_connect_ends_and_says_for_how_long_it_tried(monkeypatch, capsys):
+    codes = []
+    monkeypatch.setattr(module, "end_process", codes.append)
+    monkeypatch.setattr(module.threading.Timer, "start", lambda timer: timer.function())
+    with module._connecting(DistributedConfig(initialization_timeout_s=7), "the 2 processes"):
+        assert codes == [1] and "error: not all of the 2 processes connected within 7 s" in capsys.readouterr().err

@@ -43,11 +43,10 @@ def test_the_first_failure_ends_the_rest_and_its_last_lines_come_first(cloud):
     text = """case $LOCKSTEP_PROCESS_ID in
         0) exit 85;;
         1) sleep .5; echo before; echo boom; exit 3;;
-        2) trap 'echo saved; exit 1' TERM; sleep 60 & wait;;
+        2) trap 'echo saved; exit 1' TERM; sleep 600 & wait;;
     esac"""
-    begin = time.monotonic()
     done = cloud.launch("--hosts", cloud.add("a", "b", "c"), *FAST, "--retries", "2", *script(text))
-    assert done.returncode == 3 and time.monotonic() - begin < 15
+    assert done.returncode == 3
     lines = [line for line in done.stderr.splitlines() if line.startswith("launch: worker") or line.startswith("[")]
     assert lines[0].startswith("launch: worker b (process 1) failed, exit code 3, after ")
     assert lines[1:] == ["[1] before", "[1] boom"]
@@ -70,15 +69,21 @@ def test_a_worker_that_cannot_be_reached_is_named_and_nothing_is_started(cloud):
 def test_a_connection_that_drops_loses_no_line_repeats_none_and_runs_nothing_twice(cloud):
     """One answer is cut off at a byte in the middle of it, then the host is away for a while."""
     hosts = cloud.add("a", "b")
-    text = "echo ran >> ~/ran; i=0; while [ $i -lt 300 ]; do echo line $i; i=$((i+1)); sleep .004; done; exit 0"
+    text = """echo ran >> ~/ran; i=0
+    while [ $i -lt 300 ]; do
+        echo line $i; i=$((i+1)); sleep .004
+        [ $i = 100 ] && until [ -e ~/go ]; do sleep .02; done
+    done; exit 0"""
     process = cloud.start("--hosts", hosts, *FAST, *script(text))
     # The first connection only looks; that of the command comes after it.
     wait_for(lambda: len(cloud.calls("a")) == 2)
     cloud.set("a", "down")
-    time.sleep(0.5)
+    wait_for(lambda: "cannot be reached" in (cloud.jobs / "job" / "launcher.log").read_text())
     cloud.set("a", "drop", 1001)
     cloud.unset("a", "down")
-    output, errors = process.communicate(timeout=40)
+    for name in "ab":
+        (cloud.hosts_directory / name / "go").touch()
+    output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     assert not (cloud.hosts_directory / "a.drop").exists() and len(cloud.calls("a")) >= 4
     assert "worker a cannot be reached, trying again" in errors and "worker a is reached again" in errors
@@ -93,34 +98,33 @@ def test_a_connection_that_drops_loses_no_line_repeats_none_and_runs_nothing_twi
 @pytest.mark.parametrize("twice", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_ctrl_c_once_gives_time_to_save_and_twice_kills(cloud, twice):
     trap = "trap '' TERM" if twice else "trap 'echo saved; exit 0' TERM"
-    text = f"{trap}; echo ready; sleep 60 & while :; do wait; done"
-    process = cloud.start("--hosts", cloud.add("a", "b"), *FAST, "--grace_s", "30", *script(text))
+    text = f"{trap}; echo ready; sleep 600 & while :; do wait; done"
+    process = cloud.start("--hosts", cloud.add("a", "b"), *FAST, "--grace_s", "600", *script(text))
     ready = [process.stdout.readline() for _ in range(2)]
     assert sorted(ready) == ["[0] ready\n", "[1] ready\n"]
-    begin = time.monotonic()
     process.send_signal(signal.SIGINT)
     if twice:
         time.sleep(0.5)
         process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=20)
-    assert process.returncode == INTERRUPTED and time.monotonic() - begin < 10
-    assert "SIGINT, stopping 2 process(es); they have 30 s to save" in errors
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == INTERRUPTED
+    assert "SIGINT, stopping 2 process(es); they have 600 s to save" in errors
     assert ("killing 2 process(es)" in errors) == twice
     assert logs(cloud) == ["ready\n" if twice else "ready\nsaved\n"] * 2
     assert cloud.wait_until_empty() and len(cloud.record("job")["attempts"]) == 1
 
 
 def test_a_job_whose_launcher_is_gone_stops_by_its_lease(cloud):
-    text = "trap 'echo saved; exit 0' TERM; echo ready; sleep 60 & wait"
-    process = cloud.start("--hosts", cloud.add("a"), *FAST, "--lease_s", "1", *script(text))
+    text = "trap 'echo saved; exit 0' TERM; echo ready; sleep 600 & wait"
+    process = cloud.start("--hosts", cloud.add("a"), *FAST, "--lease_s", "3", *script(text))
     assert process.stdout.readline() == "[0] ready\n"
-    time.sleep(1.5)  # as long as the launcher is there, so is the job
+    time.sleep(3.5)  # as long as the launcher is there, so is the job
     assert process.poll() is None and cloud.processes()
     process.kill()
-    process.communicate(timeout=10)
+    process.communicate(timeout=60)
     assert cloud.wait_until_empty()
     (note,) = cloud.hosts_directory.rglob("exit.json")
-    assert json.loads(note.read_text())["reason"] == "nothing was heard of the launcher for 1 s"
+    assert json.loads(note.read_text())["reason"] == "nothing was heard of the launcher for 3 s"
     assert note.with_name("log").read_text() == "ready\nsaved\n"
 
 
@@ -133,11 +137,11 @@ def test_a_job_is_started_again_when_a_worker_was_taken_away(cloud):
     process = cloud.start(*words)
     assert {process.stdout.readline() for _ in range(2)} == {"[0] attempt\n", "[1] attempt\n"}
     cloud.set("b", "gone")
-    wait_for(lambda: "trying again in" in (cloud.jobs / "job" / "launcher.log").read_text(), 20)
+    wait_for(lambda: "trying again in" in (cloud.jobs / "job" / "launcher.log").read_text())
     for name in "ab":
         (cloud.hosts_directory / name / "second").touch()
     cloud.unset("b", "gone")
-    _, errors = process.communicate(timeout=40)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     assert "worker b (process 1) failed, exit code 87, a worker was taken away" in errors
     assert [each["code"] for each in cloud.record("job")["attempts"]] == [WORKER_LOST, 0]
@@ -153,7 +157,7 @@ def test_a_killed_supervisor_is_a_lost_worker(cloud):
     cloud.set("b", "gone")
     wait_for(lambda: not cloud.processes("b"))
     cloud.unset("b", "gone")
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == WORKER_LOST
     assert "its processes are gone without a word" in errors
     assert cloud.wait_until_empty()
@@ -163,14 +167,13 @@ def test_a_killed_supervisor_is_a_lost_worker(cloud):
 def test_a_flood_of_one_worker_hides_no_failure_and_no_signal(cloud):
     flood = "while :; do echo xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx; done"
     text = f"[ $LOCKSTEP_PROCESS_ID = 1 ] && {{ sleep .5; exit 5; }}; {flood}"
-    begin = time.monotonic()
     done = cloud.launch("--hosts", cloud.add("a", "b"), *FAST, *script(text))
-    assert done.returncode == 5 and time.monotonic() - begin < 20
+    assert done.returncode == 5
     process = cloud.start("--hosts", "a", *FAST, *script(flood))
     threading.Thread(target=process.stdout.read, daemon=True).start()
     wait_for(lambda: any(logs(cloud, 2)))
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=10) == INTERRUPTED
+    assert process.wait(timeout=60) == INTERRUPTED
 
 
 @pytest.mark.slow

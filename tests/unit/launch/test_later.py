@@ -41,7 +41,7 @@ def test_status_and_logs_while_it_runs_and_when_it_has_ended(running):
     follower = running.start("logs", "-f", "job")
     assert {follower.stdout.readline() for _ in range(2)} == {"[0] begin\n", "[1] begin\n"}
     end(running, 0, 1)
-    output, _ = follower.communicate(timeout=20)
+    output, _ = follower.communicate(timeout=60)
     assert sorted(output.splitlines()) == ["[0] 0", "[0] end", "[1] 1", "[1] end"]
     assert follower.returncode == FAILED
 
@@ -59,7 +59,7 @@ def test_stop_gives_time_to_save_and_delete_leaves_only_the_logs(running):
     follower = running.start("logs", "-f", "job")
     follower.stdout.readline()
     follower.send_signal(signal.SIGINT)  # who looks does not end it
-    _, errors = follower.communicate(timeout=20)
+    _, errors = follower.communicate(timeout=60)
     assert "no longer followed; job job goes on" in errors and len(running.processes()) >= 2
 
     again = running.launch("--hosts", "a,b", *FAST, "--", "true")
@@ -84,7 +84,7 @@ def test_a_job_that_somebody_stops_is_not_started_again(cloud):
     process = cloud.start(*words)
     assert process.stdout.readline() == "[0] begin\n"
     assert cloud.launch("stop", "job").returncode == DONE
-    _, errors = process.communicate(timeout=20)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == TERMINATED and "(the launcher asked for it)" in errors
     assert len(cloud.record("job")["attempts"]) == 1
 

@@ -3,6 +3,7 @@
 import os
 import pty
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -24,7 +25,7 @@ def command(program: str, *options: str, processes: int = 2) -> list[str]:
 
 def run(program: str, *options: str, processes: int = 2, **kwargs) -> subprocess.CompletedProcess[str]:
     arguments = command(program, *options, processes=processes)
-    return subprocess.run(arguments, capture_output=True, text=True, timeout=30, **kwargs)
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=120, **kwargs)
 
 
 def background(program: str, *options: str) -> tuple[subprocess.Popen[str], list[int]]:
@@ -37,7 +38,7 @@ def background(program: str, *options: str) -> tuple[subprocess.Popen[str], list
 
 
 def gone(pid: int) -> bool:
-    for _ in range(100):
+    for _ in range(3000):
         try:
             os.kill(pid, 0)
         except ProcessLookupError:
@@ -131,10 +132,8 @@ def test_a_backend_is_a_class_and_a_row(monkeypatch, capsys):
 
 
 def test_one_fails_all_end(tmp_path):
-    program = "print('pid', os.getpid(), flush=True)\nif i == 1: time.sleep(.5); sys.exit('boom')\ntime.sleep(60)"
-    begin = time.monotonic()
+    program = "print('pid', os.getpid(), flush=True)\nif i == 1: time.sleep(.5); sys.exit('boom')\ntime.sleep(600)"
     done = run(program, "--log_dir", str(tmp_path / "logs"))
-    assert time.monotonic() - begin < 10
     assert done.returncode == 1
     lines = done.stderr.splitlines()
     assert lines[0].startswith("launch: process 1 failed, exit code 1, after ")
@@ -148,8 +147,8 @@ def test_one_fails_all_end(tmp_path):
 @pytest.mark.slow
 def test_exit_codes_and_a_peer_that_does_not_want_to_end():
     ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif i == 1: time.sleep(.3); "
-    assert run(ignore + "sys.exit(7)\ntime.sleep(60)").returncode == 7
-    assert run(ignore + "os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)").returncode == 137
+    assert run(ignore + "sys.exit(7)\ntime.sleep(600)").returncode == 7
+    assert run(ignore + "os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(600)").returncode == 137
     # The one that raised is named, not the one that was aborted in consequence.
     both = run("time.sleep(.1)\nif i == 0: os.abort()\nsys.exit(3)")
     assert both.returncode == 3 and "launch: failed: process 1" in both.stderr
@@ -158,15 +157,16 @@ def test_exit_codes_and_a_peer_that_does_not_want_to_end():
 
 
 def test_no_grandchild_survives():
-    done = run("child = subprocess.Popen(['sleep', '60']); print(child.pid); time.sleep(.3); sys.exit(i)")
+    done = run("child = subprocess.Popen(['sleep', '600']); print(child.pid); time.sleep(.3); sys.exit(i)")
     assert done.returncode == 1
-    assert all(gone(int(line.split()[1])) for line in done.stdout.splitlines())
+    children = [int(line.split()[1]) for line in done.stdout.splitlines()]
+    assert len(children) == 2 and all(map(gone, children))
 
 
 def test_ctrl_c_is_passed_on_and_quiet():
-    process, pids = background("print('ready', os.getpid()); time.sleep(60)")
+    process, pids = background("print('ready', os.getpid()); time.sleep(600)")
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=10)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "launch: SIGINT, ending 2 process(es)" in output and "[1]" not in output
     assert all(gone(pid) for pid in pids)
@@ -174,30 +174,32 @@ def test_ctrl_c_is_passed_on_and_quiet():
 
 def test_sigterm_gives_time_to_save():
     save = "signal.signal(signal.SIGTERM, lambda *_: (print('saved'), sys.exit(0)))\n"
-    process, _ = background(save + "print('ready', os.getpid()); time.sleep(60)")
+    process, _ = background(save + "print('ready', os.getpid()); time.sleep(600)")
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=10)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 143 and "[0] saved" in output
 
 
 @pytest.mark.parametrize("again", [False, True])
 def test_what_ignores_ctrl_c_is_killed(again):
-    process, _ = background("signal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('ready', os.getpid()); time.sleep(60)")
+    """At once, or after --grace_s."""
+    program = "signal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('ready', os.getpid()); time.sleep(600)"
+    process, _ = background(program, "--grace_s", "600" if again else "2")
     begin = time.monotonic()
     process.send_signal(signal.SIGINT)
     if again:
         time.sleep(0.3)
         process.send_signal(signal.SIGINT)
-    process.communicate(timeout=10)
+    process.communicate(timeout=60)
     assert process.returncode == 130
-    assert (time.monotonic() - begin < 1.8) == again  # at once, or after --grace_s
+    assert again or time.monotonic() - begin > 1.8
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends children of a killed parent on Linux only")
 def test_killing_the_launcher_ends_the_processes():
-    process, pids = background("print('ready', os.getpid()); time.sleep(60)")
+    process, pids = background("print('ready', os.getpid()); time.sleep(600)")
     process.kill()
-    process.communicate(timeout=10)
+    process.communicate(timeout=60)
     assert all(gone(pid) for pid in pids)
 
 
@@ -205,7 +207,7 @@ def test_the_leader_keeps_the_terminal():
     ours, theirs = pty.openpty()
     arguments = command("print('tty' if sys.stdout.isatty() else 'pipe')")
     process = subprocess.Popen(arguments, stdout=theirs, stderr=theirs)
-    assert process.wait(timeout=20) == 0
+    assert process.wait(timeout=60) == 0
     os.close(theirs)
     assert sorted(os.read(ours, 4096).decode().split("\r\n")) == ["", "[1] pipe", "tty"]
     os.close(ours)
@@ -229,3 +231,11 @@ def test_an_error_of_every_process_is_shown_once(tmp_path):
 def test_different_errors_are_all_shown():
     done = run("print(f'error: disk {i} is full'); sys.exit(1)")
     assert all(f"error: disk {i} is full" in done.stdout for i in range(2))
+
+
+def test_an_exported_secret_is_in_no_log_and_logs_are_their_owners(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_AUTH", "hush-hush-hush")
+    done = run("print('got', os.environ['HF_AUTH'])", "--log_dir", str(tmp_path / "logs"), processes=1)
+    log = tmp_path / "logs" / "process-0.log"
+    assert log.read_text() == "got <redacted>\n" and stat.S_IMODE(log.stat().st_mode) == 0o600
+    assert done.returncode == 0 and "hush" not in done.stdout + done.stderr

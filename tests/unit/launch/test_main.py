@@ -16,9 +16,13 @@ ROOT = Path(__file__).parents[3]
 PACKAGE = Path(lockstep.__file__).parent
 
 
+ALONE = ("credentials", "errors", "exit_codes", "printable", "slices")
+"""The modules beside its own that the launcher may import."""
+
+
 def sources():
-    alone = (*(PACKAGE / name for name in ("exit_codes.py", "errors.py", "slices.py")), ROOT / "infra" / "launch.py")
-    return [*(PACKAGE / "launch").rglob("*.py"), *alone]
+    alone = (PACKAGE / f"{name}.py" for name in ALONE)
+    return [*(PACKAGE / "launch").rglob("*.py"), *alone, ROOT / "infra" / "launch.py"]
 
 
 def imported(node):
@@ -35,7 +39,7 @@ def test_the_launcher_needs_the_standard_library_alone():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = imported(node)
             for name in names:
-                own = name.startswith(("lockstep.errors", "lockstep.exit_codes", "lockstep.slices", "lockstep.launch"))
+                own = name.removeprefix("lockstep.").split(".")[0] in {*ALONE, "launch"}
                 assert own or name.split(".")[0] in sys.stdlib_module_names, f"{path}: {name}"
     code = "import sys; sys.path.insert(0, 'src'); import lockstep.launch; print({'jax', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

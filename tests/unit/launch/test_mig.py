@@ -31,7 +31,7 @@ def mig(kind="v6e-16", machine_type="ct6e-standard-4t", **values):
     return Mig(**{"gcloud": google, "name": "pod", "slice": kind, "machine_type": machine_type, **values})
 
 
-def ensure(found, timeout_s=5.0):
+def ensure(found, timeout_s=60.0):
     """What was shown while it was made."""
     said = []
     found.ensure(Wait(say=said.append, timeout_s=timeout_s, poll_s=0.01))
@@ -88,9 +88,9 @@ def test_a_new_one_is_made_and_all_of_it_deleted(cloud):
     assert names == sorted(names) and len(names) == 4 and new.made_here() and new.lost() is None
     assert ensure(new) == ["pod: using what exists", "pod: 4 RUNNING"]
     said = []
-    new.delete(Wait(say=said.append, timeout_s=5, poll_s=0.01))
+    new.delete(Wait(say=said.append, timeout_s=60, poll_s=0.01))
     assert said == ["pod: deleted"] and left(cloud) == []
-    new.delete(Wait(say=said.append, timeout_s=5, poll_s=0.01))  # a second time
+    new.delete(Wait(say=said.append, timeout_s=60, poll_s=0.01))  # a second time
 
 
 def test_two_slices_are_two_groups_of_one_template(cloud):
@@ -131,7 +131,7 @@ def test_an_error_of_the_group_ends_the_wait_or_is_shown(cloud):
     errors.write_text(json.dumps([stockout]))
     said = ensure(mig())
     assert said[1] == "pod: 4 PENDING (the zone has no free TPUs of this kind at the moment)" and len(said) == 4
-    mig().delete(Wait(say=said.append, timeout_s=5, poll_s=0.01))
+    mig().delete(Wait(say=said.append, timeout_s=60, poll_s=0.01))
     errors.write_text(json.dumps([{"code": "QUOTA_EXCEEDED", "message": "Quota 'TPUS' exceeded. Limit: 0.0"}]))
     with pytest.raises(GcloudError, match="quota for this kind of TPU is used up"):
         ensure(mig())

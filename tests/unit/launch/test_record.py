@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import ConfigError
+from lockstep.launch.main import main
 from lockstep.launch.record import Attempt, find_record, load_record, new_record
 
 
@@ -40,6 +41,8 @@ def test_what_is_wrong_with_a_name_or_a_record(jobs):
     for name in ("", "../x", "a b", ".hidden", "x" * 101):
         with pytest.raises(ConfigError, match="--name is"):
             new_record(options(), name)
+        with pytest.raises(ConfigError, match="--name is"):
+            find_record(name)
     assert find_record("job") is None
     with pytest.raises(ConfigError, match="no job 'job' in .*; there is none"):
         load_record("job")
@@ -47,3 +50,18 @@ def test_what_is_wrong_with_a_name_or_a_record(jobs):
     (jobs / "job" / "job.json").write_text("{}")
     with pytest.raises(ConfigError, match="cannot be read .* remove it to forget the job"):
         load_record("job")
+    (jobs / "job" / "job.json").write_text('{"name": "../other", "attempts": [], "command": []}')
+    with pytest.raises(ConfigError, match=r"it is of job '../other'"):
+        load_record("job")
+
+
+def test_a_record_names_no_module_to_import(jobs, tmp_path, monkeypatch, capsys):
+    (tmp_path / "handed_over.py").write_text("from pathlib import Path\nPath('ran').touch()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    new_record(argparse.Namespace(backend="handed_over:Backend", command=["x"]), "job").save()
+    assert main(["status", "job"]) == 1
+    assert "If it is your own, give it: --backend handed_over:Backend" in capsys.readouterr().err
+    assert not Path("ran").exists()
+    assert main(["status", "job", "--backend", "handed_over:Backend"]) == 1
+    assert Path("ran").exists()

@@ -31,7 +31,7 @@ def run(tmp_path):
 @pytest.mark.parametrize("forward", [False, True])
 def test_the_code_is_the_commands(run, forward):
     process = run("import sys; print('words'); sys.exit(7)", forward=forward)
-    assert process.communicate(timeout=20)[0] == "words\ncode 7\n" and process.returncode == 7
+    assert process.communicate(timeout=60)[0] == "words\ncode 7\n" and process.returncode == 7
 
 
 @pytest.mark.parametrize("forward", [False, True])
@@ -45,10 +45,10 @@ def test_a_signal_is_the_commands_which_ends_in_its_own_way(run, forward):
     assert process.stdout.readline() == "ready\n"
     # Kubernetes tells the first process alone, Slurm the whole group.
     os.kill(process.pid, signal.SIGTERM) if forward else os.killpg(process.pid, signal.SIGTERM)
-    assert process.communicate(timeout=20)[0] == "saved\ncode 85\n"
+    assert process.communicate(timeout=60)[0] == "saved\ncode 85\n"
 
 
 def test_secrets_are_replaced_to_the_last_word(run):
     program = f"import os, sys; print('it is', os.environ['TOKEN']); sys.stderr.write('end {SECRET}')"
     process = run(program.replace("sys.stderr", "sys.stdout"), secrets=["TOKEN"])
-    assert process.communicate(timeout=20)[0] == "it is <redacted>\nend <redacted>code 0\n"
+    assert process.communicate(timeout=60)[0] == "it is <redacted>\nend <redacted>code 0\n"

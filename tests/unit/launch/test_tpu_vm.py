@@ -29,7 +29,7 @@ def pod(kind="v6e-16", **values):
     return TpuVm(**{"gcloud": google, "name": "pod", "slice": slices()[kind] if kind else None, **values})
 
 
-def ensure(found, timeout_s=5.0):
+def ensure(found, timeout_s=60.0):
     """What was shown while it was made."""
     said = []
     found.ensure(Wait(say=said.append, timeout_s=timeout_s, poll_s=0.01))
@@ -78,7 +78,7 @@ def test_a_new_one_is_asked_for_and_each_state_is_shown_once(cloud):
     assert ensure(new) == ["pod: using what exists", "pod: ACTIVE, READY"]
     assert len(cloud.calls("queued-resources create")) == 1
     said = []
-    new.delete(Wait(say=said.append, timeout_s=5, poll_s=0.01))
+    new.delete(Wait(say=said.append, timeout_s=60, poll_s=0.01))
     assert said == ["pod: deleted"] and not in_the_way(cloud)
 
 
@@ -161,7 +161,7 @@ def test_ctrl_c_in_the_wait_withdraws_the_request(cloud):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        pod().ensure(Wait(say=say, timeout_s=5, poll_s=0.01))
+        pod().ensure(Wait(say=say, timeout_s=60, poll_s=0.01))
     assert not in_the_way(cloud)
 
 
@@ -174,11 +174,11 @@ def test_a_wait_survives_a_network_that_is_gone_for_a_while(cloud):
             cloud.reply("describe pod", "ERROR: gcloud crashed (ConnectionError): Max retries exceeded", times=2)
 
     said: list[str] = []
-    pod().ensure(Wait(say=say, timeout_s=5, poll_s=0.01))
+    pod().ensure(Wait(say=say, timeout_s=60, poll_s=0.01))
     assert any("no answer from Google" in line for line in said) and said[-1] == "pod: ACTIVE, READY"
     cloud.reply("describe pod", "ERROR: gcloud crashed (ConnectionError): Max retries exceeded", times=LOST_POLLS)
     with pytest.raises(GcloudError, match="could not be reached"):
-        Wait(say=said.append, timeout_s=5, poll_s=0.01).until("pod", pod()._look)
+        Wait(say=said.append, timeout_s=60, poll_s=0.01).until("pod", pod()._look)
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["request suspended", "node preempted"])
@@ -220,7 +220,7 @@ def test_one_that_is_being_deleted_is_waited_for_and_made_anew(cloud):
             gcloud.run(["gcloud", "compute", "tpus", "queued-resources", "delete", "pod", "--force"])
 
     said: list[str] = []
-    pod().ensure(Wait(say=say, timeout_s=5, poll_s=0.01))
+    pod().ensure(Wait(say=say, timeout_s=60, poll_s=0.01))
     assert said[:2] == ["pod: deleting (pod)", "pod: deleted"] and said[-1].startswith("pod: ACTIVE, READY")
 
 
@@ -244,7 +244,7 @@ def test_a_node_that_is_repaired_is_waited_for(cloud):
         with cloud.change() as state:
             state["nodes"]["pod"]["state"] = "READY" if "REPAIRING" in text else state["nodes"]["pod"]["state"]
 
-    pod().ensure(Wait(say=say, timeout_s=5, poll_s=0.01))
+    pod().ensure(Wait(say=say, timeout_s=60, poll_s=0.01))
     assert said == ["pod: using what exists", "pod: ACTIVE, pod REPAIRING", "pod: ACTIVE, READY"]
 
 

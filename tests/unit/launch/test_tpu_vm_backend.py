@@ -161,7 +161,7 @@ def test_ctrl_c_while_waiting_leaves_no_request_behind(laptop):
     process = laptop.start(*SLICE, "--setup", "none", "--", "true")
     output = laptop.read_until(process, "WAITING_FOR_RESOURCES")
     process.send_signal(signal.SIGINT)
-    output += process.communicate(timeout=30)[0]
+    output += process.communicate(timeout=60)[0]
     assert process.returncode == INTERRUPTED and "withdrawing the request" in output, output
     assert not laptop.cloud.read()["requests"]
 

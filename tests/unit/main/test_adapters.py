@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from lockstep.batch_inference.checkpoint import load
+from lockstep.batch_inference.checkpoint import checkpoint_at, load
 from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import Hosts, MemoryClient
 from lockstep.main.adapters import describe_adapters, load_frozen
@@ -20,6 +20,7 @@ from lockstep.main.train_lm import TrainLmConfig
 from lockstep.models import LoraModel, fingerprint, load_config, save_hf
 from lockstep.placement import make_mesh
 from lockstep.training import saved_model
+from lockstep.training.saved_model import _is_beside
 from tests import tiny
 from tests.adapters import LORA, numpy_merged, save_base, save_checkpoint
 
@@ -132,6 +133,40 @@ def test_adapters_that_are_not_there_cannot_be_exported(tmp_path):
         export(ExportConfig(checkpoint=str(tmp_path / "checkpoints"), output="out", adapters=True), HOSTS)
     with pytest.raises(ConfigError, match="adapters is true, so dtype and tokenizer have no effect"):
         ExportConfig(checkpoint="a", output="b", adapters=True, dtype="float32")
+
+
+def test_a_base_that_is_not_beside_the_checkpoint_is_read_only_where_it_is_given(saved, tmp_path):
+    shutil.copytree(saved[0] / "checkpoints", tmp_path / "run" / "checkpoints")
+    run, base = str(tmp_path / "run" / "checkpoints"), str(saved[0] / "base")
+    with pytest.raises(ConfigError, match="base model is .*/base', which is not beside it.*give it as base_model"):
+        saved_model(run).checked_base()
+    assert saved_model(run, base_model=base).checked_base() == base
+    with pytest.raises(PeerError, match="which is not beside it"):
+        export(ExportConfig(checkpoint=run, output=str(tmp_path / "out")), HOSTS)
+    export(ExportConfig(checkpoint=run, output=str(tmp_path / "out"), base_model=base), HOSTS)
+    assert (tmp_path / "out" / "config.json").is_file()
+    with pytest.raises(ConfigError, match="base_model is '.*', and .*base has no adapters. Remove it"):
+        checkpoint_at(base, base_model=base)
+    assert checkpoint_at(run, base_model=base).checked_base() == base
+
+
+@pytest.mark.parametrize(
+    ("base", "checkpoints", "beside"),
+    [
+        ("/runs/a/base", "/runs/a/checkpoints", True),
+        ("/runs/a/../b/base", "/runs/a/checkpoints", False),
+        ("/runs/ab", "/runs/a", True),
+        ("/runs/a-b/base", "/runs/a/checkpoints", False),
+        ("gs://bucket/a/base", "gs://bucket/a/checkpoints", True),
+        ("gs://other/a/base", "gs://bucket/a/checkpoints", False),
+        ("gs://other/base", "gs://bucket", False),
+        ("gs://bucket/a/../../other", "gs://bucket/a/checkpoints", False),
+        ("http://bucket/a/base", "gs://bucket/a/checkpoints", False),
+        ("/etc", "/checkpoints", False),
+    ],
+)
+def test_beside_is_below_the_directory_of_the_checkpoints(base, checkpoints, beside):
+    assert _is_beside(base, checkpoints) is beside
 
 
 def test_a_base_that_is_gone_or_another_one_is_refused(saved, tmp_path):

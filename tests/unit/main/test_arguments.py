@@ -4,7 +4,7 @@ import draccus
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.main.arguments import decode_config, name_words, parse_arguments
+from lockstep.main.arguments import _read_yaml, decode_config, name_words, parse_arguments
 
 
 class Shape(draccus.ChoiceRegistry):
@@ -91,3 +91,13 @@ def test_first_words_get_their_keys():
     ]  # fmt: skip
     with pytest.raises(ConfigError, match="'c' is one word too many: lockstep export CHECKPOINT OUTPUT"):
         name_words(["a", "b", "c"], keys, usage)
+
+
+@pytest.mark.parametrize(
+    "tag", ["!!python/tuple [1]", "!!python/object/apply:os.system [exit]", "!include /etc/hostname"]
+)
+def test_a_file_makes_no_objects_and_reads_no_other_files(tmp_path, tag):
+    path = tmp_path / "c.yaml"
+    path.write_text(f"a: {tag}\n")
+    with pytest.raises(ConfigError, match="c.yaml is not YAML"):
+        _read_yaml(str(path))

@@ -4,7 +4,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -68,7 +67,6 @@ def test_a_coordinator_that_is_not_there_is_reported_and_the_process_ends():
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     given = {"COORDINATOR_ADDRESS": address, "NUM_PROCESSES": "2", "PROCESS_ID": "1"}
-    begin = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", "from lockstep.main.cli import main; main()", "doctor", "--timeout_s", "3"],
         env={**os.environ, **{f"LOCKSTEP_{name}": value for name, value in given.items()}},
@@ -80,4 +78,3 @@ def test_a_coordinator_that_is_not_there_is_reported_and_the_process_ends():
     assert done.returncode == 1, done.stderr
     assert f"were there within 3 s; the coordinator {address} does not answer" in done.stdout
     assert "ok       versions: " in done.stdout and "1 to fix" in done.stdout
-    assert time.monotonic() - begin < 100

@@ -1,4 +1,6 @@
 import io
+import json
+import re
 
 import pytest
 from rich.console import Console
@@ -63,3 +65,19 @@ def test_it_follows_a_run_until_it_is_interrupted(run, terminal):
 def test_wrong_arguments(arguments, message):
     with pytest.raises(ConfigError, match=message):
         main(arguments)
+
+
+HOSTILE = "a\x1b]0;title\x07\x1b[2Jb\x9b31m\r"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_hostile_file_does_not_move_the_terminal(tmp_path, terminal):
+    """No control character but the colours of the view itself is printed."""
+    row = {"step": 1, "prompt_id": 0, "generation_id": 0, "prompt": HOSTILE, "generated_text": HOSTILE, "num_tokens": 1}
+    row |= {"finish_reason": HOSTILE, "mean_logprob": -1.0, f"score_{HOSTILE}": 1.0, f"note_{HOSTILE}": HOSTILE}
+    (tmp_path / "samples.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, HOSTILE: 1.0}) + "\n")
+    shown = console(terminal)
+    assert main([str(tmp_path), "--no-follow"], console=shown) == 0
+    text = re.sub(r"\x1b\[[0-9;]*m", "", shown.file.getvalue()) if terminal else shown.file.getvalue()
+    assert "title" in text and not set(text) & set("\x1b\x07\x9b\r")

@@ -5,6 +5,10 @@ import runpy
 import sys
 from pathlib import Path
 
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from lockstep.errors import ConfigError
@@ -52,6 +56,40 @@ def test_the_loss_has_all_of_its_settings():
     assert "old_logprobs" in config.columns(1024) and config.updates == 2
 
 
+def test_a_policy_has_no_token_beyond_the_tokenizer():
+    tokenizer = tiny.tokenizer()
+    assert read().make_objective(tokenizer).vocab_size == max(tokenizer.get_vocab().values()) + 1
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_the_gradient_is_that_of_the_mean_reward_of_what_is_sampled(temperature):
+    """Over all answers of two tokens, each as often as it is drawn; the reward depends on the first token alone."""
+    config = read("--rollout.temperature", str(temperature), "--use_rollout_logprobs", "false")
+    draw = np.random.default_rng(0)
+    logits = jnp.asarray(draw.standard_normal((4, 3)), jnp.float32)  # of the token after 0, 1, 2 and the prompt, 3
+    answers = np.array([(first, second) for first in range(3) for second in range(3)])
+    rewards = np.array([1.0, -0.5, 0.3], np.float32)
+
+    def drawn(logits):
+        logprobs = jax.nn.log_softmax(logits / temperature)
+        return jnp.exp(logprobs[3, answers[:, 0]] + logprobs[answers[:, 0], answers[:, 1]])
+
+    def loss(logits, shares):
+        batch = {
+            "tokens": jnp.asarray(np.pad(answers, ((0, 0), (1, 0)), constant_values=3)),
+            "loss_mask": jnp.asarray([[False, True, True]] * len(answers)),
+            "advantage": shares * rewards[answers[:, 0]],
+            "rollout_logprobs": jnp.zeros((len(answers), 3)),
+        }
+        return config.objective(lambda ids: hax.named(logits[ids.array], ("batch", "position", "vocab")), batch).total
+
+    shares = drawn(logits)
+    expected = jax.grad(lambda logits: -jnp.sum(drawn(logits) * rewards[answers[:, 0]]) / 2)(logits)
+    found = jax.grad(loss)(logits, shares)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    np.testing.assert_allclose(found[:3], 0, atol=1e-6, err_msg="the second token has no part in the reward")
+
+
 def test_answers_are_sampled_as_the_rollout_says():
     config = read("--rollout.max_new_tokens", "17")
     assert config.rollouts is config.rollout and config.rollouts.max_new_tokens == 17
@@ -62,6 +100,7 @@ def test_the_shipped_configurations_fit_their_rows(name):
     config = read(name=name)
     assert config.columns(32768)["tokens"].shape == (config.data.max_seq_len,)
     assert config.data.max_seq_len > config.rollout.max_new_tokens
+    assert config.inference_eval.max_new_tokens == config.rollout.max_new_tokens, "held-out answers would be cut"
 
 
 def not_a_number(row, prompt):
@@ -87,6 +126,22 @@ def test_what_is_loaded_before_any_device_work(tmp_path):
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match=r"q\.jsonl:1: .* has no chat template"):
         load("--data.max_seq_len", "32", "--data.format", "chat", tokenizer=tokenizer)
+
+
+def test_every_reference_answer_is_read_before_training(tmp_path):
+    path = tmp_path / "q.jsonl"
+    answers = ["#### 2", "two\n#### Final Answer\n2", "#### two", "3"]
+    path.write_text("".join(json.dumps({"question": "What?", "answer": each}) + "\n" for each in answers))
+    arguments = ["--data.train_urls", json.dumps([str(path)]), "--data.format", "text", "--data.max_seq_len", "32"]
+    arguments += ["--data.instruction", "", "--rollout.max_new_tokens", "8"]
+
+    def load(*more):
+        return read(*arguments, *more).load(tiny.tokenizer(), 64, 0)
+
+    with pytest.raises(ConfigError, match=r"q\.jsonl:3 has the answer '#### two', which has no number .* gsm8k"):
+        load()
+    assert [each.answer for each in load("--data.on_bad_row", "skip").prompts] == [*answers[:2], "3"]
+    assert len(load("--rewards", json.dumps([{"type": "exact_match"}]))) == 4
 
 
 SOLUTIONS = [

@@ -12,11 +12,18 @@ from lockstep.placement import fsdp_spans_hosts, fsdp_warning, make_mesh
 class FakeDevice:
     process_index: int
     id: int
+    platform: str = "cpu"
+    slice_index: int = 0
 
 
-def fake_pod(processes: int, per_process: int) -> list[Any]:
+def fake_pod(processes: int, per_process: int, platform: str = "cpu", slices: int = 1) -> list[Any]:
     # Ids of one host are not consecutive, as on v5p:8x8x4; the list comes in id order.
-    devices = [FakeDevice(process_index=i % processes, id=i) for i in range(processes * per_process)]
+    devices = [
+        FakeDevice(
+            process_index=i % processes, id=i, platform=platform, slice_index=i % processes * slices // processes
+        )
+        for i in range(processes * per_process)
+    ]
     return list(devices)
 
 
@@ -42,8 +49,17 @@ def test_sizes_and_the_wildcard() -> None:
     assert make_mesh("8,1,1", fake_pod(4, 2)).devices.shape == (8, 1, 1)
 
 
-def test_warning_names_hosts_and_fix() -> None:
-    warning = fsdp_warning(make_mesh("auto", fake_pod(4, 2)))
+def test_on_tpus_only_slices_are_joined_by_a_network() -> None:
+    """Inside a slice FSDP over all hosts is right, and no healthy pod is warned about it."""
+    assert fsdp_warning(make_mesh("auto", fake_pod(4, 2, "tpu"))) is None
+    warning = fsdp_warning(make_mesh("auto", fake_pod(4, 2, "tpu", slices=2)))
+    assert warning is not None and "2 slices" in warning and "mesh_shape: 2,-1,1" in warning
+    assert fsdp_warning(make_mesh("2,-1,1", fake_pod(4, 2, "tpu", slices=2))) is None
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_warning_names_hosts_and_fix(platform: str) -> None:
+    warning = fsdp_warning(make_mesh("auto", fake_pod(4, 2, platform)))
     assert warning is not None and "4 hosts" in warning and "host_local" in warning
 
 

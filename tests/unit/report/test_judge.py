@@ -5,12 +5,12 @@ import http.server
 import json
 import re
 import threading
-import time
 
 import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.report import JUDGE, Judge, JudgeConfig, Row
+from lockstep.report.judge import _SHOWN
 from lockstep.text import Prompt
 
 KEY = "sk-never-to-be-seen"
@@ -129,7 +129,7 @@ def test_what_may_pass_is_tried_again(passing):
         ((401, {"error": f"the key {KEY} is wrong"}), r"HTTP 401 Unauthorized: .*the key \(the key\) is wrong", 1),
         ((500, {}), "HTTP 500", 3),
         (said("I would rather not say."), "the reply has no number: 'I would rather not say.'", 1),
-        ((200, b"<html>"), "not a chat completion: b'<html>'", 1),
+        ((200, b"<html>"), "not a chat completion: '<html>'", 1),
         ((200, {"choices": [{"message": {"content": None}}]}), "the reply has no text", 1),
         ((200, b"x" * (1 << 21)), "the reply is longer than 1048576 bytes", 1),
         ((302, b"", {"Location": "http://127.0.0.1:1/elsewhere"}), "HTTP 302", 1),
@@ -156,16 +156,28 @@ def test_a_judge_that_does_not_answer_costs_the_time_of_a_round_and_no_more():
     released = threading.Event()
 
     def never(body):
-        released.wait(20)
+        released.wait(60)
         return said("1")
 
     with serving(never) as server:
-        begin = time.monotonic()
-        values, (text,) = judged(server, *"abcdef", max_seconds=0.3, timeout_s=5, concurrency=2)
-        seconds = time.monotonic() - begin
+        values, (text,) = judged(server, *"abcdef", max_seconds=1, timeout_s=50, concurrency=2)
+        assert len(server.asked) <= 2, "the others are not even tried"
         released.set()
     assert values == [None] * 6 and "no verdict on 6 of 6 rows" in text
-    assert seconds < 3 and len(server.asked) == 2, "the others are not even tried"
+
+
+@pytest.mark.parametrize(
+    ("deadline", "text"),
+    [
+        (5.0, "the 30 s for all answers of a round are over"),
+        (9.0, "the reply was not complete after 7 s"),
+    ],
+)
+def test_a_reply_that_takes_too_long_names_the_limit_that_is_over(deadline, text):
+    with serving(said("1")) as server:
+        config = JudgeConfig(base_url=server.url, model="judge-1", max_seconds=30, timeout_s=7)
+        with pytest.raises(TimeoutError, match=f"^{text}$"):
+            Judge(config, clock=iter([0.0, 99.0]).__next__)._reply("is it right?", deadline)
 
 
 def test_a_server_that_is_not_there():
@@ -195,3 +207,11 @@ def test_a_configuration_that_cannot_work_is_refused_without_showing_a_secret(va
     with pytest.raises(ConfigError, match=message) as caught:
         JudgeConfig(**{"base_url": "https://host/v1", "model": "judge-1"} | values)
     assert "secret@" not in str(caught.value) and "key=secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("status", [200, 400])
+def test_a_key_that_the_cut_goes_through_is_not_shown(status):
+    """The text was cut first, and half of a key is not found any more."""
+    with serving((status, b"x" * (_SHOWN - len(KEY) // 2) + KEY.encode())) as server:
+        (failure,) = judged(server, "a")[1]
+    assert "xxx" in failure and KEY[:4] not in failure

@@ -1,6 +1,9 @@
+import ast
 import dataclasses
+import re
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +18,7 @@ from lockstep.report import (
     metric_means,
     pass_rates,
 )
+from lockstep.report.metrics import BUILT_IN
 from lockstep.text import Prompt
 
 PROMPT = Prompt(id=7, text="What is 2 plus 2?", answer="four")
@@ -160,3 +164,14 @@ def test_pass_rates_are_of_the_prompts_all_of_whose_answers_have_a_value():
     assert pass_rates(rows[:4]) == {}, "no prompt is left"
     half = dataclasses.replace(rows[2], metrics={"ok": 0.5})
     assert pass_rates([*rows[:2], half, *rows[3:]]) == {}, "not a metric of 0 and 1"
+
+
+def test_messages_name_metrics_that_there_are():
+    """A name is told from a word by its underscore, digit or @."""
+    wrong = []
+    for path in (Path(__file__).parents[3] / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                names = re.findall(r"\bmetrics?:? \[?([a-z]+[_@/\d][\w@/]*)", node.value)
+                wrong += [(path.name, name) for name in names if name not in BUILT_IN and not name.startswith("pass@")]
+    assert not wrong

@@ -13,7 +13,7 @@ SLOW, TEXT = "(a|aa)+$", "a" * 36 + "b"
 
 
 def test_other_threads_run_while_a_pattern_backtracks(monkeypatch):
-    monkeypatch.setattr(pattern, "MATCH_S", 0.3)
+    monkeypatch.setattr(pattern, "MATCH_S", 1.0)
     ticks, stop = [], threading.Event()
 
     def tick():
@@ -24,13 +24,13 @@ def test_other_threads_run_while_a_pattern_backtracks(monkeypatch):
     thread.start()
     begin = time.monotonic()
     try:
-        with pytest.raises(TimeoutError, match=r"'\(a\|aa\)\+\$' was not done with 37 characters within 0.3 s"):
+        with pytest.raises(TimeoutError, match=r"'\(a\|aa\)\+\$' was not done with 37 characters within 1 s"):
             Pattern(SLOW).is_in(TEXT)
         end = time.monotonic()
     finally:
         stop.set()
         thread.join()
-    assert sum(begin < at < end for at in ticks) >= 5
+    assert sum(begin < at < end for at in ticks) >= 3
 
 
 def test_the_limit_is_the_matching_threads_own_time(monkeypatch):

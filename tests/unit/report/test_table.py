@@ -1,10 +1,11 @@
+import dataclasses
 import io
 
 import pytest
 from rich.console import Console
 
+from lockstep.printable import visible
 from lockstep.report import Row, print_table
-from lockstep.report.table import visible
 
 
 def row(prompt_id, text, *, prompt="What is 8281 in words?", generation_id=0, **metrics):
@@ -71,3 +72,11 @@ def test_a_plain_log_gets_80_columns_and_no_colour(monkeypatch, capsys):
     output = capsys.readouterr().out
     assert "\x1b" not in output
     assert max(map(len, output.splitlines())) == 80
+
+
+def test_nothing_of_a_row_reaches_the_terminal_raw():
+    hostile = "a\x1b[2J\x07\x9b31m"
+    row_ = dataclasses.replace(row(0, hostile, prompt=hostile, **{hostile: 1.0}), finish_reason=hostile)
+    console = Console(file=io.StringIO(), width=120)
+    print_table([row_], title=hostile, console=console)
+    assert "2J" in console.file.getvalue() and not set(console.file.getvalue()) & set("\x1b\x07\x9b")

@@ -47,5 +47,5 @@ def test_the_values_that_a_refusal_names_work(prompt: int) -> None:
         if 1 <= room <= 16 - prompt:
             check_capacity(capacity, [request(0, prompt, room)])
         if room + 1 <= 16 - prompt:
-            with pytest.raises(CapacityError):
+            with pytest.raises(CapacityError, match=rf"^prompt 0 needs .* a replica has {pages - 1} "):
                 check_capacity(capacity, [request(0, prompt, max(room + 1, 1))])

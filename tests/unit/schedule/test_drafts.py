@@ -2,12 +2,13 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.schedule import Capacity, Scheduler, VerifyBatch
-from lockstep.schedule.drafts import Proposer
+from lockstep.schedule.drafts import _FIRST, _GROWTH, Drafter, Proposer
 from lockstep.schedule.ngrams import Ngrams
 from lockstep.types import Drafts, Request, SamplingParams
 from tests.unit.schedule.fake_device import Played, answer_alone, play
@@ -43,6 +44,14 @@ def proposer(answer: tuple[int, ...] = (), *, prompt: tuple[int, ...] = (0,), ng
 )
 def test_a_draft_goes_on_where_the_answer_is(answer, guess):
     assert proposer(tuple(range(10, 50))).propose(list(answer), 5).tolist() == list(guess)
+
+
+def test_a_draft_goes_on_from_where_it_was_found_before_where_it_repeats_itself():
+    draft = (1, 2, 2, 0, 0, 0, 0, 2, 1)
+    answer = [1, 97, 97, *draft[1:]]  # two tokens more than the draft
+    one = proposer(draft)
+    guesses = [one.propose(answer[:length], 2).tolist() for length in range(1, 9)]
+    assert guesses[-1] == answer[8:10]
 
 
 def test_what_is_looked_up_is_not_the_draft_s_where_that_is_right():
@@ -233,3 +242,16 @@ def test_any_draft_gives_the_same_tokens_and_counts(data):
     assert sum(counts.tokens) == sum(len(tokens) for tokens, _ in want)
     assert counts.steps == played.steps <= sum(counts.tokens) and counts.right <= counts.drafted
     assert all(each.allocator.num_free == CAPACITY.pages - 1 for each in scheduler._replicas)
+
+
+def test_a_launch_verifies_as_many_steps_as_is_known_of_those_with_drafts():
+    """One sequence of three has a draft of 40 tokens, of which 16 were looked at; the others were never looked at."""
+    drafter = Drafter(dataclasses.replace(ROOMY, slots=3, sequences=3), {8: 1.0, 64: 1.0})
+    drafter.drafts[0, 1, :40] = 1
+    remaining = np.array([[50, 50, 50]], np.int32)
+    found = []
+    for looked_at in (0.0, 16.0, 1000.0):
+        drafter._looked_at[0, 1] = looked_at
+        found.append(drafter.most_steps(8, [1.0, 4.0, 1.0], remaining))
+    reach, most = 11, ROOMY.draft_tokens // 8
+    assert found == [min(reach, int(_FIRST + _GROWTH * looked_at) // 8, most) for looked_at in (0.0, 16.0, 1000.0)]

@@ -3,6 +3,7 @@
 from lockstep.schedule.prefix import page_keys, tail_key
 from lockstep.schedule.replica import Replica
 from lockstep.schedule.sequence import Sequence
+from tests.unit.schedule.placements import fits, num_shared_tokens
 from tests.unit.schedule.test_scheduler import capacity_of, request
 
 PAGE = 2
@@ -29,20 +30,20 @@ def test_a_sequence_gets_a_slot_and_the_pages_of_its_worst_case() -> None:
 def test_without_a_slot_nothing_fits() -> None:
     replica = replica_of(slots=1)
     replica.admit(sequence_of(0, 1))
-    assert replica.num_free_slots == 0 and not replica.fits(sequence_of(1, 1))
+    assert replica.num_free_slots == 0 and not fits(replica, sequence_of(1, 1))
 
 
 def test_pages_that_others_have_need_not_be_free() -> None:
     replica = replica_of(pages=5)
     replica.admit(sequence_of(0, 5, new=2))  # two full prompt pages and one of its own
     assert replica.allocator.num_free == 1
-    assert replica.fits(sequence_of(1, 5, new=2)) and not replica.fits(sequence_of(1, (9, 9, 9, 9, 9), new=2))
+    assert fits(replica, sequence_of(1, 5, new=2)) and not fits(replica, sequence_of(1, (9, 9, 9, 9, 9), new=2))
 
 
 def test_full_pages_of_a_common_beginning_are_shared_and_prefilled_once() -> None:
     replica, first, second = replica_of(), sequence_of(0, 5), sequence_of(1, (0, 1, 2, 3, 9, 9))
     replica.admit(first)
-    assert replica.num_shared_tokens(second) == 4
+    assert num_shared_tokens(replica, second) == 4
     replica.admit(second)
     assert first.pages[:2] == second.pages[:2] and not set(first.pages[2:]) & set(second.pages[2:])
     assert replica.take_prefill_rows(10) == [(first, 0), (first, 2), (second, 4)]
@@ -61,7 +62,7 @@ def test_rows_are_taken_up_to_a_number_and_go_on_where_they_ended() -> None:
 def test_the_same_prompt_again_waits_for_a_copy_of_the_partial_page() -> None:
     replica, first, second = replica_of(page_copies=1), sequence_of(0, 4), sequence_of(0, 4, generation=1)
     replica.admit(first)
-    assert replica.num_shared_tokens(second) == 3, "the partial page too"
+    assert num_shared_tokens(replica, second) == 3, "the partial page too"
     replica.admit(second)
     assert replica.copying and replica.take_prefill_rows(10) == [(first, 0), (first, 2)]
     assert replica.take_page_copies() == [(first.pages[1], second.pages[1])]
@@ -85,7 +86,7 @@ def test_who_leaves_frees_its_slot_and_the_pages_that_nobody_shares() -> None:
     assert replica.allocator.num_free == 9 - len(second.pages)
     replica.release_all()
     assert replica.allocator.num_free == 9 and not replica.busy
-    assert replica.num_shared_tokens(sequence_of(2, 5)) == 0, "pages that are free have no prefix"
+    assert num_shared_tokens(replica, sequence_of(2, 5)) == 0, "pages that are free have no prefix"
 
 
 def test_who_shares_a_page_that_was_not_written_writes_it() -> None:

@@ -273,3 +273,13 @@ def test_out_of_time_before_the_first_launch() -> None:
 def test_stop_strings_need_a_finder() -> None:
     with pytest.raises(ConfigError, match=r"prompt 7 has the stop strings \['x'\]; .* find_stop=lockstep.StopFinder"):
         Scheduler(capacity_of(), [request(7, 1, 2, stop=("x",))])
+
+
+def test_an_abort_ends_requests_that_were_not_read_yet_too() -> None:
+    scheduler = Scheduler(capacity_of(), (request(i, 2, 3) for i in range(9)), max_prompts=1)
+    assert scheduler.next_batch() is not None and len(scheduler._sequences) < 9
+    scheduler.abort(FinishReason.BUDGET)
+    assert scheduler.done and scheduler.next_batch() is None
+    assert [(c.prompt_id, c.finish_reason) for c in scheduler.completions()] == [
+        (i, FinishReason.BUDGET) for i in range(9)
+    ]

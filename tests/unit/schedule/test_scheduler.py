@@ -15,6 +15,7 @@ from lockstep.schedule import (
 )
 from lockstep.types import Request, SamplingParams
 from tests.unit.schedule.fake_device import VOCAB, FakeDevice, answer_alone, play, scores_alone
+from tests.unit.schedule.placements import fits
 
 
 def request(number: int, prompt: int | tuple[int, ...], new: int, generations: int = 1, **options) -> Request:
@@ -96,7 +97,7 @@ class Checks:
                     self.check_shared(a, b, capacity.page_size)
         if scheduler._waiting and sum(len(each) for each in active) < capacity.sequences:
             head = scheduler._waiting[0]
-            assert not any(replica.fits(head) for replica in scheduler._replicas), "something fits and waits"
+            assert not any(fits(replica, head) for replica in scheduler._replicas), "something fits and waits"
 
     @staticmethod
     def check_shared(a, b, page_size: int) -> None:

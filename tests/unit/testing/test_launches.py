@@ -1,14 +1,12 @@
 """Checks of what is compiled; launches of several processes are compared in tests/multiprocess/test_pool.py."""
 
-import logging
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lockstep.check import cache_miss_logger
 from lockstep.testing import assert_no_retrace
-from lockstep.testing.launches import EXPLAINS
 
 
 @jax.jit
@@ -49,7 +47,7 @@ def test_a_first_eager_operation_is_found_and_the_next_is_not():
 
 
 def test_nothing_of_it_stays_and_errors_pass_through():
-    logger = logging.getLogger(EXPLAINS)
+    logger = cache_miss_logger()
     before = (list(logger.handlers), logger.propagate, jax.config.jax_explain_cache_misses)
     with pytest.raises(KeyError), assert_no_retrace():
         raise KeyError

@@ -55,7 +55,10 @@ def test_reads_a_url_through_fsspec():
         ([3], r"prompts\[0\]: 3 is not a prompt"),
         ("Once upon a time", r"'Once upon a time', which is taken as a file and must end in .txt.*write a list"),
         ("no/such/file.txt", r"prompt file 'no/such/file.txt' does not exist. Fix the path"),
-        ("nosuchscheme://file.txt", r"prompt file 'nosuchscheme://file.txt' could not be read \(ValueError: Protocol"),
+        (
+            "nosuchscheme://file.txt",
+            r"prompt file 'nosuchscheme://file.txt' could not be read \(ConfigError: .* has the protocol",
+        ),
     ],
 )
 def test_wrong_sources_say_where_and_what_to_do(source, message):
@@ -76,6 +79,13 @@ def test_wrong_lines_of_a_file_are_named(tmp_path):
         read_prompts(str(path))
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(PromptError, match=r"could not be read \(UnicodeDecodeError"):
+        read_prompts(str(path))
+
+
+def test_a_line_that_is_nested_too_deeply_is_named(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('"fine"\n' + "[" * 200_000 + "\n")
+    with pytest.raises(PromptError, match=r"prompts\.jsonl:2: JSON that is nested too deeply"):
         read_prompts(str(path))
 
 

@@ -1,4 +1,6 @@
+import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -118,6 +120,29 @@ def test_stop_ids_are_eos_end_of_turn_and_those_of_the_generation_config(tokeniz
     assert 3 in stop_ids(load_tokenizer(copy))
 
 
+def test_the_generation_config_of_a_hub_name_is_that_of_the_hubs_cache(tokenizer, tmp_path):
+    for name in ("listed", "none", "unknown"):
+        repo = tmp_path / "hub" / f"models--org--{name}"
+        shutil.copytree(DEMO_TOKENIZER, repo / "snapshots" / "abc")
+        (repo / "snapshots" / "abc" / "config.json").write_text(json.dumps({"model_type": "llama"}))
+        (repo / "refs").mkdir()
+        (repo / "refs" / "main").write_text("abc")
+        if name == "listed":
+            (repo / "snapshots" / "abc" / "generation_config.json").write_text(json.dumps({"eos_token_id": [4, 2]}))
+        if name == "none":  # what the hub's client leaves there when the hub says that there is no such file
+            (repo / ".no_exist" / "abc").mkdir(parents=True)
+            (repo / ".no_exist" / "abc" / "generation_config.json").touch()
+    code = "from lockstep.text import load_tokenizer, stop_ids\n"
+    code += "print([stop_ids(load_tokenizer(f'org/{name}')) for name in ('listed', 'none', 'unknown', 'unknown')])"
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    environment = {name: value for name, value in environment.items() if name not in ("HF_HUB_CACHE", "HF_TOKEN")}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    own = (tokenizer.eos_token_id,)
+    assert run.stdout == f"{[tuple(sorted({4, 2, *own})), own, own, own]}\n"
+    (warning,) = run.stderr.splitlines()
+    assert warning.startswith("generation_config.json of the tokenizer 'org/unknown' is neither in the cache")
+
+
 def test_transformers_is_imported_on_first_use_and_says_nothing_at_the_terminal():
     code = (
         "import sys; from lockstep.text import load_tokenizer\n"
@@ -145,3 +170,17 @@ def test_bytes_that_are_no_character_are_shown_and_special_tokens_are_not(tokeni
     assert texts[-1] == "" or texts[-1] == "\ufffd"
     assert "".join(texts).count("\ufffd") == decode(tokenizer, tokens).count("\ufffd") == 9
     assert token_texts(tokenizer, []) == []
+
+
+def test_code_beside_a_tokenizer_is_not_run_and_nobody_is_asked(tmp_path, monkeypatch):
+    """Without a word from us, transformers asks at the terminal whether to run it."""
+    made = tmp_path / "made"
+    (tmp_path / "tokenizer.json").write_text("{}")
+    config = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "evil.py").write_text(f"open({str(made)!r}, 'w')\nclass Evil: pass\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 10))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(ConfigError, match="could not be read as a tokenizer"):
+        load_tokenizer(tmp_path)
+    assert not made.exists()

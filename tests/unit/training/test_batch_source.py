@@ -1,7 +1,6 @@
 """Batches are read ahead in one thread, and placed while the step before runs."""
 
 import threading
-import time
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ import pytest
 
 from lockstep.placement import make_mesh
 from lockstep.training import BatchFeed, TrainStep
+from tests.clock import until
 from tests.unit.training.test_trainer import STEPS, init, losses, make_trainer, rows
 
 
@@ -21,7 +21,7 @@ class Noting:
         self.may_read.set()
 
     def batch(self, step, batch_size, rows):
-        assert self.may_read.wait(10)
+        assert self.may_read.wait(60)
         self.asked.append(step)
         self.threads.add(threading.current_thread().name)
         return {"tokens": np.full((rows.stop - rows.start, 3), step, np.int32)}
@@ -36,11 +36,10 @@ def feed(batches, first=0, last=5):
     return BatchFeed(batches, 8, make_mesh(), first=first, last=last)
 
 
-def wait_until(condition):
-    end = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
+def test_the_first_batches_are_read_before_they_are_asked_for(noting):
+    source = feed(noting, first=1)
+    until(lambda: noting.asked == [1, 2, 3])
+    source.close()
 
 
 def test_every_batch_is_read_once_in_order_by_one_thread(noting):
@@ -70,8 +69,8 @@ def test_the_step_is_compiled_for_the_rows_of_every_length(noting):
 def test_what_is_read_is_placed_before_it_is_asked_for(noting):
     source = feed(noting)
     source.batch(0, None)
-    wait_until(lambda: len(noting.asked) == 3)
-    wait_until(lambda: source._reads[1].done())
+    until(lambda: len(noting.asked) == 3)
+    until(lambda: source._reads[1].done())
     source.prepare(1)
     (tokens,) = source._placed[1].values()
     assert source.batch(1, None)["tokens"] is tokens
@@ -81,7 +80,7 @@ def test_what_is_read_is_placed_before_it_is_asked_for(noting):
 def test_preparing_waits_for_no_read(noting):
     source = feed(noting)
     source.batch(0, None)
-    wait_until(lambda: len(noting.asked) == 3)
+    until(lambda: len(noting.asked) == 3)
     noting.may_read.clear()
     source.batch(1, None)  # read already; asks for the next
     source.prepare(3)  # returns at once

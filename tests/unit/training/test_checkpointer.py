@@ -8,6 +8,7 @@ from lockstep.errors import PeerError
 from lockstep.hosts import Hosts, MemoryClient
 from lockstep.training import CheckpointerConfig, KeepConfig, report_wait
 from lockstep.training import checkpointer as module
+from lockstep.training.checkpoint import DamagedCheckpointError
 from lockstep.training.checkpointer import Checkpointer
 from tests.multiprocess.harness import run_threads
 
@@ -28,7 +29,8 @@ def make(path, hosts=None, **values):
 def no_arrays(monkeypatch):
     """Nothing is written: what happens between the hosts is what is looked at."""
     monkeypatch.setattr(module, "write_arrays", lambda directory, arrays: lambda: None)
-    monkeypatch.setattr(module, "merge_arrays", lambda directory: None)
+    monkeypatch.setattr(module, "merge_arrays", lambda directory: "0")
+    monkeypatch.setattr(module, "read_arrays", lambda directory, structs, digest: {})
 
 
 def save(checkpointer, *steps):
@@ -100,7 +102,7 @@ def test_a_host_that_hangs_costs_the_save_and_nothing_else(tmp_path, monkeypatch
     release = threading.Event()
 
     def body(hosts):
-        checkpointer = make(tmp_path, hosts, timeout_s=0.3)
+        checkpointer = make(tmp_path, hosts, timeout_s=3)
         original = checkpointer._write
 
         def write(save):
@@ -111,17 +113,15 @@ def test_a_host_that_hangs_costs_the_save_and_nothing_else(tmp_path, monkeypatch
                 original(save)
 
         checkpointer._write = write
-        start = time.monotonic()
         save(checkpointer, 1, 2)
         checkpointer.wait()
-        return checkpointer.errors, checkpointer.last_step, time.monotonic() - start
+        return checkpointer.errors, checkpointer.last_step
 
     try:
         results = run_threads(body, 2)
     finally:
         release.set()
-    assert [result[:2] for result in results] == [(1, 2)] * 2
-    assert max(result[2] for result in results) < 20
+    assert results == [(1, 2)] * 2
     assert make(tmp_path).directory.steps() == [2]
 
 
@@ -174,37 +174,37 @@ def test_what_was_reported_is_waited_for_before_a_checkpoint_counts(tmp_path):
 
 def test_reports_that_hang_hold_neither_training_nor_a_checkpoint_up(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(report_wait, "TRAINING_WAIT_S", 0.05)
+    monkeypatch.setattr(report_wait, "REPORT_WAIT_S", 3600.0)
+    monkeypatch.setattr(module, "SLOW_S", 60.0)
     hangs = threading.Event()
 
     def body(hosts):
-        checkpointer, begin = make(tmp_path, hosts, reported=hangs.wait), time.monotonic()
+        checkpointer = make(tmp_path, hosts, reported=hangs.wait)
         save(checkpointer, 1, 2, 3)
         checkpointer.wait()
-        return checkpointer.last_step, checkpointer.errors, time.monotonic() - begin
+        return checkpointer.last_step, checkpointer.errors
 
     try:
         results = run_threads(body, 2)
     finally:
         hangs.set()
-    assert [result[:2] for result in results] == [(3, 0)] * 2
-    assert max(result[2] for result in results) < report_wait.REPORT_WAIT_S / 2
+    assert results == [(3, 0)] * 2
     assert make(tmp_path).directory.steps() == [2, 3]
     assert caplog.text.count("counts without all reports up to it") == 1
     assert "checkpoint of step 1 counts without" in caplog.text and "training waited" not in caplog.text
 
 
 def test_after_a_signal_no_checkpoint_waits_for_reports(tmp_path, monkeypatch):
-    monkeypatch.setattr(report_wait, "TRAINING_WAIT_S", 60.0)
-    monkeypatch.setattr(report_wait, "REPORT_WAIT_S", 60.0)
+    monkeypatch.setattr(report_wait, "TRAINING_WAIT_S", 3600.0)
+    monkeypatch.setattr(report_wait, "REPORT_WAIT_S", 3600.0)
     hangs = threading.Event()
-    checkpointer, begin = make(tmp_path, reported=hangs.wait), time.monotonic()
+    checkpointer = make(tmp_path, reported=hangs.wait)
     save(checkpointer, 1)
     with checkpointer.within_grace(2):
         save(checkpointer, 2)
         checkpointer.wait()
-    seconds = time.monotonic() - begin
     hangs.set()
-    assert checkpointer.directory.steps() == [1, 2] and seconds < 10
+    assert checkpointer.directory.steps() == [1, 2]
 
 
 def test_the_newest_whole_checkpoint_is_found(tmp_path):
@@ -268,3 +268,78 @@ def test_another_run_is_refused_and_what_differs_is_named(tmp_path):
     third = make(tmp_path, facts={"seed": "0", "training data": "abc"})
     assert third.restore(third.find("auto"), STATE) == STATE
     assert third.last_step == 2
+
+
+def test_reports_are_given_their_time_again_once_training_waits_no_more(tmp_path):
+    checkpointer = make(tmp_path)
+    save(checkpointer, 1)
+    checkpointer.wait()
+    assert checkpointer._reports._training_since is None
+
+
+def restored(checkpointer, resume="auto"):
+    """The step that a run goes on from, as `Trainer.restore` finds it."""
+    while (metadata := checkpointer.find(resume)) is not None:
+        if checkpointer.restore(metadata, STATE) is not None:
+            return metadata.step
+    return None
+
+
+@pytest.fixture
+def damage(monkeypatch):
+    """The steps whose arrays the second process finds damaged; from a later save of the step on they are good."""
+    steps = set()
+
+    def read_arrays(directory, structs, digest):
+        if directory.parent.name in steps and threading.current_thread().name == "reader-1":
+            raise DamagedCheckpointError(f"{directory}/d/1 is damaged: Digest mismatch")
+        return {}
+
+    monkeypatch.setattr(module, "read_arrays", read_arrays)
+    return steps
+
+
+def test_what_one_host_finds_damaged_no_host_goes_on_from(tmp_path, caplog, damage):
+    first = make(tmp_path)
+    save(first, 2, 4)
+    first.wait()
+    damage.add("step-4")
+
+    def body(hosts):
+        threading.current_thread().name = f"reader-{hosts.index}"
+        checkpointer = make(tmp_path, hosts)
+        found = restored(checkpointer)
+        return found, checkpointer.last_step
+
+    assert run_threads(body, 2) == [(2, 2)] * 2
+    assert "goes on from step 2 and not from a newer checkpoint, which is damaged and stays as it is" in caplog.text
+    assert "process 1: " in caplog.text and "/d/1 is damaged: Digest mismatch" in caplog.text
+    assert make(tmp_path).directory.steps() == [2, 4], "nothing is removed"
+
+    def must(hosts):
+        threading.current_thread().name = f"reader-{hosts.index}"
+        with pytest.raises(PeerError, match=r"damaged, and trainer.resume is must:\n(.|\n)*go on from step 2, or"):
+            restored(make(tmp_path, hosts), "must")
+
+    run_threads(must, 2)
+
+
+def test_a_damaged_checkpoint_is_none_of_the_newest_and_is_replaced_by_a_save_of_its_step(tmp_path, monkeypatch):
+    first = make(tmp_path)
+    save(first, 2, 4)
+    first.wait()
+    file = first.directory.of(4) / "metadata.json"
+    file.write_bytes(file.read_bytes()[:-9])
+    second = make(tmp_path)
+    assert restored(second) == 2
+    save(second, 3)
+    second.wait()
+    assert second.directory.steps() == [2, 3, 4], "two good ones are left"
+    monkeypatch.setattr(module, "merge_arrays", lambda directory: 1 / 0)
+    save(second, 4)
+    second.wait()
+    assert (second.errors, second.directory.steps()) == (1, [2, 3, 4]), "a save that fails removes what it wrote alone"
+    monkeypatch.setattr(module, "merge_arrays", lambda directory: "0")
+    save(second, 4)
+    second.wait()
+    assert second.directory.steps() == [3, 4] and restored(make(tmp_path)) == 4

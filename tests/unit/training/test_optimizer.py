@@ -8,7 +8,7 @@ import pytest
 from lockstep.errors import ConfigError
 from lockstep.models import LoraConfig
 from lockstep.training import OptimizerConfig, Trainer, TrainerConfig, lm_loss, parse_precision, state_structs
-from lockstep.training.optimizer import _matrix, completed_updates, decay_mask
+from lockstep.training.optimizer import DEFAULTS, _matrix, completed_updates, decay_mask
 from tests import tiny
 from tests.unit.training.bigrams import Bigrams
 from tests.unit.training.test_trainer import rows
@@ -19,9 +19,9 @@ def rates(config, steps):
     return [float(schedule(step)) for step in range(steps)]
 
 
-def test_warmup_rises_from_the_first_step_and_cosine_falls_to_the_minimum():
+def test_warmup_rises_from_0_and_cosine_falls_to_the_minimum():
     found = rates(OptimizerConfig(learning_rate=1.0, warmup=4, min_lr_ratio=0.1), 101)
-    np.testing.assert_allclose(found[:5], [0.2, 0.4, 0.6, 0.8, 1.0], rtol=1e-6)
+    np.testing.assert_allclose(found[:5], [0.0, 0.25, 0.5, 0.75, 1.0], rtol=1e-6)
     assert found[5] < 1.0 and found == sorted(found[:5]) + sorted(found[5:], reverse=True)
     assert found[-1] == pytest.approx(0.1, abs=2e-3)
 
@@ -56,9 +56,106 @@ def test_a_schedule_longer_than_the_run():
         OptimizerConfig(warmup=30).schedule(20)
 
 
-def test_norms_and_biases_are_not_decayed():
+def test_embedding_norms_and_biases_are_not_decayed():
     parameters = {"attn_norm": jnp.ones((2, 3)), "q_bias": jnp.ones(3), "embed": jnp.ones((4, 3)), "mlp": {"up": 1.0}}
-    assert decay_mask(parameters) == {"attn_norm": False, "q_bias": False, "embed": True, "mlp": {"up": True}}
+    assert decay_mask(parameters) == {"attn_norm": False, "q_bias": False, "embed": False, "mlp": {"up": True}}
+    assert decay_mask({"unembed": 1.0, "lm_head": 1.0}) == {"unembed": True, "lm_head": True}
+
+
+@pytest.fixture(scope="module")
+def levanter():
+    """Levanter's own optimizers, which its users know the words of."""
+    pytest.importorskip("levanter", reason="the extra [levanter] is not installed")
+    from levanter.optim import config, muon
+
+    return {"adam": config.AdamConfig, "lion": config.LionConfig, "muon": muon.MuonConfig}
+
+
+@pytest.mark.parametrize("shape", ["cosine", "linear", "constant", "inv_sqrt"])
+@pytest.mark.parametrize(
+    ("steps", "lengths"),
+    [
+        (20_000, {}),
+        (12_000, {"warmup": 500, "decay": 0.3}),
+        (300, {"warmup": 0.1, "decay": 50, "min_lr_ratio": 0.0}),
+        (300, {"warmup": 0, "decay": 1, "min_lr_ratio": 0.3}),
+        (300, {"warmup": 1}),
+    ],
+)
+def test_learning_rates_are_levanters_at_every_step(levanter, shape, steps, lengths):
+    ours = OptimizerConfig(lr_schedule=shape, **lengths).schedule(steps)
+    theirs = levanter["adam"](lr_schedule=shape, **lengths).lr_scheduler(steps)
+    at = jnp.arange(steps)
+    np.testing.assert_allclose(jax.vmap(ours)(at), jax.vmap(theirs)(at), rtol=2e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_parameters_that_decay_are_levanters(levanter, tied):
+    from levanter.models.qwen import Qwen3Config
+
+    sizes = {"hidden_dim": 16, "intermediate_dim": 24, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+    config = Qwen3Config(max_seq_len=16, **sizes, tie_word_embeddings=tied)
+    model = config.model_type.init(hax.Axis("vocab", 32), config, key=jax.random.key(0))
+    theirs = levanter["adam"]().build_weight_decay_mask()(model)
+    ours = decay_mask(model)
+    leaves = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), jax.tree.leaves(model), strict=True)
+    found = [(one, bool(other)) for one, other, _ in leaves]
+    assert {one for one, _ in found} == {True, False} and all(one == other for one, other in found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [("adam", {}), ("adam", {"max_grad_norm": 0.3, "weight_decay": 0.3, "beta2": 0.9, "epsilon": 1e-3}), ("lion", {})],
+)
+def test_updates_are_levanters_step_by_step(levanter, kind, settings):
+    """Ten steps, with warm-up and gradients that are clipped in some of them."""
+    shared = {"learning_rate": 1e-2, "warmup": 3, **settings}
+    optimizers = [OptimizerConfig(type=kind, **shared).build(10), levanter[kind](**shared).build(10)]
+    parameters = [{"up": jnp.linspace(-1, 1, 12).reshape(3, 4)} for _ in optimizers]
+    states = [each.init(one) for each, one in zip(optimizers, parameters, strict=True)]
+    for step in range(10):
+        gradients = {"up": jax.random.normal(jax.random.key(step), (3, 4)) * (0.05 + step % 3)}
+        for index, optimizer in enumerate(optimizers):
+            updates, states[index] = optimizer.update(gradients, states[index], parameters[index])
+            parameters[index] = optax.apply_updates(parameters[index], updates)
+        np.testing.assert_allclose(parameters[0]["up"], parameters[1]["up"], rtol=1e-6, atol=1e-8)
+    assert np.abs(parameters[0]["up"] - np.linspace(-1, 1, 12).reshape(3, 4)).max() > 1e-2
+
+
+def test_defaults_are_levanters(levanter):
+    for kind, theirs in levanter.items():
+        ours, other = OptimizerConfig(type=kind), theirs()
+        for name in ("learning_rate", "min_lr_ratio", "warmup", "decay", "lr_schedule", "max_grad_norm"):
+            assert getattr(ours, name) == getattr(other, name), (kind, name)
+        for name, value in DEFAULTS[kind].items():
+            assert value == (getattr(other, name) or 0.0), (kind, name)
+
+
+def test_muons_first_step_is_levanters_in_both_groups(levanter):
+    """With Jordan's coefficients; later steps differ while optax's correction of the momentum's bias fades."""
+    shared = {"learning_rate": 0.5, "adam_lr": 0.125, "warmup": 0, "lr_schedule": "constant", "weight_decay": 0.25}
+    E, M, V = hax.Axis("embed", 8), hax.Axis("mlp", 12), hax.Axis("vocab", 16)
+    keys = iter(jax.random.split(jax.random.key(0), 4))
+    weight, gradient = (hax.random.normal(next(keys), (M, E)) for _ in range(2))
+    head, of_head = (hax.random.normal(next(keys), (V, E)) for _ in range(2))
+    optimizer = OptimizerConfig(type="muon", **shared).build(10)
+    parameters = {"up": weight.rearrange((E, M)), "lm_head": head}
+    ours, _ = optimizer.update(
+        {"up": gradient.rearrange((E, M)), "lm_head": of_head}, optimizer.init(parameters), parameters
+    )
+
+    def linear(array, Out):
+        return hax.nn.Linear(weight=array, bias=None, In=E, Out=Out)
+
+    theirs = levanter["muon"](coefficient_type="simple", **shared).build(10)
+    parameters = {"up": linear(weight, M), "lm_head": linear(head, V)}
+    updates, _ = theirs.update(
+        {"up": linear(gradient, M), "lm_head": linear(of_head, V)}, theirs.init(parameters), parameters
+    )
+    for name, axes in (("up", (M, E)), ("lm_head", (V, E))):
+        np.testing.assert_allclose(
+            ours[name].rearrange(axes).array, updates[name].weight.array, rtol=2e-3, atol=2e-3, err_msg=name
+        )
 
 
 def test_large_gradients_are_clipped():
@@ -129,14 +226,14 @@ PLAIN = {"learning_rate": 0.5, "warmup": 0, "lr_schedule": "constant", "max_grad
 
 @pytest.mark.slow
 def test_muon_is_optaxs_for_each_matrix_of_the_layers_and_adamw_for_the_rest():
-    parameters, gradients, updates = first_updates(OptimizerConfig(type="muon", **PLAIN))
+    parameters, gradients, updates = first_updates(OptimizerConfig(type="muon", adam_lr=0.25, **PLAIN))
     for name, shape in (("q", (8, 8)), ("o", (8, 8)), ("up", (8, 12))):
         muon = optax.contrib.muon(0.5, weight_decay=0.25)
         for layer in range(2):
             matrix, gradient = parameters[name][layer].reshape(shape), gradients[name][layer].reshape(shape)
             expected = muon.update(gradient, muon.init(matrix), matrix)[0]
             np.testing.assert_allclose(updates[name][layer].reshape(shape), expected, rtol=1e-5, atol=1e-6)
-    adamw = optax.adamw(0.5, b2=0.95, weight_decay=0.25, mask=decay_mask)
+    adamw = optax.adamw(0.25, b2=0.95, weight_decay=0.25, mask=decay_mask)
     rest = {name: parameters[name] for name in ("norm", "q_bias", "embed", "lm_head")}
     expected, _ = adamw.update({name: gradients[name] for name in rest}, adamw.init(rest), rest)
     for name in rest:
@@ -199,6 +296,8 @@ def test_every_optimizer_trains_on_a_mesh_and_its_large_arrays_are_sharded(kind)
             {"type": "lion", "epsilon": 1e-6},
             "epsilon is 1e-06, for which lion has no use; it has beta1, beta2",
         ),
+        ({"adam_lr": 0.1}, "optimizer.adam_lr is 0.1, for which adamw has no use"),
+        ({"warmup": 2.5}, "optimizer.warmup is 2.5; it must be a fraction of the run, up to 1, or a whole number of"),
         ({"momentum": 0.9}, "optimizer.momentum is 0.9, for which adamw has no use"),
         ({"type": "adafactor", "beta1": 0.9}, "adafactor has no use"),
         ({"ema_decay": 1.0}, "optimizer.ema_decay is 1.0; it must be at least 0 and less than 1"),

@@ -1,14 +1,15 @@
+import contextlib
 import logging
 import threading
-import time
 
 import pytest
 
 from lockstep.training import report_wait
 from lockstep.training.report_wait import ReportWait
+from tests.clock import PATIENCE_S, until
 
-LONG_S = 20.0
-"""Longer than any wait of these tests may last."""
+LONG_S = 3600.0
+"""Longer than any wait of these tests lasts."""
 
 
 class Reports:
@@ -19,7 +20,7 @@ class Reports:
 
     def __call__(self):
         self.asked += 1
-        return self.done.wait(60)
+        return self.done.wait(LONG_S)
 
 
 @pytest.fixture
@@ -35,46 +36,56 @@ def patient(monkeypatch):
     monkeypatch.setattr(report_wait, "REPORT_WAIT_S", LONG_S)
 
 
-def seconds(function, *arguments):
-    begin = time.monotonic()
-    function(*arguments)
-    return time.monotonic() - begin
+@contextlib.contextmanager
+def waiting(wait, step=1):
+    """In the block a thread waits, which has asked for the reports; after the block it has ended."""
+    thread = threading.Thread(target=wait, args=(step,), daemon=True)
+    thread.start()
+    until(lambda: wait._asking)
+    yield
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
 
 
 def test_it_ends_with_the_reports(reports, caplog):
-    threading.Timer(0.2, reports.done.set).start()
-    assert 0.1 < seconds(ReportWait(reports), 1) < LONG_S / 2
+    wait = ReportWait(reports)
+    with waiting(wait):
+        assert wait._end() == wait._begin + LONG_S
+        reports.done.set()
     assert not caplog.text
 
 
 def test_it_is_cut_short_when_training_begins_to_wait(reports, caplog):
     wait = ReportWait(reports)
-    threading.Timer(0.2, wait.training_waits, [True]).start()
-    assert 0.2 + report_wait.TRAINING_WAIT_S <= seconds(wait, 7) + 0.05 < LONG_S / 2
+    with waiting(wait, 7):
+        wait.training_waits(True)
+        assert wait._end() == wait._training_since + report_wait.TRAINING_WAIT_S
     assert "the checkpoint of step 7 counts without all reports" in caplog.text
 
 
-def test_where_training_waits_already_it_has_the_same_time(reports, monkeypatch):
-    monkeypatch.setattr(report_wait, "TRAINING_WAIT_S", 0.3)
+def test_where_training_waits_already_it_has_the_same_time(reports):
     wait = ReportWait(reports)
     wait.training_waits(True)
-    time.sleep(0.4)  # the arrays were being written
-    assert 0.25 < seconds(wait, 1) < LONG_S / 2
+    wait._training_since -= 100  # the arrays were being written
+    with waiting(wait):
+        assert wait._end() == wait._begin + report_wait.TRAINING_WAIT_S
 
 
 def test_training_that_waits_no_more_gives_the_time_back(reports):
     wait = ReportWait(reports)
     wait.training_waits(True)
     wait.training_waits(False)
-    threading.Timer(report_wait.TRAINING_WAIT_S + 0.3, reports.done.set).start()
-    assert seconds(wait, 1) > report_wait.TRAINING_WAIT_S + 0.2
+    with waiting(wait):
+        assert wait._end() == wait._begin + LONG_S
+        reports.done.set()
 
 
 def test_a_signal_ends_it(reports):
     wait = ReportWait(reports)
-    threading.Timer(0.2, wait.signalled).start()
-    assert seconds(wait, 1) < LONG_S / 2
-    assert seconds(wait, 2) < LONG_S / 2
+    with waiting(wait):
+        wait.signalled()
+        assert wait._end() == wait._begin + report_wait.PROMPT_S
+    wait(2)  # at once
 
 
 def test_what_is_done_is_seen_after_a_signal_too(reports, caplog):
@@ -90,32 +101,32 @@ def test_reports_that_hang_cost_one_wait_until_they_have_caught_up(reports, monk
     wait = ReportWait(reports)
     wait(1)
     monkeypatch.setattr(report_wait, "REPORT_WAIT_S", LONG_S)
-    assert seconds(wait, 2) < LONG_S / 2 and reports.asked == 1
-    assert caplog.text.count("counts without all reports") == 1
+    wait(2)  # at once
+    assert reports.asked == 1 and caplog.text.count("counts without all reports") == 1
     reports.done.set()
-    while wait._asking:
-        time.sleep(0.01)
+    until(lambda: not wait._asking)
     reports.done.clear()
-    threading.Timer(0.3, reports.done.set).start()
-    assert seconds(wait, 3) > 0.2, "they had caught up: they are waited for again"
+    with waiting(wait, 3):
+        assert wait._end() == wait._begin + LONG_S, "they had caught up: they are waited for again"
+        reports.done.set()
     assert caplog.text.count("counts without all reports") == 1
 
 
-def test_reports_that_gave_up_are_asked_for_again_without_a_long_wait(monkeypatch, caplog):
+def test_reports_that_gave_up_are_asked_for_again_without_a_long_wait(caplog):
     """`SampleCallback.flush` returns after ``flush_s`` at the latest, with False."""
     answers = [False, None, True]
     hangs = threading.Event()
 
     def reported():
         answer = answers.pop(0)
-        return hangs.wait(60) if answer is None else answer
+        return hangs.wait(LONG_S) if answer is None else answer
 
     wait = ReportWait(reported)
     wait(1)
-    assert seconds(wait, 2) < LONG_S / 2
+    with waiting(wait, 2):
+        assert wait._end() == wait._begin + report_wait.PROMPT_S
     hangs.set()
-    while wait._asking:
-        time.sleep(0.01)
+    until(lambda: not wait._asking)
     wait(3)
     assert caplog.text.count("counts without all reports") == 1 and answers == []
 

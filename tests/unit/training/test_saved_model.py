@@ -12,9 +12,9 @@ from lockstep.errors import ConfigError
 from lockstep.models.hf.save_plan import saved_tensors
 from lockstep.placement import make_mesh
 from lockstep.text import load_tokenizer, tokenizer_digest
-from lockstep.training import RESUMABLE, has_checkpoint, saved_at, saved_model
-from lockstep.training import checkpoint as checkpoint_module
-from lockstep.training.checkpoint import METADATA, ArrayReader
+from lockstep.training import RESUMABLE, checkpoint_arrays, has_checkpoint, saved_at, saved_model
+from lockstep.training.checkpoint import METADATA, DamagedCheckpointError
+from lockstep.training.checkpoint_arrays import ArrayReader
 from tests import tiny
 
 
@@ -23,7 +23,7 @@ def run(tmp_path_factory):
     """A run directory with checkpoints of steps 4 and 8, and the model of the last one."""
     directory = tmp_path_factory.mktemp("runs") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint_module, "SPLIT_BYTES", 0)
+        patch.setattr(checkpoint_arrays, "SPLIT_BYTES", 0)
         tiny.save_checkpoint(str(directory / "checkpoints"), step=4)
         model = tiny.save_checkpoint(str(directory / "checkpoints"), step=8, mesh_shape="1,2,-1", seed=1)
     (directory / RESUMABLE).write_text(json.dumps({"base_path": "checkpoints"}))
@@ -51,9 +51,20 @@ def test_the_tokenizer_is_beside_the_checkpoints(run):
     assert tokenizer_digest(load_tokenizer(found.tokenizer)) == tokenizer_digest(tiny.tokenizer())
 
 
-def test_a_checkpoint_that_was_copied_alone_names_the_tokenizer_of_its_run(run, tmp_path):
+def test_the_tokenizer_that_a_checkpoint_names_elsewhere_is_not_opened(run, tmp_path):
     shutil.copytree(run[0] / "checkpoints" / "step-8", tmp_path / "step-8")
-    assert saved_model(str(tmp_path / "step-8")).tokenizer == tiny.TOKENIZER
+    with pytest.raises(ConfigError, match=f"no tokenizer at .*Set tokenizer; the run had '{tiny.TOKENIZER}'"):
+        _ = saved_model(str(tmp_path / "step-8")).tokenizer
+
+
+@pytest.mark.parametrize("name", ["/etc", "../step-4", "..", "", "memory::a", None, 3])
+def test_the_arrays_of_a_checkpoint_are_inside_it(run, tmp_path, name):
+    shutil.copytree(run[0] / "checkpoints" / "step-8", tmp_path / "step-8")
+    file = tmp_path / "step-8" / METADATA
+    values = json.loads(file.read_text()) | {"arrays": name, "format": 1}
+    file.write_text(json.dumps({key: value for key, value in values.items() if key != "digest"}))
+    with pytest.raises(ConfigError, match=r"metadata\.json names .* which is not the name of a file beside it"):
+        saved_model(str(tmp_path / "step-8"))
 
 
 @pytest.mark.parametrize("mesh_shape", ["1,-1,1", "1,2,-1"])
@@ -90,7 +101,7 @@ def test_parts_are_read_without_devices(run):
 def test_arrays_are_stored_layer_by_layer_where_they_are_large(run):
     """So that an export, which reads one layer at a time, does not read all of them each time."""
     found = saved_model(str(run[0]))
-    reader = ArrayReader(found.directory.of(8) / found.metadata.arrays)
+    reader = ArrayReader(found.directory.of(8) / found.metadata.arrays, checked=True)
     reader.read("model.layers.stacked.mlp.gate.0", (0,))
     chunk = reader._open["model.layers.stacked.mlp.gate.0"].chunk_layout.read_chunk.shape
     assert chunk[0] == 1 and chunk[1] > 1
@@ -108,13 +119,30 @@ def test_what_is_not_there_is_said_plainly(run, tmp_path):
 def test_a_checkpoint_that_does_not_say_what_its_model_is_is_refused(run, tmp_path):
     shutil.copytree(run[0] / "checkpoints" / "step-8", tmp_path / "step-8")
     file = tmp_path / "step-8" / METADATA
-    values = json.loads(file.read_text())
+    values = json.loads(file.read_text()) | {"format": 1}
+    del values["digest"], values["tree_digest"]
     file.write_text(json.dumps(values | {"model": None}))
     with pytest.raises(ConfigError, match="does not say what its model is"):
         saved_model(str(tmp_path / "step-8"))
     file.write_text(json.dumps(values | {"shapes": values["shapes"] | {"model.extra.0": "float32[2]"}}))
     with pytest.raises(ConfigError, match=r"are not those of its model: model\.extra\.0"):
         saved_model(str(tmp_path / "step-8"))
+
+
+def test_a_flipped_bit_is_found_by_whoever_reads_the_model(run, tmp_path):
+    shutil.copytree(run[0] / "checkpoints" / "step-8", tmp_path / "step-8")
+    found = saved_model(str(tmp_path / "step-8"))
+    (file,) = (tmp_path / "step-8").glob("arrays-*/ocdbt.process_0/d/*")
+    data = bytearray(file.read_bytes())
+    for place in range(0, len(data), 100):  # somewhere in every array
+        data[place] ^= 4
+    file.write_bytes(data)
+    with pytest.raises(DamagedCheckpointError, match=f"{file} is damaged: "):  # lockstep sample
+        found.read(make_mesh("1,-1,1"), "float32")
+    read = found.reader()  # lockstep export
+    embedding = saved_tensors(found.skeleton(), None, found.vocab_size)[0]
+    with pytest.raises(DamagedCheckpointError, match=f"{file} is damaged: "):
+        read(embedding, 0, 1)
 
 
 def test_two_saves_are_told_apart(run):

@@ -5,8 +5,8 @@ ascending), so a filter is two numbers per slot: the least score kept, and the l
 score. Both are found by bisection over the bits of the score, and decided by sums of integers, which are the same in
 whatever order they are added. `find_threshold` asks for the search only where a `Shortlist` does not decide.
 
-A new filter is a function here and its entry in `FILTERS`, a field in `lockstep.types`, and an array in
-`lockstep.schedule.SamplingBatch`.
+A new filter is a function here and its entry in `FILTERS`, a field in `lockstep.types` whose name is in ``FILTERS``
+there too, and an array in `lockstep.schedule.SamplingBatch`.
 """
 
 import dataclasses
@@ -63,9 +63,8 @@ class Filter:
     """One filter on the distribution after temperature.
 
     Args:
-        name: The name, by which `plan` finds the filter in a compiled program.
+        name: The field of `SamplingParams`, and the name by which `plan` finds the filter in a compiled program.
         parameter: The field of `lockstep.schedule.SamplingBatch` that has its parameter for each slot.
-        is_requested: Whether a request needs the filter.
         narrows: Whether the filter does anything in each slot, by the parameter.
         apply: The filter: takes all tokens of the vocabulary, the threshold so far and the parameter; returns a
             threshold that keeps no more than the one so far. It contains no collective.
@@ -73,9 +72,16 @@ class Filter:
 
     name: str
     parameter: str
-    is_requested: Callable[[SamplingParams], bool]
     narrows: Callable[[Array], Array]
     apply: Callable[[Candidates, TokenThreshold, Array], TokenThreshold]
+
+    def is_requested(self, params: SamplingParams) -> bool:
+        """Whether a request needs the filter.
+
+        Args:
+            params: The parameters of the request.
+        """
+        return params.is_set(self.name)
 
 
 def keep_all(slots: int) -> TokenThreshold:
@@ -194,26 +200,25 @@ FILTERS = (
     Filter(
         name="top_k",
         parameter="top_k",
-        is_requested=lambda params: params.top_k is not None,
         narrows=lambda k: k > 0,
         apply=top_k,
     ),
     Filter(
         name="top_p",
         parameter="top_p",
-        is_requested=lambda params: params.top_p < 1,
         narrows=lambda p: p < 1,
         apply=top_p,
     ),
     Filter(
         name="min_p",
         parameter="log_min_p",
-        is_requested=lambda params: params.min_p > 0,
         narrows=lambda log_min_p: log_min_p > -jnp.inf,
         apply=min_p,
     ),
 )
 """The filters in the order in which they are applied."""
+
+assert tuple(each.name for each in FILTERS) == SamplingParams.FILTERS, "a request would not know that it has a filter"
 
 
 def _largest_bound(enough: Callable[[Array], Array], slots: int) -> UInt[Array, " slot"]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
+import urllib.parse
 from collections.abc import Iterable
 
 SHORTEST = 6
@@ -24,10 +26,11 @@ class Redactor:
             # A value of several lines is shown line by line; one in a data structure with escapes.
             for part in (value, *value.splitlines()):
                 if len(part) >= SHORTEST:
-                    forms.update((part, json.dumps(part)[1:-1], repr(part)[1:-1]))
+                    forms.update(_forms(part))
         # The longest first: a value may begin with another one.
-        self._forms = sorted((form.encode() for form in forms), key=len, reverse=True)
+        self._forms = sorted((form.encode(errors="surrogateescape") for form in forms), key=len, reverse=True)
         self._pattern = re.compile(b"|".join(map(re.escape, self._forms)))
+        self._prefixes = {form[:size] for form in self._forms for size in range(1, len(form))}
         self._rest = b""
 
     def feed(self, data: bytes) -> bytes:
@@ -35,21 +38,17 @@ class Redactor:
         if not self._forms:
             return data
         data = self._rest + data
-        waiting = max(self._partial(data, form) for form in self._forms)
-        keep = len(data) - waiting
+        keep = len(data) - self._partial(data)
         for match in self._pattern.finditer(data):
             if match.start() < keep:
                 keep = max(keep, match.end())
         self._rest = data[keep:]
         return self._pattern.sub(REDACTED, data[:keep])
 
-    @staticmethod
-    def _partial(data: bytes, form: bytes) -> int:
+    def _partial(self, data: bytes) -> int:
         """Number of last bytes of ``data`` with which a form begins, without being complete."""
-        for size in range(min(len(form) - 1, len(data)), 0, -1):
-            if data.endswith(form[:size]):
-                return size
-        return 0
+        sizes = range(min(len(self._forms[0]) - 1, len(data)), 0, -1)
+        return next((size for size in sizes if data[-size:] in self._prefixes), 0)
 
     def flush(self) -> bytes:
         """Return what still waits: the stream has ended."""
@@ -62,3 +61,19 @@ class Redactor:
             return text
         data = self._pattern.sub(REDACTED, text.encode(errors="surrogateescape"))
         return data.decode(errors="surrogateescape")
+
+
+def _forms(value: str) -> set[str]:
+    """A value as programs write it: as it is, in JSON and Python, in a URL, in hexadecimal digits and in base64."""
+    data = value.encode(errors="surrogateescape")
+    quoted = {urllib.parse.quote(data, safe=""), urllib.parse.quote(data), urllib.parse.quote_plus(data)}
+    quoted |= {re.sub("%..", lambda code: code[0].lower(), text) for text in quoted}
+    written = {json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], repr(value)[1:-1]}
+    written |= {text.replace("/", "\\/") for text in written}
+    encoded = set()
+    for before in range(3):  # bytes of the group of three that are those of something else
+        whole = base64.b64encode(bytes(before) + data).decode()
+        # The characters that depend on nothing but the value.
+        part = whole[-(-before * 8 // 6) : (before + len(data)) * 8 // 6]
+        encoded |= {part, part.translate(str.maketrans("+/", "-_"))}
+    return {value, data.hex(), data.hex().upper(), *quoted, *written, *encoded}

@@ -63,11 +63,11 @@ def _leave() -> NoReturn:
 
 
 def environment(spec: dict[str, Any]) -> dict[str, str]:
-    """The variables of the command: those of this machine, those of the job, and its directories of programs first."""
-    own = os.environ
+    """The variables of the command: this machine's, then the job's, whose directories of programs are first on PATH."""
+    found = {**os.environ, "PYTHONUNBUFFERED": "1", **spec["env"], **spec["secrets"]}
     path = [os.path.expanduser(each) for each in spec["path"]]
-    path += [own.get("PATH", os.defpath), os.path.expanduser("~/.local/bin")]
-    return dict(own, **{"PYTHONUNBUFFERED": "1", "PATH": os.pathsep.join(path)}, **spec["env"], **spec["secrets"])
+    path += [found.get("PATH", os.defpath), os.path.expanduser("~/.local/bin")]
+    return {**found, "PATH": os.pathsep.join(path)}
 
 
 def find_program(program: str, environ: dict[str, str], cwd: str) -> str | None:
@@ -116,16 +116,21 @@ class Supervisor:
             self._end(127)
             return
         open(self._file(files.LEASE), "wb").close()
-        process = subprocess.Popen(
-            [program or "", *argv[1:]],
-            cwd=cwd,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=_die_with_parent,
-        )
+        try:
+            process = subprocess.Popen(
+                [program or "", *argv[1:]],
+                cwd=cwd,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+        except (OSError, ValueError) as error:  # no program, or arguments and variables that no program can be given
+            self._write(f"error: {program} cannot be started: {error}\n".encode())
+            self._end(126)
+            return
         self._process = process
         signal.signal(signal.SIGTERM, lambda *_: self._ask("stop", "the worker is shut down"))
         files.write_json(self._file(files.STATE), {"pid": process.pid, "started": time.time()})

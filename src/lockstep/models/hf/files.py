@@ -8,11 +8,11 @@ import pathlib
 import tempfile
 from collections.abc import Iterator
 
-import fsspec
 import numpy as np
 
 from lockstep.errors import ConfigError
 from lockstep.models.hf.tensor_file import TensorFile
+from lockstep.urls import url_to_fs
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -34,7 +34,7 @@ class CheckpointFiles:
 
     def __init__(self, directory: str | os.PathLike[str]):
         self.directory = os.fspath(directory)
-        self._filesystem, root = fsspec.core.url_to_fs(self.directory)
+        self._filesystem, root = url_to_fs(self.directory)
         self._root = root.rstrip("/")
         listed = [path for path in self._filesystem.glob(f"{self._root}/*") if not self._filesystem.isdir(path)]
         names = {path.rsplit("/", 1)[-1] for path in listed}
@@ -140,7 +140,7 @@ def local_directory(path: str | os.PathLike[str], *, pattern: str = "*") -> Iter
             )
         yield directory
         return
-    filesystem, root = fsspec.core.url_to_fs(path)
+    filesystem, root = url_to_fs(path)
     files = [f for f in filesystem.glob(f"{root.rstrip('/')}/{pattern}") if not filesystem.isdir(f)]
     if not files:
         raise ConfigError(f"there are no files {pattern} at {path}. Check the URL and the access rights.")

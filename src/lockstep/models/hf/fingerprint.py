@@ -3,9 +3,8 @@
 import hashlib
 import os
 
-import fsspec
-
 from lockstep.errors import ConfigError
+from lockstep.urls import url_to_fs
 
 _PIECES_PER_FILE = 16
 _PIECE_BYTES = 64 << 10
@@ -27,7 +26,7 @@ def fingerprint(checkpoint: str) -> str:
     Raises:
         ConfigError: There is no config.json with safetensors.
     """
-    filesystem, root = fsspec.core.url_to_fs(os.path.expanduser(checkpoint))
+    filesystem, root = url_to_fs(os.path.expanduser(checkpoint))
     files = sorted(f for f in filesystem.glob(f"{root.rstrip('/')}/*") if f.endswith((".safetensors", ".json")))
     total = hashlib.sha256()
     weights = [file for file in files if file.endswith(".safetensors")]

@@ -11,11 +11,11 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from lockstep.errors import ConfigError
 from lockstep.models.hf.files import INDEX_NAME, SINGLE_NAME
+from lockstep.urls import url_to_fs
 
 CONFIG_NAME = "config.json"
 """The file without which nobody takes a directory for a checkpoint; in a bucket it is written last."""
@@ -142,7 +142,7 @@ class BucketTarget(SaveTarget):
 
     def __init__(self, url: str, token: str) -> None:
         super().__init__(token)
-        self._filesystem, root = fsspec.core.url_to_fs(url)
+        self._filesystem, root = url_to_fs(url)
         self._root = root.rstrip("/")
         self._marker = f"{self._root}/.saving-{token}"
 
@@ -202,5 +202,5 @@ def save_target(path: str | os.PathLike[str], token: str) -> SaveTarget:
     path = os.fspath(path)
     if "://" not in path:
         return LocalTarget(path, token)
-    filesystem, root = fsspec.core.url_to_fs(path)
+    filesystem, root = url_to_fs(path)
     return LocalTarget(root, token) if isinstance(filesystem, LocalFileSystem) else BucketTarget(path, token)

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import draccus
 
+from lockstep.credentials import hide_credentials
 from lockstep.report.rows import TableRow
 
 
@@ -193,6 +194,7 @@ def build_tracker(
     Raises:
         ConfigError: A tracker cannot start.
     """
+    config = None if config is None else hide_credentials(config)
     if isinstance(choice, TrackerConfig):
         return choice.build(run_dir, run_name, config)
     return CompositeTracker([each.build(run_dir, run_name, config) for each in choice])

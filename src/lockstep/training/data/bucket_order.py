@@ -72,7 +72,9 @@ class BucketOrder:
             sources = tuple(source for source, sizes in enumerate(self.sizes) if sizes[bucket])
             sizes = tuple(self.sizes[source][bucket] for source in sources)
             weights = tuple(self._share(source, bucket) for source in sources)
-            found.append((sources, RowOrder(sizes=sizes, weights=weights, seed=self.seed, shuffle=self.shuffle)))
+            # A seed of its own: buckets of one size would otherwise have the same order.
+            seed = self.seed + (bucket << 32)
+            found.append((sources, RowOrder(sizes=sizes, weights=weights, seed=seed, shuffle=self.shuffle)))
         return tuple(found)
 
     def _share(self, source: int, bucket: int) -> float:

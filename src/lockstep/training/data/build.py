@@ -10,8 +10,6 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-import fsspec
-
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts
 from lockstep.training.data.build_progress import BuildProgress
@@ -20,6 +18,7 @@ from lockstep.training.data.cache_plan import CachePlan
 from lockstep.training.data.chunk_builder import place
 from lockstep.training.data.row_files import is_local, new_file, remove_dead_files
 from lockstep.training.data.token_cache import METADATA, CacheMetadata, TokenCache, chunk_file, read_metadata
+from lockstep.urls import url_to_fs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -79,7 +78,7 @@ def build_caches(
     """
     with hosts.scope("data") as scope:
         with scope.run_on_all("files", "looking at the data files") as phase:
-            fs, root = fsspec.core.url_to_fs(cache_dir or default_cache_dir())
+            fs, root = url_to_fs(cache_dir or default_cache_dir())
             plans = make_plans()
             phase.agree({f"files of {plan.name}": plan.content for plan in plans})
             phase.share([[plan.key for plan in plans], secrets.token_hex(8)])

@@ -10,7 +10,7 @@ from lockstep.training.data.examples import Format
 from lockstep.training.data.packing import RowShape
 from lockstep.training.data.sources import Chunk, SourceFile, make_chunks
 
-CACHE_VERSION = 2
+CACHE_VERSION = 3
 """To be raised by whoever changes which rows are made of the same files, or how they are stored."""
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lockstep.training.data.bucket_order import BucketOrder
+from lockstep.training.data.order import ORDER_VERSION
 from lockstep.training.data.token_cache import TokenCache
 
 _DIGESTED = 64
@@ -49,7 +50,8 @@ class CachedRows:
         return columns
 
     def digest(self) -> str:
-        """Return the SHA-256 of all rows and of their order in hexadecimal digits, for hosts to agree on."""
+        """Return the SHA-256 of all rows and of their order, and the version of the order, for hosts to agree on."""
         order = self.order
         parts = [cache.digest() for cache in self.caches], order.weights, order.seed, order.shuffle
-        return hashlib.sha256(repr((*parts, *order.first(_DIGESTED))).encode()).hexdigest()
+        rows = hashlib.sha256(repr((*parts, *order.first(_DIGESTED))).encode()).hexdigest()
+        return f"{rows} (version {ORDER_VERSION} of the order)"

@@ -269,13 +269,21 @@ class LmDataConfig(DataConfig):
 
     format: Literal["text", "prompt_completion", "chat"] = "text"
     """``text``: field ``text``, documents of which every token but the first is a target. ``prompt_completion``: fields
-    ``prompt`` and ``completion``. ``chat``: field ``messages``; the last one, the assistant's, is the target."""
+    ``prompt`` and ``completion``. ``chat``: field ``messages``, of which the last is the assistant's."""
+    train_on: Literal["last", "all"] = "last"
+    """Which of the assistant's messages of a chat are targets: the ``last``, or ``all``. ``all`` needs a chat template
+    that writes a message the same whatever follows; a chat that it writes otherwise is a bad row."""
     packing: bool | None = None
     """Put several examples into a row, numbered by ``segment_ids``, which keep them apart in attention: documents one
     after the other, cut where a row ends; others as a whole where they fit. null: documents yes, others no."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.train_on == "all" and self.format != "chat":
+            raise ConfigError(
+                f"data.train_on is all and data.format is {self.format}, which has no turns. Remove it, or use format: "
+                "chat."
+            )
         if self.length_buckets and self.packs:
             raise ConfigError(
                 f"data.length_buckets is {list(self.length_buckets)}, but rows are packed, and a packed row is full. "
@@ -294,7 +302,7 @@ class LmDataConfig(DataConfig):
         return columns
 
     def _rows(self) -> tuple[Format, bool]:
-        return self.format, self.packs
+        return "chat_all" if self.train_on == "all" else self.format, self.packs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -337,7 +345,7 @@ class GrpoDataConfig(DataConfig):
         if self.validation_urls:
             raise ConfigError(
                 "data.validation_urls has no effect in train-grpo, whose loss needs sampled answers. Give held-out "
-                "questions to inference_eval.prompts, with the metric pass_at_k."
+                "questions to inference_eval.prompts, with inference_eval.metrics: [gsm8k]."
             )
         if self.length_buckets:
             raise ConfigError("data.length_buckets has no effect in train-grpo, whose rows have one length. Remove it.")

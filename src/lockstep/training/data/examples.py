@@ -1,6 +1,8 @@
 """From records to tokens: documents, prompts with completions, chats and preference pairs."""
 
+import bisect
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,13 +15,14 @@ from lockstep.training.data.records import BadRow, Record, field
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-type Format = Literal["text", "prompt_completion", "chat", "preference"]
-"""What the records of a source are."""
+type Format = Literal["text", "prompt_completion", "chat", "chat_all", "preference"]
+"""What the records of a source are; of a chat the last answer is the target, or with ``chat_all`` every one."""
 
 FIELDS: Mapping[Format, tuple[str, ...]] = {
     "text": ("text",),
     "prompt_completion": ("prompt", "completion"),
     "chat": ("messages",),
+    "chat_all": ("messages",),
     "preference": ("chosen", "rejected"),
 }
 """The fields that a record of each format has."""
@@ -31,7 +34,7 @@ class TokenSequence:
 
     Args:
         n_prompt: The number of its first tokens that are not targets.
-        tokens: Token ids.
+        tokens: Token ids. A later one that is no target is stored as its complement ``~id``, which is negative.
     """
 
     n_prompt: int
@@ -48,13 +51,11 @@ class _Chat:
 
     Args:
         text: All of it.
-        boundary: The number of characters before the last answer.
-        prompt: The text that a sample of the answer would begin with.
+        answers: Where each answer that is a target begins and ends; the last one ends with the text.
     """
 
     text: str
-    boundary: int
-    prompt: str
+    answers: Sequence[tuple[int, int]]
 
 
 def tokenize(tokenizer: "PreTrainedTokenizerBase", format: Format, records: Sequence[Record]) -> list[Example | BadRow]:
@@ -80,7 +81,7 @@ def check_format(tokenizer: "PreTrainedTokenizerBase", format: Format) -> None:
     Raises:
         ConfigError: The records are chats, and the tokenizer has no chat template.
     """
-    if format in ("chat", "preference") and not tokenizer.chat_template:
+    if format in ("chat", "chat_all", "preference") and not tokenizer.chat_template:
         raise ConfigError(
             f"the data is made of chats, but the tokenizer {str(tokenizer.name_or_path)!r} has no chat template. Use a "
             "tokenizer with one (chat_template.jinja beside tokenizer.json)."
@@ -89,7 +90,7 @@ def check_format(tokenizer: "PreTrainedTokenizerBase", format: Format) -> None:
 
 def _documents(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record]) -> list[Example | BadRow]:
     def document(tokens: Sequence[int]) -> Example:
-        return (TokenSequence(0, [*tokens, *_end(tokenizer)]),)
+        return (TokenSequence(0, [*tokens, *_end(tokenizer, tokens)]),)
 
     texts = _each(records, lambda record: field(record, "text"))
     return _map_good(texts, lambda good: [document(ids) for ids in _ids(tokenizer, good)])
@@ -102,13 +103,21 @@ def _completions(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record]
     def examples(good: Sequence[tuple[str, str]]) -> list[Example | BadRow]:
         prompts = _ids(tokenizer, [prompt for prompt, _ in good])
         completions = _ids(tokenizer, [completion for _, completion in good], add_special_tokens=False)
-        return [_example(*pair, _end(tokenizer)) for pair in zip(prompts, completions, strict=True)]
+        return [
+            _example(prompt, [*completion, *_end(tokenizer, completion)])
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
 
     return _map_good(_each(records, texts_of), examples)
 
 
 def _chats(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record]) -> list[Example | BadRow]:
     chats = _each(records, lambda record: _chat(tokenizer, field(record, "messages", list)))
+    return _map_good(chats, lambda good: _answers(tokenizer, good))
+
+
+def _whole_chats(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record]) -> list[Example | BadRow]:
+    chats = _each(records, lambda record: _whole_chat(tokenizer, field(record, "messages", list)))
     return _map_good(chats, lambda good: _answers(tokenizer, good))
 
 
@@ -133,6 +142,7 @@ _TOKENIZE: Mapping[Format, Callable[["PreTrainedTokenizerBase", Sequence[Record]
     "text": _documents,
     "prompt_completion": _completions,
     "chat": _chats,
+    "chat_all": _whole_chats,
     "preference": _pairs,
 }
 
@@ -166,34 +176,54 @@ def _chat(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, 
             f"{side}has a chat whose text does not begin with that of its prompt, so it is not known where the answer "
             "begins. Use a chat template whose generation prompt begins an assistant's message."
         )
-    return _Chat(text, len(prompt), prompt)
+    return _Chat(text, [(len(prompt), len(text))])
+
+
+def _whole_chat(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, str]]) -> _Chat:
+    """A chat of which every answer is a target: each as if it were the last, at the same place of the whole text."""
+    whole = _chat(tokenizer, messages)
+    answers: list[tuple[int, int]] = []
+    for number, message in enumerate(messages[:-1], 1):
+        if message["role"] != "assistant":
+            continue
+        part = _chat(tokenizer, messages[:number])
+        if not whole.text.startswith(part.text):
+            raise BadRow(
+                f"has a chat whose text up to message {number} is another one where messages follow, so it is not "
+                "known where this answer is. Use data.train_on: last, or a chat template that writes a message the "
+                "same whatever follows."
+            )
+        answers += part.answers
+    return _Chat(whole.text, [*answers, *whole.answers])
 
 
 def _answers(tokenizer: "PreTrainedTokenizerBase", chats: Sequence[_Chat]) -> list[Example | BadRow]:
-    """Chats as tokens; the first token of the answer is the one that holds its first character."""
+    """Chats as tokens; those of an answer are the ones that hold a character of it."""
     if not getattr(tokenizer, "is_fast", False):
         return _answers_by_prefix(tokenizer, chats)
     texts = [chat.text for chat in chats]
     found = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     examples: list[Example | BadRow] = []
     for chat, ids, offsets in zip(chats, found["input_ids"], found["offset_mapping"], strict=True):
-        first = next((place for place, (_, end) in enumerate(offsets) if end > chat.boundary), len(ids))
-        examples.append(_example(ids[:first], ids[first:], []))
+        starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
+        spans = [(bisect.bisect_right(ends, begin), bisect.bisect_left(starts, end)) for begin, end in chat.answers]
+        examples.append(_with_targets(ids, spans))
     return examples
 
 
 def _answers_by_prefix(tokenizer: "PreTrainedTokenizerBase", chats: Sequence[_Chat]) -> list[Example | BadRow]:
     """The same for a tokenizer that does not say which characters a token holds."""
     wholes = _ids(tokenizer, [chat.text for chat in chats], add_special_tokens=False)
-    prompts = _ids(tokenizer, [chat.prompt for chat in chats], add_special_tokens=False)
     examples: list[Example | BadRow] = []
-    for whole, prompt in zip(wholes, prompts, strict=True):
-        if list(whole[: len(prompt)]) == list(prompt):
-            examples.append(_example(prompt, whole[len(prompt) :], []))
+    for chat, whole in zip(chats, wholes, strict=True):
+        bounds = [bound for answer in chat.answers for bound in answer]
+        befores = _ids(tokenizer, [chat.text[:bound] for bound in bounds], add_special_tokens=False)
+        if all(list(whole[: len(before)]) == list(before) for before in befores):
+            examples.append(_with_targets(whole, list(itertools.batched(map(len, befores), 2))))
             continue
         examples.append(
             BadRow(
-                "has a token that holds the end of the prompt and the beginning of the answer, and the tokenizer "
+                "has a token that holds the end of one message and the beginning of the next, and the tokenizer "
                 f"{str(tokenizer.name_or_path)!r} does not say which characters a token holds. Use its fast version "
                 "(a tokenizer.json), which does."
             )
@@ -201,12 +231,20 @@ def _answers_by_prefix(tokenizer: "PreTrainedTokenizerBase", chats: Sequence[_Ch
     return examples
 
 
-def _example(prompt: Sequence[int], target: Sequence[int], end: Sequence[int]) -> Example | BadRow:
+def _with_targets(ids: Sequence[int], spans: Sequence[tuple[int, ...]]) -> Example | BadRow:
+    """Tokens of which those in spans, ascending, are targets; the last span ends with them."""
+    tokens, first = list(ids), spans[0][0]
+    for (_, end), (start, _) in itertools.pairwise(spans):
+        tokens[end:start] = [~token for token in tokens[end:start]]
+    return _example(tokens[:first], tokens[first:])
+
+
+def _example(prompt: Sequence[int], target: Sequence[int]) -> Example | BadRow:
     if not prompt:
         return BadRow("has a prompt of 0 tokens; at least 1 is needed. Correct it or remove it.")
-    if not target and not end:
+    if not target:
         return BadRow("has a completion of 0 tokens; at least 1 is needed. Correct it or remove it.")
-    return (TokenSequence(len(prompt), [*prompt, *target, *end]),)
+    return (TokenSequence(len(prompt), [*prompt, *target]),)
 
 
 def _prompt(**values: Any) -> Prompt:
@@ -220,8 +258,10 @@ def _ids(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], **options: 
     return list(tokenizer(list(texts), verbose=False, **options)["input_ids"]) if texts else []
 
 
-def _end(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    return [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+def _end(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> list[int]:
+    """The end-of-sequence token, where a tokenizer has one and has not put it at the end itself."""
+    end = tokenizer.eos_token_id
+    return [] if end is None or list(tokens[-1:]) == [end] else [int(end)]
 
 
 def _each[T](records: Sequence[Record], read: Callable[[Record], T]) -> list[T | BadRow]:

@@ -15,6 +15,14 @@ numbers or more and skips those that are too large: 11 ms for a place among 3 ro
 
 ENDLESS = 1 << 62
 
+ORDER_VERSION = 2
+"""Grows with every change of the order that a seed gives; it is in the digest of the data, so that no run goes on from
+a checkpoint of another order."""
+
+ROUNDS = 16
+"""Rounds of the block cipher (Simon; Beaulieu et al. 2013) that computes a place. Rows at neighbouring places are
+correlated with 4 rounds up to 0.4, with 8 still up to 0.03 (1,000,000 rows); from 10 on nothing was found."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowOrder:
@@ -73,9 +81,9 @@ class RowOrder:
         # Grain 0.2.18 loses a number where the largest is a power of two (2**16 and 2**18, tried), so there it shuffles
         # one more, and what is mapped to that one is mapped again.
         largest = size if (size - 1).bit_count() == 1 else size - 1
-        row = index_shuffle(offset, max_index=largest, seed=seed, rounds=4)
+        row = index_shuffle(offset, max_index=largest, seed=seed, rounds=ROUNDS)
         while row >= size:
-            row = index_shuffle(row, max_index=largest, seed=seed, rounds=4)
+            row = index_shuffle(row, max_index=largest, seed=seed, rounds=ROUNDS)
         return int(row)
 
 

@@ -6,9 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import fsspec
-
 from lockstep.errors import ConfigError
+from lockstep.urls import check_bare_name, url_to_fs
 
 WHOLE_BYTES = 1 << 20
 """A file of at most this size is known by its content, a larger one by its ends and the time of its last change."""
@@ -78,7 +77,7 @@ def list_files(url: str, key: str) -> list[SourceFile]:
         ConfigError: There is none, or it cannot be looked at.
     """
     try:
-        fs, path = fsspec.core.url_to_fs(url)
+        fs, path = url_to_fs(url)
         if any(sign in path for sign in "*["):
             infos = {one: info for one, info in sorted(fs.glob(path, detail=True).items()) if info["type"] == "file"}
         elif fs.isdir(path):
@@ -151,7 +150,8 @@ def _dataset_files(fs: Any, directory: str, url: str, key: str) -> list[str]:
     """The Arrow files of a directory that ``Dataset.save_to_disk`` wrote."""
     if fs.exists(f"{directory}/state.json"):
         state = json.loads(fs.cat_file(f"{directory}/state.json"))
-        return [f"{directory}/{file['filename']}" for file in state["_data_files"]]
+        names = [check_bare_name(file["filename"], f"{url}/state.json") for file in state["_data_files"]]
+        return [f"{directory}/{name}" for name in names]
     if fs.exists(f"{directory}/dataset_dict.json"):
         splits = json.loads(fs.cat_file(f"{directory}/dataset_dict.json"))["splits"]
         raise ConfigError(

@@ -148,8 +148,9 @@ def expand(records: Sequence[np.ndarray], layout: Layout, length: int) -> dict[s
             if layout == "pair":
                 start, side = 0, number
             end = start + len(sequence)
-            tokens[row, side, start:end] = sequence
-            mask[row, side, start + max(n_prompt, 1) : end] = True
+            tokens[row, side, start:end] = np.where(sequence < 0, ~sequence, sequence)
+            first = max(n_prompt, 1)
+            mask[row, side, start + first : end] = sequence[first:] >= 0
             if layout == "packed":
                 segments[row, side, start:end] = number + 1
             start = end

@@ -5,7 +5,6 @@ from lockstep.training.grpo.questions import Questions, iter_questions, load_que
 from lockstep.training.grpo.rewarding import Rewarder, Rewards
 from lockstep.training.grpo.rewards import RewardConfig
 from lockstep.training.grpo.rollout import Rollout
-from lockstep.training.grpo.rollout_engine import RolloutEngine
 from lockstep.training.grpo.rollout_report import ROLLOUTS_FILE
 from lockstep.training.grpo.rollouts import Rollouts, make_rewarder
 
@@ -17,7 +16,6 @@ __all__ = [
     "Rewarder",
     "Rewards",
     "Rollout",
-    "RolloutEngine",
     "Rollouts",
     "iter_questions",
     "load_questions",

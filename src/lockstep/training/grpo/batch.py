@@ -5,8 +5,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
+from lockstep.errors import ConfigError
 from lockstep.types import Completion
 
 
@@ -15,6 +16,7 @@ def make_columns(
     prompts: Sequence[tuple[int, ...]],
     completions: Sequence[Completion],
     advantages: Float[np.ndarray, " answer"],
+    learned: Bool[np.ndarray, " answer"] | None = None,
 ) -> dict[str, np.ndarray]:
     """Return the rows of answers: prompt, answer, padding.
 
@@ -24,18 +26,26 @@ def make_columns(
         prompts: The prompt's token ids of each answer.
         completions: The answers.
         advantages: The advantage of each answer.
+        learned: Whether an answer is learned from, else it has no targets; None: all are.
 
     Returns:
         Arrays by column, with the answer as axis 0.
+
+    Raises:
+        ConfigError: An answer does not say what its tokens were drawn with.
     """
     rows: dict[str, Any] = {name: np.zeros((len(completions), *one.shape), one.dtype) for name, one in columns.items()}
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        if len(completion.sampled_logprobs) != len(completion.tokens):
+            raise ConfigError(
+                f"an answer of the engine has {len(completion.tokens)} tokens and {len(completion.sampled_logprobs)} "
+                "sampled_logprobs; training needs the log-probability that each token was drawn with. Have the engine "
+                "set Completion.sampled_logprobs."
+            )
         begin, end = len(prompt), len(prompt) + len(completion.tokens)
         rows["tokens"][row, :begin] = prompt
         rows["tokens"][row, begin:end] = completion.tokens
-        rows["loss_mask"][row, begin:end] = True
-        rows["rollout_logprobs"][row, begin:end] = completion.logprobs
-        if "sampled_logprobs" in rows:
-            rows["sampled_logprobs"][row, begin:end] = completion.sampled_logprobs
+        rows["loss_mask"][row, begin:end] = learned is None or learned[row]
+        rows["rollout_logprobs"][row, begin:end] = completion.sampled_logprobs
     rows["advantage"][:] = advantages
     return rows

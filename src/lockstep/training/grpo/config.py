@@ -3,7 +3,7 @@
 import dataclasses
 
 from lockstep.errors import ConfigError
-from lockstep.training.grpo.rewards import Gsm8kReward, RewardConfig, check_rewards
+from lockstep.training.grpo.rewards import Gsm8kReward, RewardConfig, check_rewards, labels
 from lockstep.training.rollout import RolloutConfig
 
 
@@ -30,6 +30,9 @@ class GrpoRunFields:
     reward_workers: int = 8
     """Threads per host that compute the rewards of a rollout; each runs the coroutines of ``async`` rewards in a loop
     of its own."""
+    mask_truncated: bool = False
+    """Whether nothing is learned from answers that were cut at ``rollout.max_new_tokens`` (overlong filtering, DAPO, Yu
+    et al. 2025, https://arxiv.org/abs/2503.14476, section 3.4); their rewards count for the others of their group."""
     answers_shown: int = 4
     """Answers of a rollout in the table ``rollout/answers`` and in ``rollouts.jsonl``: the best and the worst."""
 
@@ -64,13 +67,13 @@ class GrpoRunFields:
                 "reward_timeout_s, or raise trainer.distributed.timeout_s."
             )
         self._check_ahead(importance_cap)
-        if self.rollout.weight_dtype != "auto" and importance_cap is None:
-            raise ConfigError(
-                f"rollout.weight_dtype is {self.rollout.weight_dtype} and importance_cap is null: answers of "
-                "rounded weights are not those of the model that learns, and have to be corrected for. Set "
-                "importance_cap to 2 and use_rollout_logprobs to false, or rollout.weight_dtype to auto."
-            )
+        self.rollout.check_policy(importance_cap)
         check_rewards(self.rewards)
+        if self.rollout.filter_by is not None and self.rollout.filter_by not in labels(self.rewards):
+            raise ConfigError(
+                f"rollout.filter_by is {self.rollout.filter_by!r}; it must be one of the rewards "
+                f"{', '.join(labels(self.rewards))}. Correct it, or use null."
+            )
         group = self.rollout.n_generations
         if batch_size % group:
             raise ConfigError(

@@ -1,6 +1,5 @@
 """The numbers of a rollout and of a step, under the names that a tracker gets."""
 
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -8,6 +7,7 @@ from statistics import fmean
 import numpy as np
 from jaxtyping import Bool, Float
 
+from lockstep.engine import PhaseClock
 from lockstep.types import Completion, FinishReason
 
 
@@ -43,12 +43,15 @@ def reward_metrics(
     return {name: float(value) for name, value in found.items()}
 
 
-def answer_metrics(completions: Sequence[Completion], signal: Bool[np.ndarray, " prompt"]) -> dict[str, float]:
+def answer_metrics(
+    completions: Sequence[Completion], signal: Bool[np.ndarray, " prompt"], dropped: Bool[np.ndarray, " prompt"]
+) -> dict[str, float]:
     """Return what the answers of a rollout look like.
 
     Args:
         completions: The answers.
-        signal: Whether the answers to a prompt have different rewards.
+        signal: Whether something can be learned from the answers to a prompt.
+        dropped: Whether nothing is, because a reward failed or was late.
     """
     lengths = np.array([len(each.tokens) for each in completions])
     return {
@@ -56,6 +59,7 @@ def answer_metrics(completions: Sequence[Completion], signal: Bool[np.ndarray, "
         "rollout/answer_length_max": float(lengths.max()),
         "rollout/cut_share": float(np.mean([each.finish_reason == FinishReason.LENGTH for each in completions])),
         "rollout/groups_without_signal": float(1 - signal.mean()),
+        "rollout/groups_dropped": float(dropped.mean()),
         "rollout/generated_tokens": float(lengths.sum()),
     }
 
@@ -82,36 +86,11 @@ class StepTimes:
         return total / len(self._steps), sum(each for _, each in self._steps) / total if total else 0.0
 
 
-class StepClock:
-    """Where the time of a step goes; a phase that comes twice is added up."""
+class StepClock(PhaseClock):
+    """Where the time of a step goes."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {"rollout_generate": 0.0, "reward": 0.0, "logprobs": 0.0, "update": 0.0}
-        self._begin = self._last = time.perf_counter()
-
-    @property
-    def total(self) -> float:
-        """The seconds since the step began."""
-        return time.perf_counter() - self._begin
-
-    def lap(self, phase: str) -> None:
-        """Count the time since the last lap.
-
-        Args:
-            phase: What it was spent on.
-        """
-        now = time.perf_counter()
-        self.add(phase, now - self._last)
-        self._last = now
-
-    def add(self, phase: str, seconds: float) -> None:
-        """Count seconds that were measured elsewhere.
-
-        Args:
-            phase: What they were spent on.
-            seconds: The seconds.
-        """
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+        super().__init__(("rollout_generate", "reward", "logprobs", "update"))
 
     def __str__(self) -> str:
         sampling, rewarding = self.seconds["rollout_generate"], self.seconds["reward"]

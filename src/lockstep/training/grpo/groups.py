@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from lockstep.training.grpo.rewarding import Rewards
+from lockstep.training.objectives.grpo import differ
 from lockstep.types import Completion
 
 
@@ -36,9 +37,23 @@ class Groups:
         return self.rewards.total.reshape(len(self.questions), -1)
 
     @property
+    def dropped(self) -> Bool[np.ndarray, " group"]:
+        """Whether nothing is learned from a group, because a reward failed or was late."""
+        if self.rewards.dropped is None:
+            return np.zeros(len(self.questions), bool)
+        found: Bool[np.ndarray, " group"] = self.rewards.dropped.reshape(len(self.questions), -1).any(axis=1)
+        return found
+
+    @property
     def signal(self) -> Bool[np.ndarray, " group"]:
-        """Whether the answers of a group have different rewards, so that something can be learned from them."""
-        return np.ptp(self.totals, axis=1) > 0
+        """Whether something can be learned from a group: its answers have different rewards, and it is not dropped."""
+        return differ(self.totals) & ~self.dropped
+
+    @property
+    def mixed(self) -> Bool[np.ndarray, " group"]:
+        """Whether the answers of a group are not equally right, which dynamic sampling looks for; none is dropped."""
+        judged = self.rewards.total if self.rewards.judged is None else self.rewards.judged
+        return differ(judged.reshape(len(self.questions), -1)) & ~self.dropped
 
     def take(self, chosen: Sequence[int]) -> "Groups":
         """Return some of the groups.
@@ -51,6 +66,8 @@ class Groups:
             self.rewards,
             total=self.rewards.total[places],
             components={name: values[places] for name, values in self.rewards.components.items()},
+            judged=None if self.rewards.judged is None else self.rewards.judged[places],
+            dropped=None if self.rewards.dropped is None else self.rewards.dropped[places],
         )
         completions = [self.completions[int(place)] for place in places]
         return Groups(questions=self.questions[np.asarray(chosen)], completions=completions, rewards=rewards)
@@ -74,6 +91,8 @@ class Groups:
             },
             failed=dict(failed),
             late=dict(late),
+            judged=_joined([part.rewards.judged for part in parts]),
+            dropped=_joined([part.rewards.dropped for part in parts]),
         )
         completions = [completion for part in parts for completion in part.completions]
         return cls(
@@ -82,7 +101,8 @@ class Groups:
 
 
 def choose_groups(parts: Sequence[Groups], wanted: int) -> Groups:
-    """Return the first groups with a signal; where they are too few, the first without one fill up.
+    """Return the first groups whose answers are not equally right; where they are too few, the first others fill up,
+    dropped ones last.
 
     Args:
         parts: The samplings, at least one; together they have at least as many groups as wanted.
@@ -91,5 +111,11 @@ def choose_groups(parts: Sequence[Groups], wanted: int) -> Groups:
     everything = Groups.concatenate(parts)
     if len(parts) == 1:
         return everything
-    order = np.argsort(~everything.signal, kind="stable")[:wanted]
+    order = np.argsort(~everything.mixed + 1 * everything.dropped, kind="stable")[:wanted]
     return everything.take(sorted(int(place) for place in order))
+
+
+def _joined(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """One array of all; None where a part has none."""
+    known = [part for part in parts if part is not None]
+    return np.concatenate(known) if len(known) == len(parts) else None

@@ -11,6 +11,7 @@ from lockstep.placement import data_shards
 from lockstep.training.config import TrainerConfig
 from lockstep.training.grpo.logprobs import LogprobProgram
 from lockstep.training.grpo.rollout import Rollout
+from lockstep.training.objectives import GrpoConfig
 
 OLD, REFERENCE = "old_logprobs", "reference_logprobs"
 """The columns: of the model before the first update of a rollout, and of the frozen model."""
@@ -20,7 +21,8 @@ class LogprobColumns:
     """Has all hosts agree on the rows of a rollout, and fills in the log-probabilities that are wanted.
 
     Args:
-        wanted: The columns of the objective.
+        objective: The loss.
+        wanted: Its columns.
         trainer: The settings of the run.
         mesh: The mesh of the run.
         hosts: The processes of the job.
@@ -30,6 +32,7 @@ class LogprobColumns:
 
     def __init__(
         self,
+        objective: GrpoConfig,
         wanted: Collection[str],
         trainer: TrainerConfig,
         mesh: Mesh,
@@ -37,6 +40,7 @@ class LogprobColumns:
         watchdog: Watchdog,
         reference: PyTree | None,
     ) -> None:
+        self._objective = objective
         self._wanted = [name for name in (OLD, REFERENCE) if name in wanted]
         self._trainer, self._mesh, self._hosts, self._watchdog = trainer, mesh, hosts, watchdog
         self._reference = reference
@@ -87,6 +91,7 @@ class LogprobColumns:
                 microbatches = self._trainer.microbatches(self._mesh) * (n_rows // self._trainer.train_batch_size)
             self._programs[name] = LogprobProgram(
                 name,
+                self._objective,
                 mesh=self._mesh,
                 precision=self._trainer.precision,
                 microbatches=microbatches,

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from lockstep.device import Program, compile_program, fetch
 from lockstep.hosts import Ledger
 from lockstep.placement import COMPUTE_AXES, data_shards, host_rows, place_local
-from lockstep.training.objectives.grpo import answer_logprobs
+from lockstep.training.objectives import GrpoConfig
 from lockstep.training.precision import Precision
 from lockstep.training.step import BATCH_SPEC
 
@@ -24,14 +24,24 @@ class LogprobProgram:
 
     Args:
         name: The program's name.
+        objective: The loss, which says what a log-probability is.
         mesh: The mesh of the run.
         precision: The float types.
         microbatches: The number of parts that the rows are computed in.
         ledger: The ledger that records launches.
     """
 
-    def __init__(self, name: str, *, mesh: Mesh, precision: Precision, microbatches: int, ledger: Ledger) -> None:
-        self._name, self._mesh, self._precision = name, mesh, precision
+    def __init__(
+        self,
+        name: str,
+        objective: GrpoConfig,
+        *,
+        mesh: Mesh,
+        precision: Precision,
+        microbatches: int,
+        ledger: Ledger,
+    ) -> None:
+        self._name, self._objective, self._mesh, self._precision = name, objective, mesh, precision
         self._microbatches, self._ledger = microbatches, ledger
         self._program: Program | None = None
 
@@ -98,7 +108,7 @@ class LogprobProgram:
 
         def one(carry: Any, rows: Array) -> tuple[Any, Array]:
             with hax.axis_mapping(COMPUTE_AXES):
-                return carry, answer_logprobs(model, rows)
+                return carry, self._objective.answer_logprobs(model, rows)
 
         _, found = jax.lax.scan(one, None, parts)
         found = found.reshape(self._microbatches, data_shards(self._mesh), -1, length - 1).swapaxes(0, 1)

@@ -15,6 +15,7 @@ from lockstep.text import Prompt, encode
 from lockstep.training.data import GrpoDataConfig
 from lockstep.training.data.records import BadRow, Record, read_piece
 from lockstep.training.data.sources import list_files
+from lockstep.training.grpo.rewards import RewardConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,11 +57,15 @@ class Questions:
             rollout: The 0-based number of the rollout.
             count: The number of questions.
             attempt: The number of times that this rollout drew before. The first draw takes every question once per
-                epoch; further ones are drawn at random.
+                epoch; further ones are drawn at random from those that the rollout has not had, of which there must be
+                as many (assertion).
         """
         if attempt:
-            draw = np.random.default_rng((self.seed, rollout, attempt))
-            return draw.choice(len(self), count, replace=len(self) < count)
+            # A stream of its own: that of an epoch's order would draw what the next rollouts have.
+            random = np.random.default_rng((self.seed, rollout, 1)).permutation(len(self))
+            fresh = random[~np.isin(random, self.drawn(rollout, count))]
+            assert len(fresh) >= attempt * count, "Rollouts refuses more attempts than there are questions"
+            return fresh[(attempt - 1) * count : attempt * count]
         epochs, offsets = np.divmod(np.arange(rollout * count, (rollout + 1) * count), len(self))
         return np.concatenate([self._order(int(epoch))[offsets[epochs == epoch]] for epoch in np.unique(epochs)])
 
@@ -84,6 +89,7 @@ def load_questions(
     row_length: int,
     max_new_tokens: int,
     seed: int,
+    rewards: Sequence[RewardConfig] = (),
 ) -> Questions:
     """Read and tokenise the questions.
 
@@ -93,6 +99,7 @@ def load_questions(
         row_length: The number of tokens of a row.
         max_new_tokens: The number of tokens of a row that an answer may have.
         seed: The seed of the order.
+        rewards: The components of the reward, which read every reference answer.
 
     Raises:
         ConfigError: A file, a record or the tokenizer cannot be used, or a prompt leaves no room for an answer.
@@ -101,7 +108,7 @@ def load_questions(
     prompts: list[Prompt] = []
     tokens: list[tuple[int, ...]] = []
     left_out = 0
-    for place, prompt in iter_questions(config):
+    for place, prompt in iter_questions(config, rewards):
         try:
             (encoded,) = encode(tokenizer, [prompt])
         except PromptError as error:
@@ -125,16 +132,17 @@ def load_questions(
     return Questions(prompts=prompts, tokens=tokens, seed=seed, shuffle=config.shuffle)
 
 
-def iter_questions(config: GrpoDataConfig) -> Iterator[tuple[str, Prompt]]:
+def iter_questions(config: GrpoDataConfig, rewards: Sequence[RewardConfig] = ()) -> Iterator[tuple[str, Prompt]]:
     """Yield the place of each question, and the question as a prompt.
 
     Args:
         config: Where they are and how a prompt is made of them.
+        rewards: The components of the reward, which read every reference answer.
 
     Raises:
         ConfigError: A file or a record cannot be used.
     """
-    for number, (place, question, answer) in enumerate(_read(config)):
+    for number, (place, question, answer) in enumerate(_read(config, rewards)):
         try:
             prompt = _prompt(config, number, question, answer)
         except PromptError as error:
@@ -142,7 +150,7 @@ def iter_questions(config: GrpoDataConfig) -> Iterator[tuple[str, Prompt]]:
         yield place, prompt
 
 
-def _read(config: GrpoDataConfig) -> Iterator[tuple[str, str, str]]:
+def _read(config: GrpoDataConfig, rewards: Sequence[RewardConfig]) -> Iterator[tuple[str, str, str]]:
     """Yields the place of each question, the question, and its answer."""
     if not config.train_urls:
         raise ConfigError("data.train_urls is empty; at least 1 file is needed. List files, e.g. [data/train.jsonl].")
@@ -152,8 +160,12 @@ def _read(config: GrpoDataConfig) -> Iterator[tuple[str, str, str]]:
             for number, _, record in read_piece(file, 0, 1, FIELDS):
                 place = f"{file.path}:{number}"
                 try:
-                    if record is not None:
-                        yield place, _text(record, "question"), _text(record, "answer")
+                    if record is None:
+                        continue
+                    question, answer = _text(record, "question"), _text(record, "answer")
+                    for reward in rewards:
+                        reward.check_answer(answer)
+                    yield place, question, answer
                 except BadRow as error:
                     bad.append(f"{place} {error}")
                     if config.on_bad_row == "raise" or len(bad) > config.max_bad_rows:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts
@@ -17,6 +17,8 @@ from lockstep.training.grpo.rewards import Reward, RewardConfig, labels
 from lockstep.training.grpo.scoring import LATE, Scoring, Value, try_rewards
 
 log = logging.getLogger(__name__)
+
+_ON_FAILURE = {"default": "its default is used", "drop_group": "nothing is learned from the answers to that question"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -28,12 +30,16 @@ class Rewards:
         components: The value of each component by name, its default where it had none.
         failed: The number of answers for which a component raised or returned no number, by name.
         late: The number of answers for which it was late.
+        judged: What decides whether the answers of a group are equally right; None: the weighted sums.
+        dropped: Whether a component without a value for an answer drops its group; None: nowhere.
     """
 
     total: Float[np.ndarray, " answer"]
     components: Mapping[str, Float[np.ndarray, " answer"]]
     failed: Mapping[str, int]
     late: Mapping[str, int]
+    judged: Float[np.ndarray, " answer"] | None = None
+    dropped: Bool[np.ndarray, " answer"] | None = None
 
 
 class Rewarder:
@@ -44,16 +50,28 @@ class Rewarder:
         max_new_tokens: The number of tokens that an answer may have.
         workers: The number of threads.
         timeout_s: The seconds that `finish` waits at most.
+        filter_by: The name of the component that decides whether answers are equally right; None: the weighted sum of
+            those that do not shape (`RewardConfig.SHAPING`), or of all where there are no others.
 
     Raises:
         ConfigError: A component cannot be made, such as a function that cannot be imported.
     """
 
-    def __init__(self, rewards: Sequence[RewardConfig], *, max_new_tokens: int, workers: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        rewards: Sequence[RewardConfig],
+        *,
+        max_new_tokens: int,
+        workers: int,
+        timeout_s: float,
+        filter_by: str | None = None,
+    ) -> None:
         self._configs = dict(zip(labels(rewards), rewards, strict=True))
         self._functions: dict[str, Reward] = {
             name: config.build(max_new_tokens) for name, config in self._configs.items()
         }
+        judges = {name: config.weight for name, config in self._configs.items() if config.weight and not config.SHAPING}
+        self._judges = judges if filter_by is None else {filter_by: 1.0}
         self._workers, self._timeout_s = workers, timeout_s
         self._warned: set[str] = set()
 
@@ -110,7 +128,7 @@ class Rewarder:
     def _sum(self, names: Sequence[str], values: Sequence[Sequence[Any]]) -> Rewards:
         components: dict[str, np.ndarray] = {}
         failed, late = collections.Counter[str](), collections.Counter[str]()
-        total = np.zeros(len(values))
+        total, dropped = np.zeros(len(values)), np.zeros(len(values), bool)
         for place, name in enumerate(names):
             config = self._configs[name]
             column = [each[place] for each in values]
@@ -118,7 +136,17 @@ class Rewarder:
             numbers = [each if isinstance(each, float | int) else config.default for each in column]
             components[name] = np.array(numbers, np.float64)
             total += config.weight * components[name]
-        return Rewards(total=total, components=components, failed=dict(failed), late=dict(late))
+            if config.on_failure == "drop_group":
+                dropped |= np.array([not isinstance(each, float | int) for each in column])
+        judged = sum((weight * components[name] for name, weight in self._judges.items()), np.zeros(len(values)))
+        return Rewards(
+            total=total,
+            components=components,
+            failed=dict(failed),
+            late=dict(late),
+            judged=judged if self._judges else None,
+            dropped=dropped,
+        )
 
     def _warn(self, hosts: Hosts, index: int, texts: Mapping[str, str]) -> None:
         """Say once per component what went wrong; how often is in the metrics."""
@@ -126,10 +154,10 @@ class Rewarder:
             if hosts.is_leader and name not in self._warned:
                 self._warned.add(name)
                 log.warning(
-                    "reward %s failed on process %d, its default is used: %s. Later failures are counted in "
-                    "reward/%s/failed",
+                    "reward %s failed on process %d, %s: %s. Later failures are counted in reward/%s/failed",
                     name,
                     index,
+                    _ON_FAILURE[self._configs[name].on_failure],
                     text,
                     name,
                 )

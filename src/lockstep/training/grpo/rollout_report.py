@@ -54,7 +54,7 @@ class RolloutReport:
         rewards = groups.rewards
         values = {
             **reward_metrics(groups.totals, rewards.components, rewards.failed, rewards.late),
-            **answer_metrics(chosen.completions, chosen.signal),
+            **answer_metrics(chosen.completions, chosen.signal, chosen.dropped),
             "rollout/attempts": float(len(sampled)),
         }
         for moment, used in (("before", sampled[-1].before), ("after", sampled[-1].after)):

@@ -10,17 +10,15 @@ from jaxtyping import PyTree
 from numpy.random import SeedSequence
 
 from lockstep.drafts import EarlierAnswers
-from lockstep.engine import Engine
-from lockstep.hosts import Hosts, Watchdog
+from lockstep.engine import Engine, RolloutEngine, generate_on_all
+from lockstep.hosts import Hosts, Watchdog, environment
 from lockstep.models import read_decoder
-from lockstep.text import StopFinder, stop_ids
+from lockstep.text import StopFinder, stop_ids, token_count
 from lockstep.training.config import TrainerConfig
 from lockstep.training.grpo.answer_rows import AnswerRows
 from lockstep.training.grpo.config import GrpoRunFields
-from lockstep.training.grpo.generate import generate
 from lockstep.training.grpo.questions import Questions
 from lockstep.training.grpo.rewarding import Rewarder
-from lockstep.training.grpo.rollout_engine import RolloutEngine
 from lockstep.training.grpo.sampled import Sampled, completions_from_json
 from lockstep.training.grpo.scoring import Scoring
 from lockstep.types import Completion, Request
@@ -65,8 +63,10 @@ class RolloutSampler:
         self._params = fields.rollout.sampling_params(stop_ids(tokenizer))
         self._find_stop = StopFinder(tokenizer) if fields.rollout.stop else None
         self._engine_config = fields.rollout.engine_config(trainer.precision.compute.name, row_length)
-        self._vocab_size = max(tokenizer.get_vocab().values()) + 1
-        self._earlier = EarlierAnswers(fields.rollout.drafts)
+        self._vocab_size = token_count(tokenizer)
+        self.earlier = EarlierAnswers(fields.rollout.drafts)
+        """The drafts of the next rollouts, which decide the last bits of log-probabilities."""
+        self._before = self.earlier
         self._mesh = mesh
         self.engine = engine
         """The engine; None before the first use where none was given."""
@@ -97,39 +97,41 @@ class RolloutSampler:
             None where the job is asked to end.
 
         Raises:
-            PeerError, DisagreementError, LaunchMismatchError, HostTimeoutError: See `generate`.
+            PeerError, DisagreementError, LaunchMismatchError, HostTimeoutError: See `generate_on_all`.
         """
+        if attempt == 0:
+            self._before = self.earlier.copy()
         drawn = self._questions.drawn(number, self.n_questions, attempt).tolist()
         seed = self._seed(number, attempt)
         requests, largest = self._requests(drawn, seed), self._requests(self._largest(), seed)
         scoring, generated = self._rewarder.begin(), None
         try:
             with self._hosts.scope("rollout") as scope:
-                engine, read = self._engine_for(model)
-                generated = generate(
+                generated = generate_on_all(
                     scope,
-                    engine,
-                    read,
+                    lambda: (*self._engine_for(model), None),
                     requests,
-                    largest,
-                    watchdog=self._watchdog,
+                    largest=largest,
+                    facts={**environment(), "debug": str(scope.debug)},
                     find_stop=self._find_stop,
-                    each=functools.partial(self._submit, scoring, self.learned_at(number), drawn),
+                    watchdog=self._watchdog,
+                    on_answered=functools.partial(self._submit, scoring, self.learned_at(number), drawn),
                 )
         finally:
-            if generated is None:
+            if generated is None or generated.ended:
                 scoring.close()
-        if generated is None:
+        if generated.ended:
+            self.earlier = self._before  # a run that goes on samples all attempts again
             return None
         for place, question in enumerate(drawn):
-            self._earlier.keep(question, [each for each in generated.completions if each.prompt_id == place])
+            self.earlier.keep(question, [each for each in generated.completions if each.prompt_id == place])
         return Sampled(
             number=number,
             questions=drawn,
             completions=generated.completions,
             scoring=scoring,
-            before=generated.before,
-            after=generated.after,
+            before=generated.memory.get("before"),
+            after=generated.memory.get("after"),
             drafts=generated.drafts,
         )
 
@@ -145,8 +147,7 @@ class RolloutSampler:
             completions=completions_from_json(values),
             scoring=self._rewarder.begin(),
         )
-        for completion in sampled.completions:
-            self._submit(sampled.scoring, self.learned_at(sampled.number), sampled.questions, completion)
+        self._submit(sampled.scoring, self.learned_at(sampled.number), sampled.questions, sampled.completions)
         return sampled
 
     def learned_at(self, number: int) -> int:
@@ -176,7 +177,7 @@ class RolloutSampler:
                 prompt_id=place,
                 prompt_tokens=self._questions.tokens[question],
                 params=params,
-                drafts=self._earlier.drafts(question),
+                drafts=self.earlier.drafts(question),
             )
             for place, question in enumerate(questions)
         ]
@@ -186,8 +187,10 @@ class RolloutSampler:
         seeds = (self._trainer.seed, self._fields.rollout.seed, number, attempt)
         return int(SeedSequence(seeds).generate_state(1)[0])
 
-    def _submit(self, scoring: Scoring, step: int, drawn: Sequence[int], completion: Completion) -> None:
-        number = completion.prompt_id * self._fields.rollout.n_generations + completion.generation_id
-        if number % self._hosts.count == self._hosts.index:
-            row, prompt = self._rows.row(step, drawn[completion.prompt_id], completion)
-            scoring.submit(number, row, prompt)
+    def _submit(self, scoring: Scoring, step: int, drawn: Sequence[int], completions: Sequence[Completion]) -> None:
+        """Have this host's share of answers scored."""
+        for completion in completions:
+            number = completion.prompt_id * self._fields.rollout.n_generations + completion.generation_id
+            if number % self._hosts.count == self._hosts.index:
+                row, prompt = self._rows.row(step, drawn[completion.prompt_id], completion)
+                scoring.submit(number, row, prompt)

@@ -10,10 +10,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
+from lockstep.engine import RolloutEngine
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, Watchdog
 from lockstep.placement import host_rows, place_local
 from lockstep.report import NoopTracker, Tracker
+from lockstep.text import token_count
 from lockstep.training.config import TrainerConfig
 from lockstep.training.grpo.answer_rows import AnswerRows
 from lockstep.training.grpo.batch import make_columns
@@ -24,18 +26,24 @@ from lockstep.training.grpo.logprob_columns import LogprobColumns
 from lockstep.training.grpo.questions import Questions
 from lockstep.training.grpo.rewarding import Rewarder
 from lockstep.training.grpo.rollout import Rollout
-from lockstep.training.grpo.rollout_engine import RolloutEngine
 from lockstep.training.grpo.rollout_report import RolloutReport
 from lockstep.training.grpo.rollout_sampler import RolloutSampler
 from lockstep.training.grpo.sampled import Sampled
 from lockstep.training.hooks import StepInfo
 from lockstep.training.objectives.grpo import GrpoConfig, group_advantages
 from lockstep.training.step import BATCH_SPEC, batch_structs
+from lockstep.types import FinishReason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
+
+
+MOST_CLIPPED = 0.2
+"""The share of tokens whose gradient clipping may take away in the first update of a rollout without a word."""
+WIDE_FOR_GSPO = 0.05
+"""The ``clip_epsilon`` from which on GSPO's ratio of a whole answer is never clipped."""
 
 
 class Rollouts:
@@ -89,6 +97,7 @@ class Rollouts:
                 "kl_coefficient is more than 0, and None otherwise."
             )
         fields.check_run(trainer.train_batch_size, hosts.timeout_s, objective.importance_cap)
+        _check_policy(objective, fields.rollout.temperature, token_count(tokenizer))
         self._fields, self._objective, self._questions = fields, objective, questions
         self._trainer, self._hosts = trainer, hosts
         self._mesh, self._sharding = mesh, NamedSharding(mesh, BATCH_SPEC)
@@ -98,10 +107,11 @@ class Rollouts:
         rows = AnswerRows(questions=questions, tokenizer=tokenizer, stop=fields.rollout.stop)
         self._report = RolloutReport(self._tracker, run_dir, rows, fields.answers_shown)
         watchdog = Watchdog(hosts, hosts.timeout_s)
-        self._logprobs = LogprobColumns(self._columns, trainer, mesh, hosts, watchdog, reference)
+        self._logprobs = LogprobColumns(objective, self._columns, trainer, mesh, hosts, watchdog, reference)
         self._sampler = RolloutSampler(
             fields, questions, tokenizer, trainer, mesh, row_length, hosts, watchdog, self._rewarder, rows, engine
         )
+        _check_attempts(fields.rollout.max_attempts, self._sampler.n_questions, len(questions))
         self._rollout: Rollout | None = None
         self._ahead: Sampled | None = None
         self._step = -1
@@ -109,6 +119,13 @@ class Rollouts:
         self._clock = StepClock()
         self._logged_step = 0
         self._trend = RewardTrend()
+        self._said_clipping = False
+        if hosts.is_leader and objective.loss == "gspo" and objective.clip_epsilon >= WIDE_FOR_GSPO:
+            log.warning(
+                "loss is gspo and clip_epsilon is %g, which clips nothing: the ratio of a whole answer stays within "
+                "thousandths of 1. GSPO's paper uses clip_epsilon 3e-4 and clip_epsilon_high 4e-4",
+                objective.clip_epsilon,
+            )
 
     @property
     def engine(self) -> RolloutEngine | None:
@@ -186,6 +203,7 @@ class Rollouts:
         if info.step < 0 or info.step != self._step or info.next_step == self._logged_step or self._rollout is None:
             return  # before the first step, a second call, or a call that an earlier process left undone
         self._logged_step = info.next_step
+        self._watch_clipping(info)
         chosen = self._rollout.minibatch(info.step % self._fields.updates, self._trainer.train_batch_size)
         self._clock.add("update", info.step_duration)
         step_s = sum(self._clock.seconds.values())
@@ -201,13 +219,14 @@ class Rollouts:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: the rollout, where updates of it are still to come, and what was sampled for
-        the next one.
+        """Return what a checkpoint keeps: the rollout, where updates of it are still to come, what was sampled for the
+        next one, and the drafts of those after it.
         """
         between = (self._step + 1) % self._fields.updates == 0 or self._rollout is None
         rollout = None if between or self._rollout is None else self._rollout.to_json()
         ahead = None if self._ahead is None else self._ahead.to_json()
-        return {"updates": self._fields.updates, "rollout": rollout, "ahead": ahead}
+        drafts = self._sampler.earlier.state()
+        return {"updates": self._fields.updates, "rollout": rollout, "ahead": ahead, "drafts": drafts}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` returned in an earlier process.
@@ -223,6 +242,8 @@ class Rollouts:
                 f"the checkpoint is of a run with {state['updates']} updates per rollout (num_iterations times "
                 f"minibatches), and now there are {self._fields.updates}. Use the same, or another trainer.run_id."
             )
+        if "drafts" in state:  # checkpoints of earlier versions have none
+            self._sampler.earlier.load_state(state["drafts"])
         self._rollout = None if state["rollout"] is None else Rollout.from_json(state["rollout"])
         ahead = state.get("ahead")
         if ahead is not None and self._fields.rollout_ahead:
@@ -250,7 +271,7 @@ class Rollouts:
             every.append(sampled)
             groups.append(self._rewarded(sampled))
             self._clock.lap("reward")
-            if sum(int(each.signal.sum()) for each in groups) >= wanted:
+            if sum(int(each.mixed.sum()) for each in groups) >= wanted:
                 break
         chosen = choose_groups(groups, wanted)
         rollout = self._with_advantages(number, chosen)
@@ -286,15 +307,61 @@ class Rollouts:
         return Groups(questions=np.array(sampled.questions), completions=sampled.completions, rewards=rewards)
 
     def _with_advantages(self, number: int, groups: Groups) -> Rollout:
-        advantages = group_advantages(groups.totals, scale=self._objective.scales_advantages)
+        objective = self._objective
+        advantages = group_advantages(
+            groups.totals,
+            scale=objective.scales_advantages,
+            ddof=objective.advantage_ddof,
+            epsilon=objective.advantage_epsilon,
+        ).reshape(-1)
+        learned = np.repeat(~groups.dropped, groups.size)
+        if self._fields.mask_truncated:
+            learned &= [each.finish_reason != FinishReason.LENGTH for each in groups.completions]
         prompts = [self._questions.tokens[question] for question in groups.questions for _ in range(groups.size)]
-        columns = make_columns(self._columns, prompts, groups.completions, advantages.reshape(-1))
+        columns = make_columns(self._columns, prompts, groups.completions, advantages, learned)
         lengths = [len(p) + len(c.tokens) for p, c in zip(prompts, groups.completions, strict=True)]
         return Rollout(number=number, columns=columns, lengths=np.array(lengths))
+
+    def _watch_clipping(self, info: StepInfo) -> None:
+        """Say once that clipping takes away much of the gradient of answers that the model itself has just sampled."""
+        clipped = info.metrics.get("clipped", 0.0)
+        on_policy = info.step % self._fields.updates == 0 and not self._fields.rollout_ahead
+        if on_policy and clipped > MOST_CLIPPED and not self._said_clipping:
+            self._said_clipping = True
+            log.warning(
+                "step %d: clipping takes away the gradient of %.0f %% of the tokens, though they were sampled by the "
+                "model that learns from them: its ratio should be 1. The probabilities of engine and trainer differ "
+                "(train/logprob_gap is %.2g), or clip_epsilon %g is too small",
+                info.next_step,
+                100 * clipped,
+                info.metrics.get("logprob_gap", float("nan")),
+                self._objective.clip_epsilon,
+            )
 
     def _log(self, step: int, values: Mapping[str, float]) -> None:
         if self._hosts.is_leader:
             self._tracker.log(values, step=step)
+
+
+def _check_policy(objective: GrpoConfig, temperature: float, vocab_size: int) -> None:
+    """Refuse a loss whose policy is not the one that is sampled."""
+    for name, value, owner in (("temperature", temperature, "rollouts"), ("vocab_size", vocab_size, "tokenizer")):
+        given = getattr(objective, name)
+        if given != value:
+            raise ConfigError(
+                f"the {name} of the loss is {given} and that of the {owner} is {value}: the probabilities that are "
+                f"learned would not be those that answers are drawn with. Use GrpoConfig({name}={value}, ...)."
+            )
+
+
+def _check_attempts(max_attempts: int, count: int, available: int) -> None:
+    """Refuse a dynamic sampling that would have to ask a question again within a rollout."""
+    if max_attempts > 1 and max_attempts * count > available:
+        raise ConfigError(
+            f"rollout.max_attempts is {max_attempts} and a rollout has {count} questions, each asked once: it may ask "
+            f"{max_attempts * count}, and there are {available}. Lower rollout.max_attempts to at most "
+            f"{max(1, available // count)}, or give more questions."
+        )
 
 
 def make_rewarder(fields: GrpoRunFields) -> Rewarder:
@@ -311,4 +378,5 @@ def make_rewarder(fields: GrpoRunFields) -> Rewarder:
         max_new_tokens=fields.rollout.max_new_tokens,
         workers=fields.reward_workers,
         timeout_s=fields.reward_timeout_s,
+        filter_by=fields.rollout.filter_by,
     )

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import jax
 import jax.numpy as jnp
@@ -41,10 +41,15 @@ class GrpoFields:
     use_rollout_logprobs: bool = True
     """Whether the old probability in the ratio is that of the engine which sampled; false: the trainer's own, computed
     once more before the first update of a rollout (where there is one update, in the update itself)."""
+    advantage_ddof: Literal[0, 1] = 1
+    """The denominator of the variance that advantages are scaled with is ``n_generations`` less this: 1, as in TRL and
+    verl, or 0."""
+    advantage_epsilon: float = 1e-4
+    """Added to that deviation, so that rewards which hardly differ hardly count; TRL has 1e-4, verl 1e-6."""
     importance_cap: float | None = None
     """Multiply the loss of a token by the trainer's old probability divided by the one that it was drawn with, at most
     this (truncated importance sampling, Yao et al. 2025, https://fengyao.notion.site/off-policy-rl; 2 is usual). It
-    corrects for the engine's rounding, and for a temperature or filters. Null: no correction. Needs
+    corrects for the engine's rounding, and for filters and penalties (docs/grpo.md). Null: no correction. Needs
     ``use_rollout_logprobs: false``."""
 
     def check_loss(self) -> None:
@@ -66,6 +71,18 @@ class GrpoFields:
             raise ConfigError(
                 f"kl_coefficient is {self.kl_coefficient}; it must be at least 0. The paper uses 0.04; 0 is none."
             )
+        if self.advantage_ddof not in (0, 1):
+            raise ConfigError(f"advantage_ddof is {self.advantage_ddof}; it must be 1 (as in TRL and verl) or 0.")
+        for name in ("advantage_ddof", "advantage_epsilon"):
+            if self.loss == "dr_grpo" and getattr(self, name) != getattr(GrpoFields, name):
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)} and loss is dr_grpo, which does not divide advantages by a "
+                    f"deviation: it would do nothing. Remove {name}, or use another loss."
+                )
+        if not 0 <= self.advantage_epsilon < 1:
+            raise ConfigError(
+                f"advantage_epsilon is {self.advantage_epsilon}; it must be at least 0 and less than 1. TRL's is 1e-4."
+            )
         if self.kl_estimator != "k3" and not self.kl_coefficient:
             raise ConfigError(
                 f"kl_estimator is {self.kl_estimator} and kl_coefficient is 0: it would do nothing. Set kl_coefficient "
@@ -86,14 +103,24 @@ class GrpoFields:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GrpoConfig(GrpoFields):
-    """The loss of sampled answers.
+    """The loss of sampled answers, whose policy is what they are drawn from: the softmax of logits over a temperature.
 
     Raises:
         ConfigError: A value is out of its range, or would have no effect.
     """
 
+    temperature: float = 1.0
+    """The temperature of the rollouts."""
+    vocab_size: int | None = None
+    """The number of ids that may be drawn, from 0; None for all rows of the output layer."""
+
     def __post_init__(self) -> None:
         self.check_loss()
+        if not self.temperature > 0:
+            raise ConfigError(
+                f"temperature is {self.temperature}; it must be more than 0: greedy answers have no policy gradient. "
+                "Use that of the rollouts."
+            )
 
     @property
     def scales_advantages(self) -> bool:
@@ -112,8 +139,6 @@ class GrpoConfig(GrpoFields):
             return jax.ShapeDtypeStruct((row_length,), dtype)
 
         names = ["rollout_logprobs"]
-        if self.importance_cap is not None:
-            names.append("sampled_logprobs")
         if self.needs_old_logprobs(on_policy=on_policy):
             names.append("old_logprobs")
         if self.kl_coefficient:
@@ -140,24 +165,22 @@ class GrpoConfig(GrpoFields):
             model: The model in the compute type, called as in `token_logprobs`.
             batch: The columns ``tokens`` ``[row, position]``; ``loss_mask`` of the same shape, true for the tokens of
                 the answer; ``advantage`` ``[row]`` (see `group_advantages`); ``rollout_logprobs``
-                ``[row, position]``, the log-probability of each token under the model as the engine computed it; and of
-                that shape, where `columns` has them, ``sampled_logprobs`` (under the distribution that the token was
-                drawn from), ``old_logprobs`` (the trainer's, before the first update of the rollout) and
+                ``[row, position]``, the log-probability of each token that the engine drew it with; and of that shape,
+                where `columns` has them, ``old_logprobs`` (the trainer's, before the first update of the rollout) and
                 ``reference_logprobs``.
         """
-        logprobs = answer_logprobs(model, batch["tokens"])
+        logprobs = self.answer_logprobs(model, batch["tokens"])
         others = {name: batch[name][:, 1:] for name in batch if name.endswith("_logprobs")}
         return grpo_parts(self, logprobs, batch["advantage"], target_mask(batch), **others)
 
+    def answer_logprobs(self, model: Any, tokens: Int[Array, "row position"]) -> Float[Array, "row target"]:
+        """Return the log-probability of each token but the first under the policy, from the tokens before it.
 
-def answer_logprobs(model: Any, tokens: Int[Array, "row position"]) -> Float[Array, "row target"]:
-    """Return the log-probability of each token but the first, from the tokens before it.
-
-    Args:
-        model: The model in the compute type, called as in `token_logprobs`.
-        tokens: Token ids.
-    """
-    return token_logprobs(model, {"tokens": tokens})
+        Args:
+            model: The model in the compute type, called as in `token_logprobs`.
+            tokens: Token ids.
+        """
+        return token_logprobs(model, {"tokens": tokens}, temperature=self.temperature, vocab_size=self.vocab_size)
 
 
 def grpo_parts(
@@ -166,7 +189,6 @@ def grpo_parts(
     advantage: Float[Array, " row"],
     mask: Bool[Array, "row target"],
     rollout_logprobs: Float[Array, "row target"],
-    sampled_logprobs: Float[Array, "row target"] | None = None,
     old_logprobs: Float[Array, "row target"] | None = None,
     reference_logprobs: Float[Array, "row target"] | None = None,
 ) -> LossParts:
@@ -179,11 +201,10 @@ def grpo_parts(
 
     Args:
         config: The settings.
-        logprobs: The log-probability of each token under the model that learns.
+        logprobs: The log-probability of each token under the policy that learns.
         advantage: The advantage of each answer.
         mask: True for the tokens of the answers; a row without any counts for nothing.
-        rollout_logprobs: The log-probability of each token as the engine computed it.
-        sampled_logprobs: The log-probability of each token when it was drawn; None without ``importance_cap``.
+        rollout_logprobs: The log-probability of each token that the engine drew it with.
         old_logprobs: The trainer's log-probabilities before the first update of the rollout; None where this is the
             first update, or with ``use_rollout_logprobs``.
         reference_logprobs: The log-probability of each token under the reference model; None without
@@ -193,7 +214,8 @@ def grpo_parts(
         Sums with metrics: ``ratio`` and ``ratio_gap`` (its mean, and its mean distance from 1), ``clipped`` (share
         whose gradient the clipping takes away), ``entropy`` (the mean of the negative log-probabilities, an estimate),
         ``logprob_gap`` and ``logprob_gap_signed`` (how far the log-probabilities of the trainer are from those of the
-        engine for the same weights, while the rollout is new), and, where they are used, ``importance`` and ``kl``.
+        engine for the same weights, while the rollout is new), and, where they are used, ``importance`` and ``kl``. All
+        are those of the policy, at its temperature.
     """
     trainer_old = jax.lax.stop_gradient(logprobs) if old_logprobs is None else old_logprobs
     old = rollout_logprobs if config.use_rollout_logprobs else trainer_old
@@ -224,9 +246,7 @@ def grpo_parts(
         "logprob_gap_signed": gap,
     }
     if config.importance_cap is not None:
-        assert sampled_logprobs is not None, "importance_cap needs sampled_logprobs"
-        drawn = jnp.exp(within(jax.lax.stop_gradient(trainer_old) - sampled_logprobs))
-        metrics["importance"] = jnp.minimum(drawn, config.importance_cap)
+        metrics["importance"] = jnp.minimum(jnp.exp(gap), config.importance_cap)
         losses = losses * metrics["importance"]
     if config.kl_coefficient:
         assert reference_logprobs is not None, "kl_coefficient needs reference_logprobs"
@@ -243,9 +263,10 @@ def _shares(
     config: GrpoConfig, mask: Bool[Array, "row target"], counts: Float[Array, " row"]
 ) -> tuple[Float[Array, "row target"], Float[Array, ""]]:
     """What each token counts, and what the sums are divided by."""
-    answers = jnp.sum(counts > 0, dtype=jnp.float32)
+    # The loss of a batch without answers is 0, not 0 / 0; beside a count of 1 this is lost in float32.
+    answers = jnp.maximum(jnp.sum(counts > 0, dtype=jnp.float32), 1e-30)
     if config.loss == "dapo":
-        return mask.astype(jnp.float32), jnp.sum(counts)
+        return mask.astype(jnp.float32), jnp.maximum(jnp.sum(counts), 1e-30)
     if config.loss == "dr_grpo":
         return mask.astype(jnp.float32), answers * mask.shape[1]
     return jnp.where(mask, 1.0 / jnp.maximum(counts, 1)[:, None], 0.0), answers
@@ -261,22 +282,40 @@ def _sum(
     return jnp.sum(share * values)
 
 
+LEAST_SPREAD: Final = 1e-6
+"""Rewards of a group whose largest and smallest differ by no more are equal: nothing can be learned from them. Equal
+ones in float32 are up to 1e-7 apart."""
+
+
+def differ(rewards: Float[np.ndarray, "prompt completion"]) -> Bool[np.ndarray, " prompt"]:
+    """Return whether the rewards of the answers to each prompt differ, by more than `LEAST_SPREAD`.
+
+    Args:
+        rewards: The rewards of the answers to each prompt.
+    """
+    spread: Bool[np.ndarray, " prompt"] = np.ptp(rewards, axis=1) > LEAST_SPREAD
+    return spread
+
+
 def group_advantages(
-    rewards: Float[np.ndarray, "prompt completion"], *, scale: bool = True
+    rewards: Float[np.ndarray, "prompt completion"], *, scale: bool = True, ddof: int = 1, epsilon: float = 1e-4
 ) -> Float[np.ndarray, "prompt completion"]:
     """Return each answer's reward less the mean of those of its prompt, divided by their standard deviation.
 
-    This is the group-relative advantage of section 4.1.2 of GRPO's paper (arXiv 2402.03300).
+    This is the group-relative advantage of section 4.1.2 of GRPO's paper (arXiv 2402.03300), with an epsilon as in TRL
+    and verl.
 
     Args:
         rewards: The rewards of the answers to each prompt.
         scale: Whether to divide by the standard deviation; Dr. GRPO (arXiv 2503.20783) does not.
+        ddof: What the denominator of the deviation is less than the number of answers.
+        epsilon: What is added to the deviation.
 
     Returns:
-        float32; 0 where all answers to a prompt have the same reward.
+        float32; 0 where the answers to a prompt have equal rewards (`differ`).
     """
     rewards = np.asarray(rewards, np.float64)
     centred = rewards - rewards.mean(axis=1, keepdims=True)
-    deviation = rewards.std(axis=1, keepdims=True)
-    divisor = deviation if scale else np.ones_like(deviation)
-    return np.divide(centred, divisor, out=np.zeros_like(centred), where=deviation > 1e-8).astype(np.float32)
+    divisor = rewards.std(axis=1, keepdims=True, ddof=ddof) + epsilon if scale else np.ones_like(centred)
+    where = np.broadcast_to(differ(rewards)[:, None], centred.shape)
+    return np.divide(centred, divisor, out=np.zeros_like(centred), where=where).astype(np.float32)

@@ -11,7 +11,7 @@ from haliax import NamedArray
 from jaxtyping import Array, Bool, Float, Int
 
 from lockstep.errors import ConfigError
-from lockstep.training.objectives.vocab_blocks import VocabBlocks, logits_fit
+from lockstep.training.objectives.vocab_blocks import VocabBlocks, logits_fit, softmax_inputs
 
 LOGITS_BYTES: Final = 256 * 2**20
 """The bytes of float32 logits and of their gradients that a device may have at once. Fewer logits are kept for the
@@ -50,7 +50,9 @@ class OutputLayer(Protocol):
         ...
 
 
-def token_logprobs(model: Any, batch: Mapping[str, Array]) -> Float[Array, "... target"]:
+def token_logprobs(
+    model: Any, batch: Mapping[str, Array], *, temperature: float = 1.0, vocab_size: int | None = None
+) -> Float[Array, "... target"]:
     """Return the log-probability that a model gives to each token but the first, from the tokens before it.
 
     The logits of an `OutputLayer` are made for blocks of the vocabulary where those of a device and their
@@ -62,6 +64,9 @@ def token_logprobs(model: Any, batch: Mapping[str, Array]) -> Float[Array, "... 
             axis, ``vocab``.
         batch: The columns ``tokens`` ``[..., position]``, token ids; for rows packed with several documents also
             ``segment_ids`` of the same shape, the number of the document of each token, 0 for padding.
+        temperature: What the logits are divided by.
+        vocab_size: The number of ids that have a probability, from 0; None for all rows of the output layer, as other
+            trainers do it.
 
     Returns:
         Natural-log probabilities of ``tokens[..., 1:]`` in float32. That of a document's first token, given the end of
@@ -80,15 +85,22 @@ def token_logprobs(model: Any, batch: Mapping[str, Array]) -> Float[Array, "... 
     targets = jnp.roll(tokens, -1, axis=-1)
     if isinstance(model, OutputLayer):
         states = model.activations(*inputs)
-        blocks = VocabBlocks.of(states, model.lm_head_array(), model.logit_soft_cap, most=LOGITS_BYTES)
+        blocks = VocabBlocks.of(
+            states,
+            model.lm_head_array(),
+            model.logit_soft_cap,
+            most=LOGITS_BYTES,
+            temperature=temperature,
+            vocab_size=vocab_size,
+        )
         if blocks is None:
-            found = _picked(model.logits(states), targets)
+            found = _picked(model.logits(states), targets, temperature, vocab_size)
         else:
             rows = states.rearrange(("batch", "position", "embed")).array
             found = blocks(rows, model.lm_head_array().array, targets)
     else:
         _check_arguments(model, len(inputs))
-        found = _picked(model(*inputs), targets)
+        found = _picked(model(*inputs), targets, temperature, vocab_size)
     return found[:, :-1].reshape(*shape[:-1], -1)
 
 
@@ -109,10 +121,14 @@ def target_mask(batch: Mapping[str, Array]) -> Bool[Array, "... target"]:
     return mask & (segments[..., 1:] == segments[..., :-1]) & (segments[..., 1:] != 0)
 
 
-def _picked(logits: NamedArray, targets: Int[Array, "row position"]) -> Float[Array, "row position"]:
+def _picked(
+    logits: NamedArray, targets: Int[Array, "row position"], temperature: float, vocab_size: int | None
+) -> Float[Array, "row position"]:
     every = logits.rearrange(("batch", "position", "vocab")).array.astype(jnp.float32)
+    ids = jnp.arange(every.shape[-1])
+    every = softmax_inputs(every, ids, temperature, vocab_size)
     # The gradient of a sum is fused with that of the log-sum-exp; that of an index is another array of all logits.
-    hit = targets[..., None] == jnp.arange(every.shape[-1])
+    hit = targets[..., None] == ids
     return jnp.sum(jnp.where(hit, every, 0.0), axis=-1) - jax.nn.logsumexp(every, axis=-1)
 
 

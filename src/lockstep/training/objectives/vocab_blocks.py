@@ -10,6 +10,7 @@ from typing import Any, Final, Self
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
 from haliax.partitioning import physical_axis_name
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
@@ -23,6 +24,8 @@ LANES: Final = 128
 LEAST: Final = 4096
 """Token ids that a block has at least: each block's product is added to the gradient of all hidden states."""
 
+_LOWEST: Final = float(np.finfo(np.float32).min)
+
 
 def logits_fit(tokens: int, vocab: int, *, most: int) -> bool:
     """Whether a device may have all its logits and their gradients at once.
@@ -33,6 +36,22 @@ def logits_fit(tokens: int, vocab: int, *, most: int) -> bool:
         most: The bytes of float32 logits and of their gradients that a device may have.
     """
     return _bytes(tokens, vocab) <= most
+
+
+def softmax_inputs(
+    logits: Float[Array, "*token vocab"], ids: Int[Array, " vocab"], temperature: float, vocab_size: int | None
+) -> Float[Array, "*token vocab"]:
+    """Return logits over the temperature, and a number without probability for ids that are no tokens.
+
+    Args:
+        logits: Float32 logits, of all of the vocabulary or of a part of it.
+        ids: Their token ids.
+        temperature: The temperature.
+        vocab_size: The number of ids that are tokens, from 0; None for all.
+    """
+    scaled = logits if temperature == 1 else logits / temperature
+    # The least float32: the difference of two infinities, in a block without a token, would be NaN.
+    return scaled if vocab_size is None else jnp.where(ids < vocab_size, scaled, _LOWEST)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +66,8 @@ class VocabBlocks:
         size: The number of token ids in a block on a device.
         vocab_first: Whether the output layer is ``[vocab, embed]`` rather than ``[embed, vocab]``.
         soft_cap: The soft cap of the logits; None for none.
+        temperature: What the logits are divided by, after the soft cap.
+        vocab_size: The number of ids that are tokens, from 0; None for all.
         mesh: The mesh; None: all is on one device, or XLA divides the work.
         rows: The mesh axes that split the rows.
         vocab: The mesh axes that split the vocabulary, for the computation.
@@ -56,6 +77,8 @@ class VocabBlocks:
     size: int
     vocab_first: bool
     soft_cap: float | None
+    temperature: float = 1.0
+    vocab_size: int | None = None
     mesh: AbstractMesh | None = None
     rows: tuple[str, ...] = ()
     vocab: tuple[str, ...] = ()
@@ -63,7 +86,15 @@ class VocabBlocks:
 
     @classmethod
     def of(
-        cls, states: hax.NamedArray, head: hax.NamedArray, soft_cap: float | None, *, most: int, least: int = LEAST
+        cls,
+        states: hax.NamedArray,
+        head: hax.NamedArray,
+        soft_cap: float | None,
+        *,
+        most: int,
+        least: int = LEAST,
+        temperature: float = 1.0,
+        vocab_size: int | None = None,
     ) -> Self | None:
         """Choose the blocks, for the mesh and the axis mapping that are set.
 
@@ -74,6 +105,8 @@ class VocabBlocks:
             most: The bytes of float32 logits and of their gradients that a device may have at once. A block has at most
                 a quarter of it, unless ``least`` token ids are more.
             least: The number of token ids that a block has at least.
+            temperature: What the logits are divided by, after the soft cap.
+            vocab_size: The number of ids that are tokens, from 0; None for all.
 
         Returns:
             The blocks; None where all logits are no more than that.
@@ -94,6 +127,8 @@ class VocabBlocks:
             size=min(vocab, max(least, most // 4 // _bytes(tokens, LANES) * LANES)),
             vocab_first=head.axes[0].name == "vocab",
             soft_cap=soft_cap,
+            temperature=temperature,
+            vocab_size=vocab_size,
             mesh=mesh,
             rows=rows,
             vocab=split,
@@ -148,13 +183,13 @@ def _forward(states: Array, head: Array, targets: Array, blocks: VocabBlocks) ->
         def add(index: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             highest, total, picked = sums
             block = _Block.of(index, head, blocks)
-            logits = jnp.where(block.fresh, block.logits(x), -jnp.inf)
-            higher = jnp.maximum(highest, jnp.max(logits, axis=-1))
-            total = total * jnp.exp(highest - higher) + jnp.sum(jnp.exp(logits - higher[:, None]), axis=-1)
-            return higher, total, picked + jnp.sum(jnp.where(block.hit(ids), logits, 0.0), axis=-1)
+            scores = jnp.where(block.fresh, block.scores(block.logits(x)), _LOWEST)
+            higher = jnp.maximum(highest, jnp.max(scores, axis=-1))
+            total = total * jnp.exp(highest - higher) + jnp.sum(jnp.exp(scores - higher[:, None]), axis=-1)
+            return higher, total, picked + jnp.sum(jnp.where(block.hit(ids), scores, 0.0), axis=-1)
 
         nothing = jnp.zeros(len(x), jnp.float32)
-        sums = (jnp.full_like(nothing, -jnp.inf), nothing, nothing)
+        sums = (jnp.full_like(nothing, _LOWEST), nothing, nothing)
         highest, total, picked = jax.lax.fori_loop(0, _count(vocab, blocks), add, sums)
         if blocks.vocab:
             top = jax.lax.pmax(highest, blocks.vocab)
@@ -172,14 +207,14 @@ def _forward(states: Array, head: Array, targets: Array, blocks: VocabBlocks) ->
 def _backward(blocks: VocabBlocks, kept: tuple[Array, ...], gradient: Array) -> tuple[Array, Array, None]:
     def local(states: Array, head: Array, targets: Array, sum_exp: Array, gradient: Array) -> tuple[Array, Array]:
         x, ids = states.reshape(-1, states.shape[-1]), targets.reshape(-1)
-        weights, sums = gradient.reshape(-1, 1), sum_exp.reshape(-1, 1)
+        weights, sums = gradient.reshape(-1, 1) / blocks.temperature, sum_exp.reshape(-1, 1)
         vocab = head.shape[blocks.axis]
 
         def add(index: Array, gradients: tuple[Array, Array]) -> tuple[Array, Array]:
             of_x, of_head = gradients
             block = _Block.of(index, head, blocks)
             logits = block.logits(x)
-            slope = weights * (block.hit(ids) - jnp.exp(logits - sums))
+            slope = weights * (block.hit(ids) - jnp.exp(block.scores(logits) - sums))
             if blocks.soft_cap is not None:
                 slope = slope * (1.0 - jnp.square(logits / blocks.soft_cap))
             # As in the model's own output layer: a float32 gradient would double what devices exchange.
@@ -217,14 +252,14 @@ class _Block:
         ids: The token ids, counted over all devices.
         columns: The part of the output layer ``[embed, block]``.
         fresh: False for the token ids that an earlier block has.
-        soft_cap: The soft cap of the logits.
+        blocks: All of the blocks.
     """
 
     start: Array
     ids: Array
     columns: Array
     fresh: Array
-    soft_cap: float | None
+    blocks: VocabBlocks
 
     @classmethod
     def of(cls, index: Array, head: Array, blocks: VocabBlocks) -> Self:
@@ -238,13 +273,18 @@ class _Block:
             ids=before + local,
             columns=columns.T if blocks.vocab_first else columns,
             fresh=local >= index * blocks.size,
-            soft_cap=blocks.soft_cap,
+            blocks=blocks,
         )
 
     def logits(self, x: Array) -> Array:
         """Return ``[token, block]`` in float32."""
         logits = jnp.dot(x, self.columns, preferred_element_type=jnp.float32)
-        return logits if self.soft_cap is None else self.soft_cap * jnp.tanh(logits / self.soft_cap)
+        cap = self.blocks.soft_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def scores(self, logits: Array) -> Array:
+        """Return what the softmax is of, from what `logits` returned."""
+        return softmax_inputs(logits, self.ids, self.blocks.temperature, self.blocks.vocab_size)
 
     def hit(self, targets: Array) -> Array:
         """Return where a token id of the block is the target ``[token, block]``."""

@@ -106,3 +106,11 @@ def test_an_engine_that_was_not_prepared_for_them_says_so() -> None:
     engine.prepare(model, [request(0, 5, 2)])
     with pytest.raises(CapacityError, match="prompt 0 needs prompt_logprobs 1 of the sampler"):
         engine.run(model, [request(0, 5, 2, prompt_logprobs=True)])
+
+
+def test_those_of_one_prompt_are_the_models() -> None:
+    model, one = model_on("1,1,1"), request(0, 11, 1, prompt_logprobs=True)
+    (got,) = Engine(EngineConfig(page_size=4, max_prefill_size=4), mesh_of("1,1,1")).generate(model, [one])
+    want = by_the_training_forward(model, one)[np.arange(10), one.prompt_tokens[1:]]
+    assert got.prompt_logprobs[0] is None
+    np.testing.assert_allclose(got.prompt_logprobs[1:], want, atol=1e-5)

@@ -15,12 +15,17 @@ from scipy.stats import chi2
 
 from lockstep.device.program import without_source_locations
 from lockstep.engine.sampling.filters import FILTERS as ALL_FILTERS
+from lockstep.engine.sampling.filters import Filter
 from lockstep.engine.sampling.sampler import Sampled, SamplingState, active_features, sample
 from lockstep.engine.sampling.shortlist import SIZE
 from lockstep.placement.decode_mesh import make_decode_mesh
-from lockstep.types import SamplingParams
+from lockstep.schedule import sampling_sizes
+from lockstep.schedule.sampling import SamplingBatch
+from lockstep.schedule.sequence import Sequence
+from lockstep.types import Request, SamplingParams
 from tests.sampling_oracle import SLACK, kept, kept_within, shares, step_of
 from tests.unit.engine.models import mesh_of
+from tests.unit.schedule.test_scheduler import capacity_of
 
 P = jax.sharding.PartitionSpec
 VOCAB = 21
@@ -206,11 +211,26 @@ def test_nothing_sorts_the_vocabulary() -> None:
     assert "while" in text and text.count('custom_call_target="TopK"') == 1 and " sort(" not in text
 
 
+SOME = {"top_k": 3, "top_p": 0.5, "min_p": 0.1}
+"""A value of each filter that narrows."""
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("asked", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}], ids=str)
+@pytest.mark.parametrize("asked", [{}, *({name: SOME[name]} for name in SamplingParams.FILTERS)], ids=str)
 def test_a_request_has_filters_where_one_of_them_is_requested(asked: dict[str, Any], temperature: float) -> None:
     params = SamplingParams(max_new_tokens=1, temperature=temperature, **asked)
-    assert params.has_filters == (temperature > 0 and any(each.is_requested(params) for each in ALL_FILTERS))
+    requested = [each.name for each in ALL_FILTERS if each.is_requested(params)]
+    assert requested == list(asked) and params.has_filters == (temperature > 0 and bool(asked))
+
+
+@pytest.mark.parametrize("each", ALL_FILTERS, ids=lambda each: each.name)
+def test_a_filter_alone_reaches_its_program(each: Filter) -> None:
+    params = SamplingParams(max_new_tokens=4, temperature=1.0, **{each.name: SOME[each.name]})
+    asked = Sequence(request=Request(prompt_id=0, prompt_tokens=(1,), params=params), generation_id=0)
+    batch = SamplingBatch.empty(capacity_of(slots=2, **sampling_sizes([params])))
+    batch.set((0, 1), asked)
+    narrows = {other.name: other.narrows(batch.arrays()[other.parameter]).tolist() for other in ALL_FILTERS}
+    assert narrows == {other.name: [[False, other.name == each.name]] for other in ALL_FILTERS}
 
 
 @given(

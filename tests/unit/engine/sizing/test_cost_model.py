@@ -85,3 +85,15 @@ def test_each_hop_of_a_replica_costs_in_every_collective_of_a_step() -> None:
     reductions = 2 * LLAMA.num_layers + 1
     assert more == pytest.approx((2 * reductions + 2) * 1e-3)
     assert found({"tensor": 1}, far).collectives_s == 0.0
+
+
+def test_moving_weights_takes_the_links_and_the_memory_on_both_sides() -> None:
+    def reshard_s(**bandwidths: float) -> float:
+        network = dataclasses.replace(LINK, bandwidth=bandwidths.get("link", 1e30), latency_s=0.0)
+        chip = dataclasses.replace(CHIP, bandwidth=bandwidths.get("memory", 1e30), link=network, network=network)
+        return found({"tensor": 1}, chip).reshard_s
+
+    copied = models_on(EngineConfig())[{"tensor": 1}].copied_bytes
+    assert reshard_s(link=1e9) == pytest.approx(copied * 3 / 4 / 1e9)
+    assert reshard_s(memory=1e9) == pytest.approx(copied * 2 * 4 / 1e9), "read and written by four at one memory"
+    assert reshard_s(link=1e9, memory=1e9) == pytest.approx(reshard_s(link=1e9) + reshard_s(memory=1e9))

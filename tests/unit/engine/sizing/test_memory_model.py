@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 
 from lockstep.engine import Engine, EngineConfig
-from lockstep.engine.decode_model import DecodeModels
+from lockstep.engine.decode_model import DecodeModels, Weight
 from lockstep.engine.sizing.choose import Chooser
-from lockstep.engine.sizing.memory_model import Footprint
+from lockstep.engine.sizing.memory_model import Footprint, MemoryModel
 from lockstep.engine.sizing.result import Sizing
 from lockstep.models import read_decoder
 from lockstep.types import SamplingParams
 from tests.unit.engine.models import LLAMA, mesh_of, model_on, request
+from tests.unit.engine.sizing.made_up import models_on
 
 
 def choose(free: int, **options: Any) -> Sizing:
@@ -55,3 +56,22 @@ def test_the_compiler_agrees_about_the_bytes() -> None:
 def test_weights_move_before_there_is_a_pool() -> None:
     assert Footprint(weights=10, pool=3, reshard=4, temporaries=5).total == 10 + 8
     assert Footprint(weights=10, pool=3, reshard=9, temporaries=5).total == 10 + 9
+
+
+def test_what_moves_and_what_is_gathered_at_a_time() -> None:
+    """Two layers of 260 numbers, 60 of them in one weight and 200 in another, and an embedding of 1,000."""
+    embed = Weight(name="embed", stacked=False, in_place=False, decode_size=1000, decode_bytes=2000, training_bytes=500)
+    q = dataclasses.replace(embed, name="q", stacked=True, decode_size=2 * 60, decode_bytes=2 * 120)
+    down = dataclasses.replace(q, name="down", decode_size=2 * 200, decode_bytes=2 * 400)
+    models = models_on(EngineConfig(dtype="bfloat16"))
+    alone, divided = (
+        MemoryModel(dataclasses.replace(models[{"tensor": size}], leaves=(embed, q, down), gathered=(embed, q, down)))
+        for size in (1, 2)
+    )
+    assert alone._layer_bytes == 2 * 260
+    assert alone._moving == 2 * 204, "2 % more than the largest weight of a layer"
+    assert divided._moving == 34 * 2 * 260 // 10
+    assert alone._gathered_layers == 2 * (120 + 400), "one in use, the next on its way"
+    assert alone._gathered_outer == alone._gathered_at_once == 2000
+    layers = MemoryModel(dataclasses.replace(alone.model, gathered=(q, down)))
+    assert (layers._gathered_outer, layers._gathered_at_once) == (0, 2 * (120 + 400))

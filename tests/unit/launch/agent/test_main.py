@@ -70,9 +70,28 @@ def test_of_two_connections_one_starts_the_command_and_both_follow_it(tmp_path):
     for process in processes:
         answer = process.stdout.read()
         process.stdin.close()
-        process.wait(timeout=10)
+        process.wait(timeout=60)
         assert answer.count(b"S\n") == 1 and b"O 5\ndone\n" in answer and b'"code": 0' in answer
     assert (tmp_path / "ran").read_text() == "ran\n"
+
+
+def test_variables_of_the_job_win_over_the_agents_and_one_that_cannot_be_is_an_end(tmp_path):
+    """The launcher takes a supervisor that is gone for a preemption, and tries again."""
+
+    def run(env, attempt):
+        start = {"argv": ["sh", "-c", "echo $PYTHONUNBUFFERED $PATH"], "cwd": None, "path": ["/first"], "env": env}
+        start |= {"secrets": {}, "lease_s": None, "grace_s": 1}
+        request = {"op": "follow", "root": "~/w", "attempt": attempt, "start": start, "offset": 0, "wait": True}
+        process = follow(sys.executable, tmp_path, request)
+        answer = process.stdout.read()
+        process.stdin.close()
+        process.wait(timeout=60)
+        return answer
+
+    answer = run({"PATH": "/mine:/bin", "PYTHONUNBUFFERED": "0"}, "attempt-1")
+    assert b"0 /first:/mine:/bin:" in answer and b'"code": 0' in answer
+    answer = run({"NAME": "a\0b"}, "attempt-2")
+    assert b"sh cannot be started: embedded null byte" in answer and b'"code": 126' in answer
 
 
 def test_a_program_with_a_slash_is_found_where_it_runs(tmp_path):
@@ -84,7 +103,7 @@ def test_a_program_with_a_slash_is_found_where_it_runs(tmp_path):
     process = follow(sys.executable, tmp_path, request)
     answer = process.stdout.read()
     process.stdin.close()
-    process.wait(timeout=10)
+    process.wait(timeout=60)
     assert f"{tmp_path}/code\n".encode() in answer and b'"code": 0' in answer
     facts = {"op": "facts", "root": "~/w", "ports": [], "cwd": "~/code", "path": [], "env": {}, "secrets": {}}
     shell = shutil.which("sh", path="/usr/bin:/bin")
@@ -117,5 +136,5 @@ def test_older_pythons_run_a_command_to_its_end(tmp_path, version):
     process = follow(python, tmp_path, request)
     answer = process.stdout.read()
     process.stdin.close()
-    process.wait(timeout=10)
+    process.wait(timeout=60)
     assert b"O 5\nhi 1\n" in answer and b'"code": 5' in answer

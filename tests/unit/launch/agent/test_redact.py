@@ -1,6 +1,9 @@
 """Secrets in a stream, whatever the pieces."""
 
+import base64
+import json
 import random
+import urllib.parse
 
 import pytest
 
@@ -32,3 +35,37 @@ def test_only_what_may_be_the_beginning_of_a_value_waits():
     assert redactor.feed(b"et!") == b"secret!"
     assert redactor.text("x secret-value y") == "x <redacted> y"
     assert Redactor([]).feed(b"all") == b"all"
+
+
+SECRET = 'p"s/w+rd=é&123'
+
+
+@pytest.mark.parametrize("before", ["", "a", "ab", "user:", "Basic x:"])
+@pytest.mark.parametrize("after", ["", "z", "zz"])
+@pytest.mark.parametrize("encode", [base64.b64encode, base64.urlsafe_b64encode])
+def test_base64_of_a_text_with_the_value_is_found(before, after, encode):
+    shown = Redactor([SECRET]).text(encode((before + SECRET + after).encode()).decode())
+    assert "<redacted>" in shown
+    rest = shown.replace("<redacted>", "").rstrip("=")
+    assert len(rest) <= 4 * len(before + after) // 3 + 6, "at most the characters that the value shares with others"
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        urllib.parse.quote(SECRET, safe=""),
+        urllib.parse.quote(SECRET),
+        urllib.parse.quote_plus(SECRET),
+        urllib.parse.quote(SECRET, safe="").lower().replace("w%2brd", "w%2brd"),
+        SECRET.encode().hex(),
+        SECRET.encode().hex().upper(),
+        json.dumps(SECRET)[1:-1],
+        json.dumps(SECRET, ensure_ascii=False)[1:-1],
+        json.dumps(SECRET)[1:-1].replace("/", "\\/"),
+        repr(SECRET)[1:-1],
+    ],
+)
+def test_other_forms_of_the_value_are_found(form):
+    assert Redactor([SECRET]).text(f"<{form}>") == "<<redacted>>"
+    redactor = Redactor([SECRET])
+    assert b"".join([redactor.feed(bytes([each])) for each in form.encode()]) + redactor.flush() == b"<redacted>"

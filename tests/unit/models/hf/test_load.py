@@ -1,6 +1,5 @@
 import re
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,24 +87,24 @@ def test_every_byte_is_read_once_however_many_devices_hold_it(shape: str) -> Non
     assert {total for _, total in told} == {stored}
 
 
-def load_on_own_device(hosts: Hosts, urls: list[str], timeout_s: float) -> tuple[float, str]:
-    """Each host loads on a device of its own; returns the bytes of its model, or the error, and the seconds."""
+def load_on_own_device(hosts: Hosts, urls: list[str], timeout_s: float) -> str:
+    """Each host loads on a device of its own; returns the bytes of its model, or the error."""
     hosts.timeout_s = timeout_s
-    start = time.monotonic()
     mesh = make_mesh("1,1,1", [jax.devices()[hosts.index]])
     try:
         model = load_hf(urls[hosts.index], mesh, hosts=hosts)
         text = digest(*(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(model)))
     except PeerError as error:
         text = str(error)
-    return time.monotonic() - start, text
+    return text
 
 
-def test_hosts_that_read_slowly_are_waited_for() -> None:
+def test_hosts_that_read_slowly_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     SlowFiles.reads.clear()
-    timeout_s = 1.2
+    monkeypatch.setattr(SlowFiles, "seconds", 0.25)
+    timeout_s = 2.5
     results = run_threads(load_on_own_device, 2, [f"{GOLDEN}/mistral", f"slow://{GOLDEN}/mistral"], timeout_s)
-    assert results[0][1] == results[1][1] and len(results[0][1]) == 64, results
+    assert results[0] == results[1] and len(results[0]) == 64, results
     assert len(SlowFiles.reads) * SlowFiles.seconds > 2 * timeout_s, "it took longer than any wait may last"
 
 
@@ -116,12 +115,11 @@ def test_a_host_that_gets_nothing_says_so_on_every_host() -> None:
         results = run_threads(load_on_own_device, 2, [f"{GOLDEN}/llama3", f"hanging://{GOLDEN}/llama3"], 0.5)
     finally:
         HangingFiles.go_on.set()
-    assert results[0][1] == results[1][1]
+    assert results[0] == results[1]
     expected = (
         r"process 1: HostTimeoutError: nothing of tensor \S+ in \S+/llama3/model\.safetensors.* came for 0\.5 s\."
     )
-    assert re.search(expected, results[0][1]), results
-    assert max(seconds for seconds, _ in results) < 10
+    assert re.search(expected, results[0]), results
 
 
 def test_a_file_that_ends_too_early_is_named_with_the_tensor(tmp_path: Path) -> None:

@@ -96,6 +96,6 @@ def test_a_page_is_replaced_whole(tmp_path):
     assert write_page("né", path) == 3
     assert path.read_bytes() == "né".encode() and list(tmp_path.iterdir()) == [path]
     (tmp_path / "folder").mkdir()
-    with pytest.raises(OSError):
+    with pytest.raises(IsADirectoryError, match="folder"):
         write_page("new", tmp_path / "folder")
     assert {each.name for each in tmp_path.iterdir()} == {"report.html", "folder"}

@@ -35,6 +35,11 @@ def test_a_batch_has_rows_of_one_bucket_and_every_row_comes_once_per_epoch(shuff
     assert make(sizes).buckets == (0, 2, 3)
 
 
+def test_buckets_of_one_size_have_orders_of_their_own():
+    first, second = (order.rows(range(100)) for _, order in make((100, 100))._in_bucket)
+    assert sorted(first) == sorted(second) and sum(a == b for a, b in zip(first, second, strict=True)) < 10
+
+
 def test_a_batch_is_a_function_of_the_step_and_hosts_take_their_part():
     sizes = (5, 11, 100)
     whole = batches(make(sizes), range(40), 8)

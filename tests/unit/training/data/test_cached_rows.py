@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lockstep.training import LmDataConfig, PreferenceDataConfig
-from lockstep.training.data import sources
+from lockstep.training.data import cached_rows, sources
 from tests.tiny import tokenizer
 from tests.unit.training.data.characters import Tokenizer, preference, write
 
@@ -128,3 +128,12 @@ def test_memory_does_not_grow_with_the_rows(tmp_path, count, row, given, limit):
     growth = growth_mib(work)
     print(f"{count:,} rows: {growth:.1f} MiB more")
     assert growth < limit
+
+
+def test_another_version_of_the_order_is_named_by_the_digest(tmp_path, monkeypatch):
+    urls = write(tmp_path / "x.jsonl", [preference("a", "b")] * 4)
+    rows = PreferenceDataConfig(train_urls=urls, max_seq_len=11).load(Tokenizer(), 16, 3)
+    before = rows.digest()
+    monkeypatch.setattr(cached_rows, "ORDER_VERSION", 1)
+    now, at = rows.digest(), "(version {} of the order)".format
+    assert before.removesuffix(at(2)) == now.removesuffix(at(1)) and before != now

@@ -1,7 +1,10 @@
 """Where an answer begins in the tokens of a chat."""
 
+import dataclasses
+import itertools
+
 import pytest
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, processors
 from transformers import PreTrainedTokenizerFast
 
 from lockstep.errors import ConfigError
@@ -41,6 +44,95 @@ def test_the_first_token_of_the_answer_is_the_one_with_its_first_character(answe
     assert tokens[sequence.n_prompt] == first
     assert tokens[sequence.n_prompt + 1 :] == list(rest)
     assert "".join(tokens) == "<user>\nq?<assistant>\n" + answer
+
+
+TURNS = [
+    ("system", "be"), ("user", "q?"), ("assistant", "\nfirst\n"), ("user", "\nno?"),
+    ("assistant", "ä"), ("assistant", "more\n"), ("user", "and?"), ("assistant", "last\n"),
+]  # fmt: skip
+"""A chat whose answers begin and end with characters that are merged with those around them."""
+
+
+def oracle(tokens):
+    """Whether each token has a character of an answer, which follows the name of the role and a newline."""
+    flags = [
+        flag for role, content in TURNS for flag in [False] * len(f"<{role}>\n") + [role == "assistant"] * len(content)
+    ]
+    ends = itertools.accumulate(map(len, tokens))
+    return [any(flags[end - len(token) : end]) for token, end in zip(tokens, ends, strict=True)]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_all_answers_are_targets_token_by_token(packing, tmp_path):
+    tokenizer = merging()
+    messages = [{"role": role, "content": content} for role, content in TURNS]
+    urls = characters.write(tmp_path / "x.jsonl", [{"messages": messages}] * 2)
+    config = LmDataConfig(train_urls=urls, format="chat", packing=packing, cache_dir=str(tmp_path / "cache"))
+    last = characters.columns(config.load(tokenizer, 256, 0))
+    found = characters.columns(dataclasses.replace(config, train_on="all").load(tokenizer, 256, 0))
+    text = "".join(f"<{role}>\n{content}" for role, content in TURNS)
+    tokens = tokenizer.convert_ids_to_tokens(tokenizer(text)["input_ids"])
+    assert "\n\n" in tokens and "\nä" in tokens
+    expected = oracle(tokens)
+    whole = [expected * 2] if packing else [expected] * 2
+    for row, targets in zip(found["loss_mask"], whole, strict=True):
+        assert row.tolist() == targets + [False] * (256 - len(targets))
+    assert (found["tokens"] == last["tokens"]).all() and (last["loss_mask"] <= found["loss_mask"]).all()
+    assert found["loss_mask"].sum() > last["loss_mask"].sum() == 2 * len("last\n")
+
+
+def test_a_chat_that_is_cut_keeps_the_targets_before_the_cut(tmp_path):
+    messages = [{"role": role, "content": content} for role, content in TURNS]
+    urls = characters.write(tmp_path / "x.jsonl", [{"messages": messages}])
+    config = LmDataConfig(train_urls=urls, format="chat", train_on="all", max_seq_len=44, truncate=True)
+    found = characters.columns(config.load(merging(), 256, 0))
+    tokens = merging().convert_ids_to_tokens(found["tokens"][0])
+    assert found["loss_mask"].tolist() == [oracle(tokens)] and found["loss_mask"].any()
+
+
+def test_a_template_that_writes_earlier_answers_otherwise_is_a_bad_row():
+    tokenizer = merging()
+    tokenizer.chat_template = TEMPLATE.replace(
+        "{{ m.content }}", "{% if loop.last and m.role == 'assistant' %}think{% endif %}{{ m.content }}"
+    )
+    records = [{"messages": [*chat("ok"), *chat("yes")]}, {"messages": chat("ok")}]
+    several, one = tokenize(tokenizer, "chat_all", records)
+    assert isinstance(several, BadRow) and "up to message 2" in str(several) and "data.train_on: last" in str(several)
+    assert one == tokenize(tokenizer, "chat", records)[1]
+
+
+def test_all_answers_of_a_tokenizer_without_offsets():
+    (found,) = tokenize(Slow(), "chat_all", [{"messages": [*chat("ok"), *chat("yes")]}])
+    ((sequence),) = found
+    masked = "".join(chr(token) if token >= 0 else "." for token in sequence.tokens)
+    assert sequence.n_prompt == len("<user>\nq?<assistant>\n")
+    assert masked[sequence.n_prompt :] == "ok" + "." * len("<user>\nq?<assistant>\n") + "yes"
+
+
+def test_all_answers_need_chats():
+    with pytest.raises(ConfigError, match=r"data\.train_on is all and data\.format is text"):
+        LmDataConfig(train_on="all")
+
+
+def ending(text):
+    """A tokenizer that ends what it encodes with a token of its own, and knows that as a special token in texts too."""
+    tokenizer = merging()
+    tokenizer.add_special_tokens({"eos_token": "</s>"})
+    end = tokenizer.eos_token_id
+    if text:
+        pair = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", end)])
+        tokenizer.backend_tokenizer.post_processor = pair
+    return tokenizer, end
+
+
+@pytest.mark.parametrize("itself", [False, True])
+def test_a_text_ends_with_one_end_of_sequence_token(itself):
+    tokenizer, end = ending(itself)
+    for (found,) in tokenize(tokenizer, "text", [{"text": "ab"}, {"text": "ab</s>"}])[: 1 if itself else 2]:
+        assert found.tokens == [0, 1, end]
+    records = [{"prompt": "a", "completion": each} for each in ("b", "b</s>", "")]
+    targets = [one.tokens[one.n_prompt :] for (one,) in tokenize(tokenizer, "prompt_completion", records)]
+    assert targets == [[1, end], [1, end], [end]]
 
 
 def test_pairs_find_the_boundary_of_each_side(tmp_path):

@@ -21,6 +21,18 @@ def test_every_row_comes_once_per_epoch_in_another_order(size):
     assert make(size).rows([3, 1]) == [(0, first[3]), (0, first[1])]
 
 
+@pytest.mark.parametrize("size", [order.SMALL, 2**16 + 1, 200_000, 2**18, 1_000_000, 10**9])
+def test_rows_at_neighbouring_places_have_nothing_to_do_with_each_other(size):
+    """For a uniform permutation each correlation is 1 / sqrt(count) of chance; six of them never come by chance."""
+    count = min(size, 300_000)
+    rows = np.array([row for _, row in make(size).rows(range(count))])
+    for values in (rows / size, rows % 256 / 256):
+        centred = (values - values.mean()) / values.std()
+        found = [float(np.mean(centred[:-lag] * centred[lag:])) * count**0.5 for lag in range(1, 65)]
+        assert max(map(abs, found)) < 6, found
+        assert sum(each**2 for each in found) < 64 + 6 * (2 * 64) ** 0.5, found
+
+
 def test_without_shuffle_the_order_is_that_of_the_files():
     assert make(3, shuffle=False).rows(range(7)) == [(0, n % 3) for n in range(7)]
 

@@ -69,5 +69,5 @@ def test_a_directory_must_be_one_split_of_a_data_set(tmp_path):
 
 
 def test_a_file_system_that_cannot_be_reached():
-    with pytest.raises(ConfigError, match="nonesuch://x cannot be opened.*Check data.train_urls"):
+    with pytest.raises(ConfigError, match="'nonesuch://x' has the protocol 'nonesuch'; a URL must have one of file,"):
         list_files("nonesuch://x", "data.train_urls")

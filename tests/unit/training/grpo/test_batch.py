@@ -1,5 +1,9 @@
-import numpy as np
+import dataclasses
 
+import numpy as np
+import pytest
+
+from lockstep.errors import ConfigError
 from lockstep.training.grpo.batch import make_columns
 from lockstep.training.objectives import GrpoConfig
 from tests.unit.training.grpo.made_up import completion
@@ -15,7 +19,19 @@ def test_a_row_is_prompt_answer_padding():
     }
     assert rows["tokens"].tolist() == [[1, 2, 3, 4, 5, 0, 0], [1, 2, 3, 6, 0, 0, 0]]
     assert rows["loss_mask"].tolist() == [[False] * 3 + [True] * 2 + [False] * 2, [False] * 3 + [True] + [False] * 3]
-    assert rows["rollout_logprobs"].tolist() == [[0, 0, 0, -4.5, -5.5, 0, 0], [0, 0, 0, -6.5, 0, 0, 0]]
-    assert rows["sampled_logprobs"][0].tolist() == [0, 0, 0, -9, -11, 0, 0]
+    assert rows["rollout_logprobs"].tolist() == [[0, 0, 0, -9, -11, 0, 0], [0, 0, 0, -13, 0, 0, 0]]
     assert not rows["old_logprobs"].any() and not rows["reference_logprobs"].any()
     assert rows["advantage"].tolist() == [0.5, -0.5]
+
+
+def test_what_is_not_learned_from_has_no_targets():
+    answers = [completion(0, 0, (4, 5)), completion(0, 1, (6,))]
+    columns = GrpoConfig().columns(7, on_policy=True)
+    rows = make_columns(columns, [(1, 2, 3)] * 2, answers, np.array([0.5, -0.5]), np.array([False, True]))
+    assert rows["loss_mask"].sum(axis=1).tolist() == [0, 1] and rows["tokens"][0].tolist() == [1, 2, 3, 4, 5, 0, 0]
+
+
+def test_an_engine_that_does_not_say_what_it_drew_with():
+    answer = dataclasses.replace(completion(0, 0, (4, 5)), sampled_logprobs=())
+    with pytest.raises(ConfigError, match="an answer of the engine has 2 tokens and 0 sampled_logprobs"):
+        make_columns(GrpoConfig().columns(7, on_policy=True), [(1, 2, 3)], [answer], np.zeros(1))

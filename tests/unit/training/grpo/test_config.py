@@ -2,6 +2,7 @@ import dataclasses
 
 import pytest
 
+from lockstep.engine import CapacityFields
 from lockstep.errors import ConfigError
 from lockstep.training import RolloutConfig
 from lockstep.training.grpo import GrpoRunFields
@@ -14,11 +15,35 @@ def test_a_rollout_is_for_all_iterations_of_all_minibatches():
     assert fields.updates == 6 and fields.rewards == [Gsm8kReward()]
 
 
-@pytest.mark.parametrize("weight_dtype", ["int8", "fp8"])
-def test_answers_of_rounded_weights_need_the_correction(weight_dtype):
-    fields = GrpoRunFields(rollout=RolloutConfig(weight_dtype=weight_dtype))
+OFF_POLICY = {
+    "top_k": 5,
+    "top_p": 0.9,
+    "min_p": 0.1,
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
+    "min_tokens": 4,
+    "kv_cache_dtype": "fp8",
+    "weight_dtype": "int8",
+}
+"""Settings with which answers are drawn from other probabilities, with a value that does that."""
+
+ON_POLICY = {"max_new_tokens", "temperature", "ignore_eos", "n_generations", "seed", "stop_token_ids", "stop", "drafts"}
+ON_POLICY |= {"max_attempts", "filter_by"} | {
+    each.name for each in dataclasses.fields(CapacityFields)
+} - OFF_POLICY.keys()
+
+
+def test_every_setting_of_a_rollout_is_known_to_change_the_probabilities_or_not():
+    assert {each.name for each in dataclasses.fields(RolloutConfig)} == OFF_POLICY.keys() | ON_POLICY
+    assert set(RolloutConfig.OFF_POLICY) == OFF_POLICY.keys()
+
+
+@pytest.mark.parametrize(("name", "value"), [*OFF_POLICY.items(), ("weight_dtype", "fp8")])
+def test_answers_of_other_probabilities_need_the_correction(name, value):
+    fields = GrpoRunFields(rollout=RolloutConfig(**{name: value}))
     fields.check_run(16, 300, 2.0)
-    text = rf"rollout\.weight_dtype is {weight_dtype} and importance_cap is null: .* Set importance_cap to 2"
+    text = rf"rollout\.{name} is {value} and importance_cap is null: .* Set importance_cap to 2 .* rollout\.{name} out"
     with pytest.raises(ConfigError, match=text):
         fields.check_run(16, 300, None)
 

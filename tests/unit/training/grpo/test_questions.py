@@ -43,7 +43,15 @@ def test_further_attempts_draw_others():
     assert len(set(again)) == 8 and again.tolist() != questions.drawn(3, 8).tolist()
     np.testing.assert_array_equal(again, made_up(100).drawn(3, 8, attempt=1))
     assert again.tolist() != questions.drawn(3, 8, attempt=2).tolist() != questions.drawn(4, 8, attempt=1).tolist()
-    assert len(made_up(2).drawn(0, 8, attempt=1)) == 8
+
+
+def test_no_question_comes_again_within_a_rollout():
+    questions = made_up(20)
+    for rollout in (0, 1, 7):
+        drawn = np.concatenate([questions.drawn(rollout, 6, attempt) for attempt in range(3)])
+        assert len(set(drawn.tolist())) == 18
+    following = [questions.drawn(rollout, 5).tolist() for rollout in (1, 2, 3)]
+    assert questions.drawn(0, 5, attempt=1).tolist() not in following, "what the next rollouts have anyway"
 
 
 def test_the_longest_are_repeated_where_there_are_too_few():

@@ -1,6 +1,6 @@
 """Rewards over several hosts, each with its share of the answers."""
 
-import time
+import threading
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ from tests.multiprocess.harness import run_threads
 from tests.unit.training.grpo.made_up import prompt, row
 
 ANSWERS = 8
+HANGS = threading.Event()
 
 
 def picky(answer, question):
@@ -19,11 +20,11 @@ def picky(answer, question):
     if answer.num_tokens == 3:
         raise RuntimeError("no opinion")
     if answer.num_tokens == 4:
-        time.sleep(5)
+        HANGS.wait()
     return None if answer.num_tokens == 6 else 1.0
 
 
-def make(timeout_s=0.5, **values):
+def make(timeout_s=2.0, **values):
     rewards = [FunctionReward(function=f"{__name__}:picky", default=-1.0, **values), LengthReward(weight=0.5)]
     return Rewarder(rewards, max_new_tokens=10, workers=4, timeout_s=timeout_s)
 
@@ -50,9 +51,50 @@ def test_every_host_gets_the_weighted_sums_of_all_answers(count, caplog):
 
 @pytest.mark.parametrize(
     ("num_tokens", "text"),
-    [(3, "RuntimeError: no opinion"), (4, "took more than 0.5 s"), (6, "returned None, which is not a number")],
+    [(3, "RuntimeError: no opinion"), (4, "took more than 2 s"), (6, "returned None, which is not a number")],
 )
 def test_a_reward_that_cannot_work_is_found_before_training(num_tokens, text):
     with pytest.raises(ConfigError, match=rf"picky was tried on the reference answer .*{text}.* a finite number"):
         make().check(row("18", num_tokens=num_tokens), prompt())
     make().check(row("18", num_tokens=1), prompt())
+
+
+def judged(hosts, rewards, filter_by):
+    rewarder = Rewarder(rewards, max_new_tokens=10, workers=4, timeout_s=20.0, filter_by=filter_by)
+    scoring = rewarder.begin()
+    for number in range(hosts.index, ANSWERS, hosts.count):
+        scoring.submit(number, row("", num_tokens=number), prompt())
+    with hosts.scope("rollout") as scope:
+        return rewarder.finish(scope, scoring, ANSWERS)
+
+
+def even(answer, question):
+    """Whether the answer has an even number of tokens; one of 4 cannot be judged."""
+    if answer.num_tokens == 4:
+        raise RuntimeError("no opinion")
+    return answer.num_tokens % 2 == 0
+
+
+EVEN = [1, 0, 1, 0, 0, 0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("filter_by", "expected"),
+    [(None, 2 * np.array(EVEN)), ("even", EVEN), ("length", np.arange(ANSWERS) / 10)],
+    ids=["those that judge", "one by name", "a shaping one by name"],
+)
+def test_what_decides_whether_answers_are_equally_right(filter_by, expected):
+    rewards = [FunctionReward(function=f"{__name__}:even", weight=2.0), LengthReward(weight=-0.5)]
+    for found in run_threads(judged, 2, rewards, filter_by):
+        np.testing.assert_allclose(found.judged, expected)
+    (alone,) = run_threads(judged, 1, [LengthReward(weight=-0.5)], None)
+    assert alone.judged is None, "nothing but shaping: the totals decide"
+
+
+def test_an_answer_without_a_reward_can_drop_its_group_on_every_host(caplog):
+    rewards = [FunctionReward(function=f"{__name__}:even", on_failure="drop_group"), LengthReward()]
+    for found in run_threads(judged, 2, rewards, None):
+        assert found.dropped.tolist() == [number == 4 for number in range(ANSWERS)]
+    assert "nothing is learned from the answers to that question: RuntimeError: no opinion" in caplog.text
+    (kept,) = run_threads(judged, 1, [FunctionReward(function=f"{__name__}:even")], None)
+    assert not kept.dropped.any()

@@ -1,10 +1,13 @@
 """What a sampling is without its devices: its questions, and the answers that an earlier process has sampled."""
 
 import json
+import types
 
 import numpy as np
 
 from lockstep.hosts import Ledger
+from lockstep.models import read_decoder
+from lockstep.training.grpo import rollout_sampler
 from lockstep.training.grpo.sampled import Sampled
 from lockstep.types import Drafts
 from tests import rollouts as runs
@@ -44,6 +47,9 @@ class Asked:
     def free_bytes(self, model):
         return 1
 
+    def check(self, model, requests):
+        raise AssertionError("these tests begin after the check")
+
     def prepare(self, model, requests, *, free):
         self.prepared.append(requests)
         return {}
@@ -60,15 +66,31 @@ def answer_of(request, generation):
 
 
 def test_the_answers_of_the_last_epoch_are_drafts(monkeypatch):
-    _, rollouts, _ = runs.make(run={"rollout": {"drafts": "last_round"}})
+    _, rollouts, model = runs.make(run={"rollout": {"drafts": "last_round"}})
     sampler, engine = rollouts._sampler, Asked()
-    monkeypatch.setattr(sampler, "_engine_for", lambda model: (engine, None))
+    monkeypatch.setattr(sampler, "_engine_for", lambda model: (engine, read_decoder(model)))
     known = {}
     for number in range(4):  # 12 questions, 4 in a rollout: the fourth begins the second epoch
-        sampled = sampler.sample(number, 0, None)
+        sampled = sampler.sample(number, 0, model)
         sampled.scoring.close()
         for question, request in zip(sampled.questions, engine.requests[-1], strict=True):
             assert request.drafts == Drafts(answers=known.get(question, ()))
             known[question] = tuple(tuple(answer_of(request, generation)) for generation in range(runs.GROUP))
     assert all(request.drafts.answers for request in engine.requests[3])
     assert all(request.drafts is not None for request in engine.prepared[0]), "compiled before the first draft"
+
+
+def test_a_rollout_that_is_ended_leaves_no_drafts(monkeypatch):
+    """The checkpoint then has those of before, and all attempts are sampled again with them."""
+    _, rollouts, model = runs.make(run={"rollout": {"drafts": "last_round"}})
+    sampler, engine = rollouts._sampler, Asked()
+    monkeypatch.setattr(sampler, "_engine_for", lambda model: (engine, read_decoder(model)))
+    sampler.sample(0, 0, model).scoring.close()
+    before = rollouts.state()["drafts"]
+    sampler.sample(1, 0, model).scoring.close()
+    assert rollouts.state()["drafts"] != before
+    monkeypatch.setattr(
+        rollout_sampler, "generate_on_all", lambda *args, **options: types.SimpleNamespace(ended=True)
+    )  # asked to end
+    assert sampler.sample(1, 1, model) is None
+    assert rollouts.state()["drafts"] == before

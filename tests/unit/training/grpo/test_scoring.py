@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -48,16 +47,14 @@ def test_one_that_hangs_holds_up_nothing():
 
     def hangs(answer, question):
         if answer.num_tokens == 0:
-            released.wait(60)
+            released.wait(600)
         return 1.0
 
     scoring = Scoring({"hangs": hangs}, workers=2)
     for number in range(6):
         scoring.submit(number, row("", num_tokens=number), prompt())
-    start = time.monotonic()
-    found = scoring.finish(0.5)
+    found = scoring.finish(2.0)
     released.set()
-    assert time.monotonic() - start < 10
     assert {number: each["hangs"] for number, each in found.items()} == {0: LATE, **dict.fromkeys(range(1, 6), 1.0)}
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.training.objectives import GrpoConfig, group_advantages, grpo_parts
+from lockstep.training.objectives.grpo import differ
 from tests.unit.training.objectives.tables import table_model
 
 
@@ -24,7 +25,7 @@ def divergence(estimator, log_p, log_q):
     return {"k1": -np.log(r), "k2": np.log(r) ** 2 / 2, "k3": (r - 1) - np.log(r)}[estimator]
 
 
-def in_numpy(config, logprobs, advantage, mask, old, sampled=None, trainer_old=None, reference=None):
+def in_numpy(config, logprobs, advantage, mask, old, drawn=None, trainer_old=None, reference=None):
     """The mean loss of a batch."""
     low, high = config.clip_epsilon, config.clip_epsilon_high or config.clip_epsilon
     answers = []
@@ -37,7 +38,7 @@ def in_numpy(config, logprobs, advantage, mask, old, sampled=None, trainer_old=N
         for t, ratio in zip(tokens, ratios, strict=True):
             loss = -min(ratio * advantage[row], np.clip(ratio, 1 - low, 1 + high) * advantage[row])
             if config.importance_cap:
-                loss *= min(np.exp(trainer_old[row, t]) / np.exp(sampled[row, t]), config.importance_cap)
+                loss *= min(np.exp(trainer_old[row, t]) / np.exp(drawn[row, t]), config.importance_cap)
             if config.kl_coefficient:
                 loss += config.kl_coefficient * divergence(config.kl_estimator, logprobs[row, t], reference[row, t])
             losses.append(loss)
@@ -51,7 +52,7 @@ def in_numpy(config, logprobs, advantage, mask, old, sampled=None, trainer_old=N
 
 def made_up(rows=5, positions=7, seed=0):
     rng = np.random.default_rng(seed)
-    names = ("logprobs", "rollout_logprobs", "sampled_logprobs", "old_logprobs", "reference_logprobs")
+    names = ("logprobs", "rollout_logprobs", "old_logprobs", "reference_logprobs")
     found = {name: -rng.exponential(1.0, (rows, positions)).astype(np.float32) for name in names}
     found["mask"] = rng.random((rows, positions)) < 0.6
     found["mask"][1] = False
@@ -90,7 +91,7 @@ def test_the_loss_is_that_of_the_paper(loss, values):
         given["advantage"],
         given["mask"],
         old,
-        given["sampled_logprobs"],
+        given["rollout_logprobs"],
         given["old_logprobs"],
         given["reference_logprobs"],
     )
@@ -193,7 +194,7 @@ def test_the_loss_of_a_model_reads_the_columns_that_it_names():
         ({}, False, set()),
         ({"use_rollout_logprobs": False}, True, set()),
         ({"use_rollout_logprobs": False}, False, {"old_logprobs"}),
-        ({"use_rollout_logprobs": False, "importance_cap": 2.0}, True, {"sampled_logprobs"}),
+        ({"use_rollout_logprobs": False, "importance_cap": 2.0}, True, set()),
         ({"kl_coefficient": 0.1}, True, {"reference_logprobs"}),
     ],
 )
@@ -204,10 +205,30 @@ def test_only_columns_that_are_used(values, on_policy, more):
 
 
 def test_group_advantages():
-    found = group_advantages(np.array([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 1.0]]))
+    rewards = np.array([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 1.0]])
+    found = group_advantages(rewards, ddof=0, epsilon=0.0)
     np.testing.assert_allclose(found[0], [1, -1, -1, 1])
     assert not found[1].any(), "nothing to learn where all answers are equally good"
     np.testing.assert_allclose(found[2], np.array([-0.25, -0.25, -0.25, 0.75]) / np.sqrt(3 / 16), rtol=1e-6)
+
+
+@pytest.mark.parametrize("epsilon", [1e-4, 1e-6], ids=["TRL", "verl"])
+def test_advantages_are_the_peers(epsilon):
+    """(r - mean) / (std + epsilon), with n - 1 in the denominator of the variance: torch's default."""
+    rewards = np.random.default_rng(0).integers(0, 3, (6, 5)) / 2
+    mean = rewards.sum(axis=1, keepdims=True) / 5
+    deviation = np.sqrt(((rewards - mean) ** 2).sum(axis=1, keepdims=True) / 4)
+    np.testing.assert_allclose(
+        group_advantages(rewards, epsilon=epsilon), (rewards - mean) / (deviation + epsilon), rtol=1e-5
+    )
+    assert GrpoConfig().advantage_ddof == 1 and GrpoConfig().advantage_epsilon == 1e-4
+
+
+def test_rewards_that_hardly_differ_hardly_count():
+    almost = np.array([[1.0] * 7 + [1.0 + 2e-6], [1.0] * 7 + [1.0 + 2e-7]])
+    found = group_advantages(almost)
+    assert 0 < np.abs(found[0]).max() < 0.02 and not found[1].any()
+    assert differ(almost).tolist() == [True, False], "what has no advantage has no signal"
 
 
 def test_dr_grpo_does_not_divide_by_the_deviation():
@@ -216,16 +237,33 @@ def test_dr_grpo_does_not_divide_by_the_deviation():
     assert GrpoConfig().scales_advantages
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_batch_of_which_nothing_is_learned_has_a_loss_and_a_gradient_of_zero(loss):
+    given = made_up() | {"mask": np.zeros((5, 7), bool)}
+
+    def mean(x):
+        parts = parts_of(GrpoConfig(loss=loss, kl_coefficient=0.1), **given | {"logprobs": x})
+        return parts.total / parts.weight
+
+    value, gradient = jax.value_and_grad(mean)(jnp.asarray(given["logprobs"]))
+    assert float(value) == 0 and not gradient.any()
+
+
 @pytest.mark.parametrize(
     "values",
     [
         {"clip_epsilon": 0.0},
+        {"advantage_ddof": 2},
+        {"loss": "dr_grpo", "advantage_ddof": 0},
+        {"loss": "dr_grpo", "advantage_epsilon": 1e-6},
+        {"advantage_epsilon": -1e-4},
         {"clip_epsilon": 1.0},
         {"clip_epsilon_high": 0.0},
         {"kl_coefficient": -0.1},
         {"kl_estimator": "k1"},
         {"importance_cap": 0.5, "use_rollout_logprobs": False},
         {"importance_cap": 2.0},
+        {"temperature": 0.0},
     ],
 )
 def test_settings_out_of_range(values):

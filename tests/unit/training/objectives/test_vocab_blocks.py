@@ -27,16 +27,16 @@ def arrays(vocab, vocab_first=False, dtype=np.float32):
     return states, head.T if vocab_first else head, targets, weights
 
 
-def blockwise(states, head, targets, *, vocab_first=False, cap=None, most=MOST):
+def blockwise(states, head, targets, *, vocab_first=False, cap=None, most=MOST, **softmax):
     named = (hax.named(states, ("batch", "position", "embed")), hax.named(head, AXES[vocab_first]))
-    blocks = VocabBlocks.of(*named, cap, most=most, least=128)
+    blocks = VocabBlocks.of(*named, cap, most=most, least=128, **softmax)
     assert blocks is not None
     return blocks(states, head, targets)
 
 
-def dense(states, head, targets, *, vocab_first=False, cap=None):
+def dense(states, head, targets, *, vocab_first=False, cap=None, temperature=1.0, vocab_size=None):
     logits = jnp.dot(states, head.T if vocab_first else head, preferred_element_type=jnp.float32)
-    logits = logits if cap is None else cap * jnp.tanh(logits / cap)
+    logits = (logits if cap is None else cap * jnp.tanh(logits / cap))[..., :vocab_size] / temperature
     picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return picked - jax.nn.logsumexp(logits, axis=-1)
 
@@ -71,6 +71,24 @@ def test_blocks_change_neither_the_result_nor_a_gradient(mesh, vocab, vocab_firs
     found = with_gradients(blockwise, inputs, mesh, most=MOST // rows, **options)
     for ours, theirs in zip(found, with_gradients(dense, inputs, **options), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
+@pytest.mark.parametrize("mesh", [None, "2,1,2", "1,2,2"])
+@pytest.mark.parametrize(
+    ("vocab", "vocab_first", "cap", "vocab_size"), [(512, False, None, 200), (604, True, 1.5, 300)]
+)
+def test_logits_are_over_the_temperature_and_ids_that_are_no_tokens_have_no_probability(
+    mesh, vocab, vocab_first, cap, vocab_size
+):
+    """Whole blocks have no token, and on two devices all that the second has of the vocabulary."""
+    states, head, targets, weights = arrays(vocab, vocab_first)
+    inputs = states, head, np.minimum(targets, vocab_size - 1), weights
+    options = {"vocab_first": vocab_first, "cap": cap, "temperature": 0.5, "vocab_size": vocab_size}
+    mesh = make_mesh(mesh, jax.devices()[:4]) if mesh else None
+    rows = 1 if mesh is None else mesh.shape["dp"] * mesh.shape["fsdp"]
+    found = with_gradients(blockwise, inputs, mesh, most=MOST // rows, **options)
+    for ours, theirs in zip(found, with_gradients(dense, inputs, **options), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=5e-5)
 
 
 def test_gradients_have_the_dtype_of_what_they_are_of_and_the_log_probabilities_are_float32():

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Awaitable, Callable, Sequence
+from typing import ClassVar, Literal
 
 import draccus
 
@@ -22,10 +23,15 @@ class RewardConfig(draccus.PluginRegistry, discover_packages_path="lockstep.trai
         ConfigError: A value is out of its range.
     """
 
+    SHAPING: ClassVar[bool] = False
+    """Whether it judges the form of an answer, such as its length, and not whether the answer is right."""
+
     weight: float = 1.0
     """What the component is multiplied by in the sum; negative to punish; 0 to log it only."""
     default: float = 0.0
     """The value of an answer for which the component raises, returns no number or is late; such answers are counted."""
+    on_failure: Literal["default", "drop_group"] = "default"
+    """What becomes of such an answer: it has ``default``; or nothing is learned from the answers to its question."""
     name: str | None = None
     """The name in metrics and tables; null: the type's, or the function's."""
 
@@ -38,6 +44,16 @@ class RewardConfig(draccus.PluginRegistry, discover_packages_path="lockstep.trai
     def label(self) -> str:
         """The name in metrics and tables, before equal ones are numbered."""
         return self.name or self.get_choice_name(type(self))
+
+    def check_answer(self, answer: str) -> None:
+        """Check a reference answer, before training begins.
+
+        Args:
+            answer: The answer of one record.
+
+        Raises:
+            BadRow: The component cannot compare with it.
+        """
 
     def build(self, max_new_tokens: int) -> Reward:
         """Return the function; modules of the user's are imported.

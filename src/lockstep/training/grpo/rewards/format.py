@@ -1,6 +1,7 @@
 """Whether an answer as a whole has the form that was asked for."""
 
 import dataclasses
+from typing import ClassVar
 
 from lockstep.report import Row
 from lockstep.text import Prompt
@@ -16,6 +17,8 @@ class FormatReward(RewardConfig):
     Raises:
         ConfigError: The pattern is not a regular expression.
     """
+
+    SHAPING: ClassVar[bool] = True
 
     pattern: str = r".*\n?####\s*\S[^\n]*\s*"
     """The expression; ``.`` matches a newline too. The default asks for a last line ``#### final answer``."""

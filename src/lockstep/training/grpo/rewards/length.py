@@ -1,6 +1,7 @@
 """How long an answer is."""
 
 import dataclasses
+from typing import ClassVar
 
 from lockstep.report import Row
 from lockstep.text import Prompt
@@ -13,6 +14,8 @@ class LengthReward(RewardConfig):
     """The number of tokens of the answer as a share of ``rollout.max_new_tokens``: 0 to 1. A negative weight asks for
     short answers.
     """
+
+    SHAPING: ClassVar[bool] = True
 
     def build(self, max_new_tokens: int) -> Reward:
         """See `RewardConfig.build`."""

@@ -1,6 +1,7 @@
 """DAPO's overlong reward shaping: answers are punished more and more as they near the limit."""
 
 import dataclasses
+from typing import ClassVar
 
 from lockstep.errors import ConfigError
 from lockstep.report import Row
@@ -17,6 +18,8 @@ class OverlongReward(RewardConfig):
     Raises:
         ConfigError: The buffer is not at least 1 token.
     """
+
+    SHAPING: ClassVar[bool] = True
 
     buffer: int
     """The number of tokens before ``rollout.max_new_tokens`` from which on an answer is punished."""

@@ -1,17 +1,18 @@
-"""What answers of a rollout come from."""
+"""The engine that a generation needs: lockstep's own, or one of somebody else's."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from lockstep.device import AroundLaunch
-from lockstep.engine import Gate
+from lockstep.engine.gate import Gate
 from lockstep.hosts import Ledger
 from lockstep.schedule import FindStop
 from lockstep.types import Completion, Request
 
 
+@runtime_checkable
 class RolloutEngine(Protocol):
-    """An engine that samples the answers of a rollout; `lockstep.engine.Engine` is one.
+    """An engine whose launches every host makes together; `lockstep.engine.Engine` is one.
 
     Every host makes the same calls. A ``model`` is what `lockstep.models.read_decoder` returned: the configuration and
     the trainer's own arrays, which are donated to the next train step, so nothing may keep them.
@@ -19,7 +20,7 @@ class RolloutEngine(Protocol):
 
     @property
     def ledger(self) -> Ledger:
-        """Where launches are recorded, which hosts compare after each rollout."""
+        """Where launches are recorded, which hosts compare after each generation."""
         ...
 
     def free_bytes(self, model: Any) -> int:
@@ -35,7 +36,7 @@ class RolloutEngine(Protocol):
 
         Args:
             model: The model.
-            requests: As many as in any rollout, and as long.
+            requests: As many as in any generation, and as long.
 
         Raises:
             LockstepError: It cannot work.
@@ -47,7 +48,7 @@ class RolloutEngine(Protocol):
 
         Args:
             model: The model.
-            requests: As many as in any rollout, and as long.
+            requests: As many as in any generation, and as long.
             free: Bytes on the device with the least free memory of all hosts.
 
         Returns:
@@ -58,7 +59,7 @@ class RolloutEngine(Protocol):
     def stream(
         self,
         model: Any,
-        requests: Sequence[Request],
+        requests: Iterable[Request],
         *,
         around_launch: AroundLaunch,
         find_stop: FindStop | None,

@@ -1,0 +1,232 @@
+"""Break random lines of the package, one at a time in a copy of the tree; name those that no test of the room notices.
+
+Each broken copy is given the tests of `make test` for the line's room until one fails: first the file that mirrors the
+module, then the others. Texts, annotations, assertions and calls that only log are left alone. Some changes cannot be
+seen from outside (a larger buffer, a second check of the same thing): the reader judges.
+"""
+
+import argparse
+import ast
+import collections
+import contextlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.unit.test_mirror import COVERED_BY  # noqa: E402
+
+PACKAGE = "src/lockstep"
+ROOMS = {
+    "engine": ["tests/unit/engine"],
+    "hosts": ["tests/unit/hosts", "tests/multiprocess/test_hosts.py"],
+    "schedule": ["tests/unit/schedule", "tests/unit/engine/test_engine.py"],
+    "training": ["tests/unit/training"],
+}
+"""The tests of each room, cheap ones first."""
+
+FLIPPED: dict[type[ast.AST], tuple[str, str]] = {
+    **{ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!=")},
+    **{ast.NotEq: ("!=", "=="), ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"), ast.In: ("in", "not in")},
+    **{ast.NotIn: ("not in", "in"), ast.And: ("and", "or"), ast.Or: ("or", "and"), ast.Add: ("+", "-")},
+    **{ast.Sub: ("-", "+"), ast.Mult: ("*", "+"), ast.FloorDiv: ("//", "*"), ast.Div: ("/", "*"), ast.Mod: ("%", "+")},
+}
+SWAPPED = {"min": "max", "max": "min", "any": "all", "all": "any", "minimum": "maximum", "maximum": "minimum"}
+ONLY_SAYS = {"print", "debug", "info", "warning", "error", "exception"}
+
+
+class Mutant(NamedTuple):
+    """A change of one file: the bytes from ``start`` to ``stop`` become ``text``."""
+
+    path: str
+    line: int
+    start: int
+    stop: int
+    text: str
+
+
+def mutants(path: str, source: bytes) -> Iterator[Mutant]:
+    """Yield every change that can be made to a file and leaves it Python."""
+    starts = [0]
+    for length in map(len, source.splitlines(keepends=True)):
+        starts.append(starts[-1] + length)
+
+    def span(node: Any) -> tuple[int, int]:
+        return starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
+
+    for start, stop, text in _changes(ast.parse(source), source, span):
+        broken = source[:start] + text.encode() + source[stop:]
+        try:
+            ast.parse(broken)
+        except SyntaxError:
+            continue
+        yield Mutant(path, source[:start].count(b"\n") + 1, start, stop, text)
+
+
+def _changes(node: ast.AST, source: bytes, span: Callable[[Any], tuple[int, int]]) -> Iterator[tuple[int, int, str]]:
+    def flipped(operands: list[ast.expr], operators: list[ast.AST]) -> Iterator[tuple[int, int, str]]:
+        for left, operator, right in zip(operands, operators, operands[1:], strict=False):
+            old, new = FLIPPED.get(type(operator), ("", ""))
+            start, stop = span(left)[1], span(right)[0]
+            if old and (at := source.find(old.encode(), start, stop)) >= 0:
+                yield at, at + len(old), new
+
+    def negated(test: ast.expr) -> tuple[int, int, str]:
+        return *span(test), f"(not ({source[slice(*span(test))].decode()}))"
+
+    match node:
+        case ast.Assert() | ast.JoinedStr() | ast.Expr(value=ast.Constant()):
+            return
+        case ast.Expr(value=ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name))):
+            if name in ONLY_SAYS:
+                return
+            yield *span(node), "pass"
+        case ast.Raise():
+            yield *span(node), "pass"
+            return  # the rest is text for the user
+        case ast.AugAssign():
+            yield *span(node), "pass"
+        case ast.Return(value=ast.expr() as value) if not isinstance(value, ast.Constant):
+            yield *span(value), "None"
+        case ast.Break() | ast.Continue():
+            yield *span(node), "continue" if isinstance(node, ast.Break) else "break"
+        case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test):
+            if ast.unparse(test) == "TYPE_CHECKING":
+                return
+            yield negated(test)
+        case ast.comprehension(ifs=tests):
+            yield from map(negated, tests)
+        case ast.UnaryOp(op=ast.Not() | ast.USub(), operand=operand):
+            yield *span(node), f"({ast.unparse(operand)})"
+        case ast.Compare():
+            yield from flipped([node.left, *node.comparators], [*node.ops])
+        case ast.BoolOp():
+            yield from flipped(node.values[:2], [node.op])
+        case ast.BinOp():
+            yield from flipped([node.left, node.right], [node.op])
+        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name in SWAPPED:
+            stop = span(node.func)[1]
+            yield stop - len(name), stop, SWAPPED[name]
+        case ast.Constant(value=bool() as value):
+            yield *span(node), str(not value)
+        case ast.Constant(value=int() | float() as value):
+            yield *span(node), repr(value + 1)
+    for field, child in ast.iter_fields(node):
+        if field not in ("annotation", "returns", "decorator_list", "type_params"):
+            for each in child if isinstance(child, list) else [child]:
+                if isinstance(each, ast.AST):
+                    yield from _changes(each, source, span)
+
+
+def chosen(count: int, seed: int, rooms: list[str], places: list[str]) -> list[Mutant]:
+    """Return one change on each of ``count`` random lines, or on every line of ``places``, as ``path:line``."""
+    by_line = collections.defaultdict(list)
+    for room in rooms:
+        for path in sorted((ROOT / PACKAGE / room).rglob("*.py")):
+            for mutant in mutants(path.relative_to(ROOT).as_posix(), path.read_bytes()):
+                by_line[f"{mutant.path}:{mutant.line}"].append(mutant)
+    pick = random.Random(seed)
+    if places:
+        return [mutant for place in places for mutant in by_line[place]]
+    return [pick.choice(by_line[line]) for line in pick.sample(sorted(by_line), min(count, len(by_line)))]
+
+
+def tests_of(path: str) -> list[str]:
+    """Return the tests of a module, then those of its room."""
+    module = Path(path).relative_to(PACKAGE)
+    own = COVERED_BY.get(module.as_posix(), f"tests/unit/{module.parent}/test_{module.name}")
+    return [own] * (ROOT / own).is_file() + ROOMS[module.parts[0]]
+
+
+def passes(tree: Path, tests: Sequence[str], limit_s: float) -> bool:
+    """Return whether the tests pass in a copy of the tree; those that take longer than ``limit_s`` do not."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-xq",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow and not nightly",
+        *tests,
+    ]
+    environment = {
+        **os.environ,
+        **{"PYTHONPATH": f"{tree}/src", "TMPDIR": f"{tree}/tmp", "JAX_PLATFORMS": "cpu"},
+        **{"XLA_FLAGS": "--xla_backend_optimization_level=0", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"},
+        "JAX_COMPILATION_CACHE_DIR": f"{ROOT}/build/mutate-cache",
+    }
+    with open(tree / "tmp/log", "w") as log:
+        run = subprocess.Popen(command, cwd=tree, env=environment, stdout=log, stderr=log, start_new_session=True)
+        try:
+            return run.wait(limit_s) in (0, pytest.ExitCode.NO_TESTS_COLLECTED)
+        except subprocess.TimeoutExpired:
+            return False
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)
+            run.wait()
+
+
+def copy_tree(to: Path) -> None:
+    """Copy what git knows or would add, as it is in the working tree."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )
+    for name in listed.stdout.decode().split("\0"):
+        if (ROOT / name).is_file():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, to / name)
+    (to / "tmp").mkdir()
+
+
+def main() -> None:
+    """Parse the arguments, break the lines and print what was not noticed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "places", nargs="*", metavar="PATH:LINE", help="break these lines in every way, not random ones"
+    )
+    parser.add_argument("--count", type=int, default=100, help="how many lines (100)")
+    parser.add_argument("--seed", type=int, default=0, help="which ones (0)")
+    parser.add_argument("--rooms", nargs="+", default=list(ROOMS), choices=list(ROOMS))
+    parser.add_argument("--limit_s", type=float, default=900, help="tests that take longer have noticed (900 s each)")
+    options = parser.parse_args()
+    noticed: collections.Counter[bool] = collections.Counter()
+    with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
+        tree = Path(folder)
+        copy_tree(tree)
+        changes = chosen(options.count, options.seed, options.rooms, options.places)
+        tests = sorted({test for change in changes for test in tests_of(change.path)})
+        if not passes(tree, tests, len(tests) * options.limit_s):
+            raise SystemExit(f"tests fail before anything is broken:\n{(tree / 'tmp/log').read_text()[-4000:]}")
+        for number, change in enumerate(changes, 1):
+            file = tree / change.path
+            whole = file.read_bytes()
+            file.write_bytes(whole[: change.start] + change.text.encode() + whole[change.stop :])
+            by = next((tests for tests in tests_of(change.path) if not passes(tree, [tests], options.limit_s)), None)
+            file.write_bytes(whole)
+            noticed[by is not None] += 1
+            old, new = (
+                " ".join(text.split())[:60] for text in (whole[change.start : change.stop].decode(), change.text)
+            )
+            print(f"{number:3} {by or 'NOT NOTICED'}  {change.path}:{change.line}  {old}  ->  {new}", flush=True)
+    print(f"{noticed[True]} of {noticed.total()} noticed, {noticed[True] / noticed.total():.0%}")
+
+
+if __name__ == "__main__":
+    main()

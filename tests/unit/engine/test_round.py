@@ -1,0 +1,188 @@
+"""The protocol of generation between threads, with a made-up engine: what each host does when one of them fails."""
+
+import contextlib
+import dataclasses
+
+import jax
+import pytest
+
+from lockstep.engine import generate_on_all, stream_on_all
+from lockstep.errors import DisagreementError, PeerError
+from lockstep.hosts import Ledger
+from lockstep.placement import make_mesh
+from lockstep.schedule import Counts
+from lockstep.types import Completion, Drafts, FinishReason
+from tests import tiny
+from tests.multiprocess.harness import run_threads
+
+REQUESTS = tiny.requests(lengths=(3, 5, 7))
+MODEL = (tiny.CONFIG, tiny.placed_weights(make_mesh("auto")))
+COUNTS = Counts(finished=3, tokens=(6,), pages=0, max_pages=8, steps=4, drafted=3, right=2)
+
+
+@pytest.fixture(autouse=True)
+def _one_guard_per_thread(monkeypatch):
+    """The threads stand for processes, each of which would have a guard of its own."""
+    monkeypatch.setattr(jax, "thread_guard", lambda _: contextlib.nullcontext())
+
+
+def answer(request, token=1):
+    return Completion(
+        prompt_id=request.prompt_id,
+        generation_id=0,
+        tokens=(token,),
+        logprobs=(-1.0,),
+        finish_reason=FinishReason.LENGTH,
+    )
+
+
+class Engine:
+    """Notes what it is asked to do; answers the requests last to first."""
+
+    def __init__(self, free=8, fails=None, token=1):
+        self.ledger, self.seen, self.free, self.fails, self.token = Ledger(), [], free, fails, token
+
+    def _do(self, what, *details):
+        self.seen.append((what, *details))
+        if what == self.fails:
+            raise MemoryError(f"no room to {what}")
+
+    def free_bytes(self, model):
+        assert model == MODEL
+        self._do("measure")
+        return self.free
+
+    def check(self, model, requests):
+        raise AssertionError("a generation is checked as it is prepared")
+
+    def prepare(self, model, requests, *, free):
+        self._do("prepare", len(requests), free)
+        return {"decode": "digest"}
+
+    def stream(self, model, requests, *, around_launch, find_stop, gate):
+        error = None
+        for request in reversed(list(requests)):
+            try:
+                self._do("launch")
+            except MemoryError as caught:
+                error = caught
+            if gate(error) is not None:
+                return COUNTS
+            self.ledger.record("decode", "digest")
+            yield [answer(request, self.token)]
+        return COUNTS
+
+
+def body(hosts, engines, options, requests=REQUESTS):
+    engine = engines[hosts.index]
+    try:
+        with hosts.scope("round") as scope:
+            found = generate_on_all(scope, lambda: (engine, MODEL, None), requests, **options.get(hosts.index, {}))
+    except Exception as error:
+        found = error
+    hosts.barrier("ended")
+    return found
+
+
+def run(*engines, **options):
+    by_host = dict.fromkeys(range(len(engines)), options)
+    return run_threads(body, len(engines), engines, by_host)
+
+
+def test_completions_come_in_the_order_of_the_requests_whatever_the_order_they_are_made_in():
+    engines = [Engine(free=8), Engine(free=5)]
+    for found in run(*engines, largest=REQUESTS[:2]):
+        assert found.completions == [answer(each) for each in REQUESTS] and not found.ended
+        assert found.drafts is None, "no request has drafts"
+        assert set(found.seconds) == {"prepare", "generate"}
+    for engine in engines:
+        assert engine.seen == [("measure",), ("prepare", 2, 5), *[("launch",)] * 3], "the least free memory of all"
+
+
+def test_counts_of_drafts_come_from_the_engine():
+    drafted = [dataclasses.replace(each, drafts=Drafts(answers=())) for each in REQUESTS]
+    (found,) = run_threads(body, 1, [Engine()], {}, drafted)
+    assert found.drafts == COUNTS.of_drafts
+
+
+@pytest.mark.parametrize(("fails", "after"), [("measure", 1), ("prepare", 2), ("launch", 3)])
+def test_what_fails_on_one_host_is_raised_on_all_before_the_next_launch(fails, after):
+    engines = [Engine(), Engine(fails=fails)]
+    errors = run(*engines)
+    assert {type(error) for error in errors} == {PeerError} and len({str(error) for error in errors}) == 1
+    assert f"process 1: MemoryError: no room to {fails}" in str(errors[0])
+    assert [len(engine.seen) for engine in engines] == [after, after]
+    assert all(engine.ledger.count == 0 for engine in engines)
+
+
+def test_hosts_that_sampled_other_tokens_disagree():
+    errors = run(Engine(), Engine(token=2))
+    assert {type(error) for error in errors} == {DisagreementError} and "tokens" in str(errors[0])
+
+
+def test_hosts_with_other_requests_or_facts_prepare_nothing():
+    engines = [Engine(), Engine()]
+    by_host = {0: {"facts": {"step": "1"}}, 1: {"facts": {"step": "2"}}}
+    errors = run_threads(body, 2, engines, by_host)
+    assert {type(error) for error in errors} == {DisagreementError} and "step" in str(errors[0])
+    assert [engine.seen for engine in engines] == [[("measure",)]] * 2
+
+
+def test_an_error_in_on_answered_is_raised_on_all_after_the_last_launch():
+    def fail(completions):
+        raise KeyError("no such row")
+
+    engines = [Engine(), Engine()]
+    errors = run_threads(body, 2, engines, {1: {"on_answered": fail}})
+    assert {type(error) for error in errors} == {PeerError} and "process 1: KeyError: 'no such row'" in str(errors[0])
+    assert [engine.ledger.count for engine in engines] == [3, 3]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_job_that_is_asked_to_end_launches_nothing(index):
+    engines = [Engine(), Engine()]
+
+    def signalled(hosts):
+        if hosts.index == index:
+            hosts.preemption.note(15)
+        return body(hosts, engines, {})
+
+    for found in run_threads(signalled, 2):
+        assert found.ended and len(found.completions) == 3
+        assert {(each.finish_reason, each.tokens) for each in found.completions} == {(FinishReason.CANCELLED, ())}
+    assert [engine.seen for engine in engines] == [[("measure",)]] * 2
+
+
+def test_no_requests_are_no_work():
+    engine = Engine()
+    (found,) = run_threads(body, 1, [engine], {}, [])
+    assert found.completions == [] and not found.ended and engine.seen == [("measure",)]
+
+
+def test_batches_of_a_stream_are_agreed_on_before_they_are_there():
+    def stream(hosts, engines):
+        seen, batches = [], []
+        with hosts.scope("round") as scope:
+            agreed = stream_on_all(
+                scope,
+                engines[hosts.index],
+                MODEL,
+                REQUESTS,
+                largest=REQUESTS[:1],
+                free=4,
+                batch=2,
+                on_answered=seen.extend,
+            )
+        try:
+            for batch in agreed:
+                batches.append([each.prompt_id for each in batch])
+        except DisagreementError as error:
+            batches.append(str(error))
+        hosts.barrier("ended")
+        return seen, batches
+
+    backwards = [each.prompt_id for each in reversed(REQUESTS)]
+    for seen, batches in run_threads(stream, 2, [Engine(), Engine()]):
+        assert batches == [backwards[:2], backwards[2:]] and [each.prompt_id for each in seen] == backwards
+    for _, batches in run_threads(stream, 2, [Engine(), Engine(token=2)]):
+        assert len(batches) == 1 and "tokens" in batches[0]
