@@ -26,3 +26,4 @@ from lockstep.device.program import Program as Program
 from lockstep.device.program import compile_program as compile_program
 from lockstep.device.program import fetch as fetch
 from lockstep.device.program import start_fetch as start_fetch
+from lockstep.device.program import without_directories as without_directories

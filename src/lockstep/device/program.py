@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import math
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -117,8 +118,9 @@ def compile_program(
     begin = time.perf_counter()
     options: dict[str, Any] = {} if out_shardings is None else {"out_shardings": out_shardings}
     try:
-        with jax.set_mesh(mesh), _without_directories():
-            lowered = jax.jit(traced, donate_argnums=donate, **options).lower(*arguments)
+        with jax.set_mesh(mesh):
+            with without_directories():
+                lowered = jax.jit(traced, donate_argnums=donate, **options).lower(*arguments)
             compiled = compile_with(lowered, name, compiler_options)
     except Exception as error:
         raise explain(name, dict(mesh.shape), error) from error
@@ -150,20 +152,25 @@ def _shape_text(argument: Any) -> str:
     return f"{len(leaves)} arrays of {size} bytes"
 
 
+_LOWERING = threading.RLock()
+
+
 @contextlib.contextmanager
-def _without_directories() -> Iterator[None]:
+def without_directories() -> Iterator[None]:
     """Leaves the directories of source files out of programs that are lowered inside, unless the user has a pattern.
 
     A TPU kernel has the paths of its source in its payload: hosts with other home directories would disagree about it,
-    and the installation of another commit would find nothing in the compilation cache.
+    and the installation of another commit would find nothing in the compilation cache. The setting is the process's,
+    so threads take turns: `lockstep plan` traces one program while another is compiled.
     """
-    before = jax.config.jax_hlo_source_file_canonicalization_regex
-    if before is None:
-        jax.config.update("jax_hlo_source_file_canonicalization_regex", "^.*/")
-    try:
-        yield
-    finally:
-        jax.config.update("jax_hlo_source_file_canonicalization_regex", before)
+    with _LOWERING:
+        before = jax.config.jax_hlo_source_file_canonicalization_regex
+        if before is None:
+            jax.config.update("jax_hlo_source_file_canonicalization_regex", "^.*/")
+        try:
+            yield
+        finally:
+            jax.config.update("jax_hlo_source_file_canonicalization_regex", before)
 
 
 _METADATA = re.compile(r", metadata=\{[^}]*\}")

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
-from lockstep.device import Program, compile_program
+from lockstep.device import Program, compile_program, without_directories
 from lockstep.errors import ConfigError
 from lockstep.hosts import Ledger
 from lockstep.models import join_trained, split_trained
@@ -307,7 +307,7 @@ class TrainStep:
         signals = [jax.ShapeDtypeStruct((self._mesh.size,), jnp.int32, sharding=sharding)]
         if self.skip_bad:
             signals.append(jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(self._mesh, P())))
-        with jax.set_mesh(self._mesh):
+        with jax.set_mesh(self._mesh), without_directories():
             jitted = jax.jit(self._step, donate_argnums=0, out_shardings=self._out_shardings)
             return jitted.lower(*state.split(), dict(batch), *signals)
 

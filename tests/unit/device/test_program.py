@@ -1,4 +1,5 @@
 import os
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,12 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from lockstep.device.program import Program, compile_program, without_source_locations
+from lockstep.device.program import (
+    Program,
+    compile_program,
+    without_directories,
+    without_source_locations,
+)
 from lockstep.errors import LockstepError
 from lockstep.hosts import Ledger
 from tests.unit.engine.models import mesh_of
@@ -101,3 +107,22 @@ def test_a_program_that_does_not_compile_is_named() -> None:
 
     with pytest.raises(LockstepError, match=r"program 'wrong' does not compile on the mesh \{'dp': 1.*: no such axis"):
         build(wrong, name="wrong")
+
+
+def test_threads_that_lower_programs_take_turns() -> None:
+    """`lockstep plan` traces one program while another is traced: neither takes the setting away from the other."""
+    inside, leave, seen = threading.Event(), threading.Event(), []
+
+    def other() -> None:
+        with without_directories():
+            inside.set()
+            leave.wait(60)
+            seen.append(jax.config.jax_hlo_source_file_canonicalization_regex)
+
+    thread = threading.Thread(target=other)
+    with without_directories():
+        thread.start()
+        inside.wait(0.2)  # that it does not come in
+    leave.set()
+    thread.join(60)
+    assert seen == ["^.*/"] and jax.config.jax_hlo_source_file_canonicalization_regex is None
