@@ -34,7 +34,7 @@ COVERED_BY = {
     },
     **{
         f"launch/{part}.py": "tests/unit/launch/test_worker_jobs.py"
-        for part in ("backend", "dry_run", "worker_backend", "workers")
+        for part in ("backend", "worker_backend", "workers")
     },
     "launch/backends.py": "tests/unit/launch/test_main.py",
     "launch/connection.py": "tests/unit/launch/agent/test_main.py",

@@ -1,9 +1,12 @@
 """``--dry-run`` for workers: commands to paste into a shell that do by hand what the launcher does."""
 
 import argparse
+import os
+import re
 import shlex
 
 from lockstep.launch.env_file import JobEnvironment
+from lockstep.launch.sync import files_of, is_credential
 from lockstep.launch.worker_backend import root_on_worker
 from lockstep.launch.workers import Transport
 
@@ -30,6 +33,7 @@ def show_commands(
             are none.
     """
     count = len(transport.workers)
+    left_out = [name for each in options.sync for name in files_of(each) if is_credential(name)]
     for command in created:
         print(command)
     for index, worker in enumerate(transport.workers):
@@ -45,8 +49,9 @@ def show_commands(
         elif setup is not None:
             show(f"mkdir -p {root} && cd {root} && cat > setup.sh && sh setup.sh", f"<<'EOF_SETUP'\n{setup}\nEOF_SETUP")
         if options.sync:
-            files = shlex.join(options.sync)
-            packed = f"tar --exclude=.git -czf - {files} | "
+            files = shlex.join(os.path.relpath(each) for each in options.sync)
+            without = shlex.join(f"--exclude={name}" for name in (".git", *left_out))
+            packed = f"tar {without} -czf - {files} | "
             print(packed + shlex.join(transport.argv(index, f"mkdir -p {root}/files && tar -xzf - -C {root}/files")))
         secret = sorted(environment.secret)
         if options.env_file:
@@ -55,13 +60,21 @@ def show_commands(
         words = [f"{key}={value}" for key, value in {**worker.environment, **environment.public}.items()]
         words += [f"{key}=<redacted>" for key in secret if key in dict(options.env)]
         require = f"REQUIRE_JAX_PROCESS_COUNT={count}"
-        cwd = options.workdir or (f"{root}/files" if options.sync else "~")
+        cwd = _for_shell(options.workdir) if options.workdir else (f"{root}/files" if options.sync else "~")
         steps = [f"cd {cwd}"]
         if options.env_file:
             steps.append(f"set -a && . {root}/secrets.env && set +a")
         for each in reversed(worker.path):
-            steps.append(f'PATH={each}:"$PATH"')
+            steps.append(f'PATH={_for_shell(each)}:"$PATH"')
         steps.append(shlex.join(["exec", "env", "PYTHONUNBUFFERED=1", require, *words, *options.command]))
         show(" && ".join(steps))
     print("\n# Each worker's last command is for a terminal of its own. The launcher starts it detached from the")
     print("# connection, follows its output, ends all when one fails, and keeps secrets in memory, in no file.")
+
+
+def _for_shell(path: str) -> str:
+    """A path on a worker as one word of its shell; a ``~`` at its beginning is the home directory."""
+    home, slash, rest = path.partition("/")
+    if re.fullmatch(r"~[A-Za-z0-9._-]*", home):
+        return home + slash + (shlex.quote(rest) if rest else "")
+    return shlex.quote(path)

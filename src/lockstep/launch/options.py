@@ -1,6 +1,7 @@
 """The launcher's command line: what all backends share, and groups of options that some of them share."""
 
 import argparse
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,13 @@ def add_worker_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--unreachable_s", type=float, default=120.0, help="seconds until a worker counts as lost (default 120)")
     add("--preflight", action=argparse.BooleanOptionalAction, default=True, help="look at the workers before the start")
+    add(
+        "--preflight_sudo",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="let preflight ask `sudo -n` which processes of other users have the chips (it reads /proc, no more); "
+        "--no-preflight_sudo looks at those of the own user alone",
+    )
 
 
 def add_tpu_options(parser: argparse.ArgumentParser) -> None:
@@ -219,6 +227,10 @@ def name_value(text: str) -> tuple[str, str]:
     name, sign, value = text.partition("=")
     if not sign:
         raise argparse.ArgumentTypeError(f"{text} has no '='; write NAME=VALUE")
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise argparse.ArgumentTypeError(
+            f"{name!r} is no name of a variable; write NAME=VALUE with letters, digits and '_' before the '='"
+        )
     return name, value
 
 

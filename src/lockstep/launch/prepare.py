@@ -106,6 +106,7 @@ class Preparation:
         environment: Variables of the job, without secrets.
         unreachable_s: Seconds for which a worker may not be reached.
         limits: What a worker must have; None: nothing is looked at.
+        sudo: Whether processes of other users are looked at as root, where that needs no password.
         replaces: Whether an attempt of this job that still runs is ended; else it is an error.
     """
 
@@ -119,6 +120,7 @@ class Preparation:
     environment: Mapping[str, str]
     unreachable_s: float
     limits: Limits | None
+    sudo: bool
     replaces: bool
 
 
@@ -239,6 +241,7 @@ def _facts(transport: Transport, index: int, job: Preparation) -> Facts:
     request = {
         "op": "facts",
         "ports": worker.ports,
+        "sudo": job.sudo,
         "program": job.program,
         "cwd": job.cwds[index],
         "path": worker.path,

@@ -1,6 +1,7 @@
 """The files of ``--sync``, in one archive that is the same for the same files."""
 
 import dataclasses
+import fnmatch
 import gzip
 import hashlib
 import os
@@ -13,6 +14,18 @@ from lockstep.errors import ConfigError
 
 LEFT_OUT = {".git", ".venv", "__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
 """Directories that are not copied where git does not say what is."""
+CREDENTIALS = (
+    ".env*", ".netrc", "_netrc", "*.pem", "*.key", "*.p12", "*.pfx", "*.ppk", ".git-credentials", ".pypirc", ".npmrc",
+    ".boto", ".s3cfg", "id_rsa", "id_dsa", "id_ecdsa", "id_ecdsa_sk", "id_ed25519", "id_ed25519_sk", "credentials.db",
+    "access_tokens.db", "application_default_credentials.json", ".ssh", ".aws", ".azure", ".gcloud", ".gnupg", ".kube",
+)  # fmt: skip
+"""Names of files and directories with keys and passwords, which are never copied."""
+CREDENTIAL_PATHS = (".config/gcloud", ".docker/config.json", ".huggingface/token", "huggingface/token")
+"""The same, by more than one part of a path."""
+SHOWN = 8
+"""Files that a warning names."""
+KEY_BYTES = 1 << 14
+"""No key file is larger: what is, is not looked into."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,12 +37,24 @@ class Archive:
         digest: The digest of names, modes and contents.
         count: How many files are in it.
         size: Their bytes, unpacked.
+        left_out: Files that look like keys or passwords, which are not in it.
     """
 
     path: Path
     digest: str
     count: int
     size: int
+    left_out: Sequence[str] = ()
+
+    def warning(self) -> str:
+        """What is said of the files that were left out; "": there are none."""
+        if not self.left_out:
+            return ""
+        more = f" and {len(self.left_out) - SHOWN} more" if len(self.left_out) > SHOWN else ""
+        return (
+            f"--sync leaves out what looks like keys or passwords: {', '.join(self.left_out[:SHOWN])}{more}. Give the "
+            "job its secrets with --env_file; a file that holds none needs another name."
+        )
 
 
 def make_archive(given: Sequence[str], secret: Path | None, target: Path) -> Archive:
@@ -41,20 +66,27 @@ def make_archive(given: Sequence[str], secret: Path | None, target: Path) -> Arc
         target: The archive to write.
 
     Raises:
-        ConfigError: One is not there, not below the present directory, or is the file of secrets.
+        ConfigError: One is not there, not below the present directory, or is the file of secrets; or a link leads out
+            of the directory.
     """
-    names = sorted({name for each in given for name in files_of(each)})
+    found = sorted({name for each in given for name in files_of(each)})
+    left_out = [name for name in found if is_credential(name)]
+    names = sorted(set(found) - set(left_out))
     if secret is not None and secret.resolve() in {Path(name).resolve() for name in names}:
         raise ConfigError(
             f"--env_file {secret} is among the files of --sync {' '.join(given)}, so its secrets would lie on every "
             "worker. Keep it elsewhere, or have git ignore it."
         )
+    for name in names:
+        _check_link(name)
     digest, size = hashlib.sha256(), 0
     with gzip.GzipFile(target, "wb", compresslevel=3, mtime=0) as packed, tarfile.open(fileobj=packed, mode="w") as tar:
         for name in names:
             info = tar.gettarinfo(name)
             info.uid = info.gid = 0
             info.uname = info.gname = ""
+            if info.islnk():  # a second name of a file: it is a file of its own there
+                info.type, info.linkname, info.size = tarfile.REGTYPE, "", os.path.getsize(name)
             if info.isreg():
                 with open(name, "rb") as file:
                     digest.update(f"{name}\0{info.mode}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\0".encode())
@@ -64,7 +96,42 @@ def make_archive(given: Sequence[str], secret: Path | None, target: Path) -> Arc
             elif info.issym():
                 digest.update(f"{name}\0->{info.linkname}\0".encode())
                 tar.addfile(info)
-    return Archive(path=target, digest=digest.hexdigest(), count=len(names), size=size)
+    return Archive(path=target, digest=digest.hexdigest(), count=len(names), size=size, left_out=left_out)
+
+
+def is_credential(name: str) -> bool:
+    """Whether a file is one of keys or passwords, by its name or by what is in it.
+
+    Args:
+        name: Its path, relative to the present directory.
+    """
+    parts = name.split(os.sep)
+    if any(fnmatch.fnmatchcase(part, pattern) for part in parts for pattern in CREDENTIALS):
+        return True
+    if any(f"/{path}/" in f"/{'/'.join(parts)}/" for path in CREDENTIAL_PATHS):
+        return True
+    # A link to a key is one too: what it leads to may be copied under the link's name one day.
+    if os.path.islink(name):
+        return any(fnmatch.fnmatchcase(part, each) for part in os.readlink(name).split(os.sep) for each in CREDENTIALS)
+    if not os.path.isfile(name) or os.path.getsize(name) > KEY_BYTES:
+        return False
+    content = Path(name).read_bytes().lstrip()
+    # Keys of ssh and TLS begin so; the key of a cloud's service account is a JSON object with one in it.
+    is_key = content.startswith(b"-----BEGIN") and b"PRIVATE KEY-----" in content.partition(b"\n")[0]
+    return is_key or (content.startswith(b"{") and b"-----BEGIN" in content and b'"private_key"' in content)
+
+
+def _check_link(name: str) -> None:
+    """Refuse a link that workers would refuse, or that would lead somewhere else there."""
+    if not os.path.islink(name):
+        return
+    target = os.readlink(name)
+    inside = os.path.normpath(os.path.join(os.path.dirname(name), target))
+    if os.path.isabs(target) or inside == os.pardir or inside.startswith(os.pardir + os.sep):
+        raise ConfigError(
+            f"--sync: {name} is a link to {target}, which is outside of {os.getcwd()} and not on the workers. Put the "
+            "file itself there, link to it by a relative path, or have git ignore the link."
+        )
 
 
 def check_configuration(command: Sequence[str], given: Sequence[str], workdir: str | None) -> None:

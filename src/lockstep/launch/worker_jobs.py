@@ -65,6 +65,8 @@ class WorkerJobs:
             archive = None
             if options.sync:
                 archive = make_archive(options.sync, options.env_file, Path(folder) / "files.tar.gz")
+                if warning := archive.warning():
+                    console.say(warning)
             return self._try(_Run(options, environment, archive, console), record)
 
     def _try(self, run: "_Run", record: JobRecord) -> int:
@@ -123,6 +125,7 @@ class WorkerJobs:
             environment=public,
             unreachable_s=options.unreachable_s,
             limits=Limits() if options.preflight else None,
+            sudo=options.preflight_sudo,
             replaces=replaces,
         )
         skews = prepare(transport, preparation, console)

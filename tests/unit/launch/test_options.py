@@ -50,6 +50,7 @@ def test_the_backend_that_is_meant(words, backend):
         (("--retries", "-1"), "--retries: -1 is too small; it must be at least 0"),
         (("--slices", "0"), "--slices: 0 is too small; it must be at least 1"),
         (("--capacity_type", "free"), "invalid choice: 'free'"),
+        (("--env", "A=1;touch x=2", "--env", "B;touch x=2"), "'B;touch x' is no name of a variable"),
         (("--nosuch",), "unrecognized arguments: --nosuch"),
         (("--backend", "moon"), "invalid choice: 'moon'"),
     ],

@@ -21,7 +21,7 @@ def transport(count):
 
 def preparation(**changes):
     given = {"roots": ["~/w"], "setup": None, "setup_files": {}, "setup_logs": [], "archive": None, "program": "x"}
-    more = {"cwds": ["~"], "environment": {}, "unreachable_s": 1.0, "limits": Limits(), "replaces": True}
+    more = {"cwds": ["~"], "environment": {}, "unreachable_s": 1.0, "limits": Limits(), "sudo": False, "replaces": True}
     return Preparation(**{**given, **more, **changes})
 
 

@@ -72,3 +72,43 @@ def test_the_digest_is_that_of_names_modes_and_contents(folder):
     second = digest()
     (folder / "code" / "a.py").write_text("b")
     assert len({first, second, digest()}) == 3
+
+
+KEY = "-----BEGIN OPENSSH PRIVATE KEY-----\nAAAA\n-----END OPENSSH PRIVATE KEY-----\n"
+
+
+def test_keys_and_passwords_are_left_out_and_named(folder):
+    secrets = {
+        ".env": "TOKEN=x", ".env.local": "TOKEN=x", ".netrc": "machine x", "tls/server.pem": "x", "id_ed25519": "x",
+        ".ssh/config": "x", ".aws/credentials": "x", ".config/gcloud/anything": "x", "deploy": KEY,
+        "robot.json": '{"type": "service_account", "private_key": "-----BEGIN PRIVATE KEY-----\\nAAAA"}',
+    }  # fmt: skip
+    for name, text in secrets.items():
+        (folder / "code" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "code" / name).write_text(text)
+    (folder / "code" / "link_to_key").symlink_to(".ssh/id_rsa")
+    (folder / "code" / "test_keys.py").write_text(f"KEY = {KEY!r}")  # is about keys, and holds none
+    (folder / "code" / "data.json").write_text('{"private_key": null}')
+    for given in (["code"], ["."], ["code/.env", *(f"code/{name}" for name in secrets), "code"]):
+        archive = make_archive(given, None, folder.parent / "x.tar.gz")
+        assert names(archive) == [
+            f"code/{name}" for name in ("a.py", "big.log", "data.json", "link", "run.sh", "test_keys.py")
+        ]
+    assert set(archive.left_out) == {f"code/{name}" for name in (*secrets, "link_to_key")}
+    assert "leaves out what looks like keys or passwords: code/.aws/credentials, " in archive.warning()
+    assert "and 3 more. Give the job its secrets with --env_file" in archive.warning()
+    assert make_archive(["code/a.py"], None, folder / "x.tar.gz").warning() == ""
+
+
+@pytest.mark.parametrize("target", ["/etc/passwd", "../../elsewhere"])
+def test_a_link_out_of_the_directory_is_refused_before_anything_is_sent(folder, target):
+    (folder / "code" / "far").symlink_to(target)
+    with pytest.raises(ConfigError, match=f"code/far is a link to {target}, which is outside of .*relative path"):
+        make_archive(["code"], None, folder / "x.tar.gz")
+    assert not (folder / "x.tar.gz").exists()
+
+
+def test_a_file_with_two_names_is_there_under_both(folder):
+    (folder / "code" / "second.py").hardlink_to(folder / "code" / "a.py")
+    with tarfile.open(make_archive(["code"], None, folder / "x.tar.gz").path) as tar:
+        assert tar.extractfile("code/second.py").read() == tar.extractfile("code/a.py").read() == b"a"

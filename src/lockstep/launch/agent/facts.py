@@ -34,7 +34,8 @@ def gather(request: dict[str, Any], environ: dict[str, str]) -> dict[str, Any]:
     """The facts of this worker.
 
     Args:
-        request: ``ports`` that the job will listen on, ``program`` that it runs, ``cwd`` where.
+        request: ``ports`` that the job will listen on, ``program`` that it runs, ``cwd`` where, ``sudo`` whether it may
+            look at processes of other users as root.
         environ: The variables of the job's command.
     """
     now = time.time()
@@ -44,7 +45,7 @@ def gather(request: dict[str, Any], environ: dict[str, str]) -> dict[str, Any]:
         "agent_python": ".".join(map(str, sys.version_info[:3])),
         "disk": {path: shutil.disk_usage(path).free for path in sorted({home, "/tmp"})},
         "busy_ports": [port for port in request["ports"] if is_busy(port)],
-        "holders": holders(),
+        "holders": holders(sudo=request["sudo"]),
         "program": find_program(request["program"], environ, os.path.expanduser(request["cwd"])),
         "versions": versions(environ),
         "path": environ["PATH"],
@@ -64,12 +65,13 @@ def is_busy(port: int) -> bool:
             return True
 
 
-def holders(devices: Sequence[str] = DEVICES, proc: str = "/proc") -> list[dict[str, Any]]:
+def holders(devices: Sequence[str] = DEVICES, proc: str = "/proc", sudo: bool = True) -> list[dict[str, Any]]:
     """Processes that have a chip open: ``pid``, ``command``, ``device``.
 
     Args:
         devices: Patterns of the devices' names.
         proc: Where the kernel shows its processes.
+        sudo: Whether those of other users are looked at too, by ``sudo -n``.
     """
     wanted = {os.path.realpath(path) for pattern in devices for path in glob.glob(pattern)}
     if not wanted:
@@ -85,7 +87,7 @@ def holders(devices: Sequence[str] = DEVICES, proc: str = "/proc") -> list[dict[
         except OSError:  # it has just ended
             continue
         found += [(int(folder.split(os.sep)[-2]), device) for device in sorted(targets & wanted)]
-    if hidden:
+    if hidden and sudo:
         found += _as_root(wanted, proc)
     return [{"pid": pid, "command": _command(proc, pid), "device": device} for pid, device in sorted(set(found))]
 

@@ -28,6 +28,20 @@ def test_who_uses_a_chip_is_found(tmp_path):
     assert facts.holders([str(tmp_path / "nothing*")]) == []
 
 
+@pytest.mark.parametrize("sudo", [True, False])
+def test_processes_of_others_are_looked_at_as_root_only_where_that_is_allowed(tmp_path, monkeypatch, sudo):
+    (tmp_path / "accel0").touch()
+    for name in ("proc/7", "bin"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "proc/7/fd").mkdir()
+    (tmp_path / "bin/sudo").write_text(f"#!/bin/sh\n: > {tmp_path}/called\n")
+    (tmp_path / "bin/sudo").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
+    monkeypatch.setattr(facts.os, "listdir", lambda path: (_ for _ in ()).throw(PermissionError))
+    assert facts.holders([str(tmp_path / "accel0")], str(tmp_path / "proc"), sudo=sudo) == []
+    assert (tmp_path / "called").exists() == sudo
+
+
 def test_a_port_in_use_is_found():
     with socket.socket() as listener:
         listener.bind(("", 0))

@@ -105,7 +105,16 @@ def test_a_program_with_a_slash_is_found_where_it_runs(tmp_path):
     process.stdin.close()
     process.wait(timeout=60)
     assert f"{tmp_path}/code\n".encode() in answer and b'"code": 0' in answer
-    facts = {"op": "facts", "root": "~/w", "ports": [], "cwd": "~/code", "path": [], "env": {}, "secrets": {}}
+    facts = {
+        "op": "facts",
+        "root": "~/w",
+        "ports": [],
+        "cwd": "~/code",
+        "path": [],
+        "env": {},
+        "secrets": {},
+        "sudo": False,
+    }
     shell = shutil.which("sh", path="/usr/bin:/bin")
     for program, found in (("./run.sh", f"{tmp_path}/code/./run.sh"), ("./code/run.sh", None), ("sh", shell)):
         answer = ask(sys.executable, tmp_path, {**facts, "program": program})
