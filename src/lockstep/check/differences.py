@@ -13,12 +13,12 @@ from lockstep.check.stack import own_line, shown
 SHOWN_LINES = 6
 """Lines of two programs that are shown where they differ."""
 HINTS = {
-    r"\bset\(|frozenset\(|\bin \{": "the order of a set of strings differs between processes",
+    r"(?<![.\w])set\(|frozenset\(|\bin \{": "the order of a set of strings differs between processes",
     r"listdir|iterdir|glob\(|scandir": "the order of a directory listing differs between machines",
     r"\btime\.|perf_counter|datetime|monotonic\(": "clocks differ between processes",
     r"\bhash\(|uuid|getpid|gethostname": "it differs between processes",
     r"(?<!jax\.)(?<!jr\.)\brandom\.(random|randint|randrange|getrandbits|uniform|choices?|shuffle|sample|gauss|rand|randn|"
-    r"normal|permutation)\((?!\w*(key|rng))|(default_rng|RandomState|\bRandom)\(\)": "without a seed it differs "
+    r"normal|permutation)\((?![\w.]*(key|rng))|(default_rng|RandomState|\bRandom)\(\)": "without a seed it differs "
     "between processes",
 }
 """Patterns of lines near a launch that can make it differ, and why."""

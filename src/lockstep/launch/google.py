@@ -27,8 +27,9 @@ from lockstep.launch.worker_backend import WorkerBackend
 from lockstep.launch.workers import Transport, Worker
 from lockstep.slices import FAMILIES, Slice, slices
 
-PORTS: Final[tuple[int, ...]] = (8476, 8482)
-"""Ports on a TPU host: libtpu's between hosts, and JAX's coordination service's (coordinator_port, TPU cluster)."""
+COORDINATOR_PORT: Final = "8476"
+"""The port of JAX's coordination service. JAX's own since 0.8.1, 8482, is not open in the firewall rule that Google
+makes with a slice (8470, 8471, 8474, 8476, 11211: https://github.com/jax-ml/jax/issues/35905)."""
 MEGASCALE_PORT: Final = 8080
 """The port of MegaScale's coordinator, on the first host of the first slice."""
 
@@ -271,9 +272,15 @@ class GoogleBackend(WorkerBackend):
             path: tuple[str, ...] = (setup_vm.programs(setup_vm.version_of()),)
         else:
             path = (f"{options.venv}/bin",) if options.venv else ()
+        port = dict(options.env).get("JAX_COORDINATOR_PORT", COORDINATOR_PORT)
+        if not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ConfigError(f"--env JAX_COORDINATOR_PORT is {port!r}; it must be a port, 1 to 65535, such as 8474.")
         workers = []
         for machine in machines:
-            environment, ports = {"REQUIRE_MULTIHOST": "1"} if len(machines) > 1 else {}, PORTS
+            environment = {"JAX_COORDINATOR_PORT": port}
+            ports: tuple[int, ...] = (int(port),)
+            if len(machines) > 1:
+                environment["REQUIRE_MULTIHOST"] = "1"
             if options.slices > 1:
                 environment |= {
                     "MEGASCALE_COORDINATOR_ADDRESS": f"{coordinator.internal_address}:{MEGASCALE_PORT}",
@@ -281,7 +288,7 @@ class GoogleBackend(WorkerBackend):
                     "MEGASCALE_NUM_SLICES": str(options.slices),
                     "MEGASCALE_SLICE_ID": str(machine.slice_id),
                 }
-                ports = (*PORTS, MEGASCALE_PORT) if machine == coordinator else PORTS
+                ports = (*ports, MEGASCALE_PORT) if machine == coordinator else ports
             workers.append(Worker(name=machine.name, environment=environment, ports=ports, path=path))
         return workers
 

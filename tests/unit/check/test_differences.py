@@ -20,6 +20,8 @@ from tests.unit.check.test_compare import at, launches
         ("key = jax.random.key(0)", None),
         ("x = jax.random.normal(key, (3,))", None),
         ("x = random.normal(key, (3,))", None),
+        ("x = random.normal(random.key(0), (3,))", None),
+        ("cache = cache.at[index].set(value)", None),
         ("x = x + 1", None),
     ],
 )

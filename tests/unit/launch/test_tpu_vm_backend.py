@@ -42,7 +42,7 @@ def ordered(output: str, *texts: str) -> None:
 
 def test_from_nothing_to_a_run_on_all_workers_and_back(laptop):
     program = 'echo "$FAKE_WORKER of $REQUIRE_JAX_PROCESS_COUNT, multi $REQUIRE_MULTIHOST, $(cat ~/.mark 2>/dev/null)"'
-    output = run(laptop, program, "--capacity_type", "spot")
+    output = run(laptop, f"{program}; echo port $JAX_COORDINATOR_PORT", "--capacity_type", "spot")
     ordered(
         output, "pod: asking for v6e-16 (spot, 4 hosts) in us-east5-a", "pod: WAITING_FOR_RESOURCES",
         "pod: PROVISIONING", "pod: ACTIVE, READY", "pod: 4 workers, user alice_example_com",
@@ -50,6 +50,7 @@ def test_from_nothing_to_a_run_on_all_workers_and_back(laptop):
     )  # fmt: skip
     for i in range(4):
         assert f"[{i}] {i} of 4, multi 1, " in output
+        assert f"[{i}] port 8476" in output, "JAX's own is closed by Google's rule"
         (laptop.cloud.home(f"pod worker {i}") / ".mark").write_text("here before")
     # Again: the same machines.
     output = run(laptop, program, "--require-process-count", "4")
@@ -235,6 +236,7 @@ def test_an_environment_that_is_there_is_used_as_it_is(laptop):
         (["--tpu_type", "tpu7x-8"], "which the Cloud TPU API does not have. Use --backend mig"),
         (["--zone", ""], "--zone is not given; backend tpu-vm needs it. Add it: --zone us-east5-a"),
         (["--zone", "us-east5"], "--zone is 'us-east5', which is not the name of a zone such as us-east5-a"),
+        (["--env", "JAX_COORDINATOR_PORT=any"], "JAX_COORDINATOR_PORT is 'any'; it must be a port, 1 to 65535"),
         (["--tpu_name", "My_Pod"], "--tpu_name is 'My_Pod'; it must begin with a lower-case letter"),
     ],
 )  # fmt: skip
