@@ -72,6 +72,18 @@ def show_commands(
     print("# connection, follows its output, ends all when one fails, and keeps secrets in memory, in no file.")
 
 
+def here_document(text: str) -> str:
+    """A text as a command's standard input in a shell, which expands nothing in it.
+
+    Args:
+        text: The text, with a newline at its end.
+    """
+    end = "END_OF_FILE"
+    while end in text:
+        end += "_"
+    return f"<< '{end}'\n{text}{end}"
+
+
 def _for_shell(path: str) -> str:
     """A path on a worker as one word of its shell; a ``~`` at its beginning is the home directory."""
     home, slash, rest = path.partition("/")

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -27,7 +27,8 @@ from lockstep.exit_codes import (
 )
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.console import Console
-from lockstep.launch.env_file import job_environment
+from lockstep.launch.dry_run import here_document
+from lockstep.launch.env_file import JobEnvironment, job_environment
 from lockstep.launch.followed_files import FollowedFiles
 from lockstep.launch.options import add_job_options, count
 from lockstep.launch.patience import Patience
@@ -91,7 +92,7 @@ class Slurm:
                 REFUSED,
             )
         environment = job_environment(options)
-        job = _job(options, record, environment.public)
+        job = _job(options, record, environment)
         directory = record.directory
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         for path in directory.glob(f"attempt-*/{CODE}*"):
@@ -100,12 +101,13 @@ class Slurm:
             (directory / name).write_text(text, encoding="utf-8")
         for name, data in filter_files().items() if environment.secret else ():
             (directory / name).write_bytes(data)
-        _write_private(directory / SECRETS, secrets_file(environment.secret))
         console = Console(log=directory / "launcher.log")
         try:
+            if environment.secret:
+                _write_private(directory / SECRETS, secrets_file(environment.secret))
             answer = _slurm(_submit(directory))
-        except LaunchError:
-            (directory / SECRETS).unlink()
+        except BaseException:
+            (directory / SECRETS).unlink(missing_ok=True)
             raise
         record = dataclasses.replace(record, notes={"job": answer.strip().partition(";")[0]})
         record = record.with_attempt(Attempt(number=1, id=record.notes["job"], started=time.time()))
@@ -122,10 +124,10 @@ class Slurm:
         """Print the files and the command that `run` writes and runs."""
         record = new_record(options, options.name or name_from_date())
         environment = job_environment(options)
-        job, directory = _job(options, record, environment.public), record.directory
+        job, directory = _job(options, record, environment), record.directory
         print(f"mkdir -p {shlex.quote(str(directory))}")
         for name, text in {SCRIPT: batch_script(job), TASK: task_script(list(environment.secret))}.items():
-            print(f"cat > {shlex.quote(str(directory / name))} << 'END_OF_FILE'\n{text}END_OF_FILE")
+            print(f"cat > {shlex.quote(str(directory / name))} {here_document(text)}")
         if environment.secret:
             names = ", ".join(environment.secret)
             print(f"# {directory / SECRETS}, mode 600, sets {names}; {', '.join(filter_files())} take them out of logs")
@@ -135,6 +137,8 @@ class Slurm:
     def status(self, job: JobRecord) -> int:
         """Print Slurm's state of the job, and the code of each task that has ended."""
         state = _state(job)
+        if not state:
+            _forget_secrets(job)
         code = _noted_code(job)
         print(f"{job.name}: {state or ('ended' if code is None else describe_code(code))}")
         for path in sorted(job.directory.glob(f"attempt-*/{CODE}-*")):
@@ -155,7 +159,7 @@ class Slurm:
             _slurm(["scancel", job.notes["job"]])
             while _state(job):
                 time.sleep(READ_S)
-        (job.directory / SECRETS).unlink(missing_ok=True)
+        _forget_secrets(job)
         return DONE
 
     def delete(self, job: JobRecord) -> int:
@@ -198,7 +202,7 @@ class Slurm:
         job.with_attempt(dataclasses.replace(job.attempts[-1], ended=time.time(), code=code)).save()
         if code:
             _show_failure(job, len(attempts), code, console)
-        (job.directory / SECRETS).unlink(missing_ok=True)
+        _forget_secrets(job)
         return code
 
     def _code(self, job: JobRecord) -> int:
@@ -212,7 +216,7 @@ class Slurm:
         return ENDED.get(words[0], WORKER_LOST) if words else WORKER_LOST
 
 
-def _job(options: argparse.Namespace, record: JobRecord, public: Mapping[str, str]) -> SlurmJob:
+def _job(options: argparse.Namespace, record: JobRecord, environment: JobEnvironment) -> SlurmJob:
     if options.sync:
         raise ConfigError("--sync is given, but the nodes of a Slurm job share this file system. Leave it out.")
     tasks = options.nodes * options.tasks_per_node
@@ -223,11 +227,17 @@ def _job(options: argparse.Namespace, record: JobRecord, public: Mapping[str, st
         command=options.command,
         nodes=options.nodes,
         tasks_per_node=options.tasks_per_node,
-        environment={"REQUIRE_JAX_PROCESS_COUNT": str(options.require_process_count or tasks), **public},
+        environment={"REQUIRE_JAX_PROCESS_COUNT": str(options.require_process_count or tasks), **environment.public},
+        has_secrets=bool(environment.secret),
         retries=options.retries,
         time_limit=options.time_limit,
         options=[*words, *options.sbatch],
     )
+
+
+def _forget_secrets(job: JobRecord) -> None:
+    """Remove the file of secrets of a job that has left the queue: one that never ran, or was killed, has not."""
+    (job.directory / SECRETS).unlink(missing_ok=True)
 
 
 def _submit(directory: Path) -> list[str]:

@@ -1,12 +1,14 @@
 """The scripts of a Slurm job: output and exit code of every task in a file; the job's code is the first failure's."""
 
 import dataclasses
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from lockstep.exit_codes import EXIT_CODES, PEER_FAILED, TERMINATED, WORKER_LOST
+from lockstep.errors import ConfigError
+from lockstep.exit_codes import EXIT_CODES, PEER_FAILED, SETUP_FAILED, TERMINATED, WORKER_LOST
 from lockstep.launch.task_script import run_command
 
 SECRETS: Final = "secrets.sh"
@@ -17,6 +19,9 @@ CODE: Final = "code"
 """The file in an attempt's directory with the exit code of the whole attempt; those of the tasks are ``code-N``."""
 WARNING_S: Final = 120
 """Seconds before the time limit at which the tasks get SIGTERM: time to save."""
+
+TIME_LIMIT: Final = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE")
+"""As sbatch has it (https://slurm.schedmd.com/sbatch.html#OPT_time)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,9 +35,13 @@ class SlurmJob:
         nodes: The number of nodes.
         tasks_per_node: The number of processes of the job on each node.
         environment: Public variables of every task.
+        has_secrets: Whether there is a file `SECRETS`.
         retries: How often it is started again after a failure that another try can cure.
         time_limit: As for ``sbatch --time``; None: the partition's.
         options: More options of sbatch, each as ``--name=value``.
+
+    Raises:
+        ConfigError: One cannot be a directive of a batch script.
     """
 
     name: str
@@ -41,9 +50,27 @@ class SlurmJob:
     nodes: int
     tasks_per_node: int = 1
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    has_secrets: bool = False
     retries: int = 0
     time_limit: str | None = None
     options: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.time_limit is not None and not TIME_LIMIT.fullmatch(self.time_limit):
+            raise ConfigError(
+                f"--time_limit is {self.time_limit!r}; it must be minutes, minutes:seconds, hours:minutes:seconds, "
+                "days-hours, days-hours:minutes or days-hours:minutes:seconds, such as 2-00:00:00."
+            )
+        for option in self.options:
+            if not option.startswith("-") or not option.isprintable():
+                raise ConfigError(
+                    f"--sbatch is {option!r}; it must be one option on one line, such as --sbatch=--constraint=tpu."
+                )
+        if re.search(r'["\\%]', str(self.directory)) or not str(self.directory).isprintable():
+            raise ConfigError(
+                f"the job's directory is {str(self.directory)!r}; Slurm reads '%', '\"' and '\\' in the name of a log "
+                "otherwise than a file system. Name another one by LOCKSTEP_JOBS_DIR."
+            )
 
     @property
     def tasks(self) -> int:
@@ -62,7 +89,19 @@ def batch_script(job: SlurmJob) -> str:
     """
     directory = shlex.quote(str(job.directory))
     retried = "|".join(str(row.code) for row in EXIT_CODES.values() if row.retried)
-    exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in job.environment.items())
+    public = "".join(f" {shlex.quote(f'{name}={value}')}" for name, value in job.environment.items())
+    # The last attempt needs the file no longer once it is read: then it is gone whatever ends the job. An earlier one
+    # leaves it to the next, which Slurm starts also where nothing of this script can run any more.
+    secrets = f"""\
+    # shellcheck source=/dev/null
+    . "$1/{SECRETS}" || {{
+        echo "the job's secrets are gone, so it cannot be started again; launch it anew"
+        exit {SETUP_FAILED}
+    }}
+    if [ "$3" -gt {job.retries} ]; then
+        command -p rm -f "$1/{SECRETS}"
+    fi
+"""
     return f"""\
 #!/bin/bash
 {_directives(job)}
@@ -71,13 +110,14 @@ directory={directory}
 attempt=$((${{SLURM_RESTART_COUNT:-0}} + 1))
 logs=$directory/attempt-$attempt
 mkdir -p "$logs"
-{exports}if [ -f "$directory/{SECRETS}" ]; then
-    # shellcheck source=/dev/null
-    . "$directory/{SECRETS}"
-fi
-# The first task that fails ends the others; each notes its exit code and when.
-srun --kill-on-bad-exit=1 --output="$logs/worker-%t.log" --error="$logs/worker-%t.log" \\
-    bash "$directory/{TASK}" "$logs" {shlex.join(job.command)}
+# What the job sets is set for its tasks alone, and no variable of it can replace one of this script's.
+run() {{
+{secrets if job.has_secrets else ""}\
+    # The first task that fails ends the others; each notes its exit code and when.
+    exec env{public} srun --kill-on-bad-exit=1 --output="$2/worker-%t.log" --error="$2/worker-%t.log" \\
+        bash "$1/{TASK}" "$2" {shlex.join(job.command)}
+}}
+(run "$directory" "$logs" "$attempt")
 status=$?
 # The job's code is that of the first failure, of one that failed by itself before one that another has ended.
 failed=$(cat "$logs"/code-* 2> /dev/null | awk '$1 != 0' | sort -k 2,2n)
@@ -95,6 +135,7 @@ case $code in
     {retried})
         if [ "$attempt" -le {job.retries} ] && scontrol requeue "$SLURM_JOB_ID"; then
             sleep 60 # until Slurm ends this attempt
+            exit "$code"
         fi
         ;;
 esac

@@ -166,8 +166,6 @@ def test_secrets_are_in_one_private_file_and_in_nothing_else(cluster, capfdbinar
         "time.sleep(1); assert len(token) == 19"
     )
     assert launch("--env_file", "env", "--no-foreground", python=text) == 0
-    file = cluster / "jobs/job/secrets.sh"
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600 and SECRET in file.read_text()
     wait_for(lambda: "token" in read(cluster / "jobs/job/attempt-1/worker-0.log"))
     assert main(["logs", "-f", "job"]) == 0
     assert main(["status", "job"]) == 0 and main(["logs", "job"]) == 0
@@ -176,6 +174,43 @@ def test_secrets_are_in_one_private_file_and_in_nothing_else(cluster, capfdbinar
     assert SECRET.encode() not in shown.out + shown.err
     written = [path for path in cluster.rglob("*") if path.is_file() and path.name != "env"]
     assert len(written) > 8 and not [path for path in written if SECRET.encode() in path.read_bytes()]
+
+
+def test_the_file_of_secrets_is_gone_while_the_last_attempt_runs(cluster, monkeypatch, capfd):
+    """So it goes whatever ends the job: its batch script may be killed, with the node that it runs on."""
+    monkeypatch.setenv("FAKE_SLURM_LOSES_NODE", "1")
+    file = cluster / "jobs/job/secrets.sh"
+    text = PRINT + (
+        f"import time; print(oct(os.stat({str(file)!r}).st_mode) if os.path.exists({str(file)!r}) else 'gone',"
+        "len(os.environ['HF_TOKEN']), flush=True); time.sleep(2 if 'SLURM_RESTART_COUNT' not in os.environ else 0)"
+    )
+    (cluster / "env").write_text(f"HF_TOKEN={SECRET}\n")
+    assert launch("--env_file", "env", "--nodes", "2", "--retries", "1", python=text) == 0
+    assert read(cluster / "jobs/job/attempt-1/worker-0.log").splitlines()[1] == "0o100600 19"
+    assert read(cluster / "jobs/job/attempt-2/worker-0.log").splitlines()[1] == "gone 19"
+    capfd.readouterr()
+
+
+def test_the_file_of_secrets_of_a_job_that_never_ran_is_gone_with_the_next_look(cluster, monkeypatch):
+    monkeypatch.setattr("lockstep.launch.slurm._submit", lambda directory: ["sh", "-c", "echo 1; mkdir -p slurm/1"])
+    (cluster / "env").write_text(f"HF_TOKEN={SECRET}\n")
+    assert launch("--env_file", "env", "--no-foreground", python="print(1)") == 0
+    file = cluster / "jobs/job/secrets.sh"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600 and SECRET in file.read_text()
+    (cluster / "slurm/1/state").write_text("PENDING")
+    assert main(["status", "job"]) == 0 and file.exists()
+    (cluster / "slurm/1/state").write_text("CANCELLED")
+    assert main(["status", "job"]) != 0 and not file.exists()
+
+
+def test_nothing_is_left_where_the_launcher_dies_before_the_job_is_taken(cluster, monkeypatch):
+    def interrupted(words):
+        raise KeyboardInterrupt
+
+    (cluster / "env").write_text(f"HF_TOKEN={SECRET}\n")
+    monkeypatch.setattr("lockstep.launch.slurm._slurm", interrupted)
+    assert launch("--env_file", "env", python="print(1)") == exit_codes.INTERRUPTED
+    assert not (cluster / "jobs/job/secrets.sh").exists()
 
 
 @pytest.mark.slow
@@ -190,6 +225,7 @@ def test_a_dry_run_prints_what_can_be_pasted_and_does_nothing(cluster, capsys):
     (cluster / "jobs/job").mkdir(parents=True)
     for name, data in filter_files().items():
         (cluster / "jobs/job" / name).write_bytes(data)
+    (cluster / "jobs/job/secrets.sh").write_text(f"export HF_TOKEN={SECRET}\n")
     done = subprocess.run(["bash", "-e"], input=shown, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     wait_for(lambda: read(cluster / "jobs/job/attempt-1/code") == "0\n")
@@ -216,3 +252,9 @@ def wait_for(condition, seconds=60.0):
     while not condition():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.05)
+
+
+def test_a_dry_run_writes_no_more_than_the_script_whatever_a_variable_has(cluster, capsys):
+    assert launch("--dry-run", "--env", "A=x\nEND_OF_FILE\ntouch pwned\n", python="print(1)") == 0
+    subprocess.run(["bash"], input=capsys.readouterr().out.replace("sbatch", "true"), text=True, check=True)
+    assert not (cluster / "pwned").exists()

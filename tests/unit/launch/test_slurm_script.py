@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.errors import ConfigError
 from lockstep.launch.slurm_script import SlurmJob, batch_script, secrets_file, task_script
 from tests.fake_cloud.shellcheck import shellcheck
 
@@ -18,7 +19,15 @@ def job(**changes):
     "text",
     [
         batch_script(job()),
-        batch_script(job(environment={"A": "b 'c'"}, retries=2, time_limit="1:00:00", options=["--constraint=tpu"])),
+        batch_script(
+            job(
+                environment={"A": "b 'c'"},
+                has_secrets=True,
+                retries=2,
+                time_limit="1:00:00",
+                options=["--constraint=tpu"],
+            )
+        ),
         task_script([]),
         task_script(["HF_TOKEN", "WANDB_API_KEY"]),
     ],
@@ -46,6 +55,42 @@ def test_directives():
     ]
     assert job(tasks_per_node=4).tasks == 8
     assert "#SBATCH --requeue" in batch_script(job(retries=1)).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"time_limit": "1:00\ntouch pwned"},
+            "--time_limit is '1:00\\\\ntouch pwned'; it must be minutes, min",
+        ),
+        ({"time_limit": "1:00 --uid=0"}, "--time_limit is '1:00 --uid=0'"),
+        ({"options": ["--constraint=tpu\ntouch pwned"]}, r"--sbatch is '--constraint=tpu.*one option on one line"),
+        ({"options": ["touch pwned"]}, "--sbatch is 'touch pwned'"),
+        ({"directory": Path('/jobs/a" --uid=0 "')}, "the job's directory is .* LOCKSTEP_JOBS_DIR"),
+    ],
+)
+def test_what_would_be_another_line_of_the_script_is_refused(changes, text):
+    with pytest.raises(ConfigError, match=text):
+        job(**changes)
+    for limit in ("30", "1:00", "2-00", "2-12:30:00", "UNLIMITED"):
+        assert job(time_limit=limit)
+
+
+def test_no_variable_of_the_job_replaces_one_of_the_script(tmp_path):
+    """A job with its own ``logs`` or ``directory`` would have read another file of secrets, and noted no code."""
+    (tmp_path / "srun").write_text('#!/bin/sh\nprintf "%s|" "$directory" "$logs" "$attempt" "$A_KEY"\n')
+    (tmp_path / "srun").chmod(0o755)
+    (tmp_path / "secrets.sh").write_text(secrets_file({"A_KEY": "secret", "attempt": "'9'\n"}))
+    given = {"directory": "elsewhere", "logs": "a\nb; touch pwned"}
+    text = batch_script(job(directory=tmp_path, environment=given, has_secrets=True))
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    done = subprocess.run(["bash", "-c", text], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("elsewhere|a\nb; touch pwned|'9'\n|secret|", "")
+    assert {path.name for path in tmp_path.iterdir()} == {"srun", "attempt-1"}
+    assert (tmp_path / "attempt-1/code").read_text() == "0\n"
+    again = subprocess.run(["bash", "-c", text], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert "the job's secrets are gone" in again.stdout
 
 
 def test_secrets_survive_any_letter(tmp_path):
