@@ -15,7 +15,7 @@ OCDBT_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_00
 
 
 class CheckedArrayHandler(ocp.type_handlers.ArrayHandler):
-    """Arrays in zarr 3 with the codec ``crc32c``, which tensorstore compares whenever it reads a chunk."""
+    """Arrays in zarr 3 with zstd's checksum of each chunk, which tensorstore compares whenever it reads the chunk."""
 
     async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
         """Copy this process's shards to its memory; what is returned writes them when it is asked for its result.
@@ -109,8 +109,7 @@ def _spec(info: Any, array: jax.Array, chunk: tuple[int, ...]) -> dict[str, Any]
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
             "codecs": [
                 {"name": "bytes", "configuration": {"endian": "little"}},
-                {"name": "zstd", "configuration": {"level": 1}},
-                {"name": "crc32c"},
+                {"name": "zstd", "configuration": {"level": 1, "checksum": True}},
             ],
         },
     }

@@ -39,6 +39,23 @@ def test_a_barrier_that_timed_out_is_broken_for_all():
         other.barrier("x", 3600.0)
 
 
+def test_the_time_out_of_one_wakes_those_that_would_wait_longer():
+    patient, client, _ = MemoryClient.hub(3)
+    ended = []
+
+    def wait():
+        with pytest.raises(TimeoutError, match="without tasks") as error:
+            patient.barrier("x", 3600.0)
+        ended.append(str(error.value))
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    with pytest.raises(TimeoutError, match="without tasks") as error:
+        client.barrier("x", 0.05)
+    thread.join(60.0)
+    assert ended == [str(error.value)]
+
+
 def test_no_service_no_client():
     with pytest.raises(HostError, match=r"call lockstep.hosts.start\(\) first"):
         JaxClient()

@@ -15,7 +15,7 @@ from scipy.stats import chi2
 
 from lockstep.device.program import without_source_locations
 from lockstep.engine.sampling.filters import FILTERS as ALL_FILTERS
-from lockstep.engine.sampling.filters import Filter
+from lockstep.engine.sampling.filters import Candidates, Filter, keep_all, top_p
 from lockstep.engine.sampling.sampler import Sampled, SamplingState, active_features, sample
 from lockstep.engine.sampling.shortlist import SIZE
 from lockstep.placement.decode_mesh import make_decode_mesh
@@ -120,6 +120,13 @@ def test_neutral_filters_are_the_identity() -> None:
     same = np.array([p.temperature == 1 for p in plain])
     np.testing.assert_array_equal(alone.sampled_logprob[same], alone.logprob[same])
     assert not alone.sampled_logprob[np.array([p.temperature == 0 for p in plain])].any()
+
+
+def test_all_of_the_probability_is_all_tokens_also_those_without_any() -> None:
+    """Beside a slot that filters; the tokens far from the peak have a weight of 0 in float32."""
+    candidates = Candidates.of(jnp.array([[0.0, -200.0, 1.0, -math.inf]] * 2), jnp.arange(4))
+    found = top_p(candidates, keep_all(2), jnp.array([1.0, 0.5]))
+    assert found.mask(candidates).tolist() == [[True] * 4, [False, False, True, False]]
 
 
 SCORES = st.one_of(

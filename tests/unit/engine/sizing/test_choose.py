@@ -25,6 +25,7 @@ from lockstep.engine.sizing import cost_model
 from lockstep.engine.sizing.choose import Chooser
 from lockstep.engine.sizing.cost_model import estimate
 from lockstep.engine.sizing.demand import Demand
+from lockstep.engine.sizing.fit import concurrent_sequences
 from lockstep.engine.sizing.memory_model import Footprint
 from lockstep.engine.sizing.result import Sizing
 from lockstep.errors import CapacityError, ConfigError
@@ -283,6 +284,36 @@ def test_capacities_follow_the_memory_without_compiling_in_between() -> None:
     # What is in use stays where it fits, and shrinks where it does not.
     assert again(grown, grown.predicted.total).sizes == grown.sizes
     assert again(grown, tight).sizes == small.sizes
+
+
+def test_a_larger_capacity_is_compiled_from_a_quarter_more_on() -> None:
+    requests, config = equal_requests(30), EngineConfig(layout={"tensor": 2}, max_prefill_size=16)
+    models = models_on(config)
+    roomy = choose(requests, ROOMY, layout={"tensor": 2}, max_prefill_size=16)
+
+    def at(share: float, before: Sizing | None = None) -> Sizing:
+        free = int(share * roomy.predicted.total / 0.9)
+        return Chooser(config=config, models=models, free=free).choose(requests, before)
+
+    def at_a_time(sizing: Sizing) -> int:
+        return concurrent_sequences(sizing.sizes, Demand.of(requests, sizing.sizes.page_size))
+
+    small = at(0.6)
+    seen = set()
+    for percent in range(60, 101, 2):
+        possible = at(percent / 100)
+        worth = at_a_time(possible) / at_a_time(small)
+        seen.add(round(worth, 2))
+        assert at(percent / 100, small).sizes == (possible if worth >= 1.25 else small).sizes
+    assert any(1 < worth < 1.25 for worth in seen) and any(1.25 <= worth < 1.5 for worth in seen)
+
+
+def test_where_nothing_fits_in_the_layout_in_use_another_is_chosen() -> None:
+    requests, config = equal_requests(1), EngineConfig()
+    before = choose(requests, ROOMY, layout={"tensor": 1})
+    chooser = Chooser(config=config, models=models_on(config), free=least_that_works(requests))
+    found = chooser.choose(requests, before)
+    assert found.layout != before.layout and found == chooser.choose(requests)
 
 
 def test_an_engine_that_could_not_grow_does_not_try_again(monkeypatch: pytest.MonkeyPatch) -> None:

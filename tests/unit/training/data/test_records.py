@@ -86,6 +86,15 @@ def test_too_many_bad_rows_stop_the_run(tmp_path, monkeypatch):
             LmDataConfig(**{**vars(config), "max_bad_rows": 1}).load(Tokenizer(), 16, 0)
 
 
+@pytest.mark.parametrize("make", ["as_parquet", "as_dataset"])
+def test_rows_of_tables_are_named_by_their_numbers(tmp_path, monkeypatch, make):
+    monkeypatch.setitem(RECORDS[33], "prompt", " ")
+    config = LmDataConfig(train_urls=(str(globals()[make](tmp_path)),), format="prompt_completion", on_bad_row="raise")
+    row = {"as_parquet": r"x.parquet:34", "as_dataset": r"data-00001-of-00002.arrow:14"}[make]
+    with pytest.raises(ConfigError, match=f"{row} has a prompt that cannot be used"):
+        config.load(Tokenizer(), 16, 0)
+
+
 def test_missing_files_and_no_files(tmp_path):
     with pytest.raises(ConfigError, match=r"none.jsonl.*Check data.train_urls"):
         LmDataConfig(train_urls=(str(tmp_path / "none.jsonl"),)).load(Tokenizer(), 16, 0)

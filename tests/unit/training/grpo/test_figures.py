@@ -33,6 +33,11 @@ def test_times_are_of_the_last_steps():
     assert times.add(4.0, 50) == (3.0, 10.0)
 
 
+def test_times_are_of_the_last_ten_steps_as_the_name_of_the_metric_says():
+    times = StepTimes()
+    assert [times.add(float(step == 0), 1)[0] for step in range(11)][-2:] == [0.1, 0.0]
+
+
 def test_the_clock_adds_up_phases():
     clock = StepClock()
     clock.add("update", 1.5)
