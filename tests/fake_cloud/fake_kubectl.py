@@ -62,7 +62,7 @@ def main(words: list[str]) -> int:
     with (home() / "calls").open("a") as calls:
         calls.write(json.dumps(words) + "\n")
     return {
-        "create": create, "apply": create, "get": get, "logs": logs, "patch": patch, "delete": delete,
+        "create": create, "get": get, "logs": logs, "patch": patch, "delete": delete,
         "controller": controller,
     }[words[0]](words[1:])  # fmt: skip
 
@@ -70,6 +70,8 @@ def main(words: list[str]) -> int:
 def create(words: list[str]) -> int:
     manifest = json.load(sys.stdin)
     kind, name = KINDS[manifest["kind"]], manifest["metadata"]["name"]
+    if read(kind, name) is not None:
+        sys.exit(f'Error from server (AlreadyExists): error when creating "STDIN": {kind}s "{name}" already exists')
     if kind == "jobset":
         if refusal := os.environ.get("FAKE_KUBE_REFUSES"):
             sys.exit(refusal)
@@ -81,7 +83,7 @@ def create(words: list[str]) -> int:
             [sys.executable, __file__, "controller", name], start_new_session=True, stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL, stderr=(home() / "controller.log").open("a"),
         )  # fmt: skip
-    print(f"{kind}/{name} serverside-applied")
+    print(f"{kind}/{name} created")
     return 0
 
 
@@ -90,7 +92,8 @@ def get(words: list[str]) -> int:
         (home() / "away").unlink()
         sys.exit("Unable to connect to the server: net/http: TLS handshake timeout")
     if words[0] == "pods":
-        print(json.dumps({"items": read("pods", option(words, "selector").partition("=")[2]) or []}))
+        names = selected("jobset", words)
+        print(json.dumps({"items": [pod for name in names for pod in read("pods", name) or []]}))
     elif (found := read(words[0], words[1])) is not None:
         print(json.dumps(found))
     return 0
@@ -103,12 +106,22 @@ def patch(words: list[str]) -> int:
     return 0
 
 
+def selected(kind: str, words: list[str]) -> list[str]:
+    """The names of the objects that have the label of ``--selector``."""
+    label, _, value = option(words, "selector").partition("=")
+    assert label and value, words
+    found = [json.loads(path.read_text())["metadata"] for path in sorted(home().glob(f"{kind}-*.json"))]
+    return [each["name"] for each in found if each.get("labels", {}).get(label) == value]
+
+
 def delete(words: list[str]) -> int:
     if words[0] == "pods":
-        (home() / f"kill-{option(words, 'selector').partition('=')[2]}").touch()
-    else:
-        (home() / f"{words[0]}-{words[1]}.json").unlink(missing_ok=True)
-        for pod in (home() / "pods").glob(f"{words[1]}-*") if words[0] == "jobset" else ():
+        for name in selected("jobset", words):
+            (home() / f"kill-{name}").touch()
+        return 0
+    for name in selected(words[0], words):
+        (home() / f"{words[0]}-{name}.json").unlink()
+        for pod in (home() / "pods").glob(f"{name}-*") if words[0] == "jobset" else ():
             shutil.rmtree(pod)
     return 0
 
@@ -151,13 +164,17 @@ class Pod:
 
     def _start(self, spec, set_name: str) -> subprocess.Popen:
         directory = home() / "pods" / self.name
-        for part in ("files", "work", "home"):
+        for part in ("parts", "files", "work", "home"):
             (directory / part).mkdir(parents=True)
         container = spec["containers"][0]
-        if any("configMap" in volume for volume in spec["volumes"]):
-            for name, data in read("configmap", set_name)["binaryData"].items():
-                (directory / "files" / name).write_bytes(base64.b64decode(data))
+        sources = [each for volume in spec["volumes"] for each in volume.get("projected", {}).get("sources", ())]
+        for source in sources:
+            for name, data in read("configmap", source["configMap"]["name"])["binaryData"].items():
+                (directory / "parts" / name).write_bytes(base64.b64decode(data))
         environment = {**os.environ, "HOME": str(directory / "home"), "TPU_WORKER_ID": str(self.index)}
+        environment["BASH_FUNC_ulimit%%"] = (
+            "() { :; }"  # pods may raise the limit of locked memory, this machine may not
+        )
         environment["TPU_WORKER_HOSTNAMES"] = ",".join(["localhost"] * self.hosts)
         for each in container.get("envFrom", ()):
             data = read("secret", each["secretRef"]["name"])["data"]

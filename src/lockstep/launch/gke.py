@@ -3,16 +3,19 @@
 import argparse
 import dataclasses
 import json
+import os
 import shlex
 import signal
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any, Final
 
-from lockstep.exit_codes import DONE, REFUSED, SETUP_FAILED, WORKER_LOST, describe_code
+from lockstep.exit_codes import DONE, INTERRUPTED, REFUSED, SETUP_FAILED, WORKER_LOST, describe_code
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.console import Console
-from lockstep.launch.gke_manifest import config_map, job_set, secret
+from lockstep.launch.dry_run import here_document
+from lockstep.launch.gke_manifest import JOB_ID, job_set, secret
 from lockstep.launch.gke_plan import GkePlan, add_gke_options
 from lockstep.launch.gke_pods import PodLogs, PodState, pod_states, verdict
 from lockstep.launch.google import slice_of
@@ -37,23 +40,30 @@ class Gke:
     def run(self, options: argparse.Namespace) -> int:
         """Create the objects and, in the foreground, show the pods' logs until the JobSet has ended."""
         plan = GkePlan.of(options)
-        job, record, cluster = plan.job, plan.record, Cluster(plan.record)
-        cluster.refuse_taken_name()
-        files = plan.files()
+        record, cluster = plan.record, Cluster(plan.record)
+        cluster.make_room(find_record(record.name))
+        job, maps, said = plan.with_files()
         record.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         console = Console(log=record.directory / "launcher.log")
-        console.say(f"job {job.name}: {job.slices} x {job.slice.name}, {job.pods} pods")
+        console.say(f"job {job.name}: {job.slices} x {job.slice.name}, {job.pods} pods{said and chr(10)}{said}")
+        record = record.with_attempt(Attempt(number=1, id=job.name, started=time.time()))
+        record.save()  # whoever starts a job of this name next knows what this one may have left
         try:
             if plan.environment.secret:
                 cluster.create(secret(job, plan.environment.secret))
-            if files:
-                cluster.create(config_map(job, files))
+            for each in maps:
+                cluster.create(each)
             cluster.create(job_set(job))
-        except LaunchError:
-            cluster.delete()
+        except BaseException as error:
+            code = error.code if isinstance(error, LaunchError) else INTERRUPTED
+            record = record.with_attempt(dataclasses.replace(record.attempts[-1], ended=time.time(), code=code))
+            try:
+                cluster.delete()
+                dataclasses.replace(record, deleted=True).save()
+            except LaunchError as left:
+                record.save()
+                console.say(f"not all objects of the job could be deleted: {left}")
             raise
-        record = record.with_attempt(Attempt(number=1, id=job.name, started=time.time()))
-        record.save()
         if not options.foreground:
             console.say(f"lockstep launch status|logs|stop|delete {record.name}")
             return DONE
@@ -62,18 +72,24 @@ class Gke:
     def dry_run(self, options: argparse.Namespace) -> int:
         """Print the manifest and the commands that create the objects, ready to paste."""
         plan = GkePlan.of(options)
-        job, kubectl = plan.job, Cluster(plan.record).kubectl
+        kubectl = Cluster(plan.record).kubectl
+        job, _, said = plan.with_files()
         if plan.environment.secret:
-            given = [f"--from-env-file={shlex.quote(str(options.env_file))}"] if options.env_file else []
-            given += [
-                f'--from-literal={name}="${name}"' for name in plan.environment.secret if name in dict(options.env)
-            ]
-            print(f"# The Secret with {', '.join(plan.environment.secret)}:")
-            print(shlex.join(kubectl.argv("create", "secret", "generic", job.name)), *given)
-        if job.files:
-            print(f"# The launcher makes the ConfigMap {job.name} with {', '.join(job.files)}.")
-        print(f"{shlex.join(kubectl.argv('create', '--filename=-'))} << 'END_OF_FILE'")
-        print(f"{json.dumps(job_set(job), indent=2)}\nEND_OF_FILE")
+            names = "".join(f"{name}\n" for name in plan.environment.secret)
+            words = kubectl.argv("create", "secret", "generic", job.name, "--from-env-file=/dev/stdin")
+            # A line with a name alone is the variable of kubectl's environment: no value is in a command line.
+            print(f"# The Secret with {', '.join(plan.environment.secret)}, from the variables of your shell:")
+            if options.env_file:
+                path = shlex.quote(os.path.join(".", options.env_file))
+                print(f"(set -a && . {path} && set +a && {shlex.join(words)}) {here_document(names)}")
+            else:
+                print(f"{shlex.join(words)} {here_document(names)}")
+        for line in said.splitlines():
+            print(f"# {line}")
+        if job.parts:
+            print(f"# The launcher makes the ConfigMaps of part-00 to part-{job.parts - 1:02}.")
+        text = json.dumps(job_set(job), indent=2) + "\n"
+        print(f"{shlex.join(kubectl.argv('create', '--filename=-'))} {here_document(text)}")
         return DONE
 
     def status(self, job: JobRecord) -> int:
@@ -131,6 +147,8 @@ class Cluster:
     def __init__(self, job: JobRecord) -> None:
         self.job = job
         self.kubectl = Kubectl(context=job.options["context"], namespace=job.options["namespace"])
+        self._id = job.notes.get("id", "")
+        self._selector = f"--selector={JOB_ID}={self._id}"
         kind = slice_of(job.options["tpu_type"])
         assert kind is not None, "a job has a slice"
         self._hosts = kind.hosts
@@ -138,26 +156,32 @@ class Cluster:
     def look(self) -> tuple[dict[str, Any], list[PodState]]:
         """What there is of the JobSet, nothing where it is gone, and its pods."""
         found = self.kubectl.get("jobset", self.job.name)
-        pods = self.kubectl.get("pods", f"--selector=jobset.sigs.k8s.io/jobset-name={self.job.name}")
-        return found, pod_states(pods, self._hosts)
+        pods = self.kubectl.get("pods", self._selector)
+        return found if self._id in _ids(found) else {}, pod_states(pods, self._hosts)
 
     def create(self, manifest: dict[str, Any]) -> None:
-        """Create an object, or replace what an earlier job of this name has left; it goes through standard input."""
-        self.kubectl.run("apply", "--server-side", "--force-conflicts", "--filename=-", manifest=manifest)
+        """Create an object that is not there yet; it goes through standard input."""
+        self.kubectl.run("create", "--filename=-", manifest=manifest)
 
-    def refuse_taken_name(self) -> None:
-        """Refuse a name that a JobSet has.
+    def make_room(self, before: JobRecord | None) -> None:
+        """Refuse a name that a JobSet has, and delete what else an earlier job of this launcher has left.
+
+        Args:
+            before: The last job of this name that this machine has started; None: there was none.
 
         Raises:
-            LaunchError: One has it.
+            LaunchError: A JobSet has it.
         """
-        if self.kubectl.get("jobset", self.job.name):
-            ours = find_record(self.job.name) is not None
+        known = None if before is None else before.notes.get("id")
+        if found := self.kubectl.get("jobset", self.job.name):
+            ours = known in _ids(found)
             way = f"lockstep launch delete {self.job.name}" if ours else f"kubectl delete jobset {self.job.name}"
             raise LaunchError(
                 f"there is a JobSet {self.job.name} already. Give another --name, or delete it: {way}",
                 REFUSED,
             )
+        if before is not None and known:
+            Cluster(before).delete()
 
     def suspend(self) -> None:
         """Have the pods deleted in order; the JobSet stays."""
@@ -167,13 +191,28 @@ class Cluster:
     def kill(self) -> None:
         """Have the pods deleted at once; the JobSet stays."""
         self.suspend()
-        selector = f"--selector=jobset.sigs.k8s.io/jobset-name={self.job.name}"
-        self.kubectl.run("delete", "pods", selector, "--grace-period=0", "--force", "--wait=false")
+        self.kubectl.run("delete", "pods", self._selector, "--grace-period=0", "--force", "--wait=false")
 
     def delete(self) -> None:
-        """Delete all objects of the job that there are."""
+        """Delete all objects of the job that there are, and none of another of its name.
+
+        Raises:
+            LaunchError: Some could not be deleted; the others are.
+        """
+        failed = []
         for kind in ("jobset", "secret", "configmap"):
-            self.kubectl.run("delete", kind, self.job.name, "--ignore-not-found")
+            try:
+                self.kubectl.run("delete", kind, self._selector, "--ignore-not-found")
+            except LaunchError as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
+
+
+def _ids(found: Mapping[str, Any]) -> tuple[str, ...]:
+    """The id of the job that an object is of; none where it is no job's, or not there."""
+    labels = found.get("metadata", {}).get("labels", {})
+    return (labels[JOB_ID],) if JOB_ID in labels else ()
 
 
 def _follow(cluster: Cluster, console: Console, *, stop_on_signal: bool) -> int:

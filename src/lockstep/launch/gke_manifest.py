@@ -1,4 +1,4 @@
-"""The Kubernetes objects of a job on GKE: a JobSet, a Secret with its variables, a ConfigMap with its files.
+"""The Kubernetes objects of a job on GKE: a JobSet, a Secret with its variables, ConfigMaps with its files.
 
 The fields of a JobSet: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/. What GKE wants for TPUs:
 https://docs.cloud.google.com/kubernetes-engine/docs/tutorials/tpu-multislice-kueue and
@@ -7,6 +7,7 @@ https://docs.cloud.google.com/kubernetes-engine/docs/concepts/tpus.
 
 import base64
 import dataclasses
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -24,15 +25,27 @@ ACCELERATORS: Final = {
 """The value of the node label ``cloud.google.com/gke-tpu-accelerator`` by generation."""
 REPLICATED_JOB: Final = "slice"
 CONTAINER: Final = "worker"
+JOB_ID: Final = "lockstep/job-id"
+"""The label of all objects and pods of a job with its `GkeJob.id`: what lacks it is not this job's."""
+PARTS: Final = "/lockstep/parts"
+"""Where the ConfigMaps are in a pod, as the files ``part-00``, ``part-01``, …"""
 FILES: Final = "/lockstep/files"
-"""Where the ConfigMap is in a pod."""
+"""Where the files are in a pod once the parts are put together."""
 WORKDIR: Final = "/lockstep/work"
 """Where the command runs in a pod, in the copy of ``--sync``."""
 SYNCED: Final = "sync.tar.gz"
 CAUSE_S: Final = 15
 """Seconds that a pod which ended because of another one waits, so that Kubernetes learns of the cause first."""
-MAX_FILES: Final = 1 << 20
-"""Bytes that a ConfigMap may have in all (https://kubernetes.io/docs/concepts/configuration/configmap/)."""
+PART_BYTES: Final = 1_000_000
+"""Bytes of the files in one ConfigMap, which may have 1 MiB (https://kubernetes.io/docs/concepts/configuration/configmap/)."""
+MAX_PARTS: Final = 16
+"""ConfigMaps of a job: what is larger is data, and belongs in a bucket."""
+LOCKED_KIB: Final = 68_719_476_736
+"""The limit of locked memory, in KiB, that TPUs want, which only privileged pods have without asking.
+
+https://docs.cloud.google.com/kubernetes-engine/docs/how-to/tpus#privileged-mode
+"""
+LIMIT_STAYS: Final = 'echo "the limit of locked memory stays at $(ulimit -l) KiB; TPUs may want more: --privileged" >&2'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,13 +54,15 @@ class GkeJob:
 
     Args:
         name: The name of all of them.
+        id: What no other job has, of this name or another.
         slice: The TPU slice.
         slices: The number of slices.
         command: What every pod runs.
         image: The container image.
         environment: Public variables.
         secret_names: The names of the variables in the Secret.
-        files: The names of the files in the ConfigMap.
+        files: The names of the files in the ConfigMaps.
+        parts: The number of ConfigMaps.
         requirement: What ``pip install`` is given before the command runs; "": nothing is installed.
         retries: How often all pods are started again after a failure that another try can cure.
         spot: Whether it runs on spot nodes.
@@ -55,9 +70,11 @@ class GkeJob:
         queue: The Kueue queue; "": none.
         service_account: The Kubernetes service account, for buckets; "": the namespace's.
         grace_s: Seconds between SIGTERM and SIGKILL.
+        privileged: Whether the containers are privileged, as GKE before 1.28 wants it.
     """
 
     name: str
+    id: str
     slice: Slice
     slices: int
     command: Sequence[str]
@@ -65,6 +82,7 @@ class GkeJob:
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     secret_names: Sequence[str] = ()
     files: Sequence[str] = ()
+    parts: int = 0
     requirement: str = ""
     retries: int = 0
     spot: bool = False
@@ -72,6 +90,7 @@ class GkeJob:
     queue: str = ""
     service_account: str = ""
     grace_s: int = 60
+    privileged: bool = False
 
     @property
     def pods(self) -> int:
@@ -95,7 +114,7 @@ def job_set(job: GkeJob) -> dict[str, Any]:
         "kind": "JobSet",
         "metadata": {
             "name": job.name,
-            "labels": {"app.kubernetes.io/managed-by": "lockstep", **labels},
+            "labels": {**_labels(job), **labels},
             # A slice's pods have a node pool of their own: its nodes are one slice.
             "annotations": {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"},
         },
@@ -115,7 +134,7 @@ def job_set(job: GkeJob) -> dict[str, Any]:
                             "completionMode": "Indexed",
                             "backoffLimit": 0,
                             "podFailurePolicy": {"rules": _pod_failure_rules()},
-                            "template": {"spec": _pod(job)},
+                            "template": {"metadata": {"labels": _labels(job)}, "spec": _pod(job)},
                         }
                     },
                 }
@@ -132,32 +151,54 @@ def secret(job: GkeJob, variables: Mapping[str, str]) -> dict[str, Any]:
         variables: The variables.
     """
     data = {name: base64.b64encode(value.encode()).decode() for name, value in variables.items()}
-    return {"apiVersion": "v1", "kind": "Secret", "metadata": _metadata(job), "type": "Opaque", "data": data}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": _metadata(job, job.name), "type": "Opaque", "data": data}
 
 
-def config_map(job: GkeJob, files: Mapping[str, bytes]) -> dict[str, Any]:
-    """The ConfigMap with the job's files.
+def config_maps(job: GkeJob, archive: bytes) -> list[dict[str, Any]]:
+    """The ConfigMaps with the job's files.
 
     Args:
         job: The job.
-        files: The files.
+        archive: The files, as a tar archive.
     """
-    data = {name: base64.b64encode(content).decode() for name, content in files.items()}
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(job), "binaryData": data}
+    parts = [archive[at : at + PART_BYTES] for at in range(0, len(archive), PART_BYTES)]
+    return [
+        {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": _metadata(job, config_map_name(job, index)),
+            "binaryData": {f"part-{index:02}": base64.b64encode(part).decode()},
+        }
+        for index, part in enumerate(parts)
+    ]
+
+
+def config_map_name(job: GkeJob, index: int) -> str:
+    """The name of one of the ConfigMaps.
+
+    Args:
+        job: The job.
+        index: Its number.
+    """
+    return f"{job.name}-files-{index:02}"
 
 
 def pod_script(job: GkeJob) -> str:
-    """The Bash of a pod: it unpacks the files, installs, and runs its arguments.
+    """The Bash of a pod: it puts the files together, installs, and runs its arguments.
 
     Args:
         job: The job.
     """
     lines = ["set -u", f"cd {WORKDIR} || exit {SETUP_FAILED}"]
+    if not job.privileged:
+        lines += [f"ulimit -l {LOCKED_KIB} 2> /dev/null || {{ {LIMIT_STAYS}; }}"]
+    if job.files:
+        lines += [f"cat {PARTS}/part-* | tar -xf - -C {FILES} || exit {SETUP_FAILED}"]
     if SYNCED in job.files:
         lines += [f"tar -xzf {FILES}/{SYNCED} || exit {SETUP_FAILED}"]
     if job.requirement:
         install = f"python3 -m pip install --quiet --root-user-action=ignore -c {FILES}/constraints.txt"
-        lines += [f"{install} '{job.requirement}' || exit {SETUP_FAILED}"]
+        lines += [f"{install} {shlex.quote(job.requirement)} || exit {SETUP_FAILED}"]
     script = "\n".join(lines) + "\n" + run_command(list(job.secret_names), FILES, forward=True)
     return script + (
         f'# The pod that failed first is to be seen first.\nif [ "$code" -eq {PEER_FAILED} ]; then\n'
@@ -183,8 +224,12 @@ def _pod(job: GkeJob) -> dict[str, Any]:
         {"name": "memory", "mountPath": "/dev/shm"},
     ]
     if job.files:
-        volumes.append({"name": "files", "configMap": {"name": job.name}})
-        mounts.append({"name": "files", "mountPath": FILES, "readOnly": True})
+        sources = [{"configMap": {"name": config_map_name(job, index)}} for index in range(job.parts)]
+        volumes += [{"name": "parts", "projected": {"sources": sources}}, {"name": "files", "emptyDir": {}}]
+        mounts += [
+            {"name": "parts", "mountPath": PARTS, "readOnly": True},
+            {"name": "files", "mountPath": FILES},
+        ]
     container = {
         "name": CONTAINER,
         "image": job.image,
@@ -193,7 +238,8 @@ def _pod(job: GkeJob) -> dict[str, Any]:
         "args": [word.replace("$(", "$$(") for word in job.command],
         "env": _environment(job),
         "resources": {"limits": {"google.com/tpu": job.slice.chips // job.slice.hosts}},
-        "securityContext": {"privileged": True},
+        # GKE's TPU plugin gives a pod its chips; the capability is for the limit of locked memory.
+        "securityContext": {"privileged": True} if job.privileged else {"capabilities": {"add": ["SYS_RESOURCE"]}},
         "volumeMounts": mounts,
     }
     if job.secret_names:
@@ -240,5 +286,9 @@ def _pod_failure_rules() -> list[dict[str, Any]]:
     ]
 
 
-def _metadata(job: GkeJob) -> dict[str, Any]:
-    return {"name": job.name, "labels": {"app.kubernetes.io/managed-by": "lockstep"}}
+def _metadata(job: GkeJob, name: str) -> dict[str, Any]:
+    return {"name": name, "labels": _labels(job)}
+
+
+def _labels(job: GkeJob) -> dict[str, str]:
+    return {"app.kubernetes.io/managed-by": "lockstep", JOB_ID: job.id}

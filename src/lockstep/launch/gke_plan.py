@@ -2,13 +2,18 @@
 
 import argparse
 import dataclasses
+import io
 import re
+import secrets
+import tarfile
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from lockstep.errors import ConfigError
 from lockstep.launch.env_file import JobEnvironment, job_environment
-from lockstep.launch.gke_manifest import FILES, MAX_FILES, SYNCED, GkeJob
+from lockstep.launch.gke_manifest import FILES, MAX_PARTS, PART_BYTES, SYNCED, GkeJob, config_maps
 from lockstep.launch.google import slice_of
 from lockstep.launch.options import add_job_options, count
 from lockstep.launch.record import JobRecord, name_from_date, new_record
@@ -34,7 +39,10 @@ def add_gke_options(parser: argparse.ArgumentParser) -> None:
     add("--reservation", default="", metavar="NAME", help="with --capacity_type reserved: the reservation")
     add("--context", default="", help="the context of kubectl's configuration (default: the current one)")
     add("--namespace", default="", help="the namespace (default: the context's)")
-    add("--image", default="python:3.12", help="the container image, with Bash and Python (default python:3.12)")
+    add("--image", default="python:3.12",
+        help="the container image, with Bash, tar and Python (default python:3.12, whatever that is on the day; "
+        "python:3.12@sha256:... is one image for ever)")  # fmt: skip
+    add("--privileged", action="store_true", help="privileged containers, as GKE before 1.28 wants them for TPUs")
     add("--setup", choices=("auto", "none"), default="auto",
         help="auto: install this checkout in every pod; none: the image has it")  # fmt: skip
     add("--extras", default=EXTRAS, help=f"optional dependencies to install (default {EXTRAS})")
@@ -78,6 +86,7 @@ class GkePlan:
         if bool(options.reservation) != (options.capacity_type == "reserved"):
             raise ConfigError("--reservation NAME and --capacity_type reserved belong together: give both, or neither.")
         record = new_record(options, options.name or name_from_date())
+        record = dataclasses.replace(record, notes={"id": secrets.token_hex(8)})
         if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", record.name):
             raise ConfigError(
                 f"--name is {record.name!r}; it must begin with a lower-case letter, have at most 40 lower-case "
@@ -92,6 +101,7 @@ class GkePlan:
         required = options.require_process_count or kind.hosts * options.slices
         job = GkeJob(
             name=record.name,
+            id=record.notes["id"],
             slice=kind,
             slices=options.slices,
             command=options.command,
@@ -106,30 +116,56 @@ class GkePlan:
             queue=options.queue,
             service_account=options.service_account,
             grace_s=options.grace_s,
+            privileged=options.privileged,
         )
         return cls(options=options, record=record, job=job, environment=environment, wheel_name=wheel_name)
 
-    def files(self) -> dict[str, bytes]:
-        """The files of the ConfigMap, as `GkeJob.files` names them; the wheel is built where it is not there yet.
+    def with_files(self) -> tuple[GkeJob, list[dict[str, Any]], str]:
+        """The job with the number of its ConfigMaps, these, and the sizes of the files in words.
+
+        The wheel is built where it is not there yet.
 
         Raises:
-            ConfigError: They are too large for a ConfigMap.
+            ConfigError: The files are too large.
             LaunchError: The wheel cannot be built.
         """
+        found, warning = self._files()
+        archive = pack(found) if found else b""
+        sizes = ", ".join(f"{name} {len(data):,}" for name, data in found.items())
+        if len(archive) > MAX_PARTS * PART_BYTES:
+            raise ConfigError(
+                f"the job's files have {len(archive):,} bytes ({sizes}); its ConfigMaps may have "
+                f"{MAX_PARTS * PART_BYTES:,}. Leave data out of --sync and read it from a bucket, or put all into an "
+                "image: --image NAME --setup none."
+            )
+        maps = config_maps(self.job, archive)
+        words = f"{len(maps)} ConfigMap(s) with {sizes} bytes" if maps else ""
+        return dataclasses.replace(self.job, parts=len(maps)), maps, "\n".join(filter(None, (warning, words)))
+
+    def _files(self) -> tuple[dict[str, bytes], str]:
+        """The files, as `GkeJob.files` names them, and what is to be said of those that were left out."""
         found: dict[str, bytes] = filter_files() if self.environment.secret else {}
+        warning = ""
         if self.wheel_name:
             found[self.wheel_name] = build_wheel(ROOT, version_of()).read_bytes()
             found[CONSTRAINTS] = (ROOT / CONSTRAINTS).read_bytes()
         if self.options.sync:
             with tempfile.TemporaryDirectory(prefix="lockstep-sync-") as directory:
                 archive = make_archive(self.options.sync, self.options.env_file, Path(directory) / SYNCED)
-                found[SYNCED] = archive.path.read_bytes()
-        # In JSON they are base64; Kubernetes counts what that stands for.
-        total = sum(map(len, found.values()))
-        if total > MAX_FILES:
-            sizes = ", ".join(f"{name} {len(data):,}" for name, data in found.items())
-            raise ConfigError(
-                f"the job's files have {total:,} bytes ({sizes}); a ConfigMap may have {MAX_FILES:,}. Leave data "
-                "out of --sync and read it from a bucket, or put all into an image: --image NAME --setup none."
-            )
-        return found
+                found[SYNCED], warning = archive.path.read_bytes(), archive.warning()
+        return found, warning
+
+
+def pack(files: Mapping[str, bytes]) -> bytes:
+    """A tar archive that is the same for the same files.
+
+    Args:
+        files: Their contents, by name.
+    """
+    target = io.BytesIO()
+    with tarfile.open(fileobj=target, mode="w") as tar:
+        for name in sorted(files):
+            info = tarfile.TarInfo(name)
+            info.size = len(files[name])
+            tar.addfile(info, io.BytesIO(files[name]))
+    return target.getvalue()

@@ -22,6 +22,8 @@ CAUSES: Final = (
      "kubectl knows no cluster: gcloud container clusters get-credentials CLUSTER --location ZONE."),
     ("context was not found", REFUSED, "kubectl config get-contexts lists what there is for --context."),
     ("namespaces", REFUSED, "Make it: kubectl create namespace NAME, or give another --namespace."),
+    ("(AlreadyExists)", REFUSED,
+     "It is not of this job, so it stays as it is. Give another --name, or delete it where nothing needs it."),
     ("exceeded quota", REFUSED, "The namespace's quota does not allow it: kubectl describe quota."),
     ("orbidden", REFUSED, "Your account may not do this: ask for the role Kubernetes Engine Developer."),
     ("Unauthorized", REFUSED, "The login has expired: gcloud auth login."),

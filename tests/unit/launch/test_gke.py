@@ -155,8 +155,78 @@ def test_what_the_cluster_refuses_is_explained_and_nothing_is_left(cluster, monk
     (cluster / "env").write_text(f"HF_TOKEN={SECRET}\n")
     assert launch("--env_file", "env") == getattr(exit_codes, code)
     shown = capsys.readouterr().err
-    assert f"error: kubectl apply was refused: {refusal}" in shown and advice in shown
+    assert f"error: kubectl create was refused: {refusal}" in shown and advice in shown
     assert not list((cluster / "kube").glob("*-job.json"))
+
+
+@pytest.mark.parametrize("kind", ["secret", "configmap"])
+@pytest.mark.parametrize("labels", [{}, {"lockstep/job-id": "of-another"}], ids=["nobody's", "another job's"])
+def test_what_is_not_ours_is_neither_replaced_nor_deleted(cluster, capsys, kind, labels):
+    (cluster / "kube").mkdir()
+    (cluster / "env").write_text(f"HF_TOKEN={SECRET}\n")
+    name = "job" if kind == "secret" else "job-files-00"
+    file = cluster / f"kube/{kind}-{name}.json"
+    file.write_text(json.dumps({"metadata": {"name": name, "labels": labels}, "data": {"password": "dmFsdWU="}}))
+    before = file.read_text()
+    assert launch("--env_file", "env") == exit_codes.REFUSED
+    shown = capsys.readouterr().err
+    assert f'{kind}s "{name}" already exists' in shown and "It is not of this job, so it stays as it is." in shown
+    assert [path.name for path in (cluster / "kube").glob("*-job*.json")] == [file.name]
+    assert file.read_text() == before
+    assert main(["delete", "job"]) == 0 and file.read_text() == before
+
+
+def test_what_a_launcher_that_was_killed_has_left_is_replaced(cluster, monkeypatch):
+    (cluster / "env").write_text(f"HF_TOKEN={SECRET}\n")
+
+    def killed(job):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lockstep.launch.gke.job_set", killed)
+        patch.setattr("lockstep.launch.gke.Cluster.delete", lambda self: None)
+        assert launch("--env_file", "env") == exit_codes.INTERRUPTED
+    first = json.loads((cluster / "kube/secret-job.json").read_text())["metadata"]["labels"]
+    assert launch("--env_file", "env", "--no-foreground") == 0
+    assert json.loads((cluster / "kube/secret-job.json").read_text())["metadata"]["labels"] != first
+    assert main(["delete", "job"]) == 0 and not list((cluster / "kube").glob("secret-*"))
+
+
+def test_a_job_set_of_somebody_else_is_not_this_job(cluster, capsys):
+    """Deleted by hand and made again by another launcher: it is not stopped, not deleted and not shown as ours."""
+    assert launch() == 0
+    file = cluster / "kube/jobset-job.json"
+    found = json.loads(file.read_text())
+    found["metadata"]["labels"]["lockstep/job-id"] = "of-another"
+    del found["status"]
+    file.write_text(json.dumps(found))
+    capsys.readouterr()
+    main(["status", "job"])
+    assert "there is no such JobSet any more" in capsys.readouterr().out
+    assert main(["stop", "job"]) == 0 and main(["delete", "job"]) == 0
+    assert json.loads(file.read_text()) == found
+
+
+def test_no_secret_is_in_a_command_line_of_the_dry_run(cluster, monkeypatch, capsys):
+    (cluster / "env").write_text(f"HF_TOKEN={SECRET}\n")
+    assert launch("--dry-run", "--env_file", "env", "--env", "A_KEY=x9x9x9x9") == 0
+    shown = capsys.readouterr().out
+    (cluster / "bin/kubectl").write_text(
+        f'#!/bin/bash\necho "$@" >> {cluster}/argv\n[ "$1" != create ] || [ "$2" != secret ] || {{ while read -r name; '
+        f'do echo "$name ${{!name}}"; done < /dev/stdin > {cluster}/made; }}\n'
+    )
+    monkeypatch.setenv("A_KEY", "x9x9x9x9")
+    subprocess.run(["bash", "-e"], input=shown, text=True, check=True)
+    assert (cluster / "made").read_text() == f"HF_TOKEN {SECRET}\nA_KEY x9x9x9x9\n"
+    argv = (cluster / "argv").read_text()
+    assert argv.count("create") == 2 and SECRET not in argv and "x9x9x9x9" not in argv + shown
+
+
+def test_a_dry_run_refuses_what_the_run_would_refuse(cluster, monkeypatch, capsys):
+    (cluster / "big").write_bytes(os.urandom(20_000))
+    monkeypatch.setattr("lockstep.launch.gke_plan.MAX_PARTS", 0)
+    assert launch("--dry-run", "--sync", "big") == 1
+    assert "sync.tar.gz" in capsys.readouterr().err
 
 
 def test_an_image_that_is_not_there_ends_the_job(cluster, monkeypatch, capsys):

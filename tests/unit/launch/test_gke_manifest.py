@@ -1,12 +1,14 @@
 """The objects of a job on GKE, against the models that Kubeflow makes of JobSet's published OpenAPI schema."""
 
 import base64
+import shutil
+import subprocess
 
 import pytest
 from kubeflow_trainer_api import models
 
 from lockstep.exit_codes import EXIT_CODES, is_retried
-from lockstep.launch.gke_manifest import GkeJob, config_map, job_set, pod_script, secret
+from lockstep.launch.gke_manifest import GkeJob, config_maps, job_set, pod_script, secret
 from lockstep.slices import slices
 from tests.fake_cloud.shellcheck import shellcheck
 
@@ -14,6 +16,7 @@ from tests.fake_cloud.shellcheck import shellcheck
 def job(**changes):
     given = {
         "name": "my-job",
+        "id": "0123456789abcdef",
         "slice": slices()["v5p-64"],
         "slices": 1,
         "command": ["lockstep", "sample"],
@@ -27,6 +30,7 @@ ALL = job(
     environment={"A": "b $(c)"},
     secret_names=["HF_TOKEN"],
     files=["sync.tar.gz", "constraints.txt"],
+    parts=2,
     requirement="/lockstep/files/x.whl[tpu]",
     retries=3,
     spot=True,
@@ -91,10 +95,43 @@ def test_what_another_try_cannot_cure_ends_the_job_set():
 
 def test_the_secret_and_the_files():
     assert base64.b64decode(secret(ALL, {"HF_TOKEN": "hf_x"})["data"]["HF_TOKEN"]) == b"hf_x"
-    assert base64.b64decode(config_map(ALL, {"a.txt": b"\x00"})["binaryData"]["a.txt"]) == b"\x00"
+    archive = bytes(range(256)) * 8192
+    maps = config_maps(ALL, archive)
+    assert [each["metadata"]["name"] for each in maps] == [f"my-job-files-0{index}" for index in range(3)]
+    data = {name: base64.b64decode(value) for each in maps for name, value in each["binaryData"].items()}
+    assert b"".join(data[name] for name in sorted(data)) == archive and max(map(len, data.values())) < 1 << 20
+    for each in (*maps, secret(ALL, {}), job_set(ALL), pod_template(ALL)):
+        assert each["metadata"]["labels"]["lockstep/job-id"] == ALL.id
     pod = job_set(ALL)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     assert pod["containers"][0]["envFrom"] == [{"secretRef": {"name": "my-job"}}]
-    assert {"name": "files", "configMap": {"name": "my-job"}} in pod["volumes"]
+    (parts,) = [each["projected"]["sources"] for each in pod["volumes"] if each["name"] == "parts"]
+    assert parts == [{"configMap": {"name": f"my-job-files-0{index}"}} for index in range(2)]
+
+
+def pod_template(given):
+    return job_set(given)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
+
+
+def test_a_container_is_privileged_only_where_that_is_asked_for():
+    container = pod_template(job())["spec"]["containers"][0]
+    assert container["securityContext"] == {"capabilities": {"add": ["SYS_RESOURCE"]}}
+    assert "ulimit -l 68719476736" in container["command"][2]
+    container = pod_template(job(privileged=True))["spec"]["containers"][0]
+    assert container["securityContext"] == {"privileged": True} and "ulimit" not in container["command"][2]
+
+
+def test_extras_are_one_word_of_the_script(tmp_path):
+    given = job(files=["x.whl"], parts=1, requirement="/lockstep/files/x.whl[tpu]'; touch pwned; '")
+    text = pod_script(given).replace("/lockstep/", f"{tmp_path}/")
+    (tmp_path / "python3").write_text('#!/bin/sh\nfor word; do echo "$word"; done\n')
+    (tmp_path / "python3").chmod(0o755)
+    for name in ("work", "files", "parts"):
+        (tmp_path / name).mkdir()
+    subprocess.run(["tar", "-cf", tmp_path / "parts/part-00", "-T", "/dev/null"], check=True)
+    words = [shutil.which("bash"), "-c", text, "lockstep", "echo", "ran"]
+    done = subprocess.run(words, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-2:] == [given.requirement.replace("/lockstep/", f"{tmp_path}/"), "ran"]
+    assert not list(tmp_path.rglob("pwned"))
 
 
 def test_what_kubernetes_would_replace_is_kept():

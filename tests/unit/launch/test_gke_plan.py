@@ -1,10 +1,14 @@
 """The command line of a job on GKE."""
 
+import random
+
 import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.launch import parse
+from lockstep.launch.gke_manifest import MAX_PARTS
 from lockstep.launch.gke_plan import GkePlan
+from lockstep.launch.setup_vm import ROOT
 
 
 def plan(*words, kind="v6e-16"):
@@ -33,9 +37,29 @@ def test_what_does_not_fit_together_is_refused(words, kind, text):
         plan(*words, kind=kind)
 
 
-def test_files_that_are_too_large_for_a_config_map_are_named(tmp_path, monkeypatch):
+def test_files_of_several_config_maps(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "big").write_bytes(bytes(range(256)) * 8192)
-    monkeypatch.setattr("lockstep.launch.gke_plan.MAX_FILES", 1000)
-    with pytest.raises(ConfigError, match=r"sync.tar.gz .*a ConfigMap may have 1,000. Leave data out of --sync"):
-        plan("--sync", "big").files()
+    (tmp_path / "big").write_bytes(random.Random(0).randbytes(2_500_000))
+    job, maps, said = plan("--sync", "big").with_files()
+    assert job.parts == len(maps) == 3 and said.startswith("3 ConfigMap(s) with sync.tar.gz 2,5")
+    (tmp_path / "big").write_bytes(random.Random(0).randbytes(20_000_000))
+    with pytest.raises(ConfigError, match=r"sync.tar.gz 20,.*its ConfigMaps may have 16,000,000. Leave data out of"):
+        plan("--sync", "big").with_files()
+
+
+def test_what_is_left_out_is_said(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "code").mkdir()
+    for name in (".env", "a.py"):
+        (tmp_path / "code" / name).write_text("x")
+    assert "leaves out what looks like keys or passwords: code/.env." in plan("--sync", "code").with_files()[2]
+
+
+@pytest.mark.slow
+def test_the_wheel_of_this_checkout_has_room_to_grow(monkeypatch, tmp_path):
+    """With the repository's own configurations and data it takes less than half of what there may be."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    options = ["--backend", "gke", "--tpu_type", "v6e-16", "--sync", "config", "--sync", "data", "--", "echo"]
+    job, _, said = GkePlan.of(parse(options)).with_files()
+    assert 1 <= job.parts <= MAX_PARTS // 2 and ".whl" in said and "sync.tar.gz" in said
