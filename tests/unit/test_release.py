@@ -88,6 +88,21 @@ def test_a_workflow_is_one_that_the_schema_allows(path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_what_a_workflow_runs_cannot_be_changed_elsewhere(path):
+    """A tag of an action can be moved, and a version of a package replaced: commits and hashes cannot."""
+    text = path.read_text(encoding="utf-8")
+    for line in re.findall(r"uses: *(.*)", text):
+        assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line), line
+    for line in re.findall(r"pip install (.*)", text):
+        assert "--require-hashes" in line and "--no-deps" in line, line
+    assert "--no-isolation" in text or "-m build" not in text  # isolated, it fetches setuptools
+    tools = (ROOT / ".github" / "release-tools.txt").read_text(encoding="utf-8")
+    named = [line for line in tools.splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r"[a-z0-9.-]+==[\w.]+ --hash=sha256:[0-9a-f]{64}", line) for line in named)
+    assert {"build", "setuptools", "twine"} <= {line.partition("==")[0] for line in named}
+
+
 def test_jobs_come_one_after_the_other(jobs):
     assert {name: job.get("needs") for name, job in jobs.items()} == {
         "build": None,

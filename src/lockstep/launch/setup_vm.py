@@ -21,7 +21,13 @@ from lockstep.launch.backend import LaunchError
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 """The checkout that this module is part of, if it is part of one."""
-UV_VERSION: Final = "0.13.5"
+UV_VERSION: Final = "0.13.9"
+UV_HASHES: Final = (
+    "d7f459fe4fd247d830351c75686d3996ace3c6f3f728eb0e85a30b7ada0cef19",  # x86_64
+    "5435c5ce14a56431208ca0996416d310f1598e8c2c8ba707688985a16bb82dbe",  # aarch64
+    "ecb6028d79dc96fbeafffe5c8af62a7099487ebc05a701e76714eebcffd06375",  # aarch64, newer glibc
+)
+"""SHA-256 of the wheels of this version for Linux machines."""
 PYTHON_VERSION: Final = "3.12"
 EXTRAS: Final = "tpu,gcs,wandb,parquet"
 """The optional dependencies of a run whose configuration names a bucket, W&B and a dataset of the Hugging Face hub."""
@@ -41,22 +47,24 @@ home="$base/versions/$version"
 say() { printf 'setup: %s\\n' "$*"; }
 
 if [ -e "$home/ready" ]; then say "$version is there already"; exit 0; fi
-mkdir -p "$base/versions" "$base/bin"
+mkdir -p "$base/versions"
 exec 9>"$base/setup.lock"
 if ! flock -w 1200 9; then say "another installation has held $base/setup.lock for 20 minutes"; exit 1; fi
 if [ -e "$home/ready" ]; then say "$version is there already"; exit 0; fi
 
 uv="$(command -v uv || true)"
-if [ -z "$uv" ] && [ -x "$base/bin/uv" ]; then uv="$base/bin/uv"; fi
 if [ -z "$uv" ]; then
   say "installing uv @UV_VERSION@"
-  if ! curl -LsSf --max-time 120 -o "$base/uv-install.sh" https://astral.sh/uv/@UV_VERSION@/install.sh; then
-    say "no way to the internet: give the network Cloud NAT, or the machines external addresses, or prepare an image"
-    say "with the package and pass --venv"
+  # By its hash: what runs next is the file that was looked at when the hash was written down, or nothing.
+  printf 'uv==@UV_VERSION@@HASHES@\\n' >uv.txt
+  if ! python3 -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps --only-binary :all: \\
+    --upgrade --target "$base/uv" -r uv.txt; then
+    say "uv could not be installed; pip says why above. Without a way to the internet, give the network Cloud NAT, or"
+    say "the machines external addresses, or prepare an image with the package and pass --venv. Without pip, install"
+    say "python3-pip or uv there."
     exit 1
   fi
-  UV_UNMANAGED_INSTALL="$base/bin" sh "$base/uv-install.sh"
-  uv="$base/bin/uv"
+  uv="$base/uv/bin/uv"
 fi
 
 say "installing $version"
@@ -169,6 +177,7 @@ def script(version: Version, wheel_name: str, extras: str) -> str:
         # A path that begins with ./ is a file to uv, whatever its name.
         "REQUIREMENT": shlex.quote(f"./{wheel_name}" + (f"[{extras}]" if extras else "")),
         "UV_VERSION": UV_VERSION,
+        "HASHES": "".join(f" --hash=sha256:{each}" for each in UV_HASHES),
         "PYTHON_VERSION": PYTHON_VERSION,
     }
     text = SCRIPT

@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,41 @@ def test_without_uv_pip_builds_it(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     command = setup_vm.build_command(Path("/s"), Path("/o"))
     assert command[:4] == [sys.executable, "-m", "pip", "wheel"] and command[-2:] == ["/o", "/s"]
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """The words that run the script on a machine with pip and without uv, and its environment."""
+    (tmp_path / "bin").mkdir()
+    for name in ("sh", "mkdir", "flock", "grep", "rm", "date", "mv", "cat"):
+        (tmp_path / "bin" / name).symlink_to(shutil.which(name))
+    (tmp_path / "bin" / "python3").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (tmp_path / "bin" / "python3").chmod(0o755)
+    text = setup_vm.script(setup_vm.Version(name="1", changed=False), "x-1-py3-none-any.whl", "")
+    environment = {"HOME": str(tmp_path), "PATH": str(tmp_path / "bin"), "PIP_NO_INDEX": "1"}
+    return ["sh", "-c", text], {**environment, "PIP_FIND_LINKS": str(tmp_path), "PIP_CONFIG_FILE": "/dev/null"}
+
+
+def test_an_installer_that_is_not_the_known_one_is_not_run(machine, tmp_path):
+    words, environment = machine
+    name = f"uv-{setup_vm.UV_VERSION}"
+    with zipfile.ZipFile(tmp_path / f"{name}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{name}.data/scripts/uv", f"#!/bin/sh\n: > {tmp_path}/pwned\n")
+        for file, content in (("METADATA", "Metadata-Version: 2.1\nName: uv\nVersion: " + name[3:]), ("WHEEL", WHEEL)):
+            wheel.writestr(f"{name}.dist-info/{file}", content + "\n")
+        wheel.writestr(f"{name}.dist-info/RECORD", "")
+    done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and "DO NOT MATCH THE HASHES" in done.stderr, done.stdout + done.stderr
+    assert "setup: uv could not be installed; pip says why above" in done.stdout
+    assert not (tmp_path / "pwned").exists() and not (tmp_path / ".lockstep/uv").exists()
+
+
+WHEEL = "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: false\nTag: py3-none-any"
+
+
+def test_the_version_of_uv_is_the_one_that_is_tested():
+    assert f"uv=={setup_vm.UV_VERSION}\n" in (setup_vm.ROOT / "constraints.txt").read_text(encoding="utf-8")
+    assert "astral.sh" not in setup_vm.SCRIPT and "curl" not in setup_vm.SCRIPT
 
 
 def test_the_script_is_one_that_shellcheck_accepts():
