@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -103,6 +104,16 @@ def test_an_audit_that_does_not_fit_is_refused() -> None:
     auditor.check_memory(2**30)
     with pytest.raises(CapacityError, match="the audit needs .* for sequences of 64 tokens; there are 90 B: hbm_util"):
         auditor.check_memory(100)
+
+
+def test_an_audit_needs_its_temporaries_its_output_and_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    auditor = Auditor(mesh_of("1,2,2"))
+    auditor.prepare(model_on("1,2,2"), mixed_requests())
+    memory = SimpleNamespace(temp_size_in_bytes=100, output_size_in_bytes=20, generated_code_size_in_bytes=3)
+    monkeypatch.setattr(Auditor, "programs", {"audit": SimpleNamespace(memory=lambda: memory)})
+    auditor.check_memory(137)  # of which it may use 0.9
+    with pytest.raises(CapacityError, match="the audit needs 123 B .* there are 122 B"):
+        auditor.check_memory(136)
 
 
 def test_nothing_sampled_nothing_to_compare() -> None:

@@ -4,6 +4,7 @@ import socket
 import threading
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from lockstep.errors import HostError
@@ -59,6 +60,22 @@ def test_the_time_out_of_one_wakes_those_that_would_wait_longer():
 def test_no_service_no_client():
     with pytest.raises(HostError, match=r"call lockstep.hosts.start\(\) first"):
         JaxClient()
+
+
+def test_a_key_that_cannot_be_looked_up_is_no_missing_key(monkeypatch):
+    answers = {"there": b"1", "missing": "NOT_FOUND: no key", "lost": "INTERNAL: the log is full"}
+
+    def look_up(key):
+        if isinstance(answers[key], str):
+            raise jax.errors.JaxRuntimeError(answers[key])
+        return answers[key]
+
+    service = SimpleNamespace(key_value_try_get_bytes=look_up)
+    monkeypatch.setattr(_client, "global_state", SimpleNamespace(client=service, process_id=0, num_processes=2))
+    client = JaxClient()
+    assert client.peek("there") == b"1" and client.peek("missing") is None
+    with pytest.raises(HostError, match="failed at 'lost'.* The service says: INTERNAL: the log is full"):
+        client.peek("lost")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lockstep.errors import LaunchMismatchError
-from lockstep.hosts import leader_only
+from lockstep.hosts import leader_only, try_leader_only
 
 X = np.arange(4.0)
 
@@ -53,6 +53,12 @@ def test_reading_and_numpy_are_allowed():
     with leader_only():
         assert np.asarray(x).sum() == 6.0
         assert np.asarray(jax.device_put(X)).sum() == 6.0
+
+
+def test_whether_it_succeeded_is_returned_and_a_failure_goes_no_further(caplog):
+    assert try_leader_only("writing", lambda: None, "training goes on") and not caplog.text
+    assert not try_leader_only("writing", lambda: 1 / 0, "training goes on")
+    assert "writing failed on the leader; training goes on: ZeroDivisionError: division by zero" in caplog.text
 
 
 def test_other_errors_pass():

@@ -63,6 +63,13 @@ def test_start_refuses(monkeypatch, config, env, text):
         start(DistributedConfig(**config))
 
 
+def test_it_is_too_late_to_join_once_jax_was_used():
+    jax.devices()
+    config = DistributedConfig(coordinator_address="127.0.0.1:1", num_processes=2, process_id=1)
+    with pytest.raises(ConfigError, match="process 1 of 2 has used JAX before .* Call start"):
+        start(config)
+
+
 @pytest.fixture
 def four_chips(monkeypatch, tmp_path):
     """A machine with four v5p chips, as the system lists them, on which JAX came up on the CPU by itself."""

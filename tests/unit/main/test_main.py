@@ -53,6 +53,12 @@ def test_simpo_on_a_pod_is_what_was_promised():
     assert config.trainer.microbatches(Pod()) == 4
 
 
+@pytest.mark.parametrize("path", [path for path in CONFIGS if path.stem.startswith("grpo")], ids=lambda path: path.stem)
+def test_samples_of_solutions_may_be_as_long_as_in_training(path):
+    config = parse_arguments(TrainGrpoConfig, ["--config_path", str(path)])
+    assert config.inference_eval.max_new_tokens == config.rollout.max_new_tokens
+
+
 SAMPLER = ROOT / "config" / "sampler"
 
 

@@ -308,3 +308,13 @@ def test_a_launch_prefills_the_prompts_of_no_more_sequences_than_allowed(cap, la
         used = batch.page[0] > 0
         seen.append(set(batch.tokens[0][used][:, 0].tolist()))
     assert seen == launches
+
+
+def test_the_stop_rate_is_of_the_answers_that_stopped() -> None:
+    """It decides how long launches are while others wait; an answer that reached its length did not stop."""
+    stopping, whole = request(0, 1, 8), request(1, 1, 4)
+    tokens, _ = answer_alone(stopping, 0)
+    stopping = request(0, 1, 8, stop_token_ids=(tokens[0],))
+    scheduler = Scheduler(capacity_of(steps=4), [stopping, whole])
+    play(scheduler)
+    assert scheduler._stop_rate == (1 + 1) / (1 + 4 + 4)

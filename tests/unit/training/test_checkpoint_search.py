@@ -50,6 +50,11 @@ def test_where_all_are_damaged_the_run_does_not_begin_anew(search):
     assert search.directory.steps() == [2, 4, 6]
 
 
+def test_must_needs_one(tmp_path):
+    with pytest.raises(ConfigError, match=f"must, but there is no checkpoint in {tmp_path}. Check trainer.run_id"):
+        CheckpointSearch(CheckpointDirectory(str(tmp_path))).run("must")
+
+
 def test_must_is_the_newest(search):
     damage(search, 6)
     with pytest.raises(ConfigError, match=r"trainer.resume is must:\n.*\n.*use resume: auto to go on from step 4"):

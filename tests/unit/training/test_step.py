@@ -8,7 +8,15 @@ from jax.sharding import PartitionSpec
 
 from lockstep.errors import ConfigError
 from lockstep.placement import make_mesh
-from lockstep.training import OptimizerConfig, batch_structs, parameter_shardings, parse_precision, state_structs
+from lockstep.training import (
+    OptimizerConfig,
+    TrainStep,
+    batch_structs,
+    lm_loss,
+    parameter_shardings,
+    parse_precision,
+    state_structs,
+)
 from tests.unit.training.bigrams import Bigrams
 
 
@@ -49,3 +57,15 @@ def test_shapes_of_a_state_are_in_the_parameter_type_with_the_optimizers_beside_
         assert leaf.sharding == sharding
     moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.shape == state.model.embed.array.shape]
     assert moments and all(leaf.sharding == state.model.embed.array.sharding for leaf in moments)
+
+
+def test_the_memory_of_the_state_before_is_that_of_the_state_after():
+    mesh, optimizer, precision = make_mesh("1,2,2"), OptimizerConfig().build(3), parse_precision("f32")
+    state, shardings = state_structs(Bigrams.init, optimizer, mesh, precision)
+    step = TrainStep(
+        loss_fn=lm_loss, optimizer=optimizer, schedule=None, mesh=mesh, shardings=shardings, precision=precision,
+        microbatches=1,
+    )  # fmt: skip
+    row = {name: jax.ShapeDtypeStruct((9,), dtype) for name, dtype in (("tokens", np.int32), ("loss_mask", np.bool_))}
+    text = step.lower(state, batch_structs(row, 8, mesh)).as_text()
+    assert text.count("jax.buffer_donor") + text.count("tf.aliasing_output") == len(jax.tree.leaves(state))

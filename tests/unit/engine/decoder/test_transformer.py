@@ -6,9 +6,12 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from lockstep.engine import Engine, EngineConfig
+from lockstep.engine.decoder.transformer import xielu
 from lockstep.types import Completion, FinishReason
 from tests.oracle import Expected, assert_same_logprobs, assert_same_tokens, oracle_completions
 from tests.unit.engine.models import FAMILIES, LLAMA, VOCAB, mesh_of, mixed_requests, model_on, request
@@ -137,6 +140,14 @@ def test_what_is_compared_has_both_endings_and_many_lengths() -> None:
         want = expected(family, VOCAB)
         assert {e.finish_reason for e in want} == {FinishReason.STOP, FinishReason.LENGTH}, family
         assert len({e.tokens for e in want}) >= 8, family  # of 10; the greedy generations of a prompt are equal
+
+
+def test_xielu_is_the_formula_of_the_paper() -> None:
+    """Its integral of two pieces, of which each learns its curvature."""
+    x, p, n, beta, eps = (jnp.float32(each) for each in ([-3.0, -0.5, 0.0, 0.5, 3.0], 0.3, -0.2, 0.5, -1e-6))
+    up, down = np.log1p(np.exp(p)), beta + np.log1p(np.exp(n))
+    want = np.where(x > 0, up * x**2 + beta * x, down * (np.exp(x) - 1 - x) + beta * x)
+    np.testing.assert_allclose(xielu(x, p, n, beta, eps), want, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.slow

@@ -75,3 +75,15 @@ def test_what_moves_and_what_is_gathered_at_a_time() -> None:
     assert alone._gathered_outer == alone._gathered_at_once == 2000
     layers = MemoryModel(dataclasses.replace(alone.model, gathered=(q, down)))
     assert (layers._gathered_outer, layers._gathered_at_once) == (0, 2 * (120 + 400))
+
+
+def test_where_weights_of_8_bits_are_widened_every_program_has_a_layer_of_them_more() -> None:
+    config = EngineConfig(weight_dtype="int8")
+    sizes = Chooser(config=config, models=models_on(config), free=2**40).choose([request(0, 20, 30)]).sizes
+    sizes = dataclasses.replace(sizes, prompt_logprobs=1, draft_tokens=4)
+    model = models_on(config)[{"tensor": 1}]
+    found = MemoryModel(model).temporaries(sizes)
+    plain = MemoryModel(dataclasses.replace(model, quantized_dtype=None)).temporaries(sizes)
+    assert set(found) == {"prefill", "prompt_logprobs", "decode", "verify"}
+    (more,) = {found[name] - plain[name] for name in found}
+    assert more > 0

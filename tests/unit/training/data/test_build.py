@@ -2,6 +2,7 @@
 
 import io
 import logging
+import os
 import time
 
 import pytest
@@ -75,10 +76,14 @@ def test_what_fails_on_one_host_fails_on_all_and_the_next_start_goes_on(config, 
     assert texts[0] == texts[1]
     complete = len(list((tmp_path / "cache").glob("*/chunk-*.json")))
     assert complete >= 3 and not list((tmp_path / "cache").glob("*/metadata.json"))
+    (cache,) = {path.parent for path in (tmp_path / "cache").glob("*/chunk-*.json")}
+    (cache / "chunk-00009.rows.ab.tmp").touch()
+    os.utime(cache / "chunk-00009.rows.ab.tmp", (0, 0))
     oracle = load_alone(with_cache(config, tmp_path / "other"), whole := Counting())
     rest = [Counting() for _ in range(2)]
     assert run_threads(load, 2, config, rest) == [oracle] * 2
     assert sum(one.calls for one in rest) == whole.calls - complete
+    assert not list(cache.glob("*.tmp"))
 
 
 def test_a_slow_host_is_waited_for(config):

@@ -7,6 +7,7 @@ import pytest
 from lockstep.errors import ConfigError
 from lockstep.training import LmDataConfig, PreferenceDataConfig
 from lockstep.training.data import sources
+from lockstep.training.data.records import read_piece
 from tests.unit.training.data.characters import Tokenizer, columns, preference, write
 
 
@@ -93,6 +94,13 @@ def test_rows_of_tables_are_named_by_their_numbers(tmp_path, monkeypatch, make):
     row = {"as_parquet": r"x.parquet:34", "as_dataset": r"data-00001-of-00002.arrow:14"}[make]
     with pytest.raises(ConfigError, match=f"{row} has a prompt that cannot be used"):
         config.load(Tokenizer(), 16, 0)
+
+
+def test_of_a_table_as_much_was_read_as_its_share_of_the_rows(tmp_path):
+    (file,) = sources.list_files(str(as_parquet(tmp_path)), "data")
+    for parts in (1, 2):
+        read = [n_bytes for part in range(parts) for *_, n_bytes, _ in [list(read_piece(file, part, parts, ()))[-1]]]
+        assert sum(read) == pytest.approx(file.size, rel=0.1)
 
 
 def test_missing_files_and_no_files(tmp_path):

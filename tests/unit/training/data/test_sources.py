@@ -26,6 +26,8 @@ def test_a_small_file_is_known_by_its_content_alone(tmp_path):
 
 def test_a_large_file_is_known_by_its_ends_and_the_time(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "WHOLE_BYTES", 5)
+    (tmp_path / "a.jsonl").write_text("12345")
+    assert one(tmp_path / "a.jsonl").changed == ""
     (tmp_path / "a.jsonl").write_text("123456789")
     before = one(tmp_path / "a.jsonl")
     os.utime(tmp_path / "a.jsonl", (1, 1))

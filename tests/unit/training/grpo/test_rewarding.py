@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from lockstep.errors import ConfigError
+from lockstep.hosts import Hosts, MemoryClient
 from lockstep.training.grpo.rewarding import Rewarder
 from lockstep.training.grpo.rewards import FunctionReward, LengthReward
 from tests.multiprocess.harness import run_threads
@@ -89,6 +90,17 @@ def test_what_decides_whether_answers_are_equally_right(filter_by, expected):
         np.testing.assert_allclose(found.judged, expected)
     (alone,) = run_threads(judged, 1, [LengthReward(weight=-0.5)], None)
     assert alone.judged is None, "nothing but shaping: the totals decide"
+
+
+def test_a_component_that_fails_is_in_the_log_once(caplog):
+    hosts = Hosts(MemoryClient.hub(1)[0])
+    rewarder = Rewarder([FunctionReward(function=f"{__name__}:even")], max_new_tokens=10, workers=1, timeout_s=20.0)
+    for _ in range(2):
+        scoring = rewarder.begin()
+        scoring.submit(0, row("", num_tokens=4), prompt())
+        with hosts.scope("rollout") as scope:
+            assert rewarder.finish(scope, scoring, 1).failed == {"even": 1}
+    assert caplog.text.count("reward even failed on process 0") == 1
 
 
 def test_an_answer_without_a_reward_can_drop_its_group_on_every_host(caplog):

@@ -20,6 +20,7 @@ def test_every_answer_has_every_component():
     scoring = Scoring({"sync": lambda answer, question: answer.num_tokens / 2, "async": waits}, workers=3)
     for number in range(20):
         scoring.submit(number, row("", num_tokens=number), prompt())
+    assert all(thread.daemon for thread in scoring._threads), "a process that ends would wait for one that hangs"
     assert scoring.finish(30) == {number: {"sync": number / 2, "async": float(number)} for number in range(20)}
 
 
