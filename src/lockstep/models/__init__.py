@@ -1,5 +1,6 @@
 """Language models: their configurations, the trainable model, what the decoder reads, Hugging Face in and out."""
 
+from lockstep.models import block
 from lockstep.models.check_reader import ReaderCheck, ReaderMismatchError, check_reader
 from lockstep.models.config import (
     Llama3Scaling,
@@ -76,6 +77,7 @@ __all__ = [
     "UnreadableModelError",
     "Variant",
     "as_trainable",
+    "block",
     "check_all_read",
     "check_reader",
     "config_from_hf",

@@ -1,7 +1,7 @@
 """A forward pass whose settings are numbers that it is given: one compiled program tries any of them on a model.
 
-`lockstep.models.check_reader` finds with it which setting or weight a reader has wrong. `LlamaLMHeadModel` computes the
-same with the settings of a `LlamaConfig`, to be trained; so does the engine, to decode.
+`lockstep.models.check_reader` finds with it which setting or weight a reader has wrong. Its attention, in float32, is
+its own; the rest is that of `lockstep.models.block`.
 """
 
 import dataclasses
@@ -13,11 +13,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from lockstep.attention import NO_WINDOW
+from lockstep.models import block
 from lockstep.models.config import LlamaConfig, rotary_frequencies
 from lockstep.models.layer_kinds import layer_kinds
 from lockstep.models.weights import DecoderWeights, LayerWeights
 
-ACTIVATIONS: Final = ("silu", "gelu", "gelu_tanh", "relu")
+ACTIVATIONS: Final = tuple(block.ACTIVATIONS)
 PAIRS: Final = (
     ("gate", "up"),
     ("k", "v"),
@@ -109,21 +110,21 @@ def adjustable_logits(
     weights = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), weights)
     layers: LayerWeights = jax.tree.map(lambda leaf: leaf[settings.layers], weights.layers)
     layers = _swapped(layers, settings.swapped)
-    x = settings.embed_scale * weights.embed[ids]
-    x = _norm(x, weights.embed_norm, settings)
+
+    def norm(x: Array, weight: Array | None) -> Array:
+        return block.rms_norm(x, weight, settings.epsilon, offset=settings.norm_offset)
 
     def layer(x: Array, inputs: Any) -> tuple[Array, None]:
         w, frequencies, window = inputs
-        attended = _attend(config, w, _norm(x, w.attn_norm, settings), frequencies, window, settings)
-        x = x + _norm(attended, w.attn_post_norm, settings)
-        out = _mlp(w, _norm(x, w.mlp_norm, settings), settings)
-        return x + _norm(out, w.mlp_post_norm, settings), None
+        inner = _Layer(config, w, frequencies, window, settings)
+        return block.layer(x, inner.attend, inner.mlp, norm, w), None
 
+    x = norm(settings.embed_scale * weights.embed[ids], weights.embed_norm)
     x, _ = jax.lax.scan(layer, x, (layers, settings.frequencies, settings.window))
     head = weights.embed.T
     if weights.lm_head is not None:
         head = jnp.where(settings.tied, head, weights.lm_head)
-    return _capped(_norm(x, weights.final_norm, settings) @ head, settings.logit_cap)
+    return _capped(norm(x, weights.final_norm) @ head, settings.logit_cap)
 
 
 def _swapped(layers: LayerWeights, swapped: Array) -> LayerWeights:
@@ -136,75 +137,69 @@ def _swapped(layers: LayerWeights, swapped: Array) -> LayerWeights:
     return layers
 
 
-def _norm(x: Array, weight: Array | None, settings: Settings) -> Array:
-    """RMSNorm over as many last axes as the weight has."""
-    if weight is None:
-        return x
-    axes = tuple(range(-weight.ndim, 0))
-    mean = jnp.mean(jnp.square(x), axis=axes, keepdims=True)
-    return x * jax.lax.rsqrt(mean + settings.epsilon) * (weight + settings.norm_offset)
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """The attention and MLP of one layer."""
 
+    config: LlamaConfig
+    w: Any
+    frequencies: Array
+    window: Array
+    settings: Settings
 
-def _attend(config: LlamaConfig, w: Any, x: Array, frequencies: Array, window: Array, settings: Settings) -> Array:
-    batch, length, embed = x.shape
-    kv, group, head = config.num_kv_heads, config.q_heads_per_group, config.head_size
+    def attend(self, x: Array) -> Array:
+        batch, length, _ = x.shape
+        config, settings, w = self.config, self.settings, self.w
+        kv, group, head = config.num_kv_heads, config.q_heads_per_group, config.head_size
 
-    def flat(name: str) -> Array:
-        """``[inputs, outputs]``, transposed where the settings say so."""
-        weight = getattr(w, name)
+        def project(name: str, heads: int) -> Array:
+            out = (x @ self._flat(name)).reshape(batch, length, heads, head)
+            bias = getattr(w, f"{name}_bias")
+            return out if bias is None else out + bias.reshape(heads, head)
+
+        def norm(x: Array, weight: Array | None, shape: tuple[int, ...]) -> Array:
+            weight = None if weight is None else weight.reshape(shape)
+            return block.rms_norm(x, weight, settings.epsilon, offset=settings.norm_offset)
+
+        q, k, v = project("q", kv * group)[:, :, settings.heads], project("k", kv), project("v", kv)
+        q, k = norm(q, w.q_norm, (head,)), norm(k, w.k_norm, (head,))
+        q, k = norm(q, w.q_wide_norm, (kv * group, head)), norm(k, w.k_wide_norm, (kv, head))
+        position = jnp.arange(length)
+        angles = block.rope_angles(position, [self.frequencies])[:, None]
+        q, k = (self._rotated(each, jnp.cos(angles), jnp.sin(angles)) for each in (q, k))
+        q = q.reshape(batch, length, kv, group, head)
+        scores = jnp.einsum("btkgh,bskh->bkgts", q, k) * settings.attention_scale
+        scores = _capped(scores, settings.attention_cap)
+        distance = position[:, None] - position
+        scores = jnp.where((distance >= 0) & (distance < self.window), scores, -jnp.inf)
+        out = jnp.einsum("bkgts,bskh->btkgh", jax.nn.softmax(scores), v).reshape(batch, length, kv * group, head)
+        # The output layer has its heads in the order in which the projection of queries has them.
+        out = jnp.zeros_like(out).at[:, :, settings.heads].set(out)
+        return out.reshape(batch, length, -1) @ self._flat("o")
+
+    def mlp(self, x: Array) -> Array:
+        w, up = self.w, x @ self.w.up
+        if w.gate is None:
+            inner = block.xielu(up, w.xielu_p, w.xielu_n, w.xielu_beta, w.xielu_eps)
+        else:
+            functions = list(block.ACTIVATIONS.values())
+            inner = jax.lax.switch(self.settings.activation, functions, x @ w.gate) * up
+        out: Array = inner @ w.down
+        return out
+
+    def _flat(self, name: str) -> Array:
+        """Returns a weight as ``[inputs, outputs]``, transposed where the settings say so."""
+        weight, embed = getattr(self.w, name), self.config.hidden_dim
         weight = weight.reshape(embed, -1) if name != "o" else weight.reshape(-1, embed)
         square = weight.shape[0] == weight.shape[1]
-        return jnp.where(settings.transposed[SQUARE.index(name)], weight.T, weight) if square else weight
+        return jnp.where(self.settings.transposed[SQUARE.index(name)], weight.T, weight) if square else weight
 
-    def project(name: str, heads: int) -> Array:
-        out = (x @ flat(name)).reshape(batch, length, heads, head)
-        bias = getattr(w, f"{name}_bias")
-        return out if bias is None else out + bias.reshape(heads, head)
-
-    q, k, v = project("q", kv * group)[:, :, settings.heads], project("k", kv), project("v", kv)
-    q, k = _norm(q, w.q_norm, settings), _norm(k, w.k_norm, settings)
-    if w.q_wide_norm is not None:
-        q = _norm(q, w.q_wide_norm.reshape(kv * group, head), settings)
-        k = _norm(k, w.k_wide_norm.reshape(kv, head), settings)
-    position = jnp.arange(length)
-    angles = position[:, None].astype(jnp.float32) * frequencies
-    q, k = (_rotated(each, angles, settings.interleaved) for each in (q, k))
-    q = q.reshape(batch, length, kv, group, head)
-    scores = jnp.einsum("btkgh,bskh->bkgts", q, k) * settings.attention_scale
-    scores = _capped(scores, settings.attention_cap)
-    distance = position[:, None] - position
-    scores = jnp.where((distance >= 0) & (distance < window), scores, -jnp.inf)
-    out = jnp.einsum("bkgts,bskh->btkgh", jax.nn.softmax(scores), v).reshape(batch, length, kv * group, head)
-    # The output layer has its heads in the order in which the projection of queries has them.
-    out = jnp.zeros_like(out).at[:, :, settings.heads].set(out)
-    return out.reshape(batch, length, -1) @ flat("o")
-
-
-def _rotated(x: Array, angles: Array, interleaved: Array) -> Array:
-    cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
-
-    def rotate(first: Array, second: Array) -> tuple[Array, Array]:
-        return first * cos - second * sin, second * cos + first * sin
-
-    halves = jnp.concatenate(rotate(*jnp.split(x, 2, axis=-1)), axis=-1)
-    pairs = jnp.stack(rotate(x[..., 0::2], x[..., 1::2]), axis=-1).reshape(x.shape)
-    return jnp.where(interleaved, pairs, halves)
-
-
-def _mlp(w: Any, x: Array, settings: Settings) -> Array:
-    inner = x @ w.up
-    if w.gate is not None:
-        functions = [jax.nn.silu, lambda a: jax.nn.gelu(a, approximate=False), jax.nn.gelu, jax.nn.relu]
-        inner = jax.lax.switch(settings.activation, functions, x @ w.gate) * inner
-    else:
-        beta, eps = w.xielu_beta, w.xielu_eps
-        p, n = jax.nn.softplus(w.xielu_p), beta + jax.nn.softplus(w.xielu_n)
-        negative = (jnp.expm1(jnp.minimum(inner, eps)) - inner) * n + beta * inner
-        inner = jnp.where(inner > 0, p * inner * inner + beta * inner, negative)
-    out: Array = inner @ w.down
-    return out
+    def _rotated(self, x: Array, cos: Array, sin: Array) -> Array:
+        halves = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)  # of pairs of neighbours
+        pairs = jnp.stack(jnp.split(block.rotate(halves, cos, sin), 2, axis=-1), axis=-1).reshape(x.shape)
+        return jnp.where(self.settings.interleaved, pairs, block.rotate(x, cos, sin))
 
 
 def _capped(x: Array, cap: Array) -> Array:
-    """The soft cap of scores, where it is not 0."""
-    return jnp.where(cap > 0, cap * jnp.tanh(x / jnp.where(cap > 0, cap, 1.0)), x)
+    """Returns scores with the soft cap that is an array, 0 for none."""
+    return jnp.where(cap > 0, block.soft_cap(x, jnp.where(cap > 0, cap, 1.0)), x)

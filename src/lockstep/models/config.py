@@ -163,6 +163,11 @@ class Variant:
                 )
 
     @property
+    def norm_offset(self) -> float:
+        """The number that RMSNorm adds to its weight."""
+        return 1.0 if self.norm_plus_one else 0.0
+
+    @property
     def gated(self) -> bool:
         """Whether the MLP has a gate."""
         return self.activation != "xielu"

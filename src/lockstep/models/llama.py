@@ -2,12 +2,10 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Self
 
 import equinox as eqx
 import haliax as hax
-import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
@@ -17,6 +15,7 @@ from jaxtyping import Array
 
 from lockstep.attention import CausalAttention, self_attention
 from lockstep.errors import ConfigError
+from lockstep.models import block
 from lockstep.models.config import LlamaConfig
 from lockstep.models.layer_kinds import distinct, layer_kinds
 from lockstep.models.low_rank import Weight, linear
@@ -50,7 +49,7 @@ class LlamaAxes:
 
 
 def rms_norm(x: NamedArray, weight: NamedArray | None, config: LlamaConfig) -> NamedArray:
-    """Applies RMSNorm (Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467, eq. 4), the mean square in float32.
+    """Applies RMSNorm to named axes.
 
     Args:
         x: The input; it has the axes of ``weight`` and any others.
@@ -62,11 +61,10 @@ def rms_norm(x: NamedArray, weight: NamedArray | None, config: LlamaConfig) -> N
     """
     if weight is None:
         return x
-    wide = x.astype(jnp.float32)
-    wide = wide * hax.rsqrt(hax.mean(hax.square(wide), weight.axes) + config.layer_norm_epsilon)
-    if config.variant.norm_plus_one:
-        return (wide * (1.0 + weight.astype(jnp.float32))).rearrange(x.axes).astype(x.dtype)
-    return wide.astype(x.dtype) * weight
+    axes = (*(axis for axis in x.axes if axis not in weight.axes), *weight.axes)
+    array = x.rearrange(axes).array
+    normed = block.rms_norm(array, weight.array, config.layer_norm_epsilon, offset=config.variant.norm_offset)
+    return hax.named(normed, axes).rearrange(x.axes)
 
 
 class LlamaAttention(eqx.Module):
@@ -130,8 +128,7 @@ class LlamaAttention(eqx.Module):
         q, k = rms_norm(q, self.q_wide_norm, self.config), rms_norm(k, self.k_wide_norm, self.config)
         angles = angles if layer_kind is None else angles["layer_kind", layer_kind]
         q, k = rotate(q, angles, ax.HeadSize), rotate(k, angles, ax.HeadSize)
-        if variant.attention_scale is not None:  # where the decoder rounds it
-            q = q * jnp.asarray(variant.attention_scale * ax.HeadSize.size**0.5, q.dtype)
+        q = hax.named(block.scale_queries(q.array, variant.attention_scale), q.axes)
         q, k, v = (hax.auto_sharded(each) for each in (q, k, v))
         attended = self._attend(q, k, v, segment_ids, layer_kind)
         return linear(attended, self.o, (ax.KVHead, ax.Group, ax.HeadSize)).rearrange(x.axes)
@@ -214,19 +211,12 @@ class LlamaMlp(eqx.Module):
 
     def __call__(self, x: NamedArray) -> NamedArray:
         """Maps ``[batch, position, embed]`` to the same axes."""
-        inner = linear(x, self.up, "embed")
-        if self.gate is not None:
-            inner = ACTIVATIONS[self.config.variant.activation](linear(x, self.gate, "embed")) * inner
-        else:
-            inner = self._xielu(inner)
+        up = linear(x, self.up, "embed")
+        gate = None if self.gate is None else linear(x, self.gate, "embed").rearrange(up.axes).array
+        scalars = (self.xielu_p, self.xielu_n, self.xielu_beta, self.xielu_eps)
+        xielu = tuple(each.array for each in scalars if each is not None)
+        inner = hax.named(block.hidden(self.config.variant.activation, up.array, gate, xielu), up.axes)
         return linear(hax.auto_sharded(inner), self.down, "mlp").rearrange(x.axes)
-
-    def _xielu(self, x: NamedArray) -> NamedArray:
-        """Applies xIELU, the activation of Apertus (Huang & Schlag 2024, https://arxiv.org/abs/2411.13010)."""
-        beta, eps = self.xielu_beta, self.xielu_eps
-        p, n = hnn.softplus(self.xielu_p), beta + hnn.softplus(self.xielu_n)
-        negative = (hax.expm1(hax.minimum(x, eps)) - x) * n + beta * x
-        return hax.where(x > 0, p * x * x + beta * x, negative).rearrange(x.axes).astype(x.dtype)
 
 
 class LlamaLayer(eqx.Module):
@@ -262,13 +252,15 @@ class LlamaLayer(eqx.Module):
         layer_kind: NamedArray | None = None,
     ) -> NamedArray:
         """Maps ``[batch, position, embed]`` to the same axes; `LlamaAttention` has the other arguments."""
-        config = self.attention.config
         # With the stream sharded by the batch axes XLA gathers weights (FSDP) rather than split activations by embed.
-        x = hax.auto_sharded(x)
-        attended = self.attention(rms_norm(x, self.attn_norm, config), angles, segment_ids, layer_kind)
-        x = hax.auto_sharded(x + rms_norm(attended, self.attn_post_norm, config))
-        out = self.mlp(rms_norm(x, self.mlp_norm, config))
-        return hax.auto_sharded(x + rms_norm(out, self.mlp_post_norm, config))
+        return block.layer(
+            x,
+            lambda h: self.attention(h, angles, segment_ids, layer_kind),
+            self.mlp,
+            lambda h, weight: rms_norm(h, weight, self.attention.config),
+            self,
+            hax.auto_sharded,
+        )
 
 
 class LlamaLMHeadModel(eqx.Module):
@@ -340,8 +332,7 @@ class LlamaLMHeadModel(eqx.Module):
         layer_kind = None if len(kinds) == 1 else hax.named(jnp.asarray(which), "layer")
         # A table sharded by embed would leave the stream sharded by embed, and XLA would replicate it.
         x = hax.auto_sharded(self.embed.take("vocab", input_ids))
-        if config.variant.embed_scale is not None:
-            x = x * jnp.asarray(config.variant.embed_scale, x.dtype)
+        x = hax.named(block.scale_embedding(x.array, config.variant.embed_scale), x.axes)
         x = self.layers.fold(rms_norm(x, self.embed_norm, config), angles, segment_ids, layer_kind)
         return rms_norm(x, self.final_norm, config)
 
@@ -375,25 +366,12 @@ class LlamaLMHeadModel(eqx.Module):
             activations: The hidden states that `activations` returns, or some of their positions.
         """
         logits = float32_logits(activations, self.lm_head_array())
-        return hax.auto_sharded(_soft_cap(logits, self.logit_soft_cap))
-
-
-ACTIVATIONS: dict[str, Callable[[NamedArray], NamedArray]] = {
-    "silu": hnn.silu,
-    "gelu": functools.partial(hnn.gelu, approximate=False),
-    "gelu_tanh": functools.partial(hnn.gelu, approximate=True),
-    "relu": hnn.relu,
-}
-"""The activation of the gated MLP by `Variant.activation`."""
+        return hax.auto_sharded(hax.named(block.soft_cap(logits.array, self.logit_soft_cap), logits.axes))
 
 
 def _neutral(config: LlamaConfig, *axes: Axis) -> NamedArray:
     """Returns the weight of a norm that multiplies by 1."""
     return hax.zeros(axes) if config.variant.norm_plus_one else hax.ones(axes)
-
-
-def _soft_cap(x: NamedArray, cap: float | None) -> NamedArray:
-    return x if cap is None else cap * hax.tanh(x / cap)
 
 
 def _add(x: NamedArray, bias: NamedArray | None) -> NamedArray:

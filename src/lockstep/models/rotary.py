@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jaxtyping import Array, Int
 
+from lockstep.models import block
 from lockstep.models.config import LlamaConfig, rotary_frequencies
 from lockstep.models.layer_kinds import distinct, layer_kinds
 
@@ -24,16 +25,12 @@ def rotary_angles(config: LlamaConfig, Position: Axis, segment_ids: NamedArray |
     """
     positions = hax.arange(Position) if segment_ids is None else _positions(segment_ids, Position)
     kinds, _ = distinct(layer_kinds(config))
-
-    def angles(frequencies: jax.Array) -> NamedArray:
-        return positions.astype(jnp.float32) * hax.named(frequencies, "half_head").broadcast_axis(positions.axes)
-
-    each = [angles(jnp.asarray(rotary_frequencies(config, kind.rope))) for kind in kinds]
-    return each[0] if len(kinds) == 1 else hax.stack("layer_kind", each)
+    angles = block.rope_angles(positions.array, [rotary_frequencies(config, kind.rope) for kind in kinds])
+    return hax.named(angles, (*(["layer_kind"] if len(kinds) > 1 else []), *positions.axes, "half_head"))
 
 
 def rotate(x: NamedArray, angles: NamedArray, HeadSize: Axis) -> NamedArray:
-    """Applies rotary embeddings (https://arxiv.org/abs/2104.09864), half-split as in Hugging Face's ``rotate_half``.
+    """Applies rotary embeddings to named axes.
 
     Args:
         x: The heads ``[..., position, ..., head_size]``.
@@ -43,13 +40,11 @@ def rotate(x: NamedArray, angles: NamedArray, HeadSize: Axis) -> NamedArray:
     Returns:
         The rotated heads, with the axes and dtype of ``x``.
     """
-    half = angles.resolve_axis("half_head").size
-    cos, sin = hax.cos(angles), hax.sin(angles)
-    wide = x.astype(jnp.float32)
-    first = wide[HeadSize, :half].rename({HeadSize.name: "half_head"})
-    second = wide[HeadSize, half:].rename({HeadSize.name: "half_head"})
-    rotated = hax.concatenate("half_head", [first * cos - second * sin, second * cos + first * sin])
-    return rotated.rename({"half_head": HeadSize.name}).rearrange(x.axes).astype(x.dtype)
+    axes = (*(axis for axis in x.axes if axis != HeadSize), HeadSize)
+    given = [axis for axis in axes if axis in angles.axes]
+    spread = angles.rearrange((*given, "half_head")).array
+    spread = spread.reshape([axis.size if axis in given else 1 for axis in axes[:-1]] + [-1])
+    return hax.named(block.rotate(x.rearrange(axes).array, jnp.cos(spread), jnp.sin(spread)), axes).rearrange(x.axes)
 
 
 def _positions(segment_ids: NamedArray, Position: Axis) -> NamedArray:

@@ -1,7 +1,6 @@
 """The Llama-family transformer over a paged KV cache, as one device of a replica runs it inside ``shard_map``."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from lockstep.attention import Heads, ScoreModifier
-from lockstep.models import DecoderWeights, LayerWeights, LlamaConfig, distinct, layer_kinds, rotary_frequencies
+from lockstep.models import DecoderWeights, LayerWeights, LlamaConfig, block, distinct, layer_kinds, rotary_frequencies
 from lockstep.placement import DecodeMesh, LayoutTree, QuantizedWeight, drop_layers, matmul, read, read_outer
 
 type Write[Cache] = Callable[[Cache, Array, Array], Cache]
@@ -58,14 +57,14 @@ class Transformer:
 
     def embed(self, weights: DecoderWeights, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch embed"]:
         """Looks up rows of the embedding, whose vocabulary is split over the devices of a replica."""
-        table, scale = weights.embed, self.config.variant.embed_scale
+        table = weights.embed
         if self.decode_mesh.tensor == 1:
             x = table[tokens]
         else:
             local = tokens - jax.lax.axis_index(self.decode_mesh.tensor_axes) * table.shape[0]
             is_local = (local >= 0) & (local < table.shape[0])
             x = self._sum(jnp.where(is_local[..., None], table[jnp.where(is_local, local, 0)], 0))
-        return self._norm(x if scale is None else x * jnp.asarray(scale, x.dtype), weights.embed_norm)
+        return self._norm(block.scale_embedding(x, self.config.variant.embed_scale), weights.embed_norm)
 
     def logits(self, weights: DecoderWeights, x: Float[Array, "slot embed"]) -> Float[Array, "slot local_vocab"]:
         """Returns float32 logits of this device's part of the vocabulary; -inf from ``vocab_size`` on."""
@@ -74,8 +73,7 @@ class Transformer:
             logits = jnp.einsum("sd,vd->sv", x, weights.embed, preferred_element_type=jnp.float32)
         else:
             logits = jnp.einsum("sd,dv->sv", x, weights.lm_head, preferred_element_type=jnp.float32)
-        cap = self.config.variant.logit_soft_cap
-        logits = logits if cap is None else cap * jnp.tanh(logits / cap)
+        logits = block.soft_cap(logits, self.config.variant.logit_soft_cap)
         if logits.shape[1] * self.decode_mesh.tensor == self.vocab_size:
             return logits
         first = jax.lax.axis_index(self.decode_mesh.tensor_axes) * logits.shape[1] if self.decode_mesh.tensor > 1 else 0
@@ -122,7 +120,7 @@ class Transformer:
             x, cache = self._layers(last, weights, x, cache, start=start, write=write, attend=attend)
         index = jnp.int32(last)
         w = self._layer(weights, index)
-        _, kv = self._project(w, x, self._of_layer(self._rope_angles(x, start), index))
+        _, kv = self._project(w, self._norm(x, w.attn_norm), self._of_layer(self._rope_angles(x, start), index))
         return write(cache, index, kv)
 
     def _layers[Cache](
@@ -142,13 +140,16 @@ class Transformer:
         def layer(index: Array, carry: tuple[Array, Cache]) -> tuple[Array, Cache]:
             x, cache = carry
             w = self._layer(weights, index)
-            q, kv = self._project(w, x, self._of_layer(angles, index))
-            cache = write(cache, index, kv)
-            attended = attend(cache, index, q)
-            out = self._sum(matmul(attended.reshape(*x.shape[:2], -1), w.o, axes=-1))
-            x = x + self._norm(out, w.attn_post_norm)
-            hidden = self._hidden(w, self._norm(x, w.mlp_norm))
-            return x + self._norm(self._sum(matmul(hidden, w.down)), w.mlp_post_norm), cache
+
+            def attention(h: Array) -> Array:
+                nonlocal cache
+                q, kv = self._project(w, h, self._of_layer(angles, index))
+                cache = write(cache, index, kv)
+                attended = attend(cache, index, q)
+                return self._sum(matmul(attended.reshape(*x.shape[:2], -1), w.o, axes=-1))
+
+            out = block.layer(x, attention, lambda h: self._sum(matmul(self._hidden(w, h), w.down)), self._norm, w)
+            return out, cache
 
         return jax.lax.fori_loop(0, count, layer, (x, cache))
 
@@ -161,8 +162,7 @@ class Transformer:
     def _rope_angles(self, x: Array, start: Array) -> RopeAngles:
         positions = start[:, None] + jnp.arange(x.shape[1])
         ropes, _ = distinct(kind.rope for kind in layer_kinds(self.config))
-        each = [positions[..., None].astype(jnp.float32) * rotary_frequencies(self.config, rope) for rope in ropes]
-        angles = each[0] if len(ropes) == 1 else jnp.stack(each)
+        angles = block.rope_angles(positions, [rotary_frequencies(self.config, rope) for rope in ropes])
         return jnp.cos(angles), jnp.sin(angles)
 
     def _of_layer(self, angles: RopeAngles, index: Array) -> RopeAngles:
@@ -174,9 +174,14 @@ class Transformer:
         cos, sin = (jax.lax.dynamic_index_in_dim(each, rope, keepdims=False) for each in angles)
         return cos, sin
 
-    def _project(self, w: LayerWeights, x: Array, angles: RopeAngles) -> tuple[Array, Array]:
-        """Returns queries, and K and V interleaved by head, with rotary embeddings applied to queries and K."""
-        h = self._norm(x, w.attn_norm)
+    def _project(self, w: LayerWeights, h: Array, angles: RopeAngles) -> tuple[Array, Array]:
+        """Returns queries, and K and V interleaved by head, with rotary embeddings applied to queries and K.
+
+        Args:
+            w: The layer's weights.
+            h: The residual stream after the norm.
+            angles: The rotary angles of the layer.
+        """
         kv_head = (self.config.num_kv_heads // self.decode_mesh.tensor, self.config.head_size)
         q_head = (kv_head[0], self.config.q_heads_per_group, kv_head[1])
         q, k, v = (
@@ -185,97 +190,34 @@ class Transformer:
             _linear(h, w.v, w.v_bias, kv_head),
         )
         q, k = self._norm(q, w.q_norm), self._norm(k, w.k_norm)
-        if w.q_wide_norm is not None and w.k_wide_norm is not None:
-            q, k = self._wide_norm(q, w.q_wide_norm), self._wide_norm(k, w.k_wide_norm)
-        q = rotate(q, *(each[:, :, None, None] for each in angles))
-        k = rotate(k, *(each[:, :, None] for each in angles))
-        scale = self.config.variant.attention_scale
-        q = q if scale is None else q * jnp.asarray(scale * q.shape[-1] ** 0.5, q.dtype)
-        return q, jnp.stack([k, v], axis=3).reshape(*k.shape[:2], -1, k.shape[-1])
+        q, k = self._wide_norm(q, w.q_wide_norm), self._wide_norm(k, w.k_wide_norm)
+        q = block.rotate(q, *(each[:, :, None, None] for each in angles))
+        k = block.rotate(k, *(each[:, :, None] for each in angles))
+        kv = jnp.stack([k, v], axis=3).reshape(*k.shape[:2], -1, k.shape[-1])
+        return block.scale_queries(q, self.config.variant.attention_scale), kv
 
     def _hidden(self, w: LayerWeights, h: Array) -> Array:
         """Returns the hidden activations of the MLP, before the down projection."""
-        up = matmul(h, w.up)
-        if w.gate is not None:
-            return ACTIVATIONS[self.config.variant.activation](matmul(h, w.gate)) * up
-        parameters = (w.xielu_p, w.xielu_n, w.xielu_beta, w.xielu_eps)
-        return xielu(up, *(p for p in parameters if p is not None))
+        up, gate = matmul(h, w.up), None if w.gate is None else matmul(h, w.gate)
+        xielu = (w.xielu_p, w.xielu_n, w.xielu_beta, w.xielu_eps)
+        return block.hidden(self.config.variant.activation, up, gate, xielu)
 
-    def _norm(self, x: Array, scale: Array | None) -> Array:
-        """Applies RMSNorm; None is no norm."""
-        if scale is None:
-            return x
-        return rms_norm(x, scale, self.config.layer_norm_epsilon, plus_one=self.config.variant.norm_plus_one)
+    def _norm(self, x: Array, weight: Array | None) -> Array:
+        return block.rms_norm(x, weight, self.config.layer_norm_epsilon, offset=self.config.variant.norm_offset)
 
-    def _wide_norm(self, x: Array, scale: Array) -> Array:
+    def _wide_norm(self, x: Array, weight: Array | None) -> Array:
         """Applies RMSNorm over all heads together, those of the other devices of the replica included."""
-        wide = x.astype(jnp.float32)
-        heads = range(x.ndim - scale.ndim, x.ndim)
-        mean = self._sum(jnp.sum(wide * wide, axis=tuple(heads), keepdims=True)) / (
-            scale.size * self.decode_mesh.tensor
-        )
-        return (wide * jax.lax.rsqrt(mean + self.config.layer_norm_epsilon)).astype(x.dtype) * scale
+
+        def mean(squares: Array) -> Array:
+            assert weight is not None
+            heads = tuple(range(-weight.ndim, 0))
+            return self._sum(jnp.sum(squares, axis=heads, keepdims=True)) / (weight.size * self.decode_mesh.tensor)
+
+        offset = self.config.variant.norm_offset
+        return block.rms_norm(x, weight, self.config.layer_norm_epsilon, offset=offset, mean=mean)
 
     def _sum(self, part: Array) -> Array:
         return jax.lax.psum(part, self.decode_mesh.tensor_axes) if self.decode_mesh.tensor > 1 else part
-
-
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
-    "relu": jax.nn.relu,
-}
-"""The activation of the gated MLP by `Variant.activation`."""
-
-
-def xielu(x: Array, p: Array, n: Array, beta: Array, eps: Array) -> Array:
-    """Applies xIELU, the activation of Apertus (Huang & Schlag 2024, https://arxiv.org/abs/2411.13010).
-
-    Args:
-        x: The pre-activations.
-        p: The scalar that sets the curvature for positive inputs, before softplus.
-        n: The scalar that sets the curvature for negative inputs, before softplus and the addition of ``beta``.
-        beta: The scalar slope at 0.
-        eps: The scalar, a small negative number, that bounds the argument of expm1 from above.
-    """
-    p, n = jax.nn.softplus(p), beta + jax.nn.softplus(n)
-    negative = (jnp.expm1(jnp.minimum(x, eps)) - x) * n + beta * x
-    return jnp.where(x > 0, p * x * x + beta * x, negative).astype(x.dtype)
-
-
-def rms_norm(
-    x: Float[Array, "... width"], scale: Float[Array, " width"], epsilon: float, *, plus_one: bool = False
-) -> Float[Array, "... width"]:
-    """Applies RMSNorm in float32 (Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467, eq. 4).
-
-    Args:
-        x: The input.
-        scale: The weight of the norm.
-        epsilon: The number added to the mean square.
-        plus_one: Whether ``1 + scale`` is multiplied, in float32 (Gemma).
-    """
-    wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
-    if plus_one:
-        return (wide * (1 + scale.astype(jnp.float32))).astype(x.dtype)
-    return wide.astype(x.dtype) * scale
-
-
-def rotate(
-    x: Float[Array, "... head"], cos: Float[Array, "... half"], sin: Float[Array, "... half"]
-) -> Float[Array, "... head"]:
-    """Applies rotary position embeddings in float32, half-split as in Hugging Face's ``rotate_half``.
-
-    RoFormer (Su et al. 2021, https://arxiv.org/abs/2104.09864, section 3.4.2).
-
-    Args:
-        x: The heads.
-        cos: The cosines of the angles.
-        sin: The sines of the angles.
-    """
-    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
 
 
 def _linear(x: Array, weight: Array | QuantizedWeight, bias: Array | None, out: tuple[int, ...]) -> Array:

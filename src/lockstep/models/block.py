@@ -1,0 +1,168 @@
+"""The block: norms, rotary embeddings, MLP, activation, scale and order of residuals, as functions on plain arrays.
+
+The trainable model, the engine's decoder and the search of `lockstep.models.check_reader` compute with these. Each has
+its own attention, its own products with weights, and its own sharding.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+ACTIVATIONS: Final[dict[str, Callable[[Array], Array]]] = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+}
+"""The activation of a gated MLP by `Variant.activation`."""
+
+
+class Summable(Protocol):
+    """An array, plain or with named axes."""
+
+    def __add__(self, other: Any, /) -> Any: ...
+
+
+def layer[X: Summable](
+    x: X,
+    attend: Callable[[X], X],
+    mlp: Callable[[X], X],
+    norm: Callable[[X, Any], X],
+    weights: Any,
+    shard: Callable[[X], X] = lambda x: x,
+) -> X:
+    """Apply one layer: attention, then the MLP, each between its norms and added to the residual stream.
+
+    Args:
+        x: The residual stream.
+        attend: The attention, projections included.
+        mlp: The MLP.
+        norm: The norm, given a weight; given None it returns its input.
+        weights: The norms' weights as ``attn_norm``, ``attn_post_norm``, ``mlp_norm`` and ``mlp_post_norm``.
+        shard: The constraint on the sharding of the stream.
+    """
+    x = shard(x)
+    x = shard(x + norm(attend(norm(x, weights.attn_norm)), weights.attn_post_norm))
+    return shard(x + norm(mlp(norm(x, weights.mlp_norm)), weights.mlp_post_norm))
+
+
+def rms_norm(
+    x: Float[Array, "..."],
+    weight: Float[Array, "..."] | None,
+    epsilon: float | Array,
+    *,
+    offset: float | Array = 0.0,
+    mean: Callable[[Array], Array] | None = None,
+) -> Float[Array, "..."]:
+    """Apply RMSNorm in float32 (Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467, eq. 4).
+
+    Args:
+        x: The input, whose last axes are those of the weight.
+        weight: The weight; None for no norm.
+        epsilon: The number added to the mean square.
+        offset: The number added to the weight, which is then multiplied in float32: 1 in Gemma.
+        mean: The mean of the squares over the weight's axes, which are kept; None where they are all on this device.
+    """
+    if weight is None:
+        return x
+    wide = x.astype(jnp.float32)
+    squares = jax.lax.square(wide)  # a product would add up gradients in another order
+    axes = tuple(range(-weight.ndim, 0))
+    average = jnp.mean(squares, axis=axes, keepdims=True) if mean is None else mean(squares)
+    wide = wide * jax.lax.rsqrt(average + epsilon)
+    if isinstance(offset, float) and offset == 0:
+        return wide.astype(x.dtype) * weight
+    return (wide * (offset + weight.astype(jnp.float32))).astype(x.dtype)
+
+
+def rotate(
+    x: Float[Array, "... head"], cos: Float[Array, "... half"], sin: Float[Array, "... half"]
+) -> Float[Array, "... head"]:
+    """Apply rotary position embeddings in float32, half-split as in Hugging Face's ``rotate_half``.
+
+    RoFormer (Su et al. 2021, https://arxiv.org/abs/2104.09864, section 3.4.2).
+
+    Args:
+        x: The heads.
+        cos: The cosines of the angles.
+        sin: The sines of the angles.
+    """
+    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
+
+
+def rope_angles(positions: Array, frequencies: list[Any]) -> Float[Array, "... half"]:
+    """Return rotary angles in float32 radians.
+
+    Args:
+        positions: The integer positions.
+        frequencies: For each kind of layer the radians per token ``[half]``.
+
+    Returns:
+        The angles, with an axis for the kinds in front where there are several.
+    """
+    each = [positions[..., None].astype(jnp.float32) * rope for rope in frequencies]
+    return each[0] if len(each) == 1 else jnp.stack(each)
+
+
+def scale_queries(q: Float[Array, "... head"], scale: float | None) -> Float[Array, "... head"]:
+    """Return queries for which attention, whose own factor is ``head ** -0.5``, has the given one.
+
+    Args:
+        q: The queries.
+        scale: The factor of attention scores; None for attention's own.
+    """
+    return q if scale is None else q * jnp.asarray(scale * q.shape[-1] ** 0.5, q.dtype)
+
+
+def scale_embedding(x: Float[Array, "..."], scale: float | None) -> Float[Array, "..."]:
+    """Return an embedding times a factor in the embedding's dtype.
+
+    Args:
+        x: The rows of the embedding.
+        scale: The factor; None for 1.
+    """
+    return x if scale is None else x * jnp.asarray(scale, x.dtype)
+
+
+def hidden(activation: str, up: Array, gate: Array | None, xielu_parameters: tuple[Any, ...] = ()) -> Array:
+    """Return the hidden activations of the MLP, before the down projection.
+
+    A gated MLP is that of GLU variants (Shazeer 2020, https://arxiv.org/abs/2002.05202, eq. 6).
+
+    Args:
+        activation: The name of the activation.
+        up: The product with ``up``.
+        gate: The product with ``gate``; None for xIELU.
+        xielu_parameters: The arguments of `xielu` after the first.
+    """
+    return xielu(up, *xielu_parameters) if gate is None else ACTIVATIONS[activation](gate) * up
+
+
+def xielu(x: Array, p: Array, n: Array, beta: Array, eps: Array) -> Array:
+    """Apply xIELU, the activation of Apertus (Huang & Schlag 2024, https://arxiv.org/abs/2411.13010).
+
+    Args:
+        x: The pre-activations.
+        p: The scalar that sets the curvature for positive inputs, before softplus.
+        n: The scalar that sets the curvature for negative inputs, before softplus and the addition of ``beta``.
+        beta: The scalar slope at 0.
+        eps: The scalar, a small negative number, that bounds the argument of expm1 from above.
+    """
+    p, n = jax.nn.softplus(p), beta + jax.nn.softplus(n)
+    negative = (jnp.expm1(jnp.minimum(x, eps)) - x) * n + beta * x
+    return jnp.where(x > 0, p * x * x + beta * x, negative).astype(x.dtype)
+
+
+def soft_cap(x: Array, cap: float | Array | None) -> Array:
+    """Return scores or logits within a soft cap: ``cap * tanh(x / cap)`` (Gemma 2).
+
+    Args:
+        x: The scores.
+        cap: The cap; None for none.
+    """
+    return x if cap is None else cap * jnp.tanh(x / cap)

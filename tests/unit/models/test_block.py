@@ -1,0 +1,62 @@
+"""The functions of the block do what their sources say; the models that use them are compared elsewhere."""
+
+import types
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lockstep.models import block
+
+RNG = np.random.default_rng(0)
+
+
+def test_a_layer_adds_attention_then_mlp_each_between_its_norms() -> None:
+    weights = types.SimpleNamespace(attn_norm=2.0, attn_post_norm=3.0, mlp_norm=5.0, mlp_post_norm=None)
+    seen: list[Any] = []
+
+    def norm(x: float, weight: float | None) -> float:
+        return x if weight is None else x * weight
+
+    out = block.layer(1.0, lambda h: h + 0.5, lambda h: h * h, norm, weights, lambda x: seen.append(x) or x)
+    after_attention = 1.0 + 3.0 * (2.0 + 0.5)
+    assert out == after_attention + (5.0 * after_attention) ** 2
+    assert seen == [1.0, after_attention, out]
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("axes", [1, 2])
+def test_rms_norm_is_over_the_axes_of_its_weight(offset: float, axes: int) -> None:
+    x = RNG.standard_normal((3, 4, 6)).astype(np.float32)
+    weight = RNG.standard_normal((4, 6)[2 - axes :]).astype(np.float32)
+    mean = (x.astype(np.float64) ** 2).mean(tuple(range(-axes, 0)), keepdims=True)
+    want = x / np.sqrt(mean + 1e-3) * (weight + offset)
+    np.testing.assert_allclose(block.rms_norm(x, weight, 1e-3, offset=offset), want, rtol=1e-5)
+    assert block.rms_norm(x, None, 1e-3) is x
+    assert block.rms_norm(jnp.asarray(x, jnp.bfloat16), weight.astype(jnp.bfloat16), 1e-3).dtype == jnp.bfloat16
+
+
+def test_rotation_turns_each_pair_by_its_angle() -> None:
+    x, angles = RNG.standard_normal((5, 6)), block.rope_angles(jnp.arange(5), [np.array([1.0, 0.5, 0.1], np.float32)])
+    turned = (x[:, :3] + 1j * x[:, 3:]) * np.exp(1j * np.asarray(angles))
+    got = np.asarray(block.rotate(jnp.asarray(x, jnp.float32), jnp.cos(angles), jnp.sin(angles)))
+    np.testing.assert_allclose(got, np.concatenate([turned.real, turned.imag], axis=1), atol=1e-5)
+    assert block.rope_angles(jnp.arange(5), [np.ones(3), np.ones(3)]).shape == (2, 5, 3)
+
+
+def test_scales_and_caps() -> None:
+    q = jnp.ones((2, 4))
+    assert block.scale_queries(q, None) is q and block.scale_embedding(q, None) is q and block.soft_cap(q, None) is q
+    np.testing.assert_allclose(block.scale_queries(q, 0.25), 0.5)
+    np.testing.assert_allclose(block.scale_embedding(q, 3.0), 3.0)
+    np.testing.assert_allclose(block.soft_cap(q, 2.0), 2 * np.tanh(0.5), rtol=1e-6)
+
+
+def test_the_gate_is_activated() -> None:
+    np.testing.assert_allclose(block.hidden("relu", jnp.full(3, 2.0), jnp.array([-1.0, 0.0, 3.0])), [0, 0, 6])
+    p, n, beta, eps = (jnp.float32(each) for each in (0.2, -1.0, 0.5, -1e-6))
+    x = jnp.array([-1.0, 2.0])
+    alpha_p, alpha_n = np.log1p(np.exp(0.2)), 0.5 + np.log1p(np.exp(-1.0))
+    want = [(np.expm1(-1.0) + 1.0) * alpha_n - 0.5, alpha_p * 4 + 0.5 * 2]
+    np.testing.assert_allclose(block.hidden("xielu", x, None, (p, n, beta, eps)), want, rtol=1e-5)
