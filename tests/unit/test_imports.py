@@ -22,6 +22,8 @@ BELOW: dict[str, set[str]] = {
     "urls": set(),
     "printable": set(),
     "credentials": set(),
+    "redact": set(),
+    "json_text": set(),
     "launch": {"slices"},
     "hosts": set(),
     "check": {"launch"},
@@ -46,7 +48,7 @@ BELOW["doctor"] = {"training", *BELOW["training"]}
 BELOW["testing"] = {"check", "launch", "hosts"}
 BELOW["main"] = {"drafts", "launch", "check", "plan", "training", "batch_inference", "doctor", *BELOW["plan"]}
 
-GROUND = {"credentials", "types", "errors", "units", "urls", "printable", "exit_codes", "unfinished"}
+GROUND = set("types errors units exit_codes unfinished urls printable credentials redact json_text".split())
 """What every package may import."""
 
 # A library and the only files of the package that may import it.

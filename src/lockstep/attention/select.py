@@ -4,7 +4,6 @@ A new kernel is a file with its `Attention`, and a branch in each function here.
 """
 
 import functools
-import logging
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +21,11 @@ from lockstep.attention.tpu_blocks import (
     tpu_generation,
 )
 from lockstep.attention.xla import XlaAttention
+from lockstep.credentials import get_logger
 from lockstep.device import BYTE, FP8
 from lockstep.errors import ConfigError
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def has_kernel(device: jax.Device, head_size: int) -> bool:

@@ -7,12 +7,12 @@ compiling.
 
 import dataclasses
 import functools
-import logging
 import re
 
 from lockstep.attention.tpu_block_table import BLOCKS, PAGE_SIZES, VMEM_LIMIT
+from lockstep.credentials import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 LANES = 128
 """Elements in a row of a vector register: a smaller head is padded to it, a larger one the kernel does not take."""

@@ -59,6 +59,8 @@ class SampleConfig(EvaluationFields, SamplingFields):
     checkpoints, or the checkpoint itself."""
     tokenizer: str | None = None
     """Hugging Face tokenizer: a directory, a URL or a name; null: the one beside the checkpoint."""
+    trust_remote_code: str | None = None
+    """The ``tokenizer`` again, where Python code that it brings may be run; null: none is."""
     base_model: str | None = None
     """The directory or URL of the base model of a checkpoint of adapters; null: the one that its run had, which must be
     beside the checkpoints."""

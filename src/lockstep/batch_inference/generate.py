@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import logging
 from collections.abc import Generator as Answers
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from lockstep.batch_inference.job_progress import Meter
 from lockstep.batch_inference.prompt_store import PromptStore
 from lockstep.batch_inference.row_files import RowFile
 from lockstep.batch_inference.shard import Batch, JobShape, batches, prompts_per_batch
+from lockstep.credentials import get_logger
 from lockstep.drafts import EarlierAnswers
 from lockstep.engine import Engine, stream_on_all, take_batch
 from lockstep.hosts import Hosts, Watchdog, digest, environment, leader_only
@@ -27,7 +27,7 @@ from lockstep.types import Completion, Request
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 class Generator:

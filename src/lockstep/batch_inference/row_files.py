@@ -1,7 +1,6 @@
 """Rows on disk: a file of whole lines per host, and an index of where each row is in all of them."""
 
 import json
-import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -11,9 +10,10 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from lockstep.batch_inference.shard import JobShape
+from lockstep.credentials import get_logger
 from lockstep.report import append_jsonl, repair_jsonl
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 PATTERN = "samples-host-*.jsonl"
 """The pattern of the names of files with rows."""

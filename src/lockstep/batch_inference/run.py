@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -38,6 +37,7 @@ from lockstep.batch_inference.summary import (
     log_job,
     summary_table,
 )
+from lockstep.credentials import get_logger
 from lockstep.hosts import Hosts, config_digest, leader_only, try_leader_only
 from lockstep.placement import make_mesh
 from lockstep.report import (
@@ -57,7 +57,7 @@ from lockstep.text import PromptFields, StopFinder, iter_prompts, load_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 _SHOWN_ROWS = 10
 
@@ -119,7 +119,9 @@ class _Run:
                 if config.write_parquet:
                     check_pyarrow()
             self.checkpoint = resolve_checkpoint(config)
-            self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(config.tokenizer or self.checkpoint.tokenizer)
+            self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(
+                config.tokenizer or self.checkpoint.tokenizer, config.trust_remote_code
+            )
             self.stop_ids = stop_ids(self.tokenizer)
             StopFinder(self.tokenizer).check(config.stop)
             self.identity = self.checkpoint.fingerprint()
@@ -147,7 +149,7 @@ class _Run:
                 prompt=config.prompt_field, messages=config.messages_field, answer=config.answer_field
             )
             lines = encoded_lines(
-                iter_prompts(config.prompts, fields),
+                iter_prompts(config.prompts, fields, config.max_line_bytes),
                 self.tokenizer,
                 max_seq_len=config.engine.max_seq_len,
                 max_new_tokens=config.max_new_tokens,

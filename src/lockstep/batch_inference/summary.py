@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -11,13 +10,14 @@ from rich import box
 from rich.table import Table
 
 from lockstep.batch_inference.config import SampleConfig
+from lockstep.credentials import get_logger, without_credentials
 from lockstep.device import peak_bytes, used_bytes
 from lockstep.hosts import Hosts
 from lockstep.report import MAX_TABLE_ROWS, SampleRow, Tracker
 from lockstep.schedule import DraftCounts
 from lockstep.units import bytes_text
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 TABLE = "sample/samples"
 
@@ -235,4 +235,4 @@ def closing_words(files: Sequence[tuple[str, Path]], url: str | None = None) -> 
         url: The URL to which the rows were uploaded; None where they were not.
     """
     lines = [f"  {name:<11}{path}" for name, path in files if path.exists()]
-    return "\n".join(["", "done:", *lines, *([] if url is None else [f"  {'uploaded':<11}{url}"])])
+    return "\n".join(["", "done:", *lines, *([] if url is None else [f"  {'uploaded':<11}{without_credentials(url)}"])])

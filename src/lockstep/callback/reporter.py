@@ -1,6 +1,5 @@
 """The leader's report of a round, behind a queue that training never waits for."""
 
-import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.callback.config import InferenceEvalConfig
+from lockstep.credentials import get_logger
 from lockstep.engine import Generation
 from lockstep.errors import LockstepError
 from lockstep.evaluation import PREFIX, TaskResults
@@ -31,7 +31,7 @@ from lockstep.types import Completion, FinishReason
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 TASKS_FILE = "tasks.jsonl"
 """The rows of tasks, beside ``samples.jsonl``."""

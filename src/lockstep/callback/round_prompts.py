@@ -3,18 +3,22 @@
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from lockstep.callback.config import InferenceEvalConfig
 from lockstep.drafts import EarlierAnswers
 from lockstep.engine import requests_from_json, requests_to_json
+from lockstep.errors import HostError
+from lockstep.json_text import parse_json
 from lockstep.text import Prompt, StopFinder, encode, read_prompts, stop_ids
 from lockstep.types import Completion, Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+SOMEBODY_ELSE: Final = "It comes from a process of another version, or from somebody else (docs/security.md)."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +52,7 @@ def read_round_prompts(
         ConfigError: A stop string can never be found, or there are fewer prompts than a round has.
     """
     StopFinder(tokenizer).check(config.stop)
-    prompts = read_prompts(config.prompts)
+    prompts = read_prompts(config.prompts, config.max_line_bytes)
     config.check_prompts_per_round(len(prompts))
     params = config.sampling_params(stop_ids(tokenizer))
     encoded = encode(tokenizer, prompts, max_seq_len=config.max_seq_len, max_new_tokens=config.max_new_tokens)
@@ -134,7 +138,10 @@ def to_bytes(asked: RoundPrompts) -> bytes:
 
 def from_bytes(data: bytes) -> RoundPrompts:
     """What `to_bytes` was given, without the prompts' text."""
-    requests, largest = json.loads(data)
+    lists = parse_json(data, "the leader's round of prompts", list, SOMEBODY_ELSE, HostError)
+    if len(lists) != 2:
+        raise HostError(f"the leader's round of prompts has {len(lists)} parts, not 2. {SOMEBODY_ELSE}")
+    requests, largest = lists
     return RoundPrompts(
         requests=requests_from_json(requests), largest=None if largest is None else requests_from_json(largest)
     )

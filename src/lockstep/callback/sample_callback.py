@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import logging
 import os
 import time
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from lockstep.callback.config import InferenceEvalConfig
 from lockstep.callback.reporter import Reporter
 from lockstep.callback.round import run_round
 from lockstep.callback.round_prompts import keep_answers, read_round_prompts, with_drafts
+from lockstep.credentials import get_logger
 from lockstep.drafts import EarlierAnswers
 from lockstep.engine import Auditor, Engine, Sizing
 from lockstep.errors import ConfigError, DisagreementError, HostError, PeerError
@@ -26,7 +26,7 @@ from lockstep.text import StopFinder, check_vocab, token_count, tokenizer_digest
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 MAX_TASK_SECONDS = 900.0
 """Seconds that a round of tasks may last where the configuration does not say."""

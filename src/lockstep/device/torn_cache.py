@@ -6,7 +6,6 @@ start.
 
 import contextlib
 import importlib
-import logging
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -15,7 +14,9 @@ from typing import Final
 
 import jax
 
-log = logging.getLogger(__name__)
+from lockstep.credentials import get_logger
+
+log = get_logger(__name__)
 
 _MESSAGE: Final = "Error reading persistent compilation cache entry for"
 """How JAX's warning about an entry that it cannot read begins."""

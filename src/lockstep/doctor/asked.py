@@ -20,6 +20,7 @@ class Asked:
         written: The URLs that it writes to.
         read: The URLs that it reads, which may have wildcards.
         tokenizer: Its tokenizer; None where it is not known.
+        trust_remote_code: The tokenizer whose code may be run; None where none is.
         checkpoint: The checkpoint that it starts from; None where there is none.
         wandb: The settings of its W&B tracker; None where it has none.
         mesh_shape: The mesh.
@@ -31,6 +32,7 @@ class Asked:
     written: tuple[str, ...] = ()
     read: tuple[str, ...] = ()
     tokenizer: str | None = None
+    trust_remote_code: str | None = None
     checkpoint: str | None = None
     wandb: Mapping[str, Any] | None = None
     mesh_shape: str = "auto"
@@ -59,6 +61,7 @@ def read_asked(config: DoctorConfig, values: Mapping[str, Any]) -> Asked:
         written=tuple(dict.fromkeys([*config.buckets, *(text for key, text in urls if key in WRITTEN)])),
         read=tuple(dict.fromkeys(text for key, text in urls if key not in WRITTEN and text not in own)),
         tokenizer=tokenizer if isinstance(tokenizer, str) else None,
+        trust_remote_code=values.get("trust_remote_code"),
         checkpoint=checkpoint if isinstance(checkpoint, str) else None,
         wandb=next((one for one in each if one.get("type") == "wandb"), None),
         mesh_shape=str(trainer.get("mesh_shape", "auto")),

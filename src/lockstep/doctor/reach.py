@@ -37,7 +37,11 @@ def begin_checks(asked: Asked) -> list[BackgroundCheck]:
     checks = [BackgroundCheck(f"bucket {url}", functools.partial(check_written, url), NETWORK) for url in asked.written]
     checks += [BackgroundCheck(f"data {url}", functools.partial(check_read, url), NETWORK) for url in asked.read]
     if asked.tokenizer is not None:
-        checks.append(BackgroundCheck("tokenizer", functools.partial(check_tokenizer, asked.tokenizer), NETWORK))
+        checks.append(
+            BackgroundCheck(
+                "tokenizer", functools.partial(check_tokenizer, asked.tokenizer, asked.trust_remote_code), NETWORK
+            )
+        )
     if asked.checkpoint is not None:
         checks.append(BackgroundCheck("checkpoint", functools.partial(check_checkpoint, asked.checkpoint), NETWORK))
     return checks
@@ -84,14 +88,15 @@ def check_read(url: str) -> Finding:
     return Finding.ok(name, f"{len(found)} file{'s' * (len(found) != 1)} or directories of this name")
 
 
-def check_tokenizer(name: str) -> Finding:
+def check_tokenizer(name: str, trust_remote_code: str | None = None) -> Finding:
     """Load a tokenizer as a run does.
 
     Args:
         name: The directory, URL or name.
+        trust_remote_code: The same, where code of its own may be run.
     """
     try:
-        tokenizer = load_tokenizer(name)
+        tokenizer = load_tokenizer(name, trust_remote_code)
     except LockstepError as error:
         return Finding.to_fix("tokenizer", str(error), _hub())
     return Finding.ok("tokenizer", f"{name}: {type(tokenizer).__name__} of {len(tokenizer)} token ids")

@@ -1,13 +1,13 @@
 """The engine: requests in, completions out, on a model that is sharded over the devices of all hosts."""
 
 import contextlib
-import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
+from lockstep.credentials import get_logger
 from lockstep.device import AroundLaunch, Compilation, Compile, Program, compile_lowered, free_bytes
 from lockstep.engine.config import EngineConfig, tensor_size
 from lockstep.engine.decode_model import DecodeModel
@@ -26,7 +26,7 @@ from lockstep.placement import DecodeMesh, make_decode_mesh, sources
 from lockstep.schedule import Capacity, Counts, FindStop, Scheduler
 from lockstep.types import Completion, Request
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 class Engine:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lockstep.engine import Gate, RolloutEngine, generate_on_all, requests_from_json, requests_to_json
-from lockstep.errors import LockstepError, PeerError
+from lockstep.errors import HostError, LockstepError, PeerError
 from lockstep.evaluation.harness_thread import HarnessThread
 from lockstep.hosts import Hosts, Watchdog, environment
+from lockstep.json_text import parse_json
 from lockstep.schedule import FindStop
 from lockstep.types import FinishReason
 
@@ -75,11 +76,14 @@ def run_tasks(
         while not last:
             if hosts.reasons_to_stop("task questions", None, _reason(hosts)):
                 return False
-            message = json.loads(hosts.broadcast_from_leader(f"question {number}", next_message))
+            data = hosts.broadcast_from_leader(f"question {number}", next_message)
             number += 1
-            if message is None:
+            if data == b"null":
                 continue
-            items, last = message
+            question = parse_json(data, "the leader's question", list, "Look at the leader's log.", HostError)
+            if len(question) != 2:
+                raise HostError(f"the leader's question has {len(question)} parts, not 2. Look at the leader's log.")
+            items, last = question
             left_s = max(0.0, end - clock())
             gate = Gate(hosts, left_s if math.isfinite(left_s) else None, clock)
             with hosts.scope("generate") as scope:

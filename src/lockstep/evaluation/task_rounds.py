@@ -2,11 +2,11 @@
 
 import dataclasses
 import json
-import logging
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lockstep.credentials import get_logger
 from lockstep.engine import Engine, EngineConfig
 from lockstep.errors import DisagreementError, LockstepError, PeerError
 from lockstep.evaluation.config import TasksConfig
@@ -22,7 +22,7 @@ from lockstep.text import StopFinder, check_vocab, token_count, tokenizer_digest
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 type Report = Callable[[int, TaskResults | Exception], object]
 """Takes what a round found after a step, or what failed after the hosts had gone on; called in the harness's thread."""

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 
-from lockstep.errors import HostTimeoutError
+from lockstep.errors import HostError, HostTimeoutError
 from lockstep.hosts._client import Client
 from lockstep.hosts.heartbeat import Heartbeat, heartbeats
 
@@ -80,10 +80,21 @@ class Channel:
         self.barrier(key, timeout_s)
         posts = self.client.get_dir(key)
         self.delete_after_barrier(key)
-        texts = [posts[f"{key}/{process}"] for process in range(self.client.count)]
         # Most often all have posted the same text: each different one is parsed once, whatever the number of processes.
-        values = {text: decode(json.loads(text)) for text in set(texts)}
-        return [values[text] for text in texts]
+        values: dict[bytes | None, T] = {}
+        found = []
+        for process in range(self.client.count):
+            text = posts.get(f"{key}/{process}")
+            if text not in values:
+                try:
+                    values[text] = decode(json.loads(text or b""))
+                except (ValueError, TypeError, RecursionError):
+                    raise HostError(
+                        f"what process {process} has posted at {key!r} is not of this exchange. Look for processes of "
+                        "another version, and for who else reaches the coordination service (docs/security.md)."
+                    ) from None
+            found.append(values[text])
+        return found
 
     def delete_after_barrier(self, key: str) -> None:
         """Have the leader delete ``key`` and all below it once the next barrier is complete."""

@@ -2,16 +2,16 @@
 
 import collections
 import hashlib
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from lockstep.credentials import get_logger, without_credentials
 from lockstep.errors import DisagreementError, HostError, PeerError
 from lockstep.hosts._client import BarrierFailedError
 from lockstep.hosts.channel import Channel
 from lockstep.printable import printable
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 MAY_DIFFER = " (may differ)"
 """The end of the name of a value that should be the same on every process: a difference is a warning, not an error."""
@@ -238,7 +238,7 @@ def shown(key: str) -> str:
 
 def error_text(error: BaseException) -> str:
     """An error as the other processes are shown it."""
-    text = f"{type(error).__name__}: {error}"
+    text = without_credentials(f"{type(error).__name__}: {error}")
     return text if len(text) <= ERROR_CHARACTERS else text[: ERROR_CHARACTERS - 3] + "..."
 
 
@@ -287,15 +287,18 @@ def _warn_once(channel: Channel, texts: Iterable[str]) -> None:
 
 
 def _mapping(value: object) -> dict[str, str]:
-    assert isinstance(value, dict)
-    return value
+    if isinstance(value, dict) and all(isinstance(each, str) for each in value.values()):
+        return value
+    raise TypeError("no mapping of texts")
 
 
 def _outcome(value: object) -> list[str | None]:
-    assert isinstance(value, list) and len(value) == 2
-    return value
+    if isinstance(value, list) and len(value) == 2 and all(each is None or isinstance(each, str) for each in value):
+        return value
+    raise TypeError("no outcome")
 
 
 def _number(value: Any) -> int:
-    assert isinstance(value, int)
-    return value
+    if isinstance(value, int):
+        return value
+    raise TypeError("no number")

@@ -8,12 +8,11 @@ import signal
 import socket
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
-from lockstep.credentials import without_credentials
+from lockstep.credentials import error_stack, without_credentials
 from lockstep.errors import (
     CapacityError,
     CompilerError,
@@ -100,11 +99,11 @@ def run_main(main: Callable[[], object], *, debug: bool = False) -> None:
     except (ConfigError, PromptError, CapacityError, CompilerError) as error:
         code, text = FAILED, str(error)
         if debug:
-            traceback.print_exc()
+            print(error_stack(error), file=sys.stderr, end="")
         print(f"error: {printable(without_credentials(text))}", file=sys.stderr)
     except BaseException as error:
         code, text = FAILED, f"{type(error).__name__}: {error}"
-        traceback.print_exc()
+        print(error_stack(error), file=sys.stderr, end="")
     if code != 0:
         leave(code, text)
 
@@ -125,13 +124,13 @@ def _print_host_error(error: HostError, debug: bool) -> None:
     With ``debug``, every process prints its stack and that of its cause before.
     """
     if not _is_everywhere(error):
-        traceback.print_exception(error)
+        print(error_stack(error), file=sys.stderr, end="")
         return
     cause = error.__cause__
     if debug:
-        traceback.print_exception(error)
+        print(error_stack(error), file=sys.stderr, end="")
     elif cause is not None and not isinstance(cause, LockstepError):
-        traceback.print_exception(cause)
+        print(error_stack(cause), file=sys.stderr, end="")
     try:
         leader, alone = current_without_devices().is_leader, current_without_devices().count == 1
     except HostError:  # the job has no service any more: every process speaks for itself

@@ -136,7 +136,7 @@ def heartbeats(client: Client) -> dict[int, PeerHeartbeat]:
             phase, time_s, alive_s, *waits = json.loads(value)
             process, alive_s = int(key.rpartition("/")[2]), None if alive_s is None else float(alive_s)
             found[process] = PeerHeartbeat(visible(phase), float(time_s), alive_s, tuple(map(visible, waits)))
-        except (ValueError, TypeError, AttributeError):
+        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
             continue  # not posted by a process of ours
     return found
 

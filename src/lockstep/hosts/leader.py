@@ -1,15 +1,15 @@
 """Work that one process does alone must not launch a device program."""
 
 import contextlib
-import logging
 import re
 from collections.abc import Callable, Iterator
 
 import jax
 
+from lockstep.credentials import get_logger
 from lockstep.errors import LaunchMismatchError, LockstepError
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 MSG_LAUNCH_ALONE = (
     "{program} was launched inside leader-only work. Process 0 does this work alone, so its devices would be a launch "

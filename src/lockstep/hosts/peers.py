@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
+from lockstep.credentials import without_credentials
 from lockstep.errors import HostError
 from lockstep.exit_codes import DONE, EXIT_CODES, PEER_FAILED
 from lockstep.hosts._client import Client, ServiceGoneError, service_address
@@ -36,6 +37,8 @@ ORDERLY_S = 0.02
 """Seconds after the end of the service within which this process leaves it too, where the job ended in order."""
 CONNECT_S = 10.0
 """Seconds that connecting to the coordination service may take."""
+MAX_TEXT = 2000
+"""Characters of the reason that a process announces."""
 SHOWN_LAUNCHES = 3
 """Launches that are named when the process that runs the service has died."""
 
@@ -49,9 +52,12 @@ def announce_exit(client: Client, reason: str, code: int = PEER_FAILED, work_s: 
         code: The exit code of the others; another one than `PEER_FAILED` where this process did not fail.
         work_s: The seconds that work behind queues has, at most, while the others end.
     """
-    text = f"failed: {reason}" if code == PEER_FAILED else reason
+    text = without_credentials(f"failed: {reason}" if code == PEER_FAILED else reason)[:MAX_TEXT]
     with contextlib.suppress(HostError, TimeoutError):
-        client.set(f"{ANNOUNCEMENTS}/{client.task}", json.dumps([text[:2000], code, client.index]).encode())
+        client.set(
+            f"{ANNOUNCEMENTS}/{client.task}",
+            json.dumps([text, code, client.index]).encode(),
+        )
         for task in range(client.count):
             client.set(f"{WAKE_UPS}/{task}", b"")
     finish_work(work_s)  # after the words to the others, and before this process waits for them to end first
@@ -141,9 +147,9 @@ def _announcement(value: bytes) -> tuple[str, int, int]:
         text, code, index = json.loads(value)
         if not (isinstance(text, str) and isinstance(code, int) and isinstance(index, int)):
             raise ValueError("of another kind")
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         text, code, index = "posted an announcement that cannot be read", PEER_FAILED, -1
-    return printable(text), code if code in EXIT_CODES and code != DONE else PEER_FAILED, index
+    return printable(text[:MAX_TEXT]), code if code in EXIT_CODES and code != DONE else PEER_FAILED, index
 
 
 def _wait_for_wake_up(client: Client) -> None:

@@ -18,8 +18,8 @@ from lockstep.launch.workers import Transport
 GREETING = b"lockstep-agent 1\n"
 """The first line of an answer (lockstep.launch.agent.main)."""
 AGENT = "lockstep.launch.agent"
-MODULES = ("redact", "files", "supervisor", "follow", "facts", "main")
-"""The agent's modules, each after those that it imports."""
+MODULES = ("files", "supervisor", "follow", "facts", "main")
+"""The agent's modules, each after those that it imports; ``lockstep.redact`` is before them."""
 BOOT = (
     "import json,sys,types\n"
     "for name,text in json.loads(sys.stdin.buffer.readline().decode()):\n"
@@ -41,7 +41,8 @@ class DroppedError(Exception):
 def agent_line() -> bytes:
     """The agent as the first line of a connection."""
     folder = Path(__file__).parent / "agent"
-    packages = [("lockstep", ""), ("lockstep.launch", ""), (AGENT, "")]
+    redact = (Path(__file__).parents[1] / "redact.py").read_text(encoding="utf-8")
+    packages = [("lockstep", ""), ("lockstep.launch", ""), (AGENT, ""), ("lockstep.redact", redact)]
     modules = [(f"{AGENT}.{name}", (folder / f"{name}.py").read_text(encoding="utf-8")) for name in MODULES]
     return json.dumps([*packages, *modules]).encode() + b"\n"
 

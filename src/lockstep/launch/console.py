@@ -5,7 +5,7 @@ import sys
 import threading
 from pathlib import Path
 
-from lockstep.launch.agent.redact import Redactor
+from lockstep.redact import Redactor
 
 ERROR = b"error: "
 """How a line begins in which a process says why it ends (lockstep.hosts.exit)."""

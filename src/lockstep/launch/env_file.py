@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lockstep.credentials import SECRET_NAME
 from lockstep.errors import ConfigError
-from lockstep.launch.agent.redact import SHORTEST
+from lockstep.redact import SHORTEST
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

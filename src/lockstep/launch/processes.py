@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import IO
 
 from lockstep.exit_codes import PEER_FAILED
-from lockstep.launch.agent.redact import Redactor
 from lockstep.launch.console import ERROR
+from lockstep.redact import Redactor
 
 LAST_LINES = 40
 """Number of last lines of a failed process that are shown again."""

@@ -46,5 +46,5 @@ def run_command(secret_names: list[str], directory: str, *, forward: bool) -> st
 def filter_files() -> dict[str, bytes]:
     """The content of `FILTER_FILES`, by name."""
     here = Path(__file__).parent
-    sources = (here / "output_filter.py", here / "agent" / "redact.py")
+    sources = (here / "output_filter.py", here.parent / "redact.py")
     return {name: source.read_bytes() for name, source in zip(FILTER_FILES, sources, strict=True)}

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from lockstep.errors import ConfigError
 from lockstep.exit_codes import DONE, INTERRUPTED, is_retried
-from lockstep.launch.agent.redact import Redactor
 from lockstep.launch.attempt import Outcome, Plan, RunningAttempt
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.console import Console
@@ -22,6 +21,7 @@ from lockstep.launch.record import Attempt, JobRecord, find_record, name_from_da
 from lockstep.launch.sync import Archive, check_configuration, make_archive
 from lockstep.launch.worker_backend import WorkerBackend, root_on_worker
 from lockstep.launch.workers import Transport
+from lockstep.redact import Redactor
 
 RETRY_PAUSE_S = 2.0
 """Seconds before a job is started again."""

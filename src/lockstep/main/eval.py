@@ -12,6 +12,7 @@ import rich
 from rich.table import Table
 
 from lockstep.batch_inference import JobConfig, checkpoint_at, load
+from lockstep.credentials import get_logger
 from lockstep.engine import EngineConfig
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.evaluation import PREFIX, TaskResults, TaskRounds, TasksConfig
@@ -21,7 +22,7 @@ from lockstep.placement import make_mesh
 from lockstep.report import WANDB_RUN, BackgroundTracker, append_jsonl, build_tracker
 from lockstep.text import load_tokenizer, tokenizer_digest
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 SCORE_S = 600.0
 """Seconds that the harness may take to score the answers."""
@@ -39,6 +40,8 @@ class EvalConfig:
     """A Hugging Face checkpoint, a training run of ours, or one of its checkpoints: a directory or a URL."""
     tokenizer: str | None = None
     """Hugging Face tokenizer: a directory, a URL or a name; null: the one beside the checkpoint."""
+    trust_remote_code: str | None = None
+    """The ``tokenizer`` again, where Python code that it brings may be run; null: none is."""
     base_model: str | None = None
     """The directory or URL of the base model of a checkpoint of adapters; null: the one that its run had, which must be
     beside the checkpoints."""
@@ -96,7 +99,7 @@ def evaluate(config: EvalConfig, hosts: Hosts) -> int:
     hosts.agree("config", {"configuration": config_digest(config)})
     with hosts.run_on_all("reading tokenizer and checkpoint") as phase:
         checkpoint = checkpoint_at(config.checkpoint, "checkpoint", config.base_model)
-        tokenizer = load_tokenizer(config.tokenizer or checkpoint.tokenizer)
+        tokenizer = load_tokenizer(config.tokenizer or checkpoint.tokenizer, config.trust_remote_code)
         phase.agree({"checkpoint": checkpoint.fingerprint(), "tokenizer": tokenizer_digest(tokenizer)})
         mesh = make_mesh(config.trainer.mesh_shape)
     found: list[TaskResults | Exception] = []

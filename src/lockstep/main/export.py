@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Sequence
 
+from lockstep.credentials import get_logger, without_credentials
 from lockstep.errors import ConfigError
 from lockstep.hosts import DistributedConfig, Hosts, digest, leader_only, start
 from lockstep.main.arguments import name_words, parse_arguments
@@ -13,7 +14,7 @@ from lockstep.models import export_hf, save_peft
 from lockstep.text import load_tokenizer
 from lockstep.training import saved_model
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,8 @@ class ExportConfig:
     """Whether to write the adapters of a run with ``lora`` alone, as PEFT stores them, instead of the merged model."""
     tokenizer: str | None = None
     """The tokenizer to put beside the model: a directory, a URL or a name; null: that of the run."""
+    trust_remote_code: str | None = None
+    """The ``tokenizer`` again, where Python code that it brings may be run; null: none is."""
     base_model: str | None = None
     """The directory or URL of the base model of a run with ``lora``; null: the one that the run had, which must
     be beside the checkpoints."""
@@ -97,7 +100,7 @@ def export(config: ExportConfig, hosts: Hosts) -> int:
     start_s = time.monotonic()
     with hosts.run_on_all("reading the checkpoint's metadata") as phase:
         model = saved_model(config.checkpoint, config.step, config.base_model)
-        tokenizer = load_tokenizer(config.tokenizer or model.tokenizer)
+        tokenizer = load_tokenizer(config.tokenizer or model.tokenizer, config.trust_remote_code)
         phase.agree({"checkpoint": model.fingerprint()})
         if config.adapters and model.adapters is None:
             raise ConfigError(
@@ -112,8 +115,10 @@ def export(config: ExportConfig, hosts: Hosts) -> int:
                 assert model.adapters is not None
                 adapters, base = model.adapters, config.base_model or model.adapters.base
                 with leader_only():
-                    save_peft(config.output, model.config, adapters.lora, base, model.pair_reader())
-                print(f"exported the adapters of {model.path} to {config.output}", flush=True)
+                    save_peft(
+                        config.output, model.config, adapters.lora, without_credentials(base), model.pair_reader()
+                    )
+                print(without_credentials(f"exported the adapters of {model.path} to {config.output}"), flush=True)
         return 0
     export_hf(
         model.skeleton(),
@@ -125,6 +130,7 @@ def export(config: ExportConfig, hosts: Hosts) -> int:
         hosts=hosts,
     )
     if hosts.is_leader:
-        print(f"exported {model.path} to {config.output} in {time.monotonic() - start_s:.1f} s", flush=True)
-        print(f"try next:\n  lockstep sample --hf_checkpoint {config.output} --prompts '[\"your prompt\"]'", flush=True)
+        path, output = without_credentials(model.path), without_credentials(config.output)
+        print(f"exported {path} to {output} in {time.monotonic() - start_s:.1f} s", flush=True)
+        print(f"try next:\n  lockstep sample --hf_checkpoint {output} --prompts '[\"your prompt\"]'", flush=True)
     return 0

@@ -1,10 +1,10 @@
 """The Hugging Face checkpoints of a run: every so many steps, and the last model."""
 
-import logging
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from lockstep.credentials import get_logger
 from lockstep.errors import PeerError
 from lockstep.hosts import Hosts
 from lockstep.models import save_hf
@@ -13,7 +13,7 @@ from lockstep.training import StepInfo, TrainerConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 HF_DTYPES: Final = ("float32", "bfloat16")
 """The float types in which a Hugging Face checkpoint can be saved."""

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from lockstep.batch_inference import Checkpoint, SampleConfig, resolve_checkpoint
+from lockstep.credentials import without_credentials
 from lockstep.drafts import DraftSource, EarlierAnswers
 from lockstep.engine import EngineConfig
 from lockstep.errors import ConfigError, PromptError
 from lockstep.main.train_config import TrainConfig
 from lockstep.models import LlamaConfig, find_preset, load_config, padded_vocab_size, read_hf_config
 from lockstep.plan import Infeasibility, SamplingWorkload, TrainingWorkload, Workload
+from lockstep.report import EvaluationFields
 from lockstep.text import Prompt, encode, load_tokenizer, read_prompts, token_count
 from lockstep.training import RolloutConfig, SavedModel
 from lockstep.types import Request, SamplingParams
@@ -51,7 +53,7 @@ def training_workload(name: str, config: TrainConfig, model: str | None = None) 
     """
     notes: list[str] = []
     key = "initialize_from_hf" if config.initialize_from_hf else "model"
-    shape = _shape(model or config.initialize_from_hf, config.model, config.tokenizer, key)
+    shape = _shape(model or config.initialize_from_hf, config.model, config.tokenizer, key, config.trust_remote_code)
     notes.append(f"model shape: {shape.source}")
     if config.gradient_checkpointing is not None:
         remat = dataclasses.replace(shape.config, gradient_checkpointing=config.gradient_checkpointing)
@@ -86,7 +88,7 @@ def training_workload(name: str, config: TrainConfig, model: str | None = None) 
         ),
         sampling=sampling,
         hosts=config.trainer.distributed.require_process_count,
-        notes=tuple(notes),
+        notes=tuple(map(without_credentials, notes)),
         infeasibilities=infeasibilities,
     )
 
@@ -123,11 +125,11 @@ def sampling_workload(name: str, config: SampleConfig, model: str | None = None)
         if checkpoint.adapters is not None:
             notes.append("the checkpoint has adapters alone; planned as the model that they make with their base")
     else:
-        shape = _shape(model or source, None, config.tokenizer or source, "hf_checkpoint")
+        shape = _shape(model or source, None, config.tokenizer or source, "hf_checkpoint", config.trust_remote_code)
     notes.append(f"model shape: {shape.source}")
     params = config.sampling_params(tuple(config.stop_token_ids or ()), 0)
     tokenizer = config.tokenizer or source
-    lengths = _lengths("", config.prompts, tokenizer, config.engine.max_seq_len, params, notes)
+    lengths = _lengths("", config, tokenizer, config.trust_remote_code, config.engine.max_seq_len, params, notes)
     if config.max_prompts_per_batch is not None:
         lengths = sorted(lengths, reverse=True)[: config.max_prompts_per_batch]
     hosts = config.trainer.distributed.require_process_count
@@ -155,7 +157,7 @@ def sampling_workload(name: str, config: SampleConfig, model: str | None = None)
         ],
         one_host=one_host,
         hosts=hosts,
-        notes=tuple(notes),
+        notes=tuple(map(without_credentials, notes)),
     )
 
 
@@ -186,7 +188,9 @@ def _samples(config: TrainConfig, notes: list[str]) -> SamplingWorkload:
     """A round of ``inference_eval``."""
     samples = config.inference_eval
     params = samples.sampling_params(tuple(samples.stop_token_ids or ()))
-    lengths = _lengths("inference_eval", samples.prompts, config.tokenizer, samples.max_seq_len, params, notes)
+    lengths = _lengths(
+        "inference_eval", samples, config.tokenizer, config.trust_remote_code, samples.max_seq_len, params, notes
+    )
     return SamplingWorkload(
         name="inference_eval",
         engine=samples.engine_config(config.trainer.precision.compute.name),
@@ -196,7 +200,7 @@ def _samples(config: TrainConfig, notes: list[str]) -> SamplingWorkload:
     )
 
 
-def _shape(source: str | None, model: Any, tokenizer: str | None, key: str) -> Shape:
+def _shape(source: str | None, model: Any, tokenizer: str | None, key: str, trusted: str | None) -> Shape:
     """The shape of the ``model`` block, of a checkpoint that can be read, or of a well-known one by its name."""
     if source is None:
         assert isinstance(model, LlamaConfig)
@@ -209,7 +213,7 @@ def _shape(source: str | None, model: Any, tokenizer: str | None, key: str) -> S
                     "tokenizer: --tokenizer DIRECTORY."
                 )
             return Shape(config=model, vocab_size=padded_vocab_size(known.vocab_size, 1), source="the model block")
-        vocab_size = padded_vocab_size(token_count(load_tokenizer(tokenizer)), 1)
+        vocab_size = padded_vocab_size(token_count(load_tokenizer(tokenizer, trusted)), 1)
         return Shape(config=model, vocab_size=vocab_size, source="the model block")
     if (Path(source).expanduser() / "config.json").is_file():
         path = Path(source).expanduser()
@@ -232,17 +236,18 @@ def _shape(source: str | None, model: Any, tokenizer: str | None, key: str) -> S
 
 def _lengths(
     block: str,
-    source: Any,
+    asked: EvaluationFields,
     tokenizer: str,
+    trusted: str | None,
     max_seq_len: int | None,
     params: SamplingParams,
     notes: list[str],
 ) -> list[int]:
     """The number of tokens of each prompt, exact where the tokenizer is a local directory, else an upper bound."""
-    key = f"{block}.prompts" if block else "prompts"
+    key, source = f"{block}.prompts" if block else "prompts", asked.prompts
     room = None if max_seq_len is None else max_seq_len - params.max_new_tokens
     try:
-        prompts = read_prompts(source)
+        prompts = read_prompts(source, asked.max_line_bytes)
     except PromptError as error:
         if not (isinstance(source, str) and "://" in source and room):
             raise
@@ -250,7 +255,7 @@ def _lengths(
         return [room] * 64
     if Path(tokenizer).expanduser().is_dir():
         encoded = encode(
-            load_tokenizer(tokenizer), prompts, max_seq_len=max_seq_len, max_new_tokens=params.max_new_tokens
+            load_tokenizer(tokenizer, trusted), prompts, max_seq_len=max_seq_len, max_new_tokens=params.max_new_tokens
         )
         return [len(tokens) for tokens in encoded]
     lengths = [_at_most(prompt) for prompt in prompts]

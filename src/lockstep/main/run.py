@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from lockstep.callback import InferenceEvalConfig, SampleCallback
-from lockstep.credentials import hide_credentials
+from lockstep.credentials import get_logger, hide_credentials
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, config_digest, leader_only, start, try_leader_only
 from lockstep.main.adapters import describe_adapters, load_frozen
@@ -61,7 +61,7 @@ from lockstep.training import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 type MakeObjective = Callable[[PreTrainedTokenizerBase], LossFn]
 """Makes the objective of a run, once its tokenizer is known."""
@@ -93,6 +93,8 @@ class RunConfig:
     """The optimizer and its schedule."""
     tokenizer: str
     """The Hugging Face tokenizer: a directory or a name."""
+    trust_remote_code: str | None = None
+    """The ``tokenizer`` again, where Python code that it brings may be run; null: none is."""
     inference_eval: InferenceEvalConfig = dataclasses.field(default_factory=lambda: InferenceEvalConfig(enabled=False))
     """The samples while training; without this block there are none."""
     hf_save_path: str | None = None
@@ -200,7 +202,7 @@ def train[Loaded: Data](
         _check_validation(config.trainer, data)
         mesh = make_mesh(config.trainer.mesh_shape)
         config.trainer.microbatches(mesh)
-        tokenizer = load_tokenizer(config.tokenizer)
+        tokenizer = load_tokenizer(config.tokenizer, config.trust_remote_code)
         model_config, token_ids = _model_shape(config, tokenizer)
         check_vocab(tokenizer, token_ids)
         vocab_size = token_ids

@@ -1,15 +1,15 @@
 """The tracker of a training run, which goes on where that of an earlier start ended."""
 
 import contextlib
-import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.credentials import get_logger
 from lockstep.report import WANDB_RUN, Tracker, build_tracker
 from lockstep.training import TrainerConfig, bring_files, keep_files
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 def start_tracker(config: TrainerConfig, run_dir: Path, run_config: Mapping[str, Any]) -> Tracker:

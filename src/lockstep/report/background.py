@@ -1,14 +1,14 @@
 """A tracker behind a bounded queue: one that is down or slow neither blocks nor fails training."""
 
 import contextlib
-import logging
 from collections.abc import Callable, Mapping, Sequence
 
+from lockstep.credentials import get_logger
 from lockstep.report.background_queue import BackgroundQueue
 from lockstep.report.rows import TableRow
 from lockstep.report.trackers import Tracker
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 QUEUE_SIZE = 1000
 """The number of calls that may wait for the tracker; further ones are dropped and counted."""

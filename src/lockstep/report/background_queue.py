@@ -3,15 +3,15 @@
 import atexit
 import collections
 import dataclasses
-import logging
 import threading
 import time
 import weakref
 from collections.abc import Callable
 
+from lockstep.credentials import get_logger
 from lockstep.unfinished import WAIT_S, before_end, finish_work
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 IDLE_S = 1.0
 """Seconds without a job after which the thread ends; the next job starts another."""

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+from lockstep.text import MAX_LINE_BYTES
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationFields:
@@ -10,6 +12,8 @@ class EvaluationFields:
 
     prompts: list[dict[str, Any] | str] | str = dataclasses.field(default_factory=list)
     """A list of texts, ``{prompt, answer}`` or ``{messages, answer}``, or a .txt or .jsonl file (local or URL)."""
+    max_line_bytes: int = MAX_LINE_BYTES
+    """The most bytes of a line of the file of prompts; a longer one is an error, and is not read whole."""
     metrics: list[str] = dataclasses.field(default_factory=list)
     """Numbers per completion, and their means: ``exact_match``, ``gsm8k``, ``regex=PATTERN``, ``length``,
     ``repetition``, ``perplexity``, or ``module:function`` of (row, prompt) -> float or None (no value)."""

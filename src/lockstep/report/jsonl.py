@@ -1,16 +1,16 @@
 """JSON lines on a local disk, whole lines only."""
 
 import json
-import logging
 import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError, LockstepError
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 def append_jsonl(path: str | os.PathLike[str], records: Iterable[Mapping[str, Any]], *, fsync: bool = False) -> None:

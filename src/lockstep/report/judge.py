@@ -13,7 +13,9 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lockstep.credentials import without_credentials
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.redact import Redactor
 from lockstep.report.rows import Row
 from lockstep.text import Prompt
 from lockstep.urls import open_http
@@ -242,5 +244,5 @@ class Judge:
         return self._redacted(sent.decode(errors="replace"))[:_SHOWN]
 
     def _redacted(self, text: str) -> str:
-        """A text without the key, which a server may send back."""
-        return text.replace(self._key, "(the key)") if self._key else text
+        """A text without the key, in whatever form a server sends it back, and without credentials in URLs."""
+        return without_credentials(Redactor([self._key], shortest=1).text(text) if self._key else text)

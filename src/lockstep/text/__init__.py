@@ -1,6 +1,6 @@
 """Text in and out: tokenizers and prompts."""
 
-from lockstep.text.prompts import Prompt, PromptFields, PromptSource, encode, iter_prompts, read_prompts
+from lockstep.text.prompts import MAX_LINE_BYTES, Prompt, PromptFields, PromptSource, encode, iter_prompts, read_prompts
 from lockstep.text.stop import StopFinder, cut_at_stop
 from lockstep.text.tokenizer import (
     check_vocab,
@@ -13,6 +13,7 @@ from lockstep.text.tokenizer import (
 )
 
 __all__ = [
+    "MAX_LINE_BYTES",
     "Prompt",
     "PromptFields",
     "PromptSource",

@@ -1,11 +1,13 @@
 """Prompts: reading them from a list or a file, and turning them into token ids."""
 
 import dataclasses
-import json
+import io
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import PromptError
+from lockstep.json_text import parse_json
 from lockstep.urls import url_to_fs
 
 if TYPE_CHECKING:
@@ -15,6 +17,9 @@ type PromptSource = str | Sequence[str | Mapping[str, Any]]
 """A path or URL of a .txt or .jsonl file, or a list of texts and mappings."""
 
 INLINE_KEYS = ("prompt", "messages", "answer")
+MAX_LINE_BYTES = 16 << 20
+"""Bytes of a line of prompts where nothing else is said."""
+_FIX = 'Write one object per line, such as {"prompt": "…", "answer": "…"}.'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +85,7 @@ class PromptFields:
     answer: str = "answer"
 
 
-def read_prompts(source: PromptSource) -> list[Prompt]:
+def read_prompts(source: PromptSource, max_line_bytes: int = MAX_LINE_BYTES) -> list[Prompt]:
     """Read prompts from a list or a file.
 
     Args:
@@ -88,6 +93,7 @@ def read_prompts(source: PromptSource) -> list[Prompt]:
             (answers are optional); or the path or URL (``gs://…``, through fsspec) of a ``.txt`` file with one prompt
             per line or a ``.jsonl`` file with such an item per line. Empty lines are skipped, and other fields of a
             ``.jsonl`` line are ignored.
+        max_line_bytes: The bytes of a line of the file at most.
 
     Returns:
         The prompts, numbered from 0.
@@ -95,15 +101,18 @@ def read_prompts(source: PromptSource) -> list[Prompt]:
     Raises:
         PromptError: There are no prompts, a file or a line cannot be read, or a prompt is empty.
     """
-    return list(iter_prompts(source))
+    return list(iter_prompts(source, max_line_bytes=max_line_bytes))
 
 
-def iter_prompts(source: PromptSource, fields: PromptFields | None = None) -> Iterator[Prompt]:
+def iter_prompts(
+    source: PromptSource, fields: PromptFields | None = None, max_line_bytes: int = MAX_LINE_BYTES
+) -> Iterator[Prompt]:
     """Read prompts one by one, so that a file of any length takes the memory of a line.
 
     Args:
         source: The list or the file, as for `read_prompts`.
         fields: The names of the fields in a ``.jsonl`` file; None: those of `PromptFields`.
+        max_line_bytes: The bytes of a line of the file at most.
 
     Yields:
         The prompts, numbered from 0.
@@ -113,7 +122,7 @@ def iter_prompts(source: PromptSource, fields: PromptFields | None = None) -> It
     """
     items: Iterable[tuple[str, object]]
     if isinstance(source, str):
-        items, name, strict = _read_file(source), source, False
+        items, name, strict = _read_file(source, max_line_bytes), source, False
     else:
         items = ((f"prompts[{index}]", item) for index, item in enumerate(source))
         name, fields, strict = "prompts", None, True
@@ -208,39 +217,49 @@ def _parse(index: int, item: object, fields: PromptFields, *, strict: bool) -> P
     return Prompt(id=index, text=text, messages=None if messages is None else tuple(messages), answer=answer)
 
 
-def _read_file(path: str) -> Iterator[tuple[str, object]]:
+def _read_file(path: str, max_line_bytes: int) -> Iterator[tuple[str, object]]:
     if not path.endswith((".txt", ".jsonl")):
         raise PromptError(
             f"prompts is the text {path!r}, which is taken as a file and must end in .txt (a prompt per line) or "
             ".jsonl. For a prompt in the config itself, write a list: prompts: ['…']."
         )
-    for number, line in enumerate(_read_lines(path), start=1):
+    for number, line in enumerate(_read_lines(path, max_line_bytes), start=1):
         place = f"{path}:{number}"
         if not line.strip():
             continue
         if path.endswith(".txt"):
             yield place, line
             continue
-        try:
-            yield place, json.loads(line)
-        except json.JSONDecodeError as error:
-            raise PromptError(
-                f"{place}: not JSON ({error.msg} at column {error.colno}). Write one object per line, such as "
-                '{"prompt": "…", "answer": "…"}.'
-            ) from None
-        except RecursionError:
-            raise PromptError(f"{place}: JSON that is nested too deeply to be read. Correct the line.") from None
+        yield place, parse_json(line, place, object, _FIX, PromptError)
 
 
-def _read_lines(path: str) -> Iterator[str]:
+def _read_lines(path: str, max_line_bytes: int) -> Iterator[str]:
     try:
         filesystem, opened = url_to_fs(path)
-        with filesystem.open(opened, "rt", encoding="utf-8") as file:
-            for line in file:
-                yield line.removesuffix("\n")
+        with filesystem.open(opened, "rb") as raw:
+            file = raw if hasattr(raw, "peek") else io.BufferedReader(raw)
+            for number in itertools.count(1):
+                line = file.readline(max_line_bytes + 1)
+                if not line:
+                    return
+                if len(line) > max_line_bytes:
+                    raise PromptError(
+                        f"{path}:{number} has more than {max_line_bytes:,} bytes (max_line_bytes). Raise that, or cut "
+                        "the line."
+                    )
+                yield _decoded(line, f"{path}:{number}").rstrip("\r\n")
+    except PromptError:
+        raise
     except FileNotFoundError:
         raise PromptError(
             f"prompt file {path!r} does not exist. Fix the path; relative paths start at the working directory."
         ) from None
     except Exception as error:  # each file system has its own errors (permissions, credentials, missing package)
         raise PromptError(f"prompt file {path!r} could not be read ({type(error).__name__}: {error}).") from error
+
+
+def _decoded(line: bytes, place: str) -> str:
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{place} is not UTF-8: {error}. Convert the file.") from None

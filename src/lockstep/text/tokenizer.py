@@ -3,20 +3,20 @@
 import functools
 import hashlib
 import json
-import logging
 import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError
 from lockstep.urls import url_to_fs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 # End-of-turn tokens of chat families whose tokenizers name another token as the end of the sequence.
 END_OF_TURN_TOKENS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
@@ -30,24 +30,32 @@ _OF_LAST_CALL = ("padding", "truncation")
 """Parts of a fast tokenizer's backend that every call sets anew."""
 
 
-def load_tokenizer(path: str | os.PathLike[str]) -> "PreTrainedTokenizerBase":
+def load_tokenizer(path: str | os.PathLike[str], trust_remote_code: str | None = None) -> "PreTrainedTokenizerBase":
     """Load a tokenizer with ``transformers.AutoTokenizer``.
 
     Args:
         path: A directory or URL with a tokenizer, or a name on the Hugging Face hub such as ``org/model``. A directory
             is read without any network access.
+        trust_remote_code: The ``path`` again, where Python code that the tokenizer brings may be run; None: none is.
 
     Returns:
         The tokenizer.
 
     Raises:
-        ConfigError: There is no such directory or name, or what is there is not a tokenizer.
+        ConfigError: There is no such directory or name, or what is there is not a tokenizer, or one with code of
+            its own that is not trusted; or ``trust_remote_code`` names another one.
     """
     name = os.fspath(path)
     if not name:
         raise ConfigError("tokenizer is empty. Set it to a tokenizer directory or a Hugging Face hub name (org/model).")
+    if trust_remote_code not in (None, name):
+        raise ConfigError(
+            f"trust_remote_code is {trust_remote_code!r}, and the tokenizer is {name!r}: code is run of the tokenizer "
+            "that is named there alone. Write the same in both, or leave trust_remote_code out."
+        )
+    trusted = trust_remote_code is not None
     if "://" in name:
-        return _from_url(name)
+        return _from_url(name, trusted)
     directory = Path(name).expanduser()
     if directory.is_dir():
         _check_files(name, [file.name for file in directory.iterdir()])
@@ -58,9 +66,9 @@ def load_tokenizer(path: str | os.PathLike[str]) -> "PreTrainedTokenizerBase":
             "working directory), or copy the tokenizer to a local directory."
         )
     try:
-        # Said, for without it transformers asks at the terminal whether to run what is beside the tokenizer.
+        # Said either way: without it transformers asks at the terminal whether to run what is beside the tokenizer.
         place = str(directory) if directory.is_dir() else name
-        return _auto_tokenizer().from_pretrained(place, trust_remote_code=False)
+        return _auto_tokenizer().from_pretrained(place, trust_remote_code=trusted)
     except Exception as error:  # AutoTokenizer raises whatever its parser or its download raised
         first_line = str(error).strip().split("\n")[0]
         where = (
@@ -68,10 +76,11 @@ def load_tokenizer(path: str | os.PathLike[str]) -> "PreTrainedTokenizerBase":
             if directory.is_dir()
             else f"tokenizer {name!r} is neither a local directory nor could it be loaded from the Hugging Face hub"
         )
-        raise ConfigError(
-            f"{where} ({type(error).__name__}: {first_line}). Check the name, or point tokenizer at a directory that "
-            "tokenizer.save_pretrained() wrote."
-        ) from error
+        fix = "Check the name, or point tokenizer at a directory that tokenizer.save_pretrained() wrote."
+        if "trust_remote_code" in str(error):
+            first_line = "it brings Python code of its own, which is not run"
+            fix = f"If you trust it, name it in trust_remote_code too: --trust_remote_code {name}."
+        raise ConfigError(f"{where} ({type(error).__name__}: {first_line}). {fix}") from error
 
 
 def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
@@ -193,18 +202,19 @@ def token_texts(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> 
     return texts
 
 
-def _from_url(url: str) -> "PreTrainedTokenizerBase":
+def _from_url(url: str, trusted: bool) -> "PreTrainedTokenizerBase":
     """The tokenizer at a URL; its files are copied to a temporary directory to be read."""
     filesystem, root = url_to_fs(url)
+    suffixes = (*_SUFFIXES, ".py") if trusted else _SUFFIXES
     try:
-        listed = [path for path in filesystem.ls(root, detail=False) if path.endswith(_SUFFIXES)]
+        listed = [path for path in filesystem.ls(root, detail=False) if path.endswith(suffixes)]
     except FileNotFoundError:
         listed = []
     _check_files(url, [path.rpartition("/")[2] for path in listed])
     with tempfile.TemporaryDirectory(prefix="lockstep-tokenizer-") as copy:
         for path in listed:
             filesystem.get_file(path, f"{copy}/{path.rpartition('/')[2]}")
-        tokenizer = load_tokenizer(copy)
+        tokenizer = load_tokenizer(copy, copy if trusted else None)
     tokenizer.name_or_path = url
     return tokenizer
 

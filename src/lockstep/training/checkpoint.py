@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import logging
 import os
 import re
 import secrets
@@ -13,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jaxtyping import PyTree
 
+from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError
 from lockstep.urls import check_bare_name, checkpoint_path
 
 if TYPE_CHECKING:
     from etils import epath
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 METADATA = "metadata.json"
 """The file that makes a directory a checkpoint; it is written last."""

@@ -1,14 +1,14 @@
 """The checkpoint that a run goes on from: the newest that is whole."""
 
 import json
-import logging
 import time
 from typing import Literal
 
+from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError
 from lockstep.training.checkpoint import CheckpointDirectory, CheckpointMetadata, DamagedCheckpointError
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 SHARED_BY = "shared.json"
 """The file by which the processes see that they have the same directory."""

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +10,7 @@ from typing import Any, Literal
 
 import jax
 
+from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import Hosts
 from lockstep.training.checkpoint import (
@@ -27,7 +27,7 @@ from lockstep.training.checkpointer_config import CheckpointerConfig
 from lockstep.training.report_wait import ReportWait
 from lockstep.training.train_state import TrainState
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 KEYS = "lockstep/checkpoint"
 """The directory of the service in which every process posts that its part is written, or why not."""

@@ -7,7 +7,6 @@ is passed.
 
 import collections
 import dataclasses
-import logging
 import math
 import statistics
 from collections.abc import Mapping
@@ -15,10 +14,11 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
+from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError, DivergenceError
 from lockstep.training.step import SKIPPED, StepMetrics
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 SKIPS_IN_A_ROW: Final = 50
 """The number of steps in a row that may be skipped: after more of them training would go on for nothing."""

@@ -4,7 +4,6 @@ Nobody has to guess: the compiler says what a program needs. Every host compiles
 the host with the least memory decides.
 """
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +11,14 @@ import jax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from lockstep.credentials import get_logger
 from lockstep.device import block_bytes, free_bytes
 from lockstep.errors import ConfigError, HbmError
 from lockstep.hosts import Hosts, environment
 from lockstep.training.step import TrainStep
 from lockstep.units import bytes_text
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 UNKNOWN = 2**62
 """The bytes of a step that the compiler refused without saying how many it needs."""

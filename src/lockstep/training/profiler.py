@@ -2,14 +2,14 @@
 
 import contextlib
 import dataclasses
-import logging
 from pathlib import Path
 
 import jax
 
+from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

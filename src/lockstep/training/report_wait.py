@@ -1,11 +1,12 @@
 """How long a checkpoint waits for the reports of the steps up to it before it counts."""
 
-import logging
 import threading
 import time
 from collections.abc import Callable
 
-log = logging.getLogger(__name__)
+from lockstep.credentials import get_logger
+
+log = get_logger(__name__)
 
 REPORT_WAIT_S = 10.0
 """Seconds that a checkpoint waits for reports while nobody waits for the checkpoint."""

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import logging
 import os
 import signal
 import time
@@ -17,6 +16,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, Watchdog, current, leader_only
 from lockstep.placement import data_shards, fsdp_warning, make_mesh, place, place_local
@@ -48,7 +48,7 @@ from lockstep.training.stopping import StopRequest
 from lockstep.training.throughput import Meter
 from lockstep.training.train_state import TrainState
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 STOPPED_FLUSH_S = 2.0
 """Seconds that a tracker has to take what is left when a signal ended the run: little time remains for a save."""

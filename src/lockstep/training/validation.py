@@ -1,7 +1,6 @@
 """Validation: the loss on data that is not trained on, on all hosts, by one program."""
 
 import contextlib
-import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree
 
+from lockstep.credentials import get_logger
 from lockstep.device import Program, compile_program
 from lockstep.hosts import Watchdog, environment
 from lockstep.placement import COMPUTE_AXES, host_rows, place_local
@@ -27,7 +27,7 @@ from lockstep.training.trainer import Trainer
 BATCHES_AHEAD = 16
 """Batches that a host has read and placed before the hosts launch them: as many launches follow on one exchange."""
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 class ValidationRows(Protocol):

@@ -1,5 +1,8 @@
 """Configuration, guardrails and the plain single process."""
 
+import os
+import random
+import subprocess
 import sys
 import threading
 
@@ -120,3 +123,30 @@ def test_a_job_that_does_not_connect_ends_and_says_for_how_long_it_tried(monkeyp
     monkeypatch.setattr(module.threading.Timer, "start", lambda timer: timer.function())
     with module._connecting(DistributedConfig(initialization_timeout_s=7), "the 2 processes"):
         assert codes == [1] and "error: not all of the 2 processes connected within 7 s" in capsys.readouterr().err
+
+
+LISTENING = """
+import lockstep
+from lockstep.hosts._client import service_address
+lockstep.start()
+port = int(service_address().rpartition(":")[2])
+for kind in ("tcp", "tcp6"):
+    for line in list(open(f"/proc/self/net/{kind}"))[1:]:
+        _, local, _, state, *_ = line.split()
+        if state == "0A" and int(local.rpartition(":")[2], 16) == port:
+            print("listens on", local.rpartition(":")[0])
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/net/tcp"), reason="Linux alone lists its sockets there")
+def test_the_service_of_a_cluster_that_jax_detects_listens_where_its_name_leads_alone():
+    """Slurm's variables, which JAX detects: the coordinator is the first node of the list."""
+    job = random.Random(os.getpid()).randrange(1 << 20)  # JAX makes the port of it
+    environment = dict(os.environ, SLURM_JOB_ID=str(job), SLURM_STEP_NODELIST="localhost", SLURM_JOB_NUM_NODES="1")
+    environment |= dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID"), "0") | {"SLURM_NTASKS": "1"}
+    environment.pop("JAX_COORDINATOR_BIND_ADDRESS", None)
+    done = subprocess.run([sys.executable, "-c", LISTENING], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+    listens = [line.removeprefix("listens on ") for line in done.stdout.splitlines()]
+    assert listens and set(listens) <= loopback, done.stdout

@@ -1,10 +1,12 @@
 """A judge behind a server on this machine: verdicts, what fails, what is never sent or said."""
 
+import base64
 import contextlib
 import http.server
 import json
 import re
 import threading
+import urllib.parse
 
 import pytest
 
@@ -126,7 +128,12 @@ def test_what_may_pass_is_tried_again(passing):
 @pytest.mark.parametrize(
     ("reply", "why", "times"),
     [
-        ((401, {"error": f"the key {KEY} is wrong"}), r"HTTP 401 Unauthorized: .*the key \(the key\) is wrong", 1),
+        ((401, {"error": f"the key {KEY} is wrong"}), r"HTTP 401 Unauthorized: .*the key <redacted> is wrong", 1),
+        ((401, {"error": base64.b64encode(f"{KEY}.".encode()).decode()}), "HTTP 401 Unauthorized: .*<redacted>", 1),
+        ((401, {"error": f"{'x' * 283}{KEY}"}), "HTTP 401 Unauthorized", 1),
+        ((401, {"error": KEY.encode().hex()}), "HTTP 401 Unauthorized: .*<redacted>", 1),
+        ((401, {"error": urllib.parse.quote(KEY, safe="")}), "HTTP 401 Unauthorized: .*<redacted>", 1),
+        ((401, b'"' + b"".join(b"\\u%04x" % each for each in KEY.encode()) + b'"'), "HTTP 401 .*: .*<redacted>", 1),
         ((500, {}), "HTTP 500", 3),
         (said("I would rather not say."), "the reply has no number: 'I would rather not say.'", 1),
         ((200, b"<html>"), "not a chat completion: '<html>'", 1),
@@ -140,7 +147,7 @@ def test_what_fails_is_said_without_the_key_and_leaves_the_cell_empty(reply, why
         values, (text,) = judged(server, "a")
     assert values == [None] and len(server.asked) == times
     assert re.search(f"no verdict on 1 of 1 rows; first on prompt 0, generation 0: .*{why}", text), text
-    assert KEY not in text
+    assert KEY not in text and KEY[:9] not in text
 
 
 def test_one_answer_that_cannot_be_judged_does_not_cost_the_others():

@@ -1,3 +1,4 @@
+import contextlib
 import json
 from pathlib import Path
 
@@ -69,7 +70,7 @@ def test_wrong_sources_say_where_and_what_to_do(source, message):
 def test_wrong_lines_of_a_file_are_named(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "One"}\n\n{"prompt": \n')
-    with pytest.raises(PromptError, match=r"prompts\.jsonl:3: not JSON \(.* at column \d+\)\. Write one object"):
+    with pytest.raises(PromptError, match=r"prompts\.jsonl:3 is not JSON: .* column \d+.*\. Write one object"):
         read_prompts(str(path))
     path.write_text('{"prompt": "One"}\n{"prompt": " "}\n')
     with pytest.raises(PromptError, match=r"prompts\.jsonl:2: prompt 1 is empty"):
@@ -78,14 +79,30 @@ def test_wrong_lines_of_a_file_are_named(tmp_path):
     with pytest.raises(PromptError, match=r"prompts\.jsonl holds no prompts"):
         read_prompts(str(path))
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(PromptError, match=r"could not be read \(UnicodeDecodeError"):
+    with pytest.raises(PromptError, match=r"prompts\.jsonl:1 is not UTF-8: .*\. Convert the file"):
         read_prompts(str(path))
 
 
 def test_a_line_that_is_nested_too_deeply_is_named(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('"fine"\n' + "[" * 200_000 + "\n")
-    with pytest.raises(PromptError, match=r"prompts\.jsonl:2: JSON that is nested too deeply"):
+    with pytest.raises(PromptError, match=r"prompts\.jsonl:2 is JSON that is nested too deeply"):
+        read_prompts(str(path))
+
+
+def test_a_line_that_is_too_long_is_named_and_not_read_whole(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('"fine"\n"' + "a" * 98 + '"\n')
+    assert len(read_prompts(str(path), max_line_bytes=101)) == 2
+    with pytest.raises(PromptError, match=r"prompts\.jsonl:2 has more than 100 bytes \(max_line_bytes\)\. Raise that"):
+        read_prompts(str(path), max_line_bytes=100)
+
+
+@pytest.mark.parametrize("line", ["1" * 5000, '{"prompt": ' + "[" * 500 + "]" * 500 + "}", '"\\ud800"'])
+def test_other_hostile_lines_are_errors_of_ours(line, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(line)
+    with contextlib.suppress(PromptError):
         read_prompts(str(path))
 
 

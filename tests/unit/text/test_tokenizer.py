@@ -89,6 +89,32 @@ def test_a_broken_tokenizer_file_is_refused(tmp_path):
         load_tokenizer(tmp_path)
 
 
+@pytest.fixture
+def with_code(tmp_path):
+    """A tokenizer with Python code of its own, and the file that the code makes."""
+    place, made = tmp_path / "with_code", tmp_path / "made"
+    shutil.copytree(DEMO_TOKENIZER, place)
+    settings = json.loads((place / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": [None, "mine.Mine"]}}
+    (place / "tokenizer_config.json").write_text(json.dumps(settings))
+    code = "from transformers import PreTrainedTokenizerFast\n\n\nclass Mine(PreTrainedTokenizerFast):\n    pass\n"
+    (place / "mine.py").write_text(f"open({str(made)!r}, 'w').close()\n{code}")
+    return str(place), made
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_code_of_a_tokenizer_is_run_where_it_is_named_alone(with_code, scheme, monkeypatch, tmp_path):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    place, made = scheme + with_code[0], with_code[1]
+    if not scheme:  # without its code, the files at a URL are not even a tokenizer with code
+        with pytest.raises(ConfigError, match="brings Python code of its own, which is not run.* --trust_remote_code"):
+            load_tokenizer(place)
+    with pytest.raises(ConfigError, match="trust_remote_code is 'another', and the tokenizer is"):
+        load_tokenizer(place, "another")
+    assert not made.exists()
+    assert type(load_tokenizer(place, place)).__name__ == "Mine" and made.exists()
+
+
 def test_an_unknown_hub_name_is_refused(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     code = (

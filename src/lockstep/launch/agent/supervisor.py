@@ -13,7 +13,7 @@ import time
 from typing import Any, NoReturn
 
 from lockstep.launch.agent import files
-from lockstep.launch.agent.redact import Redactor
+from lockstep.redact import Redactor
 
 POLL_S = 0.1
 """Seconds between two looks at the command, the lease and what the launcher asks for."""

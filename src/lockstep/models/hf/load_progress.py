@@ -1,9 +1,9 @@
 """What the hosts of a job hear of each other while they read a checkpoint, and what the leader logs of it."""
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 
+from lockstep.credentials import get_logger
 from lockstep.hosts import Hosts
 from lockstep.units import bytes_text
 
@@ -13,7 +13,7 @@ type OnRead = Callable[[int, int], None]
 LOG_INTERVAL_S = 5.0
 """Seconds between two lines of the log about loading."""
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 class LoadProgress:

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import logging
 import os
 import pathlib
 import secrets
@@ -10,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import Hosts, current, digest, leader_only
 from lockstep.models.hf.config import config_to_hf
@@ -24,7 +24,7 @@ from lockstep.models.lora import LoraModel
 from lockstep.models.lora_merge import merge_adapters
 from lockstep.units import bytes_text
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 MAX_SHARD_BYTES = 5 * 10**9
 """The most bytes of tensors in a file."""

@@ -2,12 +2,12 @@
 
 import dataclasses
 import json
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError
 from lockstep.report.rows import TableRow, metric_names
 from lockstep.report.trackers.base import Tracker, TrackerConfig, plain
@@ -15,7 +15,7 @@ from lockstep.report.trackers.base import Tracker, TrackerConfig, plain
 if TYPE_CHECKING:
     import wandb
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 WANDB_RUN = "wandb-run.json"
 """The file of a run directory that says which W&B run this run is, so that a later start goes on in it."""

@@ -4,12 +4,12 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import logging
 import os
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts
 from lockstep.training.data.build_progress import BuildProgress
@@ -27,7 +27,7 @@ INTERVAL_S = 1.0
 """Seconds after which the hosts hear of each other while they build."""
 SHOWN_BAD = 5
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,19 +1,19 @@
 """How far the hosts are with a cache, as the user of the leader sees it: a bar at a terminal, lines in a log."""
 
-import logging
 import time
 from collections.abc import Sequence
 
 import rich
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from lockstep.credentials import get_logger
 from lockstep.hosts import Hosts
 from lockstep.units import bytes_text
 
 FIRST_S, INTERVAL_S = 2.0, 10.0
 """Seconds until the first line or the bar, so that small data passes in silence, and between two lines."""
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 class BuildProgress:

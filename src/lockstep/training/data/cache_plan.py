@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from lockstep.training.data.examples import Format
 from lockstep.training.data.packing import RowShape
-from lockstep.training.data.sources import Chunk, SourceFile, make_chunks
+from lockstep.training.data.sources import MAX_LINE_BYTES, Chunk, SourceFile, make_chunks
 
 CACHE_VERSION = 3
 """To be raised by whoever changes which rows are made of the same files, or how they are stored."""
@@ -24,6 +24,7 @@ class CachePlan:
         format: What their records are.
         shape: How examples become rows.
         tokenizer_digest: The digest of the tokenizer with its chat template.
+        max_line_bytes: The bytes of a JSON line at most.
     """
 
     name: str
@@ -31,6 +32,7 @@ class CachePlan:
     format: Format
     shape: RowShape
     tokenizer_digest: str
+    max_line_bytes: int = MAX_LINE_BYTES
 
     @functools.cached_property
     def chunks(self) -> tuple[Chunk, ...]:
@@ -47,7 +49,8 @@ class CachePlan:
         """A digest that is the same on hosts with equal copies of the files, whenever they were copied."""
         files = [[file.path.rpartition("/")[2], file.size, file.content, file.kind] for file in self.files]
         shape = dataclasses.asdict(self.shape)
-        return _digest([CACHE_VERSION, self.tokenizer_digest, self.format, shape, files, self.chunks])
+        limits = [] if self.max_line_bytes == MAX_LINE_BYTES else [self.max_line_bytes]
+        return _digest([CACHE_VERSION, self.tokenizer_digest, self.format, shape, files, self.chunks, *limits])
 
 
 def _digest(value: Sequence[object]) -> str:

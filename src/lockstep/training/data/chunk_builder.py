@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from lockstep.credentials import without_credentials
 from lockstep.errors import ConfigError
 from lockstep.training.data.cache_plan import CachePlan
 from lockstep.training.data.examples import FIELDS, Example, tokenize
@@ -73,7 +74,7 @@ class ChunkBuilder:
         for piece, (number, part, parts) in enumerate(self._plan.chunks[self._number]):
             file = self._plan.files[number]
             self._lines.append(0)
-            records = read_piece(file, part, parts, FIELDS[self._plan.format])
+            records = read_piece(file, part, parts, FIELDS[self._plan.format], self._plan.max_line_bytes)
             read = 0
             for batch in itertools.batched(records, BATCH_RECORDS):
                 bad_before = self._counts["n_bad"]
@@ -124,6 +125,7 @@ def place(path: str, before: int, line: int) -> str:
         before: The number of lines before the part that it is in.
         line: The 1-based number of its line within the part; 0 for a text file, which has one record.
     """
+    path = without_credentials(path)  # kept in the cache
     return f"{path}:{before + line}" if line else path
 
 

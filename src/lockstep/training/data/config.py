@@ -16,7 +16,7 @@ from lockstep.training.data.cache_plan import CachePlan
 from lockstep.training.data.cached_rows import CachedRows
 from lockstep.training.data.examples import Format, check_format
 from lockstep.training.data.packing import RowShape
-from lockstep.training.data.sources import list_files
+from lockstep.training.data.sources import MAX_LINE_BYTES, list_files
 from lockstep.training.data.token_cache import TokenCache
 
 if TYPE_CHECKING:
@@ -85,6 +85,8 @@ class DataConfig:
     """What to do with a record that cannot be used: leave it out and log its file, line and reason, or stop."""
     max_bad_rows: int = 100
     """The most records of a source that may be left out; with more the run stops, and names the first."""
+    max_line_bytes: int = MAX_LINE_BYTES
+    """The most bytes of a JSON line; a longer one is a bad row, and is not read whole."""
     shuffle: bool = True
     """Draw every epoch in another order."""
 
@@ -98,6 +100,8 @@ class DataConfig:
             )
         if self.max_bad_rows < 0:
             raise ConfigError(f"data.max_bad_rows is {self.max_bad_rows}; it must be at least 0. Raise it.")
+        if self.max_line_bytes < 1:
+            raise ConfigError(f"data.max_line_bytes is {self.max_line_bytes}; it must be at least 1. Raise it.")
         if any(isinstance(one, SourceConfig) and one.weight is not None for one in self.validation_urls):
             raise ConfigError("data.validation_urls has a weight, which has no effect there. Remove it.")
         names = [source.label for source in self._validation]
@@ -246,6 +250,7 @@ class DataConfig:
                     format=format,
                     shape=shape,
                     tokenizer_digest=digest,
+                    max_line_bytes=self.max_line_bytes,
                 )
                 for name, urls in groups
             ]

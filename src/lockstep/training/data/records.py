@@ -1,14 +1,14 @@
 """Reads the records of a part of a file one by one, each with its number there, or what is wrong with it."""
 
 import io
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import fsspec
 
 from lockstep.errors import ConfigError
-from lockstep.training.data.sources import SourceFile
+from lockstep.json_text import parse_json
+from lockstep.training.data.sources import MAX_LINE_BYTES, SourceFile
 
 BUFFER_BYTES = 1 << 20
 BATCH_RECORDS = 1000
@@ -23,7 +23,7 @@ class BadRow(Exception):
 
 
 def read_piece(
-    file: SourceFile, part: int, parts: int, fields: Sequence[str]
+    file: SourceFile, part: int, parts: int, fields: Sequence[str], max_line_bytes: int = MAX_LINE_BYTES
 ) -> Iterator[tuple[int, int, Record | BadRow | None]]:
     """Read the records of a part of a file.
 
@@ -35,6 +35,7 @@ def read_piece(
         part: The number of the part.
         parts: The number of parts that the file has.
         fields: The fields that are needed, in formats that can leave out the others.
+        max_line_bytes: The bytes of a JSON line at most; a longer one is a bad row.
 
     Yields:
         The 1-based number of the line (or row) within this part, the share of the part that was read so far in bytes
@@ -43,9 +44,12 @@ def read_piece(
     Raises:
         ConfigError: The file cannot be read.
     """
-    readers = {"jsonl": _read_jsonl, "text": _read_text, "parquet": _read_parquet, "arrow": _read_arrow}
+    readers = {"text": _read_text, "parquet": _read_parquet, "arrow": _read_arrow}
     try:
-        yield from readers[file.kind](file, part, parts, fields)
+        if file.kind == "jsonl":
+            yield from _read_jsonl(file, part, parts, max_line_bytes)
+        else:
+            yield from readers[file.kind](file, part, parts, fields)
     except ConfigError:
         raise
     except ImportError as error:
@@ -74,7 +78,7 @@ def lines_before(file: SourceFile, part: int, parts: int) -> int:
         with file.fs.open(file.path, "rb") as stream, pyarrow.parquet.ParquetFile(stream) as table:
             groups = range(part * table.num_row_groups // parts)
             return sum(table.metadata.row_group(group).num_rows for group in groups)
-    return sum(1 for before in range(part) for _ in _lines(file, before, parts))
+    return sum(1 for before in range(part) for _ in _lines(file, before, parts, BUFFER_BYTES))
 
 
 def field(record: Record, name: str, kind: type = str) -> Any:
@@ -95,8 +99,11 @@ def field(record: Record, name: str, kind: type = str) -> Any:
     return record[name]
 
 
-def _lines(file: SourceFile, part: int, parts: int) -> Iterator[tuple[int, bytes]]:
-    """The lines that begin in a part, each with the bytes that were read with it."""
+def _lines(file: SourceFile, part: int, parts: int, max_bytes: int | None = None) -> Iterator[tuple[int, bytes]]:
+    """The lines that begin in a part, each with the bytes that were read with it.
+
+    Of a line longer than ``max_bytes``, one byte more than that comes, and the rest is passed over piece by piece.
+    """
     begin, end = (part * file.size // parts, (part + 1) * file.size // parts)
     with file.fs.open(file.path, "rb", compression=file.compression) as raw:
         # Without a buffer of their own, these read a whole block for each line.
@@ -104,30 +111,39 @@ def _lines(file: SourceFile, part: int, parts: int) -> Iterator[tuple[int, bytes
         stream = io.BufferedReader(raw, BUFFER_BYTES) if unbuffered else raw
         if begin:
             stream.seek(begin - 1)
-            begin += len(stream.readline()) - 1
-        while (parts == 1 or begin < end) and (line := stream.readline()):
+            begin += _pass_line(stream) - 1
+        while (parts == 1 or begin < end) and (line := stream.readline(-1 if max_bytes is None else max_bytes + 1)):
             begin += len(line)
+            if max_bytes is not None and len(line) > max_bytes and not line.endswith(b"\n"):
+                begin += _pass_line(stream)
             yield begin, line
 
 
+def _pass_line(stream: Any) -> int:
+    """Read on to the end of a line; return how many bytes that were."""
+    size = 0
+    while piece := stream.readline(BUFFER_BYTES):
+        size += len(piece)
+        if piece.endswith(b"\n"):
+            break
+    return size
+
+
 def _read_jsonl(
-    file: SourceFile, part: int, parts: int, fields: Sequence[str]
+    file: SourceFile, part: int, parts: int, max_bytes: int
 ) -> Iterator[tuple[int, int, Record | BadRow | None]]:
     begin = part * file.size // parts
-    for number, (position, line) in enumerate(_lines(file, part, parts), start=1):
-        yield number, position - begin, _parse(line) if line.strip() else None
+    for number, (position, line) in enumerate(_lines(file, part, parts, max_bytes), start=1):
+        yield number, position - begin, _parse(line, max_bytes) if line.strip() else None
 
 
-def _parse(line: bytes) -> Record | BadRow:
+def _parse(line: bytes, max_bytes: int) -> Record | BadRow:
+    if len(line) > max_bytes:
+        return BadRow(f"has more than {max_bytes:,} bytes (data.max_line_bytes). Raise that, or remove the line.")
     try:
-        values = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        return BadRow(f"is not UTF-8: {error}. Correct the line or remove it.")
-    except (json.JSONDecodeError, RecursionError) as error:
-        return BadRow(f"is not JSON: {error}. Correct the line or remove it.")
-    if not isinstance(values, dict):
-        return BadRow(f"is a JSON {type(values).__name__}, not an object. Write one object per line.")
-    return values
+        return parse_json(line, "it", dict, "Write one object per line.")
+    except ConfigError as error:
+        return BadRow(str(error).removeprefix("it "))
 
 
 def _read_text(

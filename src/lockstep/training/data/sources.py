@@ -12,6 +12,8 @@ from lockstep.urls import check_bare_name, url_to_fs
 WHOLE_BYTES = 1 << 20
 """A file of at most this size is known by its content, a larger one by its ends and the time of its last change."""
 END_BYTES = 64 << 10
+MAX_LINE_BYTES = 64 << 20
+"""Bytes of a JSON line where nothing else is said."""
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES, WANTED_CHUNKS = 4 << 20, 256 << 20, 64
 
 _ETAGS = ("md5Hash", "blob_id", "checksum", "etag", "ETag")

@@ -2,13 +2,13 @@
 
 import dataclasses
 import functools
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Int
 
+from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError, PromptError
 from lockstep.hosts import digest
 from lockstep.text import Prompt, encode
@@ -20,7 +20,7 @@ from lockstep.training.grpo.rewards import RewardConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 FIELDS = ("question", "answer")
 """The fields of a record."""
@@ -157,7 +157,7 @@ def _read(config: GrpoDataConfig, rewards: Sequence[RewardConfig]) -> Iterator[t
     bad: list[str] = []
     for source in config.train_urls:
         for file in list_files(source if isinstance(source, str) else source.url, "data.train_urls"):
-            for number, _, record in read_piece(file, 0, 1, FIELDS):
+            for number, _, record in read_piece(file, 0, 1, FIELDS, config.max_line_bytes):
                 place = f"{file.path}:{number}"
                 try:
                     if record is None:

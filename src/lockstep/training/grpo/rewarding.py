@@ -2,13 +2,13 @@
 
 import collections
 import dataclasses
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float
 
+from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts
 from lockstep.report import Row
@@ -16,7 +16,7 @@ from lockstep.text import Prompt
 from lockstep.training.grpo.rewards import Reward, RewardConfig, labels
 from lockstep.training.grpo.scoring import LATE, Scoring, Value, try_rewards
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 _ON_FAILURE = {"default": "its default is used", "drop_group": "nothing is learned from the answers to that question"}
 

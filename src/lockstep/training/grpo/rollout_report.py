@@ -1,12 +1,12 @@
 """The leader's report of a rollout: figures, and the best and the worst answers; training never waits for it."""
 
 import dataclasses
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from lockstep.credentials import get_logger
 from lockstep.hosts import try_leader_only
 from lockstep.report import BackgroundQueue, Row, Tracker, append_jsonl
 from lockstep.schedule import DraftCounts
@@ -15,7 +15,7 @@ from lockstep.training.grpo.figures import answer_metrics, reward_metrics
 from lockstep.training.grpo.groups import Groups
 from lockstep.training.grpo.sampled import Sampled
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 ROLLOUTS_FILE = "rollouts.jsonl"
 """The file of a run directory that the best and worst answers of each rollout are appended to."""

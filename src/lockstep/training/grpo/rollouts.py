@@ -1,6 +1,5 @@
 """The batches of GRPO: sampled before the step that learns from them, rewarded, and compared with its model."""
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
+from lockstep.credentials import get_logger
 from lockstep.engine import RolloutEngine
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, Watchdog
@@ -37,7 +37,7 @@ from lockstep.types import FinishReason
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 MOST_CLIPPED = 0.2

@@ -1,5 +1,6 @@
 """Records that cannot be used are named by file and line; files that cannot be read end the run."""
 
+import gzip
 import json
 
 import pytest
@@ -47,6 +48,27 @@ def test_too_long_is_a_bad_row_that_names_the_place(tmp_path):
     config = LmDataConfig(train_urls=urls, format="prompt_completion", max_seq_len=6, on_bad_row="raise")
     with pytest.raises(ConfigError, match=r"x.jsonl:2 has 8 tokens, but a row has 6.*truncate: true"):
         config.load(Tokenizer(), 16, 0)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
+def test_a_giant_line_is_a_bad_row_that_is_not_read_whole(tmp_path, suffix, monkeypatch):
+    monkeypatch.setattr(sources, "MIN_CHUNK_BYTES", 100)
+    lines = [b'{"text": "one"}', b'{"text": "' + b"a" * 1000 + b'"}', b'{"text": "three"}', b"[" * 100_000]
+    path = tmp_path / f"x.{suffix}"
+    path.write_bytes((gzip.compress if suffix.endswith("gz") else bytes)(b"\n".join(lines)))
+    settings = {"train_urls": (str(path),), "packing": False, "max_seq_len": 2000}
+    limited = LmDataConfig(**settings, max_line_bytes=500).load(Tokenizer(), 2000, 0)
+    assert len(limited) == 2
+    assert [place.rpartition("/")[2] for place in limited.caches[0].metadata.bad] == [
+        f"x.{suffix}:{line} has more than 500 bytes (data.max_line_bytes). Raise that, or remove the line."
+        for line in (2, 4)
+    ]
+    # Raised, the line is read: the first cache is not taken for this one.
+    unlimited = LmDataConfig(**settings).load(Tokenizer(), 2000, 0)
+    assert len(unlimited) == 3
+    assert [place.rpartition("/")[2] for place in unlimited.caches[0].metadata.bad] == [
+        f"x.{suffix}:4 is JSON that is nested too deeply to be read. Write one object per line."
+    ]
 
 
 def lines_with_faults(tmp_path, monkeypatch):

@@ -17,15 +17,16 @@ class Redactor:
     """Replaces values in a stream.
 
     Args:
-        values: The secret values. Those with fewer than ``SHORTEST`` letters are left alone.
+        values: The secret values.
+        shortest: The letters of a value below which it is left alone.
     """
 
-    def __init__(self, values: Iterable[str]) -> None:
+    def __init__(self, values: Iterable[str], shortest: int = SHORTEST) -> None:
         forms: set[str] = set()
         for value in values:
             # A value of several lines is shown line by line; one in a data structure with escapes.
             for part in (value, *value.splitlines()):
-                if len(part) >= SHORTEST:
+                if len(part) >= shortest:
                     forms.update(_forms(part))
         # The longest first: a value may begin with another one.
         self._forms = sorted((form.encode(errors="surrogateescape") for form in forms), key=len, reverse=True)
@@ -67,8 +68,11 @@ def _forms(value: str) -> set[str]:
     """A value as programs write it: as it is, in JSON and Python, in a URL, in hexadecimal digits and in base64."""
     data = value.encode(errors="surrogateescape")
     quoted = {urllib.parse.quote(data, safe=""), urllib.parse.quote(data), urllib.parse.quote_plus(data)}
+    quoted.add("".join(f"%{byte:02X}" for byte in data))
     quoted |= {re.sub("%..", lambda code: code[0].lower(), text) for text in quoted}
     written = {json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], repr(value)[1:-1]}
+    units = value.encode("utf-16-be", errors="surrogatepass")
+    written.add("".join("\\u" + units[at : at + 2].hex() for at in range(0, len(units), 2)))
     written |= {text.replace("/", "\\/") for text in written}
     encoded = set()
     for before in range(3):  # bytes of the group of three that are those of something else

@@ -7,7 +7,7 @@ import urllib.parse
 
 import pytest
 
-from lockstep.launch.agent.redact import Redactor
+from lockstep.redact import Redactor
 
 VALUES = ["abcabd", "abcabdef", "two\nlines-of-key", 'quote"d-value', "short"]
 TEXT = (
