@@ -102,7 +102,7 @@ def field(record: Record, name: str, kind: type = str) -> Any:
 def _lines(file: SourceFile, part: int, parts: int, max_bytes: int | None = None) -> Iterator[tuple[int, bytes]]:
     """The lines that begin in a part, each with the bytes that were read with it.
 
-    Of a line longer than ``max_bytes``, one byte more than that comes, and the rest is passed over piece by piece.
+    A line longer than ``max_bytes`` comes cut to one byte more than that; the rest is passed over piece by piece.
     """
     begin, end = (part * file.size // parts, (part + 1) * file.size // parts)
     with file.fs.open(file.path, "rb", compression=file.compression) as raw:
