@@ -46,6 +46,7 @@ def test_a_stop_string_ends_its_own_sequence_and_no_other(engine: Engine, model:
         for r in mixed_requests()
     ]
     got = engine.generate(model, requests, find_stop=find_stop)
+    assert [(each.prompt_id, each.generation_id) for each in got] == list(plain)
     for completion in got:
         before = plain[completion.prompt_id, completion.generation_id]
         if completion.prompt_id != 0:

@@ -8,6 +8,7 @@ from etils import epath
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from lockstep.training import array_handler
 from lockstep.training.checkpoint import CheckpointDirectory, DamagedCheckpointError, named_arrays
 from lockstep.training.checkpoint_arrays import ArrayReader, damage_named, merge_arrays, read_arrays, write_arrays
 from tests import fake_gcs
@@ -135,6 +136,24 @@ def test_a_flipped_bit_anywhere_is_found_or_changes_nothing(written):
                 found += 1
         file.write_bytes(whole)
     assert found > 200
+
+
+def test_chunks_with_the_checksum_of_an_earlier_version_are_read_and_compared(tmp_path, monkeypatch):
+    spec = array_handler._spec
+
+    def earlier(*args):
+        found = spec(*args)
+        found["metadata"]["codecs"][1:] = [{"name": "zstd", "configuration": {"level": 1}}, {"name": "crc32c"}]
+        return found
+
+    monkeypatch.setattr(array_handler, "_spec", earlier)
+    written = Written(tmp_path / "arrays")
+    monkeypatch.undo()
+    written.assert_as_saved(written.read())
+    file = written.files()["data"]
+    file.write_bytes(flipped(file.read_bytes(), 8 * 200))
+    with pytest.raises(DamagedCheckpointError, match=f"{file} is damaged: .*Digest mismatch"):
+        written.read()
 
 
 def test_what_is_only_out_of_reach_is_not_damaged(tmp_path):
