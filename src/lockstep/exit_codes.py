@@ -32,7 +32,10 @@ UNAVAILABLE = 91
 SETUP_FAILED = 92
 NOT_FOUND = 127
 INTERRUPTED = 128 + signal.SIGINT
+ABORTED = 128 + signal.SIGABRT
+BUS_ERROR = 128 + signal.SIGBUS
 KILLED = 128 + signal.SIGKILL
+SEGMENTATION_FAULT = 128 + signal.SIGSEGV
 TERMINATED = 128 + signal.SIGTERM
 
 EXIT_CODES = {
@@ -51,6 +54,9 @@ EXIT_CODES = {
         ExitCode(code=SETUP_FAILED, meaning="a worker could not be set up"),
         ExitCode(code=NOT_FOUND, meaning="the program was not found"),
         ExitCode(code=INTERRUPTED, meaning="interrupted (Ctrl-C)"),
+        ExitCode(code=ABORTED, meaning="aborted, as by JAX where another process is gone (SIGABRT)", retried=True),
+        ExitCode(code=BUS_ERROR, meaning="a fault of memory or of a mapped file (SIGBUS)", retried=True),
+        ExitCode(code=SEGMENTATION_FAULT, meaning="a fault inside a native library (SIGSEGV)", retried=True),
         ExitCode(code=KILLED, meaning="killed (SIGKILL, or the machine ran out of memory)"),
         ExitCode(code=TERMINATED, meaning="asked to end (SIGTERM), as before a preemption", retried=True),
     )

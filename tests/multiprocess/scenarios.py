@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -17,6 +18,9 @@ from lockstep.hosts import DistributedConfig, Watchdog, current, run_main, start
 from lockstep.hosts._client import service_address
 from lockstep.hosts.peers import ANNOUNCEMENTS, WAKE_UPS
 from lockstep.report import BackgroundQueue
+
+LISTENED_S = 6.0
+"""Seconds in which every process has heard of the others once."""
 
 
 def begin(initialization_timeout_s: str = "60") -> None:
@@ -44,6 +48,21 @@ def die(victim: str) -> None:
     hosts.barrier("both")
     if hosts.index == int(victim):
         os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+
+
+def vanish(victim: str, how: str, heartbeat_timeout_s: str) -> None:
+    """One process is gone without a word while the others wait for something that no collective tells them of."""
+    hosts = start(DistributedConfig(timeout_s=600, heartbeat_timeout_s=int(heartbeat_timeout_s)))
+    hosts.phase("waiting for a device")
+    hosts.barrier("all")
+    time.sleep(LISTENED_S)
+    print("all hear each other", flush=True)
+    if hosts.index == int(victim) and how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif hosts.index == int(victim):
+        subprocess.Popen(["sh", "-c", f"sleep 45; kill -KILL {os.getpid()}"], start_new_session=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(600)
 
 

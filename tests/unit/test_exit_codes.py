@@ -29,7 +29,7 @@ def test_every_name_is_a_row():
     [
         (0, "exit code 0, done"),
         (143, "exit code 143, asked to end"),
-        (139, "exit code 139, ended by SIGSEGV"),
+        (136, "exit code 136, ended by SIGFPE"),
         (42, "exit code 42"),
     ],
 )

@@ -3,9 +3,9 @@
 import atexit
 import collections
 import contextlib
+import functools
 import json
 import os
-import socket
 import sys
 import threading
 import time
@@ -16,8 +16,10 @@ from lockstep.credentials import without_credentials
 from lockstep.errors import HostError
 from lockstep.exit_codes import DONE, EXIT_CODES, PEER_FAILED
 from lockstep.hosts._client import Client, ServiceGoneError, service_address
+from lockstep.hosts.abort import on_abort
 from lockstep.hosts.exchange import name_processes
 from lockstep.hosts.hosts import Hosts
+from lockstep.hosts.liveness import Connection, Listener
 from lockstep.printable import printable
 from lockstep.unfinished import finish_work
 
@@ -35,12 +37,14 @@ STOP_S = 1.0
 """Seconds that stopping the watch may take."""
 ORDERLY_S = 0.02
 """Seconds after the end of the service within which this process leaves it too, where the job ended in order."""
-CONNECT_S = 10.0
-"""Seconds that connecting to the coordination service may take."""
 MAX_TEXT = 2000
 """Characters of the reason that a process announces."""
+LAST_WORD_S = 2.0
+"""Seconds in which a thread that has begun to end this process does so."""
 SHOWN_LAUNCHES = 3
 """Launches that are named when the process that runs the service has died."""
+
+_ending = threading.Lock()  # taken by the thread that says why the process ends, and never given back
 
 
 def announce_exit(client: Client, reason: str, code: int = PEER_FAILED, work_s: float = 0.0) -> None:
@@ -93,8 +97,16 @@ def watch_peers(hosts: Hosts) -> Callable[[], None]:
     client, stopping, stop_heartbeat = hosts.client, threading.Event(), hosts.start_heartbeat()
     thread = threading.Thread(target=_watch, args=(hosts, stopping), name="lockstep-peers", daemon=True)
     thread.start()
-    if client.task != 0:
-        threading.Thread(target=_watch_service, args=(hosts, stopping), name="lockstep-service", daemon=True).start()
+    if client.task == 0:
+        listener = Listener(client, functools.partial(_announce_lost, hosts), stopping)
+        listener.start()
+        forget_abort = on_abort(functools.partial(_last_word, hosts, listener.missing))
+    else:
+        connection = Connection(client, stopping)
+        forget_abort = on_abort(functools.partial(_last_word, hosts, connection.missing))
+        threading.Thread(
+            target=_watch_service, args=(hosts, connection, stopping), name="lockstep-service", daemon=True
+        ).start()
 
     def stop() -> None:
         # A thread inside a call of the service while the interpreter goes down would abort the process.
@@ -104,6 +116,7 @@ def watch_peers(hosts: Hosts) -> Callable[[], None]:
                 client.set(f"{WAKE_UPS}/{client.task}", b"")
             thread.join(STOP_S)
             stop_heartbeat()
+            forget_abort()
 
     atexit.register(stop)
     return stop
@@ -160,37 +173,57 @@ def _wait_for_wake_up(client: Client) -> None:
             return
 
 
-def _watch_service(hosts: Hosts, stopping: threading.Event) -> None:
-    """Notice the end of the process that runs the service by a connection, which the operating system closes.
+def _watch_service(hosts: Hosts, connection: Connection, stopping: threading.Event) -> None:
+    """End this process once the one that runs the service is gone.
 
-    Nothing is sent on this connection, so the service closes it now and then; only when it can no longer be made is
-    that process gone. JAX notices at the same moment, and its requests fail in any order: the thread in `_watch` often
-    has no time left to print anything.
+    JAX notices at the same moment, and its requests fail in any order: the thread in `_watch` often has no time left to
+    print anything.
     """
-    host, _, port = (service_address() or "").rpartition(":")
-    try:
-        while True:
-            with socket.create_connection((host.strip("[]"), int(port)), CONNECT_S) as connection:
-                connection.settimeout(None)
-                with contextlib.suppress(ConnectionResetError):
-                    while connection.recv(4096):
-                        pass  # the service's greeting
-    except ConnectionRefusedError:
+    if connection.wait():
         _end_without_service(hosts, stopping)
-    except (OSError, ValueError):
-        return  # not reachable from here, which does not mean that the process is gone
+
+
+def _announce_lost(hosts: Hosts, task: int, last: str) -> None:
+    """Announce in the place of a process that is gone that it is."""
+    client = hosts.client
+    text = f"has died: its connection to process {client.index} has ended, and it gives no sign of life"
+    if last:
+        text += f" ({last})"
+    if f"{DEPARTURES}/{task}" in client.get_dir(DEPARTURES):
+        return
+    client.set(f"{ANNOUNCEMENTS}/{task}", json.dumps([text, PEER_FAILED, client.processes[task]]).encode())
+    for each in range(client.count):
+        client.set(f"{WAKE_UPS}/{each}", b"")
+
+
+def _last_word(hosts: Hosts, missing: Callable[[], str]) -> bool:
+    """Say which processes are missing as JAX aborts this one; False where none is known to be."""
+    if not (text := missing()):
+        return False
+    if not _ending.acquire(blocking=False):
+        time.sleep(LAST_WORD_S)  # another thread says so, and ends the process
+        return True
+    print(
+        f"lockstep: process {hosts.index} of {hosts.count} ends because JAX gave up on a process of the job. "
+        f"Missing: {text}. This process was in phase {hosts.last_phase!r}; its last launches: {_last_launches(hosts)}.",
+        file=sys.stderr,
+    )
+    end_process(PEER_FAILED)
+
+
+def _last_launches(hosts: Hosts) -> str:
+    return ", ".join(f"{index} {name!r}" for index, name, _ in hosts.ledger.last(SHOWN_LAUNCHES)) or "none"
 
 
 def _end_without_service(hosts: Hosts, stopping: threading.Event) -> None:
     """End this process before JAX aborts it with a page of C++ stacks; do nothing where the job ended in order."""
-    if stopping.wait(ORDERLY_S) or service_address() is None:
+    if stopping.wait(ORDERLY_S) or service_address() is None or not _ending.acquire(blocking=False):
         return
-    launches = [f"{index} {name!r}" for index, name, _ in hosts.ledger.last(SHOWN_LAUNCHES)]
     lost = hosts.client.processes[0]
     print(
         f"lockstep: process {hosts.index} of {hosts.count} ends because process {lost} has died, and with it the "
         f"coordination service. Missing: process {lost}. This process was in phase {hosts.last_phase!r}; its last "
-        f"launches: {', '.join(launches) or 'none'}. Look for the log that ends without an error.",
+        f"launches: {_last_launches(hosts)}. Look for the log that ends without an error.",
         file=sys.stderr,
     )
     end_process(PEER_FAILED)

@@ -1,0 +1,254 @@
+"""Connections between the process that runs the coordination service and each other one, which end with a process.
+
+JAX notices a process that is gone by its own heartbeats, after ``heartbeat_timeout_s``, and then aborts all others. The
+operating system closes a dead process's connections at once, and those of a machine without power after `UNHEARD_S`.
+"""
+
+import contextlib
+import hmac
+import json
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from lockstep.errors import HostError
+from lockstep.hosts._client import Client, bind_address, service_address
+from lockstep.hosts.heartbeat import SILENT_S, heartbeats
+from lockstep.printable import printable
+
+LISTENER = "lockstep/liveness"
+"""Key with the port of the listener and the word that a process of this job says there."""
+KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
+UNHEARD_S = 30.0
+"""Seconds after which the system ends a connection whose other machine does not answer, by `KEEPALIVE`."""
+NEWS_S = 5.0
+"""Seconds between two lists of the processes that give no sign of life."""
+CONNECT_S = 10.0
+"""Seconds that connecting may take."""
+AGAIN_S = 0.1
+"""Seconds before connecting again to a listener that has closed the connection."""
+GRACE_S = 2.0
+"""Seconds in which a process whose connection has ended may connect again, or announce that it ends."""
+HELLO_BYTES = 128
+NEWS_BYTES = 1 << 16
+SHOWN = 16
+"""Processes that are named when several give no sign of life."""
+STRANGERS = 16
+"""Connections that may be open and have not said the word."""
+
+
+class Listener:
+    """What the process that runs the service knows of the others' connections.
+
+    Args:
+        client: The coordination service.
+        on_lost: Called in the listener's thread with the task of a process that is gone, and a text that says how.
+        stopping: Set once this process leaves the job.
+    """
+
+    def __init__(self, client: Client, on_lost: Callable[[int, str], None], stopping: threading.Event):
+        self._client = client
+        self._on_lost = on_lost
+        self._stopping = stopping
+        self._word = secrets.token_hex(16).encode()
+        self._tasks: dict[socket.socket, int | None] = {}  # None: it has not said the word
+        self._lost: dict[int, float] = {}  # task -> when it was lost
+        self._told = 0.0
+        self._silent: list[str] = []
+        self._selector = selectors.DefaultSelector()
+
+    def start(self) -> None:
+        """Listen where the service does, tell the others, and watch in a thread that ends with the process."""
+        address = bind_address(service_address() or "") or ":0"
+        host = address.rpartition(":")[0].strip("[]")
+        listening = socket.create_server(
+            (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=self._client.count
+        )
+        listening.setblocking(False)
+        self._selector.register(listening, selectors.EVENT_READ)
+        self._client.set(LISTENER, json.dumps([listening.getsockname()[1], self._word.decode()]).encode())
+        threading.Thread(target=self._run, args=(listening,), name="lockstep-liveness", daemon=True).start()
+
+    def missing(self) -> str:
+        """Return the processes that give no sign of life, as text for an error; empty where there is none.
+
+        Nothing is asked of the service: JAX holds its locks while it aborts the process.
+        """
+        return ", ".join(self._silent)
+
+    def _run(self, listening: socket.socket) -> None:
+        while not self._stopping.is_set():
+            for key, _ in self._selector.select(timeout=GRACE_S / 2):
+                if key.fileobj is listening:
+                    self._accept(listening)
+                elif isinstance(key.fileobj, socket.socket):
+                    self._read(key.fileobj)
+            try:
+                self._judge()
+                if time.monotonic() - self._told >= NEWS_S:
+                    self._told = time.monotonic()
+                    self._tell()
+            except (HostError, TimeoutError):
+                return  # the service was ended in order
+
+    def _accept(self, listening: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = listening.accept()
+            if sum(task is None for task in self._tasks.values()) >= STRANGERS:
+                connection.close()
+                return
+            connection.setblocking(False)
+            keep_alive(connection)
+            self._tasks[connection] = None
+            self._selector.register(connection, selectors.EVENT_READ)
+
+    def _read(self, connection: socket.socket) -> None:
+        try:
+            said = connection.recv(HELLO_BYTES)
+        except OSError:
+            said = b""
+        task = self._tasks[connection]
+        if said and task is None:
+            word, _, number = said.strip().partition(b" ")
+            if hmac.compare_digest(word, self._word) and number.isdigit() and int(number) < self._client.count:
+                self._tasks[connection] = int(number)
+                self._lost.pop(int(number), None)
+                return
+        elif said:
+            return
+        self._selector.unregister(connection)
+        del self._tasks[connection]
+        connection.close()
+        if task is not None and task not in self._tasks.values():
+            self._lost[task] = time.monotonic()
+
+    def _judge(self) -> None:
+        """Report processes that came back neither to the listener nor to the service within `GRACE_S`."""
+        for task, since in list(self._lost.items()):
+            if time.monotonic() - since < GRACE_S or self._stopping.is_set():
+                continue
+            process = self._client.processes[task]
+            last = heartbeats(self._client).get(process)
+            if last is not None and not last.silent:
+                continue  # it lives: something between the two has cut the connection
+            del self._lost[task]
+            self._on_lost(task, "" if last is None else str(last))
+
+    def _tell(self) -> None:
+        """Send every process the others that give no sign of life, for the moment when JAX aborts it."""
+        silent = [f"process {i} ({peer})" for i, peer in sorted(heartbeats(self._client).items()) if peer.silent]
+        self._silent = silent[:SHOWN]
+        news = (json.dumps(self._silent) + "\n").encode()
+        for connection, task in self._tasks.items():
+            if task is not None:
+                with contextlib.suppress(OSError):
+                    connection.send(news)
+
+
+class Connection:
+    """What another process knows by its connection to the one that runs the service.
+
+    Args:
+        client: The coordination service.
+        stopping: Set once this process leaves the job.
+    """
+
+    def __init__(self, client: Client, stopping: threading.Event):
+        self._client = client
+        self._stopping = stopping
+        self._heard = time.monotonic()
+        self._connected = False
+        self._silent: tuple[str, ...] = ()
+
+    def missing(self) -> str:
+        """Return the processes that give no sign of life, as text for an error; empty where none is known."""
+        unheard = time.monotonic() - self._heard
+        runner = self._client.processes[0]
+        if self._connected and unheard > 2 * NEWS_S:
+            return f"process {runner}, which runs the coordination service (nothing heard for {unheard:.0f} s)"
+        if service_is_refused():
+            return f"process {runner}, which runs the coordination service"
+        return ", ".join(self._silent)
+
+    def wait(self) -> bool:
+        """Wait for the end of the process that runs the service.
+
+        Returns:
+            True: it is gone. False: it cannot be reached from here, which does not mean that.
+        """
+        host = (service_address() or "").rpartition(":")[0].strip("[]")
+        try:
+            port, word = json.loads(self._client.get(LISTENER, CONNECT_S))
+            hello = f"{word} {self._client.task}\n".encode()
+            while self._stay((host, int(port)), hello) and not self._stopping.wait(AGAIN_S):
+                pass
+        except (OSError, ValueError, TypeError, HostError):
+            pass
+        # The listener is closed, or a firewall lets nobody there: the service's own port decides. The service closes a
+        # connection on which nothing is sent now and then.
+        connected, self._connected = self._connected, False
+        address = _address(service_address())
+        try:
+            while address is not None and self._stay(address, b"") and not self._stopping.is_set():
+                pass
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return connected
+        return False
+
+    def _stay(self, address: tuple[str, int], hello: bytes) -> bool:
+        """Connect, and return True when the other side has closed the connection."""
+        with socket.create_connection(address, CONNECT_S) as connection:
+            connection.settimeout(None)
+            keep_alive(connection)
+            connection.sendall(hello)
+            rest = b""
+            with contextlib.suppress(ConnectionResetError):
+                while received := connection.recv(4096):
+                    if not hello:
+                        continue  # the service's greeting
+                    self._connected, self._heard = True, time.monotonic()
+                    *lines, rest = (rest + received)[-NEWS_BYTES:].split(b"\n")
+                    if lines:
+                        self._silent = _names(lines[-1])
+            return True
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Have the system end a connection whose other machine does not answer for `UNHEARD_S`."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # what was sent and is not acknowledged puts keepalive off
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNHEARD_S * 1000))
+
+
+def service_is_refused() -> bool:
+    """Whether nobody listens where the coordination service did."""
+    address = _address(service_address())
+    try:
+        if address is not None:
+            socket.create_connection(address, SILENT_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _address(text: str | None) -> tuple[str, int] | None:
+    host, _, port = (text or "").rpartition(":")
+    return (host.strip("[]"), int(port)) if port.isdecimal() else None
+
+
+def _names(line: bytes) -> tuple[str, ...]:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return ()
+    return tuple(printable(each) for each in found if isinstance(each, str)) if isinstance(found, list) else ()
