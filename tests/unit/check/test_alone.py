@@ -92,6 +92,7 @@ def test_growth_of_arrays_names_where_they_are_made_and_growth_of_keys_a_key():
         )
         for n in range(12)
     ]
+    assert len(look(*steps[:10])) == 2 and not look(*steps[:6])
     arrays, keys = look(*steps)
     assert arrays.kind == keys.kind == "growth"
     assert arrays.places[0].line.line == 7 and "11 more f32[]" in arrays.places[0].text

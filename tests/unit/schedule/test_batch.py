@@ -5,13 +5,19 @@ import dataclasses
 import numpy as np
 import pytest
 
-from lockstep.schedule import NULL_PAGE, CopyPagesBatch, DecodeBatch, PrefillBatch, PromptLogprobsBatch
+from lockstep.schedule import NULL_PAGE, Capacity, CopyPagesBatch, DecodeBatch, PrefillBatch, PromptLogprobsBatch
 from tests.unit.schedule.test_scheduler import capacity_of
 
 
 @pytest.mark.parametrize(("replicas", "idle", "active"), [(4, 0, [0, 1, 2, 3]), (4, 2, [0, 2]), (6, 4, [0, 3])])
 def test_active_replicas_are_evenly_spaced(replicas: int, idle: int, active: list[int]) -> None:
     assert list(capacity_of(replicas=replicas, idle_replicas=idle).active_replicas) == active
+
+
+def test_what_no_request_asks_for_has_no_room() -> None:
+    fields = {field.name: field.default for field in dataclasses.fields(Capacity)}
+    optional = {name: value for name, value in fields.items() if value is not dataclasses.MISSING}
+    assert len(optional) > 8 and not any(optional.values()), optional
 
 
 def test_fewer_slots_have_room_for_fewer_sequences() -> None:

@@ -318,3 +318,14 @@ def test_the_stop_rate_is_of_the_answers_that_stopped() -> None:
     scheduler = Scheduler(capacity_of(steps=4), [stopping, whole])
     play(scheduler)
     assert scheduler._stop_rate == (1 + 1) / (1 + 4 + 4)
+
+
+def test_finished_answers_are_made_while_the_devices_work_on_the_others() -> None:
+    scheduler = Scheduler(capacity_of(steps=2), [request(0, 1, 2), request(1, 1, 8)])
+    made = []
+
+    def note() -> None:
+        made.append([sequence._completion is not None for sequence in scheduler._sequences])
+
+    play(scheduler, note)
+    assert made[-1] == [True, False]

@@ -1,3 +1,4 @@
+import contextlib
 import math
 import os
 import signal
@@ -48,6 +49,15 @@ def losses(**values):
 @pytest.fixture(scope="module")
 def plain():
     return losses()
+
+
+def test_no_other_thread_may_launch_between_the_steps(monkeypatch):
+    """JAX refuses that in a job of several processes alone, where its order would differ from host to host."""
+    asked = []
+    monkeypatch.setattr(jax, "thread_guard", lambda on: asked.append(on) or contextlib.nullcontext())
+    trainer = make_trainer()
+    trainer.train(init(trainer), rows())
+    assert asked and all(asked)
 
 
 def test_training_is_deterministic_to_the_bit(plain):

@@ -1,5 +1,6 @@
 """Rows on disk and in a bucket: any of them, by number."""
 
+import io
 import os
 import time
 
@@ -39,6 +40,16 @@ def test_what_a_killed_process_was_writing_is_removed(tmp_path):
         os.utime(tmp_path / name, (time.time() - age,) * 2)
     row_files.remove_dead_files(str(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alive.rows.cd.tmp", "chunk-00000.rows"]
+
+
+def test_no_more_than_some_rows_wait_in_memory(monkeypatch):
+    monkeypatch.setattr(row_files, "FLUSH_ROWS", 4)
+    stream = io.BytesIO()
+    writer, sizes = RowWriter(stream, io.BytesIO()), []
+    for number in range(9):
+        writer.write(row_of(number))
+        sizes.append(stream.tell())
+    assert sizes[2] == 0 < sizes[3] == sizes[6] < sizes[7] == sizes[8]
 
 
 @pytest.mark.parametrize("protocol", ["file", "memory"])

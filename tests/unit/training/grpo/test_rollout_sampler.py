@@ -94,3 +94,15 @@ def test_a_rollout_that_is_ended_leaves_no_drafts(monkeypatch):
     )  # asked to end
     assert sampler.sample(1, 1, model) is None
     assert rollouts.state()["drafts"] == before
+
+
+def test_a_run_that_goes_on_has_the_drafts_of_the_one_before(monkeypatch):
+    _, rollouts, model = runs.make(run={"rollout": {"drafts": "last_round"}})
+    monkeypatch.setattr(rollouts._sampler, "_engine_for", lambda model: (Asked(), read_decoder(model)))
+    for number in range(4):  # in the fourth, answers are compared with those of the first
+        rollouts._sampler.sample(number, 0, model).scoring.close()
+    state = json.loads(json.dumps(rollouts.state()))
+    _, later, _ = runs.make(run={"rollout": {"drafts": "last_round"}})
+    later.load_state(state)
+    found = [each._sampler.earlier.drafts(question) for question in range(12) for each in (rollouts, later)]
+    assert found[::2] == found[1::2] and all(each.answers for each in found) and any(each.compared for each in found)
