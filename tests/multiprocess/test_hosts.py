@@ -9,6 +9,7 @@ import pytest
 
 from lockstep import exit_codes, launch
 from lockstep.errors import LaunchMismatchError
+from lockstep.exit_codes import PEER_FAILED
 from lockstep.hosts import DistributedConfig, Hosts, leader_only, start
 from tests.multiprocess.harness import run_command, run_processes
 from tests.multiprocess.host_bodies import BEHAVIOURS
@@ -114,7 +115,7 @@ def test_guardrails_stop_every_process_at_once(env, processes, text):
 @pytest.mark.slow
 def test_a_missing_process_is_waited_for_no_longer_than_told():
     codes, outputs = _run_by_hand(["begin", "2"], started=1)
-    assert codes == [1], outputs
+    assert codes == [PEER_FAILED], outputs
     assert "not all of the 2 processes of the job" in outputs[0] and "connected within 2 s" in outputs[0]
 
 

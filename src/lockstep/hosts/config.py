@@ -12,6 +12,8 @@ from lockstep.hosts.exchange import digest
 COORDINATOR_ADDRESS = "LOCKSTEP_COORDINATOR_ADDRESS"
 NUM_PROCESSES = "LOCKSTEP_NUM_PROCESSES"
 PROCESS_ID = "LOCKSTEP_PROCESS_ID"
+INITIALIZATION_TIMEOUT_S = "LOCKSTEP_INITIALIZATION_TIMEOUT_S"
+"""Set by the launcher for machines that do not all come up at once: other seconds than 300."""
 REQUIRE_MULTIHOST = "REQUIRE_MULTIHOST"
 REQUIRE_PROCESS_COUNT = "REQUIRE_JAX_PROCESS_COUNT"
 
@@ -34,8 +36,11 @@ class DistributedConfig:
     """Refuse to run with another number of processes; null accepts any. REQUIRE_JAX_PROCESS_COUNT=N does the same."""
     timeout_s: float = 300.0
     """Seconds that any wait for other processes may last."""
-    initialization_timeout_s: int = 300
-    """Seconds to wait at the start until every process has connected."""
+    initialization_timeout_s: int = dataclasses.field(
+        default_factory=lambda: environment_integer(INITIALIZATION_TIMEOUT_S) or 300
+    )
+    """Seconds to wait at the start until every process has connected; the default is 1800 where `lockstep launch` has
+    started the job on other machines (LOCKSTEP_INITIALIZATION_TIMEOUT_S), else 300."""
     heartbeat_timeout_s: int = 100
     """Seconds after which a process that gives no sign of life is taken for dead, and the job ends."""
     debug: bool = False

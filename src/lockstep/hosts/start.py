@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import jax
 
 from lockstep.errors import ConfigError, HostTimeoutError
+from lockstep.exit_codes import PEER_FAILED
 from lockstep.hosts._client import (
     Client,
     JaxClient,
@@ -24,6 +25,7 @@ from lockstep.hosts.config import (
     COORDINATOR_ADDRESS,
     NUM_PROCESSES,
     PROCESS_ID,
+    REQUIRE_PROCESS_COUNT,
     DistributedConfig,
     check_count,
     environment_integer,
@@ -31,6 +33,7 @@ from lockstep.hosts.config import (
 from lockstep.hosts.hosts import Hosts
 from lockstep.hosts.numbering import number_processes
 from lockstep.hosts.peers import end_process, watch_peers
+from lockstep.hosts.waiting import say_who_is_missing
 
 ABORT_MARGIN_S = 30
 """Seconds that JAX waits longer for connections than we do: its abort does not say what to do."""
@@ -56,8 +59,8 @@ def start(config: DistributedConfig | None = None) -> Hosts:
             address was given. On this one: it has TPU chips, but JAX runs on the CPU, and nobody asked for that.
         HostError: On every process: JAX's devices are not those of this job's processes.
         HostTimeoutError: The coordinator refused, or a process did not start its devices. (When processes are missing
-            for ``initialization_timeout_s``, the process prints the same text and ends with code 1: JAX is waiting and
-            cannot be interrupted.)
+            for ``initialization_timeout_s``, the process prints the same text and ends with code 85, which the launcher
+            tries again: JAX is waiting and cannot be interrupted.)
 
     Example:
         >>> hosts = lockstep.start()  # before the first use of JAX
@@ -197,7 +200,10 @@ def _initialize(config: DistributedConfig) -> None:
         )
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     _keep_sigterm()
-    with _connecting(config, f"the {count} processes of the job (coordinator {address})"):
+    with (
+        _connecting(config, f"the {count} processes of the job (coordinator {address})"),
+        say_who_is_missing(address if index == 0 else None, count, config.initialization_timeout_s),
+    ):
         jax.distributed.initialize(
             address,
             count,
@@ -224,11 +230,13 @@ def _initialize_from_cluster(config: DistributedConfig) -> None:
     try:
         with _connecting(config, "the processes of this cluster job"):
             address = cluster_address()
-            jax.distributed.initialize(
-                coordinator_bind_address=None if address is None else bind_address(address),
-                initialization_timeout=config.initialization_timeout_s + ABORT_MARGIN_S,
-                heartbeat_timeout_seconds=config.heartbeat_timeout_s,
-            )
+            count = config.require_process_count or environment_integer(REQUIRE_PROCESS_COUNT)
+            with say_who_is_missing(address, count, config.initialization_timeout_s):
+                jax.distributed.initialize(
+                    coordinator_bind_address=None if address is None else bind_address(address),
+                    initialization_timeout=config.initialization_timeout_s + ABORT_MARGIN_S,
+                    heartbeat_timeout_seconds=config.heartbeat_timeout_s,
+                )
     except ValueError as error:
         # How JAX says that it found no cluster: this is a plain process.
         if "should be defined" not in str(error) and "must be defined" not in str(error):
@@ -246,7 +254,7 @@ def _connecting(config: DistributedConfig, whom: str) -> Iterator[None]:
 
     def give_up() -> None:
         print(f"error: {text}", file=sys.stderr)
-        end_process(1)
+        end_process(PEER_FAILED)  # another try may find them all
 
     timer = threading.Timer(config.initialization_timeout_s, give_up)
     timer.daemon = True

@@ -5,7 +5,7 @@ import os
 import re
 import shlex
 
-from lockstep.launch.env_file import JobEnvironment
+from lockstep.launch.env_file import JobEnvironment, job_variables
 from lockstep.launch.sync import files_of, is_credential
 from lockstep.launch.worker_backend import root_on_worker
 from lockstep.launch.workers import Transport
@@ -57,16 +57,18 @@ def show_commands(
         if options.env_file:
             path = shlex.quote(str(options.env_file))
             show(f"umask 077; mkdir -p {root} && cat > {root}/secrets.env", f"< {path}")
-        words = [f"{key}={value}" for key, value in {**worker.environment, **environment.public}.items()]
+        words = [
+            f"{key}={value}"
+            for key, value in {**worker.environment, **job_variables(count), **environment.public}.items()
+        ]
         words += [f"{key}=<redacted>" for key in secret if key in dict(options.env)]
-        require = f"REQUIRE_JAX_PROCESS_COUNT={count}"
         cwd = _for_shell(options.workdir) if options.workdir else (f"{root}/files" if options.sync else "~")
         steps = [f"cd {cwd}"]
         if options.env_file:
             steps.append(f"set -a && . {root}/secrets.env && set +a")
         for each in reversed(worker.path):
             steps.append(f'PATH={_for_shell(each)}:"$PATH"')
-        steps.append(shlex.join(["exec", "env", "PYTHONUNBUFFERED=1", require, *words, *options.command]))
+        steps.append(shlex.join(["exec", "env", "PYTHONUNBUFFERED=1", *words, *options.command]))
         show(" && ".join(steps))
     print("\n# Each worker's last command is for a terminal of its own. The launcher starts it detached from the")
     print("# connection, follows its output, ends all when one fails, and keeps secrets in memory, in no file.")

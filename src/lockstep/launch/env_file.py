@@ -10,6 +10,19 @@ from lockstep.credentials import SECRET_NAME
 from lockstep.errors import ConfigError
 from lockstep.redact import SHORTEST
 
+START_S = 1800
+"""Seconds in which all processes of a job on other machines must have connected: pods install first, and capacity for a
+second slice may come 20 minutes after the first's."""
+
+
+def job_variables(processes: int) -> dict[str, str]:
+    """What every process of a job on other machines is told; ``--env`` may say otherwise.
+
+    Args:
+        processes: How many there must be.
+    """
+    return {"REQUIRE_JAX_PROCESS_COUNT": str(processes), "LOCKSTEP_INITIALIZATION_TIMEOUT_S": str(START_S)}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobEnvironment:

@@ -8,7 +8,7 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from lockstep.exit_codes import DONE, INTERRUPTED, REFUSED, SETUP_FAILED, WORKER_LOST, describe_code
@@ -17,7 +17,7 @@ from lockstep.launch.console import Console
 from lockstep.launch.dry_run import here_document
 from lockstep.launch.gke_manifest import JOB_ID, job_set, secret
 from lockstep.launch.gke_plan import GkePlan, add_gke_options
-from lockstep.launch.gke_pods import PodLogs, PodState, pod_states, verdict
+from lockstep.launch.gke_pods import PodLogs, PodState, not_started, pod_states, verdict
 from lockstep.launch.google import slice_of
 from lockstep.launch.kubectl import Kubectl
 from lockstep.launch.patience import Patience
@@ -26,6 +26,10 @@ from lockstep.launch.record import Attempt, JobRecord, find_record
 
 POLL_S: Final = 5.0
 """Seconds between two looks at the JobSet and its pods."""
+SAY_S: Final = 60.0
+"""Seconds between two lines that say which processes have not started."""
+NAMED: Final = 8
+"""Processes that such a line names."""
 STUCK: Final = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError")
 """Why a pod waits that will never start."""
 
@@ -142,6 +146,9 @@ class Cluster:
 
     Args:
         job: The job.
+
+    Attributes:
+        count: The number of its processes.
     """
 
     def __init__(self, job: JobRecord) -> None:
@@ -152,6 +159,7 @@ class Cluster:
         kind = slice_of(job.options["tpu_type"])
         assert kind is not None, "a job has a slice"
         self._hosts = kind.hosts
+        self.count = kind.hosts * int(job.options["slices"])
 
     def look(self) -> tuple[dict[str, Any], list[PodState]]:
         """What there is of the JobSet, nothing where it is gone, and its pods."""
@@ -215,12 +223,27 @@ def _ids(found: Mapping[str, Any]) -> tuple[str, ...]:
     return (labels[JOB_ID],) if JOB_ID in labels else ()
 
 
+def _say_who_is_missing(
+    cluster: Cluster, pods: Sequence[PodState], logs: PodLogs, console: Console, waited_s: float
+) -> None:
+    """Name the processes that have not started, where there are some."""
+    installs = cluster.job.options["setup"] == "auto"
+    missing = not_started(pods, cluster.count, logs.installed if installs else None)
+    if missing:
+        more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+        console.say(
+            f"{cluster.job.name}: {len(missing)} of {cluster.count} processes have not started after {waited_s:.0f} s: "
+            f"{', '.join(missing[:NAMED])}{more}"
+        )
+
+
 def _follow(cluster: Cluster, console: Console, *, stop_on_signal: bool) -> int:
     """Show logs and states until the JobSet has ended; return its code."""
     logs, shown = PodLogs(cluster.job, cluster.kubectl, console), ""
     received: list[int] = []
     stopped_by: int | None = None
     wake, patience = threading.Event(), Patience(console)
+    begun = said = time.monotonic()
 
     def receive(number: int) -> None:
         received.append(number)
@@ -250,6 +273,9 @@ def _follow(cluster: Cluster, console: Console, *, stop_on_signal: bool) -> int:
             if state != shown:
                 console.say(f"{cluster.job.name}: {state}")
                 shown = state
+            if stopped_by is None and verdict(found, ()) is None and time.monotonic() - said >= SAY_S:
+                said = time.monotonic()
+                _say_who_is_missing(cluster, pods, logs, console, said - begun)
             stuck = [pod for pod in pods if pod.waits in STUCK]
             code = verdict(found, logs.seen) if found else WORKER_LOST
             if stopped_by is not None and not any(pod.running for pod in pods):

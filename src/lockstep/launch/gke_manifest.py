@@ -34,6 +34,8 @@ FILES: Final = "/lockstep/files"
 WORKDIR: Final = "/lockstep/work"
 """Where the command runs in a pod, in the copy of ``--sync``."""
 SYNCED: Final = "sync.tar.gz"
+INSTALLED: Final = "lockstep: installed, the command starts"
+"""What a pod prints between the two: until then the others wait for it."""
 CAUSE_S: Final = 15
 """Seconds that a pod which ended because of another one waits, so that Kubernetes learns of the cause first."""
 PART_BYTES: Final = 1_000_000
@@ -198,7 +200,7 @@ def pod_script(job: GkeJob) -> str:
         lines += [f"tar -xzf {FILES}/{SYNCED} || exit {SETUP_FAILED}"]
     if job.requirement:
         install = f"python3 -m pip install --quiet --root-user-action=ignore -c {FILES}/constraints.txt"
-        lines += [f"{install} {shlex.quote(job.requirement)} || exit {SETUP_FAILED}"]
+        lines += [f"{install} {shlex.quote(job.requirement)} || exit {SETUP_FAILED}", f"echo '{INSTALLED}'"]
     script = "\n".join(lines) + "\n" + run_command(list(job.secret_names), FILES, forward=True)
     return script + (
         f'# The pod that failed first is to be seen first.\nif [ "$code" -eq {PEER_FAILED} ]; then\n'

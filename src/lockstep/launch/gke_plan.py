@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ConfigError
-from lockstep.launch.env_file import JobEnvironment, job_environment
+from lockstep.launch.env_file import JobEnvironment, job_environment, job_variables
 from lockstep.launch.gke_manifest import FILES, MAX_PARTS, PART_BYTES, SYNCED, GkeJob, config_maps
 from lockstep.launch.google import slice_of
 from lockstep.launch.options import add_job_options, count
@@ -106,7 +106,7 @@ class GkePlan:
             slices=options.slices,
             command=options.command,
             image=options.image,
-            environment={"REQUIRE_JAX_PROCESS_COUNT": str(required), **environment.public},
+            environment={**job_variables(required), **environment.public},
             secret_names=list(environment.secret),
             files=files,
             requirement=f"{FILES}/{wheel_name}{extras}" if wheel_name else "",

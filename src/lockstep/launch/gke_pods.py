@@ -4,12 +4,12 @@ import dataclasses
 import subprocess
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import IO, Any
 
 from lockstep.exit_codes import DONE, PEER_FAILED, TERMINATED, WORKER_LOST, describe_code
 from lockstep.launch.console import Console
-from lockstep.launch.gke_manifest import CONTAINER
+from lockstep.launch.gke_manifest import CONTAINER, INSTALLED
 from lockstep.launch.kubectl import Kubectl
 from lockstep.launch.record import JobRecord
 
@@ -102,6 +102,29 @@ def first_failure(pods: Iterable[PodState]) -> PodState | None:
     return min(failed, key=lambda pod: (pod.code in IN_CONSEQUENCE, pod.ended), default=None)
 
 
+def not_started(pods: Iterable[PodState], count: int, installed: Collection[str] | None) -> list[str]:
+    """The processes that the others of a job wait for, and what they wait for in their turn.
+
+    Args:
+        pods: The pods that there are.
+        count: The number of processes of the job.
+        installed: The identities of the pods that have installed what they need; None: nothing is to be installed.
+    """
+    pods = list(pods)
+    last = max((pod.attempt for pod in pods), default=1)
+    present = {pod.process: pod for pod in pods if pod.attempt == last}
+    found = []
+    for process in range(count):
+        pod = present.get(process)
+        if pod is None:
+            found.append(f"process {process} (no pod yet)")
+        elif not pod.started:
+            found.append(f"process {process} ({pod.name}: {pod})")
+        elif pod.code is None and installed is not None and pod.uid not in installed:
+            found.append(f"process {process} ({pod.name}: installing)")
+    return found
+
+
 class PodLogs:
     """Follows the logs of pods, each over a connection of its own, and keeps them in the job's directory.
 
@@ -109,6 +132,9 @@ class PodLogs:
         job: The job.
         kubectl: How its cluster is reached.
         console: Where lines are shown too; None: nowhere.
+
+    Attributes:
+        installed: The identities of the pods that have installed what they need.
     """
 
     def __init__(self, job: JobRecord, kubectl: Kubectl, console: Console | None) -> None:
@@ -117,6 +143,7 @@ class PodLogs:
         self._console = console
         self._threads: dict[str, threading.Thread] = {}
         self._seen: dict[str, PodState] = {}
+        self.installed: set[str] = set()
 
     @property
     def seen(self) -> list[PodState]:
@@ -184,6 +211,8 @@ class PodLogs:
             if when.decode() <= last:
                 continue  # from before the connection broke
             last = when.decode()
+            if text == INSTALLED.encode():
+                self.installed.add(pod.uid)
             log.write(text + b"\n")
             log.flush()
             if self._console is not None:

@@ -28,7 +28,7 @@ from lockstep.exit_codes import (
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.console import Console
 from lockstep.launch.dry_run import here_document
-from lockstep.launch.env_file import JobEnvironment, job_environment
+from lockstep.launch.env_file import JobEnvironment, job_environment, job_variables
 from lockstep.launch.followed_files import FollowedFiles
 from lockstep.launch.options import add_job_options, count
 from lockstep.launch.patience import Patience
@@ -227,7 +227,7 @@ def _job(options: argparse.Namespace, record: JobRecord, environment: JobEnviron
         command=options.command,
         nodes=options.nodes,
         tasks_per_node=options.tasks_per_node,
-        environment={"REQUIRE_JAX_PROCESS_COUNT": str(options.require_process_count or tasks), **environment.public},
+        environment={**job_variables(options.require_process_count or tasks), **environment.public},
         has_secrets=bool(environment.secret),
         retries=options.retries,
         time_limit=options.time_limit,

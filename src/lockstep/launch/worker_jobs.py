@@ -13,7 +13,7 @@ from lockstep.launch.attempt import Outcome, Plan, RunningAttempt
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.console import Console
 from lockstep.launch.dry_run import show_commands
-from lockstep.launch.env_file import JobEnvironment, job_environment
+from lockstep.launch.env_file import JobEnvironment, job_environment, job_variables
 from lockstep.launch.later import Later
 from lockstep.launch.preflight import Limits
 from lockstep.launch.prepare import Preparation, prepare
@@ -110,7 +110,7 @@ class WorkerJobs:
         check_process_count(options, transport)
         count = len(transport.workers)
         roots = [root_on_worker(record.name, index) for index in range(count)]
-        public = {"REQUIRE_JAX_PROCESS_COUNT": str(count), **environment.public}
+        public = {**job_variables(count), **environment.public}
         setup_logs = [record.log(attempt.number, index).with_name(f"setup-{index}.log") for index in range(count)]
         setup = self._backend.setup_script(options)
         cwds = [options.workdir or (f"{root}/files" if options.sync else "~") for root in roots]

@@ -37,6 +37,14 @@ def test_config_refuses(config, text):
         DistributedConfig(**config)
 
 
+def test_how_long_a_start_may_take_is_the_launchers_unless_it_is_given(monkeypatch):
+    monkeypatch.delenv("LOCKSTEP_INITIALIZATION_TIMEOUT_S", raising=False)
+    assert DistributedConfig().initialization_timeout_s == 300
+    monkeypatch.setenv("LOCKSTEP_INITIALIZATION_TIMEOUT_S", "1800")
+    assert DistributedConfig().initialization_timeout_s == 1800
+    assert DistributedConfig(initialization_timeout_s=60).initialization_timeout_s == 60
+
+
 def test_required_counts_that_are_met(monkeypatch):
     monkeypatch.setenv("REQUIRE_MULTIHOST", "1")
     monkeypatch.setenv("REQUIRE_JAX_PROCESS_COUNT", "4")

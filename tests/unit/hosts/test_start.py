@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from lockstep.errors import ConfigError
+from lockstep.exit_codes import PEER_FAILED, is_retried
 from lockstep.hosts import DistributedConfig, Hosts, MemoryClient, current, start
 
 module = sys.modules[start.__module__]
@@ -122,7 +123,11 @@ def test_a_job_that_does_not_connect_ends_and_says_for_how_long_it_tried(monkeyp
     monkeypatch.setattr(module, "end_process", codes.append)
     monkeypatch.setattr(module.threading.Timer, "start", lambda timer: timer.function())
     with module._connecting(DistributedConfig(initialization_timeout_s=7), "the 2 processes"):
-        assert codes == [1] and "error: not all of the 2 processes connected within 7 s" in capsys.readouterr().err
+        assert (
+            codes == [PEER_FAILED]
+            and is_retried(codes[0])
+            and "error: not all of the 2 processes connected within 7 s" in capsys.readouterr().err
+        )
 
 
 LISTENING = """

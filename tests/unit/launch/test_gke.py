@@ -12,6 +12,7 @@ import pytest
 
 from lockstep import exit_codes
 from lockstep.launch import main
+from lockstep.launch.gke_pods import PodState
 from lockstep.launch.record import load_record
 from tests.fake_cloud import fake_kubectl
 
@@ -227,6 +228,21 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(cluster, monkeypatch, capsy
     monkeypatch.setattr("lockstep.launch.gke_plan.MAX_PARTS", 0)
     assert launch("--dry-run", "--sync", "big") == 1
     assert "sync.tar.gz" in capsys.readouterr().err
+
+
+def test_processes_that_the_others_wait_for_are_named_once_a_minute(cluster, monkeypatch, capsys):
+    waits = PodState(name="job-0", uid="0", process=0, attempt=1, phase="Pending", waits="Unschedulable")
+    looks = [({"spec": {}}, []), ({"spec": {}}, [waits]), ({"status": {"terminalState": "Completed"}}, [])]
+    monkeypatch.setattr("lockstep.launch.gke.Cluster.look", lambda self: looks.pop(0))
+    monkeypatch.setattr("lockstep.launch.gke.SAY_S", 0.0)
+    monkeypatch.setattr("lockstep.launch.gke.POLL_S", 0.0)
+    assert launch() == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "have not started after" in line]
+    assert [line.partition(" s: ")[2] for line in said] == [
+        "process 0 (no pod yet), process 1 (no pod yet)",
+        "process 0 (job-0: Pending (Unschedulable)), process 1 (no pod yet)",
+    ]
+    assert said[0].startswith("launch: job: 2 of 2 processes have not started after 0")
 
 
 def test_an_image_that_is_not_there_ends_the_job(cluster, monkeypatch, capsys):

@@ -130,7 +130,9 @@ def test_extras_are_one_word_of_the_script(tmp_path):
     subprocess.run(["tar", "-cf", tmp_path / "parts/part-00", "-T", "/dev/null"], check=True)
     words = [shutil.which("bash"), "-c", text, "lockstep", "echo", "ran"]
     done = subprocess.run(words, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-2:] == [given.requirement.replace("/lockstep/", f"{tmp_path}/"), "ran"]
+    assert done.stdout.splitlines()[-3:] == [
+        given.requirement.replace("/lockstep/", f"{tmp_path}/"), "lockstep: installed, the command starts", "ran",
+    ]  # fmt: skip
     assert not list(tmp_path.rglob("pwned"))
 
 

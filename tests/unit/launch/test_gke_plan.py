@@ -6,6 +6,7 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.launch import parse
+from lockstep.launch.env_file import job_variables
 from lockstep.launch.gke_manifest import MAX_PARTS
 from lockstep.launch.gke_plan import GkePlan
 from lockstep.launch.setup_vm import ROOT
@@ -16,9 +17,15 @@ def plan(*words, kind="v6e-16"):
     return GkePlan.of(parse(["--backend", "gke", *given, "--setup", "none", *words, "--", "echo"]))
 
 
+def test_pods_wait_longer_for_each_other_than_processes_of_one_machine():
+    assert plan().job.environment["LOCKSTEP_INITIALIZATION_TIMEOUT_S"] == "1800"
+    chosen = plan("--env", "LOCKSTEP_INITIALIZATION_TIMEOUT_S=60").job.environment
+    assert chosen["LOCKSTEP_INITIALIZATION_TIMEOUT_S"] == "60"
+
+
 def test_the_process_count_is_that_of_all_slices():
-    assert plan("--slices", "2").job.environment == {"REQUIRE_JAX_PROCESS_COUNT": "8"}
-    assert plan("--require-process-count", "3").job.environment == {"REQUIRE_JAX_PROCESS_COUNT": "3"}
+    assert plan("--slices", "2").job.environment == job_variables(8)
+    assert plan("--require-process-count", "3").job.environment == job_variables(3)
     assert plan("--slices", "2").job.pods == 8
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.launch.gke_pods import first_failure, pod_states, verdict
+from lockstep.launch.gke_pods import first_failure, not_started, pod_states, verdict
 
 
 def pod(slice_index=0, index=0, attempt=0, phase="Running", **status):
@@ -34,6 +34,17 @@ def test_why_a_pod_does_not_start():
     waiting = {"waiting": {"reason": "ErrImagePull"}}
     (waits,) = states(pod(phase="Pending", containerStatuses=[{"state": waiting}]))
     assert str(waits) == "Pending (ErrImagePull)"
+
+
+def test_who_is_missing_is_named_with_what_it_waits_for():
+    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}
+    pods = states(pod(), pod(0, 1), pod(1, 0, phase="Pending", conditions=[condition]))
+    missing = ["process 2 (job-slice-1-0-0: Pending (Unschedulable: 0/3 nodes))", "process 3 (no pod yet)"]
+    assert not_started(pods, 4, None) == missing
+    installing = ["process 1 (job-slice-0-1-0: installing)", *missing]
+    assert not_started(pods, 4, {"job-slice-0-0-0"}) == installing
+    again = states(pod(), pod(0, 1), pod(0, 0, attempt=1))
+    assert not_started(again, 2, None) == ["process 1 (no pod yet)"]
 
 
 @pytest.mark.parametrize(
