@@ -70,7 +70,7 @@ def last_number(text: str) -> Fraction | None:
         if (found := _stated(_line(part), marked=True)) is not None:
             return found
     if (box := _last_box(text)) is not None:
-        return _stated(box)
+        return _stated(re.sub(r"^([-−])\s+", r"\1", box))  # no bullet, as it may be elsewhere
     numbers = _numbers(_plain(text))
     return numbers[-1][1] if numbers else None
 

@@ -75,6 +75,8 @@ SOLUTIONS: dict[str, tuple[tuple[str, int | str | None], ...]] = {
         ("\\boxed{x = 72}", 72),
         ("\\boxed{48 + 24 = 72 \\text{ eggs}}", 72),
         ("\\boxed{x_1 = - 72}", -72),
+        ("\\boxed{- 72}", -72),
+        ("\\boxed{- \\$1{,}200}", -1200),
         ("\\boxed{\\approx 72}", 72),
         ("\\boxed{7.2 \\times 10^{3}}", 7200),
         ("\\boxed{10^6}", 1000000),

@@ -81,6 +81,7 @@ def levanter():
         (300, {"warmup": 0.1, "decay": 50, "min_lr_ratio": 0.0}),
         (300, {"warmup": 0, "decay": 1, "min_lr_ratio": 0.3}),
         (300, {"warmup": 1}),
+        (20_000, {"min_lr_ratio": 0.8}),
     ],
 )
 def test_learning_rates_are_levanters_at_every_step(levanter, shape, steps, lengths):

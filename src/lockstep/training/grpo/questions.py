@@ -25,6 +25,10 @@ log = get_logger(__name__)
 FIELDS = ("question", "answer")
 """The fields of a record."""
 
+ORDER_VERSION = 1
+"""Grows with every change of what `Questions.drawn` returns, so that no run goes on from a checkpoint of another order.
+"""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Questions:
@@ -47,8 +51,11 @@ class Questions:
         return len(self.prompts)
 
     def digest(self) -> str:
-        """Return the SHA-256 of all questions and of their order in hexadecimal digits, for hosts to agree on."""
-        return digest(f"{self.seed} {self.shuffle}", repr(self.tokens), repr([each.answer for each in self.prompts]))
+        """Return the SHA-256 of all questions and of their order, and its version, for hosts to agree on."""
+        answers = [each.answer for each in self.prompts]
+        first = self._order(0)[:64].tolist()  # another version of NumPy may shuffle otherwise
+        parts = digest(f"{self.seed} {self.shuffle}", repr(self.tokens), repr(answers), repr(first))
+        return f"{parts} (version {ORDER_VERSION} of the order)"
 
     def drawn(self, rollout: int, count: int, attempt: int = 0) -> Int[np.ndarray, " prompt"]:
         """Return which questions a rollout has: a function of seed and number alone.

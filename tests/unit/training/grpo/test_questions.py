@@ -9,6 +9,7 @@ from lockstep.errors import ConfigError
 from lockstep.text import Prompt
 from lockstep.training import GrpoDataConfig
 from lockstep.training.grpo import Questions, load_questions
+from lockstep.training.grpo import questions as grpo_questions
 from tests import tiny
 
 
@@ -52,6 +53,18 @@ def test_no_question_comes_again_within_a_rollout():
         assert len(set(drawn.tolist())) == 18
     following = [questions.drawn(rollout, 5).tolist() for rollout in (1, 2, 3)]
     assert questions.drawn(0, 5, attempt=1).tolist() not in following, "what the next rollouts have anyway"
+
+
+def test_what_decides_the_order_is_in_the_digest(monkeypatch):
+    """Version 1 is this order; one that is changed has another version."""
+    assert made_up().drawn(0, 10).tolist() == [8, 0, 7, 1, 3, 6, 2, 4, 5, 9]
+    assert made_up().drawn(1, 4, attempt=1).tolist() == [7, 1, 0, 9]
+    first = made_up().digest()
+    assert first.endswith(" (version 1 of the order)")
+    monkeypatch.setattr(grpo_questions, "ORDER_VERSION", 2)
+    second = made_up().digest()
+    monkeypatch.setattr(grpo_questions, "_permutation", lambda *_: np.arange(10))
+    assert len({first, second, made_up().digest(), made_up(shuffle=False).digest()}) == 4
 
 
 def test_the_longest_are_repeated_where_there_are_too_few():
