@@ -143,6 +143,7 @@ class PeerError(HostError):
     Args:
         text: The same on every host.
         processes: The number of processes that raise it. A process can be in a job of all and have one of its own.
+        fault: Whether hardware, runtime or network failed, on all that failed, so that another attempt may succeed.
 
     Example:
         >>> with hosts.run_on_all("read the prompts"):
@@ -154,9 +155,10 @@ class PeerError(HostError):
 
     on_every_process = True
 
-    def __init__(self, text: str, processes: int = 1) -> None:
+    def __init__(self, text: str, processes: int = 1, fault: bool = False) -> None:
         super().__init__(text)
         self.processes = processes
+        self.fault = fault
 
 
 class DivergenceError(HostError):

@@ -30,6 +30,8 @@ PREFLIGHT = 89
 REFUSED = 90
 UNAVAILABLE = 91
 SETUP_FAILED = 92
+FAULT = 93
+FAULT_AGAIN = 94
 NOT_FOUND = 127
 INTERRUPTED = 128 + signal.SIGINT
 ABORTED = 128 + signal.SIGABRT
@@ -52,6 +54,8 @@ EXIT_CODES = {
         ExitCode(code=REFUSED, meaning="the platform refused: permission, quota, a name or an option"),
         ExitCode(code=UNAVAILABLE, meaning="no capacity: the platform has no such workers now", retried=True),
         ExitCode(code=SETUP_FAILED, meaning="a worker could not be set up"),
+        ExitCode(code=FAULT, meaning="a fault of the hardware, the runtime or the network", retried=True),
+        ExitCode(code=FAULT_AGAIN, meaning="a fault again, with nothing saved since the attempt before"),
         ExitCode(code=NOT_FOUND, meaning="the program was not found"),
         ExitCode(code=INTERRUPTED, meaning="interrupted (Ctrl-C)"),
         ExitCode(code=ABORTED, meaning="aborted, as by JAX where another process is gone (SIGABRT)", retried=True),

@@ -13,6 +13,8 @@ import sys
 import threading
 import time
 
+from jax.errors import JaxRuntimeError
+
 from lockstep.errors import HostTimeoutError
 from lockstep.hosts import DistributedConfig, Watchdog, current, run_main, start
 from lockstep.hosts._client import service_address
@@ -41,6 +43,16 @@ def fail(victim: str) -> None:
         hosts.barrier("never")
     except HostTimeoutError as error:
         raise AssertionError("should have been ended before") from error
+
+
+def fault(victim: str, saved: str) -> None:
+    """The devices of one process fail in every attempt; those whose numbers are given save something before."""
+    hosts = start(DistributedConfig(timeout_s=600))
+    if os.environ["LOCKSTEP_RESTARTS"] in saved.split(",") and hosts.is_leader:
+        hosts.note_saved()
+    with hosts.run_on_all("a step"):
+        if hosts.index == int(victim):
+            raise JaxRuntimeError("FAILED_PRECONDITION: The program continuator has halted unexpectedly.")
 
 
 def die(victim: str) -> None:

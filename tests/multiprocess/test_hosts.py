@@ -184,6 +184,16 @@ def test_the_service_listens_on_loopback_alone_and_a_forged_end_is_a_failure():
     assert run.output.count(r"ends because process 9 done \x1b[2J\x1b]0;title\x07") >= 2
 
 
+def test_a_fault_is_tried_again_until_nothing_was_saved_in_between():
+    """Attempts 0 and 1 end by the fault; the second had saved a checkpoint, the third has not."""
+    command = [sys.executable, str(LAUNCHER), "--retries", "9", "--", *SCENARIO, "fault", "1", "1"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    output = run.stdout + run.stderr
+    assert run.returncode == exit_codes.FAULT_AGAIN, output
+    assert "trying again, 2 of 9" in output and "trying again, 3 of 9" not in output
+    assert "attempt 3 has ended by a fault too, and no checkpoint was saved since the one before" in output
+
+
 @pytest.mark.parametrize("victim", [pytest.param("0", marks=pytest.mark.slow), "1"])
 def test_launcher_shows_the_failing_process(victim):
     run = run_command([*SCENARIO, "fail", victim])

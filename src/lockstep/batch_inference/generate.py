@@ -152,6 +152,7 @@ class Generator:
                 write()
         else:
             write()
+        self._hosts.note_saved()
 
     def _probe(self, engine: Engine, mesh: Mesh, shape: JobShape, units: Int[np.ndarray, " pending"]) -> list[Request]:
         """The first batch; its size follows from the sequences that fit at a time."""

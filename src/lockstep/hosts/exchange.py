@@ -9,6 +9,7 @@ from lockstep.credentials import get_logger, without_credentials
 from lockstep.errors import DisagreementError, HostError, PeerError
 from lockstep.hosts._client import BarrierFailedError
 from lockstep.hosts.channel import Channel
+from lockstep.hosts.fault import is_fault
 from lockstep.printable import printable
 
 log = get_logger(__name__)
@@ -224,11 +225,13 @@ def raise_if_any_failed(key: str, errors: Sequence[str | None], cause: BaseExcep
             failed[printable(text)].append(process)
     if not failed:
         return
+    fault = all(map(is_fault, failed))
     if len(errors) == 1:
-        raise PeerError(f"{shown(key)} failed: {next(iter(failed))}") from cause
+        raise PeerError(f"{shown(key)} failed: {next(iter(failed))}", fault=fault) from cause
     texts = "; ".join(f"{name_processes(processes)}: {text}" for text, processes in failed.items())
     count = sum(map(len, failed.values()))
-    raise PeerError(f"{count} of {len(errors)} processes failed at {shown(key)!r}. {texts}", len(errors)) from cause
+    text = f"{count} of {len(errors)} processes failed at {shown(key)!r}. {texts}"
+    raise PeerError(text, len(errors), fault) from cause
 
 
 def shown(key: str) -> str:

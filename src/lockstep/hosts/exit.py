@@ -22,8 +22,9 @@ from lockstep.errors import (
     PeerError,
     PromptError,
 )
-from lockstep.exit_codes import FAILED, INTERRUPTED, PEER_FAILED, TERMINATED
-from lockstep.hosts.peers import announce_exit, end_process
+from lockstep.exit_codes import FAILED, FAULT, INTERRUPTED, PEER_FAILED, TERMINATED
+from lockstep.hosts.fault import failure_code, limit_attempts
+from lockstep.hosts.peers import announce_exit, end_process, failure_is_announced
 from lockstep.hosts.start import current_without_devices, shutdown
 from lockstep.printable import printable
 from lockstep.unfinished import WAIT_S
@@ -93,7 +94,7 @@ def run_main(main: Callable[[], object], *, debug: bool = False) -> None:
             print(text, file=sys.stderr)
     except HostError as error:
         # The peers have the same error where all have it: to them a word is enough.
-        code, kind = FAILED, type(error).__name__
+        code, kind = failure_code(error), type(error).__name__
         text = kind if _is_everywhere(error) else f"{kind}: {error}"
         _print_host_error(error, debug)
     except (ConfigError, PromptError, CapacityError, CompilerError) as error:
@@ -102,7 +103,7 @@ def run_main(main: Callable[[], object], *, debug: bool = False) -> None:
             print(error_stack(error), file=sys.stderr, end="")
         print(f"error: {printable(without_credentials(text))}", file=sys.stderr)
     except BaseException as error:
-        code, text = FAILED, f"{type(error).__name__}: {error}"
+        code, text = failure_code(error), f"{type(error).__name__}: {error}"
         print(error_stack(error), file=sys.stderr, end="")
     if code != 0:
         leave(code, text)
@@ -192,6 +193,8 @@ def leave(code: int, reason: str, peers: int = PEER_FAILED) -> NoReturn:
         client = current_without_devices().client
     except HostError:
         sys.exit(code)
+    if code == FAULT:  # a connection that breaks because another process has failed is no fault
+        code = PEER_FAILED if failure_is_announced(client) else limit_attempts(client, code)
     if client.count == 1:
         sys.exit(code)
     announce_exit(client, reason, peers, WAIT_S)

@@ -10,6 +10,7 @@ from lockstep.errors import HostError, PeerError
 from lockstep.hosts._client import Client
 from lockstep.hosts.channel import Channel
 from lockstep.hosts.exchange import agree, all_min, broadcast, broadcast_from_leader, gather, reasons_to_stop
+from lockstep.hosts.fault import note_saved
 from lockstep.hosts.heartbeat import wait_for_missing
 from lockstep.hosts.ledger import Ledger
 from lockstep.hosts.phase import Phase
@@ -108,6 +109,13 @@ class Hosts:
             with contextlib.suppress(HostError, TimeoutError):
                 self.phase(f"{self.last_phase} (left by {type(error).__name__}: {error})"[:500])
             raise
+
+    def note_saved(self) -> None:
+        """Say that this run has saved something from which another attempt goes on, such as a checkpoint.
+
+        A launcher starts a job again after a fault of the hardware once; again only where this was called since.
+        """
+        note_saved(self.client)
 
     def start_heartbeat(self) -> Callable[[], None]:
         """Start a thread that shows the others that this process lives; return a function that ends it."""

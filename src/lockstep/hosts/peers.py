@@ -68,6 +68,15 @@ def announce_exit(client: Client, reason: str, code: int = PEER_FAILED, work_s: 
     _mark_departure(client)
 
 
+def failure_is_announced(client: Client) -> bool:
+    """Whether another process of the job has announced that it failed."""
+    with contextlib.suppress(HostError, TimeoutError):
+        announced = client.get_dir(ANNOUNCEMENTS)
+        announced.pop(f"{ANNOUNCEMENTS}/{client.task}", None)
+        return any(_announcement(value)[1] == PEER_FAILED for value in announced.values())
+    return False
+
+
 def _mark_departure(client: Client) -> None:
     """Publish that this process is about to end. The one with which the service ends waits for the others to do so.
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from lockstep.exit_codes import WATCHDOG
+from lockstep.hosts.fault import limit_attempts
 from lockstep.hosts.heartbeat import PeerHeartbeat, describe_elsewhere, describe_missing, heartbeats
 from lockstep.hosts.hosts import Hosts
 from lockstep.hosts.peers import announce_exit, end_process
@@ -71,16 +72,16 @@ class Watchdog:
             watched = self._watched
             now = time.monotonic()
             if watched is not None and now >= watched[1]:
-                self._report(watched[0])
-                end_process(WATCHDOG)
+                end_process(self._report(watched[0]))
             time.sleep(self.timeout_s if watched is None else watched[1] - now)
             with self._lock:
                 if watched is None and self._watched is None:
                     self._thread = None  # idle: the next watch starts a new one
                     return
 
-    def _report(self, what: str) -> None:
-        hosts = self._hosts
+    def _report(self, what: str) -> int:
+        """Say what was waited for, and return the exit code."""
+        hosts, codes = self._hosts, [WATCHDOG]
         text = f"{what!r} on process {hosts.index} of {hosts.count} did not end within {self.timeout_s:g} s"
         stream = sys.__stderr__ or sys.stderr
         peers: dict[int, PeerHeartbeat] = {}
@@ -94,8 +95,10 @@ class Watchdog:
         print("lockstep watchdog: the stacks of this process:", file=stream, flush=True)
         with contextlib.suppress(Exception):
             faulthandler.dump_traceback(file=stream, all_threads=True)
-        print(f"lockstep watchdog: ending with code {WATCHDOG}", file=stream, flush=True)
+        self._call_with_deadline(lambda: codes.append(limit_attempts(hosts.client, WATCHDOG)))
+        print(f"lockstep watchdog: ending with code {codes[-1]}", file=stream, flush=True)
         self._call_with_deadline(announce_exit, hosts.client, text)
+        return codes[-1]
 
     def _call_with_deadline(self, function: Callable[..., None], *args: object) -> None:
         """Call what needs the coordination service, which may be the very thing that hangs, for at most `REPORT_S`."""

@@ -14,6 +14,10 @@ START_S = 1800
 """Seconds in which all processes of a job on other machines must have connected: pods install first, and capacity for a
 second slice may come 20 minutes after the first's."""
 
+RESTARTS = "LOCKSTEP_RESTARTS"
+"""The variable that tells a process how many attempts there were before: after a second fault it says whether anything
+was saved in between (lockstep.hosts.fault)."""
+
 
 def job_variables(processes: int) -> dict[str, str]:
     """What every process of a job on other machines is told; ``--env`` may say otherwise.

@@ -11,7 +11,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from lockstep.exit_codes import EXIT_CODES, PEER_FAILED, SETUP_FAILED
+from lockstep.exit_codes import EXIT_CODES, FAULT, PEER_FAILED, SETUP_FAILED
+from lockstep.launch.env_file import RESTARTS
 from lockstep.launch.task_script import run_command
 from lockstep.slices import Slice
 
@@ -37,7 +38,7 @@ SYNCED: Final = "sync.tar.gz"
 INSTALLED: Final = "lockstep: installed, the command starts"
 """What a pod prints between the two: until then the others wait for it."""
 CAUSE_S: Final = 15
-"""Seconds that a pod which ended because of another one waits, so that Kubernetes learns of the cause first."""
+"""Seconds that a pod waits which another one has ended, or may have, so that Kubernetes learns of the cause first."""
 PART_BYTES: Final = 1_000_000
 """Bytes of the files in one ConfigMap, which may have 1 MiB (https://kubernetes.io/docs/concepts/configuration/configmap/)."""
 MAX_PARTS: Final = 16
@@ -203,8 +204,8 @@ def pod_script(job: GkeJob) -> str:
         lines += [f"{install} {shlex.quote(job.requirement)} || exit {SETUP_FAILED}", f"echo '{INSTALLED}'"]
     script = "\n".join(lines) + "\n" + run_command(list(job.secret_names), FILES, forward=True)
     return script + (
-        f'# The pod that failed first is to be seen first.\nif [ "$code" -eq {PEER_FAILED} ]; then\n'
-        f'    sleep {CAUSE_S}\nfi\nexit "$code"\n'
+        "# The pod that failed first is to be seen first.\n"
+        f'case $code in\n    {PEER_FAILED} | {FAULT}) sleep {CAUSE_S} ;;\nesac\nexit "$code"\n'
     )
 
 
@@ -263,7 +264,11 @@ def _pod(job: GkeJob) -> dict[str, Any]:
 
 def _environment(job: GkeJob) -> list[dict[str, Any]]:
     """Public variables, and with several slices what MegaScale needs; GKE adds which host of its slice a pod is on."""
-    found: list[dict[str, Any]] = [{"name": "PYTHONUNBUFFERED", "value": "1"}]
+    restarts = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
+    found: list[dict[str, Any]] = [
+        {"name": "PYTHONUNBUFFERED", "value": "1"},
+        {"name": RESTARTS, "valueFrom": {"fieldRef": {"fieldPath": restarts}}},
+    ]
     if job.slices > 1:
         index = "metadata.labels['jobset.sigs.k8s.io/job-index']"
         found += [

@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from typing import IO, Any
 
-from lockstep.exit_codes import DONE, PEER_FAILED, TERMINATED, WORKER_LOST, describe_code
+from lockstep.exit_codes import DONE, FAULT, PEER_FAILED, TERMINATED, WORKER_LOST, describe_code
 from lockstep.launch.console import Console
 from lockstep.launch.gke_manifest import CONTAINER, INSTALLED
 from lockstep.launch.kubectl import Kubectl
@@ -99,7 +99,7 @@ def first_failure(pods: Iterable[PodState]) -> PodState | None:
     pods = list(pods)
     last = max((pod.attempt for pod in pods), default=0)
     failed = [pod for pod in pods if pod.attempt == last and pod.code]
-    return min(failed, key=lambda pod: (pod.code in IN_CONSEQUENCE, pod.ended), default=None)
+    return min(failed, key=lambda pod: (pod.code in IN_CONSEQUENCE, pod.code == FAULT, pod.ended), default=None)
 
 
 def not_started(pods: Iterable[PodState], count: int, installed: Collection[str] | None) -> list[str]:

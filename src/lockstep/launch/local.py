@@ -11,9 +11,9 @@ from pathlib import Path
 
 from lockstep.credentials import SECRET_NAME
 from lockstep.errors import ConfigError
-from lockstep.exit_codes import DONE, NOT_FOUND
-from lockstep.launch.env_file import job_environment
-from lockstep.launch.options import count
+from lockstep.exit_codes import DONE, NOT_FOUND, is_retried
+from lockstep.launch.env_file import RESTARTS, JobEnvironment, job_environment
+from lockstep.launch.options import count, number
 from lockstep.launch.processes import Job, signals_to
 from lockstep.launch.record import JobRecord
 
@@ -34,6 +34,9 @@ class Local:
             "to it directly, so that its live output works; always: on for all; never: off for all",
         )
         add("--log_dir", type=Path, help="also write the output of process i to <log_dir>/process-<i>.log")
+        add(
+            "--retries", type=number, default=0, help="how often a job that lost a process is started again (default 0)"
+        )
         add("--grace_s", type=float, default=10.0, help="seconds between SIGTERM and SIGKILL (default 10)")
 
     def run(self, options: argparse.Namespace) -> int:
@@ -44,22 +47,38 @@ class Local:
             print(f"launch: {error}", file=sys.stderr)
             return NOT_FOUND
         given = job_environment(options)
-        coordinator = f"127.0.0.1:{free_port()}"
         if options.log_dir:
             options.log_dir.mkdir(parents=True, exist_ok=True)
+        for restarts in range(options.retries + 1):
+            code, stopped = self._attempt(options, command, given, restarts)
+            if stopped or not is_retried(code) or restarts == options.retries:
+                break
+            print(f"launch: trying again, {restarts + 1} of {options.retries}", file=sys.stderr, flush=True)
+        return code
+
+    def _attempt(
+        self, options: argparse.Namespace, command: Sequence[str], given: JobEnvironment, restarts: int
+    ) -> tuple[int, bool]:
+        """Run the command once; return the job's exit code, and whether a signal to the launcher has ended it."""
+        coordinator = f"127.0.0.1:{free_port()}"
         # What a process writes to the terminal itself cannot be looked through for secrets.
         own_terminal = options.prefix == "auto" and sys.stdout.isatty() and not options.log_dir and not given.secret
         exported = [value for name, value in os.environ.items() if SECRET_NAME.search(name)]
         job = Job(options.grace_s, [*given.secret.values(), *exported])
         with signals_to(job.received.append):
             for index in range(options.processes):
-                environment = {**local_environment(os.environ, options, coordinator, index), **given.secret}
+                environment = {
+                    RESTARTS: str(restarts),
+                    **local_environment(os.environ, options, coordinator, index),
+                    **given.secret,
+                }
                 prefix = "" if options.prefix == "never" else f"[{index}] "
                 log = None
                 if options.log_dir:
-                    log = open(options.log_dir / f"process-{index}.log", "wb", opener=_private)
+                    path = options.log_dir / f"process-{index}.log"
+                    log = open(path, "ab" if restarts else "wb", opener=_private)
                 job.start(index, command, environment, inherit=own_terminal and index == 0, prefix=prefix, log=log)
-            return job.wait()
+            return job.wait(), job.stopped_by is not None
 
     def dry_run(self, options: argparse.Namespace) -> int:
         """Print the command of each process, with the variables that differ from those of the launcher."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import IO
 
-from lockstep.exit_codes import PEER_FAILED
+from lockstep.exit_codes import FAULT, PEER_FAILED
 from lockstep.launch.console import ERROR
 from lockstep.redact import Redactor
 
@@ -116,12 +116,12 @@ class Job:
     def _find_failure(self, all_ended: bool) -> None:
         """Name the process that failed first, but one that raised before one that ended because of another."""
         failed = [child for child in self.children if child.process.returncode]
-        raised = [c for c in failed if c.process.returncode > 0 and c.process.returncode != PEER_FAILED]
+        raised = [c for c in failed if c.process.returncode > 0 and c.process.returncode not in (PEER_FAILED, FAULT)]
         if failed and self.first_failure is None:
             self.first_failure = time.monotonic()
         if self.first_failure is not None:
             if raised or all_ended or time.monotonic() - self.first_failure > CAUSE_S:
-                self._fail((raised or failed)[0])
+                self._fail((raised or [c for c in failed if c.process.returncode == FAULT] or failed)[0])
 
     def _code(self) -> int:
         if self.stopped_by is not None:

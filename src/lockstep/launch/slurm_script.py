@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Final
 
 from lockstep.errors import ConfigError
-from lockstep.exit_codes import EXIT_CODES, PEER_FAILED, SETUP_FAILED, TERMINATED, WORKER_LOST
+from lockstep.exit_codes import EXIT_CODES, FAULT, PEER_FAILED, SETUP_FAILED, TERMINATED, WORKER_LOST
+from lockstep.launch.env_file import RESTARTS
 from lockstep.launch.task_script import run_command
 
 SECRETS: Final = "secrets.sh"
@@ -89,6 +90,7 @@ def batch_script(job: SlurmJob) -> str:
     """
     directory = shlex.quote(str(job.directory))
     retried = "|".join(str(row.code) for row in EXIT_CODES.values() if row.retried)
+    consequence = f"$1 == {PEER_FAILED} || $1 == {TERMINATED}"
     public = "".join(f" {shlex.quote(f'{name}={value}')}" for name, value in job.environment.items())
     # The last attempt needs the file no longer once it is read: then it is gone whatever ends the job. An earlier one
     # leaves it to the next, which Slurm starts also where nothing of this script can run any more.
@@ -114,20 +116,19 @@ mkdir -p "$logs"
 run() {{
 {secrets if job.has_secrets else ""}\
     # The first task that fails ends the others; each notes its exit code and when.
-    exec env{public} srun --kill-on-bad-exit=1 --output="$2/worker-%t.log" --error="$2/worker-%t.log" \\
+    exec env {RESTARTS}=$(($3 - 1)){public} \\
+        srun --kill-on-bad-exit=1 --output="$2/worker-%t.log" --error="$2/worker-%t.log" \\
         bash "$1/{TASK}" "$2" {shlex.join(job.command)}
 }}
 (run "$directory" "$logs" "$attempt")
 status=$?
-# The job's code is that of the first failure, of one that failed by itself before one that another has ended.
-failed=$(cat "$logs"/code-* 2> /dev/null | awk '$1 != 0' | sort -k 2,2n)
-code=$(awk '$1 != {PEER_FAILED} && $1 != {TERMINATED} {{ print $1; exit }}' <<< "$failed")
+# The job's code is that of the first failure: of one that failed by itself before a fault, which may come of it, and
+# of a fault before one that another has ended.
+failed=$(cat "$logs"/code-* 2> /dev/null | awk '$1 != 0 {{ print ({consequence}) ? 2 : $1 == {FAULT}, $1, $2 }}')
+read -r rank code _ <<< "$(sort -k 1,1n -k 3,3n <<< "$failed")"
 noted=$(find "$logs" -name 'code-*' | wc -l)
-if [ -z "$code" ] && [ "$status" -ne 0 ] && [ "$noted" -lt {job.tasks} ]; then
+if [ "${{rank:-2}}" -gt 0 ] && [ "$status" -ne 0 ] && [ "$noted" -lt {job.tasks} ]; then
     code={WORKER_LOST}
-fi
-if [ -z "$code" ]; then
-    code=$(awk '{{ print $1; exit }}' <<< "$failed")
 fi
 code=${{code:-$status}}
 echo "$code" > "$logs/{CODE}"

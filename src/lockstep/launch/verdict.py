@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from lockstep.exit_codes import DONE, PEER_FAILED, UNREACHABLE, WORKER_LOST, is_retried
+from lockstep.exit_codes import DONE, FAULT, PEER_FAILED, UNREACHABLE, WORKER_LOST, is_retried
 
 CAUSE_S = 4.0
 """Seconds after a process ended because of another one in which that other one may end too, and is then named.
@@ -37,7 +37,8 @@ def first_failure(endings: Sequence[Ending], *, unreachable: bool, all_ended: bo
     """The ending that is the cause of the others; None while that is not known, or nothing has failed.
 
     A worker that was lost is the cause whatever the others say: what they report is that it is gone. Otherwise it is
-    the first that ended by an error of its own, before those that ended because of another one or by a signal.
+    the first that ended by an error of its own, before a fault (which may be a connection that broke as that one
+    ended), and before those that ended because of another one or by a signal.
 
     Args:
         endings: Those that there are.
@@ -51,9 +52,9 @@ def first_failure(endings: Sequence[Ending], *, unreachable: bool, all_ended: bo
         return lost[0]
     if not failed or unreachable:
         return None
-    raised = [each for each in failed if each.code < 128 and each.code != PEER_FAILED]
+    raised = [each for each in failed if each.code < 128 and each.code not in (PEER_FAILED, FAULT)]
     if raised or all_ended or waited_s > CAUSE_S:
-        return (raised or failed)[0]
+        return (raised or [each for each in failed if each.code == FAULT] or failed)[0]
     return None
 
 

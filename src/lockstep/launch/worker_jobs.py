@@ -13,7 +13,7 @@ from lockstep.launch.attempt import Outcome, Plan, RunningAttempt
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.console import Console
 from lockstep.launch.dry_run import show_commands
-from lockstep.launch.env_file import JobEnvironment, job_environment, job_variables
+from lockstep.launch.env_file import RESTARTS, JobEnvironment, job_environment, job_variables
 from lockstep.launch.later import Later
 from lockstep.launch.preflight import Limits
 from lockstep.launch.prepare import Preparation, prepare
@@ -71,6 +71,7 @@ class WorkerJobs:
 
     def _try(self, run: "_Run", record: JobRecord) -> int:
         """Start attempts until one is done, cannot be helped by another, or was the last."""
+        begun = 0
         for tries in range(run.options.retries + 1):
             number = max((attempt.number for attempt in record.attempts), default=0) + 1
             attempt = Attempt(number=number, id=f"attempt-{number}-{secrets.token_hex(4)}", started=time.time())
@@ -78,7 +79,8 @@ class WorkerJobs:
             record.save()
             failure = None
             try:
-                running = self._prepare(run, record, attempt, replaces=tries > 0)
+                running = self._prepare(run, record, attempt, replaces=tries > 0, restarts=begun)
+                begun += 1
                 attempt = dataclasses.replace(attempt, launched=True)
                 record.with_attempt(attempt).save()
                 outcome = running.run()
@@ -103,14 +105,16 @@ class WorkerJobs:
             raise failure
         return outcome.code
 
-    def _prepare(self, run: "_Run", record: JobRecord, attempt: Attempt, replaces: bool) -> RunningAttempt:
+    def _prepare(
+        self, run: "_Run", record: JobRecord, attempt: Attempt, replaces: bool, restarts: int
+    ) -> RunningAttempt:
         """Get the workers ready for the command; nothing is started yet."""
         options, environment, console = run.options, run.environment, run.console
         transport = self._backend.acquire(options, console)
         check_process_count(options, transport)
         count = len(transport.workers)
         roots = [root_on_worker(record.name, index) for index in range(count)]
-        public = {**job_variables(count), **environment.public}
+        public = {**job_variables(count), RESTARTS: str(restarts), **environment.public}
         setup_logs = [record.log(attempt.number, index).with_name(f"setup-{index}.log") for index in range(count)]
         setup = self._backend.setup_script(options)
         cwds = [options.workdir or (f"{root}/files" if options.sync else "~") for root in roots]

@@ -303,6 +303,7 @@ class Checkpointer:
         except Exception:
             self._discard(save)
             raise
+        self._hosts.note_saved()
         self._search.damaged.pop(save.step, None)  # this one is there in its place
         self._last_s = save.seconds - reports_s
         log.info("checkpoint %s saved in %.1f s", self.directory.of(save.step), save.seconds)

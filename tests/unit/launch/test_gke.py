@@ -67,6 +67,14 @@ def test_the_error_of_a_user_ends_all_pods_and_is_not_tried_again(cluster, capfd
     assert main(["status", "job"]) == 3
 
 
+def test_a_fault_is_tried_again_and_a_second_one_without_a_checkpoint_is_not(cluster, capfd):
+    """The commands end as processes of lockstep do (lockstep.hosts.fault)."""
+    # An error of the user on another process, a moment later, would count before it.
+    text = PRINT + "sys.exit(93 + min(1, int(os.environ['LOCKSTEP_RESTARTS'])))"
+    assert launch("--retries", "5", python=text) == 94
+    assert sorted(path.name for path in (cluster / "jobs/job").glob("attempt-*")) == ["attempt-1", "attempt-2"]
+
+
 def test_a_lost_node_starts_all_pods_again_and_both_logs_are_kept(cluster, monkeypatch, capfd):
     monkeypatch.setenv("FAKE_KUBE_DISRUPTS", "1")
     assert launch("--retries", "1", "--grace_s", "1", python=PRINT + wait_once(cluster)) == 0

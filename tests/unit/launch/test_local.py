@@ -144,6 +144,15 @@ def test_one_fails_all_end(tmp_path):
     assert gone(int((tmp_path / "logs" / "process-0.log").read_text().split()[1]))
 
 
+def test_a_fault_is_tried_again_and_a_second_one_without_a_checkpoint_is_not(tmp_path):
+    """The commands end as processes of lockstep do (lockstep.hosts.fault)."""
+    program = "n = int(os.environ['LOCKSTEP_RESTARTS']); print('attempt', n)\nsys.exit(0 if i else 93 + min(1, n))"
+    done = run(program, "--retries", "5", "--log_dir", str(tmp_path))
+    assert done.returncode == 94 and "launch: trying again, 1 of 5" in done.stderr, done.stderr
+    assert (tmp_path / "process-1.log").read_text() == "attempt 0\nattempt 1\n"
+    assert run("sys.exit(i)", "--retries", "5").stderr.count("launch: failed") == 1, "a mistake stays one"
+
+
 @pytest.mark.slow
 def test_exit_codes_and_a_peer_that_does_not_want_to_end():
     ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif i == 1: time.sleep(.3); "

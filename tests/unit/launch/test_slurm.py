@@ -71,6 +71,13 @@ def test_the_first_failure_is_the_code_of_the_job(cluster, capfd):
     assert "attempt-1 process 0: exit code 85, ended because another process failed" in capfd.readouterr().out
 
 
+def test_a_fault_is_tried_again_and_a_second_one_without_a_checkpoint_is_not(cluster, capfd):
+    """The commands end as processes of lockstep do (lockstep.hosts.fault)."""
+    text = PRINT + "sys.exit(93 + min(1, int(os.environ['LOCKSTEP_RESTARTS'])))"
+    assert launch("--retries", "5", python=text) == 94
+    assert sorted(path.name for path in (cluster / "jobs/job").glob("attempt-*")) == ["attempt-1", "attempt-2"]
+
+
 def test_a_lost_node_is_tried_again_and_its_log_is_kept(cluster, monkeypatch, capfd):
     monkeypatch.setenv("FAKE_SLURM_LOSES_NODE", "1")
     text = PRINT + "import time; time.sleep(2 if 'SLURM_RESTART_COUNT' not in os.environ else 0)"

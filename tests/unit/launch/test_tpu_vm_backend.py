@@ -71,6 +71,15 @@ def test_one_worker_fails(laptop):
     assert "trying again" not in output, "an error of the program is not cured by another try"
 
 
+@pytest.mark.slow
+def test_a_fault_is_tried_again_and_a_second_one_without_a_checkpoint_is_not(laptop):
+    """The commands end as processes of lockstep do (lockstep.hosts.fault)."""
+    program = "if [ $FAKE_WORKER = 0 ]; then sleep 60; elif [ $LOCKSTEP_RESTARTS = 0 ]; then exit 93; else exit 94; fi"
+    output = run(laptop, program, *TWO_HOSTS, "--retries", "5", "--grace_s", "1", code=94)
+    ordered(output, "exit code 93, a fault of the hardware", "trying again in", "exit code 94, a fault again")
+    assert output.count("trying again in") == 1
+
+
 @pytest.mark.nightly
 def test_what_was_preempted_is_made_again_and_the_command_started_again(laptop):
     program = """

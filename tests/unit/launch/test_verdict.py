@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.exit_codes import EXIT_CODES, PEER_FAILED, TERMINATED, UNREACHABLE, WORKER_LOST
+from lockstep.exit_codes import EXIT_CODES, FAULT, PEER_FAILED, TERMINATED, UNREACHABLE, WORKER_LOST
 from lockstep.launch.verdict import ASKED, CAUSE_S, Ending, can_retry, first_failure
 
 
@@ -27,6 +27,11 @@ def test_without_an_error_of_its_own_there_is_a_wait_for_one():
     assert cause(0, PEER_FAILED, 137, all_ended=True) == 1
 
 
+def test_a_fault_may_come_of_the_error_of_another_and_comes_before_what_comes_of_it():
+    assert cause(FAULT, 1) == 1 and cause(FAULT, PEER_FAILED) is None
+    assert cause(PEER_FAILED, FAULT, 137, all_ended=True) == 1
+
+
 def test_a_lost_worker_is_the_cause_whatever_the_others_report_of_it():
     assert cause(1, WORKER_LOST) == 1
     assert cause(PEER_FAILED, 1, UNREACHABLE) == 2
@@ -38,7 +43,7 @@ def test_a_lost_worker_is_the_cause_whatever_the_others_report_of_it():
 def test_what_is_tried_again_is_in_the_table(code):
     ending = Ending(worker=0, code=code, at=0.0)
     assert can_retry(ending) == EXIT_CODES[code].retried
-    assert can_retry(ending) == (code in (85, 86, WORKER_LOST, UNREACHABLE, 91, TERMINATED, 134, 135, 139))
+    assert can_retry(ending) == (code in (85, 86, WORKER_LOST, UNREACHABLE, 91, FAULT, TERMINATED, 134, 135, 139))
 
 
 def test_who_stopped_a_job_does_not_want_it_again():
