@@ -31,23 +31,31 @@ def make(timeout_s=2.0, **values):
 
 
 def rewarded(hosts):
-    rewarder = make(weight=2.0)
+    rewarder = make(weight=2.0, on_failure="drop_group")
     scoring = rewarder.begin()
     for number in range(hosts.index, ANSWERS, hosts.count):
         scoring.submit(number, row("", num_tokens=number), prompt())
     with hosts.scope("rollout") as scope:
         found = rewarder.finish(scope, scoring, ANSWERS)
-    return found.total.tolist(), found.components["picky"].tolist(), found.failed, found.late
+    return (
+        found.total.tolist(),
+        found.components["picky"].tolist(),
+        found.failed,
+        found.late,
+        found.dropped.nonzero()[0],
+    )
 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_every_host_gets_the_weighted_sums_of_all_answers(count, caplog):
     picky_values = [1, 1, 1, -1, -1, 1, -1, 1]
     expected = (2.0 * np.array(picky_values) + 0.5 * np.arange(ANSWERS) / 10).tolist()
-    for total, values, failed, late in run_threads(rewarded, count):
+    for total, values, failed, late, dropped in run_threads(rewarded, count):
         assert total == pytest.approx(expected) and values == picky_values
         assert failed == {"picky": 2, "length": 0} and late == {"picky": 1, "length": 0}
-    assert "reward picky failed on process" in caplog.text and "its default is used" in caplog.text
+        assert dropped.tolist() == [3, 4, 6], "raised, late and without a number"
+    assert "reward picky failed on process" in caplog.text
+    assert "nothing is learned from the answers to that question" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -99,14 +107,6 @@ def test_a_component_that_fails_is_in_the_log_once(caplog):
         scoring = rewarder.begin()
         scoring.submit(0, row("", num_tokens=4), prompt())
         with hosts.scope("rollout") as scope:
-            assert rewarder.finish(scope, scoring, 1).failed == {"even": 1}
-    assert caplog.text.count("reward even failed on process 0") == 1
-
-
-def test_an_answer_without_a_reward_can_drop_its_group_on_every_host(caplog):
-    rewards = [FunctionReward(function=f"{__name__}:even", on_failure="drop_group"), LengthReward()]
-    for found in run_threads(judged, 2, rewards, None):
-        assert found.dropped.tolist() == [number == 4 for number in range(ANSWERS)]
-    assert "nothing is learned from the answers to that question: RuntimeError: no opinion" in caplog.text
-    (kept,) = run_threads(judged, 1, [FunctionReward(function=f"{__name__}:even")], None)
-    assert not kept.dropped.any()
+            found = rewarder.finish(scope, scoring, 1)
+        assert found.failed == {"even": 1} and not found.dropped.any()
+    assert caplog.text.count("reward even failed on process 0, its default is used: RuntimeError: no opinion") == 1
