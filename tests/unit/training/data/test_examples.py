@@ -157,6 +157,9 @@ def test_a_slow_tokenizer_works_until_a_token_is_merged():
     good, merged = tokenize(Slow(), "chat", [{"messages": chat("ok")}, {"messages": chat("\nok")}])
     assert good[0].n_prompt == len("<user>\nq?<assistant>\n")
     assert isinstance(merged, BadRow) and "Use its fast version" in str(merged)
+    sides = {"chosen": chat("ok"), "rejected": chat("ok")}
+    pairs = tokenize(Slow(), "preference", [sides | {side: chat("\nok")} for side in sides])
+    assert [str(each).replace(str(merged), "") for each in pairs] == ["(chosen) ", "(rejected) "]
 
 
 def test_a_template_that_changes_the_prompt_is_a_bad_row():
