@@ -28,7 +28,8 @@ from lockstep.engine import DecodeModel, Engine, EngineConfig
 from lockstep.engine.sampling.sampler import never_used
 from lockstep.engine.sizing.memory_model import MemoryModel
 from lockstep.models import DecoderWeights, LayerWeights, LlamaConfig
-from lockstep.models.presets import PRESETS, ModelPreset
+from lockstep.models.families.family import ModelPreset
+from lockstep.models.families.registry import PRESETS
 from lockstep.placement import make_mesh
 from lockstep.plan.collectives import collectives
 from lockstep.plan.hlo import Hlo

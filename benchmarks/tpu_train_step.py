@@ -23,7 +23,8 @@ import numpy as np
 
 from benchmarks.workers import read_rows, write_json
 from lockstep.device.chips import chip_of
-from lockstep.models.presets import PRESETS, ModelPreset
+from lockstep.models.families.family import ModelPreset
+from lockstep.models.families.registry import PRESETS
 from lockstep.placement import make_mesh
 from lockstep.plan.cache import CompileCache, Summary
 from lockstep.plan.collectives import collectives, summed

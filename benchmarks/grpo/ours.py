@@ -11,7 +11,7 @@ from benchmarks.grpo.load import LOADS, NORM_EPS, ROPE_THETA, GrpoLoad
 from benchmarks.grpo.turns import Turns
 from lockstep.hosts import Hosts, Ledger, start
 from lockstep.models import WEIGHT_AXES, DecoderWeights, LayerWeights, LlamaConfig, as_trainable
-from lockstep.models.config import RotaryConfig
+from lockstep.models.rope import RotaryConfig
 from lockstep.placement import place
 from lockstep.text import Prompt, encode, load_tokenizer, token_count
 from lockstep.training import GrpoConfig, OptimizerConfig, RolloutConfig, StepInfo, Trainer, TrainerConfig

@@ -15,7 +15,7 @@ import jax
 from benchmarks.tpu_programs import weights_on
 from lockstep.engine import Auditor, Engine, EngineConfig
 from lockstep.models import LlamaConfig
-from lockstep.models.presets import ModelPreset
+from lockstep.models.families.family import ModelPreset
 from lockstep.placement import make_mesh
 from lockstep.plan.topology import topology
 from lockstep.types import Request, SamplingParams

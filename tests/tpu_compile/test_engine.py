@@ -72,7 +72,7 @@ import jax, jax.numpy as jnp
 from lockstep.engine import Engine, EngineConfig
 from lockstep.engine.sizing.memory_model import MemoryModel
 from lockstep.models import LlamaConfig, Variant
-from lockstep.models.presets import ModelPreset
+from lockstep.models.families.family import ModelPreset
 from lockstep.placement import make_mesh
 from lockstep.plan.hlo import Hlo
 from lockstep.plan.topology import topology
@@ -179,7 +179,7 @@ import jax
 from benchmarks.tpu_programs import weights_on
 from lockstep.engine import Engine, EngineConfig
 from lockstep.models import LlamaConfig
-from lockstep.models.presets import ModelPreset
+from lockstep.models.families.family import ModelPreset
 from lockstep.placement import make_mesh
 from lockstep.plan.collectives import collectives
 from lockstep.plan.hlo import Hlo
@@ -220,7 +220,7 @@ import json, sys
 from benchmarks.tpu_programs import weights_on
 from lockstep.engine import Engine, EngineConfig
 from lockstep.models import LlamaConfig
-from lockstep.models.presets import ModelPreset
+from lockstep.models.families.family import ModelPreset
 from lockstep.placement import make_mesh
 from lockstep.plan.topology import topology
 from lockstep.types import Request, SamplingParams
@@ -284,7 +284,7 @@ from lockstep.engine.decode_model import DecodeModels
 from lockstep.engine.sizing.memory_model import MemoryModel
 from lockstep.device.program import Ledger, compile_program
 from lockstep.models import LlamaConfig
-from lockstep.models.presets import ModelPreset
+from lockstep.models.families.family import ModelPreset
 from lockstep.placement import make_mesh
 from lockstep.placement import assembly_function, sources, view
 from lockstep.plan.topology import topology

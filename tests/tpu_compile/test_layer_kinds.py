@@ -15,7 +15,7 @@ from benchmarks.tpu_programs import weights_on
 from lockstep.engine import Engine, EngineConfig
 from lockstep.engine.sizing.memory_model import MemoryModel
 from lockstep.models import LlamaConfig, LlamaLMHeadModel, RotaryConfig, Variant
-from lockstep.models.presets import ModelPreset
+from lockstep.models.families.family import ModelPreset
 from lockstep.placement import COMPUTE_AXES, make_mesh
 from lockstep.plan.hlo import Hlo
 from lockstep.plan.topology import topology

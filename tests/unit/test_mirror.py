@@ -47,7 +47,6 @@ COVERED_BY = {
     "launch/output_filter.py": "tests/unit/launch/test_task_script.py",
     "models/rotary.py": "tests/unit/models/test_llama.py",
     "models/hf/save_source.py": "tests/unit/models/hf/test_save.py",
-    "models/hf/peft.py": "tests/unit/main/test_adapters.py",
     "models/hf/fingerprint.py": "tests/unit/batch_inference/test_checkpoint.py",
     "attention/tpu_block_table.py": "tests/tpu_compile/test_blocks.py",
     "engine/rollout_engine.py": "tests/unit/engine/test_round.py",
@@ -103,6 +102,11 @@ COVERED_BY = {
     "main/train_config.py": "tests/unit/main/test_train_grpo.py",
     "main/train_lm.py": "tests/multiprocess/test_demo.py",
     "main/train_simpo.py": "tests/multiprocess/test_train_simpo.py",
+}
+COVERED_BY |= {
+    path.relative_to(SOURCE).as_posix(): "tests/unit/models/families/test_family.py"
+    for path in (SOURCE / "models/families").glob("*.py")
+    if path.stem not in ("__init__", "family", "registry")
 }
 """The test file of each module that has none of its name."""
 

@@ -3,28 +3,27 @@
 from lockstep.models import block
 from lockstep.models.check_reader import ReaderCheck, ReaderMismatchError, check_reader
 from lockstep.models.config import (
-    Llama3Scaling,
+    LayerKind,
     LlamaConfig,
-    MistralConfig,
     ModelConfig,
-    Qwen2Config,
-    Qwen3Config,
-    RotaryConfig,
     Variant,
+    distinct,
+    layer_kinds,
     padded_vocab_size,
     rotary_frequencies,
 )
+from lockstep.models.families.family import ModelPreset
+from lockstep.models.families.mistral import MistralConfig
+from lockstep.models.families.qwen2 import Qwen2Config
+from lockstep.models.families.qwen3 import Qwen3Config
+from lockstep.models.families.registry import config_from_hf, config_to_hf, find_preset
 from lockstep.models.from_names import LoraNames, NamesReader, from_names
-from lockstep.models.hf.adapter_rows import ReadPair, merged_rows
-from lockstep.models.hf.config import config_from_hf, config_to_hf
+from lockstep.models.hf.adapters import ReadPair, merged_rows, save_peft
 from lockstep.models.hf.fingerprint import fingerprint
 from lockstep.models.hf.load import load_config, load_hf, read_hf_config
-from lockstep.models.hf.names import skeleton
-from lockstep.models.hf.peft import save_peft
 from lockstep.models.hf.save import SavesTokenizer, export_hf, save_hf
 from lockstep.models.hf.save_plan import SavedTensor
 from lockstep.models.hf.save_writer import Read
-from lockstep.models.layer_kinds import LayerKind, distinct, layer_kinds
 from lockstep.models.llama import LlamaLMHeadModel
 from lockstep.models.lora import LoraConfig, LoraModel, join_trained, split_trained
 from lockstep.models.low_rank import RANK, MergeLora, merge_lora
@@ -34,11 +33,11 @@ from lockstep.models.parameters import (
     check_all_read,
     named_parameters,
 )
-from lockstep.models.presets import ModelPreset, find_preset
 from lockstep.models.reader import read_decoder
 from lockstep.models.registry import register_reader
 from lockstep.models.remat import POLICIES, RematPolicy, recomputes_layers
-from lockstep.models.trainable import as_trainable
+from lockstep.models.rope import Llama3Scaling, RotaryConfig
+from lockstep.models.skeleton import as_trainable, skeleton
 from lockstep.models.weights import STACKED, TENSOR_DIMS, WEIGHT_AXES, DecoderWeights, LayerWeights, input_dims
 from lockstep.placement import LazyWeight, view
 

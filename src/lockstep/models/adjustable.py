@@ -14,8 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from lockstep.attention import NO_WINDOW
 from lockstep.models import block
-from lockstep.models.config import LlamaConfig, rotary_frequencies
-from lockstep.models.layer_kinds import layer_kinds
+from lockstep.models.config import LlamaConfig, layer_kinds, rotary_frequencies
 from lockstep.models.weights import DecoderWeights, LayerWeights
 
 ACTIVATIONS: Final = tuple(block.ACTIVATIONS)
@@ -82,7 +81,7 @@ class Settings:
             interleaved=np.bool_(False),
             epsilon=np.float32(config.layer_norm_epsilon),
             norm_offset=np.float32(variant.norm_plus_one),
-            embed_scale=np.float32(variant.embed_scale or 1.0),
+            embed_scale=np.float32(config.embed_scale or 1.0),
             attention_scale=np.float32(config.head_size**-0.5 if scale is None else scale),
             attention_cap=np.float32(variant.attention_soft_cap or 0.0),
             logit_cap=np.float32(variant.logit_soft_cap or 0.0),

@@ -80,19 +80,20 @@ def rms_norm(
 
 
 def rotate(
-    x: Float[Array, "... head"], cos: Float[Array, "... half"], sin: Float[Array, "... half"]
+    x: Float[Array, "... head"], cos: Float[Array, "... pair"], sin: Float[Array, "... pair"]
 ) -> Float[Array, "... head"]:
     """Apply rotary position embeddings in float32, half-split as in Hugging Face's ``rotate_half``.
 
     RoFormer (Su et al. 2021, https://arxiv.org/abs/2104.09864, section 3.4.2).
 
     Args:
-        x: The heads.
+        x: The heads; where the angles are fewer than half of one, its last elements are not rotated.
         cos: The cosines of the angles.
         sin: The sines of the angles.
     """
-    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
+    pairs = cos.shape[-1]
+    low, high, *rest = jnp.split(x.astype(jnp.float32), list(range(pairs, x.shape[-1], pairs)[:2]), axis=-1)
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin, *rest], axis=-1).astype(x.dtype)
 
 
 def rope_angles(positions: Array, frequencies: list[Any]) -> Float[Array, "... half"]:

@@ -17,8 +17,8 @@ from lockstep.errors import ConfigError, LockstepError
 from lockstep.hosts import Hosts, current, digest
 from lockstep.models.adjustable import Settings, adjustable_logits
 from lockstep.models.reader import read_decoder
+from lockstep.models.skeleton import as_trainable
 from lockstep.models.suspects import suspects
-from lockstep.models.trainable import as_trainable
 from lockstep.placement import mesh_of, place, sources, weight_specs
 
 LEAST_TOLERANCE = 5e-4

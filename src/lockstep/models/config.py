@@ -1,10 +1,8 @@
-"""The configuration of a Llama-family language model, with Levanter's field names.
-
-A model family is a subclass of `LlamaConfig` here, and its `Architecture` in `lockstep.models.hf.config`.
-"""
+"""The configuration of a language model, with Levanter's field names; `lockstep.models.families` has the families."""
 
 import dataclasses
 import math
+from collections.abc import Hashable, Iterable
 from typing import Literal, get_args
 
 import draccus
@@ -13,75 +11,10 @@ from jaxtyping import Float
 
 from lockstep.attention import AttentionBackend, check_backend
 from lockstep.errors import ConfigError
+from lockstep.models.rope import RotaryConfig
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "xielu"]
 LayerType = Literal["sliding_attention", "full_attention"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Llama3Scaling:
-    """Rotary frequency scaling of Llama 3.1 ("llama3" in Hugging Face): low frequencies are lowered, high ones kept.
-
-    Source: ``transformers/modeling_rope_utils.py``, ``_compute_llama3_parameters``.
-
-    Example:
-        >>> lockstep.models.Llama3Scaling(factor=32.0).original_max_position_embeddings
-        8192
-    """
-
-    factor: float = 8.0
-    """The divisor of low frequencies; at least 1."""
-    low_freq_factor: float = 1.0
-    """Wavelengths above ``original_max_position_embeddings / low_freq_factor`` tokens are scaled in full."""
-    high_freq_factor: float = 4.0
-    """Wavelengths below ``original_max_position_embeddings / high_freq_factor`` tokens are not scaled."""
-    original_max_position_embeddings: int = 8192
-    """The context length in tokens before it was extended."""
-
-    def __post_init__(self) -> None:
-        _at_least("rope.scaling.factor", self.factor, 1, "Llama 3.1 uses 8, Llama 3.2 uses 32.")
-        _at_least(
-            "rope.scaling.original_max_position_embeddings",
-            self.original_max_position_embeddings,
-            1,
-            "Llama 3 uses 8192.",
-        )
-        if not 0 < self.low_freq_factor < self.high_freq_factor:
-            raise ConfigError(
-                f"rope.scaling.low_freq_factor is {self.low_freq_factor} and rope.scaling.high_freq_factor is "
-                f"{self.high_freq_factor}; it must hold that 0 < low_freq_factor < high_freq_factor. Llama 3 uses 1 "
-                "and 4."
-            )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RotaryConfig:
-    """Rotary position embeddings (Su et al. 2021, https://arxiv.org/abs/2104.09864), half-split as in Hugging Face.
-
-    Example:
-        >>> from lockstep.models import Llama3Scaling, RotaryConfig
-        >>> LlamaConfig(rope=RotaryConfig(theta=500000.0, scaling=Llama3Scaling())).rope.theta
-        500000.0
-    """
-
-    theta: float = 10000.0
-    """The base of the wavelengths."""
-    scaling: Llama3Scaling | None = None
-    """The frequency scaling. Null for none."""
-    linear_factor: float = 1.0
-    """The divisor of positions, "linear" scaling in Hugging Face; at least 1. Gemma 3 has 8 in its larger models."""
-
-    def __post_init__(self) -> None:
-        _at_least("rope.linear_factor", self.linear_factor, 1, "Use 1 for none.")
-        if self.scaling is not None and self.linear_factor != 1:
-            raise ConfigError(
-                f"rope.linear_factor is {self.linear_factor} and rope.scaling is set; no model has both. Set "
-                "linear_factor to 1, or scaling to null."
-            )
-        if not (self.theta > 1 and math.isfinite(self.theta)):
-            raise ConfigError(
-                f"rope.theta is {self.theta}; it must be finite and greater than 1. Llama 2 uses 10000, Llama 3 500000."
-            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,7 +43,7 @@ class Variant:
     """Whether ``qk_norm`` is over all heads together (OLMo 2), not over each head."""
     embed_norm: bool = False
     """Whether an RMSNorm comes after the embedding."""
-    embed_scale: float | None = None
+    embed_scale: float | Literal["sqrt_hidden_dim"] | None = None
     """The factor of the embedding; in Gemma the square root of ``hidden_dim``. Null for 1."""
     attention_scale: float | None = None
     """The factor of attention scores. Null for ``head_dim ** -0.5``."""
@@ -122,7 +55,10 @@ class Variant:
     """The number of positions that a query attends to, its own included. Null for all."""
     layer_types: tuple[LayerType, ...] | None = None
     """The attention of each layer, in Hugging Face's words: ``sliding_attention`` has the ``sliding_window``,
-    ``full_attention`` has none (Gemma 2 and 3). Null: with ``sliding_window`` all layers have it."""
+    ``full_attention`` has none. Null: as ``full_attention_every`` says; else with ``sliding_window`` all have it."""
+    full_attention_every: int | None = None
+    """Every how many layers one has full attention, the others having the ``sliding_window``: 2 in Gemma 2, 6 in
+    Gemma 3. Null: as ``layer_types`` says."""
     sliding_rope: RotaryConfig | None = None
     """The rotary embeddings of the layers with sliding attention; ``rope`` is then that of the others (Gemma 3). Null:
     all layers have ``rope``."""
@@ -130,7 +66,7 @@ class Variant:
     def __post_init__(self) -> None:
         for name in ("embed_scale", "attention_scale", "attention_soft_cap", "logit_soft_cap", "sliding_window"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
+            if value not in (None, "sqrt_hidden_dim") and not value > 0:
                 raise ConfigError(f"variant.{name} is {value}; it must be more than 0. Use null for none.")
         if not (self.pre_norm or self.post_norm):
             raise ConfigError(
@@ -149,7 +85,13 @@ class Variant:
                 raise ConfigError(
                     f"variant.layer_types has {name!r}; each must be one of {', '.join(get_args(LayerType))}."
                 )
-        slides = types is not None and "sliding_attention" in types
+        every = self.full_attention_every
+        if every is not None and (types is not None or every < 2):
+            raise ConfigError(
+                f"variant.full_attention_every is {every} and variant.layer_types is {types}; it must be at least 2, "
+                "and one of the two null. Set one of them."
+            )
+        slides = every is not None or (types is not None and "sliding_attention" in types)
         if slides and self.sliding_window is None:
             raise ConfigError(
                 "variant.layer_types has sliding_attention and variant.sliding_window is null. Set sliding_window to "
@@ -174,14 +116,13 @@ class Variant:
 
 
 class ModelConfig(draccus.ChoiceRegistry):
-    """The registry of model configurations: ``type`` of ``model`` in a YAML file is llama, mistral, qwen2 or qwen3."""
+    """The registry of model configurations: ``type`` of ``model`` in a YAML file, one for each family."""
 
     @classmethod
     def default_choice_name(cls) -> str | None:
         return "llama"
 
 
-@ModelConfig.register_subclass("llama")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig(ModelConfig):
     """A decoder-only transformer of the Llama family. Hashable, so that it can be static in a jitted function.
@@ -273,6 +214,24 @@ class LlamaConfig(ModelConfig):
                 "variant.wide_qk_norm is true and qk_norm is false: there is no norm. Set qk_norm to true."
             )
 
+        if self.rope.rotated(self.head_size) % 2 or self.rope.rotated(self.head_size) < 2:
+            raise ConfigError(
+                f"rope.partial_rotary_factor {self.rope.partial_rotary_factor} of a head of {self.head_size} elements "
+                f"rotates {self.rope.rotated(self.head_size)}; they are rotated in pairs. Change the factor."
+            )
+
+    @property
+    def embed_scale(self) -> float | None:
+        """The factor of the embedding; None for 1."""
+        scale = self.variant.embed_scale
+        return math.sqrt(self.hidden_dim) if scale == "sqrt_hidden_dim" else scale
+
+    @property
+    def layer_types(self) -> tuple[LayerType, ...] | None:
+        """The attention of each layer; None where all are of one kind."""
+        every = self.variant.full_attention_every
+        return self.variant.layer_types if every is None else every_nth_full(self.num_layers, every)
+
     @property
     def head_size(self) -> int:
         """The size of one attention head in elements."""
@@ -284,70 +243,59 @@ class LlamaConfig(ModelConfig):
         return self.num_heads // self.num_kv_heads
 
 
-@ModelConfig.register_subclass("mistral")
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MistralConfig(LlamaConfig):
-    """Mistral (https://arxiv.org/abs/2310.06825): a Llama whose sliding window must not be below ``max_seq_len``.
-
-    Example:
-        >>> lockstep.models.MistralConfig(num_kv_heads=8, intermediate_dim=14336).q_heads_per_group
-        4
-    """
-
-
-@ModelConfig.register_subclass("qwen2")
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Qwen2Config(LlamaConfig):
-    """Qwen2 (https://arxiv.org/abs/2407.10671) and Qwen2.5: a Llama with biases on query, key and value.
-
-    Example:
-        >>> lockstep.models.Qwen2Config().qkv_bias
-        True
-    """
-
-    qkv_bias: bool = True
-    layer_norm_epsilon: float = 1e-6
-
-
-@ModelConfig.register_subclass("qwen3")
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Qwen3Config(LlamaConfig):
-    """Qwen3 (https://arxiv.org/abs/2505.09388): a Llama with an RMSNorm on each query and key head.
-
-    Example:
-        >>> lockstep.models.Qwen3Config(head_dim=128).qk_norm
-        True
-    """
-
-    qk_norm: bool = True
-    layer_norm_epsilon: float = 1e-6
+def every_nth_full(layers: int, every: int) -> tuple[LayerType, ...]:
+    """The types of layers of which every n-th, counted from the first, has full attention."""
+    return tuple("sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers))
 
 
 def rotary_frequencies(config: LlamaConfig, rope: RotaryConfig | None = None) -> Float[np.ndarray, " half_head"]:
-    """Returns the rotary frequency of each pair of elements of a head, in radians per token.
-
-    Pair ``i`` is elements ``i`` and ``i + head_size // 2`` (Hugging Face's ``rotate_half``). RoFormer (Su et al. 2021,
-    https://arxiv.org/abs/2104.09864, section 3.2.2), computed in float32 in the order of Hugging Face's code, so that
-    long contexts do not drift from the reference.
+    """Returns the rotary frequency of each pair of elements of a head, in radians per token (`RotaryConfig`).
 
     Args:
         config: The configuration of the model.
         rope: The rotary embeddings; None for ``config.rope``.
-
-    Returns:
-        The frequencies, float32 ``[head_size // 2]``.
     """
-    rope = config.rope if rope is None else rope
-    exponents = np.arange(0, config.head_size, 2, dtype=np.float32) / np.float32(config.head_size)
-    frequencies = np.float32(1.0) / np.float32(rope.theta) ** exponents
-    scaling = rope.scaling
-    if scaling is None:
-        return frequencies / np.float32(rope.linear_factor)
-    context = scaling.original_max_position_embeddings
-    wavelengths = 2 * math.pi / frequencies
-    smooth = (context / wavelengths - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    smooth = np.clip(smooth, 0.0, 1.0)
-    return ((1 - smooth) * frequencies / scaling.factor + smooth * frequencies).astype(np.float32)
+    return (config.rope if rope is None else rope).frequencies(config.head_size)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerKind:
+    """What layers of one model may differ in.
+
+    Args:
+        window: The number of positions that a query attends to, its own included; None for all.
+        rope: The rotary embeddings.
+    """
+
+    window: int | None
+    rope: RotaryConfig
+
+
+def layer_kinds(config: LlamaConfig) -> tuple[LayerKind, ...]:
+    """The kind of each layer; a window of ``max_seq_len`` positions or more is none.
+
+    Args:
+        config: The configuration of the model.
+    """
+    variant, types = config.variant, config.layer_types
+    window = variant.sliding_window
+    window = None if window is None or window >= config.max_seq_len else window
+    if types is None:
+        return (LayerKind(window=window, rope=config.rope),) * config.num_layers
+    full = LayerKind(window=None, rope=config.rope)
+    sliding = LayerKind(window=window, rope=variant.sliding_rope or config.rope)
+    return tuple(sliding if each == "sliding_attention" else full for each in types)
+
+
+def distinct[T: Hashable](values: Iterable[T]) -> tuple[tuple[T, ...], tuple[int, ...]]:
+    """The values that there are, in the order of their first, and which of them each one is.
+
+    Args:
+        values: One for each layer. Where there is a single distinct value, nothing depends on the layer.
+    """
+    each = tuple(values)
+    found = tuple(dict.fromkeys(each))
+    return found, tuple(map(found.index, each))
 
 
 def _at_least(name: str, value: float, limit: float, fix: str) -> None:

@@ -16,8 +16,7 @@ from jaxtyping import Array
 from lockstep.attention import CausalAttention, self_attention
 from lockstep.errors import ConfigError
 from lockstep.models import block
-from lockstep.models.config import LlamaConfig
-from lockstep.models.layer_kinds import distinct, layer_kinds
+from lockstep.models.config import LlamaConfig, distinct, layer_kinds
 from lockstep.models.low_rank import Weight, linear
 from lockstep.models.output_layer import float32_logits
 from lockstep.models.remat import scan_policy
@@ -332,7 +331,7 @@ class LlamaLMHeadModel(eqx.Module):
         layer_kind = None if len(kinds) == 1 else hax.named(jnp.asarray(which), "layer")
         # A table sharded by embed would leave the stream sharded by embed, and XLA would replicate it.
         x = hax.auto_sharded(self.embed.take("vocab", input_ids))
-        x = hax.named(block.scale_embedding(x.array, config.variant.embed_scale), x.axes)
+        x = hax.named(block.scale_embedding(x.array, config.embed_scale), x.axes)
         x = self.layers.fold(rms_norm(x, self.embed_norm, config), angles, segment_ids, layer_kind)
         return rms_norm(x, self.final_norm, config)
 

@@ -14,10 +14,10 @@ from jaxtyping import Array, PyTree
 
 from lockstep.errors import ConfigError
 from lockstep.models.config import LlamaConfig
-from lockstep.models.hf.names import skeleton
 from lockstep.models.llama import LlamaLMHeadModel
 from lockstep.models.low_rank import RANK, AdaptedWeight, LowRankPair, MergeLora
 from lockstep.models.registry import read_registered, register_reader
+from lockstep.models.skeleton import skeleton
 from lockstep.models.weights import DecoderWeights
 from lockstep.placement import LazyWeight, axis_specs, resharded
 

@@ -7,8 +7,7 @@ from haliax import Axis, NamedArray
 from jaxtyping import Array, Int
 
 from lockstep.models import block
-from lockstep.models.config import LlamaConfig, rotary_frequencies
-from lockstep.models.layer_kinds import distinct, layer_kinds
+from lockstep.models.config import LlamaConfig, distinct, layer_kinds, rotary_frequencies
 
 
 def rotary_angles(config: LlamaConfig, Position: Axis, segment_ids: NamedArray | None) -> NamedArray:

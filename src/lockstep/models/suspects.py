@@ -9,8 +9,8 @@ import numpy as np
 
 from lockstep.attention import NO_WINDOW
 from lockstep.models.adjustable import ACTIVATIONS, PAIRS, SQUARE, Settings
-from lockstep.models.config import Llama3Scaling, LlamaConfig, RotaryConfig, rotary_frequencies
-from lockstep.models.layer_kinds import LayerKind, distinct, layer_kinds
+from lockstep.models.config import LayerKind, LlamaConfig, distinct, layer_kinds, rotary_frequencies
+from lockstep.models.rope import Llama3Scaling, RotaryConfig
 from lockstep.models.weights import DecoderWeights
 
 THETAS = (100.0, 1e3, 1e4, 1e5, 1.5e5, 2.5e5, 5e5, 1e6, 2e6, 5e6, 1e7, 1e8)
@@ -50,8 +50,8 @@ def suspects(config: LlamaConfig, weights: DecoderWeights) -> Iterator[tuple[str
         other(norm_offset=np.float32(plus_one)),
     )
     for scale in (None, math.sqrt(config.hidden_dim)):
-        if scale != variant.embed_scale:
-            yield is_now("variant.embed_scale", variant.embed_scale, scale), other(embed_scale=np.float32(scale or 1))
+        if scale != config.embed_scale:
+            yield is_now("variant.embed_scale", config.embed_scale, scale), other(embed_scale=np.float32(scale or 1))
     size = config.head_size
     wide = config.hidden_dim
     for scale in sorted({size**-0.5, 1.0, 1.0 / size, wide**-0.5, (wide / config.num_heads) ** -0.5}):
@@ -72,7 +72,7 @@ def suspects(config: LlamaConfig, weights: DecoderWeights) -> Iterator[tuple[str
             text = is_now("variant.sliding_window", variant.sliding_window, window)
             sizes = np.where(slides, NO_WINDOW if window is None else window, NO_WINDOW).astype(np.int32)
             yield text, other(window=sizes)
-        if variant.layer_types is not None:
+        if config.layer_types is not None:
             for text, others in _layer_types(config):
                 windows = np.array([kind.window or NO_WINDOW for kind in others], np.int32)
                 frequencies = np.stack([rotary_frequencies(config, kind.rope) for kind in others])

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from lockstep.models import LlamaConfig, LlamaLMHeadModel, Qwen2Config, Qwen3Config, Variant
-from lockstep.models.config import Llama3Scaling, RotaryConfig
-from lockstep.models.hf.names import skeleton
+from lockstep.models.rope import Llama3Scaling, RotaryConfig
+from lockstep.models.skeleton import skeleton
 from lockstep.placement import PARAMETER_AXES, make_mesh, place
 from lockstep.types import Request, SamplingParams
 

@@ -60,3 +60,11 @@ def test_the_gate_is_activated() -> None:
     alpha_p, alpha_n = np.log1p(np.exp(0.2)), 0.5 + np.log1p(np.exp(-1.0))
     want = [(np.expm1(-1.0) + 1.0) * alpha_n - 0.5, alpha_p * 4 + 0.5 * 2]
     np.testing.assert_allclose(block.hidden("xielu", x, None, (p, n, beta, eps)), want, rtol=1e-5)
+
+
+def test_a_part_of_a_head_is_rotated_and_the_rest_kept():
+    x = np.random.default_rng(0).standard_normal((3, 10)).astype(np.float32)
+    angles = np.random.default_rng(1).standard_normal((3, 3)).astype(np.float32)
+    got = block.rotate(x, np.cos(angles), np.sin(angles))
+    np.testing.assert_array_equal(got[:, 6:], x[:, 6:])
+    np.testing.assert_array_equal(got[:, :6], block.rotate(x[:, :6], np.cos(angles), np.sin(angles)))

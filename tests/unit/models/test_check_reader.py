@@ -11,7 +11,8 @@ import pytest
 
 from lockstep.errors import PeerError
 from lockstep.models import LlamaConfig, ReaderMismatchError, Variant, check_reader
-from lockstep.models.config import Llama3Scaling, RotaryConfig, rotary_frequencies
+from lockstep.models.config import rotary_frequencies
+from lockstep.models.rope import Llama3Scaling, RotaryConfig
 from tests.tiny import numpy_weights, placed_weights
 from tests.unit.engine.models import mesh_of
 

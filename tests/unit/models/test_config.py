@@ -4,11 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import draccus
+import haliax as hax
+import jax
 import numpy as np
 import pytest
 
+from lockstep.engine import Engine, EngineConfig
 from lockstep.errors import ConfigError
 from lockstep.models import (
+    LayerKind,
     Llama3Scaling,
     LlamaConfig,
     MistralConfig,
@@ -17,9 +21,11 @@ from lockstep.models import (
     Qwen3Config,
     RotaryConfig,
     Variant,
+    distinct,
+    layer_kinds,
     padded_vocab_size,
-    rotary_frequencies,
 )
+from tests.unit.engine.models import LLAMA, mesh_of, mixed_requests, model_on
 
 SMALL: dict[str, Any] = {
     "max_seq_len": 64,
@@ -128,34 +134,6 @@ def test_values_that_cannot_work_are_refused(change: dict[str, Any], text: str) 
         LlamaConfig(**{**SMALL, **change})
 
 
-def test_rotary_values_that_cannot_work_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"rope\.theta is 1\.0; .*greater than 1"):
-        RotaryConfig(theta=1.0)
-    with pytest.raises(ConfigError, match=r"rope\.scaling\.factor is 0\.5; it must be at least 1"):
-        Llama3Scaling(factor=0.5)
-    with pytest.raises(ConfigError, match=r"low_freq_factor is 4 and .*high_freq_factor is 1"):
-        Llama3Scaling(low_freq_factor=4, high_freq_factor=1)
-    with pytest.raises(ConfigError, match=r"original_max_position_embeddings is 0"):
-        Llama3Scaling(original_max_position_embeddings=0)
-
-
-def test_rotary_frequencies_fall_by_powers_of_theta() -> None:
-    frequencies = rotary_frequencies(LlamaConfig(**SMALL, rope=RotaryConfig(theta=16.0)))
-    assert frequencies.dtype == np.float32
-    np.testing.assert_allclose(frequencies, [1, 1 / 2, 1 / 4, 1 / 8], rtol=1e-6)
-
-
-def test_llama3_scaling_slows_long_waves_and_keeps_short_ones() -> None:
-    # Waves of 2 pi * 4**i tokens: 6.3, 25, 101, 402; the original context is 64, so the bands end at 16 and 64 tokens.
-    scaling = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
-    base = rotary_frequencies(LlamaConfig(**SMALL, rope=RotaryConfig(theta=256.0)))
-    scaled = rotary_frequencies(LlamaConfig(**SMALL, rope=RotaryConfig(theta=256.0, scaling=scaling)))
-    assert scaled.dtype == np.float32
-    smooth = (64 / (2 * np.pi * 4) - 1) / 3
-    expected = [1, smooth + (1 - smooth) / 8, 1 / 8, 1 / 8]
-    np.testing.assert_allclose(scaled / base, expected, rtol=1e-6)
-
-
 @pytest.mark.parametrize("tp", [1, 2, 8, 128])
 def test_the_rows_of_an_embedding_do_not_depend_on_the_mesh(tp: int) -> None:
     assert [padded_vocab_size(ids, tp) for ids in (1, 128, 129, 50257)] == [128, 128, 256, 50304]
@@ -176,21 +154,14 @@ SLIDING, FULL = "sliding_attention", "full_attention"
         ({"layer_types": (FULL, SLIDING)}, r"layer_types has sliding_attention and variant\.sliding_window is null"),
         ({"layer_types": (FULL, FULL), "sliding_window": 4}, r"variant\.sliding_window is set .* no effect"),
         ({"sliding_window": 4, "sliding_rope": RotaryConfig()}, r"variant\.sliding_rope is set .* no effect"),
+        ({"full_attention_every": 2}, r"layer_types has sliding_attention and variant\.sliding_window is null"),
+        ({"full_attention_every": 1, "sliding_window": 4}, r"full_attention_every is 1 .*at least 2"),
+        ({"full_attention_every": 2, "layer_types": (FULL, FULL)}, r"full_attention_every is 2 and .*layer_types is"),
     ],
 )
 def test_layer_types_that_cannot_work(fields: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         LlamaConfig(**SMALL, variant=Variant(**fields))
-
-
-def test_linear_scaling_divides_positions_and_excludes_the_other() -> None:
-    base = rotary_frequencies(LlamaConfig(**SMALL))
-    scaled = rotary_frequencies(LlamaConfig(**SMALL, rope=RotaryConfig(linear_factor=8.0)))
-    np.testing.assert_array_equal(scaled, base / 8)
-    with pytest.raises(ConfigError, match=r"rope\.linear_factor is 0\.5; it must be at least 1"):
-        RotaryConfig(linear_factor=0.5)
-    with pytest.raises(ConfigError, match=r"rope\.linear_factor is 2\.0 and rope\.scaling is set"):
-        RotaryConfig(linear_factor=2.0, scaling=Llama3Scaling())
 
 
 def test_layer_types_are_read_from_yaml(tmp_path: Path) -> None:
@@ -209,3 +180,72 @@ def test_layer_types_are_read_from_yaml(tmp_path: Path) -> None:
         sliding_window=512, layer_types=(SLIDING, FULL), sliding_rope=RotaryConfig(theta=10000.0)
     )
     assert hash(config) and config.rope == RotaryConfig(theta=1e6, linear_factor=8.0)
+
+
+def with_variant(**fields):
+    return dataclasses.replace(LLAMA, variant=Variant(**fields))
+
+
+def test_without_types_all_layers_are_of_one_kind():
+    assert layer_kinds(LLAMA) == (LayerKind(window=None, rope=LLAMA.rope),) * 2
+    assert layer_kinds(with_variant(sliding_window=3)) == (LayerKind(window=3, rope=LLAMA.rope),) * 2
+
+
+def test_sliding_layers_have_the_window_and_their_own_base():
+    local = RotaryConfig(theta=100.0)
+    config = with_variant(sliding_window=3, layer_types=(FULL, SLIDING), sliding_rope=local)
+    assert layer_kinds(config) == (LayerKind(window=None, rope=config.rope), LayerKind(window=3, rope=local))
+    config = with_variant(sliding_window=3, layer_types=(FULL, SLIDING))
+    assert [kind.rope for kind in layer_kinds(config)] == [config.rope] * 2
+
+
+def test_every_nth_layer_has_full_attention_and_the_embedding_its_width():
+    variant = Variant(sliding_window=3, full_attention_every=3, embed_scale="sqrt_hidden_dim")
+    config = LlamaConfig(**{**SMALL, "num_layers": 7}, variant=variant)
+    assert config.layer_types == (SLIDING, SLIDING, FULL) * 2 + (SLIDING,)
+    assert [kind.window for kind in layer_kinds(config)] == [3, 3, None, 3, 3, None, 3]
+    assert config.embed_scale == 32**0.5 and LlamaConfig(**SMALL).embed_scale is None
+
+
+def test_a_window_as_long_as_the_context_is_none():
+    config = with_variant(sliding_window=LLAMA.max_seq_len)
+    assert layer_kinds(config) == layer_kinds(LLAMA)
+
+
+def test_distinct_values_in_the_order_of_their_first():
+    assert distinct("abcab") == (("a", "b", "c"), (0, 1, 2, 0, 1))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        pytest.param(LLAMA, with_variant(layer_types=(FULL, FULL)), id="full", marks=pytest.mark.slow),
+        pytest.param(
+            dataclasses.replace(with_variant(sliding_window=3), rope=RotaryConfig(theta=7.0)),
+            with_variant(sliding_window=3, layer_types=(SLIDING,) * 2, sliding_rope=RotaryConfig(theta=7.0)),
+            id="sliding",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_layers_of_one_kind_are_compiled_as_without_types(one, other):
+    def digests(config):
+        engine = Engine(EngineConfig(layout={"tensor": 2}), mesh_of("1,2,2"))
+        engine.prepare(model_on("1,2,2", config), mixed_requests())
+        return {name: program.digest for name, program in engine.programs.items()}
+
+    assert digests(one) == digests(other)
+
+
+def test_training_of_layers_of_one_kind_is_lowered_as_without_types():
+    ids = np.zeros((2, 8), np.int32)
+
+    def text(config):
+        def total(model):
+            return model(hax.named(ids, ("batch", "position"))).array.sum()
+
+        return jax.jit(jax.grad(total)).lower(model_on("1,1,1", config)).as_text()
+
+    plain = text(LLAMA)
+    assert text(with_variant(layer_types=(FULL, FULL))) == plain
+    assert text(with_variant(sliding_window=3, layer_types=(FULL, SLIDING))) != plain

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lockstep.models import LoraConfig, LoraModel, save_hf
-from lockstep.models.hf.names import skeleton
+from lockstep.models.skeleton import skeleton
 from lockstep.training import (
     CheckpointerConfig,
     KeepConfig,

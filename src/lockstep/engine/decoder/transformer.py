@@ -64,7 +64,7 @@ class Transformer:
             local = tokens - jax.lax.axis_index(self.decode_mesh.tensor_axes) * table.shape[0]
             is_local = (local >= 0) & (local < table.shape[0])
             x = self._sum(jnp.where(is_local[..., None], table[jnp.where(is_local, local, 0)], 0))
-        return self._norm(block.scale_embedding(x, self.config.variant.embed_scale), weights.embed_norm)
+        return self._norm(block.scale_embedding(x, self.config.embed_scale), weights.embed_norm)
 
     def logits(self, weights: DecoderWeights, x: Float[Array, "slot embed"]) -> Float[Array, "slot local_vocab"]:
         """Returns float32 logits of this device's part of the vocabulary; -inf from ``vocab_size`` on."""

@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import haliax as hax
@@ -20,14 +20,15 @@ from lockstep.device import Program, compile_program
 from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import Hosts, Ledger, MemoryClient, Phase, Watchdog, current, digest, ready_on_all
 from lockstep.models.config import LlamaConfig
-from lockstep.models.hf.config import architecture_of, config_from_hf
+from lockstep.models.families.registry import config_from_hf, family_of, family_of_hf
 from lockstep.models.hf.files import CheckpointFiles, local_directory
 from lockstep.models.hf.load_progress import LoadProgress, OnRead
-from lockstep.models.hf.names import Parameter, parameters, skeleton
+from lockstep.models.hf.names import Parameter, parameters, stored_shapes
 from lockstep.models.hf.parallel_reader import ParallelReader
 from lockstep.models.hf.parameter_read import ParameterRead
 from lockstep.models.hf.row_layout import RowLayout
 from lockstep.models.llama import LlamaLMHeadModel
+from lockstep.models.skeleton import skeleton
 from lockstep.placement import PARAMETER_AXES
 
 _MAX_BYTES_IN_MEMORY = 256 << 20
@@ -65,8 +66,7 @@ def load_config(path: str | os.PathLike[str], *, max_seq_len: int | None = None)
 
     Args:
         path: The local directory or fsspec URL of the checkpoint.
-        max_seq_len: The longest sequence in tokens, in place of the checkpoint's own limit; needed where that exceeds a
-            sliding window. None for the checkpoint's own.
+        max_seq_len: The longest sequence in tokens, in place of the checkpoint's own limit. None for that.
 
     Raises:
         ConfigError: The configuration cannot be read, as for `read_hf_config` and `config_from_hf`.
@@ -151,13 +151,15 @@ class _Loading:
             config = config_from_hf(hf) if config is None else config
             model = skeleton(int(hf["vocab_size"]), config)
             files = CheckpointFiles(path)
-            expected = parameters(model, architecture_of(config).tensors)
+            family = family_of_hf(hf)
+            family = family if isinstance(config, family.config) else family_of(config)
+            expected = parameters(model, family.tensors)
             _check_tensors(files, expected, tied=config.tie_word_embeddings)
             layouts = [RowLayout.of(each, _sharding(each, self._mesh, mapping)) for each in expected]
             reads = [ParameterRead(files, *each, self._dtype) for each in zip(expected, layouts, strict=True)]
             total = sum(read.stored_bytes for read in reads)
             if self._together:
-                opened.agree({"tensors": digest(repr([list(each.tensors()) for each in expected]))})
+                opened.agree({"tensors": digest(repr(stored_shapes(expected)))})
         leaves, structure = jax.tree.flatten(model)
         arrays = self._read_and_place(reads, total)
         assert len(leaves) == len(arrays)
@@ -230,8 +232,8 @@ def _sharding(parameter: Parameter, mesh: Mesh, mapping: ResourceMapping) -> Nam
     return NamedSharding(mesh, spec)
 
 
-def _check_tensors(files: CheckpointFiles, expected: Iterable[Parameter], *, tied: bool) -> None:
-    shapes: Mapping[str, tuple[int, ...]] = dict(item for parameter in expected for item in parameter.tensors())
+def _check_tensors(files: CheckpointFiles, expected: Sequence[Parameter], *, tied: bool) -> None:
+    shapes = stored_shapes(expected)
     # A tied checkpoint may store the embedding a second time.
     ignored = {"lm_head.weight"} if tied else set()
     unexpected = sorted(n for n in files.names - shapes.keys() - ignored if not _DERIVED.fullmatch(n))

@@ -2,21 +2,15 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
-import equinox as eqx
-import haliax as hax
 import jax
 import numpy as np
-from haliax import Axis, NamedArray
+from haliax import NamedArray
 
-from lockstep.models.config import LlamaConfig
-from lockstep.models.llama import LlamaLMHeadModel
-
-Heads = ("kv_head", "q_heads_per_group", "head_size")
-KVHeads = ("kv_head", "head_size")
-Embed, Mlp, Vocab, HeadSize = ("embed",), ("mlp",), ("vocab",), ("head_size",)
+from lockstep.errors import ConfigError
+from lockstep.models.weights import haliax_axes, input_dims
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +24,20 @@ class HFTensor:
 
     template: str
     dims: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def of(cls, weight: str, template: str) -> Self:
+        """Returns how a weight is stored, as torch has it: outputs before inputs.
+
+        Args:
+            weight: The name of the weight.
+            template: The name of its tensor.
+        """
+        named = haliax_axes(weight)
+        axes = tuple(axis for axis in named if axis != "layer")
+        inputs = ("embed",) if "vocab" in axes else tuple(named[dim] for dim in input_dims(weight, len(named)))
+        outputs = tuple(axis for axis in axes if axis not in inputs)
+        return cls(template, (outputs, inputs) if inputs else (axes,))
 
     def name(self, layer: int | None) -> str:
         """Returns the stored name of one layer's tensor; ``layer`` is None where the parameter is not per layer."""
@@ -65,39 +73,20 @@ class HFTensor:
         return block.reshape(shape)[tuple(pick)].transpose([flat.index(axis) for axis in axes])
 
 
-_LAYER = "model.layers.{layer}."
-LLAMA_TENSORS: dict[str, HFTensor] = {
-    "embed": HFTensor("model.embed_tokens.weight", (Vocab, Embed)),
-    "layers.stacked.attn_norm": HFTensor(_LAYER + "input_layernorm.weight", (Embed,)),
-    "layers.stacked.attention.q": HFTensor(_LAYER + "self_attn.q_proj.weight", (Heads, Embed)),
-    "layers.stacked.attention.k": HFTensor(_LAYER + "self_attn.k_proj.weight", (KVHeads, Embed)),
-    "layers.stacked.attention.v": HFTensor(_LAYER + "self_attn.v_proj.weight", (KVHeads, Embed)),
-    "layers.stacked.attention.o": HFTensor(_LAYER + "self_attn.o_proj.weight", (Embed, Heads)),
-    "layers.stacked.attention.q_bias": HFTensor(_LAYER + "self_attn.q_proj.bias", (Heads,)),
-    "layers.stacked.attention.k_bias": HFTensor(_LAYER + "self_attn.k_proj.bias", (KVHeads,)),
-    "layers.stacked.attention.v_bias": HFTensor(_LAYER + "self_attn.v_proj.bias", (KVHeads,)),
-    "layers.stacked.attention.q_norm": HFTensor(_LAYER + "self_attn.q_norm.weight", (HeadSize,)),
-    "layers.stacked.attention.k_norm": HFTensor(_LAYER + "self_attn.k_norm.weight", (HeadSize,)),
-    "layers.stacked.mlp_norm": HFTensor(_LAYER + "post_attention_layernorm.weight", (Embed,)),
-    "layers.stacked.mlp.gate": HFTensor(_LAYER + "mlp.gate_proj.weight", (Mlp, Embed)),
-    "layers.stacked.mlp.up": HFTensor(_LAYER + "mlp.up_proj.weight", (Mlp, Embed)),
-    "layers.stacked.mlp.down": HFTensor(_LAYER + "mlp.down_proj.weight", (Embed, Mlp)),
-    "final_norm": HFTensor("model.norm.weight", (Embed,)),
-    "lm_head": HFTensor("lm_head.weight", (Vocab, Embed)),
-}
-"""The tensors of Llama, Mistral, Qwen2 and Qwen3 by the path of the parameter in `LlamaLMHeadModel`."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Parameter:
     """One parameter of a model and its Hugging Face tensors."""
 
+    name: str
+    """The name of the weight, see `lockstep.models.weights`."""
     path: str
     """The dotted path in `LlamaLMHeadModel`."""
     value: NamedArray
     """The parameter, or its shape where the model is a skeleton."""
     stored: HFTensor
     """Its tensors in the checkpoint."""
+    first_row: int = 0
+    """The row of its tensors at which it begins: not 0 where they have the rows of several parameters."""
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -114,33 +103,51 @@ class Parameter:
         """The layers that it has a tensor for: ``[None]`` where it is not per layer."""
         return range(self.sizes["layer"]) if "layer" in self.sizes else [None]
 
-    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Returns the name and shape of each of its tensors."""
-        shape = self.stored.shape(self.sizes)
-        return ((self.stored.name(layer), shape) for layer in self.layers)
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of its rows of a tensor."""
+        return self.stored.shape(self.sizes)
 
 
-def skeleton(vocab_size: int, config: LlamaConfig) -> LlamaLMHeadModel:
-    """Returns a model whose arrays are `jax.ShapeDtypeStruct`, without device work.
-
-    Args:
-        vocab_size: The number of rows of the embedding.
-        config: The configuration of the model.
-    """
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    vocab = Axis("vocab", vocab_size)
-    # Without a mapping nothing is sharded, whatever context the caller is in.
-    with hax.axis_mapping({}):
-        return eqx.filter_eval_shape(lambda k: LlamaLMHeadModel.init(vocab, config, key=k), key)
-
-
-def parameters(model: Any, tensors: Mapping[str, HFTensor]) -> list[Parameter]:
+def parameters(model: Any, tensors: Mapping[str, str]) -> list[Parameter]:
     """Returns every parameter of a model, or of its skeleton, in the order of the model's tree.
 
     Args:
         model: The model.
-        tensors: The tensors of its family by the path of the parameter.
+        tensors: The names of the tensors of its family by weight.
+
+    Raises:
+        ConfigError: The model has a weight that the family lacks.
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(model, is_leaf=lambda x: isinstance(x, NamedArray))
-    paths = ((jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves)
-    return [Parameter(path, leaf, tensors[path]) for path, leaf in paths]
+    found: list[Parameter] = []
+    for path, leaf in leaves:
+        dotted = jax.tree_util.keystr(path, simple=True, separator=".")
+        name = dotted.rpartition(".")[2]
+        if name not in tensors:
+            raise ConfigError(
+                f"the model has the weight {dotted}, which the checkpoints of its family lack. Check model.type."
+            )
+        found.append(Parameter(name, dotted, leaf, HFTensor.of(name, tensors[name])))
+    rows: dict[str, int] = {}
+    first_rows: dict[str, int] = {}
+    by_name = {each.name: each for each in found}
+    for name in filter(by_name.__contains__, tensors):
+        first_rows[name] = rows.get(tensors[name], 0)
+        rows[tensors[name]] = first_rows[name] + by_name[name].shape[0]
+    return [dataclasses.replace(each, first_row=first_rows[each.name]) for each in found]
+
+
+def stored_shapes(found: Sequence[Parameter]) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each tensor of a checkpoint by name.
+
+    Args:
+        found: All parameters of the model.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for each in found:
+        rows, *columns = each.shape
+        for layer in each.layers:
+            name = each.stored.name(layer)
+            shapes[name] = (max(each.first_row + rows, shapes.get(name, (0,))[0]), *columns)
+    return shapes

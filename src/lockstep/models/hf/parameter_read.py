@@ -102,8 +102,8 @@ class ParameterRead:
         )
 
     def _fill(self, name: str, layer: int, rows: list[_Rows]) -> None:
-        start = rows[0].start
-        stored = self._files.read(name, start, rows[-1].stop)
+        start, first = rows[0].start, self._parameter.first_row
+        stored = self._files.read(name, first + start, first + rows[-1].stop)
         for part in rows:
             end = part.offset + part.stop - part.start
             self._blocks[part.block][layer, part.offset : end] = stored[part.start - start : part.stop - start]

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import Hosts, current, digest, leader_only
-from lockstep.models.hf.config import config_to_hf
+from lockstep.models.families.registry import config_to_hf
 from lockstep.models.hf.files import INDEX_NAME
 from lockstep.models.hf.load_progress import LOG_INTERVAL_S
 from lockstep.models.hf.save_plan import SavedTensor, index_text, plan_files, saved_tensors

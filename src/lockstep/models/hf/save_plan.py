@@ -1,6 +1,7 @@
 """Which tensors a saved checkpoint has, and in which of its files each is."""
 
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.models.hf.config import architecture_of
+from lockstep.models.families.registry import family_of
 from lockstep.models.hf.files import SINGLE_NAME
 from lockstep.models.hf.names import Parameter, parameters
 from lockstep.models.llama import LlamaLMHeadModel
@@ -22,7 +23,7 @@ _LENGTH_BYTES = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavedTensor:
-    """One tensor of a saved checkpoint: a parameter, or a layer of one.
+    """One tensor of a saved checkpoint, or some rows of one: a parameter, or a layer of one.
 
     Args:
         parameter: The parameter, as arrays or as shapes.
@@ -53,7 +54,7 @@ class SavedTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The stored shape."""
+        """The stored shape; where a tensor has the rows of several parameters, that of this one's."""
         return self.parameter.stored.shape(self.parameter.sizes | {self.row_axis: self.rows})
 
     @property
@@ -100,10 +101,16 @@ def saved_tensors(model: LlamaLMHeadModel, dtype: Any, vocab_size: int) -> list[
             dtype=np.dtype(each.value.array.dtype if dtype is None else dtype),
             vocab_size=vocab_size,
         )
-        for each in parameters(model, architecture_of(model.config).tensors)
+        for each in parameters(model, family_of(model.config).tensors)
         for layer in each.layers
     ]
-    return sorted(tensors, key=lambda tensor: -1 if tensor.layer is None else tensor.layer)
+    first = {each.name: place for place, each in reversed(list(enumerate(tensors)))}
+
+    def place(each: SavedTensor) -> tuple[int, int, int]:
+        # The rows of one tensor follow each other.
+        return -1 if each.layer is None else each.layer, first[each.name], each.parameter.first_row
+
+    return sorted(tensors, key=place)
 
 
 def plan_files(tensors: Sequence[SavedTensor], max_bytes: int, writers: int) -> dict[str, list[SavedTensor]]:
@@ -118,14 +125,16 @@ def plan_files(tensors: Sequence[SavedTensor], max_bytes: int, writers: int) -> 
     share = total / max(1, min(writers, total // MIN_PART_BYTES))
     groups: list[list[SavedTensor]] = [[]]
     in_group = before = 0
-    for tensor in tensors:
-        full = in_group + tensor.nbytes > max_bytes or before + tensor.nbytes / 2 > share * len(groups)
+    for _, rows in itertools.groupby(tensors, key=lambda tensor: tensor.name):
+        parts = list(rows)
+        nbytes = sum(part.nbytes for part in parts)
+        full = in_group + nbytes > max_bytes or before + nbytes / 2 > share * len(groups)
         if groups[-1] and full:
             groups.append([])
             in_group = 0
-        groups[-1].append(tensor)
-        in_group += tensor.nbytes
-        before += tensor.nbytes
+        groups[-1] += parts
+        in_group += nbytes
+        before += nbytes
     if len(groups) == 1:
         return {SINGLE_NAME: groups[0]}
     return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
@@ -139,11 +148,12 @@ def file_header(tensors: Sequence[SavedTensor]) -> bytes:
     """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for tensor in tensors:
-        start, end = end, end + tensor.nbytes
-        entries[tensor.name] = {
-            "dtype": _DTYPES[tensor.dtype.name],
-            "shape": list(tensor.shape),
+    for name, rows in itertools.groupby(tensors, key=lambda tensor: tensor.name):
+        parts = list(rows)
+        start, end = end, end + sum(part.nbytes for part in parts)
+        entries[name] = {
+            "dtype": _DTYPES[parts[0].dtype.name],
+            "shape": [sum(part.shape[0] for part in parts), *parts[0].shape[1:]],
             "data_offsets": [start, end],
         }
     text = json.dumps(entries, separators=(",", ":")).encode()

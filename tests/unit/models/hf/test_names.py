@@ -5,7 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from lockstep.models.hf.names import LLAMA_TENSORS, HFTensor, parameters, skeleton
+from lockstep.models.families.llama import TENSORS
+from lockstep.models.families.registry import family_of
+from lockstep.models.hf.names import HFTensor, parameters, stored_shapes
+from lockstep.models.skeleton import skeleton
 from tests.unit.engine.models import FAMILIES, LLAMA
 
 SIZES = {"embed": 6, "kv_head": 4, "q_heads_per_group": 2, "head_size": 3}
@@ -42,16 +45,16 @@ def test_a_block_is_no_larger_than_the_part_along_its_slowest_axis():
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "tied"])
 def test_every_parameter_of_a_family_has_its_tensors(family):
-    found = parameters(skeleton(10, FAMILIES[family]), LLAMA_TENSORS)
-    names = [name for parameter in found for name, _ in parameter.tensors()]
-    assert len(set(names)) == len(names)
-    per_layer = [parameter for parameter in found if parameter.layers != [None]]
-    assert all(len(list(parameter.tensors())) == 2 for parameter in per_layer) and len(per_layer) >= 9
+    config = FAMILIES[family]
+    found = parameters(skeleton(10, config), family_of(config).tensors)
+    names = [each.stored.name(layer) for each in found for layer in each.layers]
+    assert len(set(names)) == len(names) == len(stored_shapes(found))
+    assert sum(each.layers == range(2) for each in found) >= 9
 
 
 def test_shapes_are_those_that_hugging_face_stores():
     config = dataclasses.replace(LLAMA, num_layers=1)
-    found = dict(pair for parameter in parameters(skeleton(10, config), LLAMA_TENSORS) for pair in parameter.tensors())
+    found = stored_shapes(parameters(skeleton(10, config), TENSORS))
     assert found["model.embed_tokens.weight"] == found["lm_head.weight"] == (10, 16)
     assert found["model.layers.0.self_attn.q_proj.weight"] == (4 * 8, 16)
     assert found["model.layers.0.self_attn.k_proj.weight"] == (2 * 8, 16)

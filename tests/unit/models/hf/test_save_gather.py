@@ -1,5 +1,7 @@
 """Rows of stored tensors on every device, from parameters in many shardings."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,7 +87,7 @@ def test_a_device_holds_a_few_pieces_however_large_the_tensor_is():
     struct = jax.ShapeDtypeStruct((vocab, tiny.CONFIG.hidden_dim), np.float32, sharding=sharding)
     axes = (large.embed.axes[0].resize(vocab), large.embed.axes[1])
     (tensor, *_) = [each for each in saved_tensors(large, None, VOCAB) if each.name == "model.embed_tokens.weight"]
-    parameter = type(tensor.parameter)(tensor.parameter.path, _Named(struct, axes), tensor.parameter.stored)
+    parameter = dataclasses.replace(tensor.parameter, value=_Named(struct, axes))
     tensor = type(tensor)(parameter=parameter, layer=None, dtype=tensor.dtype, vocab_size=vocab)
     piece = 64 << 10
     gather = RowGather.of(tensor, piece)

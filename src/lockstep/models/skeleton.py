@@ -1,14 +1,30 @@
-"""The trainable model over weights that the decoder reads: the same arrays, seen with named axes."""
+"""Models made of shapes or of the decoder's weights: nothing is computed, nothing copied."""
 
 import dataclasses
 from typing import Any
 
+import equinox as eqx
+import haliax as hax
 import jax
+from haliax import Axis
 
 from lockstep.models.config import LlamaConfig
-from lockstep.models.hf.names import skeleton
 from lockstep.models.llama import LlamaLMHeadModel
 from lockstep.models.weights import DecoderWeights
+
+
+def skeleton(vocab_size: int, config: LlamaConfig) -> LlamaLMHeadModel:
+    """Returns a model whose arrays are `jax.ShapeDtypeStruct`, without device work.
+
+    Args:
+        vocab_size: The number of rows of the embedding.
+        config: The configuration of the model.
+    """
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    vocab = Axis("vocab", vocab_size)
+    # Without a mapping nothing is sharded, whatever context the caller is in.
+    with hax.axis_mapping({}):
+        return eqx.filter_eval_shape(lambda k: LlamaLMHeadModel.init(vocab, config, key=k), key)
 
 
 def as_trainable(config: LlamaConfig, weights: DecoderWeights) -> LlamaLMHeadModel:

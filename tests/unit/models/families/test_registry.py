@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep.models import Llama3Scaling, find_preset
-from lockstep.models.presets import PRESETS
+from lockstep.models.families.registry import PRESETS
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lockstep.models import LoraConfig, load_hf, merged_rows
-from lockstep.models.hf.adapter_rows import stored_factors
+from lockstep.models.hf.adapters import stored_factors
 from lockstep.models.hf.save_plan import saved_tensors
 from tests.adapters import numpy_merged, with_adapters
 from tests.unit.engine.models import mesh_of

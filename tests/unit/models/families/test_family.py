@@ -16,6 +16,7 @@ from lockstep.models import (
     RotaryConfig,
     config_from_hf,
     config_to_hf,
+    layer_kinds,
     load_config,
 )
 
@@ -87,22 +88,42 @@ def test_linear_scaling_is_kept(tmp_path: Path) -> None:
     assert (parameters["rope_type"], parameters["factor"], parameters["rope_theta"]) == ("linear", 4.0, 5e5)
 
 
+def test_another_activation_is_kept() -> None:
+    config = config_from_hf(hf("llama3", hidden_act="gelu_pytorch_tanh"))
+    assert config.variant.activation == "gelu_tanh" and config_to_hf(config, 8)["hidden_act"] == "gelu_pytorch_tanh"
+
+
 def test_the_first_llama_has_no_number_of_key_value_heads() -> None:
     assert config_from_hf(hf("llama3", num_key_value_heads=None)).num_kv_heads == 4
 
 
-def test_a_sliding_window_below_the_sequence_length_is_refused_with_the_fix() -> None:
-    windowed = hf("mistral", sliding_window=64)
-    with pytest.raises(
-        ConfigError, match=r"sliding_window 64, and max_seq_len is 128; .*Set max_seq_len to 64 or less"
-    ):
-        config_from_hf(windowed)
-    assert config_from_hf(windowed, max_seq_len=64).max_seq_len == 64
-    assert config_from_hf(hf("mistral", sliding_window=128)).max_seq_len == 128
-    qwen = hf("qwen2", sliding_window=64)
-    assert config_from_hf(qwen).max_seq_len == 128
-    with pytest.raises(ConfigError, match="sliding_window 64"):
-        config_from_hf({**qwen, "use_sliding_window": True})
+def test_windows_are_those_that_transformers_applies() -> None:
+    config = config_from_hf(hf("mistral", sliding_window=64))
+    assert config.variant.sliding_window == 64 and [kind.window for kind in layer_kinds(config)] == [64, 64]
+    short = config_from_hf(hf("mistral", sliding_window=64), max_seq_len=64)
+    assert short.variant.sliding_window == 64 and [kind.window for kind in layer_kinds(short)] == [None, None]
+    assert config_from_hf({key: value for key, value in hf("mistral").items() if key != "sliding_window"}) == (
+        config_from_hf(hf("mistral", sliding_window=4096))
+    )
+    qwen = hf("qwen2", sliding_window=64, layer_types=None)
+    assert [kind.window for kind in layer_kinds(config_from_hf(qwen))] == [None, None]
+    qwen["use_sliding_window"] = True
+    assert [kind.window for kind in layer_kinds(config_from_hf({**qwen, "max_window_layers": 0}))] == [64, 64]
+    assert [kind.window for kind in layer_kinds(config_from_hf({**qwen, "max_window_layers": 1}))] == [None, 64]
+    assert [kind.window for kind in layer_kinds(config_from_hf({**qwen, "max_window_layers": 28}))] == [None, None]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_windows_are_written_as_transformers_reads_them(first: int, tmp_path: Path) -> None:
+    types = [("full" if layer < first else "sliding") + "_attention" for layer in range(2)]
+    qwen = hf("qwen3", sliding_window=64, use_sliding_window=True, layer_types=types)
+    written = config_to_hf(config_from_hf(qwen), 112)
+    assert config_from_hf(written) == config_from_hf(qwen)
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert (theirs.layer_types, theirs.sliding_window) == (types, 64)
+    mistral = config_to_hf(config_from_hf(hf("mistral", sliding_window=64)), 112)
+    assert mistral["architectures"] == ["MistralForCausalLM"] and mistral["sliding_window"] == 64
 
 
 @pytest.mark.parametrize(
@@ -110,7 +131,7 @@ def test_a_sliding_window_below_the_sequence_length_is_refused_with_the_fix() ->
     [
         ({"architectures": ["GemmaForCausalLM"], "model_type": "gemma"}, r"\['GemmaForCausalLM'\] .*LlamaForCausalLM"),
         ({"architectures": None}, r"architectures \[\]"),
-        ({"hidden_act": "gelu"}, r"hidden_act 'gelu'; lockstep computes 'silu' only"),
+        ({"hidden_act": "quick_gelu"}, r"hidden_act 'quick_gelu'; lockstep computes 'silu', 'gelu', .* only"),
         ({"attention_bias": True}, r"attention_bias: true"),
         ({"mlp_bias": True}, r"mlp_bias: true"),
         (

@@ -1,0 +1,1 @@
+"""Model families, each in one file: configuration, switches, Hugging Face's names of tensors, presets."""

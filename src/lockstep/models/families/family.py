@@ -1,0 +1,196 @@
+"""A model family: its configuration, and how Hugging Face stores it in ``config.json`` and in tensors."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from lockstep.errors import ConfigError
+from lockstep.models.config import LlamaConfig, every_nth_full
+from lockstep.models.rope import required, rope_from_hf, rope_to_hf
+
+ACTIVATIONS: Final = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
+"""Activations of a gated MLP: Hugging Face's name and ours."""
+
+_TRAINING: Final = ("gradient_checkpointing", "attn_backend")
+"""Fields of a configuration that are of training, not of the model."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelPreset:
+    """The configuration that the ``config.json`` of a checkpoint has.
+
+    Args:
+        config: The configuration of the model.
+        vocab_size: The number of rows of its embedding.
+    """
+
+    config: LlamaConfig
+    vocab_size: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """What is particular to a model family in transformers' checkpoints.
+
+    Args:
+        architecture: The entry of ``architectures`` in ``config.json``.
+        model_type: The ``model_type`` in ``config.json``.
+        config: The configuration class; the defaults of its variant are the family's.
+        tensors: The name of the tensor of each weight, with ``{layer}`` for the number of the layer. Weights of one
+            name are rows of one tensor, in the order of this table.
+        defaults: The values that transformers takes for keys that ``config.json`` lacks.
+        read: Returns fields of the configuration, or of its variant, of a ``config.json``.
+        write: Returns the keys of ``config.json`` for them.
+        activation_key: The key of the activation.
+        presets: The configurations of well-known checkpoints, by the last part of their path.
+    """
+
+    architecture: str
+    model_type: str
+    config: type[LlamaConfig]
+    tensors: Mapping[str, str]
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    read: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda hf: {}
+    write: Callable[[LlamaConfig], Mapping[str, Any]] = lambda config: {}
+    activation_key: str = "hidden_act"
+    presets: Mapping[str, ModelPreset] = dataclasses.field(default_factory=dict)
+
+    def config_from_hf(self, hf: Mapping[str, Any], max_seq_len: int | None = None) -> LlamaConfig:
+        """The configuration of a ``config.json``.
+
+        Args:
+            hf: The parsed file.
+            max_seq_len: The longest sequence in tokens; None for ``max_position_embeddings``.
+
+        Raises:
+            ConfigError: A setting is not one that lockstep computes, or a key is missing.
+        """
+        hf = {**self.defaults, **hf}
+        for switch in ("attention_bias", "mlp_bias", "use_bidirectional_attention"):
+            if hf.get(switch):
+                raise ConfigError(
+                    f"the checkpoint has {switch}: true; lockstep has biases on query, key and value of qwen2 only, "
+                    f"and causal attention. Choose a checkpoint without {switch}."
+                )
+        variant = self.config().variant
+        activation = hf.get(self.activation_key)
+        if activation is not None and activation not in ACTIVATIONS:
+            raise ConfigError(
+                f"the checkpoint has {self.activation_key} {activation!r}; lockstep computes "
+                f"{', '.join(map(repr, ACTIVATIONS))} only. Choose another checkpoint."
+            )
+        hidden_dim, num_heads = required(hf, "hidden_size"), required(hf, "num_attention_heads")
+        head_dim = hf.get("head_dim")
+        if head_dim and head_dim * num_heads == hidden_dim:
+            head_dim = None  # one spelling, so that equal models have equal configurations
+        fields: dict[str, Any] = {
+            "max_seq_len": required(hf, "max_position_embeddings") if max_seq_len is None else max_seq_len,
+            "hidden_dim": hidden_dim,
+            "intermediate_dim": required(hf, "intermediate_size"),
+            "num_layers": required(hf, "num_hidden_layers"),
+            "num_heads": num_heads,
+            # As in transformers: the first Llama has no num_key_value_heads.
+            "num_kv_heads": hf.get("num_key_value_heads") or num_heads,
+            "head_dim": head_dim,
+            "layer_norm_epsilon": hf.get("rms_norm_eps", 1e-6),
+            "tie_word_embeddings": hf.get("tie_word_embeddings", False),
+            "initializer_range": hf.get("initializer_range", 0.02),
+            "activation": variant.activation if activation is None else ACTIVATIONS[activation],
+            **self.read(hf),
+        }
+        if "rope" not in fields:
+            fields["rope"] = rope_from_hf(hf)
+        switches = {field.name for field in dataclasses.fields(variant)} & fields.keys()
+        variant = dataclasses.replace(variant, **{name: fields.pop(name) for name in switches})
+        config = self.config(**fields, variant=variant)
+        if config.rope.partial_rotary_factor != 1 and "partial_rotary_factor" not in self.defaults:
+            raise ConfigError(
+                f"the checkpoint has partial_rotary_factor {config.rope.partial_rotary_factor}; {self.architecture} "
+                "rotates whole heads (1.0). Choose another checkpoint."
+            )
+        return config
+
+    def config_to_hf(self, config: LlamaConfig, vocab_size: int) -> dict[str, Any]:
+        """The content of ``config.json`` for a configuration, which `config_from_hf` may read as another.
+
+        Args:
+            config: The configuration of the model.
+            vocab_size: The number of rows of the embedding.
+        """
+        names = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
+        partial = config.rope.partial_rotary_factor
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            "vocab_size": vocab_size,
+            "hidden_size": config.hidden_dim,
+            "intermediate_size": config.intermediate_dim,
+            "num_hidden_layers": config.num_layers,
+            "num_attention_heads": config.num_heads,
+            "num_key_value_heads": config.num_kv_heads,
+            "head_dim": config.head_size,
+            self.activation_key: names.get(config.variant.activation, config.variant.activation),
+            "max_position_embeddings": config.max_seq_len,
+            "initializer_range": config.initializer_range,
+            "rms_norm_eps": config.layer_norm_epsilon,
+            "tie_word_embeddings": config.tie_word_embeddings,
+            # transformers 5 reads these as well as its own rope_parameters; 4 and other programs read only these.
+            "rope_theta": config.rope.theta,
+            "rope_scaling": rope_to_hf(config.rope),
+            **({} if partial == 1 else {"partial_rotary_factor": partial}),
+            "attention_dropout": 0.0,
+            "use_cache": True,
+            **self.write(config),
+        }
+
+    def changes(self, config: LlamaConfig) -> dict[str, tuple[Any, Any]]:
+        """What a configuration loses as a ``config.json`` of the family: by field what it has, and what is read back.
+
+        Args:
+            config: The configuration, of any family.
+
+        Raises:
+            ConfigError: What is written cannot be read back.
+        """
+        want, have = _computed(config), _computed(self.config_from_hf(self.config_to_hf(config, 1)))
+        return {name: (want[name], have[name]) for name in want if want[name] != have[name]}
+
+
+def _computed(config: LlamaConfig) -> dict[str, Any]:
+    """All that a configuration says of the model, in one spelling."""
+    fields = {**vars(config), "head_dim": config.head_size}
+    variant = {
+        **vars(fields.pop("variant")),
+        "embed_scale": config.embed_scale,
+        "layer_types": config.layer_types,
+        "attention_scale": config.variant.attention_scale or config.head_size**-0.5,
+    }
+    variant.pop("full_attention_every")
+    for name in _TRAINING:
+        fields.pop(name)
+    return fields | {f"variant.{name}": value for name, value in variant.items()}
+
+
+def windows(window: int | None, types: Sequence[str] | None, *, every: int | None = None) -> dict[str, Any]:
+    """The fields of a variant for windows of layers, in one spelling.
+
+    Args:
+        window: The window of the layers that slide; None for none.
+        types: The attention of each layer, in Hugging Face's words; None: all slide.
+        every: The ``full_attention_every`` of the family; None where it has none.
+    """
+    fields: dict[str, Any] = {"sliding_window": None, "layer_types": None, "full_attention_every": None}
+    if window is None or (types is not None and "sliding_attention" not in types):
+        return fields
+    fields["sliding_window"] = window
+    if every is not None and types is not None and tuple(types) == every_nth_full(len(types), every):
+        fields["full_attention_every"] = every
+    elif types is not None and (every is not None or "full_attention" in types):
+        fields["layer_types"] = tuple(types)
+    return fields
+
+
+def layer_types_to_hf(config: LlamaConfig) -> list[str]:
+    """The ``layer_types`` of a ``config.json``."""
+    alike = "full_attention" if config.variant.sliding_window is None else "sliding_attention"
+    return list(config.layer_types or (alike,) * config.num_layers)

@@ -1,0 +1,40 @@
+"""Mistral (https://arxiv.org/abs/2310.06825): a Llama whose layers may all have a sliding window."""
+
+import dataclasses
+from typing import Final
+
+from lockstep.models.config import LlamaConfig, ModelConfig
+from lockstep.models.families import llama
+from lockstep.models.families.family import Family, ModelPreset, windows
+from lockstep.models.rope import RotaryConfig
+
+
+@ModelConfig.register_subclass("mistral")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MistralConfig(LlamaConfig):
+    """Mistral (https://arxiv.org/abs/2310.06825): a Llama whose layers may all have ``variant.sliding_window``.
+
+    Example:
+        >>> lockstep.models.MistralConfig(num_kv_heads=8, intermediate_dim=14336).q_heads_per_group
+        4
+    """
+
+
+FAMILY: Final = Family(
+    architecture="MistralForCausalLM",
+    model_type="mistral",
+    config=MistralConfig,
+    tensors=llama.TENSORS,
+    defaults={"sliding_window": 4096},
+    read=lambda hf: windows(hf["sliding_window"], None),
+    write=lambda config: {"sliding_window": config.variant.sliding_window},
+    presets={
+        "mistral-7b-v0.3": ModelPreset(
+            config=MistralConfig(
+                max_seq_len=32768, hidden_dim=4096, intermediate_dim=14336, num_layers=32, num_heads=32,
+                num_kv_heads=8, rope=RotaryConfig(theta=1e6),
+            ),
+            vocab_size=32768,
+        ),
+    },
+)  # fmt: skip

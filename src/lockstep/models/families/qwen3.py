@@ -1,0 +1,45 @@
+"""Qwen3 (https://arxiv.org/abs/2505.09388): a Llama with an RMSNorm on each query and key head."""
+
+import dataclasses
+from typing import Final
+
+from lockstep.models.config import LlamaConfig, ModelConfig
+from lockstep.models.families import llama
+from lockstep.models.families.family import Family, ModelPreset
+from lockstep.models.families.qwen2 import WINDOW_DEFAULTS, read_windows, write_windows
+from lockstep.models.rope import RotaryConfig
+
+
+@ModelConfig.register_subclass("qwen3")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen3Config(LlamaConfig):
+    """Qwen3 (https://arxiv.org/abs/2505.09388): a Llama with an RMSNorm on each query and key head.
+
+    Example:
+        >>> lockstep.models.Qwen3Config(head_dim=128).qk_norm
+        True
+    """
+
+    qk_norm: bool = True
+    layer_norm_epsilon: float = 1e-6
+
+
+FAMILY: Final = Family(
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    config=Qwen3Config,
+    tensors=llama.TENSORS | {f"{name}_norm": llama.LAYER + f"self_attn.{name}_norm.weight" for name in "qk"},
+    defaults={"head_dim": 128, **WINDOW_DEFAULTS},
+    read=lambda hf: {"qk_norm": True, **read_windows(hf)},
+    write=lambda config: {"attention_bias": False, **write_windows(config)},
+    # Table 1 of the paper; the rest is in the checkpoint's config.json.
+    presets={
+        "qwen3-8b": ModelPreset(
+            config=Qwen3Config(
+                max_seq_len=40960, hidden_dim=4096, intermediate_dim=12288, num_layers=36, num_heads=32,
+                num_kv_heads=8, rope=RotaryConfig(theta=1e6),
+            ),
+            vocab_size=151936,
+        ),
+    },
+)  # fmt: skip

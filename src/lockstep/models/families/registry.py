@@ -1,0 +1,124 @@
+"""All model families: each module of this package with a ``FAMILY`` is one."""
+
+import importlib
+import pkgutil
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from lockstep.errors import ConfigError
+from lockstep.models import families
+from lockstep.models.config import LlamaConfig
+from lockstep.models.families.family import Family, ModelPreset
+
+_MODULES: Final = [
+    importlib.import_module(f"{families.__name__}.{module.name}")
+    for module in pkgutil.iter_modules(families.__path__)
+    if module.name != "registry"
+]
+
+FAMILIES: Final[Mapping[str, Family]] = {
+    module.FAMILY.architecture: module.FAMILY for module in _MODULES if hasattr(module, "FAMILY")
+}
+"""The families by their entry of ``architectures`` in ``config.json``."""
+
+PRESETS: Final[Mapping[str, ModelPreset]] = {
+    name: preset for family in FAMILIES.values() for name, preset in family.presets.items()
+}
+"""The configurations of well-known checkpoints, for planning where a checkpoint cannot be read."""
+
+
+def family_of_hf(hf: Mapping[str, Any]) -> Family:
+    """The family of a checkpoint.
+
+    Args:
+        hf: The parsed ``config.json``.
+
+    Raises:
+        ConfigError: It is of no family that lockstep computes.
+    """
+    names = hf.get("architectures") or []
+    if len(names) != 1 or names[0] not in FAMILIES:
+        raise ConfigError(
+            f"the checkpoint has architectures {names} (model_type {hf.get('model_type')!r}); lockstep computes "
+            f"{', '.join(FAMILIES)}. Choose a checkpoint of one of these."
+        )
+    return FAMILIES[names[0]]
+
+
+def family_of(config: LlamaConfig) -> Family:
+    """The family as which a model is stored: that of its class, or else the first that loses nothing of it.
+
+    Args:
+        config: The configuration of the model.
+
+    Raises:
+        ConfigError: Each family's ``config.json`` would describe another model.
+    """
+    own = next(
+        (family for cls in type(config).__mro__ for family in FAMILIES.values() if family.config is cls),
+        FAMILIES["LlamaForCausalLM"],
+    )
+    for family in (own, *FAMILIES.values()):
+        try:
+            if not family.changes(config):
+                return family
+        except ConfigError:
+            continue
+    lost = ", ".join(f"{name} {want} would be {have}" for name, (want, have) in own.changes(config).items())
+    raise ConfigError(
+        f"a model with {config.variant} cannot be saved as a Hugging Face checkpoint: as {own.architecture}, {lost}, "
+        f"and none of {', '.join(FAMILIES)} computes it. Leave model.variant at its defaults, or do not save."
+    )
+
+
+def config_from_hf(hf: Mapping[str, Any], *, max_seq_len: int | None = None) -> LlamaConfig:
+    """Returns the configuration that a Hugging Face ``config.json`` describes.
+
+    It reads both spellings of the rotary settings: ``rope_theta`` and ``rope_scaling``, and ``rope_parameters`` of
+    transformers 5.
+
+    Args:
+        hf: The parsed file.
+        max_seq_len: The longest sequence in tokens, in place of ``max_position_embeddings``. None for the file's own.
+
+    Returns:
+        The configuration, of the class of the architecture.
+
+    Raises:
+        ConfigError: The architecture, or one of its settings, is not one that lockstep computes; or a key is missing.
+    """
+    return family_of_hf(hf).config_from_hf(hf, max_seq_len)
+
+
+def config_to_hf(config: LlamaConfig, vocab_size: int) -> dict[str, Any]:
+    """Returns the content of a ``config.json`` with which transformers (4 or 5) computes the same model.
+
+    The architecture is that of the configuration's class, or the first that computes the same: with ``qkv_bias`` it is
+    Qwen2, with ``qk_norm`` Qwen3.
+
+    Args:
+        config: The configuration of the model.
+        vocab_size: The number of rows of the embedding.
+
+    Returns:
+        A mapping that JSON can represent.
+
+    Raises:
+        ConfigError: No architecture that lockstep writes computes the model.
+    """
+    return family_of(config).config_to_hf(config, vocab_size)
+
+
+def find_preset(name: str) -> ModelPreset | None:
+    """Returns the preset of a checkpoint, by the last part of its path.
+
+    Args:
+        name: The path, such as ``gs://bucket/models/Meta-Llama-3-8B-Instruct``; case, ``Meta-`` and ``-Instruct`` do
+            not count.
+
+    Returns:
+        The preset, or None if there is none.
+    """
+    last = name.rstrip("/").rpartition("/")[2].lower().removeprefix("meta-")
+    return PRESETS.get(re.sub(r"-(instruct|base|it)\b", "", last))

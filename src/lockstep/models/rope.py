@@ -1,0 +1,174 @@
+"""Rotary position embeddings: their configuration, frequencies, and spelling in Hugging Face's ``config.json``."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from lockstep.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Llama3Scaling:
+    """Rotary frequency scaling of Llama 3.1 ("llama3" in Hugging Face): low frequencies are lowered, high ones kept.
+
+    Source: ``transformers/modeling_rope_utils.py``, ``_compute_llama3_parameters``.
+
+    Example:
+        >>> lockstep.models.Llama3Scaling(factor=32.0).original_max_position_embeddings
+        8192
+    """
+
+    factor: float = 8.0
+    """The divisor of low frequencies; at least 1."""
+    low_freq_factor: float = 1.0
+    """Wavelengths above ``original_max_position_embeddings / low_freq_factor`` tokens are scaled in full."""
+    high_freq_factor: float = 4.0
+    """Wavelengths below ``original_max_position_embeddings / high_freq_factor`` tokens are not scaled."""
+    original_max_position_embeddings: int = 8192
+    """The context length in tokens before it was extended."""
+
+    def __post_init__(self) -> None:
+        _at_least("rope.scaling.factor", self.factor, 1, "Llama 3.1 uses 8, Llama 3.2 uses 32.")
+        _at_least(
+            "rope.scaling.original_max_position_embeddings",
+            self.original_max_position_embeddings,
+            1,
+            "Llama 3 uses 8192.",
+        )
+        if not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ConfigError(
+                f"rope.scaling.low_freq_factor is {self.low_freq_factor} and rope.scaling.high_freq_factor is "
+                f"{self.high_freq_factor}; it must hold that 0 < low_freq_factor < high_freq_factor. Llama 3 uses 1 "
+                "and 4."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RotaryConfig:
+    """Rotary position embeddings (Su et al. 2021, https://arxiv.org/abs/2104.09864), half-split as in Hugging Face.
+
+    Example:
+        >>> lockstep.models.RotaryConfig(theta=500000.0, scaling=lockstep.models.Llama3Scaling()).theta
+        500000.0
+    """
+
+    theta: float = 10000.0
+    """The base of the wavelengths."""
+    scaling: Llama3Scaling | None = None
+    """The frequency scaling. Null for none."""
+    linear_factor: float = 1.0
+    """The divisor of positions, "linear" scaling in Hugging Face; at least 1. Gemma 3 has 8 in its larger models."""
+    partial_rotary_factor: float = 1.0
+    """The part of each head that is rotated, from its first element on; the rest has no position (Phi-4-mini: 0.75)."""
+
+    def __post_init__(self) -> None:
+        _at_least("rope.linear_factor", self.linear_factor, 1, "Use 1 for none.")
+        if not 0 < self.partial_rotary_factor <= 1:
+            raise ConfigError(
+                f"rope.partial_rotary_factor is {self.partial_rotary_factor}; it must be more than 0 and at most 1, "
+                "which rotates whole heads."
+            )
+        if self.scaling is not None and self.linear_factor != 1:
+            raise ConfigError(
+                f"rope.linear_factor is {self.linear_factor} and rope.scaling is set; no model has both. Set "
+                "linear_factor to 1, or scaling to null."
+            )
+        if not (self.theta > 1 and math.isfinite(self.theta)):
+            raise ConfigError(
+                f"rope.theta is {self.theta}; it must be finite and greater than 1. Llama 2 uses 10000, Llama 3 500000."
+            )
+
+    def rotated(self, head_size: int) -> int:
+        """The number of elements of a head that are rotated, in pairs."""
+        return int(head_size * self.partial_rotary_factor)
+
+    def frequencies(self, head_size: int) -> Float[np.ndarray, " half_head"]:
+        """Radians per token of each pair of elements of a head.
+
+        Pair ``i`` is elements ``i`` and ``i + rotated // 2`` (Hugging Face's ``rotate_half``). RoFormer (Su et al.
+        2021, https://arxiv.org/abs/2104.09864, section 3.2.2), computed in float32 in the order of Hugging Face's code,
+        so that long contexts do not drift from the reference.
+
+        Args:
+            head_size: The size of a head in elements.
+
+        Returns:
+            The frequencies, float32 ``[rotated // 2]``.
+        """
+        size, scaling = self.rotated(head_size), self.scaling
+        exponents = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
+        frequencies = np.float32(1.0) / np.float32(self.theta) ** exponents
+        if scaling is None:
+            return frequencies / np.float32(self.linear_factor)
+        context = scaling.original_max_position_embeddings
+        wavelengths = 2 * math.pi / frequencies
+        smooth = context / wavelengths - scaling.low_freq_factor
+        smooth = np.clip(smooth / (scaling.high_freq_factor - scaling.low_freq_factor), 0.0, 1.0)
+        return ((1 - smooth) * frequencies / scaling.factor + smooth * frequencies).astype(np.float32)
+
+
+def rope_from_hf(hf: Mapping[str, Any]) -> RotaryConfig:
+    """The rotary embeddings of a ``config.json``, in either spelling: ``rope_parameters`` is that of transformers 5.
+
+    Args:
+        hf: The parsed file, or a mapping with the keys of one kind of its layers.
+
+    Raises:
+        ConfigError: They are of a type that lockstep does not compute, or a key is missing.
+    """
+    parameters: Mapping[str, Any] = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    common: dict[str, Any] = {
+        "theta": parameters.get("rope_theta", hf.get("rope_theta", 10000.0)),
+        "partial_rotary_factor": parameters.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)),
+    }
+    if kind == "default":
+        return RotaryConfig(**common)
+    if kind == "linear":
+        return RotaryConfig(**common, linear_factor=required(parameters, "factor"))
+    if kind != "llama3":
+        raise ConfigError(
+            f"the checkpoint has rope type {kind!r}; lockstep computes 'default', 'linear' and 'llama3'. Choose "
+            "another checkpoint, or remove rope_scaling from its config.json where the model is used only up to its "
+            "original context length."
+        )
+    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    return RotaryConfig(**common, scaling=Llama3Scaling(**{key: required(parameters, key) for key in keys}))
+
+
+def rope_to_hf(rope: RotaryConfig) -> dict[str, Any] | None:
+    """The ``rope_scaling`` of a ``config.json``; None for none."""
+    if rope.linear_factor != 1:
+        return {"rope_type": "linear", "factor": rope.linear_factor}
+    if rope.scaling is None:
+        return None
+    return {
+        "rope_type": "llama3",
+        "factor": rope.scaling.factor,
+        "low_freq_factor": rope.scaling.low_freq_factor,
+        "high_freq_factor": rope.scaling.high_freq_factor,
+        "original_max_position_embeddings": rope.scaling.original_max_position_embeddings,
+    }
+
+
+def required(hf: Mapping[str, Any], key: str) -> Any:
+    """The value of a key of ``config.json``.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if hf.get(key) is None:
+        raise ConfigError(
+            f"the checkpoint's config.json has no {key}; lockstep needs it. Found keys: {', '.join(sorted(hf))}. Save "
+            "the checkpoint again with a recent version of transformers, or add the key."
+        )
+    return hf[key]
+
+
+def _at_least(name: str, value: float, limit: float, fix: str) -> None:
+    if not value >= limit:
+        raise ConfigError(f"{name} is {value}; it must be at least {limit}. {fix}")
