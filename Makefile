@@ -5,6 +5,7 @@ PYTHON := .venv/bin/python
 PROCESSES ?= 2
 DEVICES ?= 2
 WORKERS ?= 2
+FUZZ_S ?= 600
 
 # Where an image sets this variable, every process compiles all that it imports anew: 8 s instead of 4.
 export PYTHONDONTWRITEBYTECODE :=
@@ -15,7 +16,7 @@ test slow nightly: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.1
 # Most of a test's time goes to compiling programs that then run for milliseconds. The slow tests compile as users do.
 test: export XLA_FLAGS ?= --xla_backend_optimization_level=0
 
-.PHONY: help setup setup-tests demo rl-demo test slow nightly docs lint format types
+.PHONY: help setup setup-tests demo rl-demo test slow nightly fuzz docs lint format types
 help: ## show this list
 	@echo "Usage: make TARGET"
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -47,8 +48,12 @@ test: setup-tests ## run the tests (ARGS='-k name' narrows them)
 slow: setup-tests ## run the slow tests, the whole demo among them
 	@$(PYTHON) -m pytest -m "slow and not nightly" -n $(WORKERS) $(ARGS)
 
-nightly: setup-tests ## run the slow tests that have a sibling among those of make slow
+nightly: setup-tests ## run the slow tests that have a sibling among those of make slow, and fuzz
 	@$(PYTHON) -m pytest -m nightly -n $(WORKERS) $(ARGS)
+	@$(MAKE) --no-print-directory fuzz
+
+fuzz: setup-tests ## read what somebody could hand over, made up anew, for FUZZ_S seconds (default: 600)
+	@LOCKSTEP_FUZZ_SECONDS=$(FUZZ_S) $(PYTHON) -m pytest tests/fuzz
 
 # The variable: without it mkdocs-material prints an advertisement of its successor into every log.
 docs: ## build the documentation site in build/site; a link or an anchor that leads nowhere is an error

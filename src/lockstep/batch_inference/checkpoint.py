@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from jax.sharding import Mesh
 from lockstep.batch_inference.config import SampleConfig
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts
+from lockstep.json_text import parse_json
 from lockstep.models import LlamaLMHeadModel, LoraModel, fingerprint, load_hf, read_hf_config
 from lockstep.training import SavedModel, has_checkpoint, saved_at, saved_model
 
@@ -128,8 +128,8 @@ def _found(run: Path, base_model: str | None) -> list[tuple[float, Callable[[], 
 
 def _is_model(config: Path) -> bool:
     try:
-        return "architectures" in json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):
+        return "architectures" in parse_json(config.read_bytes(), str(config), dict, "")
+    except (OSError, ConfigError):
         return False
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from lockstep.batch_inference.row_files import PATTERN
 from lockstep.errors import ConfigError
+from lockstep.json_text import parse_json
 
 NAME = "job.json"
 """The name of the manifest's file."""
@@ -35,7 +36,8 @@ def check_manifest(directory: Path, manifest: Mapping[str, Any], *, force: bool)
                 "host_data_parallel_output_dir, remove the rows, or keep them with --resume force."
             )
         return []
-    before = json.loads(path.read_text(encoding="utf-8"))
+    fix = "Choose another trainer.run_id or host_data_parallel_output_dir, or remove the directory."
+    before = parse_json(path.read_bytes(), str(path), dict, fix)
     different = [name for name in {**before, **manifest} if before.get(name) != manifest.get(name)]
     lines = [f"{name} was {_shown(before.get(name))} and is {_shown(manifest.get(name))}" for name in different]
     if lines and not force:

@@ -1,6 +1,5 @@
 """Rows on disk: a file of whole lines per host, and an index of where each row is in all of them."""
 
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -11,6 +10,8 @@ from jaxtyping import Bool, Int
 
 from lockstep.batch_inference.shard import JobShape
 from lockstep.credentials import get_logger
+from lockstep.errors import ConfigError
+from lockstep.json_text import parse_json
 from lockstep.report import append_jsonl, repair_jsonl
 
 log = get_logger(__name__)
@@ -145,7 +146,8 @@ def owners(present: list[Bool[np.ndarray, " rows"]]) -> Int[np.ndarray, " rows"]
 def _row_number(line: bytes, shape: JobShape) -> int | None:
     """Return the number of the row on a line; None where it is no row of the job."""
     try:
-        record = json.loads(line)
-        return shape.row(record["round"], record["prompt_id"], record["generation_id"])
-    except (ValueError, KeyError, TypeError):
+        record = parse_json(line, "a row", dict, "")
+        numbers = [record[name] for name in ("round", "prompt_id", "generation_id")]
+        return shape.row(*numbers) if all(type(each) is int for each in numbers) else None
+    except (ConfigError, KeyError):
         return None

@@ -13,6 +13,7 @@ from lockstep.batch_inference.config import SampleConfig
 from lockstep.credentials import get_logger, without_credentials
 from lockstep.device import peak_bytes, used_bytes
 from lockstep.hosts import Hosts
+from lockstep.json_text import parse_json, refused
 from lockstep.report import MAX_TABLE_ROWS, SampleRow, Tracker
 from lockstep.schedule import DraftCounts
 from lockstep.units import bytes_text
@@ -43,7 +44,7 @@ class Totals:
     def add(self, lines: Iterable[bytes]) -> "Totals":
         """Add rows, given as the lines of a file, and return itself."""
         for line in lines:
-            row = SampleRow.from_dict(json.loads(line))
+            row = _row(line)
             self.rows += 1
             self.tokens += row.num_tokens
             self.finish[row.finish_reason] = self.finish.get(row.finish_reason, 0) + 1
@@ -189,7 +190,16 @@ def log_job(tracker: Tracker, outcome: Outcome, merged: Path | None, config: Sam
 def first_rows(merged: Path, count: int) -> list[SampleRow]:
     """Return the first rows of a merged file."""
     with open(merged, "rb") as lines:
-        return [SampleRow.from_dict(json.loads(each)) for each in itertools.islice(lines, count)]
+        return [_row(each) for each in itertools.islice(lines, count)]
+
+
+def _row(line: bytes) -> SampleRow:
+    with refused("a row of the merged file", "Remove it from the files of the hosts, and start again."):
+        row = SampleRow.from_dict(parse_json(line, "a row of the merged file", dict, ""))
+        values = [value for value in row.metrics.values() if value is not None]
+        if not all(isinstance(value, int | float) for value in values) or type(row.num_tokens) is not int:
+            raise TypeError("a metric is no number")
+        return row
 
 
 def summary_table(outcome: Outcome) -> Table:

@@ -28,6 +28,7 @@ from typing import Any, Final
 
 from lockstep.device.chips import Chip, Link, names_of_chips
 from lockstep.errors import ConfigError
+from lockstep.json_text import parse_json
 
 FORMAT: Final = 1
 """The value of ``lockstep_calibration`` that this version reads."""
@@ -93,16 +94,15 @@ def save_calibration(path: str | os.PathLike[str], **content: Any) -> None:
 def _read(path: str) -> dict[str, Any]:
     """The content of a calibration file, checked."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(
             f"the calibration {path} cannot be read: {error}. Give a file that every host has, or none to use the "
             "published numbers."
         ) from error
-    except ValueError as error:
-        raise ConfigError(f"the calibration {path} is not JSON: {error}. Write it again.") from error
+    found = parse_json(text, f"the calibration {path}", dict, "Write it again.")
     _check(f"the calibration {path}", found)
-    return dict(found)
+    return found
 
 
 def _check(where: str, found: Any) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ConfigError
+from lockstep.json_text import parse_json, refused
 
 DIRECTORY = "LOCKSTEP_JOBS_DIR"
 """The variable that names another directory than ``~/.lockstep/jobs``."""
@@ -146,18 +147,24 @@ def find_record(name: str) -> JobRecord | None:
     _check_name(name)
     path = jobs_directory() / name / "job.json"
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    place = f"the record of job {name!r}, {path},"
+    fix = "Another version of lockstep wrote it, or it was edited; remove it to forget the job."
+    fields = parse_json(text, place, dict, fix)
+    with refused(place, fix):
         if fields["name"] != name:
             raise ValueError(f"it is of job {fields['name']!r}")
         attempts = tuple(Attempt(**each) for each in fields.pop("attempts"))
-        return JobRecord(**{**fields, "command": tuple(fields["command"]), "attempts": attempts})
-    except FileNotFoundError:
-        return None
-    except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(
-            f"the record of job {name!r}, {path}, cannot be read ({error}). Another version of lockstep wrote it, or "
-            "it was edited; remove it to forget the job."
-        ) from None
+        record = JobRecord(**{**fields, "command": tuple(fields["command"]), "attempts": attempts})
+        texts = (record.backend, *record.command, *(each.id for each in attempts), *(each.cause for each in attempts))
+        numbers = [each.number for each in attempts]
+        if not all(isinstance(each, str) for each in texts) or not all(type(each) is int for each in numbers):
+            raise TypeError("a value has another type")
+        if not isinstance(record.options, dict) or not isinstance(record.notes, dict):
+            raise TypeError("options or notes are no object")
+        return record
 
 
 def load_record(name: str) -> JobRecord:

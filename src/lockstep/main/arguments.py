@@ -5,8 +5,7 @@ import difflib
 import inspect
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import draccus
 from draccus.choice_types import CHOICE_TYPE_KEY, ChoiceType
@@ -14,9 +13,14 @@ from draccus.parsers import decoding
 from draccus.utils import DecodingError, ParsingError
 
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.json_text import refused
 from lockstep.main.field_docs import options_of
 
 CONFIG_PATH = "config_path"
+MAX_BYTES: Final = 512 << 10
+"""Bytes of a file at most: PyYAML reads 0.2 MB/s, and its faster parser dies of deep nesting."""
+MAX_VALUES: Final = 100_000
+"""Values of a file at most, with those of aliases in each place."""
 
 
 def parse_arguments[Config](cls: type[Config], arguments: Sequence[str]) -> Config:
@@ -101,11 +105,12 @@ def decode_config[Config](cls: type[Config], values: Mapping[str, Any], where: s
     Raises:
         ConfigError: A key is unknown, and the message has the closest known one; or a value is missing or wrong.
     """
-    check_keys(cls, values, (), where)
-    try:
-        return typing.cast(Config, draccus.decode(cls, dict(values)))
-    except ParsingError as error:
-        raise ConfigError(f"{where}: {_reason(error)}") from error
+    with refused(where, "Correct it there."):
+        check_keys(cls, values, (), where)
+        try:
+            return typing.cast(Config, draccus.decode(cls, dict(values)))
+        except ParsingError as error:
+            raise ConfigError(f"{where}: {_reason(error)}") from error
 
 
 def check_keys(kind: Any, value: Any, path: tuple[str, ...], where: str) -> None:
@@ -192,16 +197,30 @@ def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 def _read_yaml(path: str) -> dict[str, Any]:
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        with open(path, "rb") as file:
+            text = file.read(MAX_BYTES + 1).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--{CONFIG_PATH} {path} cannot be read: {error}. Check the path.") from error
+    if len(text) > MAX_BYTES:
+        raise ConfigError(f"{path} has more than {MAX_BYTES:,} bytes. Put prompts into a file of their own.")
     try:
         values = draccus.cfgparsing.parse_string(text)  # the safe loader; that of load_config is not
     except Exception as error:  # the YAML parser has its own errors
         raise ConfigError(f"{path} is not YAML: {error}. Correct it there.") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds {type(values).__name__}, not a mapping. Write 'key: value' lines.")
+    if _is_longer(values, MAX_VALUES):
+        raise ConfigError(f"{path} has more than {MAX_VALUES:,} values, those of aliases (*) counted. Write fewer.")
     return values
+
+
+def _is_longer(values: Any, limit: int) -> bool:
+    """Whether there are more values than a limit: aliases of aliases can be more than any memory has, or endless."""
+    left, count = [values], 0
+    while left and count <= limit:
+        each, count = left.pop(), count + 1
+        left += each.values() if isinstance(each, dict) else each if isinstance(each, list | set | tuple) else ()
+    return count > limit
 
 
 def _set(values: dict[str, Any], key: str, value: Any) -> None:
@@ -220,7 +239,7 @@ def _dataclass_of(kind: Any, value: Mapping[str, Any], path: tuple[str, ...], wh
         if name is None:
             default = next(o for o in options_of(kind) if isinstance(o, type) and issubclass(o, ChoiceType))
             name = default.default_choice_name()
-        if name not in choices:
+        if not isinstance(name, str) or name not in choices:
             raise ConfigError(
                 f"{where}: {'.'.join((*path, CHOICE_TYPE_KEY))!r} is {name!r}. {_suggest(str(name), choices, 'type')}"
             )
@@ -231,7 +250,7 @@ def _dataclass_of(kind: Any, value: Mapping[str, Any], path: tuple[str, ...], wh
 
 def _suggest(given: str, known: typing.Iterable[str], noun: str) -> str:
     known = sorted(known)
-    close = difflib.get_close_matches(given, known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(given[:80], known, n=1, cutoff=0.5)
     listed = f"Known {noun}s here: {', '.join(known) or 'none'}."
     return f"Did you mean {close[0]!r}? {listed}" if close else listed
 

@@ -1,14 +1,14 @@
 """The directory of a run: its name, and what is in it at the end."""
 
-import json
 import secrets
 import time
 from pathlib import Path
 
+from lockstep.credentials import without_credentials
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts
 from lockstep.report import drop_later
-from lockstep.training import RESUMABLE, ROLLOUTS_FILE, TrainerConfig, TrainResult
+from lockstep.training import ROLLOUTS_FILE, TrainerConfig, TrainResult, resumable_base, write_resumable
 
 
 def make_run_dir(config: TrainerConfig, hosts: Hosts) -> Path:
@@ -33,24 +33,24 @@ def make_run_dir(config: TrainerConfig, hosts: Hosts) -> Path:
             if any(path.iterdir()):
                 _check_resumable(path, None if config.resume == "never" else base_path)
             elif base_path is not None:
-                (path / RESUMABLE).write_text(json.dumps({"base_path": base_path}), encoding="utf-8")
+                write_resumable(path, base_path)
     return path
 
 
 def _check_resumable(path: Path, base_path: str | None) -> None:
     """Refuse a directory that has something of another run in it."""
-    marker = path / RESUMABLE
-    if base_path is None or not marker.exists():
+    before = None if base_path is None else resumable_base(path)
+    if base_path is None or before is None:
         raise ConfigError(
             f"run directory {path} is not empty; the samples and metrics of two runs would mix. Choose another "
             "trainer.run_id (null makes one up), or remove the directory. A run with a trainer.checkpointer can go on "
             "in its own."
         )
-    before = json.loads(marker.read_text(encoding="utf-8"))["base_path"]
-    if before != base_path:
+    now = without_credentials(base_path)
+    if before not in (now, base_path):  # an older version kept credentials
         raise ConfigError(
             f"run directory {path} is of a run with trainer.checkpointer.base_path {before}, but now it is "
-            f"{base_path}. Use the same, or another trainer.run_id."
+            f"{now}. Use the same, or another trainer.run_id."
         )
 
 

@@ -15,6 +15,8 @@ from lockstep.models.rope import RotaryConfig
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "xielu"]
 LayerType = Literal["sliding_attention", "full_attention"]
+SIZE_LIMIT = 1 << 31
+"""What every size of a model is below."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,8 +175,12 @@ class LlamaConfig(ModelConfig):
     once; ``default``: splash on TPU, jax_flash elsewhere. Samples are decoded by the engine, whatever it is."""
 
     def __post_init__(self) -> None:
-        for name in ("max_seq_len", "hidden_dim", "intermediate_dim", "num_layers", "num_heads", "num_kv_heads"):
-            _at_least(name, getattr(self, name), 1, f"Set {name} to a positive whole number.")
+        sizes = ["max_seq_len", "hidden_dim", "intermediate_dim", "num_layers", "num_heads", "num_kv_heads"]
+        for name in sizes if self.head_dim is None else [*sizes, "head_dim"]:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value >= SIZE_LIMIT:
+                raise ConfigError(f"{name} is {value!r}; it must be a whole number below {SIZE_LIMIT}. Correct it.")
+            _at_least(name, value, 1, f"Set {name} to a positive whole number.")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_heads is {self.num_heads} and num_kv_heads is {self.num_kv_heads}; each key/value head serves "
@@ -304,7 +310,7 @@ def _at_least(name: str, value: float, limit: float, fix: str) -> None:
 
 
 def _divisors(n: int) -> list[int]:
-    return [i for i in range(1, n + 1) if n % i == 0]
+    return [i for i in range(1, min(n, 4096) + 1) if n % i == 0]
 
 
 VOCAB_MULTIPLE = 128

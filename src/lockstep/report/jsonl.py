@@ -9,6 +9,7 @@ from typing import Any
 
 from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.json_text import parse_json
 
 log = get_logger(__name__)
 
@@ -87,7 +88,7 @@ def drop_later(path: str | os.PathLike[str], step: int) -> int:
     dropped, draft = 0, f"{os.fspath(path)}.tmp"
     with open(path, "rb") as file, open(draft, "wb") as kept:
         for line in file:
-            if _is_json(line) and json.loads(line).get("step", step) <= step:
+            if _is_json(line) and _step(json.loads(line), step) <= step:
                 kept.write(line.rstrip(b"\n") + b"\n")
             else:
                 dropped += 1
@@ -151,13 +152,7 @@ def parse_record(line: bytes, place: str) -> dict[str, Any]:
     Raises:
         LockstepError: The line is not a JSON object.
     """
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise LockstepError(f"{place}: not JSON ({error}). Remove or mend the line.") from None
-    if not isinstance(record, dict):
-        raise LockstepError(f"{place}: a JSON object was expected, not {line[:80]!r}. Remove or mend the line.")
-    return record
+    return parse_json(line, place, dict, "Remove or mend the line.", LockstepError)
 
 
 def _last_line(file: Any) -> bytes:
@@ -187,8 +182,14 @@ def _is_whole(line: bytes) -> bool:
 def _is_json(line: bytes) -> bool:
     try:
         return isinstance(json.loads(line), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
+
+
+def _step(record: Mapping[str, Any], otherwise: int) -> float:
+    """The step of a record; a record of no step stays."""
+    step = record.get("step", otherwise)
+    return step if isinstance(step, int | float) else otherwise
 
 
 def _strict(value: Any) -> Any:

@@ -1,13 +1,13 @@
 """Rows as Parquet, where pyarrow is installed."""
 
 import itertools
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.report.jsonl import parse_record
 
 _ROWS = 4096
 """Rows that are in memory at a time."""
@@ -59,9 +59,9 @@ def write_parquet(lines: Path, output: Path | None = None) -> Path:
 
 def _rows(lines: Path) -> Iterator[dict[str, Any]]:
     with open(lines, "rb") as file:
-        for line in file:
+        for number, line in enumerate(file, start=1):
             if line.endswith(b"\n") and line.strip():
-                yield json.loads(line)
+                yield parse_record(line, f"{lines}:{number}")
 
 
 def _columns(lines: Path) -> dict[str, str]:

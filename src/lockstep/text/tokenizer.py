@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError
+from lockstep.json_text import parse_json
 from lockstep.urls import url_to_fs
 
 if TYPE_CHECKING:
@@ -158,7 +159,10 @@ def stop_ids(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
     vocab: dict[str, int] = tokenizer.get_vocab()
     ids.update(vocab[token] for token in END_OF_TURN_TOKENS if token in vocab)
     listed = _generation_config(str(tokenizer.name_or_path)).get("eos_token_id")
-    ids.update([listed] if isinstance(listed, int) else listed or [])
+    named = listed if isinstance(listed, list) else [] if listed is None else [listed]
+    if wrong := [each for each in named if type(each) is not int or not 0 <= each < 2**31]:
+        raise ConfigError(f"{_GENERATION_CONFIG} of {tokenizer.name_or_path} has eos_token_id {wrong[0]!r}. Mend it.")
+    ids.update(named)
     return tuple(sorted(ids))
 
 
@@ -237,10 +241,14 @@ def _generation_config(name: str) -> dict[str, Any]:
     file = f"{name.rstrip('/')}/{_GENERATION_CONFIG}"
     if "://" in name:
         filesystem, path = url_to_fs(file)
-        return json.loads(filesystem.cat_file(path)) if filesystem.exists(path) else {}
+        return _parsed(filesystem.cat_file(path), file) if filesystem.exists(path) else {}
     if Path(file).is_file():
-        return json.loads(Path(file).read_text(encoding="utf-8"))
+        return _parsed(Path(file).read_bytes(), file)
     return _hub_generation_config(name) if name and _may_be_hub_name(name) and not Path(name).is_dir() else {}
+
+
+def _parsed(text: bytes, file: str) -> dict[str, Any]:
+    return parse_json(text, file, dict, "Mend it, or remove it.")
 
 
 @functools.cache
@@ -251,7 +259,7 @@ def _hub_generation_config(name: str) -> dict[str, Any]:
 
     try:
         file = cached_file(name, _GENERATION_CONFIG)
-        return json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
+        return _parsed(Path(file).read_bytes(), file) if file else {}
     except OSError as error:
         # The cache also remembers that the hub has no such file; only where it says nothing the answer is not known.
         if try_to_load_from_cache(name, _GENERATION_CONFIG) is None:

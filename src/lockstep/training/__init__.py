@@ -1,7 +1,7 @@
 """Training: configuration, data, objectives, and the loop."""
 
 from lockstep.training.batch_source import BatchFeed, BatchSource
-from lockstep.training.checkpointer_config import CheckpointerConfig, KeepConfig
+from lockstep.training.checkpointer_config import CheckpointerConfig, KeepConfig, resumable_base, write_resumable
 from lockstep.training.config import TrainerConfig
 from lockstep.training.data import (
     CachedRows,
@@ -39,7 +39,6 @@ from lockstep.training.result import TrainResult
 from lockstep.training.rollout import RolloutConfig
 from lockstep.training.rows import Batches, BatchesOfLengths, TokenizedRows
 from lockstep.training.saved_model import (
-    RESUMABLE,
     SavedAdapters,
     SavedModel,
     has_checkpoint,
@@ -77,7 +76,6 @@ __all__ = [
     "PreferenceDataConfig",
     "ProfilerConfig",
     "Questions",
-    "RESUMABLE",
     "ROLLOUTS_FILE",
     "RolloutConfig",
     "Rollouts",
@@ -106,8 +104,10 @@ __all__ = [
     "needs_vocab_blocks",
     "parameter_shardings",
     "parse_precision",
+    "resumable_base",
     "save_tokenizer",
     "saved_at",
     "saved_model",
+    "write_resumable",
     "state_structs",
 ]

@@ -1,9 +1,16 @@
 """Where the checkpoints of a run are, when one is made, and which of them stay."""
 
 import dataclasses
+import json
 from pathlib import Path
 
+from lockstep.credentials import without_credentials
 from lockstep.errors import ConfigError
+from lockstep.json_text import parse_json
+
+RESUMABLE = "resumable.json"
+"""The file of a run directory that a later start may go on in; it says where the checkpoints are, without credentials.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,3 +106,32 @@ class CheckpointerConfig:
             return f"{self.base_path.rstrip('/')}/{run_id}"
         base = Path(self.base_path)
         return str(base / run_id if base.is_absolute() else run_dir / base)
+
+
+def write_resumable(run_dir: Path, base_path: str) -> None:
+    """Write where the checkpoints of a run are, without credentials.
+
+    Args:
+        run_dir: The run directory.
+        base_path: ``checkpointer.base_path`` of its run.
+    """
+    (run_dir / RESUMABLE).write_text(json.dumps({"base_path": without_credentials(base_path)}), encoding="utf-8")
+
+
+def resumable_base(run_dir: Path) -> str | None:
+    """Return what `write_resumable` has written; None where it has not.
+
+    Args:
+        run_dir: The run directory.
+
+    Raises:
+        ConfigError: The file has something else, or a way out of the run directory.
+    """
+    file = run_dir / RESUMABLE
+    if not file.is_file():
+        return None
+    fix = "Give the directory of the checkpoints itself, or choose another trainer.run_id."
+    base_path = parse_json(file.read_bytes(), str(file), dict, fix).get("base_path")
+    if not isinstance(base_path, str) or not base_path or "\0" in base_path or ".." in base_path.split("/"):
+        raise ConfigError(f"{file} has base_path {base_path!r}, which is no directory of checkpoints. {fix}")
+    return base_path

@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import json
 import os
 import re
 import tempfile
@@ -11,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import draccus
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from lockstep.credentials import hide_credentials
 from lockstep.errors import ConfigError
+from lockstep.json_text import refused
 from lockstep.models import (
     LlamaConfig,
     LlamaLMHeadModel,
@@ -40,14 +41,11 @@ from lockstep.training.checkpoint import (
     shape_texts,
 )
 from lockstep.training.checkpoint_arrays import ArrayReader, read_arrays
-from lockstep.training.checkpointer_config import CheckpointerConfig
+from lockstep.training.checkpointer_config import CheckpointerConfig, resumable_base
 from lockstep.training.step import parameter_shardings
 
 if TYPE_CHECKING:
     from etils import epath
-
-RESUMABLE = "resumable.json"
-"""The file of a run directory that a later start may go on in; it says where the checkpoints are."""
 
 TOKENIZER = "tokenizer"
 """The directory of the tokenizer, beside the checkpoints of a run."""
@@ -304,30 +302,31 @@ def saved_model(path: str, step: int | None = None, base_model: str | None = Non
             f"{directory.of(metadata.step)} does not say what its model is, so only its run can read it: it was saved "
             "by a program that gave Trainer no model_spec."
         )
-    config = draccus.decode(ModelConfig, metadata.model["config"])
     adapters: SavedAdapters | None = None
-    if "adapters" in metadata.model:
-        adapters = draccus.decode(SavedAdapters, metadata.model["adapters"])
-        kind, rows = str(adapters.lora.base_dtype), int(metadata.model["vocab_size"])
-    else:
-        kind, _, sizes = metadata.shapes["model.embed.0"].partition("[")
-        rows = int(sizes.partition(",")[0])
-    found_model = SavedModel(
-        directory=directory,
-        metadata=metadata,
-        config=config,
-        vocab_size=metadata.model["vocab_size"],
-        rows=rows,
-        dtype=kind,
-        adapters=adapters,
-        base_model=base_model,
-    )
+    fix = "It was saved by another version of lockstep, or forged; use the version that saved it."
+    with refused(f"the model that {directory.of(metadata.step)} describes", fix):
+        config = _decode(ModelConfig, metadata.model["config"])
+        vocab_size = rows = int(metadata.model["vocab_size"])
+        if "adapters" in metadata.model:
+            adapters = _decode(SavedAdapters, metadata.model["adapters"])
+            kind = str(adapters.lora.base_dtype)
+        else:
+            kind, _, sizes = metadata.shapes["model.embed.0"].partition("[")
+            rows = int(sizes.partition(",")[0])
+        found_model = SavedModel(
+            directory=directory,
+            metadata=metadata,
+            config=config,
+            vocab_size=vocab_size,
+            rows=rows,
+            dtype=jnp.dtype(kind).name,
+            adapters=adapters,
+            base_model=base_model,
+        )
+        expected = shape_texts(named_arrays({"model": found_model.trained()}))
     if base_model is not None and adapters is None:
         raise ConfigError(f"base_model is {base_model!r}, and {found_model.path} has no adapters. Remove it.")
-    wrong = changes(
-        {name: text for name, text in metadata.shapes.items() if _of_model(name)},
-        shape_texts(named_arrays({"model": found_model.trained()})),
-    )
+    wrong = changes({name: text for name, text in metadata.shapes.items() if _of_model(name)}, expected)
     if wrong:
         raise ConfigError(
             f"the arrays of {found_model.path} are not those of its model: {'; '.join(wrong[:4])}. It was saved by "
@@ -359,6 +358,18 @@ def saved_at(path: str) -> float:
     return float(metadata.stat().mtime)
 
 
+def _decode(kind: Any, values: Any) -> Any:
+    """What draccus makes of values.
+
+    Raises:
+        ValueError: They are not of that kind.
+    """
+    try:
+        return draccus.decode(kind, values)
+    except draccus.ParsingError as error:
+        raise ValueError(str(error)) from error
+
+
 def _is_beside(path: str, checkpoints: str) -> bool:
     """Whether a path or URL is below the directory that the checkpoints are in."""
     parent = os.path.dirname(checkpoints)
@@ -374,8 +385,6 @@ def _checkpoints(path: str) -> tuple[str, int | None]:
     path = path.rstrip("/")
     if match := re.fullmatch(r"step-(\d+)", path.rsplit("/", 1)[-1]):
         return path.rpartition("/")[0] or ".", int(match[1])
-    marker = Path(path) / RESUMABLE
-    if "://" not in path and marker.is_file():
-        base_path = json.loads(marker.read_text(encoding="utf-8"))["base_path"]
+    if "://" not in path and (base_path := resumable_base(Path(path))) is not None:
         return CheckpointerConfig(base_path=base_path).path(Path(path), Path(path).absolute().name), None
     return path, None

@@ -1,6 +1,7 @@
 import json
 
 import numpy as np
+import pytest
 
 from lockstep.batch_inference.row_files import RowFile, RowIndex, host_file
 from lockstep.report import read_jsonl
@@ -33,3 +34,10 @@ def test_a_torn_last_line_is_mended_before_the_next_row(tmp_path):
         file.append([row(9)])
         assert [each["num_tokens"] for each in read_jsonl(path)] == [*kept, 9]
         assert np.flatnonzero(index.present).tolist() == [*kept, 9]
+
+
+@pytest.mark.parametrize("number", ['"0"', "0.0", "true", "null", "[0]", "1e999", "[" * 60_000, "9" * 5_000, "-1"])
+def test_a_line_that_is_no_row_is_left_out(tmp_path, number):
+    host_file(tmp_path, 0).write_text(f'{{"round": 0, "prompt_id": 0, "generation_id": {number}}}\n')
+    index = RowIndex(SHAPE)
+    assert index.scan_file(host_file(tmp_path, 0)) == 1 and not index.present.any()

@@ -3,6 +3,7 @@ import dataclasses
 import draccus
 import pytest
 
+from lockstep.batch_inference.config import SampleConfig
 from lockstep.errors import ConfigError
 from lockstep.main.arguments import _read_yaml, decode_config, name_words, parse_arguments
 
@@ -101,3 +102,30 @@ def test_a_file_makes_no_objects_and_reads_no_other_files(tmp_path, tag):
     path.write_text(f"a: {tag}\n")
     with pytest.raises(ConfigError, match="c.yaml is not YAML"):
         _read_yaml(str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (
+            "a: &a [0, 0]\n" + "".join(f"k{n}: &k{n} [*{'a' if n == 0 else f'k{n - 1}'}, *a]\n" for n in range(500)),
+            "values",
+        ),
+        ("a: &a [*a]\n", "more than 100,000 values"),
+        ("a: " + "x" * (600 << 10), "more than 524,288 bytes"),
+        ("[" * 60_000, "is not YAML"),
+    ],
+    ids=["aliases", "endless", "long", "deep"],
+)
+def test_a_file_takes_no_more_than_a_configuration_does(tmp_path, text, why):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=why):
+        _read_yaml(str(path))
+
+
+def test_a_type_that_is_no_text_is_refused(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("trainer: {tracker: {type: [jsonl]}}\n")
+    with pytest.raises(ConfigError, match="'trainer.tracker.type' is \\['jsonl'\\]"):
+        parse_arguments(SampleConfig, ["--config_path", str(path)])

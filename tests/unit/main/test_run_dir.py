@@ -2,11 +2,11 @@
 
 import pytest
 
-from lockstep.errors import PeerError
+from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import Hosts, MemoryClient
 from lockstep.main.run_dir import closing_summary, make_run_dir, rewind
 from lockstep.report import append_jsonl, read_jsonl
-from lockstep.training import CheckpointerConfig, TrainerConfig, TrainResult
+from lockstep.training import CheckpointerConfig, TrainerConfig, TrainResult, resumable_base
 from tests.multiprocess.harness import run_threads
 
 FULL = {"model": None, "completed_steps": 7, "loss": 1.5, "stopped_by": None, "tracker_errors": 0}
@@ -56,6 +56,26 @@ def test_a_run_with_checkpoints_goes_on_in_its_own_directory(tmp_path):
     ]:
         with pytest.raises(PeerError, match=text):
             make_run_dir(refused, alone())
+
+
+def test_where_the_checkpoints_are_is_kept_without_credentials(tmp_path):
+    url = "s3://key:hush@bucket/checkpoints?sig=hush"
+    with_checkpoints = settings(tmp_path, "mine", checkpointer=CheckpointerConfig(base_path=url))
+    path = make_run_dir(with_checkpoints, alone())
+    assert "hush" not in (path / "resumable.json").read_text() and resumable_base(path) == "s3://bucket/checkpoints?…"
+    assert make_run_dir(with_checkpoints, alone()) == path
+    other = settings(tmp_path, "mine", checkpointer=CheckpointerConfig(base_path="s3://key:hush@other"))
+    with pytest.raises(PeerError, match=r"base_path s3://bucket/checkpoints\?…, but now it is s3://other\."):
+        make_run_dir(other, alone())
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '{"base_path": 1}', '{"base_path": "../other"}', '{"base_path": ""}']
+)
+def test_a_run_that_somebody_handed_over_names_no_directory_beside_it(tmp_path, text):
+    (tmp_path / "resumable.json").write_text(text)
+    with pytest.raises(ConfigError, match="resumable.json .* Give the directory of the checkpoints itself"):
+        resumable_base(tmp_path)
 
 
 def test_a_directory_that_is_not_of_a_run_with_checkpoints_is_refused_to_one(tmp_path):

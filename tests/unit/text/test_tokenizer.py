@@ -144,6 +144,10 @@ def test_stop_ids_are_eos_end_of_turn_and_those_of_the_generation_config(tokeniz
     assert stop_ids(other) == (2, 4, other.convert_tokens_to_ids("<|eot_id|>"))
     (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": 3}))
     assert 3 in stop_ids(load_tokenizer(copy))
+    for wrong in ("[", "[]", '{"eos_token_id": "x"}', '{"eos_token_id": [1.5]}', '{"eos_token_id": {}}'):
+        (copy / "generation_config.json").write_text(wrong)
+        with pytest.raises(ConfigError, match=r"generation_config\.json .*Mend it"):
+            stop_ids(load_tokenizer(copy))
 
 
 def test_the_generation_config_of_a_hub_name_is_that_of_the_hubs_cache(tokenizer, tmp_path):

@@ -1,3 +1,4 @@
+import dataclasses
 import hashlib
 import json
 
@@ -10,6 +11,7 @@ from lockstep.training.checkpoint import (
     CheckpointDirectory,
     CheckpointMetadata,
     DamagedCheckpointError,
+    _sealed,
     changes,
     named_arrays,
     shape_texts,
@@ -125,3 +127,22 @@ def test_changes_are_listed_by_their_keys():
     before = {"a": {"b": 1, "c": (1, 2)}, "gone": 3}
     now = {"a": {"b": 2, "c": [1, 2]}, "new": 4}
     assert changes(before, now) == ["a.b: 1 → 2", "gone: 3 → missing", "new: missing → 4"]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"step": "3"},
+        {"loss": None},
+        {"shapes": []},
+        {"shapes": {"a": 1}},
+        {"facts": {"a": []}},
+        {"model": "x"},
+        {"x": 1},
+    ],
+)
+def test_metadata_of_other_types_are_damaged_whatever_their_digest_says(values):
+    whole = {"format": 2, **dataclasses.asdict(metadata(3, "arrays-0"))}
+    assert CheckpointMetadata.from_json(_sealed(whole)) == metadata(3, "arrays-0")
+    with pytest.raises(DamagedCheckpointError, match=r"metadata\.json cannot be read .*Bring the file back"):
+        CheckpointMetadata.from_json(_sealed(whole | values))

@@ -12,7 +12,7 @@ from lockstep.errors import ConfigError
 from lockstep.models.hf.save_plan import saved_tensors
 from lockstep.placement import make_mesh
 from lockstep.text import load_tokenizer, tokenizer_digest
-from lockstep.training import RESUMABLE, checkpoint_arrays, has_checkpoint, saved_at, saved_model
+from lockstep.training import checkpoint_arrays, has_checkpoint, saved_at, saved_model, write_resumable
 from lockstep.training.checkpoint import METADATA, DamagedCheckpointError
 from lockstep.training.checkpoint_arrays import ArrayReader
 from tests import tiny
@@ -26,7 +26,7 @@ def run(tmp_path_factory):
         patch.setattr(checkpoint_arrays, "SPLIT_BYTES", 0)
         tiny.save_checkpoint(str(directory / "checkpoints"), step=4)
         model = tiny.save_checkpoint(str(directory / "checkpoints"), step=8, mesh_shape="1,2,-1", seed=1)
-    (directory / RESUMABLE).write_text(json.dumps({"base_path": "checkpoints"}))
+    write_resumable(directory, "checkpoints")
     return directory, jax.tree.map(np.asarray, model)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from lockstep.errors import ConfigError
+from lockstep.json_text import refused
 from lockstep.models import families
 from lockstep.models.config import LlamaConfig
 from lockstep.models.families.family import Family, ModelPreset
@@ -88,7 +89,8 @@ def config_from_hf(hf: Mapping[str, Any], *, max_seq_len: int | None = None) -> 
     Raises:
         ConfigError: The architecture, or one of its settings, is not one that lockstep computes; or a key is missing.
     """
-    return family_of_hf(hf).config_from_hf(hf, max_seq_len)
+    with refused("the checkpoint's config.json", "Download the checkpoint again."):
+        return family_of_hf(hf).config_from_hf(hf, max_seq_len)
 
 
 def config_to_hf(config: LlamaConfig, vocab_size: int) -> dict[str, Any]:

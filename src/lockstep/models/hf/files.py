@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import json
 import os
 import pathlib
 import tempfile
@@ -11,11 +10,14 @@ from collections.abc import Iterator
 import numpy as np
 
 from lockstep.errors import ConfigError
+from lockstep.json_text import parse_json, refused
 from lockstep.models.hf.tensor_file import TensorFile
-from lockstep.urls import url_to_fs
+from lockstep.urls import check_bare_name, url_to_fs
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+AGAIN = "Download the checkpoint again."
+"""What to do where its files do not go together."""
 _THREADS = 8
 """Headers that are read at a time."""
 
@@ -39,13 +41,13 @@ class CheckpointFiles:
         listed = [path for path in self._filesystem.glob(f"{self._root}/*") if not self._filesystem.isdir(path)]
         names = {path.rsplit("/", 1)[-1] for path in listed}
         if INDEX_NAME in names:
-            index = json.loads(self._filesystem.cat_file(f"{self._root}/{INDEX_NAME}"))
-            self._file_of: dict[str, str] = index["weight_map"]
-            if missing := sorted(set(self._file_of.values()) - names):
-                raise ConfigError(
-                    f"{self.directory}/{INDEX_NAME} names {', '.join(missing)}, which is not there. Download the "
-                    "checkpoint again."
-                )
+            place = f"{self.directory}/{INDEX_NAME}"
+            index = parse_json(self._filesystem.cat_file(f"{self._root}/{INDEX_NAME}"), place, dict, AGAIN)
+            with refused(place, AGAIN):
+                self._file_of: dict[str, str] = {**index["weight_map"]}
+                missing = sorted(check_bare_name(file, place) for file in {*self._file_of.values()} - names)
+            if missing:
+                raise ConfigError(f"{place} names {', '.join(missing)}, which is not there. {AGAIN}")
             self._open = self._open_all(sorted(set(self._file_of.values())))
         elif SINGLE_NAME in names:
             self._open = self._open_all([SINGLE_NAME])
@@ -103,9 +105,7 @@ class CheckpointFiles:
     def _opened(self, name: str) -> TensorFile:
         file = self._file_of[name]
         if name not in self._open[file].names:
-            raise ConfigError(
-                f"{INDEX_NAME} says tensor {name} is in {file}; it is not. Download the checkpoint again."
-            )
+            raise ConfigError(f"{INDEX_NAME} says tensor {name} is in {file}; it is not. {AGAIN}")
         return self._open[file]
 
     def _open_all(self, files: list[str]) -> dict[str, TensorFile]:

@@ -3,7 +3,6 @@
 import contextlib
 import difflib
 import itertools
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from lockstep.device import Program, compile_program
 from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import Hosts, Ledger, MemoryClient, Phase, Watchdog, current, digest, ready_on_all
+from lockstep.json_text import parse_json
 from lockstep.models.config import LlamaConfig
 from lockstep.models.families.registry import config_from_hf, family_of, family_of_hf
 from lockstep.models.hf.files import CheckpointFiles, local_directory
@@ -55,10 +55,7 @@ def read_hf_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         file = directory / "config.json"
         if not file.is_file():
             raise ConfigError(f"{path} has no config.json. Give the directory of a Hugging Face checkpoint.")
-        try:
-            return json.loads(file.read_text())
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{path}/config.json is not JSON: {error}. Download the checkpoint again.") from error
+        return parse_json(file.read_bytes(), f"{path}/config.json", dict, "Download the checkpoint again.")
 
 
 def load_config(path: str | os.PathLike[str], *, max_seq_len: int | None = None) -> LlamaConfig:

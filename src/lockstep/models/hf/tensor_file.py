@@ -1,6 +1,5 @@
 """A safetensors file, on a disk or at a URL: its header is read once, then ranges of rows."""
 
-import json
 import math
 from collections.abc import Set
 from typing import Any
@@ -9,6 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from lockstep.errors import ConfigError
+from lockstep.json_text import parse_json, refused
 
 _LENGTH_BYTES = 8
 _LONGEST_HEADER = 100 << 20
@@ -43,11 +43,13 @@ class TensorFile:
         if not 0 < length <= _LONGEST_HEADER:
             raise ConfigError(f"its header would have {length} bytes. Save or upload it again.")
         self._data = _LENGTH_BYTES + length
-        try:
-            header = json.loads(filesystem.cat_file(path, start=_LENGTH_BYTES, end=self._data))
-        except ValueError as error:
-            raise ConfigError(f"{error}. Save or upload it again.") from error
-        self._tensors: dict[str, Any] = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        again = "Save or upload it again."
+        header = parse_json(filesystem.cat_file(path, start=_LENGTH_BYTES, end=self._data), "its header", dict, again)
+        self._tensors: dict[str, Any] = {}
+        for name, entry in header.items():
+            if name != "__metadata__":
+                with refused(f"what its header says of {name!r}", again):
+                    self._tensors[name] = _checked(entry)
 
     @property
     def names(self) -> Set[str]:
@@ -87,3 +89,13 @@ class TensorFile:
         if stored not in _DTYPES:
             raise ConfigError(f"its dtype is {stored}, which cannot be read. Save it as one of {', '.join(_DTYPES)}.")
         return np.dtype(_DTYPES[stored])
+
+
+def _checked(entry: Any) -> Any:
+    """What a header says of a tensor, if that can be: NumPy counts bytes in 63 bits."""
+    sizes = [*entry["shape"], *entry["data_offsets"]]
+    if not all(type(each) is int and 0 <= each < 1 << 48 for each in sizes) or len(entry["data_offsets"]) != 2:
+        raise ValueError(f"its shape is {entry['shape']!r} at bytes {entry['data_offsets']!r}")
+    if math.prod(map(float, entry["shape"])) > 1 << 50 or not isinstance(entry["dtype"], str):
+        raise ValueError(f"{entry['shape']!r} of {entry['dtype']!r} is larger than any tensor")
+    return entry

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.credentials import without_credentials
 from lockstep.errors import ConfigError
+from lockstep.json_text import parse_json
 from lockstep.training.data.cache_plan import CachePlan
 from lockstep.training.data.examples import FIELDS, Example, tokenize
 from lockstep.training.data.packing import Row
 from lockstep.training.data.records import BadRow, Record, lines_before, read_piece
 from lockstep.training.data.row_files import RowWriter, new_file
-from lockstep.training.data.token_cache import chunk_file
+from lockstep.training.data.token_cache import FIX, chunk_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -137,7 +138,8 @@ def read_chunk(fs: Any, directory: str, number: int) -> dict[str, Any] | None:
         directory: The directory of the cache.
         number: The number of the chunk.
     """
+    path = chunk_file(directory, number, "json")
     try:
-        return json.loads(fs.cat_file(chunk_file(directory, number, "json")))
+        return parse_json(fs.cat_file(path), path, dict, FIX)
     except FileNotFoundError:
         return None

@@ -3,15 +3,17 @@
 import dataclasses
 import hashlib
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from lockstep.json_text import parse_json, refused
 from lockstep.training.data.packing import Layout
 from lockstep.training.data.row_files import RowReader, parse_record
 
+FIX = "Remove this directory: the data is then tokenised again."
+"""What to do with a cache that cannot be used."""
 METADATA = "metadata.json"
 """The file that makes a directory a finished cache; it is written last."""
 
@@ -177,8 +179,10 @@ def read_metadata(fs: Any, path: str) -> CacheMetadata | None:
         path: Its directory.
     """
     try:
-        values = json.loads(fs.cat_file(f"{path}/{METADATA}"))
+        text = fs.cat_file(f"{path}/{METADATA}")
     except FileNotFoundError:
         return None
-    lists = {name: tuple(values[name]) for name in ("lengths", "chunk_rows", "digests", "bad")}
-    return CacheMetadata(**{**values, **lists})
+    values = parse_json(text, f"{path}/{METADATA}", dict, FIX)
+    with refused(f"{path}/{METADATA}", FIX):
+        lists = {name: tuple(values[name]) for name in ("lengths", "chunk_rows", "digests", "bad")}
+        return CacheMetadata(**{**values, **lists})

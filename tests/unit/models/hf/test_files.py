@@ -37,3 +37,6 @@ def test_an_index_that_is_wrong_is_named(tmp_path: Path) -> None:
     index["weight_map"]["model.norm.weight"] = "model-00001-of-00003.safetensors"
     file.write_text(json.dumps(index))
     refused(directory, r"says tensor model\.norm\.weight is in model-00001-of-00003\.safetensors; it is not")
+    for text in ("[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', '{"weight_map": {"a": "../secret"}}'):
+        file.write_text(text)
+        refused(directory, r"index\.json (is a JSON list|cannot be read|names)")

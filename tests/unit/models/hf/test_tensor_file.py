@@ -10,6 +10,7 @@ import pytest
 from lockstep.errors import ConfigError
 from lockstep.models import load_config, load_hf
 from lockstep.models.hf import parameter_read
+from lockstep.models.hf.tensor_file import TensorFile
 from tests.unit.models.hf.test_load import GOLDEN, mesh_of
 
 
@@ -43,3 +44,24 @@ def test_a_url_is_read_in_ranges(shape: str, monkeypatch: pytest.MonkeyPatch) ->
     assert 0 < max(longest) < smallest, "a piece at a time"
     with pytest.raises(ConfigError, match=r"there are no files config\.json at memory://bucket/nothing"):
         load_config("memory://bucket/nothing")
+
+
+@pytest.mark.parametrize(
+    ("header", "why"),
+    [
+        ("[]", "its header is a JSON list, not an object"),
+        ("[" * 60_000, "nested too deeply"),
+        ('{"a": 1}', "what its header says of 'a' cannot be read"),
+        ('{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}', r"its shape is \[-1\]"),
+        ('{"a": {"dtype": "F32", "shape": [1e3], "data_offsets": [0, 4]}}', "its shape is"),
+        (
+            '{"a": {"dtype": "F32", "shape": [4294967296, 4294967296], "data_offsets": [0, 4]}}',
+            "larger than any tensor",
+        ),
+        ('{"a": {"dtype": [], "shape": [1], "data_offsets": [0, 4]}}', "larger than any tensor"),
+    ],
+)
+def test_a_header_that_cannot_be_is_refused(tmp_path, header: str, why: str) -> None:
+    (tmp_path / "a").write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    with pytest.raises(ConfigError, match=why):
+        TensorFile(fsspec.filesystem("file"), str(tmp_path / "a"))
