@@ -189,13 +189,19 @@ CONFIGURATIONS = {
     "docs/plan.md:json:0": "calibration",
     "docs/sampler.md:yaml:0": "sample",
     "docs/training.md:yaml:0": "train-lm",
-    "docs/training.md:yaml:1": "train-lm",
+    "docs/training.md:yaml:1": "train-preference",
+    "docs/training.md:yaml:2": "train-lm",
     "docs/weights-in-8-bits.md:yaml:0": "train-lm",
 }
 """What reads each block of YAML or JSON: a command, with what it requires beside, or a reader of test_snippets.py."""
 
 REQUIRED = {
     "train-lm": {
+        "tokenizer": "data/demo/tokenizer",
+        "model": {"type": "llama"},
+        "data": {"train_urls": ["train.jsonl"]},
+    },
+    "train-preference": {
         "tokenizer": "data/demo/tokenizer",
         "model": {"type": "llama"},
         "data": {"train_urls": ["train.jsonl"]},

@@ -16,8 +16,9 @@ from lockstep.placement import place
 from lockstep.text import Prompt, encode, load_tokenizer, token_count
 from lockstep.training import GrpoConfig, OptimizerConfig, RolloutConfig, StepInfo, Trainer, TrainerConfig
 from lockstep.training.grpo import GrpoRunFields, Questions, Rollouts
-from lockstep.training.grpo.logprobs import LogprobProgram
 from lockstep.training.grpo.rewards import FunctionReward
+from lockstep.training.logprobs import LogprobProgram
+from lockstep.training.step import BATCH_SPEC
 
 PHASES = {"rollout_s": "time/rollout_generate_s", "reward_s": "time/reward_s", "update_s": "time/update_s"}
 
@@ -134,10 +135,15 @@ def fixed_logprob(load: GrpoLoad, trainer: Trainer, model: Any) -> float:
     """The mean log-probability of rows of tokens that all contestants are asked about."""
     rows = load.fixed_rows()
     program = LogprobProgram(
-        "fixed", GrpoConfig(), mesh=trainer.mesh, precision=trainer.config.precision, microbatches=1, ledger=Ledger()
+        "fixed",
+        lambda model, batch: GrpoConfig().answer_logprobs(model, batch["tokens"]),
+        trainer=trainer.config,
+        mesh=trainer.mesh,
+        ledger=Ledger(),
     )
-    program.compile(model, *rows.shape)
-    return float(program(model, program.place(rows))[:, 1:].mean())
+    batch = {"tokens": place(rows, NamedSharding(trainer.mesh, BATCH_SPEC))}
+    program.compile(model, batch, microbatches=1)
+    return float(program(model, batch).mean())
 
 
 if __name__ == "__main__":

@@ -47,12 +47,12 @@ def simpo(runs: list[Path]) -> Any:
     right.axhline(0.0, color="0.6", linestyle="--", linewidth=1)
     for number, run in enumerate(runs):
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-        found = [line for line in lines if "eval/accuracy" in line]
+        found = [line for line in lines if "eval/rewards/accuracies" in line]
         steps = [line["step"] for line in found]
-        for axes, name in ((left, "accuracy"), (right, "reward_margin")):
+        for axes, name in ((left, "rewards/accuracies"), (right, "rewards/margins")):
             axes.plot(steps, [line[f"eval/{name}"] for line in found], marker=".", label=f"seed {number}")
-    left.set(xlabel="step", title="eval/accuracy", ylim=(0, 1.05))
-    right.set(xlabel="step", title="eval/reward_margin")
+    left.set(xlabel="step", title="eval/rewards/accuracies", ylim=(0, 1.05))
+    right.set(xlabel="step", title="eval/rewards/margins")
     left.legend(fontsize=8, loc="lower right")
     figure.suptitle("train-simpo: 200 held-out pairs, three seeds", fontsize=11)
     return figure

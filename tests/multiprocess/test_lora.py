@@ -133,7 +133,7 @@ def test_the_reference_of_grpo_needs_no_copy(tmp_path):
 
 
 def body_simpo(hosts, directory):
-    from lockstep.main.train_simpo import TrainSimpoConfig
+    from lockstep.main.train_preference import TrainSimpoConfig
 
     arguments = ["--initialize_from_hf", f"{directory}/base", *SIMPO, "--hf_save_path", "model"]
     return run(hosts, TrainSimpoConfig, *arguments, "--trainer.log_dir", directory)
@@ -145,9 +145,9 @@ def test_adapters_learn_preferences_that_hold_for_pairs_not_seen(tmp_path):
     save_base(str(tmp_path / "base"))
     assert run_processes(body_simpo, processes=2, devices=2, args=(str(tmp_path),), timeout_s=300) == [0, 0]
     accuracies = {
-        line["step"]: line["eval/accuracy"]
+        line["step"]: line["eval/rewards/accuracies"]
         for line in lines(tmp_path / "run" / "metrics.jsonl")
-        if "eval/accuracy" in line
+        if "eval/rewards/accuracies" in line
     }
     assert accuracies[2] < 0.75 <= accuracies[30], accuracies
     saved, base = (load_file(tmp_path / name / "model.safetensors") for name in ("run/model", "base"))

@@ -29,8 +29,8 @@ def test_simpo_trains_and_samples(tmp_path):
     metrics = [line for line in read(tmp_path / "run" / "metrics.jsonl") if "train/loss" in line]
     assert [line["step"] for line in metrics] == list(range(1, 31))
     assert metrics[-1]["train/loss"] < 0.1 < metrics[0]["train/loss"]
-    assert metrics[-1]["train/accuracy"] == 1.0
-    assert metrics[-1]["train/reward_margin"] > 1.375  # gamma
+    assert metrics[-1]["train/rewards/accuracies"] == 1.0
+    assert metrics[-1]["train/rewards/margins"] > 1.375  # gamma
 
     samples = read(tmp_path / "run" / "samples.jsonl")
     assert [(row["step"], row["prompt_id"]) for row in samples] == [(s, p) for s in (0, 10, 20, 30) for p in (0, 1)]
@@ -69,7 +69,9 @@ def test_simpo_learns_what_holds_for_pairs_it_has_not_seen(tmp_path, seed):
     run = run_command([*COMMAND, *arguments], cwd=ROOT, timeout_s=240)
     assert run.code == 0, run.output
     metrics = read(tmp_path / "run" / "metrics.jsonl")
-    accuracies = {each["step"]: each["eval/accuracy"] for each in metrics if "eval/accuracy" in each}
+    accuracies = {
+        each["step"]: each["eval/rewards/accuracies"] for each in metrics if "eval/rewards/accuracies" in each
+    }
     assert list(accuracies) == list(range(2, 31, 2))
     assert accuracies[2] < 0.75 <= accuracies[30], accuracies
 

@@ -128,10 +128,14 @@ def test_the_reward_is_a_share_of_words():
 def test_levanters_engine_samples_from_the_trainers_own_model(tmp_path):
     """Its log-probabilities of what it drew are those of the trainer's model, after the axes were brought in order."""
     pytest.importorskip("levanter", reason="the extra [levanter] brings its engine")
+    from jax.sharding import NamedSharding
+
     from benchmarks.grpo import ours
     from lockstep.hosts import current
+    from lockstep.placement import place
     from lockstep.training import GrpoConfig
-    from lockstep.training.grpo.logprobs import LogprobProgram
+    from lockstep.training.logprobs import LogprobProgram
+    from lockstep.training.step import BATCH_SPEC
 
     save_tokenizer(TINY, tmp_path)
     trainer, rollouts = ours.make(TINY, 1, os.fspath(tmp_path), "levanter", current(), ours.LastFigures())
@@ -143,14 +147,14 @@ def test_levanters_engine_samples_from_the_trainers_own_model(tmp_path):
     assert len({tuple(row) for row in tokens.tolist()}) == TINY.answers, "all answers differ"
     program = LogprobProgram(
         "own",
-        GrpoConfig(),
+        lambda model, batch: GrpoConfig().answer_logprobs(model, batch["tokens"]),
+        trainer=trainer.config,
         mesh=trainer.mesh,
-        precision=trainer.config.precision,
-        microbatches=1,
         ledger=current().ledger,
     )
-    program.compile(model, *tokens.shape)
-    found = program(model, program.place(tokens))
+    batch = {"tokens": place(tokens, NamedSharding(trainer.mesh, BATCH_SPEC))}
+    program.compile(model, batch, microbatches=1)
+    found = np.pad(np.asarray(program(model, batch)), ((0, 0), (1, 0)))
     # Its filter leaves out 1e-4 of the probability even where it should leave out nothing.
     np.testing.assert_allclose(columns["rollout_logprobs"][mask], found[mask], atol=5e-4)
     assert np.ptp(found[mask]) > 0.05, "a model whose tokens are all equally probable would show nothing"

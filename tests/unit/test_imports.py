@@ -14,6 +14,7 @@ PACKAGE = ROOT / "src" / "lockstep"
 BELOW: dict[str, set[str]] = {
     "types": set(),
     "errors": set(),
+    "plugins": set(),
     "units": set(),
     "drafts": set(),
     "exit_codes": set(),
@@ -48,7 +49,7 @@ BELOW["doctor"] = {"training", *BELOW["training"]}
 BELOW["testing"] = {"check", "launch", "hosts"}
 BELOW["main"] = {"drafts", "launch", "check", "plan", "training", "batch_inference", "doctor", *BELOW["plan"]}
 
-GROUND = set("types errors units exit_codes unfinished urls printable credentials redact json_text".split())
+GROUND = set("types errors plugins units exit_codes unfinished urls printable credentials redact json_text".split())
 """What every package may import."""
 
 # A library and the only files of the package that may import it.

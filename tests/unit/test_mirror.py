@@ -101,7 +101,7 @@ COVERED_BY = {
     "main/sample.py": "tests/multiprocess/test_sample.py",
     "main/train_config.py": "tests/unit/main/test_train_grpo.py",
     "main/train_lm.py": "tests/multiprocess/test_demo.py",
-    "main/train_simpo.py": "tests/multiprocess/test_train_simpo.py",
+    "main/train_preference.py": "tests/multiprocess/test_train_preference.py",
 }
 COVERED_BY |= {
     path.relative_to(SOURCE).as_posix(): "tests/unit/models/families/test_family.py"

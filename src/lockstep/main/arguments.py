@@ -235,15 +235,14 @@ def _dataclass_of(kind: Any, value: Mapping[str, Any], path: tuple[str, ...], wh
     """The dataclass that a mapping is meant for; None where any keys go."""
     choices = choices_of(kind)
     if choices:
-        name = value.get(CHOICE_TYPE_KEY)
-        if name is None:
-            default = next(o for o in options_of(kind) if isinstance(o, type) and issubclass(o, ChoiceType))
-            name = default.default_choice_name()
-        if not isinstance(name, str) or name not in choices:
+        registry = next(o for o in options_of(kind) if isinstance(o, type) and issubclass(o, ChoiceType))
+        name = value.get(CHOICE_TYPE_KEY, registry.default_choice_name())
+        try:
+            return typing.cast(type[Any], registry.get_choice_class(name))
+        except (KeyError, TypeError):  # a type that is a list cannot be looked up
             raise ConfigError(
                 f"{where}: {'.'.join((*path, CHOICE_TYPE_KEY))!r} is {name!r}. {_suggest(str(name), choices, 'type')}"
-            )
-        return typing.cast(type[Any], choices[name])
+            ) from None
     found = [option for option in options_of(kind) if dataclasses.is_dataclass(option)]
     return typing.cast(type[Any], found[0]) if len(found) == 1 else None
 

@@ -22,8 +22,9 @@ class Command:
         name: The word after ``lockstep``.
         purpose: The heading of ``lockstep --help`` under which it stands.
         summary: What the command does, in a line of ``lockstep --help``.
-        module: The module with its ``main(arguments) -> exit code``.
+        module: The module with its function.
         example: A command line, in the words of ``lockstep COMMAND --help``; lines after the first are indented.
+        function: Its name in that module, of ``(arguments) -> exit code``.
         usage: What goes after its name.
         description: What it does, in more words than in the summary; "": the summary says it all.
         options: ``module:function`` that adds what it can be given beside a configuration to an argparse parser, from
@@ -40,6 +41,7 @@ class Command:
     summary: str
     module: str
     example: str
+    function: str = "main"
     usage: str = "[--config_path FILE.yaml] [--key.in.dots VALUE ...]"
     description: str = ""
     options: str | None = None
@@ -60,7 +62,7 @@ class Command:
         Raises:
             ConfigError: The configuration cannot work.
         """
-        return int(importlib.import_module(self.module).main(arguments))
+        return int(getattr(importlib.import_module(self.module), self.function)(arguments))
 
     @property
     def reads_config(self) -> bool:
@@ -121,10 +123,20 @@ COMMANDS: Final = (
         workload_function="lockstep.main.plan_workload:training_workload",
     ),
     Command(
+        name="train-preference",
+        purpose=TRAIN,
+        summary="train on preference pairs with DPO, ORPO, SimPO or a loss of your own",
+        module="lockstep.main.train_preference",
+        example="lockstep train-preference --config_path config/dpo_tiny.yaml --objective.beta 0.3",
+        config_class="TrainPreferenceConfig",
+        workload_function="lockstep.main.plan_workload:training_workload",
+    ),
+    Command(
         name="train-simpo",
         purpose=TRAIN,
         summary="train on preference pairs with SimPO",
-        module="lockstep.main.train_simpo",
+        module="lockstep.main.train_preference",
+        function="simpo",
         example="lockstep train-simpo --config_path config/simpo_tiny.yaml --inference_eval.eval_every 10",
         config_class="TrainSimpoConfig",
         workload_function="lockstep.main.plan_workload:training_workload",

@@ -131,6 +131,10 @@ class RunConfig:
             if self.hf_save_path is None and getattr(self, name) is not None:
                 raise ConfigError(f"{name} is set and hf_save_path is null, so it has no effect. Set hf_save_path.")
 
+    def facts(self) -> dict[str, str]:
+        """Return what the hosts, and a checkpoint to go on from, must have in common, beyond tokenizer and data."""
+        return {}
+
 
 def run_command[Config: RunConfig, Loaded: Data](
     cls: type[Config],
@@ -210,7 +214,7 @@ def train[Loaded: Data](
             vocab_size = padded_vocab_size(token_ids, mesh.shape["tp"])
         load_metrics(config.inference_eval.metrics if config.inference_eval.enabled else ())
         objective = make_objective(tokenizer)
-        facts = {"tokenizer": tokenizer_digest(tokenizer)}
+        facts = {"tokenizer": tokenizer_digest(tokenizer), **config.facts()}
         adapters = describe_adapters(config, model_config)
         if adapters is not None:
             facts |= {"base model": adapters.fingerprint, "lora.alpha / lora.r": str(adapters.lora.scale)}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 from jaxtyping import PyTree
 
 from lockstep.hosts import Hosts
+from lockstep.models import LoraModel
 from lockstep.report import Tracker
 from lockstep.training import TokenCache, Trainer
 
@@ -74,3 +75,12 @@ class Setup[Loaded: Data]:
     trainer: Trainer
     tracker: Tracker
     run_dir: Path
+
+    def reference(self) -> PyTree:
+        """Return the frozen model; a run that goes on makes the one that it began with anew. Adapters leave one as it
+        was, which is used in place: there is no second copy.
+        """
+        if isinstance(self.model, LoraModel):
+            return self.model.base
+        fresh = self.trainer.resumed_from is None
+        return self.trainer.frozen_copy(self.model if fresh else self.initial_model())

@@ -24,7 +24,7 @@ class TrainConfig(RunConfig):
     data: DataConfig
 
     @property
-    def objective(self) -> LossFn:
+    def loss_fn(self) -> LossFn:
         """The loss with these settings."""
         raise NotImplementedError
 
@@ -34,7 +34,7 @@ class TrainConfig(RunConfig):
         Args:
             tokenizer: The tokenizer.
         """
-        return self.objective
+        return self.loss_fn
 
     def columns(self, model_max_seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Return shape and type of one row of each column of a batch.

@@ -5,14 +5,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import jax
-from jaxtyping import PyTree
 
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts
 from lockstep.main.run import run_command
 from lockstep.main.setup import Setup
 from lockstep.main.train_config import TrainConfig
-from lockstep.models import LoraModel
 from lockstep.report import Row
 from lockstep.text import StopFinder, token_count
 from lockstep.training import (
@@ -63,7 +61,7 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, TrainConfig):
         return ()
 
     @property
-    def objective(self) -> GrpoConfig:
+    def loss_fn(self) -> GrpoConfig:
         """The loss with these settings."""
         settings = {each.name: getattr(self, each.name) for each in dataclasses.fields(GrpoFields)}
         return GrpoConfig(**settings, temperature=self.rollout.temperature)
@@ -74,7 +72,7 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, TrainConfig):
         Args:
             tokenizer: The tokenizer.
         """
-        return dataclasses.replace(self.objective, vocab_size=token_count(tokenizer))
+        return dataclasses.replace(self.loss_fn, vocab_size=token_count(tokenizer))
 
     @property
     def has_reference(self) -> bool:
@@ -98,7 +96,7 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, TrainConfig):
 
     def columns(self, model_max_seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Return shape and type of one row of each column of a batch, see `TrainConfig.columns`."""
-        return self.objective.columns(self.data.row_length(model_max_seq_len), on_policy=self.updates == 1)
+        return self.loss_fn.columns(self.data.row_length(model_max_seq_len), on_policy=self.updates == 1)
 
     def load(
         self, tokenizer: "PreTrainedTokenizerBase", model_max_seq_len: int, seed: int, hosts: Hosts | None = None
@@ -167,22 +165,13 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, TrainConfig):
             trainer.mesh,
             self.data.row_length(setup.model_max_seq_len),
             trainer.hosts,
-            reference=self._reference(setup),
+            reference=setup.reference() if self.has_reference else None,
             tracker=trainer.tracker,
             run_dir=setup.run_dir,
         )
         rollouts.check(setup.model)
         trainer.add_hook(rollouts)
         return rollouts
-
-    def _reference(self, setup: Setup[Questions]) -> PyTree | None:
-        """The frozen model; a run that goes on makes the one that it began with anew. Adapters leave one as it was."""
-        if not self.has_reference:
-            return None
-        if isinstance(setup.model, LoraModel):
-            return setup.model.base
-        fresh = setup.trainer.resumed_from is None
-        return setup.trainer.frozen_copy(setup.model if fresh else setup.initial_model())
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -16,7 +16,7 @@ class TrainLmConfig(TrainConfig):
     """What to train on."""
 
     @property
-    def objective(self) -> LossFn:
+    def loss_fn(self) -> LossFn:
         """The mean negative log-probability of the target tokens."""
         return lm_loss
 

@@ -2,11 +2,11 @@
 
 import contextlib
 import dataclasses
-import importlib
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.plugins import load_object
 from lockstep.report.answers import last_number, same_number
 from lockstep.report.pattern import Pattern
 from lockstep.report.rows import COLUMNS, SAMPLE_COLUMNS, Row, SampleRow, TableRow, metric_names
@@ -119,18 +119,9 @@ def load_metric(name: str) -> Metric:
         return BUILT_IN[name]
     if name.startswith(_REGEX):
         return _regex(name)
-    module_name, function_name = _module_and_function(name)
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # importing runs the module's own code
-        raise ConfigError(
-            f"metric {name!r}: module {module_name!r} could not be imported ({type(error).__name__}: {error}). Check "
-            "the name, and that its directory is on PYTHONPATH on every host."
-        ) from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise ConfigError(f"metric {name!r}: module {module_name!r} has no function {function_name!r}. Check the name.")
-    return function
+    _check_name(name)
+    found: Metric = load_object(name, "metric")
+    return found
 
 
 def load_metrics(names: Iterable[str]) -> dict[str, Metric]:
@@ -163,7 +154,7 @@ def check_metrics(names: Iterable[str], taken: Collection[str] = ()) -> None:
         if name in BUILT_IN or name.startswith(_REGEX):
             load_metric(name)
         else:
-            _module_and_function(name)
+            _check_name(name)
 
 
 def _columns(names: Iterable[str], taken: Collection[str] = ()) -> dict[str, str]:
@@ -179,13 +170,12 @@ def _columns(names: Iterable[str], taken: Collection[str] = ()) -> dict[str, str
     return columns
 
 
-def _module_and_function(name: str) -> tuple[str, str]:
+def _check_name(name: str) -> None:
     module_name, colon, function_name = name.partition(":")
     if not (module_name and colon and function_name):
         raise ConfigError(
             f"metric {name!r} is not known. Use {', '.join(BUILT_IN)}, regex=PATTERN, or module:function for your own."
         )
-    return module_name, function_name
 
 
 def measure[R: AnyRow](

@@ -22,12 +22,19 @@ from lockstep.training.grpo import (
 )
 from lockstep.training.hooks import Hook, StepInfo
 from lockstep.training.kept_files import bring_files, keep_files
+from lockstep.training.logprobs import ReferenceLogprobs
 from lockstep.training.loss_watch import LossSpikeConfig
 from lockstep.training.objectives import (
+    REFERENCE,
+    DpoConfig,
     GrpoConfig,
     GrpoFields,
     LossFn,
     LossParts,
+    OrpoConfig,
+    PairLogprobs,
+    PairLosses,
+    PreferenceObjective,
     SimpoConfig,
     lm_loss,
     needs_vocab_blocks,
@@ -61,6 +68,7 @@ __all__ = [
     "CachedRows",
     "CheckpointerConfig",
     "DataConfig",
+    "DpoConfig",
     "GrpoConfig",
     "GrpoDataConfig",
     "GrpoFields",
@@ -72,11 +80,17 @@ __all__ = [
     "LossParts",
     "LossSpikeConfig",
     "OptimizerConfig",
+    "OrpoConfig",
+    "PairLogprobs",
+    "PairLosses",
     "Precision",
     "PreferenceDataConfig",
+    "PreferenceObjective",
     "ProfilerConfig",
     "Questions",
+    "REFERENCE",
     "ROLLOUTS_FILE",
+    "ReferenceLogprobs",
     "RolloutConfig",
     "Rollouts",
     "SavedAdapters",

@@ -1,6 +1,7 @@
 """Where the train step gets its batches: read ahead in a thread, placed on the devices while the step before runs."""
 
 import concurrent.futures
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,6 +11,9 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from lockstep.placement import host_rows, place_local
+from lockstep.training.launcher import Launcher
+from lockstep.training.logprobs import ReferenceLogprobs
+from lockstep.training.objectives import REFERENCE
 from lockstep.training.rows import Batches, BatchesOfLengths
 from lockstep.training.step import BATCH_SPEC
 
@@ -55,7 +59,7 @@ class BatchFeed:
     """The batches of data that do not depend on the model, each host reading only its own rows.
 
     One thread reads, so that ``batches`` sees one call at a time, and it only reads: a launch there raises. Arrays are
-    placed from the main thread, which launches nothing either.
+    placed from the main thread, which launches what a reference model adds and nothing else.
 
     Args:
         batches: What gives each host its rows of each batch.
@@ -63,10 +67,20 @@ class BatchFeed:
         mesh: The mesh of the run.
         first: The first step of the loop.
         last: The number of steps of the run; nothing is read for a step from this one on.
+        reference: What adds the column of a reference model to each batch; None: the batches have all columns.
     """
 
-    def __init__(self, batches: Batches, n_rows: int, mesh: Mesh, *, first: int, last: int) -> None:
-        self._batches, self._n_rows, self._last = batches, n_rows, last
+    def __init__(
+        self,
+        batches: Batches,
+        n_rows: int,
+        mesh: Mesh,
+        *,
+        first: int,
+        last: int,
+        reference: ReferenceLogprobs | None = None,
+    ) -> None:
+        self._batches, self._n_rows, self._last, self._reference = batches, n_rows, last, reference
         self._sharding = NamedSharding(mesh, BATCH_SPEC)
         self._rows = host_rows(self._sharding, n_rows)
         self._reads: dict[int, concurrent.futures.Future[Mapping[str, np.ndarray]]] = {}
@@ -85,14 +99,24 @@ class BatchFeed:
         lengths: Sequence[int | None] = [None]
         if isinstance(self._batches, BatchesOfLengths):
             lengths = self._batches.lengths
-        return [{name: self._struct(rows, length) for name, rows in local.items()} for length in lengths]
+        found = [{name: self._struct(rows, length) for name, rows in local.items()} for length in lengths]
+        return found if self._reference is None else [self._reference.structs(one) for one in found]
+
+    def compile(self, launcher: Launcher) -> list[dict[str, jax.ShapeDtypeStruct]]:
+        """Compile what adds a column, and return `all_structs`; every host makes this call."""
+        found = self.all_structs()
+        if self._reference is not None:
+            for structs in found:
+                launcher.compile_on_all(REFERENCE, functools.partial(self._reference.compile, structs))
+        return found
 
     def batch(self, step: int, model: PyTree) -> dict[str, jax.Array]:
         """Return the batch of a step, see `BatchSource.batch`."""
         self._read_ahead(step)
         if step not in self._placed:
             self._place(step)
-        return self._placed.pop(step)
+        batch = self._placed.pop(step)
+        return batch if self._reference is None else self._reference.add_to(batch, step)
 
     def prepare(self, step: int) -> None:
         """Place the batch of a step where it is read already; never waits."""

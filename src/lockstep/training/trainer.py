@@ -26,6 +26,7 @@ from lockstep.training.checkpoint import CheckpointMetadata
 from lockstep.training.config import TrainerConfig
 from lockstep.training.hooks import Hook, Hooks, StepInfo
 from lockstep.training.launcher import Launcher
+from lockstep.training.logprobs import ReferenceLogprobs
 from lockstep.training.loss_watch import LossWatch
 from lockstep.training.microbatch import compile_largest, memory_for_training
 from lockstep.training.objectives.parts import LossFn
@@ -110,6 +111,8 @@ class Trainer:
         self.mesh = make_mesh(config.mesh_shape) if mesh is None else mesh
         self.tracker: Tracker = NoopTracker() if tracker is None else tracker
         """Safe to call from any thread; give a `SampleCallback` this one, so that both share its queue."""
+        self.reference: ReferenceLogprobs | None = None
+        """Set it where the objective compares with a frozen model and the rows do not have its column."""
         self._queue: BackgroundTracker | None = None
         if tracker is not None and not isinstance(tracker, BackgroundTracker):
             self.tracker = self._queue = BackgroundTracker(tracker, leader_only)
@@ -308,8 +311,8 @@ class Trainer:
         """What the loop needs beside its state."""
         config, hosts = self.config, self.hosts
         if not isinstance(batches, BatchSource):
-            last = config.num_train_steps
-            batches = BatchFeed(batches, config.train_batch_size, self.mesh, first=first, last=last)
+            steps = {"first": first, "last": config.num_train_steps}
+            batches = BatchFeed(batches, config.train_batch_size, self.mesh, **steps, reference=self.reference)
         traces = None if self._run_dir is None else Path(self._run_dir) / "profiler"
         return _Run(
             source=batches,
@@ -351,7 +354,7 @@ class Trainer:
                 skip_bad=self.config.on_nan != "raise",
             )
 
-        todo = list(source.all_structs() if isinstance(source, BatchFeed) else [source.structs()])
+        todo = list(source.compile(self._launch) if isinstance(source, BatchFeed) else [source.structs()])
         if self.config.per_device_parallelism == "auto":  # what fits with the longest rows fits with shorter ones
             longest = todo.pop()
             memory = memory_for_training(self.mesh, state, self.config.memory_bytes_per_device)

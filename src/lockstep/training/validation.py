@@ -19,7 +19,7 @@ from lockstep.device import Program, compile_program
 from lockstep.hosts import Watchdog, environment
 from lockstep.placement import COMPUTE_AXES, host_rows, place_local
 from lockstep.training.hooks import StepInfo
-from lockstep.training.objectives.parts import LossFn
+from lockstep.training.objectives import REFERENCE, LossFn
 from lockstep.training.precision import cast_floats
 from lockstep.training.step import BATCH_SPEC
 from lockstep.training.trainer import Trainer
@@ -49,7 +49,7 @@ class Validation:
     target, and so no weight. They follow from the parameters alone, so those of a run that was resumed are the same.
 
     Args:
-        trainer: The trainer of the run, of which mesh, hosts, tracker and float types are used.
+        trainer: The trainer of the run, of which mesh, hosts, tracker, float types and reference are used.
         loss_fn: The objective. A row without a target must have no weight in it.
         sources: The rows of each source by its name, with the same columns.
         perplexity: Whether the loss is a mean over tokens, of which the exponential is the perplexity.
@@ -58,7 +58,7 @@ class Validation:
     def __init__(
         self, trainer: Trainer, loss_fn: LossFn, sources: Mapping[str, ValidationRows], *, perplexity: bool
     ) -> None:
-        self._hosts, self._mesh, self._tracker = trainer.hosts, trainer.mesh, trainer.tracker
+        self._trainer, self._hosts, self._mesh, self._tracker = trainer, trainer.hosts, trainer.mesh, trainer.tracker
         self._precision = trainer.config.precision
         self._loss_fn, self._sources, self._perplexity = loss_fn, dict(sources), perplexity
         self._batch_size = trainer.config.eval_batch_size(trainer.mesh)
@@ -91,7 +91,10 @@ class Validation:
                 with scope.run_on_all("compiling eval_step") as phase:
                     phase.agree(environment() | {"debug": str(scope.debug)})
                     phase.agree(self._compile(info.eval_model))
-            sums = {name: self._sum(scope, number, info.eval_model) for number, name in enumerate(self._sources)}
+            sums = {
+                name: self._sum(scope, number, info.eval_model, info.next_step)
+                for number, name in enumerate(self._sources)
+            }
             with scope.launch_on_all("end of validation"):
                 pass  # the launches are compared
         self._hosts.phase("training")
@@ -105,7 +108,11 @@ class Validation:
 
     def _compile(self, model: PyTree) -> Mapping[str, str]:
         first = next(iter(self._sources.values()))
-        batch = self._place(self._read(first, 0))
+        batch: Mapping[str, Any] = self._place(self._read(first, 0))
+        digests: dict[str, str] = {}
+        if (reference := self._trainer.reference) is not None:
+            digests |= {f"{REFERENCE} {name}": one for name, one in reference.compile(batch, microbatches=1).items()}
+            batch = reference.structs(batch)
         self._program = compile_program(
             "eval_step",
             self._eval_step,
@@ -114,7 +121,7 @@ class Validation:
             ledger=self._hosts.ledger,
             out_shardings=NamedSharding(self._mesh, P()),
         )
-        return self._program.digests
+        return digests | dict(self._program.digests)
 
     def _eval_step(self, model: PyTree, batch: dict[str, Array]) -> Float[Array, " n"]:
         """The sums of one batch: of losses, of weights, and of each metric."""
@@ -124,7 +131,7 @@ class Validation:
         self._names = tuple(parts.metrics)
         return jnp.stack([parts.total, parts.weight, *parts.metrics.values()])
 
-    def _sum(self, scope: Any, number: int, model: PyTree) -> Float[np.ndarray, " n"]:
+    def _sum(self, scope: Any, number: int, model: PyTree, step: int) -> Float[np.ndarray, " n"]:
         """The sums over all rows of a source, in float64."""
         assert self._program is not None
         rows = list(self._sources.values())[number]
@@ -135,6 +142,8 @@ class Validation:
                 ahead = range(start, min(start + BATCHES_AHEAD, n_batches))
                 batches = [self._place(self._read(rows, one)) for one in ahead]
             for batch in batches:
+                if self._trainer.reference is not None:
+                    batch = self._trainer.reference.add_to(batch, step)
                 with self._watchdog.watch("eval_step"):
                     results.append(jax.block_until_ready(self._program(model, batch)))
         return np.sum([np.asarray(one.addressable_data(0), np.float64) for one in results], axis=0)

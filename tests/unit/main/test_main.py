@@ -8,7 +8,7 @@ from lockstep.batch_inference import SampleConfig
 from lockstep.main.arguments import parse_arguments
 from lockstep.main.train_grpo import TrainGrpoConfig
 from lockstep.main.train_lm import TrainLmConfig
-from lockstep.main.train_simpo import TrainSimpoConfig
+from lockstep.main.train_preference import TrainPreferenceConfig, TrainSimpoConfig
 from lockstep.text import read_prompts
 
 ROOT = Path(__file__).parents[3]
@@ -17,6 +17,7 @@ COMMANDS = {
     "demo": TrainLmConfig,
     "train_lm": TrainLmConfig,
     "lm": TrainLmConfig,
+    "dpo": TrainPreferenceConfig,
     "simpo": TrainSimpoConfig,
     "grpo": TrainGrpoConfig,
 }
@@ -45,7 +46,7 @@ def test_simpo_on_a_pod_is_what_was_promised():
     samples = config.inference_eval
     assert (samples.enabled, samples.eval_every, samples.max_new_tokens) == (True, 10, 64)
     assert (samples.temperature, samples.max_seq_len) == (0.7, 512)
-    assert config.objective.beta == 2.5 and config.model is None
+    assert config.loss_fn.beta == 2.5 and config.model is None
 
     class Pod:
         shape = {"dp": 1, "fsdp": 32, "tp": 1}

@@ -44,13 +44,13 @@ def test_a_row_has_room_for_prompt_and_answer():
 @pytest.mark.parametrize(("coefficient", "reference"), [("0", False), ("0.04", True)])
 def test_a_reference_is_needed_where_the_loss_compares_with_one(coefficient, reference):
     config = read("--kl_coefficient", coefficient)
-    assert config.has_reference == reference and config.objective.kl_coefficient == float(coefficient)
+    assert config.has_reference == reference and config.loss_fn.kl_coefficient == float(coefficient)
     assert ("reference_logprobs" in config.columns(1024)) == reference
 
 
 def test_the_loss_has_all_of_its_settings():
     config = read("--loss", "gspo", "--clip_epsilon_high", "4e-4", "--use_rollout_logprobs", "false")
-    assert (config.objective.loss, config.objective.clip_epsilon_high) == ("gspo", 4e-4)
+    assert (config.loss_fn.loss, config.loss_fn.clip_epsilon_high) == ("gspo", 4e-4)
     assert "old_logprobs" not in config.columns(1024)
     config = read("--num_iterations", "2", "--use_rollout_logprobs", "false")
     assert "old_logprobs" in config.columns(1024) and config.updates == 2
@@ -81,7 +81,7 @@ def test_the_gradient_is_that_of_the_mean_reward_of_what_is_sampled(temperature)
             "advantage": shares * rewards[answers[:, 0]],
             "rollout_logprobs": jnp.zeros((len(answers), 3)),
         }
-        return config.objective(lambda ids: hax.named(logits[ids.array], ("batch", "position", "vocab")), batch).total
+        return config.loss_fn(lambda ids: hax.named(logits[ids.array], ("batch", "position", "vocab")), batch).total
 
     shares = drawn(logits)
     expected = jax.grad(lambda logits: -jnp.sum(drawn(logits) * rewards[answers[:, 0]]) / 2)(logits)

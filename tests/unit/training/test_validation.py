@@ -101,11 +101,19 @@ def test_pairs_have_accuracy_and_margin_and_fillers_do_not_count():
     assert set(found[4]) == {
         f"eval{source}/{name}"
         for source in ("", "/held_out")
-        for name in ("loss", "accuracy", "reward_margin", "reward_chosen", "reward_rejected")
+        for name in (
+            "loss",
+            "rewards/accuracies",
+            "rewards/margins",
+            "rewards/chosen",
+            "rewards/rejected",
+            "logps/chosen",
+            "logps/rejected",
+        )
     }
     assert found[4]["eval/held_out/loss"] == pytest.approx(float(parts.total) / 11, rel=1e-5)
-    assert found[4]["eval/accuracy"] == pytest.approx(float(parts.metrics["accuracy"]) / 11)
-    assert found[4]["eval/reward_margin"] == pytest.approx(float(parts.metrics["reward_margin"]) / 11, rel=1e-4)
+    assert found[4]["eval/rewards/accuracies"] == pytest.approx(float(parts.metrics["rewards/accuracies"]) / 11)
+    assert found[4]["eval/rewards/margins"] == pytest.approx(float(parts.metrics["rewards/margins"]) / 11, rel=1e-4)
 
 
 def test_training_is_the_same_with_it_and_a_run_that_goes_on_gives_the_same(tmp_path):

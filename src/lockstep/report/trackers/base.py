@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import draccus
 
 from lockstep.credentials import hide_credentials
+from lockstep.plugins import OpenRegistry
 from lockstep.report.rows import TableRow
 
 
@@ -114,8 +115,8 @@ class CompositeTracker:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrackerConfig(draccus.PluginRegistry, discover_packages_path="lockstep.report.trackers"):
-    """Which tracker: ``type: wandb | tensorboard | jsonl | noop``."""
+class TrackerConfig(OpenRegistry, draccus.PluginRegistry, discover_packages_path="lockstep.report.trackers"):
+    """Which tracker: ``type: wandb | tensorboard | jsonl | noop``, or ``my_module:MyTrackerConfig`` of your own."""
 
     def check(self) -> None:
         """Check that what the tracker needs is installed; call it on the leader alone, before the run's work begins.

@@ -312,7 +312,7 @@ class LmDataConfig(DataConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreferenceDataConfig(DataConfig):
-    """The data of `train-simpo`, in the chat format of UltraFeedback-binarized, with the fields ``chosen`` and
+    """The data of `train-preference`, in the chat format of UltraFeedback-binarized, with the fields ``chosen`` and
     ``rejected``, each a list of ``{role, content}`` that ends with the assistant's answer; all before it is the prompt.
     """
 

@@ -1,20 +1,23 @@
 """The columns of a rollout that the trainer's own forward pass computes."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
+import jax
 import numpy as np
-from jax.sharding import Mesh
-from jaxtyping import PyTree
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, PyTree
 
+from lockstep.device import fetch
 from lockstep.hosts import Hosts, Watchdog, digest, ready_on_all
-from lockstep.placement import data_shards
+from lockstep.placement import host_rows, place_local
 from lockstep.training.config import TrainerConfig
-from lockstep.training.grpo.logprobs import LogprobProgram
 from lockstep.training.grpo.rollout import Rollout
-from lockstep.training.objectives import GrpoConfig
+from lockstep.training.logprobs import LogprobProgram
+from lockstep.training.objectives import REFERENCE, GrpoConfig
+from lockstep.training.step import BATCH_SPEC
 
-OLD, REFERENCE = "old_logprobs", "reference_logprobs"
-"""The columns: of the model before the first update of a rollout, and of the frozen model."""
+OLD = "old_logprobs"
+"""The column of the model before the first update of a rollout."""
 
 
 class LogprobColumns:
@@ -40,11 +43,17 @@ class LogprobColumns:
         watchdog: Watchdog,
         reference: PyTree | None,
     ) -> None:
-        self._objective = objective
         self._wanted = [name for name in (OLD, REFERENCE) if name in wanted]
-        self._trainer, self._mesh, self._hosts, self._watchdog = trainer, mesh, hosts, watchdog
-        self._reference = reference
-        self._programs: dict[str, LogprobProgram] = {}
+        self._hosts, self._watchdog, self._reference = hosts, watchdog, reference
+        self._sharding = NamedSharding(mesh, BATCH_SPEC)
+
+        def answers(model: PyTree, batch: Mapping[str, Array]) -> Array:
+            return objective.answer_logprobs(model, batch["tokens"])
+
+        self._programs = {
+            name: LogprobProgram(name, answers, trainer=trainer, mesh=mesh, ledger=hosts.ledger, replicated=True)
+            for name in self._wanted
+        }
 
     @property
     def traces(self) -> dict[str, int]:
@@ -64,37 +73,22 @@ class LogprobColumns:
         """
         models = {OLD: model, REFERENCE: self._reference}
         tokens, mask = rollout.columns["tokens"], rollout.columns["loss_mask"]
+        structs = {"tokens": jax.ShapeDtypeStruct(tokens.shape, tokens.dtype, sharding=self._sharding)}
         with self._hosts.scope("rollout rows") as scope:
             with scope.run_on_all("rows") as rows:
                 rows.agree({name: digest(column.tobytes()) for name, column in rollout.columns.items()})
                 for name in self._wanted:
-                    rows.agree(self._program(name, len(tokens)).compile(models[name], *tokens.shape))
+                    rows.agree(self._programs[name].compile(models[name], structs))
             if not self._wanted:
                 return
             with scope.launch_on_all("log-probabilities", self._hosts.ledger) as computed:
                 with ready_on_all(scope, "placing rows"):
-                    placed = self._programs[self._wanted[0]].place(tokens)
+                    mine = tokens[host_rows(self._sharding, len(tokens))]
+                    placed = {"tokens": place_local(mine, self._sharding, len(tokens))}
                 found: dict[str, np.ndarray] = {}
                 for name in self._wanted:
                     with self._watchdog.watch(name):
-                        found[name] = self._programs[name](models[name], placed)
+                        found[name] = np.pad(fetch(self._programs[name](models[name], placed)), ((0, 0), (1, 0)))
                 for name in self._wanted:
                     rollout.columns[name][:] = np.where(mask, found[name], 0.0)
                     computed.agree({name: digest(rollout.columns[name].tobytes())})
-
-    def _program(self, name: str, n_rows: int) -> LogprobProgram:
-        if name not in self._programs:
-            if self._trainer.per_device_parallelism == "auto":
-                # The trainer finds its number by compiling; a forward pass of one row at a time fits beside any.
-                microbatches = n_rows // data_shards(self._mesh)
-            else:
-                microbatches = self._trainer.microbatches(self._mesh) * (n_rows // self._trainer.train_batch_size)
-            self._programs[name] = LogprobProgram(
-                name,
-                self._objective,
-                mesh=self._mesh,
-                precision=self._trainer.precision,
-                microbatches=microbatches,
-                ledger=self._hosts.ledger,
-            )
-        return self._programs[name]

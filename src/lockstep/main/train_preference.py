@@ -1,0 +1,125 @@
+"""``lockstep train-preference`` and ``train-simpo``: preference optimisation on pairs of responses."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar
+
+import jax
+import numpy as np
+
+from lockstep.main.run import run_command
+from lockstep.main.setup import Setup
+from lockstep.main.train_config import TrainConfig
+from lockstep.models import fingerprint
+from lockstep.training import (
+    REFERENCE,
+    CachedRows,
+    PreferenceDataConfig,
+    PreferenceObjective,
+    ReferenceLogprobs,
+    SimpoConfig,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _PairsConfig(TrainConfig):
+    """Settings of a command that trains on pairs."""
+
+    ROW_NAME: ClassVar[str] = "pairs"
+    SEQUENCES_PER_ROW: ClassVar[int] = 2
+
+    data: PreferenceDataConfig
+    """Preference pairs."""
+
+    def columns(self, model_max_seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """See `TrainConfig.columns`."""
+        columns = super().columns(model_max_seq_len)
+        if self.has_reference:
+            columns[REFERENCE] = jax.ShapeDtypeStruct((2,), np.float32)
+        return columns
+
+    def make_batches(self, setup: Setup[CachedRows]) -> CachedRows:
+        """Return the rows of a run, and have the reference added to them where there is one.
+
+        Args:
+            setup: What is there before the first step.
+        """
+        if self.has_reference:
+            trainer = setup.trainer
+            trainer.reference = ReferenceLogprobs(
+                self.loss_fn, setup.reference(), self.trainer, trainer.mesh, trainer.hosts
+            )
+        return setup.data
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainPreferenceConfig(_PairsConfig):
+    """Settings of ``train-preference``.
+
+    Raises:
+        ConfigError: A value is out of its range.
+    """
+
+    objective: PreferenceObjective
+    """The loss, such as ``{type: dpo, beta: 0.1}``; a class of your own is ``{type: "my_module:MyObjective"}``."""
+
+    @property
+    def loss_fn(self) -> PreferenceObjective:
+        """The loss."""
+        return self.objective
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares with a frozen copy of the model."""
+        return self.objective.NEEDS_REFERENCE
+
+    def facts(self) -> dict[str, str]:
+        """See `RunConfig.facts`: the reference, which a run that goes on reads again."""
+        if not self.has_reference or self.initialize_from_hf is None:
+            return {}
+        return {"reference model": fingerprint(self.initialize_from_hf)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainSimpoConfig(_PairsConfig):
+    """Settings of ``train-simpo``, which is ``train-preference`` with SimPO, whose settings are keys of their own.
+
+    Raises:
+        ConfigError: A value is out of its range.
+    """
+
+    beta: float = 2.0
+    """Scale of the reward, see `SimpoConfig`."""
+    gamma_beta_ratio: float = 0.5
+    """Target margin as a fraction of ``beta``, see `SimpoConfig`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.loss_fn
+
+    @property
+    def loss_fn(self) -> SimpoConfig:
+        """The loss with these settings."""
+        return SimpoConfig(beta=self.beta, gamma_beta_ratio=self.gamma_beta_ratio)
+
+
+def main(arguments: Sequence[str], cls: type[_PairsConfig] = TrainPreferenceConfig) -> int:
+    """Train as the command line says.
+
+    Args:
+        arguments: The command line after the command's name.
+        cls: The configuration of the command.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: The configuration cannot work.
+        PeerError: A host failed where all must go on together.
+    """
+    return run_command(cls, arguments, lambda config: (config.data, config.make_objective, config.make_batches))
+
+
+def simpo(arguments: Sequence[str]) -> int:
+    """Train with SimPO as the command line says, see `main`."""
+    return main(arguments, TrainSimpoConfig)

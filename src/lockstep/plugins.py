@@ -1,0 +1,83 @@
+"""Classes and functions of a user's own, by ``module:name``."""
+
+import importlib
+from typing import Any, Protocol
+
+from lockstep.errors import ConfigError
+
+
+def load_object(name: str, what: str) -> Any:
+    """Import the module of ``module:name`` and return what has that name in it.
+
+    Args:
+        name: The module, which must be importable on every host, and the name, with a colon between them.
+        what: The key or the thing that it is for, in the words of an error.
+
+    Raises:
+        ConfigError: The module cannot be imported, or has nothing of that name that can be called.
+    """
+    module_name, _, attribute = name.partition(":")
+    if not (module_name and attribute):
+        raise ConfigError(
+            f"{what} is {name!r}; one of your own is module:name, such as my_module:{attribute or 'name'}."
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # importing runs the module's own code
+        raise ConfigError(
+            f"{what} {name!r}: module {module_name!r} could not be imported ({type(error).__name__}: {error}). Check "
+            "the name, and that its directory is on PYTHONPATH on every host."
+        ) from error
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        raise ConfigError(f"{what} {name!r}: module {module_name!r} has no function {attribute!r}. Check the name.")
+    return found
+
+
+class _Registry(Protocol):
+    @classmethod
+    def get_choice_class(cls, name: str) -> Any: ...
+
+    @classmethod
+    def get_choice_name(cls, subcls: type) -> str: ...
+
+
+class OpenRegistry:
+    """Makes ``type: module:Name`` a choice of a draccus registry: a subclass in a module of the user's.
+
+    It comes before the registry in the bases of a configuration: ``class TrackerConfig(OpenRegistry, PluginRegistry)``.
+    """
+
+    @classmethod
+    def get_choice_class(cls, name: str) -> Any:
+        """Return the class of a name; a module of the user's is imported.
+
+        Args:
+            name: The ``type``, one that is registered or ``module:Name``.
+
+        Raises:
+            ConfigError: There is no such module, or the name in it is not that of such a class.
+            KeyError: There is no such choice.
+        """
+        if not isinstance(name, str) or ":" not in name:
+            registry: _Registry = super()  # type: ignore[assignment]  # the next base
+            return registry.get_choice_class(name)
+        found = load_object(name, "type")
+        if not (isinstance(found, type) and issubclass(found, cls)):
+            raise ConfigError(f"type {name!r} is not a subclass of {cls.__name__}. Derive it from that class.")
+        return found
+
+    @classmethod
+    def get_choice_name(cls, subcls: type) -> str:
+        """Return the ``type`` of a class.
+
+        Raises:
+            ValueError: It is the registry itself.
+        """
+        try:
+            registry: _Registry = super()  # type: ignore[assignment]  # the next base
+            return registry.get_choice_name(subcls)
+        except ValueError:
+            if OpenRegistry in subcls.__bases__:
+                raise
+            return f"{subcls.__module__}:{subcls.__qualname__}"

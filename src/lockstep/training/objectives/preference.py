@@ -1,0 +1,159 @@
+"""Preference objectives: losses of pairs of responses to the same prompt, of which the first is preferred."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final, NamedTuple
+
+import draccus
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from lockstep.errors import ConfigError
+from lockstep.plugins import OpenRegistry
+from lockstep.training.objectives.logprobs import target_mask, token_logprobs
+from lockstep.training.objectives.parts import LossParts
+
+REFERENCE: Final = "reference_logprobs"
+"""The column of the log-probabilities under the frozen model: of responses ``[row, 2]``, or of tokens in GRPO."""
+
+
+class PairLogprobs(NamedTuple):
+    """Log-probabilities of the responses of pairs; index 0 of the last axis is the chosen response, 1 the rejected."""
+
+    policy: Float[Array, "row 2"]
+    """Sums over the tokens of a response, of the model that learns."""
+    length: Int[Array, "row 2"]
+    """Tokens of a response, at least 1."""
+    reference: Float[Array, "row 2"] | None
+    """Sums of the frozen model; None for an objective without one."""
+
+    @property
+    def mean(self) -> Float[Array, "row 2"]:
+        """Mean over the tokens of a response, of the model that learns."""
+        return self.policy / self.length
+
+
+class PairLosses(NamedTuple):
+    """Loss and implicit rewards of each pair.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> lockstep.training.PairLosses(jnp.ones(4), jnp.zeros((4, 2))).reward.shape
+        (4, 2)
+    """
+
+    loss: Float[Array, " row"]
+    reward: Float[Array, "row 2"]
+    metrics: Mapping[str, Float[Array, " row"]] = {}
+    """Further metrics by name, averaged over the pairs."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreferenceObjective(OpenRegistry, draccus.PluginRegistry, discover_packages_path="lockstep.training.objectives"):
+    """Loss of preference pairs: ``type: dpo | orpo | simpo``, or ``my_module:MyObjective`` for a subclass of your own.
+
+    A subclass is a frozen dataclass of its settings with `losses`.
+
+    Example:
+        >>> import dataclasses, jax, jax.numpy as jnp
+        >>> @dataclasses.dataclass(frozen=True, kw_only=True)
+        ... class Hinge(lockstep.training.PreferenceObjective):
+        ...     beta: float = 1.0
+        ...
+        ...     def losses(self, pairs):
+        ...         rewards = self.beta * pairs.mean
+        ...         return lockstep.training.PairLosses(jax.nn.relu(1 - rewards[:, 0] + rewards[:, 1]), rewards)
+        ...
+        >>> logprobs, mask = jnp.array([[[-0.5, -1.5], [-2.0, -3.0]]]), jnp.ones((1, 2, 2), bool)
+        >>> float(Hinge(beta=0.5).parts(logprobs, mask).total)
+        0.25
+    """
+
+    NEEDS_REFERENCE: ClassVar[bool] = False
+    """Whether it compares with a frozen model, the one that training begins with."""
+
+    def losses(self, pairs: PairLogprobs) -> PairLosses:
+        """Return loss and rewards of each pair, from float32 log-probabilities.
+
+        Args:
+            pairs: The pairs. One that fills up a batch has made-up values, and what is returned for it does not count.
+        """
+        raise NotImplementedError
+
+    def __call__(self, model: Any, batch: Mapping[str, Array]) -> LossParts:
+        """Return the loss of a batch of pairs.
+
+        Args:
+            model: The model in the compute type, called as in `token_logprobs`.
+            batch: The columns ``tokens`` ``[row, 2, position]`` and ``loss_mask`` of the same shape, true for response
+                tokens, the chosen response first; with ``NEEDS_REFERENCE`` also ``reference_logprobs`` ``[row, 2]``.
+
+        Returns:
+            Sums with the number of pairs as the weight.
+
+        Raises:
+            ConfigError: The batch has no ``reference_logprobs``, and the objective needs them.
+        """
+        return self.parts(token_logprobs(model, batch), target_mask(batch), batch.get(REFERENCE))
+
+    def reference_logprobs(self, model: Any, batch: Mapping[str, Array]) -> Float[Array, "row 2"]:
+        """Return the column ``reference_logprobs`` of a batch: sums over the tokens of each response.
+
+        Args:
+            model: The frozen model in the compute type.
+            batch: The columns ``tokens`` and ``loss_mask``.
+        """
+        return jnp.sum(jnp.where(target_mask(batch), token_logprobs(model, batch), 0.0), axis=-1)
+
+    def parts(
+        self,
+        logprobs: Float[Array, "row 2 target"],
+        mask: Bool[Array, "row 2 target"],
+        reference: Float[Array, "row 2"] | None = None,
+    ) -> LossParts:
+        """Sum losses and metrics over the pairs.
+
+        Args:
+            logprobs: The log-probability of each token.
+            mask: True for the tokens of the responses. A pair with an empty one has no weight: it fills up a batch.
+            reference: The column of an objective that needs it.
+
+        Returns:
+            Sums over the pairs, with the metrics ``rewards/chosen``, ``rewards/rejected``, ``rewards/margins``,
+            ``rewards/accuracies`` (share of pairs whose chosen response has the higher reward), ``logps/chosen`` and
+            ``logps/rejected`` (log-probability of a response), and those of the objective.
+        """
+        if not self.NEEDS_REFERENCE:
+            reference = None
+        elif reference is None:
+            raise ConfigError(
+                f"{type(self).__name__} compares with a reference model and the batch has no column {REFERENCE}. Pass "
+                "reference=ReferenceLogprobs(...) to Trainer.train and Validation, or give the rows that column."
+            )
+        counts = jnp.sum(mask, axis=-1)
+        real = jnp.all(counts > 0, axis=-1)
+        fills = ~real[:, None]
+        # A filler looks like responses of probability 1/e, so that no loss and no gradient of it is infinite or nan.
+        policy = jnp.where(fills, -1.0, jnp.sum(jnp.where(mask, logprobs, 0.0), axis=-1))
+        found = self.losses(
+            PairLogprobs(
+                policy=policy,
+                length=jnp.where(fills, 1, counts),
+                reference=None if reference is None else jnp.where(fills, -1.0, reference),
+            )
+        )
+        chosen, rejected = found.reward[:, 0], found.reward[:, 1]
+        metrics = {
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/margins": chosen - rejected,
+            "rewards/accuracies": chosen > rejected,
+            "logps/chosen": policy[:, 0],
+            "logps/rejected": policy[:, 1],
+            **found.metrics,
+        }
+        return LossParts(
+            total=jnp.sum(jnp.where(real, found.loss, 0.0)),
+            weight=jnp.sum(real, dtype=jnp.float32),
+            metrics={name: jnp.sum(jnp.where(real, values, 0.0)) for name, values in metrics.items()},
+        )

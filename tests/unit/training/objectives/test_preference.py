@@ -1,0 +1,97 @@
+"""What all preference objectives have in common, and one of a user's own."""
+
+import dataclasses
+import sys
+import textwrap
+
+import draccus
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.main.arguments import parse_arguments
+from lockstep.main.train_preference import TrainPreferenceConfig
+from lockstep.training import DpoConfig, OrpoConfig, PreferenceObjective, SimpoConfig
+
+FILE = ["--config_path", "config/dpo_tiny.yaml"]
+
+
+@pytest.mark.parametrize("objective", [DpoConfig(), DpoConfig(loss="ipo"), OrpoConfig(), SimpoConfig()])
+def test_a_pair_without_targets_has_no_weight(objective):
+    """It fills up the last batch of a validation: what its log-probabilities are, nan too, does not count."""
+    logprobs = jnp.array([[[-0.5, -1.5], [-2.0, -3.0]], [[jnp.nan, -1.0], [-7.0, jnp.nan]]])
+    mask = jnp.array([[[1, 1], [1, 1]], [[0, 0], [0, 0]]], bool)
+    reference = jnp.array([[-2.5, -4.0], [jnp.nan, jnp.nan]])
+    alone = objective.parts(logprobs[:1], mask[:1], reference[:1])
+    both = objective.parts(logprobs, mask, reference)
+    assert float(both.weight) == float(alone.weight) == 1
+    assert float(both.total) == float(alone.total)
+    assert {k: float(v) for k, v in both.metrics.items()} == {k: float(v) for k, v in alone.metrics.items()}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], DpoConfig(beta=0.5)),
+        (["--objective", "{type: dpo, label_smoothing: 0.1}"], DpoConfig(label_smoothing=0.1)),
+        (["--objective", "{type: orpo, beta: 0.2}"], OrpoConfig(beta=0.2)),
+        (["--objective", "{type: simpo}"], SimpoConfig()),
+    ],
+)
+def test_the_command_takes_each(arguments, expected):
+    config = parse_arguments(TrainPreferenceConfig, [*FILE, *arguments])
+    assert config.loss_fn == expected and config.has_reference == isinstance(expected, DpoConfig)
+    columns = {name: (one.shape, one.dtype.name) for name, one in config.columns(48).items()}
+    pair = {"tokens": ((2, 32), "int32"), "loss_mask": ((2, 32), "bool")}
+    assert columns == pair | ({"reference_logprobs": ((2,), "float32")} if config.has_reference else {})
+
+
+@pytest.mark.parametrize(
+    ("objective", "text"),
+    [
+        ("{type: dop}", "'objective.type' is 'dop'. Did you mean 'dpo'?"),
+        ("{type: dpo, betta: 1}", "unknown key 'objective.betta'. Did you mean 'beta'?"),
+        ("{type: 'no_module_of_this_name:Mine'}", "module 'no_module_of_this_name' could not be imported"),
+        ("{type: 'math:sqrt'}", "type 'math:sqrt' is not a subclass of PreferenceObjective"),
+    ],
+)
+def test_one_that_is_not_there_is_an_error_with_a_name(objective, text):
+    with pytest.raises(ConfigError, match=text.replace("?", r"\?")):
+        parse_arguments(TrainPreferenceConfig, [*FILE, "--objective", objective])
+
+
+def test_one_of_a_users_own_is_a_file(tmp_path, monkeypatch):
+    (tmp_path / "my_losses.py").write_text(
+        textwrap.dedent(
+            """
+            import dataclasses
+            import jax
+            from lockstep.training import PairLosses, PreferenceObjective
+
+            @dataclasses.dataclass(frozen=True, kw_only=True)
+            class Hinge(PreferenceObjective):
+                margin: float = 1.0
+
+                def losses(self, pairs):
+                    return PairLosses(jax.nn.relu(self.margin - pairs.mean[:, 0] + pairs.mean[:, 1]), pairs.mean)
+            """
+        )
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        given = {"type": "my_losses:Hinge", "margin": 3.0}
+        config = parse_arguments(TrainPreferenceConfig, [*FILE, "--objective", f"{given}"])
+        assert draccus.encode(config)["objective"] == given
+        parts = config.loss_fn.parts(np.array([[[-1.0, -1.0], [-2.0, -4.0]]], np.float32), np.ones((1, 2, 2), bool))
+        assert float(parts.total) == 1.0 and float(parts.metrics["rewards/margins"]) == 2.0
+    finally:
+        sys.modules.pop("my_losses", None)
+
+
+def test_a_subclass_must_have_losses():
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Nothing(PreferenceObjective): ...
+
+    with pytest.raises(NotImplementedError):
+        Nothing().parts(np.zeros((1, 2, 2), np.float32), np.ones((1, 2, 2), bool))
