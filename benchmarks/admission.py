@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from lockstep.schedule.planning import num_decode_steps
+from lockstep.engine.schedule.planning import num_decode_steps
 
 LIMIT = 64
 type Policy = Callable[[list[int], bool, float], int]

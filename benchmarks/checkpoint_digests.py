@@ -21,9 +21,9 @@ import jax
 import numpy as np
 
 from benchmarks.workers import write_json
-from lockstep.training import array_handler
-from lockstep.training.checkpoint import CheckpointDirectory, CheckpointMetadata, named_arrays, shape_texts
-from lockstep.training.checkpoint_arrays import handler, merge_arrays, write_arrays
+from lockstep.training.checkpoints import array_handler
+from lockstep.training.checkpoints.arrays import handler, merge_arrays, write_arrays
+from lockstep.training.checkpoints.checkpoint import CheckpointDirectory, CheckpointMetadata, named_arrays, shape_texts
 
 SPEC = array_handler._spec
 GOAL = 0.05

@@ -34,7 +34,7 @@ from benchmarks.contestants import Floor, one_device
 from benchmarks.shapes import MODEL, VOCAB, Load, random_weights
 from benchmarks.workers import write_json
 from lockstep.engine import Engine, EngineConfig
-from lockstep.schedule import Counts, Scheduler
+from lockstep.engine.schedule import Counts, Scheduler
 from lockstep.types import Completion, Drafts, Request
 
 SHARES = (0, 50, 90, 100)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 
-from lockstep.attention import xla
 from lockstep.models import DecoderWeights, LlamaConfig
+from lockstep.models.attention import xla
 
 type Model = tuple[LlamaConfig, DecoderWeights]
 

@@ -42,8 +42,8 @@ from benchmarks.workers import report, run_workers, write_json
 from lockstep.engine import Gate
 from lockstep.engine.decoder.arguments import pack
 from lockstep.engine.launches import launch_all
+from lockstep.engine.schedule import Capacity, DecodeBatch, DecodeResults, Scheduler
 from lockstep.placement import make_decode_mesh, make_mesh
-from lockstep.schedule import Capacity, DecodeBatch, DecodeResults, Scheduler
 from lockstep.types import Request, SamplingParams
 
 GOALS = {"us_per_token": 0.1, "ms_per_launch": 3.0, "gate_ms": 1.5}

@@ -70,8 +70,8 @@ def step_seconds(hosts: Any, ahead: int) -> float:
     from lockstep.models import as_trainable
     from lockstep.text import token_count
     from lockstep.training import GrpoConfig, OptimizerConfig, RolloutConfig, Trainer, TrainerConfig
-    from lockstep.training.grpo import GrpoRunFields, Rollouts
-    from lockstep.training.grpo.rewards import FunctionReward
+    from lockstep.training.rl import GrpoRunFields, Rollouts
+    from lockstep.training.rl.rewards import FunctionReward
     from tests import rollouts as runs
     from tests import tiny
 

@@ -22,19 +22,19 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.run_facts import run_facts
-from lockstep.attention import select_attention
-from lockstep.device.chips import chip_of, hops
 from lockstep.engine import DecodeModel, Engine, EngineConfig
 from lockstep.engine.sampling.sampler import never_used
 from lockstep.engine.sizing.memory_model import MemoryModel
+from lockstep.main.plan.collectives import collectives
+from lockstep.main.plan.hlo import Hlo
+from lockstep.main.plan.topology import topology
+from lockstep.main.plan.traffic import copies, step_bytes
 from lockstep.models import DecoderWeights, LayerWeights, LlamaConfig
+from lockstep.models.attention import select_attention
 from lockstep.models.families.family import ModelPreset
 from lockstep.models.families.registry import PRESETS
 from lockstep.placement import make_mesh
-from lockstep.plan.collectives import collectives
-from lockstep.plan.hlo import Hlo
-from lockstep.plan.topology import topology
-from lockstep.plan.traffic import copies, step_bytes
+from lockstep.placement.device.chips import chip_of, hops
 from lockstep.types import Drafts, Request, SamplingParams
 
 SAMPLED = SamplingParams(max_new_tokens=64, temperature=0.7)

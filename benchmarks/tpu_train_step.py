@@ -22,19 +22,19 @@ import jax
 import numpy as np
 
 from benchmarks.workers import read_rows, write_json
-from lockstep.device.chips import chip_of
+from lockstep.main.plan.cache import CompileCache, Summary
+from lockstep.main.plan.collectives import collectives, summed
+from lockstep.main.plan.fsdp import fsdp_bytes
+from lockstep.main.plan.hlo import Array, Hlo, Op
+from lockstep.main.plan.topology import Topology, topology
+from lockstep.main.plan.traffic import traffic
+from lockstep.main.plan.train_state import make_state
+from lockstep.main.plan.train_step import compile_step, makes_vocab_blocks, peak, step_flops
+from lockstep.main.plan.workload import TrainingWorkload, Workload
 from lockstep.models.families.family import ModelPreset
 from lockstep.models.families.registry import PRESETS
 from lockstep.placement import make_mesh
-from lockstep.plan.cache import CompileCache, Summary
-from lockstep.plan.collectives import collectives, summed
-from lockstep.plan.fsdp import fsdp_bytes
-from lockstep.plan.hlo import Array, Hlo, Op
-from lockstep.plan.topology import Topology, topology
-from lockstep.plan.traffic import traffic
-from lockstep.plan.train_state import make_state
-from lockstep.plan.train_step import compile_step, makes_vocab_blocks, peak, step_flops
-from lockstep.plan.workload import TrainingWorkload, Workload
+from lockstep.placement.device.chips import chip_of
 from lockstep.training import OptimizerConfig, TrainerConfig, lm_loss
 
 STEPS = 100

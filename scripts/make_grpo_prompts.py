@@ -16,7 +16,7 @@ from typing import Any
 
 from lockstep.main.arguments import parse_arguments
 from lockstep.main.train_grpo import TrainGrpoConfig
-from lockstep.training.grpo import iter_questions
+from lockstep.training.rl import iter_questions
 
 
 def prompts(config: TrainGrpoConfig, questions: str) -> Iterator[dict[str, Any]]:

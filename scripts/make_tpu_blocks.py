@@ -1,4 +1,4 @@
-"""Writes src/lockstep/attention/tpu_block_table.py: block sizes of the TPU attention kernel that are known to compile.
+"""Writes models/attention/tpu_block_table.py: block sizes of the TPU attention kernel that are known to compile.
 
     JAX_PLATFORMS=cpu .venv/bin/python scripts/make_tpu_blocks.py [--only v5p] [--missing]
 
@@ -27,10 +27,10 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from lockstep.attention.tpu_block_table import BLOCKS
-from lockstep.attention.tpu_blocks import BlockKey, stored_head_size, stored_heads, takes
-from lockstep.device import FP8
-from lockstep.plan.topology import topology
+from lockstep.main.plan.topology import topology
+from lockstep.models.attention.tpu_block_table import BLOCKS
+from lockstep.models.attention.tpu_blocks import BlockKey, stored_head_size, stored_heads, takes
+from lockstep.placement.device import FP8
 
 TABLE = Path(__file__).parents[1] / "src" / "lockstep" / "attention" / "tpu_block_table.py"
 

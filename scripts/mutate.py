@@ -31,7 +31,6 @@ PACKAGE = "src/lockstep"
 ROOMS = {
     "engine": ["tests/unit/engine"],
     "hosts": ["tests/unit/hosts", "tests/multiprocess/test_hosts.py"],
-    "schedule": ["tests/unit/schedule", "tests/unit/engine/test_engine.py"],
     "training": ["tests/unit/training"],
 }
 """The tests of each room, cheap ones first."""

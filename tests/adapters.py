@@ -21,7 +21,7 @@ from lockstep.models import (
 )
 from lockstep.placement import PARAMETER_AXES, make_mesh, mesh_of, place
 from lockstep.training import CheckpointerConfig, SavedAdapters, TrainState, model_spec, save_tokenizer
-from lockstep.training.checkpointer import Checkpointer
+from lockstep.training.checkpoints.checkpointer import Checkpointer
 from tests import tiny
 
 LORA = LoraConfig(r=3, alpha=6.0)

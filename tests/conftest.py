@@ -14,8 +14,8 @@ ONE_AFTER_THE_OTHER = ("tests/faults/", "tests/multiprocess/")
 ON_ONE_WORKER = (
     "tests/browser/",
     "tests/package/",
-    "tests/unit/training/grpo/test_rollouts.py",
-    "tests/unit/training/test_train_state.py",
+    "tests/unit/training/rl/test_rollouts.py",
+    "tests/unit/training/step/test_train_state.py",
 )
 """Tests that share something that takes long to make: a browser, a wheel, a training run."""
 

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
 
-from lockstep.attention import select, tpu_write
+from lockstep.models.attention import select, tpu_write
 
 
 class _Instead:

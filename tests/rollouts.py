@@ -9,8 +9,8 @@ import numpy as np
 
 from lockstep.text import Prompt, token_count
 from lockstep.training import GrpoConfig, OptimizerConfig, RolloutConfig, Trainer, TrainerConfig
-from lockstep.training.grpo import GrpoRunFields, Questions, Rollouts
-from lockstep.training.grpo.rewards import FunctionReward, LengthReward
+from lockstep.training.rl import GrpoRunFields, Questions, Rollouts
+from lockstep.training.rl.rewards import FunctionReward, LengthReward
 from tests import tiny
 
 BATCH, GROUP, ROW, NEW = 16, 4, 24, 8

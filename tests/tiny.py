@@ -28,7 +28,7 @@ from lockstep.training import (
     model_spec,
     save_tokenizer,
 )
-from lockstep.training.checkpointer import Checkpointer
+from lockstep.training.checkpoints.checkpointer import Checkpointer
 from lockstep.types import Request, SamplingParams
 
 TOKENIZER = "data/demo/tokenizer"

@@ -17,13 +17,13 @@ from levanter.layers.rotary import DefaultRotaryEmbeddingsConfig
 from levanter.models.llama import LlamaConfig as LevanterLlama
 from levanter.models.llama import LlamaLMHeadModel
 
-from lockstep.device import AroundLaunch
 from lockstep.engine import Gate
+from lockstep.engine.schedule import FindStop
 from lockstep.hosts import Ledger
 from lockstep.models import DecoderWeights, LlamaConfig
 from lockstep.models.levanter_reader import AXES
 from lockstep.models.weights import STACKED
-from lockstep.schedule import FindStop
+from lockstep.placement.device import AroundLaunch
 from lockstep.types import Completion, FinishReason, Request
 
 PARAMETERS, COMPUTE = {"embed": "fsdp"}, {"batch": "fsdp"}

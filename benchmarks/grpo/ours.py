@@ -15,10 +15,10 @@ from lockstep.models.rope import RotaryConfig
 from lockstep.placement import place
 from lockstep.text import Prompt, encode, load_tokenizer, token_count
 from lockstep.training import GrpoConfig, OptimizerConfig, RolloutConfig, StepInfo, Trainer, TrainerConfig
-from lockstep.training.grpo import GrpoRunFields, Questions, Rollouts
-from lockstep.training.grpo.rewards import FunctionReward
-from lockstep.training.logprobs import LogprobProgram
-from lockstep.training.step import BATCH_SPEC
+from lockstep.training.loop.logprobs import LogprobProgram
+from lockstep.training.rl import GrpoRunFields, Questions, Rollouts
+from lockstep.training.rl.rewards import FunctionReward
+from lockstep.training.step.train_step import BATCH_SPEC
 
 PHASES = {"rollout_s": "time/rollout_generate_s", "reward_s": "time/reward_s", "update_s": "time/update_s"}
 

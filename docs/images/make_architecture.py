@@ -47,8 +47,8 @@ STYLE = """
 PACKAGES = {
     "main": (0, 440, "the lockstep command"),
     "testing": (0, 764, "tests in several processes"),
-    "plan": (1, 116, "a configuration on a TPU slice"),
-    "doctor": (1, 332, "checks of machine, job, pod"),
+    "main.plan": (1, 116, "a configuration on a TPU slice"),
+    "main.doctor": (1, 332, "checks of machine, job, pod"),
     "training": (2, 200, "trainer, data, objectives"),
     "check": (1, 764, "what each process launches"),
     "launch": (2, 764, "a job on every machine"),
@@ -56,47 +56,45 @@ PACKAGES = {
     "tunix": (2, 680, "hooks and rollout for Tunix"),
     "callback": (3, 380, "SampleCallback and the round"),
     "batch_inference": (1, 548, "lockstep sample"),
-    "evaluation": (4, 770, "tasks of lm-evaluation-harness"),
+    "callback.evaluation": (4, 770, "tasks of lm-evaluation-harness"),
     "report": (4, 200, "rows, metrics, trackers"),
-    "sampling_fields": (4, 540, "shared by configurations"),
     "text": (5, 116, "tokenizer, prompts"),
     "engine": (5, 540, "sizing, programs, launches"),
-    "schedule": (6, 320, "slots, pages, batches"),
+    "engine.schedule": (6, 320, "slots, pages, batches"),
     "models": (6, 540, "families, readers, HF files"),
-    "attention": (6, 760, "paged attention"),
+    "models.attention": (6, 760, "paged attention"),
     "placement": (7, 540, "meshes, resharding"),
-    "device": (8, 640, "programs, memory, chips"),
+    "placement.device": (8, 640, "programs, memory, chips"),
     "hosts": (9, 460, "everything between processes"),
 }
 """Package: row from the top, middle of the box, what is in it."""
 
 ARROWS = (
-    ("main", "plan"),
-    ("main", "doctor"),
+    ("main", "main.plan"),
+    ("main", "main.doctor"),
     ("main", "check"),
     ("main", "batch_inference"),
     ("testing", "check"),
     ("check", "launch"),
     ("levanter", "callback"),
     ("tunix", "callback"),
-    ("plan", "training"),
-    ("doctor", "training"),
+    ("main.plan", "training"),
+    ("main.doctor", "training"),
     ("training", "callback"),
     ("callback", "report"),
-    ("callback", "sampling_fields"),
-    ("callback", "evaluation"),
-    ("evaluation", "text"),
-    ("evaluation", "engine"),
+    ("callback", "callback.evaluation"),
+    ("callback.evaluation", "text"),
+    ("callback.evaluation", "engine"),
     ("batch_inference", "training"),
-    ("sampling_fields", "engine"),
+    ("report", "engine"),
     ("report", "text"),
-    ("engine", "schedule"),
+    ("engine", "engine.schedule"),
     ("engine", "models"),
-    ("engine", "attention"),
+    ("engine", "models.attention"),
     ("models", "placement"),
-    ("placement", "device"),
-    ("attention", "device"),
-    ("device", "hosts"),
+    ("placement", "placement.device"),
+    ("models.attention", "placement.device"),
+    ("placement.device", "hosts"),
 )
 """Importer and imported; what follows from two arrows is not drawn."""
 
@@ -137,10 +135,10 @@ def packages() -> str:
             f'<path class="head" d="M{b - 4.5:g} {y_below - 9:g} h9 l-4.5 9 z"/>'
         )
     for name, (row, x, what) in PACKAGES.items():
-        kind = {"text": "wait", "report": "wait", "schedule": "wait", "launch": "wait"}.get(name, "host")
+        kind = {"text": "wait", "report": "wait", "engine.schedule": "wait", "launch": "wait"}.get(name, "host")
         parts.append(box(x, top + row * step, wide, high, kind, [name, what]))
     bottom = top + 10 * step - 8
-    parts.append(box(460, bottom, 560, high, "train", ["types, errors, units, exit_codes", "used by every package"]))
+    parts.append(box(460, bottom, 560, high, "train", ["types, errors, units, exits", "used by every package"]))
     note = "An arrow points at what a package may import, and so at all below that. Dashed: no jax inside."
     parts.append(f'<text class="small mid muted" x="460" y="{bottom + high + 26}">{note}</text>')
     return picture(920, bottom + high + 44, "Packages of lockstep, and who may import whom", parts)

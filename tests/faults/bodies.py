@@ -20,11 +20,11 @@ import jax.numpy as jnp
 from lockstep.callback import InferenceEvalConfig, SampleCallback, reporter
 from lockstep.engine import engine as engine_module
 from lockstep.engine import launches as launches_module
+from lockstep.engine.schedule import Scheduler
 from lockstep.hosts import Ledger
 from lockstep.main.run import RunConfig, rows_as_batches, train
 from lockstep.report import pattern
 from lockstep.report.trackers import NoopTracker
-from lockstep.schedule import Scheduler
 from lockstep.text import StopFinder
 from lockstep.training import OptimizerConfig, TrainerConfig, lm_loss
 from tests import tiny

@@ -13,22 +13,22 @@ from lockstep.batch_inference.manifest import check_manifest
 from lockstep.batch_inference.row_files import RowIndex
 from lockstep.batch_inference.shard import JobShape
 from lockstep.batch_inference.summary import Totals
-from lockstep.device.calibration import _read as read_calibration
 from lockstep.errors import LockstepError
 from lockstep.launch.record import load_record
 from lockstep.main.arguments import parse_arguments
 from lockstep.main.commands import find_command
 from lockstep.models import LlamaConfig, LoraConfig, config_from_hf, read_hf_config, skeleton
 from lockstep.models.hf.files import CheckpointFiles
+from lockstep.placement.device.calibration import _read as read_calibration
 from lockstep.report import Tail, drop_later, find_run, make_payload, read_jsonl, render_page, write_parquet
 from lockstep.text import read_prompts
 from lockstep.training import SavedModel, model_spec
-from lockstep.training.checkpoint import _sealed, named_arrays, shape_texts
+from lockstep.training.checkpoints.checkpoint import _sealed, named_arrays, shape_texts
+from lockstep.training.checkpoints.saved_model import SavedAdapters
 from lockstep.training.data.chunk_builder import read_chunk
 from lockstep.training.data.records import BadRow, read_piece
 from lockstep.training.data.sources import list_files
 from lockstep.training.data.token_cache import read_metadata
-from lockstep.training.saved_model import SavedAdapters
 from lockstep.urls import url_to_fs
 from tests.fuzz.hostile import damaged, documents, forged, fuzz, lines
 

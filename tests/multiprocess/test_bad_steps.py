@@ -19,7 +19,7 @@ def train(hosts, steps, bad, **values):
     from lockstep.training import OptimizerConfig, Trainer, TrainerConfig, lm_loss
     from tests.multiprocess.launches import record_launches
     from tests.unit.training.bigrams import Bigrams
-    from tests.unit.training.test_trainer import rows
+    from tests.unit.training.loop.test_trainer import rows
 
     class Poisoned:
         def batch(self, step, batch_size, part):

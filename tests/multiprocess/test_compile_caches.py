@@ -5,10 +5,10 @@ from unittest import mock
 
 import pytest
 
-from lockstep.device import program
 from lockstep.engine import Engine, EngineConfig
 from lockstep.errors import DisagreementError
 from lockstep.placement import make_mesh
+from lockstep.placement.device import program
 from tests import tiny
 from tests.multiprocess.harness import run_processes
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.device import calibrated, chip_named
+from lockstep.placement.device import calibrated, chip_named
 from tests.multiprocess.harness import run_command
 
 DOCTOR = "import os, sys; from lockstep.main.cli import main; sys.argv[0] = 'lockstep'; {before}main()"

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from lockstep import exit_codes, launch
+from lockstep import exits, launch
 from lockstep.errors import LaunchMismatchError
-from lockstep.exit_codes import PEER_FAILED
+from lockstep.exits import PEER_FAILED
 from lockstep.hosts import DistributedConfig, Hosts, leader_only, start
 from tests.multiprocess.harness import run_command, run_processes
 from tests.multiprocess.host_bodies import BEHAVIOURS
@@ -167,8 +167,8 @@ def test_sigterm_to_one_process_ends_all(where, victim):
 
 def test_watchdog_ends_a_process_that_waits_in_a_collective():
     codes, outputs = _run_by_hand(["stuck"])
-    assert codes[0] == exit_codes.WATCHDOG, outputs
-    assert codes[1] in (85, exit_codes.WATCHDOG), outputs
+    assert codes[0] == exits.WATCHDOG, outputs
+    assert codes[1] in (85, exits.WATCHDOG), outputs
     report = outputs[0]
     assert "lockstep watchdog: 'decode' on process 0 of 2 did not end within 2 s" in report
     assert "process 0: last phase 'launching decode'" in report
@@ -189,7 +189,7 @@ def test_a_fault_is_tried_again_until_nothing_was_saved_in_between():
     command = [sys.executable, str(LAUNCHER), "--retries", "9", "--", *SCENARIO, "fault", "1", "1"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)
     output = run.stdout + run.stderr
-    assert run.returncode == exit_codes.FAULT_AGAIN, output
+    assert run.returncode == exits.FAULT_AGAIN, output
     assert "trying again, 2 of 9" in output and "trying again, 3 of 9" not in output
     assert "attempt 3 has ended by a fault too, and no checkpoint was saved since the one before" in output
 

@@ -26,7 +26,7 @@ def body_leaves(hosts):
     """Leave one of everything behind on the last process."""
     import jax
 
-    from lockstep.schedule import scheduler
+    from lockstep.engine.schedule import scheduler
 
     if hosts.index < hosts.count - 1:
         return
@@ -55,7 +55,8 @@ LEFT = [
     "process 1: mesh in use : Mesh(axis_sizes=(), axis_names=()) became Mesh(axis_sizes=(2,), axis_names=('x',)",
     "process 1: signal handler SIGUSR2: <Handlers.SIG_DFL: 0> became <Handlers.SIG_IGN: 1>",
     "process 1: hosts timeout_s: 60.0 became 7.0",
-    "process 1: replaced lockstep.schedule.scheduler:Scheduler.forgotten: None became 'tests.multiprocess.test_pool'",
+    "process 1: replaced lockstep.engine.schedule.scheduler:Scheduler.forgotten: None became "
+    "'tests.multiprocess.test_pool'",
     "the processes have not launched the same programs",
 ]
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from lockstep.models import LlamaLMHeadModel
-from lockstep.training import CheckpointerConfig, KeepConfig, checkpointer
+from lockstep.training import CheckpointerConfig, KeepConfig
+from lockstep.training.checkpoints import checkpointer
 from tests import tiny
 from tests.multiprocess.harness import run_processes
 from tests.multiprocess.launches import record_launches

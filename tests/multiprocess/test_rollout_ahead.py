@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lockstep.training import CheckpointerConfig, KeepConfig
-from lockstep.training.grpo.rewards import FunctionReward, LengthReward
+from lockstep.training.rl.rewards import FunctionReward, LengthReward
 from tests import rollouts as runs
 from tests import tiny
 from tests.multiprocess.harness import run_processes

@@ -82,7 +82,10 @@ def body_sample(hosts, checkpoint, directory):
     launches = {}
     for mode in ("global_mesh", "host_data_parallel"):
         used = [{"bytes_in_use": HBM + hosts.index, "peak_bytes_in_use": 2 * HBM + hosts.index}]
-        with record_launches() as launched, mock.patch("lockstep.device.memory._stats", lambda used=used: used):
+        with (
+            record_launches() as launched,
+            mock.patch("lockstep.placement.device.memory._stats", lambda used=used: used),
+        ):
             assert sample(config(mode, inference_mode=mode), hosts) == 0
         launches[mode] = launched
     # An interrupted run, by hand: half the rows of one host, the other host's torn in the middle of a line.

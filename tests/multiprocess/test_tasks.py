@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from lockstep.callback import InferenceEvalConfig, SampleCallback
-from lockstep.evaluation import TasksConfig
+from lockstep.callback.evaluation import TasksConfig
 from lockstep.report import read_jsonl
 from lockstep.report.trackers import NoopTracker
 from tests import tiny

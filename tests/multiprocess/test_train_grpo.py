@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from lockstep.training import CheckpointerConfig, KeepConfig
-from lockstep.training.grpo.rewards import FunctionReward, LengthReward
+from lockstep.training.rl.rewards import FunctionReward, LengthReward
 from tests import rollouts as runs
 from tests import tiny
 from tests.multiprocess.harness import run_command, run_processes
@@ -50,7 +50,7 @@ def body_meshes(hosts, mesh_shapes):
     results = []
     for mesh_shape in mesh_shapes:
         trainer, rollouts, model = runs.make(mesh_shape, 2, hosts, loss=loss, run={"num_iterations": 2})
-        with warnings_of("lockstep.training.trainer") as warnings:
+        with warnings_of("lockstep.training.loop.trainer") as warnings:
             spy = runs.train(trainer, rollouts, model)
         warned = sum("FSDP shards parameters over" in text for text in warnings)
         results.append({**outcome(trainer, rollouts, spy), "warned": warned})

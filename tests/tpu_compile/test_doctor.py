@@ -10,14 +10,14 @@ pytest.importorskip("libtpu", reason="the extra [plan] brings the TPU compiler")
 
 import haliax as hax
 
-from lockstep.doctor import collectives, device_speed
-from lockstep.doctor.self_test import _init
-from lockstep.doctor.text_model import LENGTH, PROMPTS, make_tokenizer, shape_for
 from lockstep.engine import Auditor, Engine, EngineConfig
 from lockstep.hosts import Hosts, MemoryClient
+from lockstep.main.doctor import collectives, device_speed
+from lockstep.main.doctor.self_test import _init
+from lockstep.main.doctor.text_model import LENGTH, PROMPTS, make_tokenizer, shape_for
+from lockstep.main.plan import topology
 from lockstep.models import padded_vocab_size
 from lockstep.placement import data_shards, make_mesh, tensor_sizes
-from lockstep.plan import topology
 from lockstep.training import (
     OptimizerConfig,
     TrainStep,

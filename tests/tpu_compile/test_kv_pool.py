@@ -9,12 +9,12 @@ pytest.importorskip("libtpu", reason="the extra [plan] brings the TPU compiler")
 
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from lockstep.attention import Heads, StoredKvHeads, TpuAttention
-from lockstep.attention.tpu_blocks import BlockKey, blocks_for, stored_heads
-from lockstep.attention.tpu_write import NAME
-from lockstep.plan.hlo import Hlo
-from lockstep.plan.topology import topology
-from lockstep.plan.traffic import copies
+from lockstep.main.plan.hlo import Hlo
+from lockstep.main.plan.topology import topology
+from lockstep.main.plan.traffic import copies
+from lockstep.models.attention import Heads, StoredKvHeads, TpuAttention
+from lockstep.models.attention.tpu_blocks import BlockKey, blocks_for, stored_heads
+from lockstep.models.attention.tpu_write import NAME
 
 SLICES = {"v4": "v4-8", "v5e": "v5litepod-4", "v5p": "v5p-8", "v6e": "v6e-4"}
 HEADS = Heads(kv_heads=2, group=4, head_size=128)

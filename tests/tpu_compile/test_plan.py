@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra [plan]")
 
-from lockstep.device import save_calibration
+from lockstep.placement.device import save_calibration
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "config" / "simpo_tiny.yaml"
@@ -145,8 +145,8 @@ from lockstep.engine import Engine
 from lockstep.main.arguments import parse_arguments
 from lockstep.main.commands import find_command
 from lockstep.placement import make_mesh
-from lockstep.plan import CompileCache, make_plan, topology
-from lockstep.plan.train_state import make_state
+from lockstep.main.plan import CompileCache, make_plan, topology
+from lockstep.main.plan.train_state import make_state
 
 command = find_command("train-simpo")
 work = command.workload(parse_arguments(command.config(), ["--config_path", "config/simpo_tiny.yaml"]))
@@ -192,9 +192,9 @@ VMEM = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from lockstep.device.program import Ledger, compile_program
+from lockstep.placement.device.program import Ledger, compile_program
 from lockstep.errors import VmemError
-from lockstep.plan import topology
+from lockstep.main.plan import topology
 
 mesh = Mesh(np.array(topology("v5p-8").devices[:1]), ("x",), axis_types=(AxisType.Auto,))
 def struct(*shape, dtype=jnp.int32):

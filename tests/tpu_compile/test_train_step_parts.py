@@ -9,11 +9,11 @@ pytest.importorskip("libtpu", reason="the extra [plan] brings the TPU compiler")
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from lockstep.attention import CausalAttention, self_attention
+from lockstep.main.plan.collectives import collectives
+from lockstep.main.plan.hlo import Hlo
+from lockstep.main.plan.topology import topology
+from lockstep.models.attention import CausalAttention, self_attention
 from lockstep.placement import COMPUTE_AXES, make_mesh
-from lockstep.plan.collectives import collectives
-from lockstep.plan.hlo import Hlo
-from lockstep.plan.topology import topology
 from lockstep.training.objectives.vocab_blocks import VocabBlocks
 
 SLICES = {"v4": "v4-8", "v5e": "v5litepod-4", "v5p": "v5p-8", "v6e": "v6e-4"}

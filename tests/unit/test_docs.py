@@ -328,8 +328,8 @@ def test_words_that_are_fine_pass():
 
 
 def test_file_names_are_found():
-    text = "`plan/hlo.py --x`, `docs/no.md`, `inference_eval/samples`, `models/hf/`\n\n```\nrun infra/no.py\n```\n"
-    assert file_names(text) == ["plan/hlo.py", "docs/no.md", "models/hf/", "infra/no.py"]
+    text = "`main/plan/hlo.py --x`, `docs/no.md`, `inference_eval/samples`, `models/hf/`\n\n```\nrun infra/no.py\n```\n"
+    assert file_names(text) == ["main/plan/hlo.py", "docs/no.md", "models/hf/", "infra/no.py"]
 
 
 def test_the_pictures_of_the_architecture_are_those_of_their_script():

@@ -11,7 +11,7 @@ from benchmarks import grpo_step
 from benchmarks.grpo.load import LOADS, GrpoLoad, reward, save_tokenizer
 from benchmarks.grpo.turns import ContestantError, Process
 from lockstep.text import Prompt, encode, load_tokenizer
-from tests.unit.training.grpo.made_up import row
+from tests.unit.training.rl.made_up import row
 
 ROOT = Path(__file__).parents[2]
 TINY = GrpoLoad(
@@ -134,8 +134,8 @@ def test_levanters_engine_samples_from_the_trainers_own_model(tmp_path):
     from lockstep.hosts import current
     from lockstep.placement import place
     from lockstep.training import GrpoConfig
-    from lockstep.training.logprobs import LogprobProgram
-    from lockstep.training.step import BATCH_SPEC
+    from lockstep.training.loop.logprobs import LogprobProgram
+    from lockstep.training.step.train_step import BATCH_SPEC
 
     save_tokenizer(TINY, tmp_path)
     trainer, rollouts = ours.make(TINY, 1, os.fspath(tmp_path), "levanter", current(), ours.LastFigures())

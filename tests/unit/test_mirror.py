@@ -43,50 +43,50 @@ COVERED_BY = {
     **{f"check/{part}.py": "tests/multiprocess/test_check.py" for part in ("inject", "run")},
     "check/_jax.py": "tests/unit/check/test_launches.py",
     # Protocols and tables, which have no behaviour of their own.
-    "attention/base.py": "tests/unit/attention/test_reference.py",
+    "models/attention/base.py": "tests/unit/models/attention/test_reference.py",
     "launch/output_filter.py": "tests/unit/launch/test_task_script.py",
     "models/rotary.py": "tests/unit/models/test_llama.py",
     "models/hf/save_source.py": "tests/unit/models/hf/test_save.py",
     "models/hf/fingerprint.py": "tests/unit/batch_inference/test_checkpoint.py",
-    "attention/tpu_block_table.py": "tests/tpu_compile/test_blocks.py",
+    "models/attention/tpu_block_table.py": "tests/tpu_compile/test_blocks.py",
     "engine/rollout_engine.py": "tests/unit/engine/test_round.py",
-    "engine/capacity_fields.py": "tests/unit/test_sampling_fields.py",
-    "report/evaluation_fields.py": "tests/unit/test_sampling_fields.py",
-    "plan/draft_bytes.py": "tests/tpu_compile/test_drafts.py",
-    "plan/train_state.py": "tests/unit/plan/test_train_step.py",
-    "training/launcher.py": "tests/unit/training/test_trainer.py",
+    "engine/capacity_fields.py": "tests/unit/engine/test_sampling_fields.py",
+    "report/evaluation_fields.py": "tests/unit/engine/test_sampling_fields.py",
+    "main/plan/draft_bytes.py": "tests/tpu_compile/test_drafts.py",
+    "main/plan/train_state.py": "tests/unit/main/plan/test_train_step.py",
+    "training/loop/launcher.py": "tests/unit/training/loop/test_trainer.py",
     "training/data/build_progress.py": "tests/unit/training/data/test_build.py",
     "training/data/build_worker.py": "tests/unit/training/data/test_build.py",
     "training/data/cache_plan.py": "tests/unit/training/data/test_build.py",
     "training/data/chunk_builder.py": "tests/unit/training/data/test_records.py",
     "training/objectives/parts.py": "tests/unit/training/objectives/test_lm.py",
-    "training/rollout.py": "tests/unit/test_sampling_fields.py",
+    "training/rl/rollout_config.py": "tests/unit/engine/test_sampling_fields.py",
     # One kind of reward each.
     **{
-        f"training/grpo/rewards/{kind}.py": "tests/unit/training/grpo/rewards/test_rewards.py"
+        f"training/rl/rewards/{kind}.py": "tests/unit/training/rl/rewards/test_rewards.py"
         for kind in ("config", "exact_match", "format", "function", "gsm8k", "length", "overlong", "regex")
     },
     "main/setup.py": "tests/unit/main/test_train_grpo.py",
-    "training/result.py": "tests/unit/training/test_trainer.py",
-    "training/step_log.py": "tests/unit/training/test_trainer.py",
+    "training/loop/result.py": "tests/unit/training/loop/test_trainer.py",
+    "training/loop/step_log.py": "tests/unit/training/loop/test_trainer.py",
     # Programs of the decoder, which only the whole engine runs.
     "engine/decoder/build.py": "tests/unit/engine/test_engine.py",
     "engine/decoder/copy_pages.py": "tests/unit/engine/decoder/test_transformer.py",
     "engine/decoder/prefill.py": "tests/unit/engine/decoder/test_transformer.py",
-    "device/float8.py": "tests/unit/attention/test_kv_dtype.py",
+    "placement/device/float8.py": "tests/unit/models/attention/test_kv_dtype.py",
     "engine/prepare.py": "tests/unit/engine/test_engine.py",
     # Steps of a whole round, run or plan.
     "batch_inference/generate.py": "tests/unit/batch_inference/test_run.py",
-    "evaluation/results.py": "tests/unit/evaluation/test_harness.py",
-    "evaluation/task_rounds.py": "tests/multiprocess/test_tasks.py",
+    "callback/evaluation/results.py": "tests/unit/callback/evaluation/test_harness.py",
+    "callback/evaluation/task_rounds.py": "tests/multiprocess/test_tasks.py",
     "callback/round.py": "tests/unit/callback/test_sample_callback.py",
     "tunix/compute_dtype.py": "tests/unit/tunix/test_rollout.py",
     **{
-        f"training/grpo/{part}.py": "tests/unit/training/grpo/test_rollouts.py"
+        f"training/rl/{part}.py": "tests/unit/training/rl/test_rollouts.py"
         for part in ("answer_rows", "logprob_columns", "rollout_report")
     },
-    "plan/planner.py": "tests/tpu_compile/test_plan.py",
-    "doctor/layout_rounds.py": "tests/unit/doctor/test_self_test.py",
+    "main/plan/planner.py": "tests/tpu_compile/test_plan.py",
+    "main/doctor/layout_rounds.py": "tests/unit/main/doctor/test_self_test.py",
     # Processes of tests, which only several of them show.
     "testing/command.py": "tests/multiprocess/test_hosts.py",
     "testing/threads.py": "tests/unit/hosts/test_ledger.py",
@@ -96,7 +96,7 @@ COVERED_BY = {
     "launch/google.py": "tests/unit/launch/test_tpu_vm_backend.py",
     # Commands: a configuration and a call.
     "main/demo_data.py": "tests/unit/test_demo_data.py",
-    "main/plan.py": "tests/unit/main/test_plan_workload.py",
+    "main/plan_command.py": "tests/unit/main/test_plan_workload.py",
     "main/run.py": "tests/multiprocess/test_train_simpo.py",
     "main/sample.py": "tests/multiprocess/test_sample.py",
     "main/train_config.py": "tests/unit/main/test_train_grpo.py",

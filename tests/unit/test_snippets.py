@@ -17,11 +17,11 @@ import yaml
 from lockstep.errors import ConfigError
 from lockstep.launch import main as launch
 from lockstep.launch import parse as parse_launch
-from lockstep.main import cli, doctor, eval, plan
+from lockstep.main import cli, doctor_command, eval, plan_command
 from lockstep.main.arguments import decode_config, name_words, parse_arguments, read_values
 from lockstep.main.commands import COMMANDS, configured_commands
+from lockstep.main.plan import topology
 from lockstep.main.reader_arguments import Arguments
-from lockstep.plan import topology
 from lockstep.report import Row, append_jsonl
 from tests import snippets
 from tests.snippets import BLOCKS, ROOT
@@ -103,8 +103,8 @@ def test_configurations_are_read(block, tmp_path):
     reader = snippets.CONFIGURATIONS[block.name]
     values = (json.loads if block.language == "json" else yaml.safe_load)(block.text)
     if reader == "calibration":
-        from lockstep.device import calibrated
-        from lockstep.device.chips import chip_named
+        from lockstep.placement.device import calibrated
+        from lockstep.placement.device.chips import chip_named
 
         (tmp_path / "chip.json").write_text(block.text)
         chip = calibrated(chip_named(values["chip"], "tpu"), str(tmp_path / "chip.json"))
@@ -204,11 +204,11 @@ def read_lockstep(name, words):
         importlib.import_module(f"lockstep.main.{name}").add_options(parser)
         parser.parse_args(words[: words.index("--")] if "--" in words else words)
     elif name == "plan":
-        own, rest = plan._split(words)
+        own, rest = plan_command._split(words)
         assert topology(own["topology"])
-        plan._read(own.get("command"), with_file(rest))
+        plan_command._read(own.get("command"), with_file(rest))
     elif name == "doctor":
-        own, rest = doctor._split(words)
+        own, rest = doctor_command._split(words)
         parse_arguments(configured_commands()[name].config(), own)
         read_values(with_file(rest))
     else:

@@ -3,11 +3,10 @@
 import dataclasses
 from typing import Literal
 
-from lockstep.engine import EngineConfig
+from lockstep.engine import EngineConfig, SamplingFields
 from lockstep.errors import ConfigError
 from lockstep.hosts import DistributedConfig
 from lockstep.report import EvaluationFields, JsonlTrackerConfig, TrackerConfig, check_metrics
-from lockstep.sampling_fields import SamplingFields
 from lockstep.text import read_prompts
 
 InferenceMode = Literal["global_mesh", "host_data_parallel"]

@@ -16,11 +16,10 @@ from lockstep.batch_inference.prompt_store import PromptStore
 from lockstep.batch_inference.row_files import RowFile
 from lockstep.batch_inference.shard import Batch, JobShape, batches, prompts_per_batch
 from lockstep.credentials import get_logger
-from lockstep.drafts import EarlierAnswers
-from lockstep.engine import Engine, stream_on_all, take_batch
+from lockstep.engine import EarlierAnswers, Engine, stream_on_all, take_batch
+from lockstep.engine.schedule import Scheduler
 from lockstep.hosts import Hosts, Watchdog, digest, environment, leader_only
 from lockstep.report import Metric, SampleRow, load_metrics, measure
-from lockstep.schedule import Scheduler
 from lockstep.text import StopFinder, cut_at_stop, decode, token_count
 from lockstep.types import Completion, Request
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jaxtyping import Float
 
+from lockstep.engine.schedule import DraftCounts, Scheduler
 from lockstep.errors import HostTimeoutError
 from lockstep.hosts import Hosts
-from lockstep.schedule import DraftCounts, Scheduler
 
 _DIRECTORY = "lockstep/sample"
 _POST_INTERVAL_S = 0.5

@@ -11,11 +11,11 @@ from rich.table import Table
 
 from lockstep.batch_inference.config import SampleConfig
 from lockstep.credentials import get_logger, without_credentials
-from lockstep.device import peak_bytes, used_bytes
+from lockstep.engine.schedule import DraftCounts
 from lockstep.hosts import Hosts
 from lockstep.json_text import parse_json, refused
+from lockstep.placement.device import peak_bytes, used_bytes
 from lockstep.report import MAX_TABLE_ROWS, SampleRow, Tracker
-from lockstep.schedule import DraftCounts
 from lockstep.units import bytes_text
 
 log = get_logger(__name__)

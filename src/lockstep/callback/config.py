@@ -3,10 +3,10 @@
 import dataclasses
 from typing import ClassVar, Literal
 
+from lockstep.callback.evaluation import TasksConfig
+from lockstep.engine import SamplingBlock
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.evaluation import TasksConfig
 from lockstep.report import JUDGE, EvaluationFields, JudgeConfig, check_metrics
-from lockstep.sampling_fields import SamplingBlock
 from lockstep.text import read_prompts
 
 

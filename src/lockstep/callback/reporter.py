@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.callback.config import InferenceEvalConfig
+from lockstep.callback.evaluation import PREFIX, TaskResults
 from lockstep.credentials import get_logger
 from lockstep.engine import Generation
 from lockstep.errors import LockstepError
-from lockstep.evaluation import PREFIX, TaskResults
 from lockstep.hosts import leader_only, try_leader_only
 from lockstep.report import (
     BackgroundQueue,

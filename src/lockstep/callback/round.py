@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 
 from lockstep.callback.round_prompts import RoundPrompts, from_bytes, to_bytes
 from lockstep.engine import Generation, PhaseClock, Ready, generate_on_all
+from lockstep.engine.schedule import FindStop
 from lockstep.hosts import Hosts, Watchdog, environment
-from lockstep.schedule import FindStop
 from lockstep.text import Prompt
 from lockstep.types import Request
 

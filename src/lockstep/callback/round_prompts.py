@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from lockstep.callback.config import InferenceEvalConfig
-from lockstep.drafts import EarlierAnswers
-from lockstep.engine import requests_from_json, requests_to_json
+from lockstep.engine import EarlierAnswers, requests_from_json, requests_to_json
 from lockstep.errors import HostError
 from lockstep.json_text import parse_json
 from lockstep.text import Prompt, StopFinder, encode, read_prompts, stop_ids

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.callback.config import InferenceEvalConfig
+from lockstep.callback.evaluation import TaskRounds
 from lockstep.callback.reporter import Reporter
 from lockstep.callback.round import run_round
 from lockstep.callback.round_prompts import keep_answers, read_round_prompts, with_drafts
 from lockstep.credentials import get_logger
-from lockstep.drafts import EarlierAnswers
-from lockstep.engine import Auditor, Engine, Sizing
+from lockstep.engine import Auditor, EarlierAnswers, Engine, Sizing
 from lockstep.errors import ConfigError, DisagreementError, HostError, PeerError
-from lockstep.evaluation import TaskRounds
 from lockstep.hosts import Hosts, Watchdog, current, digest, environment
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
 from lockstep.placement import mesh_of

@@ -16,7 +16,7 @@ from lockstep.check.follow import Follower
 from lockstep.check.inject import DIRECTORY, STARTUP
 from lockstep.check.log import LAUNCH_TIMED_OUT
 from lockstep.errors import ConfigError
-from lockstep.exit_codes import DONE, FAILED, describe_code
+from lockstep.exits import DONE, FAILED, describe_code
 
 POLL_S = 0.2
 """Seconds between two looks at a run."""

@@ -13,13 +13,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
-from lockstep.device import AroundLaunch, Program, compile_lowered, compile_program, fetch
 from lockstep.engine.decode_model import signature_of
 from lockstep.engine.small_moves import KnownModel
 from lockstep.errors import CapacityError, ConfigError
 from lockstep.hosts import Hosts, Ledger, current, digest, ready_on_all
 from lockstep.models import DecoderWeights, LlamaConfig, as_trainable, read_decoder
 from lockstep.placement import mesh_of, place, sources, weight_specs
+from lockstep.placement.device import AroundLaunch, Program, compile_lowered, compile_program, fetch
 from lockstep.types import Completion, Request
 from lockstep.units import bytes_text
 

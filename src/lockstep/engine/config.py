@@ -4,10 +4,10 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from lockstep.device import FP8
 from lockstep.engine.capacity_fields import CapacityFields
 from lockstep.engine.capacity_fields import Layout as Layout
 from lockstep.errors import ConfigError
+from lockstep.placement.device import FP8
 
 DEFAULT_PAGE_SIZE = 16
 

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from lockstep.attention import Heads, stored_kv_heads
 from lockstep.engine.config import EngineConfig, Layout, layout_text, tensor_size
 from lockstep.engine.decoder.kv_replication import replicate_kv_heads, replicates_kv_heads
 from lockstep.engine.decoder.transformer import device_heads
 from lockstep.engine.idle_replicas import count_active, layout_with_idle_replicas
 from lockstep.errors import ConfigError
 from lockstep.models import STACKED, TENSOR_DIMS, DecoderWeights, LlamaConfig, input_dims
+from lockstep.models.attention import Heads, stored_kv_heads
 from lockstep.placement import (
     DecodeMesh,
     LayoutTree,

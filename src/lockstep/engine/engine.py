@@ -8,13 +8,13 @@ import jax
 from jax.sharding import Mesh
 
 from lockstep.credentials import get_logger
-from lockstep.device import AroundLaunch, Compilation, Compile, Program, compile_lowered, free_bytes
 from lockstep.engine.config import EngineConfig, tensor_size
 from lockstep.engine.decode_model import DecodeModel
 from lockstep.engine.gate import Gate
 from lockstep.engine.launches import BetweenLaunches, launch_all
 from lockstep.engine.prepare import Prepared, models_for, prepare_programs
 from lockstep.engine.round import generate_on_all
+from lockstep.engine.schedule import Capacity, Counts, FindStop, Scheduler
 from lockstep.engine.sizing.choose import Chooser
 from lockstep.engine.sizing.result import Sizing
 from lockstep.engine.small_moves import KnownModel, describe_change
@@ -23,7 +23,7 @@ from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, Ledger, current, environment
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
 from lockstep.placement import DecodeMesh, make_decode_mesh, sources
-from lockstep.schedule import Capacity, Counts, FindStop, Scheduler
+from lockstep.placement.device import AroundLaunch, Compilation, Compile, Program, compile_lowered, free_bytes
 from lockstep.types import Completion, Request
 
 log = get_logger(__name__)

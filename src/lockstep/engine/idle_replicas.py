@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from lockstep.engine.config import Layout
+from lockstep.engine.schedule import Capacity
 from lockstep.errors import ConfigError
 from lockstep.hosts import on_one_machine
-from lockstep.schedule import Capacity
 
 
 def count_memories(devices: Sequence[jax.Device]) -> int:

@@ -6,14 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.device import AroundLaunch, fetch, start_fetch
 from lockstep.engine.decoder.arguments import pack
 from lockstep.engine.decoder.build import Programs
 from lockstep.engine.decoder.prompt_logprobs import unpack_prompt_logprobs
 from lockstep.engine.gate import Gate
-from lockstep.models import DecoderWeights
-from lockstep.placement import DecodeMesh, place_argument
-from lockstep.schedule import (
+from lockstep.engine.schedule import (
     CopyPagesBatch,
     DecodeBatch,
     DecodeResults,
@@ -22,6 +19,9 @@ from lockstep.schedule import (
     Scheduler,
     VerifyBatch,
 )
+from lockstep.models import DecoderWeights
+from lockstep.placement import DecodeMesh, place_argument
+from lockstep.placement.device import AroundLaunch, fetch, start_fetch
 
 type BetweenLaunches = Callable[[Scheduler], None]
 """Called with the scheduler before each launch; may ``cancel`` sequences or ``abort`` all, the same on every host."""

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 
 from jax.sharding import Mesh
 
-from lockstep.device import Compile, compile_lowered
 from lockstep.engine.config import EngineConfig, layout_text
 from lockstep.engine.decode_model import DecodeModel, DecodeModels, signature_of
 from lockstep.engine.decoder.build import Programs, build_programs
@@ -16,6 +15,7 @@ from lockstep.engine.small_moves import can_follow
 from lockstep.errors import HbmError
 from lockstep.hosts import Ledger
 from lockstep.models import DecoderWeights, LlamaConfig
+from lockstep.placement.device import Compile, compile_lowered
 from lockstep.types import Request
 
 

@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from lockstep.device import AroundLaunch
 from lockstep.engine.gate import Gate
+from lockstep.engine.schedule import FindStop
 from lockstep.hosts import Ledger
-from lockstep.schedule import FindStop
+from lockstep.placement.device import AroundLaunch
 from lockstep.types import Completion, Request
 
 

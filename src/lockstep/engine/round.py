@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from lockstep.device import AroundLaunch, used_bytes
 from lockstep.engine.audit import Auditor, AuditResult
 from lockstep.engine.gate import Gate
 from lockstep.engine.launches import BetweenLaunches
 from lockstep.engine.rollout_engine import RolloutEngine
+from lockstep.engine.schedule import Counts, DraftCounts, FindStop
 from lockstep.hosts import Hosts, Watchdog, digest
-from lockstep.schedule import Counts, DraftCounts, FindStop
+from lockstep.placement.device import AroundLaunch, used_bytes
 from lockstep.types import Completion, FinishReason, Request
 
 type Ready = Callable[[], tuple[RolloutEngine, Any, Auditor | None]]

@@ -11,11 +11,11 @@ from typing import Any, Final
 import jax
 from jax.sharding import Mesh, NamedSharding, Sharding
 
-from lockstep.device import Compile, Program, block_bytes, compile_program
 from lockstep.engine.decode_model import signature_of
 from lockstep.hosts import Ledger
 from lockstep.models import DecoderWeights, LlamaConfig
 from lockstep.placement import LazyWeight, sources
+from lockstep.placement.device import Compile, Program, block_bytes, compile_program
 from lockstep.units import bytes_text
 
 SMALL_BYTES: Final = 16 * 2**20

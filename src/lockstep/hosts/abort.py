@@ -6,7 +6,7 @@ import signal
 import threading
 from collections.abc import Callable
 
-from lockstep.exit_codes import PEER_FAILED
+from lockstep.exits import PEER_FAILED
 
 LIMIT_S = 5.0
 """Seconds that the last word may take."""

@@ -22,12 +22,11 @@ from lockstep.errors import (
     PeerError,
     PromptError,
 )
-from lockstep.exit_codes import FAILED, FAULT, INTERRUPTED, PEER_FAILED, TERMINATED
+from lockstep.exits import FAILED, FAULT, INTERRUPTED, PEER_FAILED, TERMINATED, WAIT_S
 from lockstep.hosts.fault import failure_code, limit_attempts
 from lockstep.hosts.peers import announce_exit, end_process, failure_is_announced
 from lockstep.hosts.start import current_without_devices, shutdown
 from lockstep.printable import printable
-from lockstep.unfinished import WAIT_S
 
 HANDLER_S = 2.0
 """Seconds after SIGTERM that the main thread may spend in a call outside Python; then a thread ends the process."""

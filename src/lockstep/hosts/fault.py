@@ -6,7 +6,7 @@ import re
 import sys
 
 from lockstep.errors import HostError, PeerError
-from lockstep.exit_codes import FAILED, FAULT, FAULT_AGAIN
+from lockstep.exits import FAILED, FAULT, FAULT_AGAIN
 from lockstep.hosts._client import Client
 
 RESTARTS = "LOCKSTEP_RESTARTS"

@@ -14,14 +14,13 @@ from typing import NoReturn
 
 from lockstep.credentials import without_credentials
 from lockstep.errors import HostError
-from lockstep.exit_codes import DONE, EXIT_CODES, PEER_FAILED
+from lockstep.exits import DONE, EXIT_CODES, PEER_FAILED, finish_work
 from lockstep.hosts._client import Client, ServiceGoneError, service_address
 from lockstep.hosts.abort import on_abort
 from lockstep.hosts.exchange import name_processes
 from lockstep.hosts.hosts import Hosts
 from lockstep.hosts.liveness import Connection, Listener
 from lockstep.printable import printable
-from lockstep.unfinished import finish_work
 
 ANNOUNCEMENTS = "lockstep/failed"
 """Directory of the reasons, exit codes and numbers that ending processes announce, by task of the service."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import jax
 
 from lockstep.errors import ConfigError, HostTimeoutError
-from lockstep.exit_codes import PEER_FAILED
+from lockstep.exits import PEER_FAILED
 from lockstep.hosts._client import (
     Client,
     JaxClient,

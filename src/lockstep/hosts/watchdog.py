@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from lockstep.exit_codes import WATCHDOG
+from lockstep.exits import WATCHDOG
 from lockstep.hosts.fault import limit_attempts
 from lockstep.hosts.heartbeat import PeerHeartbeat, describe_elsewhere, describe_missing, heartbeats
 from lockstep.hosts.hosts import Hosts

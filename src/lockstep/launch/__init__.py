@@ -11,3 +11,5 @@ from lockstep.launch.main import main as main
 from lockstep.launch.main import parse as parse
 from lockstep.launch.options import own_words as own_words
 from lockstep.launch.options import without_debug as without_debug
+from lockstep.launch.slices import Slice as Slice
+from lockstep.launch.slices import slices as slices

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.exit_codes import DONE, SETUP_FAILED, UNREACHABLE, WORKER_LOST, describe_code
+from lockstep.exits import DONE, SETUP_FAILED, UNREACHABLE, WORKER_LOST, describe_code
 from lockstep.launch.console import ERROR, Console
 from lockstep.launch.follower import WAITING_EVENTS, Event, Follower
 from lockstep.launch.processes import LAST_LINES, REPORT_S, signals_to

@@ -4,7 +4,7 @@ import argparse
 from typing import Protocol
 
 from lockstep.errors import LockstepError
-from lockstep.exit_codes import FAILED
+from lockstep.exits import FAILED
 from lockstep.launch.record import JobRecord
 
 
@@ -13,7 +13,7 @@ class LaunchError(LockstepError):
 
     Args:
         text: What the user reads.
-        code: The exit code of the launcher, from `lockstep.exit_codes`; it decides whether ``--retries`` tries again.
+        code: The exit code of the launcher, from `lockstep.exits`; it decides whether ``--retries`` tries again.
     """
 
     def __init__(self, text: str, code: int = FAILED) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from lockstep.exit_codes import SETUP_FAILED
+from lockstep.exits import SETUP_FAILED
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.workers import Transport
 

@@ -20,7 +20,7 @@ import subprocess
 from collections.abc import Sequence
 from typing import Any, Final
 
-from lockstep.exit_codes import REFUSED, UNAVAILABLE, UNREACHABLE
+from lockstep.exits import REFUSED, UNAVAILABLE, UNREACHABLE
 from lockstep.launch.backend import LaunchError
 
 CALL_S: Final = 300.0

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from lockstep.exit_codes import DONE, INTERRUPTED, REFUSED, SETUP_FAILED, WORKER_LOST, describe_code
+from lockstep.exits import DONE, INTERRUPTED, REFUSED, SETUP_FAILED, WORKER_LOST, describe_code
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.console import Console
 from lockstep.launch.dry_run import here_document

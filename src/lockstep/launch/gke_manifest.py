@@ -11,10 +11,10 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from lockstep.exit_codes import EXIT_CODES, FAULT, PEER_FAILED, SETUP_FAILED
+from lockstep.exits import EXIT_CODES, FAULT, PEER_FAILED, SETUP_FAILED
 from lockstep.launch.env_file import RESTARTS
+from lockstep.launch.slices import Slice
 from lockstep.launch.task_script import run_command
-from lockstep.slices import Slice
 
 ACCELERATORS: Final = {
     "v4": "tpu-v4-podslice",

@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from typing import IO, Any
 
-from lockstep.exit_codes import DONE, FAULT, PEER_FAILED, TERMINATED, WORKER_LOST, describe_code
+from lockstep.exits import DONE, FAULT, PEER_FAILED, TERMINATED, WORKER_LOST, describe_code
 from lockstep.launch.console import Console
 from lockstep.launch.gke_manifest import CONTAINER, INSTALLED
 from lockstep.launch.kubectl import Kubectl

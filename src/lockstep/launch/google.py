@@ -22,10 +22,10 @@ from lockstep.launch.console import Console
 from lockstep.launch.gcloud import Gcloud
 from lockstep.launch.options import add_tpu_options, add_worker_options
 from lockstep.launch.pod import Machine, Pod, Wait
+from lockstep.launch.slices import FAMILIES, Slice, slices
 from lockstep.launch.ssh import SSH_OPTIONS
 from lockstep.launch.worker_backend import WorkerBackend
 from lockstep.launch.workers import Transport, Worker
-from lockstep.slices import FAMILIES, Slice, slices
 
 COORDINATOR_PORT: Final = "8476"
 """The port of JAX's coordination service. JAX's own since 0.8.1, 8482, is not open in the firewall rule that Google

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from lockstep.exit_codes import NOT_FOUND, REFUSED, UNREACHABLE
+from lockstep.exits import NOT_FOUND, REFUSED, UNREACHABLE
 from lockstep.launch.backend import LaunchError
 
 CALL_S: Final = 120.0

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from lockstep.errors import LockstepError
-from lockstep.exit_codes import DONE, INTERRUPTED, UNREACHABLE, WORKER_LOST, describe_code
+from lockstep.exits import DONE, INTERRUPTED, UNREACHABLE, WORKER_LOST, describe_code
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.connection import Connection, DroppedError, call
 from lockstep.launch.console import Console

@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.exit_codes import DONE, FAILED, INTERRUPTED
+from lockstep.exits import DONE, FAILED, INTERRUPTED
 from lockstep.launch.backend import Backend, LaunchError
 from lockstep.launch.backends import BACKENDS, with_named
 from lockstep.launch.options import PROG, Parser, add_backend_options, given_backend, parse_options, without_debug

@@ -10,11 +10,11 @@ import shlex
 from collections.abc import Sequence
 from typing import Any, Final
 
-from lockstep.exit_codes import REFUSED
+from lockstep.exits import REFUSED
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.gcloud import Gcloud, GcloudError
 from lockstep.launch.pod import LABEL, Machine, Wait, by_hand
-from lockstep.slices import IMAGE_PROJECT, Slice
+from lockstep.launch.slices import IMAGE_PROJECT, Slice
 
 CAPACITY_FLAGS: Final = {
     "on-demand": [],

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from lockstep.exit_codes import UNREACHABLE
+from lockstep.exits import UNREACHABLE
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.console import Console
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
-from lockstep.exit_codes import UNAVAILABLE
+from lockstep.exits import UNAVAILABLE
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.gcloud import GcloudError
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.exit_codes import FAILED, PREFLIGHT, SETUP_FAILED, UNREACHABLE
+from lockstep.exits import FAILED, PREFLIGHT, SETUP_FAILED, UNREACHABLE
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.connection import DroppedError, call
 from lockstep.launch.console import Console

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import IO
 
-from lockstep.exit_codes import FAULT, PEER_FAILED
+from lockstep.exits import FAULT, PEER_FAILED
 from lockstep.launch.console import ERROR
 from lockstep.redact import Redactor
 

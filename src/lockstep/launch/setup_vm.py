@@ -16,7 +16,7 @@ import tomllib
 from pathlib import Path
 from typing import Final
 
-from lockstep.exit_codes import SETUP_FAILED
+from lockstep.exits import SETUP_FAILED
 from lockstep.launch.backend import LaunchError
 
 ROOT: Final = Path(__file__).resolve().parents[3]

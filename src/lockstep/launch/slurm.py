@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from lockstep.errors import ConfigError
-from lockstep.exit_codes import (
+from lockstep.exits import (
     DONE,
     FAILED,
     KILLED,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from lockstep.errors import ConfigError
-from lockstep.exit_codes import EXIT_CODES, FAULT, PEER_FAILED, SETUP_FAILED, TERMINATED, WORKER_LOST
+from lockstep.exits import EXIT_CODES, FAULT, PEER_FAILED, SETUP_FAILED, TERMINATED, WORKER_LOST
 from lockstep.launch.env_file import RESTARTS
 from lockstep.launch.task_script import run_command
 

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from lockstep.exit_codes import DONE, FAULT, PEER_FAILED, UNREACHABLE, WORKER_LOST, is_retried
+from lockstep.exits import DONE, FAULT, PEER_FAILED, UNREACHABLE, WORKER_LOST, is_retried
 
 CAUSE_S = 4.0
 """Seconds after a process ended because of another one in which that other one may end too, and is then named.

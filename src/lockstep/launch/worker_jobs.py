@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from lockstep.errors import ConfigError
-from lockstep.exit_codes import DONE, INTERRUPTED, is_retried
+from lockstep.exits import DONE, INTERRUPTED, is_retried
 from lockstep.launch.attempt import Outcome, Plan, RunningAttempt
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.console import Console

@@ -4,7 +4,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from lockstep import exit_codes
+from lockstep import exits
 from lockstep.credentials import without_credentials
 from lockstep.errors import LockstepError
 from lockstep.launch import own_words, without_debug
@@ -30,7 +30,7 @@ def run(arguments: Sequence[str]) -> int:
         from lockstep.main.help import overview
 
         print(overview())
-        return exit_codes.DONE if arguments else exit_codes.USAGE
+        return exits.DONE if arguments else exits.USAGE
     command, rest = find_command(arguments[0]), list(arguments[1:])
     asked = next((index for index, word in enumerate(own_words(rest)) if word in HELP), None)
     if asked is not None and not command.own_help:
@@ -38,7 +38,7 @@ def run(arguments: Sequence[str]) -> int:
 
         after = rest[asked + 1 : asked + 2]
         print(command_help(command, after[0] if after and not after[0].startswith("-") else None))
-        return exit_codes.DONE
+        return exits.DONE
     return command.run(rest)
 
 
@@ -73,4 +73,4 @@ def run_alone(arguments: Sequence[str], debug: bool) -> int:
         if debug:
             traceback.print_exc()
         print(f"error: {printable(without_credentials(str(error)))}", file=sys.stderr)
-        return exit_codes.FAILED
+        return exits.FAILED

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from lockstep.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lockstep.plan import Workload
+    from lockstep.main.plan import Workload
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -217,13 +217,13 @@ COMMANDS: Final = (
         name="plan",
         purpose=PREPARE,
         summary="compile a configuration for a TPU slice without a TPU: does it fit, how fast",
-        module="lockstep.main.plan",
+        module="lockstep.main.plan_command",
         example="lockstep plan --config_path config/grpo_gsm8k_qwen25_3b_v6e_8.yaml --topology v6e-8",
         usage="--topology NAME [--config_path FILE.yaml] [options] [--key.in.dots VALUE ...]",
         description="Compiles the programs of a configuration (train step, moving the weights, prefill, decode) for a "
         "TPU slice, on a machine without a TPU: what fits, what is exchanged, how fast it can be at best. Exit code 0 "
         "if it fits, 1 if it does not. Keys of the configuration can be given too, and win over the file.",
-        options="lockstep.main.plan:add_options",
+        options="lockstep.main.plan_command:add_options",
     ),
     Command(
         name="check",
@@ -242,7 +242,7 @@ COMMANDS: Final = (
         name="doctor",
         purpose=PREPARE,
         summary="look at machine, job and pod: what needs a fix, how fast they are, a self-test",
-        module="lockstep.main.doctor",
+        module="lockstep.main.doctor_command",
         example="lockstep doctor --config_path config/simpo_tiny.yaml --self-test",
         usage="[--self-test] [--config_path FILE.yaml] [--key VALUE ...]",
         description="Looks at this machine, the processes of the job, their devices and what connects them; start it "

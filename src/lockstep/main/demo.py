@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from lockstep import exit_codes
+from lockstep import exits
 from lockstep.launch import main as launch
 from lockstep.main.commands import find_command
 from lockstep.main.demo_data import split, write_rows, write_tokenizer
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(list(arguments))
     if options.help:
         print(parser.format_help())
-        return exit_codes.DONE
+        return exits.DONE
     if options.steps is not None and options.steps < 1:
         parser.error(f"--steps is {options.steps}; it must be at least 1")
     directory = Path(options.directory)
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.steps is not None:
         words += ["--trainer.num_train_steps", str(options.steps)]
     code = launch(words)
-    if code == exit_codes.DONE:
+    if code == exits.DONE:
         print(closing(directory / "runs" / run_id), flush=True)
     return code
 

@@ -12,10 +12,10 @@ import rich
 from rich.table import Table
 
 from lockstep.batch_inference import JobConfig, checkpoint_at, load
+from lockstep.callback.evaluation import PREFIX, TaskResults, TaskRounds, TasksConfig
 from lockstep.credentials import get_logger
 from lockstep.engine import EngineConfig
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.evaluation import PREFIX, TaskResults, TaskRounds, TasksConfig
 from lockstep.hosts import Hosts, config_digest, leader_only, start
 from lockstep.main.arguments import name_words, parse_arguments
 from lockstep.placement import make_mesh

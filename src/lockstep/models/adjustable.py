@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from lockstep.attention import NO_WINDOW
 from lockstep.models import block
+from lockstep.models.attention import NO_WINDOW
 from lockstep.models.config import LlamaConfig, layer_kinds, rotary_frequencies
 from lockstep.models.weights import DecoderWeights, LayerWeights
 

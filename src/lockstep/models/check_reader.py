@@ -12,7 +12,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
-from lockstep.device import Program, compile_program, fetch
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.hosts import Hosts, current, digest
 from lockstep.models.adjustable import Settings, adjustable_logits
@@ -20,6 +19,7 @@ from lockstep.models.reader import read_decoder
 from lockstep.models.skeleton import as_trainable
 from lockstep.models.suspects import suspects
 from lockstep.placement import mesh_of, place, sources, weight_specs
+from lockstep.placement.device import Program, compile_program, fetch
 
 LEAST_TOLERANCE = 5e-4
 """Nats by which log-probabilities in float32 may differ: rounding of some 30 layers stays below."""

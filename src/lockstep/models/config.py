@@ -9,8 +9,8 @@ import draccus
 import numpy as np
 from jaxtyping import Float
 
-from lockstep.attention import AttentionBackend, check_backend
 from lockstep.errors import ConfigError
+from lockstep.models.attention import AttentionBackend, check_backend
 from lockstep.models.rope import RotaryConfig
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "xielu"]

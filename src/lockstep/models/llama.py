@@ -13,9 +13,9 @@ from haliax.nn.scan import Stacked
 from haliax.partitioning import physical_axis_name
 from jaxtyping import Array
 
-from lockstep.attention import CausalAttention, self_attention
 from lockstep.errors import ConfigError
 from lockstep.models import block
+from lockstep.models.attention import CausalAttention, self_attention
 from lockstep.models.config import LlamaConfig, distinct, layer_kinds
 from lockstep.models.low_rank import Weight, linear
 from lockstep.models.output_layer import float32_logits

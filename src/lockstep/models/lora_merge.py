@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from lockstep.device import Program, compile_program
 from lockstep.hosts import Hosts, Ledger, Watchdog
 from lockstep.models.llama import LlamaLMHeadModel
 from lockstep.models.lora import LoraModel
 from lockstep.models.low_rank import MergeLora
 from lockstep.placement import mesh_of
+from lockstep.placement.device import Program, compile_program
 
 
 def merge_adapters(model: LoraModel, hosts: Hosts, dtype: Any = None) -> LlamaLMHeadModel:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.attention import NO_WINDOW
 from lockstep.models.adjustable import ACTIVATIONS, PAIRS, SQUARE, Settings
+from lockstep.models.attention import NO_WINDOW
 from lockstep.models.config import LayerKind, LlamaConfig, distinct, layer_kinds, rotary_frequencies
 from lockstep.models.rope import Llama3Scaling, RotaryConfig
 from lockstep.models.weights import DecoderWeights

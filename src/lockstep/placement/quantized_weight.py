@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8, UInt8
 
-from lockstep.device import BYTE, FP8, LARGEST_FP8, as_numbers
 from lockstep.placement.decode_mesh import DecodeMesh
+from lockstep.placement.device import BYTE, FP8, LARGEST_FP8, as_numbers
 from lockstep.placement.leaf_layout import LayoutTree, LeafLayout, Spec
 
 INT8: Final = jnp.dtype(jnp.int8)
@@ -30,7 +30,7 @@ class QuantizedWeight:
     """A weight in 8 bits; the axes of its inputs come first, after the layer.
 
     Args:
-        values: Integers, or the bytes of E4M3 numbers (`lockstep.device.float8`).
+        values: Integers, or the bytes of E4M3 numbers (`lockstep.placement.device.float8`).
         scale: What each output channel is multiplied by: the weight's axes without those of the inputs.
     """
 

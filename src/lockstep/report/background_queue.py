@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 
 from lockstep.credentials import get_logger
-from lockstep.unfinished import WAIT_S, before_end, finish_work
+from lockstep.exits import WAIT_S, before_end, finish_work
 
 log = get_logger(__name__)
 

@@ -1,8 +1,16 @@
 """Training: configuration, data, objectives, and the loop."""
 
-from lockstep.training.batch_source import BatchFeed, BatchSource
-from lockstep.training.checkpointer_config import CheckpointerConfig, KeepConfig, resumable_base, write_resumable
-from lockstep.training.config import TrainerConfig
+from lockstep.training.checkpoints.config import CheckpointerConfig, KeepConfig, resumable_base, write_resumable
+from lockstep.training.checkpoints.kept_files import bring_files, keep_files
+from lockstep.training.checkpoints.saved_model import (
+    SavedAdapters,
+    SavedModel,
+    has_checkpoint,
+    model_spec,
+    save_tokenizer,
+    saved_at,
+    saved_model,
+)
 from lockstep.training.data import (
     CachedRows,
     DataConfig,
@@ -12,18 +20,17 @@ from lockstep.training.data import (
     SourceConfig,
     TokenCache,
 )
-from lockstep.training.grpo import (
-    ROLLOUTS_FILE,
-    GrpoRunFields,
-    Questions,
-    Rollouts,
-    load_questions,
-    make_rewarder,
-)
-from lockstep.training.hooks import Hook, StepInfo
-from lockstep.training.kept_files import bring_files, keep_files
-from lockstep.training.logprobs import ReferenceLogprobs
-from lockstep.training.loss_watch import LossSpikeConfig
+from lockstep.training.data.rows import Batches, BatchesOfLengths, TokenizedRows
+from lockstep.training.loop.batch_source import BatchFeed, BatchSource
+from lockstep.training.loop.config import TrainerConfig
+from lockstep.training.loop.hooks import Hook, StepInfo
+from lockstep.training.loop.logprobs import ReferenceLogprobs
+from lockstep.training.loop.loss_watch import LossSpikeConfig
+from lockstep.training.loop.profiler import ProfilerConfig
+from lockstep.training.loop.result import TrainResult
+from lockstep.training.loop.stopping import StopRequest
+from lockstep.training.loop.trainer import Trainer
+from lockstep.training.loop.validation import Validation
 from lockstep.training.objectives import (
     REFERENCE,
     DpoConfig,
@@ -39,26 +46,19 @@ from lockstep.training.objectives import (
     lm_loss,
     needs_vocab_blocks,
 )
-from lockstep.training.optimizer import OptimizerConfig
-from lockstep.training.precision import Precision, parse_precision
-from lockstep.training.profiler import ProfilerConfig
-from lockstep.training.result import TrainResult
-from lockstep.training.rollout import RolloutConfig
-from lockstep.training.rows import Batches, BatchesOfLengths, TokenizedRows
-from lockstep.training.saved_model import (
-    SavedAdapters,
-    SavedModel,
-    has_checkpoint,
-    model_spec,
-    save_tokenizer,
-    saved_at,
-    saved_model,
+from lockstep.training.rl import (
+    ROLLOUTS_FILE,
+    GrpoRunFields,
+    Questions,
+    Rollouts,
+    load_questions,
+    make_rewarder,
 )
-from lockstep.training.step import TrainStep, batch_structs, parameter_shardings, state_structs
-from lockstep.training.stopping import StopRequest
-from lockstep.training.train_state import TrainState
-from lockstep.training.trainer import Trainer
-from lockstep.training.validation import Validation
+from lockstep.training.rl.rollout_config import RolloutConfig
+from lockstep.training.step.optimizer import OptimizerConfig
+from lockstep.training.step.precision import Precision, parse_precision
+from lockstep.training.step.train_state import TrainState
+from lockstep.training.step.train_step import TrainStep, batch_structs, parameter_shardings, state_structs
 
 __all__ = [
     "BatchFeed",

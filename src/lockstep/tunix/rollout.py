@@ -14,12 +14,12 @@ from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.rl import common, reshard, utils
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 
-from lockstep.device import fetch
 from lockstep.engine import Engine, EngineConfig, generate_on_all
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, current, environment
 from lockstep.models import read_decoder
 from lockstep.placement import mesh_of
+from lockstep.placement.device import fetch
 from lockstep.tunix.compute_dtype import compute_dtype
 from lockstep.types import Completion, Request, SamplingParams
 

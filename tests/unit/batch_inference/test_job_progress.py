@@ -8,8 +8,8 @@ import pytest
 
 from lockstep.batch_inference.job_progress import Board, HostProgress, JobProgress, Meter
 from lockstep.batch_inference.live_view import line, panel
+from lockstep.engine.schedule.scheduler import Counts
 from lockstep.errors import HostTimeoutError
-from lockstep.schedule.scheduler import Counts
 from tests.multiprocess.harness import run_threads
 from tests.unit.batch_inference.made_up_progress import FIRST, JOB, shown
 

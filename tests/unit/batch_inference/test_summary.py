@@ -15,7 +15,7 @@ from lockstep.batch_inference.summary import (
     metrics,
     summary_table,
 )
-from lockstep.schedule import DraftCounts
+from lockstep.engine.schedule import DraftCounts
 from tests.multiprocess.harness import run_threads
 from tests.unit.batch_inference.made_up_progress import shown
 from tests.unit.batch_inference.made_up_rows import row

@@ -9,10 +9,10 @@ import types
 import pytest
 
 from lockstep.callback import InferenceEvalConfig
+from lockstep.callback.evaluation import TaskResults, TaskRow
 from lockstep.callback.reporter import MAX_WAITING, Reporter
 from lockstep.engine import Generation
 from lockstep.errors import ConfigError
-from lockstep.evaluation import TaskResults, TaskRow
 from lockstep.report import Judge, JudgeConfig, Row, read_jsonl
 from lockstep.report.saved_rows import read_rows
 from lockstep.report.trackers import NoopTracker

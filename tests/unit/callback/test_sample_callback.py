@@ -13,9 +13,9 @@ import pytest
 
 import lockstep
 from lockstep.callback import InferenceEvalConfig, SampleCallback
-from lockstep.device import memory as device_memory
 from lockstep.models import UnreadableModelError, register_reader
 from lockstep.placement import make_mesh
+from lockstep.placement.device import memory as device_memory
 from lockstep.report.trackers import NoopTracker
 from lockstep.training import StepInfo
 from tests import tiny

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from lockstep.engine import Engine, EngineConfig, Gate
+from lockstep.engine.schedule import Scheduler
 from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import current
-from lockstep.schedule import Scheduler
 from lockstep.types import Completion, FinishReason, Request
 from tests.unit.engine.models import mesh_of, mixed_requests, model_on, request
-from tests.unit.schedule.test_schedule import find_stop
+from tests.unit.engine.schedule.test_schedule import find_stop
 
 
 @pytest.fixture(scope="module")

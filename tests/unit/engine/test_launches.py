@@ -9,16 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lockstep.device import Program
 from lockstep.engine.decoder.build import Programs
 from lockstep.engine.gate import Gate
 from lockstep.engine.launches import launch_all
+from lockstep.engine.schedule import DecodeResults, Scheduler
 from lockstep.models import DecoderWeights
 from lockstep.placement import make_decode_mesh
-from lockstep.schedule import DecodeResults, Scheduler
+from lockstep.placement.device import Program
 from lockstep.types import FinishReason
 from tests.unit.engine.models import mesh_of
-from tests.unit.schedule.test_scheduler import capacity_of, request
+from tests.unit.engine.schedule.test_scheduler import capacity_of, request
 
 
 class Notes:

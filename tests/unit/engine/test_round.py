@@ -7,10 +7,10 @@ import jax
 import pytest
 
 from lockstep.engine import generate_on_all, stream_on_all
+from lockstep.engine.schedule import Counts
 from lockstep.errors import DisagreementError, PeerError
 from lockstep.hosts import Ledger
 from lockstep.placement import make_mesh
-from lockstep.schedule import Counts
 from lockstep.types import Completion, Drafts, FinishReason
 from tests import tiny
 from tests.multiprocess.harness import run_threads

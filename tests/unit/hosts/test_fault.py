@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep import errors
-from lockstep.exit_codes import FAILED, FAULT, FAULT_AGAIN
+from lockstep.exits import FAILED, FAULT, FAULT_AGAIN
 from lockstep.hosts import MemoryClient, fault
 from lockstep.hosts.exchange import raise_if_any_failed
 from lockstep.hosts.fault import failure_code, is_fault, limit_attempts, note_saved

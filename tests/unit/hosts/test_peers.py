@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lockstep.exit_codes import EXIT_CODES, PEER_FAILED, TERMINATED
+from lockstep.exits import EXIT_CODES, PEER_FAILED, TERMINATED
 from lockstep.hosts.peers import _summarize
 
 

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.exit_codes import PEER_FAILED, is_retried
+from lockstep.exits import PEER_FAILED, is_retried
 from lockstep.hosts import DistributedConfig, Hosts, MemoryClient, current, start
 
 module = sys.modules[start.__module__]

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from lockstep import exit_codes
+from lockstep import exits
 from lockstep.hosts import Hosts, MemoryClient, Watchdog
 from tests.clock import Clock
 
@@ -28,7 +28,7 @@ with Watchdog(hosts, 0.3).watch("decode"):
 def test_watchdog_reports_and_ends():
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", WATCHED], env=env, capture_output=True, text=True)
-    assert done.returncode == exit_codes.WATCHDOG
+    assert done.returncode == exits.WATCHDOG
     assert "'decode' on process 0 of 2 did not end within 0.3 s" in done.stderr
     assert re.search(r"process 0: last phase 'decode 7' \d+ s ago", done.stderr)
     assert "process 1: never heard of" in done.stderr
@@ -87,10 +87,7 @@ def test_a_block_that_lasts_its_time_ends_the_process_and_not_before(clock, ende
         clock.now = 60.0
         clock.wake()
         watchdog._thread.join(60)
-    assert (
-        ended == [exit_codes.WATCHDOG]
-        and "'decode' on process 0 of 1 did not end within 60 s" in capfd.readouterr().err
-    )
+    assert ended == [exits.WATCHDOG] and "'decode' on process 0 of 1 did not end within 60 s" in capfd.readouterr().err
 
 
 def test_after_an_inner_block_the_outer_one_is_watched_with_its_own_deadline():

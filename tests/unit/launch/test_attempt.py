@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from lockstep.exit_codes import INTERRUPTED, KILLED, SETUP_FAILED, UNREACHABLE, WORKER_LOST
+from lockstep.exits import INTERRUPTED, KILLED, SETUP_FAILED, UNREACHABLE, WORKER_LOST
 from tests.fake_cloud.cloud import wait_for
 
 FAST = ("--no-preflight", "--grace_s", "2", "--name", "job")

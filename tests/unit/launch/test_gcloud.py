@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.exit_codes import REFUSED, UNAVAILABLE, UNREACHABLE
+from lockstep.exits import REFUSED, UNAVAILABLE, UNREACHABLE
 from lockstep.launch.gcloud import CAUSES, NOT_INSTALLED, Gcloud, GcloudError, classify
 from tests.fake_cloud.google_cloud import Cloud
 

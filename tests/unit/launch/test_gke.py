@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import exit_codes
+from lockstep import exits
 from lockstep.launch import main
 from lockstep.launch.gke_pods import PodState
 from lockstep.launch.record import load_record
@@ -162,7 +162,7 @@ def test_ctrl_c_once_ends_in_order_and_twice_at_once(cluster, times):
 def test_what_the_cluster_refuses_is_explained_and_nothing_is_left(cluster, monkeypatch, capsys, refusal, advice, code):
     monkeypatch.setenv("FAKE_KUBE_REFUSES", refusal)
     (cluster / "env").write_text(f"HF_TOKEN={SECRET}\n")
-    assert launch("--env_file", "env") == getattr(exit_codes, code)
+    assert launch("--env_file", "env") == getattr(exits, code)
     shown = capsys.readouterr().err
     assert f"error: kubectl create was refused: {refusal}" in shown and advice in shown
     assert not list((cluster / "kube").glob("*-job.json"))
@@ -177,7 +177,7 @@ def test_what_is_not_ours_is_neither_replaced_nor_deleted(cluster, capsys, kind,
     file = cluster / f"kube/{kind}-{name}.json"
     file.write_text(json.dumps({"metadata": {"name": name, "labels": labels}, "data": {"password": "dmFsdWU="}}))
     before = file.read_text()
-    assert launch("--env_file", "env") == exit_codes.REFUSED
+    assert launch("--env_file", "env") == exits.REFUSED
     shown = capsys.readouterr().err
     assert f'{kind}s "{name}" already exists' in shown and "It is not of this job, so it stays as it is." in shown
     assert [path.name for path in (cluster / "kube").glob("*-job*.json")] == [file.name]
@@ -194,7 +194,7 @@ def test_what_a_launcher_that_was_killed_has_left_is_replaced(cluster, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr("lockstep.launch.gke.job_set", killed)
         patch.setattr("lockstep.launch.gke.Cluster.delete", lambda self: None)
-        assert launch("--env_file", "env") == exit_codes.INTERRUPTED
+        assert launch("--env_file", "env") == exits.INTERRUPTED
     first = json.loads((cluster / "kube/secret-job.json").read_text())["metadata"]["labels"]
     assert launch("--env_file", "env", "--no-foreground") == 0
     assert json.loads((cluster / "kube/secret-job.json").read_text())["metadata"]["labels"] != first
@@ -255,7 +255,7 @@ def test_processes_that_the_others_wait_for_are_named_once_a_minute(cluster, mon
 
 def test_an_image_that_is_not_there_ends_the_job(cluster, monkeypatch, capsys):
     monkeypatch.setenv("FAKE_KUBE_WAITS", "ImagePullBackOff")
-    assert launch() == exit_codes.SETUP_FAILED
+    assert launch() == exits.SETUP_FAILED
     shown = capsys.readouterr().err
     assert "job: Pending (ImagePullBackOff: as the test wants it)" in shown
     assert "process 0 can never start. Mend it (--image)" in shown
@@ -264,7 +264,7 @@ def test_an_image_that_is_not_there_ends_the_job(cluster, monkeypatch, capsys):
 @pytest.mark.slow
 def test_a_name_is_taken_until_it_is_deleted(cluster, capsys):
     assert launch() == 0
-    assert launch() == exit_codes.REFUSED
+    assert launch() == exits.REFUSED
     assert "there is a JobSet job already. Give another --name, or delete it: lockstep launch delete job" in (
         capsys.readouterr().err
     )
@@ -308,7 +308,7 @@ def test_files_are_unpacked_where_the_command_runs(cluster, capfd):
 def test_without_kubectl_it_says_how_to_get_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("LOCKSTEP_JOBS_DIR", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert launch() == exit_codes.NOT_FOUND
+    assert launch() == exits.NOT_FOUND
     assert "kubectl was not found. Install it: gcloud components install kubectl" in capsys.readouterr().err
 
 

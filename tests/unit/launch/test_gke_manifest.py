@@ -7,9 +7,9 @@ import subprocess
 import pytest
 from kubeflow_trainer_api import models
 
-from lockstep.exit_codes import EXIT_CODES, is_retried
+from lockstep.exits import EXIT_CODES, is_retried
 from lockstep.launch.gke_manifest import GkeJob, config_maps, job_set, pod_script, secret
-from lockstep.slices import slices
+from lockstep.launch.slices import slices
 from tests.fake_cloud.shellcheck import shellcheck
 
 

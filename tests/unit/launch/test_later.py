@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from lockstep.exit_codes import DONE, FAILED, TERMINATED, UNREACHABLE
+from lockstep.exits import DONE, FAILED, TERMINATED, UNREACHABLE
 
 FAST = ("--no-preflight", "--no-foreground", "--grace_s", "5", "--name", "job")
 

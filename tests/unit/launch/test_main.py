@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 import lockstep
-from lockstep.exit_codes import PREFLIGHT
+from lockstep.exits import PREFLIGHT
 from lockstep.launch import BACKENDS, Backend, LaunchError, main
 
 ROOT = Path(__file__).parents[3]
 PACKAGE = Path(lockstep.__file__).parent
 
 
-ALONE = ("credentials", "errors", "exit_codes", "printable", "slices")
+ALONE = ("credentials", "errors", "exits", "json_text", "printable", "redact")
 """The modules beside its own that the launcher may import."""
 
 
@@ -26,7 +26,7 @@ def sources():
 
 
 def imported(node):
-    """The modules of an import; ``from lockstep import exit_codes`` is one of ``lockstep.exit_codes``."""
+    """The modules of an import; ``from lockstep import exits`` is one of ``lockstep.exits``."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom):

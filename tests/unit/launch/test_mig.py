@@ -6,12 +6,12 @@ import shlex
 
 import pytest
 
-from lockstep.exit_codes import REFUSED, UNAVAILABLE
+from lockstep.exits import REFUSED, UNAVAILABLE
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.gcloud import Gcloud, GcloudError
 from lockstep.launch.mig import Mig
 from lockstep.launch.pod import Wait
-from lockstep.slices import slices
+from lockstep.launch.slices import slices
 from tests.fake_cloud import gcloud
 from tests.fake_cloud.google_cloud import Cloud
 

@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.exit_codes import REFUSED
+from lockstep.exits import REFUSED
 from lockstep.launch import BACKENDS, parse
 from lockstep.launch.mig_backend import MigBackend
 from tests.fake_cloud.laptop import Laptop

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.exit_codes import REFUSED, UNREACHABLE
+from lockstep.exits import REFUSED, UNREACHABLE
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.console import Console
 from lockstep.launch.patience import Patience

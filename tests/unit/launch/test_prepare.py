@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from lockstep.exit_codes import PREFLIGHT, SETUP_FAILED
+from lockstep.exits import PREFLIGHT, SETUP_FAILED
 from lockstep.launch import prepare as module
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.console import Console

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.exit_codes import SETUP_FAILED
+from lockstep.exits import SETUP_FAILED
 from lockstep.launch import setup_vm
 from lockstep.launch.backend import LaunchError
 from tests.fake_cloud.shellcheck import shellcheck

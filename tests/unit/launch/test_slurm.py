@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import exit_codes
+from lockstep import exits
 from lockstep.launch import main
 from lockstep.launch.record import load_record
 from lockstep.launch.task_script import filter_files
@@ -82,12 +82,12 @@ def test_a_lost_node_is_tried_again_and_its_log_is_kept(cluster, monkeypatch, ca
     monkeypatch.setenv("FAKE_SLURM_LOSES_NODE", "1")
     text = PRINT + "import time; time.sleep(2 if 'SLURM_RESTART_COUNT' not in os.environ else 0)"
     assert launch("--nodes", "2", "--retries", "1", python=text) == 0
-    assert (cluster / "jobs/job/attempt-1/code").read_text() == f"{exit_codes.WORKER_LOST}\n"
+    assert (cluster / "jobs/job/attempt-1/code").read_text() == f"{exits.WORKER_LOST}\n"
     assert (cluster / "jobs/job/attempt-2/code").read_text() == "0\n"
     assert capfd.readouterr().out.count("[1] task 1") == 2
     assert main(["logs", "job"]) == 0
     assert capfd.readouterr().out.count("[1] task 1") == 2
-    assert launch("--nodes", "2", python=text, name="once") == exit_codes.WORKER_LOST
+    assert launch("--nodes", "2", python=text, name="once") == exits.WORKER_LOST
 
 
 def test_a_signal_to_the_task_is_the_commands_and_ends_it_in_order(cluster):
@@ -115,7 +115,7 @@ def test_a_controller_that_is_away_for_a_moment_is_asked_again(cluster, capfd):
 @pytest.mark.slow
 def test_the_name_of_a_job_in_the_queue_is_taken(cluster, capsys):
     assert launch("--no-foreground", python="import time; time.sleep(30)") == 0
-    assert launch(python="print(1)") == exit_codes.REFUSED
+    assert launch(python="print(1)") == exits.REFUSED
     assert "is in Slurm's queue (job 1000). Give another --name" in capsys.readouterr().err
     assert main(["delete", "job"]) == 0
     assert launch(python="print(1)") == 0
@@ -153,7 +153,7 @@ def test_ctrl_c_cancels_the_job(cluster):
 )
 def test_what_sbatch_refuses_is_explained(cluster, monkeypatch, capsys, refusal, advice):
     monkeypatch.setenv("FAKE_SLURM_REFUSES", refusal)
-    assert launch(python="print(1)") == exit_codes.REFUSED
+    assert launch(python="print(1)") == exits.REFUSED
     shown = capsys.readouterr().err
     assert f"error: sbatch refused: {refusal}" in shown and advice in shown
     assert not list((cluster / "jobs/job").glob("secrets*"))
@@ -162,7 +162,7 @@ def test_what_sbatch_refuses_is_explained(cluster, monkeypatch, capsys, refusal,
 def test_without_slurm_it_says_where_to_run_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("LOCKSTEP_JOBS_DIR", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert launch(python="print(1)") == exit_codes.NOT_FOUND
+    assert launch(python="print(1)") == exits.NOT_FOUND
     assert "sbatch was not found. Run this on a login node" in capsys.readouterr().err
 
 
@@ -189,7 +189,7 @@ def test_the_file_of_secrets_is_gone_while_the_last_attempt_runs(cluster, capfd)
     text = PRINT + (
         f"print(oct(os.stat({str(file)!r}).st_mode) if os.path.exists({str(file)!r}) else 'gone',"
         "len(os.environ['HF_TOKEN']));"
-        f"sys.exit(0 if 'SLURM_RESTART_COUNT' in os.environ else {exit_codes.WORKER_LOST})"
+        f"sys.exit(0 if 'SLURM_RESTART_COUNT' in os.environ else {exits.WORKER_LOST})"
     )
     (cluster / "env").write_text(f"HF_TOKEN={SECRET}\n")
     assert launch("--env_file", "env", "--retries", "1", python=text) == 0
@@ -216,7 +216,7 @@ def test_nothing_is_left_where_the_launcher_dies_before_the_job_is_taken(cluster
 
     (cluster / "env").write_text(f"HF_TOKEN={SECRET}\n")
     monkeypatch.setattr("lockstep.launch.slurm._slurm", interrupted)
-    assert launch("--env_file", "env", python="print(1)") == exit_codes.INTERRUPTED
+    assert launch("--env_file", "env", python="print(1)") == exits.INTERRUPTED
     assert not (cluster / "jobs/job/secrets.sh").exists()
 
 

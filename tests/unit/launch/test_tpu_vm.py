@@ -5,12 +5,12 @@ import shlex
 
 import pytest
 
-from lockstep.exit_codes import REFUSED, UNAVAILABLE
+from lockstep.exits import REFUSED, UNAVAILABLE
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.gcloud import Gcloud, GcloudError
 from lockstep.launch.pod import LOST_POLLS, Wait
+from lockstep.launch.slices import slices
 from lockstep.launch.tpu_vm import TpuVm
-from lockstep.slices import slices
 from tests.fake_cloud import gcloud
 from tests.fake_cloud.google_cloud import QUEUE, Cloud
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.exit_codes import INTERRUPTED, REFUSED, SETUP_FAILED, UNAVAILABLE, UNREACHABLE, WORKER_LOST
+from lockstep.exits import INTERRUPTED, REFUSED, SETUP_FAILED, UNAVAILABLE, UNREACHABLE, WORKER_LOST
 from lockstep.launch import BACKENDS, free_port, parse
 from lockstep.launch.tpu_vm_backend import TpuVmBackend
 from tests.fake_cloud.laptop import ROOT, Laptop

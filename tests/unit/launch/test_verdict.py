@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.exit_codes import EXIT_CODES, FAULT, PEER_FAILED, TERMINATED, UNREACHABLE, WORKER_LOST
+from lockstep.exits import EXIT_CODES, FAULT, PEER_FAILED, TERMINATED, UNREACHABLE, WORKER_LOST
 from lockstep.launch.verdict import ASKED, CAUSE_S, Ending, can_retry, first_failure
 
 

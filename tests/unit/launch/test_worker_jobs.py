@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from lockstep.exit_codes import NOT_FOUND, PREFLIGHT
+from lockstep.exits import NOT_FOUND, PREFLIGHT
 from lockstep.launch import main
 from tests.fake_cloud.cloud import ROOT
 from tests.fake_cloud.shellcheck import shellcheck

@@ -20,7 +20,7 @@ from lockstep.main.train_lm import TrainLmConfig
 from lockstep.models import LoraModel, fingerprint, load_config, save_hf
 from lockstep.placement import make_mesh
 from lockstep.training import saved_model
-from lockstep.training.saved_model import _is_beside
+from lockstep.training.checkpoints.saved_model import _is_beside
 from tests import tiny
 from tests.adapters import LORA, numpy_merged, save_base, save_checkpoint
 

@@ -35,7 +35,7 @@ def test_an_unknown_command_lists_the_known_ones():
 
 def test_the_table_imports_no_command():
     """``lockstep --help`` must not import what only a command needs."""
-    modules = "set(sys.modules) & {'lockstep.plan', 'lockstep.training', 'lockstep.main.run'}"
+    modules = "set(sys.modules) & {'lockstep.main.plan', 'lockstep.training', 'lockstep.main.run'}"
     text = f"import sys, lockstep.main.cli as cli; cli.run(['--help']); assert not ({modules}), {modules}"
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from lockstep.callback.evaluation import TasksConfig
 from lockstep.errors import ConfigError
-from lockstep.evaluation import TasksConfig
 from lockstep.hosts import Hosts, MemoryClient
 from lockstep.main.arguments import parse_arguments
 from lockstep.main.eval import EvalConfig, evaluate, named

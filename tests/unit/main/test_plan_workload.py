@@ -14,7 +14,7 @@ from lockstep.main.commands import find_command
 from lockstep.models import find_preset, padded_vocab_size
 from lockstep.placement import make_mesh
 from lockstep.training import OptimizerConfig, parse_precision
-from lockstep.training.step import init_model, init_state, state_structs
+from lockstep.training.step.train_step import init_model, init_state, state_structs
 from tests import tiny
 from tests.unit.engine.models import LLAMA, VOCAB
 

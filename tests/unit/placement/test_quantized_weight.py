@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import lockstep
-from lockstep.device import FP8
 from lockstep.engine import Engine, EngineConfig
 from lockstep.models import TENSOR_DIMS, input_dims, read_decoder
 from lockstep.placement import place
 from lockstep.placement.decode_mesh import make_decode_mesh
+from lockstep.placement.device import FP8
 from lockstep.placement.lazy_weight import sources, view
 from lockstep.placement.leaf_layout import LeafLayout, leaf_layouts, partition_specs
 from lockstep.placement.quantized_weight import INT8, QuantizedLayout, QuantizedWeight, matmul, quantized_layouts

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
+from lockstep.engine.schedule import CopyPagesBatch, DecodeBatch, PrefillBatch, PromptLogprobsBatch, VerifyBatch
 from lockstep.placement import DecodeMesh
-from lockstep.schedule import CopyPagesBatch, DecodeBatch, PrefillBatch, PromptLogprobsBatch, VerifyBatch
 
 type Batch = PrefillBatch | CopyPagesBatch | PromptLogprobsBatch | DecodeBatch | VerifyBatch
 

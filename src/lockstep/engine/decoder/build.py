@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from lockstep.attention import pool_dtype, select_attention
-from lockstep.device import Compile, Program, compile_lowered, compile_program
 from lockstep.engine.decode_model import DecodeModel
 from lockstep.engine.decoder.arguments import Batch, pack
 from lockstep.engine.decoder.copy_pages import copy_pages_function
@@ -18,10 +16,7 @@ from lockstep.engine.decoder.prefill import prefill_function
 from lockstep.engine.decoder.prompt_logprobs import prompt_logprobs_function
 from lockstep.engine.decoder.transformer import Transformer
 from lockstep.engine.decoder.verify import verify_function
-from lockstep.hosts import Ledger
-from lockstep.models import DecoderWeights
-from lockstep.placement import DecodeMesh, LayoutTree, assembly_function, partition_specs, reshard_function, sources
-from lockstep.schedule import (
+from lockstep.engine.schedule import (
     Capacity,
     CopyPagesBatch,
     DecodeBatch,
@@ -29,6 +24,11 @@ from lockstep.schedule import (
     PromptLogprobsBatch,
     VerifyBatch,
 )
+from lockstep.hosts import Ledger
+from lockstep.models import DecoderWeights
+from lockstep.models.attention import pool_dtype, select_attention
+from lockstep.placement import DecodeMesh, LayoutTree, assembly_function, partition_specs, reshard_function, sources
+from lockstep.placement.device import Compile, Program, compile_lowered, compile_program
 
 _TPU_OPTIONS: Final = {"xla_tpu_msa_inefficient_use_to_copy_ratio": "1.0"}
 """Nothing is brought into vector memory that is not used there as a whole: without this, XLA was seen to move ``k`` of

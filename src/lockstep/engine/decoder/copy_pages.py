@@ -6,9 +6,9 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
-from lockstep.attention import Attention
 from lockstep.engine.decoder.arguments import unpack
-from lockstep.schedule import Capacity, CopyPagesBatch
+from lockstep.engine.schedule import Capacity, CopyPagesBatch
+from lockstep.models.attention import Attention
 
 
 def copy_pages_function(num_layers: int, capacity: Capacity, attention: Attention) -> Callable[..., Any]:

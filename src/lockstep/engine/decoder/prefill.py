@@ -8,12 +8,12 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from lockstep.attention import Attention
 from lockstep.engine.decoder.arguments import unpack
 from lockstep.engine.decoder.transformer import Transformer
 from lockstep.engine.idle_replicas import run_if_busy
+from lockstep.engine.schedule import NULL_PAGE, Capacity, PrefillBatch
 from lockstep.models import DecoderWeights
-from lockstep.schedule import NULL_PAGE, Capacity, PrefillBatch
+from lockstep.models.attention import Attention
 
 
 def prefill_function(transformer: Transformer, capacity: Capacity, attention: Attention) -> Callable[..., Array]:

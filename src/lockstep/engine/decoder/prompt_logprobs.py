@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
-from lockstep.attention import Attention
 from lockstep.engine.decoder.arguments import pack_results, unpack
 from lockstep.engine.decoder.transformer import Transformer
 from lockstep.engine.sampling.logits_processors import local_ids
 from lockstep.engine.sampling.logprobs import top_logprobs
 from lockstep.engine.sampling.sampler import Sampled, first_id
+from lockstep.engine.schedule import Capacity, PromptLogprobsBatch, as_floats
 from lockstep.models import DecoderWeights
-from lockstep.schedule import Capacity, PromptLogprobsBatch, as_floats
+from lockstep.models.attention import Attention
 
 PROMPT_LOGPROBS_CHUNK = 128
 """Positions whose logits, a whole vocabulary for each, are in memory at a time."""

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lockstep.attention import Heads, ScoreModifier
 from lockstep.models import DecoderWeights, LayerWeights, LlamaConfig, block, distinct, layer_kinds, rotary_frequencies
+from lockstep.models.attention import Heads, ScoreModifier
 from lockstep.placement import DecodeMesh, LayoutTree, QuantizedWeight, drop_layers, matmul, read, read_outer
 
 type Write[Cache] = Callable[[Cache, Array, Array], Cache]

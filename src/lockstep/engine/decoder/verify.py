@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from lockstep.attention import Attention
 from lockstep.engine.decoder.arguments import pack_results, unpack
 from lockstep.engine.decoder.transformer import Transformer
 from lockstep.engine.idle_replicas import own_steps
 from lockstep.engine.sampling.logprobs import top_logprobs
 from lockstep.engine.sampling.sampler import start_sampler
+from lockstep.engine.schedule import NULL_PAGE, Capacity, VerifyBatch
 from lockstep.models import DecoderWeights
-from lockstep.schedule import NULL_PAGE, Capacity, VerifyBatch
+from lockstep.models.attention import Attention
 
 _ROWS_AT_ONCE = 256
 """Rows of logits that are computed together where there are few sequences: beyond so many, reading the output layer

@@ -6,7 +6,7 @@ score. Both are found by bisection over the bits of the score, and decided by su
 whatever order they are added. `find_threshold` asks for the search only where a `Shortlist` does not decide.
 
 A new filter is a function here and its entry in `FILTERS`, a field in `lockstep.types` whose name is in ``FILTERS``
-there too, and an array in `lockstep.schedule.SamplingBatch`.
+there too, and an array in `lockstep.engine.schedule.SamplingBatch`.
 """
 
 import dataclasses
@@ -64,7 +64,7 @@ class Filter:
 
     Args:
         name: The field of `SamplingParams`, and the name by which `plan` finds the filter in a compiled program.
-        parameter: The field of `lockstep.schedule.SamplingBatch` that has its parameter for each slot.
+        parameter: The field of `lockstep.engine.schedule.SamplingBatch` that has its parameter for each slot.
         narrows: Whether the filter does anything in each slot, by the parameter.
         apply: The filter: takes all tokens of the vocabulary, the threshold so far and the parameter; returns a
             threshold that keeps no more than the one so far. It contains no collective.

@@ -2,13 +2,13 @@
 
 import dataclasses
 
-from lockstep.device import Chip, Link, hops
 from lockstep.engine.decode_model import DecodeModel
 from lockstep.engine.idle_replicas import count_memories
+from lockstep.engine.schedule import Capacity
 from lockstep.engine.sizing.demand import Demand
 from lockstep.engine.sizing.fit import concurrent_sequences
 from lockstep.placement import DecodeMesh
-from lockstep.schedule import Capacity
+from lockstep.placement.device import Chip, Link, hops
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,11 +3,11 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from lockstep.device import chip_named
 from lockstep.engine.config import DEFAULT_PAGE_SIZE, EngineConfig
 from lockstep.engine.decode_model import DecodeModel, DecodeModels
+from lockstep.engine.schedule import Capacity, check_length, sampling_sizes
 from lockstep.errors import ConfigError
-from lockstep.schedule import Capacity, check_length, sampling_sizes
+from lockstep.placement.device import chip_named
 from lockstep.types import Request
 
 _LEAST_SLOTS = 64

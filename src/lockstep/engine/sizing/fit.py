@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Callable
 
+from lockstep.engine.schedule import Capacity
 from lockstep.engine.sizing.demand import Demand
 from lockstep.engine.sizing.memory_model import Footprint
-from lockstep.schedule import Capacity
 
 _GOOD_ENOUGH = 0.9
 """The share of the sequences that the smallest prefill would allow at a time; larger prefills are worth the rest."""

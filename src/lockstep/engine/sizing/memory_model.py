@@ -5,12 +5,12 @@ import functools
 
 import jax.numpy as jnp
 
-from lockstep.attention import CONTEXT_CHUNK, has_kernel, tpu_generation
 from lockstep.engine.decode_model import DecodeModel
 from lockstep.engine.decoder.build import Programs
 from lockstep.engine.decoder.prompt_logprobs import PROMPT_LOGPROBS_CHUNK
 from lockstep.engine.decoder.verify import logits_at_once
-from lockstep.schedule import Capacity
+from lockstep.engine.schedule import Capacity
+from lockstep.models.attention import CONTEXT_CHUNK, has_kernel, tpu_generation
 
 _CHUNK = 512
 """Positions that decode attends at a time, at most: a longer context is padded to a multiple."""

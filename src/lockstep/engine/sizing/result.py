@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Mapping
 
 from lockstep.engine.config import EngineConfig, Layout, layout_text
+from lockstep.engine.schedule import Capacity
 from lockstep.engine.sizing.cost_model import Estimate, verify_costs
 from lockstep.engine.sizing.demand import Demand
 from lockstep.engine.sizing.memory_model import Footprint
 from lockstep.hosts import digest
-from lockstep.schedule import Capacity
 from lockstep.units import bytes_text
 
 

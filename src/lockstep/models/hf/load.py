@@ -15,7 +15,6 @@ import numpy as np
 from haliax.partitioning import ResourceMapping
 from jax.sharding import Mesh, NamedSharding
 
-from lockstep.device import Program, compile_program
 from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import Hosts, Ledger, MemoryClient, Phase, Watchdog, current, digest, ready_on_all
 from lockstep.json_text import parse_json
@@ -30,6 +29,7 @@ from lockstep.models.hf.row_layout import RowLayout
 from lockstep.models.llama import LlamaLMHeadModel
 from lockstep.models.skeleton import skeleton
 from lockstep.placement import PARAMETER_AXES
+from lockstep.placement.device import Program, compile_program
 
 _MAX_BYTES_IN_MEMORY = 256 << 20
 """The most bytes of parameters that wait in a host's memory; one larger parameter is alone."""

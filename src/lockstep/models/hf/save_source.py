@@ -10,12 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from lockstep.device import Program, compile_program
 from lockstep.hosts import Hosts, Ledger, Phase, Watchdog, ready_on_all
 from lockstep.models.hf.save_gather import RowGather
 from lockstep.models.hf.save_plan import SavedTensor
 from lockstep.models.hf.save_writer import PIECE_BYTES, FileWriter, Handover, Read
 from lockstep.placement import place_argument
+from lockstep.placement.device import Program, compile_program
 
 
 class Source(abc.ABC):

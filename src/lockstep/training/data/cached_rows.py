@@ -14,7 +14,7 @@ _DIGESTED = 64
 
 
 class CachedRows:
-    """The batches of a run (`lockstep.training.rows.Batches`): a pure function of the step.
+    """The batches of a run (`lockstep.training.data.rows.Batches`): a pure function of the step.
 
     Args:
         caches: The cache of each source, none of them empty.
@@ -38,7 +38,7 @@ class CachedRows:
         return tuple(self.caches[0].metadata.lengths[bucket] for bucket in self.order.buckets)
 
     def batch(self, step: int, batch_size: int, rows: slice) -> dict[str, np.ndarray]:
-        """Return some rows of the batch of a step, see `lockstep.training.rows.Batches.batch`."""
+        """Return some rows of the batch of a step, see `lockstep.training.data.rows.Batches.batch`."""
         drawn = self.order.rows(step, batch_size, rows)
         columns: dict[str, np.ndarray] = {}
         for source in sorted({source for source, _ in drawn}):

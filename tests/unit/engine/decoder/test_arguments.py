@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from lockstep.engine.decoder.arguments import pack, pack_results, unpack
+from lockstep.engine.schedule import CopyPagesBatch, DecodeBatch, DecodeResults, PrefillBatch, PromptLogprobsBatch
 from lockstep.placement import make_decode_mesh
-from lockstep.schedule import CopyPagesBatch, DecodeBatch, DecodeResults, PrefillBatch, PromptLogprobsBatch
 from tests.unit.engine.models import mesh_of
-from tests.unit.schedule.test_scheduler import capacity_of
+from tests.unit.engine.schedule.test_scheduler import capacity_of
 
 EVERYTHING = {"penalties": 1, "min_tokens": 1, "bias_ids": 8, "allowed_ids": 8}
 

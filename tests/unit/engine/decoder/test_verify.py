@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lockstep.engine import Engine, EngineConfig
-from lockstep.schedule import Scheduler
+from lockstep.engine.schedule import Scheduler
 from lockstep.types import Completion, Drafts, Request, SamplingParams
 from tests.oracle import assert_same_but_for_near_ties, assert_same_logprobs, oracle_completions
 from tests.unit.engine.combinations import CONFIGS, Case, check, expected, pool

@@ -13,19 +13,19 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2
 
-from lockstep.device.program import without_source_locations
 from lockstep.engine.sampling.filters import FILTERS as ALL_FILTERS
 from lockstep.engine.sampling.filters import Candidates, Filter, keep_all, top_p
 from lockstep.engine.sampling.sampler import Sampled, SamplingState, active_features, sample
 from lockstep.engine.sampling.shortlist import SIZE
+from lockstep.engine.schedule import sampling_sizes
+from lockstep.engine.schedule.sampling import SamplingBatch
+from lockstep.engine.schedule.sequence import Sequence
 from lockstep.placement.decode_mesh import make_decode_mesh
-from lockstep.schedule import sampling_sizes
-from lockstep.schedule.sampling import SamplingBatch
-from lockstep.schedule.sequence import Sequence
+from lockstep.placement.device.program import without_source_locations
 from lockstep.types import Request, SamplingParams
 from tests.sampling_oracle import SLACK, kept, kept_within, shares, step_of
 from tests.unit.engine.models import mesh_of
-from tests.unit.schedule.test_scheduler import capacity_of
+from tests.unit.engine.schedule.test_scheduler import capacity_of
 
 P = jax.sharding.PartitionSpec
 VOCAB = 21

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from lockstep.engine import Engine, EngineConfig
+from lockstep.engine.schedule import DecodeBatch, sampling_sizes
 from lockstep.errors import CapacityError
-from lockstep.schedule import DecodeBatch, sampling_sizes
 from lockstep.types import Completion, FinishReason, Request, SamplingParams
 from tests.oracle import Expected, assert_same_logprobs, assert_same_tokens, oracle_completions
 from tests.unit.engine.models import LLAMA, mesh_of, mixed_requests, model_on, request

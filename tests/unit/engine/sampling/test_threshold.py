@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from lockstep.engine.sampling.filters import FILTERS, Candidates
 from lockstep.engine.sampling.shortlist import SIZE
 from lockstep.engine.sampling.threshold import find_threshold, scopes_needed
+from lockstep.main.plan.collectives import collectives
+from lockstep.main.plan.hlo import Hlo
 from lockstep.placement.decode_mesh import make_decode_mesh
-from lockstep.plan.collectives import collectives
-from lockstep.plan.hlo import Hlo
 from tests.filters_oracle import kept_tokens
 from tests.unit.engine.models import mesh_of
 

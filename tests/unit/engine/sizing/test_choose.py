@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-from lockstep.device import Chip, Link
 from lockstep.engine import Engine, EngineConfig
 from lockstep.engine import prepare as prepare_module
 from lockstep.engine.config import Layout
 from lockstep.engine.decode_model import DecodeModel, DecodeModels
 from lockstep.engine.decoder.build import Programs
 from lockstep.engine.prepare import Prepared, prepare_programs
+from lockstep.engine.schedule import Capacity, check_capacity
 from lockstep.engine.sizing import choose as choose_module
 from lockstep.engine.sizing import cost_model
 from lockstep.engine.sizing.choose import Chooser
@@ -32,7 +32,7 @@ from lockstep.errors import CapacityError, ConfigError
 from lockstep.hosts import Ledger
 from lockstep.models import read_decoder
 from lockstep.placement import make_mesh
-from lockstep.schedule import Capacity, check_capacity
+from lockstep.placement.device import Chip, Link
 from lockstep.types import Drafts, Request
 from tests.oracle import assert_same_tokens
 from tests.unit.engine.models import LLAMA, mesh_of, model_on, request
@@ -225,7 +225,7 @@ def test_short_memory_makes_requests_wait_and_changes_no_token() -> None:
 def tpu_models() -> Callable[..., DecodeModels]:
     """A model for long sequences on one device of a v5p, which runs nothing."""
     pytest.importorskip("libtpu", reason="the extra [plan] brings the TPU compiler")
-    from lockstep.plan.topology import topology
+    from lockstep.main.plan.topology import topology
 
     mesh = make_mesh("1,1,1", list(topology("v5p-8").devices[:1]))
     model = dataclasses.replace(LLAMA, max_seq_len=2 * LONG)

@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 
-from lockstep.device import Chip, Link
 from lockstep.engine import EngineConfig
 from lockstep.engine.config import Layout
+from lockstep.engine.schedule import Capacity
 from lockstep.engine.sizing.cost_model import Estimate, estimate, verify_costs
 from lockstep.engine.sizing.demand import Demand, desired_capacity
-from lockstep.schedule import Capacity
+from lockstep.placement.device import Chip, Link
 from tests.unit.engine.models import LLAMA, request
 from tests.unit.engine.sizing.made_up import models_on
 

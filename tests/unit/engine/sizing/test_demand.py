@@ -7,10 +7,10 @@ import pytest
 
 from lockstep.engine import Engine, EngineConfig
 from lockstep.engine.decode_model import DecodeModels
+from lockstep.engine.schedule import Capacity, check_capacity
 from lockstep.engine.sizing.demand import desired_capacity, measure_demand, slots_per_replica
 from lockstep.errors import ConfigError
 from lockstep.models import LlamaConfig, read_decoder
-from lockstep.schedule import Capacity, check_capacity
 from lockstep.types import Drafts, Request
 from tests.unit.engine.models import mesh_of, model_on, request
 

@@ -5,13 +5,13 @@ import itertools
 import pytest
 
 from lockstep.engine import EngineConfig
+from lockstep.engine.schedule import Capacity
 from lockstep.engine.sizing.demand import Demand, desired_capacity
 from lockstep.engine.sizing.fit import fit
 from lockstep.engine.sizing.memory_model import Footprint
-from lockstep.schedule import Capacity
 from tests.unit.engine.models import request
+from tests.unit.engine.schedule.test_scheduler import capacity_of
 from tests.unit.engine.sizing.made_up import models_on
-from tests.unit.schedule.test_scheduler import capacity_of
 
 
 def test_fit_is_the_best_of_all_slots_and_pages() -> None:

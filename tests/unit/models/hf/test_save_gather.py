@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from lockstep.device import compile_program
 from lockstep.hosts import Ledger
 from lockstep.models import as_trainable
 from lockstep.models.hf.save_gather import RowGather
 from lockstep.models.hf.save_plan import saved_tensors
 from lockstep.placement import make_mesh, place, place_argument
+from lockstep.placement.device import compile_program
 from tests import tiny
 
 VOCAB = 12

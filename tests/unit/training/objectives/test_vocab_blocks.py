@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from lockstep.main.plan.collectives import collectives
+from lockstep.main.plan.hlo import Hlo
 from lockstep.placement import COMPUTE_AXES, PARAMETER_AXES, make_mesh
-from lockstep.plan.collectives import collectives
-from lockstep.plan.hlo import Hlo
 from lockstep.training.objectives.vocab_blocks import VocabBlocks
 
 ROWS, POSITIONS, EMBED = 4, 6, 8

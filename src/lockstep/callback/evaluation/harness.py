@@ -1,0 +1,202 @@
+"""lm-evaluation-harness: finds the tasks, has them answered, and scores them."""
+
+import logging
+import numbers
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.callback.evaluation.config import TasksConfig
+from lockstep.callback.evaluation.harness_thread import Ask
+from lockstep.callback.evaluation.results import TASK_COLUMNS, TaskResults, TaskRow
+from lockstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FEWSHOT_SEED = 1234
+"""The seed of the questions that are shown solved: the harness's own default."""
+NO_FILTER = "none"
+"""The harness's name for scores of answers as they are."""
+
+
+class Harness:
+    """The tasks of a configuration; used on the leader alone, and the only place that runs the harness.
+
+    Args:
+        config: The settings of the tasks.
+        tokenizer: The tokenizer.
+    """
+
+    def __init__(self, config: TasksConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
+        self._config, self._tokenizer = config, tokenizer
+        self._manager: Any = None
+
+    def check(self) -> None:
+        """Check that the harness is installed and knows the tasks; no data set is read.
+
+        Raises:
+            ConfigError: It is not installed, or a task is not known.
+        """
+        manager = self._tasks()
+        for name in self._config.names:
+            if name not in manager.task_index and not (name.endswith(".yaml") and Path(name).is_file()):
+                where = "" if self._config.task_dir is None else f", nor in {self._config.task_dir}"
+                raise ConfigError(
+                    f"tasks.names has {name!r}, which is not a task of lm-evaluation-harness{where}, and not the path "
+                    "of a task file. `lm-eval ls tasks` lists the harness's own."
+                )
+
+    def run(self, ask: Ask, step: int, max_length: int) -> TaskResults:
+        """Have the tasks answered, and score the answers.
+
+        Args:
+            ask: A function that has requests answered.
+            step: The number of training steps completed, for the rows.
+            max_length: The number of tokens of question and answer together that the model was built for.
+
+        Returns:
+            Scores and rows.
+
+        Raises:
+            ConfigError: A task cannot work.
+        """
+        from lm_eval.evaluator import evaluate
+
+        from lockstep.callback.evaluation.language_model import EngineLM
+
+        begin = time.monotonic()
+        self.check()
+        config = self._config
+        loaded = self._tasks().load(list(config.names))
+        tasks: Mapping[str, Any] = loaded["tasks"]
+        for task in tasks.values():
+            _prepare(task, config.num_fewshot)
+        lm = EngineLM(
+            self._tokenizer,
+            ask,
+            config,
+            min(config.max_seq_len or max_length, max_length),
+            # The harness builds all requests before it asks for the first.
+            lambda: {instance.request_type for task in tasks.values() for instance in task.instances},
+        )
+        # Bootstrapped standard errors would start processes of their own beside this one.
+        found = evaluate(
+            lm,
+            loaded,
+            limit=config.limit,
+            bootstrap_iters=0,
+            apply_chat_template=config.apply_chat_template,
+            fewshot_as_multiturn=config.apply_chat_template,
+        )
+        samples: Mapping[str, list[Mapping[str, Any]]] = found["samples"]
+        scores = {name: dict(_scores(values)) for name, values in found["results"].items()}
+        for name, task in tasks.items():
+            scores[name] |= _standard_errors(task, samples[name])
+        return TaskResults(
+            scores={name: values for name, values in scores.items() if values},
+            rows=[row for name in tasks for row in _rows(step, name, samples[name])],
+            requests=lm.requests,
+            truncated=lm.truncated,
+            seconds=lm.answered_at - begin,
+        )
+
+    def _tasks(self) -> Any:
+        """The harness's index of tasks: only one's own where these are all that is asked for, which is quick."""
+        if self._manager is not None:
+            return self._manager
+        try:
+            from lm_eval.tasks import TaskManager
+        except ImportError as error:
+            raise ConfigError(
+                f"tasks need lm-evaluation-harness, which cannot be imported ({error}). Install it on the leader with "
+                "pip install 'jax-lockstep[eval]', or remove tasks."
+            ) from error
+        logging.getLogger("lm_eval").setLevel(logging.WARNING)
+        own = self._config.task_dir
+        if own is not None and not Path(own).is_dir():
+            raise ConfigError(f"tasks.task_dir is {own!r}, which is not a directory. Correct the path, or remove it.")
+        manager = TaskManager(include_path=own, include_defaults=False)
+        files = [name for name in self._config.names if name.endswith(".yaml") and Path(name).is_file()]
+        if not {*self._config.names} <= {*manager.task_index, *files}:
+            manager = TaskManager(include_path=own)
+        self._manager = manager
+        return manager
+
+
+def _prepare(task: Any, num_fewshot: int | None) -> None:
+    """What the harness's own command does with a task before it is evaluated."""
+    if task.get_config("num_fewshot") is None:
+        task.set_config(key="num_fewshot", value=num_fewshot or 0)
+    elif num_fewshot is not None and task.get_config("num_fewshot") != 0:
+        task.set_config(key="num_fewshot", value=num_fewshot)
+    task.set_fewshot_seed(seed=FEWSHOT_SEED)
+
+
+def _scores(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The numbers of a task, ``acc,none`` as ``acc`` and ``exact_match,strict`` as ``exact_match/strict``."""
+    for key, value in values.items():
+        name, comma, filter_name = key.partition(",")
+        if comma and _is_number(value):
+            yield _score_name(name, filter_name), float(value)
+
+
+def _score_name(metric: str, filter_name: str) -> str:
+    return metric if filter_name == NO_FILTER else f"{metric}/{filter_name}"
+
+
+def _standard_errors(task: Any, samples: list[Mapping[str, Any]]) -> dict[str, float]:
+    """The standard error of each score that is a mean over more than one question."""
+    from lm_eval.api.metrics import mean, mean_stderr
+
+    means = {name for name, function in task.aggregation().items() if function is mean}
+    values: dict[tuple[str, str], list[float]] = {}
+    for sample in samples:
+        for name in means & set(sample["metrics"]):
+            if _is_number(sample[name]):
+                values.setdefault((name, sample["filter"]), []).append(float(sample[name]))
+    return {
+        _score_name(f"{name}_stderr", filter_name): float(mean_stderr(each))
+        for (name, filter_name), each in values.items()
+        if len(each) > 1
+    }
+
+
+def _rows(step: int, task: str, samples: list[Mapping[str, Any]]) -> Iterator[TaskRow]:
+    """A row for each question; where a task has several filters, their scores stand side by side."""
+    rows: dict[int, TaskRow] = {}
+    for sample in samples:
+        scores: dict[str, float | None] = {
+            _score_name(name, sample["filter"]): float(sample[name])
+            for name in sample["metrics"]
+            if _is_number(sample[name]) and _score_name(name, sample["filter"]) not in TASK_COLUMNS
+        }
+        number = int(sample["doc_id"])
+        if number in rows:
+            scores = {**rows[number].metrics, **scores}
+        rows[number] = TaskRow(
+            step=step,
+            task=task,
+            question_id=number,
+            prompt=str(sample["arguments"][0][0]),
+            generated_text=_said(sample),
+            answer=str(sample["target"]),
+            metrics=scores,
+        )
+    yield from rows.values()
+
+
+def _said(sample: Mapping[str, Any]) -> str:
+    """What the model wrote, or the choice that it thinks most probable."""
+    answers = [each[0] for each in sample["resps"]]
+    if isinstance(answers[0], str):
+        return answers[0]
+    if len(answers) > 1:
+        best = max(range(len(answers)), key=lambda number: answers[number][0])
+        return str(sample["arguments"][best][1])
+    return ""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real)

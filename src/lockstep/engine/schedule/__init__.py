@@ -1,0 +1,20 @@
+"""The scheduler: what to launch next, in plain Python and NumPy; every host computes the same from the same results."""
+
+from lockstep.engine.schedule.batch import Capacity as Capacity
+from lockstep.engine.schedule.batch import CopyPagesBatch as CopyPagesBatch
+from lockstep.engine.schedule.batch import DecodeBatch as DecodeBatch
+from lockstep.engine.schedule.batch import PrefillBatch as PrefillBatch
+from lockstep.engine.schedule.batch import PromptLogprobsBatch as PromptLogprobsBatch
+from lockstep.engine.schedule.batch import VerifyBatch as VerifyBatch
+from lockstep.engine.schedule.capacity import check_capacity as check_capacity
+from lockstep.engine.schedule.capacity import check_length as check_length
+from lockstep.engine.schedule.counts import Counts as Counts
+from lockstep.engine.schedule.counts import DraftCounts as DraftCounts
+from lockstep.engine.schedule.pages import NULL_PAGE as NULL_PAGE
+from lockstep.engine.schedule.pages import PageAllocator as PageAllocator
+from lockstep.engine.schedule.results import DecodeResults as DecodeResults
+from lockstep.engine.schedule.results import as_floats as as_floats
+from lockstep.engine.schedule.sampling import SamplingBatch as SamplingBatch
+from lockstep.engine.schedule.sampling import sampling_sizes as sampling_sizes
+from lockstep.engine.schedule.scheduler import FindStop as FindStop
+from lockstep.engine.schedule.scheduler import Scheduler as Scheduler

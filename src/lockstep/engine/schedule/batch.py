@@ -1,0 +1,215 @@
+"""The arguments of a launch: NumPy arrays whose shapes depend on the capacities alone, never on the requests."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float32, Int32, UInt32
+
+from lockstep.engine.schedule.pages import NULL_PAGE
+from lockstep.engine.schedule.sampling import SamplingBatch
+
+_VERIFY_WIDTHS = (8, 64)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """Every capacity that the scheduler and the programs share.
+
+    Args:
+        replicas: The number of replicas, groups of devices that can decode different sequences.
+        sequences: The most sequences decoded at a time, over all replicas.
+        slots: The most sequences decoded at a time by one replica.
+        page_size: The number of tokens in a page.
+        pages: The number of pages in one replica's pool, the null page included.
+        pages_per_sequence: The width of a page table; a sequence has at most ``pages_per_sequence * page_size`` tokens.
+        prefill_rows: The number of pages of prompt tokens that one replica prefills in a launch.
+        steps: The most steps of a decode launch, each a token per sequence.
+        stop_ids: The most stop tokens of a sequence.
+        filters: 1 where the decode program has top-k, top-p and min-p; 0 leaves them out.
+        penalties: 1 where the decode program counts tokens, for penalties; 0 leaves that out.
+        min_tokens: 1 where the decode program rules out stop tokens at first; 0 leaves that out.
+        bias_ids: The most entries of a sequence's ``logit_bias``; 0 leaves the bias out.
+        allowed_ids: The most entries of a sequence's ``allowed_token_ids``; 0 leaves them out.
+        top_logprobs: The number of most probable tokens that the decode program reports per step; 0 for none.
+        prompt_logprobs: 1 where there is a program for the log-probabilities of prompt tokens; 0 leaves it out.
+        page_copies: 1 where there is a program that copies partial pages of prompts; 0 leaves it out.
+        prefill_sequences: The most sequences that one replica prefills in a launch; 0 for any number.
+        idle_replicas: The number of replicas that are given no sequences; the others are evenly spaced.
+        draft_tokens: The most tokens of a sequence that a launch verifies; 0 where there are no programs that verify.
+    """
+
+    replicas: int
+    sequences: int
+    slots: int
+    page_size: int
+    pages: int
+    pages_per_sequence: int
+    prefill_rows: int
+    steps: int
+    stop_ids: int
+    filters: int = 0
+    penalties: int = 0
+    min_tokens: int = 0
+    bias_ids: int = 0
+    allowed_ids: int = 0
+    top_logprobs: int = 0
+    prompt_logprobs: int = 0
+    page_copies: int = 0
+    prefill_sequences: int = 0
+    idle_replicas: int = 0
+    draft_tokens: int = 0
+
+    @property
+    def verify_widths(self) -> tuple[int, ...]:
+        """The positions of a sequence that a step verifies, one number for each program, in rising order.
+
+        A few at a time where some of a draft is right, and as many as in a prefill where all of it is.
+        """
+        return tuple(sorted({min(width, self.draft_tokens) for width in _VERIFY_WIDTHS} - {0, 1}))
+
+    @property
+    def active_replicas(self) -> range:
+        """The indices of the replicas that are given sequences."""
+        return range(0, self.replicas, self.replicas // (self.replicas - self.idle_replicas))
+
+    def with_slots(self, slots: int) -> "Capacity":
+        """This capacity with ``slots`` per replica, and no more sequences than they have room for."""
+        sequences = min(self.sequences, slots * len(self.active_replicas))
+        return dataclasses.replace(self, slots=slots, sequences=sequences)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PrefillBatch:
+    """Pages of prompt tokens to compute K/V for. An unused row writes to the null page."""
+
+    tokens: Int32[np.ndarray, "replica row page_size"]
+    """The token ids."""
+    start: Int32[np.ndarray, "replica row"]
+    """The position of the row's first token, a multiple of the page size."""
+    page: Int32[np.ndarray, "replica row"]
+    """The page that the row's K/V is written to."""
+    page_table: Int32[np.ndarray, "replica row pages_per_sequence"]
+    """The pages of the row's sequence, in order."""
+
+    @classmethod
+    def empty(cls, capacity: Capacity) -> "PrefillBatch":
+        """Returns a batch whose rows are all unused."""
+        rows = (capacity.replicas, capacity.prefill_rows)
+        return cls(
+            tokens=np.zeros((*rows, capacity.page_size), np.int32),
+            start=np.zeros(rows, np.int32),
+            page=np.full(rows, NULL_PAGE, np.int32),
+            page_table=np.full((*rows, capacity.pages_per_sequence), NULL_PAGE, np.int32),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class CopyPagesBatch:
+    """Pages to copy. An unused entry copies the null page to itself."""
+
+    source: Int32[np.ndarray, "replica slot"]
+    """The page to copy from."""
+    target: Int32[np.ndarray, "replica slot"]
+    """The page to copy to."""
+
+    @classmethod
+    def empty(cls, capacity: Capacity) -> "CopyPagesBatch":
+        """Returns a batch that copies nothing."""
+        shape = (capacity.replicas, capacity.slots)
+        return cls(source=np.full(shape, NULL_PAGE, np.int32), target=np.full(shape, NULL_PAGE, np.int32))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PromptLogprobsBatch:
+    """Pages of prompt tokens, all with K/V in the pool, to compute log-probabilities for."""
+
+    tokens: Int32[np.ndarray, "replica row page_size"]
+    """The token ids."""
+    targets: Int32[np.ndarray, "replica row page_size"]
+    """The token id that follows each token; -1 where there is none, and throughout an unused row."""
+    start: Int32[np.ndarray, "replica row"]
+    """The position of the row's first token, a multiple of the page size."""
+    page_table: Int32[np.ndarray, "replica row pages_per_sequence"]
+    """The pages, in order, of a sequence that has the prompt."""
+
+    @classmethod
+    def empty(cls, capacity: Capacity) -> "PromptLogprobsBatch":
+        """Returns a batch whose rows are all unused."""
+        rows = (capacity.replicas, capacity.prefill_rows)
+        return cls(
+            tokens=np.zeros((*rows, capacity.page_size), np.int32),
+            targets=np.full((*rows, capacity.page_size), -1, np.int32),
+            start=np.zeros(rows, np.int32),
+            page_table=np.full((*rows, capacity.pages_per_sequence), NULL_PAGE, np.int32),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class DecodeBatch:
+    """Sequences to decode, one per slot. An idle slot has ``remaining`` 0."""
+
+    num_steps: int
+    """The number of steps of the launch."""
+    token: Int32[np.ndarray, "replica slot"]
+    """The token id that the first step reads."""
+    position: Int32[np.ndarray, "replica slot"]
+    """The position of ``token``."""
+    remaining: Int32[np.ndarray, "replica slot"]
+    """The most tokens that may still be sampled."""
+    page_table: Int32[np.ndarray, "replica slot pages_per_sequence"]
+    """The pages of the sequence, in order."""
+    stop_ids: Int32[np.ndarray, "replica slot stop_ids"]
+    """The token ids that end the sequence, padded with -1."""
+    draw: UInt32[np.ndarray, "replica slot 3"]
+    """The seed, prompt number and generation number: with position and token, all that a random draw depends on."""
+    temperature: Float32[np.ndarray, "replica slot"]
+    """The temperature; 0 is greedy."""
+    sampling: SamplingBatch
+    """The other sampling parameters."""
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Returns every array by its name, those of ``sampling`` among them."""
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del own["num_steps"], own["sampling"]
+        return own | self.sampling.arrays()
+
+    def copy(self, num_steps: int) -> "DecodeBatch":
+        """Returns a launch of ``num_steps`` with copies of the arrays."""
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        copies: dict[str, Any] = {name: each.copy() for name, each in own.items() if isinstance(each, np.ndarray)}
+        return dataclasses.replace(self, num_steps=num_steps, sampling=self.sampling.copy(), **copies)
+
+    @classmethod
+    def empty(cls, capacity: Capacity, num_steps: int) -> "DecodeBatch":
+        """Returns a batch whose slots are all idle."""
+        slots = (capacity.replicas, capacity.slots)
+        return cls(
+            num_steps=num_steps,
+            token=np.zeros(slots, np.int32),
+            position=np.zeros(slots, np.int32),
+            remaining=np.zeros(slots, np.int32),
+            page_table=np.full((*slots, capacity.pages_per_sequence), NULL_PAGE, np.int32),
+            stop_ids=np.full((*slots, capacity.stop_ids), -1, np.int32),
+            draw=np.zeros((*slots, 3), np.uint32),
+            temperature=np.zeros(slots, np.float32),
+            sampling=SamplingBatch.empty(capacity),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class VerifyBatch:
+    """Sequences to decode with drafts: a step samples one token more than there are right ones next in the draft."""
+
+    decode: DecodeBatch
+    """The sequences; its ``num_steps`` times ``width`` is at most the capacity's ``draft_tokens``."""
+    width: int
+    """The positions of a sequence in each step, which select the program."""
+    drafts: Int32[np.ndarray, "replica slot draft_tokens"]
+    """A guess at the next tokens of each sequence, -1 where there is none."""
+
+    @classmethod
+    def empty(cls, capacity: Capacity, width: int, num_steps: int) -> "VerifyBatch":
+        """Returns a batch whose slots are all idle."""
+        shape = (capacity.replicas, capacity.slots, capacity.draft_tokens)
+        return cls(decode=DecodeBatch.empty(capacity, num_steps), width=width, drafts=np.full(shape, -1, np.int32))

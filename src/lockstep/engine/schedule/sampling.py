@@ -1,0 +1,141 @@
+"""The sampling parameters of each slot as arrays, and which of the features a decode program has."""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float32, Int32
+
+from lockstep.engine.schedule.sequence import Sequence
+from lockstep.types import SamplingParams
+
+_LEAST_WIDTH = 8
+"""The least number of entries of a padded list."""
+
+
+def sampling_sizes(params: Iterable[SamplingParams]) -> dict[str, int]:
+    """Returns the fields of `Capacity` that say which sampling features the programs need; 0 leaves a feature out.
+
+    Args:
+        params: The sampling parameters of all requests.
+    """
+    sizes = {"filters": 0, "penalties": 0, "min_tokens": 0, "bias_ids": 0, "allowed_ids": 0}
+    sizes |= {"top_logprobs": 0, "prompt_logprobs": 0}
+    for one in params:
+        wanted = {
+            "filters": int(one.has_filters),
+            "penalties": int(one.has_penalties),
+            "min_tokens": int(one.rules_out_stops),
+            "bias_ids": _round_up(len(one.logit_bias)),
+            "allowed_ids": _round_up(len(one.allowed_token_ids or ())),
+            "top_logprobs": one.top_logprobs,
+            "prompt_logprobs": int(one.prompt_logprobs),
+        }
+        sizes = {name: max(size, wanted[name]) for name, size in sizes.items()}
+    return sizes
+
+
+def _round_up(width: int) -> int:
+    """Rounds up to a power of two, so that lists of other lengths seldom need other programs."""
+    return max(_LEAST_WIDTH, 1 << (width - 1).bit_length()) if width else 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class SamplingBatch:
+    """The sampling parameters of each slot besides seed and temperature. A feature that the program lacks is None."""
+
+    top_k: Int32[np.ndarray, "replica slot"] | None
+    """The number of most probable tokens to draw from; 0 keeps all tokens."""
+    top_p: Float32[np.ndarray, "replica slot"] | None
+    """The probability to keep; 1 keeps all tokens."""
+    log_min_p: Float32[np.ndarray, "replica slot"] | None
+    """The natural log of ``min_p``, computed on the host, the same in every layout; -inf keeps all tokens."""
+    stop_from: Int32[np.ndarray, "replica slot"] | None
+    """The first position that a stop token may have."""
+    history: Int32[np.ndarray, "replica slot length"] | None
+    """The token ids of prompt and answer so far, padded with -1; nothing but -1 in slots without penalties."""
+    prompt_length: Int32[np.ndarray, "replica slot"] | None
+    """The number of tokens of the prompt."""
+    penalties: Float32[np.ndarray, "replica slot 3"] | None
+    """The repetition, presence and frequency penalties."""
+    bias_ids: Int32[np.ndarray, "replica slot bias_ids"] | None
+    """The token ids of ``logit_bias``, padded with -1."""
+    bias: Float32[np.ndarray, "replica slot bias_ids"] | None
+    """The bias of each of ``bias_ids``."""
+    allowed_ids: Int32[np.ndarray, "replica slot allowed_ids"] | None
+    """The token ids that may be sampled, padded with -1; nothing but -1 allows every token."""
+
+    @classmethod
+    def empty(cls, capacity: Any) -> "SamplingBatch":
+        """Returns a batch with the neutral value in every slot.
+
+        Args:
+            capacity: The `Capacity` of the programs.
+        """
+        slots = (capacity.replicas, capacity.slots)
+        length = capacity.pages_per_sequence * capacity.page_size
+        return cls(
+            top_k=np.zeros(slots, np.int32) if capacity.filters else None,
+            top_p=np.ones(slots, np.float32) if capacity.filters else None,
+            log_min_p=np.full(slots, -np.inf, np.float32) if capacity.filters else None,
+            stop_from=np.zeros(slots, np.int32) if capacity.min_tokens else None,
+            history=np.full((*slots, length), -1, np.int32) if capacity.penalties else None,
+            prompt_length=np.zeros(slots, np.int32) if capacity.penalties else None,
+            penalties=np.tile(np.array([1, 0, 0], np.float32), (*slots, 1)) if capacity.penalties else None,
+            bias_ids=np.full((*slots, capacity.bias_ids), -1, np.int32) if capacity.bias_ids else None,
+            bias=np.zeros((*slots, capacity.bias_ids), np.float32) if capacity.bias_ids else None,
+            allowed_ids=np.full((*slots, capacity.allowed_ids), -1, np.int32) if capacity.allowed_ids else None,
+        )
+
+    def set(self, at: tuple[int, int], sequence: Sequence) -> None:
+        """Writes the parameters of a sequence.
+
+        Args:
+            at: The replica and the slot.
+            sequence: The sequence in that slot.
+        """
+        params, prompt = sequence.request.params, sequence.request.prompt_tokens
+        if params.has_filters:
+            assert self.top_k is not None and self.top_p is not None and self.log_min_p is not None
+            self.top_k[at] = min(params.top_k or 0, np.iinfo(np.int32).max)
+            self.top_p[at] = params.top_p
+            self.log_min_p[at] = math.log(params.min_p) if params.min_p > 0 else -np.inf
+        if params.rules_out_stops:
+            assert self.stop_from is not None
+            self.stop_from[at] = len(prompt) + params.min_tokens
+        if params.has_penalties:
+            assert self.history is not None and self.prompt_length is not None and self.penalties is not None
+            tokens = (*prompt, *sequence.tokens)
+            self.history[at][: len(tokens)] = tokens
+            self.prompt_length[at] = len(prompt)
+            self.penalties[at] = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        if params.logit_bias:
+            assert self.bias_ids is not None and self.bias is not None
+            for i, (token, bias) in enumerate(params.logit_bias):
+                self.bias_ids[at][i], self.bias[at][i] = token, bias
+        if params.allowed_token_ids is not None:
+            assert self.allowed_ids is not None
+            self.allowed_ids[at][: len(params.allowed_token_ids)] = params.allowed_token_ids
+
+    def extend_history(self, start: Int32[np.ndarray, "replica slot"], tokens: Int32[np.ndarray, "..."]) -> None:
+        """Appends sampled tokens to the history of the slots with penalties.
+
+        Args:
+            start: The position of each slot's first token.
+            tokens: The token ids ``[replica, slot, step]``, -1 after the last one of a slot.
+        """
+        if self.history is None:
+            return
+        replica, slot, step = np.nonzero((tokens >= 0) & (self.history[..., :1] >= 0))
+        self.history[replica, slot, start[replica, slot] + step] = tokens[replica, slot, step]
+
+    def copy(self) -> "SamplingBatch":
+        """Returns a copy of all arrays."""
+        return dataclasses.replace(self, **{name: array.copy() for name, array in self.arrays().items()})
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Returns the arrays of the features that the program has, by field."""
+        every = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: array for name, array in every.items() if array is not None}

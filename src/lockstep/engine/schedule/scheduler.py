@@ -1,0 +1,390 @@
+"""The scheduler: a pure function of the requests and of the sampled tokens, so that every host computes the same."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from lockstep.engine.schedule.admission import Admission
+from lockstep.engine.schedule.batch import (
+    Capacity,
+    CopyPagesBatch,
+    DecodeBatch,
+    PrefillBatch,
+    PromptLogprobsBatch,
+    VerifyBatch,
+)
+from lockstep.engine.schedule.capacity import check_capacity
+from lockstep.engine.schedule.counts import Counts
+from lockstep.engine.schedule.drafts import Drafter
+from lockstep.engine.schedule.ngrams import Ngrams
+from lockstep.engine.schedule.planning import (
+    PromptLogprobsRow,
+    copy_pages_batch,
+    num_decode_steps,
+    prefill_batch,
+    prompt_logprobs_batch,
+)
+from lockstep.engine.schedule.prefix import page_keys, tail_key
+from lockstep.engine.schedule.prompt_logprobs import PromptLogprobs
+from lockstep.engine.schedule.replica import Replica
+from lockstep.engine.schedule.results import DecodeResults
+from lockstep.engine.schedule.sequence import Sequence
+from lockstep.engine.schedule.slots import DecodeSlots
+from lockstep.errors import ConfigError
+from lockstep.types import Completion, FinishReason, Request
+
+type FindStop = Callable[[Seq[int], int, Seq[str]], int | None]
+"""Takes the tokens of an answer, how many of them are known to have no stop string, and the stop strings. Returns the
+least number of tokens whose text has one, or None. It must be a pure function, the same on every host."""
+
+
+class Scheduler:
+    """Continuous batching over replicas: admits waiting sequences, prefills them page by page, decodes the rest.
+
+    Continuous batching is iteration-level scheduling (Yu et al. 2022, Orca,
+    https://www.usenix.org/conference/osdi22/presentation/yu), here for launches of several steps. A sequence is
+    admitted, longest-waiting first, when a replica has a slot and pages for its worst case, so that no admitted
+    sequence can run out of pages.
+
+    Args:
+        capacity: The capacities of the programs.
+        requests: The requests to answer; an iterator is read only as far as ``max_prompts`` allows.
+        find_stop: The function that finds stop strings; needed if a request has any.
+        share_prefixes: Whether sequences with a common prefix share its pages.
+        max_prompts: The most prompts to have at a time, waiting and being answered; None for all.
+        verify_costs: The time of a step that verifies drafts, in decode steps, by its width: the same on every host.
+            Needed where the capacity has programs that verify.
+
+    Raises:
+        CapacityError: A request can never fit, whatever finishes before it.
+        ConfigError: A request has stop strings and there is no ``find_stop``.
+    """
+
+    def __init__(
+        self,
+        capacity: Capacity,
+        requests: Iterable[Request],
+        find_stop: FindStop | None = None,
+        *,
+        share_prefixes: bool = True,
+        max_prompts: int | None = None,
+        verify_costs: Mapping[int, float] | None = None,
+    ) -> None:
+        self.capacity = capacity
+        self._drafter = Drafter(capacity, verify_costs or {}) if capacity.verify_widths else None
+        self._find_stop = find_stop
+        self._share_prefixes = share_prefixes
+        self._max_prompts = max_prompts
+        self._checked = isinstance(requests, Seq)
+        if isinstance(requests, Seq):
+            self._check(requests)
+        self._source: Iterator[Request] = iter(requests)
+        self._next = next(self._source, None)
+        self._sequences: list[Sequence] = []
+        self._unanswered: dict[int, int] = {}
+        self._waiting: deque[Sequence] = deque()
+        self._rows_in_flight: list[PromptLogprobsRow] = []
+        self._replicas = [Replica(i, capacity) for i in capacity.active_replicas]
+        self._admission = Admission(capacity, self._replicas)
+        self._by_index = {replica.index: replica for replica in self._replicas}
+        self._slots = DecodeSlots(capacity)
+        self._num_active = 0
+        self._finished, self._stopped = 0, 0
+        self._just_finished: list[Sequence] = []
+        self._sampled = np.zeros(capacity.replicas, np.int64)
+        self._read()
+
+    @property
+    def done(self) -> bool:
+        """Whether every sequence is finished and no request is left to read."""
+        return self._next is None and not self._waiting and not self._num_active
+
+    @property
+    def counts(self) -> Counts:
+        """The progress so far."""
+        allocators = [replica.allocator for replica in self._replicas]
+        max_pages = sum(each.num_pages - 1 for each in allocators)
+        return Counts(
+            finished=self._finished,
+            tokens=tuple(self._sampled.tolist()),
+            pages=max_pages - sum(each.num_free for each in allocators),
+            max_pages=max_pages,
+            steps=self._drafter.steps if self._drafter else int(self._sampled.sum()),
+            drafted=self._drafter.looked_at if self._drafter else 0,
+            right=self._drafter.right if self._drafter else 0,
+        )
+
+    def completions(self) -> list[Completion]:
+        """Returns all answers that were not taken, in the order of the requests, then of the generations."""
+        assert self.done
+        return [sequence.completion() for sequence in self._sequences]
+
+    def take_answered(self) -> list[Completion]:
+        """Returns and removes the answers of prompts that have all of theirs, in the order of the requests."""
+        answered = [s for s in self._sequences if s.request.prompt_id not in self._unanswered]
+        if answered:
+            self._sequences = [s for s in self._sequences if s.request.prompt_id in self._unanswered]
+        return [sequence.completion() for sequence in answered]
+
+    def unfinished(self) -> list[tuple[int, int]]:
+        """Returns (prompt_id, generation_id) of every sequence that waits or is decoded, longest-waiting first."""
+        return [(s.request.prompt_id, s.generation_id) for s in self._sequences if s.finish_reason is None]
+
+    def tokens_so_far(self, prompt_id: int, generation_id: int) -> tuple[int, ...]:
+        """Returns the tokens sampled so far of an answer, finished or not.
+
+        Args:
+            prompt_id: The number of the prompt.
+            generation_id: The number of the generation.
+
+        Raises:
+            ConfigError: There is no such sequence.
+        """
+        return tuple(self._find(prompt_id, generation_id).tokens)
+
+    def cancel(self, prompt_id: int, generation_id: int) -> None:
+        """Ends a sequence between two launches, with the tokens that it has; its slot and pages are free at once.
+
+        All other sequences go on as if it had ended by itself. A finished sequence stays as it is.
+
+        Args:
+            prompt_id: The number of the prompt.
+            generation_id: The number of the generation.
+
+        Raises:
+            ConfigError: There is no such sequence.
+        """
+        sequence = self._find(prompt_id, generation_id)
+        if sequence.finish_reason is not None:
+            return
+        sequence.finish_reason = FinishReason.CANCELLED
+        self._ended(sequence)
+        if sequence.replica < 0:
+            self._waiting.remove(sequence)
+        else:
+            self._slots.clear((sequence.replica, sequence.slot))
+            self._release(sequence)
+
+    def abort(self, reason: FinishReason) -> None:
+        """Ends all unfinished sequences between two launches, with the tokens that they have, and frees all pages.
+
+        Requests that were not read yet are read now, and end too.
+
+        Args:
+            reason: The finish reason of these sequences.
+        """
+        while self._read_one() is not None:
+            pass
+        self._waiting.clear()
+        self._unanswered.clear()
+        for sequence in self._sequences:
+            if sequence.finish_reason is None:
+                sequence.finish_reason = reason
+                self._finished += 1
+        for replica in self._replicas:
+            replica.release_all()
+            self._admission.update(replica)
+        self._num_active = 0
+
+    def next_batch(self) -> PrefillBatch | CopyPagesBatch | PromptLogprobsBatch | DecodeBatch | VerifyBatch | None:
+        """Admits waiting sequences that fit and returns the batch of the next launch; None when all is done.
+
+        The results of a `DecodeBatch` or `VerifyBatch` must be given to `commit`, those of a `PromptLogprobsBatch` to
+        `commit_prompt_logprobs`, before the next call.
+        """
+        if len(self._waiting) < self.capacity.sequences - self._num_active:
+            self._read()
+        self._admit()
+        if any(replica.prefilling for replica in self._replicas):
+            return prefill_batch(self.capacity, self._replicas)
+        if any(replica.copying for replica in self._replicas):
+            return copy_pages_batch(self.capacity, self._replicas)
+        if self.capacity.prompt_logprobs:
+            batch, self._rows_in_flight = prompt_logprobs_batch(self.capacity, self._replicas)
+            if self._rows_in_flight:
+                return batch
+        if self.done:
+            return None
+        waiting = bool(self._waiting) or self._next is not None
+        stop_rate = self._stop_rate if self._slots.may_stop else 0.0
+        if self._drafter is not None:
+            verified = self._drafter.batch(self._slots, waiting=waiting, stop_rate=stop_rate)
+            if verified is not None:
+                return verified
+        steps = num_decode_steps(self._slots.remaining, self.capacity.steps, waiting=waiting, stop_rate=stop_rate)
+        return self._slots.batch(steps)
+
+    def work_ahead(self) -> None:
+        """Does what needs no results, for the time in which the devices work: completions, and reading requests.
+
+        Every host must call it at the same places. Nothing depends on it but when the work is done, and where sequences
+        go.
+        """
+        for sequence in self._just_finished:
+            sequence.completion()
+        self._just_finished = []
+        self._read()
+
+    def commit(self, batch: DecodeBatch | VerifyBatch, results: DecodeResults) -> None:
+        """Takes the results of a decode launch.
+
+        Args:
+            batch: The batch of the launch.
+            results: What each slot sampled; of a launch that verifies drafts, the step of each token too.
+        """
+        step = None
+        if isinstance(batch, VerifyBatch):
+            batch, (results, step) = batch.decode, results.split_steps()
+        at = np.nonzero(batch.remaining)
+        sequences: list[Sequence] = self._slots.sequences[at].tolist()
+        looks = self._slots.has_stop_strings[at]
+        counts, stopped = (each[at] for each in self._slots.advance(results))
+        kept = counts.copy()
+        sampled = results.packed.swapaxes(1, 2)[at]  # [sequence, part, step], a copy
+        for sequence, count, part in zip(sequences, counts.tolist(), sampled, strict=True):
+            sequence.extend(part[:, :count])
+
+        ended = stopped | (counts == batch.remaining[at])
+        for index in np.flatnonzero(ended | looks).tolist():
+            sequence = sequences[index]
+            if ended[index]:
+                sequence.finish_reason = FinishReason.STOP if stopped[index] else FinishReason.LENGTH
+            if looks[index] and (cut := self._cut_at_stop(sequence, int(counts[index]))) is not None:
+                ended[index] = True
+                kept[index] -= cut
+            if ended[index]:
+                self._stopped += sequence.finish_reason is FinishReason.STOP
+                self._release(sequence)
+                self._ended(sequence)
+                self._just_finished.append(sequence)
+        self._slots.clear((at[0][ended], at[1][ended]))
+        self._sampled += np.bincount(at[0], kept, self.capacity.replicas).astype(np.int64)
+        if self._drafter is not None:
+            self._drafter.learn(at, kept, results.tokens, step)
+
+    def _cut_at_stop(self, sequence: Sequence, new: int) -> int | None:
+        """Ends a sequence whose last ``new`` tokens complete a stop string; returns how many came after it, if any."""
+        assert self._find_stop is not None
+        end = self._find_stop(sequence.tokens, sequence.num_tokens - new, sequence.request.params.stop)
+        if end is None:
+            return None
+        cut = sequence.num_tokens - end
+        sequence.stop_at(end)
+        return cut
+
+    def commit_prompt_logprobs(
+        self,
+        batch: PromptLogprobsBatch,
+        logprobs: np.ndarray,
+        top_ids: np.ndarray | None = None,
+        top_logprobs: np.ndarray | None = None,
+    ) -> None:
+        """Takes the results of a launch that computed log-probabilities of prompts.
+
+        Args:
+            batch: The batch of the launch.
+            logprobs: The log-probabilities of the batch's targets, ``[replica, row, position]``.
+            top_ids: The ids of the most probable tokens ``[replica, row, position, n]``, most probable first; None
+                where no sequence asks for them.
+            top_logprobs: The log-probabilities of ``top_ids``.
+        """
+        for r, row, record in self._rows_in_flight:
+            count = int((batch.targets[r, row] >= 0).sum())
+            ids, values = (None if part is None else part[r, row, :count] for part in (top_ids, top_logprobs))
+            record.add(logprobs[r, row, :count], ids, values)
+        self._rows_in_flight = []
+
+    def _check(self, requests: Seq[Request]) -> None:
+        check_capacity(self.capacity, requests)
+        for request in requests:
+            if request.params.stop and self._find_stop is None:
+                raise ConfigError(
+                    f"prompt {request.prompt_id} has the stop strings {list(request.params.stop)}; the engine knows no "
+                    "tokenizer. Pass find_stop=lockstep.StopFinder(tokenizer)."
+                )
+
+    def _read(self) -> None:
+        """Reads requests until there are ``max_prompts`` unanswered prompts."""
+        while self._max_prompts is None or len(self._unanswered) < self._max_prompts:
+            if self._read_one() is None:
+                return
+
+    def _read_one(self) -> list[Sequence] | None:
+        """Reads the next request and returns its sequences; None if there is none."""
+        request = self._next
+        if request is None:
+            return None
+        if not self._checked:
+            self._check([request])
+        self._next = next(self._source, None)
+        size = self.capacity.page_size
+        # Only what prefill writes can be shared: decode writes the K/V of the prompt's last token.
+        shared = request.prompt_tokens[:-1] if self._share_prefixes else ()
+        keys = page_keys(shared, size)
+        tail = tail_key(shared, size, keys)
+        record = PromptLogprobs(request=request) if request.params.prompt_logprobs else None
+        count, ngrams = request.params.n_generations, None
+        if request.drafts is not None and request.drafts.ngrams:
+            ngrams = Ngrams(request.prompt_tokens, count)
+        sequences = [
+            Sequence(
+                request=request, generation_id=generation, prefix_keys=keys, tail_key=tail, prompt_logprobs=record,
+                ngrams=ngrams,
+            )
+            for generation in range(count)
+        ]  # fmt: skip
+        assert request.prompt_id not in self._unanswered
+        self._unanswered[request.prompt_id] = len(sequences)
+        self._sequences += sequences
+        self._waiting += sequences
+        return sequences
+
+    def _ended(self, sequence: Sequence) -> None:
+        """Counts a finished sequence; its prompt is answered when it was the last."""
+        prompt_id = sequence.request.prompt_id
+        self._finished += 1
+        self._unanswered[prompt_id] -= 1
+        if not self._unanswered[prompt_id]:
+            del self._unanswered[prompt_id]
+
+    def _find(self, prompt_id: int, generation_id: int) -> Sequence:
+        """Returns a sequence; reads further requests until it is there."""
+        unseen: Seq[Sequence] | None = self._sequences
+        while unseen is not None:
+            for sequence in unseen:
+                if (sequence.request.prompt_id, sequence.generation_id) == (prompt_id, generation_id):
+                    return sequence
+            unseen = self._read_one()
+        raise ConfigError(
+            f"prompt {prompt_id} generation {generation_id} is not among the {len(self._sequences)} sequences of this "
+            "run. Use a (prompt_id, generation_id) that unfinished() lists."
+        )
+
+    def _release(self, sequence: Sequence) -> None:
+        """Frees the slot and the pages of an ended sequence."""
+        replica = self._by_index[sequence.replica]
+        replica.release(sequence)
+        self._admission.update(replica)
+        self._num_active -= 1
+
+    @property
+    def _stop_rate(self) -> float:
+        """The part of the tokens so far that ended their sequence before its last."""
+        return (self._stopped + 1) / (int(self._sampled.sum()) + self.capacity.steps)
+
+    def _admit(self) -> None:
+        slots = min(self.capacity.sequences, len(self._replicas) * self.capacity.slots)
+        while self._waiting and self._num_active < self.capacity.sequences:
+            sequence = self._waiting[0]
+            crowded = len(self._waiting) >= slots - self._num_active
+            replica = self._admission.choose(sequence, crowded=crowded)
+            if replica is None:
+                return  # longest-waiting first: no sequence overtakes another
+            replica.admit(self._waiting.popleft())
+            self._admission.update(replica)
+            self._num_active += 1
+            self._slots.put(sequence)
+            if self._drafter is not None:
+                self._drafter.put(sequence)

@@ -1,0 +1,130 @@
+"""The state of one completion while it is generated: its tokens, its pages, its slot."""
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Int32
+
+from lockstep.engine.schedule.ngrams import Ngrams
+from lockstep.engine.schedule.prompt_logprobs import PromptLogprobs
+from lockstep.engine.schedule.results import FIRST_TOP, LOGPROB, SAMPLED_LOGPROB, TOKEN, as_floats
+from lockstep.types import Completion, FinishReason, Request
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Sequence:
+    """The state of one generation of one request. Only the scheduler changes it.
+
+    The first decode step writes the K/V of the prompt's last token, so prefill writes that of ``num_prefill`` tokens.
+    """
+
+    request: Request
+    """The request."""
+    generation_id: int
+    """The generation, 0 to ``n_generations - 1``."""
+    prefix_keys: list[bytes] = dataclasses.field(default_factory=list)
+    """The keys of the full pages that prefill writes (`page_keys`)."""
+    tail_key: bytes | None = None
+    """The key of the partial page that prefill ends with (`tail_key`); None where there is none."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """The log-probabilities of the prompt, shared by all generations; None where they are not requested."""
+    ngrams: Ngrams | None = None
+    """The texts of the request in which guesses are looked up, shared by all generations; None without such guesses."""
+    num_tokens: int = 0
+    """The number of sampled tokens."""
+    finish_reason: FinishReason | None = None
+    """Why the sequence ended; None while it is waiting or decoding."""
+    replica: int = -1
+    """The replica; -1 before admission."""
+    slot: int = -1
+    """The slot of the replica; -1 before admission."""
+    pages: list[int] = dataclasses.field(default_factory=list)
+    """The pages of the replica, in order; none before admission and after release."""
+    num_prefilled: int = 0
+    """The number of tokens whose K/V is written, or is in a launch that writes it."""
+    _sampled: list[Int32[np.ndarray, "part token"]] = dataclasses.field(default_factory=list)
+    """What each launch sampled, as in `DecodeResults`."""
+    _tokens: list[int] = dataclasses.field(default_factory=list)
+    """The token ids of the first launches, made when they are asked for."""
+    _num_listed: int = 0
+    """The number of launches whose token ids are in ``_tokens``."""
+    _completion: Completion | None = None
+    """The finished answer, once it is made."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """The sampled token ids."""
+        for sampled in self._sampled[self._num_listed :]:
+            self._tokens += sampled[TOKEN].tolist()
+        self._num_listed = len(self._sampled)
+        return self._tokens
+
+    @property
+    def num_prefill(self) -> int:
+        """The number of tokens whose K/V prefill writes: all of the prompt but the last."""
+        return len(self.request.prompt_tokens) - 1
+
+    @property
+    def last_token(self) -> int:
+        """The token id that the next decode step reads."""
+        return self.tokens[-1] if self.num_tokens else self.request.prompt_tokens[-1]
+
+    @property
+    def position(self) -> int:
+        """The position of ``last_token``."""
+        return len(self.request.prompt_tokens) + self.num_tokens - 1
+
+    @property
+    def remaining(self) -> int:
+        """The number of tokens that may still be sampled."""
+        return self.request.params.max_new_tokens - self.num_tokens
+
+    def worst_case_pages(self, page_size: int) -> int:
+        """Returns the number of pages for all positions that can be written; the last sampled token is not cached."""
+        positions = len(self.request.prompt_tokens) + self.request.params.max_new_tokens - 1
+        return -(-positions // page_size)
+
+    def extend(self, sampled: Int32[np.ndarray, "part token"]) -> None:
+        """Appends the tokens of a launch: what `DecodeResults` has for the sequence, which must never change."""
+        assert self.finish_reason is None
+        self._sampled.append(sampled)
+        self.num_tokens += sampled.shape[1]
+
+    def stop_at(self, count: int) -> None:
+        """Ends the answer after its first ``count`` tokens, and removes the others."""
+        assert 0 < count <= self.num_tokens
+        self._sampled = [np.concatenate(self._sampled, axis=1)[:, :count]]
+        self._tokens, self._num_listed, self.num_tokens = [], 0, count
+        self.finish_reason = FinishReason.STOP
+
+    def completion(self) -> Completion:
+        """Returns the finished answer, which is made once."""
+        if self._completion is None:
+            self._completion = self._make_completion()
+        return self._completion
+
+    def _make_completion(self) -> Completion:
+        assert self.finish_reason is not None
+        record = self.prompt_logprobs
+        prompt_logprobs, prompt_top_logprobs = ((), ()) if record is None else record.result()
+        sampled = np.concatenate([np.empty((FIRST_TOP, 0), np.int32)] if not self._sampled else self._sampled, axis=1)
+        return Completion(
+            prompt_id=self.request.prompt_id,
+            generation_id=self.generation_id,
+            tokens=tuple(sampled[TOKEN].tolist()),
+            logprobs=tuple(as_floats(sampled[LOGPROB]).tolist()),
+            finish_reason=self.finish_reason,
+            sampled_logprobs=tuple(as_floats(sampled[SAMPLED_LOGPROB]).tolist()),
+            top_logprobs=_top_logprobs(sampled[FIRST_TOP:], self.request.params.top_logprobs),
+            prompt_logprobs=prompt_logprobs,
+            prompt_top_logprobs=prompt_top_logprobs,
+        )
+
+
+def _top_logprobs(parts: Int32[np.ndarray, "part token"], count: int) -> tuple[tuple[tuple[int, float], ...], ...]:
+    """The ``count`` most probable (token id, log-probability) of each token; nothing for 0."""
+    if not count:
+        return ()
+    ids, values = np.split(parts, 2)
+    pairs = zip(ids[:count].T.tolist(), as_floats(values[:count]).T.tolist(), strict=True)
+    return tuple(tuple(zip(*pair, strict=True)) for pair in pairs)

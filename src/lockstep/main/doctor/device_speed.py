@@ -1,0 +1,170 @@
+"""How fast a device reads its memory and multiplies matrices, measured on all devices at the same time."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lockstep.engine import count_memories
+from lockstep.hosts import Hosts, name_processes
+from lockstep.main.doctor.bench import Loop
+from lockstep.main.doctor.finding import Finding
+from lockstep.placement.device import compile_program, published_chip
+
+LOW: Final = 0.7
+"""Share of the published number below which there is a warning: a matrix product reaches some 0.8 of it."""
+SLOW_HOST: Final = 0.85
+"""Share of the median host's speed below which a host is named."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How large the measured matrices are.
+
+    Args:
+        dtype: Their float type.
+        read: The side of the square matrix that is read from memory in each turn.
+        rows: The number of vectors that it is multiplied with.
+        product: The side of the square matrices that are multiplied.
+        read_turns: The smaller and the larger number of turns of reading.
+        product_turns: Those of multiplying.
+    """
+
+    dtype: Any
+    read: int
+    rows: int
+    product: int
+    read_turns: tuple[int, int]
+    product_turns: tuple[int, int]
+
+
+_CPU: Final = Sizes(dtype=jnp.float32, read=4096, rows=1, product=512, read_turns=(1, 7), product_turns=(1, 9))
+_CHIP: Final = Sizes(
+    dtype=jnp.bfloat16, read=16384, rows=8, product=8192, read_turns=(4, 68), product_turns=(2, 22)
+)  # half a GiB, which is in no cache
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceSpeed:
+    """What the devices of one process reach.
+
+    Args:
+        bandwidth: The bytes per second that a memory gives to the cores at it.
+        flops: The floating-point operations per second of matrix products of the cores at one memory.
+    """
+
+    bandwidth: float
+    flops: float
+
+
+def sizes_for(platform: str) -> Sizes:
+    """The sizes for a platform.
+
+    Args:
+        platform: The platform: cpu, gpu or tpu.
+    """
+    return _CPU if platform == "cpu" else _CHIP
+
+
+def build_loops(hosts: Hosts, devices: Sequence[jax.Device], sizes: Sizes) -> list[Loop]:
+    """Compile the two loops; nothing is exchanged between devices in them.
+
+    Args:
+        hosts: The processes of the job.
+        devices: All devices.
+        sizes: The sizes.
+    """
+    mesh = Mesh(np.array(devices), ("device",), axis_types=(AxisType.Auto,))
+    split = NamedSharding(mesh, P("device"))
+    number = mesh.size
+
+    def loop(name: str, side: int, columns: int, turns: tuple[int, int]) -> Loop:
+        shapes = ((number, side, side), (number, side, columns))
+
+        def fill() -> Any:
+            # Ones on both sides stay ones when a product is divided by the side.
+            return tuple(jnp.ones(shape, sizes.dtype) for shape in shapes)
+
+        def multiply(matrix: jax.Array, x: jax.Array, count: jax.Array) -> jax.Array:
+            def turn(_: Any, x: jax.Array) -> jax.Array:
+                return (jnp.matmul(matrix[0], x[0], preferred_element_type=sizes.dtype) / side)[None]
+
+            return jax.lax.fori_loop(0, count, turn, x)
+
+        def run(arguments: Any, count: jax.Array) -> jax.Array:
+            inner: Any = jax.shard_map(
+                multiply, mesh=mesh, in_specs=(P("device"), P("device"), P()), out_specs=P("device")
+            )
+            return inner(*arguments, count)
+
+        structs = tuple(jax.ShapeDtypeStruct(shape, sizes.dtype, sharding=split) for shape in shapes)
+        count = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(mesh, P()))
+        common: dict[str, Any] = {"mesh": mesh, "ledger": hosts.ledger}
+        return Loop(
+            name=name,
+            fill=compile_program(f"doctor_{name}_fill", fill, [], out_shardings=(split, split), **common),
+            run=compile_program(f"doctor_{name}", run, [structs, count], **common),
+            turns=turns,
+        )
+
+    return [
+        loop("read", sizes.read, sizes.rows, sizes.read_turns),
+        loop("multiply", sizes.product, sizes.product, sizes.product_turns),
+    ]
+
+
+def speeds(seconds: Sequence[Sequence[float]], devices: Sequence[jax.Device], sizes: Sizes) -> list[DeviceSpeed]:
+    """What each process reaches.
+
+    Args:
+        seconds: The seconds of a turn of each of the two loops, by process.
+        devices: All devices; several of them may share a memory and its cores (CPU).
+        sizes: The sizes that were measured with.
+    """
+    sharing = len(devices) / count_memories(devices)
+    read_bytes = sharing * sizes.read**2 * jnp.dtype(sizes.dtype).itemsize
+    operations = sharing * 2 * sizes.product**3
+    return [DeviceSpeed(bandwidth=read_bytes / read, flops=operations / product) for read, product in seconds]
+
+
+def judge_speeds(found: Sequence[DeviceSpeed], devices: Sequence[jax.Device]) -> list[Finding]:
+    """Compare what was measured with what is published, and the hosts with each other.
+
+    Args:
+        found: What each process reaches.
+        devices: All devices. Processes whose devices share a memory get what the others leave, and are not compared.
+    """
+    device, apart = devices[0], count_memories(devices) >= len(found)
+    chip = published_chip(device)
+    findings = []
+    for name in ("bandwidth", "flops"):
+        values = [getattr(one, name) for one in found]
+        what = {"bandwidth": "memory bandwidth", "flops": "matrix products"}[name]
+        middle, least = sorted(values)[len(values) // 2], min(values)
+        unit, scale = _unit(name, least)
+        text = f"{least / scale:.4g} {unit} per device" if device.platform != "cpu" else f"{least / scale:.4g} {unit}"
+        slow = [process for process, value in enumerate(values) if apart and value < SLOW_HOST * middle]
+        if chip is not None:
+            text += f", {least / getattr(chip, name):.0%} of the {getattr(chip, name) / scale:.4g} published"
+        if slow:
+            text += f"; the median of all hosts is {middle / scale:.4g}, and {name_processes(slow)} slower."
+            fix = "Look there for another process, for heat, or replace the machine: all others wait for it."
+            findings.append(Finding.warning(what, text, fix))
+        elif chip is not None and least < LOW * getattr(chip, name):
+            fix = "End other processes that use the devices; if it stays, --calibrate lets plan know."
+            findings.append(Finding.warning(what, f"{text}.", fix))
+        else:
+            findings.append(Finding.ok(what, text))
+    return findings
+
+
+def _unit(name: str, value: float) -> tuple[str, float]:
+    """The unit in which a number is shown, and how much it is."""
+    if name == "bandwidth":
+        return "GB/s", 1e9
+    return ("TFLOP/s", 1e12) if value >= 1e12 else ("GFLOP/s", 1e9)

@@ -1,0 +1,226 @@
+"""All checks in order; every process of the job makes the same calls."""
+
+import dataclasses
+import functools
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from rich.console import Console
+
+from lockstep.errors import ConfigError, HostError
+from lockstep.hosts import DistributedConfig, Hosts, end_process, try_leader_only
+from lockstep.main.doctor import collectives, device_speed
+from lockstep.main.doctor.asked import Asked
+from lockstep.main.doctor.background import BackgroundCheck, wait_for_all
+from lockstep.main.doctor.bench import time_loops
+from lockstep.main.doctor.calibrate import calibration
+from lockstep.main.doctor.compare import compare, compare_clocks, host_facts
+from lockstep.main.doctor.config import DoctorConfig
+from lockstep.main.doctor.coordination import judge_coordination, measure_coordination
+from lockstep.main.doctor.devices import check_devices, check_memory, check_mesh
+from lockstep.main.doctor.finding import Finding, attempt, failed, merge
+from lockstep.main.doctor.job import Joined, join
+from lockstep.main.doctor.machine import check_disks, check_host, check_variables, run_paths
+from lockstep.main.doctor.reach import NETWORK, begin_checks, check_wandb
+from lockstep.main.doctor.report import Report
+from lockstep.main.doctor.self_test import self_test
+from lockstep.main.doctor.versions import check_versions
+from lockstep.placement import make_mesh
+from lockstep.placement.device import save_calibration
+
+
+def examine(config: DoctorConfig, asked: Asked, distributed: DistributedConfig, console: Console) -> int:
+    """Do all checks, show what they found, and return the exit code; every process makes the same call.
+
+    Args:
+        config: What is asked.
+        asked: What the run reaches for.
+        distributed: How the processes find each other.
+        console: Where the leader shows the report.
+
+    Returns:
+        1 where something needs a fix, else 0; the same on every process.
+
+    Raises:
+        PeerError: The report cannot be written.
+        HostTimeoutError: A process is missing.
+    """
+    reaching = begin_checks(asked)
+    machine = [
+        *attempt("versions", check_versions),
+        *attempt("host", check_host),
+        *attempt("disk", lambda: check_disks(run_paths(asked.log_dir))),
+        *attempt("variables", check_variables),
+    ]
+    joined = join(distributed)
+    if joined.hosts is None:
+        return _without_job(config, machine, joined, reaching, console)
+    return _Examination(config, asked, joined.hosts, console).run(machine, joined.finding, reaching)
+
+
+def _without_job(
+    config: DoctorConfig,
+    machine: Sequence[Finding],
+    joined: Joined,
+    reaching: Sequence[BackgroundCheck],
+    console: Console,
+) -> int:
+    """The report of a process that is in no job: what it knows by itself."""
+    report = Report(console, config.json)
+    report.add("machine", merge([machine]))
+    report.add("job", merge([[joined.finding]]))
+    report.add("reach", merge([wait_for_all(reaching, config.reach_s)]))
+    code = report.finish()
+    if joined.waiting:
+        end_process(code)
+    return code
+
+
+class _Examination:
+    """The checks of a process that is in a job, alone or with others.
+
+    Args:
+        config: What is asked.
+        asked: What the run reaches for.
+        hosts: The processes of the job.
+        console: Where the leader shows the report.
+    """
+
+    def __init__(self, config: DoctorConfig, asked: Asked, hosts: Hosts, console: Console) -> None:
+        self._config, self._asked, self._hosts = config, asked, hosts
+        self._report = Report(console, config.json) if hosts.is_leader else Report()
+
+    def run(self, machine: Sequence[Finding], joined: Finding, reaching: list[BackgroundCheck]) -> int:
+        """Do the checks and return the exit code."""
+        with self._hosts.run_on_all("the report's file"):
+            self._report.begin()
+        if self._hosts.is_leader and self._asked.wandb is not None:
+            settings, seconds = self._asked.wandb, self._config.reach_s
+            reaching = [*reaching, BackgroundCheck("W&B", lambda: check_wandb(settings, seconds), NETWORK)]
+        self._add("machine", machine)
+        self._job(joined)
+        self._add("reach", wait_for_all(reaching, self._config.reach_s))
+        if self._config.measure:
+            self._on_all("speed", self._speed)
+        if self._config.self_test:
+            self._self_test()
+        return int(self._hosts.broadcast_from_leader("doctor/end", lambda: str(self._report.finish()).encode()))
+
+    def _add(self, title: str, findings: Iterable[Finding], values: Mapping[str, Any] | None = None) -> None:
+        """Have the leader show what all processes found."""
+        own = json.dumps([dataclasses.asdict(each) for each in findings])
+        everyone = self._hosts.gather(f"doctor/{title}", own.encode())
+        if everyone is not None:
+            merged = merge([[Finding(**each) for each in json.loads(one)] for one in everyone])
+            try_leader_only("the report", lambda: self._report.add(title, merged, values), "the checks go on")
+
+    def _on_all(self, title: str, work: Callable[[], tuple[list[Finding], dict[str, Any]]]) -> None:
+        """Do what all processes do together; where it fails on all, that is what was found."""
+        try:
+            findings, values = work()
+        except HostError as error:
+            if not error.on_every_process:
+                raise
+            findings, values = [failed(title, error)], {}
+        self._add(title, findings, values)
+
+    def _job(self, joined: Finding) -> None:
+        """The processes and their devices, compared."""
+        findings = [joined, *attempt("devices", check_devices), *attempt("device memory", check_memory)]
+        findings += attempt("mesh", lambda: check_mesh(self._asked.mesh_shape))
+        with self._hosts.run_on_all("doctor: facts of the hosts") as phase:
+            phase.share(host_facts(self._asked.config_digest))
+        facts = phase.shared
+        findings += attempt("hosts", lambda: compare(facts))
+        self._hosts.barrier("doctor/clocks")
+        now = time.time()
+        with self._hosts.run_on_all("doctor: clocks") as phase:
+            phase.share(now)
+        times = phase.shared
+        if self._hosts.count > 1:
+            findings += attempt("clocks", lambda: compare_clocks(times))
+        latency = measure_coordination(self._hosts)
+        with self._hosts.run_on_all("doctor: latencies") as phase:
+            phase.share(latency)
+        latencies = phase.shared
+        findings += attempt("coordination", lambda: judge_coordination(latencies))
+        self._add("job", findings, {"facts": facts, "coordination": latencies})
+
+    def _speed(self) -> tuple[list[Finding], dict[str, Any]]:
+        """What the devices and the links between them reach, written as a calibration where that is asked."""
+        hosts, mesh = self._hosts, _mesh(self._asked.mesh_shape)
+        devices = list(mesh.devices.flat)
+        sizes = device_speed.sizes_for(devices[0].platform)
+        seconds = time_loops(hosts, "device speed", lambda: device_speed.build_loops(hosts, devices, sizes))
+        speeds = device_speed.speeds(seconds, devices, sizes)
+        findings = attempt("device speed", lambda: device_speed.judge_speeds(speeds, devices))
+        kinds: list[collectives.Kind] = ["all-reduce"]
+        if self._config.calibrate is not None:
+            kinds.append("all-gather")
+        wanted = [
+            (group, kind, size)
+            for group in collectives.find_groups(mesh)
+            for kind in kinds
+            for size in collectives.sizes_for(devices[0].platform)
+        ]
+        measured: list[collectives.Measured] = []
+        if wanted:
+            seconds = time_loops(hosts, "collectives", lambda: collectives.build_loops(hosts, wanted))
+            slowest = [max(one[i] for one in seconds) for i in range(len(wanted))]
+            measured = [
+                collectives.Measured(group=group, kind=kind, size=size, seconds=taken)
+                for (group, kind, size), taken in zip(wanted, slowest, strict=True)
+            ]
+            findings += attempt("all-reduce", lambda: collectives.judge_collectives(measured))
+        if self._config.calibrate is not None:
+            findings.append(self._calibrate(self._config.calibrate, speeds, measured, devices))
+        values = {
+            "speeds": [dataclasses.asdict(one) for one in speeds],
+            "collectives": [
+                {"group": one.group.name, "devices": one.group.members, "kind": one.kind, "bytes": one.size,
+                 "seconds": one.seconds}
+                for one in measured
+            ],
+        }  # fmt: skip
+        return findings, values
+
+    def _calibrate(
+        self,
+        path: str,
+        speeds: Sequence[device_speed.DeviceSpeed],
+        measured: Sequence[collectives.Measured],
+        devices: Sequence[jax.Device],
+    ) -> Finding:
+        """Write the same calibration file on every process: a run needs it on every host."""
+
+        def work() -> bytes:
+            return json.dumps(calibration(speeds, measured, devices[0], self._hosts.count, len(devices))).encode()
+
+        content = json.loads(self._hosts.broadcast_from_leader("doctor/calibration", work))
+        with self._hosts.run_on_all("writing the calibration"):
+            save_calibration(path, **content)
+        parts = [name for name in ("bandwidth", "flops") if name in content]
+        parts += [f"{name} ({', '.join(content[name])})" for name in ("link", "network") if name in content]
+        return Finding.ok("calibration", f"{path}, on every process, has {', '.join(parts)} of {content['chip']}")
+
+    def _self_test(self) -> None:
+        """Train on the mesh of the run; with several processes, on the one with data parallel hosts too."""
+        shapes = [self._asked.mesh_shape]
+        if self._hosts.count > 1 and "host_local" not in shapes:
+            shapes.append("host_local")
+        deadline = time.monotonic() + self._config.self_test_s
+        for number, shape in enumerate(shapes):
+            test = functools.partial(self_test, self._hosts, shape, deadline, all_layouts=number == 0)
+            self._on_all(f"self-test {shape}", test)
+
+
+def _mesh(mesh_shape: str) -> Mesh:
+    """The mesh of the run, or one that always works where that does not."""
+    try:
+        return make_mesh(mesh_shape)
+    except ConfigError:
+        return make_mesh()

@@ -1,0 +1,208 @@
+"""The rounds of samples of the self-test: one layout after the other, and one that fails on one host."""
+
+import dataclasses
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from lockstep.callback import InferenceEvalConfig, SampleCallback
+from lockstep.engine import layout_text
+from lockstep.hosts import Hosts, current
+from lockstep.main.doctor.text_model import PROMPTS, make_tokenizer
+from lockstep.models import DecoderWeights, LlamaConfig, read_decoder, register_reader
+from lockstep.training import StepInfo
+
+INJECTED: Final = "injected by the self-test on the last process, to see that all skip the round"
+NEW_TOKENS: Final = 16
+
+type Layout = dict[str, int] | str
+
+
+@dataclasses.dataclass(frozen=True)
+class UnreadableOnLastHost:
+    """A model that the last process cannot read.
+
+    Args:
+        model: The model.
+    """
+
+    model: Any
+
+
+@register_reader(UnreadableOnLastHost)
+def _read(model: UnreadableOnLastHost) -> tuple[LlamaConfig, DecoderWeights]:
+    hosts = current()
+    if hosts.index == hosts.count - 1:
+        raise OSError(INJECTED)
+    return read_decoder(model.model)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayoutResult:
+    """What came of a layout.
+
+    Args:
+        layout: The layout, as in a configuration.
+        state: ``tested``, ``auto`` where it is the one that ``auto`` chose, ``late`` where there was no time for it.
+        rounds: The number of rounds with samples.
+        traces: How often each of its programs was traced.
+        seconds: The seconds of the first round, compiling among them.
+        gap: The largest difference between a log-probability and that of the training forward, in nats.
+        mean_gap: The mean difference, in nats.
+        mean_noise: The mean difference that rounding makes, in nats; 0 where the engine computes in float32.
+        answers: The texts of the last round.
+    """
+
+    layout: str
+    state: str
+    rounds: int = 0
+    traces: tuple[int, ...] = ()
+    seconds: float = 0.0
+    gap: float = float("inf")
+    mean_gap: float = 0.0
+    mean_noise: float = 0.0
+    answers: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Info:
+    step: int
+    model: Any
+
+
+class _Numbers:
+    """A tracker that keeps the numbers of all rounds."""
+
+    def __init__(self) -> None:
+        self.rounds: dict[int, dict[str, float | str]] = {}
+
+    def log(self, metrics: Mapping[str, float | str], *, step: int) -> None:
+        self.rounds.setdefault(step, {}).update({name.partition("/")[2]: value for name, value in metrics.items()})
+
+    def log_rows(self, name: str, rows: Sequence[Any], *, step: int) -> None:
+        """Drop the rows: they are in a file."""
+
+    def finish(self) -> None:
+        """Do nothing."""
+
+    def largest(self, name: str, default: float) -> float:
+        """The largest value of a number in any round."""
+        return max((float(one[name]) for one in self.rounds.values() if name in one), default=default)
+
+
+class LayoutRounds:
+    """A hook of the trainer that samples: a failure after step 1, then a layout after each step, at last all of them.
+
+    Args:
+        hosts: The processes of the job.
+        layouts: The layouts, ``auto`` first.
+        dtype: The float type to decode in.
+        directory: Where the leader writes what was said.
+        deadline: The time (`time.monotonic`) on the leader after which no other layout is begun.
+    """
+
+    def __init__(self, hosts: Hosts, layouts: Sequence[Layout], dtype: str, directory: Path, deadline: float) -> None:
+        self._hosts, self._deadline, self._directory = hosts, deadline, directory
+        self._tokenizer, self._dtype = make_tokenizer(), dtype
+        self.layouts = [layout_text(layout) for layout in layouts]
+        self.steps = len(layouts) + 3
+        """The steps of training that it is made for: one more than those after which there is a round."""
+        self.failing = self._callback("failure")
+        self._numbers = {layout: _Numbers() for layout in self.layouts}
+        self._callbacks = {
+            layout_text(layout): self._callback(
+                layout_text(layout),
+                tracker=self._numbers[layout_text(layout)],
+                layout=layout,
+                on_error="raise",
+                audit=True,
+            )
+            for layout in layouts
+        }
+        self._states: dict[str, str] = {}
+        self._seconds: dict[str, float] = {}
+
+    def _callback(self, name: str, tracker: _Numbers | None = None, **values: Any) -> SampleCallback:
+        config = InferenceEvalConfig(
+            prompts=list(PROMPTS),
+            eval_every=1,
+            max_new_tokens=NEW_TOKENS,
+            n_generations=2,
+            temperature=0.8,
+            top_p=0.9,
+            timeout_s=self._hosts.timeout_s,
+            skip_samples_table=True,
+            **values,
+        )
+        return SampleCallback(
+            config,
+            self._tokenizer,
+            tracker=tracker,
+            name=f"self-test, {name}",
+            output_dir=self._directory / name,
+            hosts=self._hosts,
+            dtype=self._dtype,
+        )
+
+    def on_step(self, info: StepInfo, force: bool = False) -> None:
+        """Make the rounds of a step; every host calls it.
+
+        Args:
+            info: The step and the model.
+            force: Whether it is the last call, in which there is no round.
+        """
+        step = info.next_step
+        if force or step in (0, self.steps):
+            return
+        if step == 1:
+            self.failing(_Info(step=step, model=UnreadableOnLastHost(info.model)))
+        elif step < self.steps - 1:
+            self._first_round(self.layouts[step - 2], info)
+        else:
+            for layout, state in self._states.items():
+                if state == "tested":
+                    self._callbacks[layout](_Info(step=step, model=info.model))
+
+    def _first_round(self, layout: str, info: StepInfo) -> None:
+        engine = self._callbacks["auto"].engine
+        if engine is not None and engine.sizing is not None and layout == layout_text(engine.sizing.layout):
+            self._states[layout] = "auto"
+            return
+        with self._hosts.run_on_all(f"self-test: time left after step {info.next_step}") as phase:
+            phase.share(time.monotonic() < self._deadline)
+        if not phase.shared[0]:  # by the leader's clock
+            self._states[layout] = "late"
+            return
+        begin = time.monotonic()
+        self._callbacks[layout](_Info(step=info.next_step, model=info.model))
+        self._states[layout], self._seconds[layout] = "tested", time.monotonic() - begin
+
+    def finish(self) -> None:
+        """Wait for the reports of all rounds; every host calls it."""
+        for callback in [*self._callbacks.values(), self.failing]:
+            callback.finish()
+
+    def results(self) -> list[LayoutResult]:
+        """What came of each layout; call it on the leader after `finish`."""
+        return [self._result(layout, state) for layout, state in self._states.items()]
+
+    def _result(self, layout: str, state: str) -> LayoutResult:
+        if state != "tested":
+            return LayoutResult(layout=layout, state=state)
+        callback, numbers = self._callbacks[layout], self._numbers[layout]
+        programs = callback.engine.programs.values() if callback.engine else ()
+        lines = (self._directory / layout / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in lines]
+        return LayoutResult(
+            layout=layout,
+            state=state,
+            rounds=callback.rounds,
+            traces=tuple(program.traces for program in programs),
+            seconds=self._seconds[layout],
+            gap=numbers.largest("logprob_gap", float("inf")),
+            mean_gap=numbers.largest("logprob_gap_mean", float("inf")),
+            mean_noise=numbers.largest("logprob_noise_mean", 0.0),
+            answers=tuple(row["generated_text"] for row in rows if row["step"] == self.steps - 1),
+        )

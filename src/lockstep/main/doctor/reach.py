@@ -1,0 +1,184 @@
+"""What a run reaches over the network, each looked at in a thread: buckets, W&B, the tokenizer, the checkpoint."""
+
+import base64
+import functools
+import importlib.util
+import json
+import netrc
+import os
+import re
+import urllib.error
+import urllib.parse
+import urllib.request
+import uuid
+from collections.abc import Mapping
+from typing import Any, Final
+
+from lockstep.errors import LockstepError
+from lockstep.main.doctor.asked import Asked
+from lockstep.main.doctor.background import BackgroundCheck
+from lockstep.main.doctor.finding import Finding
+from lockstep.models import read_hf_config
+from lockstep.text import load_tokenizer
+from lockstep.urls import open_http, url_to_fs
+
+NETWORK: Final = "Look at the network, a proxy, the name and the access rights, or raise reach_s."
+WANDB_URL: Final = "https://api.wandb.ai"
+VIEWER: Final = "query Viewer { viewer { username entity } }"
+"""The question that W&B's own client asks first: who the key belongs to."""
+
+
+def begin_checks(asked: Asked) -> list[BackgroundCheck]:
+    """Begin to look at everything that every host reaches for.
+
+    Args:
+        asked: What the run reaches for.
+    """
+    checks = [BackgroundCheck(f"bucket {url}", functools.partial(check_written, url), NETWORK) for url in asked.written]
+    checks += [BackgroundCheck(f"data {url}", functools.partial(check_read, url), NETWORK) for url in asked.read]
+    if asked.tokenizer is not None:
+        checks.append(
+            BackgroundCheck(
+                "tokenizer", functools.partial(check_tokenizer, asked.tokenizer, asked.trust_remote_code), NETWORK
+            )
+        )
+    if asked.checkpoint is not None:
+        checks.append(BackgroundCheck("checkpoint", functools.partial(check_checkpoint, asked.checkpoint), NETWORK))
+    return checks
+
+
+def check_written(url: str) -> Finding:
+    """Write a small file to a directory or URL, read it, and delete it.
+
+    Args:
+        url: The directory or URL; one that is not there yet is made.
+    """
+    name = f"bucket {url}"
+    content, doing = b"lockstep doctor", "writing to"
+    try:
+        filesystem, root = url_to_fs(url)
+        path = f"{root.rstrip('/')}/.lockstep-doctor-{uuid.uuid4().hex}"
+        filesystem.makedirs(root, exist_ok=True)
+        filesystem.pipe_file(path, content)
+        doing = "reading from"
+        same = filesystem.cat_file(path) == content
+        doing = "deleting in"
+        filesystem.rm_file(path)
+    except Exception as error:  # each filesystem has its own kinds
+        return Finding.to_fix(name, f"{doing} it failed: {_text(error)}", _access(url))
+    if not same:
+        return Finding.to_fix(name, "what was read is not what was written.", "Choose another place.")
+    return Finding.ok(name, "written, read and deleted")
+
+
+def check_read(url: str) -> Finding:
+    """Look whether a URL, or anything that its wildcards mean, is there.
+
+    Args:
+        url: The URL.
+    """
+    name = f"data {url}"
+    try:
+        filesystem, path = url_to_fs(url)
+        found = filesystem.glob(path) if re.search(r"[*?\[]", path) else [path] * filesystem.exists(path)
+    except Exception as error:
+        return Finding.to_fix(name, f"looking for it failed: {_text(error)}", _access(url))
+    if not found:
+        return Finding.to_fix(name, "there is nothing of this name.", "Correct the URL, or upload the files.")
+    return Finding.ok(name, f"{len(found)} file{'s' * (len(found) != 1)} or directories of this name")
+
+
+def check_tokenizer(name: str, trust_remote_code: str | None = None) -> Finding:
+    """Load a tokenizer as a run does.
+
+    Args:
+        name: The directory, URL or name.
+        trust_remote_code: The same, where code of its own may be run.
+    """
+    try:
+        tokenizer = load_tokenizer(name, trust_remote_code)
+    except LockstepError as error:
+        return Finding.to_fix("tokenizer", str(error), _hub())
+    return Finding.ok("tokenizer", f"{name}: {type(tokenizer).__name__} of {len(tokenizer)} token ids")
+
+
+def check_checkpoint(name: str) -> Finding:
+    """Read the ``config.json`` of a checkpoint as a run does.
+
+    Args:
+        name: The directory or URL.
+    """
+    try:
+        values = read_hf_config(name)
+    except LockstepError as error:
+        return Finding.to_fix("checkpoint", str(error))
+    return Finding.ok("checkpoint", f"{name}: {values.get('model_type', 'unknown type')}")
+
+
+def check_wandb(settings: Mapping[str, Any], timeout_s: float) -> Finding:
+    """Ask W&B whose key this is.
+
+    Args:
+        settings: The settings of the tracker.
+        timeout_s: The seconds that the request may take.
+    """
+    if importlib.util.find_spec("wandb") is None:
+        return Finding.to_fix("W&B", "the package wandb is not installed.", "pip install 'jax-lockstep[wandb]'")
+    mode = settings.get("mode") or os.environ.get("WANDB_MODE") or "online"
+    if mode != "online":
+        return Finding.ok("W&B", f"not asked: mode {mode}")
+    url = os.environ.get("WANDB_BASE_URL", WANDB_URL).rstrip("/")
+    login = f"A valid key is at {'https://wandb.ai' if url == WANDB_URL else url}/authorize: put it into WANDB_API_KEY "
+    login += "or run `wandb login`; or set tracker.mode: offline."
+    key = os.environ.get("WANDB_API_KEY") or _netrc_key(url)
+    if not key:
+        return Finding.to_fix("W&B", "there is no key: WANDB_API_KEY is not set, ~/.netrc has none.", login)
+    request = urllib.request.Request(
+        f"{url}/graphql",
+        data=json.dumps({"query": VIEWER}).encode(),
+        headers={
+            "Content-Type": "application/json",
+            "Authorization": "Basic " + base64.b64encode(f"api:{key}".encode()).decode(),
+        },
+    )
+    try:
+        with open_http(request, timeout_s) as answer:
+            viewer = (json.load(answer).get("data") or {}).get("viewer")
+    except urllib.error.HTTPError as error:
+        if error.code in (401, 403):
+            return Finding.to_fix("W&B", f"{url} refuses the key ({error.code}).", login)
+        return Finding.to_fix("W&B", f"{url} answers {error.code}: {error.reason}.", NETWORK)
+    except (OSError, ValueError) as error:
+        offline = "Look at the network and at WANDB_BASE_URL, or set tracker.mode: offline and upload later."
+        return Finding.to_fix("W&B", f"{url} does not answer: {_text(error)}", offline)
+    if not viewer:
+        return Finding.to_fix("W&B", f"{url} does not know the key.", login)
+    return Finding.ok("W&B", f"{url} answers; logged in as {viewer.get('username')}")
+
+
+def _netrc_key(url: str) -> str | None:
+    try:
+        found = netrc.netrc().authenticators(urllib.parse.urlsplit(url).hostname or "")
+    except (OSError, netrc.NetrcParseError):
+        return None
+    return None if found is None else found[2]
+
+
+def _access(url: str) -> str:
+    protocol = url.partition("://")[0] if "://" in url else ""
+    if protocol in ("gs", "gcs"):
+        return (
+            "Give the service account of the workers the role Storage Object Admin on the bucket; on a machine of "
+            "yours, run gcloud auth application-default login. The package gcsfs (extra [gcs]) must be installed."
+        )
+    return "Check the name, the network, the credentials and the access rights."
+
+
+def _hub() -> str:
+    if os.environ.get("HF_TOKEN"):
+        return "For a gated model, accept its licence on its page with the account that HF_TOKEN belongs to."
+    return "For a gated model, accept its licence on its page and set HF_TOKEN; or give a local directory."
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"

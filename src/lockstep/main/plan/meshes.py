@@ -1,0 +1,159 @@
+"""What ``trainer.mesh_shape`` changes: the train step and its rollout, planned for each of its two names."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from lockstep.engine import Sizing
+from lockstep.errors import CapacityError
+from lockstep.main.plan.cache import CompileCache
+from lockstep.main.plan.planner import Plan, make_plan, predict_sampling
+from lockstep.main.plan.summary import moments, train_time
+from lockstep.main.plan.topology import Topology
+from lockstep.main.plan.workload import Workload
+from lockstep.units import bytes_text, seconds_text
+
+MESH_SHAPES = ("auto", "host_local")
+"""Full-device FSDP; and data parallel over hosts with FSDP inside each."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshCost:
+    """What a train step, and the rollout that it learns from, take on a mesh at best.
+
+    Args:
+        mesh_shape: The value of ``trainer.mesh_shape``.
+        sizes: The size of each axis of the mesh, by its name.
+        fits: Whether it can run.
+        needed: The bytes per device at the worst moment.
+        received: The bytes that a device receives in the collectives of the update.
+        received_across_hosts: The part of ``received`` in collectives between devices of several hosts.
+        collectives: The number of the update's collectives.
+        compute_s: The seconds of the update's matrix products.
+        collectives_s: The seconds of the update's collectives.
+        update_s: The seconds of the update, see `StepTime.step_s`.
+        layout: The decode layout of the rollout; None without a rollout.
+        rollout_s: The seconds of the rollout per train step, prefill left out.
+    """
+
+    mesh_shape: str
+    sizes: Mapping[str, int]
+    fits: bool
+    needed: int
+    received: int
+    received_across_hosts: int
+    collectives: int
+    compute_s: float
+    collectives_s: float
+    update_s: float
+    layout: Any = None
+    rollout_s: float = 0.0
+
+    @property
+    def step_s(self) -> float:
+        """The seconds of rollout and update, one after the other."""
+        return self.rollout_s + self.update_s
+
+
+def mesh_costs(
+    workload: Workload, topology: Topology, cache: CompileCache, calibration: str | None = None
+) -> list[MeshCost]:
+    """Compile the train step for each of `MESH_SHAPES`, and predict its rollout.
+
+    Args:
+        workload: What is asked of the devices, with training.
+        topology: The slice. On one host both shapes are the same mesh, which is planned once.
+        cache: The compiler.
+        calibration: See `make_plan`.
+    """
+    if calibration is not None:
+        workload = workload.calibrated(calibration)
+    found = []
+    for shape in MESH_SHAPES if topology.hosts > 1 else MESH_SHAPES[:1]:
+        changed = dataclasses.replace(workload, mesh_shape=shape)
+        plan = make_plan(dataclasses.replace(changed, sampling=[]), topology, cache, calibration)
+        cost = update_cost(plan)
+        for one in changed.sampling:
+            if one.steps is not None and plan.mesh_shape:
+                try:
+                    sizing = predict_sampling(changed, one, topology)
+                except CapacityError:
+                    cost = dataclasses.replace(cost, fits=False)
+                else:
+                    cost = with_rollout(cost, sizing, plan.resident, one.steps)
+        found.append(cost)
+    return found
+
+
+def update_cost(plan: Plan) -> MeshCost:
+    """Return what a plan says of the update on its mesh.
+
+    Args:
+        plan: The plan of a workload with training and without sampling.
+    """
+    time = train_time(plan)
+    return MeshCost(
+        mesh_shape=plan.workload.mesh_shape,
+        sizes=plan.mesh_shape,
+        fits=plan.fits,
+        needed=max((moment.total for moment in moments(plan)), default=0),
+        received=sum(one.bytes for one in plan.training_collectives),
+        received_across_hosts=sum(one.bytes for one in plan.training_collectives if one.crosses_hosts),
+        collectives=sum(one.count for one in plan.training_collectives),
+        compute_s=0.0 if time is None else time.compute_s,
+        collectives_s=0.0 if time is None else time.collectives_s,
+        update_s=0.0 if time is None else time.step_s,
+    )
+
+
+def with_rollout(cost: MeshCost, sizing: Sizing, resident: int, steps: int) -> MeshCost:
+    """Return the cost with that of the rollout.
+
+    Args:
+        cost: The cost of the update.
+        sizing: What the engine would choose for the rollout.
+        resident: The bytes per device of the training state.
+        steps: The number of train steps that learn from a rollout.
+    """
+    return dataclasses.replace(
+        cost,
+        needed=max(cost.needed, resident + sizing.predicted.total),
+        layout=sizing.layout,
+        rollout_s=sizing.estimate.total_s / steps,
+    )
+
+
+def print_meshes(costs: list[MeshCost], console: Console) -> None:
+    """Print a column per mesh.
+
+    Args:
+        costs: What `mesh_costs` returned.
+        console: The console to print to.
+    """
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("trainer.mesh_shape", no_wrap=True)
+    for cost in costs:
+        table.add_column(cost.mesh_shape, justify="right")
+
+    def row(name: str, *values: str) -> None:
+        table.add_row(name, *values)
+
+    row("dp, fsdp, tp", *(", ".join(map(str, cost.sizes.values())) for cost in costs))
+    row("HBM per device at the worst moment", *(bytes_text(cost.needed) for cost in costs))
+    row("update: collectives", *(f"{cost.collectives:,}" for cost in costs))
+    row("update: received per device", *(bytes_text(cost.received) for cost in costs))
+    row("  of it across hosts", *(bytes_text(cost.received_across_hosts) for cost in costs))
+    row("update: compute", *(seconds_text(cost.compute_s) for cost in costs))
+    row("update: collectives, at best", *(seconds_text(cost.collectives_s) for cost in costs))
+    row("update, at best", *(seconds_text(cost.update_s) for cost in costs))
+    if any(cost.layout is not None for cost in costs):
+        row("rollout, without prefill", *(seconds_text(cost.rollout_s) for cost in costs))
+        row("step, at best", *(seconds_text(cost.step_s) for cost in costs))
+    row("fits", *("yes" if cost.fits else "no" for cost in costs))
+    console.print(table)
+    if len(costs) == 1:
+        console.print("one host: host_local is the same mesh as auto\n", highlight=False)

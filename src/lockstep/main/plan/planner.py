@@ -1,0 +1,355 @@
+"""From a workload and a slice to a plan: every program compiled for that very mesh, none launched."""
+
+import concurrent.futures
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import Mesh
+
+from lockstep.engine import Engine, Sizing, never_used
+from lockstep.errors import CapacityError, CompilerError, ConfigError
+from lockstep.main.plan.cache import CompileCache
+from lockstep.main.plan.collectives import Collective, CollectiveSum, collectives, summed
+from lockstep.main.plan.draft_bytes import DraftBytes, draft_bytes
+from lockstep.main.plan.fsdp import FsdpBytes, fsdp_bytes
+from lockstep.main.plan.hlo import Hlo, vmem
+from lockstep.main.plan.infeasibility import Infeasibility, InfeasibleError, key_in, largest_in, with_common_largest
+from lockstep.main.plan.microbatch import plan_largest_step
+from lockstep.main.plan.topology import Topology, names_of
+from lockstep.main.plan.train_state import State, make_state, model_structs
+from lockstep.main.plan.train_step import TrainStepPlan
+from lockstep.main.plan.workload import SamplingWorkload, Workload
+from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
+from lockstep.placement import make_mesh
+from lockstep.placement.device import Chip, block_bytes, calibrated, chip_of
+from lockstep.types import Request
+
+_TRAINER_KEYS = ("train_batch_size", "per_device_parallelism", "mesh_shape", "mp")
+_ENGINE_KEYS = (
+    "max_seq_len", "max_seqs", "page_size", "max_pages", "max_prefill_size", "layout", "hbm_utilization",
+    "max_new_tokens", "dtype", "kv_cache_dtype", "weight_dtype",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingPlan:
+    """A round of sampling that fits.
+
+    Args:
+        workload: What was asked for.
+        sizing: The layout, the capacities and what else was considered, as the engine chose them.
+        digests: The digest of each program, by the program's name.
+        collectives: The collectives of one launch of each program, by its name; those of a decode step are not among
+            them.
+        step_collectives: The collectives of one decode step, thus per decoded token and sequence, with the filters that
+            the requests ask for and no others.
+        vmem: The bytes of vector memory of the operation that needs most, by the program's name.
+        code: The bytes per device of the programs themselves.
+        drafts: What each program that verifies drafts moves per token; none without drafts.
+    """
+
+    workload: SamplingWorkload
+    sizing: Sizing
+    digests: dict[str, str]
+    collectives: dict[str, list[CollectiveSum]]
+    step_collectives: list[CollectiveSum]
+    vmem: dict[str, int]
+    code: int
+    drafts: list[DraftBytes]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a workload would do on a slice.
+
+    Args:
+        workload: What was asked for.
+        topology: The slice.
+        mesh_shape: The size of each axis of the mesh that the model is on, by the axis' name.
+        chip: The published numbers of the chip, which the predictions use.
+        memory: The bytes of a device that programs may use.
+        parameters: The bytes per device of the parameters.
+        optimizer: The bytes per device of the optimizer's state.
+        reference: The bytes per device of a frozen copy of the model.
+        training: The train step; None where there is none, or where it does not fit.
+        training_collectives: The collectives of one train step.
+        fsdp: What FSDP needs of them and what they are; None where no train step is planned.
+        sampling: The rounds of sampling that fit.
+        infeasibilities: Why the workload cannot run; none where it can.
+        seconds: The seconds that compiling took, all programs together; a cached program counts what it took then.
+        write_bandwidth: The bytes per second at which a host writes checkpoints, as assumed; stated with every time.
+        frozen: The bytes per device of the parameters that no step changes, which are not in checkpoints.
+    """
+
+    workload: Workload
+    topology: Topology
+    mesh_shape: dict[str, int]
+    chip: Chip
+    memory: int
+    parameters: int
+    optimizer: int
+    reference: int
+    training: TrainStepPlan | None
+    training_collectives: list[CollectiveSum]
+    fsdp: FsdpBytes | None
+    sampling: list[SamplingPlan]
+    infeasibilities: list[Infeasibility]
+    seconds: float
+    write_bandwidth: float = 1e9
+    frozen: int = 0
+
+    @property
+    def fits(self) -> bool:
+        """Whether the workload can run."""
+        return not self.infeasibilities
+
+    @property
+    def resident(self) -> int:
+        """The bytes per device that are in use for the whole run."""
+        return self.parameters + self.optimizer + self.reference
+
+
+def make_plan(workload: Workload, topology: Topology, cache: CompileCache, calibration: str | None = None) -> Plan:
+    """Compile the programs of a workload for a slice.
+
+    The train step is compiled in a thread of its own, beside the programs of the engine.
+
+    Args:
+        workload: What the configuration asks of the devices.
+        topology: The slice.
+        cache: The compiler.
+        calibration: A file of measured numbers of the chip, in place of those that the configuration names; None:
+            what the configuration names for sampling, and else published numbers.
+
+    Returns:
+        The plan, with the reasons where something does not fit.
+
+    Raises:
+        ConfigError: The calibration cannot be read, or is of another chip.
+    """
+    chip = calibrated(chip_of(topology.devices[0]), calibration)
+    if calibration is not None:
+        workload = workload.calibrated(calibration)
+    infeasibilities = list(workload.infeasibilities)
+    if workload.hosts is not None and workload.hosts != topology.hosts:
+        infeasibilities.append(
+            Infeasibility(
+                key="trainer.distributed.require_process_count",
+                value=workload.hosts,
+                largest=topology.hosts,
+                text=f"trainer.distributed.require_process_count is {workload.hosts}, and {topology.name} has "
+                f"{topology.hosts} hosts: the run would end at its start. Set it to {topology.hosts}.",
+            )
+        )
+    devices = topology.on_host() if workload.one_host else topology.devices
+    try:
+        mesh = make_mesh(workload.mesh_shape, devices)
+        state, model, weights = _model(workload, mesh)
+    except ConfigError as error:
+        infeasibilities.append(_config_infeasibility(workload, None, error))
+        return _plan(workload, topology, {}, chip, infeasibilities)
+    resident = state.resident if state else sum(block_bytes(leaf) for leaf in _leaves(weights))
+    hosts = [device.process_index for device in mesh.devices.flat]
+    training: TrainStepPlan | None = None
+    sampling: list[SamplingPlan] = []
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        step = pool.submit(plan_largest_step, workload, mesh, state, cache, chip.memory) if state else None
+        free = chip.memory - resident
+        for one in workload.sampling:
+            try:
+                sampling.append(_plan_sampling(workload, one, mesh, model, weights, cache, free, hosts))
+            except InfeasibleError as refused:
+                infeasibilities.append(refused.infeasibility)
+        if step is not None:
+            try:
+                training = step.result()
+            except InfeasibleError as refused:
+                infeasibilities.append(_with_slice(refused.infeasibility, workload, topology, state))
+            except ConfigError as error:
+                infeasibilities.append(_config_infeasibility(workload, None, error))
+            except CompilerError as error:
+                infeasibilities.append(
+                    Infeasibility(key=workload.model_key, value="the train step", largest=None, text=str(error))
+                )
+    step_collectives = collectives(Hlo(training.summary.text), len(hosts)) if training else []
+    return Plan(
+        workload=workload,
+        topology=topology,
+        mesh_shape=dict(mesh.shape),
+        chip=chip,
+        memory=chip.memory,
+        parameters=state.parameters if state else resident,
+        optimizer=state.optimizer if state else 0,
+        reference=state.reference if state else 0,
+        training=training,
+        training_collectives=summed(step_collectives, hosts),
+        fsdp=_fsdp(workload, state, training, mesh, step_collectives),
+        sampling=sampling,
+        infeasibilities=with_common_largest(infeasibilities),
+        seconds=sum(summary.seconds for summary in cache.summaries.values()),
+        frozen=state.parameters - state.trained if state else 0,
+    )
+
+
+def _plan(
+    workload: Workload, topology: Topology, mesh_shape: dict[str, int], chip: Chip, infeasibilities: list[Infeasibility]
+) -> Plan:
+    """The plan of a workload that fails before anything is compiled."""
+    return Plan(
+        workload=workload, topology=topology, mesh_shape=mesh_shape, chip=chip, memory=chip.memory, parameters=0,
+        optimizer=0, reference=0, training=None, training_collectives=[], fsdp=None, sampling=[],
+        infeasibilities=infeasibilities, seconds=0.0,
+    )  # fmt: skip
+
+
+def _fsdp(
+    workload: Workload, state: State | None, training: TrainStepPlan | None, mesh: Mesh, found: Sequence[Collective]
+) -> FsdpBytes | None:
+    if state is None or training is None or workload.training is None:
+        return None
+    itemsize = workload.training.trainer.precision.compute.itemsize
+    return fsdp_bytes(state.structs.model, mesh.shape, found, microbatches=training.microbatches, itemsize=itemsize)
+
+
+def _model(workload: Workload, mesh: Mesh) -> tuple[State | None, LlamaConfig, DecoderWeights]:
+    """The training state, where there is one, and the model's configuration and weights as shapes on the mesh."""
+    if workload.training is not None:
+        state = make_state(workload, mesh)
+        return state, *read_decoder(state.structs.model)
+    return None, *read_decoder(model_structs(workload, mesh))
+
+
+def _leaves(weights: DecoderWeights) -> list[jax.ShapeDtypeStruct]:
+    return jax.tree.leaves(weights)
+
+
+def _plan_sampling(
+    workload: Workload,
+    one: SamplingWorkload,
+    mesh: Mesh,
+    model: LlamaConfig,
+    weights: DecoderWeights,
+    cache: CompileCache,
+    free: int,
+    hosts: Sequence[int],
+) -> SamplingPlan:
+    """What `Engine.prepare` chooses for a round of sampling: the function that sizes the engine on the pod."""
+    try:
+        engine = Engine(one.engine, mesh, vocab_size=one.vocab_size, compile_with=cache)
+        engine.prepare((model, weights), one.requests, free=free)
+    except CapacityError as error:
+        raise InfeasibleError(_shorter(one, mesh, model, weights, cache, free, error)) from error
+    except ConfigError as error:
+        raise InfeasibleError(_config_infeasibility(workload, one, error)) from error
+    except CompilerError as error:
+        key = one.key("max_prefill_size")
+        value = one.engine.max_prefill_size
+        raise InfeasibleError(Infeasibility(key=key, value=value, largest=None, text=str(error))) from error
+    assert engine.sizing is not None
+    programs = engine.programs
+    unmet = never_used(request.params for request in one.requests)
+    found = {name: collectives(Hlo(program.text(), unmet), len(hosts)) for name, program in programs.items()}
+    steps = [each for each in found["decode"] if each.in_step]
+    found["decode"] = [each for each in found["decode"] if not each.in_step]
+    return SamplingPlan(
+        workload=one,
+        sizing=engine.sizing,
+        digests={name: program.digest for name, program in programs.items()},
+        collectives={name: summed(of_program, hosts) for name, of_program in found.items()},
+        step_collectives=summed(steps, hosts),
+        vmem={name: vmem(program.text()) for name, program in programs.items()},
+        drafts=draft_bytes(engine, unmet),
+        code=sum(int(program.memory().generated_code_size_in_bytes) for program in programs.values()),
+    )
+
+
+def predict_sampling(workload: Workload, one: SamplingWorkload, topology: Topology) -> Sizing:
+    """What the engine would choose for a round of sampling beside the training state, before anything is compiled.
+
+    Args:
+        workload: What is asked of the devices.
+        one: The round.
+        topology: The slice.
+
+    Raises:
+        ConfigError: The mesh or a capacity does not fit the slice.
+        CapacityError: The round can never fit.
+    """
+    mesh = make_mesh(workload.mesh_shape, topology.devices)
+    state, model, weights = _model(workload, mesh)
+    resident = state.resident if state else sum(block_bytes(leaf) for leaf in _leaves(weights))
+    engine = Engine(one.engine, mesh, vocab_size=one.vocab_size)
+    return engine.predict((model, weights), one.requests, free=chip_of(topology.devices[0]).memory - resident)
+
+
+def _shorter(
+    one: SamplingWorkload,
+    mesh: Mesh,
+    model: LlamaConfig,
+    weights: DecoderWeights,
+    cache: CompileCache,
+    free: int,
+    error: CapacityError,
+) -> Infeasibility:
+    """The longest completions that fit: searched with the engine's prediction, then confirmed by the compiler."""
+    given = max(request.params.max_new_tokens for request in one.requests)
+
+    def works(longest: int, *, compiled: bool) -> bool:
+        engine = Engine(one.engine, mesh, vocab_size=one.vocab_size, compile_with=cache)
+        ask = engine.prepare if compiled else engine.check
+        try:
+            ask((model, weights), _cut(one.requests, longest), free=free)
+        except (CapacityError, CompilerError):
+            return False
+        return True
+
+    low, high = 0, given
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if works(middle, compiled=False) else (low, middle)
+    while low and not works(low, compiled=True):
+        low = low * 3 // 4
+    return Infeasibility(key=one.key("max_new_tokens"), value=given, largest=low or None, text=str(error))
+
+
+def _cut(requests: Sequence[Request], most: int) -> list[Request]:
+    return [
+        dataclasses.replace(
+            request,
+            params=dataclasses.replace(request.params, max_new_tokens=min(most, request.params.max_new_tokens)),
+        )
+        for request in requests
+    ]
+
+
+def _config_infeasibility(workload: Workload, one: SamplingWorkload | None, error: ConfigError) -> Infeasibility:
+    """The infeasibility of the key that an error names; of the model's key where it names none."""
+    keys = {f"trainer.{name}": f"trainer.{name}" for name in _TRAINER_KEYS} | {"mesh_shape": "trainer.mesh_shape"}
+    keys |= {"data.max_seq_len": "data.max_seq_len"}
+    if one is not None:
+        keys |= {name: one.key(name) for name in _ENGINE_KEYS}
+    key = key_in(str(error), keys)
+    value = getattr(one.engine, key.rpartition(".")[2], None) if one is not None and key is not None else None
+    return Infeasibility(key=key or workload.model_key, value=value, largest=largest_in(str(error)), text=str(error))
+
+
+def _with_slice(
+    infeasibility: Infeasibility, workload: Workload, topology: Topology, state: State | None
+) -> Infeasibility:
+    """An infeasibility that no value of the configuration cures, with the smallest slice that would cure it."""
+    if infeasibility.key != workload.model_key or state is None:
+        return infeasibility
+    chip = chip_of(topology.devices[0])
+    names = names_of(topology.name.rpartition("-")[0])
+    counts = {name: int(name.rpartition("-")[2]) for name in names}
+    here = counts[topology.name]
+    enough = [
+        name for name in names if state.resident * here / counts[name] < 0.8 * chip.memory and counts[name] > here
+    ]
+    if not enough:
+        return infeasibility
+    smallest = min(enough, key=lambda name: counts[name])
+    return dataclasses.replace(
+        infeasibility, text=f"{infeasibility.text} The smallest slice that holds them with room to work is {smallest}."
+    )

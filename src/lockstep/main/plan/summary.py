@@ -1,0 +1,326 @@
+"""A plan in numbers: what the tables show and what ``--json`` writes."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Final
+
+import jax.numpy as jnp
+
+from lockstep.engine import layout_text
+from lockstep.main.plan.collectives import CollectiveSum
+from lockstep.main.plan.hlo import vmem
+from lockstep.main.plan.planner import Plan, SamplingPlan
+from lockstep.main.plan.train_step import peak
+from lockstep.models import recomputes_layers
+from lockstep.training import CheckpointerConfig
+
+TRAINING = "training step"
+
+WRITTEN_AS: Final = {"reshard": "relay", "copy_pages": "fork", "page_copies": "forks", "idle_replicas": "resting"}
+"""Keys of ``--json`` whose program or capacity has another name in the code: readers of the file know these."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Moment:
+    """The memory of a device at one moment of a run.
+
+    Args:
+        name: The moment's name.
+        parts: The bytes per device by what they are for, with the same keys at every moment.
+        memory: The bytes of a device that programs may use.
+    """
+
+    name: str
+    parts: Mapping[str, int]
+    memory: int
+
+    @property
+    def total(self) -> int:
+        """The bytes of all parts together."""
+        return sum(self.parts.values())
+
+    @property
+    def headroom(self) -> int:
+        """The bytes that are left; negative where the parts do not fit."""
+        return self.memory - self.total
+
+
+def moments(plan: Plan) -> list[Moment]:
+    """The moments that could need most memory: the train step, and each round of sampling beside the training state.
+
+    Args:
+        plan: The plan.
+    """
+    state = {"parameters": plan.parameters, "optimizer": plan.optimizer, "reference model": plan.reference}
+    found = []
+    if plan.training is not None:
+        code = plan.training.summary.memory.generated_code_size_in_bytes
+        parts = state | {
+            "batch": plan.training.batch,
+            "activations": plan.training.activations,
+            "KV pages": 0,
+            "decode weights": 0,
+            "temporaries": plan.training.temporaries - code,
+            "more while weights move": 0,
+            "programs": code,
+        }
+        found.append(Moment(name=TRAINING, parts=parts, memory=plan.memory))
+    for one in plan.sampling:
+        need = one.sizing.compiled or one.sizing.predicted
+        step = plan.training.summary.memory.generated_code_size_in_bytes if plan.training else 0
+        parts = state | {
+            "batch": plan.training.batch if plan.training else 0,
+            "activations": 0,
+            "KV pages": need.pool,
+            "decode weights": need.weights,
+            # The footprint counts the code of the larger program among the temporaries.
+            "temporaries": max(0, need.temporaries - one.code),
+            # The weights are resharded before there is a page pool.
+            "more while weights move": max(0, need.reshard - need.pool - need.temporaries),
+            "programs": one.code + step,
+        }
+        found.append(Moment(name=one.workload.name or "sampling", parts=parts, memory=plan.memory))
+    return found
+
+
+def checkpoint_bytes(plan: Plan) -> int:
+    """Return the bytes that a host writes for a checkpoint: trained parameters and optimizer state of its devices.
+
+    Where they are replicated, one replica writes them; this is then what the hosts of that replica write.
+
+    Args:
+        plan: The plan.
+    """
+    return (plan.parameters - plan.frozen + plan.optimizer) * plan.topology.devices_per_host
+
+
+def checkpoint_seconds(plan: Plan) -> float:
+    """Return the seconds that writing a checkpoint takes.
+
+    Args:
+        plan: The plan, whose ``write_bandwidth`` counts.
+    """
+    return checkpoint_bytes(plan) / plan.write_bandwidth
+
+
+def grace_seconds(plan: Plan) -> float:
+    """Return the seconds that SIGTERM leaves for a checkpoint.
+
+    Args:
+        plan: The plan of a configuration that trains.
+    """
+    assert plan.workload.training is not None
+    return (plan.workload.training.trainer.checkpointer or CheckpointerConfig()).grace_s
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """The least time of a train step, each part as if the others took no time.
+
+    Args:
+        compute_s: The seconds of the matrix products at the chip's peak.
+        memory_s: The seconds of reading and writing what has to be read and written.
+        collectives_s: The seconds of receiving what has to be received over the links.
+        tokens: The number of tokens of a batch.
+    """
+
+    compute_s: float
+    memory_s: float
+    collectives_s: float
+    tokens: int
+
+    @property
+    def step_s(self) -> float:
+        """The seconds of a step: the longest part, for at best all overlap."""
+        return max(self.compute_s, self.memory_s, self.collectives_s)
+
+
+def train_time(plan: Plan) -> StepTime | None:
+    """The least time of the train step.
+
+    Args:
+        plan: The plan.
+
+    Returns:
+        The time; None where no train step is planned.
+    """
+    if plan.training is None or plan.workload.training is None:
+        return None
+    chip, training, trainer = plan.chip, plan.workload.training, plan.workload.training.trainer
+    devices = 1
+    for size in plan.mesh_shape.values():
+        devices *= size
+    trained = plan.parameters - plan.frozen
+    # In the compute type, in which they are gathered; most of the adapters beside frozen weights is whole already.
+    frozen = plan.frozen / jnp.dtype(plan.workload.dtype).itemsize * plan.mesh_shape["fsdp"]
+    whole = trained / trainer.precision.param.itemsize * (1 if plan.frozen else plan.mesh_shape["fsdp"]) + frozen
+    whole *= trainer.precision.compute.itemsize
+    passes = 3 if recomputes_layers(plan.workload.model.gradient_checkpointing) else 2
+    moved = 2 * (trained + plan.optimizer) + plan.training.microbatches * passes * whole
+    received = sum(one.bytes for one in plan.training_collectives)
+    count = trainer.train_batch_size * training.sequences_per_row * training.length
+    return StepTime(
+        compute_s=plan.training.flops / devices / chip.flops,
+        memory_s=moved / chip.bandwidth,
+        collectives_s=received / chip.link.bandwidth,
+        tokens=count,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutStep:
+    """The least time of a train step with its share of the rollout that it learns from.
+
+    Args:
+        rollout_s: The seconds of the rollout, prefill left out, per train step.
+        update_s: The seconds of the update.
+    """
+
+    rollout_s: float
+    update_s: float
+
+    @property
+    def step_s(self) -> float:
+        """The seconds of both, one after the other."""
+        return self.rollout_s + self.update_s
+
+
+def rollout_step(plan: Plan) -> RolloutStep | None:
+    """The least time of a train step and its rollout.
+
+    Args:
+        plan: The plan.
+
+    Returns:
+        The time; None where no train step learns from a rollout.
+    """
+    time = train_time(plan)
+    for one in plan.sampling:
+        if time is not None and one.workload.steps is not None:
+            return RolloutStep(rollout_s=one.sizing.estimate.total_s / one.workload.steps, update_s=time.step_s)
+    return None
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The plan as ``--json`` writes it; its keys stay as they are when something is renamed in the code.
+
+    Args:
+        plan: The plan.
+
+    Returns:
+        Plain values: bytes, seconds, names.
+    """
+    time = train_time(plan)
+    split = rollout_step(plan)
+    every = moments(plan)
+    worst = max(every, key=lambda moment: moment.total, default=None)
+    return {
+        "command": plan.workload.command,
+        "topology": {
+            "name": plan.topology.name,
+            "grid": list(plan.topology.grid),
+            "devices": len(plan.topology.devices),
+            "hosts": plan.topology.hosts,
+            "devices_per_host": plan.topology.devices_per_host,
+            "kind": plan.topology.kind,
+        },
+        "mesh": plan.mesh_shape,
+        "chip": {
+            "name": plan.chip.name,
+            "memory_bytes": plan.memory,
+            "bandwidth_bytes_per_s": plan.chip.bandwidth,
+            "flops_per_s": plan.chip.flops,
+            "link_bytes_per_s": plan.chip.link.bandwidth,
+            "collective_s": plan.chip.link.latency_s,
+            "hop_s": plan.chip.link.hop_s,
+            "source": plan.chip.source,
+        },
+        "fits": plan.fits,
+        "refusals": [dataclasses.asdict(each) for each in plan.infeasibilities],
+        "worst_moment": worst.name if worst else None,
+        "hbm_bytes_per_device": {
+            moment.name: {**moment.parts, "total": moment.total, "headroom": moment.headroom} for moment in every
+        },
+        "train_step": None
+        if plan.training is None or time is None
+        else {
+            "digest": plan.training.summary.digest,
+            "microbatches": plan.training.microbatches,
+            "peak_bytes_per_device": peak(plan.training.summary),
+            "vmem_bytes": vmem(plan.training.summary.text),
+            "flops": plan.training.flops,
+            "collectives": _collectives(plan.training_collectives),
+            "fsdp": None
+            if plan.fsdp is None
+            else {
+                "floor_bytes": plan.fsdp.floor,
+                "received_bytes": plan.fsdp.received,
+                "ratio": plan.fsdp.ratio,
+                "thin_pieces": [dataclasses.asdict(one) for one in plan.fsdp.thin],
+            },
+            "predicted_at_best": {
+                **dataclasses.asdict(time),
+                "step_s": time.step_s,
+                "tokens_per_s": time.tokens / time.step_s,
+            },
+        },
+        "checkpoint": None
+        if plan.training is None
+        else {
+            "bytes_per_host": checkpoint_bytes(plan),
+            "seconds": checkpoint_seconds(plan),
+            "write_bytes_per_s": plan.write_bandwidth,
+            "grace_s": grace_seconds(plan),
+        },
+        "sampling": {one.workload.name or "sampling": _sampling(one) for one in plan.sampling},
+        "rollout_step": None if split is None else {**dataclasses.asdict(split), "step_s": split.step_s},
+        "notes": list(plan.workload.notes),
+        "compile_seconds": plan.seconds,
+    }
+
+
+def _renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same values under the keys that the file has."""
+    return {WRITTEN_AS.get(name, name): value for name, value in values.items()}
+
+
+def _collectives(found: list[CollectiveSum]) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(one) for one in found]
+
+
+def _sampling(one: SamplingPlan) -> dict[str, Any]:
+    sizing, estimate = one.sizing, one.sizing.estimate
+    return {
+        "layout": sizing.layout,
+        "attention": sizing.attention,
+        "sizes": _renamed(dataclasses.asdict(sizing.sizes)),
+        "capacities": {name: {"value": value, "bound_by": why} for name, (value, why) in sizing.reasons.items()},
+        "digests": _renamed(one.digests),
+        "vmem_bytes": _renamed(one.vmem),
+        "collectives_per_decode_step": _collectives(one.step_collectives),
+        "collectives_per_decode_launch": _collectives(one.collectives["decode"]),
+        "collectives_per_relay": _collectives(one.collectives.get("reshard", [])),
+        "collectives_per_prefill_launch": _collectives(one.collectives["prefill"]),
+        "budget_bytes": sizing.budget,
+        "predicted_at_best": {
+            "bandwidth_floor_s": estimate.memory_s,
+            "compute_s": estimate.compute_s,
+            "collectives_s": estimate.collectives_s,
+            "step_s": estimate.step_s,
+            "relay_s": estimate.reshard_s,
+            "round_s": estimate.total_s,
+            "sequences_at_a_time": estimate.active,
+            "tokens_per_s": estimate.active / estimate.step_s,
+        },
+        "drafts": [dataclasses.asdict(each) for each in one.drafts],
+        "considered": [
+            {
+                "layout": layout_text(choice.layout),
+                "fits": choice.sizes is not None,
+                "bytes_per_device": choice.footprint.total,
+                "step_s": choice.estimate.step_s if choice.estimate else None,
+                "round_s": choice.estimate.total_s if choice.estimate else None,
+            }
+            for choice in sizing.considered
+        ],
+    }

@@ -1,0 +1,257 @@
+"""A plan as tables at the terminal."""
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from lockstep.engine import layout_text
+from lockstep.main.plan.collectives import CollectiveSum
+from lockstep.main.plan.fsdp import FsdpBytes, ThinPieces
+from lockstep.main.plan.hlo import vmem
+from lockstep.main.plan.planner import Plan, SamplingPlan
+from lockstep.main.plan.summary import (
+    RolloutStep,
+    checkpoint_bytes,
+    checkpoint_seconds,
+    grace_seconds,
+    moments,
+    rollout_step,
+    train_time,
+)
+from lockstep.units import bytes_text, seconds_text
+
+_NAMED: Final = 4
+"""The most weights that a warning names."""
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """Print a plan.
+
+    Args:
+        plan: The plan.
+        console: The console to print to.
+    """
+    mesh = ", ".join(f"{name} {size}" for name, size in plan.mesh_shape.items())
+    console.print(f"[bold]{plan.workload.command}[/] on [bold]{escape(plan.topology.describe())}[/]", highlight=False)
+    if mesh:
+        console.print(
+            f"mesh ({mesh}){' on each host' if plan.workload.one_host else ''}, {plan.chip.name}", highlight=False
+        )
+    for note in plan.workload.notes:
+        console.print(f"[dim]- {escape(note)}[/]", highlight=False)
+    console.print()
+    if plan.training or plan.sampling:
+        console.print(_memory(plan))
+        console.print(_programs(plan))
+        console.print(_traffic(plan))
+        if plan.fsdp is not None:
+            _print_fsdp(plan.fsdp, console)
+        console.print(_speed(plan))
+        if any(one.drafts for one in plan.sampling):
+            console.print(_drafts(plan))
+        if split := rollout_step(plan):
+            console.print(_split(split), highlight=False)
+        if plan.training:
+            console.print(_checkpoint(plan), highlight=False)
+        for one in plan.sampling:
+            console.print(_sizes(one))
+            console.print(_considered(one))
+        console.print(
+            f"[dim]predicted at best, not measured; {plan.chip.name}: {bytes_text(plan.memory)} HBM, "
+            f"{plan.chip.bandwidth / 1e9:.4g} GB/s, {plan.chip.flops / 1e12:.4g} TFLOP/s, "
+            f"{plan.chip.link.bandwidth / 1e9:.4g} GB/s over its links, {seconds_text(plan.chip.link.latency_s)} for a "
+            f"collective and {seconds_text(plan.chip.link.hop_s)} for each of its hops ({escape(plan.chip.source)})[/]",
+            highlight=False,
+        )
+        console.print()
+    _verdict(plan, console)
+
+
+def _table(title: str, *columns: str) -> Table:
+    # The title is the head of the first column: above the table it would be broken at the table's width.
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, column in enumerate((title, *columns)):
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0)
+    return table
+
+
+def _memory(plan: Plan) -> Table:
+    every = moments(plan)
+    worst = max(moment.total for moment in every)
+    names = [f"{moment.name}{' (worst)' if moment.total == worst else ''}" for moment in every]
+    table = _table("HBM per device", *names)
+    for part in every[0].parts:
+        if any(moment.parts[part] for moment in every):
+            table.add_row(part, *(bytes_text(moment.parts[part]) if moment.parts[part] else "-" for moment in every))
+    table.add_section()
+    table.add_row("total", *(bytes_text(moment.total) for moment in every), style="bold")
+    style = "red" if any(moment.headroom < 0 for moment in every) else "green"
+    table.add_row(
+        f"headroom of {bytes_text(plan.memory)}", *(bytes_text(moment.headroom) for moment in every), style=style
+    )
+    return table
+
+
+def _programs(plan: Plan) -> Table:
+    table = _table("programs", "VMEM of the hungriest operation", "digest")
+    if plan.training is not None:
+        summary = plan.training.summary
+        table.add_row("train step", bytes_text(vmem(summary.text)), summary.digest[:12])
+    for one in plan.sampling:
+        for name, digest in one.digests.items():
+            table.add_row(_named(one, name), bytes_text(one.vmem[name]), digest[:12])
+    return table
+
+
+def _traffic(plan: Plan) -> Table:
+    table = _table("collectives", "kind", "times", "received", "devices", "across hosts")
+
+    def rows(name: str, found: Iterable[CollectiveSum]) -> None:
+        none = True
+        for one in found:
+            crosses = "yes" if one.crosses_hosts else "no"
+            table.add_row(name, one.kind, f"{one.count:,}", bytes_text(one.bytes), str(one.devices), crosses)
+            name, none = "", False
+        if none:
+            table.add_row(name, "none", "", "", "", "")
+
+    if plan.training is not None:
+        rows("per train step", plan.training_collectives)
+    for one in plan.sampling:
+        if "reshard" in one.collectives:
+            rows(_named(one, "per move of the weights"), one.collectives["reshard"])
+        rows(_named(one, "per decoded token"), one.step_collectives)
+        rows(_named(one, f"once per launch of {one.sizing.sizes.steps} steps"), one.collectives["decode"])
+    return table
+
+
+def _print_fsdp(fsdp: FsdpBytes, console: Console) -> None:
+    if fsdp.ratio is not None:
+        console.print(
+            f"FSDP needs {bytes_text(fsdp.floor)} per device and train step (weights gathered, gradients scattered); "
+            f"{bytes_text(fsdp.received)} are received between data-parallel devices, {fsdp.ratio:.2f} of it",
+            highlight=False,
+            soft_wrap=True,
+        )
+    if fsdp.thin:
+        console.print(f"[bold yellow]warning[/]: {escape(_thin(fsdp.thin))}", highlight=False, soft_wrap=True)
+    console.print()
+
+
+def _thin(pieces: Sequence[ThinPieces]) -> str:
+    named = [f"{one.parameter} ({one.axis}: {one.size:,} in pieces of {one.piece})" for one in pieces[:_NAMED]]
+    more = f" and {len(pieces) - _NAMED} more (--json has them)" if len(pieces) > _NAMED else ""
+    worst = min(pieces, key=lambda one: one.size // one.tile)
+    largest = worst.size // worst.tile
+    fix = f"make fsdp in trainer.mesh_shape at most {largest}, and dp or tp larger" if largest else "the model is small"
+    return (
+        f"{', '.join(named)}{more}: pieces thinner than a tile of the TPU ({worst.tile} along {worst.axis}) are stored "
+        f"and sent with padding; {fix}."
+    )
+
+
+def _speed(plan: Plan) -> Table:
+    table = _table("time at best", "memory (floor)", "compute", "collectives", "together", "tokens/s", "per chip")
+    chips = len(plan.topology.devices)
+    time = train_time(plan)
+    if time is not None:
+        rate = time.tokens / time.step_s
+        table.add_row(
+            "train step", seconds_text(time.memory_s), seconds_text(time.compute_s), seconds_text(time.collectives_s),
+            seconds_text(time.step_s), f"{rate:,.0f}", f"{rate / chips:,.0f}",
+        )  # fmt: skip
+    for one in plan.sampling:
+        found = one.sizing.estimate
+        # With a mesh on each host, the prediction is that of one host.
+        groups = plan.topology.hosts if plan.workload.one_host else 1
+        rate = groups * found.active / found.step_s
+        table.add_row(
+            _named(one, f"decode step of {groups * found.active:.4g} sequences"),
+            seconds_text(found.memory_s), seconds_text(found.compute_s), seconds_text(found.collectives_s),
+            seconds_text(found.step_s), f"{rate:,.0f}", f"{rate / chips:,.0f}",
+        )  # fmt: skip
+    return table
+
+
+def _drafts(plan: Plan) -> Table:
+    """What verifying promises, beside what decoding one token after the other does."""
+    table = _table("if all drafts are right", "moved per token", "decoded", "a step", "tokens/s", "per chip")
+    groups, chips = plan.topology.hosts if plan.workload.one_host else 1, len(plan.topology.devices)
+    for one in plan.sampling:
+        for each in one.drafts:
+            rate = groups * each.tokens_per_s
+            table.add_row(
+                _named(one, f"{each.width} tokens at a time"),
+                bytes_text(int(each.bytes_per_accepted_token)), bytes_text(int(each.bytes_per_decoded_token)),
+                seconds_text(each.step_s), f"{rate:,.0f}", f"{rate / chips:,.0f}",
+            )  # fmt: skip
+    return table
+
+
+def _split(split: RolloutStep) -> str:
+    return (
+        f"a step: {seconds_text(split.step_s)}, of which rollout {seconds_text(split.rollout_s)} "
+        f"({split.rollout_s / split.step_s:.0%}, without prefill) and update {seconds_text(split.update_s)}\n"
+    )
+
+
+def _checkpoint(plan: Plan) -> str:
+    seconds, grace_s = checkpoint_seconds(plan), grace_seconds(plan)
+    fits = "it fits" if seconds <= grace_s else "it does not fit: what came after the last checkpoint is lost then"
+    return (
+        f"a checkpoint: {bytes_text(checkpoint_bytes(plan))} per host, {seconds_text(seconds)} if each writes "
+        f"{plan.write_bandwidth / 1e9:.4g} GB/s (--write_bandwidth); SIGTERM leaves {grace_s:g} s, {fits}\n"
+    )
+
+
+def _sizes(one: SamplingPlan) -> Table:
+    sizing = one.sizing
+    table = _table(
+        f"{one.workload.name or 'sampling'}: layout {layout_text(sizing.layout)}, {sizing.sizes.replicas} replicas, "
+        f"{sizing.sizes.slots} sequences in each",
+        "chosen",
+        "bounded by",
+    )
+    for name, (value, why) in sizing.reasons.items():
+        table.add_row(one.workload.key(name), f"{value:,}", why)
+    table.caption = f"attention: {sizing.attention}"
+    return table
+
+
+def _considered(one: SamplingPlan) -> Table:
+    table = _table("layouts considered", "per device", "decode step", "moving weights", "whole round")
+    for choice in one.sizing.considered:
+        mark = "* " if choice.layout == one.sizing.layout else "  "
+        found = choice.estimate
+        times = ["does not fit", "", ""] if found is None else [
+            seconds_text(found.step_s), seconds_text(found.reshard_s), seconds_text(found.total_s)
+        ]  # fmt: skip
+        table.add_row(mark + layout_text(choice.layout), bytes_text(choice.footprint.total), *times)
+    return table
+
+
+def _verdict(plan: Plan, console: Console) -> None:
+    if plan.fits:
+        worst = max(moments(plan), key=lambda moment: moment.total)
+        console.print(
+            f"[bold green]fits[/]: {bytes_text(worst.headroom)} of {bytes_text(plan.memory)} stay free per device at "
+            f"the worst moment ({worst.name})",
+            highlight=False,
+        )
+        return
+    for each in plan.infeasibilities:
+        console.print(f"[bold red]does not fit[/]: {escape(each.text)}", highlight=False, soft_wrap=True)
+        if each.largest is not None:
+            console.print(
+                f"  {each.key} is {each.value}; the largest that works is [bold]{each.largest}[/]",
+                highlight=False,
+            )
+        console.print(f"  change {each.key} at {escape(each.place)}", highlight=False, soft_wrap=True)
+
+
+def _named(one: SamplingPlan, what: str) -> str:
+    return f"{one.workload.name}: {what}" if one.workload.name else what

@@ -1,0 +1,126 @@
+"""TPU slices by the names under which they are rented, as the TPU compiler knows them."""
+
+import dataclasses
+import functools
+import importlib.util
+import os
+from typing import Any, Final
+
+import jax
+from jax.experimental import topologies
+
+from lockstep.errors import ConfigError
+from lockstep.launch import Slice, slices
+
+NO_COMPILER: Final = (
+    "lockstep plan compiles with the TPU compiler, and the package libtpu is not installed here. Install it with "
+    "pip install 'jax-lockstep[plan]'; no TPU is needed."
+)
+
+
+COMPILERS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    # Both TensorCores of a chip as one device, as JAX sees a v4.
+    "v4": ("v4", {"chip_config_name": "megacore"}),
+    "v5p": ("v5p", {}),
+    "v5litepod": ("v5e", {}),
+    "v6e": ("v6e", {}),
+}
+"""The TPU compiler's name of each generation that it can be asked for, and options for it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Topology:
+    """One slice.
+
+    Args:
+        name: The name under which it is rented, such as ``v5p-64``.
+        grid: The number of chips along each axis.
+        devices: The devices as JAX would see them; they can be compiled for, not run on.
+    """
+
+    name: str
+    grid: tuple[int, ...]
+    devices: tuple[jax.Device, ...]
+
+    @property
+    def hosts(self) -> int:
+        """The number of processes of a job on the slice."""
+        return len({device.process_index for device in self.devices})
+
+    @property
+    def devices_per_host(self) -> int:
+        """The number of devices of each process."""
+        return len(self.devices) // self.hosts
+
+    @property
+    def kind(self) -> str:
+        """The ``device_kind`` of the devices."""
+        return str(self.devices[0].device_kind)
+
+    def describe(self) -> str:
+        """The slice in one line of text."""
+        chips = "x".join(map(str, self.grid))
+        hosts = f"{self.hosts} host{'s' if self.hosts > 1 else ''}"
+        return f"{self.name}: {len(self.devices)} chips ({chips}), {hosts} with {self.devices_per_host} each"
+
+    def on_host(self, process_index: int = 0) -> tuple[jax.Device, ...]:
+        """The devices of one process, whose ids need not be consecutive.
+
+        Args:
+            process_index: The number of the process.
+        """
+        return tuple(device for device in self.devices if device.process_index == process_index)
+
+
+def known_names() -> dict[str, Slice]:
+    """Every slice that can be compiled for, by its name."""
+    return {name: each for name, each in slices().items() if each.family.prefix in COMPILERS}
+
+
+def names_of(prefix: str) -> list[str]:
+    """The names of the slices of one generation, smallest first.
+
+    Args:
+        prefix: The prefix of the generation's names.
+    """
+    return [name for name in known_names() if name.rpartition("-")[0] == prefix]
+
+
+@functools.cache
+def topology(name: str) -> Topology:
+    """The slice of a name, as the TPU compiler describes it.
+
+    Args:
+        name: The name, such as ``v5p-64``, ``v5litepod-8``, ``v6e-16``.
+
+    Raises:
+        ConfigError: There is no slice of this name, or the TPU compiler is not installed.
+    """
+    known = known_names()
+    if name not in known:
+        listed = "; ".join(", ".join(names_of(prefix)) for prefix in COMPILERS)
+        raise ConfigError(f"topology {name!r} is not known. Known: {listed}.")
+    if importlib.util.find_spec("libtpu") is None:
+        raise ConfigError(NO_COMPILER)
+    # The compiler would ask the machine which TPU it has, wait for an answer that never comes, and complain;
+    # and it would let one process at a time load it, as if there were a device to share.
+    for variable, value in (
+        ("TPU_SKIP_MDS_QUERY", "1"),
+        ("TPU_WORKER_HOSTNAMES", "localhost"),
+        ("TPU_MIN_LOG_LEVEL", "3"),
+        ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
+    ):
+        os.environ.setdefault(variable, value)
+    found, (compiler_name, options) = known[name], COMPILERS[known[name].family.prefix]
+    if found.hosts == 1 and len(found.grid) == 2:  # the compiler would take it for several machines
+        options = {**options, "chips_per_host_bounds": (*found.grid, 1)}
+    try:
+        devices = topologies.get_topology_desc(
+            platform="tpu", topology_name=f"{compiler_name}:{found.topology}", **options
+        ).devices
+    except Exception as error:  # the plugin raises what it likes
+        raise ConfigError(
+            f"the TPU compiler does not know topology {name} ({compiler_name}:{found.topology}): {error}. Install the "
+            "version of libtpu that the extra [plan] names."
+        ) from error
+    return Topology(name=name, grid=found.grid, devices=tuple(devices))

@@ -1,0 +1,317 @@
+"""The train step of a plan: compiled from shapes, its memory by use, and the largest microbatch that fits."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax.sharding import Mesh
+
+from lockstep.errors import HbmError
+from lockstep.main.plan.cache import CompileCache, Summary
+from lockstep.main.plan.infeasibility import Infeasibility, InfeasibleError
+from lockstep.main.plan.train_state import State, init_trained
+from lockstep.main.plan.workload import TrainingWorkload, Workload
+from lockstep.models import (
+    join_trained,
+    layer_kinds,
+    recomputes_layers,
+    split_trained,
+)
+from lockstep.models.attention import attention_products
+from lockstep.placement.device import block_bytes
+from lockstep.training import TrainStep, batch_structs, needs_vocab_blocks
+
+NAME = "train_step"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainStepPlan:
+    """A train step that fits.
+
+    Args:
+        summary: The compiler's result.
+        batch: The bytes per device of a batch.
+        activations: The bytes per device that the forward pass keeps for the backward pass.
+        temporaries: The bytes per device of everything else at the worst moment.
+        microbatches: The number of parts that a batch is split into.
+        flops: The floating-point operations of the whole step, over all devices.
+    """
+
+    summary: Summary
+    batch: int
+    activations: int
+    temporaries: int
+    microbatches: int
+    flops: float
+
+
+def compile_step(
+    workload: Workload, mesh: Mesh, state: State, cache: CompileCache, *, microbatches: int, length: int | None = None
+) -> Summary:
+    """Compile the train step as the trainer makes it.
+
+    Args:
+        workload: What is asked of the devices, with training.
+        mesh: The mesh of the run.
+        state: The training state.
+        cache: The compiler.
+        microbatches: The number of parts that a batch is split into.
+        length: The number of tokens of a sequence; None: as configured.
+
+    Returns:
+        The compiler's result.
+
+    Raises:
+        HbmError: The step does not fit a device.
+    """
+    training = workload.training
+    assert training is not None
+    steps = training.trainer.num_train_steps
+    step = TrainStep(
+        loss_fn=training.loss,
+        optimizer=training.optimizer.build(steps),
+        schedule=training.optimizer.schedule(steps),
+        mesh=mesh,
+        shardings=state.shardings,
+        precision=training.trainer.precision,
+        microbatches=microbatches,
+        skip_bad=training.trainer.on_nan != "raise",
+    )
+    batch = batch_structs(_columns(training, length), training.trainer.train_batch_size, mesh)
+    return cache(step.lower(state.structs, batch), NAME)
+
+
+def plan_step(workload: Workload, mesh: Mesh, state: State, cache: CompileCache, memory: int) -> TrainStepPlan:
+    """Compile the train step, or find out what would fit.
+
+    Args:
+        workload: What is asked of the devices, with training.
+        mesh: The mesh of the run.
+        state: The training state.
+        cache: The compiler.
+        memory: The bytes of a device that programs may use.
+
+    Raises:
+        InfeasibleError: The step does not fit; it names the largest microbatch or row that does.
+        ConfigError: The mesh does not divide the batch.
+    """
+    training = workload.training
+    assert training is not None
+    memory -= state.reference
+    microbatches = training.trainer.microbatches(mesh)
+    try:
+        summary = _fitting(lambda: compile_step(workload, mesh, state, cache, microbatches=microbatches), memory)
+    except HbmError as error:
+        raise InfeasibleError(_what_fits(workload, mesh, state, cache, memory, error)) from error
+    batch = sum(
+        block_bytes(leaf) for leaf in batch_structs(training.columns, training.trainer.train_batch_size, mesh).values()
+    )
+    rows = training.trainer.train_batch_size // (mesh.shape["dp"] * mesh.shape["fsdp"]) // microbatches
+    beyond = max(0, peak(summary) - state.parameters - state.optimizer - batch)
+    kept = min(beyond, saved_bytes(workload, rows) // mesh.shape["tp"])
+    return TrainStepPlan(
+        summary=summary,
+        batch=batch,
+        activations=kept,
+        temporaries=beyond - kept,
+        microbatches=microbatches,
+        flops=step_flops(workload, vocab_blocks=makes_vocab_blocks(workload, mesh, microbatches)),
+    )
+
+
+def peak(summary: Summary) -> int:
+    """Bytes per device at the worst moment of a program, its own code included."""
+    memory = summary.memory
+    largest = memory.peak_memory_in_bytes or memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    return largest + memory.generated_code_size_in_bytes
+
+
+def saved_bytes(workload: Workload, rows: int) -> int:
+    """The bytes that the forward pass of some rows keeps for the backward pass, without the parameters.
+
+    Args:
+        workload: What is asked of the devices, with training.
+        rows: The number of rows of a device's microbatch.
+    """
+    training = workload.training
+    assert training is not None
+    precision = training.trainer.precision
+
+    def residuals() -> Any:
+        model = precision.cast_to_compute(init_trained(workload)(jax.random.key(0)))
+        trained, frozen = split_trained(model)
+        arrays, rest = eqx.partition(trained, eqx.is_array)
+        batch = {name: jax.numpy.zeros((rows, *one.shape), one.dtype) for name, one in training.columns.items()}
+
+        def loss(part: Any) -> Any:
+            return training.loss(join_trained(eqx.combine(part, rest), frozen), batch).total
+
+        return jax.tree.leaves(model), jax.vjp(loss, arrays)[1]
+
+    model, kept = jax.eval_shape(residuals)
+    weights = {leaf.shape for leaf in model}
+    return sum(
+        math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept) if leaf.shape not in weights
+    )
+
+
+def makes_vocab_blocks(workload: Workload, mesh: Mesh, microbatches: int) -> bool:
+    """Return whether a device makes logits in blocks of the vocabulary.
+
+    Args:
+        workload: What is asked of the devices, with training.
+        mesh: The mesh of the run.
+        microbatches: The number of parts of a batch that are computed one after the other.
+    """
+    training = workload.training
+    assert training is not None
+    rows = training.trainer.train_batch_size // (mesh.shape["dp"] * mesh.shape["fsdp"]) // microbatches
+    tokens = rows * training.sequences_per_row * training.length
+    return needs_vocab_blocks(tokens, workload.vocab_size // mesh.shape["tp"])
+
+
+def step_flops(workload: Workload, *, vocab_blocks: bool) -> float:
+    """The floating-point operations of a train step.
+
+    They are 2 per weight and token forward, 4 backward, and 2 again where layers are computed twice, or logits, because
+    they are made in blocks. A frozen weight has no gradient, so it needs 2 backward. Attention is counted as it is
+    computed.
+
+    Args:
+        workload: What is asked of the devices, with training.
+        vocab_blocks: Whether logits are made in blocks (`needs_vocab_blocks`).
+    """
+    training, config = workload.training, workload.model
+    assert training is not None
+    forwards = 2 if recomputes_layers(config.gradient_checkpointing) else 1
+    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_size
+    layer = config.hidden_dim * (heads + config.num_heads * config.head_size + 3 * config.intermediate_dim)
+    tokens = training.trainer.train_batch_size * training.sequences_per_row * training.length
+    pairs = (
+        config.num_heads
+        * config.head_size
+        * sum(
+            attention_products(config.attn_backend, training.length, kind.window, forwards=forwards)
+            for kind in layer_kinds(config)
+        )
+    )
+    backwards, adapters = 2, 0
+    if training.lora is not None:
+        backwards = 1
+        adapters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(training.lora.shapes(config)))
+    products = config.num_layers * (forwards + backwards) * layer + pairs + (forwards + 2) * adapters
+    output = config.hidden_dim * workload.vocab_size * (backwards + (2 if vocab_blocks else 1))
+    return 2.0 * (products + output) * tokens
+
+
+def _fitting(compile_it: Callable[[], Summary], memory: int) -> Summary:
+    summary = compile_it()
+    if peak(summary) > memory:
+        raise HbmError(
+            f"program {NAME!r} needs {peak(summary) / 2**30:.2f} GiB of device memory (HBM) and there are "
+            f"{memory / 2**30:.2f} GiB.",
+            needed=peak(summary),
+            limit=memory,
+        )
+    return summary
+
+
+def _what_fits(
+    workload: Workload, mesh: Mesh, state: State, cache: CompileCache, memory: int, error: HbmError
+) -> Infeasibility:
+    """The largest microbatch, else the longest row, that the compiler accepts."""
+    training = workload.training
+    assert training is not None
+    trainer = training.trainer
+    rows = trainer.train_batch_size // (mesh.shape["dp"] * mesh.shape["fsdp"])
+    given = rows // trainer.microbatches(mesh)
+    first = f"the train step needs {error.needed / 2**30:.2f} GiB per device and there are {memory / 2**30:.2f} GiB"
+    fixed = state.parameters + state.optimizer
+    if fixed >= memory:
+        return Infeasibility(
+            key=workload.model_key,
+            value=f"{fixed / 2**30:.2f} GiB",
+            largest=None,
+            text=f"parameters and optimizer state take {fixed / 2**30:.2f} GiB per device, of which there are "
+            f"{memory / 2**30:.2f} GiB: no batch is small enough. Use a larger slice or a smaller model, or set "
+            "trainer.mp to p=bf16.",
+        )
+
+    def works(microbatches: int, length: int | None = None) -> bool:
+        try:
+            _fitting(
+                lambda: compile_step(workload, mesh, state, cache, microbatches=microbatches, length=length), memory
+            )
+        except HbmError:
+            return False
+        return True
+
+    # Gradients are added up from microbatch to microbatch: as large as the parameters that are trained.
+    constant = fixed + state.trained
+    sizes = [size for size in range(1, given) if rows % size == 0]
+    per_row = max(1.0, (error.needed - constant) / given)
+    guess = [size for size in sizes if constant + per_row * size <= memory]
+    best = largest_that_works(sizes, guess[-1] if guess else 1, lambda size: works(rows // size))
+    if best is not None:
+        return Infeasibility(
+            key="trainer.per_device_parallelism",
+            value=trainer.per_device_parallelism,
+            largest=best,
+            text=f"{first}: {given} {training.rows} of {training.length} tokens at a time are too many for a device. "
+            f"The largest trainer.per_device_parallelism that works is {best}.",
+        )
+    unit = 128
+    lengths = list(range(unit, training.length, unit))
+    scale = max(1.0, (error.needed - constant) / given / training.length)
+    guesses = [length for length in lengths if constant + scale * length <= memory]
+    longest = largest_that_works(lengths, guesses[-1] if guesses else unit, lambda length: works(rows, length))
+    return Infeasibility(
+        key=training.row_key,
+        value=training.length,
+        largest=longest,
+        text=f"{first}, even with one of {training.rows} at a time. "
+        + (
+            f"The largest {training.row_key} that works, in steps of {unit}, is {longest} (with "
+            "trainer.per_device_parallelism 1)."
+            if longest
+            else f"Not even {unit} tokens work: use a larger slice."
+        ),
+    )
+
+
+def largest_that_works(values: Sequence[int], guess: int, works: Callable[[int], bool]) -> int | None:
+    """Search the largest value that works, from a guess. Every value that works is smaller than those that do not.
+
+    Args:
+        values: The values to choose from, in rising order.
+        guess: The value to try first, one of ``values``.
+        works: A function that says whether a value works. It asks the compiler, which takes long.
+
+    Returns:
+        The value; None where none works.
+    """
+    low, high = -1, len(values)
+    at = values.index(guess) if guess in values else 0
+    stride = 1
+    while high - low > 1:
+        if works(values[at]):
+            low = at
+            at = min(at + stride, high - 1) if high == len(values) else (low + high) // 2
+        else:
+            high = at
+            at = max(at - stride, low + 1) if low == -1 else (low + high) // 2
+        stride *= 2
+    return None if low < 0 else values[low]
+
+
+def _columns(training: TrainingWorkload, length: int | None) -> dict[str, jax.ShapeDtypeStruct]:
+    if length is None:
+        return dict(training.columns)
+    changed = {}
+    for name, one in training.columns.items():
+        shape = tuple(length if size == training.length else size for size in one.shape)
+        changed[name] = jax.ShapeDtypeStruct(shape, one.dtype)
+    return changed

@@ -1,0 +1,229 @@
+"""``lockstep plan``: compiles a configuration for a TPU slice on a machine without a TPU."""
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from lockstep.errors import ConfigError
+from lockstep.main.arguments import CONFIG_PATH, parse_arguments, read_values
+from lockstep.main.commands import Command, planned_commands
+from lockstep.main.plan import (
+    CompileCache,
+    CompileProgress,
+    MeshCost,
+    Plan,
+    RematCost,
+    as_json,
+    default_directory,
+    make_plan,
+    mesh_costs,
+    place_of,
+    print_meshes,
+    print_plan,
+    print_remat,
+    remat_costs,
+    topology,
+)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command itself, for ``--help``.
+
+    Args:
+        parser: Where to add them.
+    """
+    what = parser.add_argument_group("what is planned")
+    what.add_argument("--topology", metavar="NAME", help="the slice: v4-N, v5p-N, v5litepod-N or v6e-N; required")
+    what.add_argument(
+        "--command", choices=list(planned_commands()), help="whose configuration it is, where that is not clear"
+    )
+    what.add_argument(
+        "--model", metavar="NAME", help="shape to plan with: a directory with a config.json, or a well-known checkpoint"
+    )
+    how = parser.add_argument_group("how it is shown and predicted")
+    how.add_argument("--json", metavar="PATH", help="write all numbers there, - for standard output")
+    how.add_argument(
+        "--calibration",
+        metavar="FILE",
+        help="measured numbers of the chip, to predict seconds in place of published ones",
+    )
+    how.add_argument(
+        "--meshes",
+        choices=["all"],
+        help="what trainer.mesh_shape auto and host_local would exchange and take, side by side",
+    )
+    how.add_argument(
+        "--remat",
+        choices=["all"],
+        help="what each rematerialisation policy would cost (model.gradient_checkpointing), a line each",
+    )
+    how.add_argument("--write_bandwidth", metavar="X", help="GB/s at which a host writes a checkpoint (default: 1)")
+    how.add_argument(
+        "--cache_dir",
+        metavar="DIR",
+        help=f"where the compiler's results are kept, none for nowhere (default: {default_directory()})".replace(
+            "%", "%%"
+        ),
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Plan as the command line says.
+
+    Args:
+        arguments: The command line after ``lockstep plan``.
+
+    Returns:
+        The exit code: 0 if the configuration fits, else 1.
+
+    Raises:
+        ConfigError: The configuration cannot be read, or there is no such slice.
+    """
+    own, rest = _split(arguments)
+    if "topology" not in own:
+        raise ConfigError("--topology is missing: name the slice to plan for, such as --topology v5p-64.")
+    overrides = [flag[2:].partition("=")[0] for flag in rest if flag.startswith("--")]
+    # On a TPU host, its devices are left alone.
+    jax.config.update("jax_platforms", "cpu")
+    # A program that is only compiled cannot be read back from JAX's own cache.
+    jax.config.update("jax_enable_compilation_cache", False)
+    slice_ = topology(own["topology"])
+    bandwidth = _bandwidth(own.get("write_bandwidth", "1"))
+    command, config = _read(own.get("command"), rest)
+    progress = CompileProgress()
+    cache = CompileCache(own["topology"], _cache_directory(own.get("cache_dir")), progress)
+    workload = command.workload(config, own.get("model"))
+    for option in ("remat", "meshes"):
+        if own.get(option, "all") != "all":
+            raise ConfigError(f"--{option} is {own[option]!r}; it can only be all.")
+        if option in own and workload.training is None:
+            raise ConfigError(f"--{option} all is about a train step, and {command.name} has none. Remove it.")
+    with progress.live():
+        plan = make_plan(workload, slice_, cache, own.get("calibration"))
+        costs = remat_costs(workload, slice_, cache, plan.memory) if "remat" in own and plan.mesh_shape else []
+        meshes = mesh_costs(workload, slice_, cache, own.get("calibration")) if "meshes" in own else []
+    path = _config_path(rest)
+    places = [dataclasses.replace(one, place=place_of(path, one.key, overrides)) for one in plan.infeasibilities]
+    plan = dataclasses.replace(plan, infeasibilities=places, write_bandwidth=bandwidth)
+    _show(plan, own.get("json"), costs, meshes)
+    return 0 if plan.fits else 1
+
+
+def _show(plan: Plan, json_path: str | None, costs: list[RematCost], meshes: list[MeshCost]) -> None:
+    if json_path is not None:
+        values = as_json(plan)
+        if costs:
+            values["remat"] = [dataclasses.asdict(cost) for cost in costs]
+        if meshes:
+            values["meshes"] = [{**dataclasses.asdict(cost), "step_s": cost.step_s} for cost in meshes]
+        text = json.dumps(values, indent=2) + "\n"
+        if json_path == "-":
+            sys.stdout.write(text)
+            return
+        _write(Path(json_path), text)
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    print_plan(plan, console)
+    if costs:
+        print_remat(costs, console)
+    if meshes:
+        print_meshes(meshes, console)
+
+
+def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """The options of the command itself by name, and the other arguments, which are the configuration's."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_options(parser)
+    names = set(vars(parser.parse_args([])))
+    own: dict[str, str] = {}
+    rest: list[str] = []
+    todo = list(arguments)
+    while todo:
+        flag = todo.pop(0)
+        name, equals, value = flag.removeprefix("--").partition("=")
+        if not flag.startswith("--") or name not in names:
+            rest.append(flag)
+        elif equals:
+            own[name] = value
+        elif todo and (name == "json" or not todo[0].startswith("--")):
+            own[name] = todo.pop(0)
+        else:
+            raise ConfigError(f"argument --{name} has no value. See lockstep plan --help.")
+    return own, rest
+
+
+def _read(name: str | None, rest: Sequence[str]) -> tuple[Command, Any]:
+    """The configuration, by the command of this name, or by the one that can read all of its keys."""
+    commands = planned_commands()
+    if name is not None:
+        if name not in commands:
+            raise ConfigError(f"--command is {name!r}; it must be one of {', '.join(commands)}.")
+        return commands[name], parse_arguments(commands[name].config(), rest)
+    parsed: dict[str, Any] = {}
+    wrong: dict[str, ConfigError] = {}
+    for each, command in commands.items():
+        try:
+            parsed[each] = parse_arguments(command.config(), rest)
+        except ConfigError as error:
+            wrong[each] = error
+    if len(parsed) == 1:
+        ((only, config),) = parsed.items()
+        return commands[only], config
+    if parsed:
+        first = next(iter(parsed))
+        raise ConfigError(f"the configuration could be of {' or '.join(parsed)}. Say which: --command {first}.")
+    # The command whose keys it fits best explains best what is wrong.
+    values = read_values(rest)
+    nearest = max(commands.values(), key=lambda command: _score(command, values))
+    raise ConfigError(f"as a configuration of {nearest.name}: {wrong[nearest.name]}")
+
+
+def _score(command: Command, values: dict[str, Any]) -> int:
+    known = {field.name for field in dataclasses.fields(command.config())}
+    return sum(1 if key in known else -1 for key in values)
+
+
+def _config_path(rest: Sequence[str]) -> Path | None:
+    for index, flag in enumerate(rest):
+        name, equals, value = flag.partition("=")
+        if name == f"--{CONFIG_PATH}":
+            return Path(value if equals else rest[index + 1])
+    return None
+
+
+def _bandwidth(given: str) -> float:
+    """Bytes per second, of GB/s as given."""
+    try:
+        bandwidth = float(given) * 1e9
+    except ValueError:
+        bandwidth = 0.0
+    if not 0 < bandwidth < math.inf:
+        raise ConfigError(f"--write_bandwidth is {given!r}; it must be a number of GB/s above 0, such as 0.5.")
+    return bandwidth
+
+
+def _cache_directory(given: str | None) -> Path | None:
+    if given is None:
+        return default_directory()
+    return None if given == "none" else Path(given)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file under a temporary name first, so that a reader never sees half of it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(temporary).replace(path)
+    except OSError as error:
+        raise ConfigError(f"--json {path} cannot be written: {error}. Give another path.") from error

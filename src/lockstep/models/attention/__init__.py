@@ -1,0 +1,29 @@
+"""Attention over a paged KV cache, one implementation for each kind of device; and that of training."""
+
+from lockstep.models.attention.base import NO_WINDOW as NO_WINDOW
+from lockstep.models.attention.base import Attention as Attention
+from lockstep.models.attention.base import Heads as Heads
+from lockstep.models.attention.base import StoredKvHeads as StoredKvHeads
+from lockstep.models.attention.contiguous_kv import CONTEXT_CHUNK as CONTEXT_CHUNK
+from lockstep.models.attention.contiguous_kv import Context as Context
+from lockstep.models.attention.contiguous_kv import attend_context as attend_context
+from lockstep.models.attention.contiguous_kv import attend_context_span as attend_context_span
+from lockstep.models.attention.contiguous_kv import extend_context as extend_context
+from lockstep.models.attention.contiguous_kv import extend_context_span as extend_context_span
+from lockstep.models.attention.contiguous_kv import gather_context as gather_context
+from lockstep.models.attention.reference import paged_attention as paged_attention
+from lockstep.models.attention.select import describe_attention as describe_attention
+from lockstep.models.attention.select import has_kernel as has_kernel
+from lockstep.models.attention.select import max_page_table_rows as max_page_table_rows
+from lockstep.models.attention.select import pool_dtype as pool_dtype
+from lockstep.models.attention.select import select_attention as select_attention
+from lockstep.models.attention.select import stored_kv_heads as stored_kv_heads
+from lockstep.models.attention.softmax import ScoreModifier as ScoreModifier
+from lockstep.models.attention.tpu import TpuAttention as TpuAttention
+from lockstep.models.attention.tpu_blocks import tpu_generation as tpu_generation
+from lockstep.models.attention.training import AttentionBackend as AttentionBackend
+from lockstep.models.attention.training import CausalAttention as CausalAttention
+from lockstep.models.attention.training import attention_products as attention_products
+from lockstep.models.attention.training import check_backend as check_backend
+from lockstep.models.attention.training import self_attention as self_attention
+from lockstep.models.attention.xla import XlaAttention as XlaAttention

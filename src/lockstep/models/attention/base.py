@@ -1,0 +1,191 @@
+"""The protocol between the decoder and attention over a paged KV cache, the same for every kind of device."""
+
+import dataclasses
+from typing import Any, Final, Protocol, runtime_checkable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Num
+
+from lockstep.models.attention.softmax import ScoreModifier
+
+NO_WINDOW: Final = 2**30
+"""More positions than any sequence has."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Heads:
+    """The attention heads that one device computes.
+
+    Args:
+        kv_heads: The number of key/value heads.
+        group: The number of query heads that share a key/value head (Ainslie et al. 2023, grouped-query attention,
+            https://arxiv.org/abs/2305.13245).
+        head_size: The head size in elements.
+        modifier: The soft cap and sliding window of the model.
+        windows: The sliding window of each layer, None for none, where layers differ; ``modifier`` then has no window.
+    """
+
+    kv_heads: int
+    group: int
+    head_size: int
+    modifier: ScoreModifier = ScoreModifier()
+    windows: tuple[int | None, ...] | None = None
+
+    def modifier_of(self, layer: Int[Array, ""]) -> ScoreModifier:
+        """Returns the soft cap and the sliding window of a layer."""
+        if self.windows is None:
+            return self.modifier
+        windows = jnp.asarray([NO_WINDOW if window is None else window for window in self.windows], jnp.int32)
+        return dataclasses.replace(self.modifier, window=windows[layer])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredKvHeads:
+    """The key/value heads of a device as the pool stores them.
+
+    A kernel may need more and wider heads than the model has, padded with zeros.
+
+    Args:
+        kv_heads: The number of stored key/value heads, at least that of the model.
+        head_size: The stored head size in elements, at least that of the model.
+    """
+
+    kv_heads: int
+    head_size: int
+
+
+@runtime_checkable
+class Attention(Protocol):
+    """Attention over a flat pool ``[layer * pages + page, page_size, 2 * stored_kv_heads, stored_head_size]``.
+
+    K of kv head ``h`` is at index ``2 * h`` of the pool's head axis, V at ``2 * h + 1``. All methods are traced, on
+    one device's blocks. ``cache`` is what a decode launch carries from step to step; only these methods look inside.
+    """
+
+    @property
+    def stored_kv_heads(self) -> StoredKvHeads:
+        """The key/value heads of the pool."""
+
+    def pack(self, kv: Float[Array, "... two_kv_heads head"]) -> Float[Array, "... stored_two_kv_heads stored_head"]:
+        """Pads K and V to the heads that the pool stores; writing rounds them to the dtype of the pool."""
+
+    def write_pages(
+        self,
+        pool: Num[Array, "pool_page page_size two_kv_heads stored_head"],
+        page: Int[Array, " row"],
+        kv: Float[Array, "row page_size two_kv_heads head"],
+    ) -> Num[Array, "pool_page page_size two_kv_heads stored_head"]:
+        """Writes whole pages into the pool; where several rows name the same page, any one of them wins."""
+
+    def copy_pages(
+        self,
+        pool: Num[Array, "pool_page page_size two_kv_heads stored_head"],
+        source: Int[Array, " row"],
+        target: Int[Array, " row"],
+    ) -> Num[Array, "pool_page page_size two_kv_heads stored_head"]:
+        """Copies pages inside the pool; no row's target may be another row's source."""
+
+    def begin_decode(
+        self,
+        pool: Num[Array, "pool_page page_size two_kv_heads stored_head"],
+        page_table: Int[Array, "slot page"],
+        position: Int[Array, " slot"],
+        num_layers: int,
+    ) -> Any:
+        """Makes the cache of a decode launch, once before its first step."""
+
+    def end_decode(self, cache: Any) -> Num[Array, "pool_page page_size two_kv_heads stored_head"]:
+        """Returns the pool with everything that was written during the launch."""
+
+    def write(
+        self,
+        cache: Any,
+        layer: Int[Array, ""],
+        page: Int[Array, " slot"],
+        position: Int[Array, " slot"],
+        kv: Float[Array, "slot two_kv_heads head"],
+    ) -> Any:
+        """Writes K and V of one position per slot into the cache; ``page`` indexes the flat pool."""
+
+    def decode(
+        self,
+        q: Float[Array, "slot kv_head group head"],
+        cache: Any,
+        layer: Int[Array, ""],
+        page_table: Int[Array, "slot page"],
+        position: Int[Array, " slot"],
+        active: Bool[Array, " slot"],
+    ) -> Float[Array, "slot kv_head group head"]:
+        """Attends one query per slot to the positions up to and including its own.
+
+        Args:
+            q: The queries of one layer.
+            cache: The cache, with K and V of the queries' own positions already written.
+            layer: The layer.
+            page_table: The pages of each slot, in order, as indices of the flat pool.
+            position: The position of each slot's query.
+            active: Whether the slot has a sequence; the output of other slots is never read.
+        """
+
+    def write_span(
+        self,
+        cache: Any,
+        layer: Int[Array, ""],
+        page: Int[Array, "slot query"],
+        position: Int[Array, "slot query"],
+        kv: Float[Array, "slot query two_kv_heads head"],
+    ) -> Any:
+        """Writes K and V of several positions per slot into the cache; ``page`` indexes the flat pool.
+
+        A position whose page is a layer's null page may lie beyond the page table.
+        """
+
+    def decode_span(
+        self,
+        q: Float[Array, "slot query kv_head group head"],
+        cache: Any,
+        layer: Int[Array, ""],
+        page_table: Int[Array, "slot page"],
+        position: Int[Array, " slot"],
+        active: Bool[Array, " slot"],
+    ) -> Float[Array, "slot query kv_head group head"]:
+        """Attends several queries per slot, each to the positions up to and including its own.
+
+        Args:
+            q: The queries of one layer; query ``i`` of a slot is at ``position + i``.
+            cache: The cache, with K and V of the queries' own positions already written.
+            layer: The layer.
+            page_table: The pages of each slot, in order, as indices of the flat pool.
+            position: The position of each slot's first query.
+            active: Whether the slot has a sequence; the output of other slots is never read, nor is that of queries
+                beyond the page table.
+        """
+
+    def begin_prefill(
+        self, start: Int[Array, " row"], page_table: Int[Array, "row page"], used: Bool[Array, " row"]
+    ) -> Any:
+        """Computes what all layers of a prefill launch share, once: the ``rows`` of `prefill`.
+
+        Args:
+            start: The position of each row's first query.
+            page_table: The pages of each row's sequence, numbered from the first page of a layer.
+            used: Whether the row is part of a prompt; the output of other rows is never read.
+        """
+
+    def prefill(
+        self,
+        q: Float[Array, "row query kv_head group head"],
+        pool: Num[Array, "pool_page page_size two_kv_heads stored_head"],
+        layer: Int[Array, ""],
+        first_page: Int[Array, ""],
+        rows: Any,
+    ) -> Float[Array, "row query kv_head group head"]:
+        """Attends each query to all positions of its sequence up to and including its own.
+
+        Args:
+            q: The queries; query ``i`` of a row is at position ``start + i``.
+            pool: The pool, with K and V of all rows already written.
+            layer: The layer.
+            first_page: The index in the flat pool of the layer's page 0.
+            rows: The result of `begin_prefill`.
+        """

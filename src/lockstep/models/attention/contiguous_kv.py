@@ -1,0 +1,169 @@
+"""Decode attention without a paged kernel: each slot's pages are gathered into contiguous K/V once per launch.
+
+Gathering pages at every step would copy the whole context at every step. A decode launch runs many steps on the same
+sequences, so one copy at its start serves all of them; what the steps add is written to the pool and to the copy.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Num
+
+from lockstep.models.attention.kv_dtype import to_pool
+from lockstep.models.attention.page_ops import ReadKv, gather_kv
+from lockstep.models.attention.softmax import ReadChunk, ScoreModifier, attend
+
+CONTEXT_CHUNK = 128
+"""Positions attended at a time."""
+
+
+class Context(NamedTuple):
+    """Contiguous K and V of all layers, in the dtype of the pool.
+
+    A chunk of positions of all slots is one contiguous block of memory, so that attention reads it without a copy.
+    """
+
+    k: Num[Array, "layer chunk slot kv_head position head"]
+    v: Num[Array, "layer chunk slot kv_head position head"]
+
+
+def gather_context(
+    pool: Num[Array, "pool_page page_size two_kv_heads head"],
+    page_table: Int[Array, "slot page"],
+    lengths: Int[Array, " slot"],
+    num_layers: int,
+    read_kv: ReadKv = gather_kv,
+) -> Context:
+    """Copies the pages of each slot into contiguous K and V, as far as its sequence reaches; V beyond it is zeros.
+
+    A page may still hold K/V of the sequence that had it before. Beyond a query such V has weight 0, and 0 times
+    infinity would be NaN, so it is replaced. Such K needs no care: its scores are masked.
+
+    Args:
+        pool: K and V of all layers, flat: page ``p`` of layer ``l`` is at ``l * pages + p``; K of kv head ``h`` at
+            ``2 * h``, V at ``2 * h + 1``.
+        page_table: The pages of each slot, in order, numbered from the first page of a layer.
+        lengths: The number of positions that each slot has in the pool.
+        num_layers: The number of layers of the model.
+        read_kv: Reads K and V from the pool.
+
+    Returns:
+        As many positions as the page table has, rounded up to whole chunks.
+    """
+    slots, num_pages = page_table.shape
+    page_size, two_kv_heads, head = pool.shape[1:]
+    pages = min(max(CONTEXT_CHUNK // page_size, 1), num_pages)
+    num_chunks = -(-num_pages // pages)
+    padded = jnp.pad(page_table, ((0, 0), (0, num_chunks * pages - num_pages)))
+    # Half a chunk at a time, where it has halves: the less is copied beyond the longest sequence.
+    copied = pages // 2 if pages % 2 == 0 else pages
+
+    # One layer per iteration: what is in flight is small, and nothing but the context is carried to the next one.
+    def copy(iteration: Array, context: Context) -> Context:
+        first, layer = iteration // num_layers * copied, iteration % num_layers
+        table = jax.lax.dynamic_slice_in_dim(padded, first, copied, axis=1)
+        k, v = read_kv(pool, layer * (pool.shape[0] // num_layers) + table)
+        written = first * page_size + jnp.arange(copied * page_size) < lengths[:, None]
+        v = jnp.where(written[:, None, :, None], v, 0)
+        at = (layer, first // pages, 0, 0, first % pages * page_size, 0)
+        return Context(
+            jax.lax.dynamic_update_slice(context.k, k[None, None], at),
+            jax.lax.dynamic_update_slice(context.v, v[None, None], at),
+        )
+
+    shape = (num_layers, num_chunks, slots, two_kv_heads // 2, pages * page_size, head)
+    empty = Context(jnp.zeros(shape, pool.dtype), jnp.zeros(shape, pool.dtype))
+    return jax.lax.fori_loop(0, num_layers * -(-jnp.max(lengths) // (copied * page_size)), copy, empty)
+
+
+def extend_context(
+    context: Context,
+    layer: Int[Array, ""],
+    kv: Float[Array, "slot two_kv_heads head"],
+    position: Int[Array, " slot"],
+) -> Context:
+    """Writes K and V of one position per slot into one layer of the context."""
+    chunk, offset = jnp.divmod(position, context.k.shape[4])
+    at = (layer, chunk, jnp.arange(kv.shape[0]), slice(None), offset)
+    return Context(
+        context.k.at[at].set(to_pool(kv[:, 0::2], context.k.dtype)),
+        context.v.at[at].set(to_pool(kv[:, 1::2], context.v.dtype)),
+    )
+
+
+def extend_context_span(
+    context: Context,
+    layer: Int[Array, ""],
+    kv: Float[Array, "slot query two_kv_heads head"],
+    position: Int[Array, "slot query"],
+) -> Context:
+    """Writes K and V of several positions per slot into one layer of the context; those beyond it are left out."""
+    chunk, offset = jnp.divmod(position, context.k.shape[4])
+    at = (layer, chunk, jnp.arange(kv.shape[0])[:, None], slice(None), offset)
+    return Context(
+        context.k.at[at].set(to_pool(kv[:, :, 0::2], context.k.dtype), mode="drop"),
+        context.v.at[at].set(to_pool(kv[:, :, 1::2], context.v.dtype), mode="drop"),
+    )
+
+
+def attend_context(
+    q: Float[Array, "slot kv_head group head"],
+    context: Context,
+    layer: Int[Array, ""],
+    position: Int[Array, " slot"],
+    modifier: ScoreModifier = ScoreModifier(),  # noqa: B008  (frozen)
+) -> Float[Array, "slot kv_head group head"]:
+    """Attends one query per slot to the positions up to and including its own; softmax in float32.
+
+    Args:
+        q: The queries.
+        context: The contiguous K and V of all layers.
+        layer: The layer to attend in.
+        position: The position of each slot's query.
+        modifier: The soft cap and sliding window.
+
+    Returns:
+        The attention output in the dtype of ``q``.
+    """
+    positions = jnp.broadcast_to(position[:, None], (q.shape[0], q.shape[2]))
+    return attend(q, positions, _read_chunk(context, layer), context.k.shape[1], context.k.shape[4], modifier)
+
+
+def attend_context_span(
+    q: Float[Array, "slot query kv_head group head"],
+    context: Context,
+    layer: Int[Array, ""],
+    position: Int[Array, " slot"],
+    modifier: ScoreModifier = ScoreModifier(),  # noqa: B008  (frozen)
+) -> Float[Array, "slot query kv_head group head"]:
+    """Attends several queries per slot to the positions up to and including their own; softmax in float32.
+
+    Args:
+        q: The queries; query ``i`` of a slot is at ``position + i``. Those beyond the context see all of it.
+        context: The contiguous K and V of all layers.
+        layer: The layer to attend in.
+        position: The position of each slot's first query.
+        modifier: The soft cap and sliding window.
+
+    Returns:
+        The attention output in the dtype of ``q``.
+    """
+    slots, queries, kv_heads, group, head = q.shape
+    last = context.k.shape[1] * context.k.shape[4] - 1
+    positions = jnp.repeat(jnp.minimum(position[:, None] + jnp.arange(queries), last), group, axis=1)
+    by_head = q.transpose(0, 2, 1, 3, 4).reshape(slots, kv_heads, queries * group, head)
+    read = _read_chunk(context, layer)
+    out = attend(by_head, positions, read, context.k.shape[1], context.k.shape[4], modifier)
+    return out.reshape(slots, kv_heads, queries, group, head).transpose(0, 2, 1, 3, 4)
+
+
+def _read_chunk(context: Context, layer: Int[Array, ""]) -> ReadChunk:
+    """Reads chunks of one layer."""
+
+    def read(index: Array | int) -> tuple[Array, Array]:
+        first = (layer, index, 0, 0, 0, 0)
+        k, v = (jax.lax.dynamic_slice(a, first, (1, 1, *a.shape[2:]))[0, 0] for a in context)
+        return k, v
+
+    return read

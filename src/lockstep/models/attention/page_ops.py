@@ -1,0 +1,70 @@
+"""Reading, writing and copying whole pages of the pool, all at once or one at a time.
+
+The TPU compiler turns a scatter of whole pages into one over another order of the axes, and copies the pool into that
+order and back at every layer; likewise a gather of pages with few heads. One page at a time is read and written in
+place.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Num
+
+from lockstep.models.attention.kv_dtype import to_pool
+
+type ReadKv = Callable[[Array, Array], tuple[Array, Array]]
+"""Takes a pool and the pages ``[sequence, page]`` of it that each sequence has; returns K and V
+``[sequence, kv_head, position, head]``."""
+
+
+def gather_kv(
+    pool: Num[Array, "pool_page page_size two_kv_heads head"], page: Int[Array, "sequence page"]
+) -> tuple[Num[Array, "sequence kv_head position head"], Num[Array, "sequence kv_head position head"]]:
+    """Reads the heads of all positions in one gather for K and one for V, straight into the order of the result.
+
+    A gather of whole pages would have to be put into that order by a second pass over the memory.
+    """
+    page_size, two_kv_heads, head = pool.shape[1:]
+    row = (page[:, :, None] * page_size + jnp.arange(page_size)).reshape(len(page), 1, -1) * two_kv_heads
+    k = row + 2 * jnp.arange(two_kv_heads // 2)[:, None]
+    rows = pool.reshape(-1, head)
+    return rows.at[k].get(mode="promise_in_bounds"), rows.at[k + 1].get(mode="promise_in_bounds")
+
+
+def read_kv_page_by_page(
+    pool: Num[Array, "pool_page page_size two_kv_heads head"], page: Int[Array, "sequence page"]
+) -> tuple[Num[Array, "sequence kv_head position head"], Num[Array, "sequence kv_head position head"]]:
+    """Reads one page at a time."""
+    pages = jax.lax.map(lambda one: jax.lax.dynamic_index_in_dim(pool, one, keepdims=False), page.reshape(-1))
+    heads = pages.reshape(len(page), -1, pool.shape[2] // 2, 2, pool.shape[3])
+    k, v = heads.transpose(3, 0, 2, 1, 4)
+    return k, v
+
+
+def write_pages_one_by_one(
+    pool: Num[Array, "pool_page page_size two_kv_heads head"],
+    page: Int[Array, " row"],
+    kv: Float[Array, "row page_size two_kv_heads head"],
+) -> Num[Array, "pool_page page_size two_kv_heads head"]:
+    """Writes row ``i`` of ``kv`` to page ``page[i]``, in order: of several rows that name a page the last one wins."""
+    stored = to_pool(kv, pool.dtype)
+
+    def write(row: Array, pool: Array) -> Array:
+        return jax.lax.dynamic_update_index_in_dim(pool, stored[row], page[row], 0)
+
+    return jax.lax.fori_loop(0, page.shape[0], write, pool)
+
+
+def copy_pages_one_by_one(
+    pool: Num[Array, "pool_page page_size two_kv_heads head"],
+    source: Int[Array, " row"],
+    target: Int[Array, " row"],
+) -> Num[Array, "pool_page page_size two_kv_heads head"]:
+    """Copies page ``source[i]`` to page ``target[i]``; no row's target may be another row's source."""
+
+    def copy(row: Array, pool: Array) -> Array:
+        page = jax.lax.dynamic_index_in_dim(pool, source[row], 0, keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(pool, page, target[row], 0)
+
+    return jax.lax.fori_loop(0, source.shape[0], copy, pool)

@@ -1,0 +1,151 @@
+"""The choice of attention for a device, and what that choice means for the KV cache.
+
+A new kernel is a file with its `Attention`, and a branch in each function here.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from lockstep.credentials import get_logger
+from lockstep.errors import ConfigError
+from lockstep.models.attention.base import Attention, Heads, StoredKvHeads
+from lockstep.models.attention.tpu import TpuAttention
+from lockstep.models.attention.tpu_blocks import (
+    LANES,
+    BlockKey,
+    blocks_for,
+    max_table_rows,
+    stored_head_size,
+    stored_heads,
+    takes,
+    tpu_generation,
+)
+from lockstep.models.attention.xla import XlaAttention
+from lockstep.placement.device import BYTE, FP8
+
+logger = get_logger(__name__)
+
+
+def has_kernel(device: jax.Device, head_size: int) -> bool:
+    """Whether attention on the device is a kernel that reads K and V in place, from the pages of the pool.
+
+    True on TPUs, running ones and those that can only be compiled for, for heads of at most `LANES` elements: jax's
+    kernel steps through rows of `LANES` elements and does not compile for wider heads on any generation.
+
+    Args:
+        device: A device of the decode mesh.
+        head_size: The head size of the model in elements.
+    """
+    return device.platform == "tpu" and head_size <= LANES
+
+
+def max_page_table_rows(device: jax.Device, head_size: int, pages: int) -> int | None:
+    """The most rows that the page table of a launch may have; None where no kernel reads it from scalar memory.
+
+    Args:
+        device: A device of the decode mesh.
+        head_size: The head size of the model in elements.
+        pages: The number of pages of each row.
+    """
+    return max_table_rows(pages) if has_kernel(device, head_size) else None
+
+
+def pool_dtype(device: jax.Device, head_size: int, kv_dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype of the array that holds the pool: bytes for K and V in 8 bits that no kernel reads and writes.
+
+    Args:
+        device: A device of the decode mesh.
+        head_size: The head size of the model in elements.
+        kv_dtype: The dtype of K and V.
+    """
+    return BYTE if kv_dtype == FP8 and not has_kernel(device, head_size) else kv_dtype
+
+
+def describe_attention(device: jax.Device, head_size: int) -> str:
+    """Describes the attention on a device, for the report of the chosen sizes.
+
+    Args:
+        device: A device of the decode mesh.
+        head_size: The head size of the model in elements.
+    """
+    if has_kernel(device, head_size):
+        return "TPU kernel, on the KV cache itself"
+    xla = "plain JAX, each decode launch gathers its context once, counted in the temporaries"
+    if device.platform != "tpu":
+        return xla
+    return f"{xla}; slower than the TPU kernel, which takes heads of at most {LANES} numbers, and here are {head_size}"
+
+
+def stored_kv_heads(device: jax.Device, heads: Heads, dtype: jnp.dtype) -> StoredKvHeads:
+    """The key/value heads that the pool of a device stores.
+
+    Args:
+        device: A device of the decode mesh.
+        heads: The attention heads of a device, as the model has them.
+        dtype: The dtype of the pool.
+    """
+    if not has_kernel(device, heads.head_size):
+        return _xla_attention(device, heads).stored_kv_heads
+    return StoredKvHeads(
+        kv_heads=stored_heads(heads.kv_heads, jnp.dtype(dtype).itemsize),
+        head_size=stored_head_size(heads.head_size),
+    )
+
+
+def select_attention(
+    device: jax.Device, heads: Heads, *, page_size: int, dtype: jnp.dtype, kv_dtype: jnp.dtype | None = None
+) -> Attention:
+    """Selects the attention for a device, by its platform and the size of the heads.
+
+    Args:
+        device: A device of the decode mesh; all are of one kind.
+        heads: The attention heads of a device, as the model has them.
+        page_size: The number of tokens in a page.
+        dtype: The dtype of the queries.
+        kv_dtype: The dtype of the pool; None for that of the queries.
+
+    Raises:
+        ConfigError: The TPU kernel cannot take the heads in this dtype.
+    """
+    if not has_kernel(device, heads.head_size):
+        if device.platform == "tpu":
+            _warn(heads.head_size)
+        return _xla_attention(device, heads)
+    kv_dtype = jnp.dtype(dtype if kv_dtype is None else kv_dtype)
+    pool = stored_kv_heads(device, heads, kv_dtype)
+    key = BlockKey(
+        generation=tpu_generation(device.device_kind),
+        q_heads=pool.kv_heads * heads.group,
+        kv_heads=pool.kv_heads,
+        head_size=pool.head_size,
+        page_size=page_size,
+        dtype=jnp.dtype(dtype).name,
+        kv_dtype=kv_dtype.name,
+    )
+    if not takes(key.q_heads, key.kv_heads, kv_dtype.itemsize):
+        raise ConfigError(
+            f"the TPU attention kernel cannot take {key.q_heads} query heads and {key.kv_heads} kv heads per device in "
+            f"{key.dtype}: in {8 * jnp.dtype(dtype).itemsize} bits, 4 kv heads must serve a multiple of 8 query heads. "
+            "Set dtype to bfloat16, or layout to {tensor: N} with an N that leaves at most 4 kv heads to a device."
+        )
+    decode, prefill = blocks_for(key)
+    return TpuAttention(
+        heads=heads, stored_kv_heads=pool, page_size=page_size, decode_blocks=decode, prefill_blocks=prefill
+    )
+
+
+def _xla_attention(device: jax.Device, heads: Heads) -> XlaAttention:
+    return XlaAttention(heads=heads, page_by_page=device.platform == "tpu")
+
+
+@functools.cache
+def _warn(head_size: int) -> None:
+    logger.warning(
+        "the TPU attention kernel takes heads of at most %d numbers, and the model's have %d: attention is compiled "
+        "from plain JAX instead. Each decode launch copies the context of its sequences, which takes as much memory as "
+        "their KV cache and is slower; the memory is accounted for.",
+        LANES,
+        head_size,
+    )

@@ -1,0 +1,86 @@
+"""Softmax attention over a context that is read chunk by chunk, as far as the longest sequence reaches."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from lockstep.placement.device import as_numbers
+
+type ReadChunk = Callable[[Array | int], tuple[Array, Array]]
+"""Takes the number of a chunk; returns its K and V ``[sequence, kv_head, position, head]`` as the pool holds them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoreModifier:
+    """What a model does to attention scores besides the causal mask; a field that is None costs nothing.
+
+    Args:
+        soft_cap: The soft cap: a score s becomes ``soft_cap * tanh(s / soft_cap)`` (Gemma 2, Riviere et al. 2024,
+            https://arxiv.org/abs/2408.00118, section 2). None for no cap.
+        window: The sliding window: the number of positions that a query attends to, its own included (Mistral, Jiang
+            et al. 2023, https://arxiv.org/abs/2310.06825, section 2). None for all earlier positions. That of a layer
+            among layers that differ is a traced number.
+    """
+
+    soft_cap: float | None = None
+    window: int | Int[Array, ""] | None = None
+
+
+def attend(
+    q: Float[Array, "sequence kv_head query head"],
+    position: Int[Array, "sequence query"],
+    read: ReadChunk,
+    num_chunks: int,
+    chunk_size: int,
+    modifier: ScoreModifier = ScoreModifier(),
+) -> Float[Array, "sequence kv_head query head"]:
+    """Attends each query to all positions up to and including its own; softmax in float32.
+
+    With more than one chunk the softmax is accumulated chunk by chunk (Milakov & Gimelshein 2018,
+    https://arxiv.org/abs/1805.02867, algorithm 3).
+
+    Args:
+        q: The queries of each sequence, grouped by kv head.
+        position: The position of each query.
+        read: Returns K and V of a chunk.
+        num_chunks: The number of chunks that ``read`` has.
+        chunk_size: The number of positions in a chunk.
+        modifier: The soft cap and sliding window.
+
+    Returns:
+        The attention output in the dtype of ``q``.
+    """
+    scale = q.shape[-1] ** -0.5
+
+    def scores(k: Array, first: Array | int) -> Array:
+        keys = as_numbers(k).astype(q.dtype)
+        found = jnp.einsum("skqh,skth->skqt", q, keys, preferred_element_type=jnp.float32) * scale
+        if modifier.soft_cap is not None:
+            found = modifier.soft_cap * jnp.tanh(found / modifier.soft_cap)
+        distance = position[..., None] - (first + jnp.arange(chunk_size))
+        visible = distance >= 0 if modifier.window is None else (distance >= 0) & (distance < modifier.window)
+        return jnp.where(visible[:, None], found, -jnp.inf)
+
+    if num_chunks == 1:
+        k, v = read(0)
+        weights = jax.nn.softmax(scores(k, 0), axis=-1).astype(q.dtype)
+        return jnp.einsum("skqt,skth->skqh", weights, as_numbers(v).astype(q.dtype)).astype(q.dtype)
+
+    def add_chunk(index: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        running_max, sum_exp, out = state
+        k, v = read(index)
+        found = scores(k, index * chunk_size)
+        new_max = jnp.maximum(running_max, found.max(axis=-1))
+        rescale, weights = jnp.exp(running_max - new_max), jnp.exp(found - new_max[..., None])
+        factors = weights.astype(q.dtype), as_numbers(v).astype(q.dtype)
+        added = jnp.einsum("skqt,skth->skqh", *factors, preferred_element_type=jnp.float32)
+        return new_max, sum_exp * rescale + weights.sum(axis=-1), out * rescale[..., None] + added
+
+    # The running maximum starts finite, so that a chunk of which a query sees nothing adds exactly 0.
+    lowest = jnp.full(q.shape[:3], jnp.finfo(jnp.float32).min)
+    empty = lowest, jnp.zeros_like(lowest), jnp.zeros(q.shape, jnp.float32)
+    _, sum_exp, out = jax.lax.fori_loop(0, jnp.max(position) // chunk_size + 1, add_chunk, empty)
+    return (out / sum_exp[..., None]).astype(q.dtype)

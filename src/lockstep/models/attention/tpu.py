@@ -1,0 +1,186 @@
+"""Attention on TPU: jax's ragged paged attention kernel, which reads K and V in place from the pages of the pool.
+
+Ragged paged attention: ``jax.experimental.pallas.ops.tpu.ragged_paged_attention`` (Apache 2.0). Its contract, as far as
+it is used here:
+
+- The query tokens of all sequences are concatenated. Those of sequence ``i`` are ``q_starts[i] .. q_starts[i + 1]``,
+  and are the *last* of its ``lengths[i]`` positions.
+- Page ``j`` of a sequence's page table holds the positions from ``j * page_size`` on. K of kv head ``h`` is at index
+  ``2 * h`` of a page's head axis, V at ``2 * h + 1``.
+- Sequences from ``num_sequences`` on are not read, and the output of query tokens that belong to none is undefined.
+- Each sequence has at least 1 position: a length of 0 would start a copy that is never waited for.
+- Whole blocks of pages are fetched, once for each block of query tokens.
+- With scales for K and V, numbers of another dtype are converted to that of the queries after they were fetched.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from lockstep.models.attention.base import Heads, StoredKvHeads
+from lockstep.models.attention.page_ops import copy_pages_one_by_one
+from lockstep.models.attention.tpu_blocks import Blocks
+
+
+class Rows(NamedTuple):
+    """The rows of a launch as the kernel's sequences: consecutive rows of one prompt are one sequence."""
+
+    lengths: Int[Array, " row"]
+    page_table: Int[Array, "row page"]
+    q_starts: Int[Array, " row_and_one"]
+    num_sequences: Int[Array, " one"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TpuAttention:
+    """`Attention` by the kernel.
+
+    Args:
+        heads: The attention heads of a device, as the model has them.
+        stored_kv_heads: The key/value heads of the pool.
+        page_size: The number of tokens in a page.
+        decode_blocks: The block sizes for one query token per sequence.
+        prefill_blocks: The block sizes for many query tokens per sequence.
+    """
+
+    heads: Heads
+    stored_kv_heads: StoredKvHeads
+    page_size: int
+    decode_blocks: Blocks
+    prefill_blocks: Blocks
+
+    def pack(self, kv: Array) -> Array:
+        """Pads K and V with zeros to the heads that the kernel can read."""
+        return _pad(kv, -2, 2 * self.stored_kv_heads.kv_heads, -1, self.stored_kv_heads.head_size)
+
+    def write_pages(self, pool: Array, page: Array, kv: Array) -> Array:
+        """Writes with one call of the kernel that copies."""
+        return _write(pool, page, self.pack(kv))
+
+    def copy_pages(self, pool: Array, source: Array, target: Array) -> Array:
+        """Copies page by page."""
+        return copy_pages_one_by_one(pool, source, target)
+
+    def begin_decode(self, pool: Array, page_table: Array, position: Array, num_layers: int) -> Array:
+        """Returns the pool itself: there is no second copy of K and V."""
+        return pool
+
+    def end_decode(self, cache: Array) -> Array:
+        """Returns the cache, which is the pool."""
+        return cache
+
+    def write(self, cache: Array, layer: Array, page: Array, position: Array, kv: Array) -> Array:
+        """Writes to the pages of the pool with one call of the kernel that copies, whose entries are positions."""
+        entries = cache.reshape(-1, *cache.shape[2:])
+        at = page * self.page_size + position % self.page_size
+        return _write(entries, at, self.pack(kv)).reshape(cache.shape)
+
+    def decode(self, q: Array, cache: Array, layer: Array, page_table: Array, position: Array, active: Array) -> Array:
+        """Attends one query token per slot; an idle slot reads one position of the first page of its table."""
+        slots = q.shape[0]
+        lengths = jnp.where(active, position + 1, 1)
+        starts = jnp.arange(slots + 1, dtype=jnp.int32)
+        count = jnp.full((1,), slots, jnp.int32)
+        return self._attend(q, cache, layer, Rows(lengths, page_table, starts, count), 0, self.decode_blocks)
+
+    def write_span(self, cache: Array, layer: Array, page: Array, position: Array, kv: Array) -> Array:
+        """Writes to the pages of the pool with one call of the kernel that copies, whose entries are positions."""
+        return self.write(cache, layer, page.reshape(-1), position.reshape(-1), kv.reshape(-1, *kv.shape[2:]))
+
+    def decode_span(
+        self, q: Array, cache: Array, layer: Array, page_table: Array, position: Array, active: Array
+    ) -> Array:
+        """Attends the query tokens of all slots in one call of the kernel, each slot a sequence."""
+        slots, queries = q.shape[:2]
+        # The last queries may lie beyond the table, whose rows therefore go on with pages that no other query sees.
+        beyond = -(-queries // self.page_size)
+        rows = Rows(
+            lengths=jnp.where(active, position, 0) + queries,
+            page_table=jnp.pad(page_table, ((0, 0), (0, beyond))),
+            q_starts=jnp.arange(slots + 1, dtype=jnp.int32) * queries,
+            num_sequences=jnp.full((1,), slots, jnp.int32),
+        )
+        tokens = q.reshape(-1, *q.shape[2:])
+        return self._attend(tokens, cache, layer, rows, 0, self.prefill_blocks).reshape(q.shape)
+
+    def begin_prefill(self, start: Array, page_table: Array, used: Array) -> Rows:
+        """Joins consecutive rows of a prompt to one sequence, so that its pages are read once per query block."""
+        rows, size = start.shape[0], self.page_size
+        index = jnp.arange(rows)
+        used = used | (index == 0)  # the kernel needs a sequence; of an unused row it is the null page
+        same = jnp.all(page_table == jnp.roll(page_table, 1, axis=0), axis=1)
+        follows = same & (start == jnp.roll(start, 1) + size) & (index > 0)
+        sequence = jnp.where(used, jnp.cumsum(used & ~follows) - 1, rows)
+        total = jnp.sum(used, dtype=jnp.int32)
+        first = jnp.full((rows,), total, jnp.int32).at[sequence].min(index.astype(jnp.int32), mode="drop")
+        lengths = jnp.ones((rows,), jnp.int32).at[sequence].max(start + size, mode="drop")
+        return Rows(
+            lengths=lengths,
+            page_table=page_table[jnp.minimum(first, rows - 1)],
+            q_starts=jnp.append(first, total) * size,
+            num_sequences=jnp.sum(used & ~follows, dtype=jnp.int32)[None],
+        )
+
+    def prefill(self, q: Array, pool: Array, layer: Array, first_page: Array, rows: Rows) -> Array:
+        """Attends all rows in one call of the kernel; the output of unused rows is zeros."""
+        tokens = q.reshape(-1, *q.shape[2:])
+        attended = self._attend(tokens, pool, layer, rows, first_page, self.prefill_blocks)
+        used = jnp.arange(tokens.shape[0]) < rows.q_starts[-1]
+        return jnp.where(used[:, None, None, None], attended, 0).reshape(q.shape)
+
+    def _attend(
+        self, q: Array, pool: Array, layer: Array, rows: Rows, first_page: Array | int, blocks: Blocks
+    ) -> Array:
+        """Calls the kernel; ``q`` and the result are ``[token, kv_head, group, head]``."""
+        if self.heads.windows is None:
+            return self._kernel(self.heads.modifier.window, blocks, q, pool, rows, first_page)
+        # The window is a constant of the kernel.
+        windows = tuple(dict.fromkeys(self.heads.windows))
+        which = jnp.asarray([windows.index(window) for window in self.heads.windows], jnp.int32)
+        branches = [functools.partial(self._kernel, window, blocks) for window in windows]
+        attended: Array = jax.lax.switch(which[layer], branches, q, pool, rows, first_page)
+        return attended
+
+    def _kernel(self, window: Any, blocks: Blocks, q: Array, pool: Array, rows: Rows, first_page: Array | int) -> Array:
+        # Imported here because it loads the TPU kernel language, which other devices never need.
+        from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+
+        tokens, kv_heads, group, head = q.shape
+        scale = None if pool.dtype == q.dtype else 1.0
+        padded = _pad(q, 1, self.stored_kv_heads.kv_heads, 3, self.stored_kv_heads.head_size)
+        out = ragged_paged_attention(
+            padded.reshape(tokens, -1, self.stored_kv_heads.head_size),
+            pool,
+            rows.lengths,
+            first_page + rows.page_table,
+            rows.q_starts,
+            rows.num_sequences,
+            sm_scale=head**-0.5,
+            sliding_window=window,
+            soft_cap=self.heads.modifier.soft_cap,
+            k_scale=scale,
+            v_scale=scale,
+            num_kv_pages_per_block=min(blocks.pages, rows.page_table.shape[1]),
+            num_queries_per_block=min(blocks.queries, tokens),
+            vmem_limit_bytes=blocks.vmem_limit,
+        )
+        return out.reshape(tokens, -1, group, self.stored_kv_heads.head_size)[:, :kv_heads, :, :head]
+
+
+def _write(pool: Array, index: Array, kv: Array) -> Array:
+    # Imported here because it loads the TPU kernel language, which other devices never need.
+    from lockstep.models.attention.tpu_write import write_entries
+
+    return write_entries(pool, index, kv)
+
+
+def _pad(array: Array, first: int, first_size: int, second: int, second_size: int) -> Array:
+    """Pads two axes with zeros at their ends to the given sizes."""
+    padding = [(0, 0)] * array.ndim
+    padding[first] = (0, first_size - array.shape[first])
+    padding[second] = (0, second_size - array.shape[second])
+    return jnp.pad(array, padding) if any(after for _, after in padding) else array

@@ -1,0 +1,7 @@
+"""Causal self-attention of whole sequences, as training computes it: no cache, and a gradient."""
+
+from lockstep.models.attention.training.backend import AttentionBackend as AttentionBackend
+from lockstep.models.attention.training.backend import attention_products as attention_products
+from lockstep.models.attention.training.backend import check_backend as check_backend
+from lockstep.models.attention.training.backend import self_attention as self_attention
+from lockstep.models.attention.training.causal import CausalAttention as CausalAttention

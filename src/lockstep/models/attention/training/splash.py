@@ -1,0 +1,83 @@
+"""Attention by jax's TPU kernel, whose scores never leave vector memory."""
+
+import math
+from typing import Final
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    BlockSizes,
+    CausalMask,
+    LocalMask,
+    MultiHeadMask,
+    SegmentIds,
+    make_splash_mha_single_device,
+)
+from jaxtyping import Array, Float, Int
+
+from lockstep.models.attention.training.causal import CausalAttention
+
+LANES: Final = 128
+"""The number of positions that a block of the kernel is a multiple of."""
+
+LARGEST_BLOCK: Final = 512
+"""The largest number of queries, and of keys, in a block."""
+
+
+def block_size(length: int) -> int:
+    """The number of queries, and of keys, in a block.
+
+    Args:
+        length: The number of positions of a row, which is padded to a multiple of `LANES`.
+    """
+    return math.gcd(length + -length % LANES, LARGEST_BLOCK)
+
+
+def splash_attention(
+    q: Float[Array, "batch position kv_head group head"],
+    k: Float[Array, "batch position kv_head head"],
+    v: Float[Array, "batch position kv_head head"],
+    segment_ids: Int[Array, "batch position"] | None,
+    attention: CausalAttention,
+    *,
+    interpret: bool = False,
+) -> Float[Array, "batch position kv_head group head"]:
+    """Attends on one TPU; blocks that causality or the window leave empty are not computed, forward or backward.
+
+    Rows whose length is not a multiple of `LANES` are padded at their end, where no query of theirs looks.
+
+    Args:
+        q: The queries; ``group`` of them share a key/value head, which is not repeated.
+        k: The keys.
+        v: The values.
+        segment_ids: The document of each position; None: a row is one document.
+        attention: The scores.
+        interpret: Whether to run without a TPU, slowly, for tests.
+    """
+    batch, length, kv_heads, group, head = q.shape
+    padding = -length % LANES
+    positions = length + padding
+    # The kernel has no scale.
+    q = (q.astype(jnp.float32) * attention.scale).astype(q.dtype)
+    q, k, v = (jnp.moveaxis(jnp.pad(x, ((0, 0), (0, padding), *((0, 0),) * (x.ndim - 2))), 1, -2) for x in (q, k, v))
+    segments = None
+    if segment_ids is not None:
+        padded = jnp.pad(segment_ids, ((0, 0), (0, padding)))
+        segments = SegmentIds(padded, padded)
+    shape = (positions, positions)
+    window = attention.sliding_window
+    mask = CausalMask(shape) if window is None else LocalMask(shape, (window - 1, 0), 0)
+    size = block_size(length)
+    kernel = make_splash_mha_single_device(
+        MultiHeadMask([mask] * (kv_heads * group)),
+        block_sizes=BlockSizes(
+            block_q=size, block_kv=size, block_kv_compute=size, block_q_dkv=size, block_kv_dkv=size,
+            block_kv_dkv_compute=size, block_q_dq=size, block_kv_dq=size,
+        ),
+        attn_logits_soft_cap=attention.soft_cap,
+        interpret=interpret,
+    )  # fmt: skip
+    heads = q.reshape(batch, kv_heads * group, positions, head)
+    out = jax.vmap(kernel)(heads, k, v, segments)
+    out = jnp.moveaxis(out.reshape(batch, kv_heads, group, positions, head), -2, 1)
+    return out[:, :length]

@@ -1,0 +1,108 @@
+"""Attention in plain JAX, compiled by XLA: on CPU and GPU, and on TPU for heads that the kernel does not take."""
+
+import dataclasses
+
+from jaxtyping import Array
+
+from lockstep.models.attention.base import Heads, StoredKvHeads
+from lockstep.models.attention.contiguous_kv import (
+    Context,
+    attend_context,
+    attend_context_span,
+    extend_context,
+    extend_context_span,
+    gather_context,
+)
+from lockstep.models.attention.kv_dtype import to_pool
+from lockstep.models.attention.page_ops import (
+    ReadKv,
+    copy_pages_one_by_one,
+    gather_kv,
+    read_kv_page_by_page,
+    write_pages_one_by_one,
+)
+from lockstep.models.attention.reference import paged_attention
+
+type Cache = tuple[Array, Context]
+"""The pool, and the contiguous context of the launch."""
+type Rows = tuple[Array, Array]
+"""The start and the page table of each row."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class XlaAttention:
+    """`Attention` that gathers the context of each slot once per decode launch.
+
+    Args:
+        heads: The attention heads of a device.
+        page_by_page: Whether whole pages are read and written one at a time, which the TPU compiler does in place; else
+            all at once.
+    """
+
+    heads: Heads
+    page_by_page: bool = False
+
+    @property
+    def stored_kv_heads(self) -> StoredKvHeads:
+        """The model's own heads."""
+        return StoredKvHeads(kv_heads=self.heads.kv_heads, head_size=self.heads.head_size)
+
+    @property
+    def _read_kv(self) -> ReadKv:
+        return read_kv_page_by_page if self.page_by_page else gather_kv
+
+    def pack(self, kv: Array) -> Array:
+        """Returns K and V as they are."""
+        return kv
+
+    def write_pages(self, pool: Array, page: Array, kv: Array) -> Array:
+        """Writes with one scatter, or page by page."""
+        if self.page_by_page:
+            return write_pages_one_by_one(pool, page, kv)
+        return pool.at[page].set(to_pool(kv, pool.dtype))
+
+    def copy_pages(self, pool: Array, source: Array, target: Array) -> Array:
+        """Copies with one gather and one scatter, or page by page."""
+        if self.page_by_page:
+            return copy_pages_one_by_one(pool, source, target)
+        return pool.at[target].set(pool[source])
+
+    def begin_decode(self, pool: Array, page_table: Array, position: Array, num_layers: int) -> Cache:
+        """Returns the pool and its pages gathered into contiguous K and V."""
+        return pool, gather_context(pool, page_table, position, num_layers, self._read_kv)
+
+    def end_decode(self, cache: Cache) -> Array:
+        """Returns the pool and drops the context."""
+        return cache[0]
+
+    def write(self, cache: Cache, layer: Array, page: Array, position: Array, kv: Array) -> Cache:
+        """Writes to the pool and to the context."""
+        pool, context = cache
+        at = (page, position % pool.shape[1])
+        return pool.at[at].set(to_pool(kv, pool.dtype)), extend_context(context, layer, kv, position)
+
+    def decode(self, q: Array, cache: Cache, layer: Array, page_table: Array, position: Array, active: Array) -> Array:
+        """Attends to the context; idle slots are computed too."""
+        return attend_context(q, cache[1], layer, position, self.heads.modifier_of(layer))
+
+    def write_span(self, cache: Cache, layer: Array, page: Array, position: Array, kv: Array) -> Cache:
+        """Writes to the pool and to the context."""
+        pool, context = cache
+        at = (page, position % pool.shape[1])
+        return pool.at[at].set(to_pool(kv, pool.dtype)), extend_context_span(context, layer, kv, position)
+
+    def decode_span(
+        self, q: Array, cache: Cache, layer: Array, page_table: Array, position: Array, active: Array
+    ) -> Array:
+        """Attends to the context; idle slots are computed too."""
+        return attend_context_span(q, cache[1], layer, position, self.heads.modifier_of(layer))
+
+    def begin_prefill(self, start: Array, page_table: Array, used: Array) -> Rows:
+        """Computes nothing."""
+        return start, page_table
+
+    def prefill(self, q: Array, pool: Array, layer: Array, first_page: Array, rows: Rows) -> Array:
+        """Attends to the pages of the pool; unused rows are computed too."""
+        start, page_table = rows
+        modifier = self.heads.modifier_of(layer)
+        return paged_attention(q, pool, first_page + page_table, start, modifier, self._read_kv)

@@ -1,0 +1,29 @@
+"""Device programs, the memory that they run in, and the chips that they run on."""
+
+from lockstep.placement.device.calibration import calibrated as calibrated
+from lockstep.placement.device.calibration import save_calibration as save_calibration
+from lockstep.placement.device.chips import Chip as Chip
+from lockstep.placement.device.chips import Link as Link
+from lockstep.placement.device.chips import chip_named as chip_named
+from lockstep.placement.device.chips import chip_of as chip_of
+from lockstep.placement.device.chips import hops as hops
+from lockstep.placement.device.chips import published_chip as published_chip
+from lockstep.placement.device.compiler_errors import Compile as Compile
+from lockstep.placement.device.compiler_errors import compile_lowered as compile_lowered
+from lockstep.placement.device.compiler_errors import compile_with_options as compile_with_options
+from lockstep.placement.device.compiler_errors import explain as explain
+from lockstep.placement.device.float8 import BYTE as BYTE
+from lockstep.placement.device.float8 import FP8 as FP8
+from lockstep.placement.device.float8 import LARGEST_FP8 as LARGEST_FP8
+from lockstep.placement.device.float8 import as_numbers as as_numbers
+from lockstep.placement.device.memory import block_bytes as block_bytes
+from lockstep.placement.device.memory import free_bytes as free_bytes
+from lockstep.placement.device.memory import peak_bytes as peak_bytes
+from lockstep.placement.device.memory import used_bytes as used_bytes
+from lockstep.placement.device.program import AroundLaunch as AroundLaunch
+from lockstep.placement.device.program import Compilation as Compilation
+from lockstep.placement.device.program import Program as Program
+from lockstep.placement.device.program import compile_program as compile_program
+from lockstep.placement.device.program import fetch as fetch
+from lockstep.placement.device.program import start_fetch as start_fetch
+from lockstep.placement.device.program import without_directories as without_directories

@@ -1,0 +1,203 @@
+"""Device programs: compiled ahead of time, identified by a digest, and recorded in a ledger when launched."""
+
+import contextlib
+import dataclasses
+import functools
+import math
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from lockstep.hosts import MAY_DIFFER, Ledger, digest, environment
+from lockstep.placement.device.compiler_errors import Compile, compile_lowered, explain
+
+type AroundLaunch = Callable[[str], contextlib.AbstractContextManager[object]]
+"""Takes a program's name; returns a context manager that is entered around its launch."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compilation:
+    """How a program was compiled.
+
+    Args:
+        name: The program's name.
+        shapes: The shapes of its arguments: a single array as ``float32[2,64]``, a pytree (weights) by count and bytes.
+        seconds: The seconds that tracing, lowering and compiling took in this process.
+    """
+
+    name: str
+    shapes: tuple[str, ...]
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.name} ({', '.join(self.shapes)}): {self.seconds:.2f} s"
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Program:
+    """One compiled program.
+
+    Args:
+        name: The name, the same on every host.
+        digests: The digests of its StableHLO, its devices and options, and its optimised HLO, by name. The last may
+            differ between hosts: with a compilation cache per host, one deserialises while others compile.
+        traces: The number of times that its Python function was traced, which stays 1.
+        compilation: The shapes of its arguments and the seconds that compiling took.
+    """
+
+    name: str
+    digests: Mapping[str, str]
+    traces: int
+    compilation: Compilation
+    _compiled: Any
+    _ledger: Ledger
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """The SHA-256 of what must not differ: equal on two hosts where their compilers were given the same."""
+        fixed = {name: text for name, text in self.digests.items() if not name.endswith(MAY_DIFFER)}
+        return digest(*(part for item in sorted(fixed.items()) for part in item))
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Launches the program; the ledger records the launch first, so that it has one that never returns."""
+        self._ledger.record(self.name, self.digest)
+        return self._compiled(*arguments)
+
+    def memory(self) -> Any:
+        """The compiler's memory analysis, in bytes per device."""
+        return self._compiled.memory_analysis()
+
+    def text(self) -> str:
+        """The optimised program as the compiler prints it."""
+        return str(self._compiled.as_text())
+
+
+def compile_program(
+    name: str,
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    *,
+    mesh: Mesh,
+    ledger: Ledger,
+    donate: tuple[int, ...] = (),
+    out_shardings: Any = None,
+    compiler_options: Mapping[str, str] = MappingProxyType({}),
+    compile_with: Compile = compile_lowered,
+) -> Program:
+    """Traces, lowers and compiles ``function`` for ``arguments``; launches nothing and talks to no other host.
+
+    Args:
+        name: The program's name.
+        function: The function to trace; weights must be arguments of it, never captured.
+        arguments: The arguments, arrays or shape structs with shardings.
+        mesh: The mesh that is set while tracing, whatever context the caller runs in.
+        ledger: The ledger that records launches.
+        donate: The positions of arguments that the program may overwrite.
+        out_shardings: The shardings of the outputs; None leaves them to the compiler.
+        compiler_options: Options of XLA for this program; a compiler that does not know one of them gets none.
+        compile_with: The compiler; one that is never launched may return analyses alone.
+
+    Raises:
+        CompilerError: The compiler refused the program; the message names it and says what to change.
+    """
+    traces = 0
+
+    def traced(*args: Any) -> Any:
+        nonlocal traces
+        traces += 1
+        return function(*args)
+
+    traced.__name__ = f"lockstep_{name}"
+    begin = time.perf_counter()
+    options: dict[str, Any] = {} if out_shardings is None else {"out_shardings": out_shardings}
+    try:
+        with jax.set_mesh(mesh):
+            with without_directories():
+                lowered = jax.jit(traced, donate_argnums=donate, **options).lower(*arguments)
+            compiled = compile_with(lowered, name, compiler_options)
+    except Exception as error:
+        raise explain(name, dict(mesh.shape), error) from error
+    shapes = tuple(_shape_text(argument) for argument in arguments)
+    compilation = Compilation(name=name, shapes=shapes, seconds=time.perf_counter() - begin)
+    optimised = compiled.as_text() if hasattr(compiled, "as_text") else None  # some compilers return analyses alone
+    digests = {
+        f"{name}: StableHLO": digest(lowered.as_text()),
+        f"{name}: devices and options": digest(
+            _devices(mesh), repr(donate), *map(repr, [*compiler_options.items(), *environment().items()])
+        ),
+        f"{name}: optimised HLO{MAY_DIFFER}": digest(without_source_locations(optimised or "")),
+    }
+    return Program(
+        name=name,
+        digests=digests,
+        traces=traces,
+        compilation=compilation,
+        _compiled=compiled,
+        _ledger=ledger,
+    )
+
+
+def _shape_text(argument: Any) -> str:
+    leaves = jax.tree.leaves(argument)
+    if len(leaves) == 1:
+        return f"{leaves[0].dtype}[{','.join(map(str, leaves[0].shape))}]"
+    size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    return f"{len(leaves)} arrays of {size} bytes"
+
+
+_LOWERING = threading.RLock()
+
+
+@contextlib.contextmanager
+def without_directories() -> Iterator[None]:
+    """Leaves the directories of source files out of programs that are lowered inside, unless the user has a pattern.
+
+    A TPU kernel has the paths of its source in its payload: hosts with other home directories would disagree about it,
+    and the installation of another commit would find nothing in the compilation cache. The setting is the process's,
+    so threads take turns: `lockstep plan` traces one program while another is compiled.
+    """
+    with _LOWERING:
+        before = jax.config.jax_hlo_source_file_canonicalization_regex
+        if before is None:
+            jax.config.update("jax_hlo_source_file_canonicalization_regex", "^.*/")
+        try:
+            yield
+        finally:
+            jax.config.update("jax_hlo_source_file_canonicalization_regex", before)
+
+
+_METADATA = re.compile(r", metadata=\{[^}]*\}")
+_TABLES = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n(?:.+\n)*\n?", re.MULTILINE)
+
+
+def without_source_locations(hlo: str) -> str:
+    """Removes source locations from optimised HLO: their numbering changes once a program comes from a cache."""
+    return _METADATA.sub("", _TABLES.sub("", hlo))
+
+
+def _devices(mesh: Mesh) -> str:
+    """The devices of a mesh in order, with their processes and kinds."""
+    return repr([(device.id, device.process_index, device.device_kind) for device in mesh.devices.flat])
+
+
+def fetch(replicated: jax.Array) -> np.ndarray:
+    """Waits for an array that is replicated on every device, and copies it to the host."""
+    return start_fetch(replicated)()
+
+
+def start_fetch(replicated: jax.Array) -> Callable[[], np.ndarray]:
+    """Begins to copy an array that is replicated on every device to the host, as soon as it is computed.
+
+    Returns:
+        A function that waits for the copy and returns it.
+    """
+    local = replicated.addressable_data(0)
+    local.copy_to_host_async()
+    return lambda: np.asarray(local)

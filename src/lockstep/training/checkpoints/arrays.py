@@ -1,0 +1,233 @@
+"""The arrays of a checkpoint, written and read with orbax and tensorstore: this and its handler alone import them."""
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jaxtyping import Array
+
+from lockstep.errors import ConfigError
+from lockstep.training.checkpoints.checkpoint import DamagedCheckpointError
+
+if TYPE_CHECKING:
+    from etils import epath
+
+CHUNK_BYTES = 64 << 20
+"""The most bytes of a chunk in which an array is stored, before compression: what reading any part of it costs."""
+SPLIT_BYTES = 4 << 20
+"""Shards of more bytes, of arrays with three axes or more, are stored layer by layer: in an export one is read at a
+time."""
+CACHE_BYTES = 1 << 30
+"""The most bytes of chunks that `ArrayReader` keeps, so that neighbouring parts cost one chunk."""
+
+TREE = "_METADATA"
+"""The file in which orbax says which arrays there are. It alone has no checksum of its own."""
+
+_DAMAGE = {None, "DATA_LOSS", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "NOT_FOUND", "OUT_OF_RANGE"}
+"""What tensorstore says of bytes that are wrong or gone; None is INVALID_ARGUMENT, which it leaves out. The rest
+(UNAVAILABLE, PERMISSION_DENIED, …) is of the storage: the checkpoint may be good. https://abseil.io/docs/cpp/guides/status-codes"""
+
+
+def write_arrays(directory: "epath.Path", arrays: Mapping[str, Array]) -> Callable[[], None]:
+    """Copy this process's shards to its memory, and write them from threads; launches nothing, waits for no other host.
+
+    Each shard is written by the process that has its first replica. Slices of replicated arrays, which orbax can
+    share out between the replicas, would be device programs, so it does not.
+
+    Args:
+        directory: An empty directory that every process sees.
+        arrays: Global arrays by name. They may be donated as soon as this returns.
+
+    Returns:
+        A function that waits until this process's part is written, and raises what went wrong.
+    """
+    import orbax.checkpoint as ocp
+
+    save_args = {name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=_layers(a)) for name, a in arrays.items()}
+
+    async def copy() -> Any:
+        return await handler().async_save(directory, args=ocp.args.PyTreeSave(dict(arrays), save_args=save_args))
+
+    futures = asyncio.run(copy()) or []
+
+    def wait() -> None:
+        for future in futures:
+            future.result()
+
+    return wait
+
+
+def merge_arrays(directory: "epath.Path") -> str:
+    """Make one array store of what all processes have written; one process calls it, after all have ended writing.
+
+    Args:
+        directory: The directory that the processes wrote to.
+
+    Returns:
+        What `read_arrays` compares, beside the checksums of the store.
+    """
+    handler().finalize(directory)
+    return hashlib.sha256((directory / TREE).read_bytes()).hexdigest()
+
+
+def read_arrays(
+    directory: "epath.Path", structs: Mapping[str, jax.ShapeDtypeStruct], tree_digest: str | None
+) -> dict[str, Array]:
+    """Read arrays into the shardings of this run, whatever those of the run that wrote them; launches nothing.
+
+    Each process reads only what its own devices hold.
+
+    Args:
+        directory: The directory of the arrays.
+        structs: Global shape, type and sharding of the arrays to read, by name.
+        tree_digest: What `merge_arrays` returned; None for a checkpoint without checksums.
+
+    Returns:
+        The arrays by name.
+
+    Raises:
+        DamagedCheckpointError: A file is not as it was written, or not there.
+    """
+    import orbax.checkpoint as ocp
+
+    restore_args = {
+        name: ocp.type_handlers.ArrayRestoreArgs(
+            restore_type=jax.Array, sharding=one.sharding, dtype=one.dtype, global_shape=one.shape
+        )
+        for name, one in structs.items()
+    }
+    args = ocp.args.PyTreeRestore(item=dict.fromkeys(structs, 0), restore_args=restore_args, partial_restore=True)
+    with damage_named(directory):
+        if tree_digest not in (None, hashlib.sha256((directory / TREE).read_bytes()).hexdigest()):
+            raise DamagedCheckpointError(f"{directory / TREE} is damaged: its SHA-256 is not that of its writing")
+        read: dict[str, Array] = handler().restore(directory, args=args)
+    return read
+
+
+class ArrayReader:
+    """Reads parts of the arrays of a checkpoint to this host's memory, without any device. Threads may share it.
+
+    Args:
+        directory: The directory of the arrays.
+        checked: Whether chunks have checksums, which checkpoints of format 1 have not.
+    """
+
+    def __init__(self, directory: "epath.Path", *, checked: bool) -> None:
+        import tensorstore
+
+        self._directory, self._driver = directory, "zarr3" if checked else "zarr"
+        self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
+        self._open: dict[str, Any] = {}
+
+    def read(self, name: str, index: tuple[int | slice, ...]) -> np.ndarray:
+        """Return a part of an array.
+
+        Args:
+            name: The name of the array.
+            index: The part along each of its axes.
+
+        Raises:
+            DamagedCheckpointError: A file is not as it was written, or not there.
+            ConfigError: It cannot be read.
+        """
+        import tensorstore
+
+        try:
+            with damage_named(self._directory):
+                if name not in self._open:
+                    # https://google.github.io/tensorstore/kvstore/ocdbt: where orbax puts its zarr arrays.
+                    store = {"driver": "ocdbt", "base": f"{_url(self._directory)}/", "path": f"{name}/"}
+                    spec = {"driver": self._driver, "kvstore": store, "fill_missing_data_reads": False}
+                    self._open[name] = tensorstore.open(spec, read=True, context=self._context).result()
+                return np.asarray(self._open[name][index].read().result())
+        except DamagedCheckpointError:
+            raise
+        except ValueError as error:  # tensorstore has no errors of its own
+            raise ConfigError(f"array {name} of {self._directory} cannot be read: {_beginning(error)}") from error
+
+
+def _url(directory: "epath.Path") -> str:
+    path = os.fspath(directory)
+    return path if "://" in path else f"file://{path}"
+
+
+@contextlib.contextmanager
+def damage_named(directory: "epath.Path") -> Iterator[None]:
+    """Raise what the block found wrong with the bytes of a checkpoint as damage, with the file.
+
+    Args:
+        directory: The directory of the arrays.
+
+    Raises:
+        DamagedCheckpointError: A file is not as it was written, or not there.
+    """
+    try:
+        yield
+    except DamagedCheckpointError:
+        raise
+    except Exception as error:  # orbax puts tensorstore's into one of its own
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        text = str(cause)
+        code = re.match(r"([A-Z_]+): ", text)
+        from_store = isinstance(cause, ValueError) and "tensorstore/" in text
+        if not isinstance(cause, FileNotFoundError) and not (from_store and (code and code[1]) in _DAMAGE):
+            raise
+        chunk = re.search(r'Error reading "([^"]+)" in OCDBT', text)
+        where = _file_of(directory, chunk[1]) if chunk else None
+        raise DamagedCheckpointError(f"{where or directory} is damaged: {_beginning(cause)}") from error
+
+
+def _beginning(error: BaseException) -> str:
+    """The beginning of an error's text: tensorstore adds pages to it."""
+    return re.split(r" \[(?:source locations|tensorstore_spec)=", str(error))[0][:800]
+
+
+def _file_of(directory: "epath.Path", key: str) -> str | None:
+    """The file that has a chunk; None where the tree does not say."""
+    import tensorstore
+
+    try:
+        store = tensorstore.KvStore.open(f"{_url(directory)}/").result()
+        nodes = [tensorstore.ocdbt.dump(store).result()["versions"][-1]["root"]["location"]]
+        while nodes:
+            for entry in tensorstore.ocdbt.dump(store, nodes.pop()).result()["entries"]:
+                if "location" in entry:
+                    nodes.append(entry["location"])
+                elif entry["key"] == key.encode() and "indirect_value" in entry:
+                    base, file = entry["indirect_value"].split(":")[1:3]
+                    return os.fspath(directory / base / file)
+    except (ValueError, LookupError):  # the tree itself is damaged, which the error says then
+        pass
+    return None
+
+
+def _layers(array: Array) -> tuple[int, ...]:
+    """The axes that are stored in parts of one entry each."""
+    shard = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+    return (0,) if array.ndim >= 3 and shard > SPLIT_BYTES else ()
+
+
+@functools.cache
+def handler() -> Any:
+    """The handler of orbax, made once: to import it takes a second."""
+    import orbax.checkpoint as ocp
+
+    from lockstep.training.checkpoints.array_handler import CheckedArrayHandler
+
+    # This layer of orbax has no barriers between processes: those above it are device programs, or end a process that
+    # waits for one which failed. See docs/adr/0015-checkpoints.md.
+    arrays = CheckedArrayHandler(
+        use_replica_parallel=False, enable_write_sharding_file=False, array_metadata_store=None
+    )
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry, use_zarr3=True)

@@ -1,0 +1,366 @@
+"""How a run saves, what becomes of a save that fails on one host, and where a run goes on."""
+
+import contextlib
+import dataclasses
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import jax
+
+from lockstep.credentials import get_logger
+from lockstep.errors import ConfigError, PeerError
+from lockstep.hosts import Hosts
+from lockstep.training.checkpoints.arrays import handler, merge_arrays, read_arrays, write_arrays
+from lockstep.training.checkpoints.checkpoint import (
+    CheckpointDirectory,
+    CheckpointMetadata,
+    DamagedCheckpointError,
+    changes,
+    named_arrays,
+    shape_texts,
+)
+from lockstep.training.checkpoints.config import CheckpointerConfig
+from lockstep.training.checkpoints.report_wait import ReportWait
+from lockstep.training.checkpoints.search import CheckpointSearch
+from lockstep.training.step.train_state import TrainState
+
+log = get_logger(__name__)
+
+KEYS = "lockstep/checkpoint"
+"""The directory of the service in which every process posts that its part is written, or why not."""
+
+SLOW_S = 1.0
+"""Seconds that training may wait for the save before, without a word in the log."""
+
+
+class Checkpointer:
+    """Saves and restores the state of a run; every host makes the same calls after the same steps.
+
+    A save copies the state to the memory of each host before it returns, and is written in the background. It counts
+    once every host has said, over the coordination service, that its part is written. No host waits for another that
+    failed, no device program is launched, and a failed save is logged, counted and left behind.
+
+    Args:
+        config: The settings.
+        path: The directory or URL of the run's checkpoints.
+        hosts: The processes of the job.
+        facts: What a run must have in common with a checkpoint to go on from it, by name.
+        run_config: The configuration of the run, to say what has changed.
+        reported: Called on the leader, in a thread, before a checkpoint counts: returns whether what the run has
+            reported so far is where it belongs, see `ReportWait`.
+        model: What the checkpoints say of the model, see `model_spec`; None: nothing.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointerConfig,
+        path: str,
+        hosts: Hosts,
+        *,
+        facts: Mapping[str, str],
+        run_config: Mapping[str, Any],
+        reported: Callable[[], bool],
+        model: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.config = config
+        self.directory = CheckpointDirectory(path)
+        self.errors = 0
+        """Saves that failed, the same on every host."""
+        self.last_step: int | None = None
+        """The step of the newest checkpoint of this run; None where there is none yet. The same on every host."""
+        self._hosts, self._facts, self._run_config = hosts, dict(facts), dict(run_config)
+        self._reports = ReportWait(reported)
+        self._model = model
+        self._pending: _Save | None = None
+        self._last_s: float | None = None
+        self._search = CheckpointSearch(self.directory)
+        handler()  # now, not in the first save, which would hold training up for a second
+
+    def find(self, resume: Literal["auto", "must", "never"]) -> CheckpointMetadata | None:
+        """Return the newest checkpoint that is not known to be damaged, after the leader has removed what interrupted
+        saves have left.
+
+        Args:
+            resume: Whether there may, must or must not be one.
+
+        Returns:
+            Its metadata, the same on every host; None where there is none.
+
+        Raises:
+            PeerError: There is none or one against ``resume``, the hosts do not share the directory, or it cannot be
+                used; all are damaged, or the newest is and ``resume`` is ``must``.
+        """
+        text = self._hosts.broadcast_from_leader("finding the checkpoint", lambda: self._search.run(resume).encode())
+        shared_by, metadata = json.loads(text)
+        with self._hosts.run_on_all("sharing the directory of checkpoints"):
+            self._search.check_shared(shared_by)
+        return None if metadata is None else CheckpointMetadata.from_json(metadata)
+
+    def restore(self, metadata: CheckpointMetadata, structs: TrainState) -> TrainState | None:
+        """Read a checkpoint into this run's shardings, each host only what its devices hold. Launches nothing.
+
+        Args:
+            metadata: What `find` returned.
+            structs: Shapes and shardings of the state.
+
+        Returns:
+            The state; None on every host where what one of them reads is damaged: `find` then returns an older one.
+
+        Raises:
+            PeerError: The checkpoint does not fit this run, or a host cannot read it.
+        """
+        directory, read = self.directory.of(metadata.step), {}
+        with self._hosts.run_on_all("reading the checkpoint", f"reading the checkpoint {directory}") as phase:
+            named = named_arrays(structs)
+            self._check_fits(metadata, shape_texts(named))
+            try:
+                read = read_arrays(directory / metadata.arrays, named, metadata.tree_digest)
+            except DamagedCheckpointError as error:
+                phase.share(str(error))
+        if damage := [f"process {index}: {text}" for index, text in enumerate(phase.shared) if text]:
+            self._search.damaged[metadata.step] = "; ".join(damage)
+            return None
+        if self._hosts.is_leader:
+            for line in changes(metadata.config, self._run_config):
+                log.warning("the run goes on with another configuration than at step %d: %s", metadata.step, line)
+            log.info("the run goes on from %s", directory)
+        self.last_step = metadata.step
+        return jax.tree.unflatten(jax.tree.structure(structs), [read[name] for name in named])
+
+    def save(self, state: TrainState, *, step: int, loss: float, hooks: Mapping[str, Any], hooks_called: bool) -> None:
+        """Begin a checkpoint, after the one before has come to its end; nothing where this step has one.
+
+        Args:
+            state: The state after the step. It may be donated as soon as this returns.
+            step: The number of completed steps.
+            loss: The loss of the last of them.
+            hooks: The states of the hooks.
+            hooks_called: Whether the hooks have been called for this step.
+        """
+        start = time.monotonic()
+        self.wait()
+        if step == self.last_step:
+            return
+        if (waited_s := time.monotonic() - start) > SLOW_S and self._hosts.is_leader:
+            log.warning("training waited %.1f s for the save before this one: raise checkpointer.every", waited_s)
+        named = named_arrays(state)
+        try:
+            with self._hosts.scope("checkpoint") as scope, scope.run_on_all("beginning a checkpoint") as phase:
+                if scope.is_leader:
+                    phase.share(self.directory.begin(step))
+        except PeerError as error:
+            self._count_failure(step, str(error))
+            return
+        metadata = CheckpointMetadata(
+            step=step,
+            loss=loss,
+            arrays=phase.shared[0],
+            shapes=shape_texts(named),
+            facts=self._facts,
+            config=self._run_config,
+            hooks=hooks,
+            hooks_called=hooks_called,
+            model=self._model,
+        )
+        self._pending = _Save(metadata, named)
+        threading.Thread(target=self._write, args=(self._pending,), name="lockstep-checkpoint", daemon=True).start()
+        self._pending.copied.wait()
+
+    def wait(self) -> None:
+        """Wait until the save that is under way has come to its end, at most until its time is over, on all hosts."""
+        save = self._pending
+        if save is None:
+            return
+        outcome: str | None = None
+        self._reports.training_waits(True)
+        try:
+            while outcome is None:
+                # A slice at a time, so that no host waits longer for another than it may.
+                with self._hosts.scope("checkpoint end") as scope:
+                    with scope.run_on_all("ending a checkpoint", f"writing the checkpoint of step {save.step}") as end:
+                        if scope.is_leader:
+                            end.share(self._outcome(save, scope.timeout_s / 4))
+                outcome = end.shared[0]
+        finally:
+            self._reports.training_waits(False)
+        self._pending = None
+        if outcome:
+            self._count_failure(save.step, outcome)
+        else:
+            self.last_step = save.step
+
+    @contextlib.contextmanager
+    def within_grace(self, step: int) -> Iterator[None]:
+        """Have the leader say whether a save that SIGTERM asked for fits in the time that is left; no report has any.
+
+        Args:
+            step: The number of completed steps.
+        """
+        if not self._hosts.is_leader:
+            yield
+            return
+        grace_s, before = self.config.grace_s, self.last_step
+        start = time.monotonic()
+        self._reports.signalled()
+        if self._last_s is not None and self._last_s > grace_s:
+            log.warning(
+                "the last checkpoint took %.1f s, and SIGTERM leaves %g s (checkpointer.grace_s): this one may not be "
+                "complete in time, and the run then goes on %s",
+                self._last_s,
+                grace_s,
+                self._otherwise(),
+            )
+
+        def late() -> None:
+            pending = self._pending
+            log.error(
+                "the checkpoint of step %d is not complete %g s after SIGTERM (checkpointer.grace_s): if the machine "
+                "is taken away now, the run goes on %s",
+                step if pending is None else pending.step,
+                grace_s,
+                self._otherwise(),
+            )
+
+        timer = threading.Timer(grace_s, late)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+        if self.last_step != before:
+            log.info("saved %.1f s after SIGTERM, which leaves %g s", time.monotonic() - start, grace_s)
+
+    def _otherwise(self) -> str:
+        """Where the run goes on if no save that is not complete yet is completed."""
+        pending, step = self._pending, self.last_step
+        if pending is not None and pending.done.is_set() and not pending.error:
+            step = pending.step
+        return "from the beginning" if step is None else f"from step {step}"
+
+    def _outcome(self, save: "_Save", wait_s: float) -> str | None:
+        """On the leader: why the save failed, empty where it did not, None while nobody knows."""
+        left_s = self.config.timeout_s - save.seconds
+        if save.done.wait(max(0.0, min(wait_s, left_s))):
+            return save.error
+        if left_s > wait_s:
+            return None
+        save.given_up.set()
+        return f"it was not complete after {self.config.timeout_s:g} s (checkpointer.timeout_s)"
+
+    def _count_failure(self, step: int, why: str) -> None:
+        self.errors += 1
+        if self._hosts.is_leader:
+            log.error("the checkpoint of step %d was not saved, training goes on: %s", step, why)
+
+    def _write(self, save: "_Save") -> None:
+        """The thread of a save: this host's part, and on the leader the end of the whole."""
+        with jax.no_execution(True):
+            try:
+                directory = self.directory.of(save.step) / save.metadata.arrays
+                try:
+                    wait = write_arrays(directory, save.take_arrays())
+                finally:
+                    save.copied.set()
+                wait()
+                failure = ""
+            except Exception as error:
+                failure = _text(error)
+            try:
+                key = f"{KEYS}/{save.metadata.arrays}"
+                self._hosts.client.set(f"{key}/{self._hosts.index}", failure.encode())
+                if self._hosts.is_leader:
+                    save.error = self._complete(save, key)
+            except Exception as error:
+                save.error = _text(error)
+            save.done.set()
+
+    def _complete(self, save: "_Save", key: str) -> str:
+        """On the leader: wait for all, then make it a checkpoint and remove old ones; say why where that fails."""
+        client, pause_s = self._hosts.client, 0.01
+        while len(posted := client.get_dir(key)) < self._hosts.count:
+            if save.given_up.wait(pause_s):
+                break
+            pause_s = min(1.0, pause_s * 1.3)
+        client.delete(key)
+        failures = {int(name.rpartition("/")[2]): text.decode() for name, text in posted.items() if text}
+        if failures:
+            self._discard(save)
+            return "; ".join(f"process {index}: {text}" for index, text in sorted(failures.items()))
+        if save.given_up.is_set():
+            return "given up"
+        try:
+            tree_digest = merge_arrays(self.directory.of(save.step) / save.metadata.arrays)
+            begin = time.monotonic()
+            self._reports(save.step)
+            reports_s = time.monotonic() - begin
+            if save.given_up.is_set():
+                raise TimeoutError("given up")
+            self.directory.commit(dataclasses.replace(save.metadata, tree_digest=tree_digest))
+        except Exception:
+            self._discard(save)
+            raise
+        self._hosts.note_saved()
+        self._search.damaged.pop(save.step, None)  # this one is there in its place
+        self._last_s = save.seconds - reports_s
+        log.info("checkpoint %s saved in %.1f s", self.directory.of(save.step), save.seconds)
+        self._remove_old()
+        return ""
+
+    def _remove_old(self) -> None:
+        try:
+            # A damaged one stays, and is none of the newest.
+            for step in self.config.keep.removed([s for s in self.directory.steps() if s not in self._search.damaged]):
+                self.directory.discard(step)
+        except Exception as error:  # storage libraries have their own
+            log.warning("%s cannot be listed, so old checkpoints stay: %s", self.directory.path, error)
+
+    def _discard(self, save: "_Save") -> None:
+        """Remove what a failed save has written; a damaged checkpoint of its step stays."""
+        damaged = save.step in self._search.damaged
+        self.directory.discard(save.step, save.metadata.arrays if damaged else None)
+
+    def _check_fits(self, metadata: CheckpointMetadata, shapes: Mapping[str, str]) -> None:
+        wrong = [f"{line} (now)" for line in changes(metadata.facts, self._facts)]
+        wrong += [f"array {line} (now)" for line in changes(metadata.shapes, shapes)]
+        if wrong:
+            more = f"\n  and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+            raise ConfigError(
+                f"this run cannot go on from {self.directory.of(metadata.step)}; they differ in\n  "
+                + "\n  ".join(wrong[:8])
+                + f"{more}\nUse the values of the checkpoint, or another trainer.run_id for a new run."
+            )
+
+
+class _Save:
+    """A checkpoint that is being written.
+
+    Args:
+        metadata: The metadata that makes it one.
+        arrays: The state by name.
+    """
+
+    def __init__(self, metadata: CheckpointMetadata, arrays: Mapping[str, Any]) -> None:
+        self.metadata, self.step = metadata, metadata.step
+        self.copied, self.done, self.given_up = threading.Event(), threading.Event(), threading.Event()
+        self.error = ""
+        self._arrays: Mapping[str, Any] = arrays
+        self._began = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """The seconds since it began."""
+        return time.monotonic() - self._began
+
+    def take_arrays(self) -> Mapping[str, Any]:
+        """Return the arrays once, so that they live no longer than they are needed."""
+        arrays, self._arrays = self._arrays, {}
+        return arrays
+
+
+def _text(error: Exception) -> str:
+    """The beginning of an error's text: tensorstore adds pages to it."""
+    return f"{type(error).__name__}: {error}"[:400]

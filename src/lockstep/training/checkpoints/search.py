@@ -1,0 +1,102 @@
+"""The checkpoint that a run goes on from: the newest that is whole."""
+
+import json
+import time
+from typing import Literal
+
+from lockstep.credentials import get_logger
+from lockstep.errors import ConfigError
+from lockstep.training.checkpoints.checkpoint import CheckpointDirectory, CheckpointMetadata, DamagedCheckpointError
+
+log = get_logger(__name__)
+
+SHARED_BY = "shared.json"
+"""The file by which the processes see that they have the same directory."""
+
+
+class CheckpointSearch:
+    """The search for the checkpoint that a run goes on from; the leader runs it.
+
+    Args:
+        directory: The checkpoints of the run.
+    """
+
+    def __init__(self, directory: CheckpointDirectory) -> None:
+        self.directory = directory
+        self.damaged: dict[int, str] = {}
+        """What is wrong with checkpoints that were found damaged, by step. The leader's is complete."""
+
+    def run(self, resume: Literal["auto", "must", "never"]) -> str:
+        """Return what the other processes need to know, as JSON: how to see that they share the directory, and the
+        metadata of the newest checkpoint that is not known to be damaged, or null.
+
+        Args:
+            resume: Whether there may, must or must not be one.
+
+        Raises:
+            ConfigError: There is none or one against ``resume``; all are damaged, or the newest is and ``resume`` is
+                ``must``.
+            OSError: The directory cannot be read or written.
+        """
+        self.directory.path.mkdir(parents=True, exist_ok=True)
+        for step in self.directory.unfinished():
+            log.warning("%s was not complete and is removed", self.directory.of(step))
+            self.directory.discard(step)
+        shared = f"{time.time_ns()}"
+        (self.directory.path / SHARED_BY).write_text(shared)
+        steps = self.directory.steps()
+        if steps and resume == "never":
+            raise ConfigError(
+                f"trainer.resume is never, but {self.directory.path} has a checkpoint of step {steps[-1]}: the "
+                "checkpoints of two runs would mix. Choose another trainer.run_id, or go on with resume: auto."
+            )
+        if resume == "must" and not steps:
+            raise ConfigError(
+                f"trainer.resume is must, but there is no checkpoint in {self.directory.path}. Check trainer.run_id "
+                "and trainer.checkpointer.base_path, or use resume: auto to start from the beginning."
+            )
+        metadata = self._newest(steps, resume)
+        return json.dumps([shared, metadata and metadata.to_json()])
+
+    def _newest(self, steps: list[int], resume: str) -> CheckpointMetadata | None:
+        found = None
+        for step in (step for step in reversed(steps) if step not in self.damaged):
+            try:
+                found = self.directory.metadata(step)
+                break
+            except DamagedCheckpointError as error:
+                self.damaged[step] = str(error)
+        passed = [step for step in reversed(steps) if step in self.damaged and (found is None or step > found.step)]
+        if not passed:
+            return found
+        damage = "\n  ".join(f"{self.directory.of(step)}: {self.damaged[step]}" for step in passed)
+        if resume == "must" or found is None:
+            why = "there is no older one" if found is None else "trainer.resume is must"
+            others = "" if found is None else f"use resume: auto to go on from step {found.step}, "
+            raise ConfigError(
+                f"the newest checkpoint is damaged, and {why}:\n  {damage}\nBring the files back from a copy, {others}"
+                "or choose another trainer.run_id for a new run."
+            )
+        log.warning(
+            "the run goes on from step %d and not from a newer checkpoint, which is damaged and stays as it is:\n  %s",
+            found.step,
+            damage,
+        )
+        return found
+
+    def check_shared(self, shared: str) -> None:
+        """Find out whether this process sees the directory of the leader.
+
+        Args:
+            shared: What `run` returned of it.
+
+        Raises:
+            ConfigError: It does not.
+        """
+        file = self.directory.path / SHARED_BY
+        if not file.exists() or file.read_text() != shared:
+            raise ConfigError(
+                f"the directory of checkpoints {self.directory.path} is not the one that process 0 sees: each process "
+                "writes its own part there. Set trainer.checkpointer.base_path to a gs:// URL or to a file system that "
+                "all hosts share."
+            )

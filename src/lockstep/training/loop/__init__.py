@@ -1,0 +1,1 @@
+"""The loop over steps, and what is called between two of them."""

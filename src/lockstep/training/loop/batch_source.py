@@ -1,0 +1,153 @@
+"""Where the train step gets its batches: read ahead in a thread, placed on the devices while the step before runs."""
+
+import concurrent.futures
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import PyTree
+
+from lockstep.placement import host_rows, place_local
+from lockstep.training.data.rows import Batches, BatchesOfLengths
+from lockstep.training.loop.launcher import Launcher
+from lockstep.training.loop.logprobs import ReferenceLogprobs
+from lockstep.training.objectives import REFERENCE
+from lockstep.training.step.train_step import BATCH_SPEC
+
+AHEAD = 2
+"""The number of batches that are read beyond the one in use: one is placed during a step, one is read."""
+
+
+@runtime_checkable
+class BatchSource(Protocol):
+    """Gives a training loop its batches as global arrays. Every host makes the same calls, from the main thread."""
+
+    def structs(self) -> Mapping[str, jax.ShapeDtypeStruct]:
+        """Return global shape, type and sharding of each column, for which the train step is compiled."""
+        ...
+
+    def batch(self, step: int, model: PyTree) -> Mapping[str, jax.Array] | None:
+        """Return the batch of a step; what takes time here, the devices wait for. A source may launch programs to make
+        it, the same on every host.
+
+        Args:
+            step: The 0-based step.
+            model: The parameters before this step. They are donated to it: nothing may keep them.
+
+        Returns:
+            Global arrays by column; None where the job is asked to end before there is a batch, on every host.
+        """
+        ...
+
+    def prepare(self, step: int) -> None:
+        """Do what can be done for a later step while the devices run the one before. Launches nothing.
+
+        Args:
+            step: The 0-based step, which may never come.
+        """
+        ...
+
+    def close(self) -> None:
+        """End what runs in the background."""
+        ...
+
+
+class BatchFeed:
+    """The batches of data that do not depend on the model, each host reading only its own rows.
+
+    One thread reads, so that ``batches`` sees one call at a time, and it only reads: a launch there raises. Arrays are
+    placed from the main thread, which launches what a reference model adds and nothing else.
+
+    Args:
+        batches: What gives each host its rows of each batch.
+        n_rows: The number of rows of the whole batch.
+        mesh: The mesh of the run.
+        first: The first step of the loop.
+        last: The number of steps of the run; nothing is read for a step from this one on.
+        reference: What adds the column of a reference model to each batch; None: the batches have all columns.
+    """
+
+    def __init__(
+        self,
+        batches: Batches,
+        n_rows: int,
+        mesh: Mesh,
+        *,
+        first: int,
+        last: int,
+        reference: ReferenceLogprobs | None = None,
+    ) -> None:
+        self._batches, self._n_rows, self._last, self._reference = batches, n_rows, last, reference
+        self._sharding = NamedSharding(mesh, BATCH_SPEC)
+        self._rows = host_rows(self._sharding, n_rows)
+        self._reads: dict[int, concurrent.futures.Future[Mapping[str, np.ndarray]]] = {}
+        self._placed: dict[int, dict[str, jax.Array]] = {}
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="lockstep-batches")
+        self._first = first
+        self._read_ahead(first)
+
+    def structs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return global shape, type and sharding of each column of the largest batch, see `BatchSource.structs`."""
+        return self.all_structs()[-1]
+
+    def all_structs(self) -> list[dict[str, jax.ShapeDtypeStruct]]:
+        """Return the same for the batches of each length, ascending."""
+        local = self._reading(self._first).result()
+        lengths: Sequence[int | None] = [None]
+        if isinstance(self._batches, BatchesOfLengths):
+            lengths = self._batches.lengths
+        found = [{name: self._struct(rows, length) for name, rows in local.items()} for length in lengths]
+        return found if self._reference is None else [self._reference.structs(one) for one in found]
+
+    def compile(self, launcher: Launcher) -> list[dict[str, jax.ShapeDtypeStruct]]:
+        """Compile what adds a column, and return `all_structs`; every host makes this call."""
+        found = self.all_structs()
+        if self._reference is not None:
+            for structs in found:
+                launcher.compile_on_all(REFERENCE, functools.partial(self._reference.compile, structs))
+        return found
+
+    def batch(self, step: int, model: PyTree) -> dict[str, jax.Array]:
+        """Return the batch of a step, see `BatchSource.batch`."""
+        self._read_ahead(step)
+        if step not in self._placed:
+            self._place(step)
+        batch = self._placed.pop(step)
+        return batch if self._reference is None else self._reference.add_to(batch, step)
+
+    def prepare(self, step: int) -> None:
+        """Place the batch of a step where it is read already; never waits."""
+        read = self._reads.get(step)
+        # What is not read yet is placed by `batch`, so that its time counts as waiting for data.
+        if read is not None and read.done():
+            self._place(step)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _struct(self, rows: np.ndarray, length: int | None) -> jax.ShapeDtypeStruct:
+        shape = rows.shape[1:] if length is None else (*rows.shape[1:-1], length)
+        return jax.ShapeDtypeStruct((self._n_rows, *shape), rows.dtype, sharding=self._sharding)
+
+    def _place(self, step: int) -> None:
+        local = self._reading(step).result()
+        self._placed[step] = {name: place_local(rows, self._sharding, self._n_rows) for name, rows in local.items()}
+        del self._reads[step]
+
+    def _read_ahead(self, step: int) -> None:
+        for each in range(step, min(step + AHEAD + 1, self._last)):
+            if each not in self._placed:
+                self._reading(each)
+
+    def _reading(self, step: int) -> "concurrent.futures.Future[Mapping[str, np.ndarray]]":
+        if step not in self._reads:
+            self._reads[step] = self._thread.submit(self._read, step)
+        return self._reads[step]
+
+    def _read(self, step: int) -> Mapping[str, Any]:
+        with jax.no_execution(True):
+            return self._batches.batch(step, self._n_rows, self._rows)

@@ -1,0 +1,191 @@
+"""How a run is set up, in Levanter's words."""
+
+import dataclasses
+from typing import Literal
+
+from jax.sharding import Mesh
+
+from lockstep.errors import ConfigError
+from lockstep.hosts import DistributedConfig
+from lockstep.models import LlamaConfig
+from lockstep.models.attention import AttentionBackend, check_backend
+from lockstep.placement import data_shards
+from lockstep.report import JsonlTrackerConfig, TrackerConfig
+from lockstep.training.checkpoints.config import CheckpointerConfig
+from lockstep.training.loop.loss_watch import LossSpikeConfig
+from lockstep.training.loop.profiler import ProfilerConfig
+from lockstep.training.step.precision import Precision, parse_precision
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """Settings of `Trainer`.
+
+    Raises:
+        ConfigError: A value is out of its range.
+
+    Example:
+        >>> lockstep.training.TrainerConfig(num_train_steps=100, train_batch_size=64).mesh_shape
+        'auto'
+    """
+
+    seed: int = 0
+    """The seed of the initial parameters and of the order of the data."""
+    num_train_steps: int = 1000
+    """The number of optimizer steps of the whole run."""
+    train_batch_size: int = 32
+    """The number of rows of one optimizer step, over all devices."""
+    per_device_parallelism: int | Literal["auto"] = -1
+    """The number of rows that a device works on at a time; a step then takes several microbatches. -1: all at once;
+    ``auto``: the most with which the compiled step fits. The log says how many: give that number to have a run bit for
+    bit again where less memory is free."""
+    memory_bytes_per_device: int | None = None
+    """With ``per_device_parallelism: auto``, the bytes of a device that training may use; null: what is free."""
+    steps_per_eval: int | None = None
+    """The number of steps between two validations on ``data.validation_urls``; null: after the last step alone."""
+    per_device_eval_parallelism: int = -1
+    """The number of validation rows that a device works on at a time; -1: as many as in training, and 1
+    with ``per_device_parallelism: auto``."""
+    mp: str = "p=f32"
+    """Float types, as in jmp: those of the parameters and of the arithmetic, e.g. ``p=f32,c=bf16``."""
+    mesh_shape: str = "auto"
+    """``auto`` (FSDP over all devices), ``host_local`` (data parallel over hosts), or sizes ``dp,fsdp,tp``."""
+    attn_backend: AttentionBackend | None = None
+    """How attention is computed, as ``model.attn_backend``, for a run with ``initialize_from_hf``, which has no such
+    block; null: as the model says."""
+    tracker: TrackerConfig | tuple[TrackerConfig, ...] = dataclasses.field(default_factory=JsonlTrackerConfig)
+    """Where metrics go: one tracker or a list of them (``type: wandb | tensorboard | jsonl | noop``)."""
+    distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
+    """How the hosts find each other."""
+    run_id: str | None = None
+    """The name of the run and of its directory; null: the leader makes one from the time, and no later start can go on
+    with the run."""
+    checkpointer: CheckpointerConfig | None = None
+    """Checkpoints from which a later start of the same command goes on, given a ``run_id``; null: none."""
+    resume: Literal["auto", "must", "never"] = "auto"
+    """Whether to go on from the newest checkpoint of this ``run_id``: where there is one, or from an older one where
+    that is damaged; always (none, or a damaged one, is an error); or never (then the run must be new)."""
+    on_nan: Literal["raise", "skip", "stop"] = "raise"
+    """What all hosts do after a step whose loss or gradient is not finite: raise; leave its update out and go on (the
+    schedule then waits too); or leave it out and end the run in order, with a checkpoint where there is a
+    ``checkpointer``."""
+    loss_spike: LossSpikeConfig | None = None
+    """When a loss is so large that ``on_nan`` acts on it too; null: never."""
+    profiler: ProfilerConfig | None = None
+    """A profiler trace of some steps, in ``profiler`` below the run directory, for TensorBoard; null: none."""
+    log_dir: str = "runs"
+    """The parent of the run directory."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"trainer.seed is {self.seed}; it must be at least 0 and less than 2**32. Change it.")
+        for name in ("num_train_steps", "train_batch_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"trainer.{name} is {getattr(self, name)}; it must be at least 1. Raise it.")
+        parallelism = self.per_device_parallelism
+        if parallelism not in ("auto", -1) and int(parallelism) < 1:
+            raise ConfigError(
+                f"trainer.per_device_parallelism is {parallelism}; it must be at least 1, or -1 for all rows of a "
+                "device at once, or auto."
+            )
+        if self.memory_bytes_per_device is not None and (parallelism != "auto" or self.memory_bytes_per_device < 1):
+            raise ConfigError(
+                f"trainer.memory_bytes_per_device is {self.memory_bytes_per_device}; it is for per_device_parallelism: "
+                f"auto (now {parallelism}) and must be above 0. Remove it or correct it."
+            )
+        if self.per_device_eval_parallelism < 1 and self.per_device_eval_parallelism != -1:
+            raise ConfigError(
+                f"trainer.per_device_eval_parallelism is {self.per_device_eval_parallelism}; it must be at least 1, or "
+                "-1 for as many rows as in training."
+            )
+        if self.steps_per_eval is not None and self.steps_per_eval < 1:
+            raise ConfigError(
+                f"trainer.steps_per_eval is {self.steps_per_eval}; it must be at least 1, or null for a validation "
+                "after the last step alone."
+            )
+        if self.run_id is not None and (not self.run_id or set(self.run_id) & set("/\\") or self.run_id[0] == "."):
+            raise ConfigError(
+                f"trainer.run_id is {self.run_id!r}; it names a directory, so it must not be empty, hold a slash or "
+                "start with a dot. Choose another, or null."
+            )
+        if self.resume == "must" and (self.checkpointer is None or self.run_id is None):
+            missing = "trainer.checkpointer" if self.checkpointer is None else "trainer.run_id"
+            raise ConfigError(
+                f"trainer.resume is must, but {missing} is null, so there is no checkpoint to find. Set both "
+                "trainer.checkpointer and the trainer.run_id of the run to go on with."
+            )
+        if self.attn_backend is not None:
+            check_backend(self.attn_backend)
+        parse_precision(self.mp)
+        if self.profiler is not None:
+            self.profiler.check(self.num_train_steps)
+
+    @property
+    def precision(self) -> Precision:
+        """The float types that ``mp`` names."""
+        return parse_precision(self.mp)
+
+    def with_attention(self, model: LlamaConfig) -> LlamaConfig:
+        """The model's configuration with the attention of this run.
+
+        Args:
+            model: The configuration of the model block, or of a checkpoint.
+
+        Raises:
+            ConfigError: The two name different attention.
+        """
+        if self.attn_backend is None:
+            return model
+        if model.attn_backend not in ("default", self.attn_backend):
+            raise ConfigError(
+                f"trainer.attn_backend is {self.attn_backend} and model.attn_backend is {model.attn_backend}; only one "
+                "can be used. Remove one of them."
+            )
+        return dataclasses.replace(model, attn_backend=self.attn_backend)
+
+    def microbatches(self, mesh: Mesh) -> int:
+        """The number of microbatches of one step on a mesh.
+
+        Args:
+            mesh: The mesh of the run.
+
+        Returns:
+            The number, which is 1 where ``per_device_parallelism`` is -1 or not yet known (``auto``).
+
+        Raises:
+            ConfigError: The batch cannot be divided over the devices or over the microbatches.
+        """
+        shards = data_shards(mesh)
+        if self.train_batch_size % shards:
+            below, above = self.train_batch_size // shards * shards, -(-self.train_batch_size // shards) * shards
+            raise ConfigError(
+                f"trainer.train_batch_size is {self.train_batch_size}, but the mesh {dict(mesh.shape)} splits a batch "
+                f"into {shards} equal parts. Use a multiple of {shards}, e.g. {below or above} or {above}, or another "
+                "mesh_shape."
+            )
+        rows = self.train_batch_size // shards
+        if self.per_device_parallelism in ("auto", -1):
+            return 1
+        assert isinstance(self.per_device_parallelism, int)
+        if rows % self.per_device_parallelism:
+            divisors = [n for n in range(1, rows + 1) if rows % n == 0]
+            raise ConfigError(
+                f"trainer.per_device_parallelism is {self.per_device_parallelism}, which does not divide the {rows} "
+                f"rows that each device has of a batch of {self.train_batch_size}. Use one of {divisors}, or -1."
+            )
+        return rows // self.per_device_parallelism
+
+    def eval_batch_size(self, mesh: Mesh) -> int:
+        """The number of validation rows that all devices work on at a time.
+
+        Args:
+            mesh: The mesh of the run.
+
+        Raises:
+            ConfigError: As for `microbatches`.
+        """
+        if self.per_device_eval_parallelism != -1:
+            return data_shards(mesh) * self.per_device_eval_parallelism
+        if self.per_device_parallelism == "auto":
+            return data_shards(mesh)
+        return self.train_batch_size // self.microbatches(mesh)

@@ -1,0 +1,196 @@
+"""Log-probabilities that are columns of batches: of a frozen model, or of the one that learns before its update."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, PyTree
+
+from lockstep.errors import ConfigError
+from lockstep.hosts import Hosts, Ledger, Watchdog, environment
+from lockstep.placement import COMPUTE_AXES, data_shards
+from lockstep.placement.device import Program, compile_program
+from lockstep.training.loop.config import TrainerConfig
+from lockstep.training.loop.step_failure import named_failure
+from lockstep.training.objectives import REFERENCE
+from lockstep.training.step.train_step import BATCH_SPEC
+
+type Columns = Mapping[str, Any]
+"""The columns of a batch as global arrays, or as shape structs with shardings."""
+
+
+class LogprobProgram:
+    """Computes log-probabilities of batches, microbatch by microbatch; compiled ahead of time for each shape.
+
+    Args:
+        name: The program's name.
+        function: A function of a model in the compute type and the columns of a microbatch, with the row as axis 0 of
+            its result.
+        trainer: The settings of the run.
+        mesh: The mesh of the run.
+        ledger: The ledger that records launches.
+        replicated: Whether every device gets all of the result; otherwise its rows are where those of the batch are.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[[PyTree, Mapping[str, Array]], Array],
+        *,
+        trainer: TrainerConfig,
+        mesh: Mesh,
+        ledger: Ledger,
+        replicated: bool = False,
+    ) -> None:
+        self._name, self._function, self._trainer, self._mesh, self._ledger = name, function, trainer, mesh, ledger
+        self._sharding = NamedSharding(mesh, P() if replicated else BATCH_SPEC)
+        self._programs: dict[tuple[int, ...], Program] = {}
+
+    @property
+    def traces(self) -> int:
+        """The number of times that the program was traced: once for each shape."""
+        return sum(program.traces for program in self._programs.values())
+
+    def compile(self, model: PyTree, batch: Columns, microbatches: int | None = None) -> Mapping[str, str]:
+        """Compile, unless that is done; nothing is launched, and no other host is waited for.
+
+        Args:
+            model: The model whose probabilities are wanted.
+            batch: The columns that the function reads.
+            microbatches: The number of parts that the rows are computed in; None: as many rows at a time as training.
+
+        Returns:
+            The program's digests, which all hosts must compare before the first call.
+        """
+        shape = batch["tokens"].shape
+        if shape not in self._programs:
+            parts = self._microbatches(shape[0]) if microbatches is None else microbatches
+
+            def compute(model: PyTree, batch: Mapping[str, Array]) -> Array:
+                return self._compute(model, batch, parts)
+
+            self._programs[shape] = compile_program(
+                self._name,
+                compute,
+                [model, dict(batch)],
+                mesh=self._mesh,
+                ledger=self._ledger,
+                out_shardings=self._sharding,
+            )
+        return self._programs[shape].digests
+
+    def __call__(self, model: PyTree, batch: Columns) -> Array:
+        """Launch.
+
+        Args:
+            model: The model.
+            batch: The columns, of a shape that was compiled for.
+
+        Returns:
+            float32, with the row as axis 0.
+        """
+        return self._programs[batch["tokens"].shape](model, dict(batch))
+
+    def _microbatches(self, n_rows: int) -> int:
+        if self._trainer.per_device_parallelism == "auto":
+            # The trainer finds its number by compiling; a forward pass of one row at a time fits beside any.
+            return n_rows // data_shards(self._mesh)
+        return self._trainer.microbatches(self._mesh) * (n_rows // self._trainer.train_batch_size)
+
+    def _compute(self, model: PyTree, batch: Mapping[str, Array], microbatches: int) -> Array:
+        model = self._trainer.precision.cast_to_compute(model)
+        shards = data_shards(self._mesh)
+        split = NamedSharding(self._mesh, P(None, *BATCH_SPEC))
+
+        def parts(rows: Array) -> Array:
+            # As in the train step: each device works on its own rows, whatever the number of microbatches.
+            by_part = rows.reshape(shards, microbatches, -1, *rows.shape[1:]).swapaxes(0, 1)
+            return jax.lax.with_sharding_constraint(by_part.reshape(microbatches, -1, *rows.shape[1:]), split)
+
+        def one(carry: None, part: Mapping[str, Array]) -> tuple[None, Array]:
+            with hax.axis_mapping(COMPUTE_AXES):
+                return carry, self._function(model, part)
+
+        _, found = jax.lax.scan(one, None, {name: parts(rows) for name, rows in batch.items()})
+        n_rows = len(batch["tokens"])
+        by_shard = found.reshape(microbatches, shards, -1, *found.shape[2:]).swapaxes(0, 1)
+        return by_shard.reshape(n_rows, *found.shape[2:]).astype(jnp.float32)
+
+
+@runtime_checkable
+class NeedsReference(Protocol):
+    """An objective that compares with a frozen model, such as `PreferenceObjective` with ``NEEDS_REFERENCE``."""
+
+    def reference_logprobs(self, model: PyTree, batch: Mapping[str, Array], /) -> Float[Array, " row *shape"]:
+        """Return the column ``reference_logprobs`` of a (micro)batch."""
+        ...
+
+
+class ReferenceLogprobs:
+    """Adds the column ``reference_logprobs`` to batches of files, by one program that runs before the train step.
+
+    It is computed anew whenever a row is drawn, so that there is nothing to keep in a checkpoint: a run that goes on
+    needs the same frozen model alone. Nothing waits for the result; it stays on the devices.
+
+    Args:
+        objective: The objective.
+        model: The frozen model on the mesh, which no step may change: `Trainer.frozen_copy` of the first one, or the
+            base of a `LoraModel`.
+        trainer: The settings of the run.
+        mesh: The mesh of the run.
+        hosts: The processes of the job.
+
+    Raises:
+        ConfigError: The objective has no ``reference_logprobs``.
+    """
+
+    def __init__(self, objective: Any, model: PyTree, trainer: TrainerConfig, mesh: Mesh, hosts: Hosts) -> None:
+        if not isinstance(objective, NeedsReference):
+            raise ConfigError(
+                f"{type(objective).__name__} has no method reference_logprobs, so it has no use for a reference model. "
+                "Leave the reference out."
+            )
+        self._model, self._mesh, self._hosts = model, mesh, hosts
+        self._watchdog = Watchdog(hosts, hosts.timeout_s)
+        self._program = LogprobProgram(
+            REFERENCE, objective.reference_logprobs, trainer=trainer, mesh=mesh, ledger=hosts.ledger
+        )
+
+    @property
+    def traces(self) -> int:
+        """The number of times that the program was traced: once for each shape of a batch."""
+        return self._program.traces
+
+    def compile(self, batch: Columns, microbatches: int | None = None) -> Mapping[str, str]:
+        """Compile for a shape, unless that is done, and return digests for hosts to compare, see `LogprobProgram`."""
+        return environment() | dict(self._program.compile(self._model, _read(batch), microbatches))
+
+    def structs(self, batch: Columns) -> dict[str, Any]:
+        """Return the shapes of a batch with its further column.
+
+        Args:
+            batch: Shape structs with shardings.
+        """
+        column = jax.ShapeDtypeStruct(batch["tokens"].shape[:-1], jnp.float32, sharding=batch["tokens"].sharding)
+        return {**batch, REFERENCE: column}
+
+    def add_to(self, batch: Columns, step: int) -> dict[str, Any]:
+        """Launch, and return the batch with its further column.
+
+        Args:
+            batch: Global arrays of a shape that was compiled for.
+            step: The number of completed steps, for errors.
+
+        Raises:
+            HostError: The runtime failed, on several hosts most likely because one of them has died.
+        """
+        with named_failure(self._hosts, step), self._watchdog.watch(REFERENCE):
+            return {**batch, REFERENCE: self._program(self._model, _read(batch))}
+
+
+def _read(batch: Columns) -> Columns:
+    return {name: column for name, column in batch.items() if name != REFERENCE}

@@ -1,0 +1,206 @@
+"""When a training loop saves, and how it goes on from a checkpoint."""
+
+import contextlib
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import ConfigError
+from lockstep.hosts import Hosts
+from lockstep.training.checkpoints.checkpoint import CheckpointMetadata
+from lockstep.training.checkpoints.checkpointer import Checkpointer
+from lockstep.training.loop.config import TrainerConfig
+from lockstep.training.loop.hooks import Hooks, StepInfo
+from lockstep.training.loop.loss_watch import LossWatch
+from lockstep.training.step.train_state import TrainState
+from lockstep.training.step.train_step import SAVE_FLAG
+
+
+class Saves:
+    """The saves of one training loop. All is decided from the step and from what every host knows.
+
+    Args:
+        checkpointer: What saves; None: nothing is saved.
+        hooks: The hooks of the run, whose states belong into a checkpoint.
+        watch: What judges losses, whose state belongs into a checkpoint too.
+        config: The configuration of the run.
+        hosts: The processes of the job.
+    """
+
+    def __init__(
+        self, checkpointer: Checkpointer | None, hooks: Hooks, watch: LossWatch, config: TrainerConfig, hosts: Hosts
+    ) -> None:
+        self._checkpointer, self._hooks, self._watch = checkpointer, hooks, watch
+        self._config, self._hosts = config, hosts
+        self._last_save = time.monotonic()
+        self.resumed_from: CheckpointMetadata | None = None
+        """Where the run goes on from; None: it begins."""
+        self._interrupted = False
+
+    @property
+    def newest(self) -> str | None:
+        """The directory of the newest checkpoint of the run; None where there is none."""
+        checkpointer = self._checkpointer
+        if checkpointer is None or checkpointer.last_step is None:
+            return None
+        return str(checkpointer.directory.of(checkpointer.last_step))
+
+    @property
+    def errors(self) -> int:
+        """The number of saves that failed."""
+        return 0 if self._checkpointer is None else self._checkpointer.errors
+
+    @property
+    def complete(self) -> bool:
+        """Whether the run goes on from a checkpoint after which nothing is left to do."""
+        found = self.resumed_from
+        return found is not None and found.hooks_called and found.step >= self._config.num_train_steps
+
+    def first_info(self, state: TrainState) -> StepInfo:
+        """Return the info before the first step of this loop.
+
+        Args:
+            state: The first state.
+        """
+        found = self.resumed_from
+        step, loss = (0, math.nan) if found is None else (found.step, found.loss)
+        return StepInfo(step=step - 1, model=state.model, loss=loss, step_duration=0.0, average=state.average)
+
+    def begin(self, info: StepInfo) -> None:
+        """Call the hooks as before a first step, or those that a run which goes on has not called yet.
+
+        Args:
+            info: What `first_info` returned.
+        """
+        if self.resumed_from is None:
+            self._hooks.before_first_step(info)
+            return
+        self._hooks.load_state(self.resumed_from.hooks)
+        if self._watch.name in self.resumed_from.hooks:
+            self._watch.load_state(self.resumed_from.hooks[self._watch.name])
+        if not self.resumed_from.hooks_called:
+            self._hooks.after_step(info)
+
+    def flag(self) -> int:
+        """Return the stop flag of this host for the next step: the leader's asks for a save where time is up."""
+        if self._checkpointer is None or self._checkpointer.config.every_minutes is None or not self._hosts.is_leader:
+            return 0
+        due_s = 60 * self._checkpointer.config.every_minutes
+        return SAVE_FLAG if time.monotonic() - self._last_save >= due_s else 0
+
+    def after_step(self, state: TrainState, info: StepInfo, *, hooks_called: bool, asked: bool = False) -> None:
+        """Begin a save where one is due.
+
+        Args:
+            state: The state after the step.
+            info: The info of the step.
+            hooks_called: Whether all hooks have done their work for this step; where one has not, because the job is
+                asked to end, a resume has to begin here.
+            asked: Whether the leader asked for a save with its flag for this step.
+        """
+        if self._checkpointer is None:
+            return
+        settings, step = self._checkpointer.config, info.next_step
+        self._interrupted = not hooks_called and settings.save_on_preemption
+        # The last one comes after the last hooks.
+        due = asked or (settings.every is not None and step % settings.every == 0)
+        if self._interrupted or (hooks_called and due and step < self._config.num_train_steps):
+            self._save(state, info, hooks_called)
+
+    def end(
+        self,
+        state: TrainState,
+        info: StepInfo,
+        stopped_by: int | None,
+        *,
+        diverged: bool = False,
+        between_steps: bool = False,
+    ) -> None:
+        """Save after the last step of this loop, unless a signal other than SIGTERM ended it; wait for what is written.
+
+        Args:
+            state: The last state.
+            info: The info of the last step.
+            stopped_by: The signal that ended the run; None where there was none.
+            diverged: Whether ``on_nan`` ended it, so that hooks have not been called for the last step.
+            between_steps: Whether the signal ended it after the hooks of the last step.
+        """
+        if self._checkpointer is None:
+            return
+        preempted = stopped_by == signal.SIGTERM and self._checkpointer.config.save_on_preemption
+        with self._checkpointer.within_grace(info.next_step) if preempted else contextlib.nullcontext():
+            if stopped_by is None:
+                self._save(state, info, hooks_called=not diverged)
+            elif preempted and not self._interrupted and info.next_step:
+                self._save(state, info, hooks_called=between_steps)
+            self._checkpointer.wait()
+
+    def _save(self, state: TrainState, info: StepInfo, hooks_called: bool) -> None:
+        assert self._checkpointer is not None
+        self._last_save = time.monotonic()
+        hooks = self._hooks.state() | {self._watch.name: self._watch.state()}
+        changing, _ = state.split()
+        self._checkpointer.save(changing, step=info.next_step, loss=info.loss, hooks=hooks, hooks_called=hooks_called)
+
+
+def make_checkpointer(
+    config: TrainerConfig,
+    run_dir: str | os.PathLike[str] | None,
+    hosts: Hosts,
+    *,
+    facts: Mapping[str, str],
+    run_config: Mapping[str, Any],
+    model_spec: Mapping[str, Any] | None,
+    reported: Callable[[], bool],
+) -> Checkpointer | None:
+    """Make the checkpointer that a configuration asks for.
+
+    Args:
+        config: The configuration of the run.
+        run_dir: The run directory; None where it is not given.
+        hosts: The processes of the job.
+        facts: What a run must have in common with a checkpoint to go on from it, beside seed and batch size.
+        run_config: The configuration of the whole run.
+        model_spec: What the model is, see `Checkpointer`; None where it is not known.
+        reported: See `Checkpointer`.
+
+    Raises:
+        ConfigError: There is no run directory.
+
+    Returns:
+        The checkpointer; None where there are no checkpoints.
+    """
+    if config.checkpointer is None:
+        return None
+    run_dir = directory_of_run(config, run_dir, "trainer.checkpointer is set, and a later start must find it")
+    return Checkpointer(
+        config.checkpointer,
+        config.checkpointer.path(run_dir, run_dir.name),
+        hosts,
+        facts={"seed": str(config.seed), "train_batch_size": str(config.train_batch_size), **facts},
+        run_config=run_config,
+        reported=reported,
+        model=model_spec,
+    )
+
+
+def directory_of_run(config: TrainerConfig, run_dir: str | os.PathLike[str] | None, why: str) -> Path:
+    """Return the directory of a run.
+
+    Args:
+        config: The configuration of the run.
+        run_dir: The directory that was given; None: ``log_dir/run_id``.
+        why: Why there must be one, for the error.
+
+    Raises:
+        ConfigError: It is not known.
+    """
+    if run_dir is not None:
+        return Path(run_dir)
+    if config.run_id is None:
+        raise ConfigError(f"there is no run directory: neither run_dir nor trainer.run_id is given. {why}. Give one.")
+    return Path(config.log_dir) / config.run_id

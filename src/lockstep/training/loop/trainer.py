@@ -1,0 +1,400 @@
+"""The training loop: batches in, the same steps launched by every host, hooks and metrics out."""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from lockstep.credentials import get_logger
+from lockstep.errors import ConfigError
+from lockstep.hosts import Hosts, Watchdog, current, leader_only
+from lockstep.placement import data_shards, fsdp_warning, make_mesh, place, place_local
+from lockstep.report import FINISH_S, BackgroundTracker, NoopTracker, Tracker
+from lockstep.training.checkpoints.checkpoint import CheckpointMetadata
+from lockstep.training.data.rows import Batches
+from lockstep.training.loop.batch_source import BatchFeed, BatchSource
+from lockstep.training.loop.config import TrainerConfig
+from lockstep.training.loop.hooks import Hook, Hooks, StepInfo
+from lockstep.training.loop.launcher import Launcher
+from lockstep.training.loop.logprobs import ReferenceLogprobs
+from lockstep.training.loop.loss_watch import LossWatch
+from lockstep.training.loop.profiler import Profiler
+from lockstep.training.loop.result import TrainResult
+from lockstep.training.loop.saves import Saves, directory_of_run, make_checkpointer
+from lockstep.training.loop.step_failure import named_failure
+from lockstep.training.loop.step_log import StepLog
+from lockstep.training.loop.stopping import StopRequest
+from lockstep.training.loop.throughput import Meter
+from lockstep.training.objectives.parts import LossFn
+from lockstep.training.step.microbatch import compile_largest, memory_for_training
+from lockstep.training.step.train_state import TrainState
+from lockstep.training.step.train_step import (
+    STOP_SPEC,
+    StepMetrics,
+    TrainStep,
+    init_model,
+    init_state,
+    parameter_shardings,
+    state_structs,
+)
+
+log = get_logger(__name__)
+
+STOPPED_FLUSH_S = 2.0
+"""Seconds that a tracker has to take what is left when a signal ended the run: little time remains for a save."""
+
+
+class Trainer:
+    """Trains a model that is sharded over all devices; every host makes the same calls.
+
+    Args:
+        config: The configuration of the run.
+        optimizer: The transformation that turns gradients into updates.
+        loss_fn: The objective.
+        hosts: The processes of the job; None for the current ones.
+        mesh: The mesh to train on; None to make it from ``config.mesh_shape``.
+        tracker: The tracker that metrics go to; used by the leader alone, from a thread of its own behind a bounded
+            queue, so that it may be slow. It stays the caller's to finish. A `BackgroundTracker` is used as it is.
+        schedule: The learning rate by completed steps, for the metrics.
+        run_dir: The run directory, which a relative ``checkpointer.base_path`` is below; None: ``log_dir/run_id``.
+        facts: What a run must have in common with a checkpoint to go on from it, such as a digest of its data, by name;
+            seed, batch size and the shapes of all arrays are compared anyway.
+        run_config: The configuration of the run as JSON values: what has changed in it at a resume is logged.
+        model_spec: What `lockstep.training.model_spec` returned, for ``lockstep export`` and ``lockstep sample``; None:
+            only this program can read its checkpoints.
+
+    Raises:
+        ConfigError: The mesh or the batch size does not fit the devices, or there is a checkpointer without a run
+            directory.
+
+    Example:
+        >>> import numpy as np
+        >>> from lockstep.training import OptimizerConfig, TokenizedRows, Trainer, TrainerConfig, lm_loss
+        >>> tokens = np.ones((16, 8), np.int32)
+        >>> rows = TokenizedRows(columns={"tokens": tokens, "loss_mask": tokens > 0}, seed=0)
+        >>> config = TrainerConfig(num_train_steps=2, train_batch_size=8)
+        >>> trainer = Trainer(config, OptimizerConfig().build(2), lm_loss)
+        >>> start = trainer.init_model(lambda key: LlamaLMHeadModel.init(Vocab, small, key=key))
+        >>> trainer.train(start, rows).completed_steps
+        step 1/2  loss ...
+        step 2/2  loss ...
+        2
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        optimizer: optax.GradientTransformation,
+        loss_fn: LossFn,
+        hosts: Hosts | None = None,
+        *,
+        mesh: Mesh | None = None,
+        tracker: Tracker | None = None,
+        schedule: optax.Schedule | None = None,
+        run_dir: str | os.PathLike[str] | None = None,
+        facts: Mapping[str, str] | None = None,
+        run_config: Mapping[str, Any] | None = None,
+        model_spec: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.config, self.hosts = config, current() if hosts is None else hosts
+        self.mesh = make_mesh(config.mesh_shape) if mesh is None else mesh
+        self.tracker: Tracker = NoopTracker() if tracker is None else tracker
+        """Safe to call from any thread; give a `SampleCallback` this one, so that both share its queue."""
+        self.reference: ReferenceLogprobs | None = None
+        """Set it where the objective compares with a frozen model and the rows do not have its column."""
+        self._queue: BackgroundTracker | None = None
+        if tracker is not None and not isinstance(tracker, BackgroundTracker):
+            self.tracker = self._queue = BackgroundTracker(tracker, leader_only)
+        self._optimizer, self._loss_fn, self._schedule = optimizer, loss_fn, schedule
+        self._microbatches = config.microbatches(self.mesh)
+        self._hooks = Hooks()
+        self._step: TrainStep | None = None
+        self._watchdog = Watchdog(self.hosts, self.hosts.timeout_s)
+        self._launch = Launcher(self.hosts, self.mesh, self._watchdog)
+        self._loss_watch = LossWatch(config.on_nan, config.loss_spike)
+        self._checkpointer = make_checkpointer(
+            config,
+            run_dir,
+            self.hosts,
+            facts=facts or {},
+            run_config=run_config or {},
+            model_spec=model_spec,
+            reported=self._wait_until_reported,
+        )
+        self._saves = Saves(self._checkpointer, self._hooks, self._loss_watch, config, self.hosts)
+        self._run_dir = run_dir
+        if config.profiler is not None:
+            self._run_dir = directory_of_run(config, run_dir, "trainer.profiler is set, and its trace needs a place")
+
+    @property
+    def train_step_traces(self) -> int:
+        """How often the train step was traced; 1 after any number of steps, or one for each length of rows."""
+        return 0 if self._step is None else self._step.traces
+
+    @property
+    def resumed_from(self) -> CheckpointMetadata | None:
+        """The checkpoint that `restore` read; None where there was none."""
+        return self._saves.resumed_from
+
+    @property
+    def checkpoints(self) -> str | None:
+        """The directory or URL of the run's checkpoints; None where there are none."""
+        return None if self._checkpointer is None else os.fspath(self._checkpointer.directory.path)
+
+    def add_hook(self, hook: Hook | Callable[..., Any], every: int = 1) -> None:
+        """Have something called as training goes on, see `Hooks`.
+
+        Args:
+            hook: An object with ``on_step(info, force=False)``, or a function of the info.
+            every: The number of completed steps between two calls.
+
+        Raises:
+            ConfigError: The hook cannot be called, or ``every`` is below 1.
+        """
+        self._hooks.add(hook, every)
+
+    def init_model(self, init: Callable[[jax.Array], PyTree]) -> PyTree:
+        """Make a model from scratch, each device making only its part.
+
+        Args:
+            init: A function that makes a model from a key.
+
+        Returns:
+            The model in the parameter type and sharding.
+        """
+        return init_model(init, self.config.seed, self.mesh, self.config.precision, self._launch)
+
+    def frozen_copy(self, model: PyTree) -> PyTree:
+        """Copy a model in the compute type, each device only its part, such as the reference of an objective.
+
+        Args:
+            model: The model on the mesh.
+
+        Returns:
+            The copy, which no step changes.
+        """
+        precision = self.config.precision
+        with jax.set_mesh(self.mesh):
+            shardings = parameter_shardings(jax.eval_shape(precision.cast_to_compute, model), self.mesh)
+        return self._launch("frozen_copy", precision.cast_to_compute, [model], out_shardings=shardings)
+
+    def restore(self, init: Callable[[jax.Array], PyTree], frozen: PyTree = None) -> TrainState | None:
+        """Read the newest checkpoint of this run that is not damaged, into the shardings of this mesh.
+
+        Args:
+            init: A function that makes a model from a key; only the shapes of its result are used. For a
+                `LoraModel` it makes the adapters.
+            frozen: What `lockstep.models.split_trained` returned as frozen of a `LoraModel`, which is not in
+                checkpoints; None where there is none.
+
+        Raises:
+            PeerError: The checkpoint cannot be read or does not fit this run, or ``resume`` is ``must`` and there is
+                none, or ``never`` and there is one.
+
+        Returns:
+            The state to pass to `train`; None where there is nothing to go on from.
+        """
+        if self._checkpointer is None:
+            return None
+        while (metadata := self._checkpointer.find(self.config.resume)) is not None:
+            structs, _ = state_structs(init, self._optimizer, self.mesh, self.config.precision)
+            state = self._checkpointer.restore(metadata, structs)
+            if state is not None:
+                self._saves.resumed_from = metadata
+                return state.join(frozen)
+        return None
+
+    def train(self, model: PyTree | TrainState, batches: Batches | BatchSource) -> TrainResult:
+        """Train until ``num_train_steps`` steps are done.
+
+        Args:
+            model: The model, sharded over the mesh, to train from the beginning; or the state that `restore` returned,
+                to go on from its step. What is trained of it is donated: use the result's model afterwards.
+            batches: What gives each host its rows of each batch; or a source of whole batches, which sees the model
+                before each step. It is closed at the end.
+
+        Raises:
+            PeerError: The train step does not compile on some host; raised on every host.
+            DisagreementError: The hosts compiled different train steps, or with different versions or flags.
+            LaunchMismatchError: The hosts launched different programs; found at the end, or in debug mode before the
+                launch.
+            HostError: A step failed while it ran on several hosts, most likely because one of them has died.
+            ConfigError: The state is not one that this trainer has restored.
+            DivergenceError: A loss or a gradient is not finite, or a loss is a spike, and ``on_nan`` is ``raise``.
+
+        Returns:
+            The trained model and how the run ended. A signal (Ctrl-C, SIGTERM) on any host ends the run after a step,
+            the same on all hosts, without the forced last hooks; one that comes while the train step is compiled ends
+            it after the first step.
+        """
+        with StopRequest(self.hosts.preemption) as stop:
+            return self._train(model, batches, stop)
+
+    def _train(self, model: PyTree | TrainState, batches: Batches | BatchSource, stop: StopRequest) -> TrainResult:
+        config = self.config
+        if self.hosts.is_leader and (warning := fsdp_warning(self.mesh)):
+            log.warning(warning)
+        state, shardings = self._first_state(model)
+        del model
+        info = self._saves.first_info(state)
+        run = self._begin(batches, state, info.next_step)
+        stopped_by, diverged, between_steps = None, False, False
+        # A launch from a second thread could come before the train step on one host and after it on another.
+        with contextlib.closing(run.source), contextlib.closing(run.log), contextlib.closing(run.profiler):
+            step_fn = self._compile(state, shardings, run.source)
+            with jax.thread_guard(True):
+                self._saves.begin(info)
+                for step in range(info.next_step, config.num_train_steps):
+                    advanced = self._advance(run, step_fn, state, step, stop)
+                    if advanced is None:
+                        stopped_by, between_steps = self._signal_of_any_host(stop), True
+                        self._hooks.after_signal()
+                        break
+                    state, info, metrics = advanced
+                    stopped_by = metrics.stop or None
+                    diverged = self._loss_watch.judge(info.next_step, metrics, is_leader=self.hosts.is_leader)
+                    if stopped_by or diverged:
+                        self._hooks.after_signal()
+                        break
+                    self._saves.after_step(state, info, hooks_called=self._hooks.after_step(info), asked=metrics.save)
+                else:
+                    if not self._saves.complete:
+                        self._hooks.after_last_step(info)
+                self._saves.end(state, info, stopped_by, diverged=diverged, between_steps=between_steps)
+                self._flush_tracker(min(FINISH_S, self.hosts.timeout_s / 2) if stopped_by is None else STOPPED_FLUSH_S)
+                with self.hosts.launch_on_all("end of training"):
+                    pass  # every launch of the run has been made: they are compared
+        return TrainResult(
+            checkpoint=self._saves.newest,
+            checkpoint_errors=self._saves.errors,
+            model=state.model,
+            average=info.average,
+            completed_steps=info.next_step,
+            loss=info.loss,
+            stopped_by=stopped_by,
+            diverged=diverged,
+            skipped_steps=self._loss_watch.skipped,
+            tracker_errors=self.tracker.errors if isinstance(self.tracker, BackgroundTracker) else 0,
+        )
+
+    def _signal_of_any_host(self, stop: StopRequest) -> int:
+        """The signal that ended the run while a batch was made; the same on every host."""
+        with self.hosts.run_on_all("end of the run") as ended:
+            ended.share(stop.signal or 0)
+        return max(ended.shared) or signal.SIGTERM
+
+    def _first_state(self, model: PyTree | TrainState) -> tuple[TrainState, PyTree]:
+        """The state before the first step of this loop, and its shardings."""
+        if not isinstance(model, TrainState):
+            self._saves.resumed_from = None
+            self._loss_watch.reset()
+            return init_state(model, self._optimizer, self.mesh, self.config.precision, self._launch)
+        if self._saves.resumed_from is None:
+            raise ConfigError(
+                "train() was given a state that this trainer has not restored, so its step is not known. Pass the "
+                "result of this trainer's restore(), or a model."
+            )
+        return model, parameter_shardings(model.split()[0], self.mesh)
+
+    def _begin(self, batches: Batches | BatchSource, state: TrainState, first: int) -> "_Run":
+        """What the loop needs beside its state."""
+        config, hosts = self.config, self.hosts
+        if not isinstance(batches, BatchSource):
+            steps = {"first": first, "last": config.num_train_steps}
+            batches = BatchFeed(batches, config.train_batch_size, self.mesh, **steps, reference=self.reference)
+        traces = None if self._run_dir is None else Path(self._run_dir) / "profiler"
+        return _Run(
+            source=batches,
+            log=StepLog(config.num_train_steps, self.tracker, is_leader=hosts.is_leader),
+            profiler=Profiler(config.profiler, traces, hosts.index),
+            meter=Meter(self.mesh, state.model),
+        )
+
+    def _advance(
+        self, run: "_Run", step_fn: TrainStep, state: TrainState, step: int, stop: StopRequest
+    ) -> tuple[TrainState, StepInfo, StepMetrics] | None:
+        """One step: its batch, the launch, the next batch while the devices work, the figures; None without a batch."""
+        asked = time.perf_counter()
+        batch = run.source.batch(step, state.model)
+        if batch is None:
+            return None
+        start = time.perf_counter()
+        with named_failure(self.hosts, step), self._watchdog.watch("train_step"), run.profiler.step(step):
+            state, figures = step_fn(state, batch, *self._signals(step_fn, stop.signal or self._saves.flag()))
+            run.source.prepare(step + 1)
+            metrics = step_fn.read(figures)
+        speed = run.meter.step(batch, step_s=time.perf_counter() - start, wait_s=start - asked)
+        info = StepInfo.of(step, state, metrics, speed.step_s)
+        run.log.step(info, metrics, speed, getattr(run.source, "progress", ""))
+        return state, info, metrics
+
+    def _compile(self, state: TrainState, shardings: PyTree, source: BatchSource) -> TrainStep:
+        """The train step, compiled and agreed on by every host; nobody launches it before all are ready."""
+
+        def make(microbatches: int) -> TrainStep:
+            return TrainStep(
+                loss_fn=self._loss_fn,
+                optimizer=self._optimizer,
+                schedule=self._schedule,
+                mesh=self.mesh,
+                shardings=shardings,
+                precision=self.config.precision,
+                microbatches=microbatches,
+                skip_bad=self.config.on_nan != "raise",
+            )
+
+        todo = list(source.compile(self._launch) if isinstance(source, BatchFeed) else [source.structs()])
+        if self.config.per_device_parallelism == "auto":  # what fits with the longest rows fits with shorter ones
+            longest = todo.pop()
+            memory = memory_for_training(self.mesh, state, self.config.memory_bytes_per_device)
+            rows = self.config.train_batch_size // data_shards(self.mesh)
+            self._step = compile_largest(
+                self.hosts, rows, make, lambda step: (state, longest, *self._signals(step, 0)), memory
+            )
+        else:
+            self._step = make(self._microbatches)
+        signals = self._signals(self._step, 0)
+        for batch in todo:
+            compile_step = functools.partial(self._step.compile, state, batch, *signals, ledger=self.hosts.ledger)
+            self._launch.compile_on_all("train_step", compile_step)
+        return self._step
+
+    def _signals(self, step_fn: TrainStep, flag: int) -> list[jax.Array]:
+        """What the hosts tell the step: a signal or 0 on this host's devices, and the limit of the loss."""
+        sharding = NamedSharding(self.mesh, STOP_SPEC)
+        n_local = len(sharding.addressable_devices)
+        signals = [place_local(np.full(n_local, flag, np.int32), sharding, self.mesh.size)]
+        if step_fn.skip_bad:
+            limit = np.asarray(self._loss_watch.limit, np.float32)
+            signals.append(place(limit, NamedSharding(self.mesh, PartitionSpec())))
+        return signals
+
+    def _wait_until_reported(self) -> bool:
+        hooks_done = self._hooks.flush()
+        return (self.tracker.flush(FINISH_S) if isinstance(self.tracker, BackgroundTracker) else True) and hooks_done
+
+    def _flush_tracker(self, wait_s: float) -> None:
+        """Wait until the tracker has taken the figures of all steps; what it cannot take in time does not hold us."""
+        if self._queue is not None and not self._queue.flush(wait_s):
+            log.error("the tracker did not take all figures within %g s; some may be lost", wait_s)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Run:
+    """What the loop needs beside its state; all but the meter is closed at the end."""
+
+    source: BatchSource
+    log: StepLog
+    profiler: Profiler
+    meter: Meter

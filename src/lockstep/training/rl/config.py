@@ -1,0 +1,101 @@
+"""How a run of GRPO samples, rewards and learns, beside its loss."""
+
+import dataclasses
+
+from lockstep.errors import ConfigError
+from lockstep.training.rl.rewards import Gsm8kReward, RewardConfig, check_rewards, labels
+from lockstep.training.rl.rollout_config import RolloutConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GrpoRunFields:
+    """Settings of rollouts, rewards and updates."""
+
+    rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
+    """How answers are sampled."""
+    num_iterations: int = 1
+    """How often each answer of a rollout is learned from."""
+    minibatches: int = 1
+    """The number of optimizer steps that the answers of a rollout are split over: a rollout has ``train_batch_size``
+    times as many answers, and is sampled once in ``num_iterations`` times as many steps."""
+    rollout_ahead: int = 0
+    """1: the answers of the next rollout are sampled before the updates of this one, with the model of that moment, so
+    that their rewards are computed while the devices work; they are one rollout older than the model that learns from
+    them, which ``importance_cap`` corrects. Worth it where rewards are slow. 0: sampled by the model that learns."""
+    rewards: list[RewardConfig] = dataclasses.field(default_factory=lambda: [Gsm8kReward()])
+    """The components of the reward, which is their weighted sum; without this key gsm8k alone."""
+    reward_timeout_s: float = 30.0
+    """Seconds that rewards may take after the last answer of a rollout, with ``rollout_ahead`` after that of the next;
+    what is late has the component's default."""
+    reward_workers: int = 8
+    """Threads per host that compute the rewards of a rollout; each runs the coroutines of ``async`` rewards in a loop
+    of its own."""
+    mask_truncated: bool = False
+    """Whether nothing is learned from answers that were cut at ``rollout.max_new_tokens`` (overlong filtering, DAPO, Yu
+    et al. 2025, https://arxiv.org/abs/2503.14476, section 3.4); their rewards count for the others of their group."""
+    answers_shown: int = 4
+    """Answers of a rollout in the table ``rollout/answers`` and in ``rollouts.jsonl``: the best and the worst."""
+
+    @property
+    def updates(self) -> int:
+        """The number of optimizer steps per rollout."""
+        return self.num_iterations * self.minibatches
+
+    def check_run(self, batch_size: int, hosts_wait_s: float, importance_cap: float | None) -> None:
+        """Check the settings.
+
+        Args:
+            batch_size: The number of answers of one optimizer step.
+            hosts_wait_s: The seconds that hosts wait for each other.
+            importance_cap: The setting of the loss.
+
+        Raises:
+            ConfigError: A value is out of its range, values do not go together, or the batch is not made of whole
+                groups.
+        """
+        for name, least in (("num_iterations", 1), ("minibatches", 1), ("reward_workers", 1), ("answers_shown", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}. Raise it.")
+        if not self.reward_timeout_s > 0:
+            raise ConfigError(
+                f"reward_timeout_s is {self.reward_timeout_s}; it must be more than 0 seconds. The default is 30."
+            )
+        if self.reward_timeout_s >= hosts_wait_s:
+            raise ConfigError(
+                f"reward_timeout_s is {self.reward_timeout_s:g} and hosts wait {hosts_wait_s:g} s for each other "
+                "(trainer.distributed.timeout_s): one whose rewards are late would be taken for dead. Lower "
+                "reward_timeout_s, or raise trainer.distributed.timeout_s."
+            )
+        self._check_ahead(importance_cap)
+        self.rollout.check_policy(importance_cap)
+        check_rewards(self.rewards)
+        if self.rollout.filter_by is not None and self.rollout.filter_by not in labels(self.rewards):
+            raise ConfigError(
+                f"rollout.filter_by is {self.rollout.filter_by!r}; it must be one of the rewards "
+                f"{', '.join(labels(self.rewards))}. Correct it, or use null."
+            )
+        group = self.rollout.n_generations
+        if batch_size % group:
+            raise ConfigError(
+                f"trainer.train_batch_size is {batch_size} answers and rollout.n_generations is {group}; a batch is "
+                f"made of whole groups. Use a multiple of {group}, e.g. {max(1, batch_size // group) * group}."
+            )
+
+    def _check_ahead(self, importance_cap: float | None) -> None:
+        if self.rollout_ahead not in (0, 1):
+            raise ConfigError(
+                f"rollout_ahead is {self.rollout_ahead}; it must be 0 (answers of the model that learns from them) or "
+                "1 (of the model one rollout before)."
+            )
+        if self.rollout_ahead and importance_cap is None:
+            raise ConfigError(
+                "rollout_ahead is 1 and importance_cap is null: answers of an older model would be learned from as if "
+                "they were of this one. Set importance_cap to 2 and use_rollout_logprobs to false, or rollout_ahead "
+                "to 0."
+            )
+        if self.rollout_ahead and self.rollout.max_attempts > 1:
+            raise ConfigError(
+                f"rollout_ahead is 1 and rollout.max_attempts is {self.rollout.max_attempts}: whether further "
+                "questions are sampled depends on the rewards, which would have to be waited for. Set rollout_ahead "
+                "to 0, or rollout.max_attempts to 1."
+            )

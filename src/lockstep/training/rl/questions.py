@@ -1,0 +1,208 @@
+"""The questions that answers are sampled to, and which of them a rollout has."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jaxtyping import Int
+
+from lockstep.credentials import get_logger
+from lockstep.errors import ConfigError, PromptError
+from lockstep.hosts import digest
+from lockstep.text import Prompt, encode
+from lockstep.training.data import GrpoDataConfig
+from lockstep.training.data.records import BadRow, Record, read_piece
+from lockstep.training.data.sources import list_files
+from lockstep.training.rl.rewards import RewardConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = get_logger(__name__)
+
+FIELDS = ("question", "answer")
+"""The fields of a record."""
+
+ORDER_VERSION = 1
+"""Grows with every change of what `Questions.drawn` returns, so that no run goes on from a checkpoint of another order.
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Questions:
+    """All questions of a run, tokenised; every host has the same.
+
+    Args:
+        prompts: The prompts, with the reference answer as ``answer``.
+        tokens: The token ids of each prompt.
+        seed: The seed of the order.
+        shuffle: Whether each epoch has an order of its own.
+    """
+
+    prompts: Sequence[Prompt]
+    tokens: Sequence[tuple[int, ...]]
+    seed: int
+    shuffle: bool = True
+
+    def __len__(self) -> int:
+        """Return the number of questions of one epoch."""
+        return len(self.prompts)
+
+    def digest(self) -> str:
+        """Return the SHA-256 of all questions and of their order, and its version, for hosts to agree on."""
+        answers = [each.answer for each in self.prompts]
+        first = self._order(0)[:64].tolist()  # another version of NumPy may shuffle otherwise
+        parts = digest(f"{self.seed} {self.shuffle}", repr(self.tokens), repr(answers), repr(first))
+        return f"{parts} (version {ORDER_VERSION} of the order)"
+
+    def drawn(self, rollout: int, count: int, attempt: int = 0) -> Int[np.ndarray, " prompt"]:
+        """Return which questions a rollout has: a function of seed and number alone.
+
+        Args:
+            rollout: The 0-based number of the rollout.
+            count: The number of questions.
+            attempt: The number of times that this rollout drew before. The first draw takes every question once per
+                epoch; further ones are drawn at random from those that the rollout has not had, of which there must be
+                as many (assertion).
+        """
+        if attempt:
+            # A stream of its own: that of an epoch's order would draw what the next rollouts have.
+            random = np.random.default_rng((self.seed, rollout, 1)).permutation(len(self))
+            fresh = random[~np.isin(random, self.drawn(rollout, count))]
+            assert len(fresh) >= attempt * count, "Rollouts refuses more attempts than there are questions"
+            return fresh[(attempt - 1) * count : attempt * count]
+        epochs, offsets = np.divmod(np.arange(rollout * count, (rollout + 1) * count), len(self))
+        return np.concatenate([self._order(int(epoch))[offsets[epochs == epoch]] for epoch in np.unique(epochs)])
+
+    def longest(self, count: int) -> list[int]:
+        """Return the questions with the longest prompts, repeated where there are too few: no rollout needs more room.
+
+        Args:
+            count: The number of questions.
+        """
+        order = sorted(range(len(self)), key=lambda number: -len(self.tokens[number]))
+        return [order[place % len(order)] for place in range(count)]
+
+    def _order(self, epoch: int) -> Int[np.ndarray, " question"]:
+        return _permutation(self.seed, epoch, len(self)) if self.shuffle else np.arange(len(self))
+
+
+def load_questions(
+    config: GrpoDataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    row_length: int,
+    max_new_tokens: int,
+    seed: int,
+    rewards: Sequence[RewardConfig] = (),
+) -> Questions:
+    """Read and tokenise the questions.
+
+    Args:
+        config: Where they are and how a prompt is made of them.
+        tokenizer: The tokenizer of the model.
+        row_length: The number of tokens of a row.
+        max_new_tokens: The number of tokens of a row that an answer may have.
+        seed: The seed of the order.
+        rewards: The components of the reward, which read every reference answer.
+
+    Raises:
+        ConfigError: A file, a record or the tokenizer cannot be used, or a prompt leaves no room for an answer.
+    """
+    room = row_length - max_new_tokens
+    prompts: list[Prompt] = []
+    tokens: list[tuple[int, ...]] = []
+    left_out = 0
+    for place, prompt in iter_questions(config, rewards):
+        try:
+            (encoded,) = encode(tokenizer, [prompt])
+        except PromptError as error:
+            raise ConfigError(f"{place}: {error}") from error
+        if len(encoded) > room:
+            if config.truncate:
+                left_out += 1
+                continue
+            raise ConfigError(
+                f"{place}: the prompt has {len(encoded)} tokens and rollout.max_new_tokens is {max_new_tokens}: "
+                f"together {len(encoded) + max_new_tokens}, but a row has {row_length}. Raise data.max_seq_len to at "
+                f"least {len(encoded) + max_new_tokens}, lower rollout.max_new_tokens to at most "
+                f"{max(row_length - len(encoded), 0)}, or set data.truncate: true to leave out such questions."
+            )
+        prompts.append(dataclasses.replace(prompt, id=len(prompts)))
+        tokens.append(encoded)
+    if left_out:
+        log.warning("truncate: %d questions left out, their prompts have more than %d tokens", left_out, room)
+    if not prompts:
+        raise ConfigError("the training data has 0 questions that fit; at least 1 is needed. Check data.train_urls.")
+    return Questions(prompts=prompts, tokens=tokens, seed=seed, shuffle=config.shuffle)
+
+
+def iter_questions(config: GrpoDataConfig, rewards: Sequence[RewardConfig] = ()) -> Iterator[tuple[str, Prompt]]:
+    """Yield the place of each question, and the question as a prompt.
+
+    Args:
+        config: Where they are and how a prompt is made of them.
+        rewards: The components of the reward, which read every reference answer.
+
+    Raises:
+        ConfigError: A file or a record cannot be used.
+    """
+    for number, (place, question, answer) in enumerate(_read(config, rewards)):
+        try:
+            prompt = _prompt(config, number, question, answer)
+        except PromptError as error:
+            raise ConfigError(f"{place}: {error}") from error
+        yield place, prompt
+
+
+def _read(config: GrpoDataConfig, rewards: Sequence[RewardConfig]) -> Iterator[tuple[str, str, str]]:
+    """Yields the place of each question, the question, and its answer."""
+    if not config.train_urls:
+        raise ConfigError("data.train_urls is empty; at least 1 file is needed. List files, e.g. [data/train.jsonl].")
+    bad: list[str] = []
+    for source in config.train_urls:
+        for file in list_files(source if isinstance(source, str) else source.url, "data.train_urls"):
+            for number, _, record in read_piece(file, 0, 1, FIELDS, config.max_line_bytes):
+                place = f"{file.path}:{number}"
+                try:
+                    if record is None:
+                        continue
+                    question, answer = _text(record, "question"), _text(record, "answer")
+                    for reward in rewards:
+                        reward.check_answer(answer)
+                    yield place, question, answer
+                except BadRow as error:
+                    bad.append(f"{place} {error}")
+                    if config.on_bad_row == "raise" or len(bad) > config.max_bad_rows:
+                        raise ConfigError(
+                            f"{bad[0]} ({len(bad)} bad records so far, data.on_bad_row is {config.on_bad_row}, "
+                            f"data.max_bad_rows {config.max_bad_rows}). Correct the file, or allow more."
+                        ) from error
+    for each in bad:
+        log.warning("question left out: %s", each)
+
+
+def _text(record: Record | BadRow, name: str) -> str:
+    if isinstance(record, BadRow):
+        raise record
+    value = record.get(name)
+    if not isinstance(value, str):
+        raise BadRow(f"needs the field {name!r} with a text, and has {sorted(record)}")
+    return value
+
+
+def _prompt(config: GrpoDataConfig, number: int, question: str, answer: str) -> Prompt:
+    text = question + config.instruction
+    if config.format == "text":
+        return Prompt(id=number, text=text, answer=answer)
+    messages: list[Mapping[str, str]] = [{"role": "user", "content": text}]
+    if config.system_prompt is not None:
+        messages.insert(0, {"role": "system", "content": config.system_prompt})
+    return Prompt(id=number, messages=tuple(messages), answer=answer)
+
+
+@functools.lru_cache(maxsize=4)
+def _permutation(seed: int, epoch: int, count: int) -> Int[np.ndarray, " question"]:
+    return np.random.default_rng((seed, epoch)).permutation(count)

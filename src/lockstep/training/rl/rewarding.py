@@ -1,0 +1,168 @@
+"""The rewards of a rollout: each host computes its share of the answers, and every host gets all of them."""
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from lockstep.credentials import get_logger
+from lockstep.errors import ConfigError
+from lockstep.hosts import Hosts
+from lockstep.report import Row
+from lockstep.text import Prompt
+from lockstep.training.rl.rewards import Reward, RewardConfig, labels
+from lockstep.training.rl.scoring import LATE, Scoring, Value, try_rewards
+
+log = get_logger(__name__)
+
+_ON_FAILURE = {"default": "its default is used", "drop_group": "nothing is learned from the answers to that question"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Rewards:
+    """The rewards of answers; the same on every host.
+
+    Args:
+        total: The weighted sums.
+        components: The value of each component by name, its default where it had none.
+        failed: The number of answers for which a component raised or returned no number, by name.
+        late: The number of answers for which it was late.
+        judged: What decides whether the answers of a group are equally right; None: the weighted sums.
+        dropped: Whether a component without a value for an answer drops its group; None: nowhere.
+    """
+
+    total: Float[np.ndarray, " answer"]
+    components: Mapping[str, Float[np.ndarray, " answer"]]
+    failed: Mapping[str, int]
+    late: Mapping[str, int]
+    judged: Float[np.ndarray, " answer"] | None = None
+    dropped: Bool[np.ndarray, " answer"] | None = None
+
+
+class Rewarder:
+    """Computes the reward of every answer of a rollout.
+
+    Args:
+        rewards: The components.
+        max_new_tokens: The number of tokens that an answer may have.
+        workers: The number of threads.
+        timeout_s: The seconds that `finish` waits at most.
+        filter_by: The name of the component that decides whether answers are equally right; None: the weighted sum of
+            those that do not shape (`RewardConfig.SHAPING`), or of all where there are no others.
+
+    Raises:
+        ConfigError: A component cannot be made, such as a function that cannot be imported.
+    """
+
+    def __init__(
+        self,
+        rewards: Sequence[RewardConfig],
+        *,
+        max_new_tokens: int,
+        workers: int,
+        timeout_s: float,
+        filter_by: str | None = None,
+    ) -> None:
+        self._configs = dict(zip(labels(rewards), rewards, strict=True))
+        self._functions: dict[str, Reward] = {
+            name: config.build(max_new_tokens) for name, config in self._configs.items()
+        }
+        judges = {name: config.weight for name, config in self._configs.items() if config.weight and not config.SHAPING}
+        self._judges = judges if filter_by is None else {filter_by: 1.0}
+        self._workers, self._timeout_s = workers, timeout_s
+        self._warned: set[str] = set()
+
+    def check(self, row: Row, prompt: Prompt) -> None:
+        """Try every component on an answer, before training begins.
+
+        Args:
+            row: The answer.
+            prompt: Its question.
+
+        Raises:
+            ConfigError: A component raises, is late, or returns no number.
+        """
+        for name, text in try_rewards(self._functions, row, prompt, self._timeout_s).items():
+            why = f"took more than {self._timeout_s:g} s" if text == LATE else text
+            raise ConfigError(
+                f"rewards: {name} was tried on the reference answer to the first question ({row.generated_text!r}): "
+                f"{why}. A reward takes (row, prompt) and returns a finite number; correct it."
+            )
+
+    def begin(self) -> Scoring:
+        """Start the threads of a rollout. This host's share of its answers is submitted to the result."""
+        return Scoring(self._functions, self._workers)
+
+    def finish(self, hosts: Hosts, scoring: Scoring, n_answers: int) -> Rewards:
+        """Wait for the rewards of this host's share, and exchange them with the other hosts.
+
+        Args:
+            hosts: The processes, inside a scope.
+            scoring: What `begin` returned.
+            n_answers: The number of answers of the rollout, each submitted on one host.
+
+        Raises:
+            PeerError: A host failed; raised on every host.
+        """
+        names = list(self._functions)
+        with hosts.run_on_all("rewards") as phase:
+            own = scoring.finish(self._timeout_s)
+            # Texts of what went wrong stay here but for one per component: thousands of them would not.
+            texts = {
+                name: found[name]
+                for found in reversed(own.values())
+                for name in names
+                if isinstance(found[name], str) and found[name] != LATE
+            }
+            phase.share([{number: [_short(found[name]) for name in names] for number, found in own.items()}, texts])
+        shared: dict[int, list[Any]] = {}
+        for index, (values, texts) in enumerate(phase.shared):
+            shared |= {int(number): each for number, each in values.items()}
+            self._warn(hosts, index, texts)
+        assert len(shared) == n_answers, "every answer is the share of one host"
+        return self._sum(names, [shared[number] for number in range(n_answers)])
+
+    def _sum(self, names: Sequence[str], values: Sequence[Sequence[Any]]) -> Rewards:
+        components: dict[str, np.ndarray] = {}
+        failed, late = collections.Counter[str](), collections.Counter[str]()
+        total, dropped = np.zeros(len(values)), np.zeros(len(values), bool)
+        for place, name in enumerate(names):
+            config = self._configs[name]
+            column = [each[place] for each in values]
+            failed[name], late[name] = column.count(None), column.count(LATE)
+            numbers = [each if isinstance(each, float | int) else config.default for each in column]
+            components[name] = np.array(numbers, np.float64)
+            total += config.weight * components[name]
+            if config.on_failure == "drop_group":
+                dropped |= np.array([not isinstance(each, float | int) for each in column])
+        judged = sum((weight * components[name] for name, weight in self._judges.items()), np.zeros(len(values)))
+        return Rewards(
+            total=total,
+            components=components,
+            failed=dict(failed),
+            late=dict(late),
+            judged=judged if self._judges else None,
+            dropped=dropped,
+        )
+
+    def _warn(self, hosts: Hosts, index: int, texts: Mapping[str, str]) -> None:
+        """Say once per component what went wrong; how often is in the metrics."""
+        for name, text in texts.items():
+            if hosts.is_leader and name not in self._warned:
+                self._warned.add(name)
+                log.warning(
+                    "reward %s failed on process %d, %s: %s. Later failures are counted in reward/%s/failed",
+                    name,
+                    index,
+                    _ON_FAILURE[self._configs[name].on_failure],
+                    text,
+                    name,
+                )
+
+
+def _short(value: Value) -> float | str | None:
+    """A number, `LATE`, or None for what failed."""
+    return value if isinstance(value, float) or value == LATE else None

@@ -1,0 +1,382 @@
+"""The batches of GRPO: sampled before the step that learns from them, rewarded, and compared with its model."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import PyTree
+
+from lockstep.credentials import get_logger
+from lockstep.engine import RolloutEngine
+from lockstep.errors import ConfigError
+from lockstep.hosts import Hosts, Watchdog
+from lockstep.placement import host_rows, place_local
+from lockstep.report import NoopTracker, Tracker
+from lockstep.text import token_count
+from lockstep.training.loop.config import TrainerConfig
+from lockstep.training.loop.hooks import StepInfo
+from lockstep.training.objectives.grpo import GrpoConfig, group_advantages
+from lockstep.training.rl.answer_rows import AnswerRows
+from lockstep.training.rl.batch import make_columns
+from lockstep.training.rl.config import GrpoRunFields
+from lockstep.training.rl.figures import RewardTrend, StepClock, StepTimes
+from lockstep.training.rl.groups import Groups, choose_groups
+from lockstep.training.rl.logprob_columns import LogprobColumns
+from lockstep.training.rl.questions import Questions
+from lockstep.training.rl.rewarding import Rewarder
+from lockstep.training.rl.rollout import Rollout
+from lockstep.training.rl.rollout_report import RolloutReport
+from lockstep.training.rl.rollout_sampler import RolloutSampler
+from lockstep.training.rl.sampled import Sampled
+from lockstep.training.step.train_step import BATCH_SPEC, batch_structs
+from lockstep.types import FinishReason
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = get_logger(__name__)
+
+
+MOST_CLIPPED = 0.2
+"""The share of tokens whose gradient clipping may take away in the first update of a rollout without a word."""
+WIDE_FOR_GSPO = 0.05
+"""The ``clip_epsilon`` from which on GSPO's ratio of a whole answer is never clipped."""
+
+
+class Rollouts:
+    """Batches (`BatchSource`) and a hook: answers are sampled before a step, with the model of that step.
+
+    Which questions a rollout has, and every random draw, is a function of the seeds and the step. A rollout is sampled
+    before each step whose number is a multiple of ``fields.updates``: its own, or with ``fields.rollout_ahead`` the
+    next one, whose rewards are then computed during the updates and the sampling after them.
+
+    Args:
+        fields: How to sample, reward and learn.
+        objective: The loss.
+        questions: All questions.
+        tokenizer: The tokenizer of the model.
+        trainer: The settings of the run.
+        mesh: The mesh of the run.
+        row_length: The number of tokens of a row.
+        hosts: The processes of the job.
+        reference: The frozen model in the compute type; None without ``kl_coefficient``.
+        tracker: The tracker that metrics and rows go to, used by the leader; None for none.
+        run_dir: The directory that rows are appended to; None for no file.
+        engine: What samples the answers; None for lockstep's engine with the settings of ``fields.rollout``.
+
+    Raises:
+        ConfigError: The settings do not go together, a reward cannot be made, or the loss needs a reference and there
+            is none.
+    """
+
+    name = "rollouts"
+
+    def __init__(
+        self,
+        fields: GrpoRunFields,
+        objective: GrpoConfig,
+        questions: Questions,
+        tokenizer: "PreTrainedTokenizerBase",
+        trainer: TrainerConfig,
+        mesh: Mesh,
+        row_length: int,
+        hosts: Hosts,
+        *,
+        reference: PyTree | None = None,
+        tracker: Tracker | None = None,
+        run_dir: Path | None = None,
+        engine: RolloutEngine | None = None,
+    ) -> None:
+        if bool(objective.kl_coefficient) != (reference is not None):
+            given = "a" if reference is not None else "no"
+            raise ConfigError(
+                f"kl_coefficient is {objective.kl_coefficient} and {given} reference model is given. Give one where "
+                "kl_coefficient is more than 0, and None otherwise."
+            )
+        fields.check_run(trainer.train_batch_size, hosts.timeout_s, objective.importance_cap)
+        _check_policy(objective, fields.rollout.temperature, token_count(tokenizer))
+        self._fields, self._objective, self._questions = fields, objective, questions
+        self._trainer, self._hosts = trainer, hosts
+        self._mesh, self._sharding = mesh, NamedSharding(mesh, BATCH_SPEC)
+        self._tracker: Tracker = NoopTracker() if tracker is None else tracker
+        self._columns = objective.columns(row_length, on_policy=fields.updates == 1)
+        self._rewarder = make_rewarder(fields)
+        rows = AnswerRows(questions=questions, tokenizer=tokenizer, stop=fields.rollout.stop)
+        self._report = RolloutReport(self._tracker, run_dir, rows, fields.answers_shown)
+        watchdog = Watchdog(hosts, hosts.timeout_s)
+        self._logprobs = LogprobColumns(objective, self._columns, trainer, mesh, hosts, watchdog, reference)
+        self._sampler = RolloutSampler(
+            fields, questions, tokenizer, trainer, mesh, row_length, hosts, watchdog, self._rewarder, rows, engine
+        )
+        _check_attempts(fields.rollout.max_attempts, self._sampler.n_questions, len(questions))
+        self._rollout: Rollout | None = None
+        self._ahead: Sampled | None = None
+        self._step = -1
+        self._times = StepTimes()
+        self._clock = StepClock()
+        self._logged_step = 0
+        self._trend = RewardTrend()
+        self._said_clipping = False
+        if hosts.is_leader and objective.loss == "gspo" and objective.clip_epsilon >= WIDE_FOR_GSPO:
+            log.warning(
+                "loss is gspo and clip_epsilon is %g, which clips nothing: the ratio of a whole answer stays within "
+                "thousandths of 1. GSPO's paper uses clip_epsilon 3e-4 and clip_epsilon_high 4e-4",
+                objective.clip_epsilon,
+            )
+
+    @property
+    def engine(self) -> RolloutEngine | None:
+        """The engine; None before the first rollout where none was given."""
+        return self._sampler.engine
+
+    @property
+    def logprob_traces(self) -> dict[str, int]:
+        """How often each program that computes log-probabilities was traced, by name."""
+        return self._logprobs.traces
+
+    @property
+    def rollout(self) -> Rollout | None:
+        """The rollout that is learned from; None before the first."""
+        return self._rollout
+
+    @property
+    def progress(self) -> str:
+        """The mean reward and where the time of the last step went, for the progress display."""
+        return f"{self._trend}  {self._clock}"
+
+    def check(self, model: PyTree) -> None:
+        """Find out before the first step what would make a rollout fail; launches nothing.
+
+        Args:
+            model: The model.
+
+        Raises:
+            PeerError: A host cannot work with this configuration; raised on every host.
+        """
+        with self._hosts.scope("rollouts/check") as scope, scope.run_on_all("check"):
+            self._sampler.check(model)
+
+    def structs(self) -> Mapping[str, jax.ShapeDtypeStruct]:
+        """Return global shape, type and sharding of each column, see `BatchSource.structs`."""
+        return batch_structs(self._columns, self._trainer.train_batch_size, self._mesh)
+
+    def batch(self, step: int, model: PyTree) -> Mapping[str, jax.Array] | None:
+        """Return the batch of a step, sampled first where a rollout is due, see `BatchSource.batch`.
+
+        Raises:
+            PeerError: A phase failed on at least one host; raised on every host.
+            DisagreementError: The hosts differ; raised on every host.
+            LaunchMismatchError: The hosts launched different programs; raised on every host.
+        """
+        self._step = step
+        self._clock = StepClock()
+        number, update = divmod(step, self._fields.updates)
+        if update == 0:
+            self._rollout = None  # nothing of the last one is kept while the next is sampled
+            self._rollout = self._roll_out(number, model)
+            if self._rollout is None:
+                return None
+        assert self._rollout is not None and self._rollout.number == number, "a rollout goes with its updates"
+        n_rows = self._trainer.train_batch_size
+        chosen, rows = self._rollout.minibatch(update, n_rows), host_rows(self._sharding, n_rows)
+        placed = {
+            name: place_local(column[chosen][rows], self._sharding, n_rows)
+            for name, column in self._rollout.columns.items()
+        }
+        self._clock.lap("place")
+        return placed
+
+    def prepare(self, step: int) -> None:
+        """Do nothing: a rollout needs the model of its step."""
+
+    def close(self) -> None:
+        """End what is under way; rows of finished rollouts are written."""
+        if self._ahead is not None:
+            self._ahead.scoring.close()
+        self.flush()
+
+    def on_step(self, info: StepInfo, force: bool = False) -> None:
+        """Log where the time of a step went. Added as the last hook, it sees how long the others took."""
+        if info.step < 0 or info.step != self._step or info.next_step == self._logged_step or self._rollout is None:
+            return  # before the first step, a second call, or a call that an earlier process left undone
+        self._logged_step = info.next_step
+        self._watch_clipping(info)
+        chosen = self._rollout.minibatch(info.step % self._fields.updates, self._trainer.train_batch_size)
+        self._clock.add("update", info.step_duration)
+        step_s = sum(self._clock.seconds.values())
+        mean_s, tokens_per_s = self._times.add(step_s, int(self._rollout.lengths[chosen].sum()))
+        self._log(
+            info.next_step,
+            {
+                **{f"time/{phase}_s": seconds for phase, seconds in self._clock.seconds.items()},
+                "time/inference_eval_s": max(0.0, self._clock.total - step_s),
+                "time/train/step_avg_last10_s": mean_s,
+                "throughput/train/valid_tokens_per_s": tokens_per_s,
+            },
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: the rollout, where updates of it are still to come, what was sampled for the
+        next one, and the drafts of those after it.
+        """
+        between = (self._step + 1) % self._fields.updates == 0 or self._rollout is None
+        rollout = None if between or self._rollout is None else self._rollout.to_json()
+        ahead = None if self._ahead is None else self._ahead.to_json()
+        drafts = self._sampler.earlier.state()
+        return {"updates": self._fields.updates, "rollout": rollout, "ahead": ahead, "drafts": drafts}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned in an earlier process.
+
+        Args:
+            state: That state.
+
+        Raises:
+            ConfigError: The run had another number of updates per rollout.
+        """
+        if state["updates"] != self._fields.updates:
+            raise ConfigError(
+                f"the checkpoint is of a run with {state['updates']} updates per rollout (num_iterations times "
+                f"minibatches), and now there are {self._fields.updates}. Use the same, or another trainer.run_id."
+            )
+        if "drafts" in state:  # checkpoints of earlier versions have none
+            self._sampler.earlier.load_state(state["drafts"])
+        self._rollout = None if state["rollout"] is None else Rollout.from_json(state["rollout"])
+        ahead = state.get("ahead")
+        if ahead is not None and self._fields.rollout_ahead:
+            self._ahead = self._sampler.resumed(ahead)
+        elif ahead is not None and self._hosts.is_leader:
+            log.warning("rollout_ahead is 0 now: the rollout that the checkpoint has ahead is sampled again")
+
+    def flush(self) -> None:
+        """Wait until the rows of all rollouts are written, see `RolloutReport.flush`."""
+        self._report.flush()
+
+    def after_signal(self) -> None:
+        """Wait for rows that are not written yet: a signal ended the run."""
+        self.flush()
+
+    def _roll_out(self, number: int, model: PyTree) -> Rollout | None:
+        groups: list[Groups] = []
+        every: list[Sampled] = []
+        wanted = self._sampler.n_questions
+        for attempt in range(self._fields.rollout.max_attempts):
+            sampled = self._sampled(number, attempt, model)
+            self._clock.lap("rollout_generate")
+            if sampled is None:
+                return None
+            every.append(sampled)
+            groups.append(self._rewarded(sampled))
+            self._clock.lap("reward")
+            if sum(int(each.mixed.sum()) for each in groups) >= wanted:
+                break
+        chosen = choose_groups(groups, wanted)
+        rollout = self._with_advantages(number, chosen)
+        everything = Groups.concatenate(groups)
+        self._trend.add(float(everything.totals.mean()))
+        if self._hosts.is_leader:
+            self._report.report(self._sampler.learned_at(number), everything, chosen, every)
+        self._logprobs.fill(rollout, model)
+        self._clock.lap("logprobs")
+        self._hosts.phase("training")
+        return rollout
+
+    def _sampled(self, number: int, attempt: int, model: PyTree) -> Sampled | None:
+        """The answers of a rollout. With ``rollout_ahead`` they are there already, but for the first one, and the next
+        rollout is sampled: its rewards have until the next call. None where the job is asked to end.
+        """
+        if not self._fields.rollout_ahead:
+            return self._sampler.sample(number, attempt, model)
+        if self._ahead is None:
+            self._ahead = self._sampler.sample(number, attempt, model)
+        sampled, following = self._ahead, None
+        if sampled is not None and (number + 1) * self._fields.updates < self._trainer.num_train_steps:
+            following = self._sampler.sample(number + 1, attempt, model)
+            if following is None:
+                return None  # what is there goes into the checkpoint
+        assert sampled is None or sampled.number == number, "what was sampled ahead is for this rollout"
+        self._ahead = following
+        return sampled
+
+    def _rewarded(self, sampled: Sampled) -> Groups:
+        with self._hosts.scope("rewards") as scope:
+            rewards = self._rewarder.finish(scope, sampled.scoring, len(sampled.completions))
+        return Groups(questions=np.array(sampled.questions), completions=sampled.completions, rewards=rewards)
+
+    def _with_advantages(self, number: int, groups: Groups) -> Rollout:
+        objective = self._objective
+        advantages = group_advantages(
+            groups.totals,
+            scale=objective.scales_advantages,
+            ddof=objective.advantage_ddof,
+            epsilon=objective.advantage_epsilon,
+        ).reshape(-1)
+        learned = np.repeat(~groups.dropped, groups.size)
+        if self._fields.mask_truncated:
+            learned &= [each.finish_reason != FinishReason.LENGTH for each in groups.completions]
+        prompts = [self._questions.tokens[question] for question in groups.questions for _ in range(groups.size)]
+        columns = make_columns(self._columns, prompts, groups.completions, advantages, learned)
+        lengths = [len(p) + len(c.tokens) for p, c in zip(prompts, groups.completions, strict=True)]
+        return Rollout(number=number, columns=columns, lengths=np.array(lengths))
+
+    def _watch_clipping(self, info: StepInfo) -> None:
+        """Say once that clipping takes away much of the gradient of answers that the model itself has just sampled."""
+        clipped = info.metrics.get("clipped", 0.0)
+        on_policy = info.step % self._fields.updates == 0 and not self._fields.rollout_ahead
+        if on_policy and clipped > MOST_CLIPPED and not self._said_clipping:
+            self._said_clipping = True
+            log.warning(
+                "step %d: clipping takes away the gradient of %.0f %% of the tokens, though they were sampled by the "
+                "model that learns from them: its ratio should be 1. The probabilities of engine and trainer differ "
+                "(train/logprob_gap is %.2g), or clip_epsilon %g is too small",
+                info.next_step,
+                100 * clipped,
+                info.metrics.get("logprob_gap", float("nan")),
+                self._objective.clip_epsilon,
+            )
+
+    def _log(self, step: int, values: Mapping[str, float]) -> None:
+        if self._hosts.is_leader:
+            self._tracker.log(values, step=step)
+
+
+def _check_policy(objective: GrpoConfig, temperature: float, vocab_size: int) -> None:
+    """Refuse a loss whose policy is not the one that is sampled."""
+    for name, value, owner in (("temperature", temperature, "rollouts"), ("vocab_size", vocab_size, "tokenizer")):
+        given = getattr(objective, name)
+        if given != value:
+            raise ConfigError(
+                f"the {name} of the loss is {given} and that of the {owner} is {value}: the probabilities that are "
+                f"learned would not be those that answers are drawn with. Use GrpoConfig({name}={value}, ...)."
+            )
+
+
+def _check_attempts(max_attempts: int, count: int, available: int) -> None:
+    """Refuse a dynamic sampling that would have to ask a question again within a rollout."""
+    if max_attempts > 1 and max_attempts * count > available:
+        raise ConfigError(
+            f"rollout.max_attempts is {max_attempts} and a rollout has {count} questions, each asked once: it may ask "
+            f"{max_attempts * count}, and there are {available}. Lower rollout.max_attempts to at most "
+            f"{max(1, available // count)}, or give more questions."
+        )
+
+
+def make_rewarder(fields: GrpoRunFields) -> Rewarder:
+    """Return what computes the rewards of a run.
+
+    Args:
+        fields: The settings of the run.
+
+    Raises:
+        ConfigError: A reward cannot be made.
+    """
+    return Rewarder(
+        fields.rewards,
+        max_new_tokens=fields.rollout.max_new_tokens,
+        workers=fields.reward_workers,
+        timeout_s=fields.reward_timeout_s,
+        filter_by=fields.rollout.filter_by,
+    )

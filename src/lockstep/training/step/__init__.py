@@ -1,0 +1,1 @@
+"""The compiled train step: optimizer, schedules, precision, state."""

@@ -1,0 +1,92 @@
+"""``per_device_parallelism: auto``: the largest microbatch with which the compiled train step fits the devices.
+
+Nobody has to guess: the compiler says what a program needs. Every host compiles the same steps in the same order, and
+the host with the least memory decides.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+
+from lockstep.credentials import get_logger
+from lockstep.errors import ConfigError, HbmError
+from lockstep.hosts import Hosts, environment
+from lockstep.placement.device import block_bytes, free_bytes
+from lockstep.training.step.train_step import TrainStep
+from lockstep.units import bytes_text
+
+log = get_logger(__name__)
+
+UNKNOWN = 2**62
+"""The bytes of a step that the compiler refused without saying how many it needs."""
+
+
+def memory_for_training(mesh: Mesh, state: PyTree, given: int | None) -> int:
+    """Return the bytes of a device of this process that the train step may use, the training state among them.
+
+    Args:
+        mesh: The mesh of the run.
+        state: The training state, which is on the devices.
+        given: The bytes that the configuration names; None: what is free now and what the state takes.
+    """
+    if given is not None:
+        return given
+    return free_bytes(mesh) + sum(block_bytes(leaf) for leaf in jax.tree.leaves(state))
+
+
+def compile_largest(
+    hosts: Hosts, rows: int, make: Callable[[int], TrainStep], arguments: Callable[[TrainStep], Any], memory: int
+) -> TrainStep:
+    """Compile the train step with fewer rows at a time until it fits; every host makes the same call.
+
+    Args:
+        hosts: The processes of the job.
+        rows: The number of rows that each device has of a batch.
+        make: A function from the number of microbatches to a train step that is not compiled.
+        arguments: A function from a train step to the arguments that it is compiled for.
+        memory: The bytes of a device of this process that the step may use.
+
+    Raises:
+        PeerError: A step does not compile for another reason than memory.
+        DisagreementError: The hosts compiled different steps.
+        ConfigError: Not even one row at a time fits; the same on every host.
+
+    Returns:
+        The compiled step.
+    """
+    memory = hosts.all_min("memory of the train step", memory)
+    sizes = [size for size in range(rows, 0, -1) if rows % size == 0]
+    state_bytes, needed, size = 0, 0, rows
+    while sizes:
+        size = sizes.pop(0)
+        step = make(rows // size)
+        with hosts.scope("train_step") as scope, scope.run_on_all("compiling train_step") as phase:
+            phase.agree(environment() | {"debug": str(scope.debug), "rows at a time": str(size)})
+            given = arguments(step)
+            state_bytes = sum(block_bytes(leaf) for leaf in jax.tree.leaves(given[0]))
+            try:
+                phase.agree(step.compile(*given, ledger=hosts.ledger))
+                phase.share(step.needed_bytes())
+            except HbmError as error:
+                phase.share(error.needed or UNKNOWN)
+        needed = max(phase.shared)
+        if needed <= memory:
+            hosts.phase("training")
+            if hosts.is_leader:
+                log.info(
+                    "trainer.per_device_parallelism auto: %d of %d rows at a time, %s of %s per device",
+                    size, rows, bytes_text(needed), bytes_text(memory),
+                )  # fmt: skip
+            return step
+        # What a step needs beside the state grows with its rows: sizes that are far too large are not compiled.
+        room, over = memory - state_bytes, needed - state_bytes
+        likely = [each for each in sizes if needed == UNKNOWN or each * over <= 2 * size * room]
+        sizes = likely or sizes[-1:]
+    raise ConfigError(
+        f"the train step needs {'more' if needed == UNKNOWN else bytes_text(needed)} per device even with {size} of "
+        f"{rows} rows at a time, and there are {bytes_text(memory)}. Use a smaller model, shorter rows "
+        "(data.max_seq_len), more devices, or trainer.mp: p=bf16."
+    )

@@ -1,0 +1,399 @@
+"""The train step: one program that every host launches."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int, PyTree
+
+from lockstep.errors import ConfigError
+from lockstep.hosts import Ledger
+from lockstep.models import join_trained, split_trained
+from lockstep.placement import COMPUTE_AXES, MESH_AXES, PARAMETER_AXES
+from lockstep.placement.device import Program, compile_program, without_directories
+from lockstep.training.objectives.parts import LossFn, LossParts
+from lockstep.training.step.optimizer import completed_updates
+from lockstep.training.step.precision import Precision, cast_floats
+from lockstep.training.step.train_state import TrainState
+
+BATCH_SPEC = P(("dp", "fsdp"))
+"""How the rows of a batch are split over the mesh."""
+
+STOP_SPEC = P(MESH_AXES)
+"""How the stop flags are split over the mesh: one per device."""
+
+SKIPPED = "skipped_step"
+"""The name of the metric that is 1 where a step left its update out."""
+SAVE_FLAG = 1
+"""The stop flag with which the leader asks for a checkpoint; every signal that ends a run is a larger number."""
+
+
+def parameter_shardings(tree: PyTree, mesh: Mesh) -> PyTree:
+    """Return the sharding of every array of a model or of an optimizer state.
+
+    Args:
+        tree: Haliax arrays or their shapes; an array without axis names is replicated.
+        mesh: The mesh of the run.
+
+    Returns:
+        The tree with a sharding in place of each array.
+
+    Raises:
+        ConfigError: The mesh does not divide an axis.
+    """
+
+    def sharding(path: tuple[Any, ...], leaf: Any) -> Any:
+        if not _named(leaf):
+            return NamedSharding(mesh, P())
+        for axis in leaf.axes:
+            mesh_axis = PARAMETER_AXES.get(axis.name)
+            if mesh_axis is not None and axis.size % mesh.shape[mesh_axis]:
+                raise ConfigError(
+                    f"parameter {jax.tree_util.keystr(path)}: its axis {axis.name!r} has size {axis.size}, which the "
+                    f"mesh axis {mesh_axis!r} of size {mesh.shape[mesh_axis]} does not divide. Choose a mesh_shape "
+                    f"whose {mesh_axis} divides {axis.size} (mesh now: {dict(mesh.shape)}), or change the model."
+                )
+        spec = P(*(PARAMETER_AXES.get(axis.name) for axis in leaf.axes))
+        return jax.tree.map(lambda _: NamedSharding(mesh, spec), leaf)
+
+    return jax.tree_util.tree_map_with_path(sharding, tree, is_leaf=_named)
+
+
+class Launch(Protocol):
+    """Compiles a function on every host, compares the programs of all hosts, and launches it once."""
+
+    def __call__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        arguments: Sequence[Any],
+        *,
+        out_shardings: Any,
+        donate: tuple[int, ...] = (),
+    ) -> Any:
+        """Return the function's result. The arguments are those of `lockstep.placement.device.compile_program`."""
+        ...
+
+
+def init_model(
+    init: Callable[[jax.Array], PyTree], seed: int, mesh: Mesh, precision: Precision, launch: Launch
+) -> PyTree:
+    """Make a model, each device making only its own part of the parameters.
+
+    Args:
+        init: Makes a model from a key; it is traced, never run in one host's memory.
+        seed: The seed of the key.
+        mesh: The mesh of the run.
+        precision: The float types, of which the parameter type is used.
+        launch: Launches the program that makes the model.
+
+    Returns:
+        The model, sharded by `PARAMETER_AXES`, with the same numbers on any mesh.
+    """
+
+    def make() -> PyTree:
+        return precision.cast_to_param(init(jax.random.key(seed)))
+
+    with jax.set_mesh(mesh):
+        shardings = parameter_shardings(jax.eval_shape(make), mesh)
+    return launch("init_model", make, [], out_shardings=shardings)
+
+
+def init_state(
+    model: PyTree, optimizer: optax.GradientTransformation, mesh: Mesh, precision: Precision, launch: Launch
+) -> tuple[TrainState, PyTree]:
+    """Make the first state. What is trained of the model is donated: use the state's model instead.
+
+    Args:
+        model: The model on the mesh, in any sharding and float type.
+        optimizer: The optimizer of the run.
+        mesh: The mesh of the run.
+        precision: The float types, of which the parameter type is used.
+        launch: Launches the program that makes the state.
+
+    Returns:
+        The state, and the shardings of what a step changes of it.
+    """
+    make = _state_maker(optimizer, precision)
+    trained, frozen = split_trained(model)
+    with jax.set_mesh(mesh):
+        shardings = parameter_shardings(jax.eval_shape(make, trained), mesh)
+    state: TrainState = launch("init_state", make, [trained], out_shardings=shardings, donate=(0,))
+    return state.join(frozen), shardings
+
+
+def state_structs(
+    init: Callable[[jax.Array], PyTree], optimizer: optax.GradientTransformation, mesh: Mesh, precision: Precision
+) -> tuple[TrainState, PyTree]:
+    """Return the shapes of what `init_model` and `init_state` make: nothing is allocated, and no device is needed.
+
+    Args:
+        init: Makes a model from a key; of a `LoraModel` the part that is trained.
+        optimizer: The optimizer of the run.
+        mesh: The mesh of the run; its devices may be ones that can only be compiled for.
+        precision: The float types, of which the parameter type is used.
+
+    Returns:
+        The state with a shape struct in place of each array, and its shardings.
+    """
+    make = _state_maker(optimizer, precision)
+    with jax.set_mesh(mesh):
+        shapes = jax.eval_shape(lambda: make(init(jax.random.key(0))))
+    shardings = parameter_shardings(shapes, mesh)
+    structs = jax.tree.map(
+        lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding), shapes, shardings
+    )
+    return structs, shardings
+
+
+def batch_structs(columns: Mapping[str, jax.ShapeDtypeStruct], n_rows: int, mesh: Mesh) -> dict[str, Any]:
+    """Return the shapes of a batch.
+
+    Args:
+        columns: The shape and type of one row of each column.
+        n_rows: The number of rows of the batch.
+        mesh: The mesh of the run.
+    """
+    sharding = NamedSharding(mesh, BATCH_SPEC)
+    return {
+        name: jax.ShapeDtypeStruct((n_rows, *one.shape), one.dtype, sharding=sharding) for name, one in columns.items()
+    }
+
+
+def _state_maker(optimizer: optax.GradientTransformation, precision: Precision) -> Callable[[PyTree], TrainState]:
+    def make(model: PyTree) -> TrainState:
+        model = precision.cast_to_param(model)
+        return TrainState(step=jnp.zeros((), jnp.int32), model=model, opt_state=optimizer.init(model))
+
+    return make
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """The metrics of one step, the same on every host."""
+
+    loss: float
+    """The mean loss over the batch, before the update."""
+    stop: int
+    """The largest number of a signal that asked a host to stop; 0 where none did."""
+    save: bool
+    """Whether the leader asked for a checkpoint; False where a host was asked to stop."""
+    values: Mapping[str, float]
+    """Further metrics by name."""
+
+
+class TrainStep:
+    """The train step: compiled ahead of time, so that hosts agree on it before its first launch; traced once for each
+    shape of a batch.
+
+    Args:
+        loss_fn: The objective.
+        optimizer: The optimizer of the run.
+        schedule: The learning rate by completed steps, to report as a metric; None to report none.
+        mesh: The mesh of the run.
+        shardings: The shardings that `init_state` returned.
+        precision: The float types.
+        microbatches: The number of parts of the batch that are computed one after the other.
+        skip_bad: Whether a step whose loss or gradient is not finite, or whose loss is above a limit, leaves parameters
+            and optimizer state as they are.
+    """
+
+    def __init__(
+        self,
+        *,
+        loss_fn: LossFn,
+        optimizer: optax.GradientTransformation,
+        schedule: optax.Schedule | None,
+        mesh: Mesh,
+        shardings: PyTree,
+        precision: Precision,
+        microbatches: int,
+        skip_bad: bool = False,
+    ) -> None:
+        self.skip_bad = skip_bad
+        self._loss_fn, self._optimizer, self._schedule = loss_fn, optimizer, schedule
+        self._mesh, self._precision, self._microbatches = mesh, precision, microbatches
+        self._names: tuple[str, ...] = ()
+        self._out_shardings = shardings, NamedSharding(mesh, P())
+        self._programs: dict[_BatchShape, Program] = {}
+
+    @property
+    def traces(self) -> int:
+        """The number of times that the step was traced."""
+        return sum(program.traces for program in self._programs.values())
+
+    def needed_bytes(self) -> int:
+        """Return the bytes per device at the worst moment of the compiled step with its largest batch, its arguments
+        among them.
+        """
+        assert self._programs, "compile() comes first"
+        memory = max((one.memory() for one in self._programs.values()), key=lambda one: one.temp_size_in_bytes)
+        largest = memory.peak_memory_in_bytes
+        if largest < memory.temp_size_in_bytes:  # the compiler for CPUs leaves temporaries out of its peak
+            largest = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+        return int(largest + memory.generated_code_size_in_bytes)
+
+    def compile(self, state: TrainState, batch: Mapping[str, Any], *signals: Any, ledger: Ledger) -> Mapping[str, str]:
+        """Compile for arguments of these shapes, beside the programs that were compiled for batches of other shapes;
+        nothing is launched, and no other host is waited for.
+
+        Args:
+            state: The first argument of a call; it is not donated here.
+            batch: The second argument of a call, or its shapes with shardings.
+            signals: The other arguments of a call.
+            ledger: The ledger that records launches.
+
+        Returns:
+            The program's digests, which all hosts must compare before the first call.
+
+        Raises:
+            LockstepError: The compiler refused the program.
+        """
+        program = self._programs[_batch_shape(batch)] = compile_program(
+            "train_step",
+            self._step,
+            [*state.split(), dict(batch), *signals],
+            mesh=self._mesh,
+            ledger=ledger,
+            donate=(0,),
+            out_shardings=self._out_shardings,
+        )
+        return program.digests
+
+    def __call__(
+        self, state: TrainState, batch: Mapping[str, Array], stop: Int[Array, " device"], *limit: Float[Array, ""]
+    ) -> Any:
+        """Launch one step.
+
+        Args:
+            state: The state, which is donated: its arrays are deleted, but for those that are frozen.
+            batch: Global arrays by name, with the row as axis 0.
+            stop: The number of the signal on the devices of a host that was asked to stop; `SAVE_FLAG` on those of a
+                leader that wants a checkpoint; 0 on all others.
+            limit: With ``skip_bad``, the largest loss with which the step counts; infinity for any.
+
+        Returns:
+            The next state, and the metrics as an array for `read`.
+
+        Raises:
+            ConfigError: The step is not compiled for a batch of this shape.
+        """
+        shape = _batch_shape(batch)
+        if shape not in self._programs:
+            compiled = " or ".join(map(_text, self._programs))
+            raise ConfigError(
+                f"a batch is {_text(shape)}, but the train step was compiled for {compiled}, and nothing is compiled "
+                "after the start. Pad rows to one length, or give the batches the property lengths (BatchesOfLengths)."
+            )
+        changing, frozen = state.split()
+        new, metrics = self._programs[shape](changing, frozen, dict(batch), stop, *limit)
+        return new.join(frozen), metrics
+
+    def lower(self, state: TrainState, batch: Mapping[str, Any]) -> jax.stages.Lowered:
+        """Trace the step for shapes; nothing is launched.
+
+        Args:
+            state: The state as arrays, or as shape structs with shardings.
+            batch: The columns of a batch as arrays, or as shape structs with shardings.
+        """
+        sharding = NamedSharding(self._mesh, STOP_SPEC)
+        signals = [jax.ShapeDtypeStruct((self._mesh.size,), jnp.int32, sharding=sharding)]
+        if self.skip_bad:
+            signals.append(jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(self._mesh, P())))
+        with jax.set_mesh(self._mesh), without_directories():
+            jitted = jax.jit(self._step, donate_argnums=0, out_shardings=self._out_shardings)
+            return jitted.lower(*state.split(), dict(batch), *signals)
+
+    def read(self, metrics: Array) -> StepMetrics:
+        """Wait for a step and fetch its metrics, which are the same on every host; nothing is launched.
+
+        Args:
+            metrics: The second result of a call.
+        """
+        loss, stop, *others = (float(x) for x in jax.device_get(metrics.addressable_data(0)))
+        values = dict(zip(self._names, others, strict=True))
+        return StepMetrics(loss=loss, stop=0 if stop == SAVE_FLAG else int(stop), save=stop == SAVE_FLAG, values=values)
+
+    def _step(
+        self, state: TrainState, frozen: PyTree, batch: dict[str, Array], stop: Array, *limit: Array
+    ) -> tuple[TrainState, Float[Array, " n"]]:
+        parts, gradients = self._differentiate(state.model, frozen, batch)
+        # The parts of their norm are exchanged together, after the backward pass. XLA's runtime for CPUs orders
+        # collectives by their beginnings alone: one for a part that is ready early can meet one of the backward pass.
+        gradients = jax.lax.optimization_barrier(gradients)
+        updates, opt_state = self._optimizer.update(gradients, state.opt_state, state.model)
+        model = optax.apply_updates(state.model, updates)
+        values = {name: total / parts.weight for name, total in parts.metrics.items()}
+        values["grad_norm"] = optax.global_norm(gradients)
+        if self._schedule is not None:
+            updates_done = completed_updates(state.opt_state) if self.skip_bad else None
+            values["learning_rate"] = jnp.asarray(self._schedule(state.step if updates_done is None else updates_done))
+        loss = parts.total / parts.weight
+        if self.skip_bad:
+            good = jnp.isfinite(loss) & jnp.isfinite(values["grad_norm"]) & (loss <= limit[0])
+            new, old = (model, opt_state), (state.model, state.opt_state)
+            model, opt_state = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
+            values[SKIPPED] = ~good
+        self._names = tuple(values)
+        metrics = [loss, jnp.max(stop), *values.values()]
+        new_state = TrainState(step=state.step + 1, model=model, opt_state=opt_state)
+        return new_state, jnp.stack([jnp.asarray(x, jnp.float32) for x in metrics])
+
+    def _differentiate(self, model: PyTree, frozen: PyTree, batch: dict[str, Array]) -> tuple[LossParts, PyTree]:
+        """Return the sums over the whole batch and the gradient of the mean loss, microbatch by microbatch."""
+        if self._microbatches == 1:
+            # Gradients that are divided afterwards are for a moment in memory twice.
+            (_, parts), gradients = eqx.filter_value_and_grad(self._mean, has_aux=True)(model, frozen, batch)
+            return parts, gradients
+
+        differentiate = eqx.filter_value_and_grad(self._total, has_aux=True)
+
+        def add(sums: PyTree, microbatch: dict[str, Array]) -> tuple[PyTree, None]:
+            (_, parts), gradients = differentiate(model, frozen, microbatch)
+            return jax.tree.map(jnp.add, sums, (parts, gradients)), None
+
+        split = {name: self._split(rows) for name, rows in batch.items()}
+        (_, parts), gradients = jax.eval_shape(differentiate, model, frozen, {k: v[0] for k, v in split.items()})
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (parts, gradients))
+        zeros = (zeros[0], hax.shard(zeros[1], PARAMETER_AXES, self._mesh))
+        (parts, gradients), _ = jax.lax.scan(add, zeros, split)
+        return parts, jax.tree.map(lambda g: (g / parts.weight).astype(g.dtype), gradients)
+
+    def _total(self, model: PyTree, frozen: PyTree, batch: dict[str, Array]) -> tuple[Array, LossParts]:
+        with hax.axis_mapping(COMPUTE_AXES):
+            parts = self._loss_fn(self._precision.cast_to_compute(join_trained(model, frozen)), batch)
+        parts = cast_floats(parts, jnp.dtype(jnp.float32))
+        return parts.total, parts
+
+    def _mean(self, model: PyTree, frozen: PyTree, batch: dict[str, Array]) -> tuple[Array, LossParts]:
+        total, parts = self._total(model, frozen, batch)
+        return total / parts.weight, parts
+
+    def _split(self, rows: Array) -> Array:
+        """Reshape ``[row, ...]`` to ``[microbatch, row, ...]`` without moving a row to another device."""
+        n_shards = self._mesh.shape["dp"] * self._mesh.shape["fsdp"]
+        parts = rows.reshape(n_shards, self._microbatches, -1, *rows.shape[1:]).swapaxes(0, 1)
+        flat = parts.reshape(self._microbatches, -1, *rows.shape[1:])
+        return jax.lax.with_sharding_constraint(flat, NamedSharding(self._mesh, P(None, *BATCH_SPEC)))
+
+
+type _BatchShape = frozenset[tuple[str, tuple[int, ...]]]
+
+
+def _batch_shape(batch: Mapping[str, Any]) -> _BatchShape:
+    return frozenset((name, tuple(column.shape)) for name, column in batch.items())
+
+
+def _text(shape: _BatchShape) -> str:
+    return ", ".join(f"{name} {list(sizes)}" for name, sizes in sorted(shape))
+
+
+def _named(leaf: Any) -> bool:
+    return isinstance(leaf, hax.NamedArray)

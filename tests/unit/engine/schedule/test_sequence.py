@@ -1,0 +1,81 @@
+"""The state of one completion while it is generated."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lockstep.engine.schedule import DecodeResults
+from lockstep.engine.schedule.sequence import Sequence
+from lockstep.types import FinishReason
+from tests.unit.engine.schedule.test_scheduler import request
+
+
+def sequence_of(prompt: int = 4, new: int = 3, **options: Any) -> Sequence:
+    return Sequence(request=request(7, prompt, new, **options), generation_id=2)
+
+
+def test_before_the_first_token_the_last_of_the_prompt_is_read() -> None:
+    sequence = sequence_of(prompt=4, new=3)
+    assert (sequence.last_token, sequence.position, sequence.num_prefill, sequence.remaining) == (3, 3, 3, 3)
+
+
+def sampled(*tokens: int, top: int = 0) -> np.ndarray:
+    """What a launch gives a sequence: log-probabilities -token and -2 token, and ``top`` other tokens."""
+    ids = np.array(tokens, np.int32).reshape(1, 1, -1)
+    logprobs = -ids.astype(np.float32)
+    tops = np.tile(ids[..., None], top) + np.arange(top, dtype=np.int32)
+    given = (tops, -tops.astype(np.float32)) if top else ()
+    return DecodeResults.of(ids, logprobs, 2 * logprobs, *given).packed[0, :, 0]
+
+
+def test_a_sampled_token_is_read_next() -> None:
+    sequence = sequence_of(prompt=4, new=5)
+    sequence.extend(sampled(8, 9))
+    assert (sequence.last_token, sequence.position, sequence.remaining, sequence.num_tokens) == (9, 5, 3, 2)
+    assert sequence.tokens == [8, 9]
+    sequence.extend(sampled(7))
+    assert sequence.tokens == [8, 9, 7] and sequence.last_token == 7
+
+
+@pytest.mark.parametrize(("prompt", "new", "pages"), [(1, 1, 1), (4, 1, 1), (4, 2, 2), (5, 4, 2), (5, 5, 3)])
+def test_the_last_sampled_token_needs_no_page(prompt: int, new: int, pages: int) -> None:
+    assert sequence_of(prompt=prompt, new=new).worst_case_pages(4) == pages
+
+
+def test_what_follows_a_stop_string_is_removed_from_every_list() -> None:
+    sequence = sequence_of(new=4)
+    sequence.extend(sampled(0, 1, top=3))
+    assert sequence.tokens == [0, 1]
+    sequence.extend(sampled(2, 3, top=3))
+    sequence.stop_at(3)
+    assert sequence.tokens == [0, 1, 2] and sequence.num_tokens == 3
+    completion = sequence.completion()
+    assert completion.tokens == (0, 1, 2) and completion.finish_reason is FinishReason.STOP
+    assert (completion.logprobs, completion.sampled_logprobs) == ((0.0, -1.0, -2.0), (0.0, -2.0, -4.0))
+    assert completion.top_logprobs == ()
+
+
+def test_a_completion_has_as_many_of_the_most_probable_tokens_as_its_request_asks_for() -> None:
+    sequence = sequence_of(new=2, top_logprobs=2)
+    sequence.extend(sampled(4, 6, top=3))
+    sequence.finish_reason = FinishReason.LENGTH
+    assert sequence.completion().top_logprobs == (((4, -4.0), (5, -5.0)), ((6, -6.0), (7, -7.0)))
+
+
+def test_a_completion_is_plain_python_and_has_the_numbers_of_its_request() -> None:
+    sequence = sequence_of(new=2)
+    sequence.extend(sampled(1))
+    sequence.extend(sampled(2))
+    sequence.finish_reason = FinishReason.LENGTH
+    completion = sequence.completion()
+    assert (completion.prompt_id, completion.generation_id, completion.prompt_logprobs) == (7, 2, ())
+    assert {type(value) for value in completion.tokens} == {int}
+    assert {type(value) for value in (*completion.logprobs, *completion.sampled_logprobs)} == {float}
+    assert sequence.completion() is completion
+
+
+def test_an_answer_without_tokens() -> None:
+    sequence = sequence_of()
+    sequence.finish_reason = FinishReason.CANCELLED
+    assert (sequence.completion().tokens, sequence.completion().logprobs, sequence.tokens) == ((), (), [])

@@ -1,0 +1,171 @@
+"""Buckets, W&B and the tokenizer, against servers on this machine and ports where nobody listens."""
+
+import http.server
+import json
+import socket
+import sys
+import threading
+
+import pytest
+
+from lockstep.main.doctor.asked import Asked
+from lockstep.main.doctor.background import wait_for_all
+from lockstep.main.doctor.reach import (
+    begin_checks,
+    check_checkpoint,
+    check_read,
+    check_tokenizer,
+    check_wandb,
+    check_written,
+)
+from tests import fake_gcs
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    with fake_gcs.serve() as served:
+        for name, value in served.environment.items():
+            monkeypatch.setenv(name, value)
+        yield served
+
+
+def closed_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def test_a_directory_is_written_read_and_left_as_it_was(tmp_path):
+    found = check_written(str(tmp_path / "new"))
+    assert found.outcome == "ok" and list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_bucket_is_written_to_and_cleaned(bucket):
+    found = check_written("gs://bucket/checkpoints")
+    assert found.outcome == "ok", found
+    assert bucket.objects == {}
+
+
+def test_a_bucket_that_refuses_says_what_to_give(bucket):
+    bucket.refuse = "no right to list"
+    found = check_read("gs://bucket/data.jsonl")
+    assert found.outcome == "fix" and "Storage Object Admin" in found.fix
+
+
+def test_what_is_read_must_be_there(bucket, tmp_path):
+    bucket.write("bucket/train-0.jsonl", b"{}")
+    assert check_read("gs://bucket/train-*.jsonl").text == "1 file or directories of this name"
+    assert check_read(f"file://{tmp_path}/no.jsonl").text == "there is nothing of this name."
+
+
+def test_a_protocol_without_a_package_is_a_finding():
+    found = check_written("nosuch://bucket")
+    assert found.outcome == "fix" and "nosuch" in found.text
+
+
+def test_the_tokenizer_and_the_checkpoint_are_read_as_by_a_run(tmp_path):
+    assert check_tokenizer("data/demo/tokenizer").outcome == "ok"
+    found = check_tokenizer(str(tmp_path))
+    assert found.outcome == "fix" and "holds none of tokenizer.json" in found.text
+    assert check_checkpoint("tests/golden/llama3").text == "tests/golden/llama3: llama"
+    assert check_checkpoint(str(tmp_path)).outcome == "fix"
+
+
+class Wandb(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        key = self.headers["Authorization"]
+        assert self.path == "/graphql"
+        self.server.keys.append(key)
+        if self.server.status == 200:
+            body = json.dumps({"data": {"viewer": self.server.viewer}}).encode()
+        else:
+            body = b"no"
+        self.send_response(self.server.status)
+        if self.server.status in (302, 307):
+            self.send_header("Location", self.server.elsewhere)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self):
+        self.server.keys.append(self.headers["Authorization"])
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Wandb) as server:
+        server.keys, server.status, server.viewer = [], 200, {"username": "ada"}
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}/")
+        monkeypatch.setenv("WANDB_API_KEY", "hush-hush")
+        monkeypatch.delenv("WANDB_MODE", raising=False)
+        yield server
+        server.shutdown()
+
+
+def test_wandb_says_whose_the_key_is(wandb):
+    found = check_wandb({}, 5)
+    assert found.outcome == "ok" and found.text.endswith("answers; logged in as ada")
+    assert wandb.keys == ["Basic YXBpOmh1c2gtaHVzaA=="]
+
+
+@pytest.mark.parametrize(
+    ("status", "viewer", "text"),
+    [(200, None, "does not know the key"), (401, {}, "refuses the key (401)"), (500, {}, "answers 500")],
+)
+def test_a_key_that_is_no_good_is_found_and_not_shown(wandb, status, viewer, text):
+    wandb.status, wandb.viewer = status, viewer
+    found = check_wandb({}, 5)
+    assert found.outcome == "fix" and text in found.text
+    assert "hush" not in str(found)
+
+
+@pytest.mark.parametrize("status", [302, 307])
+def test_the_key_follows_no_redirect(wandb, status):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Wandb) as other:
+        other.keys = []
+        threading.Thread(target=other.serve_forever, args=(0.02,), daemon=True).start()
+        wandb.status, wandb.elsewhere = status, f"http://127.0.0.1:{other.server_port}/"
+        found = check_wandb({}, 5)
+        other.shutdown()
+    assert other.keys == [] and len(wandb.keys) == 1
+    assert found.outcome == "fix" and f"answers {status}" in found.text
+
+
+def test_wandb_that_is_not_installed(wandb, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    found = check_wandb({}, 5)
+    assert found.outcome == "fix" and "jax-lockstep[wandb]" in found.fix and not wandb.keys
+
+
+def test_wandb_without_a_network_or_a_key(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{closed_port()}")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    found = check_wandb({}, 5)
+    assert found.outcome == "fix" and "there is no key" in found.text
+    (tmp_path / ".netrc").write_text("machine 127.0.0.1 login user password hush\n")
+    (tmp_path / ".netrc").chmod(0o600)
+    found = check_wandb({}, 5)
+    assert found.outcome == "fix" and "does not answer: URLError" in found.text and "offline" in found.fix
+    assert check_wandb({"mode": "offline"}, 5).text == "not asked: mode offline"
+
+
+def test_all_of_it_at_once_within_the_time(monkeypatch, tmp_path):
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{closed_port()}")
+    monkeypatch.setenv("FSSPEC_GS_TOKEN", "anon")
+    asked = Asked(written=("gs://bucket/out", str(tmp_path)), read=("gs://bucket/in",), tokenizer="data/demo/tokenizer")
+    found = wait_for_all(begin_checks(asked), 3.0)
+    assert {each.name: each.outcome for each in found} == {
+        "bucket gs://bucket/out": "fix",
+        f"bucket {tmp_path}": "ok",
+        "data gs://bucket/in": "fix",
+        "tokenizer": "ok",
+    }

@@ -1,0 +1,57 @@
+"""Published numbers of chips."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import pytest
+
+from lockstep.placement.device import Link, chip_named, hops
+
+
+@pytest.mark.parametrize(
+    ("kind", "platform", "name"),
+    [
+        ("TPU v4", "tpu", "TPU v4"),
+        ("TPU v5", "tpu", "TPU v5p"),
+        ("TPU v5 lite", "tpu", "TPU v5e"),
+        ("TPU v6 lite", "tpu", "TPU v6e"),
+        ("TPU v9", "tpu", "TPU v5p"),
+        ("NVIDIA H100 80GB HBM3", "gpu", "H100"),
+        ("NVIDIA H200", "gpu", "H200"),
+        ("cpu", "cpu", "CPU"),
+    ],
+)
+def test_chips(kind: str, platform: str, name: str) -> None:
+    assert chip_named(kind, platform).name == name
+
+
+@pytest.mark.parametrize(
+    ("coords", "expected"),
+    [
+        ([(0, 0, 0)], 0),
+        ([(0, 0, 0), (1, 0, 0)], 1),
+        ([(x, y, 0) for x in range(2) for y in range(2)], 2),  # a host of a v5p
+        ([(x, y, 0) for x in range(2) for y in range(4)], 4),  # a v6e-8
+        ([(2 + x, y, z) for x in range(2) for y in range(2) for z in range(2)], 3),
+    ],
+)
+def test_hops_are_those_of_the_longest_way_through_the_group(coords: list[Any], expected: int) -> None:
+    devices: list[Any] = [SimpleNamespace(coords=place) for place in coords]
+    assert hops(devices) == expected
+
+
+def test_devices_without_a_place_are_a_line() -> None:
+    assert hops(jax.devices()[:4]) == 3
+
+
+def test_a_sum_goes_there_and_back() -> None:
+    link = Link(bandwidth=1.0, latency_s=5.0, hop_s=1.0)
+    assert (link.gather_s(3), link.reduce_s(3)) == (8.0, 11.0)
+    # The one published measurement, see the comment at the TPUs' numbers.
+    assert chip_named("TPU v5e", "tpu").link.gather_s(3) == pytest.approx(8e-6)
+
+
+def test_a_plan_can_say_whose_numbers_it_has():
+    for kind, platform in (("TPU v5p", "tpu"), ("TPU v6e", "tpu"), ("NVIDIA H100", "gpu")):
+        assert chip_named(kind, platform).source.startswith("published: ")

@@ -1,0 +1,148 @@
+import dataclasses
+import hashlib
+import json
+
+import numpy as np
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.training.checkpoints.checkpoint import (
+    METADATA,
+    CheckpointDirectory,
+    CheckpointMetadata,
+    DamagedCheckpointError,
+    _sealed,
+    changes,
+    named_arrays,
+    shape_texts,
+)
+
+
+def metadata(step, arrays="arrays-0", **values):
+    fields = {
+        "tree_digest": "0",
+        "loss": 1.5,
+        "shapes": {},
+        "facts": {},
+        "config": {},
+        "hooks": {},
+        "hooks_called": True,
+    }
+    return CheckpointMetadata(step=step, arrays=arrays, **(fields | values))
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return CheckpointDirectory(str(tmp_path / "checkpoints"))
+
+
+def complete(directory, step):
+    directory.commit(metadata(step, directory.begin(step)))
+
+
+def test_a_checkpoint_exists_once_its_metadata_does(directory):
+    assert directory.steps() == []
+    name = directory.begin(4)
+    assert (directory.of(4) / name).exists() and directory.steps() == []
+    directory.commit(metadata(4, name, hooks={"a": {"rounds": 2}}))
+    assert directory.steps() == [4]
+    assert directory.metadata(4) == metadata(4, name, hooks={"a": {"rounds": 2}})
+
+
+def test_metadata_torn_in_its_writing_is_none(directory):
+    directory.begin(4)
+    (directory.of(4) / f"{METADATA}.tmp").write_text('{"format": 1, "st')
+    assert directory.steps() == []
+
+
+def test_steps_are_sorted_as_numbers(directory):
+    for step in (10, 9, 100):
+        complete(directory, step)
+    (directory.path / "step-x").mkdir()
+    (directory.path / "other").mkdir()
+    assert directory.steps() == [9, 10, 100]
+
+
+def test_each_attempt_writes_elsewhere(directory):
+    assert directory.begin(4) != directory.begin(4)
+
+
+def test_a_checkpoint_that_is_half_removed_is_none(directory, monkeypatch):
+    complete(directory, 4)
+    monkeypatch.setattr(type(directory.path), "rmtree", lambda *a, **k: (_ for _ in ()).throw(OSError("busy")))
+    with pytest.raises(OSError, match="busy"):
+        directory.remove(4)
+    assert directory.steps() == []
+
+
+def test_what_interrupted_saves_left_is_known(directory):
+    complete(directory, 4)
+    directory.begin(6)
+    (directory.path / "notes").mkdir()
+    assert directory.unfinished() == [6] and directory.steps() == [4]
+
+
+def test_another_version_is_refused(directory):
+    complete(directory, 4)
+    values = json.loads((directory.of(4) / METADATA).read_text()) | {"format": 99}
+    del values["digest"]
+    digest = hashlib.sha256(json.dumps(values, indent=1).encode()).hexdigest()
+    (directory.of(4) / METADATA).write_text(json.dumps(values | {"digest": digest}, indent=1))
+    with pytest.raises(ConfigError, match="reads checkpoints of formats 1 and 2, .* format 99") as error:
+        directory.metadata(4)
+    assert not isinstance(error.value, DamagedCheckpointError)
+
+
+def test_a_flipped_bit_of_the_metadata_is_found_wherever_it_is(directory):
+    complete(directory, 4)
+    file = directory.of(4) / METADATA
+    whole = file.read_bytes()
+    for bit in range(8 * len(whole)):
+        changed = bytearray(whole)
+        changed[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(bytes(changed))
+        with pytest.raises(DamagedCheckpointError, match=f"{METADATA} is damaged: "):
+            directory.metadata(4)
+    file.write_bytes(whole[:-1])
+    with pytest.raises(DamagedCheckpointError):
+        directory.metadata(4)
+
+
+def test_a_checkpoint_of_a_version_without_checksums_is_read_with_a_warning(directory, caplog):
+    old = metadata(4, directory.begin(4), tree_digest=None)
+    assert json.loads(old.to_json())["format"] == 1
+    directory.commit(old)
+    assert directory.metadata(4) == old and "stored no checksums" in caplog.text
+
+
+def test_arrays_are_named_by_their_paths():
+    assert list(named_arrays({"a": {"w": 1}, "b": [2]})) == ["a.w", "b.0"]
+
+
+def test_shapes_as_texts():
+    assert shape_texts({"w": np.zeros((2, 3), np.float32), "s": np.int32(1)}) == {"w": "float32[2,3]", "s": "int32[]"}
+
+
+def test_changes_are_listed_by_their_keys():
+    before = {"a": {"b": 1, "c": (1, 2)}, "gone": 3}
+    now = {"a": {"b": 2, "c": [1, 2]}, "new": 4}
+    assert changes(before, now) == ["a.b: 1 → 2", "gone: 3 → missing", "new: missing → 4"]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"step": "3"},
+        {"loss": None},
+        {"shapes": []},
+        {"shapes": {"a": 1}},
+        {"facts": {"a": []}},
+        {"model": "x"},
+        {"x": 1},
+    ],
+)
+def test_metadata_of_other_types_are_damaged_whatever_their_digest_says(values):
+    whole = {"format": 2, **dataclasses.asdict(metadata(3, "arrays-0"))}
+    assert CheckpointMetadata.from_json(_sealed(whole)) == metadata(3, "arrays-0")
+    with pytest.raises(DamagedCheckpointError, match=r"metadata\.json cannot be read .*Bring the file back"):
+        CheckpointMetadata.from_json(_sealed(whole | values))

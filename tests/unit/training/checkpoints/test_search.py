@@ -1,0 +1,61 @@
+"""The checkpoint that a run goes on from; test_checkpointer.py has the same between hosts."""
+
+import json
+
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.training.checkpoints.checkpoint import METADATA, CheckpointDirectory
+from lockstep.training.checkpoints.search import CheckpointSearch
+from tests.unit.training.checkpoints.test_checkpoint import complete
+
+
+@pytest.fixture
+def search(tmp_path):
+    directory = CheckpointDirectory(str(tmp_path))
+    for step in (2, 4, 6):
+        complete(directory, step)
+    return CheckpointSearch(directory)
+
+
+def damage(search, *steps):
+    for step in steps:
+        file = search.directory.of(step) / METADATA
+        file.write_text(file.read_text().replace('"loss": 1.5', '"loss": 1.4'))
+
+
+def found(search, resume="auto"):
+    metadata = json.loads(search.run(resume))[1]
+    return None if metadata is None else json.loads(metadata)["step"]
+
+
+def test_the_newest_that_is_not_damaged_is_found(search, caplog):
+    assert found(search) == 6 and not caplog.text
+    search.damaged[6] = "process 3: d/1 is damaged"
+    damage(search, 4)
+    assert found(search) == 2
+    assert "step 2 and not from a newer" in caplog.text
+    assert "process 3: d/1 is damaged" in caplog.text and f"step-4/{METADATA} is damaged" in caplog.text
+
+
+def test_a_damaged_one_that_is_not_the_newest_is_not_read(search, caplog):
+    damage(search, 4)
+    assert found(search, "must") == 6 and not caplog.text
+
+
+def test_where_all_are_damaged_the_run_does_not_begin_anew(search):
+    damage(search, 2, 4, 6)
+    with pytest.raises(ConfigError, match=r"damaged, and there is no older one:\n(.*step-\d.*\n){3}Bring the files"):
+        search.run("auto")
+    assert search.directory.steps() == [2, 4, 6]
+
+
+def test_must_needs_one(tmp_path):
+    with pytest.raises(ConfigError, match=f"must, but there is no checkpoint in {tmp_path}. Check trainer.run_id"):
+        CheckpointSearch(CheckpointDirectory(str(tmp_path))).run("must")
+
+
+def test_must_is_the_newest(search):
+    damage(search, 6)
+    with pytest.raises(ConfigError, match=r"trainer.resume is must:\n.*\n.*use resume: auto to go on from step 4"):
+        search.run("must")

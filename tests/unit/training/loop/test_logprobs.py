@@ -1,0 +1,42 @@
+"""The program of log-probabilities: as the objective computes them, whatever the microbatches."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lockstep.hosts import Ledger
+from lockstep.placement import make_mesh, place
+from lockstep.training import TrainerConfig
+from lockstep.training.loop.logprobs import LogprobProgram
+from lockstep.training.objectives import GrpoConfig
+from lockstep.training.step.train_step import BATCH_SPEC
+from tests import tiny
+
+
+@pytest.mark.parametrize(("microbatches", "replicated"), [(1, True), (4, False)])
+def test_each_row_has_its_own_log_probabilities(microbatches, replicated):
+    mesh = make_mesh("auto")
+    model = tiny.init_model(tiny.make_trainer("auto", 1))
+    tokens = np.asarray(tiny.rows(8 * mesh.size).columns["tokens"])
+    ledger = Ledger()
+    objective = GrpoConfig(temperature=0.6, vocab_size=40)
+    trainer = TrainerConfig(train_batch_size=len(tokens), per_device_parallelism=8 // microbatches, mp="f32")
+    program = LogprobProgram(
+        "some_logprobs",
+        lambda model, batch: objective.answer_logprobs(model, batch["tokens"]),
+        trainer=trainer,
+        mesh=mesh,
+        ledger=ledger,
+        replicated=replicated,
+    )
+    batch = {"tokens": place(tokens, NamedSharding(mesh, BATCH_SPEC))}
+    digests = program.compile(model, batch)
+    assert program.compile(model, batch) == digests and program.traces == 1
+    found = program(model, batch)
+    assert found.sharding.is_fully_replicated == replicated
+    with jax.set_mesh(mesh):
+        whole = jax.jit(objective.answer_logprobs, out_shardings=NamedSharding(mesh, P()))(model, tokens)
+    np.testing.assert_allclose(found, whole, atol=1e-5)
+    assert ledger.count == 1

@@ -1,0 +1,85 @@
+"""A trace of some steps, read as TensorBoard's plugin reads it."""
+
+from pathlib import Path
+
+import jax
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.training import OptimizerConfig, ProfilerConfig, Trainer, TrainerConfig, lm_loss
+from lockstep.training.loop.profiler import Profiler
+from tests.unit.training.bigrams import Bigrams
+from tests.unit.training.loop.test_trainer import losses, rows
+
+
+def steps_of(file):
+    """The numbers of the steps that a trace has, and the names of what ran in it."""
+    found, names = set(), set()
+    for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
+        for line in plane.lines:
+            for event in line.events:
+                names.add(event.name)
+                if event.name == "train":
+                    found |= {int(value) for name, value in event.stats if name == "step_num"}
+    return found, names
+
+
+def test_the_trace_has_the_steps_that_were_asked_for_and_training_is_as_without_it(tmp_path):
+    config = TrainerConfig(
+        num_train_steps=4,
+        train_batch_size=8,
+        log_dir=str(tmp_path),
+        run_id="run",
+        profiler=ProfilerConfig(start_step=1, num_steps=2),
+    )
+    optimizer = OptimizerConfig(learning_rate=1e-2, warmup=0)
+    trainer = Trainer(config, optimizer.build(4), lm_loss, schedule=optimizer.schedule(4))
+    found = []
+    trainer.add_hook(lambda info: found.append(info.loss))
+    trainer.train(trainer.init_model(Bigrams.init), rows())
+    (file,) = (tmp_path / "run" / "profiler" / "plugins" / "profile").glob("*/*.xplane.pb")
+    steps, names = steps_of(file)
+    assert steps == {1, 2}
+    assert any("lockstep_train_step" in name for name in names), "what the devices did is in the trace"
+    assert found == losses()[0]
+
+
+def test_other_processes_trace_nothing(tmp_path):
+    profiler = Profiler(ProfilerConfig(start_step=0, processes=(1, 2)), tmp_path / "trace", 0)
+    with profiler.step(0):
+        assert not profiler._tracing
+    profiler.close()
+    assert not (tmp_path / "trace").exists()
+
+
+def test_a_profiler_that_cannot_start_is_told_of_and_training_goes_on(tmp_path, monkeypatch, caplog):
+    def refuse(directory):
+        raise RuntimeError("Only one profile may be run at a time.")
+
+    monkeypatch.setattr(jax.profiler, "start_trace", refuse)
+    profiler = Profiler(ProfilerConfig(start_step=0, processes=None), Path(tmp_path), 3)
+    for step in range(3):
+        with profiler.step(step):
+            pass
+    profiler.close()
+    assert caplog.text.count("goes on without a trace: Only one profile") == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"start_step": -1}, "profiler.start_step is -1; it must be at least 0"),
+        ({"num_steps": 0}, "profiler.num_steps is 0; it must be at least 1"),
+        ({"processes": ()}, r"profiler.processes is \[\]"),
+        ({"start_step": 8, "num_steps": 3}, "asks for steps 8 to 10, but trainer.num_train_steps is 10"),
+    ],
+)
+def test_values_out_of_range(values, text):
+    with pytest.raises(ConfigError, match=text):
+        TrainerConfig(num_train_steps=10, profiler=ProfilerConfig(**values))
+
+
+def test_a_trace_needs_a_place():
+    config = TrainerConfig(num_train_steps=30, profiler=ProfilerConfig())
+    with pytest.raises(ConfigError, match=r"neither run_dir nor trainer\.run_id.*trainer\.profiler"):
+        Trainer(config, OptimizerConfig().build(30), lm_loss)

@@ -1,0 +1,107 @@
+"""Which questions a rollout has, and questions that cannot be used."""
+
+import json
+
+import numpy as np
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.text import Prompt
+from lockstep.training import GrpoDataConfig
+from lockstep.training.rl import Questions, load_questions
+from lockstep.training.rl import questions as grpo_questions
+from tests import tiny
+
+
+def write(tmp_path, *questions):
+    path = tmp_path / "q.jsonl"
+    path.write_text("".join(json.dumps({"question": each, "answer": "#### 1"}) + "\n" for each in questions))
+    return str(path)
+
+
+def load(path, row_length=32, **values):
+    config = GrpoDataConfig(train_urls=(path,), **values)
+    return load_questions(config, tiny.tokenizer(), row_length=row_length, max_new_tokens=8, seed=0)
+
+
+def made_up(count=10, **values):
+    prompts = [Prompt(id=i, text=f"q{i}", answer="1") for i in range(count)]
+    return Questions(prompts=prompts, tokens=[(1,) * (1 + i % 3) for i in range(count)], seed=7, **values)
+
+
+def test_every_question_comes_once_per_epoch_in_an_order_of_its_own():
+    questions = made_up()
+    drawn = np.concatenate([questions.drawn(rollout, 4) for rollout in range(5)])
+    assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(10))
+    assert drawn[:10].tolist() != drawn[10:].tolist()
+    np.testing.assert_array_equal(made_up().drawn(3, 4), drawn[12:16])
+    assert made_up(shuffle=False).drawn(2, 4).tolist() == [8, 9, 0, 1]
+
+
+def test_further_attempts_draw_others():
+    questions = made_up(100)
+    again = questions.drawn(3, 8, attempt=1)
+    assert len(set(again)) == 8 and again.tolist() != questions.drawn(3, 8).tolist()
+    np.testing.assert_array_equal(again, made_up(100).drawn(3, 8, attempt=1))
+    assert again.tolist() != questions.drawn(3, 8, attempt=2).tolist() != questions.drawn(4, 8, attempt=1).tolist()
+
+
+def test_no_question_comes_again_within_a_rollout():
+    questions = made_up(20)
+    for rollout in (0, 1, 7):
+        drawn = np.concatenate([questions.drawn(rollout, 6, attempt) for attempt in range(3)])
+        assert len(set(drawn.tolist())) == 18
+    following = [questions.drawn(rollout, 5).tolist() for rollout in (1, 2, 3)]
+    assert questions.drawn(0, 5, attempt=1).tolist() not in following, "what the next rollouts have anyway"
+
+
+def test_what_decides_the_order_is_in_the_digest(monkeypatch):
+    """Version 1 is this order; one that is changed has another version."""
+    assert made_up().drawn(0, 10).tolist() == [8, 0, 7, 1, 3, 6, 2, 4, 5, 9]
+    assert made_up().drawn(1, 4, attempt=1).tolist() == [7, 1, 0, 9]
+    first = made_up().digest()
+    assert first.endswith(" (version 1 of the order)")
+    monkeypatch.setattr(grpo_questions, "ORDER_VERSION", 2)
+    second = made_up().digest()
+    monkeypatch.setattr(grpo_questions, "_permutation", lambda *_: np.arange(10))
+    assert len({first, second, made_up().digest(), made_up(shuffle=False).digest()}) == 4
+
+
+def test_the_longest_are_repeated_where_there_are_too_few():
+    assert made_up(3).longest(2) == [2, 1]
+    assert made_up(3).longest(5) == [2, 1, 0, 2, 1]
+
+
+def test_a_question_is_a_chat_or_a_text(tmp_path):
+    path = write(tmp_path, "What is 1 plus 1?")
+    chat = load(path, system_prompt="Be brief.", instruction=" End with ####.", row_length=128)
+    assert chat.prompts[0].messages == (
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is 1 plus 1? End with ####."},
+    )
+    text = load(path, format="text")
+    assert text.prompts[0].text == "What is 1 plus 1?" and text.prompts[0].answer == "#### 1"
+    assert text.tokens[0] == tuple(tiny.tokenizer().encode("What is 1 plus 1?"))
+    assert chat.digest() != text.digest() == load(path, format="text").digest()
+
+
+def test_a_prompt_that_leaves_no_room_is_named(tmp_path):
+    path = write(tmp_path, "What is 1 plus 1?", "What is 1 plus 1 " * 8)
+    with pytest.raises(ConfigError, match=r"q\.jsonl:2: the prompt has \d+ tokens .* or set data\.truncate: true"):
+        load(path, format="text")
+    assert len(load(path, format="text", truncate=True)) == 1
+    with pytest.raises(ConfigError, match="0 questions that fit"):
+        load(path, format="text", truncate=True, row_length=9)
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path):
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = None
+    config = GrpoDataConfig(train_urls=(write(tmp_path, "What?"),))
+    with pytest.raises(ConfigError, match=r"q\.jsonl:1: .* has no chat template"):
+        load_questions(config, tokenizer, row_length=32, max_new_tokens=8, seed=0)
+
+
+def test_a_system_prompt_needs_a_chat():
+    with pytest.raises(ConfigError, match=r"data\.system_prompt is given and data\.format is text"):
+        GrpoDataConfig(format="text", system_prompt="x")

@@ -1,0 +1,112 @@
+"""Rewards over several hosts, each with its share of the answers."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.hosts import Hosts, MemoryClient
+from lockstep.training.rl.rewarding import Rewarder
+from lockstep.training.rl.rewards import FunctionReward, LengthReward
+from tests.multiprocess.harness import run_threads
+from tests.unit.training.rl.made_up import prompt, row
+
+ANSWERS = 8
+HANGS = threading.Event()
+
+
+def picky(answer, question):
+    """Fails for one answer, hangs for another, and gives no number for a third."""
+    if answer.num_tokens == 3:
+        raise RuntimeError("no opinion")
+    if answer.num_tokens == 4:
+        HANGS.wait()
+    return None if answer.num_tokens == 6 else 1.0
+
+
+def make(timeout_s=2.0, **values):
+    rewards = [FunctionReward(function=f"{__name__}:picky", default=-1.0, **values), LengthReward(weight=0.5)]
+    return Rewarder(rewards, max_new_tokens=10, workers=4, timeout_s=timeout_s)
+
+
+def rewarded(hosts):
+    rewarder = make(weight=2.0, on_failure="drop_group")
+    scoring = rewarder.begin()
+    for number in range(hosts.index, ANSWERS, hosts.count):
+        scoring.submit(number, row("", num_tokens=number), prompt())
+    with hosts.scope("rollout") as scope:
+        found = rewarder.finish(scope, scoring, ANSWERS)
+    return (
+        found.total.tolist(),
+        found.components["picky"].tolist(),
+        found.failed,
+        found.late,
+        found.dropped.nonzero()[0],
+    )
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_every_host_gets_the_weighted_sums_of_all_answers(count, caplog):
+    picky_values = [1, 1, 1, -1, -1, 1, -1, 1]
+    expected = (2.0 * np.array(picky_values) + 0.5 * np.arange(ANSWERS) / 10).tolist()
+    for total, values, failed, late, dropped in run_threads(rewarded, count):
+        assert total == pytest.approx(expected) and values == picky_values
+        assert failed == {"picky": 2, "length": 0} and late == {"picky": 1, "length": 0}
+        assert dropped.tolist() == [3, 4, 6], "raised, late and without a number"
+    assert "reward picky failed on process" in caplog.text
+    assert "nothing is learned from the answers to that question" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "text"),
+    [(3, "RuntimeError: no opinion"), (4, "took more than 2 s"), (6, "returned None, which is not a number")],
+)
+def test_a_reward_that_cannot_work_is_found_before_training(num_tokens, text):
+    with pytest.raises(ConfigError, match=rf"picky was tried on the reference answer .*{text}.* a finite number"):
+        make().check(row("18", num_tokens=num_tokens), prompt())
+    make().check(row("18", num_tokens=1), prompt())
+
+
+def judged(hosts, rewards, filter_by):
+    rewarder = Rewarder(rewards, max_new_tokens=10, workers=4, timeout_s=20.0, filter_by=filter_by)
+    scoring = rewarder.begin()
+    for number in range(hosts.index, ANSWERS, hosts.count):
+        scoring.submit(number, row("", num_tokens=number), prompt())
+    with hosts.scope("rollout") as scope:
+        return rewarder.finish(scope, scoring, ANSWERS)
+
+
+def even(answer, question):
+    """Whether the answer has an even number of tokens; one of 4 cannot be judged."""
+    if answer.num_tokens == 4:
+        raise RuntimeError("no opinion")
+    return answer.num_tokens % 2 == 0
+
+
+EVEN = [1, 0, 1, 0, 0, 0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("filter_by", "expected"),
+    [(None, 2 * np.array(EVEN)), ("even", EVEN), ("length", np.arange(ANSWERS) / 10)],
+    ids=["those that judge", "one by name", "a shaping one by name"],
+)
+def test_what_decides_whether_answers_are_equally_right(filter_by, expected):
+    rewards = [FunctionReward(function=f"{__name__}:even", weight=2.0), LengthReward(weight=-0.5)]
+    for found in run_threads(judged, 2, rewards, filter_by):
+        np.testing.assert_allclose(found.judged, expected)
+    (alone,) = run_threads(judged, 1, [LengthReward(weight=-0.5)], None)
+    assert alone.judged is None, "nothing but shaping: the totals decide"
+
+
+def test_a_component_that_fails_is_in_the_log_once(caplog):
+    hosts = Hosts(MemoryClient.hub(1)[0])
+    rewarder = Rewarder([FunctionReward(function=f"{__name__}:even")], max_new_tokens=10, workers=1, timeout_s=20.0)
+    for _ in range(2):
+        scoring = rewarder.begin()
+        scoring.submit(0, row("", num_tokens=4), prompt())
+        with hosts.scope("rollout") as scope:
+            found = rewarder.finish(scope, scoring, 1)
+        assert found.failed == {"even": 1} and not found.dropped.any()
+    assert caplog.text.count("reward even failed on process 0, its default is used: RuntimeError: no opinion") == 1
