@@ -1,13 +1,20 @@
 """JSON that others wrote: whatever is wrong with it is one error, of ours, that names its place."""
 
+import collections.abc
 import contextlib
+import dataclasses
+import functools
 import json
+import types
+import typing
 from collections.abc import Iterator
 from typing import Any, Final
 
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError, HostError, LockstepError
 
 _NAMES: Final[dict[type, str]] = {dict: "an object", list: "a list"}
+FOREIGN: Final = "It comes from a process of another version, or from somebody else (docs/security.md)."
+"""What to do with a message of another process that cannot be read."""
 _SHOWN: Final = 300
 """Characters of what Python says of a value; some errors have all of it."""
 
@@ -61,3 +68,73 @@ def refused(place: str, fix: str, error: type[LockstepError] = ConfigError) -> I
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as wrong:
         why = f"{type(wrong).__name__}: {wrong}"[:_SHOWN]
         raise error(f"{place} cannot be read ({why}). {fix}") from wrong
+
+
+def from_peer[Kind](data: str | bytes, kind: type[Kind], place: str) -> Kind:
+    """What another process has sent: whoever reaches the coordination service can send something else.
+
+    Args:
+        data: A JSON text.
+        kind: What it must be, as for `typed`.
+        place: What it is, for the error.
+
+    Raises:
+        HostError: It is something else.
+    """
+    with refused(place, FOREIGN, HostError):
+        return typed(kind, parse_json(data, place, object, FOREIGN, HostError))
+
+
+def typed[Kind](kind: type[Kind], value: Any, name: str = "it") -> Kind:
+    """A JSON value as an annotation says: a dataclass from its fields, a tuple from a list.
+
+    Args:
+        kind: A dataclass or an annotation of its fields.
+        value: What JSON has.
+        name: What an error calls it.
+
+    Raises:
+        TypeError: It is something else, or a number of more than 63 bits.
+        LockstepError: The dataclass refuses it.
+    """
+    annotation: Any = kind
+    while isinstance(annotation, typing.TypeAliasType):
+        annotation = annotation.__value__
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    found: Any = value
+    if annotation in (Any, object):
+        return found
+    if dataclasses.is_dataclass(annotation) and isinstance(value, dict):
+        hints = _hints(typing.cast(type, annotation))
+        if all(each in hints for each in value):
+            return kind(**{each: typed(hints[each], inside, each) for each, inside in value.items()})
+    elif origin in (typing.Union, types.UnionType):
+        for each in inner:
+            with contextlib.suppress(TypeError):
+                return typing.cast(Kind, typed(each, value, name))
+    elif origin is typing.Literal:
+        if any(type(value) is type(each) and value == each for each in inner):
+            return found
+    elif origin in (list, tuple, collections.abc.Sequence) and isinstance(value, list | tuple):
+        if origin is tuple and inner[1:] != (...,):
+            if len(inner) == len(value):
+                return typing.cast(Kind, tuple(typed(*each, name) for each in zip(inner, value, strict=True)))
+        else:
+            # Prompts have a hundred thousand numbers.
+            plain = inner[0] is int and set(map(type, value)) == {int} and -(2**63) <= min(value) <= max(value) < 2**63
+            made = list(value) if plain else [typed(inner[0], each, name) for each in value]
+            return typing.cast(Kind, made if origin is list else tuple(made))
+    elif origin in (dict, collections.abc.Mapping) and isinstance(value, dict):
+        return typing.cast(Kind, {each: typed(inner[1], inside, name) for each, inside in value.items()})
+    elif annotation in (int, float) and type(value) in (int, annotation):
+        if isinstance(value, float) or -(2**63) <= value < 2**63:
+            return found
+    elif annotation in (str, bool, type(None), dict, list) and type(value) is annotation:
+        return found
+    raise TypeError(f"{name} is {value!r:.80}, which is not {getattr(kind, '__name__', kind)}")
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    names = {each.name for each in dataclasses.fields(kind)}
+    return {name: hint for name, hint in typing.get_type_hints(kind).items() if name in names}

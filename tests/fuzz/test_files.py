@@ -183,7 +183,7 @@ def test_data_set(directory, text, name):
 
 
 CACHE = {
-    **{"layout": "padded", "lengths": [8], "chunk_rows": [1], "digests": ["0"], "tokens": 8, "bad": [], "examples": 1},
+    **{"layout": "single", "lengths": [8], "chunk_rows": [1], "digests": ["0"], "tokens": 8, "bad": [], "examples": 1},
     **{"unpacked_rows": 1, "dropped": 0, "n_bad": 0},
 }
 

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from lockstep.engine.schedule import DraftCounts, Scheduler
 from lockstep.errors import HostTimeoutError
 from lockstep.hosts import Hosts
+from lockstep.json_text import from_peer
 
 _DIRECTORY = "lockstep/sample"
 _POST_INTERVAL_S = 0.5
@@ -242,8 +243,8 @@ class Board:
 
     def _posts(self) -> list[HostProgress]:
         posts = self._hosts.client.get_dir(_DIRECTORY)
-        found = [posts.get(f"{_DIRECTORY}/{index}") for index in range(self._hosts.count)]
-        each = [HostProgress() if post is None else HostProgress(**json.loads(post)) for post in found]
+        found = [posts.get(f"{_DIRECTORY}/{index}", b"{}") for index in range(self._hosts.count)]
+        each = [from_peer(post, HostProgress, "a host's progress") for post in found]
         each[self._hosts.index] = self._own
         return each
 

@@ -5,12 +5,13 @@ import hashlib
 import json
 import tempfile
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lockstep.hosts import Hosts
+from lockstep.json_text import from_peer
 from lockstep.text import Prompt, encode
 
 if TYPE_CHECKING:
@@ -25,6 +26,16 @@ class EncodedPrompt:
     """A prompt and its token ids."""
 
     prompt: Prompt
+    tokens: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Line:
+    """A line of the file."""
+
+    text: str | None
+    messages: tuple[dict[str, Any], ...] | None
+    answer: str | None
     tokens: tuple[int, ...]
 
 
@@ -62,21 +73,15 @@ class PromptStore:
         self._digest.update(piece)
         for line in piece.splitlines(keepends=True):
             self._offsets.append(self._offsets[-1] + len(line))
-            self._lengths.append(len(json.loads(line)["tokens"]))
+            self._lengths.append(len(from_peer(line, _Line, "a prompt of the leader's").tokens))
 
     def __getitem__(self, number: int) -> EncodedPrompt:
         """Return a prompt by its number."""
         self._file.seek(self._offsets[number])
         line = self._file.read(self._offsets[number + 1] - self._offsets[number])
-        record: dict[str, Any] = json.loads(line)
-        messages: Sequence[Mapping[str, str]] | None = record["messages"]
-        prompt = Prompt(
-            id=number,
-            text=record["text"],
-            messages=None if messages is None else tuple(messages),
-            answer=record["answer"],
-        )
-        return EncodedPrompt(prompt=prompt, tokens=tuple(record["tokens"]))
+        found = from_peer(line, _Line, "a prompt of the leader's")
+        prompt = Prompt(id=number, text=found.text, messages=found.messages, answer=found.answer)
+        return EncodedPrompt(prompt=prompt, tokens=found.tokens)
 
 
 def encoded_lines(

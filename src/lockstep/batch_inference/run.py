@@ -53,6 +53,7 @@ from lockstep.report import (
     write_parquet,
 )
 from lockstep.text import PromptFields, StopFinder, iter_prompts, load_tokenizer, stop_ids, tokenizer_digest
+from lockstep.urls import check_bare_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -129,7 +130,8 @@ class _Run:
         self.facts = {"checkpoint": self.identity, "tokenizer": tokenizer_digest(self.tokenizer)}
         hosts.agree("files", self.facts)
         name = config.trainer.run_id or time.strftime("sample-%Y%m%d-%H%M%S")
-        name = hosts.broadcast("run_id", name.encode() if hosts.is_leader else None).decode()
+        name = hosts.broadcast("run_id", name.encode() if hosts.is_leader else None).decode(errors="replace")
+        check_bare_name(name, "process 0")
         self.run_dir = Path(config.trainer.log_dir) / name
         given = config.host_data_parallel_output_dir
         self.output_dir = self.run_dir / "samples"

@@ -13,7 +13,7 @@ from lockstep.batch_inference.config import SampleConfig
 from lockstep.credentials import get_logger, without_credentials
 from lockstep.engine.schedule import DraftCounts
 from lockstep.hosts import Hosts
-from lockstep.json_text import parse_json, refused
+from lockstep.json_text import from_peer, parse_json, refused, typed
 from lockstep.placement.device import peak_bytes, used_bytes
 from lockstep.report import MAX_TABLE_ROWS, SampleRow, Tracker
 from lockstep.units import bytes_text
@@ -67,7 +67,7 @@ def add_up(hosts: Hosts, own: Totals) -> Totals | None:
         return None
     every = Totals()
     for post in posts:
-        part = Totals(**json.loads(post))
+        part = from_peer(post, Totals, "a host's totals")
         every.rows += part.rows
         every.tokens += part.tokens
         for total, added in ((every.finish, part.finish), (every.counts, part.counts)):
@@ -103,7 +103,7 @@ class MemoryLog:
         posts = self._hosts.gather(name, json.dumps(self._own).encode())
         found: dict[str, int] = {}
         for post in posts or ():
-            for moment, used in json.loads(post).items():
+            for moment, used in from_peer(post, dict[str, int], "a host's memory").items():
                 found[moment] = max(used, found.get(moment, 0))
         return found
 
@@ -196,10 +196,7 @@ def first_rows(merged: Path, count: int) -> list[SampleRow]:
 def _row(line: bytes) -> SampleRow:
     with refused("a row of the merged file", "Remove it from the files of the hosts, and start again."):
         row = SampleRow.from_dict(parse_json(line, "a row of the merged file", dict, ""))
-        values = [value for value in row.metrics.values() if value is not None]
-        if not all(isinstance(value, int | float) for value in values) or type(row.num_tokens) is not int:
-            raise TypeError("a metric is no number")
-        return row
+        return typed(SampleRow, dict(vars(row)))
 
 
 def summary_table(outcome: Outcome) -> Table:

@@ -3,21 +3,18 @@
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lockstep.callback.config import InferenceEvalConfig
-from lockstep.engine import EarlierAnswers, requests_from_json, requests_to_json
-from lockstep.errors import HostError
-from lockstep.json_text import parse_json
+from lockstep.engine import EarlierAnswers
+from lockstep.json_text import from_peer
 from lockstep.text import Prompt, StopFinder, encode, read_prompts, stop_ids
 from lockstep.types import Completion, Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-SOMEBODY_ELSE: Final = "It comes from a process of another version, or from somebody else (docs/security.md)."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,15 +129,10 @@ def largest_of(requests: Sequence[Request], count: int) -> list[Request]:
 def to_bytes(asked: RoundPrompts) -> bytes:
     """A round's prompts as they are broadcast: ids and parameters, no text."""
     lists = (asked.requests, asked.largest)
-    return json.dumps([each and requests_to_json(each) for each in lists]).encode()
+    return json.dumps([each and [dataclasses.asdict(request) for request in each] for each in lists]).encode()
 
 
 def from_bytes(data: bytes) -> RoundPrompts:
     """What `to_bytes` was given, without the prompts' text."""
-    lists = parse_json(data, "the leader's round of prompts", list, SOMEBODY_ELSE, HostError)
-    if len(lists) != 2:
-        raise HostError(f"the leader's round of prompts has {len(lists)} parts, not 2. {SOMEBODY_ELSE}")
-    requests, largest = lists
-    return RoundPrompts(
-        requests=requests_from_json(requests), largest=None if largest is None else requests_from_json(largest)
-    )
+    found = from_peer(data, tuple[list[Request], list[Request] | None], "the leader's round of prompts")
+    return RoundPrompts(requests=found[0], largest=found[1])

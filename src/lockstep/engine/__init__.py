@@ -12,8 +12,6 @@ from lockstep.engine.drafts import EarlierAnswers as EarlierAnswers
 from lockstep.engine.engine import Engine as Engine
 from lockstep.engine.gate import Gate as Gate
 from lockstep.engine.idle_replicas import count_memories as count_memories
-from lockstep.engine.request_json import requests_from_json as requests_from_json
-from lockstep.engine.request_json import requests_to_json as requests_to_json
 from lockstep.engine.rollout_engine import RolloutEngine as RolloutEngine
 from lockstep.engine.round import Generation as Generation
 from lockstep.engine.round import PhaseClock as PhaseClock

@@ -89,7 +89,7 @@ def generate_on_all(
         engine, model, auditor = ready()
         # A train step may still run; what it holds is free only afterwards.
         with contextlib.nullcontext() if watchdog is None else watchdog.watch("waiting for the train step"):
-            measured.share([engine.free_bytes(model), hosts.preemption.requested()])
+            measured.share((engine.free_bytes(model), hosts.preemption.requested()))
     free, ended = min(free for free, _ in measured.shared), any(ending for _, ending in measured.shared)
     memory = {"before": used_bytes()}
     if requests and not ended:

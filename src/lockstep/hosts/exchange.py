@@ -3,13 +3,13 @@
 import collections
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 from lockstep.credentials import get_logger, without_credentials
 from lockstep.errors import DisagreementError, HostError, PeerError
 from lockstep.hosts._client import BarrierFailedError
 from lockstep.hosts.channel import Channel
 from lockstep.hosts.fault import is_fault
+from lockstep.json_text import typed
 from lockstep.printable import printable
 
 log = get_logger(__name__)
@@ -290,18 +290,13 @@ def _warn_once(channel: Channel, texts: Iterable[str]) -> None:
 
 
 def _mapping(value: object) -> dict[str, str]:
-    if isinstance(value, dict) and all(isinstance(each, str) for each in value.values()):
-        return value
-    raise TypeError("no mapping of texts")
+    return typed(dict[str, str], value)
 
 
 def _outcome(value: object) -> list[str | None]:
-    if isinstance(value, list) and len(value) == 2 and all(each is None or isinstance(each, str) for each in value):
-        return value
-    raise TypeError("no outcome")
+    failed, reason = typed(list[str | None], value)
+    return [failed, reason]
 
 
-def _number(value: Any) -> int:
-    if isinstance(value, int):
-        return value
-    raise TypeError("no number")
+def _number(value: object) -> int:
+    return typed(int, value)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from lockstep.errors import LaunchMismatchError
 from lockstep.hosts.channel import Channel
 from lockstep.hosts.exchange import name_processes
+from lockstep.json_text import typed
+from lockstep.printable import printable
 
 REMEMBERED = 4096
 """Launches whose names a process keeps; older ones are in the hash alone."""
@@ -73,20 +75,19 @@ def raise_if_launches_differ(
         HostTimeoutError: Not all came within ``timeout_s``; names the missing ones and their last phase.
     """
     if len(set(states)) > 1:
-        entries = [list(entry) for entry in ledger.last()]
         # Beside the key, not below it: the leader deletes what is below the key at this very barrier.
-        by_process = channel.exchange(f"{key}, each", entries, timeout_s, _entries)
+        by_process = channel.exchange(f"{key}, each", ledger.last(), timeout_s, _entries)
         error = LaunchMismatchError(_describe(key, by_process))
         error.on_every_process = True
         raise error
 
 
-def _describe(key: str, entries: Sequence[list[list[object]]]) -> str:
-    by_process = [{int(str(index)): (str(name), str(digest)) for index, name, digest in one} for one in entries]
+def _describe(key: str, entries: Sequence[list[tuple[int, str, str]]]) -> str:
+    by_process = [{index: (printable(name), printable(digest)) for index, name, digest in one} for one in entries]
     first = max(min(one, default=0) for one in by_process)
     last = max(max(one, default=-1) for one in by_process)
     text = f"the processes of this job launched different device programs, found at {key!r}. "
-    for index in range(first, last + 1):
+    for index in sorted({index for one in by_process for index in one if index >= first}):
         made: collections.defaultdict[tuple[str, str] | None, list[int]] = collections.defaultdict(list)
         for process, one in enumerate(by_process):
             made[one.get(index)].append(process)
@@ -109,6 +110,5 @@ def _launch(launch: tuple[str, str] | None) -> str:
     return "nothing" if launch is None else f"{launch[0]!r} ({launch[1]})"
 
 
-def _entries(value: object) -> list[list[object]]:
-    assert isinstance(value, list)
-    return value
+def _entries(value: object) -> list[tuple[int, str, str]]:
+    return typed(list[tuple[int, str, str]], value)

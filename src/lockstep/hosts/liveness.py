@@ -185,7 +185,7 @@ class Connection:
             hello = f"{word} {self._client.task}\n".encode()
             while self._stay((host, int(port)), hello) and not self._stopping.wait(AGAIN_S):
                 pass
-        except (OSError, ValueError, TypeError, HostError):
+        except (OSError, ValueError, TypeError, OverflowError, RecursionError, HostError):
             pass
         # The listener is closed, or a firewall lets nobody there: the service's own port decides. The service closes a
         # connection on which nothing is sent now and then.
@@ -249,6 +249,6 @@ def _address(text: str | None) -> tuple[str, int] | None:
 def _names(line: bytes) -> tuple[str, ...]:
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return ()
     return tuple(printable(each) for each in found if isinstance(each, str)) if isinstance(found, list) else ()

@@ -27,7 +27,7 @@ def number_processes(hosts: Hosts, index: int, count: int, timeout_s: float) -> 
     """
     hosts.client.renumber(range(hosts.count))
     with hosts.scope("number the processes", timeout_s) as scope, scope.run_on_all("exchange") as told:
-        told.share([index, count])
+        told.share((index, count))
     processes = [index for index, _ in told.shared]
     if any(seen != hosts.count for _, seen in told.shared):
         seen_by: dict[int, list[int]] = {}

@@ -6,6 +6,7 @@ from typing import Any
 from lockstep.hosts.channel import Channel
 from lockstep.hosts.exchange import error_text, raise_if_any_failed, raise_if_different
 from lockstep.hosts.ledger import Ledger, raise_if_launches_differ
+from lockstep.json_text import typed
 
 
 class Phase:
@@ -33,7 +34,7 @@ class Phase:
         """Give the other processes a value of this one.
 
         Args:
-            value: A short JSON value.
+            value: A short JSON value, of the same kind on every process that has one; a tuple where all have as much.
         """
         self._own = value
 
@@ -73,7 +74,7 @@ class Phase:
         launches = None if ledger is None else ledger.state
         # What a failed process has gathered so far says nothing.
         own = [failed, self._own, self._agreed, launches] if error is None else [failed, None, {}, launches]
-        outcomes = channel.exchange(key, own, timeout_s, _outcome)
+        outcomes = channel.exchange(key, own, timeout_s, lambda value: _outcome(value, own))
         raise_if_any_failed(key, [failed for failed, *_ in outcomes], error)
         if ledger is not None:
             raise_if_launches_differ(channel, key, [state for *_, state in outcomes], ledger, timeout_s)
@@ -81,6 +82,27 @@ class Phase:
         self._shared = [shared for _, shared, _, _ in outcomes]
 
 
-def _outcome(value: object) -> list[Any]:
-    assert isinstance(value, list) and len(value) == 4
-    return value
+def _outcome(value: Any, own: list[Any]) -> list[Any]:
+    failed, shared, agreed, launches = value
+    typed(str | None, failed)  # type: ignore[arg-type]
+    typed(dict[str, str], agreed)
+    if (launches is None) != (own[3] is None) or not isinstance(launches, str | None):
+        raise TypeError("no state of launches")
+    if failed is None and not _is_like(shared, own[1]):
+        raise TypeError("shared is something of another kind")
+    return [failed, shared, agreed, launches]
+
+
+def _is_like(value: Any, own: Any) -> bool:
+    """Whether a process may have shared a value where this one has shared its own: a tuple has one length on all."""
+    if own is None:
+        return True
+    if isinstance(own, int | float):
+        return isinstance(value, int | float) and -(2**63) <= value < 2**63
+    if isinstance(own, tuple):
+        return isinstance(value, list) and len(value) == len(own) and all(map(_is_like, value, own))
+    if isinstance(own, Mapping):
+        return isinstance(value, dict)
+    if isinstance(own, list):
+        return isinstance(value, list) and (not own or all(_is_like(each, own[0]) for each in value))
+    return value is None or isinstance(value, str)

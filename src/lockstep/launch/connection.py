@@ -1,7 +1,9 @@
 """One connection to a worker: the agent goes over it with each request, and its answer comes back in frames."""
 
+import dataclasses
 import functools
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -9,11 +11,13 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Final, Literal
 
 from lockstep.exits import SETUP_FAILED
+from lockstep.json_text import parse_json, refused, typed
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.workers import Transport
+from lockstep.printable import printable
 
 GREETING = b"lockstep-agent 1\n"
 """The first line of an answer (lockstep.launch.agent.main)."""
@@ -31,6 +35,8 @@ BOOT = (
 COMMAND = f"exec python3 -I -c {shlex.quote(BOOT)}"
 """The shell command of every connection."""
 STDERR_BYTES = 2000
+FRAME_BYTES = 16 << 20
+"""Bytes of a frame, and of a line before the greeting, at most: what a setup prints comes line by line."""
 
 
 class DroppedError(Exception):
@@ -118,19 +124,22 @@ class Connection:
         stream = self._process.stdout
         assert stream is not None
         noise = b""
-        for line in stream:
+        while line := stream.readline(FRAME_BYTES):
             if line == GREETING:
                 break
-            noise += line
+            noise = (noise + line)[-STDERR_BYTES:]
         else:
             why, code = self.why(noise), self._process.returncode
             if code in (126, 127):  # a shell was reached, which did not find the program
                 raise LaunchError(f"a worker needs python3 (3.8 or newer) on the PATH of ssh: {why}", SETUP_FAILED)
             raise DroppedError(why)
-        while head := stream.readline():
-            kind, _, size = head.strip().decode(errors="replace").partition(" ")
-            data = stream.read(int(size)) if size else b""
-            if len(data) < int(size or 0):
+        while head := stream.readline(STDERR_BYTES):
+            parts = re.fullmatch(rb"([A-Z])(?: ([0-9]{1,8}))?\n", head)
+            if parts is None or int(parts[2] or 0) > FRAME_BYTES:
+                break  # what has come is not of the agent, or was cut
+            kind, size = parts[1].decode(), int(parts[2] or 0)
+            data = stream.read(size)
+            if len(data) < size:
                 break
             yield kind, data
             if kind == "R":
@@ -162,6 +171,70 @@ class Connection:
                     pass
 
 
+NEEDED: Final = {
+    "facts": ("time", "disk", "busy_ports", "holders", "program", "versions", "path"),
+    "has": ("has",),
+    "setup": ("code",),
+    "clear": ("running",),
+    "status": ("state", "time"),
+    "follow": ("state",),
+    "ended": ("code", "ended", "reason"),
+}
+"""What an answer has, by the operation, or of a command that has ended."""
+
+
+def answered(data: bytes, operation: str) -> dict[str, Any]:
+    """The last frame of a worker, with its texts as a terminal may have them.
+
+    Args:
+        data: The frame.
+        operation: What the worker was asked for.
+
+    Raises:
+        LaunchError: It is no answer of the agent.
+    """
+    place, fix = "the answer of a worker", "Look at what else its ssh or its python3 runs."
+    with refused(place, fix, LaunchError):
+        found = parse_json(data, place, dict, fix, LaunchError)
+        typed(Answer, {each.name: found[each.name] for each in dataclasses.fields(Answer) if each.name in found})
+        kind = "ended" if found.get("state") == "ended" else operation
+        wanted = ("error",) if "error" in found else NEEDED.get(kind, ())
+        if missing := [name for name in wanted if name not in found]:
+            raise ValueError(f"it has no {missing[0]}")
+        return {name: printable(value) if isinstance(value, str) else value for name, value in found.items()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Holder:
+    """A process that has a chip open."""
+
+    pid: int
+    command: str
+    device: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The types of what `lockstep.launch.agent` answers, whatever it was asked for."""
+
+    error: str = ""
+    state: Literal["absent", "running", "ended", "lost"] = "absent"
+    code: int = 0
+    ended: float | list[str] = 0.0
+    reason: str = ""
+    started: float = 0.0
+    log_changed: float = 0.0
+    time: float = 0.0
+    running: list[str] = dataclasses.field(default_factory=list)
+    has: bool = False
+    disk: dict[str, float] = dataclasses.field(default_factory=dict)
+    busy_ports: list[int] = dataclasses.field(default_factory=list)
+    holders: list[Holder] = dataclasses.field(default_factory=list)
+    program: str | None = None
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+    path: str = ""
+
+
 def call(
     transport: Transport,
     worker: int,
@@ -191,7 +264,7 @@ def call(
             if kind == "O" and on_output is not None:
                 on_output(data)
             if kind == "R":
-                result: dict[str, Any] = json.loads(data)
+                result = answered(data, request["op"])
                 if "error" in result:
                     name = transport.workers[worker].name
                     raise LaunchError(f"worker {name}: {result['error']}", SETUP_FAILED)

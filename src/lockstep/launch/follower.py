@@ -1,14 +1,13 @@
 """A thread per worker that keeps a connection to its command: no line of its log is lost or comes twice."""
 
 import dataclasses
-import json
 import queue
 import threading
 import time
 from typing import Any
 
 from lockstep.launch.backend import LaunchError
-from lockstep.launch.connection import Connection, DroppedError
+from lockstep.launch.connection import Connection, DroppedError, answered
 from lockstep.launch.workers import Transport
 
 FIRST_SIGN_S = 60.0
@@ -114,7 +113,7 @@ class Follower(threading.Thread):
                     self._offset += len(data)
                     self._tell("output", data=data)
                 elif kind == "R":
-                    self._tell("result", result=json.loads(data))
+                    self._tell("result", result=answered(data, "follow"))
         finally:
             self._connection = None
             connection.close()

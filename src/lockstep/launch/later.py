@@ -1,7 +1,6 @@
 """What can be done with a job that was started before: its status, its logs, its end."""
 
 import dataclasses
-import json
 import queue
 import time
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 from lockstep.errors import LockstepError
 from lockstep.exits import DONE, INTERRUPTED, UNREACHABLE, WORKER_LOST, describe_code
 from lockstep.launch.backend import LaunchError
-from lockstep.launch.connection import Connection, DroppedError, call
+from lockstep.launch.connection import Connection, DroppedError, answered, call
 from lockstep.launch.console import Console
 from lockstep.launch.follower import WAITING_EVENTS, Event, Follower
 from lockstep.launch.prepare import on_all
@@ -161,8 +160,8 @@ class Later:
             for kind, data in connection.frames():
                 if kind == "O":
                     rest = self._print_new(index, f"worker-{index}.log", data, rest)
-                elif kind == "R" and json.loads(data).get("error"):
-                    self._console.say(f"worker {transport.workers[index].name}: {json.loads(data)['error']}")
+                elif kind == "R" and (error := answered(data, "follow").get("error")):
+                    self._console.say(f"worker {transport.workers[index].name}: {error}")
         except DroppedError as error:
             self._console.say(f"worker {transport.workers[index].name} cannot be reached: {error}")
         finally:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ConfigError
-from lockstep.json_text import parse_json, refused
+from lockstep.json_text import parse_json, refused, typed
 
 DIRECTORY = "LOCKSTEP_JOBS_DIR"
 """The variable that names another directory than ``~/.lockstep/jobs``."""
@@ -156,15 +156,7 @@ def find_record(name: str) -> JobRecord | None:
     with refused(place, fix):
         if fields["name"] != name:
             raise ValueError(f"it is of job {fields['name']!r}")
-        attempts = tuple(Attempt(**each) for each in fields.pop("attempts"))
-        record = JobRecord(**{**fields, "command": tuple(fields["command"]), "attempts": attempts})
-        texts = (record.backend, *record.command, *(each.id for each in attempts), *(each.cause for each in attempts))
-        numbers = [each.number for each in attempts]
-        if not all(isinstance(each, str) for each in texts) or not all(type(each) is int for each in numbers):
-            raise TypeError("a value has another type")
-        if not isinstance(record.options, dict) or not isinstance(record.notes, dict):
-            raise TypeError("options or notes are no object")
-        return record
+        return typed(JobRecord, fields)
 
 
 def load_record(name: str) -> JobRecord:

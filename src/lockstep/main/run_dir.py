@@ -9,6 +9,7 @@ from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts
 from lockstep.report import drop_later
 from lockstep.training import ROLLOUTS_FILE, TrainerConfig, TrainResult, resumable_base, write_resumable
+from lockstep.urls import check_bare_name
 
 
 def make_run_dir(config: TrainerConfig, hosts: Hosts) -> Path:
@@ -25,7 +26,8 @@ def make_run_dir(config: TrainerConfig, hosts: Hosts) -> Path:
         PeerError: The directory cannot be made, or it has another run's files.
     """
     name = config.run_id or time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
-    path = Path(config.log_dir) / hosts.broadcast("run_id", name.encode() if hosts.is_leader else None).decode()
+    name = hosts.broadcast("run_id", name.encode() if hosts.is_leader else None).decode(errors="replace")
+    path = Path(config.log_dir) / check_bare_name(name, "process 0")
     with hosts.run_on_all("run directory"):
         if hosts.is_leader:
             path.mkdir(parents=True, exist_ok=True)

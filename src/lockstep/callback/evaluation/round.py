@@ -1,5 +1,6 @@
 """A round of tasks on all hosts: the leader's harness asks, every host answers in lockstep (docs/adr/0025-tasks.md)."""
 
+import dataclasses
 import json
 import math
 import time
@@ -7,12 +8,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lockstep.callback.evaluation.harness_thread import HarnessThread
-from lockstep.engine import Gate, RolloutEngine, generate_on_all, requests_from_json, requests_to_json
+from lockstep.engine import Gate, RolloutEngine, generate_on_all
 from lockstep.engine.schedule import FindStop
-from lockstep.errors import HostError, LockstepError, PeerError
+from lockstep.errors import LockstepError, PeerError
 from lockstep.hosts import Hosts, Watchdog, environment
-from lockstep.json_text import parse_json
-from lockstep.types import FinishReason
+from lockstep.json_text import from_peer
+from lockstep.types import FinishReason, Request
 
 TICK_S = 2.0
 """Seconds after which the leader lets the other hosts know that the harness still works on its next question."""
@@ -64,7 +65,8 @@ def run_tasks(
         question = thread.next_question(max(0.0, min(left_s, TICK_S, hosts.timeout_s / 4)))
         if question is None and left_s <= 0:
             raise LockstepError(_too_slow(max_seconds, "the harness has not asked its next question"))
-        return json.dumps(question and [requests_to_json(question.requests), question.last]).encode()
+        requests = question and [dataclasses.asdict(each) for each in question.requests]
+        return json.dumps(question and [requests, question.last]).encode()
 
     try:
         with hosts.run_on_all("begin tasks") as begun:
@@ -80,17 +82,14 @@ def run_tasks(
             number += 1
             if data == b"null":
                 continue
-            question = parse_json(data, "the leader's question", list, "Look at the leader's log.", HostError)
-            if len(question) != 2:
-                raise HostError(f"the leader's question has {len(question)} parts, not 2. Look at the leader's log.")
-            items, last = question
+            requests, last = from_peer(data, tuple[list[Request], bool], "the leader's question")
             left_s = max(0.0, end - clock())
             gate = Gate(hosts, left_s if math.isfinite(left_s) else None, clock)
             with hosts.scope("generate") as scope:
                 generation = generate_on_all(
                     scope,
                     lambda: (ready, model, None),
-                    requests_from_json(items),
+                    requests,
                     find_stop=find_stop,
                     gate=gate,
                     watchdog=watchdog,

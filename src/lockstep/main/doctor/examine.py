@@ -13,6 +13,7 @@ from rich.console import Console
 
 from lockstep.errors import ConfigError, HostError
 from lockstep.hosts import DistributedConfig, Hosts, end_process, try_leader_only
+from lockstep.json_text import from_peer
 from lockstep.main.doctor import collectives, device_speed
 from lockstep.main.doctor.asked import Asked
 from lockstep.main.doctor.background import BackgroundCheck, wait_for_all
@@ -115,7 +116,7 @@ class _Examination:
         own = json.dumps([dataclasses.asdict(each) for each in findings])
         everyone = self._hosts.gather(f"doctor/{title}", own.encode())
         if everyone is not None:
-            merged = merge([[Finding(**each) for each in json.loads(one)] for one in everyone])
+            merged = merge([from_peer(one, list[Finding], "what a host found") for one in everyone])
             try_leader_only("the report", lambda: self._report.add(title, merged, values), "the checks go on")
 
     def _on_all(self, title: str, work: Callable[[], tuple[list[Finding], dict[str, Any]]]) -> None:
@@ -200,10 +201,12 @@ class _Examination:
         def work() -> bytes:
             return json.dumps(calibration(speeds, measured, devices[0], self._hosts.count, len(devices))).encode()
 
-        content = json.loads(self._hosts.broadcast_from_leader("doctor/calibration", work))
+        content = from_peer(
+            self._hosts.broadcast_from_leader("doctor/calibration", work), dict[str, Any], "the calibration"
+        )
         with self._hosts.run_on_all("writing the calibration"):
             save_calibration(path, **content)
-        parts = [name for name in ("bandwidth", "flops") if name in content]
+        parts: list[str] = [name for name in ("bandwidth", "flops") if name in content]
         parts += [f"{name} ({', '.join(content[name])})" for name in ("link", "network") if name in content]
         return Finding.ok("calibration", f"{path}, on every process, has {', '.join(parts)} of {content['chip']}")
 

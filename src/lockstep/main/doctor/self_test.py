@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 
 from lockstep.errors import HostError
 from lockstep.hosts import Hosts
+from lockstep.json_text import from_peer
 from lockstep.main.doctor.finding import Finding, failed
 from lockstep.main.doctor.layout_rounds import Layout, LayoutRounds
 from lockstep.main.doctor.text_model import make_rows, make_tokenizer, shape_for
@@ -84,7 +85,7 @@ def _self_test(
     return [
         judge_losses(what, plain, sampled, rounds.layouts),
         judge_failure(what, rounds.failing.rounds, rounds.failing.skipped_rounds, hosts.count),
-        *(Finding(**each) for each in json.loads(told)),
+        *from_peer(told, list[Finding], "what the leader found"),
         judge_memory(what, plain, sampled),
         Finding.ok(
             f"{what}: launches",

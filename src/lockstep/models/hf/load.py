@@ -179,7 +179,7 @@ class _Loading:
                         arrays.append(self._place(read, programs[read.layout]))
                         reader.release(read)
                     complete = reader.wait(len(arrays), interval_s)
-                    phase.share([complete, progress.note(reader.bytes_read)])
+                    phase.share((complete, progress.note(reader.bytes_read)))
                 everywhere = min(complete for complete, _ in phase.shared)
                 progress.show([part for _, part in phase.shared])
                 if len(arrays) == len(reads):

@@ -23,6 +23,7 @@ from lockstep.models.llama import LlamaLMHeadModel
 from lockstep.models.lora import LoraModel
 from lockstep.models.lora_merge import merge_adapters
 from lockstep.units import bytes_text
+from lockstep.urls import check_bare_name
 
 log = get_logger(__name__)
 
@@ -188,7 +189,8 @@ class _Save:
             save_target(self._path, token).begin()
             return token.encode()
 
-        return save_target(self._path, self._hosts.broadcast_from_leader("begin", begin).decode())
+        token = self._hosts.broadcast_from_leader("begin", begin).decode(errors="replace")
+        return save_target(self._path, check_bare_name(token, "process 0"))
 
     def _choose_writers(self, target: SaveTarget) -> None:
         """Learn which hosts see the place, and share the files out between them."""
@@ -225,7 +227,7 @@ class _Save:
                 with source.phase(f"write {number}") as phase:
                     source.advance(room)
                     done, own_room = source.wait(writer, interval_s)
-                    phase.share([done, own_room, writer.written, interrupted()])
+                    phase.share((done, own_room, writer.written, interrupted()))
                 room = all(each for _, each, _, _ in phase.shared)
                 progress.show(sum(written for _, _, written, _ in phase.shared))
                 if all(each for each, *_ in phase.shared):

@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError
-from lockstep.json_text import parse_json, refused
+from lockstep.json_text import parse_json, refused, typed
 from lockstep.urls import check_bare_name, checkpoint_path
 
 if TYPE_CHECKING:
@@ -59,16 +59,6 @@ class CheckpointMetadata:
     tree_digest: str | None = None
     """What `merge_arrays` returned; None in a checkpoint of format 1, of which nothing can be verified."""
 
-    def __post_init__(self) -> None:
-        number = isinstance(self.step, int) and isinstance(self.loss, int | float)
-        mappings = (self.shapes, self.facts, self.config, self.hooks, {} if self.model is None else self.model)
-        texts = [*self.shapes.values(), *self.facts.values(), self.tree_digest or ""]
-        if not number or not all(isinstance(each, Mapping) for each in mappings):
-            raise TypeError("a value has another type")
-        if not all(isinstance(each, str) for each in texts):
-            raise TypeError("a text has another type")
-        check_bare_name(self.arrays, METADATA)
-
     def to_json(self) -> str:
         """Return the metadata as JSON text, with a digest of itself."""
         values = dataclasses.asdict(self)
@@ -96,7 +86,8 @@ class CheckpointMetadata:
             if (not sealed and version != 1) or (sealed and _sealed({"format": version, **values}) != text):
                 raise ValueError("its digest is another one")
             if version in (1, FORMAT):
-                return cls(**values)
+                check_bare_name(values["arrays"], METADATA)
+                return typed(cls, values)
         raise ConfigError(
             f"this version of lockstep reads checkpoints of formats 1 and {FORMAT}, and this one is of format "
             f"{version}. Go on with the version that wrote it, or start a new trainer.run_id."

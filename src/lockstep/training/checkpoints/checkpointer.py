@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +12,7 @@ import jax
 from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import Hosts
+from lockstep.json_text import from_peer
 from lockstep.training.checkpoints.arrays import handler, merge_arrays, read_arrays, write_arrays
 from lockstep.training.checkpoints.checkpoint import (
     CheckpointDirectory,
@@ -26,6 +26,7 @@ from lockstep.training.checkpoints.config import CheckpointerConfig
 from lockstep.training.checkpoints.report_wait import ReportWait
 from lockstep.training.checkpoints.search import CheckpointSearch
 from lockstep.training.step.train_state import TrainState
+from lockstep.urls import check_bare_name
 
 log = get_logger(__name__)
 
@@ -94,7 +95,7 @@ class Checkpointer:
                 used; all are damaged, or the newest is and ``resume`` is ``must``.
         """
         text = self._hosts.broadcast_from_leader("finding the checkpoint", lambda: self._search.run(resume).encode())
-        shared_by, metadata = json.loads(text)
+        shared_by, metadata = from_peer(text, tuple[str, str | None], "the leader's checkpoint")
         with self._hosts.run_on_all("sharing the directory of checkpoints"):
             self._search.check_shared(shared_by)
         return None if metadata is None else CheckpointMetadata.from_json(metadata)
@@ -157,7 +158,7 @@ class Checkpointer:
         metadata = CheckpointMetadata(
             step=step,
             loss=loss,
-            arrays=phase.shared[0],
+            arrays=check_bare_name(phase.shared[0], "process 0"),
             shapes=shape_texts(named),
             facts=self._facts,
             config=self._run_config,

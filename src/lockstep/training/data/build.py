@@ -81,7 +81,7 @@ def build_caches(
             fs, root = url_to_fs(cache_dir or default_cache_dir())
             plans = make_plans()
             phase.agree({f"files of {plan.name}": plan.content for plan in plans})
-            phase.share([[plan.key for plan in plans], secrets.token_hex(8)])
+            phase.share(([plan.key for plan in plans], secrets.token_hex(8)))
         # The leader's: equal copies of a file on several hosts may have been made at different times.
         keys, nonce = phase.shared[0]
         directories = [f"{root.rstrip('/')}/{key}" for key in keys]
@@ -159,7 +159,7 @@ def _build(
                 done = worker.wait(interval_s)
                 if worker.n_bad > policy.max_bad_rows * len(wanted) and (first := worker.first_bad()):
                     raise ConfigError(f"{_too_many(worker.n_bad, policy)} The first: {first}")
-                phase.share([done, min(worker.bytes_read, mine)])
+                phase.share((done, min(worker.bytes_read, mine)))
             progress.show([(read, total) for (_, read), total in zip(phase.shared, totals, strict=True)])
             if all(done for done, _ in phase.shared):
                 break

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.json_text import parse_json, refused
+from lockstep.json_text import parse_json, refused, typed
 from lockstep.training.data.packing import Layout
 from lockstep.training.data.row_files import RowReader, parse_record
 
@@ -184,5 +184,4 @@ def read_metadata(fs: Any, path: str) -> CacheMetadata | None:
         return None
     values = parse_json(text, f"{path}/{METADATA}", dict, FIX)
     with refused(f"{path}/{METADATA}", FIX):
-        lists = {name: tuple(values[name]) for name in ("lengths", "chunk_rows", "digests", "bad")}
-        return CacheMetadata(**{**values, **lists})
+        return typed(CacheMetadata, values)

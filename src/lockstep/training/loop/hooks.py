@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 from jaxtyping import PyTree
 
 from lockstep.errors import ConfigError
+from lockstep.json_text import refused
 
 if TYPE_CHECKING:
     from lockstep.training.step.train_state import TrainState
@@ -164,7 +165,8 @@ class Hooks:
         """
         for hook in self._with_state():
             if _name(hook) in states:
-                hook.load_state(states[_name(hook)])
+                with refused(f"what the checkpoint has of {_name(hook)}", "Choose another trainer.run_id."):
+                    hook.load_state(states[_name(hook)])
 
     def _with_state(self) -> list[HookWithState]:
         hooks: list[object] = [hook for hook, _ in self._hooks]

@@ -117,7 +117,7 @@ class Rewarder:
                 for name in names
                 if isinstance(found[name], str) and found[name] != LATE
             }
-            phase.share([{number: [_short(found[name]) for name in names] for number, found in own.items()}, texts])
+            phase.share(({number: [_short(found[name]) for name in names] for number, found in own.items()}, texts))
         shared: dict[int, list[Any]] = {}
         for index, (values, texts) in enumerate(phase.shared):
             shared |= {int(number): each for number, each in values.items()}
