@@ -145,11 +145,22 @@ class Info:
     model: Any
 
 
-def save_checkpoint(path: str, step: int = 4, mesh_shape: str = "auto", hosts: Any = None, seed: int = 0) -> Any:
-    """A training checkpoint with random weights and the demo's tokenizer beside it; the model that is in it."""
+def save_checkpoint(
+    path: str, step: int = 4, mesh_shape: str = "auto", hosts: Any = None, seed: int = 0, adapters: Any = None
+) -> Any:
+    """A training checkpoint with random weights and the demo's tokenizer beside it; the model, or adapters, in it."""
     mesh = make_mesh(mesh_shape)
     rows = padded_vocab_size(vocab_size(), 1)
-    model = as_trainable(CONFIG, placed_weights(mesh, vocab=rows, seed=seed))
+    if adapters is None:
+        model = as_trainable(CONFIG, placed_weights(mesh, vocab=rows, seed=seed))
+    else:
+        random = np.random.default_rng(seed)
+        model = jax.tree.map(
+            lambda leaf: place(
+                random.normal(size=leaf.shape).astype(adapters.lora.base_dtype), jax.NamedSharding(mesh, jax.P())
+            ),
+            adapters.lora.shapes(CONFIG),
+        )
     checkpointer = Checkpointer(
         CheckpointerConfig(),
         path,
@@ -157,7 +168,7 @@ def save_checkpoint(path: str, step: int = 4, mesh_shape: str = "auto", hosts: A
         facts={},
         run_config={"tokenizer": TOKENIZER},
         reported=lambda: None,
-        model=model_spec(CONFIG, vocab_size()),
+        model=model_spec(CONFIG, vocab_size(), adapters),
     )
     state = TrainState(step=place(np.int32(step), jax.NamedSharding(mesh, jax.P())), model=model, opt_state=())
     checkpointer.save(state, step=step, loss=1.0, hooks={}, hooks_called=True)

@@ -130,6 +130,19 @@ def test_a_job_that_does_not_connect_ends_and_says_for_how_long_it_tried(monkeyp
         )
 
 
+@pytest.mark.parametrize("job", [{}, {"coordinator_address": "127.0.0.1:9", "num_processes": 2, "process_id": 1}])
+def test_jax_waits_longer_for_connections_than_we_do(monkeypatch, job):
+    """Its abort does not say what to do."""
+    given = {}
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **options: given.update(options))
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    monkeypatch.setattr(module, "backend_is_running", lambda: False)
+    monkeypatch.setattr(module, "cluster_address", lambda: None)
+    config = DistributedConfig(initialization_timeout_s=70, heartbeat_timeout_s=9, **job)
+    (module._initialize if job else module._initialize_from_cluster)(config)
+    assert given["initialization_timeout"] > 70 + 10 and given["heartbeat_timeout_seconds"] == 9
+
+
 LISTENING = """
 import lockstep
 from lockstep.hosts._client import service_address

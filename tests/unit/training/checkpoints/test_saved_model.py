@@ -1,5 +1,6 @@
 """The model in a training checkpoint, without the run that saved it."""
 
+import itertools
 import json
 import shutil
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from lockstep.errors import ConfigError
+from lockstep.models import LoraConfig
 from lockstep.models.hf.save_plan import saved_tensors
 from lockstep.placement import make_mesh
 from lockstep.text import load_tokenizer, tokenizer_digest
@@ -16,6 +18,7 @@ from lockstep.training import has_checkpoint, saved_at, saved_model, write_resum
 from lockstep.training.checkpoints import arrays as checkpoint_arrays
 from lockstep.training.checkpoints.arrays import ArrayReader
 from lockstep.training.checkpoints.checkpoint import METADATA, DamagedCheckpointError
+from lockstep.training.checkpoints.saved_model import SavedAdapters
 from tests import tiny
 
 
@@ -97,6 +100,17 @@ def test_parts_are_read_without_devices(run):
         stored = whole.to_stored(array if whole.layer is None else array[whole.layer])
         pieces = [read(tensor, *piece) for piece in tensor.pieces(tensor.nbytes // 3)]
         np.testing.assert_array_equal(np.concatenate(pieces), stored[: tensor.shape[0]])
+
+
+def test_the_factors_of_adapters_are_read_layer_by_layer_without_their_base(tmp_path):
+    lora = LoraConfig(r=2, target_modules=("q_proj", "down_proj"), base_dtype="bfloat16")
+    adapters = SavedAdapters(lora=lora, base="elsewhere", fingerprint="0")
+    pairs = tiny.save_checkpoint(str(tmp_path), adapters=adapters)
+    read = saved_model(str(tmp_path)).pair_reader()
+    for name, layer in itertools.product(lora.modules, range(tiny.CONFIG.num_layers)):
+        for found, whole in zip(read(name, layer), (pairs[name].a, pairs[name].b), strict=True):
+            np.testing.assert_array_equal(found, whole.array[layer])
+            assert found.dtype == np.float32 and whole.dtype == jnp.bfloat16
 
 
 def test_arrays_are_stored_layer_by_layer_where_they_are_large(run):
