@@ -6,6 +6,9 @@ Needs a Python of its own, because the tests run without torch. Made with Python
     python3.11 -m venv /tmp/goldens && /tmp/goldens/bin/pip install torch==2.13.0 transformers safetensors
     /tmp/goldens/bin/python tests/golden/make_goldens.py
 
+The families from gemma2 on are of transformers 5.24.0; named after the command, those alone are made. Their
+``golden.npz`` also has ``generated`` int32 [2, 20], the tokens of greedy decoding with transformers' cache.
+
 Each family gets ``<family>/config.json``, bfloat16 weights (one file; mistral: several files with an index) and
 ``golden.npz``: ``input_ids`` int32 [2, 24] and ``logits`` float32 [2, 24, vocab], computed in float32 from the weights
 as stored. Norms and biases are random too: at their usual ones and zeros a forgotten one would not show.
@@ -14,11 +17,22 @@ as stored. Norms and biases are random too: at their usual ones and zeros a forg
 import json
 import pathlib
 import shutil
+import sys
 
 import numpy as np
 import torch
 import transformers
-from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 SIZES = {
     "vocab_size": 112,
@@ -38,12 +52,51 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+ODD = {
+    # Twice a prime in the vocabulary and the MLP, three query heads to each of two K/V heads, an odd number of layers.
+    "vocab_size": 118,
+    "hidden_size": 42,
+    "intermediate_size": 46,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 3.0, "rope_theta": 5000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
 FAMILIES: dict[str, PreTrainedConfig] = {
     "llama3": LlamaConfig(**SIZES, rms_norm_eps=1e-5, rope_parameters=LLAMA3_ROPE),
     "llama_tied": LlamaConfig(**{**SIZES, "num_hidden_layers": 3}, tie_word_embeddings=True),
     "mistral": MistralConfig(**SIZES, sliding_window=None, head_dim=8),
     "qwen2": Qwen2Config(**SIZES),
     "qwen3": Qwen3Config(**SIZES, head_dim=24),
+    # Windows are shorter than the text.
+    "gemma2": Gemma2Config(
+        **ODD,
+        head_dim=10,
+        query_pre_attn_scalar=7,
+        sliding_window=5,
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=4.0,
+    ),
+    "gemma3": Gemma3TextConfig(
+        **{**ODD, "num_hidden_layers": 7},
+        head_dim=10,
+        query_pre_attn_scalar=13,
+        sliding_window=5,
+        rope_parameters=GEMMA3_ROPE,
+    ),
+    "olmo2": Olmo2Config(**{**ODD, "hidden_size": 60}),
+    "phi3": Phi3Config(
+        **{**ODD, "hidden_size": 48},
+        sliding_window=7,
+        rope_parameters={"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.75},
+        pad_token_id=0,
+        eos_token_id=0,
+        bos_token_id=0,
+    ),
 }
 
 
@@ -52,8 +105,14 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         with torch.no_grad():
-            if "norm" in name:
-                parameter.copy_(1 + 0.3 * noise)
+            gemma = "Gemma" in type(model).__name__
+            if name == "model.norm.weight" and gemma:
+                parameter.copy_(8 + 3 * noise)
+            elif name == "model.embed_tokens.weight" and gemma:
+                # Small, for it is the output layer too: each token would otherwise be followed by itself.
+                parameter.copy_(noise * 0.2 / parameter.shape[-1] ** 0.5)
+            elif "norm" in name:
+                parameter.copy_((0 if gemma else 1) + 0.3 * noise)
             elif name.endswith("bias"):
                 parameter.copy_(0.5 * noise)
             else:
@@ -61,9 +120,12 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
 
 
 def main() -> None:
-    """Writes every family; replaces what is there."""
+    """Writes every family, or those named; replaces what is there."""
     here = pathlib.Path(__file__).parent
+    wanted = sys.argv[1:] or list(FAMILIES)
     for seed, (family, config) in enumerate(FAMILIES.items()):
+        if family not in wanted:
+            continue
         target = here / family
         shutil.rmtree(target, ignore_errors=True)
         generator = torch.Generator().manual_seed(seed)
@@ -79,7 +141,13 @@ def main() -> None:
         with torch.no_grad():
             logits = stored(input_ids).logits
         assert logits.dtype == torch.float32
-        np.savez(target / "golden.npz", input_ids=input_ids.numpy().astype(np.int32), logits=logits.numpy())
+        arrays = {"input_ids": input_ids.numpy().astype(np.int32), "logits": logits.numpy()}
+        if config.vocab_size == ODD["vocab_size"]:
+            stored.generation_config.eos_token_id = None
+            mask = torch.ones_like(input_ids)
+            rest = stored.generate(input_ids, attention_mask=mask, max_new_tokens=20, do_sample=False)[:, 24:]
+            arrays["generated"] = rest.numpy().astype(np.int32)
+        np.savez(target / "golden.npz", **arrays)
         files = json.dumps({f.name: f.stat().st_size for f in sorted(target.iterdir())})
         print(f"{family}: logits std {logits.std():.3f}, {files}")
     print(f"torch {torch.__version__}, transformers {transformers.__version__}")

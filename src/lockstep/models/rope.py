@@ -131,10 +131,18 @@ def rope_from_hf(hf: Mapping[str, Any]) -> RotaryConfig:
     if kind == "linear":
         return RotaryConfig(**common, linear_factor=required(parameters, "factor"))
     if kind != "llama3":
+        # longrope scales the angles' cosines and sines at any length.
+        remove = (
+            ""
+            if kind in ("longrope", "su")
+            else (
+                ", or remove rope_scaling from its config.json where the model is used only up to its original context "
+                "length"
+            )
+        )
         raise ConfigError(
             f"the checkpoint has rope type {kind!r}; lockstep computes 'default', 'linear' and 'llama3'. Choose "
-            "another checkpoint, or remove rope_scaling from its config.json where the model is used only up to its "
-            "original context length."
+            f"another checkpoint{remove}."
         )
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     return RotaryConfig(**common, scaling=Llama3Scaling(**{key: required(parameters, key) for key in keys}))

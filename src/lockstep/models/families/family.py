@@ -171,19 +171,23 @@ def _computed(config: LlamaConfig) -> dict[str, Any]:
     return fields | {f"variant.{name}": value for name, value in variant.items()}
 
 
-def windows(window: int | None, types: Sequence[str] | None, *, every: int | None = None) -> dict[str, Any]:
+def windows(
+    window: int | None, types: Sequence[str] | None, *, every: int | None = None, layers: int = 0
+) -> dict[str, Any]:
     """The fields of a variant for windows of layers, in one spelling.
 
     Args:
         window: The window of the layers that slide; None for none.
-        types: The attention of each layer, in Hugging Face's words; None: all slide.
+        types: The attention of each layer, in Hugging Face's words; None: all slide, or as ``every`` says.
         every: The ``full_attention_every`` of the family; None where it has none.
+        layers: The number of layers, for ``every``.
     """
     fields: dict[str, Any] = {"sliding_window": None, "layer_types": None, "full_attention_every": None}
+    types = every_nth_full(layers, every) if types is None and every is not None else types
     if window is None or (types is not None and "sliding_attention" not in types):
         return fields
     fields["sliding_window"] = window
-    if every is not None and types is not None and tuple(types) == every_nth_full(len(types), every):
+    if every is not None and tuple(types or ()) == every_nth_full(layers, every):
         fields["full_attention_every"] = every
     elif types is not None and (every is not None or "full_attention" in types):
         fields["layer_types"] = tuple(types)

@@ -3,6 +3,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import draccus
 import pytest
 import transformers
 
@@ -11,14 +12,21 @@ from lockstep.models import (
     Llama3Scaling,
     LlamaConfig,
     MistralConfig,
+    ModelConfig,
     Qwen2Config,
     Qwen3Config,
     RotaryConfig,
+    Variant,
     config_from_hf,
     config_to_hf,
+    find_preset,
     layer_kinds,
     load_config,
 )
+from lockstep.models.families.gemma2 import Gemma2Config, Gemma2Variant
+from lockstep.models.families.gemma3 import Gemma3Config, Gemma3Variant
+from lockstep.models.families.olmo2 import Olmo2Config
+from lockstep.models.families.phi3 import Phi3Config
 
 GOLDEN = Path(__file__).parents[3] / "golden"
 SIZES: dict[str, Any] = {
@@ -29,6 +37,14 @@ SIZES: dict[str, Any] = {
     "num_heads": 4,
     "num_kv_heads": 2,
 }
+ODD: dict[str, Any] = {
+    "max_seq_len": 64,
+    "hidden_dim": 42,
+    "intermediate_dim": 46,
+    "num_layers": 3,
+    "num_heads": 6,
+    "num_kv_heads": 2,
+}
 BANDS = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 FAMILIES = {
     "llama3": LlamaConfig(**SIZES, layer_norm_epsilon=1e-5, rope=RotaryConfig(scaling=BANDS)),
@@ -36,6 +52,24 @@ FAMILIES = {
     "mistral": MistralConfig(**SIZES, head_dim=8, layer_norm_epsilon=1e-6),
     "qwen2": Qwen2Config(**SIZES),
     "qwen3": Qwen3Config(**SIZES, head_dim=24),
+    "gemma2": Gemma2Config(
+        **ODD,
+        head_dim=10,
+        variant=Gemma2Variant(attention_scale=7**-0.5, attention_soft_cap=3.0, logit_soft_cap=4.0, sliding_window=5),
+    ),
+    "gemma3": Gemma3Config(
+        **{**ODD, "num_layers": 7},
+        head_dim=10,
+        rope=RotaryConfig(theta=5000.0, linear_factor=3.0),
+        variant=Gemma3Variant(attention_scale=13**-0.5, sliding_window=5, sliding_rope=RotaryConfig(theta=100.0)),
+    ),
+    "olmo2": Olmo2Config(**{**ODD, "hidden_dim": 60}, layer_norm_epsilon=1e-5),
+    "phi3": Phi3Config(
+        **{**ODD, "hidden_dim": 48},
+        layer_norm_epsilon=1e-5,
+        rope=RotaryConfig(theta=300.0, partial_rotary_factor=0.75),
+        variant=Variant(sliding_window=7),
+    ),
 }
 
 
@@ -58,14 +92,21 @@ def test_what_is_written_reads_back(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_reads_what_is_written_as_its_own(family: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(FAMILIES[family], 112)))
+    vocab_size = hf(family)["vocab_size"]
+    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(FAMILIES[family], vocab_size)))
     ours = transformers.AutoConfig.from_pretrained(tmp_path).to_dict()
     theirs = transformers.AutoConfig.from_pretrained(GOLDEN / family).to_dict()
     # Special tokens and dtype belong to the checkpoint, which save_hf writes; Qwen2 takes a head_dim but writes none.
-    skip = ("_name_or_path", "dtype", "bos_token_id", "eos_token_id", "pad_token_id")
-    for key in (*skip, "head_dim") if family == "qwen2" else skip:
-        ours.pop(key, None), theirs.pop(key, None)
-    assert ours == theirs
+    skip = {"_name_or_path", "dtype", "bos_token_id", "eos_token_id", "pad_token_id", "transformers_version"}
+    skip |= {
+        "qwen2": {"head_dim"},
+        "olmo2": {"head_dim"},
+        "gemma2": {"use_bidirectional_attention"},  # null or false
+        "gemma3": {"sliding_window_pattern"},  # of transformers 4
+        # The same in rope_parameters, for transformers 4; and the length that only longrope has.
+        "phi3": {"head_dim", "partial_rotary_factor", "original_max_position_embeddings", "attention_bias"},
+    }.get(family, set())
+    assert {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)} <= skip
 
 
 def test_old_and_new_spelling_of_the_rotary_settings_are_the_same() -> None:
@@ -126,6 +167,109 @@ def test_windows_are_written_as_transformers_reads_them(first: int, tmp_path: Pa
     assert mistral["architectures"] == ["MistralForCausalLM"] and mistral["sliding_window"] == 64
 
 
+PUBLISHED = {
+    "google/gemma-2-27b-it": {
+        "architectures": ["Gemma2ForCausalLM"],
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "head_dim": 128,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 4608,
+        "intermediate_size": 36864,
+        "max_position_embeddings": 8192,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 46,
+        "num_key_value_heads": 16,
+        "query_pre_attn_scalar": 144,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+    },
+    "google/gemma-3-1b-it": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 26,
+        "num_key_value_heads": 1,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-6,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+    },
+    "microsoft/phi-4": {
+        "architectures": ["Phi3ForCausalLM"],
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "intermediate_size": 17920,
+        "max_position_embeddings": 16384,
+        "num_attention_heads": 40,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 10,
+        "original_max_position_embeddings": 16384,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": None,
+        "rope_theta": 250000,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+    },
+}
+"""What ``config.json`` of published checkpoints says, as transformers 4 wrote it."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_checkpoint_is_its_preset(name: str) -> None:
+    preset = find_preset(name)
+    assert preset is not None and config_from_hf(PUBLISHED[name]) == preset.config
+
+
+def test_gemma_3_spelled_for_transformers_4_and_5_is_the_same() -> None:
+    new, old = hf("gemma3"), hf("gemma3", layer_types=None, sliding_window_pattern=6)
+    kinds = old.pop("rope_parameters")
+    old["rope_theta"] = kinds["full_attention"].pop("rope_theta")
+    old |= {"rope_scaling": kinds["full_attention"], "rope_local_base_freq": kinds["sliding_attention"]["rope_theta"]}
+    assert config_from_hf(old) == config_from_hf(new)
+    last = hf("gemma3", layer_types=["full_attention"] * 6 + ["sliding_attention"])
+    assert config_from_hf(last).variant.full_attention_every is None
+    assert config_from_hf(config_to_hf(config_from_hf(last), 118)) == config_from_hf(last)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Script:
+    model: ModelConfig
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "olmo2", "phi3"])
+def test_a_switch_in_yaml_leaves_the_others_as_the_family_has_them(family: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(f"model: {{type: {family}, num_layers: 7, variant: {{logit_soft_cap: 9.0}}}}")
+    config = draccus.parse(Script, config_path=str(tmp_path / "config.yaml"), args=["--model.num_heads", "64"]).model
+    cls = type(FAMILIES[family])
+    assert config == cls(num_layers=7, num_heads=64, variant=dataclasses.replace(cls().variant, logit_soft_cap=9.0))
+
+
+def test_a_model_is_stored_as_the_first_family_that_loses_nothing() -> None:
+    gemma = FAMILIES["gemma2"]
+    fields = {field.name: getattr(gemma, field.name) for field in dataclasses.fields(gemma)}
+    plain = LlamaConfig(**{**fields, "variant": Variant(**vars(gemma.variant))})
+    assert config_to_hf(plain, 118) == config_to_hf(gemma, 118)
+    window = LlamaConfig(**SIZES, variant=Variant(sliding_window=5))
+    assert config_to_hf(window, 118)["architectures"] == ["MistralForCausalLM"]
+    part = LlamaConfig(**SIZES, rope=RotaryConfig(partial_rotary_factor=0.5))
+    assert config_to_hf(part, 118)["architectures"] == ["Phi3ForCausalLM"]
+    text = r"as Gemma2ForCausalLM, variant\.embed_scale 3\.0 would be 6\.48.*none of Gemma2ForCausalLM, "
+    with pytest.raises(ConfigError, match=text):
+        config_to_hf(dataclasses.replace(gemma, variant=dataclasses.replace(gemma.variant, embed_scale=3.0)), 118)
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -147,6 +291,13 @@ def test_windows_are_written_as_transformers_reads_them(first: int, tmp_path: Pa
 def test_what_lockstep_does_not_compute_is_refused_by_name(change: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         config_from_hf(hf("llama3", **change))
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su"])
+def test_longrope_is_refused_by_name(kind: str) -> None:
+    longrope = {"type": kind, "short_factor": [1.0], "long_factor": [2.0]}
+    with pytest.raises(ConfigError, match=rf"rope type '{kind}'; .*'llama3'\. Choose another checkpoint\.$"):
+        config_from_hf(hf("phi3", rope_parameters=None, rope_scaling=longrope))
 
 
 def test_the_architecture_follows_from_what_the_model_computes() -> None:

@@ -21,7 +21,7 @@ from tests.counted_files import CountedFiles, HangingFiles, SlowFiles
 from tests.multiprocess.harness import run_threads
 
 GOLDEN = Path(__file__).parents[3] / "golden"
-FAMILIES = ["llama3", "llama_tied", "mistral", "qwen2", "qwen3"]
+FAMILIES = ["llama3", "llama_tied", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "olmo2", "phi3"]
 
 
 def mesh_of(shape: str, devices: int = 4) -> Mesh:

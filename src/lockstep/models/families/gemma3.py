@@ -1,0 +1,88 @@
+"""Gemma 3 (https://arxiv.org/abs/2503.19786), its language model: a window and another rotary base in most layers."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Final
+
+from lockstep.models.config import LlamaConfig, ModelConfig
+from lockstep.models.families import gemma2, llama
+from lockstep.models.families.family import Family, ModelPreset
+from lockstep.models.rope import RotaryConfig, rope_from_hf, rope_to_hf
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gemma3Variant(gemma2.GemmaVariant):
+    """The switches of Gemma 3."""
+
+    sliding_window: int | None = 1024
+    full_attention_every: int | None = 6
+    sliding_rope: RotaryConfig | None = dataclasses.field(default_factory=RotaryConfig)
+
+
+@ModelConfig.register_subclass("gemma3")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gemma3Config(LlamaConfig):
+    """Gemma 3 (https://arxiv.org/abs/2503.19786), its language model: windows, two rotary bases, norms of q and k."""
+
+    head_dim: int | None = 256
+    layer_norm_epsilon: float = 1e-6
+    tie_word_embeddings: bool = True
+    rope: RotaryConfig = dataclasses.field(default_factory=lambda: RotaryConfig(theta=1e6))
+    qk_norm: bool = True
+    variant: Gemma3Variant = dataclasses.field(default_factory=Gemma3Variant)
+
+
+def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
+    kinds = hf.get("rope_parameters") or {}
+    local = {"rope_theta": hf["rope_local_base_freq"], "rope_parameters": kinds.get("sliding_attention")}
+    fields = gemma2.read(hf, every=hf.get("sliding_window_pattern", 6))
+    slides = fields["sliding_window"] is not None
+    return fields | {
+        "qk_norm": True,
+        "rope": rope_from_hf({**hf, "rope_parameters": kinds.get("full_attention")}),
+        "sliding_rope": rope_from_hf(local) if slides else None,
+    }
+
+
+def _write(config: LlamaConfig) -> dict[str, Any]:
+    every, local = config.variant.full_attention_every, config.variant.sliding_rope or config.rope
+    return {
+        **gemma2.write(config),
+        **({} if every is None else {"sliding_window_pattern": every}),
+        "rope_local_base_freq": local.theta,
+        # transformers 5 reads these; 4 has no scaling in layers with a window.
+        "rope_parameters": {
+            name: {"rope_type": "default", **(rope_to_hf(rope) or {}), "rope_theta": rope.theta}
+            for name, rope in (("full_attention", config.rope), ("sliding_attention", local))
+        },
+    }
+
+
+def _preset(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, *, context: int = 131072, head: int = 256,
+            scalar: int = 256, window: int = 1024, factor: float = 8, vocab: int = 262208) -> ModelPreset:  # fmt: skip
+    scale = None if scalar == head else scalar**-0.5
+    config = Gemma3Config(
+        max_seq_len=context, hidden_dim=hidden, intermediate_dim=mlp, num_layers=layers, num_heads=heads,
+        num_kv_heads=kv_heads, head_dim=head, rope=RotaryConfig(theta=1e6, linear_factor=factor),
+        variant=Gemma3Variant(attention_scale=scale, sliding_window=window),
+    )  # fmt: skip
+    return ModelPreset(config=config, vocab_size=vocab)
+
+
+FAMILY: Final = Family(
+    architecture="Gemma3ForCausalLM",
+    model_type="gemma3_text",
+    config=Gemma3Config,
+    tensors=gemma2.TENSORS | {f"{name}_norm": llama.LAYER + f"self_attn.{name}_norm.weight" for name in "qk"},
+    defaults=gemma2.DEFAULTS | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
+    read=_read,
+    write=_write,
+    activation_key="hidden_activation",
+    # Table 1 of the paper; the rest is in each checkpoint's config.json.
+    presets={
+        "gemma-3-1b": _preset(1152, 6912, 26, 4, 1, context=32768, window=512, factor=1.0, vocab=262144),
+        "gemma-3-4b": _preset(2560, 10240, 34, 8, 4),
+        "gemma-3-12b": _preset(3840, 15360, 48, 16, 8),
+        "gemma-3-27b": _preset(5376, 21504, 62, 32, 16, head=128, scalar=168),
+    },
+)

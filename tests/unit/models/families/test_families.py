@@ -1,0 +1,114 @@
+"""Every family that is read from Hugging Face: tokens, gradients, adapters and checkpoints, with transformers' own."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import lockstep
+from lockstep.models import LoraConfig, join_trained, load_hf, save_hf, split_trained
+from lockstep.models.hf.adapters import save_peft
+from lockstep.placement import make_mesh
+from lockstep.types import Request, SamplingParams
+from tests.adapters import merged, with_adapters
+
+GOLDEN = Path(__file__).parents[3] / "golden"
+FAMILIES = ["gemma2", "gemma3", "olmo2", "phi3"]
+
+
+def some_slow(fast: str) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name != fast)) for name in FAMILIES]
+
+
+def load(path: Any, shape: str = "1,1,2") -> Any:
+    return load_hf(str(path), make_mesh(shape, jax.devices()[: 1 if shape == "1,1,1" else 2]))
+
+
+@pytest.mark.parametrize("family", some_slow("phi3"))
+@pytest.mark.parametrize("layout", [{"tensor": 2}, pytest.param("training", marks=pytest.mark.nightly)])
+def test_the_engine_writes_what_transformers_writes(family: str, layout: Any) -> None:
+    golden = np.load(GOLDEN / family / "golden.npz")
+    model = load(GOLDEN / family)
+    params = SamplingParams(max_new_tokens=golden["generated"].shape[1])
+    asked = [
+        Request(prompt_id=row, prompt_tokens=tuple(ids.tolist()), params=params)
+        for row, ids in enumerate(golden["input_ids"])
+    ]
+    engine = lockstep.Engine(lockstep.EngineConfig(layout=layout), make_mesh("1,1,2", jax.devices()[:2]))
+    got = engine.generate(model, asked)
+    assert [list(answer.tokens) for answer in got] == golden["generated"].tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_has_a_gradient(family: str) -> None:
+    golden = np.load(GOLDEN / family / "golden.npz")
+    model = load(GOLDEN / family, "1,1,1")
+
+    def loss(model: Any, ids: Any) -> Any:
+        logits = model(hax.named(ids, ("batch", "position")))
+        return -jnp.mean(jax.nn.log_softmax(logits.array)[:, :-1][..., 0])
+
+    gradients = jax.jit(jax.grad(loss))(model, golden["input_ids"])
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):
+        name = jax.tree_util.keystr(path)
+        layers = np.abs(np.asarray(leaf)).reshape(leaf.shape[0] if "layers" in name else 1, -1)
+        assert np.all(np.isfinite(layers)) and np.all(layers.max(axis=1) > 0), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_saved_checkpoint_is_the_one_that_was_loaded(family: str, tmp_path: Path) -> None:
+    model = load_hf(str(GOLDEN / family), make_mesh("1,1,2", jax.devices()[:2]), dtype=jnp.bfloat16)
+    save_hf(model, tmp_path / "out", max_shard_bytes=20_000)
+    ours, theirs = (
+        {name: each for file in path.glob("*.safetensors") for name, each in load_file(file).items()}
+        for path in (tmp_path / "out", GOLDEN / family)
+    )
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        np.testing.assert_array_equal(ours[name], tensor, err_msg=name)
+    assert lockstep.models.load_config(str(tmp_path / "out")) == model.config
+
+
+@pytest.mark.parametrize("family", some_slow("phi3"))
+def test_adapters_are_trained_and_saved_merged(family: str, tmp_path: Path) -> None:
+    model = with_adapters(load(GOLDEN / family, "1,1,1"), LoraConfig(r=2, alpha=3.0))
+    trained, frozen = split_trained(model)
+    ids = hax.named(np.load(GOLDEN / family / "golden.npz")["input_ids"], ("batch", "position"))
+    gradients = jax.jit(jax.grad(lambda part: join_trained(part, frozen)(ids).array.std()))(trained)
+    assert all(np.all(np.abs(leaf).reshape(len(leaf), -1).max(axis=1) > 0) for leaf in jax.tree.leaves(gradients))
+    save_hf(model, tmp_path / "out")
+    expected = jax.tree.leaves(merged(model))
+    for ours, theirs in zip(jax.tree.leaves(load(tmp_path / "out", "1,1,1")), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("modules", [("all-linear",), ("k_proj", "up_proj")])
+def test_peft_has_one_adapter_for_the_rows_of_a_fused_tensor(modules: tuple[str, ...], tmp_path: Path) -> None:
+    lora = LoraConfig(r=2, alpha=3.0, target_modules=modules)
+    model = with_adapters(load(GOLDEN / "phi3", "1,1,1"), lora)
+    pairs = model.pairs
+
+    def read_pair(name: str, layer: int) -> Any:
+        return np.asarray(pairs[name].a.array[layer]), np.asarray(pairs[name].b.array[layer])
+
+    save_peft(tmp_path / "peft", model.config, lora, "base", read_pair)
+    save_hf(merged(model), tmp_path / "merged")
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    adapters = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    base = load_file(GOLDEN / "phi3" / "model.safetensors")
+    for name, expected in load_file(tmp_path / "merged" / "model.safetensors").items():
+        weight = np.asarray(base[name], np.float32)
+        key, module = f"base_model.model.{name.removesuffix('.weight')}.lora_", name.split(".")[-2]
+        if module in config["target_modules"]:
+            low, high = adapters[f"{key}A.weight"], adapters[f"{key}B.weight"]
+            rank = config["rank_pattern"].get(module, config["r"])
+            alpha = config["alpha_pattern"].get(module, config["lora_alpha"])
+            assert low.shape[0] == high.shape[1] == rank
+            weight = weight + alpha / rank * high @ low
+        np.testing.assert_allclose(weight, expected, rtol=1e-5, atol=1e-5, err_msg=name)
