@@ -12,7 +12,7 @@ from jaxtyping import Array, Int, PyTree
 from lockstep.errors import ConfigError
 from lockstep.models import RANK
 from lockstep.training.step.averaging import average_parameters
-from lockstep.training.step.schedules import WSD_DECAY, build_schedule
+from lockstep.training.step.schedules import SHARES, build_schedule, check_shape
 
 DEFAULTS: Final[Mapping[str, Mapping[str, float]]] = {
     "adam": {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1},
@@ -75,9 +75,9 @@ class OptimizerConfig:
     decay: float | None = None
     """Length of the final decay: a fraction up to 1, steps above; null for everything after the warm-up, with ``wsd``
     for 0.2."""
-    lr_schedule: Literal["cosine", "linear", "constant", "wsd", "inv_sqrt"] = "cosine"
-    """Shape of the decay: ``wsd`` is stable, then falls with 1 - sqrt; ``inv_sqrt`` falls with the root of the steps
-    from step 10,000 on."""
+    lr_schedule: str = "cosine"
+    """Shape of the decay: ``cosine``, ``linear``, ``constant``; ``wsd`` is stable, then falls with 1 - sqrt;
+    ``inv_sqrt`` falls with the root of the steps from step 10,000 on; or ``module:function`` of your own."""
     min_lr_ratio: float = 0.1
     """Learning rate at the end, as a fraction of the peak, below which ``inv_sqrt`` does not fall; ``constant`` has no
     use for it."""
@@ -86,6 +86,7 @@ class OptimizerConfig:
     and Hugging Face checkpoints are then of the average. Null: none."""
 
     def __post_init__(self) -> None:
+        check_shape(self.lr_schedule)
         uses = DEFAULTS[self.type]
         for name in ("beta1", "beta2", "epsilon", "momentum", "adam_lr", "adam_weight_decay"):
             if getattr(self, name) is not None and name not in uses:
@@ -151,7 +152,7 @@ class OptimizerConfig:
         """
         warmup = _steps(self.warmup, num_train_steps)
         rest = num_train_steps - warmup
-        given = WSD_DECAY if self.decay is None and self.lr_schedule == "wsd" else self.decay
+        given = SHARES.get(self.lr_schedule) if self.decay is None else self.decay
         decay = rest if given is None else _steps(given, num_train_steps)
         if rest < 0 or decay > rest:
             raise ConfigError(

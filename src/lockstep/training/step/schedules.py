@@ -1,58 +1,126 @@
 """Learning-rate schedules: a warm-up, then a shape by name."""
 
-from typing import Final, Literal
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Final
 
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, ArrayLike
 
-type ScheduleName = Literal["cosine", "linear", "constant", "wsd", "inv_sqrt"]
-
-WSD_DECAY: Final = 0.2
-"""The share of a run that the last phase of ``wsd`` takes where it is not given (Hägele et al., section 4)."""
-
+from lockstep.errors import ConfigError
+from lockstep.plugins import load_object
 
 TIMESCALE: Final = 10_000
 """The number of steps after which ``inv_sqrt`` begins to fall."""
 
 
-def build_schedule(
-    shape: ScheduleName, *, peak: float, min_ratio: float, warmup: int, decay: int, total: int
-) -> optax.Schedule:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decay:
+    """What a shape has to work with.
+
+    Args:
+        peak: The learning rate before the decay.
+        min_ratio: The one after it, as a fraction of that.
+        steps: The number of steps of the decay, at least 1.
+        warmup: The number of steps of the warm-up.
+    """
+
+    peak: float
+    min_ratio: float
+    steps: int
+    warmup: int
+
+    @property
+    def last(self) -> float:
+        """The learning rate after the decay."""
+        return self.peak * self.min_ratio
+
+
+type Shape = Callable[[Decay], optax.Schedule]
+"""Makes a function from the number of completed steps of the decay to the learning rate."""
+
+
+def _cosine(decay: Decay) -> optax.Schedule:
+    return optax.cosine_decay_schedule(decay.peak, decay.steps, decay.min_ratio)
+
+
+def _linear(decay: Decay) -> optax.Schedule:
+    return optax.linear_schedule(decay.peak, decay.last, decay.steps)
+
+
+def _constant(decay: Decay) -> optax.Schedule:
+    return optax.constant_schedule(decay.peak)
+
+
+def _wsd(decay: Decay) -> optax.Schedule:
+    """Fall with 1 - sqrt (Hägele et al. 2024, arXiv 2405.18392, equation 1)."""
+
+    def falling(step: ArrayLike) -> Array:
+        return decay.peak - (decay.peak - decay.last) * jnp.sqrt(jnp.clip(jnp.asarray(step) / decay.steps, 0.0, 1.0))
+
+    return falling
+
+
+def _inv_sqrt(decay: Decay) -> optax.Schedule:
+    """Stay until step `TIMESCALE` and fall with the root of the steps from there on (Vaswani et al. 2017, arXiv
+    1706.03762, section 5.3, with another number in the place of the warm-up), as Levanter's does.
+    """
+
+    def falling(step: ArrayLike) -> Array:
+        steps = jnp.maximum(jnp.asarray(step) + decay.warmup, TIMESCALE)
+        return jnp.maximum(decay.peak * jnp.sqrt(TIMESCALE / steps), decay.last)
+
+    return falling
+
+
+SHAPES: Final[Mapping[str, Shape]] = {
+    "cosine": _cosine,
+    "linear": _linear,
+    "constant": _constant,
+    "wsd": _wsd,
+    "inv_sqrt": _inv_sqrt,
+}
+"""The shapes by name; one of a user's own is ``module:name``."""
+
+SHARES: Final[Mapping[str, float]] = {"wsd": 0.2}
+"""The share of a run that the decay takes where it is not given (``wsd``: Hägele et al., section 4); all others take
+everything after the warm-up.
+"""
+
+
+def check_shape(name: str) -> None:
+    """Check the name of a shape; a module of the user's is not imported.
+
+    Raises:
+        ConfigError: There is no such shape.
+    """
+    if name not in SHAPES and ":" not in name:
+        raise ConfigError(
+            f"optimizer.lr_schedule is {name!r}; it must be {', '.join(SHAPES)}, or module:function for your own."
+        )
+
+
+def build_schedule(shape: str, *, peak: float, min_ratio: float, warmup: int, decay: int, total: int) -> optax.Schedule:
     """Build a schedule.
 
     Args:
-        shape: ``cosine``, ``linear`` and ``wsd`` fall from the peak over the last ``decay`` steps and stay at the peak
-            before them. ``wsd`` falls with 1 - sqrt (Hägele et al. 2024, arXiv 2405.18392, equation 1). ``inv_sqrt``
-            stays until step `TIMESCALE` and falls with the root of the steps from there on (Vaswani et al. 2017, arXiv
-            1706.03762, section 5.3, with another number in the place of the warm-up), as Levanter's does.
-            ``constant`` stays.
+        shape: Its name in `SHAPES`, or ``module:function`` of a `Shape`.
         peak: The largest learning rate.
         min_ratio: The smallest one after the warm-up, as a fraction of the peak.
         warmup: The number of steps of a linear warm-up from 0.
-        decay: The number of steps of the fall; 0 and ``constant`` stay at the peak.
+        decay: The number of steps of the decay, the last ones; before it the rate stays at the peak.
         total: The number of steps of the run.
 
     Returns:
         A function from the number of completed steps to the learning rate of the next.
+
+    Raises:
+        ConfigError: The module of a user's own shape cannot be imported, or has no such function.
     """
-    last = peak * min_ratio
+    make: Shape = SHAPES[shape] if shape in SHAPES else load_object(shape, "optimizer.lr_schedule")
     rising = optax.linear_schedule(0.0, peak, max(warmup, 1))
-    if shape == "constant" or decay == 0:
-        falling = optax.constant_schedule(peak)
-    elif shape == "linear":
-        falling = optax.linear_schedule(peak, last, decay)
-    elif shape == "wsd":
-
-        def falling(step: ArrayLike) -> Array:
-            return peak - (peak - last) * jnp.sqrt(jnp.clip(jnp.asarray(step) / decay, 0.0, 1.0))
-
-    elif shape == "inv_sqrt":
-
-        def falling(step: ArrayLike) -> Array:
-            steps = jnp.maximum(jnp.asarray(step) + warmup, TIMESCALE)
-            return jnp.maximum(peak * jnp.sqrt(TIMESCALE / steps), last)
-
-    else:
-        falling = optax.cosine_decay_schedule(peak, decay, min_ratio)
+    falling = optax.constant_schedule(peak)
+    if decay:
+        falling = make(Decay(peak=peak, min_ratio=min_ratio, steps=decay, warmup=warmup))
     return optax.join_schedules([rising, optax.constant_schedule(peak), falling], [warmup, total - decay])

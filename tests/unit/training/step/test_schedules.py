@@ -1,6 +1,8 @@
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lockstep.errors import ConfigError
 from lockstep.training import OptimizerConfig
 from lockstep.training.step.schedules import build_schedule
 
@@ -27,3 +29,21 @@ def test_steps_beyond_the_run_stay_at_the_end():
     for shape in ("cosine", "linear", "wsd"):
         schedule = build_schedule(shape, peak=1.0, min_ratio=0.5, warmup=0, decay=4, total=8)
         assert float(schedule(8)) == float(schedule(20)) == pytest.approx(0.5)
+
+
+def halving(decay):
+    """A schedule of a user's own: half as large after each step of the decay."""
+    return lambda step: jnp.maximum(decay.peak * 0.5**step, decay.last)
+
+
+def test_one_of_a_users_own_has_warm_up_and_decay_as_all_others():
+    found = rates(8, learning_rate=2.0, warmup=2, decay=4, min_lr_ratio=0.2, lr_schedule=f"{__name__}:halving")
+    assert found == pytest.approx([0, 1, 2, 2, 2, 1, 0.5, 0.4])
+
+
+def test_one_that_is_not_there_is_an_error():
+    with pytest.raises(ConfigError, match="lr_schedule is 'cosin'; it must be cosine, linear, constant, wsd"):
+        OptimizerConfig(lr_schedule="cosin")
+    config = OptimizerConfig(lr_schedule="no_such_module:f")  # nothing is imported to read a configuration
+    with pytest.raises(ConfigError, match="optimizer.lr_schedule 'no_such_module:f': module"):
+        config.schedule(10)
