@@ -89,7 +89,7 @@ SECTIONS = {
         tuple(
             f"lockstep.training.{name}"
             for name in ("Trainer", "TrainerConfig", "OptimizerConfig", "TokenizedRows", "StepInfo", "lm_loss",
-                         "PreferenceObjective", "PairLosses", "model_spec", "save_tokenizer")
+                         "PreferenceObjective", "PairLosses", "DataFormat", "model_spec", "save_tokenizer")
         ),
     ),
     "Rows, metrics, trackers": (

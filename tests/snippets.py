@@ -144,6 +144,7 @@ optimizer, loss_fn, digest, rows = optax.sgd(0.1), lm_loss, "0", tiny.rows()
 samples = lambda info: None
 init = lambda key: LlamaLMHeadModel.init(hax.Axis("vocab", tokenizer_size), model_config, key=key)
 """,
+    "docs/data.md": "",
     "docs/quickstart.md": "",
     "docs/testing.md": "",
     "docs/api.md": "",
@@ -169,6 +170,7 @@ AFTER = {
     "docs/tunix.md": "assert isinstance(hooks[0], lockstep.tunix.SampleHooks)",
     "docs/protocol.md": "assert len(completions) == 1 and prepared.shared == [False]",
     "docs/checkpoints.md": "assert state is None and 'step-1' in os.listdir(trainer.checkpoints)",
+    "docs/data.md": "assert FORMAT.fields == ('question', 'answers')",
     "docs/quickstart.md": "assert (callback.rounds, callback.skipped_rounds) == (2, 0)",
 }
 """What must be true after the programs of a page."""

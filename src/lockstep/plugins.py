@@ -6,15 +6,16 @@ from typing import Any, Protocol
 from lockstep.errors import ConfigError
 
 
-def load_object(name: str, what: str) -> Any:
+def load_object(name: str, what: str, kind: type | None = None) -> Any:
     """Import the module of ``module:name`` and return what has that name in it.
 
     Args:
         name: The module, which must be importable on every host, and the name, with a colon between them.
         what: The key or the thing that it is for, in the words of an error.
+        kind: The class that it must be of; None: anything that can be called.
 
     Raises:
-        ConfigError: The module cannot be imported, or has nothing of that name that can be called.
+        ConfigError: The module cannot be imported, or has nothing of that kind by that name.
     """
     module_name, _, attribute = name.partition(":")
     if not (module_name and attribute):
@@ -29,8 +30,9 @@ def load_object(name: str, what: str) -> Any:
             "the name, and that its directory is on PYTHONPATH on every host."
         ) from error
     found = getattr(module, attribute, None)
-    if not callable(found):
-        raise ConfigError(f"{what} {name!r}: module {module_name!r} has no function {attribute!r}. Check the name.")
+    if not (callable(found) if kind is None else isinstance(found, kind)):
+        wanted = "function" if kind is None else kind.__name__
+        raise ConfigError(f"{what} {name!r}: module {module_name!r} has no {wanted} {attribute!r}. Check the name.")
     return found
 
 

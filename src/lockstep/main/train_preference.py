@@ -7,6 +7,7 @@ from typing import ClassVar
 import jax
 import numpy as np
 
+from lockstep.errors import ConfigError
 from lockstep.main.run import run_command
 from lockstep.main.setup import Setup
 from lockstep.main.train_config import TrainConfig
@@ -63,6 +64,14 @@ class TrainPreferenceConfig(_PairsConfig):
     objective: PreferenceObjective
     """The loss, such as ``{type: dpo, beta: 0.1}``; a class of your own is ``{type: "my_module:MyObjective"}``."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.data.data_format.reference and not self.objective.NEEDS_REFERENCE:
+            raise ConfigError(
+                f"data.format is {self.data.format}, and the objective has no use for a reference model. Use format: "
+                "preference, or an objective such as dpo."
+            )
+
     @property
     def loss_fn(self) -> PreferenceObjective:
         """The loss."""
@@ -71,7 +80,7 @@ class TrainPreferenceConfig(_PairsConfig):
     @property
     def has_reference(self) -> bool:
         """Whether the loss compares with a frozen copy of the model."""
-        return self.objective.NEEDS_REFERENCE
+        return self.objective.NEEDS_REFERENCE and not self.data.data_format.reference
 
     def facts(self) -> dict[str, str]:
         """See `RunConfig.facts`: the reference, which a run that goes on reads again."""

@@ -14,6 +14,7 @@ from lockstep.training.checkpoints.saved_model import (
 from lockstep.training.data import (
     CachedRows,
     DataConfig,
+    DataFormat,
     GrpoDataConfig,
     LmDataConfig,
     PreferenceDataConfig,
@@ -68,6 +69,7 @@ __all__ = [
     "CachedRows",
     "CheckpointerConfig",
     "DataConfig",
+    "DataFormat",
     "DpoConfig",
     "GrpoConfig",
     "GrpoDataConfig",

@@ -8,11 +8,13 @@ from lockstep.training.data.config import (
     PreferenceDataConfig,
     SourceConfig,
 )
+from lockstep.training.data.examples import DataFormat
 from lockstep.training.data.token_cache import TokenCache
 
 __all__ = [
     "CachedRows",
     "DataConfig",
+    "DataFormat",
     "GrpoDataConfig",
     "LmDataConfig",
     "PreferenceDataConfig",

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 
-from lockstep.training.data.examples import Format
+from lockstep.training.data.examples import DataFormat
 from lockstep.training.data.packing import RowShape
 from lockstep.training.data.sources import MAX_LINE_BYTES, Chunk, SourceFile, make_chunks
 
@@ -29,7 +29,7 @@ class CachePlan:
 
     name: str
     files: tuple[SourceFile, ...]
-    format: Format
+    format: DataFormat
     shape: RowShape
     tokenizer_digest: str
     max_line_bytes: int = MAX_LINE_BYTES
@@ -50,7 +50,7 @@ class CachePlan:
         files = [[file.path.rpartition("/")[2], file.size, file.content, file.kind] for file in self.files]
         shape = dataclasses.asdict(self.shape)
         limits = [] if self.max_line_bytes == MAX_LINE_BYTES else [self.max_line_bytes]
-        return _digest([CACHE_VERSION, self.tokenizer_digest, self.format, shape, files, self.chunks, *limits])
+        return _digest([CACHE_VERSION, self.tokenizer_digest, self.format.name, shape, files, self.chunks, *limits])
 
 
 def _digest(value: Sequence[object]) -> str:

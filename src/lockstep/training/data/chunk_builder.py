@@ -10,7 +10,7 @@ from lockstep.credentials import without_credentials
 from lockstep.errors import ConfigError
 from lockstep.json_text import parse_json
 from lockstep.training.data.cache_plan import CachePlan
-from lockstep.training.data.examples import FIELDS, Example, tokenize
+from lockstep.training.data.examples import Example
 from lockstep.training.data.packing import Row
 from lockstep.training.data.records import BadRow, Record, lines_before, read_piece
 from lockstep.training.data.row_files import RowWriter, new_file
@@ -75,7 +75,7 @@ class ChunkBuilder:
         for piece, (number, part, parts) in enumerate(self._plan.chunks[self._number]):
             file = self._plan.files[number]
             self._lines.append(0)
-            records = read_piece(file, part, parts, FIELDS[self._plan.format], self._plan.max_line_bytes)
+            records = read_piece(file, part, parts, self._plan.format.fields, self._plan.max_line_bytes)
             read = 0
             for batch in itertools.batched(records, BATCH_RECORDS):
                 bad_before = self._counts["n_bad"]
@@ -98,7 +98,7 @@ class ChunkBuilder:
         self, tokenizer: "PreTrainedTokenizerBase", batch: tuple[tuple[int, int, Record | BadRow | None], ...]
     ) -> Iterator[tuple[int, Example | BadRow]]:
         good = [record for _, _, record in batch if record is not None and not isinstance(record, BadRow)]
-        examples = iter(tokenize(tokenizer, self._plan.format, good) if good else ())
+        examples = iter(self._plan.format.tokenize(tokenizer, good) if good else ())
         for line, _, record in batch:
             if record is not None:
                 yield line, record if isinstance(record, BadRow) else next(examples)

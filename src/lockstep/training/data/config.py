@@ -14,10 +14,11 @@ from lockstep.text import tokenizer_digest
 from lockstep.training.data.build import BadRowPolicy, build_caches
 from lockstep.training.data.cache_plan import CachePlan
 from lockstep.training.data.cached_rows import CachedRows
-from lockstep.training.data.examples import Format, check_format
+from lockstep.training.data.examples import FORMATS, DataFormat
 from lockstep.training.data.packing import RowShape
 from lockstep.training.data.sources import MAX_LINE_BYTES, list_files
 from lockstep.training.data.token_cache import TokenCache
+from lockstep.training.objectives import REFERENCE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -216,7 +217,7 @@ class DataConfig:
     def _validation(self) -> list[SourceConfig]:
         return [one if isinstance(one, SourceConfig) else SourceConfig(url=one) for one in self.validation_urls]
 
-    def _rows(self) -> tuple[Format, bool]:
+    def _rows(self) -> tuple[DataFormat, bool]:
         """What the records are, and whether rows are packed."""
         raise ConfigError(f"{type(self).__name__} has no rows of its own: its rows are sampled while it trains.")
 
@@ -233,13 +234,13 @@ class DataConfig:
                     "data.train_urls is empty; at least 1 file is needed. List files, e.g. [data/train.jsonl]."
                 )
             format, packing = self._rows()
-            check_format(tokenizer, format)
+            format.check(tokenizer)
             shape = RowShape(
                 length=lengths[-1],
                 truncate=self.truncate,
                 packing=packing,
-                documents=format == "text",
-                pairs=format == "preference",
+                documents=format.documents,
+                pairs=format.pairs,
                 shorter=lengths[:-1],
             )
             digest = tokenizer_digest(tokenizer)
@@ -272,9 +273,10 @@ class LmDataConfig(DataConfig):
 
     CROSS_ENTROPY: ClassVar[bool] = True
 
-    format: Literal["text", "prompt_completion", "chat"] = "text"
+    format: str = "text"
     """``text``: field ``text``, documents of which every token but the first is a target. ``prompt_completion``: fields
-    ``prompt`` and ``completion``. ``chat``: field ``messages``, of which the last is the assistant's."""
+    ``prompt`` and ``completion``. ``chat``: field ``messages``, of which the last is the assistant's.
+    ``module:name``: a `DataFormat` of your own (docs/data.md), whose module is imported when this is read."""
     train_on: Literal["last", "all"] = "last"
     """Which of the assistant's messages of a chat are targets: the ``last``, or ``all``. ``all`` needs a chat template
     that writes a message the same whatever follows; a chat that it writes otherwise is a bad row."""
@@ -284,6 +286,8 @@ class LmDataConfig(DataConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.data_format.pairs:
+            raise ConfigError(f"data.format is {self.format!r}, whose examples are pairs. Use train-preference.")
         if self.train_on == "all" and self.format != "chat":
             raise ConfigError(
                 f"data.train_on is all and data.format is {self.format}, which has no turns. Remove it, or use format: "
@@ -298,7 +302,13 @@ class LmDataConfig(DataConfig):
     @property
     def packs(self) -> bool:
         """Whether a row holds several examples."""
-        return self.format == "text" if self.packing is None else self.packing
+        return self.data_format.documents if self.packing is None else self.packing
+
+    @property
+    def data_format(self) -> DataFormat:
+        """What the records are."""
+        found = DataFormat.find(self.format, ("text", "prompt_completion", "chat"))
+        return FORMATS["chat_all"] if self.train_on == "all" else found
 
     def columns(self, model_max_seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
         columns = super().columns(model_max_seq_len)
@@ -306,8 +316,8 @@ class LmDataConfig(DataConfig):
             columns["segment_ids"] = jax.ShapeDtypeStruct(columns["tokens"].shape, np.int32)
         return columns
 
-    def _rows(self) -> tuple[Format, bool]:
-        return "chat_all" if self.train_on == "all" else self.format, self.packs
+    def _rows(self) -> tuple[DataFormat, bool]:
+        return self.data_format, self.packs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -316,12 +326,35 @@ class PreferenceDataConfig(DataConfig):
     ``rejected``, each a list of ``{role, content}`` that ends with the assistant's answer; all before it is the prompt.
     """
 
+    format: str = "preference"
+    """``preference``: the fields above. ``preference_with_reference``: also ``ref_chosen_logps`` and
+    ``ref_rejected_logps``, the log-probability of each answer under a reference model, for a loss that needs one.
+    ``module:name``: a `DataFormat` of your own with ``pairs``, whose module is imported when this is read."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.data_format.pairs:
+            raise ConfigError(f"data.format is {self.format!r}, whose examples are no pairs. Use train-lm.")
+        if self.data_format.reference and self.truncate:
+            raise ConfigError(
+                f"data.truncate is true and data.format is {self.format}, whose log-probabilities are those of whole "
+                "answers. Remove data.truncate, or use format: preference."
+            )
+
+    @property
+    def data_format(self) -> DataFormat:
+        """What the records are."""
+        return DataFormat.find(self.format, ("preference", "preference_with_reference"))
+
     def columns(self, model_max_seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
         single = super().columns(model_max_seq_len)
-        return {name: jax.ShapeDtypeStruct((2, *one.shape), one.dtype) for name, one in single.items()}
+        columns = {name: jax.ShapeDtypeStruct((2, *one.shape), one.dtype) for name, one in single.items()}
+        if self.data_format.reference:
+            columns[REFERENCE] = jax.ShapeDtypeStruct((2,), np.float32)
+        return columns
 
-    def _rows(self) -> tuple[Format, bool]:
-        return "preference", False
+    def _rows(self) -> tuple[DataFormat, bool]:
+        return self.data_format, False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

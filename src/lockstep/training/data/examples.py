@@ -2,30 +2,23 @@
 
 import bisect
 import dataclasses
+import hashlib
+import inspect
 import itertools
+import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from lockstep.errors import ConfigError, PromptError
+from lockstep.plugins import load_object
 from lockstep.text import Prompt
 from lockstep.training.data.records import BadRow, Record, field
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-type Format = Literal["text", "prompt_completion", "chat", "chat_all", "preference"]
-"""What the records of a source are; of a chat the last answer is the target, or with ``chat_all`` every one."""
-
-FIELDS: Mapping[Format, tuple[str, ...]] = {
-    "text": ("text",),
-    "prompt_completion": ("prompt", "completion"),
-    "chat": ("messages",),
-    "chat_all": ("messages",),
-    "preference": ("chosen", "rejected"),
-}
-"""The fields that a record of each format has."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +28,12 @@ class TokenSequence:
     Args:
         n_prompt: The number of its first tokens that are not targets.
         tokens: Token ids. A later one that is no target is stored as its complement ``~id``, which is negative.
+        reference: The log-probability of the targets under a reference model; None where the records do not have it.
     """
 
     n_prompt: int
     tokens: Sequence[int] | np.ndarray
+    reference: float | None = None
 
 
 type Example = tuple[TokenSequence, ...]
@@ -58,34 +53,100 @@ class _Chat:
     answers: Sequence[tuple[int, int]]
 
 
-def tokenize(tokenizer: "PreTrainedTokenizerBase", format: Format, records: Sequence[Record]) -> list[Example | BadRow]:
-    """Turn records into tokens, all in one call of the tokenizer, which uses every core for it.
+type Tokenize = Callable[["PreTrainedTokenizerBase", Sequence[Record]], list[Example | BadRow]]
+"""Turns records into tokens, all in one call of the tokenizer, which uses every core for it: the example of each
+record, or what is wrong with it.
 
-    Prompts have the tokens that `lockstep.text.encode` gives them, so that training and sampling see the same ones;
-    only where a token holds the end of a chat's prompt and the first character of its answer, it belongs to the answer.
+Prompts have the tokens that `lockstep.text.encode` gives them, so that training and sampling see the same ones; only
+where a token holds the end of a chat's prompt and the first character of its answer, it belongs to the answer.
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataFormat:
+    """What the records of a source are, and how they become tokens.
 
     Args:
-        tokenizer: The tokenizer of the model; chats need its chat template.
-        format: What the records are.
-        records: The records.
+        name: Its name in `FORMATS`; of a user's own, ``module:name`` and a digest of that module.
+        fields: The fields of a record that it reads; files with columns leave out the others.
+        tokenize: Turns records into tokens.
+        documents: Whether examples are documents, which may be cut and go on in another row.
+        chats: Whether the tokenizer must have a chat template.
+        pairs: Whether an example is a chosen and a rejected sequence.
+        reference: Whether they have their log-probabilities under a reference model.
 
-    Returns:
-        The example of each record, or what is wrong with it.
+    Example:
+        >>> from lockstep.training import DataFormat
+        >>> def squad(record):
+        ...     return {"prompt": record["question"], "completion": record["answers"][0]}
+        >>> FORMAT = DataFormat.find("prompt_completion").converted(squad, fields=("question", "answers"))
+        >>> FORMAT.fields
+        ('question', 'answers')
     """
-    return _TOKENIZE[format](tokenizer, records)
 
+    name: str = ""
+    fields: tuple[str, ...]
+    tokenize: Tokenize
+    documents: bool = False
+    chats: bool = False
+    pairs: bool = False
+    reference: bool = False
 
-def check_format(tokenizer: "PreTrainedTokenizerBase", format: Format) -> None:
-    """Check that a tokenizer can be used for a format.
+    @classmethod
+    def find(cls, name: str, known: Sequence[str] = ()) -> "DataFormat":
+        """Return a format by name; a module of the user's is imported.
 
-    Raises:
-        ConfigError: The records are chats, and the tokenizer has no chat template.
-    """
-    if format in ("chat", "chat_all", "preference") and not tokenizer.chat_template:
-        raise ConfigError(
-            f"the data is made of chats, but the tokenizer {str(tokenizer.name_or_path)!r} has no chat template. Use a "
-            "tokenizer with one (chat_template.jinja beside tokenizer.json)."
-        )
+        Args:
+            name: One of `FORMATS`, or ``module:name`` of a `DataFormat`.
+            known: The names of those that can be used here; empty: all.
+
+        Raises:
+            ConfigError: There is no such format, or no such module.
+        """
+        if name in (known or FORMATS):
+            return FORMATS[name]
+        if ":" not in name:
+            raise ConfigError(
+                f"data.format is {name!r}; it must be {', '.join(known or FORMATS)}, or module:name of your own."
+            )
+        found: DataFormat = load_object(name, "data.format", cls)
+        # What its module says is a part of the cache's key; what that imports is not.
+        source = inspect.getsource(sys.modules[name.partition(":")[0]])
+        digest = hashlib.sha256(source.encode()).hexdigest()
+        return dataclasses.replace(found, name=f"{name} {digest[:16]}")
+
+    def converted(self, convert: Callable[[Record], Record], *, fields: Sequence[str]) -> "DataFormat":
+        """Return the format of records of which a function makes records of this one.
+
+        Args:
+            convert: The function; a record for which it raises is a bad row, with the error as the reason.
+            fields: The fields that it reads.
+        """
+
+        def converted(record: Record) -> Record:
+            try:
+                return convert(record)
+            except BadRow:
+                raise
+            except Exception as error:  # it is the user's
+                raise BadRow(f"cannot be converted: {type(error).__name__}: {error}. Correct it.") from error
+
+        def tokenize(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record]) -> list[Example | BadRow]:
+            return _map_good(_each(records, converted), lambda good: self.tokenize(tokenizer, good))
+
+        return dataclasses.replace(self, name="", fields=tuple(fields), tokenize=tokenize)
+
+    def check(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        """Check that a tokenizer can be used.
+
+        Raises:
+            ConfigError: The records are chats, and the tokenizer has no chat template.
+        """
+        if self.chats and not tokenizer.chat_template:
+            raise ConfigError(
+                f"the data is made of chats, but the tokenizer {str(tokenizer.name_or_path)!r} has no chat template. "
+                "Use a tokenizer with one (chat_template.jinja beside tokenizer.json)."
+            )
 
 
 def _documents(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record]) -> list[Example | BadRow]:
@@ -138,13 +199,19 @@ def _pairs(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record]) -> l
     return _map_good(_each(records, pair_of), examples)
 
 
-_TOKENIZE: Mapping[Format, Callable[["PreTrainedTokenizerBase", Sequence[Record]], list[Example | BadRow]]] = {
-    "text": _documents,
-    "prompt_completion": _completions,
-    "chat": _chats,
-    "chat_all": _whole_chats,
-    "preference": _pairs,
-}
+def _scored_pairs(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record]) -> list[Example | BadRow]:
+    def logprobs(record: Record) -> list[float]:
+        found = [field(record, name, (int, float)) for name in REFERENCE_FIELDS]
+        if not all(math.isfinite(value) for value in found):
+            raise BadRow(f"has {found} as {' and '.join(REFERENCE_FIELDS)}; both must be finite. Correct it.")
+        return found
+
+    def scored(example: Example | BadRow, values: list[float] | BadRow) -> Example | BadRow:
+        if isinstance(example, BadRow) or isinstance(values, BadRow):
+            return example if isinstance(example, BadRow) else values  # type: ignore[return-value]
+        return tuple(dataclasses.replace(one, reference=each) for one, each in zip(example, values, strict=True))
+
+    return [scored(*both) for both in zip(_pairs(tokenizer, records), _each(records, logprobs), strict=True)]
 
 
 def _joined(chosen: Example | BadRow, rejected: Example | BadRow) -> Example | BadRow:
@@ -280,3 +347,25 @@ def _map_good[T](
     """Apply a function to all that can be used at once, and leave the others in their places."""
     good = iter(function([one for one in found if not isinstance(one, BadRow)]))
     return [one if isinstance(one, BadRow) else next(good) for one in found]
+
+
+REFERENCE_FIELDS: Final = ("ref_chosen_logps", "ref_rejected_logps")
+"""The fields of log-probabilities under a reference model, sums over the tokens of an answer; the names are TRL's."""
+
+_CHAT = DataFormat(fields=("messages",), tokenize=_chats, chats=True)
+_PAIRS = DataFormat(fields=("chosen", "rejected"), tokenize=_pairs, chats=True, pairs=True)
+
+FORMATS: Final[Mapping[str, DataFormat]] = {
+    name: dataclasses.replace(each, name=name)
+    for name, each in {
+        "text": DataFormat(fields=("text",), tokenize=_documents, documents=True),
+        "prompt_completion": DataFormat(fields=("prompt", "completion"), tokenize=_completions),
+        "chat": _CHAT,
+        "chat_all": dataclasses.replace(_CHAT, tokenize=_whole_chats),
+        "preference": _PAIRS,
+        "preference_with_reference": dataclasses.replace(
+            _PAIRS, fields=(*_PAIRS.fields, *REFERENCE_FIELDS), tokenize=_scored_pairs, reference=True
+        ),
+    }.items()
+}
+"""The formats by name: in a ``chat`` the last answer is the target, in ``chat_all`` every one."""

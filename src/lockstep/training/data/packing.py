@@ -92,7 +92,7 @@ class RowShape:
                 )
         if any(one.n_prompt >= self.length for one in example):
             return None
-        return tuple(TokenSequence(one.n_prompt, one.tokens[: self.length]) for one in example)
+        return tuple(dataclasses.replace(one, tokens=one.tokens[: self.length]) for one in example)
 
 
 class _OneEach:

@@ -81,13 +81,13 @@ def lines_before(file: SourceFile, part: int, parts: int) -> int:
     return sum(1 for before in range(part) for _ in _lines(file, before, parts, BUFFER_BYTES))
 
 
-def field(record: Record, name: str, kind: type = str) -> Any:
+def field(record: Record, name: str, kind: type | tuple[type, ...] = str) -> Any:
     """Return one field of a record.
 
     Args:
         record: The fields of a record.
         name: The name of the field.
-        kind: The type that its value must have.
+        kind: The type that its value must have, or types of which it must have one.
 
     Raises:
         BadRow: The field is missing or has another type.
@@ -95,7 +95,8 @@ def field(record: Record, name: str, kind: type = str) -> Any:
     if name not in record:
         raise BadRow(f"has no field {name!r}; it has {sorted(record)}. Set data.format to what the file is.")
     if not isinstance(record[name], kind):
-        raise BadRow(f"has {record[name]!r:.200} as {name!r}, which is not a {kind.__name__}. Correct it.")
+        wanted = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
+        raise BadRow(f"has {record[name]!r:.200} as {name!r}, which is not a {wanted}. Correct it.")
     return record[name]
 
 

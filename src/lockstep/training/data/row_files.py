@@ -2,7 +2,8 @@
 
 The rows of a chunk are in two files: ``chunk-N.rows``, all of them one after the other as int32, and
 ``chunk-N.index``, the beginning of each and the end of the last as int64. A row is the number of its sequences, then
-the number of prompt tokens and of all tokens of each, then the tokens. What a reader needs of it are two ranges, so a
+the number of prompt tokens and of all tokens of each, then the tokens; last, where the records have them, the float32
+log-probability of each under a reference model. What a reader needs of it are two ranges, so a
 host reads its own rows and nothing else.
 """
 
@@ -18,11 +19,11 @@ from typing import Any, BinaryIO
 
 import fsspec
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from lockstep.training.data.packing import Row
 
-ROW, INDEX = np.dtype("<i4"), np.dtype("<i8")
+ROW, INDEX, LOGPROB = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
 FLUSH_ROWS = 1000
 DEAD_S = 3600.0
 OPEN_CHUNKS = 128
@@ -89,11 +90,12 @@ class RowWriter:
     def write(self, row: Row) -> None:
         """Write a row."""
         header = [len(row), *(number for one in row for number in (one.n_prompt, len(one.tokens)))]
-        record = np.concatenate([np.asarray(part, ROW) for part in (header, *(one.tokens for one in row))])
+        reference = np.asarray([one.reference for one in row if one.reference is not None], LOGPROB).view(ROW)
+        record = np.concatenate([np.asarray(part, ROW) for part in (header, *(one.tokens for one in row), reference)])
         self._waiting.append(record)
         self._ends.append(self._ends[-1] + len(record))
         self.count += 1
-        self.tokens += len(record) - len(header)
+        self.tokens += sum(len(one.tokens) for one in row)
         if len(self._waiting) >= FLUSH_ROWS:
             self._flush(self._ends.pop())
 
@@ -182,3 +184,11 @@ def parse_record(record: Int[np.ndarray, " record"]) -> Iterator[tuple[int, Int[
     for n_prompt, size in zip(header[::2], header[1::2], strict=True):
         yield n_prompt, record[start : start + size]
         start += size
+
+
+def parse_reference(record: Int[np.ndarray, " record"]) -> Float[np.ndarray, " sequence"] | None:
+    """Return the log-probability of each sequence of a record under a reference model; None where it has none."""
+    n_sequences = int(record[0])
+    start = 1 + 2 * n_sequences
+    rest = record[start + int(record[2:start:2].sum()) :]
+    return rest.view(LOGPROB) if len(rest) else None

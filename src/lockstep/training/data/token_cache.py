@@ -10,7 +10,8 @@ import numpy as np
 
 from lockstep.json_text import parse_json, refused, typed
 from lockstep.training.data.packing import Layout
-from lockstep.training.data.row_files import RowReader, parse_record
+from lockstep.training.data.row_files import RowReader, parse_record, parse_reference
+from lockstep.training.objectives import REFERENCE
 
 FIX = "Remove this directory: the data is then tokenised again."
 """What to do with a cache that cannot be used."""
@@ -120,7 +121,8 @@ class TokenCache:
 
         Returns:
             The columns ``tokens`` int32 ``[row, position]`` and ``loss_mask`` bool of the same shape, for packed rows
-            ``segment_ids`` int32 too; for pairs ``[row, 2, position]``, chosen and rejected.
+            ``segment_ids`` int32 too; for pairs ``[row, 2, position]``, chosen and rejected, and where the records
+            have them ``reference_logprobs`` float32 ``[row, 2]``.
         """
         bucket = int(np.searchsorted(self.bucket_starts, max(numbers), side="right")) - 1
         return expand(self._reader.read(numbers), self.metadata.layout, self.metadata.lengths[bucket])
@@ -157,7 +159,10 @@ def expand(records: Sequence[np.ndarray], layout: Layout, length: int) -> dict[s
                 segments[row, side, start:end] = number + 1
             start = end
     columns = {"tokens": tokens, "loss_mask": mask} | ({"segment_ids": segments} if layout == "packed" else {})
-    return columns if layout == "pair" else {name: column[:, 0] for name, column in columns.items()}
+    if layout != "pair":
+        return {name: column[:, 0] for name, column in columns.items()}
+    reference = [one for one in map(parse_reference, records) if one is not None]
+    return {**columns, REFERENCE: np.stack(reference)} if reference else columns
 
 
 def chunk_file(path: str, chunk: int, suffix: str) -> str:

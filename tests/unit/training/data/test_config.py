@@ -1,5 +1,9 @@
 """Training data from files to columns."""
 
+import importlib
+import sys
+
+import numpy as np
 import pytest
 
 from lockstep.errors import ConfigError
@@ -136,3 +140,79 @@ def test_buckets_are_for_rows_that_are_shorter_than_the_longest():
 def test_grpo_has_no_rows_to_load(tmp_path):
     with pytest.raises(ConfigError, match="sampled while it trains"):
         GrpoDataConfig(train_urls=("x.jsonl",)).load(Tokenizer(), 16, 0)
+
+
+OWN = """
+from lockstep.training import DataFormat
+
+def as_pair(record):
+    return {"prompt": record["question"] + "?", "completion": record["answers"][0]}
+
+FORMAT = DataFormat.find("prompt_completion").converted(as_pair, fields=("question", "answers"))
+"""
+
+
+def test_a_format_of_a_users_own_is_a_file_and_a_change_of_it_another_cache(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    records = [{"question": "ab", "answers": ["cd"]}, {"question": "ab", "answers": []}]
+    urls = write(tmp_path / "x.jsonl", records)
+    found = []
+    for source in (OWN, OWN.replace('"?"', '""')):
+        (tmp_path / "my_format.py").write_text(source)
+        monkeypatch.delitem(sys.modules, "my_format", raising=False)
+        config = LmDataConfig(train_urls=urls, format="my_format:FORMAT", max_seq_len=8, cache_dir=str(tmp_path / "c"))
+        assert not config.packs
+        rows = config.load(Tokenizer(), 8, 0)
+        assert len(rows) == 1 and "cannot be converted: IndexError" in rows.caches[0].metadata.bad[0]
+        found.append((rows.batch(0, 1, slice(0, 1)), rows.caches[0].path))
+        importlib.invalidate_caches()
+    monkeypatch.delitem(sys.modules, "my_format")
+    (first, path), (second, other) = found
+    assert first["loss_mask"].tolist() == [[False] * 4 + [True] * 3 + [False]]
+    assert second["loss_mask"].tolist() == [[False] * 3 + [True] * 3 + [False] * 2]
+    assert path != other
+
+
+def test_log_probabilities_of_a_reference_are_read_with_their_pairs(tmp_path):
+    def chat(answer):
+        return [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}]
+
+    records = [
+        {"chosen": chat("a" * n), "rejected": chat("b"), "ref_chosen_logps": -1.1 * n, "ref_rejected_logps": -n}
+        for n in range(1, 6)
+    ]
+    bad = [{**records[0], "ref_chosen_logps": value} for value in (float("nan"), "x")] + [{"chosen": chat("a")}]
+    config = PreferenceDataConfig(
+        train_urls=write(tmp_path / "x.jsonl", [*records, *bad]), format="preference_with_reference", shuffle=False
+    )
+    rows = config.load(Tokenizer(), 32, 0)
+    batch = rows.batch(0, 5, slice(0, 5))
+    struct = config.columns(32)["reference_logprobs"]
+    assert batch["reference_logprobs"].dtype == struct.dtype and struct.shape == (2,)
+    np.testing.assert_array_equal(batch["reference_logprobs"], np.array([[-1.1 * n, -n] for n in range(1, 6)], "f4"))
+    assert batch["loss_mask"][:, 0].sum(1).tolist() == [2, 3, 4, 5, 6], "beside the right pairs"
+    texts = "\n".join(rows.caches[0].metadata.bad)
+    assert "both must be finite" in texts and "which is not a int or float" in texts and "no field 'rejected'" in texts
+
+
+@pytest.mark.parametrize(
+    ("cls", "values", "text"),
+    [
+        (
+            LmDataConfig,
+            {"format": "txt"},
+            "data.format is 'txt'; it must be text, prompt_completion, chat, or module:name",
+        ),
+        (LmDataConfig, {"format": "preference"}, "data.format is 'preference'; it must be text"),
+        (LmDataConfig, {"format": "math:sqrt"}, "module 'math' has no DataFormat 'sqrt'"),
+        (PreferenceDataConfig, {"format": "chat"}, "data.format is 'chat'; it must be preference, preference_with_ref"),
+        (
+            PreferenceDataConfig,
+            {"format": "preference_with_reference", "truncate": True},
+            "log-probabilities are those of whole answers",
+        ),
+    ],
+)
+def test_formats_that_cannot_be_used_here(cls, values, text):
+    with pytest.raises(ConfigError, match=text):
+        cls(**values)

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lockstep.errors import ConfigError
 from lockstep.training import LmDataConfig, PreferenceDataConfig
-from lockstep.training.data.examples import check_format, tokenize
+from lockstep.training.data.examples import FORMATS
 from lockstep.training.data.records import BadRow
 from tests.unit.training.data import characters
 
@@ -39,7 +39,7 @@ def chat(answer):
 )
 def test_the_first_token_of_the_answer_is_the_one_with_its_first_character(answer, first, rest):
     tokenizer = merging()
-    (((sequence),),) = tokenize(tokenizer, "chat", [{"messages": chat(answer)}])
+    (((sequence),),) = FORMATS["chat"].tokenize(tokenizer, [{"messages": chat(answer)}])
     tokens = tokenizer.convert_ids_to_tokens(sequence.tokens)
     assert tokens[sequence.n_prompt] == first
     assert tokens[sequence.n_prompt + 1 :] == list(rest)
@@ -96,13 +96,13 @@ def test_a_template_that_writes_earlier_answers_otherwise_is_a_bad_row():
         "{{ m.content }}", "{% if loop.last and m.role == 'assistant' %}think{% endif %}{{ m.content }}"
     )
     records = [{"messages": [*chat("ok"), *chat("yes")]}, {"messages": chat("ok")}]
-    several, one = tokenize(tokenizer, "chat_all", records)
+    several, one = FORMATS["chat_all"].tokenize(tokenizer, records)
     assert isinstance(several, BadRow) and "up to message 2" in str(several) and "data.train_on: last" in str(several)
-    assert one == tokenize(tokenizer, "chat", records)[1]
+    assert one == FORMATS["chat"].tokenize(tokenizer, records)[1]
 
 
 def test_all_answers_of_a_tokenizer_without_offsets():
-    (found,) = tokenize(Slow(), "chat_all", [{"messages": [*chat("ok"), *chat("yes")]}])
+    (found,) = FORMATS["chat_all"].tokenize(Slow(), [{"messages": [*chat("ok"), *chat("yes")]}])
     ((sequence),) = found
     masked = "".join(chr(token) if token >= 0 else "." for token in sequence.tokens)
     assert sequence.n_prompt == len("<user>\nq?<assistant>\n")
@@ -128,10 +128,10 @@ def ending(text):
 @pytest.mark.parametrize("itself", [False, True])
 def test_a_text_ends_with_one_end_of_sequence_token(itself):
     tokenizer, end = ending(itself)
-    for (found,) in tokenize(tokenizer, "text", [{"text": "ab"}, {"text": "ab</s>"}])[: 1 if itself else 2]:
+    for (found,) in FORMATS["text"].tokenize(tokenizer, [{"text": "ab"}, {"text": "ab</s>"}])[: 1 if itself else 2]:
         assert found.tokens == [0, 1, end]
     records = [{"prompt": "a", "completion": each} for each in ("b", "b</s>", "")]
-    targets = [one.tokens[one.n_prompt :] for (one,) in tokenize(tokenizer, "prompt_completion", records)]
+    targets = [one.tokens[one.n_prompt :] for (one,) in FORMATS["prompt_completion"].tokenize(tokenizer, records)]
     assert targets == [[1, end], [1, end], [end]]
 
 
@@ -154,11 +154,11 @@ class Slow(characters.Tokenizer):
 
 
 def test_a_slow_tokenizer_works_until_a_token_is_merged():
-    good, merged = tokenize(Slow(), "chat", [{"messages": chat("ok")}, {"messages": chat("\nok")}])
+    good, merged = FORMATS["chat"].tokenize(Slow(), [{"messages": chat("ok")}, {"messages": chat("\nok")}])
     assert good[0].n_prompt == len("<user>\nq?<assistant>\n")
     assert isinstance(merged, BadRow) and "Use its fast version" in str(merged)
     sides = {"chosen": chat("ok"), "rejected": chat("ok")}
-    pairs = tokenize(Slow(), "preference", [sides | {side: chat("\nok")} for side in sides])
+    pairs = FORMATS["preference"].tokenize(Slow(), [sides | {side: chat("\nok")} for side in sides])
     assert [str(each).replace(str(merged), "") for each in pairs] == ["(chosen) ", "(rejected) "]
 
 
@@ -167,7 +167,7 @@ def test_a_template_that_changes_the_prompt_is_a_bad_row():
         def apply_chat_template(self, messages, tokenize, add_generation_prompt=False):
             return super().apply_chat_template(messages, tokenize) + ("|think" if add_generation_prompt else "")
 
-    (found,) = tokenize(Thinks(), "chat", [{"messages": chat("ok")}])
+    (found,) = FORMATS["chat"].tokenize(Thinks(), [{"messages": chat("ok")}])
     assert "does not begin with that of its prompt" in str(found)
 
 
@@ -177,4 +177,4 @@ def test_chats_need_a_template(tmp_path):
 
     with pytest.raises(ConfigError, match="'characters' has no chat template"):
         LmDataConfig(train_urls=("x.jsonl",), format="chat").load(Plain(), 16, 0)
-    check_format(Plain(), "prompt_completion")
+    FORMATS["prompt_completion"].check(Plain())

@@ -78,7 +78,7 @@ def sigmoid(x):
     return 1 / (1 + np.exp(-x))
 
 
-def step(objective, shape, parallelism):
+def step(objective, shape, parallelism, column=False):
     """Loss, gradient, metrics and the trainer of a train step on the pairs, with plain gradient descent."""
     tokens, mask, table, frozen = pairs()
     devices = jax.devices()[: math.prod(map(int, shape.split(",")))]
@@ -94,11 +94,14 @@ def step(objective, shape, parallelism):
         def finish(self): ...
 
     trainer = Trainer(config, optax.sgd(1.0), objective, mesh=make_mesh(shape, devices), tracker=Kept())
-    if objective.NEEDS_REFERENCE:
+    columns = {"tokens": tokens, "loss_mask": mask}
+    if column:
+        columns["reference_logprobs"] = sums(frozen).astype(np.float32)
+    elif objective.NEEDS_REFERENCE:
         reference = trainer.frozen_copy(trainer.init_model(lambda key: Table.of(frozen)))
         trainer.reference = ReferenceLogprobs(objective, reference, config, trainer.mesh, trainer.hosts)
     start = trainer.init_model(lambda key: Table.of(table))
-    rows = TokenizedRows(columns={"tokens": tokens, "loss_mask": mask}, seed=0)
+    rows = TokenizedRows(columns=columns, seed=0)
     result = trainer.train(start, rows)
     found = {name.removeprefix("train/"): value for name, value in metrics.items() if name.startswith("train/")}
     return result.loss, np.asarray(table - np.asarray(result.model.logits.array)), found, trainer

@@ -7,7 +7,7 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.training import DpoConfig
-from tests.unit.training.objectives.tables import MESHES, check_step, pairs, sigmoid, sums
+from tests.unit.training.objectives.tables import MESHES, check_step, pairs, sigmoid, step, sums
 
 
 def log_ratios():
@@ -36,6 +36,12 @@ def test_ipo_is_equation_17(shape, parallelism):
     slope = 2 * (h - 1 / (2 * beta))
     objective = DpoConfig(beta=beta, loss="ipo")
     check_step(objective, shape, parallelism, slope**2 / 4, np.stack([slope, -slope], 1), beta * ratios)
+
+
+def test_a_column_of_the_rows_does_as_well_as_the_model():
+    computed, read = (step(DpoConfig(), "2,2,1", 1, column=column) for column in (False, True))
+    assert read[0] == pytest.approx(computed[0], rel=1e-6)
+    np.testing.assert_allclose(read[1], computed[1], atol=1e-6)
 
 
 def test_a_model_that_is_its_reference_has_the_loss_of_a_coin():
