@@ -61,9 +61,10 @@ docs: ## build the documentation site in build/site; a link or an anchor that le
 	@NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --quiet --strict
 	@echo "docs: open build/site/index.html"
 
-lint: setup ## check style and formatting
+lint: setup ## check style and formatting, and words and lengths of the documents
 	@$(PYTHON) -m ruff check .
 	@$(PYTHON) -m ruff format --check .
+	@$(PYTHON) scripts/lint_docs.py
 
 format: setup ## mend style and formatting
 	@$(PYTHON) -m ruff check --fix .

@@ -1,10 +1,11 @@
 """Hooks of mkdocs for the documentation site; mkdocs.yml names this file.
 
 Pages name files of the repository that are not in docs/, as GitHub shows them. The site has a page for each, made when
-it is built, so that every link can be followed without a network and there is one source of everything. What the site
-would fetch from elsewhere ends the build.
+it is built, so that every link can be followed without a network and there is one source of everything. The pages of
+`MADE` are in no commit: scripts write them then. What the site would fetch from elsewhere ends the build.
 """
 
+import importlib.util
 import re
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -15,6 +16,8 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
+MADE = {"api.md": "make_api_docs.py", "configuration.md": "make_config_docs.py"}
+"""Pages of the site that a script writes, with the script: its `render` returns the page."""
 PLACE = "repository"
 """The folder of the site with the pages of such files."""
 LINK = re.compile(r"(\]\()(?!https?://|mailto:|#)([^)#\s]+)((?:#[^)\s]*)?\))")
@@ -36,7 +39,10 @@ def slug(heading: str, separator: str) -> str:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add a page for each file outside docs/ that a page links to, and for those that such pages link to."""
+    """Add the pages of `MADE`, and one for each file outside docs/ that a page, also such a page, links to."""
+    if Path(config.docs_dir) == ROOT / "docs":
+        for uri in MADE:
+            files.append(File.generated(config, uri, content=made(uri)))
     todo = [(ROOT / "docs" / file.src_uri, file.content_string) for file in files.documentation_pages()]
     for path in _named_in_nav(config.nav):
         todo.append((ROOT / "docs" / "index.md", f"[]({'../' + path})"))
@@ -52,6 +58,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
                 if target.suffix == ".md":
                     todo.append((target, content))
     return files
+
+
+def made(uri: str) -> str:
+    """The text of a page of `MADE`."""
+    spec = importlib.util.spec_from_file_location(Path(MADE[uri]).stem, ROOT / "scripts" / MADE[uri])
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    text: str = script.render()
+    return text
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -1,7 +1,7 @@
-"""Writes docs/api.md from the docstrings of the public names; ``--check`` only says if it is up to date.
+"""The page of the Python API, from the docstrings of the public names; scripts/docs_site.py puts it into the site.
 
-Run it as ``.venv/bin/python scripts/make_api_docs.py``. `SECTIONS` says which names are public. The examples
-are those of the docstrings; tests/unit/test_api_docs.py runs them after `SETUP`.
+`SECTIONS` says which names are public. The examples are those of the docstrings; tests/unit/test_api_docs.py runs them
+after `SETUP`.
 """
 
 import ast
@@ -10,15 +10,11 @@ import doctest
 import importlib
 import inspect
 import re
-import sys
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from lockstep.main.field_docs import field_texts
-
-OUTPUT = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 
 SETUP = """\
 import haliax as hax
@@ -126,8 +122,8 @@ IN_CONFIGURATION = (
 HEAD = f"""\
 # Python API
 
-Written by `scripts/make_api_docs.py` from the docstrings; do not edit it by hand. A test runs every example. They come
-after these lines, and a comment `# →` says what an expression gives:
+Made from the docstrings by `scripts/make_api_docs.py`. A test runs every example. They come after these lines, and a
+comment `# →` says what an expression gives:
 
 ```python
 {SETUP}```
@@ -311,20 +307,3 @@ def _example(name: str) -> str:
 def _markdown(text: str) -> str:
     """Double backticks as single ones, and addresses as links."""
     return re.sub(r"(?<![<(])https?://[^\s,;)]+[^\s,;).]", lambda address: f"<{address[0]}>", text.replace("``", "`"))
-
-
-def main() -> int:
-    """Write the page, or with ``--check`` compare it."""
-    page = render()
-    if "--check" in sys.argv[1:]:
-        if OUTPUT.exists() and OUTPUT.read_text(encoding="utf-8") == page:
-            return 0
-        print(f"{OUTPUT} is not up to date; run {Path(__file__).name}", file=sys.stderr)
-        return 1
-    OUTPUT.write_text(page, encoding="utf-8")
-    print(f"wrote {OUTPUT}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,15 +1,13 @@
-"""Writes docs/configuration.md from the dataclasses that the commands read; ``--check`` only says if it is up to date.
+"""The page of all configuration keys, from the dataclasses that the commands read.
 
-Run it as ``.venv/bin/python scripts/make_config_docs.py``.
+scripts/docs_site.py puts it into the site.
 """
 
 import dataclasses
 import re
-import sys
 import types
 import typing
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from draccus.choice_types import ChoiceType
@@ -18,11 +16,10 @@ from lockstep.main.arguments import ordered_fields
 from lockstep.main.commands import configured_commands
 from lockstep.main.field_docs import default_value, field_texts, first_paragraph, options_of
 
-OUTPUT = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 HEAD = """\
 # Configuration
 
-Written by `scripts/make_config_docs.py` from the docstrings of the dataclasses; do not edit it by hand.
+Made from the docstrings of the dataclasses by `scripts/make_config_docs.py`.
 
 Every command reads `--config_path FILE.yaml` and any key on the command line, which wins: `--trainer.seed 3`,
 `--inference_eval.layout '{tensor: 2}'`. Values are YAML. An unknown key ends the run on every host, with the closest
@@ -137,20 +134,3 @@ def _default(field: dataclasses.Field[Any]) -> str:
 def _markdown(text: str) -> str:
     """A line with its addresses as links."""
     return re.sub(r"(?<![<(])https?://[^\s,)]+", lambda address: f"<{address[0]}>", text)
-
-
-def main() -> int:
-    """Write the page, or with ``--check`` compare it."""
-    page = render()
-    if "--check" in sys.argv[1:]:
-        if OUTPUT.exists() and OUTPUT.read_text(encoding="utf-8") == page:
-            return 0
-        print(f"{OUTPUT} is not up to date; run {Path(__file__).name}", file=sys.stderr)
-        return 1
-    OUTPUT.write_text(page, encoding="utf-8")
-    print(f"wrote {OUTPUT}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -52,7 +52,6 @@ KINDS = {
     "json": "is read by what reads such a file, see CONFIGURATIONS",
     "sh": "every line is read by the parser of its command, and dry-run where it has such a thing, see NOT_PARSED",
     "text": "what a program prints, or a drawing, compared with it, see OUTPUTS",
-    "py": "a signature that scripts/make_api_docs.py writes",
 }
 """Languages of blocks, and what is done with each. A block of no language, or of another one, is refused."""
 
@@ -147,9 +146,8 @@ init = lambda key: LlamaLMHeadModel.init(hax.Axis("vocab", tokenizer_size), mode
     "docs/data.md": "",
     "docs/quickstart.md": "",
     "docs/testing.md": "",
-    "docs/api.md": "",
 }
-"""What stands before the programs of a page, which the page does not show. The quickstart and the API need nothing.
+"""What stands before the programs of a page, which the page does not show. The quickstart needs nothing.
 tests/unit/testing/test_plugin.py runs the tests of docs/testing.md."""
 
 SLOW = {

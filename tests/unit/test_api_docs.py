@@ -1,4 +1,4 @@
-"""docs/api.md: up to date, and every public name has an example, which is run."""
+"""The page of the Python API: every public name has an example, which is run."""
 
 import ast
 import doctest
@@ -39,11 +39,6 @@ def setup():
     trainer.with_training_hooks = lambda hooks: None
     yield names | {"trainer": trainer, "state": SimpleNamespace(model=names["model"])}
     signal.signal(signal.SIGTERM, handler)  # run_main has set one
-
-
-def test_the_page_is_up_to_date():
-    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    assert page == API.render(), "run .venv/bin/python scripts/make_api_docs.py"
 
 
 def test_every_public_name_has_one_entry():

@@ -42,7 +42,6 @@ def named(blocks):
 def test_every_block_is_of_a_kind():
     assert len(BLOCKS) > 70
     assert not [f"{b.page}:{b.line}" for b in BLOCKS if b.language not in snippets.KINDS]
-    assert {block.page for block in of("py")} <= {"docs/api.md"}
 
 
 def test_a_block_without_a_language_is_seen():
@@ -64,8 +63,7 @@ def test_every_row_is_of_a_block():
 
 def programs():
     for page in snippets.PROGRAMS:
-        if page != "docs/api.md":  # tests/unit/test_api_docs.py
-            yield pytest.param(page, marks=[pytest.mark.slow] * (page in snippets.SLOW))
+        yield pytest.param(page, marks=[pytest.mark.slow] * (page in snippets.SLOW))
 
 
 @pytest.mark.parametrize("page", programs())

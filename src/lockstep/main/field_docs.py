@@ -1,4 +1,4 @@
-"""What the docstrings of a configuration say of its fields, for ``--help`` and for docs/configuration.md."""
+"""What the docstrings of a configuration say of its fields, for ``--help`` and for the page of all keys."""
 
 import ast
 import dataclasses

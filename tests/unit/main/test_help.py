@@ -14,6 +14,7 @@ from lockstep.main.arguments import parse_arguments
 from lockstep.main.commands import COMMANDS, configured_commands, find_command, planned_commands
 from lockstep.main.eval import named
 from lockstep.main.help import command_help, key_groups, overview
+from tests.unit.test_docs import script_at
 
 ROOT = Path(__file__).parents[3]
 
@@ -95,8 +96,7 @@ def test_every_command_shows_groups_defaults_and_an_example(command):
 
 
 def test_a_training_command_shows_every_key_of_its_reference():
-    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    section = page.partition("### `trainer`")[2].partition("\n###")[0]
+    section = script_at("scripts/make_config_docs.py").render().partition("### `trainer`")[2].partition("\n###")[0]
     keys = re.findall(r"^\| `(\w+)` \| (?!block)", section, re.MULTILINE)
     assert len(keys) > 10
     text = command_help(find_command("train-lm"))
