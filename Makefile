@@ -53,7 +53,7 @@ nightly: setup-tests ## run the slow tests that have a sibling among those of ma
 	@$(MAKE) --no-print-directory fuzz
 
 fuzz: setup-tests ## read what somebody could hand over, made up anew, for FUZZ_S seconds (default: 600)
-	@LOCKSTEP_FUZZ_SECONDS=$(FUZZ_S) $(PYTHON) -m pytest tests/fuzz
+	@LOCKSTEP_FUZZ_SECONDS=$(FUZZ_S) $(PYTHON) -m pytest -s tests/fuzz $(ARGS)
 
 # The variable: without it mkdocs-material prints an advertisement of its successor into every log.
 docs: ## build the documentation site in build/site; a link or an anchor that leads nowhere is an error

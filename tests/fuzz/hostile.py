@@ -204,7 +204,7 @@ def fuzz(*strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., object]
                 text = (
                     f"{read.__name__}: {count:,} examples in {seconds:.0f} s, {accepted:,} read; slowest {slowest:.1f}"
                 )
-                print(text, file=sys.__stderr__, flush=True)
+                print(f"\n{text}", flush=True)
 
         test.__name__ = test.__qualname__ = read.__name__
         test.__doc__, test.__module__ = read.__doc__, read.__module__

@@ -128,7 +128,10 @@ OPENS = (
     "UPath",
     "epath.Path",
     "urlopen",
+    "urlretrieve",
     "build_opener",
+    "HTTPConnection",
+    "HTTPSConnection",
 )
 """What opens URLs; ``url_to_fs`` is ours where it is imported from lockstep.urls."""
 

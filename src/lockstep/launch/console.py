@@ -5,6 +5,8 @@ import sys
 import threading
 from pathlib import Path
 
+from lockstep.credentials import without_credentials
+from lockstep.printable import printable
 from lockstep.redact import Redactor
 
 ERROR = b"error: "
@@ -29,8 +31,9 @@ class Console:
             log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def say(self, text: str) -> None:
-        """Print lines of the launcher's own to standard error, each after ``launch: ``."""
-        self.raw("".join(f"launch: {line}\n" for line in text.split("\n")))
+        """Print lines of the launcher's own to standard error, each after ``launch: ``; parts may be of a worker."""
+        shown = printable(without_credentials(text))
+        self.raw("".join(f"launch: {line}\n" for line in shown.split("\n")))
 
     def once(self, text: str) -> None:
         """As `say`, but not again what was said before, until it is forgotten."""

@@ -5,6 +5,7 @@ import queue
 import time
 from typing import Any
 
+from lockstep.credentials import without_credentials
 from lockstep.errors import LockstepError
 from lockstep.exits import DONE, INTERRUPTED, UNREACHABLE, WORKER_LOST, describe_code
 from lockstep.launch.backend import LaunchError
@@ -16,6 +17,7 @@ from lockstep.launch.record import Attempt, JobRecord
 from lockstep.launch.verdict import ASKED, Ending, first_failure
 from lockstep.launch.worker_backend import WorkerBackend, root_on_worker
 from lockstep.launch.workers import Transport
+from lockstep.printable import printable
 
 MARGIN_S = 20.0
 """Seconds beyond its grace in which a job must have ended."""
@@ -51,7 +53,8 @@ class Later:
         """Print a line for each worker."""
         attempt, job = self._last(), self._job
         begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(attempt.started))
-        print(f"job {job.name} ({job.backend}), attempt {attempt.number}, started {begun}: {' '.join(job.command)}")
+        command = without_credentials(" ".join(job.command))
+        print(printable(f"job {job.name} ({job.backend}), attempt {attempt.number}, started {begun}: {command}"))
         transport = self._backend.find(self._options)
         states = on_all(transport, lambda index: self._call(transport, index, op="status", attempt=attempt.id))
         for index, (worker, state) in enumerate(zip(transport.workers, states, strict=True)):
@@ -62,7 +65,7 @@ class Later:
         if known is None:
             kinds = {state["state"] for state in states}
             return UNREACHABLE if "unreachable" in kinds else DONE
-        print(f"it has ended: {describe_code(known)}. {self._last().cause}".rstrip())
+        print(printable(f"it has ended: {describe_code(known)}. {self._last().cause}".rstrip()))
         return known
 
     def _note_end(self, transport: Transport, states: list[dict[str, Any]]) -> None:
@@ -223,7 +226,7 @@ def _in_words(state: dict[str, Any]) -> str:
         reason = "" if not state["reason"] else f" ({'stopped' if state['reason'] == ASKED else state['reason']})"
         return describe_code(state["code"]) + reason
     if kind == "unreachable":
-        return f"cannot be reached: {state['unreachable']}"
+        return f"cannot be reached: {printable(state['unreachable'])}"
     return {
         "lost": "its processes are gone without a word: the machine was restarted",
         "absent": "was not started here, or the machine was replaced",

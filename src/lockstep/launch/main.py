@@ -5,12 +5,14 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 
+from lockstep.credentials import without_credentials
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.exits import DONE, FAILED, INTERRUPTED
 from lockstep.launch.backend import Backend, LaunchError
 from lockstep.launch.backends import BACKENDS, with_named
 from lockstep.launch.options import PROG, Parser, add_backend_options, given_backend, parse_options, without_debug
 from lockstep.launch.record import load_record
+from lockstep.printable import printable
 
 LATER = {
     "status": "say what each worker of a job does",
@@ -57,7 +59,7 @@ def main(arguments: Sequence[str] | None = None, backends: Mapping[str, Backend]
     except LockstepError as error:
         if debug:
             traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(without_credentials(str(error)))}", file=sys.stderr)
         return error.code if isinstance(error, LaunchError) else FAILED
 
 

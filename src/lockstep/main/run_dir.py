@@ -110,7 +110,7 @@ def closing_summary(run_dir: Path, result: TrainResult, num_train_steps: int, sa
     if result.tracker_errors:
         lines.append(f"  the tracker failed {result.tracker_errors} times; metrics are incomplete")
     lines += ["try next:", *(f"  {line}" for line in _next_steps(run_dir, saved, result))]
-    return "\n".join(lines)
+    return without_credentials("\n".join(lines))
 
 
 def _next_steps(run_dir: Path, saved: str | None, result: TrainResult) -> list[str]:

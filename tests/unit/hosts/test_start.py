@@ -1,7 +1,9 @@
 """Configuration, guardrails and the plain single process."""
 
+import inspect
 import os
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -168,3 +170,14 @@ def test_the_service_of_a_cluster_that_jax_detects_listens_where_its_name_leads_
     loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
     listens = [line.removeprefix("listens on ") for line in done.stdout.splitlines()]
     assert listens and set(listens) <= loopback, done.stdout
+
+
+def test_jax_has_no_tls_for_the_service_that_we_could_offer():
+    """docs/security.md says so. Where this fails, JAX has it by now: offer it there."""
+    from jax._src.lib import _jax
+
+    makers = (_jax.get_distributed_runtime_service, _jax.get_distributed_runtime_client)
+    names = [*inspect.signature(jax.distributed.initialize).parameters, *jax.config.values]
+    names += [each.__doc__ or "" for each in makers]
+    assert any("heartbeat" in each for each in names), "these are what makes the service"
+    assert not [each for each in names if re.search("tls|ssl|cert|credential|secur", each)]

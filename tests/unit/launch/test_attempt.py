@@ -8,6 +8,9 @@ import time
 import pytest
 
 from lockstep.exits import INTERRUPTED, KILLED, SETUP_FAILED, UNREACHABLE, WORKER_LOST
+from lockstep.launch.backend import LaunchError
+from lockstep.launch.connection import answered
+from lockstep.launch.console import Console
 from tests.fake_cloud.cloud import wait_for
 
 FAST = ("--no-preflight", "--grace_s", "2", "--name", "job")
@@ -187,3 +190,26 @@ def test_a_worker_without_python_is_no_worker(cloud):
 def test_a_process_that_is_killed_by_a_signal_has_its_code(cloud):
     done = cloud.launch("--hosts", cloud.add("a"), *FAST, *script("kill -9 $$"))
     assert done.returncode == KILLED and "exit code 137, killed" in done.stderr
+
+
+def test_what_the_launcher_says_of_a_worker_moves_no_terminal_and_has_no_credentials(capsys):
+    Console().say("worker a: gone \x1b[2J\x07 at s3://key:hush@bucket/a?sig=hush\nagain")
+    assert capsys.readouterr().err == "launch: worker a: gone \\x1b[2J\\x07 at s3://bucket/a?…\nlaunch: again\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (b"{", "is not JSON"),
+        (b"[]", "is a JSON list"),
+        (b"{}", "it has no state"),
+        (b'{"state": "ended", "code": 0}', "it has no ended"),
+        (b'{"state": "ended", "code": "0", "ended": 1, "reason": ""}', "code is '0'"),
+        (b'{"state": ["ended"]}', "state is"),
+        (b"[" * 60_000, "nested too deeply"),
+    ],
+)
+def test_an_answer_that_is_none_of_the_agents_is_an_error_of_the_launch(answer, why):
+    with pytest.raises(LaunchError, match=f"the answer of a worker .*{why}.*Look at what else its ssh"):
+        answered(answer, "follow")
+    assert answered(b'{"error": "a\\u001b[2J"}', "follow") == {"error": "a\\x1b[2J"}

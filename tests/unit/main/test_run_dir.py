@@ -96,6 +96,8 @@ def test_what_a_resumed_run_will_write_again_is_removed(tmp_path):
 
 
 def test_the_summary_says_how_to_resume(tmp_path):
+    url = "s3://key:hush@bucket/model?sig=hush"
+    assert "hush" not in closing_summary(tmp_path, result(checkpoint=url), 10, url)
     text = closing_summary(tmp_path, result(stopped_by=15, checkpoint="runs/a/checkpoints/step-7"), 10, None)
     assert "state      runs/a/checkpoints/step-7" in text and "the same command again" in text
     assert "no checkpoint was saved" not in text

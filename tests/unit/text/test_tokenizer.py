@@ -1,3 +1,5 @@
+import ast
+import dataclasses
 import io
 import json
 import os
@@ -8,7 +10,12 @@ from pathlib import Path
 
 import pytest
 
+import lockstep
+from lockstep.batch_inference.config import SampleConfig
 from lockstep.errors import ConfigError
+from lockstep.main.eval import EvalConfig
+from lockstep.main.export import ExportConfig
+from lockstep.main.train_lm import TrainLmConfig
 from lockstep.text import check_vocab, decode, load_tokenizer, stop_ids, token_texts, tokenizer_digest
 
 DEMO_TOKENIZER = Path(__file__).parents[3] / "data" / "demo" / "tokenizer"
@@ -100,6 +107,19 @@ def with_code(tmp_path):
     code = "from transformers import PreTrainedTokenizerFast\n\n\nclass Mine(PreTrainedTokenizerFast):\n    pass\n"
     (place / "mine.py").write_text(f"open({str(made)!r}, 'w').close()\n{code}")
     return str(place), made
+
+
+def test_every_command_asks_for_its_key_before_a_tokenizer_runs_code():
+    package = Path(lockstep.__file__).parent
+    calls = [
+        (path.name, ast.unparse(node))
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "load_tokenizer"
+    ]
+    assert len(calls) >= 7 and all("trust" in call for _, call in calls), calls
+    for config in (SampleConfig, EvalConfig, ExportConfig, TrainLmConfig):
+        assert {each.name: each.default for each in dataclasses.fields(config)}["trust_remote_code"] is None
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
