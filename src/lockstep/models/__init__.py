@@ -37,7 +37,7 @@ from lockstep.models.reader import read_decoder
 from lockstep.models.registry import register_reader
 from lockstep.models.remat import POLICIES, RematPolicy, recomputes_layers
 from lockstep.models.rope import Llama3Scaling, RotaryConfig
-from lockstep.models.skeleton import as_trainable, skeleton
+from lockstep.models.skeleton import as_trainable, layer_products, skeleton
 from lockstep.models.weights import STACKED, TENSOR_DIMS, WEIGHT_AXES, DecoderWeights, LayerWeights, input_dims
 from lockstep.placement import LazyWeight, view
 
@@ -90,6 +90,7 @@ __all__ = [
     "input_dims",
     "join_trained",
     "layer_kinds",
+    "layer_products",
     "load_hf",
     "merge_lora",
     "merged_rows",

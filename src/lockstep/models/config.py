@@ -248,6 +248,28 @@ class LlamaConfig(ModelConfig):
         """The number of query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def mlp_activations(self) -> int:
+        """Numbers of one token inside an MLP, at most: gate, up, and their product."""
+        return 3 * self.intermediate_dim
+
+    def part_read(self, weight: str, tokens: float) -> float:
+        """The part of a weight that a step reads, and for one token the part that it is multiplied with.
+
+        Args:
+            weight: The name of the weight. Of an embedding that is not the output layer too, rows are looked up: 0.
+            tokens: The number of tokens of the step.
+        """
+        return float(weight != "embed" or self.tie_word_embeddings)
+
+    def positions_read(self, context: float) -> float:
+        """The positions whose K and V a token attends to, of all layers together.
+
+        Args:
+            context: The number of positions up to the token.
+        """
+        return sum(context if kind.window is None else min(context, kind.window) for kind in layer_kinds(self))
+
 
 def every_nth_full(layers: int, every: int) -> tuple[LayerType, ...]:
     """The types of layers of which every n-th, counted from the first, has full attention."""

@@ -1,16 +1,18 @@
 """Models made of shapes or of the decoder's weights: nothing is computed, nothing copied."""
 
 import dataclasses
+import functools
+import math
 from typing import Any
 
 import equinox as eqx
 import haliax as hax
 import jax
-from haliax import Axis
+from haliax import Axis, NamedArray
 
 from lockstep.models.config import LlamaConfig
 from lockstep.models.llama import LlamaLMHeadModel
-from lockstep.models.weights import DecoderWeights
+from lockstep.models.weights import DecoderWeights, input_dims
 
 
 def skeleton(vocab_size: int, config: LlamaConfig) -> LlamaLMHeadModel:
@@ -25,6 +27,20 @@ def skeleton(vocab_size: int, config: LlamaConfig) -> LlamaLMHeadModel:
     # Without a mapping nothing is sharded, whatever context the caller is in.
     with hax.axis_mapping({}):
         return eqx.filter_eval_shape(lambda k: LlamaLMHeadModel.init(vocab, config, key=k), key)
+
+
+@functools.lru_cache
+def layer_products(config: LlamaConfig) -> float:
+    """The numbers of the weights of all layers that a token is multiplied with.
+
+    Args:
+        config: The configuration of the model.
+    """
+    layers = skeleton(1, config).layers
+    found = jax.tree_util.tree_leaves_with_path(layers, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
+    each = ((path[-1].name, leaf) for path, leaf in found)
+    products = ((name, leaf.array.shape) for name, leaf in each if input_dims(name, leaf.ndim))
+    return sum(config.part_read(name, 1) * math.prod(shape) for name, shape in products)
 
 
 def as_trainable(config: LlamaConfig, weights: DecoderWeights) -> LlamaLMHeadModel:

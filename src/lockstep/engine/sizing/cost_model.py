@@ -68,10 +68,9 @@ def estimate(model: DecodeModel, sizes: Capacity, demand: Demand, chip: Chip) ->
     batches = max(1.0, demand.sequences / concurrent_sequences(sizes, demand))
     active = demand.sequences / batches
     slots = active / len(sizes.active_replicas)
-    # An embedding that is not the output layer too is read by rows.
-    whole = [weight for weight in model.leaves if weight.name != "embed" or model.weights.lm_head is None]
-    read, parameters = (sum(getattr(weight, name) for weight in whole) for name in ("decode_bytes", "decode_size"))
-    kv = slots * demand.context * model.kv_bytes
+    read = sum(config.part_read(weight.name, slots) * weight.decode_bytes for weight in model.leaves)
+    parameters = sum(config.part_read(weight.name, 1) * weight.decode_size for weight in model.leaves)
+    kv = slots * config.positions_read(demand.context) * model.kv_bytes / layers
     # Devices at one memory share its bandwidth and cores: all of them while weights move, the active ones in a step.
     sharing = devices // count_memories(list(decode_mesh.mesh.devices.flat))
     decoding = sharing * len(sizes.active_replicas) / decode_mesh.replicas if sharing > 1 else 1

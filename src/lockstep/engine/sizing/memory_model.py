@@ -116,7 +116,7 @@ class MemoryModel:
         """
         model, config = self.model, self.model.config
         tokens = sizes.prefill_rows * sizes.page_size * model.dtype.itemsize
-        mlp = 3 * -(-config.intermediate_dim // model.decode_mesh.tensor)
+        mlp = -(-config.mlp_activations // model.decode_mesh.tensor)
         activations = tokens * (mlp + 3 * config.hidden_dim)
         activations -= _IN_VECTOR_MEMORY.get(tpu_generation(model.device.device_kind), 0)
         return self._gathered_at_once + max(activations, tokens * config.hidden_dim)
@@ -220,7 +220,7 @@ class MemoryModel:
     def _activations(self) -> int:
         """Bytes of the activations of one token."""
         config = self.model.config
-        return 4 * (6 * config.hidden_dim + 3 * -(-config.intermediate_dim // self.model.decode_mesh.tensor))
+        return 4 * (6 * config.hidden_dim + -(-config.mlp_activations // self.model.decode_mesh.tensor))
 
     @functools.cached_property
     def _heads(self) -> int:

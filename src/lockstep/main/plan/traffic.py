@@ -141,7 +141,7 @@ class StepBytes:
 
     Args:
         floor_weights: The bytes of every weight that a step needs, each counted once.
-        floor_kv: The bytes of K and V of all positions before the step's, each counted once.
+        floor_kv: The bytes of K and V of the positions that a step attends to, each counted once.
         program: The bytes that the program's operations read and write, without the kernels.
         kernel: The bytes that the kernels read and write: attention, and the one that writes K/V.
         per_launch: The bytes that the program moves outside its steps, once per launch.
@@ -220,9 +220,13 @@ def step_bytes(
             kernels += size * run.times
         else:
             program += size * run.times
-    weights = sum(
-        weight.decode_bytes for weight in model.leaves if weight.name != "embed" or model.weights.lm_head is None
+    config, heads = model.config, model.heads
+    weights = sum(config.part_read(weight.name, sizes.slots) * weight.decode_bytes for weight in model.leaves)
+    position = 2 * heads.kv_heads * heads.head_size * model.kv_dtype.itemsize
+    return StepBytes(
+        floor_weights=round(weights),
+        floor_kv=round(sizes.slots * config.positions_read(context) * position),
+        program=program,
+        kernel=kernels,
+        per_launch=launch,
     )
-    position = model.config.num_layers * 2 * model.heads.kv_heads * model.config.head_size * model.kv_dtype.itemsize
-    kv = sizes.slots * context * position
-    return StepBytes(floor_weights=weights, floor_kv=int(kv), program=program, kernel=kernels, per_launch=launch)

@@ -17,6 +17,7 @@ from lockstep.main.plan.workload import TrainingWorkload, Workload
 from lockstep.models import (
     join_trained,
     layer_kinds,
+    layer_products,
     recomputes_layers,
     split_trained,
 )
@@ -187,8 +188,6 @@ def step_flops(workload: Workload, *, vocab_blocks: bool) -> float:
     training, config = workload.training, workload.model
     assert training is not None
     forwards = 2 if recomputes_layers(config.gradient_checkpointing) else 1
-    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_size
-    layer = config.hidden_dim * (heads + config.num_heads * config.head_size + 3 * config.intermediate_dim)
     tokens = training.trainer.train_batch_size * training.sequences_per_row * training.length
     pairs = (
         config.num_heads
@@ -202,7 +201,7 @@ def step_flops(workload: Workload, *, vocab_blocks: bool) -> float:
     if training.lora is not None:
         backwards = 1
         adapters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(training.lora.shapes(config)))
-    products = config.num_layers * (forwards + backwards) * layer + pairs + (forwards + 2) * adapters
+    products = (forwards + backwards) * layer_products(config) + pairs + (forwards + 2) * adapters
     output = config.hidden_dim * workload.vocab_size * (backwards + (2 if vocab_blocks else 1))
     return 2.0 * (products + output) * tokens
 

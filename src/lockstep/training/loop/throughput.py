@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from lockstep.models import LlamaConfig, LoraModel, UnreadableModelError, read_decoder
+from lockstep.models import LlamaConfig, LoraModel, UnreadableModelError, layer_products, read_decoder
 from lockstep.placement.device import published_chip
 
 
@@ -116,7 +116,6 @@ def flops_per_token(model: LlamaConfig, vocab_size: int, length: int, adapters: 
         adapters: The number of weights of the adapters, where they alone are trained; None where all weights are.
     """
     queries = model.num_heads * model.head_size
-    heads = 2 * queries + 2 * model.num_kv_heads * model.head_size
-    weights = model.num_layers * model.hidden_dim * (heads + 3 * model.intermediate_dim) + model.hidden_dim * vocab_size
+    weights = layer_products(model) + model.hidden_dim * vocab_size
     products = 6.0 * weights if adapters is None else 4.0 * weights + 6.0 * adapters
     return products + 12.0 * model.num_layers * queries * length

@@ -6,11 +6,14 @@ import pytest
 
 from lockstep.engine import EngineConfig
 from lockstep.engine.config import Layout
+from lockstep.engine.decode_model import DecodeModels
 from lockstep.engine.schedule import Capacity
 from lockstep.engine.sizing.cost_model import Estimate, estimate, verify_costs
 from lockstep.engine.sizing.demand import Demand, desired_capacity
+from lockstep.models import LlamaConfig, Variant, read_decoder
 from lockstep.placement.device import Chip, Link
-from tests.unit.engine.models import LLAMA, request
+from tests.unit.engine.models import LLAMA, mesh_of, model_on, request
+from tests.unit.engine.models import SIZES as SIZES_OF_MODEL
 from tests.unit.engine.sizing.made_up import models_on
 
 LINK = Link(bandwidth=1e9, latency_s=1e-6)
@@ -97,3 +100,28 @@ def test_moving_weights_takes_the_links_and_the_memory_on_both_sides() -> None:
     assert reshard_s(link=1e9) == pytest.approx(copied * 3 / 4 / 1e9)
     assert reshard_s(memory=1e9) == pytest.approx(copied * 2 * 4 / 1e9), "read and written by four at one memory"
     assert reshard_s(link=1e9, memory=1e9) == pytest.approx(reshard_s(link=1e9) + reshard_s(memory=1e9))
+
+
+def bytes_read(config: LlamaConfig) -> float:
+    """What a step reads of weights and K/V, on the four devices of one memory together."""
+    engine = EngineConfig()
+    model = DecodeModels(engine, *read_decoder(model_on("1,2,2", config)), mesh_of("1,2,2"))[{"tensor": 2}]
+    demand = Demand.of(REQUESTS, 16)
+    return estimate(model, desired_capacity(engine, model, demand), demand, CHIP).memory_s * CHIP.bandwidth
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HalfOfMlp(LlamaConfig):
+    """A model of whose MLPs a step reads a half."""
+
+    def part_read(self, weight: str, tokens: float) -> float:
+        return 0.5 if weight in ("gate", "up", "down") else super().part_read(weight, tokens)
+
+
+def test_what_a_step_reads_is_asked_of_the_model() -> None:
+    whole = bytes_read(LLAMA)
+    mlps = 2 * 3 * 16 * 24 * 4  # of two layers, on each of two replicas
+    assert whole - bytes_read(HalfOfMlp(**SIZES_OF_MODEL)) == pytest.approx(2 * mlps / 2)
+    kv = 2 * 2 * 2 * 8 * 4  # of a position: K and V of two heads in two layers
+    window = dataclasses.replace(LLAMA, variant=Variant(sliding_window=6))
+    assert whole - bytes_read(window) == pytest.approx(len(REQUESTS) * (Demand.of(REQUESTS, 16).context - 6) * kv)
