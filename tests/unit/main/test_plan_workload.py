@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.batch_inference import SampleConfig
 from lockstep.errors import ConfigError
-from lockstep.main import plan as command
+from lockstep.main import plan_command as command
 from lockstep.main.arguments import parse_arguments
 from lockstep.main.commands import find_command
 from lockstep.models import find_preset, padded_vocab_size
