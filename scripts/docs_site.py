@@ -16,7 +16,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
-MADE = {"api.md": "make_api_docs.py", "configuration.md": "make_config_docs.py"}
+MADE = {"api.md": "make_api_docs.py", "configuration.md": "make_config_docs.py", "faults.md": "make_fault_docs.py"}
 """Pages of the site that a script writes, with the script: its `render` returns the page."""
 PLACE = "repository"
 """The folder of the site with the pages of such files."""

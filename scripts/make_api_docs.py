@@ -100,7 +100,7 @@ SECTIONS = {
          "lockstep.check.record_launches"),
     ),
     "Errors": (
-        "Every text says what was given, the limit and the fix ([errors-and-exits.md](errors-and-exits.md)).",
+        "Every text says what was given, the limit and the fix ([troubleshooting.md](troubleshooting.md#errors)).",
         ("lockstep.LockstepError",
          *(f"lockstep.errors.{name}" for name in (
              "ConfigError", "PromptError", "CapacityError", "CompilerError", "HbmError", "VmemError", "HostError",

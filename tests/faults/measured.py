@@ -1,4 +1,4 @@
-"""The seconds that the fault tests measured, kept in the build tree for scripts/make_reliability_docs.py."""
+"""The seconds that the fault tests measured, kept in the build tree for scripts/make_fault_docs.py."""
 
 import datetime
 import json

@@ -1,4 +1,4 @@
-"""The faults that are tested, and what docs/reliability.md says of them."""
+"""The faults that are tested, and what the documentation says of them."""
 
 import dataclasses
 

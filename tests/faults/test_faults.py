@@ -1,9 +1,9 @@
 """One test per fault: training goes on bit for bit, or every process exits with the same clear error, in time.
 
-The table in docs/reliability.md is made from tests/faults/table.py by scripts/make_reliability_docs.py.
+The page of faults in the documentation is made from tests/faults/table.py by scripts/make_fault_docs.py.
 """
 
-import importlib.util
+import json
 import re
 import signal
 import tempfile
@@ -349,13 +349,7 @@ def test_every_row_of_the_table_has_a_test():
         assert fault.ends == GOES_ON or name in text
 
 
-def test_the_page_is_up_to_date():
-    spec = importlib.util.spec_from_file_location("page", ROOT / "scripts" / "make_reliability_docs.py")
-    page = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(page)
-    written = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
-    seen = page.seen_on(written)
-    assert written == page.render(written, seen), "run .venv/bin/python scripts/make_reliability_docs.py"
-    # What was measured is not compared, but every row has it.
+def test_every_row_was_measured():
+    seen = json.loads((Path(__file__).parent / "seconds.json").read_text())
     missing = [fault.name for fault in FAULTS if "2" not in seen.get(fault.name, {})]
-    assert not missing, f"run these tests, then .venv/bin/python scripts/make_reliability_docs.py: {missing}"
+    assert not missing, f"run these tests, then .venv/bin/python scripts/make_fault_docs.py: {missing}"

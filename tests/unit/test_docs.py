@@ -16,7 +16,11 @@ from lockstep.main.train_lm import TrainLmConfig
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "lockstep"
 FOLDERS = ("docs", "infra", "benchmarks", "data")
-MADE = {"docs/api.md": "scripts/make_api_docs.py", "docs/configuration.md": "scripts/make_config_docs.py"}
+MADE = {
+    "docs/api.md": "scripts/make_api_docs.py",
+    "docs/configuration.md": "scripts/make_config_docs.py",
+    "docs/faults.md": "scripts/make_fault_docs.py",
+}
 """Pages of the site that scripts write when it is built."""
 PAGES = sorted(
     [

@@ -13,11 +13,11 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_documentation_has_the_table():
-    page = (ROOT / "docs" / "errors-and-exits.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     section = page.partition("## Exit codes\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (\d+) \| (.*) \| (yes|no) \|$", section, re.MULTILINE)
     table = [(str(row.code), row.meaning, "yes" if row.retried else "no") for row in EXIT_CODES.values()]
-    assert rows == table, "write the rows of lockstep/exits.py into docs/errors-and-exits.md"
+    assert rows == table, "write the rows of lockstep/exits.py into docs/troubleshooting.md"
 
 
 def test_every_name_is_a_row():
