@@ -257,7 +257,7 @@ class LlamaConfig(ModelConfig):
         """The part of a weight that a step reads, and for one token the part that it is multiplied with.
 
         Args:
-            weight: The name of the weight. Of an embedding that is not the output layer too, rows are looked up: 0.
+            weight: The name of the weight. An embedding that is not the output layer too is looked up by rows: 0.
             tokens: The number of tokens of the step.
         """
         return float(weight != "embed" or self.tie_word_embeddings)
