@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.main.arguments import parse_arguments
-from lockstep.main.train_grpo import TrainGrpoConfig
+from lockstep.training import TrainGrpoConfig
 from lockstep.training.rl import iter_questions
 
 

@@ -22,11 +22,10 @@ from lockstep.engine import engine as engine_module
 from lockstep.engine import launches as launches_module
 from lockstep.engine.schedule import Scheduler
 from lockstep.hosts import Ledger
-from lockstep.main.run import RunConfig, rows_as_batches, train
 from lockstep.report import pattern
 from lockstep.report.trackers import NoopTracker
 from lockstep.text import StopFinder
-from lockstep.training import OptimizerConfig, TrainerConfig, lm_loss
+from lockstep.training import OptimizerConfig, TrainConfig, TrainerConfig, lm_loss, train
 from tests import tiny
 from tests.multiprocess.launches import record_launches
 
@@ -296,9 +295,16 @@ class Data:
         return {}
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RandomRowsConfig(TrainConfig):
+    data: None = None
+    source = Data()
+    loss_fn = staticmethod(lm_loss)
+
+
 def train_and_save(hosts, directory, steps, **settings):
     """The whole command after its command line: exit code."""
-    config = RunConfig(
+    config = RandomRowsConfig(
         trainer=TrainerConfig(num_train_steps=steps, train_batch_size=8, log_dir=directory, run_id=f"run-{steps}"),
         model=tiny.CONFIG,
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup=0, lr_schedule="constant"),
@@ -306,7 +312,7 @@ def train_and_save(hosts, directory, steps, **settings):
         hf_save_path="hf",
         **settings,
     )
-    return train(config, Data(), lambda tokenizer: lm_loss, rows_as_batches, hosts)
+    return train(config, hosts)
 
 
 @contextlib.contextmanager

@@ -33,14 +33,11 @@ GRPO += ["--num_iterations", "2"]
 
 
 def run(hosts, cls, *arguments):
-    """A training command as `run_command` runs it, in processes that are started already."""
+    """A training command as its `main` runs it, in processes that are started already."""
     from lockstep.main.arguments import parse_arguments
-    from lockstep.main.run import rows_as_batches, train
+    from lockstep.training import train
 
-    config = parse_arguments(cls, [*SHARED, *arguments])
-    if hasattr(config, "make_rollouts"):
-        return train(config, config, config.make_objective, config.make_rollouts, hosts)
-    return train(config, config.data, config.make_objective, rows_as_batches, hosts)
+    return train(parse_arguments(cls, [*SHARED, *arguments]), hosts)
 
 
 def without_the_last_checkpoint(hosts, directory, name):
@@ -57,7 +54,7 @@ def body_train(hosts, directory):
     """A run, the same from its middle, and samples of what it left."""
     from lockstep.batch_inference import JobConfig, SampleConfig, sample
     from lockstep.main.export import ExportConfig, export
-    from lockstep.main.train_lm import TrainLmConfig
+    from lockstep.training import TrainLmConfig
 
     base = ["--initialize_from_hf", f"{directory}/base", *LM]
     codes = [run(hosts, TrainLmConfig, *base, "--trainer.log_dir", f"{directory}/first")]
@@ -112,7 +109,7 @@ def test_a_run_with_adapters_goes_on_and_is_sampled_and_exported(tmp_path):
 
 
 def body_grpo(hosts, directory):
-    from lockstep.main.train_grpo import TrainGrpoConfig
+    from lockstep.training import TrainGrpoConfig
 
     arguments = ["--initialize_from_hf", f"{directory}/base", "--data.train_urls", f"[{directory}/questions.jsonl]"]
     with record_launches() as launches:
@@ -133,7 +130,7 @@ def test_the_reference_of_grpo_needs_no_copy(tmp_path):
 
 
 def body_simpo(hosts, directory):
-    from lockstep.main.train_preference import TrainSimpoConfig
+    from lockstep.training import TrainSimpoConfig
 
     arguments = ["--initialize_from_hf", f"{directory}/base", *SIMPO, "--hf_save_path", "model"]
     return run(hosts, TrainSimpoConfig, *arguments, "--trainer.log_dir", directory)

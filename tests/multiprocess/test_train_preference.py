@@ -25,14 +25,13 @@ ADAPTERS = ["--model", "null", "--lora.r", "4", "--lora.alpha", "16", "--trainer
 def body(hosts, directory):
     """A run, the same from its middle, and one with adapters; exit codes and what was launched."""
     from lockstep.main.arguments import parse_arguments
-    from lockstep.main.run import train
-    from lockstep.main.train_preference import TrainPreferenceConfig
+    from lockstep.training import TrainPreferenceConfig, train
 
     def run(name, *arguments):
         log_dir = Path(directory) / name
         config = parse_arguments(TrainPreferenceConfig, [*DPO, "--trainer.log_dir", str(log_dir), *arguments])
         with record_launches() as launches:
-            code = train(config, config.data, config.make_objective, config.make_batches, hosts)
+            code = train(config, hosts)
         return code, launches
 
     found = {"first": run("first")}

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from lockstep.main.arguments import decode_config
-from lockstep.main.train_lm import TrainLmConfig
+from lockstep.training import TrainLmConfig
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "lockstep"

@@ -66,7 +66,6 @@ COVERED_BY = {
         f"training/rl/rewards/{kind}.py": "tests/unit/training/rl/rewards/test_rewards.py"
         for kind in ("config", "exact_match", "format", "function", "gsm8k", "length", "overlong", "regex")
     },
-    "main/setup.py": "tests/unit/main/test_train_grpo.py",
     "training/loop/result.py": "tests/unit/training/loop/test_trainer.py",
     "training/loop/step_log.py": "tests/unit/training/loop/test_trainer.py",
     # Programs of the decoder, which only the whole engine runs.
@@ -94,14 +93,14 @@ COVERED_BY = {
     # What both of Google's backends share.
     "launch/pod.py": "tests/unit/launch/test_tpu_vm.py",
     "launch/google.py": "tests/unit/launch/test_tpu_vm_backend.py",
-    # Commands: a configuration and a call.
+    # Commands and runs: a configuration and a call.
+    "main/train.py": "tests/multiprocess/test_demo.py",
+    "training/run/config.py": "tests/unit/training/run/test_grpo.py",
+    "training/run/preference.py": "tests/multiprocess/test_train_preference.py",
+    "training/run/run.py": "tests/multiprocess/test_train_simpo.py",
     "main/demo_data.py": "tests/unit/test_demo_data.py",
     "main/plan_command.py": "tests/unit/main/test_plan_workload.py",
-    "main/run.py": "tests/multiprocess/test_train_simpo.py",
     "main/sample.py": "tests/multiprocess/test_sample.py",
-    "main/train_config.py": "tests/unit/main/test_train_grpo.py",
-    "main/train_lm.py": "tests/multiprocess/test_demo.py",
-    "main/train_preference.py": "tests/multiprocess/test_train_preference.py",
 }
 COVERED_BY |= {
     path.relative_to(SOURCE).as_posix(): "tests/unit/models/families/test_family.py"

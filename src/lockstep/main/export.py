@@ -9,10 +9,9 @@ from lockstep.credentials import get_logger, without_credentials
 from lockstep.errors import ConfigError
 from lockstep.hosts import DistributedConfig, Hosts, digest, leader_only, start
 from lockstep.main.arguments import name_words, parse_arguments
-from lockstep.main.hf_saves import HF_DTYPES
 from lockstep.models import export_hf, save_peft
 from lockstep.text import load_tokenizer
-from lockstep.training import saved_model
+from lockstep.training import HF_DTYPES, saved_model
 
 log = get_logger(__name__)
 

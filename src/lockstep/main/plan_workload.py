@@ -10,11 +10,10 @@ from lockstep.credentials import without_credentials
 from lockstep.engine import DraftSource, EarlierAnswers, EngineConfig
 from lockstep.errors import ConfigError, PromptError
 from lockstep.main.plan import Infeasibility, SamplingWorkload, TrainingWorkload, Workload
-from lockstep.main.train_config import TrainConfig
 from lockstep.models import LlamaConfig, find_preset, load_config, padded_vocab_size, read_hf_config
 from lockstep.report import EvaluationFields
 from lockstep.text import Prompt, encode, load_tokenizer, read_prompts, token_count
-from lockstep.training import RolloutConfig, SavedModel
+from lockstep.training import RolloutConfig, SavedModel, TrainConfig
 from lockstep.types import Request, SamplingParams
 
 CHAT_TOKENS: Final = 64

@@ -56,6 +56,15 @@ from lockstep.training.rl import (
     make_rewarder,
 )
 from lockstep.training.rl.rollout_config import RolloutConfig
+from lockstep.training.run import (
+    HF_DTYPES,
+    TrainConfig,
+    TrainGrpoConfig,
+    TrainLmConfig,
+    TrainPreferenceConfig,
+    TrainSimpoConfig,
+    train,
+)
 from lockstep.training.step.optimizer import OptimizerConfig
 from lockstep.training.step.precision import Precision, parse_precision
 from lockstep.training.step.train_state import TrainState
@@ -75,6 +84,7 @@ __all__ = [
     "GrpoDataConfig",
     "GrpoFields",
     "GrpoRunFields",
+    "HF_DTYPES",
     "Hook",
     "KeepConfig",
     "LmDataConfig",
@@ -103,7 +113,12 @@ __all__ = [
     "StopRequest",
     "TokenCache",
     "TokenizedRows",
+    "TrainConfig",
+    "TrainGrpoConfig",
+    "TrainLmConfig",
+    "TrainPreferenceConfig",
     "TrainResult",
+    "TrainSimpoConfig",
     "TrainState",
     "TrainStep",
     "Trainer",
@@ -126,4 +141,5 @@ __all__ = [
     "saved_model",
     "write_resumable",
     "state_structs",
+    "train",
 ]

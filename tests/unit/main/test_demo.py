@@ -10,9 +10,9 @@ from lockstep.callback.round_prompts import read_round_prompts
 from lockstep.errors import ConfigError
 from lockstep.main import demo
 from lockstep.main.arguments import parse_arguments
-from lockstep.main.train_lm import TrainLmConfig
 from lockstep.report import append_jsonl
 from lockstep.text import load_tokenizer
+from lockstep.training import TrainLmConfig
 
 
 def start(monkeypatch, tmp_path, *arguments, code=0, exact_match=1.0):

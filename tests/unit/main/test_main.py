@@ -6,10 +6,8 @@ import pytest
 
 from lockstep.batch_inference import SampleConfig
 from lockstep.main.arguments import parse_arguments
-from lockstep.main.train_grpo import TrainGrpoConfig
-from lockstep.main.train_lm import TrainLmConfig
-from lockstep.main.train_preference import TrainPreferenceConfig, TrainSimpoConfig
 from lockstep.text import read_prompts
+from lockstep.training import TrainGrpoConfig, TrainLmConfig, TrainPreferenceConfig, TrainSimpoConfig
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = sorted((ROOT / "config").rglob("*.yaml"))

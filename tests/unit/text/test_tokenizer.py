@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from lockstep.main.train_lm import TrainLmConfig
 
 import lockstep
 from lockstep.batch_inference.config import SampleConfig
 from lockstep.errors import ConfigError
 from lockstep.main.eval import EvalConfig
 from lockstep.main.export import ExportConfig
-from lockstep.main.train_lm import TrainLmConfig
 from lockstep.text import check_vocab, decode, load_tokenizer, stop_ids, token_texts, tokenizer_digest
 
 DEMO_TOKENIZER = Path(__file__).parents[3] / "data" / "demo" / "tokenizer"

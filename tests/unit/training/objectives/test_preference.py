@@ -11,8 +11,7 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.main.arguments import parse_arguments
-from lockstep.main.train_preference import TrainPreferenceConfig
-from lockstep.training import DpoConfig, OrpoConfig, PreferenceObjective, SimpoConfig
+from lockstep.training import DpoConfig, OrpoConfig, PreferenceObjective, SimpoConfig, TrainPreferenceConfig
 
 FILE = ["--config_path", "config/dpo_tiny.yaml"]
 

@@ -7,7 +7,7 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.main.arguments import decode_config
-from lockstep.main.train_grpo import TrainGrpoConfig
+from lockstep.training import TrainGrpoConfig
 from lockstep.training.rl.rewards import (
     ExactMatchReward,
     FormatReward,

@@ -1,23 +1,31 @@
-"""The directory of a run: its name, and what is in it at the end."""
+"""The directory of a run: its name, the tracker that writes in it, and its files at the end."""
 
+import contextlib
 import secrets
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from lockstep.credentials import without_credentials
+from lockstep.credentials import get_logger, without_credentials
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts
-from lockstep.report import drop_later
-from lockstep.training import ROLLOUTS_FILE, TrainerConfig, TrainResult, resumable_base, write_resumable
+from lockstep.report import WANDB_RUN, Tracker, build_tracker, drop_later
+from lockstep.training.checkpoints.config import resumable_base, write_resumable
+from lockstep.training.checkpoints.kept_files import bring_files, keep_files
+from lockstep.training.loop.config import TrainerConfig
+from lockstep.training.loop.result import TrainResult
+from lockstep.training.rl import ROLLOUTS_FILE
 from lockstep.urls import check_bare_name
+
+log = get_logger(__name__)
 
 
 def make_run_dir(config: TrainerConfig, hosts: Hosts) -> Path:
     """Make the run directory on the leader and broadcast its name. A run with checkpoints may go on in its own.
 
     Args:
-        config: The settings of the run; without a ``run_id`` the name is made from the leader's clock.
-        hosts: The hosts of the job.
+        config: Without a ``run_id`` the name is made from the leader's clock.
 
     Returns:
         The directory's path, the same on every host; the directory exists on the leader.
@@ -40,7 +48,7 @@ def make_run_dir(config: TrainerConfig, hosts: Hosts) -> Path:
 
 
 def _check_resumable(path: Path, base_path: str | None) -> None:
-    """Refuse a directory that has something of another run in it."""
+    """Raise where a directory has files of another run."""
     before = None if base_path is None else resumable_base(path)
     if base_path is None or before is None:
         raise ConfigError(
@@ -60,7 +68,6 @@ def rewind(run_dir: Path, *, metrics_step: int, samples_step: int) -> None:
     """Remove from metrics and samples what a run that goes on from a checkpoint will write again.
 
     Args:
-        run_dir: The directory of the run.
         metrics_step: The last step whose metrics stay.
         samples_step: The last step whose samples stay.
 
@@ -75,16 +82,10 @@ def rewind(run_dir: Path, *, metrics_step: int, samples_step: int) -> None:
 
 
 def closing_summary(run_dir: Path, result: TrainResult, num_train_steps: int, saved: str | None) -> str:
-    """What a run left behind and what to try next.
+    """The text of several lines that names the files of a run and what to try next.
 
     Args:
-        run_dir: The directory of the run.
-        result: How the training ended.
-        num_train_steps: The number of steps that were asked for.
         saved: The Hugging Face checkpoint; None: none was saved.
-
-    Returns:
-        A text of several lines.
     """
     done = "done" if result.stopped_by is None else "stopped by a signal"
     if result.diverged:
@@ -125,3 +126,39 @@ def _next_steps(run_dir: Path, saved: str | None, result: TrainResult) -> list[s
         steps.append("the same command again   # goes on from the last checkpoint")
     steps.append("--inference_eval.prompts '[\"your prompt\"]'   # ask something else while it trains")
     return steps
+
+
+def start_tracker(config: TrainerConfig, run_dir: Path, run_config: Mapping[str, Any]) -> Tracker:
+    """Start the tracker, which goes on where that of an earlier start ended; call it on the leader alone.
+
+    The id of the W&B run is kept beside the checkpoints too: a later start may be on a machine that has only them.
+
+    Args:
+        run_config: The configuration of the whole run, for trackers that show it.
+
+    Raises:
+        ConfigError: The tracker cannot start.
+    """
+    checkpoints = None if config.checkpointer is None else config.checkpointer.path(run_dir, run_dir.name)
+    if checkpoints is not None:
+        with _warning(checkpoints):
+            bring_files(checkpoints, run_dir, [WANDB_RUN])
+    tracker = build_tracker(config.tracker, run_dir, run_dir.name, run_config)
+    if checkpoints is not None:
+        with _warning(checkpoints):
+            keep_files(checkpoints, run_dir, [WANDB_RUN])
+    return tracker
+
+
+@contextlib.contextmanager
+def _warning(checkpoints: str) -> Iterator[None]:
+    """A run is not ended for the sake of its curves."""
+    try:
+        yield
+    except OSError as error:
+        log.warning(
+            "%s could not be read or written in %s: %s. On another machine this run would be a new run in W&B.",
+            WANDB_RUN,
+            checkpoints,
+            error,
+        )

@@ -13,12 +13,11 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.main.arguments import parse_arguments
-from lockstep.main.train_grpo import TrainGrpoConfig
 from lockstep.text import encode, read_prompts
-from lockstep.training import load_questions
+from lockstep.training import TrainGrpoConfig, load_questions
 from tests import tiny
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 SHIPPED = sorted(path.name for path in (ROOT / "config").glob("grpo_*.yaml"))
 
 

@@ -12,15 +12,13 @@ from safetensors.numpy import load_file
 from lockstep.batch_inference.checkpoint import checkpoint_at, load
 from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import Hosts, MemoryClient
-from lockstep.main.adapters import describe_adapters, load_frozen
 from lockstep.main.arguments import parse_arguments
 from lockstep.main.export import ExportConfig, export
-from lockstep.main.train_grpo import TrainGrpoConfig
-from lockstep.main.train_lm import TrainLmConfig
 from lockstep.models import LoraModel, fingerprint, load_config, save_hf
 from lockstep.placement import make_mesh
-from lockstep.training import saved_model
+from lockstep.training import TrainLmConfig, saved_model
 from lockstep.training.checkpoints.saved_model import _is_beside
+from lockstep.training.run.model import describe_adapters, load_frozen
 from tests import tiny
 from tests.adapters import LORA, numpy_merged, save_base, save_checkpoint
 
@@ -71,18 +69,6 @@ def test_modules_are_named_on_the_command_line(saved):
     assert config("base", "--lora.target_modules", "o_proj").lora.modules == ("o_proj",)
     with pytest.raises(ConfigError, match="has 'query_proj'; it must be all-linear alone, or one or more of q_proj"):
         config("base", "--lora.target_modules", "query_proj")
-
-
-def test_the_reference_of_grpo_is_the_frozen_model(saved):
-    _, model = saved
-
-    class Setup:
-        trainer = None
-
-    Setup.model = model
-    grpo = config("base", "--kl_coefficient", "0.1", cls=TrainGrpoConfig)
-    assert grpo._reference(Setup) is model.base
-    assert config("base", cls=TrainGrpoConfig)._reference(Setup) is None
 
 
 def test_a_checkpoint_of_adapters_is_read_with_its_base(saved):

@@ -1,38 +1,20 @@
-"""The Hugging Face checkpoints of a run: every so many steps, and the last model."""
+"""Hugging Face checkpoints of a run: every so many steps, and the last model."""
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any
 
 from lockstep.credentials import get_logger
 from lockstep.errors import PeerError
 from lockstep.hosts import Hosts
 from lockstep.models import save_hf
-from lockstep.training import StepInfo, TrainerConfig
+from lockstep.training.loop.hooks import StepInfo
+from lockstep.training.run.config import TrainConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = get_logger(__name__)
-
-HF_DTYPES: Final = ("float32", "bfloat16")
-"""The float types in which a Hugging Face checkpoint can be saved."""
-
-
-class HfSaveFields(Protocol):
-    """The part of a run's configuration that is used here."""
-
-    @property
-    def trainer(self) -> TrainerConfig:
-        """The training loop."""
-
-    @property
-    def hf_save_path(self) -> str | None:
-        """Where to save."""
-
-    @property
-    def hf_save_dtype(self) -> str | None:
-        """The float type."""
 
 
 class HfSaves:
@@ -42,18 +24,14 @@ class HfSaves:
     way is given up, because the checkpoint that a resume begins at needs the time; the resumed run then makes it.
 
     Args:
-        config: The configuration of the run.
-        run_dir: The run directory.
-        tokenizer: The tokenizer to save with the model.
         vocab_size: The number of token ids.
-        hosts: The processes of the job.
     """
 
     name = "hf_saves"
 
     def __init__(
         self,
-        config: HfSaveFields,
+        config: TrainConfig,
         run_dir: Path,
         tokenizer: "PreTrainedTokenizerBase",
         vocab_size: int,
@@ -70,7 +48,6 @@ class HfSaves:
         """Save the model after a step; the last one is saved by `save_last`.
 
         Args:
-            info: The info of the step.
             force: Whether training has ended.
         """
         self.interrupted = False
@@ -92,7 +69,6 @@ class HfSaves:
         """Save the last model.
 
         Args:
-            model: The model.
             step: The number of completed steps where a signal ended the run; None for a full run.
 
         Returns:

@@ -10,11 +10,10 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, MemoryClient
-from lockstep.main.hf_saves import HfSaves
-from lockstep.main.run import RunConfig
 from lockstep.models import load_hf, read_hf_config
 from lockstep.placement import make_mesh
-from lockstep.training import StepInfo, TrainerConfig
+from lockstep.training import StepInfo, TrainConfig, TrainerConfig
+from lockstep.training.run.hf_saves import HfSaves
 from tests import tiny
 
 
@@ -84,4 +83,4 @@ def test_a_job_that_is_asked_to_end_gives_up_the_save_for_the_checkpoint(tmp_pat
 )
 def test_values_that_cannot_work(values, text):
     with pytest.raises(ConfigError, match=text):
-        RunConfig(model=tiny.CONFIG, tokenizer=tiny.TOKENIZER, **values)
+        TrainConfig(data=None, model=tiny.CONFIG, tokenizer=tiny.TOKENIZER, **values)

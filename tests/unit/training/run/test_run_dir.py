@@ -1,13 +1,15 @@
 """The directory of a run, and what is said of it at the end."""
 
 import pytest
+import wandb
 
 from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import Hosts, MemoryClient
-from lockstep.main.run_dir import closing_summary, make_run_dir, rewind
-from lockstep.report import append_jsonl, read_jsonl
+from lockstep.report import WandbTrackerConfig, append_jsonl, read_jsonl
 from lockstep.training import CheckpointerConfig, TrainerConfig, TrainResult, resumable_base
+from lockstep.training.run.run_dir import closing_summary, make_run_dir, rewind, start_tracker
 from tests.multiprocess.harness import run_threads
+from tests.unit.report.trackers.fakes import FakeRun
 
 FULL = {"model": None, "completed_steps": 7, "loss": 1.5, "stopped_by": None, "tracker_errors": 0}
 
@@ -141,3 +143,31 @@ def test_a_run_that_diverged_or_skipped_steps_says_so(tmp_path):
     assert "3 steps were skipped, see train/skipped_step" in closing_summary(
         tmp_path, result(skipped_steps=3), 10, None
     )
+
+
+def test_a_run_goes_on_in_the_same_wandb_run_on_a_machine_that_has_only_the_checkpoints(tmp_path, monkeypatch):
+    ids = []
+
+    def init(*, id=None, **_):
+        ids.append(id)
+        return FakeRun(id=id or f"made-{len(ids)}")
+
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    bucket = CheckpointerConfig(base_path=str(tmp_path / "bucket"))
+    for machine, checkpointer in (("a", bucket), ("b", bucket), ("c", None)):
+        config = TrainerConfig(run_id="run", checkpointer=checkpointer, tracker=WandbTrackerConfig())
+        start_tracker(config, tmp_path / machine / "run", {})
+    assert ids == [None, "made-1", None]
+
+
+def test_a_directory_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(wandb, "init", lambda **_: FakeRun())
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    (tmp_path / "file").write_text("not a directory")
+    (tmp_path / "run").mkdir()
+    checkpointer = CheckpointerConfig(base_path=str(tmp_path / "file" / "checkpoints"))
+    config = TrainerConfig(run_id="run", checkpointer=checkpointer, tracker=WandbTrackerConfig())
+    start_tracker(config, tmp_path / "run", {})
+    assert "wandb-run.json could not be read or written in" in caplog.text
+    assert "would be a new run in W&B" in caplog.text

@@ -1,30 +1,20 @@
-"""``lockstep train-grpo``: reinforcement learning on questions with verifiable answers."""
+"""The configuration of ``train-grpo``: reinforcement learning on questions with verifiable answers."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import jax
 
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts
-from lockstep.main.run import run_command
-from lockstep.main.setup import Setup
-from lockstep.main.train_config import TrainConfig
 from lockstep.report import Row
 from lockstep.text import StopFinder, token_count
-from lockstep.training import (
-    GrpoConfig,
-    GrpoDataConfig,
-    GrpoFields,
-    GrpoRunFields,
-    Questions,
-    RolloutConfig,
-    Rollouts,
-    TokenCache,
-    load_questions,
-    make_rewarder,
-)
+from lockstep.training.data import GrpoDataConfig, TokenCache
+from lockstep.training.objectives import GrpoConfig, GrpoFields
+from lockstep.training.rl import GrpoRunFields, Questions, Rollouts, load_questions, make_rewarder
+from lockstep.training.rl.rollout_config import RolloutConfig
+from lockstep.training.run.config import TrainConfig
+from lockstep.training.run.setup import Setup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,11 +57,7 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, TrainConfig):
         return GrpoConfig(**settings, temperature=self.rollout.temperature)
 
     def make_objective(self, tokenizer: "PreTrainedTokenizerBase") -> GrpoConfig:
-        """Return the loss of a run with a tokenizer: ids beyond it are never drawn, and have no probability.
-
-        Args:
-            tokenizer: The tokenizer.
-        """
+        """Return the loss of a run with a tokenizer: ids beyond it are never drawn, and have no probability."""
         return dataclasses.replace(self.loss_fn, vocab_size=token_count(tokenizer))
 
     @property
@@ -81,7 +67,7 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, TrainConfig):
 
     @property
     def rollouts(self) -> RolloutConfig:
-        """How the answers of a batch are sampled."""
+        """The settings by which the answers of a batch are sampled."""
         return self.rollout
 
     @property
@@ -104,7 +90,6 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, TrainConfig):
         """Read and tokenise the questions, and check the rewards with them. Every host makes this call.
 
         Args:
-            tokenizer: The tokenizer of the model.
             model_max_seq_len: The number of tokens of the model's longest sequence.
             seed: The seed of the order of the questions.
             hosts: The hosts that make this call together; None for this one alone.
@@ -149,12 +134,13 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, TrainConfig):
         make_rewarder(self).check(answer, prompt)
         return questions
 
-    def make_rollouts(self, setup: Setup[Questions]) -> Rollouts:
-        """Return the batches of a run, and add them to its hooks.
+    @property
+    def source(self) -> "TrainGrpoConfig":
+        """See `TrainConfig.source`: the rewards are checked with the questions."""
+        return self
 
-        Args:
-            setup: What is there before the first step.
-        """
+    def make_batches(self, setup: Setup[Questions]) -> Rollouts:
+        """Return the batches of a run, and add them to its hooks."""
         trainer = setup.trainer
         rollouts = Rollouts(
             self,
@@ -172,19 +158,3 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, TrainConfig):
         rollouts.check(setup.model)
         trainer.add_hook(rollouts)
         return rollouts
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Train as the command line says.
-
-    Args:
-        arguments: The command line after ``lockstep train-grpo``.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        ConfigError: The configuration cannot work.
-        PeerError: A host failed where all must go on together.
-    """
-    return run_command(TrainGrpoConfig, arguments, lambda config: (config, config.make_objective, config.make_rollouts))

@@ -1,4 +1,4 @@
-"""What the training commands have before the first step: their data, and from it their batches."""
+"""The state of a run before its first step, and the reader of its data."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -9,15 +9,15 @@ from jaxtyping import PyTree
 
 from lockstep.hosts import Hosts
 from lockstep.models import LoraModel
-from lockstep.report import Tracker
-from lockstep.training import TokenCache, Trainer
+from lockstep.training.data import TokenCache
+from lockstep.training.loop.trainer import Trainer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 class Data(Protocol):
-    """What was read and tokenised."""
+    """Rows or questions, tokenised."""
 
     def __len__(self) -> int:
         """Return the number of rows, or of questions."""
@@ -28,8 +28,8 @@ class Data(Protocol):
         ...
 
 
-class LoadsData[Loaded: Data](Protocol):
-    """The ``data`` block of a command."""
+class DataSource[Loaded: Data](Protocol):
+    """The reader of a run's data."""
 
     CROSS_ENTROPY: ClassVar[bool]
     """Whether the loss on this data is a mean over tokens, of which the exponential is the perplexity."""
@@ -54,17 +54,13 @@ class LoadsData[Loaded: Data](Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setup[Loaded: Data]:
-    """What is there before the first step, from which the batches of a command are made.
+    """The state of a run before its first step, from which its batches are made.
 
     Args:
-        data: What was loaded.
-        tokenizer: The tokenizer.
         model: The model that training begins or goes on with.
         model_max_seq_len: The number of tokens of the model's longest sequence.
         initial_model: Makes the model anew as it is before the first step.
         trainer: The trainer, to which hooks can be added.
-        tracker: The tracker of the run.
-        run_dir: The run directory.
     """
 
     data: Loaded
@@ -73,7 +69,6 @@ class Setup[Loaded: Data]:
     model_max_seq_len: int
     initial_model: Callable[[], PyTree]
     trainer: Trainer
-    tracker: Tracker
     run_dir: Path
 
     def reference(self) -> PyTree:

@@ -1,25 +1,18 @@
-"""``lockstep train-preference`` and ``train-simpo``: preference optimisation on pairs of responses."""
+"""The configurations of ``train-preference`` and ``train-simpo``: optimisation on pairs of responses."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import ClassVar
 
 import jax
 import numpy as np
 
 from lockstep.errors import ConfigError
-from lockstep.main.run import run_command
-from lockstep.main.setup import Setup
-from lockstep.main.train_config import TrainConfig
 from lockstep.models import fingerprint
-from lockstep.training import (
-    REFERENCE,
-    CachedRows,
-    PreferenceDataConfig,
-    PreferenceObjective,
-    ReferenceLogprobs,
-    SimpoConfig,
-)
+from lockstep.training.data import CachedRows, PreferenceDataConfig
+from lockstep.training.loop.logprobs import ReferenceLogprobs
+from lockstep.training.objectives import REFERENCE, PreferenceObjective, SimpoConfig
+from lockstep.training.run.config import TrainConfig
+from lockstep.training.run.setup import Setup
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,11 +33,7 @@ class _PairsConfig(TrainConfig):
         return columns
 
     def make_batches(self, setup: Setup[CachedRows]) -> CachedRows:
-        """Return the rows of a run, and have the reference added to them where there is one.
-
-        Args:
-            setup: What is there before the first step.
-        """
+        """Return the rows of a run, and have the reference added to them where there is one."""
         if self.has_reference:
             trainer = setup.trainer
             trainer.reference = ReferenceLogprobs(
@@ -83,7 +72,7 @@ class TrainPreferenceConfig(_PairsConfig):
         return self.objective.NEEDS_REFERENCE and not self.data.data_format.reference
 
     def facts(self) -> dict[str, str]:
-        """See `RunConfig.facts`: the reference, which a run that goes on reads again."""
+        """See `TrainConfig.facts`: the reference, which a run that goes on reads again."""
         if not self.has_reference or self.initialize_from_hf is None:
             return {}
         return {"reference model": fingerprint(self.initialize_from_hf)}
@@ -110,25 +99,3 @@ class TrainSimpoConfig(_PairsConfig):
     def loss_fn(self) -> SimpoConfig:
         """The loss with these settings."""
         return SimpoConfig(beta=self.beta, gamma_beta_ratio=self.gamma_beta_ratio)
-
-
-def main(arguments: Sequence[str], cls: type[_PairsConfig] = TrainPreferenceConfig) -> int:
-    """Train as the command line says.
-
-    Args:
-        arguments: The command line after the command's name.
-        cls: The configuration of the command.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        ConfigError: The configuration cannot work.
-        PeerError: A host failed where all must go on together.
-    """
-    return run_command(cls, arguments, lambda config: (config.data, config.make_objective, config.make_batches))
-
-
-def simpo(arguments: Sequence[str]) -> int:
-    """Train with SimPO as the command line says, see `main`."""
-    return main(arguments, TrainSimpoConfig)

@@ -1,0 +1,159 @@
+"""The configuration of a training command."""
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+
+import jax
+
+from lockstep.callback import InferenceEvalConfig
+from lockstep.errors import ConfigError
+from lockstep.models import LoraConfig, ModelConfig
+from lockstep.training.data import DataConfig, LmDataConfig
+from lockstep.training.data.rows import Batches
+from lockstep.training.loop.batch_source import BatchSource
+from lockstep.training.loop.config import TrainerConfig
+from lockstep.training.objectives import LossFn, lm_loss
+from lockstep.training.rl.rollout_config import RolloutConfig
+from lockstep.training.run.setup import DataSource, Setup
+from lockstep.training.step.optimizer import OptimizerConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+HF_DTYPES: Final = ("float32", "bfloat16")
+"""The float types in which a Hugging Face checkpoint can be saved."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Settings that all training commands have, and what ``lockstep plan`` has to know of them.
+
+    Raises:
+        ConfigError: Not exactly one of ``model`` and ``initialize_from_hf`` is given, or a value of ``hf_save_…``
+            cannot work or would have no effect.
+    """
+
+    ROW_NAME: ClassVar[str] = "sequences"
+    """What a row of a batch is called in messages, in the plural."""
+    SEQUENCES_PER_ROW: ClassVar[int] = 1
+    """The number of sequences in a row of a batch: 2 for pairs."""
+
+    data: DataConfig
+    trainer: TrainerConfig = dataclasses.field(default_factory=TrainerConfig)
+    """The training loop."""
+    model: ModelConfig | None = None
+    """The shape of a model from scratch; null with ``initialize_from_hf``."""
+    initialize_from_hf: str | None = None
+    """The Hugging Face checkpoint to start from, a directory or a URL; null: a model from scratch."""
+    gradient_checkpointing: Literal["nothing", "full", "dots", "offload"] | None = None
+    """With ``initialize_from_hf``, what ``model.gradient_checkpointing`` is for a model from scratch; null: full."""
+    lora: LoraConfig | None = None
+    """Low-rank adapters on the model of ``initialize_from_hf``, which alone are trained; null: all of it is."""
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    """The optimizer and its schedule."""
+    tokenizer: str
+    """The Hugging Face tokenizer: a directory or a name."""
+    trust_remote_code: str | None = None
+    """The ``tokenizer`` again, where Python code that it brings may be run; null: none is."""
+    inference_eval: InferenceEvalConfig = dataclasses.field(default_factory=lambda: InferenceEvalConfig(enabled=False))
+    """The samples while training; without this block there are none."""
+    hf_save_path: str | None = None
+    """Where to save the trained model as a Hugging Face checkpoint: a directory, where a relative path is below the run
+    directory, or a URL; null: nowhere."""
+    hf_save_steps: int | None = None
+    """The number of steps between two Hugging Face checkpoints while training, at ``<hf_save_path>-step-N``; null: none
+    before the last step."""
+    hf_save_dtype: str | None = None
+    """The float type of Hugging Face checkpoints, ``float32`` or ``bfloat16``; null: that of the parameters."""
+
+    def __post_init__(self) -> None:
+        if (self.model is None) == (self.initialize_from_hf is None):
+            given = "neither is" if self.model is None else "both are"
+            raise ConfigError(
+                f"exactly one of model and initialize_from_hf is needed, but {given} given. Set model to train from "
+                "scratch, or initialize_from_hf to go on from a checkpoint."
+            )
+        if self.gradient_checkpointing is not None and self.model is not None:
+            raise ConfigError(
+                f"gradient_checkpointing is {self.gradient_checkpointing}, but the model is from scratch: set "
+                "model.gradient_checkpointing instead."
+            )
+        if self.lora is not None and self.model is not None:
+            raise ConfigError(
+                "lora is given, but the model is from scratch: its random weights would stay as they are. Set "
+                "initialize_from_hf instead of model, or leave lora out."
+            )
+        if self.hf_save_steps is not None and self.hf_save_steps < 1:
+            raise ConfigError(f"hf_save_steps is {self.hf_save_steps}; it must be at least 1. Raise it, or set null.")
+        if self.hf_save_dtype not in (None, *HF_DTYPES):
+            raise ConfigError(f"hf_save_dtype is {self.hf_save_dtype!r}; it must be {' or '.join(HF_DTYPES)}, or null.")
+        for name in ("hf_save_steps", "hf_save_dtype"):
+            if self.hf_save_path is None and getattr(self, name) is not None:
+                raise ConfigError(f"{name} is set and hf_save_path is null, so it has no effect. Set hf_save_path.")
+
+    def facts(self) -> dict[str, str]:
+        """Return facts that hosts, and a checkpoint to go on from, have in common, beyond tokenizer and data."""
+        return {}
+
+    @property
+    def source(self) -> DataSource[Any]:
+        """The reader of the data."""
+        return self.data
+
+    def make_batches(self, setup: Setup[Any]) -> Batches | BatchSource:
+        """Return the batches of a run, here the rows that were read; launches programs only through the trainer."""
+        batches: Batches = setup.data
+        return batches
+
+    @property
+    def loss_fn(self) -> LossFn:
+        """The loss with these settings."""
+        raise NotImplementedError
+
+    def make_objective(self, tokenizer: "PreTrainedTokenizerBase") -> LossFn:
+        """Return the loss of a run with a tokenizer."""
+        return self.loss_fn
+
+    def columns(self, model_max_seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return shape and type of one row of each column of a batch.
+
+        Args:
+            model_max_seq_len: The number of tokens of the model's longest sequence.
+
+        Raises:
+            ConfigError: The rows would be longer than the model allows.
+        """
+        return self.data.columns(model_max_seq_len)
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a frozen copy of the model is on the devices beside the one that is trained."""
+        return False
+
+    @property
+    def updates_per_rollout(self) -> int:
+        """The number of train steps that learn from what one rollout samples."""
+        return 1
+
+    @property
+    def rollout_answers(self) -> int:
+        """The number of completions of a rollout."""
+        return self.trainer.train_batch_size
+
+    @property
+    def rollouts(self) -> RolloutConfig | None:
+        """The settings by which completions are sampled before each step; None: the rows are read from files."""
+        return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainLmConfig(TrainConfig):
+    """Settings of ``train-lm``."""
+
+    data: LmDataConfig
+    """What to train on."""
+
+    @property
+    def loss_fn(self) -> LossFn:
+        """The mean negative log-probability of the target tokens."""
+        return lm_loss

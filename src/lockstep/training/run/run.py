@@ -1,0 +1,199 @@
+"""A training run: from a configuration to a trained model, the same steps on every host."""
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import draccus
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+
+from lockstep.callback import SampleCallback
+from lockstep.credentials import get_logger, hide_credentials
+from lockstep.errors import ConfigError
+from lockstep.hosts import Hosts, config_digest, leader_only, try_leader_only
+from lockstep.models import padded_vocab_size, split_trained
+from lockstep.placement import make_mesh
+from lockstep.report import FINISH_S, BackgroundTracker, NoopTracker, Tracker, check_trackers, load_metrics
+from lockstep.text import check_vocab, load_tokenizer, tokenizer_digest
+from lockstep.training.checkpoints.saved_model import model_spec, save_tokenizer
+from lockstep.training.loop.config import TrainerConfig
+from lockstep.training.loop.stopping import StopRequest
+from lockstep.training.loop.trainer import Trainer
+from lockstep.training.loop.validation import Validation
+from lockstep.training.run.config import TrainConfig
+from lockstep.training.run.hf_saves import HfSaves
+from lockstep.training.run.model import describe_adapters, initializer, load_frozen, make_model, model_shape
+from lockstep.training.run.run_dir import closing_summary, make_run_dir, rewind, start_tracker
+from lockstep.training.run.setup import Data, DataSource, Setup
+from lockstep.training.step.train_state import TrainState
+
+log = get_logger(__name__)
+
+LAST_FLUSH_S = 2.0
+"""Seconds that reports of rounds still have when everything else is done; at the end of training they had more."""
+
+
+def train(config: TrainConfig, hosts: Hosts) -> int:
+    """Train; every host does the same: prepare, agree, train with samples, save, sum up.
+
+    Returns:
+        The exit code: 0, 128 + signal for a run that a signal ended, 1 for one that ``on_nan`` ended.
+
+    Raises:
+        PeerError: Preparing or saving failed on a host.
+        DisagreementError: The hosts have different configurations or data.
+        ConfigError: The model does not fit the mesh.
+    """
+    source = config.source
+    hosts.agree("config", {"config": config_digest(config)})
+    with hosts.run_on_all("reading tokenizer") as prepared:
+        if hosts.is_leader:
+            check_trackers(config.trainer.tracker)
+        _check_validation(config.trainer, source)
+        mesh = make_mesh(config.trainer.mesh_shape)
+        config.trainer.microbatches(mesh)
+        tokenizer = load_tokenizer(config.tokenizer, config.trust_remote_code)
+        model_config, token_ids = model_shape(config, tokenizer)
+        check_vocab(tokenizer, token_ids)
+        vocab_size = token_ids
+        if config.initialize_from_hf is None:
+            vocab_size = padded_vocab_size(token_ids, mesh.shape["tp"])
+        load_metrics(config.inference_eval.metrics if config.inference_eval.enabled else ())
+        objective = config.make_objective(tokenizer)
+        facts = {"tokenizer": tokenizer_digest(tokenizer), **config.facts()}
+        adapters = describe_adapters(config, model_config)
+        if adapters is not None:
+            facts |= {"base model": adapters.fingerprint, "lora.alpha / lora.r": str(adapters.lora.scale)}
+        prepared.agree(facts)
+    rows = source.load(tokenizer, model_config.max_seq_len, config.trainer.seed, hosts)
+    validation = source.load_validation(tokenizer, model_config.max_seq_len, hosts)
+    facts["training data"] = rows.digest()
+    hosts.agree("training data", facts)
+    run_dir = make_run_dir(config.trainer, hosts)
+    tracker: Tracker = NoopTracker()
+    with hosts.run_on_all("tracker"):
+        if hosts.is_leader:
+            built = start_tracker(config.trainer, run_dir, draccus.encode(config))
+            # The others wait for the leader at their end, at most timeout_s.
+            tracker = BackgroundTracker(built, leader_only, finish_s=min(FINISH_S, hosts.timeout_s / 2))
+    samples: SampleCallback | None = None
+    try:
+        schedule = config.optimizer.schedule(config.trainer.num_train_steps)
+        optimizer = config.optimizer.build(config.trainer.num_train_steps)
+        trainer = Trainer(
+            config.trainer,
+            optimizer,
+            objective,
+            hosts,
+            mesh=mesh,
+            tracker=tracker,
+            schedule=schedule,
+            run_dir=run_dir,
+            facts=facts,
+            run_config=hide_credentials(draccus.encode(config)),
+            model_spec=model_spec(model_config, token_ids, adapters),
+        )
+        with hosts.run_on_all("tokenizer beside the checkpoints"):
+            if hosts.is_leader and trainer.checkpoints is not None:
+                save_tokenizer(trainer.checkpoints, tokenizer)
+        init = initializer(model_config, vocab_size, adapters)
+        frozen = None if adapters is None else load_frozen(adapters, model_config, trainer.mesh, hosts)
+        state = _restore(init, frozen, trainer, run_dir, hosts)
+        hosts.phase("making the model")
+        model = make_model(config, model_config, init, frozen, trainer, hosts) if state is None else state.model
+        if config.inference_eval.enabled:
+            samples = SampleCallback(
+                config.inference_eval,
+                tokenizer,
+                tracker=tracker,
+                output_dir=run_dir,
+                hosts=hosts,
+                dtype=config.trainer.precision.compute.name,
+            )
+            samples.check(model)
+            trainer.add_hook(samples)
+        saves = HfSaves(config, run_dir, tokenizer, token_ids, hosts)
+        if config.hf_save_steps is not None:
+            trainer.add_hook(saves, every=config.hf_save_steps)
+        if validation:
+            every = config.trainer.steps_per_eval or config.trainer.num_train_steps
+            trainer.add_hook(Validation(trainer, objective, validation, perplexity=source.CROSS_ENTROPY), every)
+        setup = Setup(
+            data=rows,
+            tokenizer=tokenizer,
+            model=model,
+            model_max_seq_len=model_config.max_seq_len,
+            initial_model=lambda: make_model(config, model_config, init, frozen, trainer, hosts),
+            trainer=trainer,
+            run_dir=run_dir,
+        )
+        batches = config.make_batches(setup)
+        del setup
+        if hosts.is_leader:
+            log.info("%s", _announce(config, model, rows, mesh, run_dir))
+        hosts.phase("training")
+        result = trainer.train(model if state is None else state, batches)
+        del model, state
+        saved = None
+        with StopRequest(hosts.preemption):  # a signal from now on must not leave half a checkpoint
+            # A machine that is taken away (SIGTERM) leaves what it has; Ctrl-C ends at once.
+            if result.stopped_by in (None, signal.SIGTERM) and config.hf_save_path is not None:
+                hosts.phase("saving")
+                complete = result.stopped_by is None and not result.diverged
+                saved = saves.save_last(result.eval_model, None if complete else result.completed_steps)
+    finally:
+        if hosts.is_leader:
+            if samples is not None:  # where an error ended training, the rounds before it are reported too
+                samples.flush(min(LAST_FLUSH_S, hosts.timeout_s / 4))
+            try_leader_only("closing the tracker", tracker.finish, "what it had written is kept")
+    if hosts.is_leader:
+        print(closing_summary(run_dir, result, config.trainer.num_train_steps, saved), flush=True)
+    if result.stopped_by is not None:
+        return 128 + result.stopped_by
+    return 1 if result.diverged else 0
+
+
+def _restore(
+    init: Callable[[jax.Array], PyTree], frozen: PyTree, trainer: Trainer, run_dir: Path, hosts: Hosts
+) -> TrainState | None:
+    """The state to go on from, with the files of the run as they were then; None: the run begins."""
+    state = trainer.restore(init, frozen)
+    came_from = trainer.resumed_from
+    with hosts.run_on_all("files of the run"):
+        if hosts.is_leader:
+            step = -1 if came_from is None else came_from.step
+            redone = came_from is not None and not came_from.hooks_called
+            rewind(run_dir, metrics_step=step, samples_step=step - 1 if redone else step)
+            if trainer.config.checkpointer is not None and trainer.config.run_id is None:
+                log.warning(
+                    "trainer.run_id is null: a later start finds the checkpoints of this run only with "
+                    "--trainer.run_id %s",
+                    run_dir.name,
+                )
+    return state
+
+
+def _announce(config: TrainConfig, model: PyTree, rows: Data, mesh: Mesh, run_dir: Path) -> str:
+    n_parameters, n_trained = (
+        sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(tree)) for tree in (model, split_trained(model)[0])
+    )
+    trained = "" if n_trained == n_parameters else f", of which {n_trained:,} are trained,"
+    shape = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    return (
+        f"{n_parameters:,} parameters{trained} on mesh ({shape}); {len(rows):,} rows, batch "
+        f"{config.trainer.train_batch_size}, {config.trainer.num_train_steps} steps; run directory {run_dir}"
+    )
+
+
+def _check_validation(config: TrainerConfig, data: DataSource[Any]) -> None:
+    for name in ("steps_per_eval", "per_device_eval_parallelism"):
+        value = getattr(config, name)
+        if value not in (None, -1) and not data.validation_urls:
+            raise ConfigError(
+                f"trainer.{name} is {value}, but data.validation_urls is empty, so it has no effect. Name files to "
+                "validate with, or leave it out."
+            )
