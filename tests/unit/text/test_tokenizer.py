@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from lockstep.main.train_lm import TrainLmConfig
 
 import lockstep
 from lockstep.batch_inference.config import SampleConfig
@@ -17,6 +16,7 @@ from lockstep.errors import ConfigError
 from lockstep.main.eval import EvalConfig
 from lockstep.main.export import ExportConfig
 from lockstep.text import check_vocab, decode, load_tokenizer, stop_ids, token_texts, tokenizer_digest
+from lockstep.training import TrainLmConfig
 
 DEMO_TOKENIZER = Path(__file__).parents[3] / "data" / "demo" / "tokenizer"
 
