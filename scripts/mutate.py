@@ -1,14 +1,16 @@
 """Break random lines of the package, one at a time in a copy of the tree; name those that no test of the room notices.
 
 Each broken copy is given the tests of `make test` for the line's room until one fails: first the file that mirrors the
-module, then the others. Texts, annotations, assertions and calls that only log are left alone. Some changes cannot be
-seen from outside (a larger buffer, a second check of the same thing): the reader judges.
+module, then the other files whose tests reach the line, as a run before anything is broken has shown. Texts,
+annotations, assertions and calls that only log are left alone. Some changes cannot be seen from outside (a larger
+buffer, a second check of the same thing): the reader judges.
 """
 
 import argparse
 import ast
 import collections
 import contextlib
+import json
 import os
 import random
 import shutil
@@ -16,7 +18,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +45,7 @@ FLIPPED: dict[type[ast.AST], tuple[str, str]] = {
     **{ast.Sub: ("-", "+"), ast.Mult: ("*", "+"), ast.FloorDiv: ("//", "*"), ast.Div: ("/", "*"), ast.Mod: ("%", "+")},
 }
 SWAPPED = {"min": "max", "max": "min", "any": "all", "all": "any", "minimum": "maximum", "maximum": "minimum"}
+REACHED, IMPORTED = "tmp/reached.json", "import"
 ONLY_SAYS = {"print", "debug", "info", "warning", "error", "exception"}
 
 
@@ -141,14 +145,63 @@ def chosen(count: int, seed: int, rooms: list[str], places: list[str]) -> list[M
     return [pick.choice(by_line[line]) for line in pick.sample(sorted(by_line), min(count, len(by_line)))]
 
 
-def tests_of(path: str) -> list[str]:
-    """Return the tests of a module, then those of its room."""
+def own_test(path: str) -> str:
+    """Return the file of the tests of a module, which need not exist."""
     module = Path(path).relative_to(PACKAGE)
-    own = COVERED_BY.get(module.as_posix(), f"tests/unit/{module.parent}/test_{module.name}")
-    return [own] * (ROOT / own).is_file() + ROOMS[module.parts[0]]
+    return COVERED_BY.get(module.as_posix(), f"tests/unit/{module.parent}/test_{module.name}")
 
 
-def passes(tree: Path, tests: Sequence[str], limit_s: float) -> bool:
+class Reached:
+    """A plugin of pytest that notes which files of tests reach which lines of the package."""
+
+    def __init__(self) -> None:
+        self._package, self._at = f"{Path.cwd() / PACKAGE}/", IMPORTED
+        self._files: dict[str, set[str]] = collections.defaultdict(set)
+        tool, lines = sys.monitoring.COVERAGE_ID, sys.monitoring.events.LINE
+        sys.monitoring.use_tool_id(tool, "mutate")
+        sys.monitoring.register_callback(tool, lines, self._reach)
+        sys.monitoring.set_events(tool, lines)
+
+    def _reach(self, code: types.CodeType, line: int) -> object:
+        if code.co_filename.startswith(self._package):
+            self._files[f"{PACKAGE}/{code.co_filename.removeprefix(self._package)}:{line}"].add(self._at)
+        return sys.monitoring.DISABLE
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """Let each file of tests reach every line anew, also of what JAX has traced."""
+        file = item.nodeid.partition("::")[0]
+        if file != self._at:
+            self._at = file
+            sys.modules["jax"].clear_caches()
+            sys.monitoring.restart_events()
+
+    def pytest_sessionfinish(self) -> None:
+        """Write what was reached."""
+        Path(REACHED).write_text(json.dumps({line: sorted(files) for line, files in self._files.items()}))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Note what is reached, where pytest is told to load this file."""
+    config.pluginmanager.register(Reached())
+
+
+def others_of(change: Mutant, reached: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the tests of a room that may notice a change beside the module's own: those that reach its statement and
+    those in processes of their own; all where the statement runs as the module is imported.
+    """
+    room = ROOMS[Path(change.path).relative_to(PACKAGE).parts[0]]
+    nodes = ast.walk(ast.parse((ROOT / change.path).read_bytes()))
+    around = [each for each in nodes if isinstance(each, ast.stmt) and each.lineno <= change.line <= each.end_lineno]
+    inner = min(around, key=lambda each: each.end_lineno - each.lineno)
+    lines = range(inner.lineno, inner.end_lineno + 1)
+    found = {file for line in lines for file in reached.get(f"{change.path}:{line}", ())}
+    if IMPORTED in found:
+        return room
+    elsewhere = [each for each in room if each.startswith("tests/multiprocess")]
+    return sorted(file for file in found if file.startswith(tuple(room)) and file != own_test(change.path)) + elsewhere
+
+
+def passes(tree: Path, tests: Sequence[str], limit_s: float, *options: str) -> bool:
     """Return whether the tests pass in a copy of the tree; those that take longer than ``limit_s`` do not."""
     command = [
         sys.executable,
@@ -159,11 +212,12 @@ def passes(tree: Path, tests: Sequence[str], limit_s: float) -> bool:
         "no:cacheprovider",
         "-m",
         "not slow and not nightly",
+        *options,
         *tests,
     ]
     environment = {
         **os.environ,
-        **{"PYTHONPATH": f"{tree}/src", "TMPDIR": f"{tree}/tmp", "JAX_PLATFORMS": "cpu"},
+        **{"PYTHONPATH": f"{tree}/src:{tree}/scripts", "TMPDIR": f"{tree}/tmp", "JAX_PLATFORMS": "cpu"},
         **{"XLA_FLAGS": "--xla_backend_optimization_level=0", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"},
         "JAX_COMPILATION_CACHE_DIR": f"{ROOT}/build/mutate-cache",
     }
@@ -210,20 +264,24 @@ def main() -> None:
         tree = Path(folder)
         copy_tree(tree)
         changes = chosen(options.count, options.seed, options.rooms, options.places)
-        tests = sorted({test for change in changes for test in tests_of(change.path)})
-        if not passes(tree, tests, len(tests) * options.limit_s):
+        own = {each.path: own_test(each.path) for each in changes}
+        own = {path: test for path, test in own.items() if (ROOT / test).is_file()}
+        tests = sorted({*own.values()}.union(*(ROOMS[room] for room in options.rooms)))
+        if not passes(tree, tests, len(tests) * options.limit_s, "-p", "mutate"):
             raise SystemExit(f"tests fail before anything is broken:\n{(tree / 'tmp/log').read_text()[-4000:]}")
+        reached = json.loads((tree / REACHED).read_text())
         for number, change in enumerate(changes, 1):
             file = tree / change.path
             whole = file.read_bytes()
             file.write_bytes(whole[: change.start] + change.text.encode() + whole[change.stop :])
-            by = next((tests for tests in tests_of(change.path) if not passes(tree, [tests], options.limit_s)), None)
+            steps = [[own[change.path]]] * (change.path in own) + [others_of(change, reached)]
+            by = next((step[0] for step in steps if step and not passes(tree, step, options.limit_s)), "NOT NOTICED")
             file.write_bytes(whole)
-            noticed[by is not None] += 1
+            noticed[by != "NOT NOTICED"] += 1
             old, new = (
                 " ".join(text.split())[:60] for text in (whole[change.start : change.stop].decode(), change.text)
             )
-            print(f"{number:3} {by or 'NOT NOTICED'}  {change.path}:{change.line}  {old}  ->  {new}", flush=True)
+            print(f"{number:3} {by}  {change.path}:{change.line}  {old}  ->  {new}", flush=True)
     print(f"{noticed[True]} of {noticed.total()} noticed, {noticed[True] / noticed.total():.0%}")
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lockstep.engine.sampling.filters import FILTERS, Candidates
 from lockstep.engine.sampling.shortlist import SIZE
-from lockstep.engine.sampling.threshold import find_threshold, scopes_needed
+from lockstep.engine.sampling.threshold import _threshold, find_threshold, scopes_needed
 from lockstep.main.plan.collectives import collectives
 from lockstep.main.plan.hlo import Hlo
 from lockstep.placement.decode_mesh import make_decode_mesh
@@ -122,6 +122,18 @@ def test_weights_that_sums_of_floats_lose_beside_a_large_one() -> None:
     rows = -15 - np.random.default_rng(0).random((SLOTS, 32_000)).astype(np.float32)
     rows[:, 0] = 0
     assert_kept_as_before(rows, [0, 0, 0], [0.9985, 0.999, 0.9995], [0, 0, 0])
+
+
+@pytest.mark.parametrize("with_list", [False, True], ids=["as on TPU", "elsewhere"])
+def test_the_same_is_kept_with_and_without_a_list(with_list: bool) -> None:
+    scores = 4 * jax.random.normal(jax.random.key(0), (SLOTS, LARGE))
+    given = {"top_k": np.array([50, 0, 2], np.int32), "top_p": np.array([1.0, 0.9, 0.5], np.float32)}
+    given["min_p"] = np.log(np.array([1e-9, 1e-2, 1e-9], np.float32))
+    features = {each.name: jnp.any(each.narrows(given[each.name])) for each in FILTERS}
+    found = jax.jit(functools.partial(_threshold, with_list=with_list))(scores, given, features)
+    expected = kept_tokens(scores, *(given[each.name] for each in FILTERS))
+    assert 0 < expected.sum() < expected.size
+    np.testing.assert_array_equal(found.mask(Candidates.of(scores, jnp.arange(LARGE, dtype=jnp.int32))), expected)
 
 
 @pytest.mark.parametrize("tensor", [2, 4])

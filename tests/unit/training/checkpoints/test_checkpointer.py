@@ -9,7 +9,7 @@ from lockstep.hosts import Hosts, MemoryClient
 from lockstep.training import CheckpointerConfig, KeepConfig
 from lockstep.training.checkpoints import checkpointer as module
 from lockstep.training.checkpoints import report_wait
-from lockstep.training.checkpoints.checkpoint import DamagedCheckpointError
+from lockstep.training.checkpoints.checkpoint import CheckpointDirectory, DamagedCheckpointError
 from lockstep.training.checkpoints.checkpointer import Checkpointer
 from tests.multiprocess.harness import run_threads
 
@@ -339,8 +339,12 @@ def test_a_damaged_checkpoint_is_none_of_the_newest_and_is_replaced_by_a_save_of
     monkeypatch.setattr(module, "merge_arrays", lambda directory: 1 / 0)
     save(second, 4)
     second.wait()
-    assert (second.errors, second.directory.steps()) == (1, [2, 3, 4]), "a save that fails removes what it wrote alone"
     monkeypatch.setattr(module, "merge_arrays", lambda directory: "0")
+    with monkeypatch.context() as broken:
+        broken.setattr(CheckpointDirectory, "commit", lambda *_: 1 / 0)
+        save(second, 4)
+        second.wait()
+    assert (second.errors, second.directory.steps()) == (2, [2, 3, 4]), "a save that fails removes what it wrote alone"
     save(second, 4)
     second.wait()
     assert second.directory.steps() == [3, 4] and restored(make(tmp_path)) == 4
