@@ -175,8 +175,7 @@ def in_memory(count: int, latency_s: float) -> dict[str, float]:
     """Median milliseconds of the host protocol of a round between ``count`` threads, and calls of one of them."""
     import jax
 
-    from lockstep.callback.round import run_round
-    from lockstep.callback.round_prompts import RoundPrompts
+    from lockstep.callback.round import RoundPrompts, run_round
     from lockstep.hosts import Hosts, Ledger, MemoryClient
     from lockstep.placement import make_mesh
     from lockstep.types import Request, SamplingParams

@@ -9,9 +9,8 @@ import yaml
 from hypothesis import strategies as st
 
 from lockstep.batch_inference.checkpoint import checkpoint_at, stored_dtype
-from lockstep.batch_inference.manifest import check_manifest
-from lockstep.batch_inference.row_files import RowIndex
-from lockstep.batch_inference.shard import JobShape
+from lockstep.batch_inference.prompt_store import JobShape
+from lockstep.batch_inference.row_files import RowIndex, check_manifest
 from lockstep.batch_inference.summary import Totals
 from lockstep.errors import LockstepError
 from lockstep.launch.record import load_record
@@ -26,8 +25,7 @@ from lockstep.training import SavedModel, model_spec
 from lockstep.training.checkpoints.checkpoint import _sealed, named_arrays, shape_texts
 from lockstep.training.checkpoints.saved_model import SavedAdapters
 from lockstep.training.data.chunk_builder import read_chunk
-from lockstep.training.data.records import BadRow, read_piece
-from lockstep.training.data.sources import list_files
+from lockstep.training.data.records import BadRow, list_files, read_piece
 from lockstep.training.data.token_cache import read_metadata
 from lockstep.urls import url_to_fs
 from tests.fuzz.hostile import damaged, documents, forged, fuzz, lines

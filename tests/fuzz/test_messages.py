@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lockstep.batch_inference.job_progress import Board, HostProgress
 from lockstep.batch_inference.prompt_store import PromptStore
 from lockstep.batch_inference.summary import MemoryLog, Totals, add_up
-from lockstep.callback.round_prompts import from_bytes
+from lockstep.callback.round import from_bytes
 from lockstep.exits import DONE, EXIT_CODES
 from lockstep.hosts import Hosts, MemoryClient
 from lockstep.hosts.exchange import agree, all_min, broadcast_from_leader, reasons_to_stop

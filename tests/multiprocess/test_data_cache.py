@@ -37,13 +37,13 @@ def write(directory):
 
 
 def load(hosts, directory):
-    from lockstep.training.data import sources
+    from lockstep.training.data import records
 
-    before, sources.MIN_CHUNK_BYTES = sources.MIN_CHUNK_BYTES, CHUNK_BYTES
+    before, records.MIN_CHUNK_BYTES = records.MIN_CHUNK_BYTES, CHUNK_BYTES
     try:
         return config_of(directory).load(tiny.tokenizer(), 24, 0, hosts)
     finally:
-        sources.MIN_CHUNK_BYTES = before
+        records.MIN_CHUNK_BYTES = before
 
 
 def body_killed(hosts, directory):

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from lockstep.callback import InferenceEvalConfig
-from lockstep.callback.round_prompts import read_round_prompts
+from lockstep.callback.round import read_round_prompts
 from lockstep.engine import Engine, EngineConfig
 from lockstep.models.hf.load import load_hf
 from lockstep.placement import make_mesh

@@ -7,8 +7,7 @@ import pytest
 
 from lockstep.batch_inference import SampleConfig
 from lockstep.batch_inference.generate import Generator
-from lockstep.batch_inference.prompt_store import encoded_lines, store_prompts
-from lockstep.batch_inference.shard import JobShape, pending_units
+from lockstep.batch_inference.prompt_store import JobShape, encoded_lines, pending_units, store_prompts
 from lockstep.callback import InferenceEvalConfig, SampleCallback
 from lockstep.engine import Engine, EngineConfig, audit
 from lockstep.hosts import Hosts

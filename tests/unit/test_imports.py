@@ -65,9 +65,9 @@ ONLY_IN = {
     "orbax": {"training/checkpoints/array_handler.py", "training/checkpoints/arrays.py"},
     "tensorstore": {"training/checkpoints/array_handler.py", "training/checkpoints/arrays.py"},
     "levanter": {"models/levanter_reader.py", "levanter.py"},
-    "tunix": {"models/tunix_reader.py", "tunix/hooks.py", "tunix/rollout.py", "tunix/tracker.py"},
+    "tunix": {"models/tunix_reader.py", "tunix/hooks.py", "tunix/rollout.py"},
     "qwix": {"models/tunix_reader.py"},
-    "metrax": {"tunix/tracker.py"},
+    "metrax": {"tunix/hooks.py"},
     "lm_eval": {"callback/evaluation/harness.py", "callback/evaluation/language_model.py"},
 }
 

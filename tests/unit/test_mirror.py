@@ -51,13 +51,8 @@ COVERED_BY = {
     "models/attention/tpu_block_table.py": "tests/tpu_compile/test_blocks.py",
     "engine/rollout_engine.py": "tests/unit/engine/test_round.py",
     "engine/capacity_fields.py": "tests/unit/engine/test_sampling_fields.py",
-    "report/evaluation_fields.py": "tests/unit/engine/test_sampling_fields.py",
     "main/plan/draft_bytes.py": "tests/tpu_compile/test_drafts.py",
     "main/plan/train_state.py": "tests/unit/main/plan/test_train_step.py",
-    "training/loop/launcher.py": "tests/unit/training/loop/test_trainer.py",
-    "training/data/build_progress.py": "tests/unit/training/data/test_build.py",
-    "training/data/build_worker.py": "tests/unit/training/data/test_build.py",
-    "training/data/cache_plan.py": "tests/unit/training/data/test_build.py",
     "training/data/chunk_builder.py": "tests/unit/training/data/test_records.py",
     "training/objectives/parts.py": "tests/unit/training/objectives/test_lm.py",
     "training/rl/rollout_config.py": "tests/unit/engine/test_sampling_fields.py",
@@ -66,8 +61,6 @@ COVERED_BY = {
         f"training/rl/rewards/{kind}.py": "tests/unit/training/rl/rewards/test_rewards.py"
         for kind in ("config", "exact_match", "format", "function", "gsm8k", "length", "overlong", "regex")
     },
-    "training/loop/result.py": "tests/unit/training/loop/test_trainer.py",
-    "training/loop/step_log.py": "tests/unit/training/loop/test_trainer.py",
     # Programs of the decoder, which only the whole engine runs.
     "engine/decoder/build.py": "tests/unit/engine/test_engine.py",
     "engine/decoder/copy_pages.py": "tests/unit/engine/decoder/test_transformer.py",
@@ -76,10 +69,6 @@ COVERED_BY = {
     "engine/prepare.py": "tests/unit/engine/test_engine.py",
     # Steps of a whole round, run or plan.
     "batch_inference/generate.py": "tests/unit/batch_inference/test_run.py",
-    "callback/evaluation/results.py": "tests/unit/callback/evaluation/test_harness.py",
-    "callback/evaluation/task_rounds.py": "tests/multiprocess/test_tasks.py",
-    "callback/round.py": "tests/unit/callback/test_sample_callback.py",
-    "tunix/compute_dtype.py": "tests/unit/tunix/test_rollout.py",
     **{
         f"training/rl/{part}.py": "tests/unit/training/rl/test_rollouts.py"
         for part in ("answer_rows", "logprob_columns", "rollout_report")
@@ -88,8 +77,7 @@ COVERED_BY = {
     "main/doctor/layout_rounds.py": "tests/unit/main/doctor/test_self_test.py",
     # Processes of tests, which only several of them show.
     "testing/command.py": "tests/multiprocess/test_hosts.py",
-    "testing/threads.py": "tests/unit/hosts/test_ledger.py",
-    **{f"testing/{part}.py": "tests/multiprocess/test_pool.py" for part in ("environment", "group", "pool", "worker")},
+    **{f"testing/{part}.py": "tests/multiprocess/test_pool.py" for part in ("group", "pool", "worker")},
     # What both of Google's backends share.
     "launch/pod.py": "tests/unit/launch/test_tpu_vm.py",
     "launch/google.py": "tests/unit/launch/test_tpu_vm_backend.py",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import lockstep
-from lockstep.batch_inference.remote_rows import RemoteRows
+from lockstep.batch_inference.row_files import RemoteRows
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.main.doctor.reach import check_read, check_written
 from lockstep.models import fingerprint, read_hf_config
@@ -15,8 +15,8 @@ from lockstep.models.hf.files import CheckpointFiles
 from lockstep.models.hf.save_target import save_target
 from lockstep.text import load_tokenizer, read_prompts
 from lockstep.training import saved_model
-from lockstep.training.checkpoints.kept_files import bring_files
-from lockstep.training.data.sources import list_files
+from lockstep.training.checkpoints.search import bring_files
+from lockstep.training.data.records import list_files
 from lockstep.urls import check_bare_name, check_url, checkpoint_path, url_to_fs
 
 PACKAGE = Path(lockstep.__file__).parent

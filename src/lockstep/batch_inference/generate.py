@@ -12,9 +12,8 @@ from jaxtyping import Float, Int
 
 from lockstep.batch_inference.config import SampleConfig
 from lockstep.batch_inference.job_progress import Meter
-from lockstep.batch_inference.prompt_store import PromptStore
+from lockstep.batch_inference.prompt_store import Batch, JobShape, PromptStore, batches, prompts_per_batch
 from lockstep.batch_inference.row_files import RowFile
-from lockstep.batch_inference.shard import Batch, JobShape, batches, prompts_per_batch
 from lockstep.credentials import get_logger
 from lockstep.engine import EarlierAnswers, Engine, stream_on_all, take_batch
 from lockstep.engine.schedule import Scheduler

@@ -1,6 +1,9 @@
-"""Rows on disk: a file of whole lines per host, and an index of where each row is in all of them."""
+"""Rows on disk: a file per host with its index, the manifest of the job, the copy behind a URL, the merged file."""
 
+import contextlib
+import json
 import os
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,11 +11,13 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int
 
-from lockstep.batch_inference.shard import JobShape
+from lockstep.batch_inference.prompt_store import JobShape
 from lockstep.credentials import get_logger
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.hosts import Hosts
 from lockstep.json_text import parse_json
 from lockstep.report import append_jsonl, repair_jsonl
+from lockstep.urls import url_to_fs
 
 log = get_logger(__name__)
 
@@ -151,3 +156,212 @@ def _row_number(line: bytes, shape: JobShape) -> int | None:
         return shape.row(*numbers) if all(type(each) is int for each in numbers) else None
     except (ConfigError, KeyError):
         return None
+
+
+MANIFEST = "job.json"
+"""The name of the manifest's file."""
+
+
+def check_manifest(directory: Path, manifest: Mapping[str, Any], *, force: bool) -> list[str]:
+    """Compare a job with the one whose rows are in a directory.
+
+    Args:
+        directory: The directory of this host's rows.
+        manifest: Everything that decides what the rows are, by name.
+        force: Whether to go on whatever differs.
+
+    Returns:
+        A line for each difference that was overridden by ``force``.
+
+    Raises:
+        ConfigError: The rows come from another job; the message names what differs.
+    """
+    path = directory / MANIFEST
+    if not path.exists():
+        if not force and any(directory.glob(PATTERN)):
+            raise ConfigError(
+                f"{directory} has rows but no {MANIFEST}, so it is not known which job they come from. Choose another "
+                "host_data_parallel_output_dir, remove the rows, or keep them with --resume force."
+            )
+        return []
+    fix = "Choose another trainer.run_id or host_data_parallel_output_dir, or remove the directory."
+    before = parse_json(path.read_bytes(), str(path), dict, fix)
+    different = [name for name in {**before, **manifest} if before.get(name) != manifest.get(name)]
+    lines = [f"{name} was {_shown(before.get(name))} and is {_shown(manifest.get(name))}" for name in different]
+    if lines and not force:
+        raise ConfigError(
+            f"{directory} has rows of a job that differs from this one: {'; '.join(lines)}. Change that back, choose "
+            "another trainer.run_id or host_data_parallel_output_dir, remove the directory, or keep its rows and go "
+            "on with --resume force."
+        )
+    return lines
+
+
+def write_manifest(directory: Path, manifest: Mapping[str, Any], host: int) -> Path:
+    """Write the manifest; hosts that share the directory write the same.
+
+    Args:
+        directory: The directory of this host's rows; made where it is missing.
+        manifest: Everything that decides what the rows are, by name.
+        host: The number of this process.
+
+    Returns:
+        The file; it appears under its name only when it is complete.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    temporary = directory / f".{MANIFEST}.{host}.tmp"
+    temporary.write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    os.replace(temporary, directory / MANIFEST)
+    return directory / MANIFEST
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 120 else f"{text[:60]} … {text[-40:]}"
+
+
+class RemoteRows:
+    """An output directory behind a URL. The hosts work on local files; what they add to them is uploaded as they go.
+
+    Object stores cannot append, so each batch of a host is an object of its own. It appears whole or not at all: a
+    process that is killed leaves no torn line there.
+
+    Args:
+        url: The URL of the directory, such as ``gs://bucket/rows``.
+        host: The number of this process.
+    """
+
+    def __init__(self, url: str, host: int) -> None:
+        self.url = url.rstrip("/")
+        self._filesystem, root = url_to_fs(self.url)
+        self._root, self._host = root.rstrip("/"), host
+        # Unique, so that no two processes write the same object, also where a run is started again.
+        self._name, self._batches = f"{host_name(host)}-{uuid.uuid4().hex[:8]}", 0
+
+    def fetch(self, directory: Path, hosts: int) -> None:
+        """Copy what earlier runs left: the job's manifest, and this host's part of all rows in one file.
+
+        Args:
+            directory: The directory of this host's files.
+            hosts: The number of hosts; the objects are dealt out to them in turns.
+        """
+        self._filesystem.invalidate_cache()
+        objects = sorted(self._filesystem.glob(f"{self._root}/{PATTERN}"))
+        if own := objects[self._host :: hosts]:
+            temporary = directory / f".found.{self._host}.tmp"
+            with open(temporary, "wb") as file:
+                for each in own:
+                    file.write(self._filesystem.cat_file(each))
+            os.replace(temporary, directory / f"{host_name(self._host)}-found.jsonl")
+        if self._filesystem.exists(f"{self._root}/{MANIFEST}"):
+            temporary = directory / f".{MANIFEST}.{self._host}.tmp"
+            temporary.write_bytes(self._filesystem.cat_file(f"{self._root}/{MANIFEST}"))
+            os.replace(temporary, directory / MANIFEST)
+
+    def add(self, lines: bytes) -> None:
+        """Upload a batch of rows; when this returns they are there."""
+        self._filesystem.pipe_file(f"{self._root}/{self._name}-{self._batches:06d}.jsonl", lines)
+        self._batches += 1
+
+    def put(self, path: Path) -> None:
+        """Upload a file under its name."""
+        self._filesystem.put_file(str(path), f"{self._root}/{path.name}")
+
+
+GATHER_BYTES = 32 << 20
+"""Bytes that all hosts together send to the leader at a time, at most (a single row that is longer goes alone)."""
+MERGED = "samples.jsonl"
+"""The name of the merged file."""
+
+
+def agree_on_owners(hosts: Hosts, index: RowIndex) -> Int[np.ndarray, " rows"]:
+    """Return for each row the host that counts and sends it: the first that has the row on a disk that it can read.
+
+    Args:
+        hosts: The processes of the job, all of which make this call.
+        index: The rows that this host can read.
+
+    Returns:
+        Process numbers, the same on every host; `NOWHERE` for rows that no host has.
+    """
+    posts = hosts.gather("present rows", pack(index.present))
+    found: bytes | None = None
+    if posts is not None:
+        found = owners([unpack(post, index.shape.rows) for post in posts]).tobytes()
+    return np.frombuffer(hosts.broadcast("owners of rows", found), np.int16)
+
+
+def merge(hosts: Hosts, index: RowIndex, owner: Int[np.ndarray, " rows"], directory: Path) -> Path | None:
+    """Write every row of the job into one file on the leader, by round, prompt and generation.
+
+    Rows are sent in turns of at most `GATHER_BYTES` and stay on the leader's disk until they are written in order.
+    The file appears under its name only when it is complete.
+
+    Args:
+        hosts: The processes of the job, all of which make this call.
+        index: The rows that this host can read.
+        owner: The host that sends each row, as `agree_on_owners` returned it.
+        directory: The directory of the leader's files.
+
+    Returns:
+        The file, on the leader; None elsewhere.
+
+    Raises:
+        PeerError: A host could not read its rows, or the leader could not write them; raised on every host.
+        LockstepError: A row is missing; raised on every host.
+    """
+    missing = int((owner == NOWHERE).sum())
+    if missing:
+        raise LockstepError(
+            f"{missing} of {len(owner)} rows are on no host's disk (the first is row {int(np.argmax(owner == NOWHERE))}"
+            "). Start the command again: it generates what is missing."
+        )
+    path = directory / MERGED
+    gathered = directory / f".{MERGED}.gathered.tmp"
+    with hosts.scope("merge") as scope:
+        own = np.flatnonzero(owner == hosts.index) if not hosts.is_leader else np.zeros(0, np.int64)
+        pieces = _pieces(index, own, GATHER_BYTES // hosts.count)
+        turn = 0
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context(open(gathered, "wb")) if hosts.is_leader else None
+            while True:
+                piece = b""
+                with scope.run_on_all(f"read {turn}", "gathering rows"):
+                    piece = next(pieces, b"")
+                received = scope.gather(f"rows {turn}", piece)
+                with scope.run_on_all(f"keep {turn}", "gathering rows"):
+                    if received is not None and file is not None:
+                        file.writelines(received)
+                more = None if received is None else (b"more" if any(received) else b"end")
+                if scope.broadcast(f"more {turn}", more) == b"end":
+                    break
+                turn += 1
+        with scope.run_on_all("write", "gathering rows"):
+            if hosts.is_leader:
+                index.scan_file(gathered)
+                _write(path, index, len(owner))
+                os.remove(gathered)
+        scope.barrier("end")
+    return path if hosts.is_leader else None
+
+
+def _pieces(index: RowIndex, rows: Int[np.ndarray, " own"], limit: int) -> Iterator[bytes]:
+    """Yield the lines of rows in pieces of at most ``limit`` bytes; a line that is longer is a piece of its own."""
+    piece = bytearray()
+    for line in index.read(rows):
+        if piece and len(piece) + len(line) > limit:
+            yield bytes(piece)
+            piece.clear()
+        piece += line
+    if piece:
+        yield bytes(piece)
+
+
+def _write(path: Path, index: RowIndex, rows: int) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "wb") as file:
+        for line in index.read(range(rows)):
+            file.write(line)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

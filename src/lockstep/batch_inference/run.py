@@ -21,12 +21,26 @@ from lockstep.batch_inference.config import SampleConfig
 from lockstep.batch_inference.generate import Generator
 from lockstep.batch_inference.job_progress import Board, HostProgress, JobProgress, Meter
 from lockstep.batch_inference.live_view import LiveView, make_live_view
-from lockstep.batch_inference.manifest import check_manifest, write_manifest
-from lockstep.batch_inference.merge import agree_on_owners, merge
-from lockstep.batch_inference.prompt_store import PromptStore, encoded_lines, store_prompts
-from lockstep.batch_inference.remote_rows import RemoteRows
-from lockstep.batch_inference.row_files import RowFile, RowIndex, host_file, pack, unpack
-from lockstep.batch_inference.shard import JobShape, pending_units, share_of
+from lockstep.batch_inference.prompt_store import (
+    JobShape,
+    PromptStore,
+    encoded_lines,
+    pending_units,
+    share_of,
+    store_prompts,
+)
+from lockstep.batch_inference.row_files import (
+    RemoteRows,
+    RowFile,
+    RowIndex,
+    agree_on_owners,
+    check_manifest,
+    host_file,
+    merge,
+    pack,
+    unpack,
+    write_manifest,
+)
 from lockstep.batch_inference.summary import (
     MemoryLog,
     Outcome,

@@ -15,8 +15,8 @@ from lockstep.engine.schedule import DraftCounts
 from lockstep.hosts import Hosts
 from lockstep.json_text import from_peer, parse_json, refused, typed
 from lockstep.placement.device import peak_bytes, used_bytes
+from lockstep.printable import bytes_text
 from lockstep.report import MAX_TABLE_ROWS, SampleRow, Tracker
-from lockstep.units import bytes_text
 
 log = get_logger(__name__)
 

@@ -1,14 +1,143 @@
-"""One round of sampling on all hosts: barrier, prompts from the leader, generation, barrier (docs/protocol.md)."""
+"""A round of sampling on all hosts: barrier, prompts from the leader, generation, barrier (docs/protocol.md)."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from lockstep.callback.round_prompts import RoundPrompts, from_bytes, to_bytes
-from lockstep.engine import Generation, PhaseClock, Ready, generate_on_all
+import numpy as np
+
+from lockstep.callback.config import InferenceEvalConfig
+from lockstep.engine import EarlierAnswers, Generation, PhaseClock, Ready, generate_on_all
 from lockstep.engine.schedule import FindStop
 from lockstep.hosts import Hosts, Watchdog, environment
-from lockstep.text import Prompt
-from lockstep.types import Request
+from lockstep.json_text import from_peer
+from lockstep.text import Prompt, StopFinder, encode, read_prompts, stop_ids
+from lockstep.types import Completion, Request
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoundPrompts:
+    """The prompts of a round.
+
+    Args:
+        prompts: The prompts in the order of their numbers; empty where they came by broadcast.
+        requests: One request for each prompt.
+        largest: As many requests as in any round, and as long: programs are made for these, so that another round's
+            prompts compile nothing. None where each round has the same requests.
+    """
+
+    prompts: list[Prompt] = dataclasses.field(default_factory=list)
+    requests: list[Request]
+    largest: list[Request] | None = None
+
+    @property
+    def compile_requests(self) -> list[Request]:
+        """The requests that programs are made for."""
+        return self.requests if self.largest is None else self.largest
+
+
+def read_round_prompts(
+    config: InferenceEvalConfig, tokenizer: "PreTrainedTokenizerBase", step: int = 0
+) -> RoundPrompts:
+    """Reads and encodes the prompts of the round after ``step``; host-only.
+
+    Raises:
+        PromptError: A prompt or file cannot be used.
+        ConfigError: A stop string can never be found, or there are fewer prompts than a round has.
+    """
+    StopFinder(tokenizer).check(config.stop)
+    prompts = read_prompts(config.prompts, config.max_line_bytes)
+    config.check_prompts_per_round(len(prompts))
+    params = config.sampling_params(stop_ids(tokenizer))
+    encoded = encode(tokenizer, prompts, max_seq_len=config.max_seq_len, max_new_tokens=config.max_new_tokens)
+    requests = [
+        Request(prompt_id=prompt.id, prompt_tokens=tokens, params=params)
+        for prompt, tokens in zip(prompts, encoded, strict=True)
+    ]
+    if config.prompts_per_round is None:
+        return RoundPrompts(prompts=prompts, requests=requests)
+    drawn = drawn_prompts(config, len(prompts), step)
+    return RoundPrompts(
+        prompts=[prompts[number] for number in drawn],
+        requests=[requests[number] for number in drawn],
+        largest=largest_of(requests, config.prompts_per_round),
+    )
+
+
+def with_drafts(asked: RoundPrompts, earlier: EarlierAnswers) -> RoundPrompts:
+    """Returns the prompts of a round with the last answers to each as drafts.
+
+    Args:
+        asked: The prompts of the round.
+        earlier: The answers of earlier rounds.
+    """
+
+    def each(requests: Sequence[Request]) -> list[Request]:
+        return [dataclasses.replace(request, drafts=earlier.drafts(prompt_key(request))) for request in requests]
+
+    return dataclasses.replace(
+        asked, requests=each(asked.requests), largest=None if asked.largest is None else each(asked.largest)
+    )
+
+
+def keep_answers(earlier: EarlierAnswers, requests: Sequence[Request], completions: Sequence[Completion]) -> None:
+    """Keeps the answers of a round.
+
+    Args:
+        earlier: Where they are kept.
+        requests: The requests of the round.
+        completions: The answers in the order of the requests, then of the generations.
+    """
+    answers: dict[int, list[Completion]] = {}
+    for completion in completions:
+        answers.setdefault(completion.prompt_id, []).append(completion)
+    for request in requests:
+        earlier.keep(prompt_key(request), answers.get(request.prompt_id, []))
+
+
+def prompt_key(request: Request) -> tuple[int, tuple[int, ...]]:
+    """What tells a prompt from all others: its number, on which the draws depend, and its tokens."""
+    return request.prompt_id, request.prompt_tokens
+
+
+def drawn_prompts(config: InferenceEvalConfig, count: int, step: int) -> list[int]:
+    """The numbers of the prompts of the round after ``step``, in order: a function of seed and step alone.
+
+    All prompts are shuffled and dealt, round by round; when fewer than a round's are left, they are shuffled anew. So
+    no prompt comes twice before nearly all others had their turn.
+
+    Args:
+        config: A configuration with ``prompts_per_round``.
+        count: The number of prompts to draw from.
+        step: The number of completed steps.
+    """
+    each = config.prompts_per_round
+    assert each is not None
+    rounds_before = max(0, -(-step // config.eval_every) - (not config.at_start))
+    deal, part = divmod(rounds_before, count // each)
+    order = np.random.default_rng([config.seed, deal]).permutation(count)
+    return sorted(order[part * each : (part + 1) * each].tolist())
+
+
+def largest_of(requests: Sequence[Request], count: int) -> list[Request]:
+    """The ``count`` requests with the longest prompts, the first of equals."""
+    return sorted(requests, key=lambda request: -len(request.prompt_tokens))[:count]
+
+
+def to_bytes(asked: RoundPrompts) -> bytes:
+    """A round's prompts as they are broadcast: ids and parameters, no text."""
+    lists = (asked.requests, asked.largest)
+    return json.dumps([each and [dataclasses.asdict(request) for request in each] for each in lists]).encode()
+
+
+def from_bytes(data: bytes) -> RoundPrompts:
+    """What `to_bytes` was given, without the prompts' text."""
+    found = from_peer(data, tuple[list[Request], list[Request] | None], "the leader's round of prompts")
+    return RoundPrompts(requests=found[0], largest=found[1])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.callback.config import InferenceEvalConfig
 from lockstep.callback.evaluation import TaskRounds
 from lockstep.callback.reporter import Reporter
-from lockstep.callback.round import run_round
-from lockstep.callback.round_prompts import keep_answers, read_round_prompts, with_drafts
+from lockstep.callback.round import keep_answers, read_round_prompts, run_round, with_drafts
 from lockstep.credentials import get_logger
 from lockstep.engine import Auditor, EarlierAnswers, Engine, Sizing
 from lockstep.errors import ConfigError, DisagreementError, HostError, PeerError

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from lockstep.check.findings import Finding, Place
 from lockstep.check.log import Comparison, Event, Launch, ProcessLog
 from lockstep.check.stack import own_line
-from lockstep.units import bytes_text
+from lockstep.printable import bytes_text
 
 POD_HOSTS = 64
 """Hosts of the pod for which bytes are given."""

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from lockstep.check.alone import ProcessChecks
 from lockstep.check.compare import End, LaunchComparison
+from lockstep.check.differences import PutComparison
 from lockstep.check.findings import Finding, Findings
 from lockstep.check.log import Event, Launch, LogReader, ProcessLog, Put
-from lockstep.check.values import PutComparison
 
 AHEAD = 10_000
 """Launches that one process may be ahead of another before its file is left alone until the other has caught up."""

@@ -20,8 +20,8 @@ from lockstep.hosts import Hosts, Ledger, current, digest, ready_on_all
 from lockstep.models import DecoderWeights, LlamaConfig, as_trainable, read_decoder
 from lockstep.placement import mesh_of, place, sources, weight_specs
 from lockstep.placement.device import AroundLaunch, Program, compile_lowered, compile_program, fetch
+from lockstep.printable import bytes_text
 from lockstep.types import Completion, Request
-from lockstep.units import bytes_text
 
 _LENGTH_STEP = 64
 """Positions of a forward pass come in multiples of this, so that a longer answer seldom needs another program."""

@@ -16,7 +16,7 @@ from lockstep.hosts import Ledger
 from lockstep.models import DecoderWeights, LlamaConfig
 from lockstep.placement import LazyWeight, sources
 from lockstep.placement.device import Compile, Program, block_bytes, compile_program
-from lockstep.units import bytes_text
+from lockstep.printable import bytes_text
 
 SMALL_BYTES: Final = 16 * 2**20
 """Bytes per device, before or after, of weights that are moved back at most: more than all norms of a model of 70

@@ -8,8 +8,8 @@ from typing import Final
 
 from lockstep.errors import LockstepError
 from lockstep.main.reader_arguments import Arguments, seconds
+from lockstep.printable import bytes_text
 from lockstep.report import RunFiles, find_run, make_payload, render_page, write_page
-from lockstep.units import bytes_text
 
 TEXT: Final = """\
 Makes one HTML file of a run: what the model said to every prompt at every step, what changed, the curves.

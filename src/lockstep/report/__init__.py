@@ -1,14 +1,13 @@
 """Rows of completions, and what is made of them: files, metrics, tables, tracked runs."""
 
 from lockstep.report.answers import last_number
-from lockstep.report.background import FINISH_S, BackgroundTracker
-from lockstep.report.background_queue import BackgroundQueue
-from lockstep.report.evaluation_fields import EvaluationFields
+from lockstep.report.background import FINISH_S, BackgroundQueue, BackgroundTracker
 from lockstep.report.html import make_payload, render_page, write_page
 from lockstep.report.inspect_log import write_inspect_log
 from lockstep.report.jsonl import append_jsonl, drop_later, read_jsonl, repair_jsonl
 from lockstep.report.judge import JUDGE, Judge, JudgeConfig
 from lockstep.report.metrics import (
+    EvaluationFields,
     Metric,
     check_metrics,
     exact_match,
@@ -21,10 +20,9 @@ from lockstep.report.metrics import (
 from lockstep.report.parquet import check_pyarrow, write_parquet
 from lockstep.report.pattern import Pattern
 from lockstep.report.rows import COLUMNS, SAMPLE_COLUMNS, Row, SampleRow, TableRow, metric_names
-from lockstep.report.run_files import RunFiles, find_run
+from lockstep.report.saved_rows import RunFiles, find_run
 from lockstep.report.table import print_table, terminal_table
-from lockstep.report.tail import Tail
-from lockstep.report.tail_views import LineView, PanelView
+from lockstep.report.tail import LineView, PanelView, Tail
 from lockstep.report.trackers import (
     MAX_TABLE_ROWS,
     WANDB_RUN,

@@ -1,12 +1,134 @@
-"""A tracker behind a bounded queue: one that is down or slow neither blocks nor fails training."""
+"""Jobs on a thread of their own behind a bounded queue, and a tracker there: it neither blocks nor fails training."""
 
+import atexit
+import collections
 import contextlib
+import dataclasses
+import threading
+import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 from lockstep.credentials import get_logger
-from lockstep.report.background_queue import BackgroundQueue
+from lockstep.exits import WAIT_S, before_end, finish_work
 from lockstep.report.rows import TableRow
 from lockstep.report.trackers import Tracker
+
+IDLE_S = 1.0
+"""Seconds without a job after which the thread ends; the next job starts another."""
+SHOWN_JOBS = 10
+"""Jobs of a queue that are named when the process ends before they are done; further ones are counted."""
+
+
+class BackgroundQueue:
+    """Does jobs in order on a thread of its own. Only `flush` ever waits for them.
+
+    A job keeps alive what it refers to until it is done, so it should refer to no device array.
+
+    Args:
+        name: The name of the thread.
+        size: The number of jobs that may wait behind the one that is being done.
+    """
+
+    def __init__(self, name: str, *, size: int) -> None:
+        self.name, self._size = name, size
+        self._changed = threading.Condition()
+        self._waiting: collections.deque[_Job] = collections.deque()
+        self._current: _Job | None = None
+        self._thread: threading.Thread | None = None
+        _queues.add(self)
+
+    def put(self, what: str, work: Callable[[], object], *, even_if_full: bool = False) -> bool:
+        """Queue a job; returns at once.
+
+        Args:
+            what: The name of the job, as `flush` returns it.
+            work: The job. What it raises is logged.
+            even_if_full: Whether the job is taken however many wait.
+
+        Returns:
+            Whether the job was taken: not where the queue is full.
+        """
+        with self._changed:
+            if len(self._waiting) >= self._size and not even_if_full:
+                return False
+            self._waiting.append(_Job(what, work))
+            self._changed.notify_all()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+                self._thread.start()
+        return True
+
+    def flush(self, timeout_s: float) -> list[str]:
+        """Wait until every job is done.
+
+        Args:
+            timeout_s: The seconds to wait at most.
+
+        Returns:
+            The names of the jobs that are not done by then, the one under way first; empty where all are.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._left(), timeout_s)
+            return [job.what for job in self._left()]
+
+    def _left(self) -> list["_Job"]:
+        return [*([] if self._current is None else [self._current]), *self._waiting]
+
+    def _run(self) -> None:
+        while (work := self._next()) is not None:
+            try:
+                work()
+            except BaseException as error:  # SystemExit too: the thread has more to do
+                log.error("%s: %s failed: %s", self.name, self._doing, error, exc_info=error)
+            # While the thread waits for the next job, this name would keep the job's objects alive.
+            del work
+
+    @property
+    def _doing(self) -> str:
+        return "" if self._current is None else self._current.what
+
+    def _next(self) -> Callable[[], object] | None:
+        """The next job, whose predecessor is done; None, and no thread from then on, where none comes."""
+        with self._changed:
+            self._current = None
+            self._changed.notify_all()
+            if not self._changed.wait_for(lambda: bool(self._waiting), IDLE_S):
+                self._thread = None
+                return None
+            self._current = self._waiting.popleft()
+            return self._current.work
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    what: str
+    work: Callable[[], object]
+
+
+_queues: weakref.WeakSet[BackgroundQueue] = weakref.WeakSet()
+
+
+@before_end
+def _flush_all(timeout_s: float) -> list[str]:
+    """Wait until every job of every queue is done; a sentence for each queue that has jobs left."""
+    deadline, lost = time.monotonic() + timeout_s, []
+    for queue in list(_queues):
+        if left := queue.flush(max(0.0, deadline - time.monotonic())):
+            more = f" and {len(left) - SHOWN_JOBS} more" if len(left) > SHOWN_JOBS else ""
+            lost.append(
+                f"{queue.name}: this process ends, and what is not done is lost: {', '.join(left[:SHOWN_JOBS])}{more}. "
+                "The last call of a loop waits longer: SampleCallback.finish(), BackgroundTracker.finish()."
+            )
+    return lost
+
+
+@atexit.register
+def _flush_at_exit() -> None:
+    """A loop that ends without its last call loses nothing that is done within moments, and is told of the rest."""
+    for text in finish_work(WAIT_S):
+        log.error("%s", text)
+
 
 log = get_logger(__name__)
 

@@ -1,16 +1,17 @@
-"""Metrics: functions of a row and its prompt that give a number."""
+"""Metrics: functions of a row and its prompt that give a number; the fields of a configuration that choose them."""
 
 import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.plugins import load_object
 from lockstep.report.answers import last_number, same_number
 from lockstep.report.pattern import Pattern
 from lockstep.report.rows import COLUMNS, SAMPLE_COLUMNS, Row, SampleRow, TableRow, metric_names
-from lockstep.text import Prompt
+from lockstep.text import MAX_LINE_BYTES, Prompt
 
 type AnyRow = Row | SampleRow
 """A row of a training run or of ``lockstep sample``; a metric may read what both have."""
@@ -261,3 +262,18 @@ def pass_rates(rows: Sequence[Row]) -> dict[str, float]:
             found[f"pass@1/{name}"] = sum(map(sum, scored)) / (k * len(scored))
             found[f"pass@{k}/{name}"] = sum(1.0 in each for each in scored) / len(scored)
     return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluationFields:
+    """The prompts, the metrics and the table, which ``inference_eval`` and ``sample`` have in common."""
+
+    prompts: list[dict[str, Any] | str] | str = dataclasses.field(default_factory=list)
+    """A list of texts, ``{prompt, answer}`` or ``{messages, answer}``, or a .txt or .jsonl file (local or URL)."""
+    max_line_bytes: int = MAX_LINE_BYTES
+    """The most bytes of a line of the file of prompts; a longer one is an error, and is not read whole."""
+    metrics: list[str] = dataclasses.field(default_factory=list)
+    """Numbers per completion, and their means: ``exact_match``, ``gsm8k``, ``regex=PATTERN``, ``length``,
+    ``repetition``, ``perplexity``, or ``module:function`` of (row, prompt) -> float or None (no value)."""
+    skip_samples_table: bool = False
+    """No table of rows in the tracker and none at the terminal; the scalars are logged."""

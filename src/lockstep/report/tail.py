@@ -1,16 +1,104 @@
-"""The newest rows and metrics of a run that goes on, and what is new since the last look."""
+"""The newest rows and metrics of a run that goes on, at a terminal or as lines in a log."""
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
 from lockstep.errors import ConfigError
-from lockstep.report.follow import FollowedFile
-from lockstep.report.jsonl import numbered_records
-from lockstep.report.run_files import RunFiles, find_run
-from lockstep.report.saved_rows import SavedRow, parse_row, read_rows
+from lockstep.printable import visible
+from lockstep.report.jsonl import numbered_records, parse_record
+from lockstep.report.saved_rows import RunFiles, SavedRow, find_run, parse_row, read_rows
+from lockstep.report.table import terminal_table
+
+_CHECKED: Final = 256
+"""Bytes before the place read up to that must still be there, or the file is another one."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class News:
+    """What has happened to a file since it was last looked at.
+
+    Args:
+        taken_back: The number of records, the last ones that were read, that are not in the file any more.
+        records: The records that are new, each with its place for errors.
+    """
+
+    taken_back: int
+    records: list[tuple[str, dict[str, Any]]]
+
+
+class FollowedFile:
+    """Reads what is appended to a file, by offset.
+
+    A run that goes on from a checkpoint writes its files anew without what came after it. Then the file is read from
+    its beginning, and only what was not there before counts as new.
+
+    Args:
+        path: The file, which may not be there yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._inode, self._offset, self._before = -1, 0, b""
+        self._lines: list[int] = []
+        """A hash of each line that was read."""
+
+    def look(self, *, at_end: bool = False) -> News:
+        """Return what is new.
+
+        Args:
+            at_end: Whether nobody writes any more, so that a last line may lack its newline.
+
+        Raises:
+            LockstepError: A whole line is not a JSON object; the message has file and line.
+            OSError: The file cannot be read.
+        """
+        try:
+            file = open(self.path, "rb")
+        except FileNotFoundError:  # not written yet
+            return News(taken_back=0, records=[])
+        with file:
+            kept = len(self._lines) if self._goes_on(file) else 0
+            file.seek(self._offset if kept else 0)
+            content = file.read()
+            end = len(content) if at_end and content[-1:] == b"}" else content.rfind(b"\n") + 1
+            lines = content[:end].split(b"\n")[: None if at_end and content[-1:] == b"}" else -1]
+            offset = (self._offset if kept else 0) + end
+            file.seek(max(0, offset - _CHECKED))
+            self._inode, self._offset = os.fstat(file.fileno()).st_ino, offset
+            self._before = file.read(offset - file.tell())
+        hashes = [hash(line) for line in lines]
+        same = 0
+        if not kept:
+            while same < min(len(hashes), len(self._lines)) and hashes[same] == self._lines[same]:
+                same += 1
+        taken_back = 0 if kept else len(self._lines) - same
+        first = kept + same
+        self._lines = self._lines[:first] + hashes[same:]
+        new = [(f"{self.path}:{first + place}", line) for place, line in enumerate(lines[same:], start=1)]
+        return News(
+            taken_back=taken_back,
+            records=[(place, parse_record(line, place)) for place, line in new if line.strip()],
+        )
+
+    def _goes_on(self, file: BinaryIO) -> bool:
+        """Whether the file is the one that was read, with the same content up to the place read up to."""
+        stat = os.fstat(file.fileno())
+        if stat.st_ino != self._inode or stat.st_size < self._offset:
+            return False
+        file.seek(self._offset - len(self._before))
+        return file.read(len(self._before)) == self._before
+
 
 TREND: Final = 64
 """The last values of a metric that are kept, for its trend."""
@@ -124,3 +212,172 @@ def metrics_record(record: Mapping[str, Any]) -> MetricsRecord | None:
     own = ("step", "time")
     values = {name: value for name, value in record.items() if name not in own and isinstance(value, int | float | str)}
     return MetricsRecord(step=step, values=values)
+
+
+MAX_CHARS = 160
+"""Characters of a prompt or an answer on a line."""
+BARS = 12
+"""Values of a trend that are shown, the newest at its end."""
+_BARS = "▁▂▃▄▅▆▇█"
+_FRAME = 6
+"""Lines of a screen that are neither metrics nor samples: frames, titles, the cursor."""
+
+
+class PanelView:
+    """The metrics with their trends, and below them the newest samples.
+
+    Args:
+        tail: The run.
+        rows: Samples of a step that are shown.
+    """
+
+    def __init__(self, tail: Tail, rows: int) -> None:
+        self._tail, self._rows = tail, rows
+
+    def render(self, console: Console) -> RenderableType:
+        """What is shown now.
+
+        Args:
+            console: The terminal, which says how much there is room for.
+        """
+        tail = self._tail
+        parts: list[RenderableType] = [self._metrics(console)]
+        if tail.newest:
+            title = f"what the model says at {tail.axis} {tail.newest[-1].when:,}"
+            rows = [row.to_row() for row in tail.newest]
+            parts.append(terminal_table(rows, title=title, max_rows=self._rows, max_chars=MAX_CHARS))
+        else:
+            parts.append(Text("no samples yet", style="dim"))
+        return Group(*parts)
+
+    def _metrics(self, console: Console) -> RenderableType:
+        tail = self._tail
+        columns = 2 if console.width >= 110 else 1
+        room = max(4, console.height - _FRAME - 3 * min(self._rows, len(tail.newest))) * columns
+        names = list(tail.metrics)[:room]
+        grid = Table.grid(padding=(0, 2), expand=True)
+        for _ in range(columns):
+            grid.add_column(style="dim", no_wrap=True, overflow="ellipsis", ratio=1)
+            grid.add_column(justify="right", no_wrap=True)
+            grid.add_column(no_wrap=True, min_width=BARS)
+        lines = -(-len(names) // columns)
+        for line in range(lines):
+            cells: list[Text] = []
+            for name in names[line::lines]:
+                _, value = tail.metrics[name]
+                bars = trend(list(tail.trends.get(name, ()))[-BARS:])
+                cells += [Text(visible(name)), Text(number_text(value)), Text(bars)]
+            grid.add_row(*cells)
+        step = max((step for step, _ in tail.metrics.values()), default=None)
+        title = visible(tail.name) if step is None else f"{visible(tail.name)} · step {step:,}"
+        left_out = len(tail.metrics) - len(names)
+        below = Text(f"{left_out} more metrics; a higher window shows them", style="dim") if left_out > 0 else None
+        body = grid if names else Text("no metrics yet", style="dim")
+        return Panel(Group(body, below) if below else body, title=Text(title), title_align="left", box=box.ROUNDED)
+
+
+class LineView:
+    """A line per sample and per set of metrics. What was there before the first look is shown in brief.
+
+    Args:
+        tail: The run.
+        rows: Samples of a step that are shown.
+        console: Where lines are printed.
+    """
+
+    def __init__(self, tail: Tail, rows: int, console: Console) -> None:
+        self._tail, self._rows, self._console = tail, rows, console
+        self._first = True
+
+    def show(self) -> None:
+        """Print what the last look found."""
+        tail = self._tail
+        if tail.taken_back:
+            self._print(f"the run went back: {tail.taken_back:,} lines were taken back")
+        if self._first and (tail.metrics or tail.newest):
+            self._first = False
+            newest: dict[int, dict[str, float | str]] = {}
+            for name, (step, value) in tail.metrics.items():
+                newest.setdefault(step, {})[name] = value
+            for step in sorted(newest):
+                self._print(metrics_line(MetricsRecord(step=step, values=newest[step])))
+            self._print_rows(tail.newest)
+            return
+        for record in tail.new_metrics:
+            self._print(metrics_line(record))
+        by_step: dict[int, list[SavedRow]] = {}
+        for row in tail.new_rows:
+            by_step.setdefault(row.when, []).append(row)
+        for rows in by_step.values():
+            self._print_rows(rows)
+
+    def _print_rows(self, rows: Sequence[SavedRow]) -> None:
+        for row in rows[: self._rows]:
+            self._print(row_line(row))
+        if len(rows) > self._rows:
+            self._print(f"{rows[0].axis} {rows[0].when}  … {len(rows) - self._rows:,} more of {len(rows):,} samples")
+
+    def _print(self, line: str) -> None:
+        # Lines of a log are not wrapped at the width of a terminal that is not there.
+        self._console.print(Text(line), soft_wrap=True)
+        self._console.file.flush()
+
+
+def row_line(row: SavedRow) -> str:
+    """A sample on one line.
+
+    Args:
+        row: The sample.
+    """
+    numbers = "  ".join(f"{visible(name)} {number_text(value)}" for name, value in row.numbers.items())
+    texts = "  ".join(f"{visible(name)} {_short(text)}" for name, text in row.texts.items())
+    about = "  ".join(part for part in (row.finish_reason and visible(row.finish_reason), numbers, texts) if part)
+    prompt = f"#{visible(str(row.prompt_id))}.{row.generation_id}"
+    return f"{row.axis} {row.when}  {prompt}  {_short(row.prompt)} → {_short(row.generated_text)}  [{about}]"
+
+
+def metrics_line(record: MetricsRecord) -> str:
+    """A set of metrics on one line.
+
+    Args:
+        record: The metrics.
+    """
+    values = "  ".join(f"{visible(name)} {number_text(value)}" for name, value in record.values.items())
+    return f"step {record.step}  {values}"
+
+
+def number_text(value: float | str | None) -> str:
+    """A number for reading, with four digits; a text as it is.
+
+    Args:
+        value: The number; None where there is none.
+    """
+    if value is None:
+        return "–"
+    if isinstance(value, str):
+        return visible(value)
+    if math.isfinite(value) and value == int(value) and abs(value) < 1e9:
+        return f"{int(value):,}"
+    return f"{value:.4g}"
+
+
+def trend(values: Sequence[float]) -> str:
+    """Some values as small bars, the lowest and the highest of them at the ends of their range.
+
+    Args:
+        values: The values; those that are not finite are gaps.
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    if len(finite) < 2:
+        return ""
+    low, span = min(finite), max(finite) - min(finite)
+    if span == 0:
+        return _BARS[0] * len(values)
+    return "".join(
+        _BARS[round((value - low) / span * (len(_BARS) - 1))] if math.isfinite(value) else " " for value in values
+    )
+
+
+def _short(text: str) -> str:
+    shown = visible(text)
+    return shown if len(shown) <= MAX_CHARS else f"{shown[:MAX_CHARS]}… ({len(shown) - MAX_CHARS} more characters)"

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import launch
-from lockstep.testing.environment import DIRECTORY, launch_command
 from lockstep.testing.pool import POOL
-from lockstep.testing.protocol import Reference
+from lockstep.testing.protocol import DIRECTORY, Reference, launch_command
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The processes of one job, which run one function after another."""
 
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -16,8 +17,18 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lockstep.testing.environment import DIRECTORY, launch_command
-from lockstep.testing.protocol import MARK, Arguments, Left, Look, Outcome, Reference, Request, Stand
+from lockstep.testing.protocol import (
+    DIRECTORY,
+    MARK,
+    Arguments,
+    Left,
+    Look,
+    Outcome,
+    Reference,
+    Request,
+    Stand,
+    launch_command,
+)
 
 START_S = 120.0
 """Seconds in which all processes of a group must have joined."""
@@ -247,3 +258,28 @@ class Group:
             own.append(f"launch: ended with {self._launcher.returncode}")
         shutil.rmtree(self._directory)
         return "\n".join([*texts, *own])
+
+
+def run_threads(body: Callable[..., Any], count: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
+    """Run ``body(hosts, *args)`` in threads of this process, each of them one "process" of a job without devices.
+
+    They share the in-memory twin of the coordination service, so it is for what hosts say to each other.
+
+    Args:
+        body: Any callable; it gets a `lockstep.hosts.Hosts` and ``args``.
+        count: How many threads.
+        args: What the body gets.
+        timeout_s: The seconds that a wait of the `Hosts` may last.
+
+    Returns:
+        What each one returned, by number.
+
+    Raises:
+        BaseException: The first error of a body.
+    """
+    from lockstep.hosts import Hosts, MemoryClient
+
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        hosts = [Hosts(client, timeout_s) for client in MemoryClient.hub(count)]
+        futures = [pool.submit(body, one, *args) for one in hosts]
+        return [future.result() for future in futures]

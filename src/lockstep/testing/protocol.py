@@ -1,4 +1,4 @@
-"""What a test run and the processes that it started say to each other, over a Unix socket."""
+"""The messages between a test run and the processes that it starts, over a Unix socket; how these start and fail."""
 
 import dataclasses
 import enum
@@ -6,7 +6,9 @@ import importlib
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -166,3 +168,60 @@ class Left:
 
 Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 """The arguments of a function, in order and by name."""
+
+
+DIRECTORY = Path.cwd()
+"""The working directory of the processes: that in which the test run began, wherever a test has gone since."""
+GRACE_S = 3
+"""Seconds between SIGTERM and SIGKILL."""
+
+
+def launch_command(processes: int, devices: int, log_dir: Path) -> list[str]:
+    """Return a command of ``lockstep launch`` that lacks only the words of what it launches on this machine.
+
+    Args:
+        processes: How many.
+        devices: The CPU devices of each.
+        log_dir: The directory in which each process has its log.
+    """
+    command = [sys.executable, "-c", "import sys; from lockstep.launch import main; sys.exit(main())"]
+    command += ["--backend", "local", "--processes", str(processes), "--devices_per_process", str(devices)]
+    return [*command, "--prefix", "always", "--log_dir", str(log_dir), "--grace_s", str(GRACE_S), "--"]
+
+
+SHOWN_CHARACTERS = 300
+"""Characters of a local variable that are shown."""
+HIDDEN = ("<", "__", "@")
+"""Beginnings of the names of variables that are not shown; pytest's and the compiler's own."""
+
+
+def print_failure(error: BaseException, file: str) -> None:
+    """Print the stack of an error, and the local variables where it left the test.
+
+    ``assert x == y`` has no text of its own in a process that pytest does not run in. Arrays are shown by shape and
+    type: to read one could mean to wait for a process that failed.
+
+    Args:
+        error: The error.
+        file: The path of the test's file.
+    """
+    sys.stdout.flush()
+    traceback.print_exception(error)
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
+    if frames and (values := frames[-1].f_locals):
+        print(f"where {frames[-1].f_code.co_name} had:", file=sys.stderr)
+        for name, value in values.items():
+            if not name.startswith(HIDDEN):
+                print(f"    {name} = {shown(value)}", file=sys.stderr)
+    sys.stderr.flush()
+
+
+def shown(value: Any) -> str:
+    """Return a value as text, arrays by shape and type, at most `SHOWN_CHARACTERS` long."""
+    import equinox
+
+    try:
+        text = " ".join(equinox.tree_pformat(value, width=10**6).split())
+    except Exception as error:
+        text = f"<a {type(value).__name__} that cannot be shown: {type(error).__name__}>"
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} ..."

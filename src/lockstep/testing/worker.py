@@ -17,8 +17,7 @@ from typing import Any
 from lockstep import hosts as lockstep_hosts
 from lockstep.hosts import Hosts, Ledger
 from lockstep.testing import leftovers
-from lockstep.testing.failure import print_failure
-from lockstep.testing.protocol import MARK, Arguments, Hello, Left, Outcome, Reference, Request, Stand
+from lockstep.testing.protocol import MARK, Arguments, Hello, Left, Outcome, Reference, Request, Stand, print_failure
 
 HOST_TIMEOUT_S = 60.0
 """Seconds that the processes of a group wait for each other in a call of `Hosts`."""

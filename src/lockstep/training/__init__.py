@@ -1,7 +1,6 @@
 """Training: configuration, data, objectives, and the loop."""
 
 from lockstep.training.checkpoints.config import CheckpointerConfig, KeepConfig, resumable_base, write_resumable
-from lockstep.training.checkpoints.kept_files import bring_files, keep_files
 from lockstep.training.checkpoints.saved_model import (
     SavedAdapters,
     SavedModel,
@@ -11,6 +10,7 @@ from lockstep.training.checkpoints.saved_model import (
     saved_at,
     saved_model,
 )
+from lockstep.training.checkpoints.search import bring_files, keep_files
 from lockstep.training.data import (
     CachedRows,
     DataConfig,
@@ -28,8 +28,7 @@ from lockstep.training.loop.hooks import Hook, StepInfo
 from lockstep.training.loop.logprobs import ReferenceLogprobs
 from lockstep.training.loop.loss_watch import LossSpikeConfig
 from lockstep.training.loop.profiler import ProfilerConfig
-from lockstep.training.loop.result import TrainResult
-from lockstep.training.loop.stopping import StopRequest
+from lockstep.training.loop.stopping import StopRequest, TrainResult
 from lockstep.training.loop.trainer import Trainer
 from lockstep.training.loop.validation import Validation
 from lockstep.training.objectives import (

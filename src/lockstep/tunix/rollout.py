@@ -20,8 +20,17 @@ from lockstep.hosts import Hosts, current, environment
 from lockstep.models import read_decoder
 from lockstep.placement import mesh_of
 from lockstep.placement.device import fetch
-from lockstep.tunix.compute_dtype import compute_dtype
 from lockstep.types import Completion, Request, SamplingParams
+
+
+def compute_dtype(model: Any) -> str | None:
+    """Return the name of the dtype; None for that of the parameters, where the model's configuration has none.
+
+    Args:
+        model: The model.
+    """
+    dtype = getattr(getattr(model, "config", None), "dtype", None)
+    return None if dtype is None else jnp.dtype(dtype).name
 
 
 class Rollout(BaseRollout):

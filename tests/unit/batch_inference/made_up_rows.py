@@ -1,7 +1,7 @@
 """Rows of a small job, written by hand."""
 
+from lockstep.batch_inference.prompt_store import JobShape
 from lockstep.batch_inference.row_files import RowFile, RowIndex, host_file
-from lockstep.batch_inference.shard import JobShape
 
 SHAPE = JobShape(rounds=2, prompts=5, generations=2)
 

@@ -6,7 +6,7 @@ import re
 import pytest
 import yaml
 
-from lockstep.callback.round_prompts import read_round_prompts
+from lockstep.callback.round import read_round_prompts
 from lockstep.errors import ConfigError
 from lockstep.main import demo
 from lockstep.main.arguments import parse_arguments

@@ -1,20 +1,26 @@
 """Our hooks in Tunix's own training loop: which rounds, on what, where the samples go; training is untouched."""
 
+import contextlib
+from types import SimpleNamespace
+
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from metrax.logging import WandbBackend
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.sft.hooks import TrainingHooks
-from tunix.sft.metrics_logger import MetricsLoggerOptions
+from tunix.sft.metrics_logger import MetricsLogger, MetricsLoggerOptions
 from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig, TrainingInput
 
 from lockstep.callback import InferenceEvalConfig, SampleCallback
 from lockstep.errors import ConfigError, PeerError
 from lockstep.report import read_jsonl
 from lockstep.tunix import sample_hooks
+from lockstep.tunix.hooks import TunixTracker
 from tests import tiny
 from tests import tunix_models as models
+from tests.unit.report.trackers.fakes import FakeRun, row
 
 
 class Line(nnx.Module):
@@ -229,3 +235,61 @@ def test_a_real_run_samples_the_model_that_is_trained_and_trains_the_same(tmp_pa
     history = trainer.metrics_logger.get_metric_history("inference_eval", "num_completions", "eval")
     assert list(history) == [2, 2, 2]
     assert [step for event, _, step in logged if event == "inference_eval/eval/num_completions"] == [0, 2, 4]
+
+
+class LoggerBackend:
+    """Gets every scalar of jax too, such as times of compiling."""
+
+    def __init__(self):
+        self.logged = []
+
+    def log_scalar(self, event, value, **kwargs):
+        if not event.startswith("/jax/"):
+            self.logged.append((event, value, kwargs["step"]))
+
+    def close(self):
+        pass
+
+
+def wandb_backend(run):
+    """Tunix's W&B backend with a run that is already there; only what we log counts here."""
+    backend = WandbBackend.__new__(WandbBackend)
+    backend._is_active, backend.wandb = True, SimpleNamespace(run=run, log=lambda *_, **__: None, finish=run.finish)
+    return backend
+
+
+@contextlib.contextmanager
+def tracker(*backends):
+    """Our tracker and a logger with these backends, which listen to jax until it is closed."""
+    made = TunixTracker()
+    factories = [lambda backend=backend: backend for backend in backends]
+    logger = MetricsLogger(MetricsLoggerOptions("unused", backend_kwargs={"custom_backend": factories}))
+    made.use(logger)
+    try:
+        yield made, logger
+    finally:
+        logger.close()
+
+
+def test_the_logger_gets_scalars_at_their_step_and_keeps_them():
+    backend = LoggerBackend()
+    with tracker(backend) as (made, logger):
+        made.log({"eval/time/report_s": 1.5, "eval/note": "no number"}, step=3)
+        made.log_rows("eval/samples", [row(3, "text")], step=3)
+    assert backend.logged == [("eval/eval/time/report_s", 1.5, 3)]
+    assert logger.get_metric_history("eval", "time/report_s", "eval").tolist() == [1.5]
+
+
+@pytest.mark.slow
+def test_a_wandb_run_that_has_passed_the_step_gets_scalars_and_rows_in_its_open_entry():
+    run, other = FakeRun(), LoggerBackend()
+    with tracker(wandb_backend(run), other) as (made, _):
+        run.log({"train/loss": 2.0}, step=9)
+        made.log_rows("eval/samples", [row(5, "text")], step=5)
+        made.log({"eval/step": 5, "eval/a": 1.0}, step=5)
+    assert [(step, list(values)) for step, values in run.logged[1:]] == [
+        (9, ["eval/samples", "eval/samples_state"]),
+        (9, ["eval/step", "eval/a"]),
+    ]
+    assert run.axes == [("eval/step", None), ("eval/*", "eval/step")]
+    assert other.logged == [("eval/eval/step", 5.0, 5), ("eval/eval/a", 1.0, 5)]

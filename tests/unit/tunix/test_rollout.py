@@ -15,7 +15,7 @@ from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 from lockstep.engine import EngineConfig
 from lockstep.errors import ConfigError
 from lockstep.tunix import Rollout
-from lockstep.tunix.compute_dtype import compute_dtype
+from lockstep.tunix.rollout import compute_dtype
 from tests import tiny
 from tests import tunix_models as models
 

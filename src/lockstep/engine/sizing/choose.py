@@ -14,8 +14,8 @@ from lockstep.engine.sizing.result import Choice, Sizing, reasons
 from lockstep.errors import CapacityError, ConfigError
 from lockstep.models.attention import describe_attention, max_page_table_rows
 from lockstep.placement.device import Chip, calibrated, chip_of
+from lockstep.printable import bytes_text
 from lockstep.types import Request
-from lockstep.units import bytes_text
 
 _WORTH_COMPILING = 1.25
 """How many times the sequences that decode at a time a larger capacity must allow to be compiled."""

@@ -9,7 +9,7 @@ from lockstep.engine.sizing.cost_model import Estimate, verify_costs
 from lockstep.engine.sizing.demand import Demand
 from lockstep.engine.sizing.memory_model import Footprint
 from lockstep.hosts import digest
-from lockstep.units import bytes_text
+from lockstep.printable import bytes_text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

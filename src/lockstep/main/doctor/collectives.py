@@ -14,7 +14,7 @@ from lockstep.hosts import Hosts
 from lockstep.main.doctor.bench import Loop
 from lockstep.main.doctor.finding import Finding
 from lockstep.placement.device import Chip, Link, chip_of, compile_program, hops, published_chip
-from lockstep.units import bytes_text, seconds_text
+from lockstep.printable import bytes_text, seconds_text
 
 Kind = Literal["all-reduce", "all-gather"]
 

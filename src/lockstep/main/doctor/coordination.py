@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from lockstep.hosts import Hosts
 from lockstep.main.doctor.finding import Finding
-from lockstep.units import seconds_text
+from lockstep.printable import seconds_text
 
 ROUNDS: Final = 20
 """Times that each is done; the median counts."""

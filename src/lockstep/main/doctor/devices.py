@@ -10,7 +10,7 @@ from lockstep.errors import ConfigError
 from lockstep.main.doctor.finding import Finding
 from lockstep.placement import fsdp_spans_hosts, make_mesh, tensor_sizes
 from lockstep.placement.device import chip_of, published_chip
-from lockstep.units import bytes_text
+from lockstep.printable import bytes_text
 
 IN_USE: Final = 0.05
 """Share of a device's memory in use, before anything was done, above which there is a warning."""

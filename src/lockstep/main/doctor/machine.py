@@ -12,7 +12,7 @@ from typing import Final
 from lockstep.credentials import SECRET_NAME, without_credentials
 from lockstep.hosts import FLAG_VARIABLES, tpu_chips
 from lockstep.main.doctor.finding import Finding
-from lockstep.units import bytes_text
+from lockstep.printable import bytes_text
 
 FULL_BYTES: Final = 1 << 30
 """Free bytes of a disk below which a run will not end well."""

@@ -15,7 +15,7 @@ from lockstep.main.plan.planner import Plan, make_plan, predict_sampling
 from lockstep.main.plan.summary import moments, train_time
 from lockstep.main.plan.topology import Topology
 from lockstep.main.plan.workload import Workload
-from lockstep.units import bytes_text, seconds_text
+from lockstep.printable import bytes_text, seconds_text
 
 MESH_SHAPES = ("auto", "host_local")
 """Full-device FSDP; and data parallel over hosts with FSDP inside each."""

@@ -12,7 +12,7 @@ from lockstep.main.plan.train_step import compile_step, makes_vocab_blocks, peak
 from lockstep.main.plan.workload import Workload
 from lockstep.models import POLICIES
 from lockstep.placement import make_mesh
-from lockstep.units import bytes_text
+from lockstep.printable import bytes_text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

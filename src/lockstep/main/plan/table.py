@@ -22,7 +22,7 @@ from lockstep.main.plan.summary import (
     rollout_step,
     train_time,
 )
-from lockstep.units import bytes_text, seconds_text
+from lockstep.printable import bytes_text, seconds_text
 
 _NAMED: Final = 4
 """The most weights that a warning names."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from lockstep.credentials import get_logger
 from lockstep.hosts import Hosts
-from lockstep.units import bytes_text
+from lockstep.printable import bytes_text
 
 type OnRead = Callable[[int, int], None]
 """Takes the bytes that this host has just read, and those that it will read in all."""

@@ -22,7 +22,7 @@ from lockstep.models.hf.save_writer import PIECE_BYTES, FileWriter, Read
 from lockstep.models.llama import LlamaLMHeadModel
 from lockstep.models.lora import LoraModel
 from lockstep.models.lora_merge import merge_adapters
-from lockstep.units import bytes_text
+from lockstep.printable import bytes_text
 from lockstep.urls import check_bare_name
 
 log = get_logger(__name__)

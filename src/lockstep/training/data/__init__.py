@@ -1,6 +1,5 @@
 """Training data: files, their tokenised cache, and the rows of each step."""
 
-from lockstep.training.data.cached_rows import CachedRows
 from lockstep.training.data.config import (
     DataConfig,
     GrpoDataConfig,
@@ -9,6 +8,7 @@ from lockstep.training.data.config import (
     SourceConfig,
 )
 from lockstep.training.data.examples import DataFormat
+from lockstep.training.data.order import CachedRows
 from lockstep.training.data.token_cache import TokenCache
 
 __all__ = [

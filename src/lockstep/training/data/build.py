@@ -1,4 +1,4 @@
-"""Builds the caches of a run, each host a share of their chunks, or finds them finished."""
+"""The building of a run's caches: hosts share their chunks, each on a thread, with progress."""
 
 import contextlib
 import dataclasses
@@ -6,22 +6,174 @@ import itertools
 import json
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+import rich
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
 from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError
-from lockstep.hosts import Hosts
-from lockstep.training.data.build_progress import BuildProgress
-from lockstep.training.data.build_worker import BuildWorker, Job
-from lockstep.training.data.cache_plan import CachePlan
-from lockstep.training.data.chunk_builder import place
-from lockstep.training.data.row_files import is_local, new_file, remove_dead_files
-from lockstep.training.data.token_cache import METADATA, CacheMetadata, TokenCache, chunk_file, read_metadata
+from lockstep.hosts import Hosts, HostThread
+from lockstep.printable import bytes_text
+from lockstep.training.data.chunk_builder import CachePlan, ChunkBuilder, place, read_chunk
+from lockstep.training.data.token_cache import (
+    METADATA,
+    CacheMetadata,
+    TokenCache,
+    chunk_file,
+    is_local,
+    new_file,
+    read_metadata,
+    remove_dead_files,
+)
 from lockstep.urls import url_to_fs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+FIRST_S, REPORT_S = 2.0, 10.0
+"""Seconds until the first line or the bar, so that small data passes in silence, and between two lines."""
+
+
+class BuildProgress:
+    """Shows how much of its files the hosts have read; on the leader alone.
+
+    Args:
+        hosts: The hosts that build together.
+        total: The bytes that all of them read.
+    """
+
+    def __init__(self, hosts: Hosts, total: int) -> None:
+        self._hosts, self._total = hosts, max(total, 1)
+        self._start = time.monotonic()
+        self._next = self._start + FIRST_S
+        self._bar: Progress | None = None
+
+    def show(self, parts: Sequence[tuple[int, int]]) -> None:
+        """Show what the hosts have read.
+
+        Args:
+            parts: The bytes that each host has read, and how many it has to read, by process number.
+        """
+        read = sum(done for done, _ in parts)
+        self._hosts.phase(f"building the data cache, {read / self._total:.0%}")
+        now = time.monotonic()
+        if not self._hosts.is_leader or now < self._next:
+            return
+        if rich.get_console().is_terminal:
+            self._show_bar(read)
+            return
+        self._next = now + REPORT_S
+        rate = bytes_text(round(read / (now - self._start)))
+        last = min(range(len(parts)), key=lambda process: parts[process][0] / max(parts[process][1], 1))
+        share = parts[last][0] / max(parts[last][1], 1)
+        log.info(
+            "data cache: %s of %s read, %s/s; process %d is last with %.0f%%",
+            bytes_text(read),
+            bytes_text(self._total),
+            rate,
+            last,
+            100 * share,
+        )
+
+    def close(self) -> None:
+        """Give the terminal back."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _show_bar(self, read: int) -> None:
+        if self._bar is None:
+            columns = TextColumn("data cache"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+            self._bar = Progress(*columns, console=rich.get_console())
+            self._bar.add_task("data cache", total=self._total)
+            self._bar.start()
+        self._bar.update(self._bar.task_ids[0], completed=read)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """A chunk to build.
+
+    Args:
+        plan: The cache that it is of.
+        directory: The directory of that cache.
+        number: The number of the chunk.
+    """
+
+    plan: CachePlan
+    directory: str
+    number: int
+
+    @property
+    def size(self) -> int:
+        """The bytes to read."""
+        pieces = self.plan.chunks[self.number]
+        return sum(self.plan.files[number].size // parts for number, _, parts in pieces)
+
+
+class BuildWorker(HostThread):
+    """A context manager that builds chunks one after the other in a thread; complete ones are left as they are.
+
+    The thread ends with the context, at the next batch of records.
+
+    Args:
+        jobs: The chunks.
+        fs: The file system of the caches.
+        tokenizer: The tokenizer, which nobody else may use meanwhile.
+        raise_at_bad_row: Whether a bad row is an error.
+        timeout_s: The seconds in which something must be read.
+    """
+
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        fs: Any,
+        tokenizer: "PreTrainedTokenizerBase",
+        *,
+        raise_at_bad_row: bool,
+        timeout_s: float,
+    ) -> None:
+        super().__init__("lockstep-data", timeout_s)
+        self._jobs, self._fs, self._tokenizer, self._raise = jobs, fs, tokenizer, raise_at_bad_row
+        self.bytes_read = 0
+        """The bytes read so far, those of complete chunks included."""
+        self.n_bad = 0
+        """The bad rows found so far."""
+        self._builder: ChunkBuilder | None = None
+        self._first_bad: ChunkBuilder | None = None
+        self._what = "the first file"
+
+    def first_bad(self) -> str:
+        """Name the first bad row that this host has found; empty where it found none itself."""
+        return "" if self._first_bad is None else self._first_bad.first_bad()
+
+    def _work(self) -> None:
+        for job in self._jobs:
+            before = self.bytes_read
+            self._what = job.plan.files[job.plan.chunks[job.number][0][0]].path
+            chunk = read_chunk(self._fs, job.directory, job.number)
+            if chunk is None:
+                builder = ChunkBuilder(job.plan, job.number, raise_at_bad_row=self._raise, progress=self._note)
+                self._builder = builder
+                builder.build(self._fs, job.directory, self._tokenizer)
+            else:
+                self.n_bad += chunk["n_bad"]
+            self._note(before + job.size - self.bytes_read, 0, self._what)
+
+    def _stall(self) -> str:
+        return f"nothing of {self._what} was read"
+
+    def _note(self, n_bytes: int, n_bad: int, what: str) -> None:
+        self._raise_if_stopped()
+        self.bytes_read += n_bytes
+        self.n_bad += n_bad
+        if n_bad and self._first_bad is None:
+            self._first_bad = self._builder
+        self._what = what
+        self._end_step()
+
 
 INTERVAL_S = 1.0
 """Seconds after which the hosts hear of each other while they build."""

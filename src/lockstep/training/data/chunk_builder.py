@@ -1,23 +1,80 @@
-"""Makes the rows of one chunk: reads, tokenises, packs and writes, with bounded memory."""
+"""A cache that is wanted, and the rows of one chunk of it: read, tokenised, packed and written in bounded memory."""
 
 import contextlib
+import dataclasses
+import functools
+import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lockstep.credentials import without_credentials
 from lockstep.errors import ConfigError
 from lockstep.json_text import parse_json
-from lockstep.training.data.cache_plan import CachePlan
-from lockstep.training.data.examples import Example
-from lockstep.training.data.packing import Row
-from lockstep.training.data.records import BadRow, Record, lines_before, read_piece
-from lockstep.training.data.row_files import RowWriter, new_file
-from lockstep.training.data.token_cache import FIX, chunk_file
+from lockstep.training.data.examples import DataFormat, Example
+from lockstep.training.data.packing import Row, RowShape
+from lockstep.training.data.records import (
+    MAX_LINE_BYTES,
+    BadRow,
+    Chunk,
+    Record,
+    SourceFile,
+    lines_before,
+    make_chunks,
+    read_piece,
+)
+from lockstep.training.data.token_cache import FIX, RowWriter, chunk_file, new_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+CACHE_VERSION = 3
+"""To be raised by whoever changes which rows are made of the same files, or how they are stored."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CachePlan:
+    """A cache that is wanted.
+
+    Args:
+        name: The source's name in messages.
+        files: The files of the source.
+        format: What their records are.
+        shape: How examples become rows.
+        tokenizer_digest: The digest of the tokenizer with its chat template.
+        max_line_bytes: The bytes of a JSON line at most.
+    """
+
+    name: str
+    files: tuple[SourceFile, ...]
+    format: DataFormat
+    shape: RowShape
+    tokenizer_digest: str
+    max_line_bytes: int = MAX_LINE_BYTES
+
+    @functools.cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The parts that hosts share out."""
+        return make_chunks(self.files)
+
+    @functools.cached_property
+    def key(self) -> str:
+        """The name of its directory: a digest of all that its rows depend on."""
+        return _digest([self.content, [file.changed for file in self.files]])
+
+    @functools.cached_property
+    def content(self) -> str:
+        """A digest that is the same on hosts with equal copies of the files, whenever they were copied."""
+        files = [[file.path.rpartition("/")[2], file.size, file.content, file.kind] for file in self.files]
+        shape = dataclasses.asdict(self.shape)
+        limits = [] if self.max_line_bytes == MAX_LINE_BYTES else [self.max_line_bytes]
+        return _digest([CACHE_VERSION, self.tokenizer_digest, self.format.name, shape, files, self.chunks, *limits])
+
+
+def _digest(value: Sequence[object]) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:32]
+
 
 BATCH_RECORDS = 500
 """Records that are tokenised in one call."""

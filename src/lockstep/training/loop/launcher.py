@@ -1,11 +1,13 @@
-"""Compiling a program on every host, and launching it when all are ready."""
+"""Programs compiled on every host and launched when all are ready; a failed launch names the hosts."""
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
+from lockstep.errors import HostError
 from lockstep.hosts import Hosts, Watchdog, environment
 from lockstep.placement.device import Program, compile_program
 
@@ -60,3 +62,26 @@ class Launcher:
         self.compile_on_all(name, compile)
         with self._watchdog.watch(name):
             return jax.block_until_ready(programs[0](*arguments))
+
+
+@contextlib.contextmanager
+def named_failure(hosts: Hosts, step: int) -> Iterator[None]:
+    """Around a train step: name the process, and who is missing, where the runtime fails.
+
+    Args:
+        hosts: The processes of the job. With one process the runtime's own error is raised.
+        step: The number of completed steps.
+
+    Raises:
+        HostError: The runtime failed.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if hosts.count == 1:
+            raise
+        raise HostError(
+            f"the train step after {step} steps failed on process {hosts.index} of {hosts.count}."
+            f"{hosts.missing()} If the runtime speaks of a connection, a peer or a time-out, another process "
+            f"has died: look for the log that ends without an error. The runtime says: {error}"
+        ) from error

@@ -15,7 +15,7 @@ from lockstep.hosts import Hosts, Ledger, Watchdog, environment
 from lockstep.placement import COMPUTE_AXES, data_shards
 from lockstep.placement.device import Program, compile_program
 from lockstep.training.loop.config import TrainerConfig
-from lockstep.training.loop.step_failure import named_failure
+from lockstep.training.loop.launcher import named_failure
 from lockstep.training.objectives import REFERENCE
 from lockstep.training.step.train_step import BATCH_SPEC
 

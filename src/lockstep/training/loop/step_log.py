@@ -1,10 +1,268 @@
-"""What is said of each step: figures for the tracker, a bar or lines for the user."""
+"""The report of each step: throughput and figures for the tracker, a bar or lines for the user."""
 
+import contextlib
+import dataclasses
+import math
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import jax
+import rich
+from jax.sharding import Mesh
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from lockstep.models import LlamaConfig, LoraModel, UnreadableModelError, layer_products, read_decoder
+from lockstep.placement.device import published_chip
 from lockstep.report import Tracker
 from lockstep.training.loop.hooks import StepInfo
-from lockstep.training.loop.progress_bar import make_progress
-from lockstep.training.loop.throughput import Throughput
 from lockstep.training.step.train_step import StepMetrics
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Throughput:
+    """The figures of one step.
+
+    Args:
+        rows: The number of rows of the batch.
+        tokens: The number of token positions of the batch, those that are masked too; None where it has no tokens.
+        step_s: The seconds from the launch of the step to its figures.
+        wait_s: The seconds before it in which the devices waited for the batch.
+        mfu: The model's floating-point operations per second, as a fraction of the peak of all devices; None where
+            either is not known.
+    """
+
+    rows: int
+    tokens: int | None
+    step_s: float
+    wait_s: float
+    mfu: float | None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens per second, the wait for data included."""
+        return None if self.tokens is None else self.tokens / (self.step_s + self.wait_s)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the figures as a tracker gets them: ``throughput/…``, durations in seconds."""
+        values = {
+            "throughput/step_duration_s": self.step_s,
+            "throughput/examples_per_s": self.rows / self.step_s,
+            "throughput/data_wait_s": self.wait_s,
+        }
+        if self.tokens_per_s is not None:
+            values["throughput/tokens_per_s"] = self.tokens_per_s
+        if self.mfu is not None:
+            values["throughput/mfu"] = self.mfu
+        return values
+
+    def __str__(self) -> str:
+        parts = [] if self.tokens_per_s is None else [f"{self.tokens_per_s:,.0f} tokens/s"]
+        if self.mfu is not None:
+            parts.append(f"MFU {self.mfu:.1%}")
+        return "  ".join([*parts, f"data wait {self.wait_s / (self.step_s + self.wait_s):.0%}"])
+
+
+class Meter:
+    """Measures the steps of a run.
+
+    Args:
+        mesh: The mesh of the run.
+        model: The model that is trained. What it computes per token is known where the decoder can read it.
+    """
+
+    def __init__(self, mesh: Mesh, model: Any) -> None:
+        self._peak = peak_flops(mesh)
+        self._shape: tuple[LlamaConfig, int] | None = None
+        self._adapters: int | None = None
+        with contextlib.suppress(UnreadableModelError):
+            config, weights = read_decoder(model)
+            self._shape = config, weights.embed.shape[0]
+        if isinstance(model, LoraModel):
+            self._adapters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model.adapters))
+
+    def step(self, batch: Mapping[str, Any], *, step_s: float, wait_s: float) -> Throughput:
+        """Return the figures of a step.
+
+        Args:
+            batch: The global arrays of the batch; the positions of ``tokens`` ``[row, ..., position]`` are counted.
+            step_s: The seconds from the launch of the step to its figures.
+            wait_s: The seconds before it in which the devices waited for the batch.
+        """
+        rows = next(iter(batch.values())).shape[0]
+        tokens = math.prod(batch["tokens"].shape) if "tokens" in batch else None
+        mfu = None
+        if tokens is not None and self._shape is not None and self._peak:
+            flops = tokens * flops_per_token(*self._shape, batch["tokens"].shape[-1], self._adapters)
+            mfu = flops / (step_s + wait_s) / self._peak
+        return Throughput(rows=rows, tokens=tokens, step_s=step_s, wait_s=wait_s, mfu=mfu)
+
+
+def peak_flops(mesh: Mesh) -> float:
+    """Return the published 16-bit operations per second of all devices of a mesh; 0 where one has no such number.
+
+    Args:
+        mesh: The mesh of the run.
+    """
+    chips = [published_chip(device) for device in mesh.devices.flat]
+    return sum(chip.flops for chip in chips if chip is not None) if all(chips) else 0.0
+
+
+def flops_per_token(model: LlamaConfig, vocab_size: int, length: int, adapters: int | None = None) -> float:
+    """Return the operations that training with one token needs, without those that rematerialisation repeats.
+
+    They are 6 per weight of a matrix product, and 12 per layer, position and element of the query heads (PaLM,
+    Chowdhery et al. 2022, arXiv 2204.02311, appendix B). The embedding is looked up, not multiplied. A frozen weight
+    needs 4: it has no gradient.
+
+    Args:
+        model: The shape of the model.
+        vocab_size: The number of columns of the output layer.
+        length: The number of positions of a sequence.
+        adapters: The number of weights of the adapters, where they alone are trained; None where all weights are.
+    """
+    queries = model.num_heads * model.head_size
+    weights = layer_products(model) + model.hidden_dim * vocab_size
+    products = 6.0 * weights if adapters is None else 4.0 * weights + 6.0 * adapters
+    return products + 12.0 * model.num_layers * queries * length
+
+
+UNKNOWN = "–"
+
+
+class ProgressDisplay(Protocol):
+    """Shows how far a run is."""
+
+    def update(self, completed: int, loss: float | None, note: str = "") -> None:
+        """Show the number of completed steps, the last loss (None: it says nothing), and what else is to be said."""
+        ...
+
+    def close(self) -> None:
+        """Show the last state and stop."""
+        ...
+
+
+class NoProgress:
+    """Shows nothing: used on every host but the leader."""
+
+    def update(self, completed: int, loss: float | None, note: str = "") -> None:
+        """Show nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class BarProgress:
+    """A bar that stays at the bottom of a terminal.
+
+    Args:
+        total: The number of steps of the run.
+    """
+
+    def __init__(self, total: int) -> None:
+        self._rate = Rate()
+        self._bar = Progress(
+            TextColumn("train"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[said]}"),
+            TimeRemainingColumn(),
+            console=rich.get_console(),
+        )
+        self._task = self._bar.add_task("train", total=total, said="")
+        self._bar.start()
+
+    def update(self, completed: int, loss: float | None, note: str = "") -> None:
+        """Move the bar."""
+        self._bar.update(self._task, completed=completed, said=_said(loss, self._rate.add(completed), note))
+
+    def close(self) -> None:
+        """Leave the bar as it is and give the terminal back."""
+        self._bar.stop()
+
+
+class LineProgress:
+    """A line every few seconds.
+
+    Args:
+        total: The number of steps of the run.
+        every_s: The time in seconds between two lines.
+    """
+
+    def __init__(self, total: int, every_s: float = 10.0) -> None:
+        self._total, self._every_s, self._rate = total, every_s, Rate()
+        self._shown_at = float("-inf")
+        self._shown = -1
+        self._last: tuple[int, float | None, float, str] = (0, None, 0.0, "")
+
+    def update(self, completed: int, loss: float | None, note: str = "") -> None:
+        """Print a line unless the last one is less than ``every_s`` old."""
+        self._last = (completed, loss, self._rate.add(completed), note)
+        if time.monotonic() - self._shown_at >= self._every_s:
+            self._show()
+
+    def close(self) -> None:
+        """Print the last state unless it was printed already."""
+        if self._shown != self._last[0]:
+            self._show()
+
+    def _show(self) -> None:
+        completed, loss, rate, note = self._last
+        eta = f"{_clock((self._total - completed) / rate)} left" if rate else "starting"
+        # A line of a log is one line, however wide the console is taken to be.
+        rich.get_console().print(
+            f"step {completed}/{self._total}  {_said(loss, rate, note)}  {eta}", highlight=False, soft_wrap=True
+        )
+        self._shown_at, self._shown = time.monotonic(), completed
+
+
+class Rate:
+    """Steps per second over the last steps.
+
+    Args:
+        window: The number of last steps.
+    """
+
+    def __init__(self, window: int = 50) -> None:
+        self._times: deque[tuple[float, int]] = deque(maxlen=window)
+
+    def add(self, completed: int) -> float:
+        """Note that ``completed`` steps are done now; return steps per second, 0 while that is unknown."""
+        self._times.append((time.monotonic(), completed))
+        (start, first), (now, last) = self._times[0], self._times[-1]
+        return (last - first) / (now - start) if last > first and now > start else 0.0
+
+
+def make_progress(total: int, is_leader: bool) -> ProgressDisplay:
+    """Choose how to show progress.
+
+    Args:
+        total: The number of steps of the run.
+        is_leader: Whether this process is the leader, which alone shows anything.
+
+    Returns:
+        A bar where the console is a terminal, else lines.
+    """
+    if not is_leader:
+        return NoProgress()
+    return BarProgress(total) if rich.get_console().is_terminal else LineProgress(total)
+
+
+def _said(loss: float | None, rate: float, note: str) -> str:
+    """What a line says of a step: loss, speed, and the note."""
+    parts = ["" if loss is None else f"loss {_number(loss, 4)}", f"{_number(rate, 2)} steps/s", note]
+    return "  ".join(filter(None, parts))
+
+
+def _number(value: float, digits: int) -> str:
+    """Return the number as text, a dash where there is none yet."""
+    return f"{value:.{digits}f}" if value and math.isfinite(value) else UNKNOWN
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
 
 
 class StepLog:

@@ -1,11 +1,14 @@
-"""Ending a run on Ctrl-C or SIGTERM, at the same step on every host."""
+"""The end of a run: Ctrl-C or SIGTERM at the same step on every host, and the result."""
 
+import dataclasses
 import os
 import signal
 import threading
 import time
 from types import FrameType, TracebackType
 from typing import Any, Self
+
+from jaxtyping import PyTree
 
 from lockstep.hosts import Preemption
 
@@ -55,3 +58,34 @@ class StopRequest:
         elif time.monotonic() - self._at > AGAIN_AFTER_S:
             # The step may hang in a device program that no exception can interrupt.
             os._exit(128 + number)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """How a run ended."""
+
+    model: PyTree
+    """Parameters after the last step, in the parameter type and sharding."""
+    completed_steps: int
+    """Steps that were done."""
+    loss: float
+    """The loss of the last step; nan if there was none."""
+    stopped_by: int | None
+    """Signal that ended the run early, on whichever host it came; the same on all. None where there was none."""
+    tracker_errors: int
+    """Times the tracker failed; training went on."""
+    checkpoint: str | None = None
+    """The newest checkpoint of the run; None where there is none."""
+    checkpoint_errors: int = 0
+    """Checkpoints that could not be saved; training went on."""
+    average: PyTree | None = None
+    """The average of the parameters over the steps, where the optimizer keeps one (``optimizer.ema_decay``)."""
+    skipped_steps: int = 0
+    """Steps whose update was left out (``trainer.on_nan``)."""
+    diverged: bool = False
+    """Whether ``on_nan: stop`` ended the run; the model is then that before the bad step."""
+
+    @property
+    def eval_model(self) -> PyTree:
+        """The model to evaluate and to export: the average where there is one, else ``model``."""
+        return self.model if self.average is None else self.average

@@ -13,8 +13,7 @@ from lockstep.errors import ConfigError, PromptError
 from lockstep.hosts import digest
 from lockstep.text import Prompt, encode
 from lockstep.training.data import GrpoDataConfig
-from lockstep.training.data.records import BadRow, Record, read_piece
-from lockstep.training.data.sources import list_files
+from lockstep.training.data.records import BadRow, Record, list_files, read_piece
 from lockstep.training.rl.rewards import RewardConfig
 
 if TYPE_CHECKING:

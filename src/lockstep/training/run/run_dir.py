@@ -12,9 +12,9 @@ from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts
 from lockstep.report import WANDB_RUN, Tracker, build_tracker, drop_later
 from lockstep.training.checkpoints.config import resumable_base, write_resumable
-from lockstep.training.checkpoints.kept_files import bring_files, keep_files
+from lockstep.training.checkpoints.search import bring_files, keep_files
 from lockstep.training.loop.config import TrainerConfig
-from lockstep.training.loop.result import TrainResult
+from lockstep.training.loop.stopping import TrainResult
 from lockstep.training.rl import ROLLOUTS_FILE
 from lockstep.urls import check_bare_name
 

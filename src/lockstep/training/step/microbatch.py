@@ -15,8 +15,8 @@ from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError, HbmError
 from lockstep.hosts import Hosts, environment
 from lockstep.placement.device import block_bytes, free_bytes
+from lockstep.printable import bytes_text
 from lockstep.training.step.train_step import TrainStep
-from lockstep.units import bytes_text
 
 log = get_logger(__name__)
 

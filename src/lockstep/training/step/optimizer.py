@@ -11,8 +11,8 @@ from jaxtyping import Array, Int, PyTree
 
 from lockstep.errors import ConfigError
 from lockstep.models import RANK
-from lockstep.training.step.averaging import average_parameters
 from lockstep.training.step.schedules import SHARES, build_schedule, check_shape
+from lockstep.training.step.train_state import average_parameters
 
 DEFAULTS: Final[Mapping[str, Mapping[str, float]]] = {
     "adam": {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1},

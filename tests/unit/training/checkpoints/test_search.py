@@ -5,6 +5,7 @@ import json
 import pytest
 
 from lockstep.errors import ConfigError
+from lockstep.training import bring_files, keep_files
 from lockstep.training.checkpoints.checkpoint import METADATA, CheckpointDirectory
 from lockstep.training.checkpoints.search import CheckpointSearch
 from tests.unit.training.checkpoints.test_checkpoint import complete
@@ -59,3 +60,20 @@ def test_must_is_the_newest(search):
     damage(search, 6)
     with pytest.raises(ConfigError, match=r"trainer.resume is must:\n.*\n.*use resume: auto to go on from step 4"):
         search.run("must")
+
+
+def test_what_was_kept_comes_back_on_another_machine(tmp_path):
+    first, second, checkpoints = tmp_path / "first", tmp_path / "second", tmp_path / "bucket" / "run"
+    first.mkdir()
+    second.mkdir()
+    bring_files(str(checkpoints), first, ["a", "b"])
+    assert list(first.iterdir()) == [] and not checkpoints.exists()
+    keep_files(str(checkpoints), first, ["a", "b"])
+    for text in ("1", "2"):
+        (first / "a").write_text(text)
+        keep_files(str(checkpoints), first, ["a", "b"])
+    bring_files(str(checkpoints), second, ["a", "b"])
+    assert {path.name: path.read_text() for path in second.iterdir()} == {"a": "2"}
+    (second / "a").write_text("newer here")
+    bring_files(str(checkpoints), second, ["a", "b"])
+    assert (second / "a").read_text() == "newer here"

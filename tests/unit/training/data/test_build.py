@@ -11,8 +11,8 @@ from rich.console import Console
 from lockstep.errors import PeerError
 from lockstep.hosts import Hosts, MemoryClient, host_thread
 from lockstep.training import LmDataConfig
-from lockstep.training.data import build, build_progress, sources
-from lockstep.training.data.build_progress import BuildProgress
+from lockstep.training.data import build, records
+from lockstep.training.data.build import BuildProgress
 from tests.multiprocess.harness import run_threads
 from tests.unit.training.data.characters import Tokenizer, columns, write
 
@@ -34,7 +34,7 @@ class Counting(Tokenizer):
 @pytest.fixture
 def config(tmp_path, monkeypatch):
     """600 records in 14 chunks, each of them one call of the tokenizer."""
-    monkeypatch.setattr(sources, "MIN_CHUNK_BYTES", 900)
+    monkeypatch.setattr(records, "MIN_CHUNK_BYTES", 900)
     urls = write(tmp_path / "x.jsonl", [{"text": f"row {n}"} for n in range(600)])
     return LmDataConfig(train_urls=urls, packing=False, max_seq_len=12, cache_dir=str(tmp_path / "cache"))
 
@@ -155,7 +155,7 @@ def test_a_cache_directory_that_cannot_be_written(config, tmp_path):
 
 def test_the_leader_shows_progress_and_who_is_last(caplog, monkeypatch):
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(build_progress, "FIRST_S", 0.0)
+    monkeypatch.setattr(build, "FIRST_S", 0.0)
 
     def body(hosts):
         progress = BuildProgress(hosts, 200)
@@ -174,8 +174,8 @@ def test_the_default_is_below_the_users_cache(monkeypatch):
 
 
 def test_at_a_terminal_there_is_a_bar_until_the_data_is_there(monkeypatch):
-    monkeypatch.setattr(build_progress, "FIRST_S", 0.0)
-    monkeypatch.setattr(build_progress.rich, "get_console", lambda: console)
+    monkeypatch.setattr(build, "FIRST_S", 0.0)
+    monkeypatch.setattr(build.rich, "get_console", lambda: console)
     console = Console(file=io.StringIO(), force_terminal=True)
     progress = BuildProgress(Hosts(*MemoryClient.hub(1)), 200)
     progress.show([(50, 200)])

@@ -2,13 +2,14 @@
 
 import gzip
 import json
+import os
 
 import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.training import LmDataConfig, PreferenceDataConfig
-from lockstep.training.data import sources
-from lockstep.training.data.records import read_piece
+from lockstep.training.data import records
+from lockstep.training.data.records import list_files, make_chunks, read_piece
 from tests.unit.training.data.characters import Tokenizer, columns, preference, write
 
 
@@ -52,7 +53,7 @@ def test_too_long_is_a_bad_row_that_names_the_place(tmp_path):
 
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
 def test_a_giant_line_is_a_bad_row_that_is_not_read_whole(tmp_path, suffix, monkeypatch):
-    monkeypatch.setattr(sources, "MIN_CHUNK_BYTES", 100)
+    monkeypatch.setattr(records, "MIN_CHUNK_BYTES", 100)
     lines = [b'{"text": "one"}', b'{"text": "' + b"a" * 1000 + b'"}', b'{"text": "three"}', b"[" * 100_000]
     path = tmp_path / f"x.{suffix}"
     path.write_bytes((gzip.compress if suffix.endswith("gz") else bytes)(b"\n".join(lines)))
@@ -73,7 +74,7 @@ def test_a_giant_line_is_a_bad_row_that_is_not_read_whole(tmp_path, suffix, monk
 
 def lines_with_faults(tmp_path, monkeypatch):
     """60 lines with two faults and empty lines between, cut into many parts."""
-    monkeypatch.setattr(sources, "MIN_CHUNK_BYTES", 100)
+    monkeypatch.setattr(records, "MIN_CHUNK_BYTES", 100)
     lines = [b'{"text": "line %d"}' % number for number in range(1, 61)]
     lines[16], lines[41] = b"{broken", b'{"text": "\xff"}'
     lines[30] = lines[40] = lines[59] = b"  "
@@ -119,7 +120,7 @@ def test_rows_of_tables_are_named_by_their_numbers(tmp_path, monkeypatch, make):
 
 
 def test_of_a_table_as_much_was_read_as_its_share_of_the_rows(tmp_path):
-    (file,) = sources.list_files(str(as_parquet(tmp_path)), "data")
+    (file,) = records.list_files(str(as_parquet(tmp_path)), "data")
     for parts in (1, 2):
         read = [n_bytes for part in range(parts) for *_, n_bytes, _ in [list(read_piece(file, part, parts, ()))[-1]]]
         assert sum(read) == pytest.approx(file.size, rel=0.1)
@@ -199,10 +200,75 @@ def by_wildcard(path):
 
 @pytest.mark.parametrize("make", [as_gzip, as_zstd, as_parquet, as_dataset, in_memory, by_wildcard])
 def test_every_format_gives_the_same_rows(tmp_path, monkeypatch, make):
-    monkeypatch.setattr(sources, "MIN_CHUNK_BYTES", 300)
+    monkeypatch.setattr(records, "MIN_CHUNK_BYTES", 300)
     expected = LmDataConfig(train_urls=write(tmp_path / "plain.jsonl", RECORDS), format="prompt_completion")
     config = LmDataConfig(train_urls=(str(make(tmp_path)),), format="prompt_completion")
     found, wanted = (columns(one.load(Tokenizer(), 12, 0)) for one in (config, expected))
     assert len(found["tokens"]) == 50
     for name, column in wanted.items():
         assert found[name].tolist() == column.tolist()
+
+
+def one(path):
+    (file,) = list_files(str(path), "data.train_urls")
+    return file
+
+
+def test_a_small_file_is_known_by_its_content_alone(tmp_path):
+    (tmp_path / "a.jsonl").write_text("1")
+    before = one(tmp_path / "a.jsonl")
+    os.utime(tmp_path / "a.jsonl", (1, 1))
+    assert (one(tmp_path / "a.jsonl").content, before.changed) == (before.content, "")
+    (tmp_path / "a.jsonl").write_text("2")
+    assert one(tmp_path / "a.jsonl").content != before.content
+
+
+def test_a_large_file_is_known_by_its_ends_and_the_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "WHOLE_BYTES", 5)
+    (tmp_path / "a.jsonl").write_text("12345")
+    assert one(tmp_path / "a.jsonl").changed == ""
+    (tmp_path / "a.jsonl").write_text("123456789")
+    before = one(tmp_path / "a.jsonl")
+    os.utime(tmp_path / "a.jsonl", (1, 1))
+    after = one(tmp_path / "a.jsonl")
+    assert after.content == before.content and after.changed != before.changed != ""
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "compression", "splits"),
+    [
+        ("a.jsonl", "jsonl", None, True),
+        ("a.jsonl.gz", "jsonl", "gzip", False),
+        ("a.jsonl.zst", "jsonl", "zstd", False),
+        ("a.parquet", "parquet", None, True),
+        ("a.arrow", "arrow", None, False),
+        ("a.md", "text", None, True),
+    ],
+)
+def test_what_a_file_is(tmp_path, name, kind, compression, splits):
+    (tmp_path / name).write_text("x")
+    file = one(tmp_path / name)
+    assert (file.kind, file.compression, file.splits) == (kind, compression, splits)
+
+
+def test_chunks_split_large_files_and_join_small_ones(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "MIN_CHUNK_BYTES", 100)
+    for name, size in {"a.jsonl": 250, "b.jsonl.gz": 250, "c.txt": 30, "d.txt": 30, "e.txt": 50, "f.txt": 1}.items():
+        (tmp_path / name).write_bytes(b"x" * size)
+    chunks = make_chunks(list_files(str(tmp_path / "*"), "data.train_urls"))
+    parts = [(0, 0, 3), (0, 1, 3), (0, 2, 3), (1, 0, 1), (2, 0, 1), (3, 0, 1), (4, 0, 1), (5, 0, 1)]
+    assert [piece for chunk in chunks for piece in chunk] == parts
+    assert [len(chunk) for chunk in chunks] == [1, 1, 1, 1, 2, 1, 1]
+
+
+def test_a_directory_must_be_one_split_of_a_data_set(tmp_path):
+    with pytest.raises(ConfigError, match=r"is a directory.*/\*.jsonl"):
+        list_files(str(tmp_path), "data.train_urls")
+    (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
+    with pytest.raises(ConfigError, match="splits train, test.*/train"):
+        list_files(str(tmp_path), "data.train_urls")
+
+
+def test_a_file_system_that_cannot_be_reached():
+    with pytest.raises(ConfigError, match="'nonesuch://x' has the protocol 'nonesuch'; a URL must have one of file,"):
+        list_files("nonesuch://x", "data.train_urls")

@@ -1,6 +1,17 @@
 """What a cache says of itself, and its rows as a data source of grain."""
 
+import io
+import os
+import time
+
+import fsspec
+import numpy as np
+import pytest
+
 from lockstep.training import LmDataConfig
+from lockstep.training.data import token_cache
+from lockstep.training.data.examples import TokenSequence
+from lockstep.training.data.token_cache import RowReader, RowWriter, new_file, parse_record
 from tests.unit.training.data.characters import Tokenizer, write
 
 
@@ -22,3 +33,83 @@ def test_the_digest_follows_the_rows(tmp_path):
     assert digest("ab") == digest("ab")
     assert len({digest("ab"), digest("ac"), digest("ab", seed=1), digest("ab", shuffle=False)}) == 4
     assert digest("ab", max_seq_len=7) != digest("ab")
+
+
+def row_of(number):
+    """Row ``number``: one or two sequences with tokens of their own."""
+    return [TokenSequence(n, list(range(number, number + 3 + n + number % 4))) for n in range(1 + number % 2)]
+
+
+def write_rows(fs, directory, counts):
+    first = 0
+    for chunk, count in enumerate(counts):
+        with (
+            new_file(fs, f"{directory}/{chunk}.rows") as rows,
+            new_file(fs, f"{directory}/{chunk}.index") as index,
+        ):
+            writer = RowWriter(rows, index)
+            for number in range(first, first + count):
+                writer.write(row_of(number))
+            writer.finish()
+        assert writer.count == count
+        first += count
+    return RowReader(fs, lambda chunk, suffix: f"{directory}/{chunk}.{suffix}", counts)
+
+
+def test_what_a_killed_process_was_writing_is_removed(tmp_path):
+    for name, age in (("dead.rows.ab.tmp", 7200), ("alive.rows.cd.tmp", 60), ("chunk-00000.rows", 7200)):
+        (tmp_path / name).write_bytes(b"x")
+        os.utime(tmp_path / name, (time.time() - age,) * 2)
+    token_cache.remove_dead_files(str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alive.rows.cd.tmp", "chunk-00000.rows"]
+
+
+def test_no_more_than_some_rows_wait_in_memory(monkeypatch):
+    monkeypatch.setattr(token_cache, "FLUSH_ROWS", 4)
+    stream = io.BytesIO()
+    writer, sizes = RowWriter(stream, io.BytesIO()), []
+    for number in range(9):
+        writer.write(row_of(number))
+        sizes.append(stream.tell())
+    assert sizes[2] == 0 < sizes[3] == sizes[6] < sizes[7] == sizes[8]
+
+
+@pytest.mark.parametrize("protocol", ["file", "memory"])
+def test_rows_are_read_back_by_number(tmp_path, monkeypatch, protocol):
+    monkeypatch.setattr(token_cache, "FLUSH_ROWS", 4)
+    fs = fsspec.filesystem(protocol)
+    reader = write_rows(fs, str(tmp_path), [5, 0, 1, 9])
+    assert len(reader) == 15
+    wanted = [14, 0, 5, 4, 6, 14]
+    for number, record in zip(wanted, reader.read(wanted), strict=True):
+        found = [(n_prompt, tokens.tolist()) for n_prompt, tokens in parse_record(record)]
+        assert found == [(one.n_prompt, one.tokens) for one in row_of(number)]
+
+
+def test_a_file_appears_as_a_whole_or_not_at_all(tmp_path):
+    fs = fsspec.filesystem("file")
+    path = str(tmp_path / "x")
+    with new_file(fs, path) as stream:
+        stream.write(b"old")
+    mapped = np.memmap(path, np.uint8, "r")
+    with pytest.raises(KeyError), new_file(fs, path) as stream:
+        stream.write(b"half")
+        raise KeyError
+    assert [one.name for one in tmp_path.iterdir()] == ["x"]
+    with new_file(fs, path) as stream:
+        stream.write(b"new")
+    assert bytes(mapped) == b"old" and (tmp_path / "x").read_bytes() == b"new"
+
+
+def test_a_bucket_is_read_by_ranges(tmp_path):
+    """A host reads what its rows take, not the files that they are in."""
+    fs = fsspec.filesystem("memory")
+    reader = write_rows(fs, str(tmp_path), [1000])
+    sizes = []
+    original = fs.cat_file
+    fs.cat_file = lambda path, start=None, end=None, **_: (sizes.append(end - start), original(path, start, end))[1]
+    try:
+        reader.read([10, 500])
+    finally:
+        del fs.cat_file
+    assert sizes and sum(sizes) < 200

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from lockstep.callback import InferenceEvalConfig
-from lockstep.callback.round_prompts import RoundPrompts, from_bytes, read_round_prompts, to_bytes
+from lockstep.callback.round import RoundPrompts, from_bytes, read_round_prompts, to_bytes
 from lockstep.errors import ConfigError
 from tests import tiny
 from tests.unit.engine.models import request

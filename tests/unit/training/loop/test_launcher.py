@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from lockstep.errors import HostError
-from lockstep.training.loop.step_failure import named_failure
+from lockstep.training.loop.launcher import named_failure
 
 
 def fail(count: int) -> None:
