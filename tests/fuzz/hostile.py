@@ -21,6 +21,8 @@ SECONDS = float(os.environ.get("LOCKSTEP_FUZZ_SECONDS", "0"))
 EXAMPLES = 50
 ROUND = 300
 """Examples between two looks at the clock."""
+IN_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+"""Where files are made and removed in no time, if there is such a place."""
 EXAMPLE_S = 10
 """The longest that one example may take."""
 
@@ -117,48 +119,57 @@ _FILES = frozenset(
     ("open", "os.listdir", "os.scandir", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink")
 )
 _NEVER = frozenset(("os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "socket.connect"))
-_seen: list[tuple[str, object]] | None = None
+_seen: list[tuple[str, str]] | None = None
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     if _seen is not None and (event in _FILES or event in _NEVER):
-        _seen.extend((event, each) for each in arguments[:2] if event in _NEVER or isinstance(each, str | bytes))
+        named = [os.fsdecode(each) for each in arguments[:2] if isinstance(each, str | bytes)]
+        _seen.extend((event, each) for each in named or [""])
 
 
 sys.addaudithook(_audit)  # there is no way to take it away again: it does nothing outside `watched`
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[Path]:
-    """A directory to which the block has to keep, beside files that a name such as ``../secret`` leads to.
+def watched(outer: Path) -> Iterator[Path]:
+    """A new directory to which the block has to keep, beside files that a name such as ``../secret`` leads to.
+
+    Args:
+        outer: An existing directory, in which it is.
 
     Raises:
         AssertionError: The block has opened a file beside the directory, a connection or a process.
     """
     global _seen
-    with tempfile.TemporaryDirectory() as outer:
-        given_to = Path(outer, "given").resolve()
-        given_to.mkdir()
-        for name in PATHS[1:4]:
-            (given_to / name).write_bytes(b"{}")
-        before = Path.cwd()
-        os.chdir(given_to)
-        _seen = []
-        try:
-            yield given_to
-        finally:
-            seen, _seen = _seen, None
-            os.chdir(before)
-        done = [(event, each) for event, each in seen if event in _NEVER or _outside(os.fsdecode(each), given_to)]  # type: ignore[arg-type]
-        assert not done, f"done while it was read: {done}"
-        assert len(list(Path(outer).iterdir())) == len(PATHS[1:4]) + 1
+    beside = len(list(outer.iterdir()))
+    directory = outer / f"given-{beside}"
+    directory.mkdir()
+    before = Path.cwd()
+    os.chdir(directory)
+    _seen = []
+    try:
+        yield directory
+    finally:
+        seen, _seen = _seen, None
+        os.chdir(before)
+    done = [(event, each) for event, each in seen if event in _NEVER or _outside(each, directory)]
+    assert not done, f"done while it was read: {done}"
+    assert len(list(outer.iterdir())) == beside + 1, "something was made beside the directory"
+
+
+def with_secrets(outer: Path) -> Path:
+    """A directory with the files that the paths of `PATHS` lead to from one inside it."""
+    for path in PATHS[1:4]:
+        (outer / Path(path).name).write_bytes(b"{}")
+    return outer
 
 
 def _outside(path: str, directory: Path) -> bool:
     """Whether a path is beside a directory: in the one that it is in, or a file of the system that was named."""
     whole = os.path.realpath(os.path.join(directory, path)) if "\0" not in path else "/"
     return whole == "/etc/hostname" or (
-        whole.startswith(f"{directory.parent}/") and not f"{whole}/".startswith(f"{directory}/")
+        f"{whole}/".startswith(f"{directory.parent}/") and not f"{whole}/".startswith(f"{directory}/")
     )
 
 
@@ -177,11 +188,12 @@ def fuzz(*strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., object]
 
         def test() -> None:
             begin, number, accepted, count, slowest = time.monotonic(), 0, 0, 0, 0.0
+            outer = Path()
 
             def timed(values: Any) -> None:
                 nonlocal accepted, count, slowest
                 count, start = count + 1, time.monotonic()
-                with watched() as directory, contextlib.suppress(LockstepError):
+                with watched(outer) as directory, contextlib.suppress(LockstepError):
                     read(directory, *values)
                     accepted += 1
                 slowest = max(slowest, time.monotonic() - start)
@@ -196,7 +208,9 @@ def fuzz(*strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., object]
                     suppress_health_check=list(HealthCheck),
                     phases=(Phase.generate, Phase.shrink),
                 )(given(st.tuples(*strategies))(timed))
-                (seed(f"{os.getpid()} {number}")(run) if SECONDS else run)()
+                with tempfile.TemporaryDirectory(dir=IN_MEMORY) as name:
+                    outer = with_secrets(Path(name).resolve())
+                    (seed(f"{os.getpid()} {number}")(run) if SECONDS else run)()
                 number += 1
             assert accepted, "every example was refused: they say little"
             if SECONDS:

@@ -1,9 +1,15 @@
 """Files that others wrote: whatever is in them, they are read, or refused by an error of ours."""
 
+import base64
 import contextlib
 import gzip
+import io
+import json
+import os
+import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from hypothesis import strategies as st
@@ -12,6 +18,7 @@ from lockstep.batch_inference.checkpoint import checkpoint_at, stored_dtype
 from lockstep.batch_inference.prompt_store import JobShape
 from lockstep.batch_inference.row_files import RowIndex, check_manifest
 from lockstep.batch_inference.summary import Totals
+from lockstep.engine import EarlierAnswers
 from lockstep.errors import LockstepError
 from lockstep.launch.record import load_record
 from lockstep.main.arguments import parse_arguments
@@ -27,8 +34,34 @@ from lockstep.training.checkpoints.saved_model import SavedAdapters
 from lockstep.training.data.chunk_builder import read_chunk
 from lockstep.training.data.records import BadRow, list_files, read_piece
 from lockstep.training.data.token_cache import read_metadata
+from lockstep.training.loop.hooks import Hooks
+from lockstep.training.loop.loss_watch import LossSpikeConfig, LossWatch
+from lockstep.training.rl.rollout import Rollout
+from lockstep.training.rl.sampled import completions_from_json
+from lockstep.types import Completion, FinishReason
 from lockstep.urls import url_to_fs
-from tests.fuzz.hostile import damaged, documents, forged, fuzz, lines
+from tests.fuzz.hostile import damaged, documents, forged, fuzz, lines, watched, with_secrets
+
+
+def read_beside(directory):
+    return (directory / "../secret").read_bytes()
+
+
+def write_beside(directory):
+    (directory.parent / "new").touch()
+
+
+def run_something(directory):
+    subprocess.run(["true"])
+
+
+@pytest.mark.parametrize("misdeed", [read_beside, write_beside, run_something, lambda directory: os.listdir("..")])
+def test_what_is_done_while_an_example_is_read_is_seen(tmp_path, misdeed):
+    with watched(with_secrets(tmp_path)) as directory:
+        (directory / "own").write_bytes(b"")
+    with pytest.raises(AssertionError, match="done while it was read|beside"), watched(tmp_path) as directory:
+        misdeed(directory)
+
 
 CONFIGS = Path(__file__).parents[2] / "config"
 YAML_OF = {
@@ -217,3 +250,54 @@ CALIBRATION = {"lockstep_calibration": 1, "chip": "TPU v5e", "measured": "a", "b
 def test_calibration(directory, text):
     (directory / "a.json").write_bytes(text)
     read_calibration("a.json")
+
+
+def packed(**arrays):
+    data = io.BytesIO()
+    np.savez_compressed(data, **arrays)
+    return data.getvalue()
+
+
+ROLLOUT = packed(lengths=np.ones(2, np.int64), tokens=np.ones((2, 3), np.int32))
+ONES = np.ones(2, np.int64)
+SAMPLED = packed(ids=np.zeros((2, 2), np.int64), lengths=ONES, tokens=ONES, logprobs=np.ones(2), sampled=np.ones(2))
+COMPLETIONS = {"number": 1, "questions": [0], "finish_reasons": ["stop", "length"]}
+KEPT = EarlierAnswers("auto", 100)
+ANSWER = Completion(prompt_id=0, generation_id=0, tokens=(5, 6), logprobs=(), finish_reason=FinishReason.STOP)
+KEPT.keep((0, (1, 2)), [ANSWER])
+
+
+class Restored:
+    """A hook of a run that goes on: what a checkpoint has of the library's hooks."""
+
+    def load_state(self, state):
+        LossWatch("skip", LossSpikeConfig()).load_state(state["loss"])
+        EarlierAnswers("auto", 100).load_state(state["drafts"])
+        Rollout.from_json(state["rollout"])
+        completions_from_json(state["sampled"])
+
+    def state(self):
+        return {}
+
+    def __call__(self, info):
+        return None
+
+
+STATES = {
+    "loss": {"losses": [1.0], "skipped": 0, "in_a_row": 0},
+    "drafts": KEPT.state(),
+    "rollout": {"number": 1, "columns": ""},
+    "sampled": {**COMPLETIONS, "completions": ""},
+}
+
+
+@fuzz(forged(STATES), damaged(ROLLOUT), damaged(SAMPLED), documents(json.loads(KEPT.state()["kept"])))
+def test_states_of_hooks(directory, state, rollout, sampled, kept):
+    for part, name, data in (("rollout", "columns", rollout), ("sampled", "completions", sampled)):
+        if isinstance(state, dict) and isinstance(state.get(part), dict) and state[part].get(name) == "":
+            state[part][name] = base64.b64encode(data).decode()
+    if isinstance(state, dict) and isinstance(state.get("drafts"), dict) and len(kept) % 2:
+        state["drafts"]["kept"] = kept.decode(errors="replace")
+    hooks = Hooks()
+    hooks.add(Restored(), 1)
+    hooks.load_state(dict.fromkeys(hooks.state(), state))

@@ -3,8 +3,10 @@
 import contextlib
 import dataclasses
 import io
+import time
 from types import SimpleNamespace
 
+import pytest
 from hypothesis import strategies as st
 
 from lockstep.batch_inference.job_progress import Board, HostProgress
@@ -20,7 +22,9 @@ from lockstep.hosts.liveness import _names
 from lockstep.hosts.peers import _summarize
 from lockstep.json_text import from_peer
 from lockstep.launch.connection import GREETING, Connection, DroppedError, answered
+from lockstep.main.doctor import reach
 from lockstep.main.doctor.finding import Finding, merge
+from lockstep.report import judge
 from lockstep.types import Drafts, Request, SamplingParams
 from tests.fuzz.hostile import documents, fuzz
 
@@ -172,3 +176,22 @@ def test_answer_of_a_worker(directory, frames, result, greets):
             if kind == "R":
                 found = answered(piece, "follow")
                 assert "error" in found or found["state"] != "ended" or found["ended"] + found["code"] > -(2**64)
+
+
+CHAT_REPLY = {"choices": [{"message": {"role": "assistant", "content": "Score: 3"}}]}
+VIEWER = {"data": {"viewer": {"username": "a", "entity": "b"}}}
+
+
+@fuzz(documents(CHAT_REPLY), documents(VIEWER))
+def test_replies_of_servers(directory, verdict, viewer):
+    def reply(body):
+        return SimpleNamespace(
+            read1=io.BytesIO(body).read1, read=io.BytesIO(body).read, length=0, __enter__=None, __exit__=None
+        )
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(judge, "open_http", lambda request, timeout_s: contextlib.nullcontext(reply(verdict)))
+        patch.setattr(reach, "open_http", lambda request, timeout_s: contextlib.nullcontext(reply(viewer)))
+        patch.setenv("WANDB_API_KEY", "secret-key")
+        assert reach.check_wandb({"mode": "online"}, 1).text
+        judge.Judge(judge.JudgeConfig(base_url="http://localhost", model="a"))._reply("a", time.monotonic() + 5)

@@ -16,6 +16,7 @@ from lockstep.credentials import get_logger
 from lockstep.engine import Auditor, EarlierAnswers, Engine, Sizing
 from lockstep.errors import ConfigError, DisagreementError, HostError, PeerError
 from lockstep.hosts import Hosts, Watchdog, current, digest, environment
+from lockstep.json_text import typed
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
 from lockstep.placement import mesh_of
 from lockstep.report import Tracker
@@ -229,9 +230,9 @@ class SampleCallback:
         Args:
             state: That state.
         """
-        for name in KEPT:
-            setattr(self, name, state[name])
-        self._errors_in_a_row = state["errors_in_a_row"]
+        for name, value in typed(dict[str, int | bool | None], {name: state[name] for name in KEPT}).items():
+            setattr(self, name, value)
+        self._errors_in_a_row = typed(int, state["errors_in_a_row"])
         if "drafts" in state:  # checkpoints of earlier versions have none
             self._earlier.load_state(state["drafts"])
 

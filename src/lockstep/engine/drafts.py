@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from lockstep.json_text import typed
 from lockstep.types import Completion, Drafts
 
 DraftSource = Literal["auto", "last_round", "ngram", "none"]
@@ -92,7 +93,10 @@ class EarlierAnswers:
         tokens = np.frombuffer(base64.b64decode(state["tokens"]), "<i4").astype(np.int32)
         self._answers, self._agreement, self._kept = {}, {}, len(tokens)
         begin = 0
-        for key, lengths, (compared, right) in json.loads(state["kept"]):
+        kept = typed(list[tuple[Any, list[int], tuple[int, int]]], json.loads(state["kept"]))
+        if min((each for _, lengths, _ in kept for each in lengths), default=0) < 0:
+            raise ValueError("an answer has fewer than 0 tokens")
+        for key, lengths, (compared, right) in kept:
             hashable = _hashable(key)
             self._answers[hashable] = []
             for length in lengths:

@@ -229,7 +229,7 @@ class Judge:
                 raise ConnectionError("the reply ended too early")
         try:
             content: Any = json.loads(received)["choices"][0]["message"]["content"]
-        except (ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError, RecursionError):
             raise LockstepError(f"not a chat completion: {self._beginning(received)!r}") from None
         if not isinstance(content, str):
             raise LockstepError(f"the reply has no text: {self._beginning(received)!r}")

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from lockstep.errors import LockstepError
+from lockstep.json_text import parse_json
 from lockstep.main.doctor.asked import Asked
 from lockstep.main.doctor.background import BackgroundCheck
 from lockstep.main.doctor.finding import Finding
@@ -24,6 +25,7 @@ from lockstep.urls import open_http, url_to_fs
 
 NETWORK: Final = "Look at the network, a proxy, the name and the access rights, or raise reach_s."
 WANDB_URL: Final = "https://api.wandb.ai"
+REPLY_BYTES: Final = 1 << 20
 VIEWER: Final = "query Viewer { viewer { username entity } }"
 """The question that W&B's own client asks first: who the key belongs to."""
 
@@ -143,7 +145,9 @@ def check_wandb(settings: Mapping[str, Any], timeout_s: float) -> Finding:
     )
     try:
         with open_http(request, timeout_s) as answer:
-            viewer = (json.load(answer).get("data") or {}).get("viewer")
+            text = answer.read(REPLY_BYTES)
+        found = parse_json(text, "its answer", dict, "").get("data")
+        viewer = found.get("viewer") if isinstance(found, dict) else None
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):
             return Finding.to_fix("W&B", f"{url} refuses the key ({error.code}).", login)
@@ -151,7 +155,7 @@ def check_wandb(settings: Mapping[str, Any], timeout_s: float) -> Finding:
     except (OSError, ValueError) as error:
         offline = "Look at the network and at WANDB_BASE_URL, or set tracker.mode: offline and upload later."
         return Finding.to_fix("W&B", f"{url} does not answer: {_text(error)}", offline)
-    if not viewer:
+    if not isinstance(viewer, dict):
         return Finding.to_fix("W&B", f"{url} does not know the key.", login)
     return Finding.ok("W&B", f"{url} answers; logged in as {viewer.get('username')}")
 

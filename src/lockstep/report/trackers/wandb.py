@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError
+from lockstep.json_text import refused, typed
 from lockstep.report.rows import TableRow, metric_names
 from lockstep.report.trackers.base import Tracker, TrackerConfig, plain
 
@@ -58,6 +59,16 @@ class WandbTables:
         return self._tables[name].add(rows, step)
 
 
+@dataclasses.dataclass(frozen=True)
+class _State:
+    """What is kept of a table beside it."""
+
+    table: int
+    additions: int
+    columns: list[str | int]
+    step: int
+
+
 class _GrowingTable:
     """The tables ``NAME``, ``NAME_2``, … and ``NAME_state``: where a resumed run goes on.
 
@@ -74,9 +85,10 @@ class _GrowingTable:
             return
         summary: Any = run.summary
         if state := summary.get(self._state):
-            found = json.loads(state)
-            self._number, self._additions, self._columns = found["table"], found["additions"], found["columns"]
-            self._logged_before = found["step"]
+            with refused(f"what W&B has of the table {name}", "Start a run of its own: another trainer.run_id."):
+                found = typed(_State, json.loads(state))
+            self._number, self._additions, self._columns = found.table, found.additions, found.columns
+            self._logged_before = found.step
         elif summary.get(name) is not None:
             self._number = 1  # a version of Lockstep without states has logged it
 
@@ -247,12 +259,13 @@ class WandbTrackerConfig(TrackerConfig):
         """
         if self._mode != "online" or not file.exists():
             return {}
-        found = json.loads(file.read_text(encoding="utf-8"))
-        for name in ("project", "entity"):
-            if getattr(self, name) not in (None, found[name]):
-                return {}
-        # The defaults of a user may have changed since.
-        return {"id": found["id"], "project": found["project"], "entity": found["entity"], "resume": "allow"}
+        with refused(str(file), "Remove it: W&B gets a run of its own."):
+            found = typed(dict[str, str], json.loads(file.read_bytes()))
+            for name in ("project", "entity"):
+                if getattr(self, name) not in (None, found[name]):
+                    return {}
+            # The defaults of a user may have changed since.
+            return {"id": found["id"], "project": found["project"], "entity": found["entity"], "resume": "allow"}
 
     @property
     def _mode(self) -> str:

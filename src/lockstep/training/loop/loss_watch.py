@@ -16,6 +16,7 @@ import numpy as np
 
 from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError, DivergenceError
+from lockstep.json_text import typed
 from lockstep.training.step.train_step import SKIPPED, StepMetrics
 
 log = get_logger(__name__)
@@ -133,5 +134,5 @@ class LossWatch:
             state: That state.
         """
         self._losses.clear()
-        self._losses.extend(state["losses"] if self._spike is not None else [])
-        self.skipped, self._in_a_row = state["skipped"], state["in_a_row"]
+        self._losses.extend(typed(list[float], state["losses"]) if self._spike is not None else [])
+        self.skipped, self._in_a_row = typed(int, state["skipped"]), typed(int, state["in_a_row"])

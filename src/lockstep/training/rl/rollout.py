@@ -3,10 +3,14 @@
 import base64
 import dataclasses
 import io
+import zipfile
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+
+from lockstep.json_text import typed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,6 +50,21 @@ class Rollout:
         Args:
             values: What it returned.
         """
-        with np.load(io.BytesIO(base64.b64decode(values["columns"])), allow_pickle=False) as packed:
-            columns = {name: packed[name] for name in packed.files}
-        return cls(number=values["number"], lengths=columns.pop("lengths"), columns=columns)
+        columns = unpacked(values["columns"])
+        return cls(number=typed(int, values["number"]), lengths=columns.pop("lengths"), columns=columns)
+
+
+def unpacked(text: str) -> dict[str, np.ndarray]:
+    """The arrays that `numpy.savez_compressed` packed, by name.
+
+    Args:
+        text: The file in base64.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    try:
+        with np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False) as packed:
+            return {name: packed[name] for name in packed.files}
+    except (zipfile.BadZipFile, zlib.error, OSError, EOFError, NotImplementedError, MemoryError) as error:
+        raise ValueError(f"packed arrays cannot be read: {error}") from error

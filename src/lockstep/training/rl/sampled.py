@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.engine.schedule import DraftCounts
+from lockstep.training.rl.rollout import unpacked
 from lockstep.training.rl.scoring import Scoring
 from lockstep.types import Completion, FinishReason
 
@@ -61,8 +62,7 @@ def completions_from_json(values: Mapping[str, Any]) -> list[Completion]:
     Args:
         values: What it returned.
     """
-    with np.load(io.BytesIO(base64.b64decode(values["completions"])), allow_pickle=False) as packed:
-        arrays = {name: packed[name] for name in packed.files}
+    arrays = unpacked(values["completions"])
     ends = np.cumsum(arrays["lengths"])
     tokens, logprobs, sampled = (
         [part.tolist() for part in np.split(arrays[name], ends[:-1])] for name in ("tokens", "logprobs", "sampled")
